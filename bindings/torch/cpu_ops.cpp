@@ -1,0 +1,276 @@
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "bindings/torch/tensors.hpp"
+#include "syncbn/diagnosis.hpp"
+#include "syncbn/passes.hpp"
+
+// The operators on CPU: the core's passes with PyTorch's tensors and threads. Functional, but for
+// update_running_statistics. Shapes and dtypes stand beside their fakes in python/syncbn/_ops.py.
+namespace syncbn::torch_layer {
+namespace {
+
+/// A message as the exchange left it: the first part, and the words beyond the frame, if any.
+class Merged {
+ public:
+  Merged(const Tensor& first, const std::optional<Tensor>& rest, std::int64_t ranks,
+         std::int64_t channels)
+      : info(read_header(int64_data("merged", first, kHeaderWords), static_cast<int>(ranks))) {
+    check_header(info);
+    const std::int64_t needed = info.any_data ? message_words(info.dtype, channels) : kHeaderWords;
+    if (!rest.has_value()) {
+      words_ = int64_data("merged", first, needed) + kHeaderWords;
+      return;
+    }
+    const std::int64_t* first_words = int64_data("merged", first, kHeaderWords);
+    const std::int64_t framed = std::min(first.numel(), needed);
+    const std::int64_t* rest_words = int64_data("rest", *rest, needed - framed);
+    joined_.assign(first_words + kHeaderWords, first_words + framed);
+    joined_.insert(joined_.end(), rest_words, rest_words + needed - framed);
+    words_ = joined_.data();
+  }
+
+  const std::int64_t* words() const { return words_; }
+  MessageInfo info;
+
+ private:
+  const std::int64_t* words_;
+  std::vector<std::int64_t> joined_;
+};
+
+/// A message of at least `frame` words: zeros follow the channels' words.
+Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels, std::int64_t frame) {
+  const std::int64_t words = message_words(dtype, channels);
+  Tensor message = empty(x, std::max(frame, words), ScalarType::Long);
+  std::int64_t* data = int64_data("message", message, words);
+  std::fill(data + words, data + message.numel(), 0);
+  return message;
+}
+
+std::int64_t channels_of(const Tensor& x) {
+  if (x.dim() < 2) {
+    throw InvalidArgument("x: got " + std::to_string(x.dim()) +
+                          " axes, expected at least 2 (N, C, spatial...)");
+  }
+  return x.size(1);
+}
+
+Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
+                     std::int64_t frame) {
+  const TensorView samples = view("x", x);
+  const std::int64_t channels = channels_of(x);
+  const std::int64_t number = call.has_value() ? *int64_data("call", *call, 1) : 0;
+  TorchExecutor executor;
+  Tensor message = new_message(x, samples.dtype, channels, frame);
+  syncbn::local_moments(samples, int64_data("message", message, kHeaderWords),
+                        fingerprint(static_cast<std::uint64_t>(layer),
+                                    static_cast<std::uint64_t>(number), Direction::kForward,
+                                    channels, eps),
+                        executor);
+  return message;
+}
+
+Tensor rejection(const Tensor& like, std::int64_t frame) {
+  Tensor message = empty(like, std::max<std::int64_t>(frame, kHeaderWords), ScalarType::Long);
+  std::int64_t* data = int64_data("message", message, kHeaderWords);
+  std::fill(data, data + message.numel(), 0);
+  rejection_header(0, data);
+  return message;
+}
+
+Tensor header(const Tensor& merged, std::int64_t ranks) {
+  const MessageInfo info =
+      syncbn::read_header(int64_data("merged", merged, kHeaderWords), static_cast<int>(ranks));
+  Tensor out = empty(merged, 4, ScalarType::Long);
+  std::int64_t* data = int64_data("out", out, 4);
+  data[0] = info.count;
+  data[1] = info.agree ? 1 : 0;
+  data[2] = info.any_rejected ? 1 : 0;
+  data[3] = info.any_data ? static_cast<std::int64_t>(info.dtype) : -1;
+  return out;
+}
+
+Tensor remaining_words(const Tensor& message, const Tensor& merged, std::int64_t ranks,
+                       std::int64_t channels, std::int64_t size) {
+  const MessageInfo info =
+      syncbn::read_header(int64_data("merged", merged, kHeaderWords), static_cast<int>(ranks));
+  check_header(info);
+  const std::int64_t frame = merged.numel();
+  if (size < 0) {
+    size = info.any_data ? std::max<std::int64_t>(0, message_words(info.dtype, channels) - frame)
+                         : 0;
+  }
+  Tensor rest = empty(message, size, ScalarType::Long);
+  std::int64_t* data = int64_data("rest", rest, size);
+  const std::int64_t* from = int64_data("message", message, kHeaderWords);
+  // A rank without samples, of another dtype than the group, brings zeros in the group's length.
+  const std::int64_t have = std::clamp<std::int64_t>(message.numel() - frame, 0, size);
+  std::copy(from + frame, from + frame + have, data);
+  std::fill(data + have, data + size, 0);
+  return rest;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> normalize(
+    const Tensor& x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
+    std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, std::int64_t ranks) {
+  const TensorView samples = view("x", x);
+  const std::int64_t channels = channels_of(x);
+  const Merged words(merged, rest, ranks, channels);
+  if (words.info.count == 1) {
+    throw InvalidArgument(
+        "x: got 1 value per channel over all ranks, expected more than 1 when training");
+  }
+  TorchExecutor executor;
+  Tensor mean = empty(x, channels, ScalarType::Double);
+  Tensor var = empty(x, channels, ScalarType::Double);
+  Tensor rstd = empty(x, channels, ScalarType::Double);
+  finalize_moments(words.info, words.words(), double_data(mean), double_data(var),
+                   double_data(rstd), channels, eps, executor);
+  Tensor y = torch::stable::empty_like(x);
+  syncbn::normalize(samples, double_data(mean), double_data(rstd), view("weight", weight),
+                    view("bias", bias), mutable_view("y", y), executor);
+  Tensor info = empty(x, 2, ScalarType::Long);
+  int64_data("info", info, 2)[0] = words.info.count;
+  int64_data("info", info, 2)[1] = int64_data("message", message, kHeaderWords)[1];
+  return {y, mean, var, rstd, info};
+}
+
+void update_running_statistics(std::optional<Tensor> running_mean,
+                               std::optional<Tensor> running_var,
+                               std::optional<Tensor> num_batches_tracked,
+                               std::optional<Tensor> call, const Tensor& mean, const Tensor& var,
+                               const Tensor& info, std::optional<double> momentum) {
+  const std::int64_t channels = mean.numel();
+  const std::int64_t count = int64_data("info", info, 2)[0];
+  std::int64_t* tracked = num_batches_tracked.has_value()
+                              ? int64_data("num_batches_tracked", *num_batches_tracked, 1)
+                              : nullptr;
+  std::int64_t* calls = call.has_value() ? int64_data("call", *call, 1) : nullptr;
+  if (!momentum.has_value() && tracked == nullptr && running_mean.has_value()) {
+    throw InvalidArgument(
+        "momentum: got None without num_batches_tracked, expected a number in [0, 1]");
+  }
+  const std::int64_t batches = tracked == nullptr ? 0 : *tracked + 1;
+  const double factor = momentum.value_or(batches > 0 ? 1.0 / static_cast<double>(batches) : 0.0);
+  syncbn::update_running_statistics(mutable_view("running_mean", running_mean),
+                                    mutable_view("running_var", running_var),
+                                    double_data("mean", mean, channels),
+                                    double_data("var", var, channels), channels, count, factor);
+  if (tracked != nullptr && count > 0) {
+    *tracked = batches;
+  }
+  if (calls != nullptr) {
+    ++*calls;
+  }
+}
+
+Tensor local_gradients(const Tensor& dy, const Tensor& x, const Tensor& info, std::int64_t frame) {
+  const TensorView samples = view("x", x);
+  const std::int64_t channels = channels_of(x);
+  const auto tag = static_cast<std::uint32_t>(int64_data("info", info, 2)[1]);
+  TorchExecutor executor;
+  Tensor message = new_message(x, samples.dtype, channels, frame);
+  syncbn::local_gradients(view("dy", dy), samples, int64_data("message", message, kHeaderWords),
+                          backward_fingerprint(tag), executor);
+  return message;
+}
+
+std::tuple<Tensor, Tensor> affine_gradients(const Tensor& message, std::optional<Tensor> rest,
+                                            const Tensor& x, const Tensor& mean, const Tensor& rstd,
+                                            std::optional<ScalarType> weight_dtype,
+                                            std::optional<ScalarType> bias_dtype,
+                                            std::int64_t ranks) {
+  const std::int64_t channels = channels_of(x);
+  const Merged words(message, rest, ranks, channels);
+  const DType dtype = words.info.any_data ? words.info.dtype : dtype_of("x", x);
+  Tensor dweight = empty(x, weight_dtype ? channels : 0, weight_dtype.value_or(ScalarType::Float));
+  Tensor dbias = empty(x, bias_dtype ? channels : 0, bias_dtype.value_or(ScalarType::Float));
+  const auto optional_view = [](const char* name, Tensor& tensor, bool wanted) {
+    return wanted ? mutable_view(name, tensor) : MutableTensorView();
+  };
+  TorchExecutor executor;
+  syncbn::affine_gradients(words.words(), dtype, double_data("mean", mean, channels),
+                           double_data("rstd", rstd, channels),
+                           optional_view("dweight", dweight, weight_dtype.has_value()),
+                           optional_view("dbias", dbias, bias_dtype.has_value()), channels,
+                           executor);
+  return {dweight, dbias};
+}
+
+Tensor input_gradient(const Tensor& dy, const Tensor& x, const Tensor& merged,
+                      std::optional<Tensor> rest, const Tensor& mean, const Tensor& rstd,
+                      const Tensor& info, std::optional<Tensor> weight, std::int64_t ranks) {
+  const std::int64_t channels = channels_of(x);
+  const Merged words(merged, rest, ranks, channels);
+  const std::int64_t count = int64_data("info", info, 2)[0];
+  if (words.info.count != count) {
+    throw DivergenceError("backward: the ranks bring " + std::to_string(words.info.count) +
+                          " elements per channel, forward had " + std::to_string(count));
+  }
+  const double* means = double_data("mean", mean, channels);
+  const double* rstds = double_data("rstd", rstd, channels);
+  TorchExecutor executor;
+  std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
+  finalize_gradients(words.info, words.words(), means, rstds, view("weight", weight),
+                     coefficients.data(), channels, count, executor);
+  Tensor dx = torch::stable::empty_like(x);
+  syncbn::input_gradient(view("dy", dy), view("x", x), means, rstds, coefficients.data(),
+                         mutable_view("dx", dx), executor);
+  return dx;
+}
+
+std::string cpu_instruction_set() { return syncbn::cpu_instruction_set(); }
+
+bool force_cpu_instruction_set(std::string name) {
+  return syncbn::force_cpu_instruction_set(name.c_str());
+}
+
+}  // namespace
+}  // namespace syncbn::torch_layer
+
+STABLE_TORCH_LIBRARY(syncbn, m) {
+  m.def(
+      "local_moments(Tensor x, int layer, Tensor? call, float eps, int frame) -> Tensor");
+  m.def("rejection(Tensor like, int frame) -> Tensor");
+  m.def("header(Tensor merged, int ranks) -> Tensor");
+  m.def(
+      "remaining_words(Tensor message, Tensor merged, int ranks, int channels, int size) -> Tensor");
+  m.def(
+      "normalize(Tensor x, Tensor message, Tensor merged, Tensor? rest, Tensor? weight, "
+      "Tensor? bias, float eps, int ranks) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "update_running_statistics(Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "Tensor(c!)? num_batches_tracked, Tensor(d!)? call, Tensor mean, Tensor var, Tensor info, "
+      "float? momentum) -> ()");
+  m.def("local_gradients(Tensor dy, Tensor x, Tensor info, int frame) -> Tensor");
+  m.def(
+      "affine_gradients(Tensor message, Tensor? rest, Tensor x, Tensor mean, Tensor rstd, "
+      "ScalarType? weight_dtype, ScalarType? bias_dtype, int ranks) -> (Tensor, Tensor)");
+  m.def(
+      "input_gradient(Tensor dy, Tensor x, Tensor merged, Tensor? rest, Tensor mean, Tensor rstd, "
+      "Tensor info, Tensor? weight, int ranks) -> Tensor");
+  m.def("cpu_instruction_set() -> str");
+  m.def("force_cpu_instruction_set(str name) -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
+  using namespace syncbn::torch_layer;
+  m.impl("local_moments", TORCH_BOX(&local_moments));
+  m.impl("rejection", TORCH_BOX(&rejection));
+  m.impl("header", TORCH_BOX(&header));
+  m.impl("remaining_words", TORCH_BOX(&remaining_words));
+  m.impl("normalize", TORCH_BOX(&normalize));
+  m.impl("update_running_statistics", TORCH_BOX(&update_running_statistics));
+  m.impl("local_gradients", TORCH_BOX(&local_gradients));
+  m.impl("affine_gradients", TORCH_BOX(&affine_gradients));
+  m.impl("input_gradient", TORCH_BOX(&input_gradient));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CompositeExplicitAutograd, m) {
+  using namespace syncbn::torch_layer;
+  m.impl("cpu_instruction_set", TORCH_BOX(&cpu_instruction_set));
+  m.impl("force_cpu_instruction_set", TORCH_BOX(&force_cpu_instruction_set));
+}

@@ -1,0 +1,107 @@
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "syncbn/error.hpp"
+#include "syncbn/executor.hpp"
+#include "syncbn/tensor.hpp"
+
+// Between PyTorch's tensors and the core's views.
+namespace syncbn::torch_layer {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline DType dtype_of(const char* name, const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::Double:
+      return DType::kFloat64;
+    default:
+      throw InvalidArgument(std::string(name) + ": got dtype " +
+                            torch::headeronly::toString(tensor.scalar_type()) +
+                            ", expected float16, bfloat16, float32 or float64");
+  }
+}
+
+inline TensorView view(const char* name, const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  if (!tensor.is_cpu()) {
+    throw InvalidArgument(std::string(name) + ": got a tensor on another device, expected the CPU");
+  }
+  return TensorView(tensor.const_data_ptr(), dtype_of(name, tensor),
+                    {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()});
+}
+
+inline TensorView view(const char* name, const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? view(name, *tensor) : TensorView();
+}
+
+inline MutableTensorView mutable_view(const char* name, Tensor& tensor) {
+  const TensorView v = view(name, tensor);
+  return MutableTensorView(tensor.mutable_data_ptr(), v.dtype, v.sizes, v.strides);
+}
+
+inline MutableTensorView mutable_view(const char* name, std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? mutable_view(name, *tensor) : MutableTensorView();
+}
+
+/// A new contiguous tensor on x's device.
+inline Tensor empty(const Tensor& x, std::int64_t size, ScalarType dtype) {
+  const std::array<std::int64_t, 1> sizes{size};
+  return torch::stable::new_empty(x, sizes, dtype);
+}
+
+inline std::int64_t* int64_data(const char* name, Tensor& tensor, std::int64_t at_least) {
+  if (tensor.scalar_type() != ScalarType::Long || !tensor.is_contiguous() ||
+      tensor.numel() < at_least || !tensor.is_cpu()) {
+    throw InvalidArgument(std::string(name) + ": expected a contiguous int64 tensor of at least " +
+                          std::to_string(at_least) + " entries on the CPU");
+  }
+  return static_cast<std::int64_t*>(tensor.mutable_data_ptr());
+}
+
+inline const std::int64_t* int64_data(const char* name, const Tensor& tensor,
+                                      std::int64_t at_least) {
+  return int64_data(name, const_cast<Tensor&>(tensor), at_least);
+}
+
+inline const double* double_data(const char* name, const Tensor& tensor, std::int64_t size) {
+  if (tensor.scalar_type() != ScalarType::Double || !tensor.is_contiguous() ||
+      tensor.numel() != size || !tensor.is_cpu()) {
+    throw InvalidArgument(std::string(name) + ": expected a contiguous float64 tensor of " +
+                          std::to_string(size) + " entries on the CPU");
+  }
+  return static_cast<const double*>(tensor.const_data_ptr());
+}
+
+inline double* double_data(Tensor& tensor) {
+  return static_cast<double*>(tensor.mutable_data_ptr());
+}
+
+/// PyTorch's own threads: a second pool beside them would cost milliseconds.
+class TorchExecutor final : public Executor {
+ public:
+  void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
+                    const Body& body) override {
+    torch::stable::parallel_for(begin, end, grain, body);
+  }
+  int concurrency() const override {
+    return static_cast<int>(torch::stable::get_num_threads());
+  }
+};
+
+}  // namespace syncbn::torch_layer

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "syncbn/communicator.hpp"
+#include "syncbn/error.hpp"
+#include "syncbn/executor.hpp"
+#include "syncbn/export.hpp"
+#include "syncbn/passes.hpp"
+#include "syncbn/tensor.hpp"
+
+/// Batch normalization whose statistics are shared by all ranks of a communicator.
+namespace syncbn {
+
+struct BatchNormOptions {
+  double eps = 1e-5;                     ///< finite, not negative
+  std::optional<double> momentum = 0.1;  ///< in [0, 1]; empty: cumulative averaging
+  std::uint64_t layer = 0;               ///< the caller's number for this layer
+  std::uint64_t call = 0;                ///< how many calls of it came before
+};
+
+/// Buffers that training updates. mean and var: C entries of any dtype, or absent.
+/// num_batches_tracked may be null unless momentum is empty.
+struct RunningStatistics {
+  MutableTensorView mean;
+  MutableTensorView var;
+  std::int64_t* num_batches_tracked = nullptr;
+};
+
+/// Statistics of the whole batch, the same bits on every rank; what backward needs besides x.
+struct BatchStatistics {
+  std::vector<double> mean;
+  std::vector<double> var;  ///< biased
+  std::vector<double> rstd;
+  std::int64_t count = 0;  ///< elements per channel over all ranks
+  std::uint32_t fingerprint = 0;
+};
+
+/// Which sum dweight and dbias hold.
+enum class AffineGradients : std::uint8_t {
+  kShare,   ///< this rank's own samples; summed over ranks they are the whole gradient
+  kGlobal,  ///< all ranks' samples, the same on every rank
+};
+
+/// Training forward: y = (x - mean) / sqrt(var + eps) * weight + bias with mean and var over N, the
+/// spatial axes and all ranks. x: (N, C, spatial...), N may be 0 and may differ between ranks.
+/// A rank without samples passes an x of the group's dtype. Updates `running` unless the global
+/// count is 0. Makes one all_reduce_sum.
+/// Throws on every rank: InvalidArgument on the rank whose argument is refused and PeerLost on the
+/// others; DivergenceError when the ranks' calls do not match. Nothing is changed then.
+SYNCBN_API BatchStatistics batch_norm_forward(const TensorView& x, const TensorView& weight,
+                                              const TensorView& bias, const MutableTensorView& y,
+                                              const RunningStatistics& running,
+                                              const BatchNormOptions& options,
+                                              Communicator& communicator,
+                                              const Execution& execution);
+
+/// Training backward. dx: gradient of x. dweight, dbias: C entries or absent. Makes one
+/// all_reduce_sum. Errors as in batch_norm_forward.
+SYNCBN_API void batch_norm_backward(const TensorView& dy, const TensorView& x,
+                                    const TensorView& weight, const BatchStatistics& statistics,
+                                    const MutableTensorView& dx, const MutableTensorView& dweight,
+                                    const MutableTensorView& dbias, AffineGradients which,
+                                    Communicator& communicator, const Execution& execution);
+
+/// Evaluation: normalizes with running_mean and running_var (C entries each) or, when both are
+/// absent, with the statistics of the local batch. No exchange.
+SYNCBN_API void batch_norm_evaluate(const TensorView& x, const TensorView& weight,
+                                    const TensorView& bias, const TensorView& running_mean,
+                                    const TensorView& running_var, const MutableTensorView& y,
+                                    double eps, const Execution& execution);
+
+/// Backward of batch_norm_evaluate with running statistics; dweight and dbias are local sums.
+SYNCBN_API void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x,
+                                             const TensorView& weight,
+                                             const TensorView& running_mean,
+                                             const TensorView& running_var,
+                                             const MutableTensorView& dx,
+                                             const MutableTensorView& dweight,
+                                             const MutableTensorView& dbias, double eps,
+                                             const Execution& execution);
+
+}  // namespace syncbn

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <stdexcept>
+
+#include "syncbn/export.hpp"
+
+namespace syncbn {
+
+/// Base of every exception that the library throws. After an exception no output was written that a
+/// caller may rely on, and running statistics are unchanged.
+class SYNCBN_API Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+  ~Error() override;
+};
+
+/// An argument is outside what is allowed; the text names the argument, what was given and what is
+/// allowed.
+class SYNCBN_API InvalidArgument : public Error {
+ public:
+  using Error::Error;
+  ~InvalidArgument() override;
+};
+
+/// The ranks of one exchange did not make the same call (layer, order, channels, dtype, options).
+class SYNCBN_API DivergenceError : public Error {
+ public:
+  using Error::Error;
+  ~DivergenceError() override;
+};
+
+/// A rank did not arrive at an exchange within the communicator's time limit.
+class SYNCBN_API ExchangeTimeout : public Error {
+ public:
+  using Error::Error;
+  ~ExchangeTimeout() override;
+};
+
+/// A rank left the group (it failed or was destroyed) while others wait for it.
+class SYNCBN_API PeerLost : public Error {
+ public:
+  using Error::Error;
+  ~PeerLost() override;
+};
+
+/// The requested device or engine is not part of this build.
+class SYNCBN_API Unavailable : public Error {
+ public:
+  using Error::Error;
+  ~Unavailable() override;
+};
+
+}  // namespace syncbn

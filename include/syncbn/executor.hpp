@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "syncbn/export.hpp"
+
+namespace syncbn {
+
+/// Where the passes take their threads from. The library starts no thread behind a caller's back:
+/// inside a framework, wrap the framework's own pool. Results never depend on the executor.
+class SYNCBN_API Executor {
+ public:
+  using Body = std::function<void(std::int64_t begin, std::int64_t end)>;
+
+  virtual ~Executor();
+
+  /// Calls body on disjoint ranges that cover [begin, end), possibly at the same time, and returns
+  /// when all are done. Ranges have at least `grain` items where possible. An exception of body
+  /// reaches the caller.
+  virtual void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
+                            const Body& body) = 0;
+
+  /// How many threads parallel_for uses at most, the caller's included.
+  virtual int concurrency() const = 0;
+};
+
+/// Runs everything on the calling thread.
+SYNCBN_API Executor& serial_executor();
+
+/// A small pool. One parallel_for at a time; a second caller waits.
+class SYNCBN_API ThreadPool final : public Executor {
+ public:
+  /// threads: 1 or more, the calling thread included; otherwise InvalidArgument.
+  explicit ThreadPool(int threads);
+  ~ThreadPool() override;
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
+                    const Body& body) override;
+  int concurrency() const override;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace syncbn

@@ -1,0 +1,122 @@
+#pragma once
+
+#include <cstdint>
+
+#include "syncbn/executor.hpp"
+#include "syncbn/export.hpp"
+#include "syncbn/tensor.hpp"
+
+/// The passes of synchronized batch normalization, for those who own the exchange themselves (a
+/// framework with process groups of its own). Between local_* and finalize_* the caller sums the
+/// message over all ranks: any int64 SUM all-reduce does. docs/numerics.md fixes every bit.
+///
+/// Tensors x, dy, y, dx have shape (N, C, spatial...), any strides, one dtype. Per-channel arrays
+/// have C entries. Argument order: inputs, outputs, sizes, options, execution.
+/// All functions throw InvalidArgument before they write anything.
+namespace syncbn {
+
+/// Limits of the message format (docs/numerics.md, section 2).
+inline constexpr int kMaxRanks = 2048;
+inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 36;
+
+/// Words in front of the channels' words: count, fingerprint, its square, flags.
+inline constexpr int kHeaderWords = 4;
+
+/// What runs a pass: an executor for CPU tensors, a stream (cudaStream_t) for CUDA tensors.
+struct Execution {
+  Execution(Executor& cpu_executor) : executor(&cpu_executor) {}
+  Executor* executor;
+  void* stream = nullptr;
+};
+
+/// int64 words per channel of a message: 6 (float16), 19 (bfloat16, float32), 83 (float64).
+SYNCBN_API int words_per_channel(DType dtype);
+
+/// kHeaderWords + channels * words_per_channel(dtype).
+SYNCBN_API std::int64_t message_words(DType dtype, std::int64_t channels);
+
+enum class Direction : std::uint8_t { kForward, kBackward };
+
+/// 20 bits that all ranks of one exchange must share. `layer` and `call` are the caller's names for
+/// the layer and for the how-manieth call of it this is.
+SYNCBN_API std::uint32_t fingerprint(std::uint64_t layer, std::uint64_t call, Direction direction,
+                                     std::int64_t channels, double eps);
+
+/// The backward exchange's fingerprint, derived from the forward one's.
+SYNCBN_API std::uint32_t backward_fingerprint(std::uint32_t forward);
+
+/// What the header of a summed message says.
+struct MessageInfo {
+  std::int64_t count = 0;    ///< elements per channel over all ranks
+  bool agree = false;        ///< all fingerprints equal, at most one dtype among ranks with data
+  bool any_rejected = false; ///< a rank could not take part (its input was refused)
+  bool any_data = false;     ///< at least one rank had samples; dtype is then set
+  DType dtype = DType::kFloat32;  ///< of the ranks with data
+};
+
+/// Reads the header of a message summed over `ranks` ranks.
+SYNCBN_API MessageInfo read_header(const std::int64_t* merged, int ranks);
+
+/// Throws DivergenceError unless all ranks agree, InvalidArgument when the count is beyond kMaxCount.
+SYNCBN_API void check_header(const MessageInfo& info);
+
+/// This rank's header and zero words: what a rank sends whose own input was refused, so that the
+/// other ranks learn of it at once. message: kHeaderWords words.
+SYNCBN_API void rejection_header(std::uint32_t fingerprint, std::int64_t* message);
+
+/// Sums of x and x*x over this rank's samples as exact integers.
+/// message: message_words(x.dtype, C) words, written whole. An empty x (N = 0 or an empty spatial
+/// axis) gives zeros.
+SYNCBN_API void local_moments(const TensorView& x, std::int64_t* message, std::uint32_t fingerprint,
+                              const Execution& execution);
+
+/// mean, biased var and rstd = 1/sqrt(var + eps) from a summed message (docs/numerics.md, section
+/// 3); identical on every rank. count = 0 gives zeros. When the header disagrees, mean, var and rstd
+/// are NaN in every channel. words: the channels' words, C times words_per_channel(info.dtype).
+SYNCBN_API void finalize_moments(const MessageInfo& info, const std::int64_t* words, double* mean,
+                                 double* var, double* rstd, std::int64_t channels, double eps,
+                                 const Execution& execution);
+
+/// y = (x - mean) * rstd * weight + bias (section 4). weight and bias: C entries of any dtype, or
+/// absent (1 and 0). y: x's shape and dtype, any strides, may be x itself.
+SYNCBN_API void normalize(const TensorView& x, const double* mean, const double* rstd,
+                          const TensorView& weight, const TensorView& bias,
+                          const MutableTensorView& y, const Execution& execution);
+
+/// running <- (1 - factor) * running + factor * batch value, with the unbiased variance (section 5).
+/// count = 0 changes nothing. Either tensor may be absent.
+SYNCBN_API void update_running_statistics(const MutableTensorView& running_mean,
+                                          const MutableTensorView& running_var, const double* mean,
+                                          const double* var, std::int64_t channels,
+                                          std::int64_t count, double factor);
+
+/// Sums of dy and dy*x over this rank's samples. dy has x's shape and dtype. message as in
+/// local_moments.
+SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, std::int64_t* message,
+                                std::uint32_t fingerprint, const Execution& execution);
+
+/// Coefficients c1, c2, c3 of the input's gradient (coefficients: 3*C, c1 first) from a summed
+/// message (section 6); NaN when the header disagrees or its count is not `count`.
+SYNCBN_API void finalize_gradients(const MessageInfo& info, const std::int64_t* words,
+                                   const double* mean, const double* rstd, const TensorView& weight,
+                                   double* coefficients, std::int64_t channels, std::int64_t count,
+                                   const Execution& execution);
+
+/// Gradients of weight and bias: global sums from the summed words, or this rank's own share from
+/// the words it sent. dweight and dbias: C entries of any dtype, or absent.
+SYNCBN_API void affine_gradients(const std::int64_t* words, DType dtype, const double* mean,
+                                 const double* rstd, const MutableTensorView& dweight,
+                                 const MutableTensorView& dbias, std::int64_t channels,
+                                 const Execution& execution);
+
+/// dx = c1*dy + c2*(x - mean) + c3 (section 6). dx: x's shape and dtype, any strides, may be dy.
+SYNCBN_API void input_gradient(const TensorView& dy, const TensorView& x, const double* mean,
+                               const double* rstd, const double* coefficients,
+                               const MutableTensorView& dx, const Execution& execution);
+
+/// The gradient of normalize with constant statistics (evaluation): dx = weight * rstd * dy.
+SYNCBN_API void evaluation_input_gradient(const TensorView& dy, const double* rstd,
+                                          const TensorView& weight, const MutableTensorView& dx,
+                                          const Execution& execution);
+
+}  // namespace syncbn

@@ -1,0 +1,106 @@
+"""From plain batch norm layers to synchronized ones, and back."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from . import _exchange
+from .nn import SyncBatchNorm
+
+_CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# Attributes that SyncBatchNorm has and a plain layer has not.
+_OWN_ATTRIBUTES = (
+    "process_group_name",
+    "affine_grad",
+    "layer_name",
+    "layer_number",
+    "_original_class",
+)
+
+
+def _replace(
+    module: nn.Module, path: str, make: Callable[[nn.Module, str], nn.Module | None], done: dict
+) -> nn.Module:
+    """Depth first; a module that occurs twice is replaced by one and the same module."""
+    if id(module) in done:
+        return done[id(module)]
+    replacement = make(module, path)
+    result = module if replacement is None else replacement
+    done[id(module)] = result
+    for name, child in module.named_children():
+        changed = _replace(child, f"{path}.{name}" if path else name, make, done)
+        if changed is not child:
+            setattr(result, name, changed)
+    return result
+
+
+def _with_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """The same layer as another class: parameters, buffers, hooks and flags are carried over."""
+    result = cls.__new__(cls)
+    for name, value in vars(module).items():
+        # The dictionaries of parameters, buffers and hooks are copied, their contents shared.
+        result.__dict__[name] = copy.copy(value) if isinstance(value, (dict, set)) else value
+    return result
+
+
+def convert_sync_batchnorm(
+    module: nn.Module, process_group: "_exchange.Group" = None
+) -> nn.Module:
+    """Replaces every torch.nn.BatchNorm1d, 2d, 3d and SyncBatchNorm in `module` by SyncBatchNorm.
+
+    Parameters and buffers stay the same objects, so convert before or after making an optimizer.
+    Convert before wrapping in DistributedDataParallel. If torch.distributed is initialized, this is
+    a collective call of the ranks of process_group: it makes their group for exchanges.
+
+    Args:
+        module: the model, changed in place; if it is itself a batch norm layer, use the result.
+        process_group: the ranks that share statistics; None for the default group.
+
+    Returns:
+        `module`, or its replacement.
+    """
+    name = _exchange.group_name(process_group)
+
+    def make(layer: nn.Module, path: str) -> nn.Module | None:
+        if type(layer) not in _CONVERTED:
+            return None
+        result = _with_class(layer, SyncBatchNorm)
+        result.__dict__["_original_class"] = type(layer)
+        result.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm holds the handle
+        result._init_sync(name, path or "SyncBatchNorm", "share")
+        return result
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _exchange.peers(name, "cpu")
+    return _replace(module, "", make, {})
+
+
+def revert_sync_batchnorm(
+    module: nn.Module, default: type[nn.Module] = nn.BatchNorm2d
+) -> nn.Module:
+    """Replaces every syncbn.SyncBatchNorm in `module` by the plain layer that it was made from.
+
+    Args:
+        module: the model, changed in place; if it is itself a SyncBatchNorm, use the result.
+        default: the class for layers that were not made by convert_sync_batchnorm.
+
+    Returns:
+        `module`, or its replacement. Parameters and buffers stay the same objects.
+    """
+
+    def make(layer: nn.Module, path: str) -> nn.Module | None:
+        if type(layer) is not SyncBatchNorm:
+            return None
+        cls = vars(layer).get("_original_class", default)
+        result = _with_class(layer, cls)
+        for name in _OWN_ATTRIBUTES:
+            result.__dict__.pop(name, None)
+        result._buffers.pop("_call")
+        result._non_persistent_buffers_set.discard("_call")
+        if cls is nn.SyncBatchNorm:
+            result.process_group = layer.process_group
+        return result
+
+    return _replace(module, "", make, {})

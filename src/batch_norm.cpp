@@ -1,0 +1,204 @@
+#include "syncbn/batch_norm.hpp"
+
+#include <span>
+
+#include "channel_values.hpp"
+#include "checks.hpp"
+#include "cpu/float_environment.hpp"
+#include "statistics/finalize.hpp"
+
+// Checks, passes and exchange in their order; the arithmetic is elsewhere.
+namespace syncbn {
+namespace {
+
+/// Runs the checks of one call. A rank that refuses its arguments tells the others, which would
+/// otherwise wait for it.
+template <class Checks>
+void check_together(Communicator& communicator, const Checks& checks) {
+  try {
+    checks();
+  } catch (const InvalidArgument& error) {
+    communicator.abandon(error.what());
+    throw;
+  }
+}
+
+void check_training(const TensorView& x, const TensorView& weight, const TensorView& bias,
+                    const MutableTensorView& y, const RunningStatistics& running,
+                    const BatchNormOptions& options, const Communicator& communicator) {
+  check_ranks(communicator.size());
+  check_samples("x", x);
+  check_like("y", y, x);
+  const std::int64_t channels = x.sizes[1];
+  check_per_channel("weight", weight, channels);
+  check_per_channel("bias", bias, channels);
+  check_per_channel("running.mean", running.mean, channels);
+  check_per_channel("running.var", running.var, channels);
+  check_eps(options.eps);
+  if (options.momentum.has_value()) {
+    check_momentum(*options.momentum);
+  } else if (running.num_batches_tracked == nullptr && !running.mean.absent()) {
+    throw InvalidArgument(
+        "running.num_batches_tracked: got null, expected a counter (momentum is empty, which asks "
+        "for cumulative averaging)");
+  }
+}
+
+void update_running(const RunningStatistics& running, const BatchNormOptions& options,
+                    const BatchStatistics& statistics) {
+  if (statistics.count == 0) {
+    return;
+  }
+  double factor = options.momentum.value_or(0.0);
+  if (running.num_batches_tracked != nullptr) {
+    ++*running.num_batches_tracked;
+    if (!options.momentum.has_value()) {
+      factor = 1.0 / static_cast<double>(*running.num_batches_tracked);
+    }
+  }
+  update_running_statistics(running.mean, running.var, statistics.mean.data(),
+                            statistics.var.data(),
+                            static_cast<std::int64_t>(statistics.mean.size()), statistics.count,
+                            factor);
+}
+
+/// Running statistics as evaluation uses them.
+struct EvaluationStatistics {
+  EvaluationStatistics(const TensorView& running_mean, const TensorView& running_var,
+                       std::int64_t channels, double eps) {
+    check_per_channel("running_mean", running_mean, channels);
+    check_per_channel("running_var", running_var, channels);
+    if (running_mean.absent() || running_var.absent()) {
+      throw InvalidArgument("running_mean, running_var: got none, expected both");
+    }
+    const cpu::FloatEnvironment environment;
+    mean = channel_values(running_mean, channels, 0.0);
+    rstd = channel_values(running_var, channels, 1.0);
+    for (double& value : rstd) {
+      value = rstd_of(value, eps);
+    }
+  }
+  std::vector<double> mean;
+  std::vector<double> rstd;
+};
+
+/// The one message of a direction: sums it over the ranks and checks that they made the same call.
+MessageInfo exchange(std::vector<std::int64_t>& message, Communicator& communicator) {
+  communicator.all_reduce_sum(message);
+  const MessageInfo info = read_header(message.data(), communicator.size());
+  check_header(info);
+  return info;
+}
+
+}  // namespace
+
+BatchStatistics batch_norm_forward(const TensorView& x, const TensorView& weight,
+                                   const TensorView& bias, const MutableTensorView& y,
+                                   const RunningStatistics& running,
+                                   const BatchNormOptions& options, Communicator& communicator,
+                                   const Execution& execution) {
+  check_together(communicator, [&] {
+    check_training(x, weight, bias, y, running, options, communicator);
+  });
+  const std::int64_t channels = x.sizes[1];
+  const auto size = static_cast<std::size_t>(channels);
+  BatchStatistics statistics;
+  statistics.fingerprint = fingerprint(options.layer, options.call, Direction::kForward, channels,
+                                       options.eps);
+  std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
+  local_moments(x, message.data(), statistics.fingerprint, execution);
+  const MessageInfo info = exchange(message, communicator);
+  statistics.count = info.count;
+  statistics.mean.resize(size);
+  statistics.var.resize(size);
+  statistics.rstd.resize(size);
+  finalize_moments(info, message.data() + kHeaderWords, statistics.mean.data(),
+                   statistics.var.data(), statistics.rstd.data(), channels, options.eps, execution);
+  normalize(x, statistics.mean.data(), statistics.rstd.data(), weight, bias, y, execution);
+  update_running(running, options, statistics);
+  return statistics;
+}
+
+void batch_norm_backward(const TensorView& dy, const TensorView& x, const TensorView& weight,
+                         const BatchStatistics& statistics, const MutableTensorView& dx,
+                         const MutableTensorView& dweight, const MutableTensorView& dbias,
+                         AffineGradients which, Communicator& communicator,
+                         const Execution& execution) {
+  check_together(communicator, [&] {
+    check_ranks(communicator.size());
+    check_samples("x", x);
+    check_like("dy", dy, x);
+    check_like("dx", dx, x);
+    check_per_channel("weight", weight, x.sizes[1]);
+    check_per_channel("dweight", dweight, x.sizes[1]);
+    check_per_channel("dbias", dbias, x.sizes[1]);
+    if (static_cast<std::int64_t>(statistics.mean.size()) != x.sizes[1]) {
+      throw InvalidArgument("statistics: got " + std::to_string(statistics.mean.size()) +
+                            " channels, expected those of x, " + std::to_string(x.sizes[1]));
+    }
+  });
+  const std::int64_t channels = x.sizes[1];
+  const double* mean = statistics.mean.data();
+  const double* rstd = statistics.rstd.data();
+  const std::uint32_t tag = backward_fingerprint(statistics.fingerprint);
+  std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
+  local_gradients(dy, x, message.data(), tag, execution);
+  if (which == AffineGradients::kShare) {
+    affine_gradients(message.data() + kHeaderWords, x.dtype, mean, rstd, dweight, dbias, channels,
+                     execution);
+  }
+  const MessageInfo info = exchange(message, communicator);
+  if (info.count != statistics.count) {
+    throw DivergenceError("backward: the ranks bring " + std::to_string(info.count) +
+                          " elements per channel, forward had " +
+                          std::to_string(statistics.count));
+  }
+  const std::int64_t* words = message.data() + kHeaderWords;
+  if (which == AffineGradients::kGlobal) {
+    affine_gradients(words, x.dtype, mean, rstd, dweight, dbias, channels, execution);
+  }
+  std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
+  finalize_gradients(info, words, mean, rstd, weight, coefficients.data(), channels,
+                     statistics.count, execution);
+  input_gradient(dy, x, mean, rstd, coefficients.data(), dx, execution);
+}
+
+void batch_norm_evaluate(const TensorView& x, const TensorView& weight, const TensorView& bias,
+                         const TensorView& running_mean, const TensorView& running_var,
+                         const MutableTensorView& y, double eps, const Execution& execution) {
+  if (running_mean.absent() != running_var.absent()) {
+    throw InvalidArgument(
+        "running_mean, running_var: got only one of them, expected both or neither");
+  }
+  if (running_mean.absent()) {
+    const auto alone = self_communicator();
+    BatchNormOptions options;
+    options.eps = eps;
+    batch_norm_forward(x, weight, bias, y, {}, options, *alone, execution);
+    return;
+  }
+  check_eps(eps);
+  check_samples("x", x);
+  const EvaluationStatistics statistics(running_mean, running_var, x.sizes[1], eps);
+  normalize(x, statistics.mean.data(), statistics.rstd.data(), weight, bias, y, execution);
+}
+
+void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x,
+                                  const TensorView& weight, const TensorView& running_mean,
+                                  const TensorView& running_var, const MutableTensorView& dx,
+                                  const MutableTensorView& dweight, const MutableTensorView& dbias,
+                                  double eps, const Execution& execution) {
+  check_eps(eps);
+  check_samples("x", x);
+  const std::int64_t channels = x.sizes[1];
+  check_per_channel("dweight", dweight, channels);
+  check_per_channel("dbias", dbias, channels);
+  const EvaluationStatistics statistics(running_mean, running_var, channels, eps);
+  std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
+  local_gradients(dy, x, message.data(), 0, execution);
+  evaluation_input_gradient(dy, statistics.rstd.data(), weight, dx, execution);
+  affine_gradients(message.data() + kHeaderWords, x.dtype, statistics.mean.data(),
+                   statistics.rstd.data(), dweight, dbias, channels, execution);
+}
+
+}  // namespace syncbn

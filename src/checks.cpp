@@ -1,0 +1,112 @@
+#include "checks.hpp"
+
+#include <string>
+
+#include "sample_view.hpp"
+#include "syncbn/error.hpp"
+#include "syncbn/passes.hpp"
+
+namespace syncbn {
+namespace {
+
+std::string shape(const TensorView& tensor) {
+  std::string text = "(";
+  for (std::size_t i = 0; i < tensor.sizes.size(); ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(tensor.sizes[i]);
+  }
+  return text + ")";
+}
+
+[[noreturn]] void refuse(const char* name, const std::string& given, const std::string& allowed) {
+  throw InvalidArgument(std::string(name) + ": got " + given + ", expected " + allowed);
+}
+
+void check_dtype(const char* name, DType dtype) {
+  if (dtype > DType::kFloat64) {
+    refuse(name, "dtype number " + std::to_string(static_cast<int>(dtype)),
+           "float16, bfloat16, float32 or float64");
+  }
+}
+
+void check_storage(const char* name, const TensorView& tensor) {
+  check_dtype(name, tensor.dtype);
+  if (tensor.strides.size() != tensor.sizes.size()) {
+    refuse(name, std::to_string(tensor.strides.size()) + " strides",
+           std::to_string(tensor.sizes.size()) + " (one per axis)");
+  }
+  for (const std::int64_t size : tensor.sizes) {
+    if (size < 0) {
+      refuse(name, "shape " + shape(tensor), "sizes of at least 0");
+    }
+  }
+  if (tensor.data == nullptr && tensor.numel() > 0) {
+    refuse(name, "a null pointer for shape " + shape(tensor), "data");
+  }
+}
+
+}  // namespace
+
+void check_samples(const char* name, const TensorView& tensor) {
+  if (tensor.sizes.size() < 2 || tensor.sizes.size() > kMaxDims) {
+    refuse(name, std::to_string(tensor.sizes.size()) + " axes, shape " + shape(tensor),
+           "2 to " + std::to_string(kMaxDims) + " axes (N, C, spatial...)");
+  }
+  check_storage(name, tensor);
+  std::int64_t count = 1;  // elements per channel, without overflow
+  for (std::size_t i = 0; i < tensor.sizes.size(); ++i) {
+    if (i == 1) {
+      continue;
+    }
+    if (tensor.sizes[i] == 0) {
+      return;
+    }
+    if (count > kMaxCount / tensor.sizes[i]) {
+      refuse(name, "shape " + shape(tensor), "at most 2^36 elements per channel");
+    }
+    count *= tensor.sizes[i];
+  }
+}
+
+void check_like(const char* name, const TensorView& tensor, const TensorView& x) {
+  check_storage(name, tensor);
+  if (tensor.sizes != x.sizes) {
+    refuse(name, "shape " + shape(tensor), "the shape of x, " + shape(x));
+  }
+  if (tensor.dtype != x.dtype) {
+    refuse(name, syncbn::name(tensor.dtype), std::string("the dtype of x, ") + syncbn::name(x.dtype));
+  }
+  if (tensor.device != x.device) {
+    refuse(name, "another device", "the device of x");
+  }
+}
+
+void check_per_channel(const char* name, const TensorView& tensor, std::int64_t channels) {
+  if (tensor.absent()) {
+    return;
+  }
+  check_storage(name, tensor);
+  if (tensor.sizes.size() != 1 || tensor.sizes[0] != channels) {
+    refuse(name, "shape " + shape(tensor),
+           "(" + std::to_string(channels) + "), one entry per channel of x");
+  }
+}
+
+void check_eps(double eps) {
+  if (!(eps >= 0) || eps - eps != 0) {
+    refuse("eps", std::to_string(eps), "a finite number of at least 0");
+  }
+}
+
+void check_ranks(int ranks) {
+  if (ranks < 1 || ranks > kMaxRanks) {
+    refuse("ranks", std::to_string(ranks), "1 to " + std::to_string(kMaxRanks));
+  }
+}
+
+void check_momentum(double momentum) {
+  if (!(momentum >= 0 && momentum <= 1)) {
+    refuse("momentum", std::to_string(momentum), "a number in [0, 1]");
+  }
+}
+
+}  // namespace syncbn

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+
+#include "syncbn/tensor.hpp"
+
+// Argument checks. Each throws InvalidArgument with the argument's name, what was given and what is
+// allowed; none changes anything.
+namespace syncbn {
+
+/// A tensor of samples: 2 to 64 axes, strides for each, a known dtype, data unless it is empty, at
+/// most kMaxCount elements per channel.
+void check_samples(const char* name, const TensorView& tensor);
+
+/// The same sizes, dtype and device as x.
+void check_like(const char* name, const TensorView& tensor, const TensorView& x);
+
+/// Absent, or one axis of `channels` entries.
+void check_per_channel(const char* name, const TensorView& tensor, std::int64_t channels);
+
+void check_eps(double eps);
+void check_ranks(int ranks);
+void check_momentum(double momentum);
+
+}  // namespace syncbn

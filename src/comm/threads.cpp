@@ -1,0 +1,237 @@
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "checks.hpp"
+#include "syncbn/communicator.hpp"
+#include "syncbn/error.hpp"
+
+namespace syncbn {
+namespace {
+
+/// Rounds of looking before a waiting thread yields, and of yielding before it sleeps: exchanges of
+/// ranks that run side by side end within them, and a longer pure spin starves ranks that share a
+/// core.
+constexpr int kSpins = 200;
+constexpr int kYields = 20;
+
+std::string list(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+}  // namespace
+
+struct ThreadGroup::State {
+  State(int ranks, std::chrono::milliseconds limit);
+
+  /// What a rank brings to the exchange at hand.
+  struct alignas(64) Slot {
+    std::atomic<std::uint64_t> arrived{0};  ///< number of the barrier that this rank has reached
+    const std::byte* data = nullptr;
+    std::size_t bytes = 0;
+    bool gather = false;
+  };
+
+  class Rank final : public Communicator {
+   public:
+    Rank(State& state, int rank) : state_(state), rank_(rank) {}
+    int rank() const override { return rank_; }
+    int size() const override { return static_cast<int>(state_.slots.size()); }
+    void all_reduce_sum(std::span<std::int64_t> words) override;
+    void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
+    void abandon(const std::string& reason) override { state_.abandon(rank_, reason); }
+
+   private:
+    void enter(const void* data, std::size_t bytes, bool gather);
+    void barrier();
+
+    State& state_;
+    int rank_;
+    std::uint64_t barriers_ = 0;
+  };
+
+  bool all_arrived(std::uint64_t barrier) const;
+  void abandon(int rank, const std::string& reason);
+  [[noreturn]] void throw_abandoned(int rank);
+  [[noreturn]] void throw_timeout(int rank, std::uint64_t barrier);
+
+  const std::chrono::milliseconds timeout;
+  std::vector<Slot> slots;
+  std::vector<Rank> ranks;
+  std::vector<std::int64_t> sums;
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::atomic<int> sleepers{0};
+  std::atomic<bool> broken{false};
+  int broken_rank = -1;
+  std::string broken_reason;
+};
+
+ThreadGroup::State::State(int count, std::chrono::milliseconds limit)
+    : timeout(limit), slots(static_cast<std::size_t>(count)) {
+  ranks.reserve(slots.size());
+  for (int r = 0; r < count; ++r) {
+    ranks.emplace_back(*this, r);
+  }
+}
+
+bool ThreadGroup::State::all_arrived(std::uint64_t barrier) const {
+  return std::all_of(slots.begin(), slots.end(),
+                     [&](const Slot& slot) { return slot.arrived.load() >= barrier; });
+}
+
+void ThreadGroup::State::abandon(int rank, const std::string& reason) {
+  {
+    const std::lock_guard lock(mutex);
+    if (broken.load()) {
+      return;
+    }
+    broken_rank = rank;
+    broken_reason = reason;
+    broken.store(true);
+  }
+  changed.notify_all();
+}
+
+void ThreadGroup::State::throw_abandoned(int rank) {
+  const std::lock_guard lock(mutex);
+  throw PeerLost("rank " + std::to_string(rank) + " of " + std::to_string(slots.size()) +
+                 ": rank " + std::to_string(broken_rank) + " left the group: " + broken_reason);
+}
+
+void ThreadGroup::State::throw_timeout(int rank, std::uint64_t barrier) {
+  std::vector<int> missing;
+  for (std::size_t r = 0; r < slots.size(); ++r) {
+    if (slots[r].arrived.load() < barrier) {
+      missing.push_back(static_cast<int>(r));
+    }
+  }
+  const std::string reason = list(missing) + " did not come to the exchange within " +
+                             std::to_string(timeout.count()) + " ms";
+  abandon(rank, reason);
+  throw ExchangeTimeout("rank " + std::to_string(rank) + " of " + std::to_string(slots.size()) +
+                        ": " + reason);
+}
+
+void ThreadGroup::State::Rank::barrier() {
+  State& s = state_;
+  const std::uint64_t number = ++barriers_;
+  s.slots[static_cast<std::size_t>(rank_)].arrived.store(number);
+  if (s.sleepers.load() > 0) {
+    { const std::lock_guard lock(s.mutex); }
+    s.changed.notify_all();
+  }
+  for (int i = 0; i < kSpins + kYields; ++i) {
+    if (s.all_arrived(number)) {
+      return;
+    }
+    if (s.broken.load()) {
+      s.throw_abandoned(rank_);
+    }
+    if (i >= kSpins) {
+      std::this_thread::yield();
+    }
+  }
+  std::unique_lock lock(s.mutex);
+  ++s.sleepers;
+  const bool woken = s.changed.wait_for(
+      lock, s.timeout, [&] { return s.all_arrived(number) || s.broken.load(); });
+  --s.sleepers;
+  lock.unlock();
+  if (s.all_arrived(number)) {
+    return;
+  }
+  woken ? s.throw_abandoned(rank_) : s.throw_timeout(rank_, number);
+}
+
+void ThreadGroup::State::Rank::enter(const void* data, std::size_t bytes, bool gather) {
+  Slot& mine = state_.slots[static_cast<std::size_t>(rank_)];
+  if (state_.broken.load()) {
+    state_.throw_abandoned(rank_);
+  }
+  mine.data = static_cast<const std::byte*>(data);
+  mine.bytes = bytes;
+  mine.gather = gather;
+  barrier();
+  for (std::size_t r = 0; r < state_.slots.size(); ++r) {
+    const Slot& other = state_.slots[r];
+    if (other.bytes != bytes || other.gather != gather) {
+      // Every rank sees the same slots, so every rank throws.
+      barrier();
+      throw DivergenceError("rank " + std::to_string(rank_) + " of " +
+                            std::to_string(state_.slots.size()) + " brought " +
+                            std::to_string(bytes) + " bytes to the exchange, rank " +
+                            std::to_string(r) + " brought " + std::to_string(other.bytes) +
+                            (other.gather != gather ? " to another kind of exchange" : ""));
+    }
+  }
+}
+
+void ThreadGroup::State::Rank::all_reduce_sum(std::span<std::int64_t> words) {
+  State& s = state_;
+  enter(words.data(), words.size_bytes(), false);
+  if (rank_ == 0) {
+    s.sums.resize(words.size());
+  }
+  barrier();
+  // Each rank sums a part of the words over all ranks.
+  const std::size_t ranks = s.slots.size();
+  const std::size_t begin = words.size() * static_cast<std::size_t>(rank_) / ranks;
+  const std::size_t end = words.size() * (static_cast<std::size_t>(rank_) + 1) / ranks;
+  for (std::size_t i = begin; i < end; ++i) {
+    std::uint64_t sum = 0;  // wraps, as the interface says
+    for (const Slot& slot : s.slots) {
+      std::uint64_t word;
+      std::memcpy(&word, slot.data + i * sizeof(word), sizeof(word));
+      sum += word;
+    }
+    s.sums[i] = static_cast<std::int64_t>(sum);
+  }
+  barrier();
+  std::copy(s.sums.begin(), s.sums.end(), words.begin());
+  barrier();  // nobody resizes `sums` while another still reads it
+}
+
+void ThreadGroup::State::Rank::all_gather(std::span<const std::byte> in, std::span<std::byte> out) {
+  if (out.size() != in.size() * state_.slots.size()) {
+    const std::string reason = "out: got " + std::to_string(out.size()) + " bytes, expected " +
+                               std::to_string(in.size() * state_.slots.size());
+    abandon(reason);
+    throw InvalidArgument(reason);
+  }
+  enter(in.data(), in.size(), true);
+  for (std::size_t r = 0; r < state_.slots.size(); ++r) {
+    if (!in.empty()) {
+      std::memcpy(out.data() + r * in.size(), state_.slots[r].data, in.size());
+    }
+  }
+  barrier();
+}
+
+ThreadGroup::ThreadGroup(int size, std::chrono::milliseconds timeout) {
+  check_ranks(size);
+  state_ = std::make_unique<State>(size, timeout);
+}
+
+ThreadGroup::~ThreadGroup() = default;
+
+int ThreadGroup::size() const { return static_cast<int>(state_->slots.size()); }
+
+Communicator& ThreadGroup::rank(int rank) {
+  if (rank < 0 || rank >= size()) {
+    throw InvalidArgument("rank: got " + std::to_string(rank) + ", expected 0 to " +
+                          std::to_string(size() - 1));
+  }
+  return state_->ranks[static_cast<std::size_t>(rank)];
+}
+
+}  // namespace syncbn

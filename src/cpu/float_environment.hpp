@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+namespace syncbn::cpu {
+
+/// Round to nearest, subnormals kept, while in scope, whatever mode the process is in
+/// (docs/numerics.md: no flush-to-zero).
+class FloatEnvironment {
+ public:
+#if defined(__SSE__)
+  FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~FloatEnvironment() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned int saved_;
+#elif defined(__aarch64__)
+  FloatEnvironment() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" : : "r"(std::uint64_t{0}));
+  }
+  ~FloatEnvironment() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+ private:
+  std::uint64_t saved_;
+#else
+#error "FloatEnvironment: say how this processor's rounding mode is saved and set"
+#endif
+
+ public:
+  FloatEnvironment(const FloatEnvironment&) = delete;
+  FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+};
+
+}  // namespace syncbn::cpu

@@ -1,0 +1,26 @@
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "cpu/kernels.hpp"
+#include "cpu/windows.hpp"
+#include "statistics/format.hpp"
+#include "statistics/scalar.hpp"
+
+namespace syncbn::cpu {
+namespace {
+
+#include "cpu/simd_avx2.hpp"
+// clang-format off: the passes need the vector type above
+#include "cpu/level_sums.hpp"
+#include "cpu/level_elements.hpp"
+#include "cpu/level_table.hpp"
+// clang-format on
+
+constexpr Kernels kKernels = kernels_named("avx2");
+
+}  // namespace
+
+const Kernels* const kAvx2Kernels = &kKernels;
+
+}  // namespace syncbn::cpu

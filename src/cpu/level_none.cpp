@@ -1,0 +1,7 @@
+#include "cpu/kernels.hpp"
+
+// Processors without vector code of their own run the reference.
+namespace syncbn::cpu {
+const Kernels* const kAvx2Kernels = nullptr;
+const Kernels* const kAvx512Kernels = nullptr;
+}  // namespace syncbn::cpu

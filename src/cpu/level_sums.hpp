@@ -1,0 +1,349 @@
+// The sums passes over the vector type of one level (simd_*.hpp). Included inside a level file's
+// unnamed namespace; uses nothing but intrinsics, so that no shared inline function is compiled with
+// the level's flags (the linker might pick that copy for processors that lack the instructions).
+
+constexpr int kParts = kLanes / kDoubleLanes;
+
+inline QuadV zero_quad() { return {_mm256_setzero_pd()}; }
+
+// Four quads, one per partial, to the four partials: the folds h = 2 and h = 1.
+inline QuadV fold_quads(QuadV a, QuadV b, QuadV c, QuadV d) {
+  const __m256d ab_even = _mm256_unpacklo_pd(a.v, b.v);
+  const __m256d ab_odd = _mm256_unpackhi_pd(a.v, b.v);
+  const __m256d cd_even = _mm256_unpacklo_pd(c.v, d.v);
+  const __m256d cd_odd = _mm256_unpackhi_pd(c.v, d.v);
+  const __m256d even = _mm256_add_pd(_mm256_permute2f128_pd(ab_even, cd_even, 0x20),
+                                     _mm256_permute2f128_pd(ab_even, cd_even, 0x31));
+  const __m256d odd = _mm256_add_pd(_mm256_permute2f128_pd(ab_odd, cd_odd, 0x20),
+                                    _mm256_permute2f128_pd(ab_odd, cd_odd, 0x31));
+  return {_mm256_add_pd(even, odd)};
+}
+
+/// A partial split into the two limbs of a window, and whether it fits.
+struct Split {
+  __m256d high;
+  __m256d low;
+  int fits;
+};
+
+inline Split split(__m256d p, __m256d magic_high, __m256d magic_low, __m256d bound) {
+  const __m256d magnitude =
+      _mm256_and_pd(p, _mm256_castsi256_pd(_mm256_set1_epi64x(0x7fffffffffffffffLL)));
+  Split s;
+  s.high = _mm256_add_pd(p, magic_high);
+  const __m256d rest = _mm256_sub_pd(p, _mm256_sub_pd(s.high, magic_high));
+  s.low = _mm256_add_pd(rest, magic_low);
+  const __m256d exact = _mm256_cmp_pd(_mm256_sub_pd(s.low, magic_low), rest, _CMP_EQ_OQ);
+  s.fits = _mm256_movemask_pd(
+      _mm256_and_pd(exact, _mm256_cmp_pd(magnitude, bound, _CMP_LT_OQ)));
+  return s;
+}
+
+inline __m256i limb(__m256d sum, __m256d magic) {
+  return _mm256_sub_epi64(_mm256_castpd_si256(sum), _mm256_castpd_si256(magic));
+}
+
+/// Hands over the partials that do not fit and takes them out of p.
+__attribute__((noinline)) __m256d push_outside(Windows& windows, std::int64_t channel, int step,
+                                               int sum, __m256d p, int fits) {
+  alignas(32) double values[4];
+  _mm256_store_pd(values, p);
+  for (int i = 0; i < 4; ++i) {
+    if ((fits >> i & 1) == 0) {
+      add_outside_window(windows, channel + i * step, sum, values[i]);
+      values[i] = 0.0;
+    }
+  }
+  return _mm256_load_pd(values);
+}
+
+/// Merges one partial of each of four neighbouring channels.
+inline void merge_channels(Windows& windows, const WindowArrays& w, std::int64_t channel, int sum,
+                           QuadV partials) {
+  __m256d p = partials.v;
+  while (true) {
+    const __m256d magic_high = _mm256_load_pd(w.magic_high[sum] + channel);
+    const __m256d magic_low = _mm256_load_pd(w.magic_low[sum] + channel);
+    const Split s = split(p, magic_high, magic_low, _mm256_load_pd(w.bound[sum] + channel));
+    if (__builtin_expect(s.fits == 15, 1)) {
+      auto* high = reinterpret_cast<__m256i*>(w.high[sum] + channel);
+      auto* low = reinterpret_cast<__m256i*>(w.low[sum] + channel);
+      _mm256_store_si256(
+          high, _mm256_add_epi64(_mm256_load_si256(high), limb(s.high, magic_high)));
+      _mm256_store_si256(low, _mm256_add_epi64(_mm256_load_si256(low), limb(s.low, magic_low)));
+      return;
+    }
+    p = push_outside(windows, channel, 1, sum, p, s.fits);
+  }
+}
+
+inline std::int64_t horizontal_sum(__m256i v) {
+  const __m128i s = _mm_add_epi64(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  return _mm_extract_epi64(s, 0) + _mm_extract_epi64(s, 1);
+}
+
+/// Merges four partials of one channel.
+inline void merge_segments(Windows& windows, const WindowArrays& w, std::int64_t channel, int sum,
+                           QuadV partials) {
+  __m256d p = partials.v;
+  while (true) {
+    const __m256d magic_high = _mm256_set1_pd(w.magic_high[sum][channel]);
+    const __m256d magic_low = _mm256_set1_pd(w.magic_low[sum][channel]);
+    const Split s = split(p, magic_high, magic_low, _mm256_set1_pd(w.bound[sum][channel]));
+    if (__builtin_expect(s.fits == 15, 1)) {
+      w.high[sum][channel] += horizontal_sum(limb(s.high, magic_high));
+      w.low[sum][channel] += horizontal_sum(limb(s.low, magic_low));
+      return;
+    }
+    p = push_outside(windows, channel, 0, sum, p, s.fits);
+  }
+}
+
+/// Lane sums of one contiguous segment, folded to four lanes. kProduct: second = u*v, else u*u.
+template <class T, bool kProduct>
+inline void sum_segment(const T* u, const T* v, std::int64_t length, QuadV& first, QuadV& second) {
+  DoubleV a[kParts];
+  DoubleV b[kParts];
+  for (int p = 0; p < kParts; ++p) {
+    a[p] = zero_double();
+    b[p] = zero_double();
+  }
+  std::int64_t i = 0;
+  for (; i + kLanes <= length; i += kLanes) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) {
+      const DoubleV x = load_double(u + i + p * kDoubleLanes);
+      const DoubleV y = kProduct ? load_double(v + i + p * kDoubleLanes) : x;
+      a[p] = a[p] + x;
+      b[p] = fused(x, y, b[p]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int p = 0; p < kParts; ++p) {
+    const std::int64_t left = length - i - p * kDoubleLanes;
+    if (left > 0) {
+      const DoubleV x = load_double_partial(u + i + p * kDoubleLanes, left);
+      const DoubleV y = kProduct ? load_double_partial(v + i + p * kDoubleLanes, left) : x;
+      a[p] = a[p] + x;
+      b[p] = fused(x, y, b[p]);
+    }
+  }
+  first = fold_to_quad(a);
+  second = fold_to_quad(b);
+}
+
+inline std::int64_t minimum(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
+template <class T>
+inline const T* plane_of(const Operand& operand, std::int64_t sample, std::int64_t channel) {
+  return static_cast<const T*>(operand.data) + sample * operand.sample_stride +
+         channel * operand.channel_stride;
+}
+
+template <class T, bool kProduct>
+void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
+  const std::int64_t segments = (task.plane + kSegment - 1) / kSegment;
+  std::int64_t unit = task.unit_begin;
+  while (unit < task.unit_end) {
+    const std::int64_t sample = unit / segments;
+    const std::int64_t begin = unit % segments;
+    const std::int64_t end = minimum(segments, begin + task.unit_end - unit);
+    unit += end - begin;
+    QuadV first[4];
+    QuadV second[4];
+    const auto sum_one = [&](std::int64_t channel, std::int64_t segment, int i) {
+      const std::int64_t offset = segment * kSegment;
+      const T* u = plane_of<T>(task.u, sample, channel) + offset;
+      const T* v = kProduct ? plane_of<T>(task.v, sample, channel) + offset : u;
+      sum_segment<T, kProduct>(u, v, minimum(kSegment, task.plane - offset), first[i], second[i]);
+    };
+    const auto clear_from = [&](std::int64_t i) {
+      for (; i < 4; ++i) {
+        first[i] = zero_quad();
+        second[i] = zero_quad();
+      }
+    };
+    if (segments > 2) {  // four segments of one channel at a time
+      for (std::int64_t c = 0; c < task.channels; ++c) {
+        for (std::int64_t s = begin; s < end; s += 4) {
+          const std::int64_t some = minimum(4, end - s);
+          clear_from(some);
+          for (std::int64_t i = 0; i < some; ++i) {
+            sum_one(c, s + i, static_cast<int>(i));
+          }
+          merge_segments(windows, w, c, 0, fold_quads(first[0], first[1], first[2], first[3]));
+          merge_segments(windows, w, c, 1, fold_quads(second[0], second[1], second[2], second[3]));
+        }
+      }
+    } else {  // the same segment of four channels at a time
+      for (std::int64_t c = 0; c < task.channels; c += 4) {
+        for (std::int64_t s = begin; s < end; ++s) {
+          const std::int64_t some = minimum(4, task.channels - c);
+          clear_from(some);
+          for (std::int64_t i = 0; i < some; ++i) {
+            sum_one(c + i, s, static_cast<int>(i));
+          }
+          merge_channels(windows, w, c, 0, fold_quads(first[0], first[1], first[2], first[3]));
+          merge_channels(windows, w, c, 1, fold_quads(second[0], second[1], second[2], second[3]));
+        }
+      }
+    }
+  }
+}
+
+/// Lane accumulators of a block of channels; [lane][sum][channel].
+constexpr std::int64_t kBlockChannels = 64;
+struct LaneBlock {
+  alignas(64) double sums[kLanes][2][kBlockChannels];
+};
+
+/// Adds kRows rows of one lane, `step` elements apart, for `channels` channels.
+template <class T, bool kProduct, int kRows, bool kFresh>
+inline void add_rows(const T* u, std::int64_t u_step, const T* v, std::int64_t v_step,
+                     std::int64_t channels, double* first, double* second) {
+  std::int64_t c = 0;
+  for (; c + 2 * kDoubleLanes <= channels; c += 2 * kDoubleLanes) {
+    DoubleV a[2];
+    DoubleV b[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      a[i] = kFresh ? zero_double() : load_double(first + c + i * kDoubleLanes);
+      b[i] = kFresh ? zero_double() : load_double(second + c + i * kDoubleLanes);
+    }
+#pragma GCC unroll 8
+    for (int k = 0; k < kRows; ++k) {
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const DoubleV x = load_double(u + k * u_step + c + i * kDoubleLanes);
+        const DoubleV y = kProduct ? load_double(v + k * v_step + c + i * kDoubleLanes) : x;
+        a[i] = a[i] + x;
+        b[i] = fused(x, y, b[i]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      store_double(first + c + i * kDoubleLanes, a[i]);
+      store_double(second + c + i * kDoubleLanes, b[i]);
+    }
+  }
+  for (; c < channels; c += kDoubleLanes) {
+    DoubleV a = kFresh ? zero_double() : load_double(first + c);
+    DoubleV b = kFresh ? zero_double() : load_double(second + c);
+    for (int k = 0; k < kRows; ++k) {
+      const DoubleV x = load_double_partial(u + k * u_step + c, channels - c);
+      const DoubleV y = kProduct ? load_double_partial(v + k * v_step + c, channels - c) : x;
+      a = a + x;
+      b = fused(x, y, b);
+    }
+    store_double(first + c, a);
+    store_double(second + c, b);
+  }
+}
+
+template <class T, bool kProduct, bool kFresh>
+inline void add_some_rows(std::int64_t rows, const T* u, std::int64_t u_step, const T* v,
+                          std::int64_t v_step, std::int64_t channels, double* first,
+                          double* second) {
+  switch (rows) {
+#define SYNCBN_ROWS(K)                                                                      \
+  case K:                                                                                   \
+    return add_rows<T, kProduct, K, kFresh>(u, u_step, v, v_step, channels, first, second);
+    SYNCBN_ROWS(1)
+    SYNCBN_ROWS(2)
+    SYNCBN_ROWS(3)
+    SYNCBN_ROWS(4)
+    SYNCBN_ROWS(5)
+    SYNCBN_ROWS(6)
+    SYNCBN_ROWS(7)
+    SYNCBN_ROWS(8)
+#undef SYNCBN_ROWS
+    default:
+      return add_rows<T, kProduct, 0, kFresh>(u, u_step, v, v_step, channels, first, second);
+  }
+}
+
+/// Folds the lanes of four channels and merges the four partials.
+inline void merge_lanes(Windows& windows, const WindowArrays& w, const LaneBlock& block,
+                        std::int64_t channel, std::int64_t c, int sum) {
+  __m256d lane[8];
+  for (int l = 0; l < 8; ++l) {
+    lane[l] = _mm256_add_pd(_mm256_load_pd(block.sums[l][sum] + c),
+                            _mm256_load_pd(block.sums[l + 8][sum] + c));
+  }
+  for (int h = 4; h >= 1; h /= 2) {
+    for (int l = 0; l < h; ++l) {
+      lane[l] = _mm256_add_pd(lane[l], lane[l + h]);
+    }
+  }
+  merge_channels(windows, w, channel + c, sum, {lane[0]});
+}
+
+/// Rows of one element each (2-D input): every element is a partial.
+template <class T, bool kProduct>
+void sum_single_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
+  for (std::int64_t n = task.unit_begin; n < task.unit_end; ++n) {
+    const T* u = plane_of<T>(task.u, n, 0);
+    const T* v = kProduct ? plane_of<T>(task.v, n, 0) : u;
+    alignas(64) double values[2][kDoubleLanes];
+    for (std::int64_t c = 0; c < task.channels; c += kDoubleLanes) {
+      const std::int64_t left = task.channels - c;
+      const bool whole = left >= kDoubleLanes;
+      const DoubleV x = whole ? load_double(u + c) : load_double_partial(u + c, left);
+      const DoubleV y = !kProduct ? x : whole ? load_double(v + c) : load_double_partial(v + c, left);
+      // Adding to +0 turns -0 into +0, as a lane does.
+      store_double(values[0], zero_double() + x);
+      store_double(values[1], fused(x, y, zero_double()));
+      for (int i = 0; i < kDoubleLanes && c + i < task.channels; i += 4) {
+        merge_channels(windows, w, c + i, 0, {_mm256_load_pd(values[0] + i)});
+        merge_channels(windows, w, c + i, 1, {_mm256_load_pd(values[1] + i)});
+      }
+    }
+  }
+}
+
+template <class T, bool kProduct>
+void sum_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
+  if (task.plane == 1) {
+    sum_single_rows<T, kProduct>(task, windows, w);
+    return;
+  }
+  constexpr std::int64_t kGroup = 8 * kLanes;
+  LaneBlock block;
+  const std::int64_t segments = (task.plane + kSegment - 1) / kSegment;
+  const std::int64_t u_step = task.u.element_stride;
+  const std::int64_t v_step = task.v.element_stride;
+  for (std::int64_t unit = task.unit_begin; unit < task.unit_end; ++unit) {
+    const std::int64_t begin = unit % segments * kSegment;
+    const std::int64_t length = minimum(kSegment, task.plane - begin);
+    for (std::int64_t channel = 0; channel < task.channels; channel += kBlockChannels) {
+      const std::int64_t channels = minimum(kBlockChannels, task.channels - channel);
+      const T* u = plane_of<T>(task.u, unit / segments, 0) + begin * u_step + channel;
+      const T* v = kProduct ? plane_of<T>(task.v, unit / segments, 0) + begin * v_step + channel : u;
+      for (std::int64_t group = 0; group < length; group += kGroup) {
+        for (std::int64_t lane = 0; lane < kLanes; ++lane) {
+          const std::int64_t row = group + lane;
+          const std::int64_t rows =
+              row < length ? minimum(8, (length - row + kLanes - 1) / kLanes) : 0;
+          if (group > 0 && rows == 0) {
+            continue;
+          }
+          double* first = block.sums[lane][0];
+          double* second = block.sums[lane][1];
+          if (group == 0) {
+            add_some_rows<T, kProduct, true>(rows, u + row * u_step, kLanes * u_step,
+                                             v + row * v_step, kLanes * v_step, channels, first,
+                                             second);
+          } else {
+            add_some_rows<T, kProduct, false>(rows, u + row * u_step, kLanes * u_step,
+                                              v + row * v_step, kLanes * v_step, channels, first,
+                                              second);
+          }
+        }
+      }
+      for (std::int64_t c = 0; c < channels; c += 4) {
+        merge_lanes(windows, w, block, channel, c, 0);
+        merge_lanes(windows, w, block, channel, c, 1);
+      }
+    }
+  }
+}

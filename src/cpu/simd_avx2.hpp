@@ -1,0 +1,121 @@
+// The vector type of level_passes.hpp on AVX2 with FMA and F16C. Included by one level file only,
+// inside its unnamed namespace.
+
+constexpr int kFloatLanes = 8;
+constexpr int kDoubleLanes = 4;
+
+struct FloatV {
+  __m256 v;
+};
+struct DoubleV {
+  __m256d v;
+};
+struct QuadV {
+  __m256d v;
+};
+
+// All ones in the first n of 8 lanes.
+inline __m256i lane_mask(std::int64_t n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)),
+                            _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+inline __m256 widen(__m128i bits, Half) { return _mm256_cvtph_ps(bits); }
+inline __m256 widen(__m128i bits, BFloat16) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+inline __m128i narrow(__m256 v, Half) {
+  return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// Round to nearest even on the bits; NaN keeps its top bits and turns quiet.
+inline __m128i narrow(__m256 v, BFloat16) {
+  const __m256i b = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
+  const __m256i rounded =
+      _mm256_add_epi32(b, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(b, _mm256_set1_epi32(0x400000));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  const __m256i wide = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+  const __m256i packed = _mm256_packus_epi32(wide, wide);
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
+
+inline FloatV load(const float* p) { return {_mm256_loadu_ps(p)}; }
+template <class T>
+inline FloatV load(const T* p) {
+  return {widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), T{})};
+}
+
+inline FloatV load_partial(const float* p, std::int64_t n) {
+  return {_mm256_maskload_ps(p, lane_mask(n))};
+}
+template <class T>
+inline FloatV load_partial(const T* p, std::int64_t n) {
+  alignas(16) T buffer[kFloatLanes] = {};
+  for (std::int64_t i = 0; i < n; ++i) {
+    buffer[i] = p[i];
+  }
+  return {widen(_mm_load_si128(reinterpret_cast<const __m128i*>(buffer)), T{})};
+}
+
+inline void store(float* p, FloatV a) { _mm256_storeu_ps(p, a.v); }
+template <class T>
+inline void store(T* p, FloatV a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(a.v, T{}));
+}
+inline void stream(float* p, FloatV a) { _mm256_stream_ps(p, a.v); }
+template <class T>
+inline void stream(T* p, FloatV a) {
+  _mm_stream_si128(reinterpret_cast<__m128i*>(p), narrow(a.v, T{}));
+}
+inline void store_partial(float* p, FloatV a, std::int64_t n) {
+  _mm256_maskstore_ps(p, lane_mask(n), a.v);
+}
+template <class T>
+inline void store_partial(T* p, FloatV a, std::int64_t n) {
+  alignas(16) T buffer[kFloatLanes];
+  _mm_store_si128(reinterpret_cast<__m128i*>(buffer), narrow(a.v, T{}));
+  for (std::int64_t i = 0; i < n; ++i) {
+    p[i] = buffer[i];
+  }
+}
+
+inline FloatV broadcast(float v) { return {_mm256_set1_ps(v)}; }
+inline FloatV operator-(FloatV a, FloatV b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline FloatV operator*(FloatV a, FloatV b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline FloatV fused(FloatV a, FloatV b, FloatV c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+
+inline DoubleV load_double(const float* p) { return {_mm256_cvtps_pd(_mm_loadu_ps(p))}; }
+inline DoubleV load_double(const Half* p) {
+  return {_mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+inline DoubleV load_double(const BFloat16* p) {
+  const __m128i bits = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtps_pd(_mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), bits)))};
+}
+inline DoubleV load_double_partial(const float* p, std::int64_t n) {
+  return {_mm256_cvtps_pd(_mm_maskload_ps(p, _mm256_castsi256_si128(lane_mask(n))))};
+}
+template <class T>
+inline DoubleV load_double_partial(const T* p, std::int64_t n) {
+  T buffer[kDoubleLanes] = {};
+  for (std::int64_t i = 0; i < n && i < kDoubleLanes; ++i) {
+    buffer[i] = p[i];
+  }
+  return load_double(buffer);
+}
+
+inline DoubleV zero_double() { return {_mm256_setzero_pd()}; }
+inline DoubleV load_double(const double* p) { return {_mm256_load_pd(p)}; }
+inline void store_double(double* p, DoubleV a) { _mm256_store_pd(p, a.v); }
+inline DoubleV operator+(DoubleV a, DoubleV b) { return {_mm256_add_pd(a.v, b.v)}; }
+inline DoubleV fused(DoubleV a, DoubleV b, DoubleV c) {
+  return {_mm256_fmadd_pd(a.v, b.v, c.v)};
+}
+
+// Lanes 0..15 of a segment: the folds h = 8 and h = 4.
+inline QuadV fold_to_quad(const DoubleV (&lanes)[4]) {
+  return {_mm256_add_pd(_mm256_add_pd(lanes[0].v, lanes[2].v),
+                        _mm256_add_pd(lanes[1].v, lanes[3].v))};
+}

@@ -1,0 +1,111 @@
+// The vector type of level_passes.hpp on AVX-512 (F, DQ, VL, BW). Included by one level file only,
+// inside its unnamed namespace.
+
+constexpr int kFloatLanes = 16;
+constexpr int kDoubleLanes = 8;
+
+struct FloatV {
+  __m512 v;
+};
+struct DoubleV {
+  __m512d v;
+};
+struct QuadV {
+  __m256d v;
+};
+
+inline __mmask16 lane_mask(std::int64_t n) {
+  return static_cast<__mmask16>(n >= 16 ? 0xffffu : (1u << n) - 1u);
+}
+
+inline __m512 widen(__m256i bits, Half) { return _mm512_cvtph_ps(bits); }
+inline __m512 widen(__m256i bits, BFloat16) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+inline __m256i narrow(__m512 v, Half) {
+  return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// Round to nearest even on the bits; NaN keeps its top bits and turns quiet.
+inline __m256i narrow(__m512 v, BFloat16) {
+  const __m512i b = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
+  const __m512i rounded =
+      _mm512_add_epi32(b, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const __m512i chosen =
+      _mm512_mask_or_epi32(rounded, nan, b, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16));
+}
+
+inline FloatV load(const float* p) { return {_mm512_loadu_ps(p)}; }
+template <class T>
+inline FloatV load(const T* p) {
+  return {widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), T{})};
+}
+
+inline FloatV load_partial(const float* p, std::int64_t n) {
+  return {_mm512_maskz_loadu_ps(lane_mask(n), p)};
+}
+template <class T>
+inline FloatV load_partial(const T* p, std::int64_t n) {
+  return {widen(_mm256_maskz_loadu_epi16(lane_mask(n), p), T{})};
+}
+
+inline void store(float* p, FloatV a) { _mm512_storeu_ps(p, a.v); }
+template <class T>
+inline void store(T* p, FloatV a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a.v, T{}));
+}
+inline void stream(float* p, FloatV a) { _mm512_stream_ps(p, a.v); }
+template <class T>
+inline void stream(T* p, FloatV a) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(a.v, T{}));
+}
+inline void store_partial(float* p, FloatV a, std::int64_t n) {
+  _mm512_mask_storeu_ps(p, lane_mask(n), a.v);
+}
+template <class T>
+inline void store_partial(T* p, FloatV a, std::int64_t n) {
+  _mm256_mask_storeu_epi16(p, lane_mask(n), narrow(a.v, T{}));
+}
+
+inline FloatV broadcast(float v) { return {_mm512_set1_ps(v)}; }
+inline FloatV operator-(FloatV a, FloatV b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline FloatV operator*(FloatV a, FloatV b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline FloatV fused(FloatV a, FloatV b, FloatV c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+
+inline __m256 widen_half(__m128i bits, Half) { return _mm256_cvtph_ps(bits); }
+inline __m256 widen_half(__m128i bits, BFloat16) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+inline DoubleV load_double(const float* p) { return {_mm512_cvtps_pd(_mm256_loadu_ps(p))}; }
+template <class T>
+inline DoubleV load_double(const T* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm512_cvtps_pd(widen_half(bits, T{}))};
+}
+inline __mmask8 half_mask(std::int64_t n) {
+  return static_cast<__mmask8>(n >= 8 ? 0xffu : n <= 0 ? 0u : (1u << n) - 1u);
+}
+inline DoubleV load_double_partial(const float* p, std::int64_t n) {
+  return {_mm512_cvtps_pd(_mm256_maskz_loadu_ps(half_mask(n), p))};
+}
+template <class T>
+inline DoubleV load_double_partial(const T* p, std::int64_t n) {
+  return {_mm512_cvtps_pd(widen_half(_mm_maskz_loadu_epi16(half_mask(n), p), T{}))};
+}
+
+inline DoubleV zero_double() { return {_mm512_setzero_pd()}; }
+inline DoubleV load_double(const double* p) { return {_mm512_load_pd(p)}; }
+inline void store_double(double* p, DoubleV a) { _mm512_store_pd(p, a.v); }
+inline DoubleV operator+(DoubleV a, DoubleV b) { return {_mm512_add_pd(a.v, b.v)}; }
+inline DoubleV fused(DoubleV a, DoubleV b, DoubleV c) {
+  return {_mm512_fmadd_pd(a.v, b.v, c.v)};
+}
+
+// Lanes 0..15 of a segment: the folds h = 8 and h = 4.
+inline QuadV fold_to_quad(const DoubleV (&lanes)[2]) {
+  const __m512d eight = _mm512_add_pd(lanes[0].v, lanes[1].v);
+  return {_mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1))};
+}

@@ -1,0 +1,229 @@
+#include "cpu/windows.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "statistics/scalar.hpp"
+#include "statistics/slots.hpp"
+
+namespace syncbn::cpu {
+namespace {
+
+// Keeps every magic number, and the bound, a normal binary64.
+constexpr int kLowestTop = -700;
+constexpr int kHighestTop = 900;
+
+int exponent_above(double v) {
+  int exponent = 0;
+  std::frexp(v, &exponent);
+  return exponent;
+}
+
+/// digits of limbs * 2^position, canonical; digits are all written.
+void limbs_to_digits(__int128 limbs, int position, std::int64_t* digits, int count) {
+  if (position < 0) {  // zero bits below the unit
+    limbs = position <= -127 ? (limbs < 0 ? -1 : 0) : limbs >> -position;
+    position = 0;
+  }
+  const int first = position / kDigitBits;
+  const int shift = position % kDigitBits;
+  for (int i = 0; i < first && i < count; ++i) {
+    digits[i] = 0;
+  }
+  if (first >= count - 1) {
+    if (first < count) {
+      digits[count - 1] = static_cast<std::int64_t>(limbs << shift);
+    }
+    return;
+  }
+  digits[first] =
+      static_cast<std::int64_t>(static_cast<unsigned __int128>(limbs) << shift) & kDigitMask;
+  limbs >>= kDigitBits - shift;
+  for (int i = first + 1; i < count - 1; ++i) {
+    digits[i] = static_cast<std::int64_t>(limbs) & kDigitMask;
+    limbs >>= kDigitBits;
+  }
+  digits[count - 1] = static_cast<std::int64_t>(limbs);
+}
+
+}  // namespace
+
+void Windows::Free::operator()(void* p) const { std::free(p); }
+
+Windows::Windows(const Format& format, std::int64_t channels)
+    : format_(format),
+      channels_(channels),
+      padded_((channels + kChannelPadding - 1) / kChannelPadding * kChannelPadding) {
+  const auto n = static_cast<std::size_t>(padded_);
+  // Ten arrays of 8-byte entries, then three of 4-byte entries.
+  const std::size_t bytes = n * (10 * 8 + 3 * 4);
+  storage_.reset(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+  if (storage_ == nullptr) {
+    throw std::bad_alloc();
+  }
+  auto* next = static_cast<std::byte*>(storage_.get());
+  for (int k = 0; k < 2; ++k) {
+    for (double** array : {&arrays_.magic_high[k], &arrays_.magic_low[k], &arrays_.bound[k]}) {
+      *array = reinterpret_cast<double*>(next);
+      next += n * 8;
+    }
+    for (std::int64_t** array : {&arrays_.high[k], &arrays_.low[k]}) {
+      *array = reinterpret_cast<std::int64_t*>(next);
+      std::memset(next, 0, n * 8);
+      next += n * 8;
+    }
+  }
+  for (int k = 0; k < 2; ++k) {
+    unit_[k] = reinterpret_cast<int*>(next);
+    next += n * 4;
+  }
+  misses_ = reinterpret_cast<std::int32_t*>(next);
+  std::memset(misses_, 0, n * 4);
+  for (int k = 0; k < 2; ++k) {
+    for (std::int64_t c = 0; c < padded_; ++c) {
+      place(c, k, 0);
+    }
+  }
+}
+
+Windows::Windows(const Windows& other) : Windows(other.format_, other.channels_) {
+  for (int k = 0; k < 2; ++k) {
+    for (std::int64_t c = 0; c < channels_; ++c) {
+      place(c, k, other.unit_[k][c] + kHighBits);
+    }
+  }
+}
+
+void Windows::place(std::int64_t channel, int sum, int top) {
+  top = std::clamp(top, kLowestTop, kHighestTop);
+  const int unit = top - kHighBits;
+  unit_[sum][channel] = unit;
+  arrays_.magic_high[sum][channel] = 1.5 * power_of_two(unit + 52);
+  arrays_.magic_low[sum][channel] = 1.5 * power_of_two(unit - kLowBits + 52);
+  arrays_.bound[sum][channel] = power_of_two(top);
+}
+
+std::int64_t* Windows::slots(std::int64_t channel, int sum) {
+  const auto per_channel = static_cast<std::size_t>(format_.slots() + 1);
+  const auto c = static_cast<std::size_t>(channel);
+  if (outside_ == nullptr) {
+    outside_.reset(new std::int64_t[per_channel * static_cast<std::size_t>(channels_)]);
+    used_.reset(new bool[static_cast<std::size_t>(channels_)]());
+  }
+  std::int64_t* base = outside_.get() + c * per_channel;
+  if (!used_[c]) {
+    std::fill_n(base, per_channel, 0);
+    used_[c] = true;
+  }
+  return sum == 0 ? base : sum == 1 ? base + format_.first.slots : base + format_.slots();
+}
+
+void Windows::add_limbs(std::int64_t channel, int sum, std::int64_t high, std::int64_t low,
+                        int unit) {
+  const __int128 limbs = (static_cast<__int128>(high) << kLowBits) + low;
+  if (limbs == 0) {
+    return;
+  }
+  const bool negative = limbs < 0;
+  const auto magnitude = static_cast<unsigned __int128>(negative ? -limbs : limbs);
+  const SumFormat& format = sum == 0 ? format_.first : format_.second;
+  const int position = unit - kLowBits + format.unit;
+  // Two halves, so that each is below 2^96 after its shift.
+  constexpr unsigned __int128 kLowHalf = (static_cast<unsigned __int128>(1) << 64) - 1;
+  const int drop = position < 0 ? -position : 0;
+  const unsigned __int128 kept = drop >= 128 ? 0 : magnitude >> drop;
+  const int base = position < 0 ? 0 : position;
+  add_to_slots(slots(channel, sum), kept & kLowHalf, base, negative);
+  if (kept >> 64 != 0) {
+    add_to_slots(slots(channel, sum), kept >> 64, base + 64, negative);
+  }
+}
+
+void Windows::flush_one(std::int64_t channel, int sum) {
+  std::int64_t& high = arrays_.high[sum][channel];
+  std::int64_t& low = arrays_.low[sum][channel];
+  add_limbs(channel, sum, high, low, unit_[sum][channel]);
+  high = 0;
+  low = 0;
+}
+
+void Windows::flush(std::int64_t begin, std::int64_t end) {
+  for (std::int64_t c = begin; c < end; ++c) {
+    flush_one(c, 0);
+    flush_one(c, 1);
+  }
+}
+
+void Windows::add_outside(std::int64_t channel, int sum, double partial) {
+  if (partial == 0 || channel >= channels_) {
+    return;
+  }
+  if (!is_finite(partial)) {
+    *slots(channel, 2) |= sum == 0 ? first_sum_flag(partial) : kSecondNonFinite;
+    return;
+  }
+  const SumFormat& format = sum == 0 ? format_.first : format_.second;
+  add_partial(slots(channel, sum), partial, format.unit);
+  // A window that is too low is moved at once; one that is too high, after 1, 2, 4, ... misses.
+  const std::int32_t misses = ++misses_[channel];
+  if ((misses & (misses - 1)) == 0 || std::fabs(partial) >= arrays_.bound[sum][channel]) {
+    flush_one(channel, sum);
+    place(channel, sum, exponent_above(partial) + 6);
+  }
+}
+
+void Windows::absorb(const Windows& other, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t c = begin; c < end; ++c) {
+    for (int k = 0; k < 2; ++k) {
+      if (unit_[k][c] == other.unit_[k][c]) {
+        // Cannot overflow: both stay below 2^60 between flushes; the sum is flushed when large.
+        arrays_.high[k][c] += other.arrays_.high[k][c];
+        arrays_.low[k][c] += other.arrays_.low[k][c];
+        if (std::max(std::abs(arrays_.high[k][c]), std::abs(arrays_.low[k][c])) >
+            std::int64_t{1} << 61) {
+          flush_one(c, k);
+        }
+      } else {
+        add_limbs(c, k, other.arrays_.high[k][c], other.arrays_.low[k][c], other.unit_[k][c]);
+      }
+    }
+    if (other.outside_ != nullptr && other.used_[static_cast<std::size_t>(c)]) {
+      const int count = format_.slots();
+      const std::int64_t* from = other.outside_.get() + c * (count + 1);
+      std::int64_t* to = slots(c, 0);
+      for (int i = 0; i < count; ++i) {
+        to[i] += from[i];
+      }
+      to[count] |= from[count];
+    }
+  }
+}
+
+void Windows::write_words(std::int64_t channel, std::int64_t* words) {
+  const int first_digits = format_.first.digits;
+  const int second_digits = format_.second.digits;
+  if (outside_ == nullptr || !used_[static_cast<std::size_t>(channel)]) {
+    for (int k = 0; k < 2; ++k) {
+      const __int128 limbs =
+          (static_cast<__int128>(arrays_.high[k][channel]) << kLowBits) + arrays_.low[k][channel];
+      const SumFormat& format = k == 0 ? format_.first : format_.second;
+      limbs_to_digits(limbs, unit_[k][channel] - kLowBits + format.unit,
+                      words + (k == 0 ? 0 : first_digits), format.digits);
+    }
+    words[first_digits + second_digits] = 0;
+    return;
+  }
+  flush(channel, channel + 1);
+  slots_to_digits(slots(channel, 0), format_.first.slots, words, first_digits);
+  slots_to_digits(slots(channel, 1), format_.second.slots, words + first_digits, second_digits);
+  words[first_digits + second_digits] = *slots(channel, 2);
+}
+
+void add_outside_window(Windows& windows, std::int64_t channel, int sum, double partial) {
+  windows.add_outside(channel, sum, partial);
+}
+
+}  // namespace syncbn::cpu

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "statistics/format.hpp"
+
+// The fast passes' exact accumulators: per channel and sum a window of two int64 limbs in fixed
+// point, filled by adding magic numbers, with radix-2^32 slots behind it for whatever does not fit.
+// The window's place is only a guess; it never changes a bit of the result.
+namespace syncbn::cpu {
+
+/// A partial p fits if |p| < 2^top and p is a multiple of 2^(top - kHighBits - kLowBits).
+inline constexpr int kHighBits = 43;
+inline constexpr int kLowBits = 46;
+/// Partials per channel between two flushes; |low limb| <= 2^(kLowBits - 1) each.
+inline constexpr std::int64_t kFlushInterval = std::int64_t{1} << 16;
+
+/// What the vector code touches. Index [sum][channel]; arrays are padded to kChannelPadding.
+struct WindowArrays {
+  double* magic_high[2];  ///< 1.5 * 2^52 units of the high limb
+  double* magic_low[2];
+  double* bound[2];  ///< 2^top
+  std::int64_t* high[2];
+  std::int64_t* low[2];
+};
+inline constexpr std::int64_t kChannelPadding = 16;
+
+class Windows {
+ public:
+  Windows(const Format& format, std::int64_t channels);
+  /// Empty, with the same places as `other`.
+  explicit Windows(const Windows& other);
+  Windows& operator=(const Windows&) = delete;
+
+  WindowArrays& arrays() { return arrays_; }
+  std::int64_t channels() const { return channels_; }
+
+  /// Places the window for partials below about 2^top. Only while it is empty.
+  void place(std::int64_t channel, int sum, int top);
+  /// Adds a partial that does not fit; may move the window.
+  void add_outside(std::int64_t channel, int sum, double partial);
+  /// Empties the limbs of channels [begin, end) into the slots.
+  void flush(std::int64_t begin, std::int64_t end);
+  /// Adds the sums of another object for channels [begin, end).
+  void absorb(const Windows& other, std::int64_t begin, std::int64_t end);
+  /// The channel's words.
+  void write_words(std::int64_t channel, std::int64_t* words);
+
+ private:
+  void flush_one(std::int64_t channel, int sum);
+  void add_limbs(std::int64_t channel, int sum, std::int64_t high, std::int64_t low, int unit);
+  std::int64_t* slots(std::int64_t channel, int sum);
+
+  Format format_;
+  std::int64_t channels_;
+  std::int64_t padded_;
+  WindowArrays arrays_;
+  int* unit_[2];  ///< exponent of the high limb's unit
+  std::int32_t* misses_;
+  struct Free {
+    void operator()(void* p) const;
+  };
+  std::unique_ptr<void, Free> storage_;
+  /// Slots of both sums and a flags word per channel; made when the first partial misses.
+  std::unique_ptr<std::int64_t[]> outside_;
+  std::unique_ptr<bool[]> used_;
+};
+
+/// For the vector code, which must not instantiate anything: Windows::add_outside.
+void add_outside_window(Windows& windows, std::int64_t channel, int sum, double partial);
+
+}  // namespace syncbn::cpu

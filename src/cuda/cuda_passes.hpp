@@ -1,0 +1,8 @@
+#pragma once
+
+namespace syncbn::cuda {
+
+/// Throws Unavailable in a build without CUDA.
+void require();
+
+}  // namespace syncbn::cuda

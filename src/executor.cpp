@@ -1,0 +1,138 @@
+#include "syncbn/executor.hpp"
+
+#include <algorithm>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "syncbn/error.hpp"
+
+namespace syncbn {
+
+Executor::~Executor() = default;
+
+namespace {
+
+class SerialExecutor final : public Executor {
+ public:
+  void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t, const Body& body) override {
+    if (begin < end) {
+      body(begin, end);
+    }
+  }
+  int concurrency() const override { return 1; }
+};
+
+}  // namespace
+
+Executor& serial_executor() {
+  static SerialExecutor executor;
+  return executor;
+}
+
+struct ThreadPool::State {
+  std::mutex caller;  ///< held for the whole of a parallel_for
+  std::mutex mutex;
+  std::condition_variable work;
+  std::condition_variable done;
+  std::vector<std::thread> threads;
+  std::int64_t generation = 0;
+  bool stop = false;
+
+  // The job at hand: piece i is [begin + i * step, ...).
+  const Body* body = nullptr;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t step = 0;
+  int pending = 0;
+  std::exception_ptr error;
+
+  void run_piece(std::int64_t piece) {
+    const std::int64_t first = begin + piece * step;
+    if (first >= end) {
+      return;
+    }
+    try {
+      (*body)(first, std::min(end, first + step));
+    } catch (...) {
+      const std::lock_guard lock(mutex);
+      error = std::current_exception();
+    }
+  }
+
+  void serve(std::int64_t piece) {
+    std::int64_t seen = 0;
+    std::unique_lock lock(mutex);
+    while (true) {
+      work.wait(lock, [&] { return stop || generation != seen; });
+      if (stop) {
+        return;
+      }
+      seen = generation;
+      lock.unlock();
+      run_piece(piece);
+      lock.lock();
+      if (--pending == 0) {
+        done.notify_one();
+      }
+    }
+  }
+};
+
+ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
+  if (threads < 1) {
+    throw InvalidArgument("threads: got " + std::to_string(threads) + ", expected at least 1");
+  }
+  for (int i = 1; i < threads; ++i) {
+    state_->threads.emplace_back([state = state_.get(), i] { state->serve(i); });
+  }
+}
+
+ThreadPool::~ThreadPool() {
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->stop = true;
+  }
+  state_->work.notify_all();
+  for (std::thread& thread : state_->threads) {
+    thread.join();
+  }
+}
+
+void ThreadPool::parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
+                              const Body& body) {
+  if (begin >= end) {
+    return;
+  }
+  const std::int64_t pieces =
+      std::clamp<std::int64_t>((end - begin) / std::max<std::int64_t>(grain, 1), 1, concurrency());
+  if (pieces == 1) {
+    body(begin, end);
+    return;
+  }
+  const std::lock_guard one_caller(state_->caller);
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->body = &body;
+    state_->begin = begin;
+    state_->end = end;
+    state_->step = (end - begin + pieces - 1) / pieces;
+    state_->pending = static_cast<int>(state_->threads.size());
+    state_->error = nullptr;
+    ++state_->generation;
+  }
+  state_->work.notify_all();
+  state_->run_piece(0);
+  std::unique_lock lock(state_->mutex);
+  state_->done.wait(lock, [&] { return state_->pending == 0; });
+  if (state_->error) {
+    std::rethrow_exception(state_->error);
+  }
+}
+
+int ThreadPool::concurrency() const { return static_cast<int>(state_->threads.size()) + 1; }
+
+}  // namespace syncbn

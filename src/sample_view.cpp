@@ -1,0 +1,73 @@
+#include "sample_view.hpp"
+
+namespace syncbn {
+
+SampleView::SampleView(const TensorView& tensor)
+    : data(tensor.data),
+      dtype(tensor.dtype),
+      samples(tensor.sizes[0]),
+      channels(tensor.sizes[1]),
+      plane(1),
+      sample_stride(tensor.strides[0]),
+      channel_stride(tensor.strides[1]) {
+  for (std::size_t i = 2; i < tensor.sizes.size(); ++i) {
+    const std::int64_t size = tensor.sizes[i];
+    const std::int64_t stride = tensor.strides[i];
+    plane *= size;
+    if (size == 1) {
+      continue;
+    }
+    const auto last = static_cast<std::size_t>(spatial_dims) - 1;
+    if (spatial_dims > 0 && strides[last] == stride * size) {
+      sizes[last] *= size;
+      strides[last] = stride;
+    } else {
+      sizes[last + 1] = size;
+      strides[last + 1] = stride;
+      ++spatial_dims;
+    }
+  }
+  if (spatial_dims == 1) {
+    element_stride = strides[0];
+  }
+}
+
+PlaneCursor::PlaneCursor(const SampleView& view, std::int64_t n, std::int64_t c, std::int64_t e)
+    : view_(&view), offset_(n * view.sample_stride + c * view.channel_stride) {
+  if (view.spatial_dims <= 1) {
+    offset_ += e * view.element_stride;
+    return;
+  }
+  for (auto d = static_cast<std::size_t>(view.spatial_dims); d-- > 0;) {
+    index_[d] = e % view.sizes[d];
+    e /= view.sizes[d];
+    offset_ += index_[d] * view.strides[d];
+  }
+}
+
+void PlaneCursor::advance() {
+  if (view_->spatial_dims <= 1) {
+    offset_ += view_->element_stride;
+    return;
+  }
+  for (auto d = static_cast<std::size_t>(view_->spatial_dims); d-- > 0;) {
+    offset_ += view_->strides[d];
+    if (++index_[d] < view_->sizes[d]) {
+      return;
+    }
+    offset_ -= index_[d] * view_->strides[d];
+    index_[d] = 0;
+  }
+}
+
+Layout common_layout(const SampleView& a, const SampleView& b) {
+  if (a.rows_contiguous() && b.rows_contiguous() && (a.plane == 1 || a.channels > 1)) {
+    return Layout::kRows;
+  }
+  if (a.planes_contiguous() && b.planes_contiguous()) {
+    return Layout::kPlanes;
+  }
+  return a.rows_contiguous() && b.rows_contiguous() ? Layout::kRows : Layout::kStrided;
+}
+
+}  // namespace syncbn

@@ -1,0 +1,229 @@
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "statistics/big_uint.hpp"
+#include "statistics/format.hpp"
+#include "statistics/host_device.hpp"
+#include "statistics/scalar.hpp"
+
+// docs/numerics.md, sections 3, 5 and 6: from exact sums to statistics and gradients' coefficients.
+namespace syncbn {
+
+/// Sizes of one format as types, so that the integers are no larger than they need to be.
+template <DType kDtype>
+struct FormatTraits {
+  static constexpr Format kFormat = format_of(kDtype);
+  static constexpr int kFirstLimbs = (kFormat.first.digits * kDigitBits + 12 + 63) / 64;
+  static constexpr int kSecondLimbs = (kFormat.second.digits * kDigitBits + 12 + 63) / 64;
+  /// S^2 has the unit 2^-(2 * first.unit), N*Q is shifted to it.
+  static constexpr int kShift = 2 * kFormat.first.unit - kFormat.second.unit;
+  static constexpr int kVarianceLimbs =
+      kSecondLimbs + (kShift + 63) / 64 + 2 > 2 * kFirstLimbs
+          ? kSecondLimbs + (kShift + 63) / 64 + 2
+          : 2 * kFirstLimbs;
+};
+
+/// Merged flags of one channel.
+struct Flags {
+  std::int64_t word;
+  SYNCBN_HD bool nan() const { return (word & (kFlagCounter * kFirstNan)) != 0; }
+  SYNCBN_HD bool plus_inf() const { return (word & (kFlagCounter * kFirstPlusInf)) != 0; }
+  SYNCBN_HD bool minus_inf() const { return (word & (kFlagCounter * kFirstMinusInf)) != 0; }
+  SYNCBN_HD bool second() const { return (word & (kFlagCounter * kSecondNonFinite)) != 0; }
+  SYNCBN_HD bool first() const { return nan() || plus_inf() || minus_inf(); }
+  /// What the first sum became: NaN or an infinity. Only if first().
+  SYNCBN_HD double first_value() const {
+    if (nan() || (plus_inf() && minus_inf())) {
+      return std::numeric_limits<double>::quiet_NaN();
+    }
+    const double inf = std::numeric_limits<double>::infinity();
+    return plus_inf() ? inf : -inf;
+  }
+};
+
+/// Brings digits that were summed over ranks back to canonical form.
+SYNCBN_HD inline void propagate_carries(const std::int64_t* digits, std::int64_t* out, int count) {
+  std::int64_t carry = 0;
+  for (int i = 0; i < count - 1; ++i) {
+    const std::int64_t digit = digits[i] + carry;
+    out[i] = digit & kDigitMask;
+    carry = digit >> kDigitBits;
+  }
+  out[count - 1] = digits[count - 1] + carry;
+}
+
+SYNCBN_HD inline double rstd_of(double var, double eps) { return 1.0 / std::sqrt(var + eps); }
+
+struct ChannelMoments {
+  double mean;
+  double var;
+  double rstd;
+};
+
+/// Section 3. words: one channel's, summed over ranks. count >= 1.
+template <DType kDtype>
+SYNCBN_HD inline ChannelMoments finalize_channel(const std::int64_t* words, std::int64_t count,
+                                                 double eps) {
+  using Traits = FormatTraits<kDtype>;
+  constexpr Format kFormat = Traits::kFormat;
+  std::int64_t digits[kFormat.second.digits];
+  const double n = static_cast<double>(count);
+  ChannelMoments out;
+
+  propagate_carries(words, digits, kFormat.first.digits);
+  BigUint<Traits::kFirstLimbs> sum;
+  const bool negative = magnitude_of(digits, kFormat.first.digits, sum);
+  const Rounded53 s = round53(sum);
+  out.mean = scale((negative ? -s.d : s.d) / n, s.exponent - kFormat.first.unit);
+
+  propagate_carries(words + kFormat.first.digits, digits, kFormat.second.digits);
+  BigUint<Traits::kSecondLimbs> squares;
+  magnitude_of(digits, kFormat.second.digits, squares);
+  const auto scaled = multiply_and_shift<Traits::kVarianceLimbs>(
+      squares, static_cast<std::uint64_t>(count), Traits::kShift);
+  const Rounded53 d = round53(subtract_or_zero(scaled, square(sum)));
+  out.var = scale(d.d / n / n, d.exponent - 2 * kFormat.first.unit);
+
+  const Flags flags{words[kFormat.words() - 1]};
+  if (flags.first()) {
+    out.mean = flags.first_value();
+    out.var = std::numeric_limits<double>::quiet_NaN();
+  } else if (flags.second()) {
+    out.var = std::numeric_limits<double>::infinity();
+  }
+  out.rstd = rstd_of(out.var, eps);
+  return out;
+}
+
+/// Section 6. The merged (or one rank's own) sums of u and u*x of a channel, and what follows.
+struct ChannelGradients {
+  double sum;      ///< A64
+  double g;        ///< G
+  double dweight;
+  double dbias;
+  bool flagged;
+};
+
+template <DType kDtype>
+SYNCBN_HD inline ChannelGradients finalize_channel_gradients(const std::int64_t* words, double mean,
+                                                             double rstd) {
+  using Traits = FormatTraits<kDtype>;
+  constexpr Format kFormat = Traits::kFormat;
+  std::int64_t digits[kFormat.second.digits];
+  ChannelGradients out;
+
+  propagate_carries(words, digits, kFormat.first.digits);
+  BigUint<Traits::kFirstLimbs> first;
+  bool negative = magnitude_of(digits, kFormat.first.digits, first);
+  const Rounded53 a = round53(first);
+  out.sum = scale(negative ? -a.d : a.d, a.exponent - kFormat.first.unit);
+
+  propagate_carries(words + kFormat.first.digits, digits, kFormat.second.digits);
+  BigUint<Traits::kSecondLimbs> second;
+  negative = magnitude_of(digits, kFormat.second.digits, second);
+  const Rounded53 b = round53(second);
+  const double product_sum = scale(negative ? -b.d : b.d, b.exponent - kFormat.second.unit);
+
+  out.g = std::fma(-mean, out.sum, product_sum);
+  out.dweight = rstd * out.g;
+  out.dbias = out.sum;
+  const Flags flags{words[kFormat.words() - 1]};
+  out.flagged = flags.word != 0;
+  if (out.flagged) {
+    out.dweight = std::numeric_limits<double>::quiet_NaN();
+    if (flags.first()) {
+      out.dbias = flags.first_value();
+    }
+  }
+  return out;
+}
+
+struct Coefficients {
+  double c1;
+  double c2;
+  double c3;
+};
+
+SYNCBN_HD inline Coefficients coefficients_of(const ChannelGradients& gradients, double weight,
+                                              double rstd, std::int64_t count) {
+  if (count == 0) {
+    return {0.0, 0.0, 0.0};
+  }
+  if (gradients.flagged) {
+    const double nan = std::numeric_limits<double>::quiet_NaN();
+    return {nan, nan, nan};
+  }
+  const double n = static_cast<double>(count);
+  const double w = weight * rstd;
+  return {w, -((w * rstd * rstd) * (gradients.g / n)), -(w * (gradients.sum / n))};
+}
+
+/// Section 5. The batch variance as the running statistics take it.
+SYNCBN_HD inline double unbiased(double var, std::int64_t count) {
+  if (count <= 1) {
+    return var;
+  }
+  const double n = static_cast<double>(count);
+  return var * (n / (n - 1.0));
+}
+
+SYNCBN_HD inline double running_update(double running, double value, double factor) {
+  return std::fma(factor, value, (1.0 - factor) * running);
+}
+
+/// Section 4, per channel, for inputs of at most 32 bits: y = fma(a, (x - mean_high) - mean_low, b).
+struct AffineF32 {
+  float mean_high;
+  float mean_low;
+  float a;
+  float b;
+};
+
+SYNCBN_HD inline void split_mean(double mean, float& high, float& low) {
+  high = static_cast<float>(mean);
+  low = is_finite(high) ? static_cast<float>(mean - static_cast<double>(high)) : 0.0f;
+}
+
+SYNCBN_HD inline AffineF32 affine_f32(double mean, double rstd, double weight, double bias) {
+  AffineF32 out;
+  split_mean(mean, out.mean_high, out.mean_low);
+  out.a = static_cast<float>(weight * rstd);
+  out.b = static_cast<float>(bias);
+  return out;
+}
+
+/// Section 6, per channel, for inputs of at most 32 bits:
+/// dx = fma(c1, u, fma(c2, t * power, c3)), t = (x - mean_high) - mean_low.
+struct GradientF32 {
+  float mean_high;
+  float mean_low;
+  float c1;
+  float c2;
+  float c3;
+  float power;
+};
+
+/// floor(log2 v) clamped to the exponents of normal binary32 numbers; 0 for 0, infinities and NaN.
+SYNCBN_HD inline int clamped_exponent(double v) {
+  if (!(v > 0) || !is_finite(v)) {
+    return 0;
+  }
+  const int exponent = static_cast<int>(bit_copy<std::uint64_t>(v) >> 52 & 0x7ff) - 1023;
+  return exponent < -126 ? -126 : exponent > 127 ? 127 : exponent;
+}
+
+SYNCBN_HD inline GradientF32 gradient_f32(double mean, double rstd, const Coefficients& c) {
+  GradientF32 out;
+  split_mean(mean, out.mean_high, out.mean_low);
+  const int exponent = clamped_exponent(rstd);
+  out.c1 = static_cast<float>(c.c1);
+  out.c2 = static_cast<float>(c.c2 * power_of_two(-exponent));
+  out.c3 = static_cast<float>(c.c3);
+  out.power = static_cast<float>(power_of_two(exponent));
+  return out;
+}
+
+}  // namespace syncbn

@@ -1,0 +1,114 @@
+"""Between PyTorch tensors and the oracle's arrays; data that breaks ordinary sums."""
+
+import numpy as np
+import torch
+
+from syncbn._ops import ops
+
+TORCH_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+LEVELS = ("reference", "avx2", "avx512")
+
+
+def available_levels() -> list[str]:
+    """The vector codes that this processor can run."""
+    before = ops.cpu_instruction_set()
+    levels = [level for level in LEVELS if ops.force_cpu_instruction_set(level)]
+    assert ops.force_cpu_instruction_set(before)
+    return levels
+
+
+def to_array(tensor: torch.Tensor) -> np.ndarray:
+    """float64 array of the same values."""
+    return tensor.detach().to(torch.float64).contiguous().numpy()
+
+
+def to_tensor(values: np.ndarray, dtype: str) -> torch.Tensor:
+    """Values that are representable in dtype."""
+    return torch.from_numpy(np.ascontiguousarray(values)).to(TORCH_DTYPES[dtype])
+
+
+def assert_same_bits(actual: torch.Tensor, expected: np.ndarray, what: str) -> None:
+    """Equal values, zeros of equal sign, NaN where NaN is."""
+    got = to_array(actual)
+    assert got.shape == expected.shape, f"{what}: shape {got.shape}, expected {expected.shape}"
+    nan = np.isnan(expected)
+    same = np.where(nan, np.isnan(got), (got == expected) & (np.signbit(got) == np.signbit(expected)))
+    if not same.all():
+        where = tuple(int(i) for i in np.argwhere(~same)[0])
+        raise AssertionError(
+            f"{what}: {int((~same).sum())} of {same.size} differ, first at {where}: "
+            f"got {float(got[where]).hex()}, expected {float(expected[where]).hex()}"
+        )
+
+
+def rough_samples(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Exponents over 60 binades (what fits, for float16) with every sample's negative close by, so
+    that sums cancel and plain float64 sums depend on their order."""
+    spread = 6 if dtype == "float16" else 30
+    values = rng.standard_normal(shape) * np.exp2(rng.integers(-spread, spread + 1, shape))
+    flat = values.reshape(shape[0], int(np.prod(shape[1:])))
+    half = shape[0] // 2
+    flat[half : 2 * half] = -flat[:half] * np.where(rng.random((half, flat.shape[1])) < 0.9, 1, 0.5)
+    return to_array(torch.from_numpy(values).to(TORCH_DTYPES[dtype]))
+
+
+def layouts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same values in contiguous, channels-last and odd strides."""
+    rows = tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+    # Every second entry of a larger tensor along every axis.
+    gaps = torch.zeros([2 * s for s in tensor.shape], dtype=tensor.dtype)
+    gaps = gaps[tuple(slice(None, None, 2) for _ in tensor.shape)]
+    gaps.copy_(tensor)
+    # Channels cut out of a wider tensor, in both layouts.
+    wide = torch.zeros(
+        [tensor.shape[0], tensor.shape[1] + 3, *tensor.shape[2:]], dtype=tensor.dtype
+    )
+    slice_of = wide[:, 2 : 2 + tensor.shape[1]].copy_(tensor)
+    wide_rows = wide.movedim(1, -1).contiguous().movedim(-1, 1)[:, 2 : 2 + tensor.shape[1]]
+    return {
+        "contiguous": tensor.contiguous(),
+        "channels-last": rows,
+        "gaps": gaps,
+        "slice": slice_of,
+        "channels-last slice": wide_rows,
+    }
+
+
+def run_layer(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float = 1e-5,
+) -> dict[str, torch.Tensor]:
+    """Forward and backward of one rank through the operators."""
+    message = ops.local_moments(x, 0, None, eps, 0)
+    y, mean, var, rstd, info = ops.normalize(x, message, message, None, weight, bias, eps, 1)
+    gradients = ops.local_gradients(dy, x, info, 0)
+    dx = ops.input_gradient(dy, x, gradients, None, mean, rstd, info, weight, 1)
+    dweight, dbias = ops.affine_gradients(
+        gradients,
+        None,
+        x,
+        mean,
+        rstd,
+        torch.float64 if weight is None else weight.dtype,
+        torch.float64 if bias is None else bias.dtype,
+        1,
+    )
+    return {
+        "words": message[4:].reshape(x.shape[1], -1),
+        "gradient_words": gradients[4:].reshape(x.shape[1], -1),
+        "mean": mean,
+        "var": var,
+        "rstd": rstd,
+        "y": y,
+        "dx": dx,
+        "dweight": dweight,
+        "dbias": dbias,
+    }

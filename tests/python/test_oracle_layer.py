@@ -1,0 +1,444 @@
+"""Self tests of the oracle: finalize, passes, invariance (sections 3 to 6 of docs/numerics.md).
+
+References compute over fractions.Fraction and round where the contract rounds; where only accuracy
+is promised, the bound is derived next to it. Equality is equality of bits.
+"""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import oracle
+import pytest
+from oracle_reference import (
+    DTYPES,
+    TYPES,
+    draw,
+    exact_fma,
+    loop_dx,
+    loop_gradient,
+    loop_moments,
+    loop_v,
+    nearest,
+    product,
+    quotient,
+    same,
+    sums_of,
+    total,
+)
+
+U = Fraction(1, 2**53)  # half a unit in the last place of binary64, relative
+
+
+def gamma(n, u=U):
+    """n roundings multiply an error-free result by 1 + t with |t| <= gamma(n)."""
+    return n * u / (1 - n * u)
+
+
+def fractions(values):
+    return [Fraction(v) for v in np.ravel(values).tolist()]
+
+
+# ---- section 3 ---------------------------------------------------------------------------------
+
+
+def test_r53_exact():
+    assert oracle.r53(0) == (0, 0)
+    assert oracle.r53(1) == (2**52, -52) and oracle.r53(-3) == (-3 * 2**51, -51)
+    for z, d, k in (
+        (2**53 - 1, 2**53 - 1, 0),
+        (2**53 + 1, 2**52, 1),  # ties to even, both ways
+        (2**53 + 3, 2**52 + 2, 1),
+        (2**54 - 1, 2**52, 2),  # a carry out of the top
+        ((2**53 + 1 << 100) + 1, 2**52 + 1, 101),
+    ):
+        assert oracle.r53(z) == (d, k) and oracle.r53(-z) == (-d, k)
+
+
+def stats(x, dtype, eps=1e-5):
+    """(mean, var, rstd) of the first channel of a 2-D input."""
+    x = np.array(x, dtype=np.float64).reshape(-1, 1)
+    m = oracle.forward([x], dtype, eps=eps)
+    return float(m.mean[0]), float(m.var[0]), float(m.rstd[0])
+
+
+def test_moments_by_hand_exact():
+    inf, nan = math.inf, math.nan
+    for dtype in DTYPES:
+        assert stats([1, 2, 3, 4], dtype, 0.0) == (2.5, 1.25, 1 / math.sqrt(1.25))
+        assert stats([-7.0], dtype, 0.0) == (-7.0, 0.0, inf)
+        assert stats([0.0, -0.0], dtype, 0.25) == (0.0, 0.0, 2.0)
+        assert same(stats([inf, 1.0], dtype), (inf, nan, nan))
+        assert same(stats([1.0, -inf], dtype), (-inf, nan, nan))
+        assert same(stats([inf, -inf], dtype), (nan, nan, nan))
+        assert same(stats([nan, inf], dtype), (nan, nan, nan))
+    assert stats([1e200, 1.0], "float64") == (5e199, inf, 0.0)
+    assert same(stats([-5e-324, 0.0], "float64", 1.0), (-0.0, 0.0, 1.0))
+    # A third of 2^-149: d/N rounds once, and RN(1/3) it is.
+    assert stats([2.0**-149, 0, 0], "float32")[0] == 2.0**-149 / 3
+    assert stats([2.0**-149, 0, 0], "float32")[1] == (2.0 / 9) * 2.0**-298
+
+
+def test_infinities_meet_in_the_merge_exact():
+    xs = [np.array([[v]]) for v in (math.inf, 1.0, -math.inf)]
+    f = oracle.forward(xs, "float32")
+    assert same([f.mean[0], f.var[0], f.rstd[0]], [math.nan] * 3)
+    assert same(f.ys, [[[math.nan]]] * 3)
+    f = oracle.forward(xs[:2], "float32")
+    assert same([f.mean[0], f.var[0]], [math.inf, math.nan])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_and_masked_out_batches_exact(dtype):
+    x = draw(np.random.default_rng(1), (2, 3, 4), dtype)
+    for xs, masks in (([x[:0]] * 2, None), ([x], [np.zeros((2, 4), dtype=bool)])):
+        f = oracle.forward(xs, dtype, masks=masks)
+        zero = np.zeros(3)
+        assert f.count == 0 and same([f.mean, f.var, f.rstd], [zero] * 3)
+        assert not f.merged.any() and same(f.ys[0], np.zeros(xs[0].shape))
+        old = (np.ones(3), np.full(3, 2.0), 7)
+        new = oracle.update_running(*old, f, 0.1)
+        assert same(new[0], old[0]) and same(new[1], old[1]) and new[2] == 7
+        b = oracle.backward(xs, xs, dtype, f, masks=masks)
+        assert same([b.dweight, b.dbias], [zero] * 2) and same(b.dxs[0], np.zeros(xs[0].shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_moments_within_the_bound(dtype, offset):
+    """An element passes at most 32 additions of a lane and 4 of the fold, so the integer S (Q)
+    misses the sum by gamma(36) times the sum of |x| (x^2), for float64 too; three more roundings
+    make the mean and the variance. D = N Q - S^2 is exact in S and Q."""
+    scale = 1.0 if dtype == "float16" else 2.0**-20
+    x = np.random.default_rng(2).standard_normal((5, 2, 700)) * scale + offset * scale
+    x = oracle.round_to(x, dtype)
+    f = oracle.forward([x[:2], x[2:]], dtype)
+    for c in range(2):
+        values = fractions(x[:, c])
+        n, s = len(values), sum(values)
+        size, q = sum(map(abs, values)), sum(v * v for v in values)
+        assert f.count == n
+        assert abs(Fraction(f.mean[c]) - s / n) <= gamma(39) * size / n
+        var = (n * q - s * s) / n**2
+        lost = (n * gamma(36) * q + (2 * gamma(36) + gamma(36) ** 2) * size**2) / n**2
+        assert abs(Fraction(f.var[c]) - var) <= lost + gamma(3) * (var + lost)
+        square = Fraction(f.rstd[c]) ** 2 * (Fraction(f.var[c]) + Fraction(1e-5))
+        assert abs(square - 1) <= gamma(6)  # var + eps, root and quotient; the root halves errors
+
+
+def test_pairs_of_float64_are_sharper_than_binary64():
+    """Lanes of (s, r): the errors of s are summed exactly but for gamma(72) of their size, and
+    each of at most 36 is below u times a partial sum; x^2 adds one such error of the product."""
+    x = draw(np.random.default_rng(3), (1, 1, 5000), "float64", -3, 3)
+    row = oracle.local_words(x, x, "float64")[0]
+    for total, power in zip(oracle.integers_of(row, "float64"), (1, 2)):
+        values = [v**power for v in fractions(x)]
+        size = sum(map(abs, values)) * (1 + gamma(37))
+        error = abs(Fraction(total, 2**1074) - sum(values))
+        assert error <= gamma(72) * 37 * U * size
+        assert error < U * abs(sum(values)) / 1000  # and far below one rounding
+
+
+# ---- invariance --------------------------------------------------------------------------------
+
+
+def cancelling(dtype, m):
+    """24 samples x and their negatives, (48, 3, m), scaled over 60 binades (24 for float16)."""
+    rng = np.random.default_rng(m)
+    reach = 12 if dtype == "float16" else 30
+    x = rng.standard_normal((24, 3, m)) * 2.0 ** rng.integers(-reach, reach + 1, (24, 1, 1))
+    x = oracle.round_to(x, dtype)
+    return np.concatenate([x, -x]), draw(rng, (48, 3, m), dtype, -reach // 2, reach // 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 49, 530])
+def test_any_partition_and_order_exact(dtype, m):
+    x, dy = cancelling(dtype, m)
+    rng = np.random.default_rng(4)
+    weight, bias = np.array([1.5, -0.75, 0.1]), np.array([0.0, 2.0, -0.3])
+    masks = np.arange(m)[None] < rng.integers(1, m + 1, (48, 1))
+    options = {"weight": weight, "bias": bias, "activation": "leaky_relu", "slope": 0.1}
+    for mask in (None, masks):
+        expected = None
+        for cuts in ([], [1, 1, 30], list(range(1, 48)), [24], [40, 48]):
+            order = rng.permutation(48) if expected else np.arange(48)
+            ranks = np.split(order, cuts)
+            xs, dys = [x[r] for r in ranks], [dy[r] for r in ranks]
+            ms = None if mask is None else [mask[r] for r in ranks]
+            f = oracle.forward(xs, dtype, residuals=dys, masks=ms, **options)
+            b = oracle.backward(dys, xs, dtype, f, residuals=dys, masks=ms, **options)
+            back = np.argsort(order)
+            got = [f.mean, f.var, f.rstd, b.dweight, b.dbias]
+            got += [np.concatenate(part)[back] for part in (f.ys, b.dxs, b.dresiduals)]
+            if expected is None:
+                expected = f.merged, b.merged, got
+            assert np.array_equal(f.merged[:, :-1], expected[0][:, :-1])
+            assert np.array_equal(b.merged[:, :-1], expected[1][:, :-1])
+            assert all(same(one, other) for one, other in zip(got, expected[2]))
+        if mask is None:
+            assert same(expected[2][0], np.zeros(3))  # x and -x cancel exactly
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_plain_sums_fail_on_the_same_data(dtype):
+    x, _ = cancelling(dtype, 49)
+    rng = np.random.default_rng(5)
+    results = set()
+    for _ in range(8):
+        planes = x[rng.permutation(48)].sum(axis=2)
+        results.add(tuple(np.add.accumulate(planes)[-1].tolist()))
+    assert len(results) > 1 and all(any(v != 0.0 for v in r) for r in results)
+
+
+# ---- sections 4 to 6, rounding by rounding -----------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "leaky_relu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("power", [0, -40, 40])
+def test_passes_are_the_formulas_exact(dtype, activation, power):
+    """Every y, dx, residual gradient and parameter gradient; values only (signs of 0 aside)."""
+    if dtype == "float16" and power:
+        power //= 5
+    rng = np.random.default_rng(6)
+    shape, wide = (4, 3, 21), dtype == "float64"
+    x = oracle.round_to((rng.standard_normal(shape) + 3) * 2.0**power, dtype)
+    dy, z = draw(rng, shape, dtype, -2, 2), draw(rng, shape, dtype, -2, 2)
+    weight, bias = rng.standard_normal(3), rng.standard_normal(3)
+    s = 0.3 if wide else nearest(0.3, "float32")
+    xs, dys, zs = ([v[:1], v[1:]] for v in (x, dy, z))
+    options = {"residuals": zs, "activation": activation, "slope": 0.3}
+    f = oracle.forward(xs, dtype, weight, bias, 1e-30, **options)
+    b = oracle.backward(dys, xs, dtype, f, weight, bias, parameter_dtype="float16", **options)
+    ys, dxs, us = (np.concatenate(part) for part in (f.ys, b.dxs, b.dresiduals))
+    arithmetic = "float64" if wide else "float32"
+    for c in range(3):
+        mean, rstd = float(f.mean[c]), float(f.rstd[c])
+        statistics = loop_moments(*sums_of(f.merged[c], dtype), f.count, 1e-30)
+        assert same([f.mean[c], f.var[c], f.rstd[c]], statistics)
+        sums = sums_of(b.merged[c], dtype)
+        c1, c2, c3, dweight, dbias = loop_gradient(*sums, f.count, mean, rstd, weight[c])
+        assert b.dweight[c] == nearest(dweight, "float16")
+        assert b.dbias[c] == nearest(dbias, "float16")
+        for own, dw, db in zip(b.words, b.dweight_shares, b.dbias_shares):
+            share = loop_gradient(*sums_of(own[c], dtype), f.count, mean, rstd, weight[c])
+            assert [dw[c], db[c]] == [nearest(v, "float16") for v in share[3:]]
+        rows = zip(*(v[:, c].ravel().tolist() for v in (x, dy, z, ys, us, dxs)))
+        for value, up, residual, y, u, dx in rows:
+            v = loop_v(value, mean, rstd, weight[c], bias[c], residual, wide)
+            expected, gradient = v, up
+            if activation == "relu":
+                expected, gradient = max(v, 0.0), up if v > 0 else 0.0
+            elif activation == "leaky_relu" and v <= 0:
+                expected = product(v, s, arithmetic)
+                gradient = nearest(product(up, s, arithmetic), dtype)
+            assert y == nearest(expected, dtype)
+            assert u == gradient
+            assert dx == loop_dx(gradient, value, mean, rstd, c1, c2, c3, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("std,weight,up", [(127, 10, -12), (126, 0, 0), (-130, -10, -10)])
+def test_extreme_deviations_exact(dtype, std, weight, up):
+    """rstd beyond the range of e, and values of c2 and t that binary32 holds as subnormals."""
+    rng = np.random.default_rng(12)
+    x = np.ldexp(rng.choice([-1.0, 1.0, 0.5, -0.25], (4, 1, 30)), std)
+    x = oracle.round_to(x * rng.uniform(0.9, 1.0, x.shape), dtype)
+    dy = draw(rng, x.shape, dtype, up - 4, up)
+    factor = np.array([1.3 * 2.0**weight])
+    f = oracle.forward([x], dtype, factor, eps=0.0)
+    b = oracle.backward([dy], [x], dtype, f, factor)
+    mean, rstd = float(f.mean[0]), float(f.rstd[0])
+    c1, c2, c3, _, _ = loop_gradient(*sums_of(b.merged[0], dtype), 120, mean, rstd, factor[0])
+    expected = [
+        loop_dx(u, v, mean, rstd, c1, c2, c3, dtype)
+        for u, v in zip(dy.ravel().tolist(), x.ravel().tolist())
+    ]
+    assert np.array_equal(b.dxs[0].ravel(), expected) and np.any(expected)
+
+
+def test_special_values_of_the_activations():
+    """NaN passes relu, a NaN v passes dy, -0 becomes +0 in relu and stays -0 in leaky relu."""
+    one = np.ones(1)
+    x, dy = np.array([[-0.0], [math.nan], [-1.0], [math.inf]]), np.full((4, 1), 2.0)
+    args = (x, np.zeros(1), one, "float32", -one)  # v = -x, and fma(-1, -0, 0) = +0
+    inf, nan = math.inf, math.nan
+    y = oracle.normalize(*args, activation="relu")
+    assert same(y, [[0.0], [nan], [1.0], [0.0]])
+    y = oracle.normalize(*args, activation="leaky_relu", slope=0.5)
+    assert same(y, [[0.0], [nan], [1.0], [-inf]])
+    y = oracle.normalize(*args, bias=[-0.0], activation="leaky_relu", slope=0.5)
+    assert same(y[0], [0.0])
+    x0 = np.array([[0.0]])
+    y = oracle.normalize(x0, np.zeros(1), one, "float32", -one, [-0.0], activation="leaky_relu")
+    assert same(y, [[-0.0]])
+    y = oracle.normalize(x0, np.zeros(1), one, "float32", -one, [-0.0], activation="relu")
+    assert same(y, [[0.0]])
+    run = (np.zeros(1), one, "float32", -one)
+    for activation, u in (("relu", [0.0, 2.0, 2.0, 0.0]), ("leaky_relu", [1.0, 1.0, 2.0, 1.0])):
+        b = oracle.evaluate_backward(
+            dy, x, *run, eps=0.0, residual=np.zeros((4, 1)), activation=activation, slope=0.5
+        )
+        assert same(b.dresidual[:, 0], u) and same(b.dx[:, 0], -np.array(u))
+
+
+def test_mean_beyond_binary32():
+    """RN32(mean) may overflow only with running statistics: then ml = 0 and t = -inf."""
+    y = oracle.evaluate(np.ones((1, 1)), [1e300], [1.0], "float32")
+    assert same(y, [[-math.inf]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flags_of_backward_exact(dtype):
+    rng = np.random.default_rng(7)
+    x, dy = draw(rng, (4, 5, 3), dtype), draw(rng, (4, 5, 3), dtype)
+    clean = dy.copy()
+    dy[0, 0, 0], dy[1, 1, 1], dy[2, 2, 2] = math.nan, math.inf, -math.inf
+    dy[0, 3, 0], dy[3, 3, 0] = math.inf, -math.inf  # on different ranks
+    xs, dys = [x[:2], x[2:]], [dy[:2], dy[2:]]
+    f = oracle.forward(xs, dtype)
+    mask = np.ones((4, 3), dtype=bool)
+    mask[3, 2] = False
+    b, good = (oracle.backward(d, xs, dtype, f) for d in (dys, [clean[:2], clean[2:]]))
+    nan, inf = math.nan, math.inf
+    dxs = np.concatenate(b.dxs)
+    assert np.isnan(dxs[:, :4]).all() and same(dxs[:, 4], np.concatenate(good.dxs)[:, 4])
+    assert same(b.dweight, [nan] * 4 + [good.dweight[4]])
+    assert same(b.dbias, [nan, inf, -inf, nan, good.dbias[4]])
+    # A rank's own flags decide over its share.
+    share = good.dbias_shares[0]
+    assert same(b.dbias_shares[0], [nan, inf, share[2], inf, share[4]])
+    assert same(np.isnan(b.dweight_shares[1]), [False, False, True, True, False])
+    f = oracle.forward([x], dtype, masks=[mask])
+    b = oracle.backward([dy], [x], dtype, f, masks=[mask])
+    assert same(b.dxs[0][3, :, 2], np.zeros(5)) and np.isnan(b.dxs[0][3, 0, 1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_backward_within_the_bound(dtype):
+    """dx against exact rational arithmetic with the same mean and rstd.
+
+    A and B miss the exact sums by gamma(37) of the sums of absolute values (36 additions, R53), so
+    G by e_g = gamma(39) (|mean| sum|u| + sum|u x|). With o the arithmetic's half unit, t misses
+    x - mean by at most o (2.01 |x - mean| + 3.01 o |mean|), as mh + ml misses mean by o^2 |mean|
+    and both subtractions round once. Each of the three terms sees at most seven roundings on its
+    way to dx, 8 o with the second order; 1.01 covers products of errors.
+    """
+    rng = np.random.default_rng(8)
+    x, dy = draw(rng, (6, 2, 20), dtype, 0, 3), draw(rng, (6, 2, 20), dtype, -2, 2)
+    weight = np.array([1.25, -0.3])
+    f = oracle.forward([x[:1], x[1:]], dtype, weight)
+    b = oracle.backward([dy[:1], dy[1:]], [x[:1], x[1:]], dtype, f, weight)
+    o = Fraction(1, 2 ** TYPES[dtype][0])
+    for c in range(2):
+        mean, rstd, w = (Fraction(v) for v in (f.mean[c], f.rstd[c], weight[c]))
+        xs, us = fractions(x[:, c]), fractions(dy[:, c])
+        n, w = len(xs), w * rstd
+        a, big = sum(us), sum(u * (v - mean) for u, v in zip(us, xs))
+        size = sum(map(abs, us))
+        e_g = gamma(39) * (abs(mean) * size + sum(abs(u * v) for u, v in zip(us, xs)))
+        for u, v, dx in zip(us, xs, np.concatenate(b.dxs)[:, c].ravel().tolist()):
+            centred = v - mean
+            terms = w * u, -w * rstd**2 * big / n * centred, -w * a / n
+            e_t = o * (Fraction(201, 100) * abs(centred) + Fraction(301, 100) * o * abs(mean))
+            bound = 8 * o * sum(map(abs, terms)) + Fraction(101, 100) * abs(w) / n * (
+                rstd**2 * (e_g * abs(centred) + abs(big) * e_t) + gamma(37) * size
+            )
+            assert abs(Fraction(dx) - sum(terms)) <= bound
+            assert bound < 2**6 * o * (1 + sum(map(abs, terms)))  # the bound says something
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shares_add_up(dtype):
+    """Integers of the ranks add up exactly; each share then sees four roundings of binary64 on
+    |mean A_r| and |B_r| and one to the parameter's type, and so does the global sum."""
+    rng = np.random.default_rng(9)
+    x, dy = draw(rng, (9, 2, 30), dtype, -2, 2), draw(rng, (9, 2, 30), dtype, -2, 2)
+    cuts = [2, 2, 7]
+    xs, dys = np.split(x, cuts), np.split(dy, cuts)
+    f = oracle.forward(xs, dtype)
+    b = oracle.backward(dys, xs, dtype, f, parameter_dtype="float32")
+    form = oracle.format_of(dtype)
+    for c in range(2):
+        ranks = [oracle.integers_of(words[c], dtype)[:2] for words in [*b.words, b.merged]]
+        assert [sum(v[:-1]) for v in zip(*ranks)] == list(ranks[-1])
+        bound_w = bound_b = Fraction(0)
+        last = Fraction(1, 2**24)
+        for (first, second), dw, db in zip(
+            ranks,
+            [*(s[c] for s in b.dweight_shares), b.dweight[c]],
+            [*(s[c] for s in b.dbias_shares), b.dbias[c]],
+        ):
+            size = abs(Fraction(f.mean[c]) * first) / 2**form.unit1
+            size += Fraction(abs(second), 2**form.unit2)
+            bound_w += Fraction(f.rstd[c]) * gamma(4) * size + gamma(1, last) * abs(Fraction(dw))
+            bound_b += gamma(2, last) * abs(Fraction(db))
+        for shares, whole, bound in (
+            (b.dweight_shares, b.dweight, bound_w),
+            (b.dbias_shares, b.dbias, bound_b),
+        ):
+            assert abs(sum(Fraction(s[c]) for s in shares) - Fraction(whole[c])) <= bound
+        assert b.dweight_shares[1][c] == 0.0  # the empty rank
+
+
+@pytest.mark.parametrize("buffer_dtype", ["bfloat16", "float32", "float64"])
+def test_running_statistics_exact(buffer_dtype):
+    rng = np.random.default_rng(10)
+    f = oracle.forward([draw(rng, (3, 40, 5), "float32")], "float32")
+    mean, var = (oracle.round_to(rng.uniform(0.5, 2, 40), buffer_dtype) for _ in range(2))
+    batches = 0
+    for momentum in (0.1, None, 0.3, None):
+        old = mean, var
+        mean, var, batches = oracle.update_running(mean, var, batches, f, momentum, buffer_dtype)
+        factor = quotient(1, batches) if momentum is None else momentum
+        for c in range(40):
+            unbiased = product(float(f.var[c]), quotient(f.count, f.count - 1))
+            for new, before, v in ((mean, old[0], float(f.mean[c])), (var, old[1], unbiased)):
+                kept = product(total(1, -factor), before[c])
+                blend = exact_fma(factor, v, kept, "float64")
+                assert new[c] == nearest(blend, buffer_dtype)
+    assert batches == 4
+    single = oracle.forward([np.full((1, 1), 3.0)], "float32")  # N = 1: var is not corrected
+    new = oracle.update_running(np.ones(1), np.ones(1), 4, single, 0.5, buffer_dtype)
+    assert new[0] == [2.0] and new[1] == [0.5] and new[2] == 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_evaluation_exact(dtype):
+    rng = np.random.default_rng(11)
+    wide = dtype == "float64"
+    x, dy = draw(rng, (3, 2, 8), dtype, -2, 2), draw(rng, (3, 2, 8), dtype, -2, 2)
+    mean, var = oracle.round_to(rng.standard_normal(2), "float32"), np.array([0.3, 2.0])
+    weight, bias = np.array([0.7, -1.1]), np.array([0.1, 0.2])
+    y = oracle.evaluate(x, mean, var, dtype, weight, bias)
+    b = oracle.evaluate_backward(dy, x, mean, var, dtype, weight, bias, parameter_dtype="float64")
+    for c in range(2):
+        m = float(mean[c])
+        rstd = 1.0 / math.sqrt(float(var[c]) + 1e-5)
+        sums = sums_of(b.words[c], dtype)
+        w, _, _, dweight, dbias = loop_gradient(*sums, 24, m, rstd, weight[c])
+        assert b.dweight[c] == dweight and b.dbias[c] == dbias
+        for value, up, out, dx in zip(*(v[:, c].ravel().tolist() for v in (x, dy, y, b.dx))):
+            assert out == nearest(loop_v(value, m, rstd, weight[c], bias[c], 0.0, wide), dtype)
+            if wide:
+                assert dx == product(w, up)
+            else:
+                assert dx == nearest(product(nearest(w, "float32"), up, "float32"), dtype)
+    y = oracle.evaluate(x, None, None, dtype, weight)  # without buffers: the local batch's
+    assert same(y, oracle.forward([x], dtype, weight).ys[0])
+
+
+def test_wrong_arguments_are_refused():
+    x = np.ones((2, 3))
+    for call in (
+        lambda: oracle.forward([x + 2.0**-30], "float32"),  # not representable
+        lambda: oracle.forward([x], "float8"),
+        lambda: oracle.forward([x], "float32", activation="gelu"),
+        lambda: oracle.forward([x], "float32", masks=[np.ones((2, 3), dtype=bool)]),
+        lambda: oracle.forward([x], "float32", masks=[None, None]),
+        lambda: oracle.local_words(x, x[:1], "float32"),
+        lambda: oracle.moments(np.zeros((1, 19), dtype=np.int64), 2**36 + 1, "float32"),
+    ):
+        with pytest.raises(ValueError):
+            call()
