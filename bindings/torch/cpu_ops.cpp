@@ -4,6 +4,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/torch/new_output.hpp"
 #include "bindings/torch/tensors.hpp"
 #include "syncbn/diagnosis.hpp"
 #include "syncbn/passes.hpp"
@@ -129,7 +130,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> normalize(
   Tensor rstd = empty(x, channels, ScalarType::Double);
   finalize_moments(words.info, words.words(), double_data(mean), double_data(var),
                    double_data(rstd), channels, eps, executor);
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = new_output(x);
   syncbn::normalize(samples, double_data(mean), double_data(rstd), view("weight", weight),
                     view("bias", bias), mutable_view("y", y), executor);
   Tensor info = empty(x, 2, ScalarType::Long);
@@ -216,7 +217,7 @@ Tensor input_gradient(const Tensor& dy, const Tensor& x, const Tensor& merged,
   std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
   finalize_gradients(words.info, words.words(), means, rstds, view("weight", weight),
                      coefficients.data(), channels, count, executor);
-  Tensor dx = torch::stable::empty_like(x);
+  Tensor dx = new_output(x);
   syncbn::input_gradient(view("dy", dy), view("x", x), means, rstds, coefficients.data(),
                          mutable_view("dx", dx), executor);
   return dx;

@@ -12,8 +12,10 @@ namespace syncbn::cpu {
 namespace {
 
 constexpr std::int64_t kElementsPerThread = 16384;
-/// From this many output bytes on the output does not stay in a cache anyway.
+/// From this many output bytes on non-temporal stores pay, if runs are long enough that partly
+/// written cache lines at their ends do not matter.
 constexpr std::int64_t kStreamBytes = std::int64_t{4} << 20;
+constexpr std::int64_t kStreamRun = 8192;
 
 Operand operand(const SampleView& view) {
   return {view.data, view.sample_stride, view.channel_stride, view.element_stride};
@@ -45,7 +47,9 @@ void run(void (*planes)(DType, const ElementsTask&), void (*rows)(DType, const E
   task.channels = x.channels;
   task.plane = x.plane;
   const std::int64_t elements = x.samples * x.channels * x.plane;
-  task.stream = elements * static_cast<std::int64_t>(size_of(x.dtype)) >= kStreamBytes;
+  const auto size = static_cast<std::int64_t>(size_of(x.dtype));
+  task.stream =
+      elements * size >= kStreamBytes && (by_rows || x.plane * size >= kStreamRun);
   const std::int64_t blocks = (x.plane + kElementBlock - 1) / kElementBlock;
   const std::int64_t items = by_rows ? x.samples * x.plane : x.samples * x.channels * blocks;
   const std::int64_t grain = std::max<std::int64_t>(1, kElementsPerThread * items / elements);

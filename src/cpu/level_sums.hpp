@@ -192,7 +192,7 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
 }
 
 /// Lane accumulators of a block of channels; [lane][sum][channel].
-constexpr std::int64_t kBlockChannels = 64;
+constexpr std::int64_t kBlockChannels = 128;
 struct LaneBlock {
   alignas(64) double sums[kLanes][2][kBlockChannels];
 };

@@ -1,0 +1,358 @@
+"""What each rank of a process group runs; test_distributed.py starts the ranks and reads the results.
+
+A case is a function case_*(rank, world), called on every rank in the order of this file; it raises if
+something is wrong on this rank. Many cases share one start of the processes, which takes seconds.
+"""
+
+import copy
+import pickle
+import re
+
+import numpy as np
+import oracle
+import syncbn
+import torch
+import torch.distributed as dist
+from support import assert_same_bits, rough_samples, to_tensor
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def shards(samples: int, world: int, kind: str) -> list[slice]:
+    """Bounds of each rank's samples: even, uneven, or with an empty rank in front."""
+    fractions = {
+        "even": [r / world for r in range(world + 1)],
+        "uneven": [(r / world) ** 2 for r in range(world + 1)],
+        "empty first": [max(0, (r - 1)) / (world - 1) for r in range(world + 1)],
+    }[kind]
+    bounds = [round(samples * f) for f in fractions]
+    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def raises(error: type, text: str, function) -> None:
+    try:
+        function()
+    except error as e:
+        assert re.search(text, str(e)), f"{text!r} not in {e}"
+        return
+    raise AssertionError(f"no {error.__name__}")
+
+
+def unchanged(layer: nn.Module, before: dict) -> None:
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), f"{name} changed"
+
+
+def check_layer(rank, world, x, dy, dtype, kind, affine_grad="share"):
+    """One step of a layer on this rank's shard against the oracle, bit for bit."""
+    channels = x.shape[1]
+    weight = np.linspace(-2, 2, channels).astype(np.float32).astype(np.float64)
+    bias = np.linspace(1, 3, channels).astype(np.float32).astype(np.float64)
+    parts = shards(x.shape[0], world, kind)
+    xs, dys = [x[s] for s in parts], [dy[s] for s in parts]
+    forward = oracle.forward(xs, dtype, weight=weight, bias=bias)
+    backward = oracle.backward(dys, xs, dtype, forward, weight=weight, bias=bias)
+    layer = syncbn.SyncBatchNorm(channels, momentum=1.0, affine_grad=affine_grad)
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(weight))
+        layer.bias.copy_(torch.from_numpy(bias))
+    mine = to_tensor(xs[rank], dtype).requires_grad_()
+    y = layer(mine)
+    y.backward(to_tensor(dys[rank], dtype))
+    assert_same_bits(y, forward.ys[rank], f"{dtype}, {kind}, y")
+    assert_same_bits(mine.grad, backward.dxs[rank], f"{dtype}, {kind}, dx")
+    mean, var, _ = oracle.update_running(
+        np.zeros(channels), np.ones(channels), 0, forward, 1.0, "float32"
+    )
+    assert_same_bits(layer.running_mean, mean, "running_mean")
+    assert_same_bits(layer.running_var, var, "running_var")
+    whole = affine_grad == "global"
+    dweight = backward.dweight if whole else backward.dweight_shares[rank]
+    dbias = backward.dbias if whole else backward.dbias_shares[rank]
+    assert_same_bits(layer.weight.grad, dweight, "dweight")
+    assert_same_bits(layer.bias.grad, dbias, "dbias")
+
+
+def case_bits_equal_the_oracle_exact(rank, world):
+    for dtype in DTYPES:
+        rng = np.random.default_rng(20)
+        x = rough_samples(rng, (13, 5, 6, 7), dtype)
+        dy = oracle.round_to(rng.standard_normal(x.shape), dtype)
+        for kind in ("even", "uneven", "empty first"):
+            check_layer(rank, world, x, dy, dtype, kind)
+
+
+def case_global_gradients_exact(rank, world):
+    rng = np.random.default_rng(21)
+    x = rough_samples(rng, (9, 5, 11), "float32")
+    check_layer(rank, world, x, rough_samples(rng, x.shape, "float32"), "float32", "uneven", "global")
+
+
+def case_layers_wider_than_the_frame_exact(rank, world):
+    """More than 512 channels of float32 (or 117 of float64) take a second message."""
+    rng = np.random.default_rng(22)
+    for channels, dtype in ((512, "float32"), (513, "float32"), (1100, "bfloat16"), (130, "float64")):
+        x = rough_samples(rng, (7, channels), dtype)
+        dy = oracle.round_to(rng.standard_normal(x.shape), dtype)
+        for kind in ("uneven", "empty first"):
+            check_layer(rank, world, x, dy, dtype, kind)
+
+
+def case_empty_rank_of_another_dtype(rank, world):
+    """Under autocast an empty rank may arrive with another type than the group."""
+    for channels in (6, 600):
+        for dtype in (torch.float16, torch.bfloat16, torch.float64):
+            layer = syncbn.SyncBatchNorm(channels)
+            x = torch.randn(0 if rank == 0 else 4, channels, 3)
+            x = (x if rank == 0 else x.to(dtype)).requires_grad_()
+            y = layer(x)
+            y.sum().backward()
+            assert y.dtype == x.dtype and y.shape == x.shape
+            gathered = [None] * world
+            dist.all_gather_object(gathered, layer.running_var.tolist())
+            assert all(g == gathered[0] for g in gathered)
+            assert layer.num_batches_tracked == 1
+            assert rank != 0 or not layer.weight.grad.any()
+
+
+def case_autocast_with_an_empty_rank(rank, world):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    model = syncbn.convert_sync_batchnorm(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model(torch.randn(0 if rank == 1 else 2, 3, 8, 8))
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert model[1].num_batches_tracked == 1
+
+
+def case_all_ranks_empty(rank, world):
+    layer = syncbn.SyncBatchNorm(4)
+    before = copy.deepcopy(layer.state_dict())
+    x = torch.randn(0, 4, 5, requires_grad=True)
+    layer(x).sum().backward()
+    unchanged(layer, before)
+    assert x.grad.shape == x.shape
+    assert not layer.weight.grad.any() and not layer.bias.grad.any()
+
+
+def case_global_count_of_one(rank, world):
+    layer = syncbn.SyncBatchNorm(4)
+    before = copy.deepcopy(layer.state_dict())
+    x = torch.randn(1 if rank == 0 else 0, 4, 1)
+    raises(ValueError, "more than 1 value per channel", lambda: layer(x))
+    unchanged(layer, before)
+    # One value on each rank is enough.
+    layer(torch.randn(1, 4))
+    assert layer.num_batches_tracked == 1
+
+
+def case_disagreement_is_an_error_on_every_rank(rank, world):
+    last = rank == world - 1
+    x = torch.randn(3, 4, 5)
+    disagreeing = {
+        "dtype": lambda: syncbn.SyncBatchNorm(4)(x.double() if last else x),
+        "channels": lambda: syncbn.SyncBatchNorm(3 if last else 4)(x[:, :3] if last else x),
+        "length": lambda: syncbn.SyncBatchNorm(900 if last else 4)(
+            torch.randn(2, 900) if last else x
+        ),
+        "eps": lambda: syncbn.SyncBatchNorm(4, eps=1e-3 if last else 1e-5)(x),
+    }
+    for function in disagreeing.values():
+        raises(syncbn.DivergenceError, "the ranks did not make the same call", function)
+    # Two layers in another order.
+    names = ("first", "second")
+    model = nn.ModuleDict({n: nn.BatchNorm1d(4) for n in names})
+    model = syncbn.convert_sync_batchnorm(model)
+    before = copy.deepcopy(model.state_dict())
+    raises(
+        syncbn.DivergenceError,
+        rf"{'second' if last else 'first'}, rank {rank} of {world}",
+        lambda: model["second" if last else "first"](x),
+    )
+    unchanged(model, before)
+    # One rank has made a call more than the others.
+    layer = syncbn.SyncBatchNorm(4)
+    layer._call += int(last)
+    raises(syncbn.DivergenceError, "call number", lambda: layer(x))
+    # The groups are still good.
+    syncbn.SyncBatchNorm(4)(x)
+    dist.barrier()
+
+
+def case_refused_input_is_an_error_on_every_rank(rank, world):
+    layer = syncbn.SyncBatchNorm(4)
+    before = copy.deepcopy(layer.state_dict())
+    for bad in (torch.randn(3, 5), torch.ones(3, 4, dtype=torch.int64), torch.randn(4)):
+        if rank == 0:
+            raises(ValueError, "expected", lambda bad=bad: layer(bad))
+        else:
+            good = torch.randn(3, 4)
+            raises(syncbn.DivergenceError, "a rank refused its input", lambda good=good: layer(good))
+        unchanged(layer, before)
+    layer(torch.randn(3, 4))
+
+
+def case_frozen_input_and_parameters(rank, world):
+    """No exchange in backward if nothing needs it, and no rank waits."""
+    layer = syncbn.SyncBatchNorm(4)
+    layer.bias.requires_grad_(False)
+    layer(torch.randn(3, 4)).sum().backward()
+    assert layer.bias.grad is None and layer.weight.grad is not None
+    layer.requires_grad_(False)
+    assert not layer(torch.randn(3, 4)).requires_grad
+
+
+def case_evaluation_exchanges_nothing(rank, world):
+    layer = syncbn.SyncBatchNorm(4)
+    layer(torch.randn(5, 4))
+    layer.eval()
+    if rank == 0:
+        layer(torch.randn(5, 4))
+        syncbn.SyncBatchNorm(4, track_running_stats=False).eval()(torch.randn(5, 4))
+
+
+class CountCollectives(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("_c10d_functional", "c10d") and "wait" not in func._opname:
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def case_one_exchange_per_direction(rank, world):
+    layer = syncbn.SyncBatchNorm(64)
+    layer(torch.randn(2, 64))  # makes the group
+    x = torch.randn(2, 64, requires_grad=True)
+    with CountCollectives() as forward:
+        y = layer(x)
+    with CountCollectives() as backward:
+        y.sum().backward()
+    assert forward.names == ["all_reduce"], forward.names
+    assert backward.names == ["all_reduce"], backward.names
+
+
+def case_copies_and_pickles_with_a_group(rank, world):
+    group = dist.new_group(list(range(world)))
+    layer = syncbn.SyncBatchNorm(4, process_group=group)
+    assert layer.process_group is group
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        other(torch.randn(3, 4))
+        assert other.process_group is group
+
+
+def case_subgroups(rank, world):
+    """Layers over a part of the ranks; the others go on alone."""
+    pair = dist.new_group([0, 1])
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+    if rank < 2:
+        layer = syncbn.SyncBatchNorm(4, process_group=pair)
+        y = layer(x[rank * 2 : rank * 2 + 2 + rank])
+        whole = syncbn.SyncBatchNorm(4, process_group=alone)
+        expected = whole(x[:5])[rank * 2 : rank * 2 + 2 + rank]
+        assert torch.equal(y, expected)
+        assert torch.equal(layer.running_var, whole.running_var)
+    else:
+        raises(ValueError, "not a member", lambda: syncbn.SyncBatchNorm(4, process_group=pair))
+    dist.barrier()
+
+
+def case_destroyed_group_is_a_clear_error(rank, world):
+    group = dist.new_group(list(range(world)))
+    layer = syncbn.SyncBatchNorm(4, process_group=group)
+    dist.destroy_process_group(group)
+    raises(RuntimeError, "no process group named", lambda: layer(torch.randn(3, 4)))
+
+
+def case_compiled_step_is_equal_exact(rank, world):
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    eager = syncbn.convert_sync_batchnorm(model)
+    traced = copy.deepcopy(eager)
+    compiled = torch.compile(traced, backend="aot_eager", fullgraph=True)
+    for step in range(2):
+        x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        a, b = eager(x), compiled(x)
+        assert torch.equal(a, b)
+        a.square().sum().backward()
+        b.square().sum().backward()
+    for (name, p), q in zip(eager.named_parameters(), traced.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+    for (name, p), q in zip(eager.named_buffers(), traced.buffers(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def case_ddp_equals_one_process(rank, world):
+    """Three steps of DDP in float64 against one process with the whole batch. Both compute the same
+    sums in other orders: n terms, a relative 2^-53 each, through 3 steps of 2 layers; 1e-10 leaves
+    room for 10^6 such roundings."""
+    torch.manual_seed(5)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
+    ).double()
+    plain = copy.deepcopy(model)
+    ddp = DistributedDataParallel(syncbn.convert_sync_batchnorm(model))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ddp, plain)]
+    for step in range(3):
+        x = torch.randn(2 * world, 3, 8, 8, generator=torch.Generator().manual_seed(step)).double()
+        for optimizer, net, part in zip(
+            optimizers, (ddp, plain), (x[2 * rank : 2 * rank + 2], x), strict=True
+        ):
+            optimizer.zero_grad()
+            net(part).square().mean().backward()
+            optimizer.step()
+    for (name, p), q in zip(
+        ddp.module.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=name)
+
+
+class _Replicated(torch.autograd.Function):
+    """The same tensor on every rank; its gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        g = g.contiguous()
+        dist.all_reduce(g)
+        return g
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' parts (equal shapes) one after the other; the gradient of the own part."""
+
+    @staticmethod
+    def forward(ctx, y):
+        parts = [torch.empty_like(y) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, y.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def case_gradcheck(rank, world):
+    """All ranks perturb the same element of the whole batch at the same time."""
+    torch.manual_seed(6)
+    x = torch.randn(2 * world, 3, 2, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(3, dtype=torch.float64, requires_grad=True)
+
+    def function(x, weight, bias):
+        x, weight, bias = (_Replicated.apply(t) for t in (x, weight, bias))
+        y = syncbn.functional.sync_batch_norm(
+            x[2 * rank : 2 * rank + 2], None, None, weight, bias, training=True
+        )
+        return _Gathered.apply(y)
+
+    assert torch.autograd.gradcheck(function, (x, weight, bias))

@@ -1,0 +1,222 @@
+"""The demo's pictures, network and measure (examples/segmentation); nothing is trained here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
+Image = pytest.importorskip("PIL.Image")
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "segmentation"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The demo's modules, which are found beside its main.py and not in a package."""
+    names = ("data", "folder", "network")
+    sys.path.insert(0, str(DEMO))
+    try:
+        modules = {name: __import__(name) for name in names}
+    finally:
+        sys.path.remove(str(DEMO))
+    yield type("Demo", (), modules)
+    for name in names:  # their names are common ones: leave none behind for other tests
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def digits(demo):
+    return demo.data.DigitsOnPhotos(num_test=12)
+
+
+def same(left, right) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_pictures_are_determined_by_seed_and_step(demo, digits):
+    batch = digits.train_pictures(0, 7, 0, 3)
+    assert same(batch, digits.train_pictures(0, 7, 0, 3))
+    assert same(batch, demo.data.DigitsOnPhotos(num_test=1).train_pictures(0, 7, 0, 3))
+    assert not same(batch, digits.train_pictures(1, 7, 0, 3))
+    assert not same(batch, digits.train_pictures(0, 8, 0, 3))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_ranks_share_one_global_batch(digits, ranks):
+    whole = digits.train_pictures(3, 5, 0, 6)
+    share = 6 // ranks
+    slices = [digits.train_pictures(3, 5, rank * share, share) for rank in range(ranks)]
+    assert same(whole, [torch.cat(part) for part in zip(*slices)])
+
+
+def test_pictures_do_not_depend_on_threads(digits):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = digits.train_pictures(0, 0, 0, 2)
+        torch.set_num_threads(2)
+        assert same(one, digits.train_pictures(0, 0, 0, 2))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_shapes_and_ranges(digits):
+    for pictures, labels in (digits.train_pictures(0, 0, 0, 8), digits.test_pictures()):
+        assert pictures.shape[1:] == (3, 64, 64) and pictures.dtype == torch.float32
+        assert labels.shape == (len(pictures), 64, 64) and labels.dtype == torch.int64
+        assert pictures.min() >= (0 - 0.35) / 0.25 and pictures.max() <= (1 - 0.35) / 0.25
+        assert labels.min() == 0 and 1 <= labels.max() <= 10
+        # Every picture has at least one digit, and is mostly background.
+        drawn = (labels > 0).float().mean((1, 2))
+        assert (drawn > 0.01).all() and (drawn < 0.5).all()
+
+
+def test_every_class_occurs(digits):
+    _, labels = digits.train_pictures(0, 0, 0, 40)
+    assert torch.unique(labels).tolist() == list(range(11))
+
+
+def test_test_pictures_are_the_same_in_every_run(demo, digits):
+    fewer = demo.data.DigitsOnPhotos(num_test=5).test_pictures()
+    assert same(fewer, [part[:5] for part in digits.test_pictures()])
+
+
+def test_training_and_test_have_nothing_in_common(demo, digits):
+    def indices(part, length):
+        return set(range(length)[part])
+
+    data = demo.data
+    train, test = (indices(part, 1797) for part in (data.TRAIN_DIGITS, data.TEST_DIGITS))
+    assert train.isdisjoint(test) and train | test == set(range(1797))
+    columns = [indices(part, 640) for part in (data.TRAIN_COLUMNS, data.TEST_COLUMNS)]
+    assert columns[0].isdisjoint(columns[1])
+    assert len(digits.digits) == 1797 and all(p.shape == (3, 427, 640) for p in digits.photos)
+
+
+def test_training_never_reads_test_digits_or_columns(demo):
+    poisoned = demo.data.DigitsOnPhotos(num_test=1)
+    clean = poisoned.train_pictures(0, 0, 0, 30)
+    poisoned.digits[demo.data.TEST_DIGITS] = float("nan")
+    for photo in poisoned.photos:
+        photo[:, :, demo.data.TRAIN_COLUMNS.stop :] = 255
+    assert same(clean, poisoned.train_pictures(0, 0, 0, 30))
+
+
+def test_number_of_parameters(demo):
+    network = demo.network.build_network(11, seed=0)
+    assert sum(p.numel() for p in network.parameters()) == 220_019
+    norms = [m for m in network.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    assert len(norms) == 12
+    assert network(torch.zeros(2, 3, 64, 64)).shape == (2, 11, 64, 64)
+
+
+def test_weights_are_determined_by_the_seed(demo):
+    state = torch.random.get_rng_state()
+    first, again, other = (demo.network.build_network(11, seed) for seed in (4, 4, 5))
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert same(first.state_dict().values(), again.state_dict().values())
+    assert not torch.equal(first.conv1.weight, other.conv1.weight)
+
+
+def test_mean_iou_of_a_known_confusion_matrix(demo):
+    # intersections 5, 3, 0; unions 5+1+2, 3+2+1, 0+1; the fourth class occurs nowhere
+    confusion = torch.tensor([[5, 1, 0, 0], [2, 3, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    confusion[1, 2] = 1
+    expected = (5 / 8 + 3 / 7 + 0 / 1) / 3
+    assert demo.network.mean_iou(confusion) == pytest.approx(expected, rel=1e-15)
+    assert demo.network.mean_iou(torch.diag(torch.tensor([7, 0, 2]))) == 1.0
+
+
+def test_confusion_matrix_counts_pixels_and_skips_void(demo):
+    labels = torch.tensor([[[0, 0, 1], [2, 255, 1]]])
+    predicted = torch.tensor([[[0, 1, 1], [2, 0, 0]]])
+    confusion = demo.network.confusion_matrix(predicted, labels, 3)
+    assert confusion.tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+
+
+def test_ranks_losses_average_to_the_whole_batchs(demo):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(4, 3, 8, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 3, (4, 8, 8), generator=generator)
+    labels[0, :5] = 255  # unequal weight in the shares, which must not matter
+    weights = demo.data.background_light(3).double()
+    whole = demo.network.pixel_loss(scores, labels, weights)
+    shares = [demo.network.pixel_loss(scores[i : i + 1], labels[i : i + 1], weights) for i in range(4)]
+    torch.testing.assert_close(torch.stack(shares).mean(), whole, rtol=1e-14, atol=0)
+
+
+@pytest.fixture
+def voc(tmp_path):
+    """Ten pictures of 60x40 in Pascal VOC layout; mask values 0, 7, 15 and 255."""
+    for folder in ("JPEGImages", "SegmentationClass"):
+        (tmp_path / folder).mkdir()
+    generator = np.random.default_rng(0)
+    palette = generator.integers(0, 256, 768).tolist()
+    for index in range(10):
+        pixels = generator.integers(0, 256, (40, 60, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "JPEGImages" / f"p{index}.jpg")
+        values = np.zeros((40, 60), np.uint8)
+        values[5:20, 20:40] = 7 if index % 2 else 15
+        values[30:, 25:35] = 255
+        mask = Image.fromarray(values)
+        mask.putpalette(palette)
+        assert mask.mode == "P"
+        mask.save(tmp_path / "SegmentationClass" / f"p{index}.png")
+    (tmp_path / "JPEGImages" / "no_mask.jpg").write_bytes(b"never opened")
+    return tmp_path
+
+
+def test_folder_in_voc_layout(demo, voc):
+    source = demo.folder.VocFolder(voc, num_test=5, size=32)
+    assert source.class_names == ["background", "7", "15"] and source.num_classes == 3
+    assert source.class_weights.tolist() == [0.25, 1.0, 1.0]
+    assert source.test_names == ["p0", "p5"]
+    assert set(source.train_names).isdisjoint(source.test_names) and len(source.train_names) == 8
+    pictures, labels = source.train_pictures(0, 0, 0, 6)
+    assert pictures.shape == (6, 3, 32, 32) and pictures.dtype == torch.float32
+    assert set(torch.unique(labels).tolist()) == {0, 1, 2, 255}
+    slices = [source.train_pictures(0, 0, first, 2) for first in (0, 2, 4)]
+    assert same((pictures, labels), [torch.cat(part) for part in zip(*slices)])
+    assert source.test_pictures()[0].shape == (2, 3, 32, 32)
+    loss = demo.network.pixel_loss(torch.zeros(6, 3, 32, 32), labels, source.class_weights)
+    assert torch.isfinite(loss)
+
+
+def test_folder_masks_follow_their_pictures(demo, voc):
+    """Crops, scales and mirrors of a picture that shows its own mask."""
+    for path in (voc / "SegmentationClass").glob("*.png"):
+        values = np.asarray(Image.open(path))
+        grey = np.where(values == 0, 0, 255).astype(np.uint8)
+        picture = np.repeat(grey[..., None], 3, axis=2)
+        Image.fromarray(picture).save(voc / "JPEGImages" / f"{path.stem}.jpg", quality=95)
+    source = demo.folder.VocFolder(voc, size=40)
+    pictures, labels = source.train_pictures(0, 0, 0, 12)
+    bright = demo.data.denormalize(pictures).mean(1) > 0.5
+    assert ((labels != 0) == bright).double().mean() > 0.95
+
+
+def test_folder_uses_its_lists(demo, voc):
+    lists = voc / "ImageSets" / "Segmentation"
+    lists.mkdir(parents=True)
+    (lists / "train.txt").write_text("p3\np1\nabsent\np2\n")
+    (lists / "val.txt").write_text("p2\np9\n")
+    source = demo.folder.VocFolder(voc, size=32)
+    assert source.train_names == ["p3", "p1"] and source.test_names == ["p2", "p9"]
+
+
+def test_folder_errors_say_what_is_wrong(demo, voc, tmp_path):
+    with pytest.raises(FileNotFoundError, match="JPEGImages"):
+        demo.folder.VocFolder(tmp_path / "JPEGImages")
+    Image.new("RGB", (60, 40)).save(voc / "SegmentationClass" / "p4.png")
+    with pytest.raises(ValueError, match="one class number a pixel"):
+        demo.folder.VocFolder(voc)
+    for path in (voc / "SegmentationClass").glob("*.png"):
+        path.unlink()
+    with pytest.raises(ValueError, match="0 pictures with masks"):
+        demo.folder.VocFolder(voc)

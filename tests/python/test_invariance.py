@@ -1,0 +1,132 @@
+"""The same bits for any sharding: rank counts, splits, sample order, layouts, threads, vector codes.
+
+Ranks are played by adding messages, which is what the exchange does; real processes are in
+test_distributed.py.
+"""
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from support import assert_same_bits, available_levels, rough_samples, to_tensor
+from syncbn._ops import ops
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+SHAPES = ((24, 17), (24, 3, 5, 5), (24, 17, 14, 14), (24, 2, 40, 30))
+
+
+def data(shape, dtype):
+    """Samples whose sums cancel over 60 binades, and, in the last channel, mean/std = 1e4."""
+    rng = np.random.default_rng([*shape, len(dtype)])
+    x = rough_samples(rng, shape, dtype)
+    x[:, -1] = oracle.round_to(1e3 + 0.1 * rng.standard_normal(x[:, -1].shape), dtype)
+    dy = rough_samples(rng, shape, dtype)
+    weight = rng.standard_normal(shape[1]).astype(np.float32).astype(np.float64)
+    return x, dy, weight
+
+
+def run_shards(x, dy, weight, shards, layout):
+    """Layer of K ranks, one after the other. shards: lists of sample indices. Returns y and dx in
+    the order of the samples, and what all ranks share."""
+    eps, ranks = 1e-5, len(shards)
+    arrange = (lambda t: t) if layout == "contiguous" else channels_last
+    xs = [arrange(x[s]) for s in shards]
+    dys = [arrange(dy[s]) for s in shards]
+    messages = [ops.local_moments(t, 0, None, eps, 0) for t in xs]
+    merged = torch.stack(messages).sum(0)
+    y, dx = torch.empty_like(x), torch.empty_like(x)
+    results = [
+        ops.normalize(t, m, merged, None, weight, None, eps, ranks)
+        for t, m in zip(xs, messages, strict=True)
+    ]
+    gradients = [
+        ops.local_gradients(g, t, r[4], 0) for g, t, r in zip(dys, xs, results, strict=True)
+    ]
+    merged_gradients = torch.stack(gradients).sum(0)
+    for s, t, g, (y_part, mean, var, rstd, info) in zip(shards, xs, dys, results, strict=True):
+        y[s] = y_part
+        dx[s] = ops.input_gradient(
+            g, t, merged_gradients, None, mean, rstd, info, weight, ranks
+        )
+    dweight, dbias = ops.affine_gradients(
+        merged_gradients, None, x, mean, rstd, torch.float32, torch.float32, ranks
+    )
+    return {"y": y, "dx": dx, "mean": mean, "var": var, "dweight": dweight, "dbias": dbias}
+
+
+def channels_last(t):
+    return t.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def random_shards(rng, samples, ranks):
+    """An uneven split of shuffled samples; with 3 ranks or more, one of them is empty."""
+    order = rng.permutation(samples)
+    filled = ranks - 1 if ranks > 2 else ranks
+    cuts = np.sort(rng.integers(0, samples + 1, filled - 1))
+    shards = [torch.from_numpy(np.ascontiguousarray(s)) for s in np.split(order, cuts)]
+    if filled < ranks:
+        shards.insert(1, torch.empty(0, dtype=torch.int64))
+    return shards
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_sharding_exact(shape, dtype):
+    x, dy, weight = data(shape, dtype)
+    forward = oracle.forward([x], dtype, weight=weight)
+    backward = oracle.backward([dy], [x], dtype, forward, weight=weight)
+    expected = {
+        "y": forward.ys[0],
+        "dx": backward.dxs[0],
+        "mean": forward.mean,
+        "var": forward.var,
+        "dweight": backward.dweight,
+        "dbias": backward.dbias,
+    }
+    tensors = (to_tensor(x, dtype), to_tensor(dy, dtype), torch.from_numpy(weight).float())
+    rng = np.random.default_rng(11)
+    before, threads = ops.cpu_instruction_set(), torch.get_num_threads()
+    try:
+        for level in available_levels():
+            ops.force_cpu_instruction_set(level)
+            for ranks in (1, 2, 3, 8):
+                for layout in ("contiguous", "channels-last"):
+                    torch.set_num_threads(1 + ranks % 2)
+                    shards = random_shards(rng, shape[0], ranks)
+                    got = run_shards(*tensors, shards, layout)
+                    for name, values in expected.items():
+                        assert_same_bits(got[name], values, f"{level}, {ranks} ranks, {layout}, {name}")
+    finally:
+        ops.force_cpu_instruction_set(before)
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32", "float64"))
+def test_plain_sums_are_not_invariant(dtype):
+    """The data has teeth: on it, sums in float64 change with the order of the samples."""
+    x, _, _ = data((24, 17, 14, 14), dtype)
+    rng = np.random.default_rng(12)
+    sums = {tuple(x[rng.permutation(24)].sum((0, 2, 3))[:16]) for _ in range(4)}
+    squares = {tuple((x[rng.permutation(24)] ** 2).sum((0, 2, 3))[:16]) for _ in range(4)}
+    assert len(sums) > 1 and len(squares) > 1
+
+
+@pytest.mark.parametrize("threads", (1, 2))
+@pytest.mark.parametrize("channels_first", (True, False))
+def test_large_tensors_are_dealt_to_threads_exact(threads, channels_first):
+    """Large enough for every way of dealing work: by channel, by sample, by segment."""
+    rng = np.random.default_rng(13)
+    before = torch.get_num_threads()
+    for shape in ((2, 3, 150, 130), (3, 65, 40, 40), (1, 40, 70, 60), (600, 80), (64, 96, 4, 4)):
+        x = torch.from_numpy(rng.standard_normal(shape) + 3).float()
+        x = x if channels_first else channels_last(x)
+        forward = oracle.forward([x.double().numpy()], "float32")
+        try:
+            torch.set_num_threads(threads)
+            message = ops.local_moments(x, 0, None, 1e-5, 0)
+            y, mean, var, _, _ = ops.normalize(x, message, message, None, None, None, 1e-5, 1)
+        finally:
+            torch.set_num_threads(before)
+        np.testing.assert_array_equal(message[4:].reshape(shape[1], -1), forward.words[0])
+        assert_same_bits(mean, forward.mean, "mean")
+        assert_same_bits(y, forward.ys[0], "y")

@@ -1,0 +1,271 @@
+"""The module and the function on one rank, without a process group."""
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import syncbn
+import torch
+import torch.nn.functional as F
+from syncbn._ops import ops
+from torch import nn
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+UNIT = {dtype: torch.finfo(dtype).eps / 2 for dtype in DTYPES}
+
+
+def reference(x, dy, weight, bias, eps):
+    """PyTorch's own batch norm in float64: y, dx, dweight, dbias."""
+    x, weight, bias = (t.detach().double().requires_grad_() for t in (x, weight, bias))
+    y = F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
+    return y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ((16, 8), (4, 8, 9), (4, 8, 6, 7), (3, 8, 4, 3, 5)), ids=str)
+def test_against_pytorch_in_float64(shape, dtype):
+    """|error| <= (a few roundings of the computing type + one of the output's) * size of the terms.
+
+    Statistics are exact up to rounding to float64, so with u the rounding unit of the computing
+    type (float32 for inputs of at most 32 bits) y = fma(a, (x - mh) - ml, b) takes four roundings,
+    of weight * rstd, two differences and the fma, each relative to at most |a| (|x| + |mean|) + |b|;
+    dx takes seven, relative to the sum of its three terms' sizes. Then one rounding to the output.
+    PyTorch's own error in float64 is 2^-29 of that, or, for float64, a sum of n terms: n roundings.
+    """
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * 2 + 1).to(dtype)
+    dy = torch.randn(shape).to(dtype)
+    layer = syncbn.SyncBatchNorm(8, eps=1e-3, dtype=torch.float64)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    x.requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    ref_y, ref_dx, ref_dweight, ref_dbias = reference(x, dy, layer.weight, layer.bias, 1e-3)
+
+    view = (1, 8) + (1,) * (len(shape) - 2)
+    dims = [d for d in range(len(shape)) if d != 1]
+    xd, gd = x.detach().double(), dy.double()
+    count = xd.numel() / 8
+    mean, var = xd.mean(dims), xd.var(dims, unbiased=False)
+    rstd = (var + 1e-3).rsqrt()
+    weight, bias = layer.weight.detach(), layer.bias.detach()
+    compute = max(UNIT[dtype] if dtype == torch.float64 else UNIT[torch.float32], 2**-53)
+    sums = count * 2**-53  # of the reference's own sums
+    a = (weight * rstd).abs().view(view)
+    size = a * (xd.abs() + mean.abs().view(view)) + bias.abs().view(view)
+    bound = (4 * compute + 4 * sums) * size + UNIT[dtype] * ref_y.abs() + torch.finfo(dtype).tiny
+    assert ((y.double() - ref_y).abs() <= bound).all()
+
+    # Sums of magnitudes stand for the sums, so that cancellation in them is allowed for.
+    sum_dy = gd.abs().sum(dims)
+    sum_dyx = (gd * (xd - mean.view(view))).abs().sum(dims) + mean.abs() * sum_dy
+    centered = xd.abs() + mean.abs().view(view)
+    size = a * (
+        gd.abs()
+        + (sum_dy / count).view(view)
+        + centered * (rstd**2 * sum_dyx / count).view(view)
+    )
+    bound = (7 * compute + 8 * sums) * size + UNIT[dtype] * ref_dx.abs() + torch.finfo(dtype).tiny
+    assert ((x.grad.double() - ref_dx).abs() <= bound).all()
+    # Gradients of the parameters: exact sums rounded a few times, against count roundings.
+    few = 8 * sums + 8 * 2**-53
+    assert ((layer.weight.grad - ref_dweight).abs() <= few * rstd * sum_dyx).all()
+    assert ((layer.bias.grad - ref_dbias).abs() <= few * sum_dy).all()
+
+
+@pytest.mark.parametrize("momentum", (0.1, 1.0, None))
+def test_running_statistics_follow_pytorch(momentum):
+    """float64 buffers: PyTorch's sums of n terms differ by at most n roundings."""
+    ours = syncbn.SyncBatchNorm(5, momentum=momentum, dtype=torch.float64)
+    plain = nn.BatchNorm1d(5, momentum=momentum, dtype=torch.float64)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(6, 5, 7, dtype=torch.float64) + 2
+        ours(x)
+        plain(x)
+    bound = 4 * 8 * x.numel() / 5 * 2**-53
+    for name in ("running_mean", "running_var"):
+        assert ((getattr(ours, name) - getattr(plain, name)).abs() <= bound * 9).all()
+    assert ours.num_batches_tracked == plain.num_batches_tracked == 4
+
+
+OPTIONS = list(
+    itertools.product((True, False), (True, False), (0.1, None), (True, False), (1e-3, 1e-5))
+)
+
+
+@pytest.mark.parametrize("affine, track, momentum, input_grad, eps", OPTIONS)
+def test_every_option_runs_like_pytorch(affine, track, momentum, input_grad, eps):
+    """The same results as nn.BatchNorm2d within float32 rounding of values of about 1: 1e-5 is 84
+    roundings, more than both implementations make together."""
+    torch.manual_seed(1)
+    options = dict(eps=eps, momentum=momentum, affine=affine, track_running_stats=track)
+    ours, plain = syncbn.SyncBatchNorm(4, **options), nn.BatchNorm2d(4, **options)
+    x = torch.randn(3, 4, 5, 5)
+    results = []
+    for layer in (ours, plain):
+        a = x.clone().requires_grad_(input_grad)
+        y = layer(a)
+        if y.requires_grad:
+            (y * torch.arange(75.0).view(3, 1, 5, 5) / 75).sum().backward()
+        layer.eval()
+        results.append((y, layer(x), a.grad, *(p.grad for p in layer.parameters())))
+    for got, expected in zip(*results, strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None:
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+    assert list(ours.state_dict()) == list(plain.state_dict())
+
+
+def test_evaluation_is_pytorchs_operator_exact():
+    layer = syncbn.SyncBatchNorm(3).train()
+    layer(torch.randn(4, 3, 6, 6))
+    layer.eval()
+    x = torch.randn(2, 3, 6, 6)
+    expected = F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias)
+    assert torch.equal(layer(x), expected)
+    traced = torch.jit.trace(layer, x)
+    assert any("batch_norm" in node.kind() for node in traced.inlined_graph.nodes())
+
+
+@pytest.mark.parametrize("shape", ((3, 4), (3, 4, 5), (2, 4, 3, 3), (2, 4, 2, 3, 2)), ids=str)
+def test_gradcheck_on_one_rank(shape):
+    torch.manual_seed(2)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def function(x, weight, bias):
+        return syncbn.functional.sync_batch_norm(x, None, None, weight, bias, training=True)
+
+    assert torch.autograd.gradcheck(function, (x, weight, bias))
+
+
+def test_second_derivatives_are_refused():
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    y = syncbn.functional.sync_batch_norm(x, training=True)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("memory_format", (torch.contiguous_format, torch.channels_last))
+def test_output_and_gradient_keep_the_layout(memory_format):
+    x = torch.randn(2, 6, 5, 4).to(memory_format=memory_format).requires_grad_()
+    y = syncbn.SyncBatchNorm(6)(x)
+    y.sum().backward()  # an expanded gradient with strides of 0
+    assert y.is_contiguous(memory_format=memory_format)
+    assert x.grad.is_contiguous(memory_format=memory_format)
+
+
+def test_one_value_per_channel_is_refused_and_changes_nothing():
+    layer = syncbn.SyncBatchNorm(3)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        layer(torch.randn(1, 3, 1, 1))
+    assert all(torch.equal(before[k], v) for k, v in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("shape", ((0, 3, 4, 4), (2, 3, 0, 4), (0, 3)), ids=str)
+def test_empty_batches_update_nothing(shape):
+    layer = syncbn.SyncBatchNorm(3)
+    before = copy.deepcopy(layer.state_dict())
+    x = torch.empty(shape, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == x.shape and x.grad.shape == x.shape
+    assert not layer.weight.grad.any() and not layer.bias.grad.any()
+    assert all(torch.equal(before[k], v) for k, v in layer.state_dict().items())
+
+
+BAD_INPUTS = {
+    "one axis": (lambda: torch.randn(3), "expected at least 2D"),
+    "channels": (lambda: torch.randn(2, 5, 4), r"running_mean: got shape \(3,\), expected \(5,\)"),
+    "integers": (lambda: torch.ones(2, 3, 4, dtype=torch.int64), "got torch.int64, expected float16"),
+    "complex": (lambda: torch.randn(2, 3, 4, dtype=torch.complex64), "got torch.complex64"),
+    "another device": (lambda: torch.randn(2, 3, 4, device="meta"), "got a tensor on meta"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_input_is_one_clear_error_and_changes_nothing(case):
+    make, text = BAD_INPUTS[case]
+    layer = syncbn.SyncBatchNorm(3)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ValueError, match=text):
+        layer(make())
+    assert all(torch.equal(before[k], v) for k, v in layer.state_dict().items())
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="affine_grad: got 'mean'"):
+        syncbn.SyncBatchNorm(3, affine_grad="mean")
+    with pytest.raises(ValueError, match="eps: got -1"):
+        syncbn.SyncBatchNorm(3, eps=-1)(torch.randn(4, 3))
+    with pytest.raises(RuntimeError, match=r"momentum: got 1.5\d*, expected a number in \[0, 1\]"):
+        syncbn.SyncBatchNorm(3, momentum=1.5)(torch.randn(4, 3))
+
+
+def test_copies_and_pickles():
+    layer = syncbn.SyncBatchNorm(3)
+    layer(torch.randn(4, 3))
+    saved = io.BytesIO()
+    torch.save(layer, saved)
+    saved.seek(0)
+    for other in (
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        torch.load(saved, weights_only=False),
+    ):
+        x = torch.randn(4, 3)
+        assert torch.equal(other(x), copy.deepcopy(layer)(x))
+
+
+def test_operators_pass_opcheck():
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 5, 4, 3).to(memory_format=layout)
+        dy = torch.randn_like(x)
+        weight = torch.randn(5)
+        call = torch.zeros(1, dtype=torch.int64)
+        check = torch.library.opcheck
+        check(ops.local_moments.default, (x, 0, call, 1e-5, 0), test_utils=tests)
+        check(ops.local_moments.default, (x, 0, None, 1e-5, 300), test_utils=tests)
+        message = ops.local_moments(x, 0, None, 1e-5, 0)
+        forward = (x, message, message, None, weight, None, 1e-5, 1)
+        check(ops.normalize.default, forward, test_utils=tests)
+        _, mean, var, rstd, info = ops.normalize(*forward)
+        running = [torch.zeros(5), torch.ones(5), torch.tensor(0), call]
+        update = (*running, mean, var, info, 0.1)
+        check(ops.update_running_statistics.default, update, test_utils=tests)
+        check(ops.local_gradients.default, (dy, x, info, 0), test_utils=tests)
+        gradients = ops.local_gradients(dy, x, info, 0)
+        affine = (gradients, None, x, mean, rstd, torch.float32, None, 1)
+        check(ops.affine_gradients.default, affine, test_utils=tests)
+        backward = (dy, x, gradients, None, mean, rstd, info, weight, 1)
+        check(ops.input_gradient.default, backward, test_utils=tests)
+        check(ops.header.default, (message, 1), test_utils=tests)
+        check(ops.rejection.default, (x, 20), test_utils=tests)
+        check(ops.remaining_words.default, (message, message[:40].clone(), 1, 5, 59), test_utils=tests)
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_compiled_training_step_is_equal_exact(backend):
+    def step(layer, x):
+        y = layer(x)
+        (y * y).sum().backward()
+        return y
+
+    eager, compiled = syncbn.SyncBatchNorm(4), syncbn.SyncBatchNorm(4)
+    compiled_layer = torch.compile(compiled, backend=backend, fullgraph=True)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        a = torch.randn(3, 4, 5, 5, requires_grad=True)
+        b = a.detach().clone().requires_grad_()
+        assert torch.equal(step(eager, a), step(compiled_layer, b))
+        assert torch.equal(a.grad, b.grad)
+    for name, value in eager.named_buffers():
+        assert torch.equal(value, dict(compiled.named_buffers())[name]), name
