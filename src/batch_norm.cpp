@@ -144,8 +144,8 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const Tensor
   std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
   local_gradients(dy, x, message.data(), tag, execution);
   if (which == AffineGradients::kShare) {
-    affine_gradients(message.data() + kHeaderWords, x.dtype, mean, rstd, dweight, dbias, channels,
-                     execution);
+    affine_gradient_shares(message.data() + kHeaderWords, x.dtype, mean, rstd, dweight, dbias,
+                           channels, execution);
   }
   const MessageInfo info = exchange(message, communicator);
   if (info.count != statistics.count) {
@@ -153,13 +153,11 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const Tensor
                           " elements per channel, forward had " +
                           std::to_string(statistics.count));
   }
-  const std::int64_t* words = message.data() + kHeaderWords;
-  if (which == AffineGradients::kGlobal) {
-    affine_gradients(words, x.dtype, mean, rstd, dweight, dbias, channels, execution);
-  }
+  const bool global = which == AffineGradients::kGlobal;
   std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
-  finalize_gradients(info, words, mean, rstd, weight, coefficients.data(), channels,
-                     statistics.count, execution);
+  finalize_gradients(info, message.data() + kHeaderWords, mean, rstd, weight, coefficients.data(),
+                     global ? dweight : MutableTensorView(), global ? dbias : MutableTensorView(),
+                     channels, statistics.count, execution);
   input_gradient(dy, x, mean, rstd, coefficients.data(), dx, execution);
 }
 
@@ -197,8 +195,8 @@ void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x,
   std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
   local_gradients(dy, x, message.data(), 0, execution);
   evaluation_input_gradient(dy, statistics.rstd.data(), weight, dx, execution);
-  affine_gradients(message.data() + kHeaderWords, x.dtype, statistics.mean.data(),
-                   statistics.rstd.data(), dweight, dbias, channels, execution);
+  affine_gradient_shares(message.data() + kHeaderWords, x.dtype, statistics.mean.data(),
+                         statistics.rstd.data(), dweight, dbias, channels, execution);
 }
 
 }  // namespace syncbn

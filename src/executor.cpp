@@ -33,7 +33,7 @@ Executor& serial_executor() {
   return executor;
 }
 
-struct ThreadPool::State {
+struct __attribute__((visibility("hidden"))) ThreadPool::State {
   std::mutex caller;  ///< held for the whole of a parallel_for
   std::mutex mutex;
   std::condition_variable work;

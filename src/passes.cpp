@@ -61,6 +61,16 @@ void for_each_channel(std::int64_t channels, const Execution& execution, const B
                                    });
 }
 
+void store_affine(const ChannelGradients& gradients, const MutableTensorView& dweight,
+                  const MutableTensorView& dbias, std::int64_t c) {
+  if (!dweight.absent()) {
+    set_channel_value(dweight, c, gradients.dweight);
+  }
+  if (!dbias.absent()) {
+    set_channel_value(dbias, c, gradients.dbias);
+  }
+}
+
 bool usable(const MessageInfo& info) {
   return info.agree && !info.any_rejected && info.count <= kMaxCount;
 }
@@ -145,43 +155,40 @@ void local_gradients(const TensorView& dy, const TensorView& x, std::int64_t* me
 
 void finalize_gradients(const MessageInfo& info, const std::int64_t* words, const double* mean,
                         const double* rstd, const TensorView& weight, double* coefficients,
+                        const MutableTensorView& dweight, const MutableTensorView& dbias,
                         std::int64_t channels, std::int64_t count, const Execution& execution) {
   check_per_channel("weight", weight, channels);
-  if (!usable(info) || info.count != count) {
-    std::fill_n(coefficients, 3 * channels, std::numeric_limits<double>::quiet_NaN());
-    return;
-  }
+  check_per_channel("dweight", dweight, channels);
+  check_per_channel("dbias", dbias, channels);
+  const bool valid = usable(info) && info.count == count;
   const int per_channel = words_per_channel(info.dtype);
+  const double nan = std::numeric_limits<double>::quiet_NaN();
   for_each_channel(channels, execution, [&](std::int64_t c) {
-    Coefficients k{0.0, 0.0, 0.0};
-    if (count > 0) {
-      const ChannelGradients gradients =
-          cpu::finalize_gradients(info.dtype, words + c * per_channel, mean[c], rstd[c]);
-      k = coefficients_of(gradients, weight.absent() ? 1.0 : channel_value(weight, c), rstd[c],
-                          count);
+    ChannelGradients gradients{0.0, 0.0, 0.0, 0.0, false};
+    if (!valid) {
+      gradients = {nan, nan, nan, nan, true};
+    } else if (count > 0) {
+      gradients = cpu::finalize_gradients(info.dtype, words + c * per_channel, mean[c], rstd[c]);
     }
+    const Coefficients k = coefficients_of(
+        gradients, weight.absent() ? 1.0 : channel_value(weight, c), rstd[c], valid ? count : 1);
     coefficients[c] = k.c1;
     coefficients[channels + c] = k.c2;
     coefficients[2 * channels + c] = k.c3;
+    store_affine(gradients, dweight, dbias, c);
   });
 }
 
-void affine_gradients(const std::int64_t* words, DType dtype, const double* mean,
-                      const double* rstd, const MutableTensorView& dweight,
-                      const MutableTensorView& dbias, std::int64_t channels,
-                      const Execution& execution) {
+void affine_gradient_shares(const std::int64_t* words, DType dtype, const double* mean,
+                            const double* rstd, const MutableTensorView& dweight,
+                            const MutableTensorView& dbias, std::int64_t channels,
+                            const Execution& execution) {
   check_per_channel("dweight", dweight, channels);
   check_per_channel("dbias", dbias, channels);
   const int per_channel = words_per_channel(dtype);
   for_each_channel(channels, execution, [&](std::int64_t c) {
-    const ChannelGradients gradients =
-        cpu::finalize_gradients(dtype, words + c * per_channel, mean[c], rstd[c]);
-    if (!dweight.absent()) {
-      set_channel_value(dweight, c, gradients.dweight);
-    }
-    if (!dbias.absent()) {
-      set_channel_value(dbias, c, gradients.dbias);
-    }
+    store_affine(cpu::finalize_gradients(dtype, words + c * per_channel, mean[c], rstd[c]), dweight,
+                 dbias, c);
   });
 }
 

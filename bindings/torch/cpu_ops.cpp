@@ -179,31 +179,38 @@ Tensor local_gradients(const Tensor& dy, const Tensor& x, const Tensor& info, st
   return message;
 }
 
-std::tuple<Tensor, Tensor> affine_gradients(const Tensor& message, std::optional<Tensor> rest,
-                                            const Tensor& x, const Tensor& mean, const Tensor& rstd,
-                                            std::optional<ScalarType> weight_dtype,
-                                            std::optional<ScalarType> bias_dtype,
-                                            std::int64_t ranks) {
+/// dweight or dbias: C entries, or none if nobody asks for it.
+Tensor new_parameter_gradient(const Tensor& x, std::optional<ScalarType> dtype) {
+  return empty(x, dtype ? channels_of(x) : 0, dtype.value_or(ScalarType::Float));
+}
+
+MutableTensorView wanted(const char* name, Tensor& tensor, std::optional<ScalarType> dtype) {
+  return dtype ? mutable_view(name, tensor) : MutableTensorView();
+}
+
+std::tuple<Tensor, Tensor> affine_gradient_shares(const Tensor& message, const Tensor& x,
+                                                  const Tensor& mean, const Tensor& rstd,
+                                                  std::optional<ScalarType> weight_dtype,
+                                                  std::optional<ScalarType> bias_dtype) {
   const std::int64_t channels = channels_of(x);
-  const Merged words(message, rest, ranks, channels);
-  const DType dtype = words.info.any_data ? words.info.dtype : dtype_of("x", x);
-  Tensor dweight = empty(x, weight_dtype ? channels : 0, weight_dtype.value_or(ScalarType::Float));
-  Tensor dbias = empty(x, bias_dtype ? channels : 0, bias_dtype.value_or(ScalarType::Float));
-  const auto optional_view = [](const char* name, Tensor& tensor, bool wanted) {
-    return wanted ? mutable_view(name, tensor) : MutableTensorView();
-  };
+  const DType dtype = dtype_of("x", x);
+  const std::int64_t* words =
+      int64_data("message", message, message_words(dtype, channels)) + kHeaderWords;
+  Tensor dweight = new_parameter_gradient(x, weight_dtype);
+  Tensor dbias = new_parameter_gradient(x, bias_dtype);
   TorchExecutor executor;
-  syncbn::affine_gradients(words.words(), dtype, double_data("mean", mean, channels),
-                           double_data("rstd", rstd, channels),
-                           optional_view("dweight", dweight, weight_dtype.has_value()),
-                           optional_view("dbias", dbias, bias_dtype.has_value()), channels,
-                           executor);
+  syncbn::affine_gradient_shares(words, dtype, double_data("mean", mean, channels),
+                                 double_data("rstd", rstd, channels),
+                                 wanted("dweight", dweight, weight_dtype),
+                                 wanted("dbias", dbias, bias_dtype), channels, executor);
   return {dweight, dbias};
 }
 
-Tensor input_gradient(const Tensor& dy, const Tensor& x, const Tensor& merged,
-                      std::optional<Tensor> rest, const Tensor& mean, const Tensor& rstd,
-                      const Tensor& info, std::optional<Tensor> weight, std::int64_t ranks) {
+std::tuple<Tensor, Tensor, Tensor> input_gradient(
+    const Tensor& dy, const Tensor& x, const Tensor& merged, std::optional<Tensor> rest,
+    const Tensor& mean, const Tensor& rstd, const Tensor& info, std::optional<Tensor> weight,
+    std::optional<ScalarType> weight_dtype, std::optional<ScalarType> bias_dtype,
+    std::int64_t ranks) {
   const std::int64_t channels = channels_of(x);
   const Merged words(merged, rest, ranks, channels);
   const std::int64_t count = int64_data("info", info, 2)[0];
@@ -213,14 +220,17 @@ Tensor input_gradient(const Tensor& dy, const Tensor& x, const Tensor& merged,
   }
   const double* means = double_data("mean", mean, channels);
   const double* rstds = double_data("rstd", rstd, channels);
-  TorchExecutor executor;
+  Tensor dweight = new_parameter_gradient(x, weight_dtype);
+  Tensor dbias = new_parameter_gradient(x, bias_dtype);
   std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
+  TorchExecutor executor;
   finalize_gradients(words.info, words.words(), means, rstds, view("weight", weight),
-                     coefficients.data(), channels, count, executor);
+                     coefficients.data(), wanted("dweight", dweight, weight_dtype),
+                     wanted("dbias", dbias, bias_dtype), channels, count, executor);
   Tensor dx = new_output(x);
   syncbn::input_gradient(view("dy", dy), view("x", x), means, rstds, coefficients.data(),
                          mutable_view("dx", dx), executor);
-  return dx;
+  return {dx, dweight, dbias};
 }
 
 std::string cpu_instruction_set() { return syncbn::cpu_instruction_set(); }
@@ -248,11 +258,12 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "float? momentum) -> ()");
   m.def("local_gradients(Tensor dy, Tensor x, Tensor info, int frame) -> Tensor");
   m.def(
-      "affine_gradients(Tensor message, Tensor? rest, Tensor x, Tensor mean, Tensor rstd, "
-      "ScalarType? weight_dtype, ScalarType? bias_dtype, int ranks) -> (Tensor, Tensor)");
+      "affine_gradient_shares(Tensor message, Tensor x, Tensor mean, Tensor rstd, "
+      "ScalarType? weight_dtype, ScalarType? bias_dtype) -> (Tensor, Tensor)");
   m.def(
       "input_gradient(Tensor dy, Tensor x, Tensor merged, Tensor? rest, Tensor mean, Tensor rstd, "
-      "Tensor info, Tensor? weight, int ranks) -> Tensor");
+      "Tensor info, Tensor? weight, ScalarType? weight_dtype, ScalarType? bias_dtype, int ranks) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def("cpu_instruction_set() -> str");
   m.def("force_cpu_instruction_set(str name) -> bool");
 }
@@ -266,7 +277,7 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
   m.impl("normalize", TORCH_BOX(&normalize));
   m.impl("update_running_statistics", TORCH_BOX(&update_running_statistics));
   m.impl("local_gradients", TORCH_BOX(&local_gradients));
-  m.impl("affine_gradients", TORCH_BOX(&affine_gradients));
+  m.impl("affine_gradient_shares", TORCH_BOX(&affine_gradient_shares));
   m.impl("input_gradient", TORCH_BOX(&input_gradient));
 }
 

@@ -95,19 +95,21 @@ SYNCBN_API void update_running_statistics(const MutableTensorView& running_mean,
 SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, std::int64_t* message,
                                 std::uint32_t fingerprint, const Execution& execution);
 
-/// Coefficients c1, c2, c3 of the input's gradient (coefficients: 3*C, c1 first) from a summed
-/// message (section 6); NaN when the header disagrees or its count is not `count`.
+/// Coefficients c1, c2, c3 of the input's gradient (coefficients: 3*C, c1 first) and the global
+/// gradients of weight and bias from a summed message (section 6). dweight and dbias: C entries of
+/// any dtype, or absent. Coefficients are NaN when the header disagrees or its count is not `count`.
 SYNCBN_API void finalize_gradients(const MessageInfo& info, const std::int64_t* words,
                                    const double* mean, const double* rstd, const TensorView& weight,
-                                   double* coefficients, std::int64_t channels, std::int64_t count,
-                                   const Execution& execution);
+                                   double* coefficients, const MutableTensorView& dweight,
+                                   const MutableTensorView& dbias, std::int64_t channels,
+                                   std::int64_t count, const Execution& execution);
 
-/// Gradients of weight and bias: global sums from the summed words, or this rank's own share from
-/// the words it sent. dweight and dbias: C entries of any dtype, or absent.
-SYNCBN_API void affine_gradients(const std::int64_t* words, DType dtype, const double* mean,
-                                 const double* rstd, const MutableTensorView& dweight,
-                                 const MutableTensorView& dbias, std::int64_t channels,
-                                 const Execution& execution);
+/// This rank's own share of the gradients of weight and bias, from the words of the message that it
+/// sent. dweight and dbias as above.
+SYNCBN_API void affine_gradient_shares(const std::int64_t* words, DType dtype, const double* mean,
+                                       const double* rstd, const MutableTensorView& dweight,
+                                       const MutableTensorView& dbias, std::int64_t channels,
+                                       const Execution& execution);
 
 /// dx = c1*dy + c2*(x - mean) + c3 (section 6). dx: x's shape and dtype, any strides, may be dy.
 SYNCBN_API void input_gradient(const TensorView& dy, const TensorView& x, const double* mean,

@@ -69,16 +69,21 @@ def _(dy, x, info, frame):
     return _message(x, frame)
 
 
-@_fake("syncbn::affine_gradients")
-def _(message, rest, x, mean, rstd, weight_dtype, bias_dtype, ranks):
-    """dweight and dbias [C] from a message, each empty if its dtype is None."""
-    return tuple(
+def _parameter_gradients(x, *dtypes):
+    """[C] each, empty where the dtype is None."""
+    return [
         x.new_empty((0 if dtype is None else x.shape[1],), dtype=dtype or torch.float32)
-        for dtype in (weight_dtype, bias_dtype)
-    )
+        for dtype in dtypes
+    ]
+
+
+@_fake("syncbn::affine_gradient_shares")
+def _(message, x, mean, rstd, weight_dtype, bias_dtype):
+    """dweight and dbias of this rank's samples, from the message that it sent."""
+    return tuple(_parameter_gradients(x, weight_dtype, bias_dtype))
 
 
 @_fake("syncbn::input_gradient")
-def _(dy, x, merged, rest, mean, rstd, info, weight, ranks):
-    """dx like x."""
-    return torch.empty_like(x)
+def _(dy, x, merged, rest, mean, rstd, info, weight, weight_dtype, bias_dtype, ranks):
+    """dx like x; dweight and dbias of all ranks' samples."""
+    return torch.empty_like(x), *_parameter_gradients(x, weight_dtype, bias_dtype)

@@ -47,29 +47,36 @@ class _BatchNormTraining(torch.autograd.Function):
         x, weight, mean, rstd, info = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         group, ranks = ctx.group, 1 if ctx.group is None else ctx.group.ranks
+        dtypes = (
+            weight.dtype if needs_weight else None,
+            ctx.bias_dtype if needs_bias else None,
+        )
         if dy.stride() != x.stride():
             dy = torch.empty_like(x).copy_(dy)
         message = ops.local_gradients(dy, x, info, 0 if group is None else group.frame)
-        share = ctx.affine_grad == "share"
-        merged, rest = message, None
-        if needs_x or not share:
-            merged, rest, _ = _exchange.exchange(message, x.shape[1], group, ctx.layer_name)
         dx = dweight = dbias = None
-        if needs_weight or needs_bias:
-            dweight, dbias = ops.affine_gradients(
-                message if share else merged,
-                None if share else rest,
+        # One rank's share is the whole, and comes with dx.
+        shares = ctx.affine_grad == "share" and not (group is None and needs_x)
+        if shares and (needs_weight or needs_bias):
+            dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
+        if needs_x or not shares:
+            merged, rest, _ = _exchange.exchange(message, x.shape[1], group, ctx.layer_name)
+            dx, *sums = ops.input_gradient(
+                dy,
                 x,
+                merged,
+                rest,
                 mean,
                 rstd,
-                weight.dtype if needs_weight else None,
-                ctx.bias_dtype if needs_bias else None,
-                1 if share else ranks,
+                info,
+                weight,
+                *((None, None) if shares else dtypes),
+                ranks,
             )
-        if needs_x:
-            dx = ops.input_gradient(dy, x, merged, rest, mean, rstd, info, weight, ranks)
+            if not shares:
+                dweight, dbias = sums
         return (
-            dx,
+            dx if needs_x else None,
             dweight if needs_weight else None,
             dbias if needs_bias else None,
             *(None,) * 6,

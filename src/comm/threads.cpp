@@ -29,7 +29,7 @@ std::string list(const std::vector<int>& ranks) {
 
 }  // namespace
 
-struct ThreadGroup::State {
+struct __attribute__((visibility("hidden"))) ThreadGroup::State {
   State(int ranks, std::chrono::milliseconds limit);
 
   /// What a rank brings to the exchange at hand.

@@ -19,30 +19,16 @@ namespace {
 constexpr std::int64_t kElementsPerThread = 16384;
 constexpr std::int64_t kChannelStep = kChannelPadding;
 
-double load(const SampleView& view, std::int64_t offset) {
-  switch (view.dtype) {
-    case DType::kFloat16:
-      return to_double(static_cast<const Half*>(view.data)[offset]);
-    case DType::kBFloat16:
-      return to_double(static_cast<const BFloat16*>(view.data)[offset]);
-    case DType::kFloat32:
-      return to_double(static_cast<const float*>(view.data)[offset]);
-    case DType::kFloat64:
-      break;
-  }
-  return static_cast<const double*>(view.data)[offset];
-}
-
-int exponent_of_largest(double largest) {
+/// The exponent e with largest < 2^e; 1 if there is nothing to go by.
+int exponent_above(double largest) {
   if (largest == 0 || !is_finite(largest)) {
     return 1;
   }
-  int exponent = 0;
-  std::frexp(largest, &exponent);
-  return exponent;
+  return static_cast<int>(bit_copy<std::uint64_t>(largest) >> 52) - 1022;
 }
 
-/// Guesses where partials will lie from the first few elements.
+/// Guesses where partials will lie from the first few elements of each channel.
+template <class T>
 void place_windows(Windows& windows, const SampleView& u, const SampleView& v,
                    std::int64_t channel_begin, std::int64_t sample) {
   constexpr std::int64_t kProbes = 6;
@@ -51,24 +37,37 @@ void place_windows(Windows& windows, const SampleView& u, const SampleView& v,
     ++log_length;
   }
   const bool along_plane = u.plane > 1;
-  const std::int64_t probes =
-      std::min(kProbes, along_plane ? u.plane : u.samples - sample);
+  const std::int64_t probes = std::min(kProbes, along_plane ? u.plane : u.samples - sample);
   const std::int64_t u_step = along_plane ? u.element_stride : u.sample_stride;
   const std::int64_t v_step = along_plane ? v.element_stride : v.sample_stride;
+  const T* u_data = static_cast<const T*>(u.data) + sample * u.sample_stride;
+  const T* v_data = static_cast<const T*>(v.data) + sample * v.sample_stride;
   for (std::int64_t i = 0; i < windows.channels(); ++i) {
-    const std::int64_t c = channel_begin + i;
-    const std::int64_t u_base = sample * u.sample_stride + c * u.channel_stride;
-    const std::int64_t v_base = sample * v.sample_stride + c * v.channel_stride;
+    const T* a = u_data + (channel_begin + i) * u.channel_stride;
+    const T* b = v_data + (channel_begin + i) * v.channel_stride;
     double largest = 0;
     double largest_product = 0;
     for (std::int64_t p = 0; p < probes; ++p) {
-      const double a = std::fabs(load(u, u_base + p * u_step));
-      const double b = std::fabs(load(v, v_base + p * v_step));
-      largest = std::max(largest, a);
-      largest_product = std::max(largest_product, a * b);
+      const double magnitude = std::fabs(to_double(a[p * u_step]));
+      largest = std::max(largest, magnitude);
+      largest_product =
+          std::max(largest_product, magnitude * std::fabs(to_double(b[p * v_step])));
     }
-    windows.place(i, 0, exponent_of_largest(largest) + log_length + 4);
-    windows.place(i, 1, exponent_of_largest(largest_product) + log_length + 6);
+    windows.place(i, 0, exponent_above(largest) + log_length + 4);
+    windows.place(i, 1, exponent_above(largest_product) + log_length + 6);
+  }
+}
+
+void place_windows(Windows& windows, const SampleView& u, const SampleView& v,
+                   std::int64_t channel_begin, std::int64_t sample) {
+  switch (u.dtype) {
+    case DType::kFloat16:
+      return place_windows<Half>(windows, u, v, channel_begin, sample);
+    case DType::kBFloat16:
+      return place_windows<BFloat16>(windows, u, v, channel_begin, sample);
+    case DType::kFloat32:
+    case DType::kFloat64:  // not summed here
+      return place_windows<float>(windows, u, v, channel_begin, sample);
   }
 }
 

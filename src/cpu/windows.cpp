@@ -83,16 +83,8 @@ Windows::Windows(const Format& format, std::int64_t channels)
   misses_ = reinterpret_cast<std::int32_t*>(next);
   std::memset(misses_, 0, n * 4);
   for (int k = 0; k < 2; ++k) {
-    for (std::int64_t c = 0; c < padded_; ++c) {
+    for (std::int64_t c = channels; c < padded_; ++c) {  // touched by vectors, never filled
       place(c, k, 0);
-    }
-  }
-}
-
-Windows::Windows(const Windows& other) : Windows(other.format_, other.channels_) {
-  for (int k = 0; k < 2; ++k) {
-    for (std::int64_t c = 0; c < channels_; ++c) {
-      place(c, k, other.unit_[k][c] + kHighBits);
     }
   }
 }

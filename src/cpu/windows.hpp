@@ -29,8 +29,7 @@ inline constexpr std::int64_t kChannelPadding = 16;
 class Windows {
  public:
   Windows(const Format& format, std::int64_t channels);
-  /// Empty, with the same places as `other`.
-  explicit Windows(const Windows& other);
+  Windows(const Windows&) = delete;
   Windows& operator=(const Windows&) = delete;
 
   WindowArrays& arrays() { return arrays_; }

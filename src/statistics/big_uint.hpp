@@ -68,12 +68,8 @@ SYNCBN_HD inline Rounded53 round53(const BigUint<kLimbs>& v) {
     return {0.0, 0};
   }
   // The top 64 significant bits, with everything below folded into the lowest one.
-  std::uint64_t top = v.limb[n - 1];
-  int zeros = 0;
-  while ((top >> 63) == 0) {
-    top <<= 1;
-    ++zeros;
-  }
+  const int zeros = leading_zeros(v.limb[n - 1]);
+  std::uint64_t top = v.limb[n - 1] << zeros;
   std::uint64_t rest = 0;
   if (n > 1) {
     if (zeros > 0) {

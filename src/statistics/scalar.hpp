@@ -116,6 +116,15 @@ SYNCBN_HD inline double scale(double v, int exponent) {
   return v * power_of_two(exponent);
 }
 
+/// Leading zero bits of v, which is not 0.
+SYNCBN_HD inline int leading_zeros(std::uint64_t v) {
+#if defined(__CUDA_ARCH__)
+  return __clzll(static_cast<long long>(v));
+#else
+  return __builtin_clzll(v);
+#endif
+}
+
 SYNCBN_HD inline bool is_finite(double v) { return v - v == 0; }
 SYNCBN_HD inline bool is_finite(float v) { return v - v == 0; }
 

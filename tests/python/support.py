@@ -90,17 +90,14 @@ def run_layer(
     message = ops.local_moments(x, 0, None, eps, 0)
     y, mean, var, rstd, info = ops.normalize(x, message, message, None, weight, bias, eps, 1)
     gradients = ops.local_gradients(dy, x, info, 0)
-    dx = ops.input_gradient(dy, x, gradients, None, mean, rstd, info, weight, 1)
-    dweight, dbias = ops.affine_gradients(
-        gradients,
-        None,
-        x,
-        mean,
-        rstd,
-        torch.float64 if weight is None else weight.dtype,
-        torch.float64 if bias is None else bias.dtype,
-        1,
+    dtypes = [torch.float64 if p is None else p.dtype for p in (weight, bias)]
+    dx, dweight, dbias = ops.input_gradient(
+        dy, x, gradients, None, mean, rstd, info, weight, *dtypes, 1
     )
+    shares = ops.affine_gradient_shares(gradients, x, mean, rstd, *dtypes)
+    # One rank's share is everything.
+    for share, whole in zip(shares, (dweight, dbias), strict=True):
+        assert torch.equal(share.nan_to_num(), whole.nan_to_num())
     return {
         "words": message[4:].reshape(x.shape[1], -1),
         "gradient_words": gradients[4:].reshape(x.shape[1], -1),

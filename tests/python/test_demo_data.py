@@ -147,7 +147,9 @@ def test_ranks_losses_average_to_the_whole_batchs(demo):
     labels[0, :5] = 255  # unequal weight in the shares, which must not matter
     weights = demo.data.background_light(3).double()
     whole = demo.network.pixel_loss(scores, labels, weights)
-    shares = [demo.network.pixel_loss(scores[i : i + 1], labels[i : i + 1], weights) for i in range(4)]
+    shares = [
+        demo.network.pixel_loss(scores[i : i + 1], labels[i : i + 1], weights) for i in range(4)
+    ]
     torch.testing.assert_close(torch.stack(shares).mean(), whole, rtol=1e-14, atol=0)
 
 

@@ -45,12 +45,19 @@ def run_shards(x, dy, weight, shards, layout):
     merged_gradients = torch.stack(gradients).sum(0)
     for s, t, g, (y_part, mean, var, rstd, info) in zip(shards, xs, dys, results, strict=True):
         y[s] = y_part
-        dx[s] = ops.input_gradient(
-            g, t, merged_gradients, None, mean, rstd, info, weight, ranks
+        dx[s], dweight, dbias = ops.input_gradient(
+            g,
+            t,
+            merged_gradients,
+            None,
+            mean,
+            rstd,
+            info,
+            weight,
+            torch.float32,
+            torch.float32,
+            ranks,
         )
-    dweight, dbias = ops.affine_gradients(
-        merged_gradients, None, x, mean, rstd, torch.float32, torch.float32, ranks
-    )
     return {"y": y, "dx": dx, "mean": mean, "var": var, "dweight": dweight, "dbias": dbias}
 
 

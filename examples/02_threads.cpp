@@ -1,0 +1,49 @@
+// Three ranks as threads share statistics, whatever each brings: the bits are those of one rank.
+#include <cstdio>
+#include <cstring>
+#include <syncbn/batch_norm.hpp>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr std::int64_t kChannels = 4;
+
+std::vector<float> normalize(const std::vector<float>& x, std::int64_t first, std::int64_t last,
+                             syncbn::Communicator& communicator) {
+  const std::vector<std::int64_t> shape = {last - first, kChannels};
+  std::vector<float> y(static_cast<std::size_t>((last - first) * kChannels));
+  syncbn::batch_norm_forward({x.data() + first * kChannels, syncbn::DType::kFloat32, shape}, {}, {},
+                             {y.data(), syncbn::DType::kFloat32, shape}, {}, {}, communicator,
+                             syncbn::serial_executor());
+  return y;
+}
+
+}  // namespace
+
+int main() {
+  std::vector<float> x(100 * kChannels);
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    x[i] = static_cast<float>(i * i % 97) * 0.37f;
+  }
+  const auto alone = syncbn::self_communicator();
+  const std::vector<float> expected = normalize(x, 0, 100, *alone);
+
+  syncbn::ThreadGroup group(3);
+  const std::int64_t bounds[] = {0, 10, 10, 100};  // rank 1 has no samples
+  std::vector<std::vector<float>> parts(3);
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < 3; ++r) {
+    ranks.emplace_back([&, r] {
+      parts[static_cast<std::size_t>(r)] = normalize(x, bounds[r], bounds[r + 1], group.rank(r));
+    });
+  }
+  std::vector<float> y;
+  for (std::size_t r = 0; r < 3; ++r) {
+    ranks[r].join();
+    y.insert(y.end(), parts[r].begin(), parts[r].end());
+  }
+  const bool same = std::memcmp(y.data(), expected.data(), y.size() * sizeof(float)) == 0;
+  std::printf("3 ranks and 1 rank: %s\n", same ? "the same bits" : "different bits");
+  return same ? 0 : 1;
+}
