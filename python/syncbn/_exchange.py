@@ -21,11 +21,10 @@ Group = dist.ProcessGroup | str | None
 
 
 class Peers(NamedTuple):
-    """The ranks that share a layer's statistics: a process group by name, and how to talk to it."""
+    """The ranks that share a layer's statistics: a group of this module's own, by name."""
 
     group_name: str
     ranks: int
-    frame: int  # words of the first message; 0: the whole message at once
 
 
 # Names of the groups that this module made, by their ranks (global numbers, ascending).
@@ -84,9 +83,9 @@ def _own_group(group: dist.ProcessGroup) -> str:
 
 
 @torch.compiler.assume_constant_result
-def peers(name: str | None, device_type: str) -> Peers | None:
-    """Whom to exchange with for tensors on that kind of device; None: nobody (no process group, or
-    one rank). name: a process group's name, None for the world."""
+def peers(name: str | None) -> Peers | None:
+    """Whom to exchange with; None: nobody (no process group, or one rank).
+    name: a process group's name, None for the world."""
     if not (dist.is_available() and dist.is_initialized()):
         if name is not None:
             resolve(name)
@@ -95,12 +94,12 @@ def peers(name: str | None, device_type: str) -> Peers | None:
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return None
-    if device_type == "cpu":
-        return Peers(_own_group(group), ranks, FRAME_WORDS)
-    if "nccl" in dist.get_backend_config(group):
-        # In stream order on the user's own communicator: a second one could deadlock with it.
-        return Peers(group.group_name, ranks, 0)
-    return Peers(_own_group(group), ranks, FRAME_WORDS)
+    return Peers(_own_group(group), ranks)
+
+
+def frame_words(group: Peers | None) -> int:
+    """At least how many words a message to that group has."""
+    return 0 if group is None else FRAME_WORDS
 
 
 def _all_reduce(words: torch.Tensor, name: str) -> torch.Tensor:
@@ -120,13 +119,13 @@ def exchange(
     if group is None:
         count = None if torch.compiler.is_compiling() else int(message[0])
         return message, None, count
-    frame = group.frame or message.numel()
-    first = _all_reduce(message[:frame], group.group_name)
+    first = _all_reduce(message[:FRAME_WORDS], group.group_name)
     if torch.compiler.is_compiling():
         # Operators that take `first` check its header, remaining_words before a second message.
-        if message.numel() <= frame:
+        beyond = message.numel() - FRAME_WORDS
+        if beyond <= 0:
             return first, None, None
-        rest = ops.remaining_words(message, first, group.ranks, channels, message.numel() - frame)
+        rest = ops.remaining_words(message, first, group.ranks, channels, beyond)
         return first, _all_reduce(rest, group.group_name), None
     count = _check(first, group, layer_name)
     rest = ops.remaining_words(message, first, group.ranks, channels, -1)
@@ -150,6 +149,6 @@ def _check(merged: torch.Tensor, group: Peers, layer_name: str) -> int:
 
 def reject(like: torch.Tensor, group: Peers | None) -> None:
     """Takes part in an exchange with the word that this rank cannot, so that the others get an
-    error now and not when their time is up. Without framing there is no way to tell them."""
-    if group is not None and group.frame:
-        _all_reduce(ops.rejection(like, group.frame), group.group_name)
+    error now and not when their time is up."""
+    if group is not None:
+        _all_reduce(ops.rejection(like, FRAME_WORDS), group.group_name)

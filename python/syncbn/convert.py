@@ -29,7 +29,9 @@ def _replace(
     replacement = make(module, path)
     result = module if replacement is None else replacement
     done[id(module)] = result
-    for name, child in module.named_children():
+    for name, child in list(module._modules.items()):  # named_children skips second mentions
+        if child is None:
+            continue
         changed = _replace(child, f"{path}.{name}" if path else name, make, done)
         if changed is not child:
             setattr(result, name, changed)
@@ -73,7 +75,7 @@ def convert_sync_batchnorm(
         return result
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        _exchange.peers(name, "cpu")
+        _exchange.peers(name)
     return _replace(module, "", make, {})
 
 

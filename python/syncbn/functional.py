@@ -21,8 +21,7 @@ class _BatchNormTraining(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, call, layer, eps, group, affine_grad, layer_name):
         channels = x.shape[1]
-        frame = 0 if group is None else group.frame
-        message = ops.local_moments(x, layer, call, eps, frame)
+        message = ops.local_moments(x, layer, call, eps, _exchange.frame_words(group))
         merged, rest, count = _exchange.exchange(message, channels, group, layer_name)
         if count == 1:
             raise ValueError(
@@ -53,7 +52,7 @@ class _BatchNormTraining(torch.autograd.Function):
         )
         if dy.stride() != x.stride():
             dy = torch.empty_like(x).copy_(dy)
-        message = ops.local_gradients(dy, x, info, 0 if group is None else group.frame)
+        message = ops.local_gradients(dy, x, info, _exchange.frame_words(group))
         dx = dweight = dbias = None
         # One rank's share is the whole, and comes with dx.
         shares = ctx.affine_grad == "share" and not (group is None and needs_x)
@@ -136,7 +135,7 @@ def train_step(
     """
     if x.device.type != "cpu":
         raise ValueError(f"input: got a tensor on {x.device}, expected the CPU (CUDA is to come)")
-    peers = _exchange.peers(group, x.device.type)
+    peers = _exchange.peers(group)
     try:
         _check_arguments(x, running_mean, running_var, weight, bias, eps)
     except ValueError:

@@ -65,6 +65,11 @@ class SyncBatchNorm(_BatchNorm):
         call = torch.zeros(1, dtype=torch.int64, device=device)
         self.register_buffer("_call", call, persistent=False)
 
+    def reset_running_stats(self) -> None:
+        super().reset_running_stats()
+        if "_call" in self._buffers:  # not yet in the base class's constructor
+            self._call.zero_()
+
     @property
     def process_group(self):
         """The process group, None for the default one."""

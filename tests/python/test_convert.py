@@ -1,0 +1,92 @@
+"""convert_sync_batchnorm and revert_sync_batchnorm on one rank."""
+
+import copy
+
+import pytest
+import syncbn
+import torch
+from torch import nn
+
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class OwnBatchNorm(nn.BatchNorm2d):
+    pass
+
+
+def model() -> nn.Module:
+    shared = nn.BatchNorm2d(4)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), shared, nn.ReLU(), nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+    )
+    net.also = shared
+    return net
+
+
+@pytest.mark.parametrize("cls", PLAIN)
+def test_a_layer_keeps_everything_but_its_class(cls):
+    layer = cls(4, eps=0.01, momentum=None).eval().double()
+    layer.bias.requires_grad_(False)
+    layer.qconfig = "kept"
+    calls = []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    state = copy.deepcopy(layer.state_dict())
+    converted = syncbn.convert_sync_batchnorm(layer)
+    assert type(converted) is syncbn.SyncBatchNorm
+    assert converted.weight is layer.weight and converted.running_var is layer.running_var
+    assert (converted.eps, converted.momentum, converted.training) == (0.01, None, False)
+    assert not converted.bias.requires_grad and converted.qconfig == "kept"
+    converted(torch.randn(2, 4, 3, 3, dtype=torch.float64))
+    assert calls == [1]
+    assert list(converted.state_dict()) == list(state)
+    reverted = syncbn.revert_sync_batchnorm(converted)
+    assert type(reverted) is cls and reverted.weight is layer.weight
+    assert set(vars(reverted)) == set(vars(cls(4))) | {"qconfig"}
+    assert [name for name, _ in reverted.named_buffers()] == [n for n, _ in layer.named_buffers()]
+
+
+def test_a_model_is_converted_in_place_once_per_layer():
+    net = model()
+    parameters = list(net.parameters())
+    converted = syncbn.convert_sync_batchnorm(net)
+    assert converted is net and net[1] is net.also
+    assert [type(m) for m in (net[1], net[3][1])] == [syncbn.SyncBatchNorm] * 2
+    assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
+    assert net[3][1].layer_name == "3.1"
+    syncbn.revert_sync_batchnorm(net)
+    assert type(net[1]) is nn.BatchNorm2d and net[1] is net.also
+
+
+def test_round_trip_gives_the_same_output_exact():
+    net = model().eval()
+    x = torch.randn(2, 3, 8, 8)
+    expected = net(x)
+    converted = syncbn.convert_sync_batchnorm(copy.deepcopy(net))
+    assert torch.equal(converted(x), expected)
+    assert torch.equal(syncbn.revert_sync_batchnorm(converted)(x), expected)
+
+
+def test_state_dicts_are_interchangeable():
+    plain, ours = nn.BatchNorm2d(4), syncbn.SyncBatchNorm(4)
+    plain(torch.randn(3, 4, 5, 5))
+    ours.load_state_dict(plain.state_dict(), strict=True)
+    nn.BatchNorm2d(4).load_state_dict(ours.state_dict(), strict=True)
+    assert torch.equal(ours.running_var, plain.running_var)
+
+
+def test_other_layers_are_left_alone():
+    net = nn.Sequential(OwnBatchNorm(4), nn.InstanceNorm2d(4), nn.GroupNorm(2, 4))
+    types = [type(m) for m in net]
+    assert [type(m) for m in syncbn.convert_sync_batchnorm(net)] == types
+
+
+def test_layers_made_by_hand_revert_to_the_default():
+    assert type(syncbn.revert_sync_batchnorm(syncbn.SyncBatchNorm(4))) is nn.BatchNorm2d
+    layer = syncbn.revert_sync_batchnorm(syncbn.SyncBatchNorm(4), default=nn.BatchNorm1d)
+    assert type(layer) is nn.BatchNorm1d
+
+
+def test_a_layer_made_on_the_meta_device_starts_at_call_zero():
+    layer = syncbn.SyncBatchNorm(4, device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    assert layer._call == 0 and layer.num_batches_tracked == 0
