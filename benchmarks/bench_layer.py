@@ -1,8 +1,8 @@
 """Forward and backward of one layer on one rank, against PyTorch's own batch norm and a copy.
 
-All three run in turn within each round, so that they meet the same machine; medians and quartiles over
-the rounds. Outputs are fresh memory for both layers, as PyTorch allocates them; the copy of the input is
-measured into fresh and into reused memory. Results are compared before they are timed.
+All three run in turn within each round, so that they meet the same machine; medians and quartiles
+over the rounds. Outputs are fresh memory for both layers, as PyTorch allocates them; the copy of
+the input is measured into reused and into fresh memory. Results are compared before they are timed.
 """
 
 import argparse
@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import syncbn
 import torch
 from torch import Tensor, nn
+
+import syncbn
 
 SHAPES = (
     (8, 64, 56, 56),
@@ -44,7 +45,7 @@ def check(ours: nn.Module, plain: nn.Module, x: Tensor, dy: Tensor) -> None:
     """Both within the output's rounding and PyTorch's error in float32 (about 1e-4 here)."""
     scale = 4 * torch.finfo(x.dtype).eps + 1e-4
     for a, b in zip(step(ours, x, dy), step(plain, x, dy), strict=True):
-        torch.testing.assert_close(a, b, rtol=scale, atol=scale * float(b.abs().max()))
+        torch.testing.assert_close(a, b, rtol=scale, atol=scale * float(b.detach().abs().max()))
 
 
 def step(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
@@ -86,13 +87,15 @@ def main() -> None:
     arguments = parser.parse_args()
 
     lines = []
-    print(f"PyTorch {torch.__version__}, syncbn {syncbn.__version__} ({syncbn.cpu_instruction_set()})")
+    print(
+        f"PyTorch {torch.__version__}, syncbn {syncbn.__version__} ({syncbn.cpu_instruction_set()})"
+    )
     print("Medians in ms; [quartiles] of the ratio PyTorch / syncbn: above 1, syncbn is faster.")
     for threads in dict.fromkeys(arguments.threads):
         torch.set_num_threads(threads)
         print(
-            f"\n{threads} thread{'s' if threads > 1 else ''}\n{'shape':20} {'dtype':9} {'layout':14}"
-            f"{'copy':>7} {'fresh':>7} | forward: {'syncbn':>7} {'PyTorch':>8}  ratio        "
+            f"\n{threads} thread{'s' if threads > 1 else ''}\n"
+            f"{'shape':20} {'dtype':9} {'layout':14}{'copy':>7} {'fresh':>7} | forward: {'syncbn':>7} {'PyTorch':>8}  ratio        "
             f"| backward: {'syncbn':>7} {'PyTorch':>8}  ratio"
         )
         for dtype in arguments.dtype:
@@ -128,7 +131,9 @@ def processor() -> str:
 
 def line(shape, dtype, layout, times) -> str:
     median = {name: statistics.median(values) for name, values in times.items()}
-    text = f"{str(shape):20} {dtype:9} {layout:14}{median['copy']:7.2f} {median['copy, fresh']:7.2f}"
+    text = (
+        f"{str(shape):20} {dtype:9} {layout:14}{median['copy']:7.2f} {median['copy, fresh']:7.2f}"
+    )
     for direction, width in (("forward", 9), ("backward", 10)):
         ours, plain = times[f"syncbn {direction}"], times[f"PyTorch {direction}"]
         low, middle, high = statistics.quantiles([b / a for a, b in zip(ours, plain, strict=True)])

@@ -17,12 +17,13 @@ int main() {
   const auto statistics =
       syncbn::batch_norm_forward(input, {}, {}, output, running, {}, *communicator, executor);
   // The output serves as the output's gradient here.
-  syncbn::batch_norm_backward(output, input, {}, statistics, {dx.data(), DType::kFloat32, {2, 2, 2}},
-                              {dweight.data(), DType::kFloat32, {2}},
-                              {dbias.data(), DType::kFloat32, {2}},
-                              syncbn::AffineGradients::kShare, *communicator, executor);
+  syncbn::batch_norm_backward(
+      output, input, {}, statistics, {dx.data(), DType::kFloat32, {2, 2, 2}},
+      {dweight.data(), DType::kFloat32, {2}}, {dbias.data(), DType::kFloat32, {2}},
+      syncbn::AffineGradients::kShare, *communicator, executor);
   std::printf("mean %g %g, variance %g %g, count %lld\n", statistics.mean[0], statistics.mean[1],
               statistics.var[0], statistics.var[1], static_cast<long long>(statistics.count));
   // The channels are 1 2 5 6 and 3 4 7 8.
-  return statistics.mean[0] == 3.5 && statistics.mean[1] == 5.5 && statistics.var[0] == 4.25 ? 0 : 1;
+  return statistics.mean[0] == 3.5 && statistics.mean[1] == 5.5 && statistics.var[0] == 4.25 ? 0
+                                                                                             : 1;
 }

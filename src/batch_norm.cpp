@@ -56,10 +56,9 @@ void update_running(const RunningStatistics& running, const BatchNormOptions& op
       factor = 1.0 / static_cast<double>(*running.num_batches_tracked);
     }
   }
-  update_running_statistics(running.mean, running.var, statistics.mean.data(),
-                            statistics.var.data(),
-                            static_cast<std::int64_t>(statistics.mean.size()), statistics.count,
-                            factor);
+  update_running_statistics(
+      running.mean, running.var, statistics.mean.data(), statistics.var.data(),
+      static_cast<std::int64_t>(statistics.mean.size()), statistics.count, factor);
 }
 
 /// Running statistics as evaluation uses them.
@@ -97,14 +96,13 @@ BatchStatistics batch_norm_forward(const TensorView& x, const TensorView& weight
                                    const RunningStatistics& running,
                                    const BatchNormOptions& options, Communicator& communicator,
                                    const Execution& execution) {
-  check_together(communicator, [&] {
-    check_training(x, weight, bias, y, running, options, communicator);
-  });
+  check_together(communicator,
+                 [&] { check_training(x, weight, bias, y, running, options, communicator); });
   const std::int64_t channels = x.sizes[1];
   const auto size = static_cast<std::size_t>(channels);
   BatchStatistics statistics;
-  statistics.fingerprint = fingerprint(options.layer, options.call, Direction::kForward, channels,
-                                       options.eps);
+  statistics.fingerprint =
+      fingerprint(options.layer, options.call, Direction::kForward, channels, options.eps);
   std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
   local_moments(x, message.data(), statistics.fingerprint, execution);
   const MessageInfo info = exchange(message, communicator);
@@ -150,8 +148,7 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const Tensor
   const MessageInfo info = exchange(message, communicator);
   if (info.count != statistics.count) {
     throw DivergenceError("backward: the ranks bring " + std::to_string(info.count) +
-                          " elements per channel, forward had " +
-                          std::to_string(statistics.count));
+                          " elements per channel, forward had " + std::to_string(statistics.count));
   }
   const bool global = which == AffineGradients::kGlobal;
   std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));

@@ -73,7 +73,8 @@ void check_like(const char* name, const TensorView& tensor, const TensorView& x)
     refuse(name, "shape " + shape(tensor), "the shape of x, " + shape(x));
   }
   if (tensor.dtype != x.dtype) {
-    refuse(name, syncbn::name(tensor.dtype), std::string("the dtype of x, ") + syncbn::name(x.dtype));
+    refuse(name, syncbn::name(tensor.dtype),
+           std::string("the dtype of x, ") + syncbn::name(x.dtype));
   }
   if (tensor.device != x.device) {
     refuse(name, "another device", "the device of x");

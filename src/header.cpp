@@ -60,7 +60,8 @@ std::uint32_t fingerprint(std::uint64_t layer, std::uint64_t call, Direction dir
 }
 
 std::uint32_t backward_fingerprint(std::uint32_t forward) {
-  return top_bits(mix(mix(kContractVersion, forward), static_cast<std::uint64_t>(Direction::kBackward)));
+  return top_bits(
+      mix(mix(kContractVersion, forward), static_cast<std::uint64_t>(Direction::kBackward)));
 }
 
 MessageInfo read_header(const std::int64_t* merged, int ranks) {
@@ -72,8 +73,7 @@ MessageInfo read_header(const std::int64_t* merged, int ranks) {
   info.agree = ranks * merged[kHeaderSquare] == sum * sum;
   const std::int64_t flags = merged[kHeaderFlags];
   info.any_rejected = (flags & kCounterMask) != 0;
-  for (const DType dtype :
-       {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
     if ((flags & (dtype_flag(dtype) * kCounterMask)) == 0) {
       continue;
     }
@@ -92,7 +92,8 @@ void check_header(const MessageInfo& info) {
   }
   if (!info.agree) {
     throw DivergenceError(
-        "the ranks of the group did not make the same call: layer, call number, direction, channels, "
+        "the ranks of the group did not make the same call: layer, call number, direction, "
+        "channels, "
         "eps and dtype must be equal on all of them");
   }
   if (info.count > kMaxCount) {

@@ -84,8 +84,7 @@ void local_moments(const TensorView& x, std::int64_t* message, std::uint32_t fin
 }
 
 void finalize_moments(const MessageInfo& info, const std::int64_t* words, double* mean, double* var,
-                      double* rstd, std::int64_t channels, double eps,
-                      const Execution& execution) {
+                      double* rstd, std::int64_t channels, double eps, const Execution& execution) {
   check_eps(eps);
   if (!usable(info) || info.count == 0) {
     const double value = usable(info) ? 0.0 : std::numeric_limits<double>::quiet_NaN();

@@ -16,8 +16,9 @@ enum class Layout : std::uint8_t {
   kStrided,  ///< anything else
 };
 
-/// A tensor (N, C, spatial...) seen as N x C planes of `plane` elements, e = 0..plane-1 in row-major
-/// order of the spatial axes. Strides in elements. Spatial axes are merged where strides allow.
+/// A tensor (N, C, spatial...) seen as N x C planes of `plane` elements, e = 0..plane-1 in
+/// row-major order of the spatial axes. Strides in elements. Spatial axes are merged where strides
+/// allow.
 struct SampleView {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;

@@ -66,11 +66,11 @@ Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
   const std::int64_t number = call.has_value() ? *int64_data("call", *call, 1) : 0;
   TorchExecutor executor;
   Tensor message = new_message(x, samples.dtype, channels, frame);
-  syncbn::local_moments(samples, int64_data("message", message, kHeaderWords),
-                        fingerprint(static_cast<std::uint64_t>(layer),
-                                    static_cast<std::uint64_t>(number), Direction::kForward,
-                                    channels, eps),
-                        executor);
+  syncbn::local_moments(
+      samples, int64_data("message", message, kHeaderWords),
+      fingerprint(static_cast<std::uint64_t>(layer), static_cast<std::uint64_t>(number),
+                  Direction::kForward, channels, eps),
+      executor);
   return message;
 }
 
@@ -101,8 +101,8 @@ Tensor remaining_words(const Tensor& message, const Tensor& merged, std::int64_t
   check_header(info);
   const std::int64_t frame = merged.numel();
   if (size < 0) {
-    size = info.any_data ? std::max<std::int64_t>(0, message_words(info.dtype, channels) - frame)
-                         : 0;
+    size =
+        info.any_data ? std::max<std::int64_t>(0, message_words(info.dtype, channels) - frame) : 0;
   }
   Tensor rest = empty(message, size, ScalarType::Long);
   std::int64_t* data = int64_data("rest", rest, size);
@@ -206,11 +206,13 @@ std::tuple<Tensor, Tensor> affine_gradient_shares(const Tensor& message, const T
   return {dweight, dbias};
 }
 
-std::tuple<Tensor, Tensor, Tensor> input_gradient(
-    const Tensor& dy, const Tensor& x, const Tensor& merged, std::optional<Tensor> rest,
-    const Tensor& mean, const Tensor& rstd, const Tensor& info, std::optional<Tensor> weight,
-    std::optional<ScalarType> weight_dtype, std::optional<ScalarType> bias_dtype,
-    std::int64_t ranks) {
+std::tuple<Tensor, Tensor, Tensor> input_gradient(const Tensor& dy, const Tensor& x,
+                                                  const Tensor& merged, std::optional<Tensor> rest,
+                                                  const Tensor& mean, const Tensor& rstd,
+                                                  const Tensor& info, std::optional<Tensor> weight,
+                                                  std::optional<ScalarType> weight_dtype,
+                                                  std::optional<ScalarType> bias_dtype,
+                                                  std::int64_t ranks) {
   const std::int64_t channels = channels_of(x);
   const Merged words(merged, rest, ranks, channels);
   const std::int64_t count = int64_data("info", info, 2)[0];
@@ -243,12 +245,12 @@ bool force_cpu_instruction_set(std::string name) {
 }  // namespace syncbn::torch_layer
 
 STABLE_TORCH_LIBRARY(syncbn, m) {
-  m.def(
-      "local_moments(Tensor x, int layer, Tensor? call, float eps, int frame) -> Tensor");
+  m.def("local_moments(Tensor x, int layer, Tensor? call, float eps, int frame) -> Tensor");
   m.def("rejection(Tensor like, int frame) -> Tensor");
   m.def("header(Tensor merged, int ranks) -> Tensor");
   m.def(
-      "remaining_words(Tensor message, Tensor merged, int ranks, int channels, int size) -> Tensor");
+      "remaining_words(Tensor message, Tensor merged, int ranks, int channels, int size) -> "
+      "Tensor");
   m.def(
       "normalize(Tensor x, Tensor message, Tensor merged, Tensor? rest, Tensor? weight, "
       "Tensor? bias, float eps, int ranks) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");

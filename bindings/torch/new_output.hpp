@@ -20,9 +20,10 @@ inline torch::stable::Tensor new_output(const torch::stable::Tensor& x) {
   constexpr std::uintptr_t kAtLeast = std::uintptr_t{4} << 20;
   const std::uintptr_t bytes = static_cast<std::uintptr_t>(out.numel()) * out.element_size();
   if (bytes >= kAtLeast) {
-    const auto begin = (reinterpret_cast<std::uintptr_t>(out.mutable_data_ptr()) + kPage - 1) /
-                       kPage * kPage;
-    const auto end = (reinterpret_cast<std::uintptr_t>(out.mutable_data_ptr()) + bytes) / kPage * kPage;
+    const auto begin =
+        (reinterpret_cast<std::uintptr_t>(out.mutable_data_ptr()) + kPage - 1) / kPage * kPage;
+    const auto end =
+        (reinterpret_cast<std::uintptr_t>(out.mutable_data_ptr()) + bytes) / kPage * kPage;
     // Only advice: where the kernel refuses, small pages serve.
     (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
   }

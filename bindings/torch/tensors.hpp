@@ -42,8 +42,8 @@ inline TensorView view(const char* name, const Tensor& tensor) {
   if (!tensor.is_cpu()) {
     throw InvalidArgument(std::string(name) + ": got a tensor on another device, expected the CPU");
   }
-  return TensorView(tensor.const_data_ptr(), dtype_of(name, tensor),
-                    {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()});
+  return TensorView(tensor.const_data_ptr(), dtype_of(name, tensor), {sizes.begin(), sizes.end()},
+                    {strides.begin(), strides.end()});
 }
 
 inline TensorView view(const char* name, const std::optional<Tensor>& tensor) {
@@ -99,9 +99,7 @@ class TorchExecutor final : public Executor {
                     const Body& body) override {
     torch::stable::parallel_for(begin, end, grain, body);
   }
-  int concurrency() const override {
-    return static_cast<int>(torch::stable::get_num_threads());
-  }
+  int concurrency() const override { return static_cast<int>(torch::stable::get_num_threads()); }
 };
 
 }  // namespace syncbn::torch_layer

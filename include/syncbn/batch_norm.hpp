@@ -73,13 +73,10 @@ SYNCBN_API void batch_norm_evaluate(const TensorView& x, const TensorView& weigh
                                     double eps, const Execution& execution);
 
 /// Backward of batch_norm_evaluate with running statistics; dweight and dbias are local sums.
-SYNCBN_API void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x,
-                                             const TensorView& weight,
-                                             const TensorView& running_mean,
-                                             const TensorView& running_var,
-                                             const MutableTensorView& dx,
-                                             const MutableTensorView& dweight,
-                                             const MutableTensorView& dbias, double eps,
-                                             const Execution& execution);
+SYNCBN_API void batch_norm_evaluate_backward(
+    const TensorView& dy, const TensorView& x, const TensorView& weight,
+    const TensorView& running_mean, const TensorView& running_var, const MutableTensorView& dx,
+    const MutableTensorView& dweight, const MutableTensorView& dbias, double eps,
+    const Execution& execution);
 
 }  // namespace syncbn

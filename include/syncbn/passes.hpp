@@ -47,17 +47,18 @@ SYNCBN_API std::uint32_t backward_fingerprint(std::uint32_t forward);
 
 /// What the header of a summed message says.
 struct MessageInfo {
-  std::int64_t count = 0;    ///< elements per channel over all ranks
-  bool agree = false;        ///< all fingerprints equal, at most one dtype among ranks with data
-  bool any_rejected = false; ///< a rank could not take part (its input was refused)
-  bool any_data = false;     ///< at least one rank had samples; dtype is then set
+  std::int64_t count = 0;     ///< elements per channel over all ranks
+  bool agree = false;         ///< all fingerprints equal, at most one dtype among ranks with data
+  bool any_rejected = false;  ///< a rank could not take part (its input was refused)
+  bool any_data = false;      ///< at least one rank had samples; dtype is then set
   DType dtype = DType::kFloat32;  ///< of the ranks with data
 };
 
 /// Reads the header of a message summed over `ranks` ranks.
 SYNCBN_API MessageInfo read_header(const std::int64_t* merged, int ranks);
 
-/// Throws DivergenceError unless all ranks agree, InvalidArgument when the count is beyond kMaxCount.
+/// Throws DivergenceError unless all ranks agree, InvalidArgument when the count is beyond
+/// kMaxCount.
 SYNCBN_API void check_header(const MessageInfo& info);
 
 /// This rank's header and zero words: what a rank sends whose own input was refused, so that the
@@ -71,8 +72,9 @@ SYNCBN_API void local_moments(const TensorView& x, std::int64_t* message, std::u
                               const Execution& execution);
 
 /// mean, biased var and rstd = 1/sqrt(var + eps) from a summed message (docs/numerics.md, section
-/// 3); identical on every rank. count = 0 gives zeros. When the header disagrees, mean, var and rstd
-/// are NaN in every channel. words: the channels' words, C times words_per_channel(info.dtype).
+/// 3); identical on every rank. count = 0 gives zeros. When the header disagrees, mean, var and
+/// rstd are NaN in every channel. words: the channels' words, C times
+/// words_per_channel(info.dtype).
 SYNCBN_API void finalize_moments(const MessageInfo& info, const std::int64_t* words, double* mean,
                                  double* var, double* rstd, std::int64_t channels, double eps,
                                  const Execution& execution);
@@ -83,8 +85,8 @@ SYNCBN_API void normalize(const TensorView& x, const double* mean, const double*
                           const TensorView& weight, const TensorView& bias,
                           const MutableTensorView& y, const Execution& execution);
 
-/// running <- (1 - factor) * running + factor * batch value, with the unbiased variance (section 5).
-/// count = 0 changes nothing. Either tensor may be absent.
+/// running <- (1 - factor) * running + factor * batch value, with the unbiased variance (section
+/// 5). count = 0 changes nothing. Either tensor may be absent.
 SYNCBN_API void update_running_statistics(const MutableTensorView& running_mean,
                                           const MutableTensorView& running_var, const double* mean,
                                           const double* var, std::int64_t channels,
@@ -97,7 +99,8 @@ SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, std::
 
 /// Coefficients c1, c2, c3 of the input's gradient (coefficients: 3*C, c1 first) and the global
 /// gradients of weight and bias from a summed message (section 6). dweight and dbias: C entries of
-/// any dtype, or absent. Coefficients are NaN when the header disagrees or its count is not `count`.
+/// any dtype, or absent. Coefficients are NaN when the header disagrees or its count is not
+/// `count`.
 SYNCBN_API void finalize_gradients(const MessageInfo& info, const std::int64_t* words,
                                    const double* mean, const double* rstd, const TensorView& weight,
                                    double* coefficients, const MutableTensorView& dweight,

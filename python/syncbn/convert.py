@@ -47,9 +47,7 @@ def _with_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     return result
 
 
-def convert_sync_batchnorm(
-    module: nn.Module, process_group: "_exchange.Group" = None
-) -> nn.Module:
+def convert_sync_batchnorm(module: nn.Module, process_group: "_exchange.Group" = None) -> nn.Module:
     """Replaces every torch.nn.BatchNorm1d, 2d, 3d and SyncBatchNorm in `module` by SyncBatchNorm.
 
     Parameters and buffers stay the same objects, so convert before or after making an optimizer.

@@ -29,9 +29,7 @@ class _BatchNormTraining(torch.autograd.Function):
                 f"(input size {list(x.shape)} on this one)"
             )
         ranks = 1 if group is None else group.ranks
-        y, mean, var, rstd, info = ops.normalize(
-            x, message, merged, rest, weight, bias, eps, ranks
-        )
+        y, mean, var, rstd, info = ops.normalize(x, message, merged, rest, weight, bias, eps, ranks)
         ctx.save_for_backward(x, weight, mean, rstd, info)
         ctx.mark_non_differentiable(mean, var, info)
         ctx.group = group
@@ -87,9 +85,7 @@ def _check_arguments(x, running_mean, running_var, weight, bias, eps):
     if x.dim() < 2:
         raise ValueError(f"input: got {x.dim()}D input, expected at least 2D (N, C, ...)")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(
-            f"input: got {x.dtype}, expected float16, bfloat16, float32 or float64"
-        )
+        raise ValueError(f"input: got {x.dtype}, expected float16, bfloat16, float32 or float64")
     if not eps >= 0:
         raise ValueError(f"eps: got {eps}, expected a number of at least 0")
     for name, tensor in (

@@ -127,7 +127,9 @@ void ThreadGroup::State::Rank::barrier() {
   const std::uint64_t number = ++barriers_;
   s.slots[static_cast<std::size_t>(rank_)].arrived.store(number);
   if (s.sleepers.load() > 0) {
-    { const std::lock_guard lock(s.mutex); }
+    {
+      const std::lock_guard lock(s.mutex);
+    }
     s.changed.notify_all();
   }
   for (int i = 0; i < kSpins + kYields; ++i) {
@@ -143,8 +145,8 @@ void ThreadGroup::State::Rank::barrier() {
   }
   std::unique_lock lock(s.mutex);
   ++s.sleepers;
-  const bool woken = s.changed.wait_for(
-      lock, s.timeout, [&] { return s.all_arrived(number) || s.broken.load(); });
+  const bool woken =
+      s.changed.wait_for(lock, s.timeout, [&] { return s.all_arrived(number) || s.broken.load(); });
   --s.sleepers;
   lock.unlock();
   if (s.all_arrived(number)) {

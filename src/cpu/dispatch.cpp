@@ -4,17 +4,31 @@
 #include "cpu/kernels.hpp"
 #include "syncbn/diagnosis.hpp"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace syncbn {
 namespace cpu {
 namespace {
+
+#if defined(__x86_64__)
+/// __builtin_cpu_supports does not know the name in clang 14.
+bool has_f16c() {
+  unsigned int eax = 0;
+  unsigned int ebx = 0;
+  unsigned int ecx = 0;
+  unsigned int edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
 
 bool processor_has(const Kernels* kernels) {
 #if defined(__x86_64__)
   if (kernels == nullptr) {
     return false;
   }
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   if (kernels == kAvx2Kernels) {
     return avx2;
   }

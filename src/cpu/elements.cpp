@@ -33,9 +33,7 @@ class Constants {
       : padded_((channels + kChannelPadding - 1) / kChannelPadding * kChannelPadding),
         values_(static_cast<std::size_t>(6 * padded_)) {}
   float* array(int i) { return values_.data() + i * padded_; }
-  ElementConstants view() {
-    return {array(0), array(1), array(2), array(3), array(4), array(5)};
-  }
+  ElementConstants view() { return {array(0), array(1), array(2), array(3), array(4), array(5)}; }
 
  private:
   std::int64_t padded_;
@@ -48,8 +46,7 @@ void run(void (*planes)(DType, const ElementsTask&), void (*rows)(DType, const E
   task.plane = x.plane;
   const std::int64_t elements = x.samples * x.channels * x.plane;
   const auto size = static_cast<std::int64_t>(size_of(x.dtype));
-  task.stream =
-      elements * size >= kStreamBytes && (by_rows || x.plane * size >= kStreamRun);
+  task.stream = elements * size >= kStreamBytes && (by_rows || x.plane * size >= kStreamRun);
   const std::int64_t blocks = (x.plane + kElementBlock - 1) / kElementBlock;
   const std::int64_t items = by_rows ? x.samples * x.plane : x.samples * x.channels * blocks;
   const std::int64_t grain = std::max<std::int64_t>(1, kElementsPerThread * items / elements);
@@ -79,8 +76,8 @@ void normalize(const SampleView& x, const SampleView& y, const NormalizeConstant
   const FloatEnvironment environment;
   Constants packed(x.channels);
   for (std::int64_t c = 0; c < x.channels; ++c) {
-    const AffineF32 p = affine_f32(constants.mean[c], constants.rstd[c], constants.weight[c],
-                                   constants.bias[c]);
+    const AffineF32 p =
+        affine_f32(constants.mean[c], constants.rstd[c], constants.weight[c], constants.bias[c]);
     packed.array(0)[c] = p.mean_high;
     packed.array(1)[c] = p.mean_low;
     packed.array(2)[c] = p.a;
@@ -119,8 +116,7 @@ void input_gradient(const SampleView& dy, const SampleView& x, const SampleView&
   task.dy = operand(dy);
   task.out = operand(dx);
   task.constants = packed.view();
-  run(kernels->gradient_planes, kernels->gradient_rows, layout == Layout::kRows, task, x,
-      executor);
+  run(kernels->gradient_planes, kernels->gradient_rows, layout == Layout::kRows, task, x, executor);
 }
 
 // Evaluation in training code is rare and off the critical path: the plain loops serve it.

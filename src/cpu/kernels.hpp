@@ -41,8 +41,8 @@ struct ElementConstants {
   const float* power = nullptr;
 };
 
-/// Planes: items are blocks of at most kElementBlock elements of a plane, in the order (n, c, block).
-/// Rows: items are rows (n, e).
+/// Planes: items are blocks of at most kElementBlock elements of a plane, in the order (n, c,
+/// block). Rows: items are rows (n, e).
 struct ElementsTask {
   Operand x;
   Operand dy;  ///< input gradient only
@@ -66,7 +66,7 @@ struct Kernels {
   void (*gradient_rows)(DType, const ElementsTask&);
 };
 
-extern const Kernels* const kAvx2Kernels;    ///< null where this build has none
+extern const Kernels* const kAvx2Kernels;  ///< null where this build has none
 extern const Kernels* const kAvx512Kernels;
 
 /// The kernels in use: the best that this processor has, or what force_instruction_set chose; null

@@ -78,8 +78,8 @@ void map_planes(const ElementsTask& task) {
     const T* x = plane_of<T>(task.x, sample, channel) + offset;
     const T* dy = Pass::kNeedsGradient ? plane_of<T>(task.dy, sample, channel) + offset : x;
     T* out = const_cast<T*>(plane_of<T>(task.out, sample, channel)) + offset;
-    const auto k = Pass::constants(
-        task.constants, [&](const float* array) { return broadcast(array[channel]); });
+    const auto k = Pass::constants(task.constants,
+                                   [&](const float* array) { return broadcast(array[channel]); });
     map_contiguous<T, Pass, kStream>(x, dy, out, minimum(kElementBlock, task.plane - offset), k);
   }
   if (kStream) {
@@ -91,9 +91,9 @@ template <class T, class Pass, bool kStream>
 void map_rows(const ElementsTask& task) {
   // Streaming needs every vector of every row aligned.
   constexpr std::int64_t kAlignment = kFloatLanes * static_cast<std::int64_t>(sizeof(T));
-  const bool aligned = kStream && reinterpret_cast<std::uintptr_t>(task.out.data) % kAlignment == 0 &&
-                       task.out.element_stride % kFloatLanes == 0 &&
-                       task.out.sample_stride % kFloatLanes == 0;
+  const bool aligned =
+      kStream && reinterpret_cast<std::uintptr_t>(task.out.data) % kAlignment == 0 &&
+      task.out.element_stride % kFloatLanes == 0 && task.out.sample_stride % kFloatLanes == 0;
   for (std::int64_t item = task.begin; item < task.end; ++item) {
     const std::int64_t sample = item / task.plane;
     const std::int64_t e = item % task.plane;

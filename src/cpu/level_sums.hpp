@@ -1,6 +1,7 @@
 // The sums passes over the vector type of one level (simd_*.hpp). Included inside a level file's
-// unnamed namespace; uses nothing but intrinsics, so that no shared inline function is compiled with
-// the level's flags (the linker might pick that copy for processors that lack the instructions).
+// unnamed namespace; uses nothing but intrinsics, so that no shared inline function is compiled
+// with the level's flags (the linker might pick that copy for processors that lack the
+// instructions).
 
 constexpr int kParts = kLanes / kDoubleLanes;
 
@@ -34,8 +35,7 @@ inline Split split(__m256d p, __m256d magic_high, __m256d magic_low, __m256d bou
   const __m256d rest = _mm256_sub_pd(p, _mm256_sub_pd(s.high, magic_high));
   s.low = _mm256_add_pd(rest, magic_low);
   const __m256d exact = _mm256_cmp_pd(_mm256_sub_pd(s.low, magic_low), rest, _CMP_EQ_OQ);
-  s.fits = _mm256_movemask_pd(
-      _mm256_and_pd(exact, _mm256_cmp_pd(magnitude, bound, _CMP_LT_OQ)));
+  s.fits = _mm256_movemask_pd(_mm256_and_pd(exact, _mm256_cmp_pd(magnitude, bound, _CMP_LT_OQ)));
   return s;
 }
 
@@ -68,8 +68,7 @@ inline void merge_channels(Windows& windows, const WindowArrays& w, std::int64_t
     if (__builtin_expect(s.fits == 15, 1)) {
       auto* high = reinterpret_cast<__m256i*>(w.high[sum] + channel);
       auto* low = reinterpret_cast<__m256i*>(w.low[sum] + channel);
-      _mm256_store_si256(
-          high, _mm256_add_epi64(_mm256_load_si256(high), limb(s.high, magic_high)));
+      _mm256_store_si256(high, _mm256_add_epi64(_mm256_load_si256(high), limb(s.high, magic_high)));
       _mm256_store_si256(low, _mm256_add_epi64(_mm256_load_si256(low), limb(s.low, magic_low)));
       return;
     }
@@ -245,8 +244,8 @@ inline void add_some_rows(std::int64_t rows, const T* u, std::int64_t u_step, co
                           std::int64_t v_step, std::int64_t channels, double* first,
                           double* second) {
   switch (rows) {
-#define SYNCBN_ROWS(K)                                                                      \
-  case K:                                                                                   \
+#define SYNCBN_ROWS(K) \
+  case K:              \
     return add_rows<T, kProduct, K, kFresh>(u, u_step, v, v_step, channels, first, second);
     SYNCBN_ROWS(1)
     SYNCBN_ROWS(2)
@@ -289,7 +288,9 @@ void sum_single_rows(const SumsTask& task, Windows& windows, const WindowArrays&
       const std::int64_t left = task.channels - c;
       const bool whole = left >= kDoubleLanes;
       const DoubleV x = whole ? load_double(u + c) : load_double_partial(u + c, left);
-      const DoubleV y = !kProduct ? x : whole ? load_double(v + c) : load_double_partial(v + c, left);
+      const DoubleV y = !kProduct ? x
+                        : whole   ? load_double(v + c)
+                                  : load_double_partial(v + c, left);
       // Adding to +0 turns -0 into +0, as a lane does.
       store_double(values[0], zero_double() + x);
       store_double(values[1], fused(x, y, zero_double()));
@@ -318,7 +319,8 @@ void sum_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
     for (std::int64_t channel = 0; channel < task.channels; channel += kBlockChannels) {
       const std::int64_t channels = minimum(kBlockChannels, task.channels - channel);
       const T* u = plane_of<T>(task.u, unit / segments, 0) + begin * u_step + channel;
-      const T* v = kProduct ? plane_of<T>(task.v, unit / segments, 0) + begin * v_step + channel : u;
+      const T* v =
+          kProduct ? plane_of<T>(task.v, unit / segments, 0) + begin * v_step + channel : u;
       for (std::int64_t group = 0; group < length; group += kGroup) {
         for (std::int64_t lane = 0; lane < kLanes; ++lane) {
           const std::int64_t row = group + lane;

@@ -149,8 +149,7 @@ void normalize_plane(const SampleView& x, const SampleView& y, const NormalizeCo
                      std::int64_t n, std::int64_t c) {
   if constexpr (sizeof(T) == 8) {
     const double w = k.weight[c] * k.rstd[c];
-    map_plane<T>(x, y, n, c,
-                 [&](double v) { return std::fma(w, v - k.mean[c], k.bias[c]); });
+    map_plane<T>(x, y, n, c, [&](double v) { return std::fma(w, v - k.mean[c], k.bias[c]); });
   } else {
     const AffineF32 p = affine_f32(k.mean[c], k.rstd[c], k.weight[c], k.bias[c]);
     map_plane<T>(x, y, n, c, [&](T v) {
@@ -206,8 +205,7 @@ void by_type(DType dtype, const Function& function) {
 
 }  // namespace
 
-void local_sums(const SampleView& u, const SampleView* v, std::int64_t* words,
-                Executor& executor) {
+void local_sums(const SampleView& u, const SampleView* v, std::int64_t* words, Executor& executor) {
   const Format& format = format_of(u.dtype);
   executor.parallel_for(0, u.channels, 1, [&](std::int64_t begin, std::int64_t end) {
     const FloatEnvironment environment;

@@ -32,8 +32,7 @@ inline __m128i narrow(__m256 v, Half) {
 inline __m128i narrow(__m256 v, BFloat16) {
   const __m256i b = _mm256_castps_si256(v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
-  const __m256i rounded =
-      _mm256_add_epi32(b, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i rounded = _mm256_add_epi32(b, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   const __m256i quiet = _mm256_or_si256(b, _mm256_set1_epi32(0x400000));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
   const __m256i wide = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
@@ -110,12 +109,10 @@ inline DoubleV zero_double() { return {_mm256_setzero_pd()}; }
 inline DoubleV load_double(const double* p) { return {_mm256_load_pd(p)}; }
 inline void store_double(double* p, DoubleV a) { _mm256_store_pd(p, a.v); }
 inline DoubleV operator+(DoubleV a, DoubleV b) { return {_mm256_add_pd(a.v, b.v)}; }
-inline DoubleV fused(DoubleV a, DoubleV b, DoubleV c) {
-  return {_mm256_fmadd_pd(a.v, b.v, c.v)};
-}
+inline DoubleV fused(DoubleV a, DoubleV b, DoubleV c) { return {_mm256_fmadd_pd(a.v, b.v, c.v)}; }
 
 // Lanes 0..15 of a segment: the folds h = 8 and h = 4.
 inline QuadV fold_to_quad(const DoubleV (&lanes)[4]) {
-  return {_mm256_add_pd(_mm256_add_pd(lanes[0].v, lanes[2].v),
-                        _mm256_add_pd(lanes[1].v, lanes[3].v))};
+  return {
+      _mm256_add_pd(_mm256_add_pd(lanes[0].v, lanes[2].v), _mm256_add_pd(lanes[1].v, lanes[3].v))};
 }

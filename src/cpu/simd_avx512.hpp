@@ -30,11 +30,9 @@ inline __m256i narrow(__m512 v, Half) {
 inline __m256i narrow(__m512 v, BFloat16) {
   const __m512i b = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
-  const __m512i rounded =
-      _mm512_add_epi32(b, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i rounded = _mm512_add_epi32(b, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-  const __m512i chosen =
-      _mm512_mask_or_epi32(rounded, nan, b, _mm512_set1_epi32(0x400000));
+  const __m512i chosen = _mm512_mask_or_epi32(rounded, nan, b, _mm512_set1_epi32(0x400000));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16));
 }
 
@@ -100,9 +98,7 @@ inline DoubleV zero_double() { return {_mm512_setzero_pd()}; }
 inline DoubleV load_double(const double* p) { return {_mm512_load_pd(p)}; }
 inline void store_double(double* p, DoubleV a) { _mm512_store_pd(p, a.v); }
 inline DoubleV operator+(DoubleV a, DoubleV b) { return {_mm512_add_pd(a.v, b.v)}; }
-inline DoubleV fused(DoubleV a, DoubleV b, DoubleV c) {
-  return {_mm512_fmadd_pd(a.v, b.v, c.v)};
-}
+inline DoubleV fused(DoubleV a, DoubleV b, DoubleV c) { return {_mm512_fmadd_pd(a.v, b.v, c.v)}; }
 
 // Lanes 0..15 of a segment: the folds h = 8 and h = 4.
 inline QuadV fold_to_quad(const DoubleV (&lanes)[2]) {

@@ -50,8 +50,7 @@ void place_windows(Windows& windows, const SampleView& u, const SampleView& v,
     for (std::int64_t p = 0; p < probes; ++p) {
       const double magnitude = std::fabs(to_double(a[p * u_step]));
       largest = std::max(largest, magnitude);
-      largest_product =
-          std::max(largest_product, magnitude * std::fabs(to_double(b[p * v_step])));
+      largest_product = std::max(largest_product, magnitude * std::fabs(to_double(b[p * v_step])));
     }
     windows.place(i, 0, exponent_above(largest) + log_length + 4);
     windows.place(i, 1, exponent_above(largest_product) + log_length + 6);
@@ -132,8 +131,7 @@ std::vector<Share> deal(const SampleView& u, bool rows, int threads) {
 
 }  // namespace
 
-void local_sums(const SampleView& u, const SampleView* v, std::int64_t* words,
-                Executor& executor) {
+void local_sums(const SampleView& u, const SampleView* v, std::int64_t* words, Executor& executor) {
   const Kernels* kernels = active_kernels();
   const Layout layout = common_layout(u, v == nullptr ? u : *v);
   if (kernels == nullptr || u.dtype == DType::kFloat64 || layout == Layout::kStrided) {

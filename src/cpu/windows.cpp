@@ -174,8 +174,8 @@ void Windows::absorb(const Windows& other, std::int64_t begin, std::int64_t end)
         // Cannot overflow: both stay below 2^60 between flushes; the sum is flushed when large.
         arrays_.high[k][c] += other.arrays_.high[k][c];
         arrays_.low[k][c] += other.arrays_.low[k][c];
-        if (std::max(std::abs(arrays_.high[k][c]), std::abs(arrays_.low[k][c])) >
-            std::int64_t{1} << 61) {
+        if (std::max(std::abs(arrays_.high[k][c]), std::abs(arrays_.low[k][c])) > std::int64_t{1}
+                                                                                      << 61) {
           flush_one(c, k);
         }
       } else {

@@ -84,8 +84,7 @@ SYNCBN_HD inline Rounded53 round53(const BigUint<kLimbs>& v) {
   }
   const std::uint64_t kept = top >> 11;
   const std::uint64_t dropped = top & 0x7ffu;
-  const bool up =
-      dropped > 0x400u || (dropped == 0x400u && (rest != 0 || (kept & 1u) != 0));
+  const bool up = dropped > 0x400u || (dropped == 0x400u && (rest != 0 || (kept & 1u) != 0));
   return {static_cast<double>(kept + (up ? 1u : 0u)), 64 * (n - 1) - zeros + 11};
 }
 
@@ -100,8 +99,8 @@ SYNCBN_HD inline BigUint<2 * kLimbs> square(const BigUint<kLimbs>& a) {
       continue;
     }
     for (int j = 0; j < n; ++j) {
-      const unsigned __int128 t = static_cast<unsigned __int128>(a.limb[i]) * a.limb[j] +
-                                  out.limb[i + j] + carry;
+      const unsigned __int128 t =
+          static_cast<unsigned __int128>(a.limb[i]) * a.limb[j] + out.limb[i + j] + carry;
       out.limb[i + j] = static_cast<std::uint64_t>(t);
       carry = static_cast<std::uint64_t>(t >> 64);
     }
@@ -147,8 +146,7 @@ SYNCBN_HD inline BigUint<kA> subtract_or_zero(const BigUint<kA>& a, const BigUin
   }
   for (int i = 0; i < kA; ++i) {
     const std::uint64_t subtrahend = i < nb ? b.limb[i] : 0;
-    const unsigned __int128 t =
-        static_cast<unsigned __int128>(a.limb[i]) - subtrahend - borrow;
+    const unsigned __int128 t = static_cast<unsigned __int128>(a.limb[i]) - subtrahend - borrow;
     out.limb[i] = static_cast<std::uint64_t>(t);
     borrow = static_cast<std::uint64_t>(t >> 64) & 1u;
   }

@@ -20,10 +20,9 @@ struct FormatTraits {
   static constexpr int kSecondLimbs = (kFormat.second.digits * kDigitBits + 12 + 63) / 64;
   /// S^2 has the unit 2^-(2 * first.unit), N*Q is shifted to it.
   static constexpr int kShift = 2 * kFormat.first.unit - kFormat.second.unit;
-  static constexpr int kVarianceLimbs =
-      kSecondLimbs + (kShift + 63) / 64 + 2 > 2 * kFirstLimbs
-          ? kSecondLimbs + (kShift + 63) / 64 + 2
-          : 2 * kFirstLimbs;
+  static constexpr int kVarianceLimbs = kSecondLimbs + (kShift + 63) / 64 + 2 > 2 * kFirstLimbs
+                                            ? kSecondLimbs + (kShift + 63) / 64 + 2
+                                            : 2 * kFirstLimbs;
 };
 
 /// Merged flags of one channel.
@@ -100,8 +99,8 @@ SYNCBN_HD inline ChannelMoments finalize_channel(const std::int64_t* words, std:
 
 /// Section 6. The merged (or one rank's own) sums of u and u*x of a channel, and what follows.
 struct ChannelGradients {
-  double sum;      ///< A64
-  double g;        ///< G
+  double sum;  ///< A64
+  double g;    ///< G
   double dweight;
   double dbias;
   bool flagged;
@@ -174,7 +173,8 @@ SYNCBN_HD inline double running_update(double running, double value, double fact
   return std::fma(factor, value, (1.0 - factor) * running);
 }
 
-/// Section 4, per channel, for inputs of at most 32 bits: y = fma(a, (x - mean_high) - mean_low, b).
+/// Section 4, per channel, for inputs of at most 32 bits: y = fma(a, (x - mean_high) - mean_low,
+/// b).
 struct AffineF32 {
   float mean_high;
   float mean_low;

@@ -5,7 +5,8 @@
 #include "statistics/host_device.hpp"
 #include "syncbn/passes.hpp"
 
-// The four words in front of a message (docs/numerics.md, section 2), all of them summed over ranks.
+// The four words in front of a message (docs/numerics.md, section 2), all of them summed over
+// ranks.
 namespace syncbn {
 
 inline constexpr int kHeaderCount = 0;

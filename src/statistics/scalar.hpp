@@ -6,7 +6,8 @@
 
 #include "statistics/host_device.hpp"
 
-// Scalar types and operations of the contract: 16-bit floats, fma, error-free addition, powers of 2.
+// Scalar types and operations of the contract: 16-bit floats, fma, error-free addition, powers
+// of 2.
 namespace syncbn {
 
 template <class To, class From>

@@ -6,8 +6,8 @@
 #include "statistics/host_device.hpp"
 #include "statistics/scalar.hpp"
 
-// Local exact accumulators (docs/numerics.md, section 2): radix-2^32 slots in int64, which take 2^31
-// additions each before they could overflow, and the cut into radix-2^52 digits.
+// Local exact accumulators (docs/numerics.md, section 2): radix-2^32 slots in int64, which take
+// 2^31 additions each before they could overflow, and the cut into radix-2^52 digits.
 namespace syncbn {
 
 inline constexpr int kSlotBits = 32;
@@ -28,7 +28,8 @@ SYNCBN_HD inline void add_to_slots(std::int64_t* slots, unsigned __int128 magnit
   magnitude >>= kSlotBits - shift;
   while (true) {
     if (chunk != 0) {
-      slots[slot] += negative ? -static_cast<std::int64_t>(chunk) : static_cast<std::int64_t>(chunk);
+      slots[slot] +=
+          negative ? -static_cast<std::int64_t>(chunk) : static_cast<std::int64_t>(chunk);
     }
     if (magnitude == 0) {
       return;

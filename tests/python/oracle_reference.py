@@ -4,6 +4,7 @@ import math
 from fractions import Fraction
 
 import numpy as np
+
 import oracle
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -9,14 +9,15 @@ import pickle
 import re
 
 import numpy as np
-import oracle
-import syncbn
 import torch
 import torch.distributed as dist
-from support import assert_same_bits, rough_samples, to_tensor
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import oracle
+import syncbn
+from support import assert_same_bits, rough_samples, to_tensor
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -88,13 +89,20 @@ def case_bits_equal_the_oracle_exact(rank, world):
 def case_global_gradients_exact(rank, world):
     rng = np.random.default_rng(21)
     x = rough_samples(rng, (9, 5, 11), "float32")
-    check_layer(rank, world, x, rough_samples(rng, x.shape, "float32"), "float32", "uneven", "global")
+    check_layer(
+        rank, world, x, rough_samples(rng, x.shape, "float32"), "float32", "uneven", "global"
+    )
 
 
 def case_layers_wider_than_the_frame_exact(rank, world):
     """More than 512 channels of float32 (or 117 of float64) take a second message."""
     rng = np.random.default_rng(22)
-    for channels, dtype in ((512, "float32"), (513, "float32"), (1100, "bfloat16"), (130, "float64")):
+    for channels, dtype in (
+        (512, "float32"),
+        (513, "float32"),
+        (1100, "bfloat16"),
+        (130, "float64"),
+    ):
         x = rough_samples(rng, (7, channels), dtype)
         dy = oracle.round_to(rng.standard_normal(x.shape), dtype)
         for kind in ("uneven", "empty first"):
@@ -190,7 +198,9 @@ def case_refused_input_is_an_error_on_every_rank(rank, world):
             raises(ValueError, "expected", lambda bad=bad: layer(bad))
         else:
             good = torch.randn(3, 4)
-            raises(syncbn.DivergenceError, "a rank refused its input", lambda good=good: layer(good))
+            raises(
+                syncbn.DivergenceError, "a rank refused its input", lambda good=good: layer(good)
+            )
         unchanged(layer, before)
     layer(torch.randn(3, 4))
 

@@ -37,7 +37,9 @@ def assert_same_bits(actual: torch.Tensor, expected: np.ndarray, what: str) -> N
     got = to_array(actual)
     assert got.shape == expected.shape, f"{what}: shape {got.shape}, expected {expected.shape}"
     nan = np.isnan(expected)
-    same = np.where(nan, np.isnan(got), (got == expected) & (np.signbit(got) == np.signbit(expected)))
+    same = np.where(
+        nan, np.isnan(got), (got == expected) & (np.signbit(got) == np.signbit(expected))
+    )
     if not same.all():
         where = tuple(int(i) for i in np.argwhere(~same)[0])
         raise AssertionError(

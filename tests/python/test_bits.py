@@ -2,9 +2,10 @@
 processor has, for every dtype and layout. All comparisons are exact."""
 
 import numpy as np
-import oracle
 import pytest
 import torch
+
+import oracle
 from support import (
     TORCH_DTYPES,
     assert_same_bits,
@@ -132,7 +133,9 @@ def test_special_values_exact(dtype):
         x[:, 7] = np.where(rng.random(x[:, 7].shape) < 0.5, tiny, -tiny)
         x = oracle.round_to(x, dtype)
         dy = oracle.round_to(dy, dtype)
-        check(x, dy, dtype, *parameters(rng, len(specials)), layouts=("contiguous", "channels-last"))
+        check(
+            x, dy, dtype, *parameters(rng, len(specials)), layouts=("contiguous", "channels-last")
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

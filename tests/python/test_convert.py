@@ -3,9 +3,10 @@
 import copy
 
 import pytest
-import syncbn
 import torch
 from torch import nn
+
+import syncbn
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

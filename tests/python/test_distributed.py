@@ -8,10 +8,11 @@ import traceback
 from pathlib import Path
 
 import pytest
-import rank_cases
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+import rank_cases
 
 CASES = [name for name in vars(rank_cases) if name.startswith("case_")]
 TIMEOUT = datetime.timedelta(seconds=60)

@@ -5,9 +5,10 @@ test_distributed.py.
 """
 
 import numpy as np
-import oracle
 import pytest
 import torch
+
+import oracle
 from support import assert_same_bits, available_levels, rough_samples, to_tensor
 from syncbn._ops import ops
 
@@ -102,7 +103,9 @@ def test_any_sharding_exact(shape, dtype):
                     shards = random_shards(rng, shape[0], ranks)
                     got = run_shards(*tensors, shards, layout)
                     for name, values in expected.items():
-                        assert_same_bits(got[name], values, f"{level}, {ranks} ranks, {layout}, {name}")
+                        assert_same_bits(
+                            got[name], values, f"{level}, {ranks} ranks, {layout}, {name}"
+                        )
     finally:
         ops.force_cpu_instruction_set(before)
         torch.set_num_threads(threads)

@@ -6,11 +6,12 @@ import itertools
 import pickle
 
 import pytest
-import syncbn
 import torch
 import torch.nn.functional as F
-from syncbn._ops import ops
 from torch import nn
+
+import syncbn
+from syncbn._ops import ops
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 UNIT = {dtype: torch.finfo(dtype).eps / 2 for dtype in DTYPES}
@@ -64,9 +65,7 @@ def test_against_pytorch_in_float64(shape, dtype):
     sum_dyx = (gd * (xd - mean.view(view))).abs().sum(dims) + mean.abs() * sum_dy
     centered = xd.abs() + mean.abs().view(view)
     size = a * (
-        gd.abs()
-        + (sum_dy / count).view(view)
-        + centered * (rstd**2 * sum_dyx / count).view(view)
+        gd.abs() + (sum_dy / count).view(view) + centered * (rstd**2 * sum_dyx / count).view(view)
     )
     bound = (7 * compute + 8 * sums) * size + UNIT[dtype] * ref_dx.abs() + torch.finfo(dtype).tiny
     assert ((x.grad.double() - ref_dx).abs() <= bound).all()
@@ -184,7 +183,10 @@ def test_empty_batches_update_nothing(shape):
 BAD_INPUTS = {
     "one axis": (lambda: torch.randn(3), "expected at least 2D"),
     "channels": (lambda: torch.randn(2, 5, 4), r"running_mean: got shape \(3,\), expected \(5,\)"),
-    "integers": (lambda: torch.ones(2, 3, 4, dtype=torch.int64), "got torch.int64, expected float16"),
+    "integers": (
+        lambda: torch.ones(2, 3, 4, dtype=torch.int64),
+        "got torch.int64, expected float16",
+    ),
     "complex": (lambda: torch.randn(2, 3, 4, dtype=torch.complex64), "got torch.complex64"),
     "another device": (lambda: torch.randn(2, 3, 4, device="meta"), "got a tensor on meta"),
 }
@@ -249,7 +251,9 @@ def test_operators_pass_opcheck():
         check(ops.input_gradient.default, backward, test_utils=tests)
         check(ops.header.default, (message, 1), test_utils=tests)
         check(ops.rejection.default, (x, 20), test_utils=tests)
-        check(ops.remaining_words.default, (message, message[:40].clone(), 1, 5, 59), test_utils=tests)
+        check(
+            ops.remaining_words.default, (message, message[:40].clone(), 1, 5, 59), test_utils=tests
+        )
 
 
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))

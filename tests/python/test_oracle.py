@@ -8,8 +8,9 @@ import math
 from fractions import Fraction
 
 import numpy as np
-import oracle
 import pytest
+
+import oracle
 from oracle.exact import add32, fma_scalar, product_error, two_sum
 from oracle_reference import DTYPES, TYPES, draw, exact_fma, nearest, same, special
 

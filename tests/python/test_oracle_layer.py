@@ -8,8 +8,9 @@ import math
 from fractions import Fraction
 
 import numpy as np
-import oracle
 import pytest
+
+import oracle
 from oracle_reference import (
     DTYPES,
     TYPES,

@@ -1,0 +1,37 @@
+# syncbn_compile_options(<target>...): what every target of this project is compiled with.
+function(syncbn_compile_options)
+  foreach(target IN LISTS ARGN)
+    set_target_properties(${target} PROPERTIES
+      CXX_STANDARD 20
+      CXX_STANDARD_REQUIRED ON
+      CXX_EXTENSIONS OFF
+      CXX_VISIBILITY_PRESET hidden
+      VISIBILITY_INLINES_HIDDEN ON
+      POSITION_INDEPENDENT_CODE ON)
+    target_compile_options(${target} PRIVATE
+      -Wall -Wextra -Wconversion
+      $<$<BOOL:${SYNCBN_WERROR}>:-Werror>
+      # The same bits from every compiler: a*b+c is fused only where the source says fma.
+      -ffp-contract=off
+      # No path of the build machine in the binaries.
+      -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=
+      -ffile-prefix-map=${PROJECT_BINARY_DIR}=.)
+    if(SYNCBN_SANITIZE)
+      target_compile_options(${target} PRIVATE
+        -fsanitize=${SYNCBN_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
+      target_link_options(${target} PRIVATE -fsanitize=${SYNCBN_SANITIZE})
+    endif()
+  endforeach()
+endfunction()
+
+# syncbn_limit_exports(<library>): it exports only what exports.map lists, and leaves nothing open.
+function(syncbn_limit_exports target)
+  if(NOT APPLE)
+    set(map ${PROJECT_SOURCE_DIR}/cmake/exports.map)
+    target_link_options(${target} PRIVATE LINKER:--version-script=${map})
+    set_target_properties(${target} PROPERTIES LINK_DEPENDS ${map})
+    if(NOT SYNCBN_SANITIZE)  # the executable brings the sanitizer's symbols
+      target_link_options(${target} PRIVATE LINKER:--no-undefined)
+    endif()
+  endif()
+endfunction()

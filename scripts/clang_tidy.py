@@ -1,0 +1,38 @@
+"""Run clang-tidy over every file of the project that some build compiles.
+
+python scripts/clang_tidy.py JOBS CLANG_TIDY BUILD_FOLDER...
+"""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+
+def main() -> int:
+    jobs, program, *builds = sys.argv[1:]
+    project = Path.cwd()
+    build_of: dict[Path, str] = {}
+    for build in builds:
+        for entry in json.loads(Path(build, "compile_commands.json").read_text(encoding="utf-8")):
+            file = Path(entry["directory"], entry["file"])
+            # Neither generated nor fetched files; in two builds the first counts.
+            if file.is_relative_to(project) and not file.is_relative_to(project / "build"):
+                build_of.setdefault(file.relative_to(project), build)
+
+    def check(file: Path) -> bool:
+        # The flags are the compiler's, which may know warnings that clang does not.
+        extra = "--extra-arg=-Wno-unknown-warning-option"
+        command = [program, "--quiet", extra, "-p", build_of[file], str(file)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            print(f"{result.stdout}{result.stderr}", end="", flush=True)
+        return result.returncode == 0
+
+    with ThreadPoolExecutor(int(jobs)) as pool:
+        return 0 if all(list(pool.map(check, sorted(build_of)))) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

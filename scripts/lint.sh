@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Usage: scripts/lint.sh {all|quick|format}
+# quick: formatting and ruff. all: also clang-tidy, which needs `make build`. format: repair instead.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+mode=${1:-all}
+tools=${VENV:-.venv}/bin
+jobs=${JOBS:-$(nproc)}
+
+sources() {  # NUL-separated, also files that are not added yet
+  git ls-files -z --cached --others --exclude-standard --deduplicate -- "$@" |
+    while IFS= read -r -d '' file; do
+      if [[ -f $file ]]; then printf '%s\0' "$file"; fi
+    done
+}
+all_cpp=('*.cpp' '*.hpp' '*.h' '*.cu' '*.cuh')
+
+if [[ $mode == format ]]; then
+  "$tools/ruff" check --quiet --fix-only .
+  "$tools/ruff" format --quiet .
+  sources "${all_cpp[@]}" | xargs -0 -r "$tools/clang-format" -i
+  exit
+fi
+
+failed=0
+check() {
+  echo "lint: $1"
+  shift
+  "$@" || failed=1
+}
+clang_format() { sources "${all_cpp[@]}" | xargs -0 -r "$tools/clang-format" --dry-run --Werror; }
+
+check "ruff check" "$tools/ruff" check --quiet .
+check "ruff format" "$tools/ruff" format --check --quiet .
+check "clang-format" clang_format
+if [[ $mode == all ]]; then
+  check "clang-tidy" "$tools/python" scripts/clang_tidy.py "$jobs" "$tools/clang-tidy" \
+    build/cpu build/wheel
+fi
+if ((failed)); then
+  echo "lint: failed; 'make format' repairs formatting" >&2
+fi
+exit "$failed"

@@ -1,0 +1,27 @@
+# Installs the build, moves the result, and builds and runs a project that uses it from there.
+set(first ${work_dir}/installed)
+set(prefix ${work_dir}/moved)
+file(REMOVE_RECURSE ${work_dir})
+
+function(run)
+  execute_process(COMMAND ${ARGN} COMMAND_ERROR_IS_FATAL ANY)
+endfunction()
+
+run(${CMAKE_COMMAND} --install ${build_dir} --prefix ${first} --config ${config})
+file(RENAME ${first} ${prefix})
+
+# The headers are the ones of include/syncbn; nothing of src/ and no test is installed.
+file(GLOB_RECURSE headers RELATIVE ${prefix}/include ${prefix}/include/*)
+list(FILTER headers EXCLUDE REGEX "^syncbn/[a-z0-9_]+\\.(h|hpp)$")
+if(headers)
+  message(FATAL_ERROR "unexpected headers installed: ${headers}")
+endif()
+
+run(${CMAKE_COMMAND} -S ${CMAKE_CURRENT_LIST_DIR} -B ${work_dir}/build -G ${generator}
+  -D CMAKE_MAKE_PROGRAM=${make_program}
+  -D CMAKE_CXX_COMPILER=${compiler}
+  -D CMAKE_BUILD_TYPE=${config}
+  -D CMAKE_PREFIX_PATH=${prefix})
+run(${CMAKE_COMMAND} --build ${work_dir}/build --config ${config})
+run(${CMAKE_CTEST_COMMAND} --test-dir ${work_dir}/build --build-config ${config}
+  --output-on-failure --no-tests=error)

@@ -1,0 +1,68 @@
+"""Rules about the text of the core: python source_rules.py {wall,manners} PROJECT_DIR."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+SUFFIXES = {".h", ".hpp", ".cpp", ".cu", ".cuh", ".inc"}
+
+# Comments and literals; what a comment says about exit() is nobody's business.
+NOT_CODE = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])'(?:\\.|[^'\\\n])*'""", re.DOTALL
+)
+TORCH_INCLUDE = re.compile(r"^\s*#\s*include\s*[<\"](torch|ATen|c10|pybind11|Python\.h)\b.*$", re.M)
+MANNERS = {
+    "prints": re.compile(
+        r"\b(?:v?[fd]?printf|puts|fputs|putchar|fputc|fwrite|perror)\s*\(|\bstd::(?:cout|cerr|clog)\b"
+    ),
+    "exits or aborts": re.compile(r"\b(?:_?exit|_Exit|quick_exit|abort|terminate)\s*\("),
+    "reads the environment": re.compile(r"\b(?:secure_getenv|getenv|setenv|putenv|environ)\b"),
+}
+
+
+def core_files(project: Path) -> list[Path]:
+    files = [
+        path
+        for folder in ("include", "src")
+        for path in sorted((project / folder).rglob("*"))
+        if path.suffix in SUFFIXES
+    ]
+    if not files:
+        raise SystemExit(f"no source files under {project}")
+    return files
+
+
+def blank(match: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", " ", match[0])
+
+
+def wall(text: str) -> Iterator[tuple[int, str]]:
+    """No PyTorch header under include/ or src/."""
+    for match in TORCH_INCLUDE.finditer(text):
+        yield match.start(), f"includes a PyTorch header: {match[0].strip()}"
+
+
+def manners(text: str) -> Iterator[tuple[int, str]]:
+    """The core never prints, exits, aborts or reads the environment."""
+    code = NOT_CODE.sub(blank, text)
+    for what, pattern in MANNERS.items():
+        for match in pattern.finditer(code):
+            yield match.start(), f"{what}: {match[0].strip()}"
+
+
+def main() -> int:
+    rule = {"wall": wall, "manners": manners}[sys.argv[1]]
+    project = Path(sys.argv[2])
+    found = 0
+    for path in core_files(project):
+        text = path.read_text(encoding="utf-8")
+        for offset, message in rule(text):
+            line = text.count("\n", 0, offset) + 1
+            print(f"{path.relative_to(project)}:{line}: {message}")
+            found += 1
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
