@@ -93,10 +93,11 @@ def main() -> None:
     print("Medians in ms; [quartiles] of the ratio PyTorch / syncbn: above 1, syncbn is faster.")
     for threads in dict.fromkeys(arguments.threads):
         torch.set_num_threads(threads)
+        print(f"\n{threads} thread{'s' if threads > 1 else ''}")
+        columns = f"{'syncbn':>7} {'PyTorch':>8}  ratio"
         print(
-            f"\n{threads} thread{'s' if threads > 1 else ''}\n"
-            f"{'shape':20} {'dtype':9} {'layout':14}{'copy':>7} {'fresh':>7} | forward: {'syncbn':>7} {'PyTorch':>8}  ratio        "
-            f"| backward: {'syncbn':>7} {'PyTorch':>8}  ratio"
+            f"{'shape':20} {'dtype':9} {'layout':14}{'copy':>7} {'fresh':>7}"
+            f" | forward: {columns}         | backward: {columns}"
         )
         for dtype in arguments.dtype:
             for shape in SHAPES:

@@ -72,7 +72,7 @@ def _own_group(group: dist.ProcessGroup) -> str:
         return name
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            "syncbn: the group of this layer is not made yet, and it cannot be made while compiling; "
+            "syncbn: the group of this layer is not made yet and cannot be made while compiling: "
             "convert the model after init_process_group, or run one eager training step first"
         )
     made = dist.new_group(

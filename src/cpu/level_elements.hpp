@@ -34,6 +34,8 @@ struct InputGradient {
   }
 };
 
+constexpr std::int64_t kElementsAhead = 1024;  // bytes, as kSumsAhead
+
 /// `count` contiguous elements with the same constants.
 template <class T, class Pass, bool kStream>
 inline void map_contiguous(const T* x, const T* dy, T* out, std::int64_t count,
@@ -54,6 +56,10 @@ inline void map_contiguous(const T* x, const T* dy, T* out, std::int64_t count,
   }
 #pragma GCC unroll 2
   for (; i + kFloatLanes <= count; i += kFloatLanes) {
+    prefetch(reinterpret_cast<const char*>(x + i) + kElementsAhead);
+    if (Pass::kNeedsGradient) {
+      prefetch(reinterpret_cast<const char*>(dy + i) + kElementsAhead);
+    }
     const FloatV a = load(x + i);
     const FloatV b = Pass::kNeedsGradient ? load(dy + i) : a;
     const FloatV result = Pass::apply(a, b, k);
@@ -68,10 +74,12 @@ inline void map_contiguous(const T* x, const T* dy, T* out, std::int64_t count,
   }
 }
 
+// Both walk backwards: what the sums read last is still in a cache.
+
 template <class T, class Pass, bool kStream>
 void map_planes(const ElementsTask& task) {
   const std::int64_t blocks = (task.plane + kElementBlock - 1) / kElementBlock;
-  for (std::int64_t item = task.begin; item < task.end; ++item) {
+  for (std::int64_t item = task.end; item-- > task.begin;) {
     const std::int64_t channel = item / blocks % task.channels;
     const std::int64_t sample = item / blocks / task.channels;
     const std::int64_t offset = item % blocks * kElementBlock;
@@ -94,7 +102,7 @@ void map_rows(const ElementsTask& task) {
   const bool aligned =
       kStream && reinterpret_cast<std::uintptr_t>(task.out.data) % kAlignment == 0 &&
       task.out.element_stride % kFloatLanes == 0 && task.out.sample_stride % kFloatLanes == 0;
-  for (std::int64_t item = task.begin; item < task.end; ++item) {
+  for (std::int64_t item = task.end; item-- > task.begin;) {
     const std::int64_t sample = item / task.plane;
     const std::int64_t e = item % task.plane;
     const T* x = plane_of<T>(task.x, sample, 0) + e * task.x.element_stride;

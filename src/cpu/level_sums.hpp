@@ -98,6 +98,10 @@ inline void merge_segments(Windows& windows, const WindowArrays& w, std::int64_t
   }
 }
 
+// How far ahead contiguous passes ask for memory, in bytes: one core's hardware prefetchers stop at
+// every page.
+constexpr std::int64_t kSumsAhead = 2048;
+
 /// Lane sums of one contiguous segment, folded to four lanes. kProduct: second = u*v, else u*u.
 template <class T, bool kProduct>
 inline void sum_segment(const T* u, const T* v, std::int64_t length, QuadV& first, QuadV& second) {
@@ -109,6 +113,10 @@ inline void sum_segment(const T* u, const T* v, std::int64_t length, QuadV& firs
   }
   std::int64_t i = 0;
   for (; i + kLanes <= length; i += kLanes) {
+    prefetch(reinterpret_cast<const char*>(u + i) + kSumsAhead);
+    if (kProduct) {
+      prefetch(reinterpret_cast<const char*>(v + i) + kSumsAhead);
+    }
 #pragma GCC unroll 4
     for (int p = 0; p < kParts; ++p) {
       const DoubleV x = load_double(u + i + p * kDoubleLanes);

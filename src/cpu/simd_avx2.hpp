@@ -80,6 +80,8 @@ inline void store_partial(T* p, FloatV a, std::int64_t n) {
   }
 }
 
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
 inline FloatV broadcast(float v) { return {_mm256_set1_ps(v)}; }
 inline FloatV operator-(FloatV a, FloatV b) { return {_mm256_sub_ps(a.v, b.v)}; }
 inline FloatV operator*(FloatV a, FloatV b) { return {_mm256_mul_ps(a.v, b.v)}; }

@@ -68,6 +68,8 @@ inline void store_partial(T* p, FloatV a, std::int64_t n) {
   _mm256_mask_storeu_epi16(p, lane_mask(n), narrow(a.v, T{}));
 }
 
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
 inline FloatV broadcast(float v) { return {_mm512_set1_ps(v)}; }
 inline FloatV operator-(FloatV a, FloatV b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline FloatV operator*(FloatV a, FloatV b) { return {_mm512_mul_ps(a.v, b.v)}; }

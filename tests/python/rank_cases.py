@@ -1,7 +1,7 @@
-"""What each rank of a process group runs; test_distributed.py starts the ranks and reads the results.
+"""What each rank of a process group runs; test_distributed.py starts them and reads the results.
 
-A case is a function case_*(rank, world), called on every rank in the order of this file; it raises if
-something is wrong on this rank. Many cases share one start of the processes, which takes seconds.
+A case is a function case_*(rank, world), called on every rank in the order of this file; it raises
+if something is wrong on this rank. Many cases share one start of the processes (seconds each).
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Real processes over Gloo: starts 2 and 3 ranks once each and reports every case of rank_cases.py."""
+"""Real processes over Gloo: 2 and 3 ranks, started once each, run every case of rank_cases.py."""
 
 import datetime
 import json

@@ -1,4 +1,4 @@
-"""The same bits for any sharding: rank counts, splits, sample order, layouts, threads, vector codes.
+"""The same bits for any sharding: ranks, splits, sample order, layouts, threads, vector codes.
 
 Ranks are played by adding messages, which is what the exchange does; real processes are in
 test_distributed.py.
@@ -44,7 +44,7 @@ def run_shards(x, dy, weight, shards, layout):
         ops.local_gradients(g, t, r[4], 0) for g, t, r in zip(dys, xs, results, strict=True)
     ]
     merged_gradients = torch.stack(gradients).sum(0)
-    for s, t, g, (y_part, mean, var, rstd, info) in zip(shards, xs, dys, results, strict=True):
+    for s, t, g, (y_part, mean, _, rstd, info) in zip(shards, xs, dys, results, strict=True):
         y[s] = y_part
         dx[s], dweight, dbias = ops.input_gradient(
             g,
@@ -59,6 +59,7 @@ def run_shards(x, dy, weight, shards, layout):
             torch.float32,
             ranks,
         )
+    var = results[0][2]
     return {"y": y, "dx": dx, "mean": mean, "var": var, "dweight": dweight, "dbias": dbias}
 
 

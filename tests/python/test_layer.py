@@ -31,7 +31,7 @@ def test_against_pytorch_in_float64(shape, dtype):
 
     Statistics are exact up to rounding to float64, so with u the rounding unit of the computing
     type (float32 for inputs of at most 32 bits) y = fma(a, (x - mh) - ml, b) takes four roundings,
-    of weight * rstd, two differences and the fma, each relative to at most |a| (|x| + |mean|) + |b|;
+    of weight * rstd, two differences and the fma, each relative to |a| (|x| + |mean|) + |b|;
     dx takes seven, relative to the sum of its three terms' sizes. Then one rounding to the output.
     PyTorch's own error in float64 is 2^-29 of that, or, for float64, a sum of n terms: n roundings.
     """

@@ -132,10 +132,10 @@ def test_pairs_of_float64_are_sharper_than_binary64():
     each of at most 36 is below u times a partial sum; x^2 adds one such error of the product."""
     x = draw(np.random.default_rng(3), (1, 1, 5000), "float64", -3, 3)
     row = oracle.local_words(x, x, "float64")[0]
-    for total, power in zip(oracle.integers_of(row, "float64"), (1, 2)):
+    for integer, power in zip(oracle.integers_of(row, "float64"), (1, 2)):
         values = [v**power for v in fractions(x)]
         size = sum(map(abs, values)) * (1 + gamma(37))
-        error = abs(Fraction(total, 2**1074) - sum(values))
+        error = abs(Fraction(integer, 2**1074) - sum(values))
         assert error <= gamma(72) * 37 * U * size
         assert error < U * abs(sum(values)) / 1000  # and far below one rounding
 
