@@ -11,13 +11,13 @@
 namespace syncbn {
 namespace {
 
-/// Runs the checks of one call. A rank that refuses its arguments tells the others, which would
+/// Runs what comes before an exchange. A rank that fails there tells the others, which would
 /// otherwise wait for it.
-template <class Checks>
-void check_together(Communicator& communicator, const Checks& checks) {
+template <class Body>
+void before_exchange(Communicator& communicator, const Body& body) {
   try {
-    checks();
-  } catch (const InvalidArgument& error) {
+    body();
+  } catch (const std::exception& error) {
     communicator.abandon(error.what());
     throw;
   }
@@ -30,14 +30,15 @@ void check_training(const TensorView& x, const TensorView& weight, const TensorV
   check_samples("x", x);
   check_like("y", y, x);
   const std::int64_t channels = x.sizes[1];
-  check_per_channel("weight", weight, channels);
-  check_per_channel("bias", bias, channels);
-  check_per_channel("running.mean", running.mean, channels);
-  check_per_channel("running.var", running.var, channels);
+  check_per_channel("weight", weight, channels, x.device);
+  check_per_channel("bias", bias, channels, x.device);
+  check_per_channel("running.mean", running.mean, channels, x.device);
+  check_per_channel("running.var", running.var, channels, x.device);
   check_eps(options.eps);
   if (options.momentum.has_value()) {
     check_momentum(*options.momentum);
-  } else if (running.num_batches_tracked == nullptr && !running.mean.absent()) {
+  } else if (running.num_batches_tracked == nullptr &&
+             !(running.mean.absent() && running.var.absent())) {
     throw InvalidArgument(
         "running.num_batches_tracked: got null, expected a counter (momentum is empty, which asks "
         "for cumulative averaging)");
@@ -63,13 +64,15 @@ void update_running(const RunningStatistics& running, const BatchNormOptions& op
 
 /// Running statistics as evaluation uses them.
 struct EvaluationStatistics {
-  EvaluationStatistics(const TensorView& running_mean, const TensorView& running_var,
-                       std::int64_t channels, double eps) {
-    check_per_channel("running_mean", running_mean, channels);
-    check_per_channel("running_var", running_var, channels);
+  EvaluationStatistics(const TensorView& x, const TensorView& running_mean,
+                       const TensorView& running_var, double eps) {
+    const std::int64_t channels = x.sizes[1];
+    check_per_channel("running_mean", running_mean, channels, x.device);
+    check_per_channel("running_var", running_var, channels, x.device);
     if (running_mean.absent() || running_var.absent()) {
       throw InvalidArgument("running_mean, running_var: got none, expected both");
     }
+    check_available(x.device);
     const cpu::FloatEnvironment environment;
     mean = channel_values(running_mean, channels, 0.0);
     rstd = channel_values(running_var, channels, 1.0);
@@ -96,15 +99,17 @@ BatchStatistics batch_norm_forward(const TensorView& x, const TensorView& weight
                                    const RunningStatistics& running,
                                    const BatchNormOptions& options, Communicator& communicator,
                                    const Execution& execution) {
-  check_together(communicator,
-                 [&] { check_training(x, weight, bias, y, running, options, communicator); });
+  BatchStatistics statistics;
+  std::vector<std::int64_t> message;
+  before_exchange(communicator, [&] {
+    check_training(x, weight, bias, y, running, options, communicator);
+    statistics.fingerprint =
+        fingerprint(options.layer, options.call, Direction::kForward, x.sizes[1], options.eps);
+    message.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
+    local_moments(x, message.data(), statistics.fingerprint, execution);
+  });
   const std::int64_t channels = x.sizes[1];
   const auto size = static_cast<std::size_t>(channels);
-  BatchStatistics statistics;
-  statistics.fingerprint =
-      fingerprint(options.layer, options.call, Direction::kForward, channels, options.eps);
-  std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
-  local_moments(x, message.data(), statistics.fingerprint, execution);
   const MessageInfo info = exchange(message, communicator);
   statistics.count = info.count;
   statistics.mean.resize(size);
@@ -122,39 +127,42 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const Tensor
                          const MutableTensorView& dweight, const MutableTensorView& dbias,
                          AffineGradients which, Communicator& communicator,
                          const Execution& execution) {
-  check_together(communicator, [&] {
+  std::vector<std::int64_t> message;
+  before_exchange(communicator, [&] {
     check_ranks(communicator.size());
     check_samples("x", x);
     check_like("dy", dy, x);
     check_like("dx", dx, x);
-    check_per_channel("weight", weight, x.sizes[1]);
-    check_per_channel("dweight", dweight, x.sizes[1]);
-    check_per_channel("dbias", dbias, x.sizes[1]);
-    if (static_cast<std::int64_t>(statistics.mean.size()) != x.sizes[1]) {
-      throw InvalidArgument("statistics: got " + std::to_string(statistics.mean.size()) +
-                            " channels, expected those of x, " + std::to_string(x.sizes[1]));
+    check_per_channel("weight", weight, x.sizes[1], x.device);
+    check_per_channel("dweight", dweight, x.sizes[1], x.device);
+    check_per_channel("dbias", dbias, x.sizes[1], x.device);
+    for (const auto* values : {&statistics.mean, &statistics.rstd}) {
+      if (static_cast<std::int64_t>(values->size()) != x.sizes[1]) {
+        throw InvalidArgument("statistics: got " + std::to_string(values->size()) +
+                              " channels, expected those of x, " + std::to_string(x.sizes[1]));
+      }
     }
+    message.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
+    local_gradients(dy, x, message.data(), backward_fingerprint(statistics.fingerprint), execution);
   });
   const std::int64_t channels = x.sizes[1];
   const double* mean = statistics.mean.data();
   const double* rstd = statistics.rstd.data();
-  const std::uint32_t tag = backward_fingerprint(statistics.fingerprint);
-  std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
-  local_gradients(dy, x, message.data(), tag, execution);
-  if (which == AffineGradients::kShare) {
-    affine_gradient_shares(message.data() + kHeaderWords, x.dtype, mean, rstd, dweight, dbias,
-                           channels, execution);
-  }
+  const bool global = which == AffineGradients::kGlobal;
+  const std::vector<std::int64_t> own = global ? std::vector<std::int64_t>{} : message;
   const MessageInfo info = exchange(message, communicator);
   if (info.count != statistics.count) {
     throw DivergenceError("backward: the ranks bring " + std::to_string(info.count) +
                           " elements per channel, forward had " + std::to_string(statistics.count));
   }
-  const bool global = which == AffineGradients::kGlobal;
   std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
   finalize_gradients(info, message.data() + kHeaderWords, mean, rstd, weight, coefficients.data(),
                      global ? dweight : MutableTensorView(), global ? dbias : MutableTensorView(),
                      channels, statistics.count, execution);
+  if (!global) {
+    affine_gradient_shares(own.data() + kHeaderWords, x.dtype, mean, rstd, dweight, dbias, channels,
+                           execution);
+  }
   input_gradient(dy, x, mean, rstd, coefficients.data(), dx, execution);
 }
 
@@ -174,7 +182,7 @@ void batch_norm_evaluate(const TensorView& x, const TensorView& weight, const Te
   }
   check_eps(eps);
   check_samples("x", x);
-  const EvaluationStatistics statistics(running_mean, running_var, x.sizes[1], eps);
+  const EvaluationStatistics statistics(x, running_mean, running_var, eps);
   normalize(x, statistics.mean.data(), statistics.rstd.data(), weight, bias, y, execution);
 }
 
@@ -186,9 +194,9 @@ void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x,
   check_eps(eps);
   check_samples("x", x);
   const std::int64_t channels = x.sizes[1];
-  check_per_channel("dweight", dweight, channels);
-  check_per_channel("dbias", dbias, channels);
-  const EvaluationStatistics statistics(running_mean, running_var, channels, eps);
+  check_per_channel("dweight", dweight, channels, x.device);
+  check_per_channel("dbias", dbias, channels, x.device);
+  const EvaluationStatistics statistics(x, running_mean, running_var, eps);
   std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
   local_gradients(dy, x, message.data(), 0, execution);
   evaluation_input_gradient(dy, statistics.rstd.data(), weight, dx, execution);

@@ -1,7 +1,9 @@
 #include "checks.hpp"
 
+#include <charconv>
 #include <string>
 
+#include "cuda/cuda_passes.hpp"
 #include "sample_view.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/passes.hpp"
@@ -19,6 +21,15 @@ std::string shape(const TensorView& tensor) {
 
 [[noreturn]] void refuse(const char* name, const std::string& given, const std::string& allowed) {
   throw InvalidArgument(std::string(name) + ": got " + given + ", expected " + allowed);
+}
+
+const char* device_name(Device device) { return device == Device::kCpu ? "CPU" : "CUDA"; }
+
+/// The shortest digits that read back as the same number.
+std::string number(double value) {
+  char text[32];
+  const auto end = std::to_chars(text, text + sizeof(text), value).ptr;
+  return std::string(text, end);
 }
 
 void check_dtype(const char* name, DType dtype) {
@@ -77,11 +88,13 @@ void check_like(const char* name, const TensorView& tensor, const TensorView& x)
            std::string("the dtype of x, ") + syncbn::name(x.dtype));
   }
   if (tensor.device != x.device) {
-    refuse(name, "another device", "the device of x");
+    refuse(name, std::string("a tensor on ") + device_name(tensor.device),
+           std::string("the device of x, ") + device_name(x.device));
   }
 }
 
-void check_per_channel(const char* name, const TensorView& tensor, std::int64_t channels) {
+void check_per_channel(const char* name, const TensorView& tensor, std::int64_t channels,
+                       Device device) {
   if (tensor.absent()) {
     return;
   }
@@ -90,11 +103,21 @@ void check_per_channel(const char* name, const TensorView& tensor, std::int64_t 
     refuse(name, "shape " + shape(tensor),
            "(" + std::to_string(channels) + "), one entry per channel of x");
   }
+  if (tensor.device != device) {
+    refuse(name, std::string("a tensor on ") + device_name(tensor.device),
+           std::string("the device of x, ") + device_name(device));
+  }
+}
+
+void check_available(Device device) {
+  if (device != Device::kCpu) {
+    cuda::require();
+  }
 }
 
 void check_eps(double eps) {
   if (!(eps >= 0) || eps - eps != 0) {
-    refuse("eps", std::to_string(eps), "a finite number of at least 0");
+    refuse("eps", number(eps), "a finite number of at least 0");
   }
 }
 
@@ -106,7 +129,7 @@ void check_ranks(int ranks) {
 
 void check_momentum(double momentum) {
   if (!(momentum >= 0 && momentum <= 1)) {
-    refuse("momentum", std::to_string(momentum), "a number in [0, 1]");
+    refuse("momentum", number(momentum), "a number in [0, 1]");
   }
 }
 

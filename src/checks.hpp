@@ -15,8 +15,12 @@ void check_samples(const char* name, const TensorView& tensor);
 /// The same sizes, dtype and device as x.
 void check_like(const char* name, const TensorView& tensor, const TensorView& x);
 
-/// Absent, or one axis of `channels` entries.
-void check_per_channel(const char* name, const TensorView& tensor, std::int64_t channels);
+/// Absent, or one axis of `channels` entries on `device`.
+void check_per_channel(const char* name, const TensorView& tensor, std::int64_t channels,
+                       Device device);
+
+/// Throws Unavailable for tensors on a device that this build has no passes for.
+void check_available(Device device);
 
 void check_eps(double eps);
 void check_ranks(int ranks);

@@ -42,21 +42,23 @@ struct __attribute__((visibility("hidden"))) ThreadPool::State {
   std::int64_t generation = 0;
   bool stop = false;
 
-  // The job at hand: piece i is [begin + i * step, ...).
+  // The job at hand.
   const Body* body = nullptr;
   std::int64_t begin = 0;
   std::int64_t end = 0;
-  std::int64_t step = 0;
+  std::int64_t pieces = 0;
   int pending = 0;
   std::exception_ptr error;
 
   void run_piece(std::int64_t piece) {
-    const std::int64_t first = begin + piece * step;
-    if (first >= end) {
+    if (piece >= pieces) {
       return;
     }
+    const std::int64_t whole = (end - begin) / pieces;
+    const std::int64_t longer = (end - begin) % pieces;  // so many pieces have one item more
+    const std::int64_t first = begin + piece * whole + std::min(piece, longer);
     try {
-      (*body)(first, std::min(end, first + step));
+      (*body)(first, first + whole + (piece < longer ? 1 : 0));
     } catch (...) {
       const std::lock_guard lock(mutex);
       error = std::current_exception();
@@ -119,7 +121,7 @@ void ThreadPool::parallel_for(std::int64_t begin, std::int64_t end, std::int64_t
     state_->body = &body;
     state_->begin = begin;
     state_->end = end;
-    state_->step = (end - begin + pieces - 1) / pieces;
+    state_->pieces = pieces;
     state_->pending = static_cast<int>(state_->threads.size());
     state_->error = nullptr;
     ++state_->generation;

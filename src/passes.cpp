@@ -9,7 +9,6 @@
 #include "cpu/cpu_passes.hpp"
 #include "cpu/finalize.hpp"
 #include "cpu/float_environment.hpp"
-#include "cuda/cuda_passes.hpp"
 #include "sample_view.hpp"
 #include "statistics/header.hpp"
 
@@ -20,16 +19,10 @@ namespace {
 /// Channels per thread at which finalizing in parallel pays.
 constexpr std::int64_t kFinalizeGrain = 256;
 
-void require_cpu(const TensorView& x) {
-  if (x.device != Device::kCpu) {
-    cuda::require();
-  }
-}
-
 /// Header and words of this rank's sums of u and u * v.
 void write_message(const TensorView& u, const TensorView* v, std::int64_t* message,
                    std::uint32_t fingerprint, const Execution& execution) {
-  require_cpu(u);
+  check_available(u.device);
   const SampleView samples(u);
   const std::int64_t channels = u.sizes[1];
   if (samples.empty()) {
@@ -108,13 +101,14 @@ void normalize(const TensorView& x, const double* mean, const double* rstd,
                const Execution& execution) {
   check_samples("x", x);
   check_like("y", y, x);
-  check_per_channel("weight", weight, x.sizes[1]);
-  check_per_channel("bias", bias, x.sizes[1]);
-  require_cpu(x);
+  check_per_channel("weight", weight, x.sizes[1], x.device);
+  check_per_channel("bias", bias, x.sizes[1], x.device);
+  check_available(x.device);
   const SampleView from(x);
   if (from.empty() || from.channels == 0) {
     return;
   }
+  const cpu::FloatEnvironment environment;
   const std::vector<double> scale = channel_values(weight, from.channels, 1.0);
   const std::vector<double> shift = channel_values(bias, from.channels, 0.0);
   cpu::normalize(from, SampleView(y), {mean, rstd, scale.data(), shift.data()},
@@ -125,8 +119,8 @@ void update_running_statistics(const MutableTensorView& running_mean,
                                const MutableTensorView& running_var, const double* mean,
                                const double* var, std::int64_t channels, std::int64_t count,
                                double factor) {
-  check_per_channel("running_mean", running_mean, channels);
-  check_per_channel("running_var", running_var, channels);
+  check_per_channel("running_mean", running_mean, channels, Device::kCpu);
+  check_per_channel("running_var", running_var, channels, Device::kCpu);
   check_momentum(factor);
   if (count == 0) {
     return;
@@ -156,9 +150,9 @@ void finalize_gradients(const MessageInfo& info, const std::int64_t* words, cons
                         const double* rstd, const TensorView& weight, double* coefficients,
                         const MutableTensorView& dweight, const MutableTensorView& dbias,
                         std::int64_t channels, std::int64_t count, const Execution& execution) {
-  check_per_channel("weight", weight, channels);
-  check_per_channel("dweight", dweight, channels);
-  check_per_channel("dbias", dbias, channels);
+  check_per_channel("weight", weight, channels, Device::kCpu);
+  check_per_channel("dweight", dweight, channels, Device::kCpu);
+  check_per_channel("dbias", dbias, channels, Device::kCpu);
   const bool valid = usable(info) && info.count == count;
   const int per_channel = words_per_channel(info.dtype);
   const double nan = std::numeric_limits<double>::quiet_NaN();
@@ -182,8 +176,8 @@ void affine_gradient_shares(const std::int64_t* words, DType dtype, const double
                             const double* rstd, const MutableTensorView& dweight,
                             const MutableTensorView& dbias, std::int64_t channels,
                             const Execution& execution) {
-  check_per_channel("dweight", dweight, channels);
-  check_per_channel("dbias", dbias, channels);
+  check_per_channel("dweight", dweight, channels, Device::kCpu);
+  check_per_channel("dbias", dbias, channels, Device::kCpu);
   const int per_channel = words_per_channel(dtype);
   for_each_channel(channels, execution, [&](std::int64_t c) {
     store_affine(cpu::finalize_gradients(dtype, words + c * per_channel, mean[c], rstd[c]), dweight,
@@ -197,7 +191,7 @@ void input_gradient(const TensorView& dy, const TensorView& x, const double* mea
   check_samples("x", x);
   check_like("dy", dy, x);
   check_like("dx", dx, x);
-  require_cpu(x);
+  check_available(x.device);
   const SampleView samples(x);
   if (samples.empty() || samples.channels == 0) {
     return;
@@ -213,14 +207,14 @@ void evaluation_input_gradient(const TensorView& dy, const double* rstd, const T
                                const MutableTensorView& dx, const Execution& execution) {
   check_samples("dy", dy);
   check_like("dx", dx, dy);
-  check_per_channel("weight", weight, dy.sizes[1]);
-  require_cpu(dy);
+  check_per_channel("weight", weight, dy.sizes[1], dy.device);
+  check_available(dy.device);
   const SampleView samples(dy);
   if (samples.empty() || samples.channels == 0) {
     return;
   }
-  std::vector<double> c1 = channel_values(weight, samples.channels, 1.0);
   const cpu::FloatEnvironment environment;
+  std::vector<double> c1 = channel_values(weight, samples.channels, 1.0);
   for (std::size_t c = 0; c < c1.size(); ++c) {
     c1[c] *= rstd[c];
   }

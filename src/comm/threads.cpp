@@ -59,9 +59,16 @@ struct __attribute__((visibility("hidden"))) ThreadGroup::State {
   };
 
   bool all_arrived(std::uint64_t barrier) const;
-  void abandon(int rank, const std::string& reason);
-  [[noreturn]] void throw_abandoned(int rank);
-  [[noreturn]] void throw_timeout(int rank, std::uint64_t barrier);
+  /// "rank R of N: ", in front of every error.
+  std::string place(int rank) const {
+    return "rank " + std::to_string(rank) + " of " + std::to_string(slots.size()) + ": ";
+  }
+  void abandon(int rank, const std::string& reason, bool timed_out = false);
+  /// For a rank that comes to a broken group.
+  [[noreturn]] void throw_lost(int rank);
+  /// For a rank that waits while the group breaks.
+  [[noreturn]] void throw_broken(int rank);
+  void time_out(int rank, std::uint64_t barrier);
 
   const std::chrono::milliseconds timeout;
   std::vector<Slot> slots;
@@ -72,6 +79,7 @@ struct __attribute__((visibility("hidden"))) ThreadGroup::State {
   std::condition_variable changed;
   std::atomic<int> sleepers{0};
   std::atomic<bool> broken{false};
+  bool broken_by_timeout = false;
   int broken_rank = -1;
   std::string broken_reason;
 };
@@ -89,7 +97,7 @@ bool ThreadGroup::State::all_arrived(std::uint64_t barrier) const {
                      [&](const Slot& slot) { return slot.arrived.load() >= barrier; });
 }
 
-void ThreadGroup::State::abandon(int rank, const std::string& reason) {
+void ThreadGroup::State::abandon(int rank, const std::string& reason, bool timed_out) {
   {
     const std::lock_guard lock(mutex);
     if (broken.load()) {
@@ -97,29 +105,39 @@ void ThreadGroup::State::abandon(int rank, const std::string& reason) {
     }
     broken_rank = rank;
     broken_reason = reason;
+    broken_by_timeout = timed_out;
     broken.store(true);
   }
   changed.notify_all();
 }
 
-void ThreadGroup::State::throw_abandoned(int rank) {
+void ThreadGroup::State::throw_lost(int rank) {
   const std::lock_guard lock(mutex);
-  throw PeerLost("rank " + std::to_string(rank) + " of " + std::to_string(slots.size()) +
-                 ": rank " + std::to_string(broken_rank) + " left the group: " + broken_reason);
+  throw PeerLost(place(rank) + "rank " + std::to_string(broken_rank) +
+                 " left the group: " + broken_reason);
 }
 
-void ThreadGroup::State::throw_timeout(int rank, std::uint64_t barrier) {
+void ThreadGroup::State::throw_broken(int rank) {
+  {
+    const std::lock_guard lock(mutex);
+    if (broken_by_timeout) {
+      throw ExchangeTimeout(place(rank) + broken_reason);
+    }
+  }
+  throw_lost(rank);
+}
+
+void ThreadGroup::State::time_out(int rank, std::uint64_t barrier) {
   std::vector<int> missing;
   for (std::size_t r = 0; r < slots.size(); ++r) {
     if (slots[r].arrived.load() < barrier) {
       missing.push_back(static_cast<int>(r));
     }
   }
-  const std::string reason = list(missing) + " did not come to the exchange within " +
-                             std::to_string(timeout.count()) + " ms";
-  abandon(rank, reason);
-  throw ExchangeTimeout("rank " + std::to_string(rank) + " of " + std::to_string(slots.size()) +
-                        ": " + reason);
+  abandon(rank,
+          list(missing) + " did not come to the exchange within " +
+              std::to_string(timeout.count()) + " ms",
+          true);
 }
 
 void ThreadGroup::State::Rank::barrier() {
@@ -137,7 +155,7 @@ void ThreadGroup::State::Rank::barrier() {
       return;
     }
     if (s.broken.load()) {
-      s.throw_abandoned(rank_);
+      s.throw_broken(rank_);
     }
     if (i >= kSpins) {
       std::this_thread::yield();
@@ -152,13 +170,16 @@ void ThreadGroup::State::Rank::barrier() {
   if (s.all_arrived(number)) {
     return;
   }
-  woken ? s.throw_abandoned(rank_) : s.throw_timeout(rank_, number);
+  if (!woken) {
+    s.time_out(rank_, number);
+  }
+  s.throw_broken(rank_);
 }
 
 void ThreadGroup::State::Rank::enter(const void* data, std::size_t bytes, bool gather) {
   Slot& mine = state_.slots[static_cast<std::size_t>(rank_)];
   if (state_.broken.load()) {
-    state_.throw_abandoned(rank_);
+    state_.throw_lost(rank_);
   }
   mine.data = static_cast<const std::byte*>(data);
   mine.bytes = bytes;

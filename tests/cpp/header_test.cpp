@@ -1,0 +1,249 @@
+#include "statistics/header.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "support.hpp"
+#include "syncbn/error.hpp"
+#include "syncbn/passes.hpp"
+
+namespace syncbn {
+namespace {
+
+using testing::contains;
+using testing::kDtypes;
+using testing::Random;
+using testing::thrown_text;
+
+constexpr std::uint32_t kLargest = (1u << 20) - 1;
+
+struct Message {
+  std::int64_t words[kHeaderWords] = {};
+  void add(std::int64_t count, std::uint32_t fingerprint, std::int64_t flags) {
+    std::int64_t one[kHeaderWords];
+    write_header(one, count, fingerprint, flags);
+    for (int i = 0; i < kHeaderWords; ++i) {
+      words[i] += one[i];
+    }
+  }
+};
+
+TEST(Header, Sizes) {
+  EXPECT_EQ(words_per_channel(DType::kFloat16), 6);
+  EXPECT_EQ(words_per_channel(DType::kBFloat16), 19);
+  EXPECT_EQ(words_per_channel(DType::kFloat32), 19);
+  EXPECT_EQ(words_per_channel(DType::kFloat64), 83);
+  EXPECT_EQ(message_words(DType::kFloat32, 64), 4 + 64 * 19);
+  EXPECT_EQ(message_words(DType::kFloat64, 0), 4);
+  EXPECT_EQ(kMaxRanks, 2048);
+  EXPECT_EQ(kMaxCount, std::int64_t{1} << 36);
+}
+
+TEST(Fingerprint, TwentyBitsThatDependOnEveryInput) {
+  const auto of = [](std::uint64_t layer, std::uint64_t call, Direction direction,
+                     std::int64_t channels, double eps) {
+    const std::uint32_t h = fingerprint(layer, call, direction, channels, eps);
+    EXPECT_LE(h, kLargest);
+    EXPECT_EQ(h, fingerprint(layer, call, direction, channels, eps));
+    return h;
+  };
+  const std::uint32_t base = of(3, 7, Direction::kForward, 64, 1e-5);
+  EXPECT_NE(of(4, 7, Direction::kForward, 64, 1e-5), base);
+  EXPECT_NE(of(3, 8, Direction::kForward, 64, 1e-5), base);
+  EXPECT_NE(of(3, 7, Direction::kBackward, 64, 1e-5), base);
+  EXPECT_NE(of(3, 7, Direction::kForward, 65, 1e-5), base);
+  EXPECT_NE(of(3, 7, Direction::kForward, 64, 1e-6), base);
+  EXPECT_NE(of(3, 7, Direction::kForward, 64, std::nextafter(1e-5, 1.0)), base);
+  EXPECT_NE(of(7, 3, Direction::kForward, 64, 1e-5), base);
+  EXPECT_NE(of(std::uint64_t{1} << 63 | 3, 7, Direction::kForward, 64, 1e-5), base);
+  EXPECT_NE(backward_fingerprint(base), base);
+  EXPECT_LE(backward_fingerprint(kLargest), kLargest);
+}
+
+// Neighbouring layers and calls collide about as seldom as random 20-bit numbers do: 10,000 of them
+// have 10000^2 / 2 / 2^20 = 48 colliding pairs on average, and more than 120 would be over ten
+// standard deviations away.
+TEST(Fingerprint, SpreadsNeighbours) {
+  std::set<std::uint32_t> forward;
+  std::set<std::uint32_t> backward;
+  for (std::uint64_t layer = 0; layer < 100; ++layer) {
+    for (std::uint64_t call = 0; call < 100; ++call) {
+      forward.insert(fingerprint(layer, call, Direction::kForward, 64, 1e-5));
+    }
+  }
+  for (std::uint32_t h = 0; h < 10000; ++h) {
+    backward.insert(backward_fingerprint(h));
+  }
+  EXPECT_GE(forward.size(), 10000u - 120);
+  EXPECT_GE(backward.size(), 10000u - 120);
+}
+
+TEST(Header, RanksAgreeExactlyWhenAllFingerprintsAreEqual) {
+  Random random(40);
+  for (const int ranks : {1, 2, 3, 8, 2047, 2048}) {
+    for (int round = 0; round < 200; ++round) {
+      const auto h = static_cast<std::uint32_t>(round == 0   ? 0
+                                                : round == 1 ? kLargest
+                                                             : random.between(0, kLargest));
+      Message equal;
+      Message one_differs;
+      // By the smallest difference there is, or any.
+      const std::uint32_t other =
+          random.one_in(2) ? h ^ 1u : h ^ static_cast<std::uint32_t>(random.between(1, kLargest));
+      const auto odd = static_cast<int>(random.between(0, ranks - 1));
+      for (int r = 0; r < ranks; ++r) {
+        equal.add(5, h, dtype_flag(DType::kFloat32));
+        one_differs.add(5, r == odd ? other : h, dtype_flag(DType::kFloat32));
+      }
+      const MessageInfo info = read_header(equal.words, ranks);
+      ASSERT_TRUE(info.agree) << ranks;
+      ASSERT_EQ(info.count, 5 * ranks);
+      ASSERT_EQ(info.dtype, DType::kFloat32);
+      ASSERT_TRUE(info.any_data);
+      ASSERT_FALSE(info.any_rejected);
+      ASSERT_NO_THROW(check_header(info));
+      ASSERT_EQ(read_header(one_differs.words, ranks).agree, ranks == 1) << ranks;
+    }
+  }
+}
+
+TEST(Header, AllDifferentOrHalfDifferent) {
+  Message all;
+  Message half;
+  for (std::uint32_t r = 0; r < 2048; ++r) {
+    all.add(1, kLargest - r, dtype_flag(DType::kFloat16));
+    half.add(1, r % 2 == 0 ? 0 : kLargest, dtype_flag(DType::kFloat16));
+  }
+  EXPECT_FALSE(read_header(all.words, 2048).agree);
+  EXPECT_FALSE(read_header(half.words, 2048).agree);
+}
+
+TEST(Header, DtypesOfRanksWithSamplesMustBeEqual) {
+  for (const DType a : kDtypes) {
+    for (const DType b : kDtypes) {
+      Message message;
+      for (int r = 0; r < 2048; ++r) {
+        message.add(1, 77, dtype_flag(r == 1000 ? b : a));
+      }
+      const MessageInfo info = read_header(message.words, 2048);
+      EXPECT_EQ(info.agree, a == b) << name(a) << " and " << name(b);
+      EXPECT_FALSE(info.any_rejected);
+      EXPECT_TRUE(info.any_data);
+      if (a == b) {
+        EXPECT_EQ(info.dtype, a);
+      }
+    }
+  }
+}
+
+TEST(Header, EmptyRanksHaveNoDtype) {
+  for (const DType dtype : kDtypes) {
+    Message message;
+    message.add(0, 77, 0);
+    message.add(9, 77, dtype_flag(dtype));
+    message.add(0, 77, 0);
+    const MessageInfo info = read_header(message.words, 3);
+    EXPECT_TRUE(info.agree);
+    EXPECT_TRUE(info.any_data);
+    EXPECT_EQ(info.dtype, dtype);
+    EXPECT_EQ(info.count, 9);
+  }
+  Message nobody;
+  nobody.add(0, 77, 0);
+  nobody.add(0, 77, 0);
+  EXPECT_FALSE(read_header(nobody.words, 2).any_data);
+  EXPECT_TRUE(read_header(nobody.words, 2).agree);
+}
+
+TEST(Header, RejectionReachesEveryone) {
+  std::int64_t rejection[kHeaderWords];
+  rejection_header(77, rejection);
+  for (const int refusing : {1, 2, 2047}) {
+    Message message;
+    for (int r = 0; r < 2048; ++r) {
+      if (r < refusing) {
+        for (int i = 0; i < kHeaderWords; ++i) {
+          message.words[i] += rejection[i];
+        }
+      } else {
+        message.add(3, 77, dtype_flag(DType::kFloat64));
+      }
+    }
+    const MessageInfo info = read_header(message.words, 2048);
+    EXPECT_TRUE(info.any_rejected);
+    EXPECT_TRUE(info.agree);
+    EXPECT_EQ(info.dtype, DType::kFloat64);
+    EXPECT_EQ(info.count, 3 * (2048 - refusing));
+    EXPECT_THROW(check_header(info), DivergenceError);
+  }
+}
+
+TEST(Header, LimitsAreNamed) {
+  Message message;
+  message.add((kMaxCount - 1) / 2, 77, dtype_flag(DType::kFloat32));
+  message.add(kMaxCount / 2 + 1, 77, dtype_flag(DType::kFloat32));
+  EXPECT_EQ(read_header(message.words, 2).count, kMaxCount);
+  EXPECT_NO_THROW(check_header(read_header(message.words, 2)));
+  message.words[0] += 1;
+  const std::string text =
+      thrown_text<InvalidArgument>([&] { check_header(read_header(message.words, 2)); });
+  EXPECT_TRUE(contains(text, "68719476737"));
+  EXPECT_TRUE(contains(text, "2^36"));
+  for (const int ranks : {0, -1, 2049}) {
+    const std::string refused =
+        thrown_text<InvalidArgument>([&] { read_header(message.words, ranks); });
+    EXPECT_TRUE(contains(refused, "ranks"));
+    EXPECT_TRUE(contains(refused, std::to_string(ranks)));
+    EXPECT_TRUE(contains(refused, "1 to 2048"));
+  }
+}
+
+TEST(Header, DisagreementThrows) {
+  Message message;
+  message.add(5, 77, dtype_flag(DType::kFloat32));
+  message.add(5, 78, dtype_flag(DType::kFloat32));
+  EXPECT_THROW(check_header(read_header(message.words, 2)), DivergenceError);
+}
+
+// For callers that cannot throw (a CUDA stream): disagreement turns into NaN in every channel.
+TEST(Header, DisagreementGivesNan) {
+  Message message;
+  message.add(5, 77, dtype_flag(DType::kFloat16));
+  message.add(5, 78, dtype_flag(DType::kFloat16));
+  const MessageInfo info = read_header(message.words, 2);
+  const std::vector<std::int64_t> words(12);
+  double mean[2] = {};
+  double var[2] = {};
+  double rstd[2] = {};
+  double coefficients[6] = {};
+  float dweight[2] = {};
+  const MutableTensorView gradient(dweight, DType::kFloat32, {2});
+  finalize_moments(info, words.data(), mean, var, rstd, 2, 1e-5, serial_executor());
+  finalize_gradients(info, words.data(), mean, rstd, {}, coefficients, gradient, {}, 2, 10,
+                     serial_executor());
+  EXPECT_TRUE(std::isnan(dweight[0]) && std::isnan(dweight[1]));
+  for (const double v : {mean[0], mean[1], var[0], var[1], rstd[0], rstd[1], coefficients[0],
+                         coefficients[3], coefficients[5]}) {
+    EXPECT_TRUE(std::isnan(v));
+  }
+  MessageInfo other_count = info;
+  other_count.agree = true;
+  finalize_moments(other_count, words.data(), mean, var, rstd, 2, 0.25, serial_executor());
+  EXPECT_EQ(mean[1], 0.0);
+  finalize_gradients(other_count, words.data(), mean, rstd, {}, coefficients, gradient, {}, 2, 10,
+                     serial_executor());
+  EXPECT_EQ(coefficients[0], 2.0);  // w = rstd = 1 / sqrt(eps)
+  EXPECT_EQ(dweight[0], 0.0f);
+  finalize_gradients(other_count, words.data(), mean, rstd, {}, coefficients, gradient, {}, 2, 11,
+                     serial_executor());
+  EXPECT_TRUE(std::isnan(coefficients[0]));
+  EXPECT_TRUE(std::isnan(dweight[1]));
+}
+
+}  // namespace
+}  // namespace syncbn

@@ -1,0 +1,320 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "support.hpp"
+#include "syncbn/passes.hpp"
+
+// Every vector code, thread count and memory layout gives the reference's bits.
+namespace syncbn {
+namespace {
+
+using testing::available_levels;
+using testing::kDtypes;
+using testing::kMemories;
+using testing::LevelScope;
+using testing::Memory;
+using testing::Random;
+using testing::rough_values;
+using testing::round_to;
+using testing::same_bits;
+using testing::Tensor;
+
+struct Case {
+  DType dtype = DType::kFloat32;
+  std::vector<std::int64_t> sizes;
+  std::vector<double> x;
+  std::vector<double> dy;
+  std::vector<double> mean;
+  std::vector<double> rstd;
+  std::vector<double> coefficients;
+  std::vector<double> weight;
+  std::vector<double> bias;
+};
+
+struct Bits {
+  std::vector<std::int64_t> moments;
+  std::vector<std::int64_t> gradients;
+  std::vector<double> y;
+  std::vector<double> dx;
+};
+
+/// How x, dy and an output lie in memory.
+struct Layouts {
+  Memory x = Memory::kPlanes;
+  Memory dy = Memory::kPlanes;
+  Memory out = Memory::kPlanes;
+  std::int64_t offset = 0;  ///< of the first element, so that vectors are not aligned
+  bool in_place = false;
+};
+
+Case random_case(Random& random, DType dtype, std::vector<std::int64_t> sizes) {
+  Case c;
+  c.dtype = dtype;
+  c.sizes = std::move(sizes);
+  const std::int64_t per_sample = TensorView(nullptr, dtype, c.sizes).numel() / c.sizes[0];
+  c.x = rough_values(random, dtype, c.sizes[0], per_sample);
+  c.dy = rough_values(random, dtype, c.sizes[0], per_sample);
+  if (random.one_in(4)) {  // benign data: windows fit
+    for (double& v : c.x) {
+      v = round_to(dtype, 3 + random.signed_unit());
+    }
+  }
+  if (random.one_in(6)) {  // a few elements that are not finite, or at the type's ends
+    const double ends[] = {std::numeric_limits<double>::infinity(),
+                           -std::numeric_limits<double>::infinity(),
+                           std::numeric_limits<double>::quiet_NaN(),
+                           -0.0,
+                           0x1p-149,
+                           3e38};
+    for (int i = 0; i < 3; ++i) {
+      const auto at =
+          static_cast<std::size_t>(random.between(0, static_cast<std::int64_t>(c.x.size()) - 1));
+      (random.one_in(2) ? c.x : c.dy)[at] = round_to(dtype, ends[random.between(0, 5)]);
+    }
+  }
+  for (std::int64_t i = 0; i < 3 * c.sizes[1]; ++i) {
+    c.coefficients.push_back(random.signed_unit());
+    if (i < c.sizes[1]) {
+      c.mean.push_back(100 * random.signed_unit());
+      c.rstd.push_back(std::exp2(40 * random.signed_unit()));
+      c.weight.push_back(random.signed_unit());
+      c.bias.push_back(random.signed_unit());
+    }
+  }
+  return c;
+}
+
+Bits run(const Case& c, const Layouts& layouts, Executor& executor) {
+  Tensor x(c.dtype, c.sizes, layouts.x, layouts.offset);
+  Tensor dy(c.dtype, c.sizes, layouts.dy, layouts.offset);
+  x.fill(c.x);
+  dy.fill(c.dy);
+  const std::int64_t channels = c.sizes[1];
+  Bits bits;
+  bits.moments.assign(static_cast<std::size_t>(message_words(c.dtype, channels)), -1);
+  bits.gradients = bits.moments;
+  local_moments(std::as_const(x).view(), bits.moments.data(), 1, executor);
+  local_gradients(std::as_const(dy).view(), std::as_const(x).view(), bits.gradients.data(), 1,
+                  executor);
+  const Tensor weight(DType::kFloat64, {channels}, c.weight);
+  const Tensor bias(DType::kFloat64, {channels}, c.bias);
+  Tensor y(c.dtype, c.sizes, layouts.out, layouts.offset + 1);
+  Tensor dx(c.dtype, c.sizes, layouts.out, layouts.offset + 1);
+  Tensor x_copy = x;
+  Tensor& y_out = layouts.in_place ? x_copy : y;
+  Tensor& dx_out = layouts.in_place ? dy : dx;
+  normalize(layouts.in_place ? std::as_const(x_copy).view() : std::as_const(x).view(),
+            c.mean.data(), c.rstd.data(), weight.view(), bias.view(), y_out.view(), executor);
+  input_gradient(std::as_const(dy).view(), std::as_const(x).view(), c.mean.data(), c.rstd.data(),
+                 c.coefficients.data(), dx_out.view(), executor);
+  EXPECT_TRUE(y_out.gaps_untouched());
+  EXPECT_TRUE(dx_out.gaps_untouched());
+  bits.y = y_out.values();
+  bits.dx = dx_out.values();
+  return bits;
+}
+
+void expect_same(const Bits& actual, const Bits& expected) {
+  EXPECT_EQ(actual.moments, expected.moments);
+  EXPECT_EQ(actual.gradients, expected.gradients);
+  EXPECT_TRUE(same_bits(actual.y, expected.y)) << "y";
+  EXPECT_TRUE(same_bits(actual.dx, expected.dx)) << "dx";
+}
+
+Bits reference_of(const Case& c) {
+  const LevelScope scope("reference");
+  return run(c, {}, serial_executor());
+}
+
+std::string describe(const Case& c, const Layouts& layouts, const std::string& level) {
+  std::string text = level + ", " + name(c.dtype) + " (";
+  for (const std::int64_t size : c.sizes) {
+    text += std::to_string(size) + " ";
+  }
+  return text + "), layouts " + std::to_string(static_cast<int>(layouts.x)) + " " +
+         std::to_string(static_cast<int>(layouts.dy)) + " " +
+         std::to_string(static_cast<int>(layouts.out)) + (layouts.in_place ? ", in place" : "");
+}
+
+/// Planes of 1 to 3000 elements in 0 to 3 spatial axes, 1 to 70 channels, at most 12,000 elements.
+std::vector<std::int64_t> random_sizes(Random& random) {
+  const std::vector<std::int64_t> planes = {1, 2, 15, 16, 17, 49, 196, 511, 512, 513, 1100, 3000};
+  const std::vector<std::int64_t> few = {1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 33, 64, 65, 70};
+  const std::int64_t plane = random.one_in(3) ? random.between(1, 40) : random.pick(planes);
+  std::int64_t channels = random.pick(few);
+  while (channels > 1 && channels * plane > 12000) {
+    channels /= 2;
+  }
+  const std::int64_t most = std::max<std::int64_t>(1, 12000 / (plane * channels));
+  std::vector<std::int64_t> sizes = {random.between(1, std::min<std::int64_t>(most, 80)), channels};
+  if (plane > 1 || random.one_in(2)) {
+    std::int64_t left = plane;
+    for (std::int64_t factor : {7, 3, 2}) {
+      if (left % factor == 0 && random.one_in(2)) {
+        sizes.push_back(factor);
+        left /= factor;
+      }
+    }
+    sizes.push_back(left);
+  }
+  return sizes;
+}
+
+TEST(Levels, RandomShapesAndLayoutsExact) {
+  const std::vector<std::string> levels = available_levels();
+  ThreadPool two(2);
+  ThreadPool three(3);
+  Random random(60);
+  for (int round = 0; round < 200; ++round) {
+    const DType dtype = kDtypes[random.one_in(8) ? 3 : random.between(0, 2)];
+    const Case c = random_case(random, dtype, random_sizes(random));
+    const Bits expected = reference_of(c);
+    for (const std::string& level : levels) {
+      const LevelScope scope(level);
+      for (int i = 0; i < 2; ++i) {
+        Layouts layouts;
+        layouts.x = random.pick(kMemories);
+        layouts.dy = random.one_in(3) ? random.pick(kMemories) : layouts.x;
+        layouts.out = random.one_in(3) ? random.pick(kMemories) : layouts.x;
+        layouts.offset = random.between(0, 5);
+        layouts.in_place = random.one_in(4);
+        Executor& executor = random.one_in(3)   ? serial_executor()
+                             : random.one_in(2) ? static_cast<Executor&>(two)
+                                                : three;
+        SCOPED_TRACE(describe(c, layouts, level));
+        expect_same(run(c, layouts, executor), expected);
+        if (HasFailure()) {
+          return;
+        }
+      }
+    }
+  }
+}
+
+// Outputs of 4 MB and more take other stores; sums of this size are dealt to all threads.
+TEST(Levels, LargeTensorsExact) {
+  ThreadPool pool(2);
+  Random random(61);
+  const struct {
+    DType dtype;
+    std::vector<std::int64_t> sizes;
+    Memory memory;
+    std::int64_t offset;  ///< outputs lie one element further: 15 aligns them
+  } cases[] = {{DType::kFloat32, {3, 16, 150, 150}, Memory::kPlanes, 15},
+               {DType::kFloat32, {3, 16, 150, 150}, Memory::kRows, 15},
+               {DType::kFloat32, {1, 600, 2000}, Memory::kRows, 0},
+               {DType::kFloat32, {2200, 481}, Memory::kRows, 2},
+               {DType::kFloat16, {4200, 32, 17}, Memory::kPlanes, 4},
+               {DType::kFloat16, {40, 64, 30, 30}, Memory::kRows, 31},
+               {DType::kBFloat16, {2, 70, 20000}, Memory::kPlanes, 31},
+               {DType::kBFloat16, {5000, 500}, Memory::kRows, 3}};
+  for (const auto& one : cases) {
+    Case c;
+    c.dtype = one.dtype;
+    c.sizes = one.sizes;
+    // A pattern with a prime period; fresh random numbers would take longer than the test.
+    const auto count = static_cast<std::size_t>(TensorView(nullptr, c.dtype, c.sizes).numel());
+    const std::vector<double> pattern = rough_values(random, c.dtype, 1, 10007);
+    c.x.resize(count);
+    c.dy.resize(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      c.x[i] = pattern[i % 10007];
+      c.dy[i] = pattern[(i + 5000) % 10007];
+    }
+    for (std::int64_t i = 0; i < 3 * c.sizes[1]; ++i) {
+      c.coefficients.push_back(random.signed_unit());
+      c.mean.push_back(random.signed_unit());
+      c.rstd.push_back(1 + random.signed_unit());
+    }
+    c.weight = c.bias = std::vector<double>(c.mean.begin(), c.mean.begin() + c.sizes[1]);
+    const Bits expected = reference_of(c);
+    for (const std::string& level : available_levels()) {
+      if (level == "reference") {
+        continue;
+      }
+      const LevelScope scope(level);
+      Layouts layouts;
+      layouts.x = layouts.dy = layouts.out = one.memory;
+      layouts.offset = one.offset;
+      SCOPED_TRACE(describe(c, layouts, level));
+      expect_same(run(c, layouts, pool), expected);
+    }
+  }
+}
+
+// Local accumulators must take any number of partials (docs/numerics.md, "How it is tested").
+TEST(Levels, ManyPartialsDoNotOverflowExact) {
+  ThreadPool pool(2);
+  for (const std::string& level : available_levels()) {
+    const LevelScope scope(level);
+    for (const DType dtype : {DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
+      for (const std::int64_t samples : {5000, 300000}) {
+        for (const bool alternate : {false, true}) {
+          const double v = round_to(dtype, static_cast<double>(127.99999f));
+          std::vector<double> values(static_cast<std::size_t>(samples), v);
+          for (std::size_t i = 1; alternate && i < values.size(); i += 2) {
+            values[i] = -v;
+          }
+          const Tensor x(dtype, {samples, 1}, values);
+          std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(dtype, 1)));
+          local_moments(x.view(), message.data(), 1, pool);
+          const MessageInfo info = read_header(message.data(), 1);
+          double mean = -1;
+          double var = -1;
+          double rstd = -1;
+          finalize_moments(info, message.data() + kHeaderWords, &mean, &var, &rstd, 1, 1.0, pool);
+          EXPECT_EQ(info.count, samples);
+          // D = (N v)^2 in units of 2^-34, v being a multiple of 2^-17 below 2^7.
+          const auto n = static_cast<double>(samples);
+          const auto nv = static_cast<unsigned __int128>(n * v * 0x1p17);
+          const double d = static_cast<double>(nv * nv);  // rounded to 53 bits, ties to even
+          EXPECT_EQ(mean, alternate ? 0.0 : v) << level << name(dtype);
+          EXPECT_EQ(var, alternate ? d / n / n * 0x1p-34 : 0.0) << level << name(dtype);
+        }
+      }
+    }
+  }
+}
+
+// A broadcast sample: 1.6 million partials per channel without memory for them.
+TEST(Levels, StrideZeroExact) {
+  ThreadPool pool(2);
+  const std::vector<double> values = {0x1.fffffep0, -0x1.8p-60, 3};
+  const Tensor x(DType::kFloat32, {3}, values);
+  constexpr std::int64_t kSamples = 1600000;
+  const TensorView view(x.view().data, DType::kFloat32, {kSamples, 3}, {0, 1});
+  for (const std::string& level : available_levels()) {
+    const LevelScope scope(level);
+    std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(DType::kFloat32, 3)));
+    local_moments(view, message.data(), 1, pool);
+    std::vector<double> mean(3);
+    std::vector<double> var(3);
+    std::vector<double> rstd(3);
+    finalize_moments(read_header(message.data(), 1), message.data() + kHeaderWords, mean.data(),
+                     var.data(), rstd.data(), 3, 0.25, pool);
+    EXPECT_EQ(mean, values) << level;
+    EXPECT_EQ(var, std::vector<double>(3)) << level;
+    EXPECT_EQ(rstd, std::vector<double>(3, 2.0)) << level;
+  }
+}
+
+TEST(Levels, NamesAndChoice) {
+  const std::string before = cpu_instruction_set();
+  EXPECT_FALSE(force_cpu_instruction_set("sse9"));
+  EXPECT_EQ(cpu_instruction_set(), before);
+  EXPECT_EQ(available_levels().front(), "reference");
+  EXPECT_EQ(available_levels().back(), before) << "the best one is the default";
+  for (const std::string& level : available_levels()) {
+    const LevelScope scope(level);
+    EXPECT_EQ(cpu_instruction_set(), level);
+  }
+  EXPECT_EQ(cpu_instruction_set(), before);
+}
+
+}  // namespace
+}  // namespace syncbn
