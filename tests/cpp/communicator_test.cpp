@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <barrier>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -271,6 +273,31 @@ TEST(ThreadGroup, ADelayWithinTheLimitIsNoError) {
     group.rank(r).all_reduce_sum(words);
     EXPECT_EQ(words[0], 3);
   }));
+}
+
+// A rank that leaves because of the time limit must not leave its words behind for others to read,
+// and the time that the sum takes is not waiting for somebody who did not come.
+TEST(ThreadGroup, ATimeoutConcernsAllRanksOrNone) {
+  for (int round = 0; round < 20; ++round) {
+    ThreadGroup group(2, milliseconds(3));
+    std::barrier start(2);
+    std::vector<std::vector<std::int64_t>> words(2);
+    const auto errors = run_ranks(2, [&](int r) {
+      std::vector<std::int64_t> mine(1000000, r + 1);
+      start.arrive_and_wait();
+      try {
+        group.rank(r).all_reduce_sum(mine);
+        words[static_cast<std::size_t>(r)] = mine;
+      } catch (...) {
+        std::fill(mine.begin(), mine.end(), -1);  // others would see it
+        throw;
+      }
+    });
+    EXPECT_EQ(errors[0] == nullptr, errors[1] == nullptr);
+    for (std::size_t r = 0; r < 2 && errors[0] == nullptr; ++r) {
+      EXPECT_TRUE(words[r] == std::vector<std::int64_t>(1000000, 3));
+    }
+  }
 }
 
 TEST(ThreadGroup, SizesOutsideTheLimitsAreRefused) {
