@@ -1,0 +1,173 @@
+"""Training and evaluation of one setting, on one rank; the same code for every setting."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import syncbn
+from data import Source
+from network import build_network, confusion_matrix, mean_iou, pixel_loss
+
+WARMUP_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all settings share."""
+
+    ranks: int
+    batch_per_rank: int
+    epochs: int
+    steps_per_epoch: int
+    learning_rate: float
+    seed: int
+
+    @property
+    def global_batch(self) -> int:
+        return self.ranks * self.batch_per_rank
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table."""
+
+    key: str  # "a", "b" or "c"
+    norm: str  # "plain" or "sync"
+    ranks: int
+    title: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process trains; a size of 1 means without a process group."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+@dataclass
+class Run:
+    """What came out of one setting. Lists of steps count from 1."""
+
+    losses: list[float] = field(default_factory=list)  # one a step, of the global batch
+    step_seconds: list[float] = field(default_factory=list)  # forward, backward and update
+    evaluations: list[dict[str, float]] = field(default_factory=list)  # step, mean_iou, loss
+    weights: dict[int, Tensor] = field(default_factory=dict)  # step -> all parameters, flat
+    state: dict[str, Tensor] = field(default_factory=dict)  # after the last step
+    seconds: float = 0.0  # all of it, evaluations and pictures included
+
+
+def ranks_text(ranks: int) -> str:
+    """A number of ranks in words: 1 rank, 4 ranks."""
+    return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up, then a polynomial decay to zero at the end."""
+    return min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - step / steps) ** 0.9
+
+
+def predict(network: nn.Module, pictures: Tensor, batch: int = 20) -> Tensor:
+    """Scores (N, classes, H, W) on the CPU, in the mode that the network is in."""
+    device = next(network.parameters()).device
+    with torch.no_grad():
+        return torch.cat([network(part.to(device)).cpu() for part in pictures.split(batch)])
+
+
+def evaluate(
+    network: nn.Module, source: Source, pictures: Tensor, labels: Tensor
+) -> tuple[float, float]:
+    """(mean IoU, loss) as deployed: evaluation mode, with the running statistics."""
+    network.eval()
+    scores = predict(network, pictures)
+    network.train()
+    confusion = confusion_matrix(scores.argmax(1), labels, source.num_classes)
+    return mean_iou(confusion), float(pixel_loss(scores, labels, source.class_weights))
+
+
+def train(setting: Setting, plan: Plan, source: Source, place: Place) -> Run:
+    """Trains one setting; the result is complete on rank 0 only."""
+    started = time.perf_counter()
+    network = build_network(source.num_classes, plan.seed)
+    if setting.norm == "sync":
+        network = syncbn.convert_sync_batchnorm(network)
+    network.to(place.device)
+    replica: nn.Module = network
+    if place.size > 1:
+        ids = [place.device.index] if place.device.type == "cuda" else None
+        replica = DistributedDataParallel(network, device_ids=ids)
+    optimizer = torch.optim.Adam(network.parameters(), lr=plan.learning_rate, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, plan.steps)
+    )
+    class_weights = source.class_weights.to(place.device)
+    share = plan.global_batch // place.size
+    leader = place.rank == 0
+    held_out = source.test_pictures() if leader else None
+    run = Run()
+    epoch_losses: list[Tensor] = []
+    bar = tqdm(
+        total=plan.steps,
+        desc=setting.title,
+        unit="step",
+        disable=not leader,
+        mininterval=0.2 if sys.stderr.isatty() else 10.0,
+    )
+    for step in range(plan.steps):
+        pictures, labels = source.train_pictures(plan.seed, step, place.rank * share, share)
+        pictures, labels = pictures.to(place.device), labels.to(place.device)
+        begun = _clock(place.device)
+        optimizer.zero_grad(set_to_none=True)
+        loss = pixel_loss(replica(pictures), labels, class_weights)
+        loss.backward()
+        optimizer.step()
+        run.step_seconds.append(_clock(place.device) - begun)
+        schedule.step()
+        epoch_losses.append(loss.detach())
+        bar.update()
+        done = step + 1
+        if leader and done == 1:
+            run.weights[1] = _flat(network)
+        if done % plan.steps_per_epoch == 0:
+            run.losses += _average_over_ranks(epoch_losses, place)
+            epoch_losses.clear()
+            if held_out is not None:
+                iou, test_loss = evaluate(network, source, *held_out)
+                run.evaluations.append({"step": done, "mean_iou": iou, "loss": test_loss})
+                run.weights[done] = _flat(network)
+                bar.set_postfix(loss=f"{run.losses[-1]:.3f}", mIoU=f"{iou:.3f}")
+    bar.close()
+    run.state = {name: value.detach().cpu().clone() for name, value in network.state_dict().items()}
+    run.seconds = time.perf_counter() - started
+    return run
+
+
+def _average_over_ranks(losses: list[Tensor], place: Place) -> list[float]:
+    """The global batch's losses: every rank has the same number of pixels."""
+    values = torch.stack(losses).double()
+    if place.size > 1:
+        dist.all_reduce(values)
+    return (values / place.size).tolist()
+
+
+def _flat(network: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().cpu() for p in network.parameters()])
+
+
+def _clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
