@@ -66,8 +66,10 @@ def choose_devices(wish: str, ranks: int) -> tuple[list[str], str, str]:
             "gloo",
             f"{ranks_text(ranks)} share {gpus} CUDA device(s), exchange over Gloo",
         )
-    threads = f"{max(1, cores() // ranks)} thread(s) each, (c) has {threads_alone()}"
-    sentence = f"{ranks_text(ranks)} on {cores()} CPU cores ({threads}), exchange over Gloo"
+    sentence = (
+        f"{ranks_text(ranks)} on {cores()} CPU cores, exchange over Gloo; "
+        f"threads: {max(1, cores() // ranks)} a rank, {threads_alone()} for (c)"
+    )
     if gpus:
         sentence += f"\n(for {gpus} CUDA device(s): --ranks {gpus}, or --device cuda to share)"
     return ["cpu"] * ranks, "gloo", sentence
