@@ -67,7 +67,8 @@ TEST(BatchNorm, ForwardAndBackwardByHandExact) {
       const double c1 = w;
       const double c2 = -(((w * rstd[c]) * rstd[c]) * (g_sum[c] / 4));
       const double c3 = -(w * (a_sum[c] / 4));
-      for (const std::int64_t i : {2 * c, 2 * c + 1, 2 * c + 4, 2 * c + 5}) {
+      for (const int k : {0, 1, 4, 5}) {
+        const std::int64_t i = static_cast<std::int64_t>(2 * c) + k;
         const double centred = x.get(i) - s.mean[c];  // exact, and the mean fits binary32
         if (dtype == DType::kFloat64) {
           EXPECT_EQ(y.get(i), std::fma(w, centred, b));

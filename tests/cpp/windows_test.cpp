@@ -184,7 +184,7 @@ TEST(Windows, AbsorbsOthersExact) {
     std::vector<std::unique_ptr<Windows>> all;
     for (int i = 0; i < 4; ++i) {
       // In the same places as the first, or elsewhere.
-      Random places(i > 0 && random.one_in(2) ? 100 + i : 100);
+      Random places(i > 0 && random.one_in(2) ? 100u + static_cast<unsigned int>(i) : 100u);
       all.push_back(std::make_unique<Windows>(format, channels));
       const bool miss = random.one_in(2);
       for (std::int64_t c = 0; c < channels; ++c) {
