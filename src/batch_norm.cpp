@@ -50,6 +50,7 @@ void update_running(const RunningStatistics& running, const BatchNormOptions& op
   if (statistics.count == 0) {
     return;
   }
+  const cpu::FloatEnvironment environment;  // the quotient is rounded by the contract too
   double factor = options.momentum.value_or(0.0);
   if (running.num_batches_tracked != nullptr) {
     ++*running.num_batches_tracked;

@@ -51,6 +51,7 @@ struct __attribute__((visibility("hidden"))) ThreadGroup::State {
 
    private:
     void enter(const void* data, std::size_t bytes, bool gather);
+    void meet();
     void barrier();
 
     State& state_;
@@ -63,12 +64,15 @@ struct __attribute__((visibility("hidden"))) ThreadGroup::State {
   std::string place(int rank) const {
     return "rank " + std::to_string(rank) + " of " + std::to_string(slots.size()) + ": ";
   }
-  void abandon(int rank, const std::string& reason, bool timed_out = false);
+  void abandon(int rank, const std::string& reason);
   /// For a rank that comes to a broken group.
   [[noreturn]] void throw_lost(int rank);
   /// For a rank that waits while the group breaks.
   [[noreturn]] void throw_broken(int rank);
-  void time_out(int rank, std::uint64_t barrier);
+  /// Why the wait at this barrier ended; `mutex` is held.
+  std::string missing(std::uint64_t barrier) const;
+  /// Tells waiting threads to look again, after what they wait for has been stored.
+  void wake();
 
   const std::chrono::milliseconds timeout;
   std::vector<Slot> slots;
@@ -78,6 +82,9 @@ struct __attribute__((visibility("hidden"))) ThreadGroup::State {
   std::mutex mutex;
   std::condition_variable changed;
   std::atomic<int> sleepers{0};
+  /// The last entry barrier that all ranks have reached: from there on every rank finishes the
+  /// exchange, so that nobody leaves while others read its words. Changes under `mutex`.
+  std::atomic<std::uint64_t> met{0};
   std::atomic<bool> broken{false};
   bool broken_by_timeout = false;
   int broken_rank = -1;
@@ -97,7 +104,7 @@ bool ThreadGroup::State::all_arrived(std::uint64_t barrier) const {
                      [&](const Slot& slot) { return slot.arrived.load() >= barrier; });
 }
 
-void ThreadGroup::State::abandon(int rank, const std::string& reason, bool timed_out) {
+void ThreadGroup::State::abandon(int rank, const std::string& reason) {
   {
     const std::lock_guard lock(mutex);
     if (broken.load()) {
@@ -105,7 +112,6 @@ void ThreadGroup::State::abandon(int rank, const std::string& reason, bool timed
     }
     broken_rank = rank;
     broken_reason = reason;
-    broken_by_timeout = timed_out;
     broken.store(true);
   }
   changed.notify_all();
@@ -127,35 +133,82 @@ void ThreadGroup::State::throw_broken(int rank) {
   throw_lost(rank);
 }
 
-void ThreadGroup::State::time_out(int rank, std::uint64_t barrier) {
-  std::vector<int> missing;
+std::string ThreadGroup::State::missing(std::uint64_t barrier) const {
+  std::vector<int> ranks_missing;
   for (std::size_t r = 0; r < slots.size(); ++r) {
     if (slots[r].arrived.load() < barrier) {
-      missing.push_back(static_cast<int>(r));
+      ranks_missing.push_back(static_cast<int>(r));
     }
   }
-  abandon(rank,
-          list(missing) + " did not come to the exchange within " +
-              std::to_string(timeout.count()) + " ms",
-          true);
+  return list(ranks_missing) + " did not come to the exchange within " +
+         std::to_string(timeout.count()) + " ms";
 }
 
+void ThreadGroup::State::wake() {
+  if (sleepers.load() > 0) {
+    {
+      const std::lock_guard lock(mutex);
+    }
+    changed.notify_all();
+  }
+}
+
+/// The barrier in front of an exchange, the only one at which a rank may be missing.
+void ThreadGroup::State::Rank::meet() {
+  State& s = state_;
+  const std::uint64_t number = ++barriers_;
+  bool lost = false;
+  {
+    const std::lock_guard lock(s.mutex);
+    lost = s.broken.load();
+    if (!lost) {
+      s.slots[static_cast<std::size_t>(rank_)].arrived.store(number);
+      if (s.all_arrived(number)) {
+        s.met.store(number);
+      }
+    }
+  }
+  if (lost) {
+    s.throw_lost(rank_);
+  }
+  s.wake();
+  for (int i = 0; i < kSpins + kYields && !s.broken.load(); ++i) {
+    if (s.met.load() >= number) {
+      return;
+    }
+    if (i >= kSpins) {
+      std::this_thread::yield();
+    }
+  }
+  {
+    std::unique_lock lock(s.mutex);
+    ++s.sleepers;
+    const bool woken = s.changed.wait_for(
+        lock, s.timeout, [&] { return s.met.load() >= number || s.broken.load(); });
+    --s.sleepers;
+    if (s.met.load() >= number) {
+      return;
+    }
+    if (!woken) {
+      s.broken_rank = rank_;
+      s.broken_reason = s.missing(number);
+      s.broken_by_timeout = true;
+      s.broken.store(true);
+    }
+  }
+  s.changed.notify_all();
+  s.throw_broken(rank_);
+}
+
+/// A barrier inside an exchange: all ranks are there and will come.
 void ThreadGroup::State::Rank::barrier() {
   State& s = state_;
   const std::uint64_t number = ++barriers_;
   s.slots[static_cast<std::size_t>(rank_)].arrived.store(number);
-  if (s.sleepers.load() > 0) {
-    {
-      const std::lock_guard lock(s.mutex);
-    }
-    s.changed.notify_all();
-  }
+  s.wake();
   for (int i = 0; i < kSpins + kYields; ++i) {
     if (s.all_arrived(number)) {
       return;
-    }
-    if (s.broken.load()) {
-      s.throw_broken(rank_);
     }
     if (i >= kSpins) {
       std::this_thread::yield();
@@ -163,28 +216,16 @@ void ThreadGroup::State::Rank::barrier() {
   }
   std::unique_lock lock(s.mutex);
   ++s.sleepers;
-  const bool woken =
-      s.changed.wait_for(lock, s.timeout, [&] { return s.all_arrived(number) || s.broken.load(); });
+  s.changed.wait(lock, [&] { return s.all_arrived(number); });
   --s.sleepers;
-  lock.unlock();
-  if (s.all_arrived(number)) {
-    return;
-  }
-  if (!woken) {
-    s.time_out(rank_, number);
-  }
-  s.throw_broken(rank_);
 }
 
 void ThreadGroup::State::Rank::enter(const void* data, std::size_t bytes, bool gather) {
   Slot& mine = state_.slots[static_cast<std::size_t>(rank_)];
-  if (state_.broken.load()) {
-    state_.throw_lost(rank_);
-  }
   mine.data = static_cast<const std::byte*>(data);
   mine.bytes = bytes;
   mine.gather = gather;
-  barrier();
+  meet();
   for (std::size_t r = 0; r < state_.slots.size(); ++r) {
     const Slot& other = state_.slots[r];
     if (other.bytes != bytes || other.gather != gather) {
@@ -201,11 +242,10 @@ void ThreadGroup::State::Rank::enter(const void* data, std::size_t bytes, bool g
 
 void ThreadGroup::State::Rank::all_reduce_sum(std::span<std::int64_t> words) {
   State& s = state_;
-  enter(words.data(), words.size_bytes(), false);
-  if (rank_ == 0) {
+  if (rank_ == 0) {  // nobody reads it any more: all have passed the last exchange's last barrier
     s.sums.resize(words.size());
   }
-  barrier();
+  enter(words.data(), words.size_bytes(), false);
   // Each rank sums a part of the words over all ranks.
   const std::size_t ranks = s.slots.size();
   const std::size_t begin = words.size() * static_cast<std::size_t>(rank_) / ranks;
@@ -221,7 +261,7 @@ void ThreadGroup::State::Rank::all_reduce_sum(std::span<std::int64_t> words) {
   }
   barrier();
   std::copy(s.sums.begin(), s.sums.end(), words.begin());
-  barrier();  // nobody resizes `sums` while another still reads it
+  barrier();  // nobody resizes or fills `sums` while another still reads it
 }
 
 void ThreadGroup::State::Rank::all_gather(std::span<const std::byte> in, std::span<std::byte> out) {
