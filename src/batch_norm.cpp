@@ -6,6 +6,7 @@
 #include "checks.hpp"
 #include "cpu/float_environment.hpp"
 #include "statistics/finalize.hpp"
+#include "statistics/scalar.hpp"
 
 // Checks, passes and exchange in their order; the arithmetic is elsewhere.
 namespace syncbn {
@@ -24,8 +25,9 @@ void before_exchange(Communicator& communicator, const Body& body) {
 }
 
 void check_training(const TensorView& x, const TensorView& weight, const TensorView& bias,
-                    const MutableTensorView& y, const RunningStatistics& running,
-                    const BatchNormOptions& options, const Communicator& communicator) {
+                    const TensorView& residual, const MutableTensorView& y,
+                    const RunningStatistics& running, const BatchNormOptions& options,
+                    const Communicator& communicator) {
   check_ranks(communicator.size());
   check_samples("x", x);
   check_like("y", y, x);
@@ -34,7 +36,11 @@ void check_training(const TensorView& x, const TensorView& weight, const TensorV
   check_per_channel("bias", bias, channels, x.device);
   check_per_channel("running.mean", running.mean, channels, x.device);
   check_per_channel("running.var", running.var, channels, x.device);
+  if (!residual.absent()) {
+    check_like("residual", residual, x);
+  }
   check_eps(options.eps);
+  check_activation(options.activation);
   if (options.momentum.has_value()) {
     check_momentum(*options.momentum);
   } else if (running.num_batches_tracked == nullptr &&
@@ -85,6 +91,32 @@ struct EvaluationStatistics {
   std::vector<double> rstd;
 };
 
+void check_statistics(const BatchStatistics& statistics, const TensorView& x) {
+  for (const auto* values : {&statistics.mean, &statistics.rstd}) {
+    if (static_cast<std::int64_t>(values->size()) != x.sizes[1]) {
+      throw InvalidArgument("statistics: got " + std::to_string(values->size()) +
+                            " channels, expected those of x, " + std::to_string(x.sizes[1]));
+    }
+  }
+  const auto mask = static_cast<std::int64_t>(statistics.mask.size());
+  if (mask != 0 && mask != activation_mask_bytes(x)) {
+    throw InvalidArgument("statistics: got an activation mask of " + std::to_string(mask) +
+                          " bytes, expected that of x's shape and layout, " +
+                          std::to_string(activation_mask_bytes(x)));
+  }
+}
+
+/// The layer's number, with what all ranks must have in common besides.
+std::uint64_t layer_and_options(const BatchNormOptions& options, bool residual) {
+  const Activation& activation = options.activation;
+  std::uint64_t number = 0;
+  if (activation.kind == ActivationKind::kLeakyRelu) {
+    number = bit_copy<std::uint64_t>(activation.negative_slope);
+  }
+  number = number << 3 | static_cast<std::uint64_t>(activation.kind) << 1 | std::uint64_t{residual};
+  return options.layer ^ number * 0x9e3779b97f4a7c15u;  // 0 for a plain layer
+}
+
 /// The one message of a direction: sums it over the ranks and checks that they made the same call.
 MessageInfo exchange(std::vector<std::int64_t>& message, Communicator& communicator) {
   communicator.all_reduce_sum(message);
@@ -96,16 +128,21 @@ MessageInfo exchange(std::vector<std::int64_t>& message, Communicator& communica
 }  // namespace
 
 BatchStatistics batch_norm_forward(const TensorView& x, const TensorView& weight,
-                                   const TensorView& bias, const MutableTensorView& y,
-                                   const RunningStatistics& running,
+                                   const TensorView& bias, const TensorView& residual,
+                                   const MutableTensorView& y, const RunningStatistics& running,
                                    const BatchNormOptions& options, Communicator& communicator,
                                    const Execution& execution) {
   BatchStatistics statistics;
   std::vector<std::int64_t> message;
   before_exchange(communicator, [&] {
-    check_training(x, weight, bias, y, running, options, communicator);
+    check_training(x, weight, bias, residual, y, running, options, communicator);
+    statistics.activation = options.activation;
     statistics.fingerprint =
-        fingerprint(options.layer, options.call, Direction::kForward, x.sizes[1], options.eps);
+        fingerprint(layer_and_options(options, !residual.absent()), options.call,
+                    Direction::kForward, x.sizes[1], options.eps);
+    if (options.activation.kind != ActivationKind::kNone && !residual.absent()) {
+      statistics.mask.resize(static_cast<std::size_t>(activation_mask_bytes(x)));
+    }
     message.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
     local_moments(x, message.data(), statistics.fingerprint, execution);
   });
@@ -118,16 +155,23 @@ BatchStatistics batch_norm_forward(const TensorView& x, const TensorView& weight
   statistics.rstd.resize(size);
   finalize_moments(info, message.data() + kHeaderWords, statistics.mean.data(),
                    statistics.var.data(), statistics.rstd.data(), channels, options.eps, execution);
-  normalize(x, statistics.mean.data(), statistics.rstd.data(), weight, bias, y, execution);
+  normalize(x, statistics.mean.data(), statistics.rstd.data(), weight, bias, residual, y,
+            statistics.mask.empty() ? nullptr : statistics.mask.data(), options.activation,
+            execution);
   update_running(running, options, statistics);
   return statistics;
 }
 
 void batch_norm_backward(const TensorView& dy, const TensorView& x, const TensorView& weight,
-                         const BatchStatistics& statistics, const MutableTensorView& dx,
-                         const MutableTensorView& dweight, const MutableTensorView& dbias,
+                         const TensorView& bias, const BatchStatistics& statistics,
+                         const MutableTensorView& dx, const MutableTensorView& dweight,
+                         const MutableTensorView& dbias, const MutableTensorView& dresidual,
                          AffineGradients which, Communicator& communicator,
                          const Execution& execution) {
+  const double* mean = statistics.mean.data();
+  const double* rstd = statistics.rstd.data();
+  const ActivationGradient through{statistics.activation, weight, bias,
+                                   statistics.mask.empty() ? nullptr : statistics.mask.data()};
   std::vector<std::int64_t> message;
   before_exchange(communicator, [&] {
     check_ranks(communicator.size());
@@ -137,18 +181,12 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const Tensor
     check_per_channel("weight", weight, x.sizes[1], x.device);
     check_per_channel("dweight", dweight, x.sizes[1], x.device);
     check_per_channel("dbias", dbias, x.sizes[1], x.device);
-    for (const auto* values : {&statistics.mean, &statistics.rstd}) {
-      if (static_cast<std::int64_t>(values->size()) != x.sizes[1]) {
-        throw InvalidArgument("statistics: got " + std::to_string(values->size()) +
-                              " channels, expected those of x, " + std::to_string(x.sizes[1]));
-      }
-    }
+    check_statistics(statistics, x);
     message.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
-    local_gradients(dy, x, message.data(), backward_fingerprint(statistics.fingerprint), execution);
+    local_gradients(dy, x, mean, rstd, through, dresidual, message.data(),
+                    backward_fingerprint(statistics.fingerprint), execution);
   });
   const std::int64_t channels = x.sizes[1];
-  const double* mean = statistics.mean.data();
-  const double* rstd = statistics.rstd.data();
   const bool global = which == AffineGradients::kGlobal;
   const std::vector<std::int64_t> own = global ? std::vector<std::int64_t>{} : message;
   const MessageInfo info = exchange(message, communicator);
@@ -164,45 +202,72 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const Tensor
     affine_gradient_shares(own.data() + kHeaderWords, x.dtype, mean, rstd, dweight, dbias, channels,
                            execution);
   }
-  input_gradient(dy, x, mean, rstd, coefficients.data(), dx, execution);
+  if (dresidual.absent()) {
+    input_gradient(dy, x, mean, rstd, coefficients.data(), through, dx, execution);
+  } else {  // what came back through the activation is there already
+    input_gradient(dresidual, x, mean, rstd, coefficients.data(), {}, dx, execution);
+  }
 }
 
 void batch_norm_evaluate(const TensorView& x, const TensorView& weight, const TensorView& bias,
-                         const TensorView& running_mean, const TensorView& running_var,
-                         const MutableTensorView& y, double eps, const Execution& execution) {
+                         const TensorView& residual, const TensorView& running_mean,
+                         const TensorView& running_var, const MutableTensorView& y,
+                         const BatchNormOptions& options, const Execution& execution) {
   if (running_mean.absent() != running_var.absent()) {
     throw InvalidArgument(
         "running_mean, running_var: got only one of them, expected both or neither");
   }
   if (running_mean.absent()) {
     const auto alone = self_communicator();
-    BatchNormOptions options;
-    options.eps = eps;
-    batch_norm_forward(x, weight, bias, y, {}, options, *alone, execution);
+    BatchNormOptions local = options;
+    local.momentum = 0.0;  // nothing is updated
+    batch_norm_forward(x, weight, bias, residual, y, {}, local, *alone, execution);
     return;
   }
-  check_eps(eps);
+  check_eps(options.eps);
   check_samples("x", x);
-  const EvaluationStatistics statistics(x, running_mean, running_var, eps);
-  normalize(x, statistics.mean.data(), statistics.rstd.data(), weight, bias, y, execution);
+  const EvaluationStatistics statistics(x, running_mean, running_var, options.eps);
+  normalize(x, statistics.mean.data(), statistics.rstd.data(), weight, bias, residual, y, nullptr,
+            options.activation, execution);
 }
 
 void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x,
-                                  const TensorView& weight, const TensorView& running_mean,
+                                  const TensorView& weight, const TensorView& bias,
+                                  const TensorView& residual, const TensorView& running_mean,
                                   const TensorView& running_var, const MutableTensorView& dx,
                                   const MutableTensorView& dweight, const MutableTensorView& dbias,
-                                  double eps, const Execution& execution) {
-  check_eps(eps);
+                                  const MutableTensorView& dresidual,
+                                  const BatchNormOptions& options, const Execution& execution) {
+  check_eps(options.eps);
   check_samples("x", x);
+  check_like("dx", dx, x);
   const std::int64_t channels = x.sizes[1];
   check_per_channel("dweight", dweight, channels, x.device);
   check_per_channel("dbias", dbias, channels, x.device);
-  const EvaluationStatistics statistics(x, running_mean, running_var, eps);
+  const EvaluationStatistics statistics(x, running_mean, running_var, options.eps);
+  const double* mean = statistics.mean.data();
+  const double* rstd = statistics.rstd.data();
+  ActivationGradient through{options.activation, weight, bias};
+  const bool activated = options.activation.kind != ActivationKind::kNone;
+  std::vector<std::uint8_t> mask;
+  if (activated && !residual.absent()) {
+    if (dx.data == dy.data && dx.data != nullptr) {
+      throw InvalidArgument(
+          "dx: got dy, expected other memory (with a residual and an activation)");
+    }
+    mask.resize(static_cast<std::size_t>(activation_mask_bytes(x)));
+    normalize(x, mean, rstd, weight, bias, residual, dx, mask.data(), options.activation,
+              execution);  // for the mask; dx is written again below
+    through.mask = mask.data();
+  }
   std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
-  local_gradients(dy, x, message.data(), 0, execution);
-  evaluation_input_gradient(dy, statistics.rstd.data(), weight, dx, execution);
-  affine_gradient_shares(message.data() + kHeaderWords, x.dtype, statistics.mean.data(),
-                         statistics.rstd.data(), dweight, dbias, channels, execution);
+  const MutableTensorView& u = dresidual.absent() ? dx : dresidual;
+  const bool keep = activated || !dresidual.absent();
+  local_gradients(dy, x, mean, rstd, through, keep ? u : MutableTensorView(), message.data(), 0,
+                  execution);
+  evaluation_input_gradient(keep ? TensorView(u) : dy, rstd, weight, dx, execution);
+  affine_gradient_shares(message.data() + kHeaderWords, x.dtype, mean, rstd, dweight, dbias,
+                         channels, execution);
 }
 
 }  // namespace syncbn

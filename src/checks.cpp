@@ -121,6 +121,17 @@ void check_eps(double eps) {
   }
 }
 
+void check_activation(const Activation& activation) {
+  if (activation.kind > ActivationKind::kLeakyRelu) {
+    refuse("activation", "number " + std::to_string(static_cast<int>(activation.kind)),
+           "none, relu or leaky_relu");
+  }
+  if (activation.kind == ActivationKind::kLeakyRelu &&
+      activation.negative_slope - activation.negative_slope != 0) {
+    refuse("activation.negative_slope", number(activation.negative_slope), "a finite number");
+  }
+}
+
 void check_ranks(int ranks) {
   if (ranks < 1 || ranks > kMaxRanks) {
     refuse("ranks", std::to_string(ranks), "1 to " + std::to_string(kMaxRanks));

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "syncbn/passes.hpp"
 #include "syncbn/tensor.hpp"
 
 // Argument checks. Each throws InvalidArgument with the argument's name, what was given and what is
@@ -23,6 +24,7 @@ void check_per_channel(const char* name, const TensorView& tensor, std::int64_t 
 void check_available(Device device);
 
 void check_eps(double eps);
+void check_activation(const Activation& activation);
 void check_ranks(int ranks);
 void check_momentum(double momentum);
 

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <vector>
 
+#include "activation_mask.hpp"
 #include "channel_values.hpp"
 #include "checks.hpp"
 #include "cpu/cpu_passes.hpp"
@@ -11,6 +13,7 @@
 #include "cpu/float_environment.hpp"
 #include "sample_view.hpp"
 #include "statistics/header.hpp"
+#include "syncbn/error.hpp"
 
 // Argument checks and choice of the backend; the arithmetic is elsewhere.
 namespace syncbn {
@@ -19,27 +22,49 @@ namespace {
 /// Channels per thread at which finalizing in parallel pays.
 constexpr std::int64_t kFinalizeGrain = 256;
 
-/// Header and words of this rank's sums of u and u * v.
-void write_message(const TensorView& u, const TensorView* v, std::int64_t* message,
-                   std::uint32_t fingerprint, const Execution& execution) {
-  check_available(u.device);
-  const SampleView samples(u);
-  const std::int64_t channels = u.sizes[1];
-  if (samples.empty()) {
-    write_header(message, 0, fingerprint, 0);
-    std::fill_n(message + kHeaderWords, channels * words_per_channel(u.dtype), 0);
-    return;
+/// This rank's header, and words that sums(words) writes unless there are no elements.
+template <class Sums>
+void write_message(const TensorView& x, std::int64_t* message, std::uint32_t fingerprint,
+                   const Sums& sums) {
+  check_available(x.device);
+  const std::int64_t channels = x.sizes[1];
+  const std::int64_t count = SampleView(x).samples * SampleView(x).plane;
+  write_header(message, count, fingerprint, count == 0 ? 0 : dtype_flag(x.dtype));
+  if (count == 0) {
+    std::fill_n(message + kHeaderWords, channels * words_per_channel(x.dtype), 0);
+  } else if (channels > 0) {
+    sums(message + kHeaderWords);
   }
-  write_header(message, samples.samples * samples.plane, fingerprint, dtype_flag(u.dtype));
-  if (channels == 0) {
-    return;
+}
+
+/// The pass's arguments in the backend's form; keeps the parameters that it points to.
+class PullbackArguments {
+ public:
+  PullbackArguments(const ActivationGradient& through, const double* mean, const double* rstd,
+                    std::int64_t channels)
+      : activation_(through.activation), mean_(mean), rstd_(rstd), mask_(through.mask) {
+    if (activation_.kind != ActivationKind::kNone && mask_ == nullptr) {
+      scale_ = channel_values(through.weight, channels, 1.0);
+      shift_ = channel_values(through.bias, channels, 0.0);
+    }
   }
-  if (v == nullptr) {
-    cpu::local_sums(samples, nullptr, message + kHeaderWords, *execution.executor);
-  } else {
-    const SampleView other(*v);
-    cpu::local_sums(samples, &other, message + kHeaderWords, *execution.executor);
+  cpu::Pullback view() const {
+    return {activation_, {mean_, rstd_, scale_.data(), shift_.data()}, mask_};
   }
+
+ private:
+  Activation activation_;
+  const double* mean_;
+  const double* rstd_;
+  const std::uint8_t* mask_;
+  std::vector<double> scale_;
+  std::vector<double> shift_;
+};
+
+void check_through(const ActivationGradient& through, const TensorView& x) {
+  check_activation(through.activation);
+  check_per_channel("weight", through.weight, x.sizes[1], x.device);
+  check_per_channel("bias", through.bias, x.sizes[1], x.device);
 }
 
 /// Runs body(c) for every channel with the contract's floating-point environment.
@@ -64,6 +89,10 @@ void store_affine(const ChannelGradients& gradients, const MutableTensorView& dw
   }
 }
 
+std::optional<SampleView> optional_view(const TensorView& tensor) {
+  return tensor.absent() ? std::nullopt : std::optional<SampleView>(tensor);
+}
+
 bool usable(const MessageInfo& info) {
   return info.agree && !info.any_rejected && info.count <= kMaxCount;
 }
@@ -73,7 +102,9 @@ bool usable(const MessageInfo& info) {
 void local_moments(const TensorView& x, std::int64_t* message, std::uint32_t fingerprint,
                    const Execution& execution) {
   check_samples("x", x);
-  write_message(x, nullptr, message, fingerprint, execution);
+  write_message(x, message, fingerprint, [&](std::int64_t* words) {
+    cpu::moment_sums(SampleView(x), words, *execution.executor);
+  });
 }
 
 void finalize_moments(const MessageInfo& info, const std::int64_t* words, double* mean, double* var,
@@ -96,13 +127,23 @@ void finalize_moments(const MessageInfo& info, const std::int64_t* words, double
   });
 }
 
+std::int64_t activation_mask_bytes(const TensorView& x) {
+  check_samples("x", x);
+  return ActivationMaskLayout(SampleView(x)).bytes;
+}
+
 void normalize(const TensorView& x, const double* mean, const double* rstd,
-               const TensorView& weight, const TensorView& bias, const MutableTensorView& y,
+               const TensorView& weight, const TensorView& bias, const TensorView& residual,
+               const MutableTensorView& y, std::uint8_t* mask, const Activation& activation,
                const Execution& execution) {
   check_samples("x", x);
   check_like("y", y, x);
   check_per_channel("weight", weight, x.sizes[1], x.device);
   check_per_channel("bias", bias, x.sizes[1], x.device);
+  if (!residual.absent()) {
+    check_like("residual", residual, x);
+  }
+  check_activation(activation);
   check_available(x.device);
   const SampleView from(x);
   if (from.empty() || from.channels == 0) {
@@ -111,8 +152,9 @@ void normalize(const TensorView& x, const double* mean, const double* rstd,
   const cpu::FloatEnvironment environment;
   const std::vector<double> scale = channel_values(weight, from.channels, 1.0);
   const std::vector<double> shift = channel_values(bias, from.channels, 0.0);
-  cpu::normalize(from, SampleView(y), {mean, rstd, scale.data(), shift.data()},
-                 *execution.executor);
+  const std::optional<SampleView> added = optional_view(residual);
+  cpu::normalize(from, added ? &*added : nullptr, SampleView(y), mask,
+                 {mean, rstd, scale.data(), shift.data()}, activation, *execution.executor);
 }
 
 void update_running_statistics(const MutableTensorView& running_mean,
@@ -139,11 +181,22 @@ void update_running_statistics(const MutableTensorView& running_mean,
   }
 }
 
-void local_gradients(const TensorView& dy, const TensorView& x, std::int64_t* message,
-                     std::uint32_t fingerprint, const Execution& execution) {
+void local_gradients(const TensorView& dy, const TensorView& x, const double* mean,
+                     const double* rstd, const ActivationGradient& through,
+                     const MutableTensorView& u, std::int64_t* message, std::uint32_t fingerprint,
+                     const Execution& execution) {
   check_samples("x", x);
   check_like("dy", dy, x);
-  write_message(dy, &x, message, fingerprint, execution);
+  check_through(through, x);
+  if (!u.absent()) {
+    check_like("u", u, x);
+  }
+  write_message(x, message, fingerprint, [&](std::int64_t* words) {
+    const PullbackArguments pullback(through, mean, rstd, x.sizes[1]);
+    const std::optional<SampleView> kept = optional_view(u);
+    cpu::gradient_sums(SampleView(dy), SampleView(x), kept ? &*kept : nullptr, words,
+                       pullback.view(), *execution.executor);
+  });
 }
 
 void finalize_gradients(const MessageInfo& info, const std::int64_t* words, const double* mean,
@@ -186,10 +239,12 @@ void affine_gradient_shares(const std::int64_t* words, DType dtype, const double
 }
 
 void input_gradient(const TensorView& dy, const TensorView& x, const double* mean,
-                    const double* rstd, const double* coefficients, const MutableTensorView& dx,
+                    const double* rstd, const double* coefficients,
+                    const ActivationGradient& through, const MutableTensorView& dx,
                     const Execution& execution) {
   check_samples("x", x);
   check_like("dy", dy, x);
+  check_through(through, x);
   check_like("dx", dx, x);
   check_available(x.device);
   const SampleView samples(x);
@@ -197,19 +252,42 @@ void input_gradient(const TensorView& dy, const TensorView& x, const double* mea
     return;
   }
   const std::int64_t channels = samples.channels;
+  const PullbackArguments pullback(through, mean, rstd, channels);
   cpu::input_gradient(
       SampleView(dy), samples, SampleView(dx),
       {mean, rstd, coefficients, coefficients + channels, coefficients + 2 * channels},
-      *execution.executor);
+      pullback.view(), *execution.executor);
 }
 
-void evaluation_input_gradient(const TensorView& dy, const double* rstd, const TensorView& weight,
+void recover_input(const TensorView& y, const double* mean, const double* rstd,
+                   const TensorView& weight, const TensorView& bias, const MutableTensorView& x,
+                   std::uint8_t* mask, double negative_slope, const Execution& execution) {
+  check_samples("y", y);
+  check_per_channel("weight", weight, y.sizes[1], y.device);
+  check_per_channel("bias", bias, y.sizes[1], y.device);
+  check_like("x", x, y);
+  check_available(y.device);
+  if (ActivationMaskLayout(SampleView(x)).by_rows != ActivationMaskLayout(SampleView(y)).by_rows) {
+    throw InvalidArgument("x: got strides of another order than y's, expected y's");
+  }
+  const SampleView from(y);
+  if (from.empty() || from.channels == 0) {
+    return;
+  }
+  const cpu::FloatEnvironment environment;
+  const std::vector<double> scale = channel_values(weight, from.channels, 1.0);
+  const std::vector<double> shift = channel_values(bias, from.channels, 0.0);
+  cpu::recover_input(from, SampleView(x), mask, {mean, rstd, scale.data(), shift.data()},
+                     negative_slope, *execution.executor);
+}
+
+void evaluation_input_gradient(const TensorView& u, const double* rstd, const TensorView& weight,
                                const MutableTensorView& dx, const Execution& execution) {
-  check_samples("dy", dy);
-  check_like("dx", dx, dy);
-  check_per_channel("weight", weight, dy.sizes[1], dy.device);
-  check_available(dy.device);
-  const SampleView samples(dy);
+  check_samples("u", u);
+  check_like("dx", dx, u);
+  check_per_channel("weight", weight, u.sizes[1], u.device);
+  check_available(u.device);
+  const SampleView samples(u);
   if (samples.empty() || samples.channels == 0) {
     return;
   }

@@ -70,4 +70,9 @@ Layout common_layout(const SampleView& a, const SampleView& b) {
   return a.rows_contiguous() && b.rows_contiguous() ? Layout::kRows : Layout::kStrided;
 }
 
+Layout common_layout(const SampleView& a, const SampleView& b, const SampleView& c) {
+  const Layout ab = common_layout(a, b);
+  return ab == common_layout(b, c) ? ab : Layout::kStrided;
+}
+
 }  // namespace syncbn

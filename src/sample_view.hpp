@@ -58,5 +58,6 @@ class PlaneCursor {
 
 /// The fastest layout that fits all given views; a plane of one element is a row.
 Layout common_layout(const SampleView& a, const SampleView& b);
+Layout common_layout(const SampleView& a, const SampleView& b, const SampleView& c);
 
 }  // namespace syncbn

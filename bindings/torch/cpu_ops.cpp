@@ -114,29 +114,96 @@ Tensor remaining_words(const Tensor& message, const Tensor& merged, std::int64_t
   return rest;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> normalize(
-    const Tensor& x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
-    std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, std::int64_t ranks) {
-  const TensorView samples = view("x", x);
+/// Room for the activation mask of any tensor of x's shape, whatever its layout, so that a shape
+/// alone decides it.
+std::int64_t mask_bytes(const Tensor& x) {
+  const std::int64_t samples = x.size(0);
+  const std::int64_t channels = x.size(1);
+  std::int64_t plane = 1;
+  for (std::int64_t axis = 2; axis < x.dim(); ++axis) {
+    plane *= x.size(axis);
+  }
+  return samples * std::max(channels * ((plane + 7) / 8), plane * ((channels + 7) / 8));
+}
+
+struct Statistics {
+  Tensor mean, var, rstd, info;
+};
+
+/// mean, var, rstd and (count, fingerprint) from the merged message.
+Statistics statistics_of(const Tensor& x, const Tensor& message, const Tensor& merged,
+                         const std::optional<Tensor>& rest, double eps, std::int64_t ranks) {
   const std::int64_t channels = channels_of(x);
   const Merged words(merged, rest, ranks, channels);
   if (words.info.count == 1) {
     throw InvalidArgument(
         "x: got 1 value per channel over all ranks, expected more than 1 when training");
   }
+  Statistics out{empty(x, channels, ScalarType::Double), empty(x, channels, ScalarType::Double),
+                 empty(x, channels, ScalarType::Double), empty(x, 2, ScalarType::Long)};
   TorchExecutor executor;
-  Tensor mean = empty(x, channels, ScalarType::Double);
-  Tensor var = empty(x, channels, ScalarType::Double);
-  Tensor rstd = empty(x, channels, ScalarType::Double);
-  finalize_moments(words.info, words.words(), double_data(mean), double_data(var),
-                   double_data(rstd), channels, eps, executor);
+  finalize_moments(words.info, words.words(), double_data(out.mean), double_data(out.var),
+                   double_data(out.rstd), channels, eps, executor);
+  std::int64_t* info = int64_data("info", out.info, 2);
+  info[0] = words.info.count;
+  info[1] = int64_data("message", message, kHeaderWords)[1];  // its fingerprint
+  return out;
+}
+
+std::uint8_t* byte_data(Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : static_cast<std::uint8_t*>(tensor.mutable_data_ptr());
+}
+
+/// Zeros: what no element uses has to be equal from run to run as well.
+Tensor new_mask(const Tensor& x, bool wanted) {
+  Tensor mask = empty(x, wanted ? mask_bytes(x) : 0, ScalarType::Byte);
+  if (wanted) {
+    std::fill_n(byte_data(mask), mask.numel(), std::uint8_t{0});
+  }
+  return mask;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize(
+    const Tensor& x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
+    std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
+    double eps, std::int64_t ranks, std::int64_t activation, double negative_slope) {
+  const TensorView samples = view("x", x);
+  Statistics s = statistics_of(x, message, merged, rest, eps, ranks);
   Tensor y = new_output(x);
-  syncbn::normalize(samples, double_data(mean), double_data(rstd), view("weight", weight),
-                    view("bias", bias), mutable_view("y", y), executor);
-  Tensor info = empty(x, 2, ScalarType::Long);
-  int64_data("info", info, 2)[0] = words.info.count;
-  int64_data("info", info, 2)[1] = int64_data("message", message, kHeaderWords)[1];
-  return {y, mean, var, rstd, info};
+  const Activation applied = activation_of(activation, negative_slope);
+  const bool masked = residual.has_value() && applied.kind != ActivationKind::kNone;
+  Tensor mask = new_mask(x, masked);
+  TorchExecutor executor;
+  syncbn::normalize(samples, double_data(s.mean), double_data(s.rstd), view("weight", weight),
+                    view("bias", bias), view("residual", residual), mutable_view("y", y),
+                    byte_data(mask), applied, executor);
+  return {y, s.mean, s.var, s.rstd, s.info, mask};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> normalize_in_place(
+    Tensor x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
+    std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, std::int64_t ranks,
+    double negative_slope) {
+  Statistics s = statistics_of(x, message, merged, rest, eps, ranks);
+  TorchExecutor executor;
+  syncbn::normalize(view("x", x), double_data(s.mean), double_data(s.rstd), view("weight", weight),
+                    view("bias", bias), {}, mutable_view("x", x), nullptr,
+                    {ActivationKind::kLeakyRelu, negative_slope}, executor);
+  return {s.mean, s.var, s.rstd, s.info};
+}
+
+std::tuple<Tensor, Tensor> recover_input(const Tensor& y, const Tensor& mean, const Tensor& rstd,
+                                         std::optional<Tensor> weight, std::optional<Tensor> bias,
+                                         double negative_slope) {
+  const std::int64_t channels = channels_of(y);
+  Tensor x = new_output(y);
+  Tensor mask = new_mask(y, true);
+  TorchExecutor executor;
+  syncbn::recover_input(view("y", y), double_data("mean", mean, channels),
+                        double_data("rstd", rstd, channels), view("weight", weight),
+                        view("bias", bias), mutable_view("x", x), byte_data(mask), negative_slope,
+                        executor);
+  return {x, mask};
 }
 
 void update_running_statistics(std::optional<Tensor> running_mean,
@@ -168,15 +235,40 @@ void update_running_statistics(std::optional<Tensor> running_mean,
   }
 }
 
-Tensor local_gradients(const Tensor& dy, const Tensor& x, const Tensor& info, std::int64_t frame) {
+/// The arguments that say how dy comes back through the activation.
+ActivationGradient through(const Tensor& x, const std::optional<Tensor>& weight,
+                           const std::optional<Tensor>& bias, const std::optional<Tensor>& mask,
+                           std::int64_t activation, double negative_slope) {
+  ActivationGradient out{activation_of(activation, negative_slope), view("weight", weight),
+                         view("bias", bias)};
+  if (mask.has_value() && mask->numel() > 0) {
+    if (mask->scalar_type() != ScalarType::Byte || !mask->is_contiguous() || !mask->is_cpu() ||
+        mask->numel() != mask_bytes(x)) {
+      throw InvalidArgument("mask: expected what normalize returned for this input");
+    }
+    out.mask = static_cast<const std::uint8_t*>(mask->const_data_ptr());
+  }
+  return out;
+}
+
+std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                           const Tensor& rstd, const Tensor& info,
+                                           std::optional<Tensor> weight, std::optional<Tensor> bias,
+                                           std::optional<Tensor> mask, std::int64_t activation,
+                                           double negative_slope, bool keep, std::int64_t frame) {
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
   const auto tag = static_cast<std::uint32_t>(int64_data("info", info, 2)[1]);
   TorchExecutor executor;
   Tensor message = new_message(x, samples.dtype, channels, frame);
-  syncbn::local_gradients(view("dy", dy), samples, int64_data("message", message, kHeaderWords),
-                          backward_fingerprint(tag), executor);
-  return message;
+  Tensor u = keep ? new_output(x) : empty(x, 0, x.scalar_type());
+  syncbn::local_gradients(view("dy", dy), samples, double_data("mean", mean, channels),
+                          double_data("rstd", rstd, channels),
+                          through(x, weight, bias, mask, activation, negative_slope),
+                          keep ? mutable_view("u", u) : MutableTensorView(),
+                          int64_data("message", message, kHeaderWords), backward_fingerprint(tag),
+                          executor);
+  return {message, u};
 }
 
 /// dweight or dbias: C entries, or none if nobody asks for it.
@@ -206,13 +298,12 @@ std::tuple<Tensor, Tensor> affine_gradient_shares(const Tensor& message, const T
   return {dweight, dbias};
 }
 
-std::tuple<Tensor, Tensor, Tensor> input_gradient(const Tensor& dy, const Tensor& x,
-                                                  const Tensor& merged, std::optional<Tensor> rest,
-                                                  const Tensor& mean, const Tensor& rstd,
-                                                  const Tensor& info, std::optional<Tensor> weight,
-                                                  std::optional<ScalarType> weight_dtype,
-                                                  std::optional<ScalarType> bias_dtype,
-                                                  std::int64_t ranks) {
+std::tuple<Tensor, Tensor, Tensor> input_gradient(
+    const Tensor& dy, const Tensor& x, const Tensor& merged, std::optional<Tensor> rest,
+    const Tensor& mean, const Tensor& rstd, const Tensor& info, std::optional<Tensor> weight,
+    std::optional<Tensor> bias, std::optional<Tensor> mask, std::int64_t activation,
+    double negative_slope, std::optional<ScalarType> weight_dtype,
+    std::optional<ScalarType> bias_dtype, std::int64_t ranks) {
   const std::int64_t channels = channels_of(x);
   const Merged words(merged, rest, ranks, channels);
   const std::int64_t count = int64_data("info", info, 2)[0];
@@ -231,6 +322,7 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(const Tensor& dy, const Tensor
                      wanted("dbias", dbias, bias_dtype), channels, count, executor);
   Tensor dx = new_output(x);
   syncbn::input_gradient(view("dy", dy), view("x", x), means, rstds, coefficients.data(),
+                         through(x, weight, bias, mask, activation, negative_slope),
                          mutable_view("dx", dx), executor);
   return {dx, dweight, dbias};
 }
@@ -253,18 +345,30 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "Tensor");
   m.def(
       "normalize(Tensor x, Tensor message, Tensor merged, Tensor? rest, Tensor? weight, "
-      "Tensor? bias, float eps, int ranks) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "Tensor? bias, Tensor? residual, float eps, int ranks, int activation, "
+      "float negative_slope) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "normalize_in_place(Tensor(a!) x, Tensor message, Tensor merged, Tensor? rest, "
+      "Tensor? weight, Tensor? bias, float eps, int ranks, float negative_slope) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "recover_input(Tensor y, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
+      "float negative_slope) -> (Tensor, Tensor)");
   m.def(
       "update_running_statistics(Tensor(a!)? running_mean, Tensor(b!)? running_var, "
       "Tensor(c!)? num_batches_tracked, Tensor(d!)? call, Tensor mean, Tensor var, Tensor info, "
       "float? momentum) -> ()");
-  m.def("local_gradients(Tensor dy, Tensor x, Tensor info, int frame) -> Tensor");
+  m.def(
+      "local_gradients(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor info, "
+      "Tensor? weight, Tensor? bias, Tensor? mask, int activation, float negative_slope, "
+      "bool keep, int frame) -> (Tensor, Tensor)");
   m.def(
       "affine_gradient_shares(Tensor message, Tensor x, Tensor mean, Tensor rstd, "
       "ScalarType? weight_dtype, ScalarType? bias_dtype) -> (Tensor, Tensor)");
   m.def(
       "input_gradient(Tensor dy, Tensor x, Tensor merged, Tensor? rest, Tensor mean, Tensor rstd, "
-      "Tensor info, Tensor? weight, ScalarType? weight_dtype, ScalarType? bias_dtype, int ranks) "
+      "Tensor info, Tensor? weight, Tensor? bias, Tensor? mask, int activation, "
+      "float negative_slope, ScalarType? weight_dtype, ScalarType? bias_dtype, int ranks) "
       "-> (Tensor, Tensor, Tensor)");
   m.def("cpu_instruction_set() -> str");
   m.def("force_cpu_instruction_set(str name) -> bool");
@@ -277,6 +381,8 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
   m.impl("header", TORCH_BOX(&header));
   m.impl("remaining_words", TORCH_BOX(&remaining_words));
   m.impl("normalize", TORCH_BOX(&normalize));
+  m.impl("normalize_in_place", TORCH_BOX(&normalize_in_place));
+  m.impl("recover_input", TORCH_BOX(&recover_input));
   m.impl("update_running_statistics", TORCH_BOX(&update_running_statistics));
   m.impl("local_gradients", TORCH_BOX(&local_gradients));
   m.impl("affine_gradient_shares", TORCH_BOX(&affine_gradient_shares));

@@ -11,6 +11,7 @@
 
 #include "syncbn/error.hpp"
 #include "syncbn/executor.hpp"
+#include "syncbn/passes.hpp"
 #include "syncbn/tensor.hpp"
 
 // Between PyTorch's tensors and the core's views.
@@ -57,6 +58,11 @@ inline MutableTensorView mutable_view(const char* name, Tensor& tensor) {
 
 inline MutableTensorView mutable_view(const char* name, std::optional<Tensor>& tensor) {
   return tensor.has_value() ? mutable_view(name, *tensor) : MutableTensorView();
+}
+
+/// kind: the number of an ActivationKind.
+inline Activation activation_of(std::int64_t kind, double negative_slope) {
+  return {static_cast<ActivationKind>(kind), negative_slope};
 }
 
 /// A new contiguous tensor on x's device.

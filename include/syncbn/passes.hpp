@@ -29,6 +29,27 @@ struct Execution {
   void* stream = nullptr;
 };
 
+enum class ActivationKind : std::uint8_t { kNone, kRelu, kLeakyRelu };
+
+/// What is applied to the normalized value, after a residual has been added.
+struct Activation {
+  ActivationKind kind = ActivationKind::kNone;
+  double negative_slope = 0.01;  ///< kLeakyRelu: finite
+};
+
+/// Bytes of an activation mask: one bit per element of x, set where the activation hands the
+/// gradient on unchanged. Its order depends on the shape and strides of x alone.
+SYNCBN_API std::int64_t activation_mask_bytes(const TensorView& x);
+
+/// How the output's gradient comes back through the activation. Where it was positive is read from
+/// `mask`, or, without one, computed again from x, weight and bias (not after a residual).
+struct ActivationGradient {
+  Activation activation;
+  TensorView weight;
+  TensorView bias;
+  const std::uint8_t* mask = nullptr;
+};
+
 /// int64 words per channel of a message: 6 (float16), 19 (bfloat16, float32), 83 (float64).
 SYNCBN_API int words_per_channel(DType dtype);
 
@@ -79,11 +100,15 @@ SYNCBN_API void finalize_moments(const MessageInfo& info, const std::int64_t* wo
                                  double* var, double* rstd, std::int64_t channels, double eps,
                                  const Execution& execution);
 
-/// y = (x - mean) * rstd * weight + bias (section 4). weight and bias: C entries of any dtype, or
-/// absent (1 and 0). y: x's shape and dtype, any strides, may be x itself.
+/// y = activation((x - mean) * rstd * weight + bias + residual) (section 4). weight and bias: C
+/// entries of any dtype, or absent (1 and 0). residual: x's shape and dtype, or absent. y: x's
+/// shape and dtype, any strides, may be x or residual itself. mask: activation_mask_bytes(x) bytes,
+/// or null.
 SYNCBN_API void normalize(const TensorView& x, const double* mean, const double* rstd,
                           const TensorView& weight, const TensorView& bias,
-                          const MutableTensorView& y, const Execution& execution);
+                          const TensorView& residual, const MutableTensorView& y,
+                          std::uint8_t* mask, const Activation& activation,
+                          const Execution& execution);
 
 /// running <- (1 - factor) * running + factor * batch value, with the unbiased variance (section
 /// 5). count = 0 changes nothing. Either tensor may be absent.
@@ -92,9 +117,12 @@ SYNCBN_API void update_running_statistics(const MutableTensorView& running_mean,
                                           const double* var, std::int64_t channels,
                                           std::int64_t count, double factor);
 
-/// Sums of dy and dy*x over this rank's samples. dy has x's shape and dtype. message as in
-/// local_moments.
-SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, std::int64_t* message,
+/// Sums of u and u*x over this rank's samples, u being dy come back through the activation. dy: x's
+/// shape and dtype. u: written if not absent (the residual's gradient), x's shape and dtype, may be
+/// dy. message as in local_moments.
+SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, const double* mean,
+                                const double* rstd, const ActivationGradient& through,
+                                const MutableTensorView& u, std::int64_t* message,
                                 std::uint32_t fingerprint, const Execution& execution);
 
 /// Coefficients c1, c2, c3 of the input's gradient (coefficients: 3*C, c1 first) and the global
@@ -114,13 +142,24 @@ SYNCBN_API void affine_gradient_shares(const std::int64_t* words, DType dtype, c
                                        const MutableTensorView& dbias, std::int64_t channels,
                                        const Execution& execution);
 
-/// dx = c1*dy + c2*(x - mean) + c3 (section 6). dx: x's shape and dtype, any strides, may be dy.
+/// dx = c1*u + c2*(x - mean) + c3 (section 6), u being dy come back through the activation. dx: x's
+/// shape and dtype, any strides, may be dy or x.
 SYNCBN_API void input_gradient(const TensorView& dy, const TensorView& x, const double* mean,
                                const double* rstd, const double* coefficients,
-                               const MutableTensorView& dx, const Execution& execution);
+                               const ActivationGradient& through, const MutableTensorView& dx,
+                               const Execution& execution);
 
-/// The gradient of normalize with constant statistics (evaluation): dx = weight * rstd * dy.
-SYNCBN_API void evaluation_input_gradient(const TensorView& dy, const double* rstd,
+/// For a forward that wrote y = leaky_relu((x - mean) * rstd * weight + bias) over x: gives back x,
+/// up to rounding (docs/activation.md has the bound), and the activation mask. x: like y, may be y.
+/// mask: activation_mask_bytes(x) bytes. Weights and negative_slope must not be 0.
+SYNCBN_API void recover_input(const TensorView& y, const double* mean, const double* rstd,
+                              const TensorView& weight, const TensorView& bias,
+                              const MutableTensorView& x, std::uint8_t* mask, double negative_slope,
+                              const Execution& execution);
+
+/// The gradient of normalize with constant statistics (evaluation): dx = weight * rstd * u, u being
+/// dy come back through the activation already.
+SYNCBN_API void evaluation_input_gradient(const TensorView& u, const double* rstd,
                                           const TensorView& weight, const MutableTensorView& dx,
                                           const Execution& execution);
 

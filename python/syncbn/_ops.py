@@ -50,12 +50,40 @@ def _(message, merged, ranks, channels, size):
     return message.new_empty((size,))
 
 
-@_fake("syncbn::normalize")
-def _(x, message, merged, rest, weight, bias, eps, ranks):
-    """y like x; mean, var, rstd float64 [C]; info int64 [2]: count and fingerprint."""
+def _statistics(x):
+    """mean, var, rstd float64 [C]; info int64 [2]: count and fingerprint."""
     channel = x.new_empty((x.shape[1],), dtype=torch.float64)
-    info = x.new_empty((2,), dtype=torch.int64)
-    return torch.empty_like(x), channel, channel.clone(), channel.clone(), info
+    return channel, channel.clone(), channel.clone(), x.new_empty((2,), dtype=torch.int64)
+
+
+def _mask(x):
+    """uint8: room for one bit per element in any layout."""
+    samples, channels, *spatial = x.shape
+    plane = 1
+    for size in spatial:
+        plane = plane * size
+    by_planes, by_rows = channels * ((plane + 7) // 8), plane * ((channels + 7) // 8)
+    return x.new_empty((samples * torch.sym_max(by_planes, by_rows),), dtype=torch.uint8)
+
+
+@_fake("syncbn::normalize")
+def _(x, message, merged, rest, weight, bias, residual, eps, ranks, activation, negative_slope):
+    """y like x; statistics; mask, empty unless there are a residual and an activation."""
+    masked = residual is not None and activation != 0
+    mask = _mask(x) if masked else x.new_empty((0,), dtype=torch.uint8)
+    return torch.empty_like(x), *_statistics(x), mask
+
+
+@_fake("syncbn::normalize_in_place")
+def _(x, message, merged, rest, weight, bias, eps, ranks, negative_slope):
+    """Statistics; leaky_relu of the normalized values is written over x."""
+    return _statistics(x)
+
+
+@_fake("syncbn::recover_input")
+def _(y, mean, rstd, weight, bias, negative_slope):
+    """x like y, and the activation mask, from what normalize_in_place wrote."""
+    return torch.empty_like(y), _mask(y)
 
 
 @_fake("syncbn::update_running_statistics")
@@ -64,9 +92,11 @@ def _(running_mean, running_var, num_batches_tracked, call, mean, var, info, mom
 
 
 @_fake("syncbn::local_gradients")
-def _(dy, x, info, frame):
-    """int64 message as for local_moments, with the sums of dy and dy * x."""
-    return _message(x, frame)
+def _(dy, x, mean, rstd, info, weight, bias, mask, activation, negative_slope, keep, frame):
+    """int64 message as for local_moments, with the sums of u and u * x, u being dy come back
+    through the activation (by the mask, or, if that is None or empty, by what x gave); u like x,
+    empty unless keep."""
+    return _message(x, frame), torch.empty_like(x) if keep else x.new_empty((0,))
 
 
 def _parameter_gradients(x, *dtypes):
@@ -84,6 +114,22 @@ def _(message, x, mean, rstd, weight_dtype, bias_dtype):
 
 
 @_fake("syncbn::input_gradient")
-def _(dy, x, merged, rest, mean, rstd, info, weight, weight_dtype, bias_dtype, ranks):
+def _(
+    dy,
+    x,
+    merged,
+    rest,
+    mean,
+    rstd,
+    info,
+    weight,
+    bias,
+    mask,
+    activation,
+    negative_slope,
+    weight_dtype,
+    bias_dtype,
+    ranks,
+):
     """dx like x; dweight and dbias of all ranks' samples."""
     return torch.empty_like(x), *_parameter_gradients(x, weight_dtype, bias_dtype)

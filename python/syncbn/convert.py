@@ -14,6 +14,9 @@ _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _OWN_ATTRIBUTES = (
     "process_group_name",
     "affine_grad",
+    "activation",
+    "negative_slope",
+    "sync",
     "layer_name",
     "layer_number",
     "_original_class",
@@ -69,7 +72,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: "_exchange.Group" =
         result = _with_class(layer, SyncBatchNorm)
         result.__dict__["_original_class"] = type(layer)
         result.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm holds the handle
-        result._init_sync(name, path or "SyncBatchNorm", "share")
+        result._init_sync(name, path or "SyncBatchNorm")
         return result
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -88,11 +91,19 @@ def revert_sync_batchnorm(
 
     Returns:
         `module`, or its replacement. Parameters and buffers stay the same objects.
+
+    Raises:
+        ValueError: a layer has a fused activation, which would be lost.
     """
 
     def make(layer: nn.Module, path: str) -> nn.Module | None:
         if type(layer) is not SyncBatchNorm:
             return None
+        if layer.activation != "none":
+            raise ValueError(
+                f"{path or 'module'}: got a layer with activation {layer.activation!r}, which a "
+                "plain batch norm has not; expected none"
+            )
         cls = vars(layer).get("_original_class", default)
         result = _with_class(layer, cls)
         for name in _OWN_ATTRIBUTES:

@@ -1,5 +1,8 @@
 """Synchronized batch normalization as a function."""
 
+import math
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +12,53 @@ from . import _exchange
 from ._ops import ops
 
 AFFINE_GRADS = ("share", "global")
+ACTIVATIONS = ("none", "relu", "leaky_relu")  # in the order of the core's ActivationKind
+
+
+class Layer(NamedTuple):
+    """What is constant over the calls of a layer.
+
+    number goes into the fingerprint, name into errors. group: a process group's name, None for the
+    world. sync False: no exchange.
+    """
+
+    name: str
+    number: int
+    group: str | None = None
+    sync: bool = True
+    eps: float = 1e-5
+    momentum: float | None = 0.1
+    affine_grad: str = "share"
+    activation: str = "none"
+    negative_slope: float = 0.01
+
+    @property
+    def activation_kind(self) -> int:
+        return ACTIVATIONS.index(self.activation)
+
+    def call_number(self, residual: bool) -> int:
+        """`number` and, in bits of their own, the options that all ranks must have in common."""
+        slope = int(self.negative_slope * 2**20) if self.activation == "leaky_relu" else 0
+        options = (slope << 3 | self.activation_kind << 1 | residual) & 0x7FFFFFFF
+        return self.number | options << 32
+
+
+def _exchange_moments(x, call, layer, peers, residual):
+    """(message, merged, rest): this rank's sums, and those of all."""
+    number = layer.call_number(residual)
+    message = ops.local_moments(x, number, call, layer.eps, _exchange.frame_words(peers))
+    merged, rest, count = _exchange.exchange(message, x.shape[1], peers, layer.name)
+    if count == 1:
+        raise ValueError(
+            "Expected more than 1 value per channel when training, got 1 over all ranks "
+            f"(input size {list(x.shape)} on this one)"
+        )
+    return message, merged, rest
+
+
+def _like(tensor, x):
+    """The tensor in x's layout."""
+    return tensor if tensor.stride() == x.stride() else torch.empty_like(x).copy_(tensor)
 
 
 class _BatchNormTraining(torch.autograd.Function):
@@ -19,68 +69,93 @@ class _BatchNormTraining(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, call, layer, eps, group, affine_grad, layer_name):
-        channels = x.shape[1]
-        message = ops.local_moments(x, layer, call, eps, _exchange.frame_words(group))
-        merged, rest, count = _exchange.exchange(message, channels, group, layer_name)
-        if count == 1:
-            raise ValueError(
-                "Expected more than 1 value per channel when training, got 1 over all ranks "
-                f"(input size {list(x.shape)} on this one)"
-            )
-        ranks = 1 if group is None else group.ranks
-        y, mean, var, rstd, info = ops.normalize(x, message, merged, rest, weight, bias, eps, ranks)
-        ctx.save_for_backward(x, weight, mean, rstd, info)
+    def forward(ctx, x, weight, bias, residual, call, layer, peers):
+        ranks = 1 if peers is None else peers.ranks
+        exchanged = _exchange_moments(x, call, layer, peers, residual is not None)
+        y, mean, var, rstd, info, mask = ops.normalize(
+            x,
+            *exchanged,
+            weight,
+            bias,
+            None if residual is None else _like(residual, x),
+            layer.eps,
+            ranks,
+            layer.activation_kind,
+            layer.negative_slope,
+        )
+        # Without a mask, the activation's sign is computed again, which takes the bias.
+        again = layer.activation != "none" and residual is None
+        ctx.save_for_backward(x, weight, bias if again else None, mean, rstd, info, mask)
         ctx.mark_non_differentiable(mean, var, info)
-        ctx.group = group
+        ctx.peers = peers
+        ctx.layer = layer
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.affine_grad = affine_grad
-        ctx.layer_name = layer_name
         return y, mean, var, info
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, *_):
-        x, weight, mean, rstd, info = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        group, ranks = ctx.group, 1 if ctx.group is None else ctx.group.ranks
-        dtypes = (
-            weight.dtype if needs_weight else None,
-            ctx.bias_dtype if needs_bias else None,
+        x, weight, bias, mean, rstd, info, mask = ctx.saved_tensors
+        return *_backward(ctx, dy, x, weight, bias, mean, rstd, info, mask), None, None, None
+
+
+def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
+    """Gradients of x, weight, bias and residual."""
+    needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
+    layer, peers = ctx.layer, ctx.peers
+    ranks = 1 if peers is None else peers.ranks
+    dtypes = (
+        weight.dtype if needs_weight else None,
+        ctx.bias_dtype if needs_bias else None,
+    )
+    dy = _like(dy, x)
+    through = (weight, bias, mask, layer.activation_kind, layer.negative_slope)
+    keep = needs_residual and layer.activation != "none"
+    message, u = ops.local_gradients(
+        dy, x, mean, rstd, info, *through, keep, _exchange.frame_words(peers)
+    )
+    if keep:  # what came back through the activation is there already
+        dy, through = u, (weight, None, None, 0, 0.0)
+    dx = dweight = dbias = None
+    # One rank's share is the whole, and comes with dx.
+    shares = layer.affine_grad == "share" and not (peers is None and needs_x)
+    if shares and (needs_weight or needs_bias):
+        dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
+    if needs_x or not shares:
+        merged, rest, _ = _exchange.exchange(message, x.shape[1], peers, layer.name)
+        wanted = (None, None) if shares else dtypes
+        dx, *sums = ops.input_gradient(
+            dy, x, merged, rest, mean, rstd, info, *through, *wanted, ranks
         )
-        if dy.stride() != x.stride():
-            dy = torch.empty_like(x).copy_(dy)
-        message = ops.local_gradients(dy, x, info, _exchange.frame_words(group))
-        dx = dweight = dbias = None
-        # One rank's share is the whole, and comes with dx.
-        shares = ctx.affine_grad == "share" and not (group is None and needs_x)
-        if shares and (needs_weight or needs_bias):
-            dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
-        if needs_x or not shares:
-            merged, rest, _ = _exchange.exchange(message, x.shape[1], group, ctx.layer_name)
-            dx, *sums = ops.input_gradient(
-                dy,
-                x,
-                merged,
-                rest,
-                mean,
-                rstd,
-                info,
-                weight,
-                *((None, None) if shares else dtypes),
-                ranks,
-            )
-            if not shares:
-                dweight, dbias = sums
-        return (
-            dx if needs_x else None,
-            dweight if needs_weight else None,
-            dbias if needs_bias else None,
-            *(None,) * 6,
+        if not shares:
+            dweight, dbias = sums
+    return (
+        dx if needs_x else None,
+        dweight if needs_weight else None,
+        dbias if needs_bias else None,
+        dy if needs_residual else None,
+    )
+
+
+def _check_like_input(name, tensor, x):
+    if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.device != x.device:
+        raise ValueError(
+            f"{name}: got {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, "
+            f"expected the input's {x.dtype}, {tuple(x.shape)} and {x.device}"
         )
 
 
-def _check_arguments(x, running_mean, running_var, weight, bias, eps):
+def check_options(affine_grad, activation, negative_slope):
+    """One error that names the option, what was given and what is allowed."""
+    if affine_grad not in AFFINE_GRADS:
+        raise ValueError(f"affine_grad: got {affine_grad!r}, expected one of {AFFINE_GRADS}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, expected one of {ACTIVATIONS}")
+    if not math.isfinite(negative_slope):
+        raise ValueError(f"negative_slope: got {negative_slope}, expected a finite number")
+
+
+def _check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
     """One error that names the argument, what was given and what is allowed."""
     if x.dim() < 2:
         raise ValueError(f"input: got {x.dim()}D input, expected at least 2D (N, C, ...)")
@@ -105,6 +180,8 @@ def _check_arguments(x, running_mean, running_var, weight, bias, eps):
             raise ValueError(
                 f"{name}: got a tensor on {tensor.device}, expected {x.device}, the input's device"
             )
+    if residual is not None:
+        _check_like_input("residual", residual, x)
 
 
 def train_step(
@@ -113,45 +190,39 @@ def train_step(
     running_var: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
+    layer: Layer,
     *,
-    num_batches_tracked: Tensor | None,
-    call: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    group: str | None,
-    affine_grad: str,
-    layer_name: str,
-    layer_number: int,
+    num_batches_tracked: Tensor | None = None,
+    call: Tensor | None = None,
 ) -> Tensor:
     """One training forward: exchange, normalize, update the running statistics in place.
 
-    group: a process group's name, None for the world. momentum None: cumulative averaging by
-    num_batches_tracked. call: int64 [1], the number of this call, advanced by one. layer_number
-    goes into the fingerprint, layer_name into errors.
+    momentum None: cumulative averaging by num_batches_tracked. call: int64 [1], the number of this
+    call, advanced by one.
     """
     if x.device.type != "cpu":
         raise ValueError(f"input: got a tensor on {x.device}, expected the CPU (CUDA is to come)")
-    peers = _exchange.peers(group)
+    peers = _exchange.peers(layer.group) if layer.sync else None
     try:
-        _check_arguments(x, running_mean, running_var, weight, bias, eps)
+        _check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
     except ValueError:
         _exchange.reject(x, peers)
         raise
-    y, mean, var, info = _BatchNormTraining.apply(
-        x,
-        weight,
-        bias,
-        call,
-        layer_number,
-        eps,
-        peers,
-        affine_grad,
-        layer_name,
-    )
+    y, mean, var, info = _BatchNormTraining.apply(x, weight, bias, residual, call, layer, peers)
     if running_mean is not None or num_batches_tracked is not None or call is not None:
         ops.update_running_statistics(
-            running_mean, running_var, num_batches_tracked, call, mean, var, info, momentum
+            running_mean, running_var, num_batches_tracked, call, mean, var, info, layer.momentum
         )
+    return y
+
+
+def apply_activation(y: Tensor, layer: Layer) -> Tensor:
+    """PyTorch's own operator."""
+    if layer.activation == "relu":
+        return F.relu(y)
+    if layer.activation == "leaky_relu":
+        return F.leaky_relu(y, layer.negative_slope)
     return y
 
 
@@ -165,6 +236,10 @@ def sync_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
     group: "_exchange.Group" = None,
+    *,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    negative_slope: float = 0.01,
 ) -> Tensor:
     """Batch normalization with the statistics of all ranks of a process group.
 
@@ -178,6 +253,9 @@ def sync_batch_norm(
         eps: added to the variance.
         group: a process group or its name. None: the default group; without
             torch.distributed, this process alone.
+        residual: added to the normalized values, of x's shape and dtype.
+        activation: "none", "relu" or "leaky_relu", applied last.
+        negative_slope: of leaky_relu.
 
     Returns:
         y like x. The gradients of weight and bias are this rank's own share, as in PyTorch: DDP
@@ -187,20 +265,17 @@ def sync_batch_norm(
         ValueError: an argument is refused, or all ranks together have one value per channel.
         DivergenceError: the ranks did not make the same call.
     """
-    if not training:
-        return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-    return train_step(
-        x,
-        running_mean,
-        running_var,
-        weight,
-        bias,
-        num_batches_tracked=None,
-        call=None,
-        momentum=momentum,
+    check_options("share", activation, negative_slope)
+    layer = Layer(
+        "sync_batch_norm",
+        0,
+        _exchange.group_name(group),
         eps=eps,
-        group=_exchange.group_name(group),
-        affine_grad="share",
-        layer_name="sync_batch_norm",
-        layer_number=0,
+        momentum=momentum,
+        activation=activation,
+        negative_slope=negative_slope,
     )
+    if training:
+        return train_step(x, running_mean, running_var, weight, bias, residual, layer)
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+    return apply_activation(y if residual is None else y + residual, layer)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _exchange
-from .functional import AFFINE_GRADS, train_step
+from .functional import Layer, apply_activation, check_options, train_step
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -30,8 +30,13 @@ class SyncBatchNorm(_BatchNorm):
             its name, so that it can be copied and pickled.
         affine_grad: "share", gradients of weight and bias from this rank's samples, as in PyTorch
             (DDP averages them); or "global", the sums over all ranks, equal on every rank.
+        activation: "none", "relu" or "leaky_relu", applied to the normalized values in the same
+            pass, after the residual that forward may be given.
+        negative_slope: of leaky_relu.
+        sync: False switches the exchange off: statistics of this rank alone.
 
-    In evaluation mode this is PyTorch's own batch norm operator.
+    In evaluation mode this is PyTorch's own batch norm operator (then its own addition and
+    activation).
     """
 
     def __init__(
@@ -46,17 +51,27 @@ class SyncBatchNorm(_BatchNorm):
         dtype=None,
         *,
         affine_grad: str = "share",
+        activation: str = "none",
+        negative_slope: float = 0.01,
+        sync: bool = True,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
-        self._init_sync(_exchange.group_name(process_group), "SyncBatchNorm", affine_grad)
-
-    def _init_sync(self, group_name: str | None, layer_name: str, affine_grad: str) -> None:
-        if affine_grad not in AFFINE_GRADS:
-            raise ValueError(f"affine_grad: got {affine_grad!r}, expected one of {AFFINE_GRADS}")
-        self.process_group_name = group_name
+        check_options(affine_grad, activation, negative_slope)
+        self._init_sync(_exchange.group_name(process_group), "SyncBatchNorm")
         self.affine_grad = affine_grad
+        self.activation = activation
+        self.negative_slope = negative_slope
+        self.sync = sync
+
+    def _init_sync(self, group_name: str | None, layer_name: str) -> None:
+        """What a layer has besides a plain one; the options at their defaults."""
+        self.process_group_name = group_name
+        self.affine_grad = "share"
+        self.activation = "none"
+        self.negative_slope = 0.01
+        self.sync = True
         self.layer_name = layer_name
         self.layer_number = zlib.crc32(layer_name.encode())
         reference = self.weight if self.weight is not None else self.running_mean
@@ -80,40 +95,58 @@ class SyncBatchNorm(_BatchNorm):
         if x.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (N, num_features, *spatial). Returns a tensor like x."""
-        if not self.training:
-            self._check_input_dim(x)
-            return F.batch_norm(
+    def _layer(self) -> Layer:
+        return Layer(
+            self.layer_name,
+            self.layer_number,
+            self.process_group_name,
+            self.sync,
+            self.eps,
+            self.momentum,
+            self.affine_grad,
+            self.activation,
+            self.negative_slope,
+        )
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: (N, num_features, *spatial). residual: like x, added before the activation. Returns a
+        tensor like x."""
+        if self.training:
+            return train_step(
                 x,
                 self.running_mean,
                 self.running_var,
                 self.weight,
                 self.bias,
-                self.running_mean is None and self.running_var is None,
-                0.0,
-                self.eps,
+                residual,
+                self._layer(),
+                num_batches_tracked=self.num_batches_tracked,
+                call=self._call,
             )
-        return train_step(
+        self._check_input_dim(x)
+        y = F.batch_norm(
             x,
             self.running_mean,
             self.running_var,
             self.weight,
             self.bias,
-            num_batches_tracked=self.num_batches_tracked,
-            call=self._call,
-            momentum=self.momentum,
-            eps=self.eps,
-            group=self.process_group_name,
-            affine_grad=self.affine_grad,
-            layer_name=self.layer_name,
-            layer_number=self.layer_number,
+            self.running_mean is None and self.running_var is None,
+            0.0,
+            self.eps,
         )
+        return apply_activation(y if residual is None else y + residual, self._layer())
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
-        if self.process_group_name is not None:
-            text += f", process_group={self.process_group_name!r}"
-        if self.affine_grad != "share":
-            text += f", affine_grad={self.affine_grad!r}"
+        for name, default in (
+            ("process_group_name", None),
+            ("affine_grad", "share"),
+            ("activation", "none"),
+            ("sync", True),
+        ):
+            value = getattr(self, name)
+            if value != default:
+                text += f", {name.removesuffix('_name')}={value!r}"
+        if self.activation == "leaky_relu":
+            text += f", negative_slope={self.negative_slope}"
         return text

@@ -4,13 +4,14 @@
 
 #include "sample_view.hpp"
 #include "syncbn/executor.hpp"
+#include "syncbn/passes.hpp"
 #include "syncbn/tensor.hpp"
 
 // The passes on CPU. Arguments have been checked; tensors are not empty.
 namespace syncbn::cpu {
 
-/// Words of the sums of u and u*v per channel; v = u if null.
-void local_sums(const SampleView& u, const SampleView* v, std::int64_t* words, Executor& executor);
+/// Words of the sums of x and x*x per channel.
+void moment_sums(const SampleView& x, std::int64_t* words, Executor& executor);
 
 /// Channel constants, from which each element-wise pass derives its own.
 struct NormalizeConstants {
@@ -19,8 +20,22 @@ struct NormalizeConstants {
   const double* weight;  ///< as binary64
   const double* bias;
 };
-void normalize(const SampleView& x, const SampleView& y, const NormalizeConstants& constants,
-               Executor& executor);
+/// residual and mask: null if there is none.
+void normalize(const SampleView& x, const SampleView* residual, const SampleView& y,
+               std::uint8_t* mask, const NormalizeConstants& constants,
+               const Activation& activation, Executor& executor);
+
+/// How dy comes back through the activation: by `mask`, or, if that is null, by what normalize
+/// makes of x.
+struct Pullback {
+  Activation activation;
+  NormalizeConstants affine;
+  const std::uint8_t* mask;
+};
+
+/// Words of the sums of u and u*x, u being dy pulled back; stored in u if not null.
+void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* u,
+                   std::int64_t* words, const Pullback& pullback, Executor& executor);
 
 struct GradientConstants {
   const double* mean;
@@ -30,19 +45,30 @@ struct GradientConstants {
   const double* c3;
 };
 void input_gradient(const SampleView& dy, const SampleView& x, const SampleView& dx,
-                    const GradientConstants& constants, Executor& executor);
-void evaluation_input_gradient(const SampleView& dy, const SampleView& dx, const double* c1,
+                    const GradientConstants& constants, const Pullback& pullback,
+                    Executor& executor);
+void evaluation_input_gradient(const SampleView& u, const SampleView& dx, const double* c1,
                                Executor& executor);
+
+/// x and mask from y = leaky_relu(normalize(x)).
+void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* mask,
+                   const NormalizeConstants& constants, double negative_slope, Executor& executor);
 
 /// The plain loops: every type and layout, the same bits as the vector kernels.
 namespace reference {
-void local_sums(const SampleView& u, const SampleView* v, std::int64_t* words, Executor& executor);
-void normalize(const SampleView& x, const SampleView& y, const NormalizeConstants& constants,
-               Executor& executor);
+void moment_sums(const SampleView& x, std::int64_t* words, Executor& executor);
+void normalize(const SampleView& x, const SampleView* residual, const SampleView& y,
+               std::uint8_t* mask, const NormalizeConstants& constants,
+               const Activation& activation, Executor& executor);
+void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* u,
+                   std::int64_t* words, const Pullback& pullback, Executor& executor);
 void input_gradient(const SampleView& dy, const SampleView& x, const SampleView& dx,
-                    const GradientConstants& constants, Executor& executor);
-void evaluation_input_gradient(const SampleView& dy, const SampleView& dx, const double* c1,
+                    const GradientConstants& constants, const Pullback& pullback,
+                    Executor& executor);
+void evaluation_input_gradient(const SampleView& u, const SampleView& dx, const double* c1,
                                Executor& executor);
+void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* mask,
+                   const NormalizeConstants& constants, double negative_slope, Executor& executor);
 }  // namespace reference
 
 }  // namespace syncbn::cpu

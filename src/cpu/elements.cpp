@@ -5,6 +5,7 @@
 #include "cpu/cpu_passes.hpp"
 #include "cpu/float_environment.hpp"
 #include "cpu/kernels.hpp"
+#include "cpu/packed.hpp"
 #include "statistics/finalize.hpp"
 
 // Deals the element-wise passes to threads and vector kernels.
@@ -17,31 +18,17 @@ constexpr std::int64_t kElementsPerThread = 16384;
 constexpr std::int64_t kStreamBytes = std::int64_t{4} << 20;
 constexpr std::int64_t kStreamRun = 8192;
 
-Operand operand(const SampleView& view) {
-  return {view.data, view.sample_stride, view.channel_stride, view.element_stride};
+Layout layout_of(const SampleView& x, const SampleView* other, const SampleView& out) {
+  return other == nullptr ? common_layout(x, out) : common_layout(x, *other, out);
 }
 
-Layout common_layout(const SampleView& a, const SampleView& b, const SampleView& c) {
-  const Layout ab = syncbn::common_layout(a, b);
-  return ab == syncbn::common_layout(b, c) ? ab : Layout::kStrided;
-}
-
-/// Six arrays of padded channel constants in one allocation.
-class Constants {
- public:
-  explicit Constants(std::int64_t channels)
-      : padded_((channels + kChannelPadding - 1) / kChannelPadding * kChannelPadding),
-        values_(static_cast<std::size_t>(6 * padded_)) {}
-  float* array(int i) { return values_.data() + i * padded_; }
-  ElementConstants view() { return {array(0), array(1), array(2), array(3), array(4), array(5)}; }
-
- private:
-  std::int64_t padded_;
-  std::vector<float> values_;
-};
-
-void run(void (*planes)(DType, const ElementsTask&), void (*rows)(DType, const ElementsTask&),
-         bool by_rows, ElementsTask task, const SampleView& x, Executor& executor) {
+void run(ElementPass pass, ElementsTask task, const Kernels& kernels, bool by_rows,
+         const SampleView& x, const SampleView* other, const SampleView& out, Executor& executor) {
+  task.x = operand(x);
+  if (other != nullptr) {
+    task.other = operand(*other);
+  }
+  task.out = operand(out);
   task.channels = x.channels;
   task.plane = x.plane;
   const std::int64_t elements = x.samples * x.channels * x.plane;
@@ -55,74 +42,141 @@ void run(void (*planes)(DType, const ElementsTask&), void (*rows)(DType, const E
     ElementsTask part = task;
     part.begin = begin;
     part.end = end;
-    (by_rows ? rows : planes)(x.dtype, part);
+    (by_rows ? kernels.map_rows : kernels.map_planes)(x.dtype, pass, part);
   });
-}
-
-bool vectorizable(const Kernels* kernels, DType dtype, Layout layout) {
-  return kernels != nullptr && dtype != DType::kFloat64 && layout != Layout::kStrided;
 }
 
 }  // namespace
 
-void normalize(const SampleView& x, const SampleView& y, const NormalizeConstants& constants,
-               Executor& executor) {
+PackedConstants::PackedConstants(std::int64_t channels)
+    : padded_((channels + kChannelPadding - 1) / kChannelPadding * kChannelPadding),
+      values_(static_cast<std::size_t>(kArrays * padded_)) {}
+
+void PackedConstants::set_affine(const NormalizeConstants& constants, std::int64_t channels) {
+  for (std::int64_t c = 0; c < channels; ++c) {
+    const AffineF32 p =
+        affine_f32(constants.mean[c], constants.rstd[c], constants.weight[c], constants.bias[c]);
+    array(0)[c] = p.mean_high;
+    array(1)[c] = p.mean_low;
+    array(2)[c] = p.a;
+    array(3)[c] = p.b;
+  }
+}
+
+void PackedConstants::set_inverse(const NormalizeConstants& constants, std::int64_t channels) {
+  set_affine(constants, channels);
+  for (std::int64_t c = 0; c < channels; ++c) {
+    array(2)[c] = 1.0f / array(2)[c];
+  }
+}
+
+void PackedConstants::set_gradient(const GradientConstants& constants, std::int64_t channels) {
+  for (std::int64_t c = 0; c < channels; ++c) {
+    const GradientF32 p = gradient_f32(constants.mean[c], constants.rstd[c],
+                                       {constants.c1[c], constants.c2[c], constants.c3[c]});
+    array(0)[c] = p.mean_high;
+    array(1)[c] = p.mean_low;
+    array(4)[c] = p.c1;
+    array(5)[c] = p.c2;
+    array(6)[c] = p.c3;
+    array(7)[c] = p.power;
+  }
+}
+
+ElementConstants PackedConstants::view() {
+  return {array(0), array(1), array(2), array(3), array(4), array(5), array(6), array(7)};
+}
+
+bool vectorizable(const Kernels* kernels, const SampleView& x, Layout layout,
+                  const std::uint8_t* mask) {
+  return kernels != nullptr && x.dtype != DType::kFloat64 && layout != Layout::kStrided &&
+         (mask == nullptr || ActivationMaskLayout(x).by_rows == (layout == Layout::kRows));
+}
+
+MaskOperand mask_operand(const SampleView& x, const std::uint8_t* mask) {
+  const ActivationMaskLayout layout(x);
+  return {const_cast<std::uint8_t*>(mask), layout.sample_bytes, layout.run_bytes};
+}
+
+ActivationConstants activation_constants(const Activation& activation) {
+  return {activation.kind == ActivationKind::kRelu,
+          activation.kind == ActivationKind::kLeakyRelu
+              ? static_cast<float>(activation.negative_slope)
+              : 1.0f};
+}
+
+void normalize(const SampleView& x, const SampleView* residual, const SampleView& y,
+               std::uint8_t* mask, const NormalizeConstants& constants,
+               const Activation& activation, Executor& executor) {
   const Kernels* kernels = active_kernels();
-  const Layout layout = syncbn::common_layout(x, y);
-  if (!vectorizable(kernels, x.dtype, layout)) {
-    reference::normalize(x, y, constants, executor);
+  const Layout layout = layout_of(x, residual, y);
+  if (!vectorizable(kernels, x, layout, mask)) {
+    reference::normalize(x, residual, y, mask, constants, activation, executor);
     return;
   }
   const FloatEnvironment environment;
-  Constants packed(x.channels);
-  for (std::int64_t c = 0; c < x.channels; ++c) {
-    const AffineF32 p =
-        affine_f32(constants.mean[c], constants.rstd[c], constants.weight[c], constants.bias[c]);
-    packed.array(0)[c] = p.mean_high;
-    packed.array(1)[c] = p.mean_low;
-    packed.array(2)[c] = p.a;
-    packed.array(4)[c] = p.b;
-  }
+  PackedConstants packed(x.channels);
+  packed.set_affine(constants, x.channels);
   ElementsTask task;
-  task.x = operand(x);
-  task.out = operand(y);
   task.constants = packed.view();
-  run(kernels->normalize_planes, kernels->normalize_rows, layout == Layout::kRows, task, x,
-      executor);
+  task.activation = activation_constants(activation);
+  task.mask = mask_operand(x, mask);
+  const ElementPass pass = residual != nullptr ? ElementPass::kNormalizeResidual
+                           : activation.kind != ActivationKind::kNone
+                               ? ElementPass::kNormalizeActivated
+                               : ElementPass::kNormalize;
+  run(pass, task, *kernels, layout == Layout::kRows, x, residual, y, executor);
 }
 
 void input_gradient(const SampleView& dy, const SampleView& x, const SampleView& dx,
-                    const GradientConstants& constants, Executor& executor) {
+                    const GradientConstants& constants, const Pullback& pullback,
+                    Executor& executor) {
   const Kernels* kernels = active_kernels();
-  const Layout layout = common_layout(dy, x, dx);
-  if (!vectorizable(kernels, x.dtype, layout)) {
-    reference::input_gradient(dy, x, dx, constants, executor);
+  const Layout layout = layout_of(x, &dy, dx);
+  if (!vectorizable(kernels, x, layout, pullback.mask)) {
+    reference::input_gradient(dy, x, dx, constants, pullback, executor);
     return;
   }
   const FloatEnvironment environment;
-  Constants packed(x.channels);
-  for (std::int64_t c = 0; c < x.channels; ++c) {
-    const GradientF32 p = gradient_f32(constants.mean[c], constants.rstd[c],
-                                       {constants.c1[c], constants.c2[c], constants.c3[c]});
-    packed.array(0)[c] = p.mean_high;
-    packed.array(1)[c] = p.mean_low;
-    packed.array(2)[c] = p.c1;
-    packed.array(3)[c] = p.c2;
-    packed.array(4)[c] = p.c3;
-    packed.array(5)[c] = p.power;
-  }
+  PackedConstants packed(x.channels);
+  packed.set_gradient(constants, x.channels);
   ElementsTask task;
-  task.x = operand(x);
-  task.dy = operand(dy);
-  task.out = operand(dx);
+  task.activation = activation_constants(pullback.activation);
+  ElementPass pass = ElementPass::kGradient;
+  if (pullback.activation.kind != ActivationKind::kNone) {
+    pass =
+        pullback.mask != nullptr ? ElementPass::kGradientMasked : ElementPass::kGradientActivated;
+    task.mask = mask_operand(x, pullback.mask);
+    if (pullback.mask == nullptr) {
+      packed.set_affine(pullback.affine, x.channels);
+    }
+  }
   task.constants = packed.view();
-  run(kernels->gradient_planes, kernels->gradient_rows, layout == Layout::kRows, task, x, executor);
+  run(pass, task, *kernels, layout == Layout::kRows, x, &dy, dx, executor);
 }
 
 // Evaluation in training code is rare and off the critical path: the plain loops serve it.
-void evaluation_input_gradient(const SampleView& dy, const SampleView& dx, const double* c1,
+void evaluation_input_gradient(const SampleView& u, const SampleView& dx, const double* c1,
                                Executor& executor) {
-  reference::evaluation_input_gradient(dy, dx, c1, executor);
+  reference::evaluation_input_gradient(u, dx, c1, executor);
+}
+
+void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* mask,
+                   const NormalizeConstants& constants, double negative_slope, Executor& executor) {
+  const Kernels* kernels = active_kernels();
+  const Layout layout = common_layout(y, x);
+  if (!vectorizable(kernels, y, layout, mask)) {
+    reference::recover_input(y, x, mask, constants, negative_slope, executor);
+    return;
+  }
+  const FloatEnvironment environment;
+  PackedConstants packed(y.channels);
+  packed.set_inverse(constants, y.channels);
+  ElementsTask task;
+  task.constants = packed.view();
+  task.activation = {false, 1.0f / static_cast<float>(negative_slope)};
+  task.mask = mask_operand(y, mask);
+  run(ElementPass::kRecover, task, *kernels, layout == Layout::kRows, y, nullptr, x, executor);
 }
 
 }  // namespace syncbn::cpu

@@ -18,8 +18,37 @@ struct Operand {
   std::int64_t element_stride = 0;  ///< rows
 };
 
+/// Bits of an activation mask, laid out as in activation_mask.hpp, from channel 0 of the task on.
+struct MaskOperand {
+  std::uint8_t* data = nullptr;
+  std::int64_t sample_bytes = 0;
+  std::int64_t run_bytes = 0;
+};
+
+/// Per-channel constants of the element-wise passes, arrays padded to kChannelPadding.
+/// v = fma(scale, t, shift)      t = (x - mean_high) - mean_low
+/// dx = fma(c1, u, fma(c2, t * power, c3))
+struct ElementConstants {
+  const float* mean_high = nullptr;
+  const float* mean_low = nullptr;
+  const float* scale = nullptr;
+  const float* shift = nullptr;
+  const float* c1 = nullptr;
+  const float* c2 = nullptr;
+  const float* c3 = nullptr;
+  const float* power = nullptr;
+};
+
+/// negative_slope 1 and not relu: no activation.
+struct ActivationConstants {
+  bool relu = false;
+  float negative_slope = 1.0f;
+};
+
 /// Sums of u and u*v over units [unit_begin, unit_end), a unit being one segment of one sample, for
-/// `channels` channels. v.data == nullptr: v = u.
+/// `channels` channels. v.data == nullptr: v = u. With `constants` (else null), u is dy of a fused
+/// activation with input v: what is summed is u come back through it, which is written to `out` if
+/// that has data.
 struct SumsTask {
   Operand u;
   Operand v;
@@ -27,27 +56,21 @@ struct SumsTask {
   std::int64_t plane = 0;
   std::int64_t unit_begin = 0;
   std::int64_t unit_end = 0;
-};
-
-/// Per-channel constants of the element-wise passes, arrays padded to kChannelPadding.
-/// normalize:      y  = fma(c1, t, c3)
-/// input gradient: dx = fma(c1, u, fma(c2, t * power, c3))      t = (x - mean_high) - mean_low
-struct ElementConstants {
-  const float* mean_high = nullptr;
-  const float* mean_low = nullptr;
-  const float* c1 = nullptr;
-  const float* c2 = nullptr;
-  const float* c3 = nullptr;
-  const float* power = nullptr;
+  const ElementConstants* constants = nullptr;
+  ActivationConstants activation;
+  MaskOperand mask;
+  Operand out;
 };
 
 /// Planes: items are blocks of at most kElementBlock elements of a plane, in the order (n, c,
 /// block). Rows: items are rows (n, e).
 struct ElementsTask {
   Operand x;
-  Operand dy;  ///< input gradient only
+  Operand other;  ///< dy, or the residual
   Operand out;
   ElementConstants constants;
+  ActivationConstants activation;
+  MaskOperand mask;  ///< read in backward, written in forward, if it has data
   std::int64_t channels = 0;
   std::int64_t plane = 0;
   std::int64_t begin = 0;
@@ -56,14 +79,22 @@ struct ElementsTask {
 };
 inline constexpr std::int64_t kElementBlock = 16384;
 
+enum class ElementPass : std::uint8_t {
+  kNormalize,
+  kNormalizeActivated,  ///< and an activation, whose mask is written if it has data
+  kNormalizeResidual,   ///< the same after adding `other`
+  kGradient,
+  kGradientActivated,  ///< through an activation whose sign is computed again
+  kGradientMasked,     ///< through an activation with a mask
+  kRecover,  ///< x from y = leaky_relu(v): constants are those of the inverse, mask written
+};
+
 struct Kernels {
   const char* name;
   void (*sum_planes)(DType, const SumsTask&, Windows&, const WindowArrays&);
   void (*sum_rows)(DType, const SumsTask&, Windows&, const WindowArrays&);
-  void (*normalize_planes)(DType, const ElementsTask&);
-  void (*normalize_rows)(DType, const ElementsTask&);
-  void (*gradient_planes)(DType, const ElementsTask&);
-  void (*gradient_rows)(DType, const ElementsTask&);
+  void (*map_planes)(DType, ElementPass, const ElementsTask&);
+  void (*map_rows)(DType, ElementPass, const ElementsTask&);
 };
 
 extern const Kernels* const kAvx2Kernels;  ///< null where this build has none

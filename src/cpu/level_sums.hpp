@@ -1,7 +1,5 @@
-// The sums passes over the vector type of one level (simd_*.hpp). Included inside a level file's
-// unnamed namespace; uses nothing but intrinsics, so that no shared inline function is compiled
-// with the level's flags (the linker might pick that copy for processors that lack the
-// instructions).
+// The sums passes over the vector type of one level. Included inside a level file's unnamed
+// namespace, after level_elements.hpp, whose rules hold here too.
 
 constexpr int kParts = kLanes / kDoubleLanes;
 
@@ -139,15 +137,44 @@ inline void sum_segment(const T* u, const T* v, std::int64_t length, QuadV& firs
   second = fold_to_quad(b);
 }
 
-inline std::int64_t minimum(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+enum class SumsOf : std::uint8_t { kSquare, kProduct, kActivated };
 
+/// u come back through the activation, into `target`: one segment of a plane.
 template <class T>
-inline const T* plane_of(const Operand& operand, std::int64_t sample, std::int64_t channel) {
-  return static_cast<const T*>(operand.data) + sample * operand.sample_stride +
-         channel * operand.channel_stride;
+inline void pull_segment(const SumsTask& task, const T* dy, const T* x, T* target,
+                         std::uint8_t* mask, std::int64_t length, std::int64_t channel) {
+  const ActivationV activation(task.activation);
+  const auto here = [&](const float* array) { return broadcast(array[channel]); };
+  const AffineV k = affine(*task.constants, here);
+  if (mask == nullptr) {
+    map_contiguous<T, Upstream, false>(x, dy, target, mask, length, k, activation);
+  } else {
+    map_contiguous<T, UpstreamMasked, false>(x, dy, target, mask, length, k, activation);
+  }
 }
 
-template <class T, bool kProduct>
+/// The same for `channels` neighbouring channels, from `channel` on, of row e of a sample.
+template <class T>
+inline void pull_row(const SumsTask& task, std::int64_t sample, std::int64_t e,
+                     std::int64_t channel, std::int64_t channels, T* target) {
+  const ActivationV activation(task.activation);
+  const T* dy = plane_of<T>(task.u, sample, 0) + e * task.u.element_stride + channel;
+  const T* x = plane_of<T>(task.v, sample, 0) + e * task.v.element_stride + channel;
+  const ElementConstants& all = *task.constants;
+  ElementConstants k;
+  k.mean_high = all.mean_high + channel;
+  k.mean_low = all.mean_low + channel;
+  k.scale = all.scale + channel;
+  k.shift = all.shift + channel;
+  std::uint8_t* mask = mask_run(task.mask, sample, e);
+  if (mask == nullptr) {
+    map_row<T, Upstream, false>(x, dy, target, mask, channels, k, activation);
+  } else {
+    map_row<T, UpstreamMasked, false>(x, dy, target, mask + channel / 8, channels, k, activation);
+  }
+}
+
+template <class T, SumsOf kOf>
 void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
   const std::int64_t segments = (task.plane + kSegment - 1) / kSegment;
   std::int64_t unit = task.unit_begin;
@@ -160,9 +187,20 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
     QuadV second[4];
     const auto sum_one = [&](std::int64_t channel, std::int64_t segment, int i) {
       const std::int64_t offset = segment * kSegment;
+      const std::int64_t length = minimum(kSegment, task.plane - offset);
       const T* u = plane_of<T>(task.u, sample, channel) + offset;
-      const T* v = kProduct ? plane_of<T>(task.v, sample, channel) + offset : u;
-      sum_segment<T, kProduct>(u, v, minimum(kSegment, task.plane - offset), first[i], second[i]);
+      const T* v = kOf == SumsOf::kSquare ? u : plane_of<T>(task.v, sample, channel) + offset;
+      if (kOf == SumsOf::kActivated) {
+        alignas(64) T buffer[kSegment];
+        std::uint8_t* mask = mask_run(task.mask, sample, channel);
+        T* target =
+            task.out.data == nullptr ? buffer : output_of<T>(task.out, sample, channel) + offset;
+        pull_segment(task, u, v, target, mask == nullptr ? mask : mask + offset / 8, length,
+                     channel);
+        sum_segment<T, true>(target, v, length, first[i], second[i]);
+      } else {
+        sum_segment<T, kOf == SumsOf::kProduct>(u, v, length, first[i], second[i]);
+      }
     };
     const auto clear_from = [&](std::int64_t i) {
       for (; i < 4; ++i) {
@@ -286,16 +324,26 @@ inline void merge_lanes(Windows& windows, const WindowArrays& w, const LaneBlock
 }
 
 /// Rows of one element each (2-D input): every element is a partial.
-template <class T, bool kProduct>
+template <class T, SumsOf kOf>
 void sum_single_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
+  constexpr bool kProduct = kOf != SumsOf::kSquare;
+  alignas(64) T buffer[kBlockChannels];
   for (std::int64_t n = task.unit_begin; n < task.unit_end; ++n) {
     const T* u = plane_of<T>(task.u, n, 0);
     const T* v = kProduct ? plane_of<T>(task.v, n, 0) : u;
+    std::int64_t first_channel = 0;  // of u
     alignas(64) double values[2][kDoubleLanes];
     for (std::int64_t c = 0; c < task.channels; c += kDoubleLanes) {
+      if (kOf == SumsOf::kActivated && c % kBlockChannels == 0) {
+        T* target = task.out.data == nullptr ? buffer : output_of<T>(task.out, n, 0) + c;
+        pull_row(task, n, 0, c, minimum(kBlockChannels, task.channels - c), target);
+        u = target;
+        first_channel = c;
+      }
       const std::int64_t left = task.channels - c;
       const bool whole = left >= kDoubleLanes;
-      const DoubleV x = whole ? load_double(u + c) : load_double_partial(u + c, left);
+      const T* u_here = u + (c - first_channel);
+      const DoubleV x = whole ? load_double(u_here) : load_double_partial(u_here, left);
       const DoubleV y = !kProduct ? x
                         : whole   ? load_double(v + c)
                                   : load_double_partial(v + c, left);
@@ -310,42 +358,55 @@ void sum_single_rows(const SumsTask& task, Windows& windows, const WindowArrays&
   }
 }
 
-template <class T, bool kProduct>
+template <class T, SumsOf kOf>
 void sum_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
   if (task.plane == 1) {
-    sum_single_rows<T, kProduct>(task, windows, w);
+    sum_single_rows<T, kOf>(task, windows, w);
     return;
   }
+  constexpr bool kProduct = kOf != SumsOf::kSquare;
   constexpr std::int64_t kGroup = 8 * kLanes;
+  alignas(64) T buffer[kOf == SumsOf::kActivated ? kGroup * kBlockChannels : 1];
   LaneBlock block;
   const std::int64_t segments = (task.plane + kSegment - 1) / kSegment;
-  const std::int64_t u_step = task.u.element_stride;
-  const std::int64_t v_step = task.v.element_stride;
   for (std::int64_t unit = task.unit_begin; unit < task.unit_end; ++unit) {
+    const std::int64_t sample = unit / segments;
     const std::int64_t begin = unit % segments * kSegment;
     const std::int64_t length = minimum(kSegment, task.plane - begin);
     for (std::int64_t channel = 0; channel < task.channels; channel += kBlockChannels) {
       const std::int64_t channels = minimum(kBlockChannels, task.channels - channel);
-      const T* u = plane_of<T>(task.u, unit / segments, 0) + begin * u_step + channel;
-      const T* v =
-          kProduct ? plane_of<T>(task.v, unit / segments, 0) + begin * v_step + channel : u;
+      const auto row_of = [&](const Operand& operand, std::int64_t e) {
+        return plane_of<T>(operand, sample, 0) + (begin + e) * operand.element_stride + channel;
+      };
       for (std::int64_t group = 0; group < length; group += kGroup) {
+        std::int64_t u_step = task.u.element_stride;
+        const std::int64_t v_step = task.v.element_stride;
+        const T* u = row_of(task.u, group);
+        const T* v = kProduct ? row_of(task.v, group) : u;
+        if (kOf == SumsOf::kActivated) {
+          const bool keep = task.out.data != nullptr;
+          u_step = keep ? task.out.element_stride : kBlockChannels;
+          T* target = keep ? const_cast<T*>(row_of(task.out, group)) : buffer;
+          for (std::int64_t e = 0; e < minimum(kGroup, length - group); ++e) {
+            pull_row(task, sample, begin + group + e, channel, channels, target + e * u_step);
+          }
+          u = target;
+        }
         for (std::int64_t lane = 0; lane < kLanes; ++lane) {
-          const std::int64_t row = group + lane;
-          const std::int64_t rows =
-              row < length ? minimum(8, (length - row + kLanes - 1) / kLanes) : 0;
+          const std::int64_t left = length - group - lane;
+          const std::int64_t rows = left > 0 ? minimum(8, (left + kLanes - 1) / kLanes) : 0;
           if (group > 0 && rows == 0) {
             continue;
           }
           double* first = block.sums[lane][0];
           double* second = block.sums[lane][1];
           if (group == 0) {
-            add_some_rows<T, kProduct, true>(rows, u + row * u_step, kLanes * u_step,
-                                             v + row * v_step, kLanes * v_step, channels, first,
+            add_some_rows<T, kProduct, true>(rows, u + lane * u_step, kLanes * u_step,
+                                             v + lane * v_step, kLanes * v_step, channels, first,
                                              second);
           } else {
-            add_some_rows<T, kProduct, false>(rows, u + row * u_step, kLanes * u_step,
-                                              v + row * v_step, kLanes * v_step, channels, first,
+            add_some_rows<T, kProduct, false>(rows, u + lane * u_step, kLanes * u_step,
+                                              v + lane * v_step, kLanes * v_step, channels, first,
                                               second);
           }
         }

@@ -2,13 +2,15 @@
 
 template <class T>
 void sum_planes_of(const SumsTask& task, Windows& windows, const WindowArrays& w) {
-  task.v.data == nullptr ? sum_planes<T, false>(task, windows, w)
-                         : sum_planes<T, true>(task, windows, w);
+  task.constants != nullptr ? sum_planes<T, SumsOf::kActivated>(task, windows, w)
+  : task.v.data != nullptr  ? sum_planes<T, SumsOf::kProduct>(task, windows, w)
+                            : sum_planes<T, SumsOf::kSquare>(task, windows, w);
 }
 template <class T>
 void sum_rows_of(const SumsTask& task, Windows& windows, const WindowArrays& w) {
-  task.v.data == nullptr ? sum_rows<T, false>(task, windows, w)
-                         : sum_rows<T, true>(task, windows, w);
+  task.constants != nullptr ? sum_rows<T, SumsOf::kActivated>(task, windows, w)
+  : task.v.data != nullptr  ? sum_rows<T, SumsOf::kProduct>(task, windows, w)
+                            : sum_rows<T, SumsOf::kSquare>(task, windows, w);
 }
 template <class T, class Pass>
 void map_planes_of(const ElementsTask& task) {
@@ -29,25 +31,61 @@ void sum_rows_any(DType dtype, const SumsTask& task, Windows& windows, const Win
   : dtype == DType::kFloat16 ? sum_rows_of<Half>(task, windows, w)
                              : sum_rows_of<BFloat16>(task, windows, w);
 }
-template <class Pass>
-void map_planes_any(DType dtype, const ElementsTask& task) {
-  dtype == DType::kFloat32   ? map_planes_of<float, Pass>(task)
-  : dtype == DType::kFloat16 ? map_planes_of<Half, Pass>(task)
-                             : map_planes_of<BFloat16, Pass>(task);
+
+using MapTask = void (*)(const ElementsTask&);
+
+template <class T>
+MapTask map_planes_for(ElementPass pass) {
+  switch (pass) {
+    case ElementPass::kNormalize:
+      return map_planes_of<T, Normalize>;
+    case ElementPass::kNormalizeActivated:
+      return map_planes_of<T, NormalizeActivated<false>>;
+    case ElementPass::kNormalizeResidual:
+      return map_planes_of<T, NormalizeActivated<true>>;
+    case ElementPass::kGradient:
+      return map_planes_of<T, InputGradient>;
+    case ElementPass::kGradientActivated:
+      return map_planes_of<T, InputGradientActivated>;
+    case ElementPass::kGradientMasked:
+      return map_planes_of<T, InputGradientMasked>;
+    case ElementPass::kRecover:
+      break;
+  }
+  return map_planes_of<T, Recover>;
 }
-template <class Pass>
-void map_rows_any(DType dtype, const ElementsTask& task) {
-  dtype == DType::kFloat32   ? map_rows_of<float, Pass>(task)
-  : dtype == DType::kFloat16 ? map_rows_of<Half, Pass>(task)
-                             : map_rows_of<BFloat16, Pass>(task);
+template <class T>
+MapTask map_rows_for(ElementPass pass) {
+  switch (pass) {
+    case ElementPass::kNormalize:
+      return map_rows_of<T, Normalize>;
+    case ElementPass::kNormalizeActivated:
+      return map_rows_of<T, NormalizeActivated<false>>;
+    case ElementPass::kNormalizeResidual:
+      return map_rows_of<T, NormalizeActivated<true>>;
+    case ElementPass::kGradient:
+      return map_rows_of<T, InputGradient>;
+    case ElementPass::kGradientActivated:
+      return map_rows_of<T, InputGradientActivated>;
+    case ElementPass::kGradientMasked:
+      return map_rows_of<T, InputGradientMasked>;
+    case ElementPass::kRecover:
+      break;
+  }
+  return map_rows_of<T, Recover>;
+}
+
+void map_planes_any(DType dtype, ElementPass pass, const ElementsTask& task) {
+  (dtype == DType::kFloat32   ? map_planes_for<float>(pass)
+   : dtype == DType::kFloat16 ? map_planes_for<Half>(pass)
+                              : map_planes_for<BFloat16>(pass))(task);
+}
+void map_rows_any(DType dtype, ElementPass pass, const ElementsTask& task) {
+  (dtype == DType::kFloat32   ? map_rows_for<float>(pass)
+   : dtype == DType::kFloat16 ? map_rows_for<Half>(pass)
+                              : map_rows_for<BFloat16>(pass))(task);
 }
 
 constexpr Kernels kernels_named(const char* name) {
-  return {name,
-          sum_planes_any,
-          sum_rows_any,
-          map_planes_any<Normalize>,
-          map_rows_any<Normalize>,
-          map_planes_any<InputGradient>,
-          map_rows_any<InputGradient>};
+  return {name, sum_planes_any, sum_rows_any, map_planes_any, map_rows_any};
 }

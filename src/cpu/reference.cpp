@@ -1,7 +1,10 @@
 #include <algorithm>
 #include <cmath>
+#include <optional>
+#include <type_traits>
 #include <vector>
 
+#include "activation_mask.hpp"
 #include "cpu/cpu_passes.hpp"
 #include "cpu/float_environment.hpp"
 #include "statistics/finalize.hpp"
@@ -67,24 +70,26 @@ std::int64_t merge(double sum, double rest, std::int64_t* slots, int unit, bool 
   return 0;
 }
 
-template <class T>
-void channel_sums(const SampleView& u, const SampleView& v, std::int64_t c, const Format& format,
-                  std::int64_t* slots, std::int64_t* words) {
+/// Sums of u and u*x of channel c, u(n, e, dy, x) being what becomes of dy.
+template <class T, class U>
+void channel_sums(const SampleView& dy, const SampleView& x, std::int64_t c, const Format& format,
+                  std::int64_t* slots, std::int64_t* words, const U& u) {
   std::fill_n(slots, format.slots(), 0);
   std::int64_t flags = 0;
-  const T* u_data = static_cast<const T*>(u.data);
-  const T* v_data = static_cast<const T*>(v.data);
-  for (std::int64_t n = 0; n < u.samples; ++n) {
-    PlaneCursor u_at(u, n, c, 0);
-    PlaneCursor v_at(v, n, c, 0);
-    for (std::int64_t begin = 0; begin < u.plane; begin += kSegment) {
+  const T* dy_data = static_cast<const T*>(dy.data);
+  const T* x_data = static_cast<const T*>(x.data);
+  for (std::int64_t n = 0; n < x.samples; ++n) {
+    PlaneCursor dy_at(dy, n, c, 0);
+    PlaneCursor x_at(x, n, c, 0);
+    for (std::int64_t begin = 0; begin < x.plane; begin += kSegment) {
       Lane<T> first[kLanes];
       Lane<T> second[kLanes];
-      const std::int64_t length = std::min<std::int64_t>(kSegment, u.plane - begin);
-      for (std::int64_t e = 0; e < length; ++e, u_at.advance(), v_at.advance()) {
-        const T a = u_data[u_at.offset()];
+      const std::int64_t length = std::min<std::int64_t>(kSegment, x.plane - begin);
+      for (std::int64_t e = 0; e < length; ++e, dy_at.advance(), x_at.advance()) {
+        const T b = x_data[x_at.offset()];
+        const T a = u(n, begin + e, dy_data[dy_at.offset()], b);
         first[e % kLanes].add(a);
-        second[e % kLanes].add_product(a, v_data[v_at.offset()]);
+        second[e % kLanes].add_product(a, b);
       }
       fold(first);
       fold(second);
@@ -99,33 +104,142 @@ void channel_sums(const SampleView& u, const SampleView& v, std::int64_t c, cons
   words[format.words() - 1] = flags;
 }
 
-/// Calls body(n, c) for all planes of the view, on the executor's threads.
+/// The arithmetic's type: binary64 for float64, else binary32.
+template <class T>
+using Wide = std::conditional_t<sizeof(T) == 8, double, float>;
+
+inline double widened(double v) { return v; }
+template <class T>
+float widened(T v) {
+  return to_float(v);
+}
+
+template <class T>
+T rounded(Wide<T> v) {
+  if constexpr (sizeof(T) == 8) {
+    return v;
+  } else {
+    T out;
+    from_float(v, out);
+    return out;
+  }
+}
+
+/// v of one channel before residual and activation.
+template <class T>
+class Affine {
+ public:
+  Affine(const NormalizeConstants& k, std::int64_t c) {
+    if constexpr (sizeof(T) == 8) {
+      mean_ = k.mean[c];
+      scale_ = k.weight[c] * k.rstd[c];
+      shift_ = k.bias[c];
+    } else {
+      const AffineF32 p = affine_f32(k.mean[c], k.rstd[c], k.weight[c], k.bias[c]);
+      mean_ = p.mean_high;
+      mean_low_ = p.mean_low;
+      scale_ = p.a;
+      shift_ = p.b;
+    }
+  }
+  Wide<T> operator()(T x) const {
+    Wide<T> t = widened(x) - mean_;
+    if constexpr (sizeof(T) != 8) {
+      t -= mean_low_;
+    }
+    return std::fma(scale_, t, shift_);
+  }
+  /// x from v, up to rounding.
+  T inverse(Wide<T> v) const {
+    return rounded<T>(std::fma(1 / scale_, v - shift_, mean_low_) + mean_);
+  }
+
+ private:
+  Wide<T> mean_;
+  Wide<T> mean_low_ = 0;
+  Wide<T> scale_;
+  Wide<T> shift_;
+};
+
+template <class T>
+class ActivationOf {
+ public:
+  explicit ActivationOf(const Activation& activation)
+      : kind_(activation.kind), slope_(static_cast<Wide<T>>(activation.negative_slope)) {}
+  /// Where the gradient passes unchanged.
+  bool passes(Wide<T> v) const { return kind_ == ActivationKind::kRelu ? !(v <= 0) : v > 0; }
+  Wide<T> value(Wide<T> v) const {
+    if (kind_ == ActivationKind::kNone || passes(v)) {
+      return v;
+    }
+    return kind_ == ActivationKind::kRelu ? Wide<T>(0) : v * slope_;
+  }
+  T gradient(T dy, bool passing) const {
+    if (kind_ == ActivationKind::kNone || passing) {
+      return dy;
+    }
+    return rounded<T>(kind_ == ActivationKind::kRelu ? Wide<T>(0) : widened(dy) * slope_);
+  }
+
+ private:
+  ActivationKind kind_;
+  Wide<T> slope_;
+};
+
+void set_bit(std::uint8_t* bits, std::int64_t bit, bool value) {
+  std::uint8_t& byte = bits[bit / 8];
+  const auto one = static_cast<std::uint8_t>(1u << (bit % 8));
+  byte = static_cast<std::uint8_t>(value ? byte | one : byte & ~one);
+}
+
+/// dy of one channel pulled back through the activation.
+template <class T>
+class PullbackOf {
+ public:
+  PullbackOf(const Pullback& pullback, const SampleView& x, std::int64_t c)
+      : mask_(pullback.mask), layout_(x), channel_(c), activation_(pullback.activation) {
+    if (mask_ == nullptr && pullback.activation.kind != ActivationKind::kNone) {
+      affine_.emplace(pullback.affine, c);
+    }
+  }
+  T operator()(std::int64_t n, std::int64_t e, T dy, T x) const {
+    if (affine_.has_value()) {
+      return activation_.gradient(dy, activation_.passes((*affine_)(x)));
+    }
+    if (mask_ == nullptr) {
+      return dy;
+    }
+    const std::int64_t bit = layout_.bit(n, channel_, e);
+    return activation_.gradient(dy, (mask_[bit / 8] >> (bit % 8) & 1) != 0);
+  }
+
+ private:
+  const std::uint8_t* mask_;
+  ActivationMaskLayout layout_;
+  std::int64_t channel_;
+  ActivationOf<T> activation_;
+  std::optional<Affine<T>> affine_;
+};
+
+/// Calls body(n, c) for all planes of the view, on the executor's threads, `at_once` of them (a
+/// divisor of their number) on one thread.
 template <class Body>
-void for_each_plane(const SampleView& x, Executor& executor, const Body& body) {
-  executor.parallel_for(0, x.samples * x.channels, std::max<std::int64_t>(1, 4096 / x.plane),
+void for_each_plane(const SampleView& x, std::int64_t at_once, Executor& executor,
+                    const Body& body) {
+  const std::int64_t items = x.samples * x.channels / at_once;
+  executor.parallel_for(0, items, std::max<std::int64_t>(1, 4096 / (x.plane * at_once)),
                         [&](std::int64_t begin, std::int64_t end) {
                           const FloatEnvironment environment;
-                          for (std::int64_t i = begin; i < end; ++i) {
+                          for (std::int64_t i = begin * at_once; i < end * at_once; ++i) {
                             body(i / x.channels, i % x.channels);
                           }
                         });
 }
 
+/// out = function(e, a, b) along plane (n, c).
 template <class T, class Function>
-void map_plane(const SampleView& in, const SampleView& out, std::int64_t n, std::int64_t c,
-               const Function& function) {
-  const T* in_data = static_cast<const T*>(in.data);
-  T* out_data = static_cast<T*>(const_cast<void*>(out.data));
-  PlaneCursor from(in, n, c, 0);
-  PlaneCursor to(out, n, c, 0);
-  for (std::int64_t e = 0; e < in.plane; ++e, from.advance(), to.advance()) {
-    out_data[to.offset()] = function(in_data[from.offset()]);
-  }
-}
-
-template <class T, class Function>
-void map_planes(const SampleView& a, const SampleView& b, const SampleView& out, std::int64_t n,
-                std::int64_t c, const Function& function) {
+void map_plane(const SampleView& a, const SampleView& b, const SampleView& out, std::int64_t n,
+               std::int64_t c, const Function& function) {
   const T* a_data = static_cast<const T*>(a.data);
   const T* b_data = static_cast<const T*>(b.data);
   T* out_data = static_cast<T*>(const_cast<void*>(out.data));
@@ -133,58 +247,48 @@ void map_planes(const SampleView& a, const SampleView& b, const SampleView& out,
   PlaneCursor b_at(b, n, c, 0);
   PlaneCursor to(out, n, c, 0);
   for (std::int64_t e = 0; e < a.plane; ++e, a_at.advance(), b_at.advance(), to.advance()) {
-    out_data[to.offset()] = function(a_data[a_at.offset()], b_data[b_at.offset()]);
+    out_data[to.offset()] = function(e, a_data[a_at.offset()], b_data[b_at.offset()]);
   }
 }
 
 template <class T>
-T rounded(float v) {
-  T out;
-  from_float(v, out);
-  return out;
-}
-
-template <class T>
-void normalize_plane(const SampleView& x, const SampleView& y, const NormalizeConstants& k,
+void normalize_plane(const SampleView& x, const SampleView* residual, const SampleView& y,
+                     std::uint8_t* mask, const NormalizeConstants& k, const Activation& activation,
                      std::int64_t n, std::int64_t c) {
-  if constexpr (sizeof(T) == 8) {
-    const double w = k.weight[c] * k.rstd[c];
-    map_plane<T>(x, y, n, c, [&](double v) { return std::fma(w, v - k.mean[c], k.bias[c]); });
-  } else {
-    const AffineF32 p = affine_f32(k.mean[c], k.rstd[c], k.weight[c], k.bias[c]);
-    map_plane<T>(x, y, n, c, [&](T v) {
-      const float t = (to_float(v) - p.mean_high) - p.mean_low;
-      return rounded<T>(std::fma(p.a, t, p.b));
-    });
-  }
+  const Affine<T> affine(k, c);
+  const ActivationOf<T> activate(activation);
+  const ActivationMaskLayout layout(x);
+  map_plane<T>(x, residual == nullptr ? x : *residual, y, n, c,
+               [&](std::int64_t e, T value, T other) {
+                 Wide<T> v = affine(value);
+                 if (residual != nullptr) {
+                   v += widened(other);
+                 }
+                 if (mask != nullptr) {
+                   set_bit(mask, layout.bit(n, c, e), activate.passes(v));
+                 }
+                 return rounded<T>(activate.value(v));
+               });
 }
 
 template <class T>
 void gradient_plane(const SampleView& dy, const SampleView& x, const SampleView& dx,
-                    const GradientConstants& k, std::int64_t n, std::int64_t c) {
+                    const GradientConstants& k, const Pullback& pullback, std::int64_t n,
+                    std::int64_t c) {
+  const PullbackOf<T> pull(pullback, x, c);
   const Coefficients coefficients{k.c1[c], k.c2[c], k.c3[c]};
   if constexpr (sizeof(T) == 8) {
-    map_planes<T>(dy, x, dx, n, c, [&](double u, double v) {
-      return std::fma(coefficients.c1, u,
+    map_plane<T>(dy, x, dx, n, c, [&](std::int64_t e, double u, double v) {
+      return std::fma(coefficients.c1, pull(n, e, u, v),
                       std::fma(coefficients.c2, v - k.mean[c], coefficients.c3));
     });
   } else {
     const GradientF32 p = gradient_f32(k.mean[c], k.rstd[c], coefficients);
-    map_planes<T>(dy, x, dx, n, c, [&](T u, T v) {
+    map_plane<T>(dy, x, dx, n, c, [&](std::int64_t e, T u, T v) {
       const float t = (to_float(v) - p.mean_high) - p.mean_low;
-      return rounded<T>(std::fma(p.c1, to_float(u), std::fma(p.c2, t * p.power, p.c3)));
+      return rounded<T>(
+          std::fma(p.c1, to_float(pull(n, e, u, v)), std::fma(p.c2, t * p.power, p.c3)));
     });
-  }
-}
-
-template <class T>
-void evaluation_plane(const SampleView& dy, const SampleView& dx, double c1, std::int64_t n,
-                      std::int64_t c) {
-  if constexpr (sizeof(T) == 8) {
-    map_plane<T>(dy, dx, n, c, [&](double u) { return c1 * u; });
-  } else {
-    const float w = static_cast<float>(c1);
-    map_plane<T>(dy, dx, n, c, [&](T u) { return rounded<T>(w * to_float(u)); });
   }
 }
 
@@ -205,43 +309,76 @@ void by_type(DType dtype, const Function& function) {
 
 }  // namespace
 
-void local_sums(const SampleView& u, const SampleView* v, std::int64_t* words, Executor& executor) {
-  const Format& format = format_of(u.dtype);
-  executor.parallel_for(0, u.channels, 1, [&](std::int64_t begin, std::int64_t end) {
+void moment_sums(const SampleView& x, std::int64_t* words, Executor& executor) {
+  gradient_sums(x, x, nullptr, words, {}, executor);
+}
+
+void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* u,
+                   std::int64_t* words, const Pullback& pullback, Executor& executor) {
+  const Format& format = format_of(x.dtype);
+  executor.parallel_for(0, x.channels, 1, [&](std::int64_t begin, std::int64_t end) {
     const FloatEnvironment environment;
     std::vector<std::int64_t> slots(static_cast<std::size_t>(format.slots()));
     for (std::int64_t c = begin; c < end; ++c) {
-      by_type(u.dtype, [&](auto type) {
-        channel_sums<decltype(type)>(u, v == nullptr ? u : *v, c, format, slots.data(),
-                                     words + c * format.words());
+      by_type(x.dtype, [&](auto type) {
+        using T = decltype(type);
+        const PullbackOf<T> pull(pullback, x, c);
+        channel_sums<T>(dy, x, c, format, slots.data(), words + c * format.words(), pull);
+        for (std::int64_t n = 0; u != nullptr && n < x.samples; ++n) {
+          map_plane<T>(dy, x, *u, n, c, [&](std::int64_t e, T a, T b) { return pull(n, e, a, b); });
+        }
       });
     }
   });
 }
 
-void normalize(const SampleView& x, const SampleView& y, const NormalizeConstants& constants,
-               Executor& executor) {
+void normalize(const SampleView& x, const SampleView* residual, const SampleView& y,
+               std::uint8_t* mask, const NormalizeConstants& constants,
+               const Activation& activation, Executor& executor) {
   by_type(x.dtype, [&](auto type) {
-    for_each_plane(x, executor, [&](std::int64_t n, std::int64_t c) {
-      normalize_plane<decltype(type)>(x, y, constants, n, c);
+    // Neighbouring channels may share a byte of the mask: then whole samples go to a thread.
+    const std::int64_t at_once = mask == nullptr ? 1 : x.channels;
+    for_each_plane(x, at_once, executor, [&](std::int64_t n, std::int64_t c) {
+      normalize_plane<decltype(type)>(x, residual, y, mask, constants, activation, n, c);
     });
   });
 }
 
 void input_gradient(const SampleView& dy, const SampleView& x, const SampleView& dx,
-                    const GradientConstants& constants, Executor& executor) {
+                    const GradientConstants& constants, const Pullback& pullback,
+                    Executor& executor) {
   by_type(x.dtype, [&](auto type) {
-    for_each_plane(x, executor, [&](std::int64_t n, std::int64_t c) {
-      gradient_plane<decltype(type)>(dy, x, dx, constants, n, c);
+    for_each_plane(x, 1, executor, [&](std::int64_t n, std::int64_t c) {
+      gradient_plane<decltype(type)>(dy, x, dx, constants, pullback, n, c);
     });
   });
 }
 
-void evaluation_input_gradient(const SampleView& dy, const SampleView& dx, const double* c1,
+void evaluation_input_gradient(const SampleView& u, const SampleView& dx, const double* c1,
                                Executor& executor) {
-  by_type(dy.dtype, [&](auto type) {
-    for_each_plane(dy, executor, [&](std::int64_t n, std::int64_t c) {
-      evaluation_plane<decltype(type)>(dy, dx, c1[c], n, c);
+  by_type(u.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_each_plane(u, 1, executor, [&](std::int64_t n, std::int64_t c) {
+      const auto w = static_cast<Wide<T>>(c1[c]);
+      map_plane<T>(u, u, dx, n, c,
+                   [&](std::int64_t, T v, T) { return rounded<T>(w * widened(v)); });
+    });
+  });
+}
+
+void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* mask,
+                   const NormalizeConstants& constants, double negative_slope, Executor& executor) {
+  by_type(y.dtype, [&](auto type) {
+    using T = decltype(type);
+    const Wide<T> factor = 1 / static_cast<Wide<T>>(negative_slope);
+    const ActivationMaskLayout layout(y);
+    for_each_plane(y, y.channels, executor, [&](std::int64_t n, std::int64_t c) {
+      const Affine<T> affine(constants, c);
+      map_plane<T>(y, y, x, n, c, [&](std::int64_t e, T value, T) {
+        const Wide<T> v = widened(value);
+        set_bit(mask, layout.bit(n, c, e), v > 0);
+        return affine.inverse(v > 0 ? v : v * factor);
+      });
     });
   });
 }

@@ -80,12 +80,39 @@ inline void store_partial(T* p, FloatV a, std::int64_t n) {
   }
 }
 
+/// To the nearest number of type T.
+inline FloatV rounded(FloatV a, float) { return a; }
+template <class T>
+inline FloatV rounded(FloatV a, T type) {
+  return {widen(narrow(a.v, type), type)};
+}
+
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 inline FloatV broadcast(float v) { return {_mm256_set1_ps(v)}; }
+inline FloatV operator+(FloatV a, FloatV b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline FloatV operator-(FloatV a, FloatV b) { return {_mm256_sub_ps(a.v, b.v)}; }
 inline FloatV operator*(FloatV a, FloatV b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline FloatV fused(FloatV a, FloatV b, FloatV c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+
+/// One truth value per float lane; as bits, lane 0 lowest.
+struct MaskV {
+  __m256 v;
+};
+inline MaskV is_positive(FloatV a) { return {_mm256_cmp_ps(a.v, _mm256_setzero_ps(), _CMP_GT_OQ)}; }
+inline MaskV is_nan(FloatV a) { return {_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q)}; }
+inline MaskV mask_of(bool all) { return {_mm256_castsi256_ps(_mm256_set1_epi32(all ? -1 : 0))}; }
+inline MaskV mask_from_bits(unsigned bits) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane);
+  return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane))};
+}
+inline unsigned bits_of(MaskV a) { return static_cast<unsigned>(_mm256_movemask_ps(a.v)); }
+inline MaskV operator|(MaskV a, MaskV b) { return {_mm256_or_ps(a.v, b.v)}; }
+inline MaskV operator&(MaskV a, MaskV b) { return {_mm256_and_ps(a.v, b.v)}; }
+inline FloatV select(MaskV m, FloatV yes, FloatV no) {
+  return {_mm256_blendv_ps(no.v, yes.v, m.v)};
+}
 
 inline DoubleV load_double(const float* p) { return {_mm256_cvtps_pd(_mm_loadu_ps(p))}; }
 inline DoubleV load_double(const Half* p) {

@@ -68,12 +68,37 @@ inline void store_partial(T* p, FloatV a, std::int64_t n) {
   _mm256_mask_storeu_epi16(p, lane_mask(n), narrow(a.v, T{}));
 }
 
+/// To the nearest number of type T.
+inline FloatV rounded(FloatV a, float) { return a; }
+template <class T>
+inline FloatV rounded(FloatV a, T type) {
+  return {widen(narrow(a.v, type), type)};
+}
+
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 inline FloatV broadcast(float v) { return {_mm512_set1_ps(v)}; }
+inline FloatV operator+(FloatV a, FloatV b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline FloatV operator-(FloatV a, FloatV b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline FloatV operator*(FloatV a, FloatV b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline FloatV fused(FloatV a, FloatV b, FloatV c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+
+/// One truth value per float lane; as bits, lane 0 lowest.
+struct MaskV {
+  __mmask16 v;
+};
+inline MaskV mask_from_bits(unsigned bits) { return {static_cast<__mmask16>(bits)}; }
+inline unsigned bits_of(MaskV a) { return a.v; }
+inline MaskV is_positive(FloatV a) {
+  return {_mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_GT_OQ)};
+}
+inline MaskV is_nan(FloatV a) { return {_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q)}; }
+inline MaskV mask_of(bool all) { return mask_from_bits(all ? 0xffffu : 0u); }
+inline MaskV operator|(MaskV a, MaskV b) { return mask_from_bits(bits_of(a) | bits_of(b)); }
+inline MaskV operator&(MaskV a, MaskV b) { return mask_from_bits(bits_of(a) & bits_of(b)); }
+inline FloatV select(MaskV m, FloatV yes, FloatV no) {
+  return {_mm512_mask_blend_ps(m.v, no.v, yes.v)};
+}
 
 inline __m256 widen_half(__m128i bits, Half) { return _mm256_cvtph_ps(bits); }
 inline __m256 widen_half(__m128i bits, BFloat16) {

@@ -6,6 +6,7 @@
 #include "cpu/cpu_passes.hpp"
 #include "cpu/float_environment.hpp"
 #include "cpu/kernels.hpp"
+#include "cpu/packed.hpp"
 #include "cpu/windows.hpp"
 #include "statistics/format.hpp"
 #include "statistics/scalar.hpp"
@@ -71,9 +72,43 @@ void place_windows(Windows& windows, const SampleView& u, const SampleView& v,
 }
 
 Operand operand(const SampleView& view, std::int64_t channel) {
-  const auto* data = static_cast<const std::byte*>(view.data);
-  return {data + channel * view.channel_stride * static_cast<std::int64_t>(size_of(view.dtype)),
-          view.sample_stride, view.channel_stride, view.element_stride};
+  Operand out = cpu::operand(view);
+  out.data = static_cast<const std::byte*>(view.data) +
+             channel * view.channel_stride * static_cast<std::int64_t>(size_of(view.dtype));
+  return out;
+}
+
+/// What the kernels sum: u and u*v (v = u if null), or u = `u` pulled back with input v.
+struct Sums {
+  const SampleView* u;
+  const SampleView* v = nullptr;
+  const SampleView* out = nullptr;
+  ElementConstants constants;
+  const Pullback* pullback = nullptr;
+};
+
+/// The task for channels from `channel` on; constants: room for the task's.
+SumsTask task_of(const Sums& sums, std::int64_t channel, ElementConstants& constants) {
+  SumsTask task;
+  task.u = operand(*sums.u, channel);
+  task.plane = sums.u->plane;
+  if (sums.v != nullptr) {
+    task.v = operand(*sums.v, channel);
+  }
+  if (sums.out != nullptr) {
+    task.out = operand(*sums.out, channel);
+  }
+  if (sums.pullback != nullptr) {
+    constants = {sums.constants.mean_high + channel, sums.constants.mean_low + channel,
+                 sums.constants.scale + channel, sums.constants.shift + channel};
+    task.constants = &constants;
+    task.activation = activation_constants(sums.pullback->activation);
+    task.mask = mask_operand(*sums.v, sums.pullback->mask);
+    if (task.mask.data != nullptr) {  // kChannelStep keeps this at a whole byte
+      task.mask.data += ActivationMaskLayout(*sums.v).bit(0, channel, 0) / 8;
+    }
+  }
+  return task;
 }
 
 /// One thread's share: channels [c0, c1) x units [u0, u1).
@@ -84,20 +119,17 @@ struct Share {
   std::int64_t unit_end;
 };
 
-std::unique_ptr<Windows> sum_share(const Kernels& kernels, bool rows, const SampleView& u,
-                                   const SampleView* v, const Share& share) {
+std::unique_ptr<Windows> sum_share(const Kernels& kernels, bool rows, const Sums& sums,
+                                   const Share& share) {
+  const SampleView& u = *sums.u;
   const std::int64_t segments = (u.plane + kSegment - 1) / kSegment;
   const std::int64_t channels = share.channel_end - share.channel_begin;
   auto windows = std::make_unique<Windows>(format_of(u.dtype), channels);
-  place_windows(*windows, u, v == nullptr ? u : *v, share.channel_begin,
+  place_windows(*windows, u, sums.v == nullptr ? u : *sums.v, share.channel_begin,
                 share.unit_begin / segments);
-  SumsTask task;
-  task.u = operand(u, share.channel_begin);
-  if (v != nullptr) {
-    task.v = operand(*v, share.channel_begin);
-  }
+  ElementConstants constants;
+  SumsTask task = task_of(sums, share.channel_begin, constants);
   task.channels = channels;
-  task.plane = u.plane;
   for (std::int64_t unit = share.unit_begin; unit < share.unit_end; unit += kFlushInterval) {
     if (unit > share.unit_begin) {
       windows->flush(0, channels);
@@ -129,16 +161,9 @@ std::vector<Share> deal(const SampleView& u, bool rows, int threads) {
   return shares;
 }
 
-}  // namespace
-
-void local_sums(const SampleView& u, const SampleView* v, std::int64_t* words, Executor& executor) {
-  const Kernels* kernels = active_kernels();
-  const Layout layout = common_layout(u, v == nullptr ? u : *v);
-  if (kernels == nullptr || u.dtype == DType::kFloat64 || layout == Layout::kStrided) {
-    reference::local_sums(u, v, words, executor);
-    return;
-  }
-  const bool rows = layout == Layout::kRows;
+void run(const Kernels& kernels, bool rows, const Sums& sums, std::int64_t* words,
+         Executor& executor) {
+  const SampleView& u = *sums.u;
   const int word_count = format_of(u.dtype).words();
   const std::vector<Share> shares = deal(u, rows, executor.concurrency());
   const bool by_channel = shares.size() == 1 || shares.front().channel_end < u.channels;
@@ -148,7 +173,7 @@ void local_sums(const SampleView& u, const SampleView* v, std::int64_t* words, E
         const FloatEnvironment environment;
         for (std::int64_t i = begin; i < end; ++i) {
           const auto s = static_cast<std::size_t>(i);
-          windows[s] = sum_share(*kernels, rows, u, v, shares[s]);
+          windows[s] = sum_share(kernels, rows, sums, shares[s]);
           for (std::int64_t c = 0; by_channel && c < windows[s]->channels(); ++c) {
             windows[s]->write_words(c, words + (shares[s].channel_begin + c) * word_count);
           }
@@ -163,6 +188,45 @@ void local_sums(const SampleView& u, const SampleView* v, std::int64_t* words, E
   for (std::int64_t c = 0; c < u.channels; ++c) {
     windows[0]->write_words(c, words + c * word_count);
   }
+}
+
+}  // namespace
+
+void moment_sums(const SampleView& x, std::int64_t* words, Executor& executor) {
+  const Kernels* kernels = active_kernels();
+  const Layout layout = common_layout(x, x);
+  if (!vectorizable(kernels, x, layout, nullptr)) {
+    reference::moment_sums(x, words, executor);
+    return;
+  }
+  Sums sums;
+  sums.u = &x;
+  run(*kernels, layout == Layout::kRows, sums, words, executor);
+}
+
+void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* u,
+                   std::int64_t* words, const Pullback& pullback, Executor& executor) {
+  const Kernels* kernels = active_kernels();
+  const Layout layout = u == nullptr ? common_layout(dy, x) : common_layout(dy, x, *u);
+  if (!vectorizable(kernels, x, layout, pullback.mask)) {
+    reference::gradient_sums(dy, x, u, words, pullback, executor);
+    return;
+  }
+  Sums sums;
+  sums.u = &dy;
+  sums.v = &x;
+  const FloatEnvironment environment;
+  PackedConstants packed(x.channels);
+  const bool activated = pullback.activation.kind != ActivationKind::kNone;
+  if (activated || u != nullptr) {
+    sums.out = u;
+    sums.pullback = &pullback;
+    if (activated && pullback.mask == nullptr) {
+      packed.set_affine(pullback.affine, x.channels);
+    }
+    sums.constants = packed.view();
+  }
+  run(*kernels, layout == Layout::kRows, sums, words, executor);
 }
 
 }  // namespace syncbn::cpu

@@ -63,11 +63,11 @@ struct Step {
     }
     try {
       if (backward) {
-        batch_norm_backward(x_view, x_view, {}, statistics, y_view, channels[2], channels[3], which,
-                            communicator, *executor);
+        batch_norm_backward(x_view, x_view, {}, {}, statistics, y_view, channels[2], channels[3],
+                            {}, which, communicator, *executor);
       } else {
-        batch_norm_forward(x_view, {}, {}, y_view, {channels[0], channels[1], &tracked}, options,
-                           communicator, *executor);
+        batch_norm_forward(x_view, {}, {}, {}, y_view, {channels[0], channels[1], &tracked},
+                           options, communicator, *executor);
       }
     } catch (...) {  // "Nothing is changed then."
       EXPECT_TRUE(y.storage() == x.storage());
@@ -119,12 +119,16 @@ struct Case {
 
 std::vector<Case> diverging_cases() {
   const Step forward = forward_step();
+  Step leaky = forward;
+  leaky.options.activation.kind = ActivationKind::kLeakyRelu;
   const Step share = backward_step(AffineGradients::kShare);
   const Step global = backward_step(AffineGradients::kGlobal);
   return {
       {"eps", forward, [](Step& s) { s.options.eps = 1e-6; }},
       {"layer", forward, [](Step& s) { s.options.layer = 1; }},
       {"call", forward, [](Step& s) { s.options.call = 1; }},
+      {"activation", forward, [](Step& s) { s.options.activation.kind = ActivationKind::kRelu; }},
+      {"negative slope", leaky, [](Step& s) { s.options.activation.negative_slope = 0.2; }},
       {"channels", forward, [](Step& s) { s.sizes = {2, 4, 3}; }},
       {"dtype of the same format", forward, [](Step& s) { s.dtype = DType::kBFloat16; }},
       {"dtype of another format", forward, [](Step& s) { s.dtype = DType::kFloat64; }},
@@ -229,7 +233,7 @@ TEST(Refusal, MoreElementsThanTheLimitOverAllRanksIsAnErrorOnEveryRank) {
   const auto errors = run_ranks(2, [&](int r) {
     const TensorView x(nullptr, DType::kFloat32, {(std::int64_t{1} << 35) + r, 0}, {0, 0});
     const MutableTensorView y(nullptr, DType::kFloat32, x.sizes, x.strides);
-    batch_norm_forward(x, {}, {}, y, {}, {}, group.rank(r), serial_executor());
+    batch_norm_forward(x, {}, {}, {}, y, {}, {}, group.rank(r), serial_executor());
   });
   for (const auto& error : errors) {
     EXPECT_TRUE(contains(text_of<InvalidArgument>(error), "2^36"));

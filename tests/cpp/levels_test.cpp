@@ -34,6 +34,9 @@ struct Case {
   std::vector<double> coefficients;
   std::vector<double> weight;
   std::vector<double> bias;
+  Activation activation;
+  std::vector<double> residual;  ///< or none
+  bool keep = false;             ///< the residual's gradient is wanted
 };
 
 struct Bits {
@@ -41,6 +44,7 @@ struct Bits {
   std::vector<std::int64_t> gradients;
   std::vector<double> y;
   std::vector<double> dx;
+  std::vector<double> u;
 };
 
 /// How x, dy and an output lie in memory.
@@ -86,6 +90,13 @@ Case random_case(Random& random, DType dtype, std::vector<std::int64_t> sizes) {
       c.bias.push_back(random.signed_unit());
     }
   }
+  if (random.one_in(2)) {
+    c.activation = {static_cast<ActivationKind>(random.between(0, 2)), random.signed_unit()};
+    if (random.one_in(2)) {
+      c.residual = rough_values(random, dtype, c.sizes[0], per_sample);
+    }
+    c.keep = random.one_in(2);
+  }
   return c;
 }
 
@@ -95,25 +106,48 @@ Bits run(const Case& c, const Layouts& layouts, Executor& executor) {
   x.fill(c.x);
   dy.fill(c.dy);
   const std::int64_t channels = c.sizes[1];
+  const Tensor weight(DType::kFloat64, {channels}, c.weight);
+  const Tensor bias(DType::kFloat64, {channels}, c.bias);
+  Tensor z;
+  TensorView residual;
+  std::vector<std::uint8_t> mask;
+  if (!c.residual.empty()) {
+    z = Tensor(c.dtype, c.sizes, layouts.dy, layouts.offset);
+    z.fill(c.residual);
+    residual = std::as_const(z).view();
+    if (c.activation.kind != ActivationKind::kNone) {
+      mask.resize(static_cast<std::size_t>(activation_mask_bytes(x.view())));
+    }
+  }
   Bits bits;
   bits.moments.assign(static_cast<std::size_t>(message_words(c.dtype, channels)), -1);
   bits.gradients = bits.moments;
   local_moments(std::as_const(x).view(), bits.moments.data(), 1, executor);
-  local_gradients(std::as_const(dy).view(), std::as_const(x).view(), bits.gradients.data(), 1,
-                  executor);
-  const Tensor weight(DType::kFloat64, {channels}, c.weight);
-  const Tensor bias(DType::kFloat64, {channels}, c.bias);
   Tensor y(c.dtype, c.sizes, layouts.out, layouts.offset + 1);
   Tensor dx(c.dtype, c.sizes, layouts.out, layouts.offset + 1);
+  Tensor u(c.dtype, c.sizes, layouts.out, layouts.offset + 1);
   Tensor x_copy = x;
   Tensor& y_out = layouts.in_place ? x_copy : y;
   Tensor& dx_out = layouts.in_place ? dy : dx;
-  normalize(layouts.in_place ? std::as_const(x_copy).view() : std::as_const(x).view(),
-            c.mean.data(), c.rstd.data(), weight.view(), bias.view(), y_out.view(), executor);
-  input_gradient(std::as_const(dy).view(), std::as_const(x).view(), c.mean.data(), c.rstd.data(),
-                 c.coefficients.data(), dx_out.view(), executor);
+  Tensor& u_out = layouts.in_place ? dy : u;
+  const TensorView x_view = std::as_const(x).view();
+  normalize(layouts.in_place ? std::as_const(x_copy).view() : x_view, c.mean.data(), c.rstd.data(),
+            weight.view(), bias.view(), residual, y_out.view(),
+            mask.empty() ? nullptr : mask.data(), c.activation, executor);
+  ActivationGradient through{c.activation, weight.view(), bias.view(),
+                             mask.empty() ? nullptr : mask.data()};
+  local_gradients(std::as_const(dy).view(), x_view, c.mean.data(), c.rstd.data(), through,
+                  c.keep ? u_out.view() : MutableTensorView(), bits.gradients.data(), 1, executor);
+  if (c.keep) {
+    bits.u = u_out.values();
+    through = {};
+  }
+  input_gradient(c.keep ? std::as_const(u_out).view() : std::as_const(dy).view(), x_view,
+                 c.mean.data(), c.rstd.data(), c.coefficients.data(), through, dx_out.view(),
+                 executor);
   EXPECT_TRUE(y_out.gaps_untouched());
   EXPECT_TRUE(dx_out.gaps_untouched());
+  EXPECT_TRUE(u_out.gaps_untouched());
   bits.y = y_out.values();
   bits.dx = dx_out.values();
   return bits;
@@ -124,6 +158,7 @@ void expect_same(const Bits& actual, const Bits& expected) {
   EXPECT_EQ(actual.gradients, expected.gradients);
   EXPECT_TRUE(same_bits(actual.y, expected.y)) << "y";
   EXPECT_TRUE(same_bits(actual.dx, expected.dx)) << "dx";
+  EXPECT_TRUE(same_bits(actual.u, expected.u)) << "u";
 }
 
 Bits reference_of(const Case& c) {
@@ -138,7 +173,9 @@ std::string describe(const Case& c, const Layouts& layouts, const std::string& l
   }
   return text + "), layouts " + std::to_string(static_cast<int>(layouts.x)) + " " +
          std::to_string(static_cast<int>(layouts.dy)) + " " +
-         std::to_string(static_cast<int>(layouts.out)) + (layouts.in_place ? ", in place" : "");
+         std::to_string(static_cast<int>(layouts.out)) + (layouts.in_place ? ", in place" : "") +
+         ", activation " + std::to_string(static_cast<int>(c.activation.kind)) +
+         (c.residual.empty() ? "" : ", residual") + (c.keep ? ", u" : "");
 }
 
 /// Planes of 1 to 3000 elements in 0 to 3 spatial axes, 1 to 70 channels, at most 12,000 elements.
@@ -205,6 +242,7 @@ TEST(Levels, LargeTensorsExact) {
     std::vector<std::int64_t> sizes;
     Memory memory;
     std::int64_t offset;  ///< outputs lie one element further: 15 aligns them
+    bool fused = false;
   } cases[] = {{DType::kFloat32, {3, 16, 150, 150}, Memory::kPlanes, 15},
                {DType::kFloat32, {3, 16, 150, 150}, Memory::kRows, 15},
                {DType::kFloat32, {1, 600, 2000}, Memory::kRows, 0},
@@ -212,7 +250,10 @@ TEST(Levels, LargeTensorsExact) {
                {DType::kFloat16, {4200, 32, 17}, Memory::kPlanes, 4},
                {DType::kFloat16, {40, 64, 30, 30}, Memory::kRows, 31},
                {DType::kBFloat16, {2, 70, 20000}, Memory::kPlanes, 31},
-               {DType::kBFloat16, {5000, 500}, Memory::kRows, 3}};
+               {DType::kBFloat16, {5000, 500}, Memory::kRows, 3},
+               {DType::kFloat32, {3, 16, 150, 150}, Memory::kPlanes, 15, true},
+               {DType::kFloat32, {3, 16, 150, 150}, Memory::kPlanes, 3, true},
+               {DType::kFloat16, {40, 64, 30, 30}, Memory::kRows, 31, true}};
   for (const auto& one : cases) {
     Case c;
     c.dtype = one.dtype;
@@ -232,6 +273,11 @@ TEST(Levels, LargeTensorsExact) {
       c.rstd.push_back(1 + random.signed_unit());
     }
     c.weight = c.bias = std::vector<double>(c.mean.begin(), c.mean.begin() + c.sizes[1]);
+    if (one.fused) {
+      c.activation = {ActivationKind::kLeakyRelu, 0.01};
+      c.residual = c.dy;
+      c.keep = true;
+    }
     const Bits expected = reference_of(c);
     for (const std::string& level : available_levels()) {
       if (level == "reference") {

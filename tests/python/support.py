@@ -87,14 +87,26 @@ def run_layer(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+    activation: str = "none",
+    slope: float = 0.01,
+    keep: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Forward and backward of one rank through the operators."""
+    """Forward and backward of one rank through the operators. keep: the residual's gradient is
+    wanted."""
+    kind = ("none", "relu", "leaky_relu").index(activation)
     message = ops.local_moments(x, 0, None, eps, 0)
-    y, mean, var, rstd, info = ops.normalize(x, message, message, None, weight, bias, eps, 1)
-    gradients = ops.local_gradients(dy, x, info, 0)
+    y, mean, var, rstd, info, mask = ops.normalize(
+        x, message, message, None, weight, bias, residual, eps, 1, kind, slope
+    )
+    through = (weight, bias, mask, kind, slope)
+    keep = keep and residual is not None
+    gradients, u = ops.local_gradients(dy, x, mean, rstd, info, *through, keep, 0)
+    if keep:
+        dy, through = u, (weight, None, None, 0, 0.0)
     dtypes = [torch.float64 if p is None else p.dtype for p in (weight, bias)]
     dx, dweight, dbias = ops.input_gradient(
-        dy, x, gradients, None, mean, rstd, info, weight, *dtypes, 1
+        dy, x, gradients, None, mean, rstd, info, *through, *dtypes, 1
     )
     shares = ops.affine_gradient_shares(gradients, x, mean, rstd, *dtypes)
     # One rank's share is everything.
@@ -110,4 +122,5 @@ def run_layer(
         "dx": dx,
         "dweight": dweight,
         "dbias": dbias,
+        "dresidual": u if keep else None,
     }

@@ -248,7 +248,9 @@ def test_running_statistics_exact(momentum, buffer_dtype):
         )
         tensor = to_tensor(x, "float32")
         message = ops.local_moments(tensor, 0, None, 1e-5, 0)
-        _, m, v, _, info = ops.normalize(tensor, message, message, None, None, None, 1e-5, 1)
+        _, m, v, _, info, _ = ops.normalize(
+            tensor, message, message, None, None, None, None, 1e-5, 1, 0, 0.0
+        )
         ops.update_running_statistics(*running, None, m, v, info, momentum)
         assert_same_bits(running[0], mean, "running_mean")
         assert_same_bits(running[1], var, "running_var")

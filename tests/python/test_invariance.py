@@ -26,7 +26,7 @@ def data(shape, dtype):
     return x, dy, weight
 
 
-def run_shards(x, dy, weight, shards, layout):
+def run_shards(x, dy, weight, shards, layout, activation=0):
     """Layer of K ranks, one after the other. shards: lists of sample indices. Returns y and dx in
     the order of the samples, and what all ranks share."""
     eps, ranks = 1e-5, len(shards)
@@ -37,14 +37,16 @@ def run_shards(x, dy, weight, shards, layout):
     merged = torch.stack(messages).sum(0)
     y, dx = torch.empty_like(x), torch.empty_like(x)
     results = [
-        ops.normalize(t, m, merged, None, weight, None, eps, ranks)
+        ops.normalize(t, m, merged, None, weight, None, None, eps, ranks, activation, 0.1)
         for t, m in zip(xs, messages, strict=True)
     ]
+    through = (weight, None, None, activation, 0.1)
     gradients = [
-        ops.local_gradients(g, t, r[4], 0) for g, t, r in zip(dys, xs, results, strict=True)
+        ops.local_gradients(g, t, mean, rstd, info, *through, False, 0)[0]
+        for g, t, (_, mean, _, rstd, info, _) in zip(dys, xs, results, strict=True)
     ]
     merged_gradients = torch.stack(gradients).sum(0)
-    for s, t, g, (y_part, mean, _, rstd, info) in zip(shards, xs, dys, results, strict=True):
+    for s, t, g, (y_part, mean, _, rstd, info, _) in zip(shards, xs, dys, results, strict=True):
         y[s] = y_part
         dx[s], dweight, dbias = ops.input_gradient(
             g,
@@ -54,7 +56,7 @@ def run_shards(x, dy, weight, shards, layout):
             mean,
             rstd,
             info,
-            weight,
+            *through,
             torch.float32,
             torch.float32,
             ranks,
@@ -80,10 +82,13 @@ def random_shards(rng, samples, ranks):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_any_sharding_exact(shape, dtype):
+@pytest.mark.parametrize("activation", ("none", "leaky_relu"))
+def test_any_sharding_exact(shape, dtype, activation):
     x, dy, weight = data(shape, dtype)
-    forward = oracle.forward([x], dtype, weight=weight)
-    backward = oracle.backward([dy], [x], dtype, forward, weight=weight)
+    fused = {"weight": weight, "activation": activation, "slope": 0.1}
+    kind = ("none", "relu", "leaky_relu").index(activation)
+    forward = oracle.forward([x], dtype, **fused)
+    backward = oracle.backward([dy], [x], dtype, forward, **fused)
     expected = {
         "y": forward.ys[0],
         "dx": backward.dxs[0],
@@ -102,7 +107,7 @@ def test_any_sharding_exact(shape, dtype):
                 for layout in ("contiguous", "channels-last"):
                     torch.set_num_threads(1 + ranks % 2)
                     shards = random_shards(rng, shape[0], ranks)
-                    got = run_shards(*tensors, shards, layout)
+                    got = run_shards(*tensors, shards, layout, kind)
                     for name, values in expected.items():
                         assert_same_bits(
                             got[name], values, f"{level}, {ranks} ranks, {layout}, {name}"
@@ -135,7 +140,9 @@ def test_large_tensors_are_dealt_to_threads_exact(threads, channels_first):
         try:
             torch.set_num_threads(threads)
             message = ops.local_moments(x, 0, None, 1e-5, 0)
-            y, mean, var, _, _ = ops.normalize(x, message, message, None, None, None, 1e-5, 1)
+            y, mean, var, *_ = ops.normalize(
+                x, message, message, None, None, None, None, 1e-5, 1, 0, 0.0
+            )
         finally:
             torch.set_num_threads(before)
         np.testing.assert_array_equal(message[4:].reshape(shape[1], -1), forward.words[0])

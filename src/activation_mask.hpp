@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+
+#include "sample_view.hpp"
+
+namespace syncbn {
+
+/// One bit per element of x, set where an activation hands the output's gradient on unchanged. The
+/// bits of a run (a row of channels where x lies in rows, else a plane) begin at a byte of their
+/// own. The order depends on x alone, so that forward and backward agree whatever the layouts of
+/// the other tensors.
+struct ActivationMaskLayout {
+  bool by_rows;
+  std::int64_t run_bytes;
+  std::int64_t sample_bytes;
+  std::int64_t bytes;
+
+  explicit ActivationMaskLayout(const SampleView& x)
+      : by_rows(common_layout(x, x) == Layout::kRows),
+        run_bytes(((by_rows ? x.channels : x.plane) + 7) / 8),
+        sample_bytes((by_rows ? x.plane : x.channels) * run_bytes),
+        bytes(x.samples * sample_bytes) {}
+
+  /// Which bit belongs to element e of plane (n, c), counted from the first byte's lowest.
+  std::int64_t bit(std::int64_t n, std::int64_t c, std::int64_t e) const {
+    const std::int64_t run = by_rows ? e : c;
+    return 8 * (n * sample_bytes + run * run_bytes) + (by_rows ? c : e);
+  }
+};
+
+}  // namespace syncbn

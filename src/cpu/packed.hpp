@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "activation_mask.hpp"
+#include "cpu/cpu_passes.hpp"
+#include "cpu/kernels.hpp"
+
+// Arguments of the passes in the form that the vector kernels take.
+namespace syncbn::cpu {
+
+/// The arrays of ElementConstants in one allocation.
+class PackedConstants {
+ public:
+  explicit PackedConstants(std::int64_t channels);
+  void set_affine(const NormalizeConstants& constants, std::int64_t channels);
+  /// As set_affine, with the reciprocal of the scale.
+  void set_inverse(const NormalizeConstants& constants, std::int64_t channels);
+  void set_gradient(const GradientConstants& constants, std::int64_t channels);
+  ElementConstants view();
+
+ private:
+  static constexpr int kArrays = 8;
+  float* array(int i) { return values_.data() + i * padded_; }
+  std::int64_t padded_;
+  std::vector<float> values_;
+};
+
+inline Operand operand(const SampleView& view) {
+  return {view.data, view.sample_stride, view.channel_stride, view.element_stride};
+}
+
+/// Whether the kernels can do it: a type and layout of theirs, and mask bits in the same order.
+bool vectorizable(const Kernels* kernels, const SampleView& x, Layout layout,
+                  const std::uint8_t* mask);
+
+MaskOperand mask_operand(const SampleView& x, const std::uint8_t* mask);
+ActivationConstants activation_constants(const Activation& activation);
+
+}  // namespace syncbn::cpu

@@ -1,0 +1,273 @@
+"""The fused activation and residual: every bit against the oracle, gradients against autograd."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import oracle
+import syncbn
+from support import (
+    TORCH_DTYPES,
+    assert_same_bits,
+    available_levels,
+    layouts_of,
+    rough_samples,
+    run_layer,
+    to_tensor,
+)
+from syncbn._ops import ops
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+ACTIVATIONS = (("none", 0.01), ("relu", 0.01), ("leaky_relu", 0.01), ("leaky_relu", -1.5))
+
+# Planes of 1, 3, 49, 513 and 3000 elements; 1, 3, 17, 65 and 130 channels.
+SHAPES = ((5, 65), (9, 130), (3, 3, 3), (4, 65, 7, 7), (2, 17, 27, 19), (2, 1, 3000))
+
+
+@pytest.fixture(autouse=True)
+def _restore_level():
+    before = ops.cpu_instruction_set()
+    yield
+    ops.force_cpu_instruction_set(before)
+
+
+def samples(shape, dtype, seed):
+    """x, z, dy as float64 arrays of values of dtype; weight and bias of float32. y is near 0 often:
+    weights of 0, and residuals that cancel."""
+    rng = np.random.default_rng([*shape, len(dtype), ord(dtype[0]), seed])
+    x = rough_samples(rng, shape, dtype)
+    z, dy = (oracle.round_to(rng.standard_normal(shape), dtype) for _ in range(2))
+    weight, bias = (oracle.round_to(rng.standard_normal(shape[1]), "float32") for _ in range(2))
+    weight[:: max(2, shape[1] // 4)] = 0.0
+    bias[:: max(2, shape[1] // 2)] = 0.0
+    return x, z, dy, weight, bias
+
+
+def check(x, z, dy, weight, bias, dtype, activation, slope, layouts, keep=True):
+    """layouts: of x, z and dy, one name or three."""
+    options = {"activation": activation, "slope": slope}
+    residuals = None if z is None else [z]
+    forward = oracle.forward([x], dtype, weight, bias, residuals=residuals, **options)
+    backward = oracle.backward(
+        [dy], [x], dtype, forward, weight, bias, residuals=residuals, **options
+    )
+    parameters = [torch.from_numpy(p).float() for p in (weight, bias)]
+    names = layouts if isinstance(layouts, tuple) else (layouts,) * 3
+    tensors = [
+        None if values is None else layouts_of(to_tensor(values, dtype))[name]
+        for values, name in zip((x, z, dy), names, strict=True)
+    ]
+    got = run_layer(
+        tensors[0],
+        tensors[2],
+        *parameters,
+        residual=tensors[1],
+        activation=activation,
+        slope=slope,
+        keep=keep,
+    )
+    assert_same_bits(got["y"], forward.ys[0], "y")
+    np.testing.assert_array_equal(got["gradient_words"].numpy(), backward.words[0])
+    assert_same_bits(got["dx"], backward.dxs[0], "dx")
+    assert_same_bits(got["dweight"], backward.dweight, "dweight")
+    assert_same_bits(got["dbias"], backward.dbias, "dbias")
+    if z is not None and keep:
+        assert_same_bits(got["dresidual"], backward.dresiduals[0], "dresidual")
+
+
+@pytest.mark.parametrize("level", available_levels())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_bit_exact(shape, dtype, level):
+    assert ops.force_cpu_instruction_set(level)
+    x, z, dy, weight, bias = samples(shape, dtype, 0)
+    for (activation, slope), residual in itertools.product(ACTIVATIONS, (None, z)):
+        for layout in ("contiguous", "channels-last", "gaps", "channels-last slice"):
+            check(x, residual, dy, weight, bias, dtype, activation, slope, layout)
+
+
+@pytest.mark.parametrize("level", available_levels())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layouts_that_differ_exact(dtype, level):
+    """The mask's order follows x alone, so forward and backward may meet different neighbours."""
+    assert ops.force_cpu_instruction_set(level)
+    x, z, dy, weight, bias = samples((3, 19, 6, 5), dtype, 1)
+    for layouts in itertools.product(("contiguous", "channels-last", "gaps"), repeat=3):
+        for keep in (True, False):
+            check(x, z, dy, weight, bias, dtype, "relu", 0.0, layouts, keep)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
+def test_special_values_exact(dtype, activation):
+    """NaN, infinities, zeros and subnormals in x, residual and dy."""
+    info = torch.finfo(TORCH_DTYPES[dtype])
+    specials = [np.nan, np.inf, -np.inf, 0.0, -0.0, info.tiny, -info.tiny / 4, info.max, 1.0, -1.0]
+    values = np.array(list(itertools.product(specials, specials))).T  # z, dy
+    z, dy = (v.reshape(1, 1, -1).repeat(2, 0).repeat(3, 1) for v in values)
+    x = np.zeros_like(z)
+    x[1] = 2.0  # mean 1, v = +1 and -1 times the weight, or 0
+    weight, bias = np.array([0.0, 1.0, -2.0]), np.zeros(3)
+    for residual in (None, z):
+        for layout in ("contiguous", "channels-last"):
+            check(x, residual, dy, weight, bias, dtype, activation, 0.01, layout)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_and_large_tensors_exact(threads):
+    """Blocks of a plane, streaming stores (4 MiB and more) and several threads against plain loops,
+    from an odd address too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        for shape in ((2, 3, 200, 1001), (4, 33, 100, 100), (70, 4099)):
+            for offset in (0, 1):
+                draw = [
+                    torch.randn(int(np.prod(shape)) + offset, generator=generator)[offset:]
+                    for _ in range(3)
+                ]
+                x, z, dy = (t.view(shape) for t in draw)
+                weight, bias = (torch.randn(shape[1], generator=generator) for _ in range(2))
+                for residual, keep in ((None, False), (z, True), (z, False)):
+                    results = []
+                    for level in ("reference", available_levels()[-1]):
+                        assert ops.force_cpu_instruction_set(level)
+                        got = run_layer(
+                            x, dy, weight, bias, residual=residual, activation="relu", keep=keep
+                        )
+                        results.append({k: v for k, v in got.items() if v is not None})
+                    for name, value in results[0].items():
+                        assert torch.equal(value, results[1][name]), (shape, offset, name)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "leaky_relu"])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
+def test_layer_against_autograd(activation, residual, layout):
+    """float64, against PyTorch's separate operators; 1e-12 is 4,500 units in the last place of
+    numbers near 1, for sums of 240 of them."""
+    torch.manual_seed(0)
+    fused = syncbn.SyncBatchNorm(6, activation=activation, negative_slope=0.2, dtype=torch.float64)
+    plain = torch.nn.BatchNorm2d(6, dtype=torch.float64)
+    with torch.no_grad():
+        fused.weight.uniform_(-1, 1)
+        fused.bias.uniform_(-1, 1)
+    plain.load_state_dict(fused.state_dict())
+    x, z, dy = (layouts_of(torch.randn(4, 6, 5, 3).double())[layout] for _ in range(3))
+    activate = {
+        "none": lambda v: v,
+        "relu": F.relu,
+        "leaky_relu": lambda v: F.leaky_relu(v, 0.2),
+    }[activation]
+    for training in (True, False):
+        fused.train(training), plain.train(training)
+        mine, theirs = ([x.clone().requires_grad_(), z.clone().requires_grad_()] for _ in range(2))
+        y = fused(mine[0], mine[1]) if residual else fused(mine[0])
+        v = plain(theirs[0])
+        expected = activate(v + theirs[1] if residual else v)
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+        fused.zero_grad(), plain.zero_grad()
+        y.backward(dy), expected.backward(dy)
+        for a, b in zip(
+            [*mine[: 1 + residual], fused.weight, fused.bias],
+            [*theirs[: 1 + residual], plain.weight, plain.bias],
+            strict=True,
+        ):
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
+    torch.testing.assert_close(fused.state_dict(), plain.state_dict(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", ["x", "residual", "parameters"])
+def test_what_needs_no_gradient(frozen):
+    torch.manual_seed(0)
+    layer = syncbn.SyncBatchNorm(4, activation="relu")
+    x, z, dy = (torch.randn(3, 4, 5) for _ in range(3))
+    expected = {}
+    for skip in (None, frozen):
+        leaves = {"x": x.clone(), "residual": z.clone()}
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name != skip)
+        layer.requires_grad_(skip != "parameters")
+        layer.zero_grad()
+        layer(leaves["x"], leaves["residual"]).backward(dy)
+        got = {name: leaf.grad for name, leaf in leaves.items()}
+        got |= {name: parameter.grad for name, parameter in layer.named_parameters()}
+        if skip is None:
+            expected = got
+            continue
+        for name, gradient in got.items():
+            if name == skip or (skip == "parameters" and name in ("weight", "bias")):
+                assert gradient is None
+            else:
+                assert torch.equal(gradient, expected[name])
+
+
+def test_saved_for_backward():
+    """x and a few numbers per channel; with a residual and an activation one bit per element."""
+    x, z = (torch.randn(4, 8, 16, 16, requires_grad=True) for _ in range(2))
+    for arguments, activation, bits in (
+        ((x,), "relu", 0),
+        ((x, z), "none", 0),
+        ((x, z), "relu", 1),
+    ):
+        layer = syncbn.SyncBatchNorm(8, activation=activation)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t) or t, lambda t: t
+        ):
+            layer(*arguments)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+        activation_sized = storages.pop(x.untyped_storage().data_ptr())
+        assert activation_sized == x.numel() * 4
+        per_channel = 8 * 8 * 6
+        assert sum(storages.values()) <= bits * x.numel() // 8 + per_channel
+
+
+def test_refused_arguments():
+    layer = syncbn.SyncBatchNorm(4, activation="relu")
+    x = torch.randn(2, 4, 5)
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    for residual, text in (
+        (torch.randn(2, 4, 6), r"residual: got torch.float32 of shape \(2, 4, 6\)"),
+        (torch.randn(2, 4, 5).double(), "residual: got torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            layer(x, residual)
+    for options, text in (
+        ({"activation": "gelu"}, "activation: got 'gelu'"),
+        ({"activation": "leaky_relu", "negative_slope": float("nan")}, "negative_slope: got nan"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            syncbn.SyncBatchNorm(4, **options)
+        with pytest.raises(ValueError, match=text):
+            syncbn.functional.sync_batch_norm(x, training=True, **options)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_function_and_layer_agree_exact():
+    torch.manual_seed(0)
+    x, z = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
+    layer = syncbn.SyncBatchNorm(4, activation="leaky_relu", negative_slope=0.3)
+    options = {"residual": z, "activation": "leaky_relu", "negative_slope": 0.3}
+    y = syncbn.functional.sync_batch_norm(
+        x, None, None, layer.weight, layer.bias, training=True, **options
+    )
+    assert torch.equal(y, layer(x, z))
+    layer.eval()
+    y = syncbn.functional.sync_batch_norm(
+        x, layer.running_mean, layer.running_var, layer.weight, layer.bias, **options
+    )
+    assert torch.equal(y, layer(x, z))
+
+
+def test_a_layer_with_an_activation_is_not_reverted_in_silence():
+    model = torch.nn.Sequential(syncbn.SyncBatchNorm(4, activation="relu"))
+    with pytest.raises(ValueError, match=r"0: .*activation"):
+        syncbn.revert_sync_batchnorm(model)
