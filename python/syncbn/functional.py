@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import _exchange
+from . import _baton, _exchange
 from ._ops import ops
 
 AFFINE_GRADS = ("share", "global")
@@ -189,6 +189,11 @@ def sync_batch_norm(
     """
     if not training:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+    if _baton.running and _baton.inside():
+        raise RuntimeError(
+            "sync_batch_norm: got a call inside syncbn.parallel.SelfDataParallel, where devices "
+            "meet at modules; expected a syncbn.SyncBatchNorm"
+        )
     return train_step(
         x,
         running_mean,

@@ -1,13 +1,14 @@
 """Synchronized batch normalization as a module."""
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _exchange
+from . import _baton, _devices, _exchange
 from .functional import AFFINE_GRADS, train_step
 
 
@@ -80,8 +81,14 @@ class SyncBatchNorm(_BatchNorm):
         if x.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (N, num_features, *spatial). Returns a tensor like x."""
+    def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+        """x: (N, num_features, *spatial). Returns a tensor like x.
+
+        With a list or tuple of tensors, one per device of this process, returns the list of their
+        outputs; in training the statistics are those of all of them (and of all ranks).
+        """
+        if isinstance(x, (list, tuple)):
+            return _devices.forward(self, x)
         if not self.training:
             self._check_input_dim(x)
             return F.batch_norm(
@@ -94,6 +101,10 @@ class SyncBatchNorm(_BatchNorm):
                 0.0,
                 self.eps,
             )
+        if _baton.running and _baton.inside():
+            return _baton.wait(self, x)
+        if not torch.compiler.is_compiling():
+            _devices.check_alone(self)
         return train_step(
             x,
             self.running_mean,
