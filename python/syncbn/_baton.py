@@ -1,8 +1,9 @@
 """K calls in K threads, of which one runs at a time.
 
-Device k runs until it reaches a synchronized layer or ends; then device k + 1 runs. When all K wait
-at the same layer, the caller's thread computes the layer for all of them, and the round goes on. The
-order is that of one thread, so nothing can deadlock and random numbers are drawn in device order.
+Device k runs until it reaches a synchronized layer or ends; then device k + 1 runs. When all K
+wait at the same layer, the caller's thread computes the layer for all of them, and the round goes
+on. The order is that of one thread, so nothing can deadlock, and random numbers are drawn in device
+order.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The layer with the inputs of several devices of one process: one autograd node for all of them.
 
-K nodes that wait for each other would deadlock: one backward() visits the nodes of CPU tensors in one
-thread.
+K nodes that wait for each other would deadlock: one backward() visits the nodes of CPU tensors in
+one thread.
 """
 
 import weakref

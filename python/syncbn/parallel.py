@@ -124,9 +124,10 @@ def _copy_of(module: nn.Module, device: torch.device, tensors: dict[int, Tensor]
         for name, child in m._modules.items():
             copy._modules[name] = None if child is None else copies[id(child)]
         for name, parameter in m._parameters.items():
-            # Some modules, such as nn.LSTM, watch the assignment; parameters() wants the dictionary.
+            # nn.LSTM watches the assignment; parameters() reads the dictionary.
             setattr(copy, name, copied(parameter))
-            copy._parameters[name] = copy.__dict__.pop(name)
+            copy.__dict__.pop(name, None)
+            copy._parameters[name] = copied(parameter)
         for name, buffer in m._buffers.items():
             copy._buffers[name] = copied(buffer)
     return copies[id(module)]
@@ -197,15 +198,12 @@ class SelfDataParallel(nn.Module):
                 '["cpu"] * 4'
             )
         for device in self.devices:
-            if device.type not in ("cpu", "cuda") or (device.type == "cuda") != (
-                device.index is not None
-            ):
-                raise ValueError(f'devices: got {device}, expected "cpu" or "cuda:0", "cuda:1", ...')
+            named = device.index is not None if device.type == "cuda" else device.type == "cpu"
+            if not named:
+                raise ValueError(f'devices: got {device}, expected "cpu", or "cuda:0" and so on')
         differ = len(set(self.devices)) > 1
         if differ and replicate is False:
-            raise ValueError(
-                "replicate: got False, expected True or None where the devices differ"
-            )
+            raise ValueError("replicate: got False, expected True or None where the devices differ")
         self.replicate = differ if replicate is None else replicate
         self.module = module
 
