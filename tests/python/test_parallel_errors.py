@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from syncbn.parallel import SelfDataParallel, all_reduce
+from syncbn.parallel import SelfDataParallel
 
 
 class Branches(nn.Module):
@@ -134,21 +134,6 @@ def test_refused_arguments():
         parallel(torch.tensor(1.0))
     with pytest.raises(ValueError, match="module: got first.weight on meta, expected cpu"):
         SelfDataParallel(Branches().to("meta"), ["cpu"] * 2)(x(0))
-
-
-@pytest.mark.parametrize(
-    "summands, text",
-    (
-        ([], "x: got"),
-        (None, "x: got None"),
-        ([torch.ones(2), 3], r"x\[1\]: got int"),
-        ([torch.ones(2), torch.ones(3)], r"x\[1\]: got shape \(3,\)"),
-        ([torch.ones(2), torch.ones(2).double()], r"x\[1\]: .*float64, expected .*float32"),
-    ),
-)
-def test_refused_summands(summands, text):
-    with pytest.raises(ValueError, match=text):
-        all_reduce(summands)
 
 
 def test_a_replica_of_data_parallel_names_the_way_out():
