@@ -10,23 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 from rank_cases import DTYPES, raises, shards, unchanged
-from support import rough_samples, to_tensor
+from support import new_layer, rough_samples, to_tensor
 from syncbn.parallel import SelfDataParallel, all_reduce
 
 
 def alone(rank):
     """A group in which this rank is alone, for what it computes without the others."""
     return dist.new_group([rank], use_local_synchronization=True)
-
-
-def new_layer(channels, group=None, affine_grad="share"):
-    layer = syncbn.SyncBatchNorm(
-        channels, momentum=1.0, process_group=group, affine_grad=affine_grad
-    )
-    with torch.no_grad():
-        layer.weight.copy_(torch.linspace(-2, 2, channels))
-        layer.bias.copy_(torch.linspace(1, 3, channels))
-    return layer
 
 
 def device_step(layer, xs, dys):
@@ -53,7 +43,8 @@ def case_virtual_devices_equal_processes_exact(rank, world):
         x, dy = rough_batch(dtype, (11, 5, 6, 7))
         for kind in ("even", "uneven", "empty first"):
             parts = shards(11, world, kind)
-            layer, virtual = new_layer(5), new_layer(5, group)
+            layer = new_layer(5, momentum=1.0)
+            virtual = new_layer(5, momentum=1.0, process_group=group)
             mine = x[parts[rank]].clone().requires_grad_()
             y = layer(mine)
             y.backward(dy[parts[rank]])
@@ -75,12 +66,12 @@ def case_processes_times_devices_exact(rank, world):
             parts = shards(17, sum(counts), kind)
             xs, dys = [x[p] for p in parts], [dy[p] for p in parts]
             own = slice(first, first + counts[rank])
-            layer = new_layer(shape[1], affine_grad="global")
+            layer = new_layer(shape[1], momentum=1.0, affine_grad="global")
             model = SelfDataParallel(layer, ["cpu"] * counts[rank])
             mine = [x.clone().requires_grad_() for x in xs[own]]
             ys = model(mine)
             torch.autograd.backward(ys, dys[own])
-            whole = new_layer(shape[1], group)
+            whole = new_layer(shape[1], momentum=1.0, process_group=group)
             expected, dxs = device_step(whole, [x], [dy])
             for k, part in enumerate(parts[own]):
                 same(ys[k], expected[0][part], f"{dtype}, {kind}, y")

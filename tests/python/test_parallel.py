@@ -1,7 +1,8 @@
-"""Several devices of one process: the layer's list form and SelfDataParallel."""
+"""SelfDataParallel: models on several devices of one process."""
 
 import copy
 import itertools
+import pickle
 import threading
 
 import numpy as np
@@ -10,58 +11,8 @@ import torch
 from torch import nn
 
 import syncbn
-from support import TORCH_DTYPES, rough_samples, to_tensor
-from syncbn.parallel import SelfDataParallel, all_reduce
-
-U = 2.0**-53  # the rounding unit of float64
-
-
-def new_layer(channels, dtype=torch.float32, **options):
-    layer = syncbn.SyncBatchNorm(channels, dtype=dtype, **options)
-    with torch.no_grad():
-        layer.weight.copy_(torch.linspace(-2, 2, channels))
-        layer.bias.copy_(torch.linspace(1, 3, channels))
-    return layer
-
-
-def step(layer, xs, dys):
-    """Outputs and input gradients of one step with a list, or one tensor."""
-    xs = [x.detach().clone().requires_grad_() for x in xs]
-    ys = layer(xs) if len(xs) > 1 else [layer(xs[0])]
-    torch.autograd.backward(ys, dys)
-    return ys, [x.grad for x in xs]
-
-
-def shares(x, sizes):
-    return list(x.split(sizes))
-
-
-def assert_same_layers(a, b):
-    for (name, p), q in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
-        assert torch.equal(p, q), name
-    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad), f"gradient of {name}"
-
-
-SPLITS = ([5, 6], [11, 0], [0, 3, 8], [2, 0, 4, 0, 5], [1, 1, 1, 1, 1, 1, 2, 3])
-
-
-@pytest.mark.parametrize("affine_grad", ("share", "global"))
-@pytest.mark.parametrize("dtype", TORCH_DTYPES)
-def test_any_number_of_devices_gives_the_bits_of_one_exact(dtype, affine_grad):
-    """On data on which sums in float64 depend on their order. The process's gradients of weight and
-    bias are sums over all its devices, so they do not depend on the number of devices either."""
-    rng = np.random.default_rng(1)
-    x, dy = (to_tensor(rough_samples(rng, (11, 5, 4, 9), dtype), dtype) for _ in range(2))
-    whole = new_layer(5, affine_grad=affine_grad)
-    (y,), (dx,) = step(whole, [x], [dy])
-    for sizes in SPLITS:
-        layer = new_layer(5, affine_grad=affine_grad)
-        ys, dxs = step(layer, shares(x, sizes), shares(dy, sizes))
-        assert torch.equal(torch.cat(ys), y), sizes
-        assert torch.equal(torch.cat(dxs), dx), sizes
-        assert_same_layers(layer, whole)
-    assert whole.num_batches_tracked == 1
+from support import new_layer, rough_samples, to_tensor
+from syncbn.parallel import SelfDataParallel
 
 
 @pytest.mark.parametrize("replicate", (False, True))
@@ -74,65 +25,6 @@ def test_order_of_the_samples_changes_no_bit_exact(replicate):
     z = torch.cat(SelfDataParallel(layers[1], ["cpu"] * 5, replicate)(x[order]))
     assert torch.equal(y[order], z)
     assert torch.equal(layers[0].running_var, layers[1].running_var)
-
-
-@pytest.mark.parametrize("shape", ((13, 4), (13, 4, 6), (13, 4, 3, 5)), ids=str)
-@pytest.mark.parametrize("reduce", (sum, None), ids=("sum", "all_reduce"))
-def test_against_the_formulas_in_float64(shape, reduce):
-    """Autograd through mean = sum(x) / N, var = sum(x^2) / N - mean^2, with sums over devices.
-
-    A sum of n terms in the reference has a relative error of n u of its terms' magnitudes, so its
-    var is off by (n + 4) u (E[x^2] + mean^2), relative to var + eps by (n + 4) u kappa. y holds
-    (var + eps)^(-1/2) and dx the power -3/2 of it, and both a few more roundings and sums of n
-    terms, each relative to the magnitudes that are added: below, 4 (n + 4) u kappa of those.
-    syncbn's own error, a few u, is within that.
-    """
-    torch.manual_seed(3)
-    eps, sizes = 1e-3, [4, 0, 7, 2]
-    x, dy = (torch.randn(shape, dtype=torch.float64) * 2 + shift for shift in (1, 0))
-    layer = new_layer(4, torch.float64, eps=eps, momentum=1.0)
-    weight, bias = (p.detach().clone().requires_grad_() for p in (layer.weight, layer.bias))
-    ys, dxs = step(layer, shares(x, sizes), shares(dy, sizes))
-
-    dims = [d for d in range(x.dim()) if d != 1]
-    view = (1, 4) + (1,) * (x.dim() - 2)
-    n = x.numel() // 4
-    xs = [t.clone().requires_grad_() for t in shares(x, sizes)]
-    sums, squares = [t.sum(dims) for t in xs], [t.square().sum(dims) for t in xs]
-    if reduce is sum:
-        sums, squares = [sum(sums)] * 4, [sum(squares)] * 4
-    else:
-        sums, squares = all_reduce(sums), all_reduce(squares)
-    expected = []
-    for t, s, q in zip(xs, sums, squares):
-        mean = s / n
-        rstd = (q / n - mean.square() + eps).rsqrt()
-        t = (t - mean.view(view)) * (weight * rstd).view(view) + bias.view(view)
-        expected.append(t)
-    torch.autograd.backward(expected, shares(dy, sizes))
-
-    with torch.no_grad():
-        mean, var = x.mean(dims), x.var(dims, unbiased=False)
-        kappa = ((x.square().mean(dims) + mean.square()) / (var + eps)).view(view)
-        few = 4 * (n + 4) * U * kappa
-        rstd = (var + eps).rsqrt().view(view)
-        a = (weight.abs().view(view)) * rstd
-        centered = x.abs() + mean.abs().view(view)
-        size = a * centered + bias.abs().view(view)
-        assert ((torch.cat(ys) - torch.cat(expected)).abs() <= few * size).all()
-        # The three terms of dx, with sums of magnitudes.
-        magnitudes = dy.abs().sum(dims).view(view)
-        products = (dy.abs() * centered).sum(dims).view(view)
-        size = a * (dy.abs() + magnitudes / n + centered * rstd**2 * products / n)
-        dx = torch.cat([t.grad for t in xs])
-        assert ((torch.cat(dxs) - dx).abs() <= few * size).all()
-        few = few.view(4)
-        error = (layer.weight.grad - weight.grad).abs()
-        assert (error <= few * (rstd * products).view(4)).all()
-        assert ((layer.bias.grad - bias.grad).abs() <= few * magnitudes.view(4)).all()
-        moment = (x.square().mean(dims) + mean.square()) * n / (n - 1)
-        assert ((layer.running_mean - mean).abs() <= (n + 4) * U * x.abs().mean(dims)).all()
-        assert ((layer.running_var - var * n / (n - 1)).abs() <= (n + 4) * U * moment).all()
 
 
 def nodes_of(tensor):
@@ -196,7 +88,7 @@ def test_whole_model_agrees_with_one_device(sizes, replicate):
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (one, many)]
     for seed in range(3):
         x = torch.randn(6, 3, 5, 5, generator=torch.Generator().manual_seed(seed)).double()
-        losses = one(x).square().mean(), torch.cat(parallel(shares(x, sizes))).square().mean()
+        losses = one(x).square().mean(), torch.cat(parallel(x.split(sizes))).square().mean()
         for optimizer, loss in zip(optimizers, losses):
             optimizer.zero_grad()
             loss.backward()
@@ -235,55 +127,6 @@ def test_devices_run_in_turns_in_their_order():
     SelfDataParallel(model, ["cpu"] * 3)([torch.randn(k, 3, 4, 4).double() for k in (1, 2, 3)])
     assert order == list(itertools.product(("stem", "conv", "head"), (1, 2, 3)))
     assert threading.active_count() == threads
-
-
-def test_missing_output_gradients_are_zeros_exact():
-    torch.manual_seed(5)
-    x, dy = torch.randn(6, 3, 4), torch.randn(6, 3, 4)
-    a, b = new_layer(3), new_layer(3)
-    xs = [t.clone().requires_grad_() for t in shares(x, [1, 2, 3])]
-    ys = a(xs)
-    ys[1].backward(dy[1:3])
-    zeros = torch.zeros_like(dy)
-    zeros[1:3] = dy[1:3]
-    _, dxs = step(b, shares(x, [1, 2, 3]), shares(zeros, [1, 2, 3]))
-    assert all(torch.equal(x.grad, dx) for x, dx in zip(xs, dxs, strict=True))
-    assert_same_layers(a, b)
-
-
-def test_inputs_that_need_no_gradient():
-    xs = [torch.randn(2, 3), torch.randn(2, 3, requires_grad=True)]
-    layer = new_layer(3)
-    layer.weight.requires_grad_(False)
-    torch.stack(layer(xs)).square().sum().backward()
-    assert xs[0].grad is None and xs[1].grad is not None
-    assert layer.weight.grad is None and layer.bias.grad is not None
-
-
-def test_layouts_and_outputs_without_a_gradient_layout_exact():
-    """Channels-last inputs, gradients of another layout."""
-    torch.manual_seed(6)
-    x, dy = torch.randn(6, 3, 4, 5), torch.randn(6, 3, 4, 5)
-    a, b = new_layer(3), new_layer(3)
-    ys, dxs = step(a, shares(x, [2, 4]), shares(dy, [2, 4]))
-    last = [t.contiguous(memory_format=torch.channels_last) for t in shares(x, [2, 4])]
-    zs, dzs = step(b, last, shares(dy, [2, 4]))
-    assert all(torch.equal(p, q) for p, q in zip([*ys, *dxs], [*zs, *dzs], strict=True))
-    assert_same_layers(a, b)
-
-
-def test_devices_without_samples():
-    layer = new_layer(3)
-    before = copy.deepcopy(layer.state_dict())
-    ys, dxs = step(layer, [torch.empty(0, 3, 2)] * 3, [torch.empty(0, 3, 2)] * 3)
-    assert [y.shape for y in ys] == [dx.shape for dx in dxs] == [(0, 3, 2)] * 3
-    assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())
-    assert not layer.weight.grad.any()
-    # The dtype of a device without samples is its own.
-    half = torch.randn(4, 3, dtype=torch.float16)
-    ys, dxs = step(layer, [torch.empty(0, 3), half], [torch.empty(0, 3), half])
-    assert [t.dtype for t in (*ys, *dxs)] == [torch.float32, torch.float16] * 2
-    assert layer.num_batches_tracked == 1
 
 
 @pytest.mark.parametrize("momentum", (0.3, None))
@@ -407,3 +250,43 @@ def test_second_form_of_inputs():
     one, many = Two(), Two()
     outputs = SelfDataParallel(many, ["cpu"] * 2)([(x[:1], 2.0), (x[1:], torch.tensor(2.0))])
     assert torch.equal(torch.cat([o["y"] for o in outputs]), one(x, 2.0)["y"])
+
+
+@pytest.mark.parametrize("replicate", (False, True))
+def test_gradient_of_a_tensor_that_is_split_exact(replicate):
+    x = torch.randn(7, 3, 4)
+    gradients = []
+    for devices in (1, 3):
+        a = x.clone().requires_grad_()
+        ys = SelfDataParallel(new_layer(3), ["cpu"] * devices, replicate)(a)
+        torch.cat(ys).square().sum().backward()
+        gradients.append(a.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("replicate", (False, True))
+def test_random_numbers_are_drawn_in_device_order_exact(replicate):
+    x, dropout = torch.ones(6, 5), nn.Dropout(0.5)
+    torch.manual_seed(9)
+    ys = SelfDataParallel(dropout, ["cpu"] * 3, replicate)(x)
+    torch.manual_seed(9)
+    assert all(torch.equal(y, dropout(part)) for y, part in zip(ys, x.chunk(3), strict=True))
+
+
+def test_compiled_models_meet_at_their_layers_exact():
+    x = torch.randn(6, 3, 5, 5).double()
+    expected = SelfDataParallel(residual(), ["cpu"] * 3)(x)
+    compiled = torch.compile(residual(), backend="aot_eager")
+    compiled(x)  # compiled for one device first
+    ys = SelfDataParallel(compiled, ["cpu"] * 3)(x)
+    assert all(torch.equal(y, z) for y, z in zip(ys, expected, strict=True))
+
+
+def test_copies_and_pickles():
+    model = SelfDataParallel(residual(), ["cpu"] * 2)
+    x = torch.randn(4, 3, 5, 5).double()
+    others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    expected = model(x)
+    for other in others:
+        assert all(torch.equal(y, z) for y, z in zip(other(x), expected, strict=True))
+        assert list(other.state_dict()) == [f"module.{key}" for key in residual().state_dict()]
