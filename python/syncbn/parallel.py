@@ -16,9 +16,9 @@ from .nn import SyncBatchNorm
 __all__ = ["AllReduce", "SelfDataParallel", "all_reduce"]
 
 
-def _tag(x: Tensor, direction: str) -> int:
+def _tag(x: Tensor) -> int:
     """20 bits of what ranks must agree on before they exchange tensors."""
-    return zlib.crc32(repr((direction, tuple(x.shape), x.dtype)).encode()) & 0xFFFFF
+    return zlib.crc32(repr(("all_reduce", tuple(x.shape), x.dtype)).encode()) & 0xFFFFF
 
 
 def _total(xs: Sequence[Tensor]) -> Tensor:
@@ -32,14 +32,15 @@ def _total(xs: Sequence[Tensor]) -> Tensor:
 class AllReduce(torch.autograd.Function):
     """The sum over devices and processes, whose gradient is the sum of the gradients.
 
-    AllReduce.apply(group, *xs): what all_reduce does, with a group of syncbn's own; it gives a
-    tuple of as many tensors as xs. Differentiable any number of times.
+    AllReduce.apply(None, *xs) sums over the devices of this process and gives a tuple of as many
+    tensors; all_reduce checks its arguments and finds the group of ranks. Differentiable any number
+    of times.
     """
 
     @staticmethod
     def forward(ctx, group, *xs):
         ctx.group = group
-        total = _exchange.sum_of_ranks(_total(xs), _tag(xs[0], "all_reduce"), group, "all_reduce")
+        total = _exchange.sum_of_ranks(_total(xs), _tag(xs[0]), group, "all_reduce")
         return total, *(total.to(x.device, copy=True) for x in xs[1:])
 
     @staticmethod

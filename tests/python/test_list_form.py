@@ -123,7 +123,7 @@ def test_inputs_that_need_no_gradient():
     assert layer.weight.grad is None and layer.bias.grad is not None
 
 
-def test_layouts_and_outputs_without_a_gradient_layout_exact():
+def test_layouts_change_no_bit_exact():
     """Channels-last inputs, gradients of another layout."""
     torch.manual_seed(6)
     x, dy = torch.randn(6, 3, 4, 5), torch.randn(6, 3, 4, 5)

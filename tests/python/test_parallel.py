@@ -237,7 +237,7 @@ def test_replicas_of_modules_with_state():
     assert torch.equal(shared.plain.running_var, plain.running_var)
 
 
-def test_second_form_of_inputs():
+def test_inputs_as_tuples_of_arguments():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
