@@ -193,6 +193,7 @@ class SelfDataParallel(nn.Module):
         if devices is None:
             devices = [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
         self.devices = [torch.device(d) for d in devices]
+        self.devices = [torch.device("cpu") if d.type == "cpu" else d for d in self.devices]
         if not self.devices:
             raise ValueError(
                 "devices: got none, expected at least one; without CUDA name them, for example "
@@ -312,10 +313,11 @@ class _Meeting:
             if request is not None:
                 layer = self._original(request.layer)
                 state = request.state
+                autocast = [f"{kind} {dtype}" for kind, on, dtype in state.autocast if on]
                 text = (
                     f"at layer {self._names.get(id(layer), layer.layer_name)!r} (grad mode "
                     f"{state.grad}, inference mode {state.inference}, autocast "
-                    f"{any(enabled for _, enabled, _ in state.autocast)})"
+                    f"{', '.join(autocast) or 'off'})"
                 )
             places.setdefault(text, []).append(str(k))
         return "the devices of this process did not make the same call: " + "; ".join(

@@ -29,6 +29,9 @@ class Branches(nn.Module):
         if what == 3:
             with torch.no_grad():
                 return self.first(x)
+        if what == 6:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.first(x)
         if what == 4:
             try:
                 x = self.first(x)
@@ -59,6 +62,7 @@ def unchanged(model, before):
         ([x(0), x(0), x(1)], syncbn.DivergenceError, "devices 0, 1 at.*'first'.*device 2 finished"),
         ([x(1), x(0), x(0)], syncbn.DivergenceError, "device 0 finished; devices 1, 2 at.*'first'"),
         ([x(0), x(3), x(0)], syncbn.DivergenceError, "grad mode True.*device 1.*grad mode False"),
+        ([x(0), x(6), x(0)], syncbn.DivergenceError, "autocast off.*device 1.*cpu torch.bfloat16"),
         ([x(0), x(2), x(0)], KeyError, "device's own"),
         ([x(2), x(0), x(0)], KeyError, "device's own"),
         ([x(4), x(4), x(2)], KeyError, "device's own"),
@@ -125,7 +129,7 @@ def test_refused_arguments():
         SelfDataParallel(model, ["cuda", "cuda"])
     with pytest.raises(ValueError, match="replicate: got False, expected True"):
         SelfDataParallel(model, ["cpu", "cuda:0"], replicate=False)
-    parallel = SelfDataParallel(model, ["cpu"] * 2)
+    parallel = SelfDataParallel(model, ["cpu", "cpu:0"])
     with pytest.raises(ValueError, match="inputs: got 3, expected a tensor or a list of 2"):
         parallel([x(0)] * 3)
     with pytest.raises(ValueError, match="inputs: got dict"):
