@@ -1,5 +1,7 @@
 #include "syncbn/batch_norm.hpp"
 
+#include <array>
+#include <cstddef>
 #include <span>
 
 #include "channel_values.hpp"
@@ -7,6 +9,7 @@
 #include "cpu/float_environment.hpp"
 #include "statistics/finalize.hpp"
 #include "statistics/scalar.hpp"
+#include "syncbn/welford.hpp"
 
 // Checks, passes and exchange in their order; the arithmetic is elsewhere.
 namespace syncbn {
@@ -113,7 +116,8 @@ std::uint64_t layer_and_options(const BatchNormOptions& options, bool residual) 
   if (activation.kind == ActivationKind::kLeakyRelu) {
     number = bit_copy<std::uint64_t>(activation.negative_slope);
   }
-  number = number << 3 | static_cast<std::uint64_t>(activation.kind) << 1 | std::uint64_t{residual};
+  number = number << 4 | static_cast<std::uint64_t>(options.statistics) << 3 |
+           static_cast<std::uint64_t>(activation.kind) << 1 | std::uint64_t{residual};
   return options.layer ^ number * 0x9e3779b97f4a7c15u;  // 0 for a plain layer
 }
 
@@ -125,15 +129,63 @@ MessageInfo exchange(std::vector<std::int64_t>& message, Communicator& communica
   return info;
 }
 
-}  // namespace
+/// Exact sums, summed over the ranks.
+class ReproducibleMoments {
+ public:
+  void local(const TensorView& x, std::uint32_t fingerprint, const Execution& execution) {
+    message_.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
+    local_moments(x, message_.data(), fingerprint, execution);
+  }
+  void merge(BatchStatistics& out, std::int64_t channels, double eps, Communicator& communicator,
+             const Execution& execution) {
+    const MessageInfo info = exchange(message_, communicator);
+    out.count = info.count;
+    finalize_moments(info, message_.data() + kHeaderWords, out.mean.data(), out.var.data(),
+                     out.rstd.data(), channels, eps, execution);
+  }
 
-BatchStatistics batch_norm_forward(const TensorView& x, const TensorView& weight,
-                                   const TensorView& bias, const TensorView& residual,
-                                   const MutableTensorView& y, const RunningStatistics& running,
-                                   const BatchNormOptions& options, Communicator& communicator,
-                                   const Execution& execution) {
+ private:
+  std::vector<std::int64_t> message_;
+};
+
+/// Mean and M2 of every rank, gathered; headers are summed here.
+class GatheredMoments {
+ public:
+  void local(const TensorView& x, std::uint32_t fingerprint, const Execution& execution) {
+    message_.resize(static_cast<std::size_t>(kHeaderWords + welford_words(x.dtype, x.sizes[1])));
+    local_welford(x, message_.data(), fingerprint, execution);
+  }
+  void merge(BatchStatistics& out, std::int64_t channels, double eps, Communicator& communicator,
+             const Execution&) {
+    const int ranks = communicator.size();
+    const std::size_t size = message_.size();
+    std::vector<std::int64_t> all(size * static_cast<std::size_t>(ranks));
+    communicator.all_gather(std::as_bytes(std::span(message_)),
+                            std::as_writable_bytes(std::span(all)));
+    std::array<std::int64_t, kHeaderWords> header{};
+    for (std::size_t i = 0; i < all.size(); i += size) {
+      for (std::size_t w = 0; w < kHeaderWords; ++w) {
+        header[w] += all[i + w];
+      }
+    }
+    const MessageInfo info = read_header(header.data(), ranks);
+    check_header(info);
+    out.count = info.count;
+    merge_welford(info, all.data() + kHeaderWords, out.mean.data(), out.var.data(),
+                  out.rstd.data(), channels, ranks, static_cast<std::int64_t>(size), eps);
+  }
+
+ private:
+  std::vector<std::int64_t> message_;
+};
+
+template <class Moments>
+BatchStatistics forward_with(const TensorView& x, const TensorView& weight, const TensorView& bias,
+                             const TensorView& residual, const MutableTensorView& y,
+                             const RunningStatistics& running, const BatchNormOptions& options,
+                             Communicator& communicator, const Execution& execution) {
   BatchStatistics statistics;
-  std::vector<std::int64_t> message;
+  Moments moments;
   before_exchange(communicator, [&] {
     check_training(x, weight, bias, residual, y, running, options, communicator);
     statistics.activation = options.activation;
@@ -143,23 +195,31 @@ BatchStatistics batch_norm_forward(const TensorView& x, const TensorView& weight
     if (options.activation.kind != ActivationKind::kNone && !residual.absent()) {
       statistics.mask.resize(static_cast<std::size_t>(activation_mask_bytes(x)));
     }
-    message.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
-    local_moments(x, message.data(), statistics.fingerprint, execution);
+    moments.local(x, statistics.fingerprint, execution);
   });
   const std::int64_t channels = x.sizes[1];
-  const auto size = static_cast<std::size_t>(channels);
-  const MessageInfo info = exchange(message, communicator);
-  statistics.count = info.count;
-  statistics.mean.resize(size);
-  statistics.var.resize(size);
-  statistics.rstd.resize(size);
-  finalize_moments(info, message.data() + kHeaderWords, statistics.mean.data(),
-                   statistics.var.data(), statistics.rstd.data(), channels, options.eps, execution);
+  for (auto* values : {&statistics.mean, &statistics.var, &statistics.rstd}) {
+    values->resize(static_cast<std::size_t>(channels));
+  }
+  moments.merge(statistics, channels, options.eps, communicator, execution);
   normalize(x, statistics.mean.data(), statistics.rstd.data(), weight, bias, residual, y,
             statistics.mask.empty() ? nullptr : statistics.mask.data(), options.activation,
             execution);
   update_running(running, options, statistics);
   return statistics;
+}
+
+}  // namespace
+
+BatchStatistics batch_norm_forward(const TensorView& x, const TensorView& weight,
+                                   const TensorView& bias, const TensorView& residual,
+                                   const MutableTensorView& y, const RunningStatistics& running,
+                                   const BatchNormOptions& options, Communicator& communicator,
+                                   const Execution& execution) {
+  const auto forward = options.statistics == Statistics::kWelford
+                           ? forward_with<GatheredMoments>
+                           : forward_with<ReproducibleMoments>;
+  return forward(x, weight, bias, residual, y, running, options, communicator, execution);
 }
 
 void batch_norm_backward(const TensorView& dy, const TensorView& x, const TensorView& weight,

@@ -93,10 +93,6 @@ std::optional<SampleView> optional_view(const TensorView& tensor) {
   return tensor.absent() ? std::nullopt : std::optional<SampleView>(tensor);
 }
 
-bool usable(const MessageInfo& info) {
-  return info.agree && !info.any_rejected && info.count <= kMaxCount;
-}
-
 }  // namespace
 
 void local_moments(const TensorView& x, std::int64_t* message, std::uint32_t fingerprint,

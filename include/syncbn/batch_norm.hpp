@@ -14,12 +14,18 @@
 /// Batch normalization whose statistics are shared by all ranks of a communicator.
 namespace syncbn {
 
+enum class Statistics : std::uint8_t {
+  kReproducible,  ///< exact sums: the bits do not depend on the number of ranks
+  kWelford,       ///< per rank mean and M2, gathered and merged (syncbn/welford.hpp)
+};
+
 struct BatchNormOptions {
   double eps = 1e-5;                     ///< finite, not negative
   std::optional<double> momentum = 0.1;  ///< in [0, 1]; empty: cumulative averaging
   std::uint64_t layer = 0;               ///< the caller's number for this layer
   std::uint64_t call = 0;                ///< how many calls of it came before
   Activation activation = {};
+  Statistics statistics = Statistics::kReproducible;  ///< of the forward direction
 };
 
 /// Buffers that training updates. mean and var: C entries of any dtype, or absent.
@@ -50,7 +56,8 @@ enum class AffineGradients : std::uint8_t {
 /// Training forward: y = activation((x - mean) / sqrt(var + eps) * weight + bias + residual) with
 /// mean and var over N, the spatial axes and all ranks. x: (N, C, spatial...), N may be 0 and may
 /// differ between ranks. residual: like x, or absent. A rank without samples passes an x of the
-/// group's dtype. Updates `running` unless the global count is 0. Makes one all_reduce_sum.
+/// group's dtype. Updates `running` unless the global count is 0. Makes one all_reduce_sum, or one
+/// all_gather with Statistics::kWelford.
 /// Throws on every rank: InvalidArgument on the rank whose argument is refused and PeerLost on the
 /// others; DivergenceError when the ranks' calls do not match. Nothing is changed then.
 SYNCBN_API BatchStatistics batch_norm_forward(

@@ -147,6 +147,19 @@ def _check(merged: torch.Tensor, group: Peers, layer_name: str) -> int:
     return count
 
 
+def sum_of_ranks(x: torch.Tensor, tag: int, group: Peers | None, name: str) -> torch.Tensor:
+    """The sum of x over the group; tag: 20 bits that are equal on ranks whose x may be summed.
+
+    Raises DivergenceError on every rank if they differ: a message of the frame's length goes first.
+    """
+    if group is None:
+        return x
+    message = torch.zeros(FRAME_WORDS, dtype=torch.int64)
+    message[1], message[2] = tag, tag * tag
+    _check(_all_reduce(message, group.group_name), group, name)
+    return _all_reduce(x.contiguous(), group.group_name)
+
+
 def reject(like: torch.Tensor, group: Peers | None) -> None:
     """Takes part in an exchange with the word that this rank cannot, so that the others get an
     error now and not when their time is up."""

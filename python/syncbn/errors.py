@@ -2,7 +2,7 @@
 
 
 class DivergenceError(RuntimeError):
-    """The ranks of one exchange did not make the same call.
+    """The ranks of one exchange, or the devices of one process, did not make the same call.
 
     Raised on every rank of the group; running statistics are left as they were.
     """

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import _exchange
+from . import _baton, _exchange
 from ._ops import ops
 
 AFFINE_GRADS = ("share", "global")
@@ -56,7 +56,7 @@ def _exchange_moments(x, call, layer, peers, residual):
     return message, merged, rest
 
 
-def _like(tensor, x):
+def like(tensor: Tensor, x: Tensor) -> Tensor:
     """The tensor in x's layout."""
     return tensor if tensor.stride() == x.stride() else torch.empty_like(x).copy_(tensor)
 
@@ -77,7 +77,7 @@ class _BatchNormTraining(torch.autograd.Function):
             *exchanged,
             weight,
             bias,
-            None if residual is None else _like(residual, x),
+            None if residual is None else like(residual, x),
             layer.eps,
             ranks,
             layer.activation_kind,
@@ -108,7 +108,7 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
         weight.dtype if needs_weight else None,
         ctx.bias_dtype if needs_bias else None,
     )
-    dy = _like(dy, x)
+    dy = like(dy, x)
     through = (weight, bias, mask, layer.activation_kind, layer.negative_slope)
     keep = needs_residual and layer.activation != "none"
     message, u = ops.local_gradients(
@@ -155,7 +155,7 @@ def check_options(affine_grad, activation, negative_slope):
         raise ValueError(f"negative_slope: got {negative_slope}, expected a finite number")
 
 
-def _check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
+def check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
     """One error that names the argument, what was given and what is allowed."""
     if x.dim() < 2:
         raise ValueError(f"input: got {x.dim()}D input, expected at least 2D (N, C, ...)")
@@ -205,7 +205,7 @@ def train_step(
         raise ValueError(f"input: got a tensor on {x.device}, expected the CPU (CUDA is to come)")
     peers = _exchange.peers(layer.group) if layer.sync else None
     try:
-        _check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
+        check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
     except ValueError:
         _exchange.reject(x, peers)
         raise
@@ -276,6 +276,11 @@ def sync_batch_norm(
         negative_slope=negative_slope,
     )
     if training:
+        if _baton.running and _baton.inside():
+            raise RuntimeError(
+                "sync_batch_norm: got a call inside syncbn.parallel.SelfDataParallel, where "
+                "devices meet at modules; expected a syncbn.SyncBatchNorm"
+            )
         return train_step(x, running_mean, running_var, weight, bias, residual, layer)
     y = F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
     return apply_activation(y if residual is None else y + residual, layer)

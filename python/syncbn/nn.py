@@ -1,13 +1,14 @@
 """Synchronized batch normalization as a module."""
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _exchange
+from . import _baton, _devices, _exchange
 from .functional import Layer, apply_activation, check_options, train_step
 
 
@@ -95,7 +96,8 @@ class SyncBatchNorm(_BatchNorm):
         if x.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
 
-    def _layer(self) -> Layer:
+    def layer(self) -> Layer:
+        """What is constant over calls, as the functions take it."""
         return Layer(
             self.layer_name,
             self.layer_number,
@@ -108,10 +110,24 @@ class SyncBatchNorm(_BatchNorm):
             self.negative_slope,
         )
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor | Sequence[Tensor],
+        residual: Tensor | Sequence[Tensor] | None = None,
+    ) -> Tensor | list[Tensor]:
         """x: (N, num_features, *spatial). residual: like x, added before the activation. Returns a
-        tensor like x."""
+        tensor like x.
+
+        With a list or tuple of tensors, one per device of this process, returns the list of their
+        outputs; in training the statistics are those of all of them (and of all ranks).
+        """
+        if isinstance(x, (list, tuple)):
+            return _devices.forward(self, x, residual)
         if self.training:
+            if _baton.running and _baton.inside():
+                return _baton.wait(self, x, residual)
+            if not torch.compiler.is_compiling():
+                _devices.check_alone(self)
             return train_step(
                 x,
                 self.running_mean,
@@ -119,7 +135,7 @@ class SyncBatchNorm(_BatchNorm):
                 self.weight,
                 self.bias,
                 residual,
-                self._layer(),
+                self.layer(),
                 num_batches_tracked=self.num_batches_tracked,
                 call=self._call,
             )
@@ -134,7 +150,7 @@ class SyncBatchNorm(_BatchNorm):
             0.0,
             self.eps,
         )
-        return apply_activation(y if residual is None else y + residual, self._layer())
+        return apply_activation(y if residual is None else y + residual, self.layer())
 
     def extra_repr(self) -> str:
         text = super().extra_repr()

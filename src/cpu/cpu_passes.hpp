@@ -13,6 +13,9 @@ namespace syncbn::cpu {
 /// Words of the sums of x and x*x per channel.
 void moment_sums(const SampleView& x, std::int64_t* words, Executor& executor);
 
+/// Mean and M2 per channel, as statistics/welford.hpp packs them.
+void welford_records(const SampleView& x, std::int64_t* records, Executor& executor);
+
 /// Channel constants, from which each element-wise pass derives its own.
 struct NormalizeConstants {
   const double* mean;

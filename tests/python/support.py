@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+import syncbn
 from syncbn._ops import ops
 
 TORCH_DTYPES = {
@@ -124,3 +125,20 @@ def run_layer(
         "dbias": dbias,
         "dresidual": u if keep else None,
     }
+
+
+def new_layer(channels: int, dtype: torch.dtype = torch.float32, **options) -> syncbn.SyncBatchNorm:
+    """A layer with a weight and a bias of its own for each channel."""
+    layer = syncbn.SyncBatchNorm(channels, dtype=dtype, **options)
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-2, 2, channels))
+        layer.bias.copy_(torch.linspace(1, 3, channels))
+    return layer
+
+
+def assert_same_layers(a: torch.nn.Module, b: torch.nn.Module) -> None:
+    """Equal parameters, buffers and gradients; NaN equals NaN."""
+    for (name, p), q in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0, equal_nan=True, msg=name)
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0, equal_nan=True, msg=name)

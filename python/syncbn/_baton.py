@@ -1,0 +1,162 @@
+"""K calls in K threads, of which one runs at a time.
+
+Device k runs until it reaches a synchronized layer or ends; then device k + 1 runs. When all K
+wait at the same layer, the caller's thread computes the layer for all of them, and the round goes
+on. The order is that of one thread, so nothing can deadlock, and random numbers are drawn in device
+order.
+"""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+#: How many runs are in progress in this process: an integer, so that torch.compile can guard on it.
+running = 0
+_running_lock = threading.Lock()
+_local = threading.local()
+
+
+class ThreadState(NamedTuple):
+    """What PyTorch keeps per thread and a layer's result depends on."""
+
+    inference: bool
+    grad: bool
+    cache: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def current(cls) -> "ThreadState":
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        return cls(
+            torch.is_inference_mode_enabled(),
+            torch.is_grad_enabled(),
+            torch.is_autocast_cache_enabled(),
+            tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
+        )
+
+    @contextlib.contextmanager
+    def entered(self):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(
+                    torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self.cache)
+                )
+            yield
+
+
+class Request(NamedTuple):
+    """A device that waits at a layer."""
+
+    layer: nn.Module
+    x: Tensor
+    residual: Tensor | None
+    state: ThreadState
+
+
+class _Device:
+    """One call in its thread. Only the thread that holds the baton touches these attributes."""
+
+    def __init__(self, call: Callable[[], Any], state: ThreadState) -> None:
+        self.call = call
+        self.state = state
+        self.thread: threading.Thread | None = None
+        self.request: Request | None = None
+        self.ended = False
+        self.abandoned = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        self._stops: queue.SimpleQueue = queue.SimpleQueue()
+
+    def _main(self) -> None:
+        _local.device = self
+        try:
+            with self.state.entered():
+                self.result = self.call()
+        except BaseException as error:
+            self.error = error
+        self.request = None
+        self.ended = True
+        self._stops.put(None)
+
+    def resume(self, answer: Tensor | None) -> None:
+        """Runs the device until it waits at a layer or ends."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._main, daemon=True)
+            self.thread.start()
+        else:
+            self._answers.put(answer)
+        self._stops.get()
+
+    def wait(self, layer: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor:
+        """In the device's thread: gives the baton away until the layer's output is there."""
+        if not self.abandoned:
+            self.request = Request(layer, x, residual, ThreadState.current())
+            self._stops.put(None)
+            answer = self._answers.get()
+        # Also a model that swallows the first error gets no further.
+        if self.abandoned:
+            raise RuntimeError("another device of this step failed; the caller sees its error")
+        return answer
+
+    def abandon(self) -> None:
+        """Ends the thread: by an error in it, if it waits at a layer."""
+        if self.thread is not None:
+            self.abandoned = True
+            self._answers.put(None)
+            self.thread.join()
+            self.error = None  # its traceback holds this object, and with it tensors
+
+
+def inside() -> bool:
+    """Whether this thread runs one device of several."""
+    return getattr(_local, "device", None) is not None
+
+
+@torch.compiler.disable
+def wait(layer: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor:
+    """The layer's output for this device, once all devices have reached the layer."""
+    return _local.device.wait(layer, x, residual)
+
+
+def run(
+    calls: Sequence[Callable[[], Any]],
+    meet: Callable[[list[Request | None]], list[Tensor]],
+    give_up: Callable[[list[Request | None]], None],
+) -> list[Any]:
+    """The results of calls[k]() for all devices k.
+
+    meet: gives the layer's outputs for the requests of all devices (None: the device has ended), or
+    raises. give_up: is called with the requests before the error of a device is raised. On an error
+    all threads have ended when it is raised.
+    """
+    global running
+    state = ThreadState.current()
+    devices = [_Device(call, state) for call in calls]
+    with _running_lock:
+        running += 1
+    answers: list[Tensor | None] = [None] * len(devices)
+    try:
+        while True:
+            for device, answer in zip(devices, answers):
+                device.resume(answer)
+                if device.error is not None:
+                    give_up([d.request for d in devices])
+                    raise device.error
+            if all(device.ended for device in devices):
+                return [device.result for device in devices]
+            answers = meet([device.request for device in devices])
+            for device in devices:
+                device.request = None
+    finally:
+        for device in devices:
+            device.abandon()
+        with _running_lock:
+            running -= 1

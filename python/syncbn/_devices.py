@@ -1,0 +1,262 @@
+"""The layer with the inputs of several devices of one process: one autograd node for all of them.
+
+K nodes that wait for each other would deadlock: one backward() visits the nodes of CPU tensors in
+one thread.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import _baton, _exchange
+from ._ops import ops
+from .functional import check_arguments, like
+
+#: The digits of a message have room for this many (docs/numerics.md).
+MAX_DEVICES = 2048
+
+# Layers whose last training call had a list of inputs.
+_called_with_lists: weakref.WeakSet = weakref.WeakSet()
+
+
+def _sum(messages: Sequence[Tensor], lead: int) -> Tensor:
+    """One message for the process, which speaks in the header as one rank: the elements of all
+    devices, the rest from a device that has samples, if any has."""
+    total = messages[0].clone()
+    for message in messages[1:]:
+        total += message.to(total.device)
+    total[1:4] = messages[lead][1:4].to(total.device)
+    return total
+
+
+def _on(device: torch.device, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.to(device) for t in tensors]
+
+
+class _BatchNormDevices(torch.autograd.Function):
+    """ys, then mean, var (float64, biased) and info (count, fingerprint) of a training step.
+
+    tensors: the inputs of all devices, then their residuals, if there are any.
+    """
+
+    @staticmethod
+    def forward(ctx, weight, bias, call, layer, peers, devices, *tensors):
+        xs, residuals = tensors[:devices], tensors[devices:]
+        channels, frame = xs[0].shape[1], _exchange.frame_words(peers)
+        # A device without samples sends zeros in the format of the others: autocast may have given
+        # it another dtype.
+        lead = next((k for k, x in enumerate(xs) if x.numel() > 0), 0)
+        dtype = xs[lead].dtype
+        number = layer.call_number(len(residuals) > 0)
+        messages = [
+            ops.local_moments(x.to(dtype), number, *_on(x.device, call), layer.eps, frame)
+            for x in xs
+        ]
+        message = _sum(messages, lead)
+        merged, rest, count = _exchange.exchange(message, channels, peers, layer.name)
+        if count == 1:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got 1 over all devices "
+                f"(input sizes {[list(x.shape) for x in xs]})"
+            )
+        ranks = 1 if peers is None else peers.ranks
+        results = [
+            ops.normalize(
+                x,
+                *_on(x.device, message, merged, rest, weight, bias),
+                like(z, x) if z is not None else None,
+                layer.eps,
+                ranks,
+                layer.activation_kind,
+                layer.negative_slope,
+            )
+            for x, z in zip(xs, residuals or [None] * devices)
+        ]
+        ys, means, variances, rstds, infos, masks = zip(*results)
+        again = layer.activation != "none" and not residuals
+        ctx.save_for_backward(weight, bias if again else None, *xs, *means, *rstds, *infos, *masks)
+        ctx.mark_non_differentiable(means[0], variances[0], infos[0])
+        ctx.set_materialize_grads(False)
+        ctx.devices = devices
+        ctx.lead = lead
+        ctx.peers = peers
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.layer = layer
+        return *ys, means[0], variances[0], infos[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        devices, peers, layer = ctx.devices, ctx.peers, ctx.layer
+        weight, bias, *saved = ctx.saved_tensors
+        xs, means, rstds, infos, masks = (saved[i * devices :][:devices] for i in range(5))
+        dys = [
+            torch.zeros_like(x) if dy is None else like(dy, x) for x, dy in zip(xs, gradients)
+        ]
+        needs_weight, needs_bias = ctx.needs_input_grad[:2]
+        needs_x = ctx.needs_input_grad[6 : 6 + devices]
+        needs_residual = ctx.needs_input_grad[6 + devices :]
+        dtype, channels = xs[ctx.lead].dtype, xs[0].shape[1]
+        frame, ranks = _exchange.frame_words(peers), 1 if peers is None else peers.ranks
+        activation = (layer.activation_kind, layer.negative_slope)
+        keep = any(needs_residual) and layer.activation != "none"
+        messages, us = zip(
+            *(
+                ops.local_gradients(
+                    dy.to(dtype),
+                    x.to(dtype),
+                    mean,
+                    rstd,
+                    info,
+                    *_on(x.device, weight, bias, mask),
+                    *activation,
+                    keep,
+                    frame,
+                )
+                for dy, x, mean, rstd, info, mask in zip(dys, xs, means, rstds, infos, masks)
+            )
+        )
+        if keep:  # what came back through the activation is there already
+            dys, masks = [u.to(x.dtype) for u, x in zip(us, xs)], [None] * devices
+            activation, bias = (0, 0.0), None
+        message = _sum(messages, ctx.lead)
+        dtypes = (weight.dtype if needs_weight else None, ctx.bias_dtype if needs_bias else None)
+        shares = layer.affine_grad == "share"
+        dxs = [None] * devices
+        dweight = dbias = None
+        if shares and (needs_weight or needs_bias):
+            # The process's share, from the exact sums of its devices.
+            empty = xs[0].new_empty((0, channels), dtype=dtype)
+            dweight, dbias = ops.affine_gradient_shares(message, empty, means[0], rstds[0], *dtypes)
+        if any(needs_x) or not shares:
+            merged, rest, _ = _exchange.exchange(message, channels, peers, layer.name)
+            for k, (dy, x) in enumerate(zip(dys, xs)):
+                wanted = (None, None) if shares or k > 0 else dtypes
+                dxs[k], *sums = ops.input_gradient(
+                    dy,
+                    x,
+                    *_on(x.device, merged, rest),
+                    means[k],
+                    rstds[k],
+                    infos[k],
+                    *_on(x.device, weight, bias, masks[k]),
+                    *activation,
+                    *wanted,
+                    ranks,
+                )
+                if not shares and k == 0:
+                    dweight, dbias = sums
+        return (
+            dweight if needs_weight else None,
+            dbias if needs_bias else None,
+            *(None,) * 4,
+            *(dx if needed else None for dx, needed in zip(dxs, needs_x)),
+            *(dy if needed else None for dy, needed in zip(dys, needs_residual)),
+        )
+
+
+def _check_inputs(layer, xs: Sequence[Tensor], residuals, ranks: int) -> None:
+    if not xs:
+        raise ValueError("inputs: got an empty list, expected one tensor per device")
+    if len(xs) * ranks > MAX_DEVICES:
+        raise ValueError(
+            f"inputs: got {len(xs)} devices in each of {ranks} processes, expected at most "
+            f"{MAX_DEVICES} devices in all"
+        )
+    if len(residuals) != len(xs):
+        raise ValueError(f"residuals: got {len(residuals)}, expected {len(xs)}, one per input")
+    for k, x in enumerate(xs):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"inputs[{k}]: got {type(x).__name__}, expected a tensor")
+        if x.device.type != "cpu":
+            raise ValueError(
+                f"inputs[{k}]: got a tensor on {x.device}, expected the CPU (CUDA is to come)"
+            )
+        # The parameters lie on the first device and are copied to the others.
+        tensors = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
+        try:
+            check_arguments(x, *_on(x.device, *tensors), residuals[k], layer.eps)
+        except ValueError as error:
+            raise ValueError(f"inputs[{k}], of device {k}: {error}") from None
+        if x.shape[1] != xs[0].shape[1]:
+            raise ValueError(
+                f"inputs[{k}]: got {x.shape[1]} channels, expected {xs[0].shape[1]}, those of "
+                "inputs[0]"
+            )
+    filled = [k for k, x in enumerate(xs) if x.numel() > 0]
+    for k in filled:
+        if xs[k].dtype != xs[filled[0]].dtype:
+            raise ValueError(
+                f"inputs[{k}]: got {xs[k].dtype}, expected {xs[filled[0]].dtype}, the dtype of "
+                f"inputs[{filled[0]}]"
+            )
+
+
+def train_step(
+    module, xs: Sequence[Tensor], residuals: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """One training forward of a SyncBatchNorm for all devices; running statistics change once."""
+    layer = module.layer()
+    peers = _exchange.peers(layer.group) if layer.sync else None
+    try:
+        ranks = 1 if peers is None else peers.ranks
+        _check_inputs(module, xs, [None] * len(xs) if residuals is None else residuals, ranks)
+    except ValueError:
+        _exchange.reject(module._call, peers)
+        raise
+    *ys, mean, var, info = _BatchNormDevices.apply(
+        module.weight, module.bias, module._call, layer, peers, len(xs), *xs, *(residuals or ())
+    )
+    ops.update_running_statistics(
+        module.running_mean,
+        module.running_var,
+        module.num_batches_tracked,
+        module._call,
+        mean,
+        var,
+        info,
+        layer.momentum,
+    )
+    _called_with_lists.add(module)
+    return ys
+
+
+def forward(
+    module, xs: Sequence[Tensor], residuals: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """The list form of a SyncBatchNorm."""
+    if not module.training:
+        return [module(*each) for each in (zip(xs, residuals) if residuals else zip(xs))]
+    if _baton.inside():
+        raise RuntimeError(
+            f"{module.layer_name}: got a list of inputs inside SelfDataParallel, expected the one "
+            "tensor of this device"
+        )
+    return train_step(module, xs, residuals)
+
+
+def check_alone(layer) -> None:
+    """Refuses a training call for one device's samples where the statistics are meant for all."""
+    if getattr(layer, "_is_replica", False):
+        raise RuntimeError(
+            f"{layer.layer_name}: got a call of one replica alone, as torch.nn.DataParallel makes, "
+            "whose replicas cannot exchange statistics; expected syncbn.parallel.SelfDataParallel"
+        )
+    if layer in _called_with_lists:
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{layer.layer_name}: got one device's samples during a backward pass, expected "
+                "those of all devices; activation checkpointing around a synchronized layer does "
+                "not work inside syncbn.parallel.SelfDataParallel"
+            )
+        _called_with_lists.discard(layer)
+
+
+def give_up(layers) -> None:
+    """Tells the other processes, once per group, that this one does not come to the exchange."""
+    groups = {_exchange.peers(layer.process_group_name): layer for layer in layers}
+    for peers, layer in groups.items():
+        _exchange.reject(layer._call, peers)

@@ -1,0 +1,335 @@
+"""One process, many devices: data parallelism whose synchronized layers see all devices at once."""
+
+import contextlib
+import functools
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _baton, _devices, _exchange
+from .errors import DivergenceError
+from .nn import SyncBatchNorm
+
+__all__ = ["AllReduce", "SelfDataParallel", "all_reduce"]
+
+
+def _tag(x: Tensor) -> int:
+    """20 bits of what ranks must agree on before they exchange tensors."""
+    return zlib.crc32(repr(("all_reduce", tuple(x.shape), x.dtype)).encode()) & 0xFFFFF
+
+
+def _total(xs: Sequence[Tensor]) -> Tensor:
+    """The sum in device order, on the first device; a tensor of its own."""
+    total = xs[0].clone()
+    for x in xs[1:]:
+        total += x.to(total.device)
+    return total
+
+
+class AllReduce(torch.autograd.Function):
+    """The sum over devices and processes, whose gradient is the sum of the gradients.
+
+    AllReduce.apply(None, *xs) sums over the devices of this process and gives a tuple of as many
+    tensors; all_reduce checks its arguments and finds the group of ranks. Differentiable any number
+    of times.
+    """
+
+    @staticmethod
+    def forward(ctx, group, *xs):
+        ctx.group = group
+        total = _exchange.sum_of_ranks(_total(xs), _tag(xs[0]), group, "all_reduce")
+        return total, *(total.to(x.device, copy=True) for x in xs[1:])
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, *AllReduce.apply(ctx.group, *gradients)
+
+
+def all_reduce(
+    x: Tensor | Sequence[Tensor], group: "_exchange.Group" = None
+) -> Tensor | list[Tensor]:
+    """The sum of x over the devices of this process and the ranks of a process group.
+
+    Args:
+        x: a tensor, or a list of tensors of equal shape and dtype, one per device.
+        group: a process group or its name. None: the default group; without torch.distributed,
+            this process alone.
+
+    Returns:
+        The sum, on the device of x; for a list the list of sums, each on the device of its x. The
+        gradient of each x is the sum of the gradients of all results on all ranks: all ranks must
+        call backward, and their x must agree in requires_grad.
+
+    Raises:
+        ValueError: x is refused.
+        DivergenceError: the ranks brought other shapes or dtypes. Raised on every rank.
+    """
+    xs = [x] if isinstance(x, Tensor) else x
+    peers = _exchange.peers(_exchange.group_name(group))
+    try:
+        _check_summands(xs)
+    except ValueError:
+        _exchange.reject(torch.empty(0), peers)
+        raise
+    sums = AllReduce.apply(peers, *xs)
+    return sums[0] if isinstance(x, Tensor) else list(sums)
+
+
+def _check_summands(xs: Sequence[Tensor]) -> None:
+    if not isinstance(xs, (list, tuple)) or not xs:
+        raise ValueError(f"x: got {xs!r}, expected a tensor or a list of at least one tensor")
+    for k, x in enumerate(xs):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"x[{k}]: got {type(x).__name__}, expected a tensor")
+        if x.shape != xs[0].shape or x.dtype != xs[0].dtype:
+            raise ValueError(
+                f"x[{k}]: got shape {tuple(x.shape)} and {x.dtype}, expected "
+                f"{tuple(xs[0].shape)} and {xs[0].dtype} as in x[0]"
+            )
+
+
+class _Replicate(torch.autograd.Function):
+    """Copies of n tensors on K devices, device by device; gradients are summed in device order."""
+
+    @staticmethod
+    def forward(ctx, devices, *tensors):
+        ctx.set_materialize_grads(False)
+        ctx.homes = [t.device for t in tensors]
+        return tuple(t.to(device, copy=True) for device in devices for t in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        totals: list[Tensor | None] = [None] * len(ctx.homes)
+        for position, gradient in enumerate(gradients):
+            if gradient is not None:
+                i = position % len(ctx.homes)
+                gradient = gradient.to(ctx.homes[i])
+                totals[i] = gradient if totals[i] is None else totals[i] + gradient
+        return None, *totals
+
+
+def _copy_of(module: nn.Module, device: torch.device, tensors: dict[int, Tensor]) -> nn.Module:
+    """A copy of the module tree. tensors: copies by id; others are made here and added."""
+
+    def copied(t: Tensor | None) -> Tensor | None:
+        if t is not None and id(t) not in tensors:
+            tensors[id(t)] = t.detach().to(device, copy=True)
+        return None if t is None else tensors[id(t)]
+
+    copies = {id(m): m._replicate_for_data_parallel() for m in module.modules()}
+    for m in module.modules():
+        copy = copies[id(m)]
+        for name, child in m._modules.items():
+            copy._modules[name] = None if child is None else copies[id(child)]
+        for name, parameter in m._parameters.items():
+            # nn.LSTM watches the assignment; parameters() reads the dictionary.
+            setattr(copy, name, copied(parameter))
+            copy.__dict__.pop(name, None)
+            copy._parameters[name] = copied(parameter)
+        for name, buffer in m._buffers.items():
+            copy._buffers[name] = copied(buffer)
+    return copies[id(module)]
+
+
+def _replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+    """A copy of the module per device, through which gradients flow to its parameters. The first
+    device's copy has the module's own buffers, so that what it writes to them stays."""
+    own = [*module.buffers(), *(p for p in module.parameters() if not p.requires_grad)]
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    n = len(parameters)
+    copies = _Replicate.apply(devices, *parameters) if n else ()
+    replicas = []
+    for k, device in enumerate(devices):
+        tensors = {id(p): c for p, c in zip(parameters, copies[k * n : (k + 1) * n])}
+        if k == 0:
+            tensors.update((id(t), t) for t in own)
+        replicas.append(_copy_of(module, device, tensors))
+    return replicas
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+@contextlib.contextmanager
+def _current(device: torch.device, stream: "torch.cuda.Stream | None"):
+    """On CUDA the device and the caller's stream, which belong to a thread."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+
+
+class SelfDataParallel(nn.Module):
+    """Runs a model on the shares of several devices of this process, as one step of one batch.
+
+    The devices run one after the other up to a SyncBatchNorm in training mode; there the layer is
+    computed for all of them at once, with the statistics of all their samples (and of all ranks,
+    if torch.distributed is initialized). All other modules are applied per device. The model needs
+    no change but syncbn.convert_sync_batchnorm.
+
+    Args:
+        module: the model, on devices[0].
+        devices: CUDA devices, or any number of CPU devices, such as ["cpu"] * 4; a device may occur
+            more than once. None: all CUDA devices.
+        replicate: give each device its own copy of the parameters for the step; gradients are
+            summed into those of `module` in device order. None: if the devices differ. Without
+            copies all devices use the parameters, and the buffers, of `module`.
+
+    Running statistics are those of `module` and change once per step. Evaluation exchanges nothing.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device | str | int] | None = None,
+        replicate: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if devices is None:
+            devices = [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
+        self.devices = [torch.device(d) for d in devices]
+        self.devices = [torch.device("cpu") if d.type == "cpu" else d for d in self.devices]
+        if not self.devices:
+            raise ValueError(
+                "devices: got none, expected at least one; without CUDA name them, for example "
+                '["cpu"] * 4'
+            )
+        for device in self.devices:
+            named = device.index is not None if device.type == "cuda" else device.type == "cpu"
+            if not named:
+                raise ValueError(f'devices: got {device}, expected "cpu", or "cuda:0" and so on')
+        differ = len(set(self.devices)) > 1
+        if differ and replicate is False:
+            raise ValueError("replicate: got False, expected True or None where the devices differ")
+        self.replicate = differ if replicate is None else replicate
+        self.module = module
+
+    def forward(self, inputs: Tensor | Sequence[Any]) -> list[Any]:
+        """Runs one step.
+
+        Args:
+            inputs: a tensor, which is split along its first axis into one share per device, the
+                first ones a sample larger where it does not divide; or one entry per device, a
+                tensor or the tuple of the module's arguments. Shares may be empty.
+
+        Returns:
+            The outputs of the devices, a list; torch.cat joins those of CPU devices. Add up the
+            losses of all devices and call backward once: a layer is one node of the graph.
+
+        Raises:
+            ValueError: an argument is refused.
+            DivergenceError: the devices did not reach the same layer. What a device raises itself
+                is raised as it is. The exchange that failed updates nothing.
+        """
+        if _baton.inside():
+            raise RuntimeError("SelfDataParallel: got a call inside another one, expected none")
+        arguments = self._scatter(inputs)
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if tensor.device != self.devices[0]:
+                raise ValueError(
+                    f"module: got {name} on {tensor.device}, expected {self.devices[0]}, the first "
+                    "of the devices"
+                )
+        streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in self.devices]
+        if len(self.devices) == 1:
+            with _current(self.devices[0], streams[0]):
+                return [self.module(*arguments[0])]
+        modules = [self.module] * len(self.devices)
+        if self.replicate:
+            modules = _replicas(self.module, self.devices)
+        meeting = _Meeting(self.module, modules)
+        calls = [
+            functools.partial(self._run, *each)
+            for each in zip(modules, arguments, self.devices, streams)
+        ]
+        return _baton.run(calls, meeting.meet, meeting.give_up)
+
+    @staticmethod
+    def _run(module, arguments, device, stream):
+        with _current(device, stream):
+            return module(*arguments)
+
+    def _scatter(self, inputs: Tensor | Sequence[Any]) -> list[tuple]:
+        """The positional arguments of each device, on it."""
+        count = len(self.devices)
+        if isinstance(inputs, Tensor):
+            if inputs.dim() == 0:
+                raise ValueError("inputs: got a tensor without axes, expected (N, ...)")
+            inputs = inputs.tensor_split(count)
+        if not isinstance(inputs, (list, tuple)) or len(inputs) != count:
+            got = len(inputs) if isinstance(inputs, (list, tuple)) else type(inputs).__name__
+            raise ValueError(
+                f"inputs: got {got}, expected a tensor or a list of {count}, one entry per device"
+            )
+        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in inputs)
+        return [
+            tuple(_to(argument, device) for argument in entry)
+            for entry, device in zip(entries, self.devices)
+        ]
+
+    def extra_repr(self) -> str:
+        return f"devices={[str(d) for d in self.devices]}, replicate={self.replicate}"
+
+
+class _Meeting:
+    """What devices do at a layer: the list form of the layer that their copies were made from."""
+
+    def __init__(self, module: nn.Module, modules: Sequence[nn.Module]) -> None:
+        self._originals: dict[int, SyncBatchNorm] = {}
+        self._names: dict[int, str] = {}
+        for name, layer in module.named_modules():
+            if isinstance(layer, SyncBatchNorm):
+                self._names[id(layer)] = name or layer.layer_name
+        for other in modules:
+            for layer, copy in zip(module.modules(), other.modules()):
+                self._originals[id(copy)] = layer
+
+    def _original(self, layer: nn.Module) -> SyncBatchNorm:
+        return self._originals.get(id(layer), layer)
+
+    def meet(self, requests: list[_baton.Request | None]) -> list[Tensor]:
+        first = requests[0]
+        if any(self._place(r) != self._place(first) for r in requests):
+            self.give_up(requests)
+            raise DivergenceError(self._difference(requests))
+        with first.state.entered():
+            residuals = [r.residual for r in requests]
+            return _devices.train_step(
+                self._original(first.layer),
+                [r.x for r in requests],
+                None if first.residual is None else residuals,
+            )
+
+    def give_up(self, requests: list[_baton.Request | None]) -> None:
+        _devices.give_up([self._original(r.layer) for r in requests if r is not None])
+
+    def _place(self, request: _baton.Request | None):
+        if request is None:
+            return None
+        residual = request.residual is not None
+        return id(self._original(request.layer)), request.state, residual
+
+    def _difference(self, requests: list[_baton.Request | None]) -> str:
+        places: dict[str, list[str]] = {}
+        for k, request in enumerate(requests):
+            text = "finished"
+            if request is not None:
+                layer = self._original(request.layer)
+                state = request.state
+                autocast = [f"{kind} {dtype}" for kind, on, dtype in state.autocast if on]
+                text = (
+                    f"at layer {self._names.get(id(layer), layer.layer_name)!r} (grad mode "
+                    f"{state.grad}, inference mode {state.inference}, autocast "
+                    f"{', '.join(autocast) or 'off'}, "
+                    f"{'no' if request.residual is None else 'a'} residual)"
+                )
+            places.setdefault(text, []).append(str(k))
+        return "the devices of this process did not make the same call: " + "; ".join(
+            f"{'device' if len(ks) == 1 else 'devices'} {', '.join(ks)} {text}"
+            for text, ks in places.items()
+        )

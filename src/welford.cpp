@@ -1,0 +1,57 @@
+#include "syncbn/welford.hpp"
+
+#include <algorithm>
+#include <limits>
+
+#include "checks.hpp"
+#include "cpu/cpu_passes.hpp"
+#include "cpu/float_environment.hpp"
+#include "sample_view.hpp"
+#include "statistics/finalize.hpp"
+#include "statistics/header.hpp"
+#include "statistics/welford.hpp"
+
+// Argument checks of the welford mode's passes, and the merge of ranks.
+namespace syncbn {
+
+std::int64_t welford_words(DType dtype, std::int64_t channels) {
+  return 1 + channels * (dtype == DType::kFloat64 ? record_words<double>() : record_words<float>());
+}
+
+void local_welford(const TensorView& x, std::int64_t* message, std::uint32_t fingerprint,
+                   const Execution& execution) {
+  check_samples("x", x);
+  check_available(x.device);
+  const SampleView samples(x);
+  const std::int64_t count = samples.samples * samples.plane;
+  write_header(message, count, fingerprint, count == 0 ? 0 : dtype_flag(x.dtype));
+  std::int64_t* record = message + kHeaderWords;
+  std::fill_n(record, welford_words(x.dtype, samples.channels), 0);
+  record[0] = count;
+  if (count > 0 && samples.channels > 0) {
+    cpu::welford_records(samples, record + 1, *execution.executor);
+  }
+}
+
+void merge_welford(const MessageInfo& info, const std::int64_t* records, double* mean, double* var,
+                   double* rstd, std::int64_t channels, int ranks, std::int64_t stride,
+                   double eps) {
+  check_eps(eps);
+  check_ranks(ranks);
+  const cpu::FloatEnvironment environment;
+  const bool wide = info.dtype == DType::kFloat64;
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  for (std::int64_t c = 0; c < channels; ++c) {
+    WelfordMoments<double> all;
+    for (int r = 0; r < ranks; ++r) {
+      const std::int64_t* record = records + r * stride;
+      all.merge(read_record(record + 1 + c * (wide ? 2 : 1), record[0], wide));
+    }
+    const bool valid = usable(info);
+    mean[c] = valid ? all.mean : nan;
+    var[c] = !valid ? nan : all.count == 0 ? 0.0 : all.m2 / static_cast<double>(all.count);
+    rstd[c] = !valid ? nan : all.count == 0 ? 0.0 : rstd_of(var[c], eps);
+  }
+}
+
+}  // namespace syncbn

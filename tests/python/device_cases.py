@@ -1,0 +1,199 @@
+"""Cases for test_distributed.py, as in rank_cases.py: processes of several devices each."""
+
+import copy
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncbn
+from rank_cases import DTYPES, raises, shards, unchanged
+from support import new_layer, rough_samples, to_tensor
+from syncbn.parallel import SelfDataParallel, all_reduce
+
+
+def alone(rank):
+    """A group in which this rank is alone, for what it computes without the others."""
+    return dist.new_group([rank], use_local_synchronization=True)
+
+
+def device_step(layer, xs, dys):
+    """ys and dxs of one step of the list form."""
+    xs = [x.clone().requires_grad_() for x in xs]
+    ys = layer(xs)
+    torch.autograd.backward(ys, dys)
+    return ys, [x.grad for x in xs]
+
+
+def rough_batch(dtype, shape, seed=30):
+    rng = np.random.default_rng(seed)
+    return [to_tensor(rough_samples(rng, shape, dtype), dtype) for _ in range(2)]
+
+
+def same(a, b, what):
+    assert torch.equal(a.nan_to_num(), b.nan_to_num()), what
+    assert torch.equal(a.isnan(), b.isnan()), what
+
+
+def case_virtual_devices_equal_processes_exact(rank, world):
+    group = alone(rank)
+    for dtype in DTYPES:
+        x, dy = rough_batch(dtype, (11, 5, 6, 7))
+        for kind in ("even", "uneven", "empty first"):
+            parts = shards(11, world, kind)
+            layer = new_layer(5, momentum=1.0)
+            virtual = new_layer(5, momentum=1.0, process_group=group)
+            mine = x[parts[rank]].clone().requires_grad_()
+            y = layer(mine)
+            y.backward(dy[parts[rank]])
+            ys, dxs = device_step(virtual, [x[p] for p in parts], [dy[p] for p in parts])
+            same(ys[rank], y, f"{dtype}, {kind}, y")
+            same(dxs[rank], mine.grad, f"{dtype}, {kind}, dx")
+            same(virtual.running_mean, layer.running_mean, "running_mean")
+            same(virtual.running_var, layer.running_var, "running_var")
+
+
+def case_processes_times_devices_exact(rank, world):
+    """The number of devices may differ between processes; wide layers need a second message."""
+    group = alone(rank)
+    counts = [2 + r for r in range(world)]
+    first = sum(counts[:rank])
+    for dtype, shape in (("float32", (17, 5, 9)), ("float16", (17, 4)), ("float32", (17, 600))):
+        x, dy = rough_batch(dtype, shape)
+        for kind in ("even", "uneven", "empty first"):
+            parts = shards(17, sum(counts), kind)
+            xs, dys = [x[p] for p in parts], [dy[p] for p in parts]
+            own = slice(first, first + counts[rank])
+            layer = new_layer(shape[1], momentum=1.0, affine_grad="global")
+            model = SelfDataParallel(layer, ["cpu"] * counts[rank])
+            mine = [x.clone().requires_grad_() for x in xs[own]]
+            ys = model(mine)
+            torch.autograd.backward(ys, dys[own])
+            whole = new_layer(shape[1], momentum=1.0, process_group=group)
+            expected, dxs = device_step(whole, [x], [dy])
+            for k, part in enumerate(parts[own]):
+                same(ys[k], expected[0][part], f"{dtype}, {kind}, y")
+                same(mine[k].grad, dxs[0][part], f"{dtype}, {kind}, dx")
+            for name, value in whole.state_dict().items():
+                same(layer.state_dict()[name], value, name)
+            same(layer.weight.grad, whole.weight.grad, "dweight")
+            same(layer.bias.grad, whole.bias.grad, "dbias")
+
+
+def case_devices_of_an_empty_process(rank, world):
+    """Without samples a process may have another dtype than the group."""
+    layer = new_layer(6)
+    x, dy = rough_batch("float16", (8, 6, 3))
+    xs = [t[:0].float() for t in x.chunk(2)] if rank == 0 else x.chunk(2)
+    dys = [t[:0].float() for t in dy.chunk(2)] if rank == 0 else dy.chunk(2)
+    ys, dxs = device_step(layer, xs, dys)
+    assert [y.dtype for y in ys] == [x.dtype for x in xs] == [dx.dtype for dx in dxs]
+    assert layer.num_batches_tracked == 1
+    assert rank != 0 or not layer.weight.grad.any()
+    gathered = [None] * world
+    dist.all_gather_object(gathered, layer.running_var.tolist())
+    assert all(g == gathered[0] for g in gathered)
+
+
+class _Layers(nn.Module):
+    """A device whose first entry is negative goes to the second layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (syncbn.SyncBatchNorm(4) for _ in range(2))
+
+    def forward(self, x):
+        return (self.second if x.numel() and x.flatten()[0] < 0 else self.first)(x)
+
+
+def case_devices_that_disagree_are_an_error_on_every_process(rank, world):
+    model = SelfDataParallel(_Layers(), ["cpu", "cpu"])
+    before = copy.deepcopy(model.module.state_dict())
+    good, bad = torch.ones(2, 4), -torch.ones(2, 4)
+    if rank == 0:
+        text = "device 0 at layer 'first'.*device 1 at layer 'second'"
+        raises(syncbn.DivergenceError, text, lambda: model([good, bad]))
+    else:
+        text = "a rank refused its input"
+        raises(syncbn.DivergenceError, text, lambda: model([good, good]))
+    unchanged(model.module, before)
+    # A device that raises, and one whose input is refused.
+    for error, second in ((AttributeError, None), (ValueError, torch.ones(2, 5))):
+        if rank == 0:
+            raises(error, "", lambda second=second: model([good, (second,)]))
+        else:
+            raises(syncbn.DivergenceError, text, lambda: model([good, good]))
+        unchanged(model.module, before)
+    model([good, torch.zeros(1, 4)])
+    assert model.module.first.num_batches_tracked == 1
+
+
+def case_all_reduce_over_processes(rank, world):
+    """Integers in float64, so that the sums are exact."""
+    x = torch.arange(6.0, dtype=torch.float64).view(2, 3).t() * (rank + 1)  # not contiguous
+    x.requires_grad_()
+    total = all_reduce(x)
+    factor = world * (world + 1) // 2
+    assert torch.equal(total, torch.arange(6.0).view(2, 3).t() * factor)
+    total.backward(torch.full_like(total, 10.0**rank).t().contiguous().t())
+    assert torch.equal(x.grad, torch.full_like(x, sum(10.0**r for r in range(world))))
+    # Devices of several processes, of which one gets no gradient.
+    xs = [torch.full((4,), float(10 * rank + k), requires_grad=True) for k in range(3)]
+    sums = all_reduce(xs)
+    expected = sum(10.0 * r + k for r in range(world) for k in range(3))
+    assert all(torch.equal(s, torch.full((4,), expected)) for s in sums)
+    (sums[0] + 2 * sums[2]).sum().backward()
+    assert all(torch.equal(x.grad, torch.full((4,), 3.0 * world)) for x in xs)
+
+
+def case_all_reduce_disagreement_is_an_error_on_every_rank(rank, world):
+    last = rank == world - 1
+    for mine in (
+        torch.zeros(4 if last else 3),
+        torch.zeros(3, dtype=torch.float64 if last else torch.float32),
+    ):
+        raises(
+            syncbn.DivergenceError,
+            "did not make the same call",
+            lambda mine=mine: all_reduce(mine),
+        )
+    # One rank is at a layer.
+    call = (lambda: syncbn.SyncBatchNorm(3)(torch.ones(2, 3))) if last else None
+    raises(
+        syncbn.DivergenceError,
+        "did not make the same call",
+        call or (lambda: all_reduce(torch.ones(3))),
+    )
+    if last:
+        raises(ValueError, r"x\[1\]: got", lambda: all_reduce([torch.ones(3), torch.ones(4)]))
+    else:
+        raises(syncbn.DivergenceError, "refused", lambda: all_reduce([torch.ones(3)] * 2))
+    assert all_reduce(torch.ones(1)).item() == world
+
+
+def case_ddp_of_devices_equals_one_process(rank, world):
+    """As case_ddp_equals_one_process, with its bound: the same sums in float64 in other orders."""
+    torch.manual_seed(5)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
+    ).double()
+    plain = copy.deepcopy(model)
+    model = SelfDataParallel(syncbn.convert_sync_batchnorm(model), ["cpu"] * 2)
+    ddp = DistributedDataParallel(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ddp, plain)]
+    for step in range(2):
+        x = torch.randn(3 * world, 3, 8, 8, generator=torch.Generator().manual_seed(step)).double()
+        losses = (
+            torch.cat(ddp(x[3 * rank : 3 * rank + 3])).square().mean(),
+            plain(x).square().mean(),
+        )
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    for (name, p), q in zip(
+        model.module.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=name)

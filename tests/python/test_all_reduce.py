@@ -1,0 +1,44 @@
+"""all_reduce over the devices of one process; device_cases.py has it over processes."""
+
+import copy
+
+import pytest
+import torch
+
+from syncbn.parallel import AllReduce, all_reduce
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.complex128), ids=str)
+def test_gradcheck_of_all_reduce(dtype):
+    torch.manual_seed(8)
+    xs = [torch.randn(2, 3, dtype=dtype, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradcheck(lambda *xs: tuple(all_reduce(xs)), xs)
+    assert torch.autograd.gradgradcheck(lambda *xs: tuple(all_reduce(xs)), xs)
+    assert torch.autograd.gradcheck(all_reduce, xs[0])
+    assert torch.autograd.gradcheck(lambda *xs: AllReduce.apply(None, *xs), xs)
+
+
+def test_sums_of_all_reduce_exact():
+    xs = [torch.full((2,), 2.0**k) for k in range(5)]
+    kept = copy.deepcopy(xs)
+    sums = all_reduce(xs)
+    assert len(sums) == 5 and all(torch.equal(s, torch.full((2,), 31.0)) for s in sums)
+    sums[0].zero_()
+    assert torch.equal(sums[1], torch.full((2,), 31.0))  # tensors of their own
+    assert all(torch.equal(a, b) for a, b in zip(xs, kept, strict=True))
+    assert torch.equal(all_reduce(torch.arange(3)), torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    "summands, text",
+    (
+        ([], "x: got"),
+        (None, "x: got None"),
+        ([torch.ones(2), 3], r"x\[1\]: got int"),
+        ([torch.ones(2), torch.ones(3)], r"x\[1\]: got shape \(3,\)"),
+        ([torch.ones(2), torch.ones(2).double()], r"x\[1\]: .*float64, expected .*float32"),
+    ),
+)
+def test_refused_summands(summands, text):
+    with pytest.raises(ValueError, match=text):
+        all_reduce(summands)

@@ -1,0 +1,292 @@
+"""SelfDataParallel: models on several devices of one process."""
+
+import copy
+import itertools
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import syncbn
+from support import new_layer, rough_samples, to_tensor
+from syncbn.parallel import SelfDataParallel
+
+
+@pytest.mark.parametrize("replicate", (False, True))
+def test_order_of_the_samples_changes_no_bit_exact(replicate):
+    rng = np.random.default_rng(2)
+    x = to_tensor(rough_samples(rng, (12, 3, 7), "float32"), "float32")
+    layers = [new_layer(3), new_layer(3)]
+    order = torch.from_numpy(rng.permutation(12))
+    y = torch.cat(SelfDataParallel(layers[0], ["cpu"] * 4, replicate)(x))
+    z = torch.cat(SelfDataParallel(layers[1], ["cpu"] * 5, replicate)(x[order]))
+    assert torch.equal(y[order], z)
+    assert torch.equal(layers[0].running_var, layers[1].running_var)
+
+
+def nodes_of(tensor):
+    """All nodes of the graph behind a tensor."""
+    seen, waiting = set(), [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return seen
+
+
+def within(seconds, function):
+    """Fails where a deadlock would hang."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), f"not finished after {seconds} s"
+
+
+class Residual(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x):
+        x = torch.relu(self.bn1(self.stem(x)))
+        x = torch.relu(x + self.bn2(self.conv(x)))
+        return self.head(x.mean((2, 3)))
+
+
+def residual(dtype=torch.float64):
+    torch.manual_seed(4)
+    return syncbn.convert_sync_batchnorm(Residual().to(dtype))
+
+
+def test_one_node_per_layer_and_one_backward_ends():
+    model = SelfDataParallel(residual(), ["cpu"] * 8)
+    loss = sum(y.sum() for y in model(torch.randn(9, 3, 5, 5, dtype=torch.float64)))
+    exchanges = [node for node in nodes_of(loss) if "BatchNorm" in node.name()]
+    assert len(exchanges) == 2
+    # All devices lead into the node: 8 inputs, weight and bias.
+    for node in exchanges:
+        assert sum(following is not None for following, _ in node.next_functions) == 10
+    within(60, loss.backward)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("replicate", (False, True))
+@pytest.mark.parametrize("sizes", ([3, 3], [1, 0, 5], [1, 1, 1, 1, 1, 1]), ids=str)
+def test_whole_model_agrees_with_one_device(sizes, replicate):
+    """Three steps in float64. Both compute the same sums in other orders, at most 10^3 terms each:
+    1e-10 leaves room for 10^6 roundings of 2^-53, relative to values of about 1."""
+    one, many = residual(), residual()
+    parallel = SelfDataParallel(many, ["cpu"] * len(sizes), replicate)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (one, many)]
+    for seed in range(3):
+        x = torch.randn(6, 3, 5, 5, generator=torch.Generator().manual_seed(seed)).double()
+        losses = one(x).square().mean(), torch.cat(parallel(x.split(sizes))).square().mean()
+        for optimizer, loss in zip(optimizers, losses):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert one.bn1.num_batches_tracked == many.bn1.num_batches_tracked == 3
+    for (name, p), q in zip(one.state_dict().items(), many.state_dict().values(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("replicate", (False, True))
+def test_repeated_steps_give_the_same_gradients_exact(replicate):
+    x = torch.randn(7, 3, 6, 6)
+    results = []
+    for _ in range(4):
+        model = SelfDataParallel(residual(torch.float32), ["cpu"] * 5, replicate)
+        sum(y.square().sum() for y in model(x)).backward()
+        results.append([p.grad for p in model.parameters()])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_replicated_gradients_are_summed_in_device_order_exact():
+    """1, 2^24 and -2^24: only from left to right is the sum in float32 0 and not 1."""
+    model = nn.Linear(1, 1, bias=False)
+    parallel = SelfDataParallel(model, ["cpu"] * 3, replicate=True)
+    sum(y.sum() for y in parallel(torch.tensor([[1.0], [2.0**24], [-(2.0**24)]]))).backward()
+    assert model.weight.grad.item() == 0
+
+
+def test_devices_run_in_turns_in_their_order():
+    order, model = [], residual()
+    for name in ("stem", "conv", "head"):
+        module = getattr(model, name)
+        module.register_forward_hook(lambda m, i, o, name=name: order.append((name, len(o))))
+    threads = threading.active_count()
+    SelfDataParallel(model, ["cpu"] * 3)([torch.randn(k, 3, 4, 4).double() for k in (1, 2, 3)])
+    assert order == list(itertools.product(("stem", "conv", "head"), (1, 2, 3)))
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("momentum", (0.3, None))
+def test_running_statistics_change_once_per_step_exact(momentum):
+    x = torch.randn(3, 8, 5)
+    one, many = (new_layer(5, momentum=momentum) for _ in range(2))
+    parallel = SelfDataParallel(many, ["cpu"] * 4, replicate=True)
+    for batch in x:
+        one(batch)
+        parallel(batch)
+    assert one.num_batches_tracked == many.num_batches_tracked == 3
+    assert torch.equal(one.running_mean, many.running_mean)
+    assert torch.equal(one.running_var, many.running_var)
+
+
+@pytest.mark.parametrize("replicate", (False, True))
+def test_evaluation_is_per_device_exact(replicate):
+    layer = new_layer(3)
+    layer(torch.randn(8, 3, 2))
+    before = copy.deepcopy(layer.state_dict())
+    model = SelfDataParallel(layer, ["cpu"] * 2, replicate).eval()
+    x = torch.randn(5, 3, 2)
+    ys = model(x)
+    assert [y.shape[0] for y in ys] == [3, 2]
+    expected = torch.nn.functional.batch_norm(
+        x, layer.running_mean, layer.running_var, layer.weight, layer.bias
+    )
+    assert torch.equal(torch.cat(ys), expected)
+    assert torch.equal(torch.cat(layer([x[:1], x[1:]])), expected)
+    assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())
+    torch.cat(ys).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_one_device_runs_without_threads_exact():
+    a, b = residual(), residual()
+    seen = []
+    a.stem.register_forward_hook(lambda *_: seen.append(threading.current_thread()))
+    x = torch.randn(4, 3, 5, 5).double()
+    (y,) = SelfDataParallel(a, ["cpu"])(x)
+    assert torch.equal(y, b(x))
+    assert seen == [threading.current_thread()]
+
+
+def test_grad_mode_reaches_the_devices():
+    model = SelfDataParallel(residual(), ["cpu"] * 2, replicate=True)
+    x = torch.randn(4, 3, 5, 5).double()
+    with torch.no_grad():
+        assert not any(y.requires_grad for y in model(x))
+    with torch.inference_mode():
+        assert all(y.is_inference() for y in model(x))
+    assert all(y.requires_grad and not y.is_inference() for y in model(x))
+    assert model.module.bn1.num_batches_tracked == 3
+
+
+def test_autocast_reaches_the_devices():
+    model = SelfDataParallel(residual(torch.float32), ["cpu"] * 3)
+    seen = []
+    model.module.bn1.register_forward_hook(lambda m, i, o: seen.append((i[0].dtype, o.dtype)))
+    for dtype in (torch.bfloat16, torch.float16):
+        seen.clear()
+        with torch.autocast("cpu", dtype):
+            ys = model(torch.randn(5, 3, 6, 6))
+        assert [y.dtype for y in ys] == [dtype] * 3
+        assert seen == [(dtype, dtype)] * 3
+    sum(y.float().sum() for y in ys).backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    assert not any(y.dtype != torch.float32 for y in model(torch.randn(5, 3, 6, 6)))
+
+
+def test_replicas_of_modules_with_state():
+    """Plain layers: the first device's buffers stay; frozen, tied and recurrent parameters."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plain = nn.BatchNorm1d(3)
+            self.sync = syncbn.SyncBatchNorm(3)
+            self.frozen = nn.Linear(3, 3).requires_grad_(False)
+            self.a = nn.Linear(3, 3, bias=False)
+            self.b = nn.Linear(3, 3, bias=False)
+            self.b.weight = self.a.weight
+            self.lstm = nn.LSTM(3, 3)
+
+        def forward(self, x):
+            assert len(list(self.parameters())) == 11
+            y = self.b(self.a(self.frozen(self.sync(self.plain(x)))))
+            return self.lstm(y)[0]
+
+    torch.manual_seed(7)
+    model = Model().double()
+    shared = copy.deepcopy(model)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    ys = SelfDataParallel(model, ["cpu"] * 2, replicate=True)(x)
+    zs = SelfDataParallel(shared, ["cpu"] * 2)(x)
+    assert all(torch.equal(y, z) for y, z in zip(ys, zs, strict=True))
+    for outputs in (ys, zs):
+        torch.cat(outputs).square().sum().backward()
+    for (name, p), q in zip(model.named_parameters(), shared.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None) == name.startswith("frozen")
+        if p.grad is not None:  # two summands of each, in either order
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12, msg=name)
+    # var of the first share alone; the shared module has seen both.
+    plain = nn.BatchNorm1d(3).double()
+    plain(x[:3])
+    assert torch.equal(model.plain.running_var, plain.running_var)
+    plain(x[3:])
+    assert torch.equal(shared.plain.running_var, plain.running_var)
+
+
+def test_inputs_as_tuples_of_arguments():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = syncbn.SyncBatchNorm(3)
+
+        def forward(self, x, scale):
+            return {"y": self.bn(x) * scale}
+
+    x = torch.randn(4, 3)
+    one, many = Two(), Two()
+    outputs = SelfDataParallel(many, ["cpu"] * 2)([(x[:1], 2.0), (x[1:], torch.tensor(2.0))])
+    assert torch.equal(torch.cat([o["y"] for o in outputs]), one(x, 2.0)["y"])
+
+
+@pytest.mark.parametrize("replicate", (False, True))
+def test_gradient_of_a_tensor_that_is_split_exact(replicate):
+    x = torch.randn(7, 3, 4)
+    gradients = []
+    for devices in (1, 3):
+        a = x.clone().requires_grad_()
+        ys = SelfDataParallel(new_layer(3), ["cpu"] * devices, replicate)(a)
+        torch.cat(ys).square().sum().backward()
+        gradients.append(a.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("replicate", (False, True))
+def test_random_numbers_are_drawn_in_device_order_exact(replicate):
+    x, dropout = torch.ones(6, 5), nn.Dropout(0.5)
+    torch.manual_seed(9)
+    ys = SelfDataParallel(dropout, ["cpu"] * 3, replicate)(x)
+    torch.manual_seed(9)
+    assert all(torch.equal(y, dropout(part)) for y, part in zip(ys, x.chunk(3), strict=True))
+
+
+def test_compiled_models_meet_at_their_layers_exact():
+    x = torch.randn(6, 3, 5, 5).double()
+    expected = SelfDataParallel(residual(), ["cpu"] * 3)(x)
+    compiled = torch.compile(residual(), backend="aot_eager")
+    compiled(x)  # compiled for one device first
+    ys = SelfDataParallel(compiled, ["cpu"] * 3)(x)
+    assert all(torch.equal(y, z) for y, z in zip(ys, expected, strict=True))
+
+
+def test_copies_and_pickles():
+    model = SelfDataParallel(residual(), ["cpu"] * 2)
+    x = torch.randn(4, 3, 5, 5).double()
+    others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    expected = model(x)
+    for other in others:
+        assert all(torch.equal(y, z) for y, z in zip(other(x), expected, strict=True))
+        assert list(other.state_dict()) == [f"module.{key}" for key in residual().state_dict()]

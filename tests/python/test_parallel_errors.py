@@ -1,0 +1,200 @@
+"""What several devices of one process refuse, and that nothing changes then."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import syncbn
+from syncbn.parallel import SelfDataParallel
+
+
+class Branches(nn.Module):
+    """The first entry of x tells a device what to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (syncbn.SyncBatchNorm(3) for _ in range(2))
+        self.swallowed = 0
+
+    def forward(self, x):
+        what = x.flatten()[0].item()
+        if what == 1:
+            return x
+        if what == 2:
+            raise KeyError("device's own")
+        if what == 3:
+            with torch.no_grad():
+                return self.first(x)
+        if what == 6:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.first(x)
+        if what == 4:
+            try:
+                x = self.first(x)
+            except RuntimeError:
+                self.swallowed += 1
+            return self.second(x)
+        return (self.second if what == 5 else self.first)(x)
+
+
+def x(what, channels=3):
+    return torch.full((2, channels), float(what))
+
+
+def unchanged(model, before):
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert model.first._call == model.second._call == 0
+
+
+@pytest.mark.parametrize("replicate", (False, True))
+@pytest.mark.parametrize(
+    "inputs, error, text",
+    (
+        (
+            [x(0), x(5), x(0)],
+            syncbn.DivergenceError,
+            "devices 0, 2 at.*'first'.*device 1.*'second'",
+        ),
+        ([x(0), x(0), x(1)], syncbn.DivergenceError, "devices 0, 1 at.*'first'.*device 2 finished"),
+        ([x(1), x(0), x(0)], syncbn.DivergenceError, "device 0 finished; devices 1, 2 at.*'first'"),
+        ([x(0), x(3), x(0)], syncbn.DivergenceError, "grad mode True.*device 1.*grad mode False"),
+        ([x(0), x(6), x(0)], syncbn.DivergenceError, "autocast off.*device 1.*cpu torch.bfloat16"),
+        ([x(0), x(2), x(0)], KeyError, "device's own"),
+        ([x(2), x(0), x(0)], KeyError, "device's own"),
+        ([x(4), x(4), x(2)], KeyError, "device's own"),
+        ([x(0), x(0, 4), x(0)], ValueError, r"device 1.*got shape \(3,\), expected \(4,\)"),
+        ([x(0), x(0).double(), x(0)], ValueError, "got torch.float64, expected torch.float32"),
+        ([x(0), x(0), x(0).long()], ValueError, "device 2.*got torch.int64"),
+    ),
+)
+def test_devices_that_disagree_are_one_error(inputs, error, text, replicate):
+    model = Branches()
+    before = copy.deepcopy(model.state_dict())
+    threads = threading.active_count()
+    with pytest.raises(error, match=text):
+        SelfDataParallel(model, ["cpu"] * 3, replicate)(inputs)
+    assert threading.active_count() == threads
+    unchanged(model, before)
+    # The next step is a good one.
+    SelfDataParallel(model, ["cpu"] * 3, replicate)([x(0)] * 3)
+    assert model.first.num_batches_tracked == 1
+
+
+def test_a_model_that_swallows_the_error_ends_too():
+    model = Branches()
+    with pytest.raises(KeyError):
+        SelfDataParallel(model, ["cpu"] * 3)([x(4), x(4), x(2)])
+    assert model.swallowed == 2
+
+
+@pytest.mark.parametrize(
+    "inputs, text",
+    (
+        ([], r"inputs: got an empty list"),
+        ([x(0), None], r"inputs\[1\]: got NoneType, expected a tensor"),
+        ([x(0), torch.ones(3)], r"inputs\[1\].*got 1D input"),
+        ([x(0)] * 2049, "got 2049 devices in each of 1 processes, expected at most 2048"),
+        ([x(0, 4), x(0, 4)], r"got shape \(3,\), expected \(4,\)"),
+        ([x(0)[:1], x(0)[:0]], "more than 1 value per channel"),
+    ),
+)
+def test_refused_lists(inputs, text):
+    layer = syncbn.SyncBatchNorm(3)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ValueError, match=text):
+        layer(inputs)
+    assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())
+
+
+def test_channels_without_parameters_must_agree():
+    layer = syncbn.SyncBatchNorm(3, affine=False, track_running_stats=False)
+    with pytest.raises(ValueError, match=r"inputs\[1\]: got 4 channels, expected 3"):
+        layer([x(0), x(0, 4)])
+
+
+def test_refused_arguments():
+    model = Branches()
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="devices: got none, expected at least one"):
+            SelfDataParallel(model)
+    with pytest.raises(ValueError, match="devices: got none"):
+        SelfDataParallel(model, [])
+    with pytest.raises(ValueError, match="devices: got meta"):
+        SelfDataParallel(model, ["meta"])
+    with pytest.raises(ValueError, match="devices: got cuda, expected"):
+        SelfDataParallel(model, ["cuda", "cuda"])
+    with pytest.raises(ValueError, match="replicate: got False, expected True"):
+        SelfDataParallel(model, ["cpu", "cuda:0"], replicate=False)
+    parallel = SelfDataParallel(model, ["cpu", "cpu:0"])
+    with pytest.raises(ValueError, match="inputs: got 3, expected a tensor or a list of 2"):
+        parallel([x(0)] * 3)
+    with pytest.raises(ValueError, match="inputs: got dict"):
+        parallel({"x": x(0)})
+    with pytest.raises(ValueError, match="inputs: got a tensor without axes"):
+        parallel(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="module: got first.weight on meta, expected cpu"):
+        SelfDataParallel(Branches().to("meta"), ["cpu"] * 2)(x(0))
+
+
+def test_a_replica_of_data_parallel_names_the_way_out():
+    """torch.nn.DataParallel calls replicas in threads; a replica trains on its share alone."""
+    layer = syncbn.SyncBatchNorm(3)
+    replica = layer._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match="expected syncbn.parallel.SelfDataParallel"):
+        replica(x(0))
+    assert layer.num_batches_tracked == 0
+    replica = layer.eval()._replicate_for_data_parallel()
+    replica.weight, replica.bias = layer.weight.detach(), layer.bias.detach()
+    assert torch.equal(replica(x(0)), layer(x(0)))
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("replicate", (False, True))
+def test_recomputation_is_refused(reentrant, replicate):
+    """It would see one device's samples alone."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bn = nn.Linear(3, 3), syncbn.SyncBatchNorm(3)
+
+        def forward(self, x):
+            return checkpoint(lambda x: self.bn(self.linear(x)).tanh(), x, use_reentrant=reentrant)
+
+    model = SelfDataParallel(Checkpointed(), ["cpu"] * 2, replicate)
+    ys = model(torch.randn(4, 3, requires_grad=True))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="SelfDataParallel"):
+        torch.cat(ys).square().sum().backward()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    # The layer alone still works.
+    model.module.bn(torch.randn(4, 3))
+
+
+def test_calls_that_no_device_may_make():
+    layer = syncbn.SyncBatchNorm(3)
+
+    class Calls(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
+        def forward(self, x):
+            return self.function(x)
+
+    inner = SelfDataParallel(layer, ["cpu"] * 2)
+    for function, text in (
+        (lambda x: layer([x, x]), "got a list of inputs inside SelfDataParallel"),
+        (inner, "got a call inside another one"),
+        (
+            lambda x: syncbn.functional.sync_batch_norm(x, training=True),
+            "expected a syncbn.SyncBatchNorm",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            SelfDataParallel(Calls(function), ["cpu"] * 2)(torch.randn(4, 3))
+    assert layer.num_batches_tracked == 0
