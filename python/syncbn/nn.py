@@ -8,7 +8,11 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _exchange
+from ._tracing import leaf
 from .functional import AFFINE_GRADS, train_step
+
+# A graph traced from a layer on its own holds one call of train_step.
+torch.fx.wrap("train_step")
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -80,6 +84,7 @@ class SyncBatchNorm(_BatchNorm):
         if x.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
 
+    @leaf
     def forward(self, x: Tensor) -> Tensor:
         """x: (N, num_features, *spatial). Returns a tensor like x."""
         if not self.training:
