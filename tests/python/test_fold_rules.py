@@ -235,6 +235,14 @@ def test_activation_of_the_layer_stays(kind, module):
         assert torch.equal(folded(x), expected)
 
 
+def test_layer_with_a_second_input_stays_as_it_is():
+    """No plain layer takes two; torch.fx records the call without making it."""
+    model = syncbn.convert_sync_batchnorm(Calls(lambda m, x: m.bn(m.conv(x), x)))
+    folded, report = fold_reporting(model)
+    assert "bn is called with more than one input" in report
+    assert type(folded.bn) is syncbn.SyncBatchNorm and not folded.bn.training
+
+
 def test_layers_with_a_process_group():
     """Neither a held process group nor the name of one hinders the copy; none is needed later."""
     x = exact_input(2, 3, 5, 5)
