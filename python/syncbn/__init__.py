@@ -5,6 +5,7 @@ from ._build import __version__
 from ._ops import ops as _ops
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
 from .errors import DivergenceError
+from .fold import fold
 from .nn import SyncBatchNorm
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "__version__",
     "convert_sync_batchnorm",
     "cpu_instruction_set",
+    "fold",
     "functional",
     "parallel",
     "revert_sync_batchnorm",

@@ -226,6 +226,10 @@ def apply_activation(y: Tensor, layer: Layer) -> Tensor:
     return y
 
 
+# torch.fx cannot follow an exchange: a traced sync_batch_norm is one call of train_step.
+torch.fx.wrap("train_step")
+
+
 def sync_batch_norm(
     x: Tensor,
     running_mean: Tensor | None = None,

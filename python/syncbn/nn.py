@@ -9,7 +9,11 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _baton, _devices, _exchange
+from ._tracing import leaf
 from .functional import Layer, apply_activation, check_options, train_step
+
+# A graph traced from a layer on its own holds one call of train_step.
+torch.fx.wrap("train_step")
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -110,6 +114,7 @@ class SyncBatchNorm(_BatchNorm):
             self.negative_slope,
         )
 
+    @leaf
     def forward(
         self,
         x: Tensor | Sequence[Tensor],

@@ -1,0 +1,27 @@
+"""How torch.fx sees the layer: as one call, whichever tracer is used."""
+
+import functools
+from collections.abc import Callable
+
+from torch import fx, nn
+
+
+def leaf(forward: Callable) -> Callable:
+    """A module's forward that a symbolic tracer records as a call of the module.
+
+    Tracers take modules of torch.nn alone for leaves. Within this layer they would meet an
+    exchange, and bake its mode (training or evaluation) into the graph.
+    """
+
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args, **kwargs):
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, fx.Proxy):
+                tracer = value.tracer
+                # A layer that is itself the traced model has no name to be called by.
+                if isinstance(tracer, fx.Tracer) and self is not tracer.root:
+                    path = tracer.path_of_module(self)
+                    return tracer.create_proxy("call_module", path, args, kwargs)
+        return forward(self, *args, **kwargs)
+
+    return wrapper

@@ -1,0 +1,267 @@
+"""Folds batch norm into the convolution or linear layer before it, for inference."""
+
+import copy
+import inspect
+import warnings
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+from .convert import _replace, revert_sync_batchnorm
+from .nn import SyncBatchNorm
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_HOSTS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, nn.Linear)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
+
+# No plain layer does the same, so the layer stays as it is.
+_MORE_INPUTS = "is called with more than one input"
+
+
+class _Tracer(fx.Tracer):
+    """Records calls of modules and reads of their tensors; does not enter the opaque ones."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, opaque: dict[nn.Module, str]) -> None:
+        super().__init__()
+        self.opaque = opaque
+        self.failed: nn.Module | None = None
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m in self.opaque or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m, forward, args, kwargs):
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            entered = not self.is_leaf_module(m, self.path_of_module(m))
+            if self.failed is None and entered:  # the innermost one
+                self.failed = m
+            raise
+
+
+def _trace(model: nn.Module) -> tuple[fx.Graph, dict[nn.Module, str]]:
+    """The graph of calls, and the submodules that could not be entered with the reason why."""
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    opaque: dict[nn.Module, str] = {}
+    while True:
+        tracer = _Tracer(opaque)
+        try:
+            return tracer.trace(model, defaults or None), opaque
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if tracer.failed is None:
+                raise ValueError(
+                    f"model: got {type(model).__name__}, whose forward torch.fx cannot trace "
+                    f"({reason}), expected one that it can; fold the parts that it can trace, as "
+                    "in model.backbone = syncbn.fold(model.backbone)"
+                ) from error
+            opaque[tracer.failed] = reason
+
+
+def _altered(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its class says."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+
+
+class _Uses:
+    """Who calls which module of a traced model, and which tensors are read by name."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, opaque: dict[nn.Module, str]) -> None:
+        self.model = model
+        self.calls: dict[nn.Module, list[fx.Node]] = {}
+        self.inside: dict[nn.Module, str] = {}  # what other modules hold and may call
+        self.read: set[int] = set()
+        for node in graph.nodes:
+            if node.op == "call_module":
+                module = self.module_of(node)
+                self.calls.setdefault(module, []).append(node)
+                for part in module.modules():
+                    if part is not module:
+                        reason = f"lies in {node.target}"
+                        if module in opaque:
+                            reason += f", which torch.fx cannot trace ({opaque[module]})"
+                        self.inside[part] = reason
+            elif node.op == "get_attr":
+                parent, _, name = node.target.rpartition(".")
+                self.read.add(id(getattr(model.get_submodule(parent), name)))
+
+    def module_of(self, node: fx.Node) -> nn.Module:
+        return self.model.get_submodule(node.target)
+
+    def inputs(self, module: nn.Module) -> list:
+        """The arguments of all calls of the module."""
+        nodes = self.calls.get(module, ())
+        return [value for node in nodes for value in (*node.args, *node.kwargs.values())]
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        """Why the module is not only what one call of it computes."""
+        calls = len(self.calls.get(module, ()))
+        if module in self.inside:
+            return self.inside[module]
+        if calls != 1:
+            return f"is called {calls} times"
+        if _altered(module):
+            return "has hooks or a replaced forward"
+        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(id(tensor) in self.read for tensor in tensors):
+            return "has tensors that the model reads elsewhere"
+        return None
+
+    def host(self, norm: nn.Module) -> nn.Module | str:
+        """The layer that `norm` folds into, or why there is none."""
+        if type(norm) not in _NORMS:
+            return f"is a {type(norm).__name__}"
+        obstacle = self.obstacle(norm)
+        if obstacle is not None:
+            return obstacle
+        if norm.training:
+            return "stays in training mode after eval()"
+        if norm.running_mean is None or norm.running_var is None:
+            return "has no running statistics"
+        inputs = self.inputs(norm)
+        if len(inputs) != 1:
+            return _MORE_INPUTS
+        before = inputs[0]
+        if before.op != "call_module" or type(self.module_of(before)) not in _HOSTS:
+            return "does not directly follow a convolution or linear layer"
+        host = self.module_of(before)
+        name = before.target
+        obstacle = self.obstacle(host)
+        if obstacle is not None:
+            return f"follows {name}, which {obstacle}"
+        if len(before.users) != 1:
+            return f"follows {name}, whose output has other users"
+        channels = host.out_features if type(host) is nn.Linear else host.out_channels
+        if channels != norm.num_features:
+            return f"has {norm.num_features} features, but {name} has {channels} outputs"
+        return host
+
+
+def _double(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().double()
+
+
+def _folded(host: nn.Module, norm: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
+    """Weight and bias of both layers in one, computed in float64 and rounded once."""
+
+    def exchange_axes(weight: Tensor) -> Tensor:
+        # A transposed convolution's weight is (in, out / groups, ...): in and out change places
+        # within each group.
+        if type(host) not in _TRANSPOSED:
+            return weight
+        return weight.unflatten(0, (host.groups, -1)).transpose(1, 2).flatten(0, 1)
+
+    # This function serves linear layers too, and those without an affine part; PyTorch's own for
+    # linear layers does not.
+    weight, bias = fuse_conv_bn_weights(
+        exchange_axes(_double(host.weight)),
+        _double(host.bias),
+        _double(norm.running_mean),
+        _double(norm.running_var),
+        norm.eps,
+        _double(norm.weight),
+        _double(norm.bias),
+    )
+    like = host.weight.detach()
+    return tuple(
+        nn.Parameter(value, requires_grad=host.weight.requires_grad)
+        for value in (
+            torch.empty_like(like).copy_(exchange_axes(weight.detach())),
+            bias.detach().to(like.dtype),
+        )
+    )
+
+
+def _expect_rows(linear: nn.Linear, inputs: tuple[Tensor, ...]) -> None:
+    """Batch norm takes axis 1 for the channels, a linear layer the last one."""
+    if inputs[0].dim() != 2:
+        raise ValueError(
+            f"input: got {inputs[0].dim()}D input, expected 2D (N, {linear.in_features}): a batch "
+            "norm over axis 1 is folded into this linear layer"
+        )
+
+
+def _activation(norm: nn.Module) -> nn.Module | None:
+    kind = norm.activation if type(norm) is SyncBatchNorm else "none"
+    if kind == "none":
+        return None
+    return nn.ReLU() if kind == "relu" else nn.LeakyReLU(norm.negative_slope)
+
+
+def _plain(norm: SyncBatchNorm) -> nn.Module:
+    """The layer in evaluation mode without this package."""
+    norm.process_group_name = None  # evaluation exchanges nothing
+    activation = _activation(norm)
+    norm.activation = "none"
+    # torch.nn.SyncBatchNorm, as a layer that was not converted, takes any number of axes.
+    plain = revert_sync_batchnorm(norm, default=nn.SyncBatchNorm)
+    return plain if activation is None else nn.Sequential(plain, activation)
+
+
+def fold(model: nn.Module) -> nn.Module:
+    """Folds batch norm into the convolution or linear layer before it.
+
+    Folded is every torch.nn.BatchNorm1d, 2d, 3d, SyncBatchNorm and syncbn.SyncBatchNorm with
+    running statistics whose input is the output of a Conv*d, ConvTranspose*d or Linear that has no
+    other use. That layer's weight and bias change (computed in float64 and rounded once to its
+    dtype), and the batch norm becomes nn.Identity, or the activation that it had. torch.fx finds
+    the pairs; the model keeps its class and code.
+
+    Args:
+        model: a trained model, in either mode; not changed. Folding holds for calls with batched
+            input, in evaluation mode, that leave the optional arguments of model.forward at their
+            defaults: so it is traced.
+
+    Returns:
+        A copy in evaluation mode, with batch norms that are not folded as plain PyTorch layers.
+        A UserWarning names them, each with the reason; submodules that cannot be traced are not
+        entered. The outputs differ from the model's by rounding.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: torch.fx cannot trace the forward of `model` itself.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    # Process groups cannot be copied; torch.nn.SyncBatchNorm holds one.
+    groups = [m.process_group for m in model.modules() if type(m) is nn.SyncBatchNorm]
+    result = copy.deepcopy(model, {id(group): group for group in groups}).eval()
+    norms = {m: name for name, m in result.named_modules() if isinstance(m, _BatchNorm)}
+    left: dict[nn.Module, str] = {}
+    replacements: dict[nn.Module, nn.Module] = {}
+    if norms and result not in norms:
+        uses = _Uses(result, *_trace(result))
+        for norm in norms:
+            host = uses.host(norm)
+            if isinstance(host, str):
+                left[norm] = host
+                continue
+            weight, bias = _folded(host, norm)
+            if not (weight.isfinite().all() and bias.isfinite().all()):
+                left[norm] = f"gives weights beyond the range of {weight.dtype}"
+                continue
+            host.weight, host.bias = weight, bias
+            if type(host) is nn.Linear:
+                host.register_forward_pre_hook(_expect_rows)
+            replacements[norm] = _activation(norm) or nn.Identity()
+    else:
+        left = dict.fromkeys(norms, "has no layer before it")
+    for norm, reason in left.items():
+        if type(norm) is SyncBatchNorm and reason != _MORE_INPUTS:
+            replacements[norm] = _plain(norm)
+    result = _replace(result, "", lambda layer, _: replacements.get(layer), {}).eval()
+    if left:
+        reasons = "".join(f"\n  {norms[norm] or 'the model'} {why}" for norm, why in left.items())
+        warnings.warn(
+            f"syncbn.fold: {len(left)} of {len(norms)} batch norm layers were not folded:{reasons}",
+            stacklevel=2,
+        )
+    return result

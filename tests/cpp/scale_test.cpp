@@ -1,0 +1,192 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <numeric>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "support.hpp"
+#include "syncbn/batch_norm.hpp"
+
+// A whole layer on as many ranks as a training job has, each a thread: the bits of one rank.
+namespace syncbn {
+namespace {
+
+using testing::kDtypes;
+using testing::Memory;
+using testing::Random;
+using testing::rough_values;
+using testing::round_to;
+using testing::run_ranks;
+using testing::same_bits;
+using testing::Tensor;
+
+constexpr std::int64_t kChannels = 33;
+constexpr std::int64_t kPlane = 21;
+constexpr std::int64_t kPerSample = kChannels * kPlane;
+
+struct Batch {
+  DType dtype;
+  std::vector<double> x, dy, weight, bias;
+  std::int64_t samples() const { return static_cast<std::int64_t>(x.size()) / kPerSample; }
+};
+
+/// The sample numbers of each rank.
+using Split = std::vector<std::vector<std::int64_t>>;
+
+struct Rank {
+  std::vector<double> mean, var, running_mean, running_var, dweight, dbias;
+  std::int64_t count = 0;
+};
+
+struct Step {
+  std::vector<double> y, dx;  ///< of the whole batch, in its order
+  std::vector<Rank> ranks;
+};
+
+Tensor gather(const Batch& batch, const std::vector<double>& from,
+              const std::vector<std::int64_t>& samples, Memory memory) {
+  std::vector<double> mine;
+  for (const std::int64_t n : samples) {
+    mine.insert(mine.end(), from.begin() + n * kPerSample, from.begin() + (n + 1) * kPerSample);
+  }
+  const auto count = static_cast<std::int64_t>(samples.size());
+  Tensor part(batch.dtype, {count, kChannels, 3, 7}, memory);
+  part.fill(mine);
+  return part;
+}
+
+void scatter(const Tensor& part, const std::vector<std::int64_t>& samples,
+             std::vector<double>& to) {
+  const std::vector<double> mine = part.values();
+  auto from = mine.begin();
+  for (const std::int64_t n : samples) {
+    std::copy(from, from + kPerSample, to.begin() + n * kPerSample);
+    from += kPerSample;
+  }
+}
+
+/// Forward and backward with one thread per part of the split; every second rank is channels-last.
+Step train(const Batch& batch, const Split& split) {
+  const auto ranks = static_cast<int>(split.size());
+  ThreadGroup group(ranks);
+  Step step;
+  step.y.resize(batch.x.size());
+  step.dx.resize(batch.x.size());
+  step.ranks.resize(split.size());
+  const auto errors = run_ranks(ranks, [&](int r) {
+    const auto& samples = split[static_cast<std::size_t>(r)];
+    Rank& mine = step.ranks[static_cast<std::size_t>(r)];
+    const Memory memory = r % 2 == 0 ? Memory::kPlanes : Memory::kRows;
+    const Tensor x = gather(batch, batch.x, samples, memory);
+    const Tensor dy = gather(batch, batch.dy, samples, memory);
+    Tensor y = x;
+    Tensor dx = x;
+    const Tensor weight(DType::kFloat32, {kChannels}, batch.weight);
+    const Tensor bias(DType::kFloat32, {kChannels}, batch.bias);
+    Tensor running_mean(DType::kFloat32, {kChannels}, batch.bias);
+    Tensor running_var(DType::kFloat32, {kChannels}, batch.weight);
+    Tensor dweight(DType::kFloat64, {kChannels});
+    Tensor dbias(DType::kFloat64, {kChannels});
+    const BatchStatistics statistics = batch_norm_forward(
+        x.view(), weight.view(), bias.view(), y.view(), {running_mean.view(), running_var.view()},
+        {}, group.rank(r), serial_executor());
+    batch_norm_backward(dy.view(), x.view(), weight.view(), statistics, dx.view(), dweight.view(),
+                        dbias.view(), AffineGradients::kGlobal, group.rank(r), serial_executor());
+    scatter(y, samples, step.y);
+    scatter(dx, samples, step.dx);
+    mine = {statistics.mean,  statistics.var, running_mean.values(), running_var.values(),
+            dweight.values(), dbias.values(), statistics.count};
+  });
+  for (const std::exception_ptr& error : errors) {
+    if (error != nullptr) {
+      std::rethrow_exception(error);
+    }
+  }
+  return step;
+}
+
+/// Shuffled samples: an empty rank first and last, one rank with a quarter of the batch, and the
+/// rest by chance, which leaves more ranks empty.
+Split uneven_split(Random& random, std::int64_t samples, int ranks) {
+  std::vector<std::int64_t> order(static_cast<std::size_t>(samples));
+  std::iota(order.begin(), order.end(), 0);
+  random.shuffle(order);
+  Split split(static_cast<std::size_t>(ranks));
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const bool heavy = i < order.size() / 4;
+    split[static_cast<std::size_t>(heavy ? 1 : random.between(2, ranks - 2))].push_back(order[i]);
+  }
+  return split;
+}
+
+class Scale : public ::testing::TestWithParam<std::tuple<DType, int>> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Scale,
+                         ::testing::Combine(::testing::ValuesIn(kDtypes),
+                                            ::testing::Values(64, 128)),
+                         [](const auto& param) {
+                           return std::string(name(std::get<0>(param.param))) + "_" +
+                                  std::to_string(std::get<1>(param.param));
+                         });
+
+TEST_P(Scale, LayerHasTheBitsOfOneRankExact) {
+  const auto [dtype, ranks] = GetParam();
+  Random random(static_cast<std::uint64_t>(ranks));
+  Batch batch{dtype, {}, {}, {}, {}};
+  batch.x = rough_values(random, dtype, 3 * ranks / 2, kPerSample);
+  batch.dy = rough_values(random, dtype, 3 * ranks / 2, kPerSample);
+  for (std::int64_t c = 0; c < kChannels; ++c) {
+    batch.weight.push_back(round_to(DType::kFloat32, random.signed_unit()));
+    batch.bias.push_back(round_to(DType::kFloat32, random.signed_unit()));
+  }
+  Split whole(1);
+  for (std::int64_t n = 0; n < batch.samples(); ++n) {
+    whole[0].push_back(n);
+  }
+  const Step expected = train(batch, whole);
+  const Split split = uneven_split(random, batch.samples(), ranks);
+  ASSERT_TRUE(split.front().empty() && split.back().empty());
+  const Step actual = train(batch, split);
+
+  EXPECT_TRUE(same_bits(actual.y, expected.y)) << "y";
+  EXPECT_TRUE(same_bits(actual.dx, expected.dx)) << "dx";
+  const Rank& one = expected.ranks[0];
+  EXPECT_EQ(one.count, batch.samples() * kPlane);
+  for (const Rank& rank : actual.ranks) {
+    EXPECT_EQ(rank.count, one.count);
+    EXPECT_TRUE(same_bits(rank.mean, one.mean)) << "mean";
+    EXPECT_TRUE(same_bits(rank.var, one.var)) << "var";
+    EXPECT_TRUE(same_bits(rank.running_mean, one.running_mean)) << "running mean";
+    EXPECT_TRUE(same_bits(rank.running_var, one.running_var)) << "running var";
+    EXPECT_TRUE(same_bits(rank.dweight, one.dweight)) << "dweight";
+    EXPECT_TRUE(same_bits(rank.dbias, one.dbias)) << "dbias";
+  }
+
+  // The data has teeth: binary64 sums of the ranks' binary64 sums of squares, as an ordinary
+  // implementation adds them, differ from those of one rank in some channel.
+  std::int64_t other = 0;
+  for (std::int64_t c = 0; c < kChannels; ++c) {
+    const auto squares = [&](const std::vector<std::int64_t>& samples) {
+      double sum = 0;
+      for (const std::int64_t n : samples) {
+        for (std::int64_t i = 0; i < kPlane; ++i) {
+          const double v = batch.x[static_cast<std::size_t>(n * kPerSample + c * kPlane + i)];
+          sum += v * v;
+        }
+      }
+      return sum;
+    };
+    double merged = 0;
+    for (const auto& samples : split) {
+      merged += squares(samples);
+    }
+    other += merged != squares(whole[0]) ? 1 : 0;
+  }
+  EXPECT_GE(other, kChannels / 2);
+}
+
+}  // namespace
+}  // namespace syncbn

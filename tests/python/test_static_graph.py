@@ -1,0 +1,241 @@
+"""A training step as one static graph: torch.compile without graph breaks, and torch.fx."""
+
+import copy
+import datetime
+import pickle
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+
+import syncbn
+from rank_cases import CountCollectives
+from syncbn.functional import sync_batch_norm, train_step
+
+
+class Net(nn.Module):
+    """Three synchronized layers, one of them used in a residual branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 3, padding=1, bias=False)
+        self.bn1 = syncbn.SyncBatchNorm(6)
+        self.conv2 = nn.Conv2d(6, 6, 3, padding=1, groups=2)
+        self.bn2 = syncbn.SyncBatchNorm(6, momentum=None)
+        self.head = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4), syncbn.SyncBatchNorm(4)
+        )
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x)))
+        return self.head(F.relu(self.bn2(self.conv2(x)) + x))
+
+
+LAYERS = ("bn1", "bn2", "head.3")
+
+
+def new_net():
+    torch.manual_seed(11)
+    return Net()
+
+
+def train(model, parameters, seed=0, samples=4, steps=3):
+    """The outputs of each step; SGD with momentum changes the parameters in place."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    outputs = []
+    for _ in range(steps):
+        x = torch.randn(samples, 3, 6, 6, generator=generator)
+        optimizer.zero_grad()
+        y = model(x)
+        y.square().sum().backward()
+        optimizer.step()
+        outputs.append(y.detach())
+    return outputs
+
+
+def assert_same_training(model, reference, **options):
+    """Outputs, gradients, parameters and buffers after some steps have the same bits."""
+    expected = train(reference, list(reference.parameters()), **options)
+    got = train(model, list(model.parameters()), **options)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, parameter in ours.items():
+        assert torch.equal(parameter, theirs[name]), name
+        assert torch.equal(parameter.grad, theirs[name].grad), f"gradient of {name}"
+    ours, theirs = model.state_dict(), reference.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+class Graphs:
+    """A backend that runs graphs as they are and counts them and the collectives in them."""
+
+    def __init__(self):
+        self.forward, self.backward = [], []
+        self.backend = aot_autograd(
+            fw_compiler=self._keep(self.forward), bw_compiler=self._keep(self.backward)
+        )
+
+    @staticmethod
+    def _keep(counts):
+        def compiler(graph, _):
+            counts.append(sum("all_reduce" in str(node.target) for node in graph.graph.nodes))
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+
+class LeafTracer(fx.Tracer):
+    def is_leaf_module(self, m, module_qualified_name):
+        return isinstance(m, syncbn.SyncBatchNorm) or super().is_leaf_module(
+            m, module_qualified_name
+        )
+
+
+def traced_by_subclass(model):
+    return fx.GraphModule(model, LeafTracer().trace(model))
+
+
+TRACERS = (fx.symbolic_trace, traced_by_subclass)
+
+
+def test_compiled_step_is_one_graph_exact():
+    graphs, model, reference = Graphs(), new_net(), new_net()
+    # Compiled in place, so that parameters keep their names.
+    model.compile(backend=graphs.backend, fullgraph=True)
+    assert_same_training(model, reference)
+    assert len(graphs.forward) == len(graphs.backward) == 1
+
+
+@pytest.mark.parametrize("trace", TRACERS)
+def test_traced_model_trains_exact(trace):
+    model, reference = new_net(), new_net()
+    traced = trace(model)
+    calls = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert [target for target in calls if target in LAYERS] == list(LAYERS)
+    assert_same_training(traced, reference)
+    # The graph's modules are the model's own.
+    assert traced.bn1 is model.bn1
+
+
+@pytest.mark.parametrize("trace", TRACERS)
+def test_mode_is_not_part_of_the_graph(trace):
+    model = new_net()
+    traced = trace(model)
+    train(traced, list(traced.parameters()))
+    x = torch.randn(2, 3, 6, 6)
+    traced.eval()
+    before = copy.deepcopy(traced.state_dict())
+    assert not model.bn1.training and torch.equal(traced(x), model(x))
+    assert all(torch.equal(value, before[name]) for name, value in traced.state_dict().items())
+    evaluated = trace(new_net().eval()).train()
+    assert_same_training(evaluated, new_net())
+
+
+def test_tracers_that_follow_calls_see_the_layer():
+    """What feature extractors rely on: call_module runs, and the node knows its module."""
+    called = []
+
+    class Follower(fx.Tracer):
+        def call_module(self, m, forward, args, kwargs):
+            called.append(self.path_of_module(m))
+            return super().call_module(m, forward, args, kwargs)
+
+    graph = Follower().trace(new_net())
+    assert [name for name in called if name in LAYERS] == list(LAYERS)
+    for node in graph.nodes:
+        if node.target in LAYERS:
+            path, kind = list(node.meta["nn_module_stack"].values())[-1]
+            assert (path, kind) == (node.target, syncbn.SyncBatchNorm)
+
+
+def test_traced_model_compiles_copies_and_pickles_exact():
+    traced = fx.symbolic_trace(new_net())
+    for other in (copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
+        assert_same_training(other, new_net())
+    graphs = Graphs()
+    traced.compile(backend=graphs.backend, fullgraph=True)
+    assert_same_training(traced, new_net())
+    assert len(graphs.forward) == len(graphs.backward) == 1
+
+
+def test_layer_on_its_own_exact():
+    layer, reference = syncbn.SyncBatchNorm(3), syncbn.SyncBatchNorm(3)
+    traced = fx.symbolic_trace(layer)
+    steps = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert steps == [train_step]
+    for seed in range(3):
+        x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(traced(x), reference(x))
+    for name, value in reference.named_buffers():
+        assert torch.equal(dict(layer.named_buffers())[name], value), name
+
+
+def test_function_exact():
+    class Function(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
+            self.register_buffer("mean", torch.zeros(3))
+            self.register_buffer("var", torch.ones(3))
+
+        def forward(self, x):
+            y = sync_batch_norm(x, self.mean, self.var, self.weight, training=True) + 1
+            return sync_batch_norm(y, self.mean, self.var, training=False)
+
+    traced = fx.symbolic_trace(Function())
+    assert sum(node.target is train_step for node in traced.graph.nodes) == 1
+    assert_same_training(traced, Function())
+
+
+def test_example_and_documentation_run():
+    root = Path(__file__).parents[2]
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(root / "examples/06_static_graph.py"), run_name="__main__")
+    assert ended.value.code == 0
+    text = (root / "docs/static_graph.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = {}
+    exec(compile(snippet, "static_graph.md", "exec"), names)
+    targets = [str(node.target) for node in names["program"].graph.nodes]
+    assert any("conv" in name for name in targets)
+    assert not any("batch_norm" in name for name in targets)
+
+
+def _rank(rank: int, folder: str) -> None:
+    """Two ranks with uneven shares: one exchange per layer and direction in every form."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, datetime.timedelta(seconds=60), world_size=2, rank=rank)
+    options = dict(seed=rank, samples=(5, 2)[rank])
+    new_net()(torch.randn(2, 3, 6, 6))  # makes the group
+
+    traced = fx.symbolic_trace(new_net())
+    assert_same_training(traced, new_net(), **options)
+    x = torch.randn(2, 3, 6, 6)
+    with CountCollectives() as forward:
+        y = traced(x)
+    with CountCollectives() as backward:
+        y.sum().backward()
+    assert forward.names == backward.names == ["all_reduce"] * len(LAYERS)
+
+    graphs, model = Graphs(), new_net()
+    model.compile(backend=graphs.backend, fullgraph=True)
+    assert_same_training(model, new_net(), **options)
+    assert graphs.forward == graphs.backward == [len(LAYERS)]
+    dist.destroy_process_group()
+
+
+def test_two_ranks_exact(tmp_path):
+    mp.spawn(_rank, (str(tmp_path),), nprocs=2)
