@@ -1,6 +1,6 @@
 """Batch normalization whose statistics are shared by every device that trains."""
 
-from . import functional
+from . import functional, graph, ops
 from ._build import __version__
 from ._ops import ops as _ops
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
@@ -14,6 +14,8 @@ __all__ = [
     "convert_sync_batchnorm",
     "cpu_instruction_set",
     "functional",
+    "graph",
+    "ops",
     "revert_sync_batchnorm",
 ]
 

@@ -15,13 +15,16 @@ from . import _exchange
 from ._ops import ops
 from .errors import DivergenceError
 
+_TENSORS = ("x", "estimated_mean", "estimated_var", "scale", "bias", "batches")
+
 
 class BatchNormOutputs(NamedTuple):
     """What batch_norm returns; only y has a gradient."""
 
     #: like x
     y: Tensor
-    #: float64 (C,): mean and biased variance of the batch over all ranks; the estimates in inference
+    #: float64 (C,): mean and biased variance of the batch over all ranks, or, in inference, the
+    #: estimates
     batch_mean: Tensor
     batch_var: Tensor
     #: (C,) like the estimates: the updated estimates
@@ -250,9 +253,12 @@ def batch_norm(
     if has_torch_function(tensors):  # a tracer's stand-ins: one node of the graph
         return handle_torch_function(batch_norm, tensors, *tensors, **options)
     peers = None if is_infer else _exchange.peers(_exchange.group_name(group))
-    if x.device.type != "cpu":
-        _exchange.reject(torch.empty(0), peers)
-        raise ValueError(f"x: got a tensor on {x.device}, expected the CPU (CUDA is to come)")
+    for name, tensor in zip(_TENSORS, tensors, strict=True):
+        if tensor is not None and tensor.device.type != "cpu":
+            _exchange.reject(torch.empty(0), peers)
+            raise ValueError(
+                f"{name}: got a tensor on {tensor.device}, expected the CPU (CUDA is to come)"
+            )
     outputs = _BatchNorm.apply(
         x,
         scale,
@@ -280,8 +286,8 @@ def batch_norm_(
     batches: Tensor,
     **options,
 ) -> BatchNormOutputs:
-    """batch_norm in place: estimated_mean, estimated_var and batches are updated, and are saved_mean,
-    saved_var and saved_batches. Arguments, options and errors as for batch_norm."""
+    """batch_norm in place: estimated_mean, estimated_var and batches are updated, and returned as
+    saved_mean, saved_var and saved_batches. Arguments, options and errors as for batch_norm."""
     tensors = (x, estimated_mean, estimated_var, scale, bias, batches)
     if has_torch_function(tensors):
         return handle_torch_function(batch_norm_, tensors, *tensors, **options)

@@ -1,4 +1,5 @@
-"""Real processes over Gloo: 2 and 3 ranks, started once each, run every case of rank_cases.py."""
+"""Real processes over Gloo: 2 and 3 ranks, started once each, run every case of rank_cases.py and
+rank_cases_op.py."""
 
 import datetime
 import json
@@ -13,8 +14,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import rank_cases
+import rank_cases_op
 
-CASES = [name for name in vars(rank_cases) if name.startswith("case_")]
+CASES = {
+    name: function
+    for module in (rank_cases, rank_cases_op)
+    for name, function in vars(module).items()
+    if name.startswith("case_")
+}
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
@@ -22,9 +29,9 @@ def _rank_main(rank: int, world: int, port: int, results: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=TIMEOUT)
-    for name in CASES:
+    for name, function in CASES.items():
         try:
-            getattr(rank_cases, name)(rank, world)
+            function(rank, world)
             outcome = "passed"
         except BaseException:
             outcome = traceback.format_exc()
