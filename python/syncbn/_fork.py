@@ -135,8 +135,12 @@ class Fork:
         elif node.op == "call_module":
             module = self._layer_at(target)
             if isinstance(module, BatchNorm):
-                (x,) = (*args, *kwargs.values())
-                return self._operator(node, module, x, branch)
+                inputs = (*args, *kwargs.values())
+                if len(inputs) != 1:
+                    raise ValueError(
+                        f"{node.target}: got {len(inputs)} arguments, expected x alone"
+                    )
+                return self._operator(node, module, inputs[0], branch)
             if branch is not None:
                 module = _in_mode(module, branch == "train")
             return self._add_module(branch, module, args, kwargs, name)

@@ -92,6 +92,8 @@ def from_plain(layer: _BatchNorm, path: str, group: "_exchange.Group") -> BatchN
         raise ValueError(
             f"track_running_stats of {path}: got False, expected True; inference needs estimates"
         )
+    if getattr(layer, "affine_grad", "share") != "share":
+        raise ValueError(f"affine_grad of {path}: got {layer.affine_grad!r}, expected 'share'")
     if group is None:
         group = getattr(layer, "process_group", None)
     made = BatchNorm(

@@ -115,8 +115,8 @@ class Network:
     # Running it.
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """The parameters, each once."""
-        return self.module.parameters()
+        """The parameters of the model and of the loss, each once."""
+        return self._forked().root.parameters()
 
     @property
     def graph(self) -> fx.Graph:

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -124,7 +125,7 @@ TEST(BatchNormOp, FirstBatchAssignsAndLaterOnesAverageExact) {
   EXPECT_EQ(op.batches, 2);
 }
 
-TEST(BatchNormOp, GlobalEstimatesNormalizeAndAreConstantsExact) {
+TEST(BatchNormOp, GlobalEstimatesNormalizeAndAreConstants) {
   const auto self = self_communicator();
   for (const DType estimates : kDtypes) {
     const Tensor x = samples(DType::kFloat32, 0, 9);
@@ -217,6 +218,28 @@ TEST(BatchNormOp, RefusalReachesTheOtherRank) {
   EXPECT_EQ(text_of<InvalidArgument>(errors[0]),
             "epsilon: got -1, expected a finite number of at least 0");
   EXPECT_TRUE(contains(text_of<PeerLost>(errors[1]), "epsilon: got -1"));
+}
+
+TEST(BatchNormOp, NobodyWaitsForInferenceAndConstants) {
+  // Rank 1 never calls: an exchange would end in ExchangeTimeout.
+  ThreadGroup group(2, std::chrono::milliseconds(50));
+  const Tensor x = samples(DType::kFloat32, 0, 2);
+  Variables op(x);
+  BatchNormOpAttributes attributes;
+  attributes.is_infer = true;
+  const BatchStatistics used = op.run(x, attributes, group.rank(0));
+  Tensor dx(DType::kFloat32, {2, kChannels, 4}), dbias(DType::kFloat32, {kChannels});
+  const auto backward = [&](const MutableTensorView& gradient) {
+    batch_norm_op_backward(x.view(), x.view(), op.scale.view(), used, attributes, gradient, {},
+                           dbias.view(), group.rank(0), serial_executor());
+  };
+  EXPECT_NO_THROW(backward(dx.view()));
+  attributes.is_infer = false;
+  attributes.use_global_est = true;
+  EXPECT_NO_THROW(backward(dx.view()));
+  attributes.use_global_est = false;
+  EXPECT_NO_THROW(backward({}));
+  EXPECT_THROW(backward(dx.view()), ExchangeTimeout);
 }
 
 TEST(BatchNormOp, RefusedArguments) {

@@ -150,6 +150,16 @@ def test_first_batch_assigns_and_later_ones_average_exact():
     assert (out.batch_mean.item(), out.batch_var.item()) == (0, 0)
 
 
+def test_empty_batch_has_zero_gradients():
+    x = torch.empty(0, 3, 4, requires_grad=True)
+    mean, var, scale, bias, batches = variables()
+    scale.requires_grad_()
+    y = batch_norm(x, mean, var, scale, bias, batches).y
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, 3, 4)
+    assert torch.equal(scale.grad, torch.zeros(3))
+
+
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_estimates_are_rounded_once_exact(dtype):
     """momentum = 0.75: products and sums of these numbers are exact in float64."""

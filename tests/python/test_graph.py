@@ -339,6 +339,7 @@ def test_refused_models():
             return target
 
     no_average = nn.Sequential(nn.BatchNorm1d(2, momentum=None))
+    summed = nn.Sequential(syncbn.SyncBatchNorm(2, affine_grad="global"))
     untracked = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False))
     for function, text in (
         (
@@ -347,6 +348,7 @@ def test_refused_models():
         ),
         (lambda: Network(no_average, convert=True), "momentum of 0: got None, expected a number"),
         (lambda: Network(untracked, convert=True), "track_running_stats of 0: got False, expected"),
+        (lambda: Network(summed, convert=True), "affine_grad of 0: got 'global', expected 'share'"),
         (lambda: Network(Named(), loss=F.mse_loss), "loss: got one for a network with an input"),
         (lambda: BatchNorm(3, momentum=2.0), r"momentum: got 2.0, expected a number in \[0, 1\]"),
         (lambda: BatchNorm(3, epsilon=-1.0), "epsilon: got -1.0, expected a finite number"),
