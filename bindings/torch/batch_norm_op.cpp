@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -15,15 +16,22 @@
 namespace syncbn::torch_layer {
 namespace {
 
+void call_operator(const char* name, StableIValue* stack) {
+  // The stable ABI hands on that a call failed, but not why.
+  if (torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION) != 0) {
+    throw Error(
+        "batch_norm: the exchange over the process group failed (a rank did not come in time, or "
+        "was lost); the group's own error stands on this process's standard error");
+  }
+}
+
 /// The sum over the ranks of the process group of that name.
 Tensor all_reduce(const Tensor& words, const std::string& group) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   std::array<StableIValue, 3> stack{from(words), from(std::string("sum")), from(group)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("_c10d_functional::all_reduce", "", stack.data(), TORCH_ABI_VERSION));
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("_c10d_functional::wait_tensor", "", stack.data(), TORCH_ABI_VERSION));
+  call_operator("_c10d_functional::all_reduce", stack.data());
+  call_operator("_c10d_functional::wait_tensor", stack.data());
   return to<Tensor>(stack[0]);
 }
 
@@ -79,7 +87,7 @@ class GroupExchange {
         std::clamp<std::int64_t>(static_cast<std::int64_t>(message.size()) - begin, 0, size);
     std::copy_n(message.data() + (have > 0 ? begin : 0), have, data);
     std::fill(data + have, data + size, 0);
-    merged_ = all_reduce(words, *group_);
+    merged_ = all_reduce(words, group_.value_or(""));
     return int64_data("merged", *merged_, size);
   }
 

@@ -135,34 +135,18 @@ class Network:
                 named_inputs = batch
             else:
                 inputs = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        return self._run("train", inputs, named_inputs)
+        return self.run("train", *inputs, **named_inputs)
 
     @torch.no_grad()
     def infer(self, *inputs, **named_inputs):
         """Runs the inference branch, without gradients and without updating a variable."""
-        return self._run("infer", inputs, named_inputs)
+        return self.run("infer", *inputs, **named_inputs)
 
-    def run(self, target: str, *inputs, **named_inputs):
+    def run(self, target: str, /, *inputs, **named_inputs):
         """Computes one node by name (see print(network)), and what it depends on.
 
         inputs: by position, in the order of those inputs that the target depends on, or by name.
         """
-        return self._run(target, inputs, named_inputs)
-
-    def _next_batch(self):
-        if self._data is None:
-            raise ValueError(
-                "data: got none, expected a source of batches, or arguments of train()"
-            )
-        if self._batches is None:
-            self._batches = iter(self._data)
-        for _ in range(2):
-            for batch in self._batches:
-                return batch
-            self._batches = iter(self._data)
-        raise ValueError("data: got no batch, expected at least one")
-
-    def _run(self, target: str, inputs: tuple, named_inputs: dict):
         fork = self._forked()
         plan = fork.plan(target)
         placeholders = [node for node in plan.nodes if node.op == "placeholder"]
@@ -177,6 +161,19 @@ class Network:
             )
         values = [values[name] for name in names]
         return fx.Interpreter(fork.root, graph=plan).run(*values, enable_io_processing=False)
+
+    def _next_batch(self):
+        if self._data is None:
+            raise ValueError(
+                "data: got none, expected a source of batches, or arguments of train()"
+            )
+        if self._batches is None:
+            self._batches = iter(self._data)
+        for _ in range(2):
+            for batch in self._batches:
+                return batch
+            self._batches = iter(self._data)
+        raise ValueError("data: got no batch, expected at least one")
 
     def _layer_at(self, path: str) -> nn.Module:
         module = self.module.get_submodule(path)

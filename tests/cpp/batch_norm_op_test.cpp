@@ -253,7 +253,7 @@ TEST(BatchNormOp, RefusedArguments) {
     BatchNormOpAttributes attributes;
     spoil(inputs, outputs, attributes);
     const auto self = self_communicator();
-    const std::string text = thrown_text<InvalidArgument>(
+    std::string text = thrown_text<InvalidArgument>(
         [&] { batch_norm_op(inputs, outputs, attributes, *self, serial_executor()); });
     EXPECT_EQ(op.mean.values(), std::vector<double>(kChannels, 7));
     EXPECT_EQ(op.batches, 0);

@@ -310,6 +310,10 @@ def test_runs_any_node():
     assert out.saved_mean is model.bn1.estimated_mean
     assert torch.equal(out.batch_mean.float(), model.bn1.estimated_mean)
     assert model.bn1.batches.item() == 1 and model.bn2.batches.item() == 0
+    net = Network(nn.Sequential(BatchNorm(3)), loss=F.mse_loss)
+    x, target = images(), images(1)
+    expected = F.mse_loss(net.run("_0_train_y", x), target)
+    assert torch.equal(net.run("loss", x, target=target), expected)
 
 
 def test_refused_runs():
