@@ -171,8 +171,8 @@ class GatheredMoments {
     const MessageInfo info = read_header(header.data(), ranks);
     check_header(info);
     out.count = info.count;
-    merge_welford(info, all.data() + kHeaderWords, out.mean.data(), out.var.data(),
-                  out.rstd.data(), channels, ranks, static_cast<std::int64_t>(size), eps);
+    merge_welford(info, all.data() + kHeaderWords, out.mean.data(), out.var.data(), out.rstd.data(),
+                  channels, ranks, static_cast<std::int64_t>(size), eps);
   }
 
  private:

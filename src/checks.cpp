@@ -115,9 +115,9 @@ void check_available(Device device) {
   }
 }
 
-void check_eps(double eps) {
+void check_eps(double eps, const char* name) {
   if (!(eps >= 0) || eps - eps != 0) {
-    refuse("eps", number(eps), "a finite number of at least 0");
+    refuse(name, number(eps), "a finite number of at least 0");
   }
 }
 

@@ -23,7 +23,7 @@ void check_per_channel(const char* name, const TensorView& tensor, std::int64_t 
 /// Throws Unavailable for tensors on a device that this build has no passes for.
 void check_available(Device device);
 
-void check_eps(double eps);
+void check_eps(double eps, const char* name = "eps");
 void check_activation(const Activation& activation);
 void check_ranks(int ranks);
 void check_momentum(double momentum);

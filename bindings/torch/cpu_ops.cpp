@@ -4,6 +4,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/torch/layer.hpp"
 #include "bindings/torch/new_output.hpp"
 #include "bindings/torch/tensors.hpp"
 #include "syncbn/diagnosis.hpp"
@@ -14,34 +15,6 @@
 namespace syncbn::torch_layer {
 namespace {
 
-/// A message as the exchange left it: the first part, and the words beyond the frame, if any.
-class Merged {
- public:
-  Merged(const Tensor& first, const std::optional<Tensor>& rest, std::int64_t ranks,
-         std::int64_t channels)
-      : info(read_header(int64_data("merged", first, kHeaderWords), static_cast<int>(ranks))) {
-    check_header(info);
-    const std::int64_t needed = info.any_data ? message_words(info.dtype, channels) : kHeaderWords;
-    if (!rest.has_value()) {
-      words_ = int64_data("merged", first, needed) + kHeaderWords;
-      return;
-    }
-    const std::int64_t* first_words = int64_data("merged", first, kHeaderWords);
-    const std::int64_t framed = std::min(first.numel(), needed);
-    const std::int64_t* rest_words = int64_data("rest", *rest, needed - framed);
-    joined_.assign(first_words + kHeaderWords, first_words + framed);
-    joined_.insert(joined_.end(), rest_words, rest_words + needed - framed);
-    words_ = joined_.data();
-  }
-
-  const std::int64_t* words() const { return words_; }
-  MessageInfo info;
-
- private:
-  const std::int64_t* words_;
-  std::vector<std::int64_t> joined_;
-};
-
 /// A message of at least `frame` words: zeros follow the channels' words.
 Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels, std::int64_t frame) {
   const std::int64_t words = message_words(dtype, channels);
@@ -49,14 +22,6 @@ Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels, std::int
   std::int64_t* data = int64_data("message", message, words);
   std::fill(data + words, data + message.numel(), 0);
   return message;
-}
-
-std::int64_t channels_of(const Tensor& x) {
-  if (x.dim() < 2) {
-    throw InvalidArgument("x: got " + std::to_string(x.dim()) +
-                          " axes, expected at least 2 (N, C, spatial...)");
-  }
-  return x.size(1);
 }
 
 Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
@@ -114,70 +79,25 @@ Tensor remaining_words(const Tensor& message, const Tensor& merged, std::int64_t
   return rest;
 }
 
-/// Room for the activation mask of any tensor of x's shape, whatever its layout, so that a shape
-/// alone decides it.
-std::int64_t mask_bytes(const Tensor& x) {
-  const std::int64_t samples = x.size(0);
-  const std::int64_t channels = x.size(1);
-  std::int64_t plane = 1;
-  for (std::int64_t axis = 2; axis < x.dim(); ++axis) {
-    plane *= x.size(axis);
-  }
-  return samples * std::max(channels * ((plane + 7) / 8), plane * ((channels + 7) / 8));
-}
-
-struct Statistics {
-  Tensor mean, var, rstd, info;
-};
-
 /// mean, var, rstd and (count, fingerprint) from the merged message.
 Statistics statistics_of(const Tensor& x, const Tensor& message, const Tensor& merged,
                          const std::optional<Tensor>& rest, double eps, std::int64_t ranks) {
   const std::int64_t channels = channels_of(x);
   const Merged words(merged, rest, ranks, channels);
-  if (words.info.count == 1) {
-    throw InvalidArgument(
-        "x: got 1 value per channel over all ranks, expected more than 1 when training");
-  }
-  Statistics out{empty(x, channels, ScalarType::Double), empty(x, channels, ScalarType::Double),
-                 empty(x, channels, ScalarType::Double), empty(x, 2, ScalarType::Long)};
+  Statistics out(x, words.info, message);
   TorchExecutor executor;
   finalize_moments(words.info, words.words(), double_data(out.mean), double_data(out.var),
                    double_data(out.rstd), channels, eps, executor);
-  std::int64_t* info = int64_data("info", out.info, 2);
-  info[0] = words.info.count;
-  info[1] = int64_data("message", message, kHeaderWords)[1];  // its fingerprint
   return out;
-}
-
-std::uint8_t* byte_data(Tensor& tensor) {
-  return tensor.numel() == 0 ? nullptr : static_cast<std::uint8_t*>(tensor.mutable_data_ptr());
-}
-
-/// Zeros: what no element uses has to be equal from run to run as well.
-Tensor new_mask(const Tensor& x, bool wanted) {
-  Tensor mask = empty(x, wanted ? mask_bytes(x) : 0, ScalarType::Byte);
-  if (wanted) {
-    std::fill_n(byte_data(mask), mask.numel(), std::uint8_t{0});
-  }
-  return mask;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize(
     const Tensor& x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
     std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
     double eps, std::int64_t ranks, std::int64_t activation, double negative_slope) {
-  const TensorView samples = view("x", x);
-  Statistics s = statistics_of(x, message, merged, rest, eps, ranks);
-  Tensor y = new_output(x);
-  const Activation applied = activation_of(activation, negative_slope);
-  const bool masked = residual.has_value() && applied.kind != ActivationKind::kNone;
-  Tensor mask = new_mask(x, masked);
-  TorchExecutor executor;
-  syncbn::normalize(samples, double_data(s.mean), double_data(s.rstd), view("weight", weight),
-                    view("bias", bias), view("residual", residual), mutable_view("y", y),
-                    byte_data(mask), applied, executor);
-  return {y, s.mean, s.var, s.rstd, s.info, mask};
+  const Statistics statistics = statistics_of(x, message, merged, rest, eps, ranks);
+  return normalized(x, statistics, weight, bias, residual,
+                    activation_of(activation, negative_slope));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> normalize_in_place(

@@ -1,6 +1,6 @@
 """Batch normalization whose statistics are shared by every device that trains."""
 
-from . import functional, parallel
+from . import functional, graph, ops, parallel
 from ._build import __version__
 from ._ops import ops as _ops
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
@@ -16,6 +16,8 @@ __all__ = [
     "cpu_instruction_set",
     "fold",
     "functional",
+    "graph",
+    "ops",
     "parallel",
     "revert_sync_batchnorm",
 ]

@@ -93,9 +93,7 @@ class _BatchNormDevices(torch.autograd.Function):
         devices, peers, layer = ctx.devices, ctx.peers, ctx.layer
         weight, bias, *saved = ctx.saved_tensors
         xs, means, rstds, infos, masks = (saved[i * devices :][:devices] for i in range(5))
-        dys = [
-            torch.zeros_like(x) if dy is None else like(dy, x) for x, dy in zip(xs, gradients)
-        ]
+        dys = [torch.zeros_like(x) if dy is None else like(dy, x) for x, dy in zip(xs, gradients)]
         needs_weight, needs_bias = ctx.needs_input_grad[:2]
         needs_x = ctx.needs_input_grad[6 : 6 + devices]
         needs_residual = ctx.needs_input_grad[6 + devices :]
@@ -202,6 +200,11 @@ def train_step(
     layer = module.layer()
     peers = _exchange.peers(layer.group) if layer.sync else None
     try:
+        if layer.statistics != "reproducible":
+            raise ValueError(
+                f"statistics: got {layer.statistics!r} for a list of inputs, expected "
+                "'reproducible', which does not depend on the number of devices"
+            )
         ranks = 1 if peers is None else peers.ranks
         _check_inputs(module, xs, [None] * len(xs) if residuals is None else residuals, ranks)
     except ValueError:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ._ops import HEADER_WORDS, ops
+from ._ops import DTYPES, HEADER_WORDS, ops
 from .errors import DivergenceError
 
 #: How long an exchange waits for the slowest rank.
@@ -25,6 +25,7 @@ class Peers(NamedTuple):
 
     group_name: str
     ranks: int
+    rank: int  # this process's
 
 
 # Names of the groups that this module made, by their ranks (global numbers, ascending).
@@ -94,7 +95,7 @@ def peers(name: str | None) -> Peers | None:
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return None
-    return Peers(_own_group(group), ranks)
+    return Peers(_own_group(group), ranks, dist.get_rank(group))
 
 
 def frame_words(group: Peers | None) -> int:
@@ -127,16 +128,56 @@ def exchange(
             return first, None, None
         rest = ops.remaining_words(message, first, group.ranks, channels, beyond)
         return first, _all_reduce(rest, group.group_name), None
-    count = _check(first, group, layer_name)
+    count, _ = _check(first, group, layer_name)
     rest = ops.remaining_words(message, first, group.ranks, channels, -1)
     if rest.numel() == 0:
         return first, None, count
     return first, _all_reduce(rest, group.group_name), count
 
 
-def _check(merged: torch.Tensor, group: Peers, layer_name: str) -> int:
-    count, agree, rejected, _ = ops.header(merged, group.ranks).tolist()
-    where = f"{layer_name}, rank {dist.get_rank(resolve(group.group_name))} of {group.ranks}"
+def gather(
+    message: torch.Tensor, channels: int, group: Peers | None, layer_name: str
+) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    """Brings every rank's record of the welford mode to all ranks.
+
+    Records travel in the one frame of all exchanges, each rank's in a place of its own where the
+    others add zeros; if they do not fit, in an all-gather after it.
+
+    Returns (merged message, whose header counts; records, one after the other; count as in
+    exchange). Raises DivergenceError on every rank if the calls differ.
+    """
+    compiling = torch.compiler.is_compiling()
+    record = message[HEADER_WORDS:]
+    if group is None:
+        return message, record, None if compiling else int(message[0])
+    size = record.numel()
+    frame = torch.zeros(FRAME_WORDS, dtype=torch.int64, device=message.device)
+    frame[:HEADER_WORDS] = message[:HEADER_WORDS]
+    # By the largest record: a rank without samples may be of another dtype than the group.
+    fits = HEADER_WORDS + group.ranks * (1 + 2 * channels) <= FRAME_WORDS
+    if fits:
+        begin = HEADER_WORDS + group.rank * size
+        frame[begin : begin + size] = record
+    first = _all_reduce(frame, group.group_name)
+    count = None
+    if not compiling:
+        count, dtype = _check(first, group, layer_name)
+        if dtype is not None:
+            size = 1 + channels * (2 if dtype == torch.float64 else 1)
+    if fits:
+        return first, first[HEADER_WORDS : HEADER_WORDS + group.ranks * size], count
+    # Checks the header, also in a traced graph, before there is a second message.
+    whole = torch.cat([frame, record])
+    record = ops.remaining_words(whole, first, group.ranks, channels, size)
+    collectives = torch.ops._c10d_functional
+    gathered = collectives.all_gather_into_tensor(record, group.ranks, group.group_name)
+    return first, collectives.wait_tensor(gathered), count
+
+
+def _check(merged: torch.Tensor, group: Peers, layer_name: str) -> tuple[int, torch.dtype | None]:
+    """The count, and the dtype of the ranks with samples, if any; raises if the calls differ."""
+    count, agree, rejected, dtype = ops.header(merged, group.ranks).tolist()
+    where = f"{layer_name}, rank {group.rank} of {group.ranks}"
     if rejected:
         raise DivergenceError(f"{where}: a rank refused its input; that rank's own error says why")
     if not agree:
@@ -144,7 +185,7 @@ def _check(merged: torch.Tensor, group: Peers, layer_name: str) -> int:
             f"{where}: the ranks did not make the same call; layer, call number, direction, number "
             "of channels, eps and dtype must be equal on all of them"
         )
-    return count
+    return count, None if dtype < 0 else DTYPES[dtype]
 
 
 def sum_of_ranks(x: torch.Tensor, tag: int, group: Peers | None, name: str) -> torch.Tensor:

@@ -16,6 +16,8 @@ torch.ops.load_library(_LIBRARY)
 ops = torch.ops.syncbn
 
 HEADER_WORDS = 4
+#: In the order of the core's DType.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WORDS = {torch.float16: 6, torch.bfloat16: 19, torch.float32: 19, torch.float64: 83}
 
 _fake = torch.library.register_fake
@@ -69,6 +71,21 @@ def _mask(x):
 @_fake("syncbn::normalize")
 def _(x, message, merged, rest, weight, bias, residual, eps, ranks, activation, negative_slope):
     """y like x; statistics; mask, empty unless there are a residual and an activation."""
+    masked = residual is not None and activation != 0
+    mask = _mask(x) if masked else x.new_empty((0,), dtype=torch.uint8)
+    return torch.empty_like(x), *_statistics(x), mask
+
+
+@_fake("syncbn::local_welford")
+def _(x, layer, call, eps):
+    """int64 message [4 + n]: header; count, then mean and M2 of each channel, packed."""
+    words = 2 if x.dtype == torch.float64 else 1
+    return x.new_empty((HEADER_WORDS + 1 + x.shape[1] * words,), dtype=torch.int64)
+
+
+@_fake("syncbn::normalize_gathered")
+def _(x, message, merged, records, weight, bias, residual, eps, ranks, activation, slope):
+    """As normalize, from all ranks' records of the welford mode."""
     masked = residual is not None and activation != 0
     mask = _mask(x) if masked else x.new_empty((0,), dtype=torch.uint8)
     return torch.empty_like(x), *_statistics(x), mask

@@ -17,6 +17,7 @@ _OWN_ATTRIBUTES = (
     "activation",
     "negative_slope",
     "sync",
+    "statistics",
     "layer_name",
     "layer_number",
     "_original_class",

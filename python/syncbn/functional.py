@@ -12,6 +12,7 @@ from . import _baton, _exchange
 from ._ops import ops
 
 AFFINE_GRADS = ("share", "global")
+STATISTICS = ("reproducible", "welford")  # in the order of the core's Statistics
 ACTIVATIONS = ("none", "relu", "leaky_relu")  # in the order of the core's ActivationKind
 
 
@@ -31,6 +32,7 @@ class Layer(NamedTuple):
     affine_grad: str = "share"
     activation: str = "none"
     negative_slope: float = 0.01
+    statistics: str = "reproducible"
 
     @property
     def activation_kind(self) -> int:
@@ -39,21 +41,39 @@ class Layer(NamedTuple):
     def call_number(self, residual: bool) -> int:
         """`number` and, in bits of their own, the options that all ranks must have in common."""
         slope = int(self.negative_slope * 2**20) if self.activation == "leaky_relu" else 0
-        options = (slope << 3 | self.activation_kind << 1 | residual) & 0x7FFFFFFF
+        mode = STATISTICS.index(self.statistics)
+        options = (slope << 4 | mode << 3 | self.activation_kind << 1 | residual) & 0x7FFFFFFF
         return self.number | options << 32
 
 
-def _exchange_moments(x, call, layer, peers, residual):
-    """(message, merged, rest): this rank's sums, and those of all."""
-    number = layer.call_number(residual)
-    message = ops.local_moments(x, number, call, layer.eps, _exchange.frame_words(peers))
-    merged, rest, count = _exchange.exchange(message, x.shape[1], peers, layer.name)
+def _forward(x, weight, bias, residual, call, layer, peers):
+    """What ops.normalize returns, with the statistics of all ranks."""
+    number, channels = layer.call_number(residual is not None), x.shape[1]
+    if layer.statistics == "welford":
+        message = ops.local_welford(x, number, call, layer.eps)
+        *merged, count = _exchange.gather(message, channels, peers, layer.name)
+        normalize = ops.normalize_gathered
+    else:
+        message = ops.local_moments(x, number, call, layer.eps, _exchange.frame_words(peers))
+        *merged, count = _exchange.exchange(message, channels, peers, layer.name)
+        normalize = ops.normalize
     if count == 1:
         raise ValueError(
             "Expected more than 1 value per channel when training, got 1 over all ranks "
             f"(input size {list(x.shape)} on this one)"
         )
-    return message, merged, rest
+    return normalize(
+        x,
+        message,
+        *merged,
+        weight,
+        bias,
+        None if residual is None else like(residual, x),
+        layer.eps,
+        1 if peers is None else peers.ranks,
+        layer.activation_kind,
+        layer.negative_slope,
+    )
 
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
@@ -70,19 +90,7 @@ class _BatchNormTraining(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, call, layer, peers):
-        ranks = 1 if peers is None else peers.ranks
-        exchanged = _exchange_moments(x, call, layer, peers, residual is not None)
-        y, mean, var, rstd, info, mask = ops.normalize(
-            x,
-            *exchanged,
-            weight,
-            bias,
-            None if residual is None else like(residual, x),
-            layer.eps,
-            ranks,
-            layer.activation_kind,
-            layer.negative_slope,
-        )
+        y, mean, var, rstd, info, mask = _forward(x, weight, bias, residual, call, layer, peers)
         # Without a mask, the activation's sign is computed again, which takes the bias.
         again = layer.activation != "none" and residual is None
         ctx.save_for_backward(x, weight, bias if again else None, mean, rstd, info, mask)
@@ -145,12 +153,15 @@ def _check_like_input(name, tensor, x):
         )
 
 
-def check_options(affine_grad, activation, negative_slope):
+def check_options(affine_grad, activation, negative_slope, statistics):
     """One error that names the option, what was given and what is allowed."""
-    if affine_grad not in AFFINE_GRADS:
-        raise ValueError(f"affine_grad: got {affine_grad!r}, expected one of {AFFINE_GRADS}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: got {activation!r}, expected one of {ACTIVATIONS}")
+    for name, value, allowed in (
+        ("affine_grad", affine_grad, AFFINE_GRADS),
+        ("activation", activation, ACTIVATIONS),
+        ("statistics", statistics, STATISTICS),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name}: got {value!r}, expected one of {allowed}")
     if not math.isfinite(negative_slope):
         raise ValueError(f"negative_slope: got {negative_slope}, expected a finite number")
 
@@ -244,6 +255,7 @@ def sync_batch_norm(
     residual: Tensor | None = None,
     activation: str = "none",
     negative_slope: float = 0.01,
+    statistics: str = "reproducible",
 ) -> Tensor:
     """Batch normalization with the statistics of all ranks of a process group.
 
@@ -260,6 +272,7 @@ def sync_batch_norm(
         residual: added to the normalized values, of x's shape and dtype.
         activation: "none", "relu" or "leaky_relu", applied last.
         negative_slope: of leaky_relu.
+        statistics: "reproducible", or "welford" (docs/welford.md).
 
     Returns:
         y like x. The gradients of weight and bias are this rank's own share, as in PyTorch: DDP
@@ -269,7 +282,7 @@ def sync_batch_norm(
         ValueError: an argument is refused, or all ranks together have one value per channel.
         DivergenceError: the ranks did not make the same call.
     """
-    check_options("share", activation, negative_slope)
+    check_options("share", activation, negative_slope, statistics)
     layer = Layer(
         "sync_batch_norm",
         0,
@@ -278,6 +291,7 @@ def sync_batch_norm(
         momentum=momentum,
         activation=activation,
         negative_slope=negative_slope,
+        statistics=statistics,
     )
     if training:
         if _baton.running and _baton.inside():

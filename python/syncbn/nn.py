@@ -39,6 +39,8 @@ class SyncBatchNorm(_BatchNorm):
             pass, after the residual that forward may be given.
         negative_slope: of leaky_relu.
         sync: False switches the exchange off: statistics of this rank alone.
+        statistics: "reproducible", whose bits do not depend on the number of ranks; or "welford",
+            mean and variance of each rank, merged (docs/welford.md).
 
     In evaluation mode this is PyTorch's own batch norm operator (then its own addition and
     activation).
@@ -59,16 +61,18 @@ class SyncBatchNorm(_BatchNorm):
         activation: str = "none",
         negative_slope: float = 0.01,
         sync: bool = True,
+        statistics: str = "reproducible",
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
-        check_options(affine_grad, activation, negative_slope)
+        check_options(affine_grad, activation, negative_slope, statistics)
         self._init_sync(_exchange.group_name(process_group), "SyncBatchNorm")
         self.affine_grad = affine_grad
         self.activation = activation
         self.negative_slope = negative_slope
         self.sync = sync
+        self.statistics = statistics
 
     def _init_sync(self, group_name: str | None, layer_name: str) -> None:
         """What a layer has besides a plain one; the options at their defaults."""
@@ -77,6 +81,7 @@ class SyncBatchNorm(_BatchNorm):
         self.activation = "none"
         self.negative_slope = 0.01
         self.sync = True
+        self.statistics = "reproducible"
         self.layer_name = layer_name
         self.layer_number = zlib.crc32(layer_name.encode())
         reference = self.weight if self.weight is not None else self.running_mean
@@ -112,6 +117,7 @@ class SyncBatchNorm(_BatchNorm):
             self.affine_grad,
             self.activation,
             self.negative_slope,
+            self.statistics,
         )
 
     @leaf
@@ -164,6 +170,7 @@ class SyncBatchNorm(_BatchNorm):
             ("affine_grad", "share"),
             ("activation", "none"),
             ("sync", True),
+            ("statistics", "reproducible"),
         ):
             value = getattr(self, name)
             if value != default:

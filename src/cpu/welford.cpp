@@ -102,7 +102,8 @@ void rows_records(const SampleView& x, std::int64_t begin, std::int64_t end,
     }
     for (std::int64_t i = 0; i < channels; ++i) {
       const auto s = static_cast<std::size_t>(i);
-      write_record(WelfordMoments<R>{count, streams.mean[s], streams.m2[s]}, records + (c + i) * kWords);
+      write_record(WelfordMoments<R>{count, streams.mean[s], streams.m2[s]},
+                   records + (c + i) * kWords);
     }
   }
 }

@@ -119,6 +119,8 @@ struct Case {
 
 std::vector<Case> diverging_cases() {
   const Step forward = forward_step();
+  Step welford = forward;
+  welford.options.statistics = Statistics::kWelford;
   Step leaky = forward;
   leaky.options.activation.kind = ActivationKind::kLeakyRelu;
   const Step share = backward_step(AffineGradients::kShare);
@@ -129,6 +131,10 @@ std::vector<Case> diverging_cases() {
       {"call", forward, [](Step& s) { s.options.call = 1; }},
       {"activation", forward, [](Step& s) { s.options.activation.kind = ActivationKind::kRelu; }},
       {"negative slope", leaky, [](Step& s) { s.options.activation.negative_slope = 0.2; }},
+      {"statistics", forward, [](Step& s) { s.options.statistics = Statistics::kWelford; }},
+      {"call of the welford mode", welford, [](Step& s) { s.options.call = 1; }},
+      {"dtype of the welford mode", welford, [](Step& s) { s.dtype = DType::kBFloat16; }},
+      {"channels of the welford mode", welford, [](Step& s) { s.sizes = {2, 4, 3}; }},
       {"channels", forward, [](Step& s) { s.sizes = {2, 4, 3}; }},
       {"dtype of the same format", forward, [](Step& s) { s.dtype = DType::kBFloat16; }},
       {"dtype of another format", forward, [](Step& s) { s.dtype = DType::kFloat64; }},

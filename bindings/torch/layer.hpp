@@ -1,0 +1,116 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings/torch/new_output.hpp"
+#include "bindings/torch/tensors.hpp"
+#include "syncbn/passes.hpp"
+
+// What the layer's operators share.
+namespace syncbn::torch_layer {
+
+/// A message as the exchange left it: the first part, and the words beyond the frame, if any.
+class Merged {
+ public:
+  Merged(const Tensor& first, const std::optional<Tensor>& rest, std::int64_t ranks,
+         std::int64_t channels)
+      : info(read_header(int64_data("merged", first, kHeaderWords), static_cast<int>(ranks))) {
+    check_header(info);
+    const std::int64_t needed = info.any_data ? message_words(info.dtype, channels) : kHeaderWords;
+    if (!rest.has_value()) {
+      words_ = int64_data("merged", first, needed) + kHeaderWords;
+      return;
+    }
+    const std::int64_t* first_words = int64_data("merged", first, kHeaderWords);
+    const std::int64_t framed = std::min(first.numel(), needed);
+    const std::int64_t* rest_words = int64_data("rest", *rest, needed - framed);
+    joined_.assign(first_words + kHeaderWords, first_words + framed);
+    joined_.insert(joined_.end(), rest_words, rest_words + needed - framed);
+    words_ = joined_.data();
+  }
+
+  const std::int64_t* words() const { return words_; }
+  MessageInfo info;
+
+ private:
+  const std::int64_t* words_;
+  std::vector<std::int64_t> joined_;
+};
+
+inline std::int64_t channels_of(const Tensor& x) {
+  if (x.dim() < 2) {
+    throw InvalidArgument("x: got " + std::to_string(x.dim()) +
+                          " axes, expected at least 2 (N, C, spatial...)");
+  }
+  return x.size(1);
+}
+
+/// Room for the activation mask of any tensor of x's shape, whatever its layout, so that a shape
+/// alone decides it.
+inline std::int64_t mask_bytes(const Tensor& x) {
+  const std::int64_t samples = x.size(0);
+  const std::int64_t channels = x.size(1);
+  std::int64_t plane = 1;
+  for (std::int64_t axis = 2; axis < x.dim(); ++axis) {
+    plane *= x.size(axis);
+  }
+  return samples * std::max(channels * ((plane + 7) / 8), plane * ((channels + 7) / 8));
+}
+
+inline std::uint8_t* byte_data(Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : static_cast<std::uint8_t*>(tensor.mutable_data_ptr());
+}
+
+/// Zeros: what no element uses has to be equal from run to run as well.
+inline Tensor new_mask(const Tensor& x, bool wanted) {
+  Tensor mask = empty(x, wanted ? mask_bytes(x) : 0, ScalarType::Byte);
+  if (wanted) {
+    std::fill_n(byte_data(mask), mask.numel(), std::uint8_t{0});
+  }
+  return mask;
+}
+
+/// Statistics of a batch that all ranks share.
+struct Statistics {
+  /// info: of the merged message; message: this rank's. Throws on every rank if there is only one
+  /// element.
+  Statistics(const Tensor& x, const MessageInfo& merged, const Tensor& message)
+      : mean(empty(x, channels_of(x), ScalarType::Double)),
+        var(empty(x, channels_of(x), ScalarType::Double)),
+        rstd(empty(x, channels_of(x), ScalarType::Double)),
+        info(empty(x, 2, ScalarType::Long)) {
+    if (merged.count == 1) {
+      throw InvalidArgument(
+          "x: got 1 value per channel over all ranks, expected more than 1 when training");
+    }
+    std::int64_t* values = int64_data("info", info, 2);
+    values[0] = merged.count;
+    values[1] = int64_data("message", message, kHeaderWords)[1];
+  }
+  Tensor mean, var, rstd;
+  Tensor info;  ///< count and fingerprint
+};
+
+/// y, the statistics and the activation mask, empty unless backward needs it.
+inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalized(
+    const Tensor& x, const Statistics& statistics, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+    const Activation& activation) {
+  Tensor y = new_output(x);
+  const bool masked = residual.has_value() && activation.kind != ActivationKind::kNone;
+  Tensor mask = new_mask(x, masked);
+  TorchExecutor executor;
+  const std::int64_t channels = channels_of(x);
+  syncbn::normalize(view("x", x), double_data("mean", statistics.mean, channels),
+                    double_data("rstd", statistics.rstd, channels), view("weight", weight),
+                    view("bias", bias), view("residual", residual), mutable_view("y", y),
+                    byte_data(mask), activation, executor);
+  return {y, statistics.mean, statistics.var, statistics.rstd, statistics.info, mask};
+}
+
+}  // namespace syncbn::torch_layer

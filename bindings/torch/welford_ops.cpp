@@ -1,0 +1,62 @@
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <tuple>
+
+#include "bindings/torch/layer.hpp"
+#include "syncbn/welford.hpp"
+
+// The operators of the welford mode's forward direction. Shapes and dtypes stand beside their fakes
+// in python/syncbn/_ops.py.
+namespace syncbn::torch_layer {
+namespace {
+
+Tensor local_welford(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps) {
+  const TensorView samples = view("x", x);
+  const std::int64_t channels = channels_of(x);
+  const std::int64_t number = call.has_value() ? *int64_data("call", *call, 1) : 0;
+  const std::int64_t words = kHeaderWords + welford_words(samples.dtype, channels);
+  Tensor message = empty(x, words, ScalarType::Long);
+  TorchExecutor executor;
+  syncbn::local_welford(
+      samples, int64_data("message", message, words),
+      fingerprint(static_cast<std::uint64_t>(layer), static_cast<std::uint64_t>(number),
+                  Direction::kForward, channels, eps),
+      executor);
+  return message;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize_gathered(
+    const Tensor& x, const Tensor& message, const Tensor& merged, const Tensor& records,
+    std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
+    double eps, std::int64_t ranks, std::int64_t activation, double negative_slope) {
+  const std::int64_t channels = channels_of(x);
+  const MessageInfo info =
+      read_header(int64_data("merged", merged, kHeaderWords), static_cast<int>(ranks));
+  check_header(info);
+  const DType dtype = info.any_data ? info.dtype : dtype_of("x", x);
+  const std::int64_t stride = welford_words(dtype, channels);
+  Statistics statistics(x, info, message);
+  merge_welford(info, int64_data("records", records, ranks * stride), double_data(statistics.mean),
+                double_data(statistics.var), double_data(statistics.rstd), channels,
+                static_cast<int>(ranks), stride, eps);
+  return normalized(x, statistics, weight, bias, residual,
+                    activation_of(activation, negative_slope));
+}
+
+}  // namespace
+}  // namespace syncbn::torch_layer
+
+STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
+  m.def("local_welford(Tensor x, int layer, Tensor? call, float eps) -> Tensor");
+  m.def(
+      "normalize_gathered(Tensor x, Tensor message, Tensor merged, Tensor records, "
+      "Tensor? weight, Tensor? bias, Tensor? residual, float eps, int ranks, int activation, "
+      "float negative_slope) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
+  using namespace syncbn::torch_layer;
+  m.impl("local_welford", TORCH_BOX(&local_welford));
+  m.impl("normalize_gathered", TORCH_BOX(&normalize_gathered));
+}

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "syncbn/batch_norm.hpp"
+#include "syncbn/communicator.hpp"
+#include "syncbn/export.hpp"
+#include "syncbn/passes.hpp"
+#include "syncbn/tensor.hpp"
+
+/// Batch normalization as one operator for graph engines: inputs, outputs and attributes that do
+/// not change. Training and inference are two operators that share their variables
+/// (docs/forked_graph.md). Differences from batch_norm.hpp: `momentum` is the share that the old
+/// estimate keeps, the first batch assigns, and the variance is biased everywhere.
+namespace syncbn {
+
+struct BatchNormOpAttributes {
+  bool is_infer = false;        ///< normalize with the given estimates, exchange and update nothing
+  bool use_global_est = false;  ///< in training normalize with the updated estimates
+  double epsilon = 1e-6;        ///< finite, not negative
+  double momentum = 0.99;       ///< in [0, 1]
+  std::uint64_t layer = 0;      ///< the caller's number for this layer
+};
+
+/// x: (N, C, spatial...). The estimates: C entries of any dtype. scale and bias: the same, or
+/// absent (1 and 0). batches: how many batches the estimates hold; at 0 the batch is assigned.
+struct BatchNormOpInputs {
+  TensorView x;
+  TensorView estimated_mean;
+  TensorView estimated_var;
+  TensorView scale;
+  TensorView bias;
+  std::int64_t batches = 0;
+};
+
+/// y: like x. batch_mean and batch_var: C entries of any dtype, or absent. saved_mean, saved_var
+/// and saved_batches: the updated estimates and counter; they may be the memory of the estimates.
+struct BatchNormOpOutputs {
+  MutableTensorView y;
+  MutableTensorView batch_mean;
+  MutableTensorView batch_var;
+  MutableTensorView saved_mean;
+  MutableTensorView saved_var;
+  std::int64_t* saved_batches = nullptr;
+};
+
+/// Sums a message over the ranks in place, checks its header (check_header) and returns it. The
+/// message may come back in another length: that of the group's dtype, where this rank is empty.
+using Exchange = std::function<MessageInfo(std::vector<std::int64_t>& message)>;
+
+/// Training: estimate <- momentum * estimate + (1 - momentum) * batch value, or the batch value if
+/// inputs.batches is 0; a batch without elements changes nothing. y = (x - mean) / sqrt(var +
+/// epsilon) * scale + bias with mean and var of the batch over all ranks, or with the updated
+/// estimates. One exchange. Inference: the given estimates are mean and var, batch_* and saved_*;
+/// no exchange.
+/// Returns the statistics that y was normalized with, which backward takes.
+/// Throws as batch_norm_forward does; nothing is changed then.
+SYNCBN_API BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs,
+                                         const BatchNormOpOutputs& outputs,
+                                         const BatchNormOpAttributes& attributes,
+                                         Communicator& communicator, const Execution& execution);
+
+/// The same for those who own the exchange; telling the other ranks of an exception that comes
+/// before it is then up to them.
+SYNCBN_API BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs,
+                                         const BatchNormOpOutputs& outputs,
+                                         const BatchNormOpAttributes& attributes,
+                                         const Exchange& exchange, const Execution& execution);
+
+/// dx, like x or absent; dscale and dbias, C entries or absent, of this rank's samples. Statistics
+/// of the batch are functions of x: one exchange if dx is wanted. Estimates (is_infer,
+/// use_global_est) are constants: dx = scale * rstd * dy, no exchange. Errors as for the forward.
+SYNCBN_API void batch_norm_op_backward(const TensorView& dy, const TensorView& x,
+                                       const TensorView& scale, const BatchStatistics& statistics,
+                                       const BatchNormOpAttributes& attributes,
+                                       const MutableTensorView& dx, const MutableTensorView& dscale,
+                                       const MutableTensorView& dbias, Communicator& communicator,
+                                       const Execution& execution);
+
+/// The same for those who own the exchange.
+SYNCBN_API void batch_norm_op_backward(const TensorView& dy, const TensorView& x,
+                                       const TensorView& scale, const BatchStatistics& statistics,
+                                       const BatchNormOpAttributes& attributes,
+                                       const MutableTensorView& dx, const MutableTensorView& dscale,
+                                       const MutableTensorView& dbias, const Exchange& exchange,
+                                       const Execution& execution);
+
+}  // namespace syncbn

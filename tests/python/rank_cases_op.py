@@ -1,0 +1,189 @@
+"""What each rank of a process group runs for syncbn.ops and syncbn.graph; see rank_cases.py."""
+
+import copy
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import oracle
+import syncbn
+from rank_cases import DTYPES, raises, shards
+from support import rough_samples, to_tensor
+from syncbn.ops import batch_norm, batch_norm_
+
+
+def variables(channels):
+    """estimated_mean, estimated_var, scale, bias, batches."""
+    return (
+        torch.zeros(channels),
+        torch.ones(channels),
+        torch.linspace(-2, 2, channels),
+        torch.linspace(1, 3, channels),
+        torch.tensor([1]),
+    )
+
+
+def check_operator(rank, world, alone, channels, dtype, kind, **options):
+    """A step on this rank's samples against one process with all of them."""
+    rng = np.random.default_rng(30)
+    values = rough_samples(rng, (9, channels, 3), dtype)
+    gradients = oracle.round_to(rng.standard_normal(values.shape), dtype)
+    part = shards(9, world, kind)[rank]
+    results = []
+    for group, rows in ((None, part), (alone, slice(None))):
+        x = to_tensor(values[rows], dtype).requires_grad_()
+        out = batch_norm(x, *variables(channels), group=group, **options)
+        out.y.backward(to_tensor(gradients[rows], dtype))
+        results.append((out, x.grad))
+    (out, dx), (whole, whole_dx) = results
+    assert torch.equal(out.y, whole.y[part])
+    assert torch.equal(dx, whole_dx[part])
+    for actual, expected in zip(out[1:], whole[1:], strict=True):
+        assert torch.equal(actual, expected)
+
+
+def case_operator_has_the_bits_of_one_rank_exact(rank, world):
+    """Below and above the 512 channels of float32 (117 of float64) that one message carries."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    for dtype in DTYPES:
+        for kind in ("uneven", "empty first"):
+            check_operator(rank, world, alone, 5, dtype, kind)
+            check_operator(rank, world, alone, 5, dtype, kind, use_global_est=True)
+    for channels, dtype in ((512, "float32"), (513, "float32"), (130, "float64")):
+        check_operator(rank, world, alone, channels, dtype, "empty first")
+
+
+def case_operator_on_an_empty_rank_of_another_dtype(rank, world):
+    for channels in (6, 600):
+        for dtype in (torch.float16, torch.float64):
+            given = variables(channels)
+            x = torch.randn(0 if rank == 0 else 4, channels, 3)
+            x = (x if rank == 0 else x.to(dtype)).requires_grad_()
+            out = batch_norm_(x, *given)
+            out.y.sum().backward()
+            assert out.y.dtype == x.dtype and given[4].item() == 2
+            gathered = [None] * world
+            dist.all_gather_object(gathered, out.saved_var.tolist())
+            assert all(g == gathered[0] for g in gathered)
+
+
+def case_operator_disagreement_is_an_error_on_every_rank(rank, world):
+    last = rank == world - 1
+    x = torch.randn(3, 4, 5)
+    wide = torch.randn(2, 900)
+    for options in (
+        {"epsilon": 1e-3},
+        {"momentum": 0.5},
+        {"use_global_est": True},
+        {"layer_name": "another"},
+        {"batches": torch.tensor([7])},
+        {"x": x.double()},
+        dict(
+            zip(("x", "estimated_mean", "estimated_var", "scale", "bias"), (wide, *variables(900)))
+        ),
+    ):
+        names = ("estimated_mean", "estimated_var", "scale", "bias", "batches")
+        arguments = {"x": x, **dict(zip(names, variables(4), strict=True))}
+        arguments.update(options if last else {})
+        before = {name: arguments[name].clone() for name in names}
+        raises(
+            syncbn.DivergenceError,
+            rf"(another|batch_norm), rank {rank} of {world}: .* did not make the same call",
+            lambda a=arguments: batch_norm_(**a),
+        )
+        for name in names:
+            assert torch.equal(arguments[name], before[name]), name
+    batch_norm_(x, *variables(4))
+
+
+def case_operator_refusal_is_an_error_on_every_rank(rank, world):
+    x = torch.randn(3, 4)
+    mean, var, scale, bias, batches = variables(4)
+    before = [t.clone() for t in (mean, var, batches)]
+    for bad in (
+        {"x": torch.randn(4)},
+        {"x": torch.ones(3, 4, device="meta")},
+        {"scale": scale[:3]},
+        {"batches": -batches},
+        {"epsilon": -1.0},
+    ):
+        arguments = {"x": x, "scale": scale, "bias": bias, "batches": batches}
+        arguments.update(bad if rank == 0 else {})
+        raises(
+            ValueError if rank == 0 else syncbn.DivergenceError,
+            "expected" if rank == 0 else "a rank of the group refused its input",
+            lambda a=arguments: batch_norm_(estimated_mean=mean, estimated_var=var, **a),
+        )
+    one = x[:1] if rank == 0 else x[:0]
+    raises(
+        ValueError, "1 value per channel", lambda: batch_norm_(one, mean, var, None, None, batches)
+    )
+    assert all(map(torch.equal, (mean, var, batches), before))
+    batch_norm_(x, mean, var, scale, bias, batches)
+
+
+def case_operator_backward_disagreement(rank, world):
+    """One rank brings its gradients to another step's exchange."""
+    last = rank == world - 1
+    x = torch.randn(3, 4, requires_grad=True)
+    first = batch_norm(x, *variables(4)).y
+    second = batch_norm(x, *variables(4), layer_name="second").y
+    raises(
+        syncbn.DivergenceError,
+        "did not make the same call",
+        lambda: (first if last else second).sum().backward(),
+    )
+
+
+def case_inference_of_the_operator_exchanges_nothing(rank, world):
+    x = torch.randn(3, 4, requires_grad=True)
+    if rank == 0:
+        batch_norm_(x, *variables(4), is_infer=True).y.sum().backward()
+    # Constant estimates: no exchange in backward either.
+    y = batch_norm_(x, *variables(4), use_global_est=True).y
+    if rank == 0:
+        y.sum().backward()
+
+
+def case_compiled_inference_of_the_operator_exact(rank, world):
+    given = variables(4)
+
+    def function(x):
+        return batch_norm_(x, *given, is_infer=True).y
+
+    x = torch.randn(3, 4)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), function(x))
+
+
+def case_network_trains_with_the_bits_of_one_rank_exact(rank, world):
+    """Elementwise operations and batch normalization alone, so that all bits are comparable."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+
+    def network(group):
+        model = nn.Sequential(
+            syncbn.graph.BatchNorm(4, group=group),
+            nn.ReLU(),
+            syncbn.graph.BatchNorm(4, group=group, use_global_est=True),
+        )
+        return syncbn.graph.Network(model)
+
+    net, whole = network(None), network(alone)
+    for step in range(3):
+        x = torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(step))
+        part = shards(8, world, "uneven")[rank]
+        mine, all_ = x[part].requires_grad_(), x.clone().requires_grad_()
+        y, expected = net.train(mine), whole.train(all_)
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        assert torch.equal(y, expected[part])
+        assert torch.equal(mine.grad, all_.grad[part])
+    for name, value in net.module.state_dict().items():
+        assert torch.equal(value, whole.module.state_dict()[name]), name
+    if rank == 0:  # inference exchanges nothing
+        before = copy.deepcopy(net.module.state_dict())
+        assert torch.equal(net.infer(x), whole.infer(x))
+        for name, value in net.module.state_dict().items():
+            assert torch.equal(value, before[name]), name
