@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _baton, _exchange
+from ._layer import check_arguments
 from ._ops import ops
-from .functional import check_arguments, like
+from .functional import like
 
 #: The digits of a message have room for this many (docs/numerics.md).
 MAX_DEVICES = 2048
@@ -205,6 +206,8 @@ def train_step(
                 f"statistics: got {layer.statistics!r} for a list of inputs, expected "
                 "'reproducible', which does not depend on the number of devices"
             )
+        if layer.writes_over_input:
+            raise ValueError("inplace: got True for a list of inputs, expected False")
         ranks = 1 if peers is None else peers.ranks
         _check_inputs(module, xs, [None] * len(xs) if residuals is None else residuals, ranks)
     except ValueError:

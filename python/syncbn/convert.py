@@ -18,6 +18,7 @@ _OWN_ATTRIBUTES = (
     "negative_slope",
     "sync",
     "statistics",
+    "inplace",
     "layer_name",
     "layer_number",
     "_original_class",

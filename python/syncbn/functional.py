@@ -1,79 +1,30 @@
 """Synchronized batch normalization as a function."""
 
-import math
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _baton, _exchange
+from ._layer import Layer, check_arguments, check_in_place, check_options
 from ._ops import ops
 
-AFFINE_GRADS = ("share", "global")
-STATISTICS = ("reproducible", "welford")  # in the order of the core's Statistics
-ACTIVATIONS = ("none", "relu", "leaky_relu")  # in the order of the core's ActivationKind
 
-
-class Layer(NamedTuple):
-    """What is constant over the calls of a layer.
-
-    number goes into the fingerprint, name into errors. group: a process group's name, None for the
-    world. sync False: no exchange.
-    """
-
-    name: str
-    number: int
-    group: str | None = None
-    sync: bool = True
-    eps: float = 1e-5
-    momentum: float | None = 0.1
-    affine_grad: str = "share"
-    activation: str = "none"
-    negative_slope: float = 0.01
-    statistics: str = "reproducible"
-
-    @property
-    def activation_kind(self) -> int:
-        return ACTIVATIONS.index(self.activation)
-
-    def call_number(self, residual: bool) -> int:
-        """`number` and, in bits of their own, the options that all ranks must have in common."""
-        slope = int(self.negative_slope * 2**20) if self.activation == "leaky_relu" else 0
-        mode = STATISTICS.index(self.statistics)
-        options = (slope << 4 | mode << 3 | self.activation_kind << 1 | residual) & 0x7FFFFFFF
-        return self.number | options << 32
-
-
-def _forward(x, weight, bias, residual, call, layer, peers):
-    """What ops.normalize returns, with the statistics of all ranks."""
+def _exchanged(x, residual, call, layer, peers):
+    """(message, merged, rest or records): this rank's part and what all ranks share."""
     number, channels = layer.call_number(residual is not None), x.shape[1]
     if layer.statistics == "welford":
         message = ops.local_welford(x, number, call, layer.eps)
         *merged, count = _exchange.gather(message, channels, peers, layer.name)
-        normalize = ops.normalize_gathered
     else:
         message = ops.local_moments(x, number, call, layer.eps, _exchange.frame_words(peers))
         *merged, count = _exchange.exchange(message, channels, peers, layer.name)
-        normalize = ops.normalize
     if count == 1:
         raise ValueError(
             "Expected more than 1 value per channel when training, got 1 over all ranks "
             f"(input size {list(x.shape)} on this one)"
         )
-    return normalize(
-        x,
-        message,
-        *merged,
-        weight,
-        bias,
-        None if residual is None else like(residual, x),
-        layer.eps,
-        1 if peers is None else peers.ranks,
-        layer.activation_kind,
-        layer.negative_slope,
-    )
+    return message, *merged
 
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
@@ -90,7 +41,19 @@ class _BatchNormTraining(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, call, layer, peers):
-        y, mean, var, rstd, info, mask = _forward(x, weight, bias, residual, call, layer, peers)
+        exchanged = _exchanged(x, residual, call, layer, peers)
+        normalize = ops.normalize_gathered if layer.statistics == "welford" else ops.normalize
+        y, mean, var, rstd, info, mask = normalize(
+            x,
+            *exchanged,
+            weight,
+            bias,
+            None if residual is None else like(residual, x),
+            layer.eps,
+            1 if peers is None else peers.ranks,
+            layer.activation_kind,
+            layer.negative_slope,
+        )
         # Without a mask, the activation's sign is computed again, which takes the bias.
         again = layer.activation != "none" and residual is None
         ctx.save_for_backward(x, weight, bias if again else None, mean, rstd, info, mask)
@@ -105,6 +68,37 @@ class _BatchNormTraining(torch.autograd.Function):
     def backward(ctx, dy, *_):
         x, weight, bias, mean, rstd, info, mask = ctx.saved_tensors
         return *_backward(ctx, dy, x, weight, bias, mean, rstd, info, mask), None, None, None
+
+
+class _BatchNormInPlace(torch.autograd.Function):
+    """As _BatchNormTraining with leaky_relu, written over x; backward recovers x from y."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, call, layer, peers):
+        mean, var, rstd, info = ops.normalize_in_place(
+            x,
+            *_exchanged(x, None, call, layer, peers),
+            weight,
+            bias,
+            layer.eps,
+            1 if peers is None else peers.ranks,
+            layer.negative_slope,
+        )
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x, weight, bias, mean, rstd, info)
+        ctx.mark_non_differentiable(mean, var, info)
+        ctx.peers = peers
+        ctx.layer = layer
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return x, mean, var, info
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, *_):
+        y, weight, bias, mean, rstd, info = ctx.saved_tensors
+        x, mask = ops.recover_input(y, mean, rstd, weight, bias, ctx.layer.negative_slope)
+        # The sign is y's: computed again from x it could differ next to 0.
+        return *_backward(ctx, dy, x, weight, None, mean, rstd, info, mask), None, None, None
 
 
 def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
@@ -145,56 +139,6 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
     )
 
 
-def _check_like_input(name, tensor, x):
-    if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.device != x.device:
-        raise ValueError(
-            f"{name}: got {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, "
-            f"expected the input's {x.dtype}, {tuple(x.shape)} and {x.device}"
-        )
-
-
-def check_options(affine_grad, activation, negative_slope, statistics):
-    """One error that names the option, what was given and what is allowed."""
-    for name, value, allowed in (
-        ("affine_grad", affine_grad, AFFINE_GRADS),
-        ("activation", activation, ACTIVATIONS),
-        ("statistics", statistics, STATISTICS),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name}: got {value!r}, expected one of {allowed}")
-    if not math.isfinite(negative_slope):
-        raise ValueError(f"negative_slope: got {negative_slope}, expected a finite number")
-
-
-def check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
-    """One error that names the argument, what was given and what is allowed."""
-    if x.dim() < 2:
-        raise ValueError(f"input: got {x.dim()}D input, expected at least 2D (N, C, ...)")
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"input: got {x.dtype}, expected float16, bfloat16, float32 or float64")
-    if not eps >= 0:
-        raise ValueError(f"eps: got {eps}, expected a number of at least 0")
-    for name, tensor in (
-        ("running_mean", running_mean),
-        ("running_var", running_var),
-        ("weight", weight),
-        ("bias", bias),
-    ):
-        if tensor is None:
-            continue
-        if tensor.shape != (x.shape[1],):
-            raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}, expected ({x.shape[1]},), one entry per "
-                f"channel of the input {tuple(x.shape)}"
-            )
-        if tensor.device != x.device:
-            raise ValueError(
-                f"{name}: got a tensor on {tensor.device}, expected {x.device}, the input's device"
-            )
-    if residual is not None:
-        _check_like_input("residual", residual, x)
-
-
 def train_step(
     x: Tensor,
     running_mean: Tensor | None,
@@ -215,12 +159,17 @@ def train_step(
     if x.device.type != "cpu":
         raise ValueError(f"input: got a tensor on {x.device}, expected the CPU (CUDA is to come)")
     peers = _exchange.peers(layer.group) if layer.sync else None
+    # A compiler plans memory by itself, and cannot trace this.
+    inplace = layer.writes_over_input and not torch.compiler.is_compiling()
     try:
         check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
+        if inplace:
+            check_in_place(x, weight, bias, residual)
     except ValueError:
         _exchange.reject(x, peers)
         raise
-    y, mean, var, info = _BatchNormTraining.apply(x, weight, bias, residual, call, layer, peers)
+    function = _BatchNormInPlace if inplace else _BatchNormTraining
+    y, mean, var, info = function.apply(x, weight, bias, residual, call, layer, peers)
     if running_mean is not None or num_batches_tracked is not None or call is not None:
         ops.update_running_statistics(
             running_mean, running_var, num_batches_tracked, call, mean, var, info, layer.momentum
@@ -256,6 +205,7 @@ def sync_batch_norm(
     activation: str = "none",
     negative_slope: float = 0.01,
     statistics: str = "reproducible",
+    inplace: bool = False,
 ) -> Tensor:
     """Batch normalization with the statistics of all ranks of a process group.
 
@@ -273,6 +223,7 @@ def sync_batch_norm(
         activation: "none", "relu" or "leaky_relu", applied last.
         negative_slope: of leaky_relu.
         statistics: "reproducible", or "welford" (docs/welford.md).
+        inplace: as for SyncBatchNorm.
 
     Returns:
         y like x. The gradients of weight and bias are this rank's own share, as in PyTorch: DDP
@@ -282,7 +233,6 @@ def sync_batch_norm(
         ValueError: an argument is refused, or all ranks together have one value per channel.
         DivergenceError: the ranks did not make the same call.
     """
-    check_options("share", activation, negative_slope, statistics)
     layer = Layer(
         "sync_batch_norm",
         0,
@@ -292,7 +242,9 @@ def sync_batch_norm(
         activation=activation,
         negative_slope=negative_slope,
         statistics=statistics,
+        inplace=inplace,
     )
+    check_options(layer)
     if training:
         if _baton.running and _baton.inside():
             raise RuntimeError(

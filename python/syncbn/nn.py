@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _baton, _devices, _exchange
+from ._layer import Layer, check_options
 from ._tracing import leaf
-from .functional import Layer, apply_activation, check_options, train_step
+from .functional import apply_activation, train_step
 
 # A graph traced from a layer on its own holds one call of train_step.
 torch.fx.wrap("train_step")
@@ -41,6 +42,9 @@ class SyncBatchNorm(_BatchNorm):
         sync: False switches the exchange off: statistics of this rank alone.
         statistics: "reproducible", whose bits do not depend on the number of ranks; or "welford",
             mean and variance of each rank, merged (docs/welford.md).
+        inplace: with leaky_relu, write the output over the input in training, and recover the
+            input in backward: within a bound, not with the same bits; weights for which the bound
+            is too large are refused (docs/activation.md). Without an activation it has no effect.
 
     In evaluation mode this is PyTorch's own batch norm operator (then its own addition and
     activation).
@@ -62,17 +66,19 @@ class SyncBatchNorm(_BatchNorm):
         negative_slope: float = 0.01,
         sync: bool = True,
         statistics: str = "reproducible",
+        inplace: bool = False,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
-        check_options(affine_grad, activation, negative_slope, statistics)
         self._init_sync(_exchange.group_name(process_group), "SyncBatchNorm")
         self.affine_grad = affine_grad
         self.activation = activation
         self.negative_slope = negative_slope
         self.sync = sync
         self.statistics = statistics
+        self.inplace = inplace
+        check_options(self.layer())
 
     def _init_sync(self, group_name: str | None, layer_name: str) -> None:
         """What a layer has besides a plain one; the options at their defaults."""
@@ -82,6 +88,7 @@ class SyncBatchNorm(_BatchNorm):
         self.negative_slope = 0.01
         self.sync = True
         self.statistics = "reproducible"
+        self.inplace = False
         self.layer_name = layer_name
         self.layer_number = zlib.crc32(layer_name.encode())
         reference = self.weight if self.weight is not None else self.running_mean
@@ -118,6 +125,7 @@ class SyncBatchNorm(_BatchNorm):
             self.activation,
             self.negative_slope,
             self.statistics,
+            self.inplace,
         )
 
     @leaf
@@ -171,6 +179,7 @@ class SyncBatchNorm(_BatchNorm):
             ("activation", "none"),
             ("sync", True),
             ("statistics", "reproducible"),
+            ("inplace", False),
         ):
             value = getattr(self, name)
             if value != default:

@@ -174,7 +174,7 @@ def test_layer_on_its_own_exact():
     layer, reference = syncbn.SyncBatchNorm(3), syncbn.SyncBatchNorm(3)
     traced = fx.symbolic_trace(layer)
     steps = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    assert steps == [train_step]
+    assert steps.count(train_step) == 1
     for seed in range(3):
         x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(seed))
         assert torch.equal(traced(x), reference(x))

@@ -1,0 +1,152 @@
+"""The options of a layer, and the checks of what it is given."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+AFFINE_GRADS = ("share", "global")
+STATISTICS = ("reproducible", "welford")  # in the order of the core's Statistics
+ACTIVATIONS = ("none", "relu", "leaky_relu")  # in the order of the core's ActivationKind
+
+
+class Layer(NamedTuple):
+    """What is constant over the calls of a layer.
+
+    number goes into the fingerprint, name into errors. group: a process group's name, None for the
+    world. sync False: no exchange.
+    """
+
+    name: str
+    number: int
+    group: str | None = None
+    sync: bool = True
+    eps: float = 1e-5
+    momentum: float | None = 0.1
+    affine_grad: str = "share"
+    activation: str = "none"
+    negative_slope: float = 0.01
+    statistics: str = "reproducible"
+    inplace: bool = False
+
+    @property
+    def activation_kind(self) -> int:
+        return ACTIVATIONS.index(self.activation)
+
+    @property
+    def writes_over_input(self) -> bool:
+        return self.inplace and self.activation != "none"
+
+    def call_number(self, residual: bool) -> int:
+        """`number` and, in bits of their own, the options that all ranks must have in common."""
+        slope = int(self.negative_slope * 2**20) if self.activation == "leaky_relu" else 0
+        mode = STATISTICS.index(self.statistics)
+        options = (slope << 4 | mode << 3 | self.activation_kind << 1 | residual) & 0x7FFFFFFF
+        return self.number | options << 32
+
+
+def _check_like_input(name, tensor, x):
+    if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.device != x.device:
+        raise ValueError(
+            f"{name}: got {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, "
+            f"expected the input's {x.dtype}, {tuple(x.shape)} and {x.device}"
+        )
+
+
+def check_options(layer: Layer) -> None:
+    """One error that names the option, what was given and what is allowed."""
+    for name, allowed in (
+        ("affine_grad", AFFINE_GRADS),
+        ("activation", ACTIVATIONS),
+        ("statistics", STATISTICS),
+    ):
+        value = getattr(layer, name)
+        if value not in allowed:
+            raise ValueError(f"{name}: got {value!r}, expected one of {allowed}")
+    if not math.isfinite(layer.negative_slope):
+        raise ValueError(f"negative_slope: got {layer.negative_slope}, expected a finite number")
+    if not layer.inplace:
+        return
+    if layer.activation == "relu":
+        raise ValueError(
+            "inplace: got True with relu, from whose output the input cannot be recovered; "
+            "expected leaky_relu"
+        )
+    if layer.statistics != "reproducible":
+        raise ValueError(f"inplace: got True with statistics={layer.statistics!r}, expected False")
+    if layer.activation == "leaky_relu" and not 2**-10 <= layer.negative_slope <= 2**10:
+        raise ValueError(
+            f"negative_slope: got {layer.negative_slope} with inplace=True, expected a number in "
+            "[2^-10, 2^10]"
+        )
+
+
+#: Largest error of a recovered input, in standard deviations, at one deviation from the mean.
+RECOVERY_LIMIT = 2**-7
+
+
+def recovery_bound(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> float:
+    """Bound of the error of an input that backward recovers from an in-place output, at one
+    standard deviation from the mean and in units of it: k (1 + max |bias / weight|) with
+    k = 11 u32 + u (docs/activation.md)."""
+    ratio = 0.0
+    if weight is not None or bias is not None:
+        shift = torch.zeros(()) if bias is None else bias.detach().double().abs()
+        scale = torch.ones(()) if weight is None else weight.detach().double().abs()
+        ratio = float((shift / scale).masked_fill(scale == 0, math.inf).max())
+    unit = torch.finfo(x.dtype).eps / 2
+    return (11 * min(unit, 2.0**-24) + unit) * (1 + ratio)
+
+
+def check_in_place(x, weight, bias, residual):
+    if residual is not None:
+        raise ValueError("inplace: got True with a residual, expected False")
+    if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        raise ValueError(
+            "input: got a leaf that requires a gradient with inplace=True, expected an "
+            "intermediate result"
+        )
+    if x._is_view():
+        raise ValueError("input: got a view of another tensor with inplace=True, expected none")
+    if not (x.numel() == 0 or x.is_contiguous() or x.movedim(1, -1).is_contiguous()):
+        raise ValueError(
+            f"input: got strides {x.stride()} with inplace=True, expected contiguous or "
+            "channels-last memory"
+        )
+    bound = recovery_bound(x, weight, bias)
+    if not bound <= RECOVERY_LIMIT:
+        raise ValueError(
+            f"weight: got entries so small beside the bias that backward would recover the input "
+            f"with an error of up to {bound:.2g} standard deviations, expected at most "
+            f"{RECOVERY_LIMIT:.2g}; use inplace=False"
+        )
+
+
+def check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
+    """One error that names the argument, what was given and what is allowed."""
+    if x.dim() < 2:
+        raise ValueError(f"input: got {x.dim()}D input, expected at least 2D (N, C, ...)")
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"input: got {x.dtype}, expected float16, bfloat16, float32 or float64")
+    if not eps >= 0:
+        raise ValueError(f"eps: got {eps}, expected a number of at least 0")
+    for name, tensor in (
+        ("running_mean", running_mean),
+        ("running_var", running_var),
+        ("weight", weight),
+        ("bias", bias),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != (x.shape[1],):
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}, expected ({x.shape[1]},), one entry per "
+                f"channel of the input {tuple(x.shape)}"
+            )
+        if tensor.device != x.device:
+            raise ValueError(
+                f"{name}: got a tensor on {tensor.device}, expected {x.device}, the input's device"
+            )
+    if residual is not None:
+        _check_like_input("residual", residual, x)

@@ -1,0 +1,218 @@
+"""Activation, residual, sync=False, in-place and welford over the ranks of a process group; run by
+test_distributed.py as rank_cases.py is."""
+
+import itertools
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import oracle
+import syncbn
+from rank_cases import CountCollectives, raises, shards, unchanged
+from support import assert_same_bits, rough_samples, to_tensor
+
+
+def parameters(layer, seed):
+    """Sets weight and bias, the same on every rank; float64 arrays."""
+    rng = np.random.default_rng(seed)
+    values = [rng.uniform(0.5, 1.5, layer.num_features).astype(np.float32) for _ in range(2)]
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(values[0]))
+        layer.bias.copy_(torch.from_numpy(values[1]))
+    return [v.astype(np.float64) for v in values]
+
+
+def case_activation_and_residual_exact(rank, world):
+    rng = np.random.default_rng(30)
+    for dtype in ("bfloat16", "float32", "float64"):
+        x, z, dy = (rough_samples(rng, (11, 5, 6, 3), dtype) for _ in range(3))
+        for activation, residual, kind in itertools.product(
+            ("relu", "leaky_relu"), (False, True), ("uneven", "empty first")
+        ):
+            parts = shards(x.shape[0], world, kind)
+            xs, zs, dys = ([t[s] for s in parts] for t in (x, z, dy))
+            layer = syncbn.SyncBatchNorm(5, activation=activation, negative_slope=0.3)
+            weight, bias = parameters(layer, 31)
+            options = {"activation": activation, "slope": 0.3}
+            options["residuals"] = zs if residual else None
+            forward = oracle.forward(xs, dtype, weight, bias, **options)
+            backward = oracle.backward(dys, xs, dtype, forward, weight, bias, **options)
+            mine = to_tensor(xs[rank], dtype).requires_grad_()
+            added = to_tensor(zs[rank], dtype).requires_grad_()
+            y = layer(mine, added) if residual else layer(mine)
+            y.backward(to_tensor(dys[rank], dtype))
+            assert_same_bits(y, forward.ys[rank], "y")
+            assert_same_bits(mine.grad, backward.dxs[rank], "dx")
+            assert_same_bits(layer.weight.grad, backward.dweight_shares[rank], "dweight")
+            if residual:
+                assert_same_bits(added.grad, backward.dresiduals[rank], "dresidual")
+
+
+def case_in_place_forward_exact(rank, world):
+    """Forward has the bits of the ordinary layer, on several ranks too."""
+    x = torch.randn(3 + rank, 6, 5, generator=torch.Generator().manual_seed(rank))
+    options = {"activation": "leaky_relu", "negative_slope": 0.1}
+    layers = [syncbn.SyncBatchNorm(6, inplace=i, **options) for i in (True, False)]
+    for layer in layers:
+        parameters(layer, 32)
+    leaves = [x.clone().requires_grad_() for _ in layers]
+    ys = [layer(leaf * 1) for layer, leaf in zip(layers, leaves, strict=True)]
+    assert torch.equal(*ys)
+    assert torch.equal(layers[0].running_var, layers[1].running_var)
+    for y in ys:
+        y.square().sum().backward()
+    # The bound itself: test_in_place.py. Gradients here are of order 1, and k is 7e-7.
+    assert (leaves[0].grad - leaves[1].grad).abs().max() < 1e-4
+
+
+def case_small_weights_in_place_are_an_error_on_every_rank(rank, world):
+    layer = syncbn.SyncBatchNorm(3, activation="leaky_relu", inplace=True)
+    with torch.no_grad():
+        layer.weight.zero_()
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    raises(ValueError, "weight: got entries so small", lambda: layer(torch.randn(4, 3)))
+    unchanged(layer, before)
+    # Where one rank alone refuses, the others learn of it.
+    with torch.no_grad():
+        layer.weight.fill_(1 if rank else 0)
+    if rank:
+        raises(syncbn.DivergenceError, "refused", lambda: layer(torch.randn(4, 3)))
+    else:
+        raises(ValueError, "weight: got entries so small", lambda: layer(torch.randn(4, 3)))
+
+
+def case_sync_false_exchanges_nothing_exact(rank, world):
+    layer = syncbn.SyncBatchNorm(4, sync=False, activation="relu")
+    plain = torch.nn.BatchNorm1d(4)
+    x = torch.randn(3 + rank, 4, 5, generator=torch.Generator().manual_seed(rank))
+    leaf = x.clone().requires_grad_()
+    with CountCollectives() as count:
+        layer(leaf).sum().backward()
+    assert count.names == []
+    expected = oracle.forward([x.double().numpy()], "float32", activation="relu")
+    mean = oracle.round_to(0.1 * expected.mean, "float32")
+    np.testing.assert_allclose(layer.running_mean.numpy(), mean, rtol=2**-22)
+    plain(x)
+    torch.testing.assert_close(layer.running_var, plain.running_var)
+
+
+def case_options_that_differ_are_an_error_on_every_rank(rank, world):
+    base = {"activation": "leaky_relu", "negative_slope": 0.1}
+    for odd in (
+        {"activation": "none"},
+        {"negative_slope": 0.2},
+        {"statistics": "welford"},
+    ):
+        layer = syncbn.SyncBatchNorm(4, **(base | odd if rank == 0 else base))
+        before = {k: v.clone() for k, v in layer.state_dict().items()}
+        raises(syncbn.DivergenceError, "same call", lambda layer=layer: layer(torch.randn(3, 4)))
+        unchanged(layer, before)
+    layer = syncbn.SyncBatchNorm(4)
+    residual = torch.randn(3, 4) if rank == 0 else None
+    raises(syncbn.DivergenceError, "same call", lambda: layer(torch.randn(3, 4), residual))
+
+
+def welford_layer(channels, **options):
+    return syncbn.SyncBatchNorm(channels, momentum=1.0, statistics="welford", **options)
+
+
+def case_welford_within_bound(rank, world):
+    """Uneven and empty ranks; records that fit the frame, and records that need an all-gather.
+    Bound: Chan, Golub and LeVeque, n kappa u for n additions in a row; see tests/cpp."""
+    rng = np.random.default_rng(33)
+    for channels, dtype in ((7, "float16"), (7, "float32"), (7, "float64"), (3000, "float32")):
+        x = oracle.round_to(2 + rng.standard_normal((12, channels, 9)), dtype)
+        for kind in ("even", "uneven", "empty first"):
+            mine = to_tensor(x[shards(12, world, kind)[rank]], dtype)
+            layer = welford_layer(channels)
+            layer(mine)
+            gathered = [torch.empty_like(layer.running_mean) for _ in range(world)]
+            for value in (layer.running_mean, layer.running_var):
+                dist.all_gather(gathered, value)
+                assert all(torch.equal(g, value) for g in gathered), "not the same on every rank"
+            n, u = 12 * 9, 2.0**-24 if dtype != "float64" else 2.0**-53
+            mean, var = x.mean((0, 2)), x.var((0, 2))
+            kappa = np.sqrt(1 + mean**2 / var)
+            rounding = 2.0**-24  # of the buffers
+            error = np.abs(layer.running_mean.double().numpy() - mean)
+            deviation = np.sqrt(var)
+            allowed = 4 * n * u * (np.abs(mean) + deviation) + rounding * np.abs(mean)
+            assert (error <= allowed).all()
+            unbiased = var * n / (n - 1)
+            error = np.abs(layer.running_var.double().numpy() - unbiased)
+            assert (error <= (4 * n * kappa * u + 2 * rounding) * unbiased).all()
+
+
+def case_welford_gradients(rank, world):
+    """float64 against autograd over the whole batch: sums of 84 numbers near 1, 1e-12 is 4,500
+    units in the last place."""
+    generator = torch.Generator().manual_seed(34)
+    x, dy = (torch.randn(12, 3, 7, generator=generator).double() for _ in range(2))
+    part = shards(12, world, "uneven")[rank]
+    layer = welford_layer(3, activation="relu", dtype=torch.float64)
+    plain = torch.nn.BatchNorm1d(3, momentum=1.0, dtype=torch.float64)
+    mine, whole = x[part].clone().requires_grad_(), x.clone().requires_grad_()
+    layer(mine).backward(dy[part])
+    plain(whole).relu().backward(dy)
+    torch.testing.assert_close(mine.grad, whole.grad[part], rtol=0, atol=1e-12)
+    total = layer.weight.grad.clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, plain.weight.grad, rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer.running_var, plain.running_var, rtol=0, atol=1e-12)
+
+
+def case_welford_is_reproducible_exact(rank, world):
+    x = torch.randn(5, 4, 50, generator=torch.Generator().manual_seed(35 + rank))
+    outputs = [welford_layer(4)(x) for _ in range(3)]
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+
+
+def case_welford_one_exchange_per_direction(rank, world):
+    for channels, expected in (
+        (64, ["all_reduce"]),
+        (5000, ["all_reduce", "all_gather_into_tensor"]),
+    ):
+        layer = welford_layer(channels)
+        x = torch.randn(2, channels, requires_grad=True)
+        with CountCollectives() as count:
+            y = layer(x)
+        assert count.names == expected, count.names
+        with CountCollectives() as count:
+            y.sum().backward()
+        assert count.names == ["all_reduce"] * (1 if channels <= 512 else 2), count.names
+
+
+def case_welford_disagreement_and_empty_ranks(rank, world):
+    for channels in (4, 5000):
+        layer = welford_layer(channels, eps=1e-5 if rank else 1e-3)
+        x = torch.randn(3, channels)
+        raises(syncbn.DivergenceError, "same call", lambda layer=layer, x=x: layer(x))
+    layer = welford_layer(5000)
+    raises(
+        (ValueError, syncbn.DivergenceError),
+        "refused|shape",
+        lambda: layer(torch.randn(3, 5000 if rank else 4)),
+    )
+    layer = welford_layer(4)
+    y = layer(torch.empty(0, 4))
+    assert y.shape == (0, 4) and layer.num_batches_tracked == 0
+    # An empty rank may be of another dtype than the group.
+    for channels in (4, 5000):
+        layer = welford_layer(channels)
+        layer(torch.empty(0, channels) if rank == 0 else torch.randn(4, channels).double())
+        assert layer.num_batches_tracked == 1
+        assert layer.running_var.isfinite().all()
+
+
+def case_welford_compiled_step_is_equal_exact(rank, world):
+    for channels in (4, 5000):
+        eager, compiled = welford_layer(channels), welford_layer(channels)
+        step = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+        x = torch.randn(3 + rank, channels, generator=torch.Generator().manual_seed(rank))
+        a, b = (x.clone().requires_grad_() for _ in range(2))
+        ya, yb = eager(a), step(b)
+        assert torch.equal(ya, yb)
+        ya.square().sum().backward()
+        yb.square().sum().backward()
+        assert torch.equal(a.grad, b.grad)

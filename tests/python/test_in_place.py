@@ -1,0 +1,195 @@
+"""The in-place variant: forward bits, recovered inputs and gradients within derived bounds."""
+
+import pytest
+import torch
+
+import syncbn
+from support import layouts_of
+from syncbn._layer import RECOVERY_LIMIT, recovery_bound
+from syncbn._ops import ops
+
+UNITS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24, torch.float64: 2**-53}
+SLOPE = 0.01
+
+
+def layers(channels, dtype=torch.float32, **options):
+    """An in-place layer and one that is not, with equal parameters away from 0."""
+    torch.manual_seed(channels)
+    pair = [
+        syncbn.SyncBatchNorm(
+            channels, activation="leaky_relu", negative_slope=SLOPE, inplace=inplace, dtype=dtype
+        )
+        for inplace in (True, False)
+    ]
+    with torch.no_grad():
+        pair[0].weight.copy_(0.5 + torch.rand(channels))
+        pair[0].bias.copy_(0.5 * torch.randn(channels).clamp(-1, 1))
+    pair[1].load_state_dict(pair[0].state_dict())
+    return pair
+
+
+@pytest.mark.parametrize("dtype", UNITS, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
+def test_forward_bits_and_backward_within_bound(dtype, layout):
+    """y and the running statistics are the bits of the ordinary layer. With x' the recovered input
+    and t = x - mean:
+
+      |x' - x| <= k (|t| + |bias / (weight rstd)|) + 2 u |x|,  k = 11 u32 + u
+
+    dx = c1 u + c2 t + c3, so it moves by at most |c2| times that, by what the sum of u x in c2
+    moves, and by its own rounding (u of its largest term, 3 terms)."""
+    inplace, ordinary = layers(7, torch.float32 if dtype != torch.float64 else dtype)
+    x = layouts_of((torch.randn(6, 7, 9, 5) * 2 + 1).to(dtype))[layout]
+    dy = layouts_of(torch.randn(6, 7, 9, 5).to(dtype))[layout]
+    a, b = (x.clone().requires_grad_() for _ in range(2))
+    memory = a * 1
+    y = inplace(memory)
+    assert y.data_ptr() == memory.data_ptr()
+    expected = ordinary(b)
+    assert torch.equal(y, expected)
+    for name, value in ordinary.state_dict().items():
+        assert torch.equal(inplace.state_dict()[name], value)
+    y.backward(dy)
+    expected.backward(dy)
+
+    unit, u32 = UNITS[dtype], min(UNITS[dtype], 2**-24)
+    k = 11 * u32 + unit
+    xd, dyd = x.double(), dy.double()
+    mean = xd.mean((0, 2, 3), keepdim=True)
+    rstd = (xd.var((0, 2, 3), unbiased=False, keepdim=True) + 1e-5).rsqrt()
+    weight, bias = (p.detach().double()[:, None, None] for p in (inplace.weight, inplace.bias))
+    t, n = xd - mean, x.numel() / 7
+    moved = k * (t.abs() + (bias / (weight * rstd)).abs()) + 2 * unit * xd.abs()
+    u = torch.where(expected.double() > 0, dyd, SLOPE * dyd)
+    sums = [(u * v).sum((0, 2, 3), keepdim=True) / n for v in (t, torch.ones_like(t))]
+    c2 = (weight * rstd**3 * sums[0]).abs()
+    c2_moved = weight * rstd**3 * (u.abs() * moved).sum((0, 2, 3), keepdim=True) / n
+    terms = weight * rstd * (u.abs() + sums[1].abs()) + c2 * t.abs()
+    bound = c2 * moved + c2_moved * (t.abs() + moved) + 3 * (unit + 4 * u32) * terms
+    assert ((a.grad.double() - b.grad.double()).abs() <= bound).all()
+    # dweight = rstd * sum(u t) moves with t; dbias takes its signs from y, and is exact.
+    moved_weight = (rstd * (u.abs() * moved).sum((0, 2, 3), keepdim=True)).flatten()
+    difference = (inplace.weight.grad - ordinary.weight.grad).double().abs()
+    rounding = 2 * u32 * ordinary.weight.grad.double().abs()
+    assert (difference <= moved_weight + rounding).all()
+    assert torch.equal(inplace.bias.grad, ordinary.bias.grad)
+
+
+def test_bound_is_refused_with_the_reason():
+    x = torch.randn(4, 3, 5) * 1
+    layer, _ = layers(3)
+    with torch.no_grad():
+        layer.weight[1] = 1e-6
+        layer.bias[1] = 1.0
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    kept = x.clone()
+    with pytest.raises(ValueError, match=r"weight: got entries so small .* standard deviations"):
+        layer(x)
+    with torch.no_grad():
+        layer.weight[1] = 0.0
+        layer.bias[1] = 0.0
+    with pytest.raises(ValueError, match="up to inf standard deviations"):
+        layer(x)
+    assert torch.equal(x, kept)
+    layer.load_state_dict(before)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ratio"),
+    [(torch.float32, 10000), (torch.float16, 14), (torch.bfloat16, 0.9), (torch.float64, 5.5e12)],
+)
+def test_where_the_limit_lies(dtype, ratio):
+    """|bias / weight| of about 10,900 for float32, 15 for float16, 1 for bfloat16."""
+    x = torch.zeros(1, 1, dtype=dtype)
+    weight, bias = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 2.0 * ratio])
+    assert recovery_bound(x, weight, bias) <= RECOVERY_LIMIT
+    assert recovery_bound(x, weight, 1.2 * bias) > RECOVERY_LIMIT
+    assert recovery_bound(x, weight, None) == recovery_bound(x, None, None)
+
+
+def test_without_an_activation_it_is_off():
+    layer = syncbn.SyncBatchNorm(3, inplace=True)
+    x = torch.randn(4, 3, 5)
+    kept = x.clone()
+    y = layer(x)
+    assert torch.equal(x, kept)
+    assert y.data_ptr() != x.data_ptr()
+
+
+def test_refused_arguments():
+    for options, text in (
+        ({"activation": "relu"}, "inplace: got True with relu"),
+        ({"activation": "leaky_relu", "negative_slope": 0.0}, "negative_slope: got 0.0"),
+        ({"activation": "leaky_relu", "statistics": "welford"}, "statistics='welford'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            syncbn.SyncBatchNorm(4, inplace=True, **options)
+    layer, _ = layers(4)
+    x = torch.randn(2, 4, 6)
+    wide = torch.randn(2, 8, 6)
+    for arguments, text in (
+        ((x.clone(), x), "inplace: got True with a residual"),
+        ((x.clone().requires_grad_(),), "input: got a leaf"),
+        ((wide[:, :4],), "input: got a view"),
+    ):
+        kept = arguments[0].detach().clone()
+        with pytest.raises(ValueError, match=text):
+            layer(*arguments)
+        assert torch.equal(arguments[0], kept)
+    with pytest.raises(ValueError, match="inplace: got True for a list"):
+        layer([x.clone(), x.clone()])
+
+
+def test_compiled_step_is_not_in_place():
+    layer, ordinary = layers(4)
+    x = torch.randn(3, 4, 5)
+    kept = x.clone()
+    y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(x, kept)
+    assert torch.equal(y, ordinary(x))
+
+
+def test_a_later_change_of_the_output_is_an_error():
+    layer, _ = layers(4)
+    x = torch.randn(3, 4, 5, requires_grad=True)
+    y = layer(x * 1)
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_saved_for_backward_is_the_output_alone():
+    layer, _ = layers(8)
+    x = torch.randn(4, 8, 16, 16, requires_grad=True) * 1
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = layer(x)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    assert storages.pop(y.untyped_storage().data_ptr()) == y.numel() * 4
+    assert sum(storages.values()) <= 8 * 8 * 6
+
+
+def test_every_level_recovers_the_same_signs_exact():
+    """The mask of recover_input is y > 0 on every vector code; x' differs in no bit either."""
+    from support import available_levels
+
+    before = ops.cpu_instruction_set()
+    y = torch.randn(3, 37, 11, 3)
+    y[0, :, 0] = 0.0
+    mean, rstd = torch.randn(37).double(), torch.rand(37).double() + 0.5
+    weight, bias = torch.rand(37) + 0.5, torch.randn(37)
+    try:
+        for layout in ("contiguous", "channels-last"):
+            results = []
+            for level in available_levels():
+                assert ops.force_cpu_instruction_set(level)
+                tensor = layouts_of(y)[layout]
+                results.append(ops.recover_input(tensor, mean, rstd, weight, bias, SLOPE))
+            for x, mask in results[1:]:
+                assert torch.equal(x, results[0][0])
+                assert torch.equal(mask, results[0][1])
+    finally:
+        ops.force_cpu_instruction_set(before)
