@@ -3,9 +3,6 @@
 import copy
 import datetime
 import pickle
-import re
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
@@ -197,20 +194,6 @@ def test_function_exact():
     traced = fx.symbolic_trace(Function())
     assert sum(node.target is train_step for node in traced.graph.nodes) == 1
     assert_same_training(traced, Function())
-
-
-def test_example_and_documentation_run():
-    root = Path(__file__).parents[2]
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(root / "examples/06_static_graph.py"), run_name="__main__")
-    assert ended.value.code == 0
-    text = (root / "docs/static_graph.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    names = {}
-    exec(compile(snippet, "static_graph.md", "exec"), names)
-    targets = [str(node.target) for node in names["program"].graph.nodes]
-    assert any("conv" in name for name in targets)
-    assert not any("batch_norm" in name for name in targets)
 
 
 def _rank(rank: int, folder: str) -> None:
