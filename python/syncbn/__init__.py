@@ -4,12 +4,15 @@ from . import functional, graph, ops, parallel
 from ._build import __version__
 from ._ops import ops as _ops
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
-from .errors import DivergenceError
+from .errors import DivergenceError, ExchangeTimeout, PeerLost
 from .fold import fold
 from .nn import SyncBatchNorm
+from .sharing import prepare, report, reset_groups, set_group, skip
 
 __all__ = [
     "DivergenceError",
+    "ExchangeTimeout",
+    "PeerLost",
     "SyncBatchNorm",
     "__version__",
     "convert_sync_batchnorm",
@@ -19,7 +22,12 @@ __all__ = [
     "graph",
     "ops",
     "parallel",
+    "prepare",
+    "report",
+    "reset_groups",
     "revert_sync_batchnorm",
+    "set_group",
+    "skip",
 ]
 
 

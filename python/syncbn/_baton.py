@@ -129,7 +129,7 @@ def wait(layer: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor:
 def run(
     calls: Sequence[Callable[[], Any]],
     meet: Callable[[list[Request | None]], list[Tensor]],
-    give_up: Callable[[list[Request | None]], None],
+    give_up: Callable[[list[Request | None], BaseException], None],
 ) -> list[Any]:
     """The results of calls[k]() for all devices k.
 
@@ -148,7 +148,7 @@ def run(
             for device, answer in zip(devices, answers):
                 device.resume(answer)
                 if device.error is not None:
-                    give_up([d.request for d in devices])
+                    give_up([d.request for d in devices], device.error)
                     raise device.error
             if all(device.ended for device in devices):
                 return [device.result for device in devices]

@@ -52,12 +52,14 @@ class _BatchNormDevices(torch.autograd.Function):
         lead = next((k for k, x in enumerate(xs) if x.numel() > 0), 0)
         dtype = xs[lead].dtype
         number = layer.call_number(len(residuals) > 0)
+        where = layer.call_of(xs[lead], call)
+        ctx.call = where._replace(direction="backward")
         messages = [
             ops.local_moments(x.to(dtype), number, *_on(x.device, call), layer.eps, frame)
             for x in xs
         ]
         message = _sum(messages, lead)
-        merged, rest, count = _exchange.exchange(message, channels, peers, layer.name)
+        merged, rest, count = _exchange.exchange(message, channels, peers, where)
         if count == 1:
             raise ValueError(
                 "Expected more than 1 value per channel when training, got 1 over all devices "
@@ -131,7 +133,7 @@ class _BatchNormDevices(torch.autograd.Function):
             empty = xs[0].new_empty((0, channels), dtype=dtype)
             dweight, dbias = ops.affine_gradient_shares(message, empty, means[0], rstds[0], *dtypes)
         if any(needs_x) or not shares:
-            merged, rest, _ = _exchange.exchange(message, channels, peers, layer.name)
+            merged, rest, _ = _exchange.exchange(message, channels, peers, ctx.call)
             for k, (dy, x) in enumerate(zip(dys, xs)):
                 wanted = (None, None) if shares or k > 0 else dtypes
                 dxs[k], *sums = ops.input_gradient(
@@ -199,7 +201,7 @@ def train_step(
 ) -> list[Tensor]:
     """One training forward of a SyncBatchNorm for all devices; running statistics change once."""
     layer = module.layer()
-    peers = _exchange.peers(layer.group) if layer.sync else None
+    peers = layer.peers()
     try:
         if layer.statistics != "reproducible":
             raise ValueError(
@@ -210,8 +212,8 @@ def train_step(
             raise ValueError("inplace: got True for a list of inputs, expected False")
         ranks = 1 if peers is None else peers.ranks
         _check_inputs(module, xs, [None] * len(xs) if residuals is None else residuals, ranks)
-    except ValueError:
-        _exchange.reject(module._call, peers)
+    except ValueError as error:
+        _exchange.reject(peers, layer.call_of(module._call, module._call), error)
         raise
     *ys, mean, var, info = _BatchNormDevices.apply(
         module.weight, module.bias, module._call, layer, peers, len(xs), *xs, *(residuals or ())
@@ -244,25 +246,26 @@ def forward(
     return train_step(module, xs, residuals)
 
 
-def check_alone(layer) -> None:
+def check_alone(module) -> None:
     """Refuses a training call for one device's samples where the statistics are meant for all."""
-    if getattr(layer, "_is_replica", False):
+    if getattr(module, "_is_replica", False):
         raise RuntimeError(
-            f"{layer.layer_name}: got a call of one replica alone, as torch.nn.DataParallel makes, "
-            "whose replicas cannot exchange statistics; expected syncbn.parallel.SelfDataParallel"
+            f"{module.layer_name}: got a call of one replica alone, as torch.nn.DataParallel "
+            "makes, whose replicas cannot exchange statistics; expected "
+            "syncbn.parallel.SelfDataParallel"
         )
-    if layer in _called_with_lists:
+    if module in _called_with_lists:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                f"{layer.layer_name}: got one device's samples during a backward pass, expected "
+                f"{module.layer_name}: got one device's samples during a backward pass, expected "
                 "those of all devices; activation checkpointing around a synchronized layer does "
                 "not work inside syncbn.parallel.SelfDataParallel"
             )
-        _called_with_lists.discard(layer)
+        _called_with_lists.discard(module)
 
 
-def give_up(layers) -> None:
+def give_up(modules, error: BaseException) -> None:
     """Tells the other processes, once per group, that this one does not come to the exchange."""
-    groups = {_exchange.peers(layer.process_group_name): layer for layer in layers}
-    for peers, layer in groups.items():
-        _exchange.reject(layer._call, peers)
+    groups = {module.layer().peers(): module for module in modules}
+    for peers, module in groups.items():
+        _exchange.reject(peers, module.layer().call_of(module._call, module._call), error)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _exchange
+from . import _groups
 from .ops import batch_norm_
 
 #: The inputs of an operator besides x, in its order.
@@ -43,7 +43,7 @@ class BatchNorm(nn.Module):
         use_global_est: bool = False,
         epsilon: float = 1e-6,
         momentum: float = 0.99,
-        group: "_exchange.Group" = None,
+        group: "_groups.Group" = None,
         affine: bool = True,
         device=None,
         dtype=None,
@@ -54,7 +54,7 @@ class BatchNorm(nn.Module):
         if not 0 <= epsilon < float("inf"):
             raise ValueError(f"epsilon: got {epsilon}, expected a finite number of at least 0")
         self._attributes = BatchNormAttributes(
-            use_global_est, epsilon, momentum, _exchange.group_name(group)
+            use_global_est, epsilon, momentum, _groups.group_name(group)
         )
         like = {"device": device, "dtype": dtype}
         self.scale = nn.Parameter(torch.ones(num_features, **like)) if affine else None
@@ -84,7 +84,7 @@ class BatchNorm(nn.Module):
         return f"{self.estimated_mean.numel()}, {attributes}"
 
 
-def from_plain(layer: _BatchNorm, path: str, group: "_exchange.Group") -> BatchNorm:
+def from_plain(layer: _BatchNorm, path: str, group: "_groups.Group") -> BatchNorm:
     """A BatchNorm with the parameters and buffers of a layer of PyTorch or of syncbn.nn."""
     if layer.momentum is None:
         raise ValueError(f"momentum of {path}: got None, expected a number in [0, 1]")

@@ -6,6 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._groups import Peers, Sharing, peers
+from ._where import Call
+
 AFFINE_GRADS = ("share", "global")
 STATISTICS = ("reproducible", "welford")  # in the order of the core's Statistics
 ACTIVATIONS = ("none", "relu", "leaky_relu")  # in the order of the core's ActivationKind
@@ -14,13 +17,12 @@ ACTIVATIONS = ("none", "relu", "leaky_relu")  # in the order of the core's Activ
 class Layer(NamedTuple):
     """What is constant over the calls of a layer.
 
-    number goes into the fingerprint, name into errors. group: a process group's name, None for the
-    world. sync False: no exchange.
+    number goes into the fingerprint, name into errors. sync False: no exchange.
     """
 
     name: str
     number: int
-    group: str | None = None
+    sharing: Sharing = Sharing()
     sync: bool = True
     eps: float = 1e-5
     momentum: float | None = 0.1
@@ -29,6 +31,25 @@ class Layer(NamedTuple):
     negative_slope: float = 0.01
     statistics: str = "reproducible"
     inplace: bool = False
+
+    def peers(self) -> Peers | None:
+        """Whom to exchange with, if anybody."""
+        return peers(self.sharing) if self.sync else None
+
+    def call_of(self, x: Tensor, call: Tensor | None) -> Call:
+        """This call as errors name it. call: the counter of the layer's calls."""
+        if torch.compiler.is_compiling():
+            return Call(self.name)
+        channels = x.shape[1] if x.dim() > 1 else None
+        number = None if call is None else int(call)
+        return Call(self.name, number, "forward", channels, x.dtype, self)
+
+    def options(self) -> str:
+        """What ranks must have in common besides the call."""
+        text = f"eps={self.eps:g}, statistics={self.statistics!r}, activation={self.activation!r}"
+        if self.activation == "leaky_relu":
+            text += f", negative_slope={self.negative_slope:g}"
+        return text
 
     @property
     def activation_kind(self) -> int:

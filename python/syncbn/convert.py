@@ -1,18 +1,19 @@
 """From plain batch norm layers to synchronized ones, and back."""
 
 import copy
+import datetime
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from . import _exchange
+from . import _groups
 from .nn import SyncBatchNorm
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Attributes that SyncBatchNorm has and a plain layer has not.
 _OWN_ATTRIBUTES = (
-    "process_group_name",
+    "sharing",
     "affine_grad",
     "activation",
     "negative_slope",
@@ -52,7 +53,14 @@ def _with_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     return result
 
 
-def convert_sync_batchnorm(module: nn.Module, process_group: "_exchange.Group" = None) -> nn.Module:
+def convert_sync_batchnorm(
+    module: nn.Module,
+    process_group: "_groups.Group" = None,
+    *,
+    group_size: int | None = None,
+    group: str | None = None,
+    timeout: "float | datetime.timedelta | None" = None,
+) -> nn.Module:
     """Replaces every torch.nn.BatchNorm1d, 2d, 3d and SyncBatchNorm in `module` by SyncBatchNorm.
 
     Parameters and buffers stay the same objects, so convert before or after making an optimizer.
@@ -62,11 +70,18 @@ def convert_sync_batchnorm(module: nn.Module, process_group: "_exchange.Group" =
     Args:
         module: the model, changed in place; if it is itself a batch norm layer, use the result.
         process_group: the ranks that share statistics; None for the default group.
+        group_size: instead, groups of so many neighbouring ranks of the default group.
+        group: instead, "node": the ranks of one machine.
+        timeout: seconds, or a timedelta, that an exchange waits for the slowest rank; None for 5
+            minutes.
 
     Returns:
         `module`, or its replacement.
+
+    Raises:
+        ValueError: the ranks cannot be grouped like this. Raised on every rank.
     """
-    name = _exchange.group_name(process_group)
+    sharing = _groups.select(process_group, group_size, group, timeout)
 
     def make(layer: nn.Module, path: str) -> nn.Module | None:
         if type(layer) not in _CONVERTED:
@@ -74,11 +89,11 @@ def convert_sync_batchnorm(module: nn.Module, process_group: "_exchange.Group" =
         result = _with_class(layer, SyncBatchNorm)
         result.__dict__["_original_class"] = type(layer)
         result.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm holds the handle
-        result._init_sync(name, path or "SyncBatchNorm")
+        result._init_sync(sharing, path or "SyncBatchNorm")
         return result
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        _exchange.peers(name)
+        _groups.peers(sharing)
     return _replace(module, "", make, {})
 
 

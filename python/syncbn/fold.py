@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from ._groups import Sharing
 from .convert import _replace, revert_sync_batchnorm
 from .nn import SyncBatchNorm
 
@@ -198,7 +199,7 @@ def _activation(norm: nn.Module) -> nn.Module | None:
 
 def _plain(norm: SyncBatchNorm) -> nn.Module:
     """The layer in evaluation mode without this package."""
-    norm.process_group_name = None  # evaluation exchanges nothing
+    norm.sharing = Sharing()  # evaluation exchanges nothing
     activation = _activation(norm)
     norm.activation = "none"
     # torch.nn.SyncBatchNorm, as a layer that was not converted, takes any number of axes.

@@ -1,24 +1,29 @@
 """Synchronized batch normalization as a function."""
 
+import datetime
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _baton, _exchange
+from ._groups import Group, sharing
 from ._layer import Layer, check_arguments, check_in_place, check_options
 from ._ops import ops
 
 
-def _exchanged(x, residual, call, layer, peers):
+def _exchanged(ctx, x, residual, counter, layer, peers):
     """(message, merged, rest or records): this rank's part and what all ranks share."""
+    call = layer.call_of(x, counter)
+    ctx.call = call._replace(direction="backward")
     number, channels = layer.call_number(residual is not None), x.shape[1]
     if layer.statistics == "welford":
-        message = ops.local_welford(x, number, call, layer.eps)
-        *merged, count = _exchange.gather(message, channels, peers, layer.name)
+        message = ops.local_welford(x, number, counter, layer.eps)
+        *merged, count = _exchange.gather(message, channels, peers, call)
     else:
-        message = ops.local_moments(x, number, call, layer.eps, _exchange.frame_words(peers))
-        *merged, count = _exchange.exchange(message, channels, peers, layer.name)
+        message = ops.local_moments(x, number, counter, layer.eps, _exchange.frame_words(peers))
+        *merged, count = _exchange.exchange(message, channels, peers, call)
     if count == 1:
         raise ValueError(
             "Expected more than 1 value per channel when training, got 1 over all ranks "
@@ -40,8 +45,8 @@ class _BatchNormTraining(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, call, layer, peers):
-        exchanged = _exchanged(x, residual, call, layer, peers)
+    def forward(ctx, x, weight, bias, residual, counter, layer, peers):
+        exchanged = _exchanged(ctx, x, residual, counter, layer, peers)
         normalize = ops.normalize_gathered if layer.statistics == "welford" else ops.normalize
         y, mean, var, rstd, info, mask = normalize(
             x,
@@ -74,10 +79,10 @@ class _BatchNormInPlace(torch.autograd.Function):
     """As _BatchNormTraining with leaky_relu, written over x; backward recovers x from y."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, call, layer, peers):
+    def forward(ctx, x, weight, bias, residual, counter, layer, peers):
         mean, var, rstd, info = ops.normalize_in_place(
             x,
-            *_exchanged(x, None, call, layer, peers),
+            *_exchanged(ctx, x, None, counter, layer, peers),
             weight,
             bias,
             layer.eps,
@@ -124,7 +129,7 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
     if shares and (needs_weight or needs_bias):
         dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
     if needs_x or not shares:
-        merged, rest, _ = _exchange.exchange(message, x.shape[1], peers, layer.name)
+        merged, rest, _ = _exchange.exchange(message, x.shape[1], peers, ctx.call)
         wanted = (None, None) if shares else dtypes
         dx, *sums = ops.input_gradient(
             dy, x, merged, rest, mean, rstd, info, *through, *wanted, ranks
@@ -158,15 +163,15 @@ def train_step(
     """
     if x.device.type != "cpu":
         raise ValueError(f"input: got a tensor on {x.device}, expected the CPU (CUDA is to come)")
-    peers = _exchange.peers(layer.group) if layer.sync else None
+    peers = layer.peers()
     # A compiler plans memory by itself, and cannot trace this.
     inplace = layer.writes_over_input and not torch.compiler.is_compiling()
     try:
         check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
         if inplace:
             check_in_place(x, weight, bias, residual)
-    except ValueError:
-        _exchange.reject(x, peers)
+    except ValueError as error:
+        _exchange.reject(peers, layer.call_of(x, call), error)
         raise
     function = _BatchNormInPlace if inplace else _BatchNormTraining
     y, mean, var, info = function.apply(x, weight, bias, residual, call, layer, peers)
@@ -199,13 +204,14 @@ def sync_batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    group: "_exchange.Group" = None,
+    group: "Group" = None,
     *,
     residual: Tensor | None = None,
     activation: str = "none",
     negative_slope: float = 0.01,
     statistics: str = "reproducible",
     inplace: bool = False,
+    timeout: "float | datetime.timedelta | None" = None,
 ) -> Tensor:
     """Batch normalization with the statistics of all ranks of a process group.
 
@@ -223,7 +229,7 @@ def sync_batch_norm(
         activation: "none", "relu" or "leaky_relu", applied last.
         negative_slope: of leaky_relu.
         statistics: "reproducible", or "welford" (docs/welford.md).
-        inplace: as for SyncBatchNorm.
+        inplace, timeout: as for SyncBatchNorm.
 
     Returns:
         y like x. The gradients of weight and bias are this rank's own share, as in PyTorch: DDP
@@ -232,11 +238,12 @@ def sync_batch_norm(
     Raises:
         ValueError: an argument is refused, or all ranks together have one value per channel.
         DivergenceError: the ranks did not make the same call.
+        ExchangeTimeout, PeerLost: a rank did not come, or has ended.
     """
     layer = Layer(
         "sync_batch_norm",
         0,
-        _exchange.group_name(group),
+        sharing(group, timeout),
         eps=eps,
         momentum=momentum,
         activation=activation,

@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _exchange
+from . import _groups
 from ._fork import Fork
 from ._graph_layer import BatchNorm, BatchNormAttributes, from_plain
 
@@ -49,7 +49,7 @@ class Network:
         loss: Callable | None = None,
         data: Iterable | None = None,
         convert: bool = False,
-        group: "_exchange.Group" = None,
+        group: "_groups.Group" = None,
     ) -> None:
         self.module = nn.Module() if model is None else model
         self._loss = loss
@@ -197,7 +197,7 @@ def batch_norm_layer(
     use_global_est: bool = False,
     epsilon: float = 1e-6,
     momentum: float = 0.99,
-    group: "_exchange.Group" = None,
+    group: "_groups.Group" = None,
     name: str | None = None,
 ) -> fx.Proxy:
     """Adds a batch normalization to a network, with new variables estimated_mean, estimated_var and

@@ -1,5 +1,6 @@
 """Synchronized batch normalization as a module."""
 
+import datetime
 import zlib
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _baton, _devices, _exchange
+from . import _baton, _devices, _groups
 from ._layer import Layer, check_options
 from ._tracing import leaf
 from .functional import apply_activation, train_step
@@ -45,6 +46,8 @@ class SyncBatchNorm(_BatchNorm):
         inplace: with leaky_relu, write the output over the input in training, and recover the
             input in backward: within a bound, not with the same bits; weights for which the bound
             is too large are refused (docs/activation.md). Without an activation it has no effect.
+        timeout: seconds, or a timedelta, that an exchange waits for the slowest rank before
+            ExchangeTimeout; None for 5 minutes.
 
     In evaluation mode this is PyTorch's own batch norm operator (then its own addition and
     activation).
@@ -57,7 +60,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: "_exchange.Group" = None,
+        process_group: "_groups.Group" = None,
         device=None,
         dtype=None,
         *,
@@ -67,11 +70,12 @@ class SyncBatchNorm(_BatchNorm):
         sync: bool = True,
         statistics: str = "reproducible",
         inplace: bool = False,
+        timeout: "float | datetime.timedelta | None" = None,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
-        self._init_sync(_exchange.group_name(process_group), "SyncBatchNorm")
+        self._init_sync(_groups.sharing(process_group, timeout), "SyncBatchNorm")
         self.affine_grad = affine_grad
         self.activation = activation
         self.negative_slope = negative_slope
@@ -80,9 +84,9 @@ class SyncBatchNorm(_BatchNorm):
         self.inplace = inplace
         check_options(self.layer())
 
-    def _init_sync(self, group_name: str | None, layer_name: str) -> None:
+    def _init_sync(self, sharing: _groups.Sharing, layer_name: str) -> None:
         """What a layer has besides a plain one; the options at their defaults."""
-        self.process_group_name = group_name
+        self.sharing = sharing
         self.affine_grad = "share"
         self.activation = "none"
         self.negative_slope = 0.01
@@ -105,8 +109,8 @@ class SyncBatchNorm(_BatchNorm):
     @property
     def process_group(self):
         """The process group, None for the default one."""
-        name = self.process_group_name
-        return None if name is None else _exchange.resolve(name)
+        name = self.sharing.name
+        return None if name is None else _groups.resolve(name)
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2:
@@ -117,7 +121,7 @@ class SyncBatchNorm(_BatchNorm):
         return Layer(
             self.layer_name,
             self.layer_number,
-            self.process_group_name,
+            self.sharing,
             self.sync,
             self.eps,
             self.momentum,
@@ -173,8 +177,9 @@ class SyncBatchNorm(_BatchNorm):
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
+        if self.sharing.name is not None:
+            text += f", process_group={self.sharing.name!r}"
         for name, default in (
-            ("process_group_name", None),
             ("affine_grad", "share"),
             ("activation", "none"),
             ("sync", True),
@@ -183,7 +188,7 @@ class SyncBatchNorm(_BatchNorm):
         ):
             value = getattr(self, name)
             if value != default:
-                text += f", {name.removesuffix('_name')}={value!r}"
+                text += f", {name}={value!r}"
         if self.activation == "leaky_relu":
             text += f", negative_slope={self.negative_slope}"
         return text

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import _exchange
+from . import _exchange, _groups
 from ._ops import ops
+from ._where import Call
 from .errors import DivergenceError
 
 _TENSORS = ("x", "estimated_mean", "estimated_var", "scale", "bias", "batches")
@@ -101,7 +102,7 @@ def _layer_number(name: str) -> int:
 
 
 @contextmanager
-def _translated(layer_name: str, peers: _exchange.Peers | None):
+def _translated(layer_name: str, peers: _groups.Peers | None):
     """The operator's error as the class that its text begins with."""
     try:
         yield
@@ -208,7 +209,7 @@ def batch_norm(
     use_global_est: bool = False,
     epsilon: float = 1e-6,
     momentum: float = 0.99,
-    group: "_exchange.Group" = None,
+    group: "_groups.Group" = None,
     layer_name: str = "batch_norm",
 ) -> BatchNormOutputs:
     """Normalizes x by the statistics of the batch over all ranks, or by the estimates.
@@ -250,13 +251,14 @@ def batch_norm(
     }
     if has_torch_function(tensors):  # a tracer's stand-ins: one node of the graph
         return handle_torch_function(batch_norm, tensors, *tensors, **options)
-    peers = None if is_infer else _exchange.peers(_exchange.group_name(group))
+    peers = None if is_infer else _groups.peers(_groups.sharing(group, None))
     for name, tensor in zip(_TENSORS, tensors, strict=True):
         if tensor is not None and tensor.device.type != "cpu":
-            _exchange.reject(torch.empty(0), peers)
-            raise ValueError(
+            error = ValueError(
                 f"{name}: got a tensor on {tensor.device}, expected the CPU (CUDA is to come)"
             )
+            _exchange.reject(peers, Call(layer_name), error, compare=False)
+            raise error
     outputs = _BatchNorm.apply(
         x,
         scale,

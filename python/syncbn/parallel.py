@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _baton, _devices, _exchange
+from . import _baton, _devices, _exchange, _groups
+from ._where import Call
 from .errors import DivergenceError
 from .nn import SyncBatchNorm
 
@@ -40,7 +41,7 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group, *xs):
         ctx.group = group
-        total = _exchange.sum_of_ranks(_total(xs), _tag(xs[0]), group, "all_reduce")
+        total = _exchange.sum_of_ranks(_total(xs), _tag(xs[0]), group, Call("all_reduce"))
         return total, *(total.to(x.device, copy=True) for x in xs[1:])
 
     @staticmethod
@@ -49,7 +50,7 @@ class AllReduce(torch.autograd.Function):
 
 
 def all_reduce(
-    x: Tensor | Sequence[Tensor], group: "_exchange.Group" = None
+    x: Tensor | Sequence[Tensor], group: "_groups.Group" = None
 ) -> Tensor | list[Tensor]:
     """The sum of x over the devices of this process and the ranks of a process group.
 
@@ -68,11 +69,11 @@ def all_reduce(
         DivergenceError: the ranks brought other shapes or dtypes. Raised on every rank.
     """
     xs = [x] if isinstance(x, Tensor) else x
-    peers = _exchange.peers(_exchange.group_name(group))
+    peers = _groups.peers(_groups.sharing(group, None))
     try:
         _check_summands(xs)
-    except ValueError:
-        _exchange.reject(torch.empty(0), peers)
+    except ValueError as error:
+        _exchange.reject(peers, Call("all_reduce"), error)
         raise
     sums = AllReduce.apply(peers, *xs)
     return sums[0] if isinstance(x, Tensor) else list(sums)
@@ -295,8 +296,9 @@ class _Meeting:
     def meet(self, requests: list[_baton.Request | None]) -> list[Tensor]:
         first = requests[0]
         if any(self._place(r) != self._place(first) for r in requests):
-            self.give_up(requests)
-            raise DivergenceError(self._difference(requests))
+            error = DivergenceError(self._difference(requests))
+            self.give_up(requests, error)
+            raise error
         with first.state.entered():
             residuals = [r.residual for r in requests]
             return _devices.train_step(
@@ -305,8 +307,9 @@ class _Meeting:
                 None if first.residual is None else residuals,
             )
 
-    def give_up(self, requests: list[_baton.Request | None]) -> None:
-        _devices.give_up([self._original(r.layer) for r in requests if r is not None])
+    def give_up(self, requests: list[_baton.Request | None], error: BaseException) -> None:
+        layers = [self._original(r.layer) for r in requests if r is not None]
+        _devices.give_up(layers, error)
 
     def _place(self, request: _baton.Request | None):
         if request is None:

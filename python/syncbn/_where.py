@@ -1,0 +1,153 @@
+"""Where each rank of a group is, told to the others when one of them has waited too long.
+
+A thread per process looks every second whether some rank asks (one small request to the group's
+store), and answers with what this process last did. Exchanges themselves only note what they do.
+"""
+
+import atexit
+import contextlib
+import threading
+import time
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+#: Seconds between two looks at the store.
+INTERVAL = 1.0
+
+
+class Call(NamedTuple):
+    """One call of a layer, as error texts name it."""
+
+    layer: str
+    number: int | None = None
+    direction: str = "forward"
+    channels: int | None = None
+    dtype: Any = None
+    settings: Any = None  # the Layer; named only where ranks are compared
+
+    def __str__(self) -> str:
+        parts = [self.layer]
+        if self.number is not None:
+            parts.append(f"call {self.number}")
+        parts.append(self.direction)
+        if self.channels is not None:
+            parts.append(f"{self.channels} channels")
+        if self.dtype is not None:
+            parts.append(str(self.dtype).removeprefix("torch."))
+        return ", ".join(parts)
+
+    def details(self) -> str:
+        return str(self) if self.settings is None else f"{self}, {self.settings.options()}"
+
+
+class _State(NamedTuple):
+    call: Call
+    inside: bool
+    since: float
+
+    def __str__(self) -> str:
+        for_seconds = f"{time.monotonic() - self.since:.1f} s"
+        if self.inside:
+            return f"waits in {self.call}, for {for_seconds}"
+        return f"in no exchange; its last was {self.call}, {for_seconds} ago"
+
+
+_states: dict[str, _State] = {}
+_watched: dict[str, "_Watch"] = {}
+_stop = threading.Event()
+_thread: threading.Thread | None = None
+_lock = threading.Lock()
+
+
+def enter(group: str, call: Call) -> None:
+    """Notes that this process waits in an exchange of the group."""
+    _states[group] = _State(call, True, time.monotonic())
+
+
+def leave(group: str) -> None:
+    """Notes that the exchange has ended."""
+    state = _states[group]
+    _states[group] = _State(state.call, False, time.monotonic())
+
+
+class _Watch:
+    """One group's store, with a connection of its own: a blocked request of the main thread must
+    not keep this one from answering."""
+
+    def __init__(self, group: str, rank: int, ranks: int) -> None:
+        self.group, self.rank, self.ranks = group, rank, ranks
+        process_group = dist.distributed_c10d._resolve_process_group(group)
+        store = dist.distributed_c10d._get_process_group_store(process_group)
+        self.store = dist.PrefixStore("syncbn/where", store.clone())
+        self.answered = 0
+
+    def answer(self) -> None:
+        asked = self.store.add("asked", 0)
+        while self.answered < asked:
+            self.answered += 1
+            state = _states.get(self.group, "in no exchange yet")
+            self.store.set(f"{self.answered}/{self.rank}", str(state))
+
+    def ask(self, seconds: float) -> dict[int, str]:
+        number = self.store.add("asked", 1)
+        found: dict[int, str] = {}
+        missing = [rank for rank in range(self.ranks) if rank != self.rank]
+        until = time.monotonic() + seconds
+        while missing and time.monotonic() < until:
+            for rank in list(missing):
+                if self.store.check([f"{number}/{rank}"]):
+                    found[rank] = self.store.get(f"{number}/{rank}").decode()
+                    missing.remove(rank)
+            time.sleep(0.02)
+        return found
+
+
+def watch(group: str, rank: int, ranks: int) -> None:
+    """Answers for this group from now on. Without a store that can be cloned nobody answers."""
+    global _thread
+    with _lock, contextlib.suppress(Exception):
+        _watched[group] = _Watch(group, rank, ranks)
+        if _thread is None:
+            _thread = threading.Thread(target=_run, name="syncbn-where", daemon=True)
+            _thread.start()
+            atexit.register(stop)
+
+
+def forget(group: str) -> None:
+    with _lock:
+        _watched.pop(group, None)
+        _states.pop(group, None)
+
+
+def stop() -> None:
+    """Ends the thread; a daemon thread that is inside the store when the interpreter ends may take
+    the process down."""
+    _stop.set()
+    if _thread is not None:
+        _thread.join(2)
+
+
+def _run() -> None:
+    while not _stop.wait(INTERVAL):
+        with _lock:
+            watched = list(_watched.items())
+        for group, one in watched:
+            try:
+                one.answer()
+            except Exception:  # the store went with its process, or the group was destroyed
+                with _lock:
+                    if _watched.get(group) is one:
+                        del _watched[group]
+
+
+def others(group: str, rank: int, ranks: int) -> str:
+    """A line for each of the other ranks."""
+    answers: dict[int, str] = {}
+    with _lock:
+        one = _watched.get(group)
+    if one is not None:
+        with contextlib.suppress(Exception):
+            answers = one.ask(2.5 * INTERVAL)
+    silent = "does not answer (ended, stopped, or kept from running)"
+    return "; ".join(f"rank {r}: {answers.get(r, silent)}" for r in range(ranks) if r != rank)

@@ -1,0 +1,151 @@
+"""With whom layers share statistics: choosing, preparing and rebuilding groups; taking part without
+data; and a table of what each layer does."""
+
+import datetime
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import _collective, _groups
+from ._ops import ops
+from .nn import SyncBatchNorm
+
+
+def _layers(module: nn.Module) -> list[tuple[str, SyncBatchNorm]]:
+    return [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
+
+
+def set_group(
+    module: nn.Module,
+    process_group: "_groups.Group" = None,
+    *,
+    group_size: int | None = None,
+    group: str | None = None,
+    timeout: float | datetime.timedelta | None = None,
+) -> nn.Module:
+    """Changes with whom the synchronized layers of `module` share statistics.
+
+    Arguments and errors as for convert_sync_batchnorm; a collective call as that is. Returns
+    `module`.
+    """
+    sharing = _groups.select(process_group, group_size, group, timeout)
+    for _, layer in _layers(module):
+        layer.sharing = sharing
+    return prepare(module)
+
+
+def prepare(module: nn.Module) -> nn.Module:
+    """Makes the groups that the layers of `module` exchange on, which otherwise the first eager
+    training step does: needed before a first step that is compiled. A collective call of their
+    ranks; does nothing without torch.distributed. Returns `module`."""
+    if dist.is_available() and dist.is_initialized():
+        for sharing in sorted(
+            {layer.sharing for _, layer in _layers(module) if layer.sync},
+            key=lambda s: (s.name or "", s.timeout),
+        ):
+            _groups.peers(sharing)
+    return module
+
+
+def reset_groups(module: nn.Module | None = None) -> None:
+    """Makes the groups of all layers anew, to go on after an ExchangeTimeout or PeerLost with all
+    ranks alive: every rank calls it, then all go on at the same layer. A collective call.
+
+    module: a model whose layers' call counters are set to the largest of all ranks, for ranks that
+    are not at the same call.
+    """
+    _collective.forget_errors()
+    _groups.rebuild()
+    if module is None:
+        return
+    for _, layer in _layers(module):
+        peers = layer.layer().peers()
+        if peers is not None:
+            group = _groups.resolve(peers.group_name)
+            dist.all_reduce(layer._call, op=dist.ReduceOp.MAX, group=group)
+
+
+def skip(module: nn.Module) -> Tensor:
+    """Takes part in one call of each synchronized layer of `module`, without data.
+
+    For a rank that leaves out a layer, or a model, which the others call (a branch that depends on
+    the data, a shorter epoch). Layers are called in the order of module.modules(), each once.
+
+    Returns:
+        A scalar 0. Add it to the loss: its backward takes part in the others' backward exchanges,
+        in reverse order. Without a loss of its own the rank calls skip(...).backward().
+    """
+    total: Tensor | None = None
+    for _, layer in _layers(module):
+        if not layer.training:
+            continue
+        reference = layer.weight if layer.weight is not None else layer._call
+        dtype = reference.dtype if reference.is_floating_point() else torch.float32
+        x = torch.empty(0, layer.num_features, dtype=dtype, device=reference.device)
+        y = layer(x.requires_grad_()).sum()
+        total = y if total is None else total + y
+    return torch.zeros(()) if total is None else total
+
+
+class LayerReport(NamedTuple):
+    """One row of a report."""
+
+    path: str
+    layer: str
+    #: how many ranks share statistics, and this rank's number among them
+    ranks: int
+    rank: int
+    #: "none" (nobody to exchange with), "gloo"
+    engine: str
+    statistics: str
+    #: vector code of this processor
+    instruction_set: str
+    note: str
+
+
+class Report(list):
+    """LayerReports; prints as a table."""
+
+    def __str__(self) -> str:
+        rows = [LayerReport._fields, *(tuple(map(str, row)) for row in self)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+
+
+def report(module: nn.Module) -> Report:
+    """What each batch norm layer of `module` does: one row per layer.
+
+    A collective call of the ranks if their groups are not made yet.
+    """
+    rows = Report()
+    for path, layer in module.named_modules():
+        if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            continue
+        name = f"{type(layer).__module__.split('.')[0]}.{type(layer).__name__}"
+        if not isinstance(layer, SyncBatchNorm):
+            rows.append(LayerReport(path, name, 1, 0, "none", "", "", "not synchronized by syncbn"))
+            continue
+        peers = layer.layer().peers()
+        note = "" if layer.training else "evaluation mode: no exchange"
+        if not layer.sync:
+            note = "sync=False"
+        elif peers is None:
+            note = "no process group" if not dist.is_initialized() else "one rank"
+        rows.append(
+            LayerReport(
+                path,
+                name,
+                1 if peers is None else peers.ranks,
+                0 if peers is None else peers.rank,
+                "none" if peers is None else "gloo",
+                layer.statistics,
+                ops.cpu_instruction_set(),
+                note,
+            )
+        )
+    return rows
