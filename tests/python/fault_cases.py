@@ -1,0 +1,214 @@
+"""What goes wrong on one rank, and what each rank must see; run by test_faults.py.
+
+A scenario is a function scenario_*(run) that acts as this rank; it returns nothing if this rank is
+meant to come through, and must raise otherwise. EXPECTED says, per scenario, what the odd rank (the
+last one) and the others end with: an error's name, or "passed".
+"""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import syncbn
+
+TIMEOUT = 3.0
+
+
+class Run:
+    """One rank: a model of two layers, and which rank is the odd one."""
+
+    def __init__(self, rank: int, world: int, **convert) -> None:
+        self.rank, self.world = rank, world
+        self.odd = rank == world - 1
+        torch.manual_seed(rank)
+        model = nn.ModuleDict({"stem": nn.BatchNorm1d(4), "head": nn.BatchNorm1d(4)})
+        self.model = syncbn.convert_sync_batchnorm(model, timeout=TIMEOUT, **convert)
+        self.step()  # call 0 of both layers
+
+    def x(self) -> torch.Tensor:
+        return torch.randn(3, 4, requires_grad=True)
+
+    def step(self) -> None:
+        y = self.model["head"](self.model["stem"](self.x()))
+        y.square().sum().backward()
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def scenario_skips_a_layer(run):
+    y = run.x() if run.odd else run.model["stem"](run.x())
+    run.model["head"](y)
+
+
+def scenario_skips_a_layer_and_stops(run):
+    if not run.odd:
+        run.model["stem"](run.x())
+    time.sleep(TIMEOUT + 5 if run.odd else 0)
+
+
+def scenario_other_order(run):
+    names = ("head", "stem") if run.odd else ("stem", "head")
+    run.model[names[0]](run.x())
+
+
+def scenario_eval_mode(run):
+    run.model.train(not run.odd)
+    run.model["stem"](run.x())
+    time.sleep(TIMEOUT + 5 if run.odd else 0)
+
+
+def scenario_another_dtype_from_the_second_step_on(run):
+    x = run.x()
+    run.model["stem"](x.double() if run.odd else x)
+
+
+def scenario_another_number_of_channels(run):
+    if run.odd:
+        run.model["stem"] = syncbn.SyncBatchNorm(5, timeout=TIMEOUT)
+    run.model["stem"](torch.randn(3, 5 if run.odd else 4))
+
+
+def scenario_another_mode(run):
+    if run.odd:
+        run.model["stem"].statistics = "welford"
+    run.model["stem"](run.x())
+
+
+def scenario_raises_before_the_layer(run):
+    if run.odd:
+        raise KeyError("the data loader's own error")
+    run.model["stem"](run.x())
+
+
+def scenario_killed_in_forward(run):
+    if run.odd:
+        run.die()
+    run.model["stem"](run.x())
+
+
+def scenario_killed_between_forward_and_backward(run):
+    y = run.model["stem"](run.x())
+    if run.odd:
+        run.die()
+    y.sum().backward()
+
+
+def scenario_stopped_beyond_the_limit(run):
+    if run.odd:
+        # Somebody else wakes this rank up again; its peers have given up by then.
+        if os.fork() == 0:
+            time.sleep(TIMEOUT + 6)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    run.model["stem"](run.x())
+
+
+def scenario_slow_within_the_limit(run):
+    time.sleep(TIMEOUT / 2 if run.odd else 0)
+    run.step()
+
+
+def scenario_runs_backward_alone(run):
+    y = run.model["stem"](run.x())
+    if run.odd:
+        y.sum().backward()
+    else:
+        run.model["head"](run.x())
+
+
+def scenario_an_extra_call_at_the_end(run):
+    run.step()
+    if run.odd:
+        run.model["stem"](run.x())
+    time.sleep(0 if run.odd else TIMEOUT + 5)
+
+
+def scenario_a_collective_of_its_own_in_between(run):
+    """On the user's group, at another place on each rank: not the layers' business."""
+    work = dist.all_reduce(torch.ones(3), async_op=True) if run.odd else None
+    run.step()
+    if not run.odd:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+    work.wait()
+    run.step()
+
+
+def scenario_goes_on_after_reset(run):
+    if run.odd:
+        time.sleep(TIMEOUT + 1)
+    try:
+        run.model["stem"](run.x())
+        raise AssertionError("no error")
+    except (syncbn.ExchangeTimeout, syncbn.PeerLost):
+        pass
+    before = {k: v.clone() for k, v in run.model.state_dict().items()}
+    try:
+        run.model["stem"](run.x())
+        raise AssertionError("a broken group was used")
+    except syncbn.PeerLost as error:
+        assert "reset_groups" in str(error)
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(value, before[name])
+    syncbn.reset_groups(run.model)
+    run.step()
+    values = [torch.empty_like(run.model["head"].running_mean) for _ in range(run.world)]
+    dist.all_gather(values, run.model["head"].running_mean)
+    assert all(torch.equal(v, values[0]) for v in values)
+
+
+def scenario_skip_takes_part(run):
+    """One rank leaves out the branch; the others' numbers are those of their samples alone."""
+    x = run.x()
+    y = syncbn.skip(run.model["stem"]) if run.odd else run.model["stem"](x)
+    y.sum().backward()
+    total = syncbn.skip(run.model) if run.odd else run.model["head"](run.model["stem"](run.x()))
+    total.sum().backward()
+    run.step()
+    assert run.model["stem"].num_batches_tracked == 4
+    assert run.model["stem"].weight.grad is not None
+
+
+DIVERGED, TIMED_OUT, LOST = "DivergenceError", "ExchangeTimeout", "PeerLost"
+GONE = (TIMED_OUT, LOST)
+
+#: scenario: (what the odd rank ends with, what the others end with)
+EXPECTED = {
+    "skips_a_layer": (DIVERGED, DIVERGED),
+    "skips_a_layer_and_stops": ("passed", TIMED_OUT),
+    "other_order": (DIVERGED, DIVERGED),
+    "eval_mode": ("passed", TIMED_OUT),
+    "another_dtype_from_the_second_step_on": (DIVERGED, DIVERGED),
+    "another_number_of_channels": (DIVERGED, DIVERGED),
+    "another_mode": (DIVERGED, DIVERGED),
+    "raises_before_the_layer": ("KeyError", GONE),
+    "killed_in_forward": ("killed", GONE),
+    "killed_between_forward_and_backward": ("killed", GONE),
+    "stopped_beyond_the_limit": (GONE, TIMED_OUT),
+    "slow_within_the_limit": ("passed", "passed"),
+    "runs_backward_alone": (DIVERGED, DIVERGED),
+    "an_extra_call_at_the_end": (TIMED_OUT, "passed"),
+    "a_collective_of_its_own_in_between": ("passed", "passed"),
+    "goes_on_after_reset": ("passed", "passed"),
+    "skip_takes_part": ("passed", "passed"),
+}
+
+#: scenario: what the text of an error names besides the layer's path, this rank and the ranks.
+NAMES = {
+    "skips_a_layer": "stem, call 1, .*head, call 1, ",
+    "skips_a_layer_and_stops": "in no exchange; its last was stem, call 0, backward",
+    "other_order": "stem, call 1, .*head, call 1, ",
+    "eval_mode": "in no exchange; its last was stem, call 0, backward",
+    "another_dtype_from_the_second_step_on": "float64",
+    "another_number_of_channels": "5 channels",
+    "another_mode": "statistics='welford'",
+    "killed_in_forward": "does not answer",
+    "killed_between_forward_and_backward": "does not answer",
+    "runs_backward_alone": "stem, call 1, backward.*|head, call 1, forward",
+    "an_extra_call_at_the_end": "in no exchange; its last was stem, call 1, backward",
+}
