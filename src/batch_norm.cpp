@@ -300,7 +300,12 @@ void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x,
                                   const BatchNormOptions& options, const Execution& execution) {
   check_eps(options.eps);
   check_samples("x", x);
+  check_like("dy", dy, x);
   check_like("dx", dx, x);
+  if (!dresidual.absent()) {
+    check_like("dresidual", dresidual, x);
+  }
+  check_activation(options.activation);
   const std::int64_t channels = x.sizes[1];
   check_per_channel("dweight", dweight, channels, x.device);
   check_per_channel("dbias", dbias, channels, x.device);

@@ -4,6 +4,7 @@ K nodes that wait for each other would deadlock: one backward() visits the nodes
 one thread.
 """
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _baton, _exchange
-from ._layer import check_arguments
+from ._layer import check_arguments, check_momentum, check_options
 from ._ops import ops
 from .functional import like
 
@@ -159,6 +160,12 @@ class _BatchNormDevices(torch.autograd.Function):
         )
 
 
+def _check_residuals(xs: Sequence[Tensor], residuals: Sequence[Tensor | None]) -> None:
+    if not isinstance(residuals, (list, tuple)) or len(residuals) != len(xs):
+        given = len(residuals) if isinstance(residuals, (list, tuple)) else type(residuals).__name__
+        raise ValueError(f"residual: got {given}, expected a list of {len(xs)}, one per input")
+
+
 def _check_inputs(layer, xs: Sequence[Tensor], residuals, ranks: int) -> None:
     if not xs:
         raise ValueError("inputs: got an empty list, expected one tensor per device")
@@ -167,8 +174,7 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, ranks: int) -> None:
             f"inputs: got {len(xs)} devices in each of {ranks} processes, expected at most "
             f"{MAX_DEVICES} devices in all"
         )
-    if len(residuals) != len(xs):
-        raise ValueError(f"residuals: got {len(residuals)}, expected {len(xs)}, one per input")
+    _check_residuals(xs, residuals)
     for k, x in enumerate(xs):
         if not isinstance(x, Tensor):
             raise ValueError(f"inputs[{k}]: got {type(x).__name__}, expected a tensor")
@@ -203,6 +209,8 @@ def train_step(
     layer = module.layer()
     peers = layer.peers()
     try:
+        check_options(layer)
+        check_momentum(layer.momentum, module.running_mean, module.num_batches_tracked)
         if layer.statistics != "reproducible":
             raise ValueError(
                 f"statistics: got {layer.statistics!r} for a list of inputs, expected "
@@ -212,7 +220,7 @@ def train_step(
             raise ValueError("inplace: got True for a list of inputs, expected False")
         ranks = 1 if peers is None else peers.ranks
         _check_inputs(module, xs, [None] * len(xs) if residuals is None else residuals, ranks)
-    except ValueError as error:
+    except Exception as error:
         _exchange.reject(peers, layer.call_of(module._call, module._call), error)
         raise
     *ys, mean, var, info = _BatchNormDevices.apply(
@@ -237,7 +245,10 @@ def forward(
 ) -> list[Tensor]:
     """The list form of a SyncBatchNorm."""
     if not module.training:
-        return [module(*each) for each in (zip(xs, residuals) if residuals else zip(xs))]
+        if residuals is None:
+            return [module(x) for x in xs]
+        _check_residuals(xs, residuals)
+        return [module(x, z) for x, z in zip(xs, residuals)]
     if _baton.inside():
         raise RuntimeError(
             f"{module.layer_name}: got a list of inputs inside SelfDataParallel, expected the one "
@@ -266,6 +277,8 @@ def check_alone(module) -> None:
 
 def give_up(modules, error: BaseException) -> None:
     """Tells the other processes, once per group, that this one does not come to the exchange."""
-    groups = {module.layer().peers(): module for module in modules}
-    for peers, module in groups.items():
-        _exchange.reject(peers, module.layer().call_of(module._call, module._call), error)
+    # The error of the device is the one to raise, whatever becomes of this.
+    with contextlib.suppress(Exception):
+        groups = {module.layer().peers(): module for module in modules}
+        for peers, module in groups.items():
+            _exchange.reject(peers, module.layer().call_of(module._call, module._call), error)

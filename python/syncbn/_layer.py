@@ -11,6 +11,7 @@ from ._where import Call
 
 AFFINE_GRADS = ("share", "global")
 STATISTICS = ("reproducible", "welford")  # in the order of the core's Statistics
+_LARGEST = torch.finfo(torch.float32).max
 ACTIVATIONS = ("none", "relu", "leaky_relu")  # in the order of the core's ActivationKind
 
 
@@ -61,13 +62,15 @@ class Layer(NamedTuple):
 
     def call_number(self, residual: bool) -> int:
         """`number` and, in bits of their own, the options that all ranks must have in common."""
-        slope = int(self.negative_slope * 2**20) if self.activation == "leaky_relu" else 0
+        slope = 0
+        if self.activation == "leaky_relu":  # in steps of 2^-40, modulo a prime below 2^23
+            slope = int(self.negative_slope * 2**40) % 8388593
         mode = STATISTICS.index(self.statistics)
-        options = (slope << 4 | mode << 3 | self.activation_kind << 1 | residual) & 0x7FFFFFFF
+        options = slope << 4 | mode << 3 | self.activation_kind << 1 | residual
         return self.number | options << 32
 
 
-def _check_like_input(name, tensor, x):
+def check_like_input(name, tensor, x):
     if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.device != x.device:
         raise ValueError(
             f"{name}: got {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, "
@@ -85,8 +88,14 @@ def check_options(layer: Layer) -> None:
         value = getattr(layer, name)
         if value not in allowed:
             raise ValueError(f"{name}: got {value!r}, expected one of {allowed}")
-    if not math.isfinite(layer.negative_slope):
-        raise ValueError(f"negative_slope: got {layer.negative_slope}, expected a finite number")
+    for name in ("sync", "inplace"):
+        value = getattr(layer, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: got {value!r}, expected True or False")
+    if not abs(layer.negative_slope) <= _LARGEST:
+        raise ValueError(
+            f"negative_slope: got {layer.negative_slope}, expected a finite number of float32"
+        )
     if not layer.inplace:
         return
     if layer.activation == "relu":
@@ -107,20 +116,27 @@ def check_options(layer: Layer) -> None:
 RECOVERY_LIMIT = 2**-7
 
 
-def recovery_bound(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> float:
+def recovery_bound(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, negative_slope: float
+) -> float:
     """Bound of the error of an input that backward recovers from an in-place output, at one
-    standard deviation from the mean and in units of it: k (1 + max |bias / weight|) with
-    k = 11 u32 + u (docs/activation.md)."""
-    ratio = 0.0
-    if weight is not None or bias is not None:
-        shift = torch.zeros(()) if bias is None else bias.detach().double().abs()
-        scale = torch.ones(()) if weight is None else weight.detach().double().abs()
-        ratio = float((shift / scale).masked_fill(scale == 0, math.inf).max())
-    unit = torch.finfo(x.dtype).eps / 2
-    return (11 * min(unit, 2.0**-24) + unit) * (1 + ratio)
+    standard deviation from the mean and in units of it: k (1 + |bias / weight|) + underflow with
+    k = 11 u32 + u and underflow = eta / (min(1, slope) |weight|) (docs/activation.md), the largest
+    of all channels."""
+    info = torch.finfo(x.dtype)
+    unit = info.eps / 2
+    factor = 11 * min(unit, 2.0**-24) + unit
+    underflow = info.smallest_normal * info.eps / 2 / min(1.0, negative_slope)
+    if x.shape[1] == 0:
+        return 0.0
+    shift = torch.zeros(1) if bias is None else bias.detach().double().abs()
+    scale = torch.ones(1) if weight is None else weight.detach().double().abs()
+    bound = factor * (1 + shift / scale) + underflow / scale
+    # Below this the scale, a weight by 1 / deviation, and its reciprocal may leave binary32.
+    return float(bound.masked_fill(scale < 2.0**-40, math.inf).max())
 
 
-def check_in_place(x, weight, bias, residual):
+def check_in_place(x, weight, bias, residual, negative_slope):
     if residual is not None:
         raise ValueError("inplace: got True with a residual, expected False")
     if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
@@ -135,17 +151,29 @@ def check_in_place(x, weight, bias, residual):
             f"input: got strides {x.stride()} with inplace=True, expected contiguous or "
             "channels-last memory"
         )
-    bound = recovery_bound(x, weight, bias)
+    bound = recovery_bound(x, weight, bias, negative_slope)
     if not bound <= RECOVERY_LIMIT:
         raise ValueError(
-            f"weight: got entries so small beside the bias that backward would recover the input "
-            f"with an error of up to {bound:.2g} standard deviations, expected at most "
+            f"weight: got entries so small, alone or beside the bias, that backward would recover "
+            f"the input with an error of up to {bound:.2g} standard deviations, expected at most "
             f"{RECOVERY_LIMIT:.2g}; use inplace=False"
         )
 
 
+def check_momentum(momentum, running_mean, num_batches_tracked):
+    if momentum is None:
+        if running_mean is not None and num_batches_tracked is None:
+            raise ValueError(
+                "momentum: got None without num_batches_tracked, expected a number in [0, 1]"
+            )
+    elif not 0 <= momentum <= 1:
+        raise ValueError(f"momentum: got {momentum}, expected a number in [0, 1], or None")
+
+
 def check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
     """One error that names the argument, what was given and what is allowed."""
+    if x.device.type != "cpu":
+        raise ValueError(f"input: got a tensor on {x.device}, expected the CPU (CUDA is to come)")
     if x.dim() < 2:
         raise ValueError(f"input: got {x.dim()}D input, expected at least 2D (N, C, ...)")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -170,4 +198,4 @@ def check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
                 f"{name}: got a tensor on {tensor.device}, expected {x.device}, the input's device"
             )
     if residual is not None:
-        _check_like_input("residual", residual, x)
+        check_like_input("residual", residual, x)

@@ -9,7 +9,14 @@ from torch.autograd.function import once_differentiable
 
 from . import _baton, _exchange
 from ._groups import Group, sharing
-from ._layer import Layer, check_arguments, check_in_place, check_options
+from ._layer import (
+    Layer,
+    check_arguments,
+    check_in_place,
+    check_like_input,
+    check_momentum,
+    check_options,
+)
 from ._ops import ops
 
 
@@ -161,16 +168,16 @@ def train_step(
     momentum None: cumulative averaging by num_batches_tracked. call: int64 [1], the number of this
     call, advanced by one.
     """
-    if x.device.type != "cpu":
-        raise ValueError(f"input: got a tensor on {x.device}, expected the CPU (CUDA is to come)")
     peers = layer.peers()
     # A compiler plans memory by itself, and cannot trace this.
     inplace = layer.writes_over_input and not torch.compiler.is_compiling()
     try:
+        check_options(layer)
+        check_momentum(layer.momentum, running_mean, num_batches_tracked)
         check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
         if inplace:
-            check_in_place(x, weight, bias, residual)
-    except ValueError as error:
+            check_in_place(x, weight, bias, residual, layer.negative_slope)
+    except Exception as error:
         _exchange.reject(peers, layer.call_of(x, call), error)
         raise
     function = _BatchNormInPlace if inplace else _BatchNormTraining
@@ -182,8 +189,11 @@ def train_step(
     return y
 
 
-def apply_activation(y: Tensor, layer: Layer) -> Tensor:
-    """PyTorch's own operator."""
+def finish(y: Tensor, residual: Tensor | None, layer: Layer) -> Tensor:
+    """What follows PyTorch's batch norm in evaluation: its own addition and activation."""
+    if residual is not None:
+        check_like_input("residual", residual, y)
+        y = y + residual
     if layer.activation == "relu":
         return F.relu(y)
     if layer.activation == "leaky_relu":
@@ -260,4 +270,4 @@ def sync_batch_norm(
             )
         return train_step(x, running_mean, running_var, weight, bias, residual, layer)
     y = F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-    return apply_activation(y if residual is None else y + residual, layer)
+    return finish(y, residual, layer)

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from . import _baton, _devices, _groups
 from ._layer import Layer, check_options
 from ._tracing import leaf
-from .functional import apply_activation, train_step
+from .functional import finish, train_step
 
 # A graph traced from a layer on its own holds one call of train_step.
 torch.fx.wrap("train_step")
@@ -135,24 +135,24 @@ class SyncBatchNorm(_BatchNorm):
     @leaf
     def forward(
         self,
-        x: Tensor | Sequence[Tensor],
+        input: Tensor | Sequence[Tensor],
         residual: Tensor | Sequence[Tensor] | None = None,
     ) -> Tensor | list[Tensor]:
-        """x: (N, num_features, *spatial). residual: like x, added before the activation. Returns a
-        tensor like x.
+        """input: (N, num_features, *spatial). residual: like it, added before the activation.
+        Returns a tensor like it.
 
         With a list or tuple of tensors, one per device of this process, returns the list of their
         outputs; in training the statistics are those of all of them (and of all ranks).
         """
-        if isinstance(x, (list, tuple)):
-            return _devices.forward(self, x, residual)
+        if isinstance(input, (list, tuple)):
+            return _devices.forward(self, input, residual)
         if self.training:
             if _baton.running and _baton.inside():
-                return _baton.wait(self, x, residual)
+                return _baton.wait(self, input, residual)
             if not torch.compiler.is_compiling():
                 _devices.check_alone(self)
             return train_step(
-                x,
+                input,
                 self.running_mean,
                 self.running_var,
                 self.weight,
@@ -162,9 +162,9 @@ class SyncBatchNorm(_BatchNorm):
                 num_batches_tracked=self.num_batches_tracked,
                 call=self._call,
             )
-        self._check_input_dim(x)
+        self._check_input_dim(input)
         y = F.batch_norm(
-            x,
+            input,
             self.running_mean,
             self.running_var,
             self.weight,
@@ -173,7 +173,7 @@ class SyncBatchNorm(_BatchNorm):
             0.0,
             self.eps,
         )
-        return apply_activation(y if residual is None else y + residual, self.layer())
+        return finish(y, residual, self.layer())
 
     def extra_repr(self) -> str:
         text = super().extra_repr()

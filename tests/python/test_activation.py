@@ -251,6 +251,61 @@ def test_refused_arguments():
         assert torch.equal(value, before[name])
 
 
+def test_options_set_later_are_checked_too():
+    x = torch.randn(3, 4)
+    for changes, text in (
+        ({"activation": "gelu"}, "activation: got 'gelu'"),
+        ({"statistics": "Welford"}, "statistics: got 'Welford'"),
+        ({"affine_grad": "shares"}, "affine_grad: got 'shares'"),
+        ({"activation": "relu", "inplace": True}, "inplace: got True with relu"),
+        ({"sync": None}, "sync: got None"),
+        ({"inplace": "no"}, "inplace: got 'no'"),
+        ({"activation": "leaky_relu", "negative_slope": 1e300}, "negative_slope: got 1e"),
+        ({"momentum": 2.0}, "momentum: got 2.0"),
+    ):
+        layer = syncbn.SyncBatchNorm(4)
+        before = {k: v.clone() for k, v in layer.state_dict().items()}
+        for name, value in changes.items():
+            setattr(layer, name, value)
+        with pytest.raises(ValueError, match=text):
+            layer(x)
+        for name, value in layer.state_dict().items():
+            assert torch.equal(value, before[name])
+    with pytest.raises(ValueError, match="momentum: got None without num_batches_tracked"):
+        syncbn.functional.sync_batch_norm(
+            x, torch.zeros(4), torch.ones(4), training=True, momentum=None
+        )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_residual_is_never_broadcast_or_promoted(training):
+    layer = syncbn.SyncBatchNorm(4).train(training)
+    x = torch.randn(3, 4, 5)
+    for residual in (torch.randn(4, 1), torch.randn(3, 4, 1), torch.randn(3, 4, 5).double()):
+        with pytest.raises(ValueError, match="residual: got"):
+            layer(x, residual)
+        with pytest.raises(ValueError, match="residual: got"):
+            layer([x, x], [residual, residual])
+    for residuals in ([x], x, [x, x, x]):
+        with pytest.raises(ValueError, match="residual: got"):
+            layer([x, x], residuals)
+
+
+def test_slopes_that_differ_give_different_calls():
+    """All bits of the slope count, and so does every other option."""
+    from syncbn._layer import Layer
+
+    numbers = [
+        Layer("l", 5, activation=a, negative_slope=s, statistics=m).call_number(r)
+        for a, slopes in (("none", [0.01]), ("relu", [0.01]), ("leaky_relu", [0.01, 128.01, 0.0]))
+        for s in slopes
+        for m in ("reproducible", "welford")
+        for r in (False, True)
+    ]
+    assert len(set(numbers)) == len(numbers)
+    assert all(0 <= n < 2**63 for n in numbers)
+
+
 def test_function_and_layer_agree_exact():
     torch.manual_seed(0)
     x, z = torch.randn(3, 4, 5), torch.randn(3, 4, 5)

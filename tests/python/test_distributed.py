@@ -1,5 +1,5 @@
 """Real processes over Gloo: 2 and 3 ranks, started once each, run every case of rank_cases.py and
-rank_cases_modes.py, device_cases.py and rank_cases_op.py."""
+rank_cases_modes.py, rank_cases_groups.py, device_cases.py and rank_cases_op.py."""
 
 import datetime
 import json
@@ -15,12 +15,13 @@ import torch.multiprocessing as mp
 
 import device_cases
 import rank_cases
+import rank_cases_groups
 import rank_cases_modes
 import rank_cases_op
 
 CASES = {
     name: case
-    for module in (rank_cases, rank_cases_modes, device_cases, rank_cases_op)
+    for module in (rank_cases, rank_cases_modes, rank_cases_groups, device_cases, rank_cases_op)
     for name, case in vars(module).items()
     if name.startswith("case_")
 }

@@ -83,7 +83,7 @@ def test_bound_is_refused_with_the_reason():
         layer.bias[1] = 1.0
     before = {k: v.clone() for k, v in layer.state_dict().items()}
     kept = x.clone()
-    with pytest.raises(ValueError, match=r"weight: got entries so small .* standard deviations"):
+    with pytest.raises(ValueError, match=r"weight: got entries so small.* standard deviations"):
         layer(x)
     with torch.no_grad():
         layer.weight[1] = 0.0
@@ -104,9 +104,30 @@ def test_where_the_limit_lies(dtype, ratio):
     """|bias / weight| of about 10,900 for float32, 15 for float16, 1 for bfloat16."""
     x = torch.zeros(1, 1, dtype=dtype)
     weight, bias = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 2.0 * ratio])
-    assert recovery_bound(x, weight, bias) <= RECOVERY_LIMIT
-    assert recovery_bound(x, weight, 1.2 * bias) > RECOVERY_LIMIT
-    assert recovery_bound(x, weight, None) == recovery_bound(x, None, None)
+    x = x.expand(1, 2)
+    assert recovery_bound(x, weight, bias, 0.5) <= RECOVERY_LIMIT
+    assert recovery_bound(x, weight, 1.2 * bias, 0.5) > RECOVERY_LIMIT
+    assert recovery_bound(x, weight, None, 0.5) == recovery_bound(x, None, None, 0.5)
+    assert recovery_bound(x[:, :0], weight[:0], None, 0.5) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "slope"),
+    [
+        (torch.float16, 1e-4, 0.01),
+        (torch.float16, 1e-3, 2**-10),
+        (torch.float32, 1e-40, 0.01),
+        (torch.float32, 1e-13, 1.0),
+    ],
+)
+def test_weights_whose_outputs_underflow_are_refused(dtype, weight, slope):
+    layer = syncbn.SyncBatchNorm(
+        1, activation="leaky_relu", negative_slope=slope, inplace=True, dtype=torch.float32
+    )
+    with torch.no_grad():
+        layer.weight.fill_(weight)
+    with pytest.raises(ValueError, match="weight: got entries so small"):
+        layer(torch.randn(8, 1).to(dtype))
 
 
 def test_without_an_activation_it_is_off():

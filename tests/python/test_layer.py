@@ -207,7 +207,7 @@ def test_bad_options_are_refused():
         syncbn.SyncBatchNorm(3, affine_grad="mean")
     with pytest.raises(ValueError, match="eps: got -1"):
         syncbn.SyncBatchNorm(3, eps=-1)(torch.randn(4, 3))
-    with pytest.raises(RuntimeError, match=r"momentum: got 1.5\d*, expected a number in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"momentum: got 1.5\d*, expected a number in \[0, 1\]"):
         syncbn.SyncBatchNorm(3, momentum=1.5)(torch.randn(4, 3))
 
 

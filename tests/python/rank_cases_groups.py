@@ -1,0 +1,148 @@
+"""Groups of ranks: by size, by machine, changed later; reports; Ctrl-C. Run by test_distributed.py
+as rank_cases.py is."""
+
+import os
+import signal
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import syncbn
+from rank_cases import CountCollectives, raises
+from syncbn import _groups
+
+
+def mean_of(model, x) -> torch.Tensor:
+    """The batch mean that the model's one layer normalizes with."""
+    layer = next(m for m in model.modules() if isinstance(m, syncbn.SyncBatchNorm))
+    layer.momentum = 1.0
+    layer.train()(x)
+    return layer.running_mean.clone()
+
+
+def expected_mean(x, ranks) -> torch.Tensor:
+    world = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(world, x)
+    return torch.cat([world[r] for r in ranks]).mean(0)
+
+
+def close(a, b) -> bool:
+    # Sums of at most 12 numbers of order 1 in float32: 12 roundings.
+    return bool((a - b).abs().max() <= 12 * 2**-24 * 4)
+
+
+def case_group_size(rank, world):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    for size in (1, world):
+        model = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)), group_size=size)
+        block = range(rank - rank % size, rank - rank % size + size)
+        assert close(mean_of(model, x), expected_mean(x, block))
+    for bad in (0, world + 1, 1.5):
+        raises(
+            ValueError,
+            "group_size: got",
+            lambda bad=bad: syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), group_size=bad),
+        )
+    raises(
+        ValueError,
+        "expected only one of them",
+        lambda: syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), group_size=1, group="node"),
+    )
+
+
+def case_group_by_node(rank, world):
+    """Two machines, of which the first has one rank: names decide, not a launcher's variables."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    host_name = _groups.host_name
+    try:
+        _groups.host_name = lambda: "first" if rank == 0 else "second"
+        model = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)), group="node")
+    finally:
+        _groups.host_name = host_name
+    ranks = [0] if rank == 0 else range(1, world)
+    assert close(mean_of(model, x), expected_mean(x, ranks))
+    # The real machine is one.
+    syncbn.set_group(model, group="node")
+    assert close(mean_of(model, x), expected_mean(x, range(world)))
+    raises(ValueError, "group: got 'rack'", lambda: syncbn.set_group(model, group="rack"))
+
+
+def case_set_group_and_report(rank, world):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    model = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), nn.InstanceNorm1d(4)))
+    assert close(mean_of(model, x), expected_mean(x, range(world)))
+    rows = syncbn.report(model)
+    assert [(r.path, r.ranks, r.rank, r.engine) for r in rows] == [
+        ("0", world, rank, rows[0].engine)
+    ]
+    assert rows[0].engine != "none" and "syncbn.SyncBatchNorm" in str(rows)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    assert syncbn.set_group(model, alone) is model
+    assert close(mean_of(model, x), x.mean(0))
+    assert syncbn.report(model)[0].note == "one rank"
+    syncbn.set_group(model, timeout=7)
+    assert model[0].sharing.timeout == 7
+    for bad in (0, -1, float("nan"), "soon"):
+        raises(ValueError, "timeout: got", lambda bad=bad: syncbn.set_group(model, timeout=bad))
+
+
+def case_overlapping_groups(rank, world):
+    """A layer over all ranks and one over the first two, with groups made in any order."""
+    pair = dist.new_group([0, 1])
+    both = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2))
+    both[0] = syncbn.convert_sync_batchnorm(both[0])
+    both[1] = syncbn.convert_sync_batchnorm(both[1], pair if rank < 2 else None)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        both[0](x)
+        if rank < 2:
+            both[1](x)
+    dist.barrier()
+
+
+def case_prepare_makes_the_group_for_a_compiled_first_step(rank, world):
+    layer = syncbn.SyncBatchNorm(4, timeout=41)
+    step = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    syncbn.prepare(layer)
+    step(torch.randn(3, 4))
+
+
+def case_one_group_per_set_of_ranks(rank, world):
+    before = len(_groups._own_groups)
+    for _ in range(3):
+        syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), timeout=43)
+    assert len(_groups._own_groups) == before + 1
+
+
+def case_interrupted_within_a_second(rank, world):
+    """Ctrl-C while the others do not come."""
+    layer = syncbn.SyncBatchNorm(4, timeout=60)
+    layer(torch.randn(3, 4))
+    if rank == 0:
+        pressed = []
+
+        def press():
+            pressed.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Timer(0.5, press).start()
+        try:
+            layer(torch.randn(3, 4))
+            raise AssertionError("not interrupted")
+        except KeyboardInterrupt:
+            assert time.monotonic() - pressed[0] < 1
+        raises(syncbn.PeerLost, "interrupted", lambda: layer(torch.randn(3, 4)))
+    dist.barrier()
+    syncbn.reset_groups(layer)
+    layer(torch.randn(3, 4))
+
+
+def case_checks_cost_no_collective(rank, world):
+    layer = syncbn.SyncBatchNorm(4)
+    layer(torch.randn(3, 4))
+    with CountCollectives() as count:
+        layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert count.names in (["all_reduce"] * 2, []), count.names
