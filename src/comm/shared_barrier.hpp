@@ -47,8 +47,9 @@ class SharedBarrier {
 
   std::size_t rank() const { return rank_; }
   std::size_t size() const { return size_; }
-  /// Of the barrier that this rank has reached last.
+  /// The barrier that this rank has reached last, and when.
   std::uint64_t number() const { return number_; }
+  std::chrono::steady_clock::time_point arrived_at() const { return arrived_at_; }
   bool in_own_process() const;
   RankArea& area(std::size_t rank) const;
   /// A rank's slot for a barrier: kPieceBytes, behind them one size()-th of that.

@@ -77,12 +77,11 @@ struct __attribute__((visibility("hidden"))) SharedMemoryGroup::State {
 
 void SharedMemoryGroup::State::begin(ExchangeKind its_kind, const void* from, void* to,
                                      std::size_t length) {
-  barrier.check_process();
+  barrier.check_usable();
   if (under_way) {
     throw Error(rank_of(static_cast<int>(barrier.rank()), barrier.size()) +
                 "an exchange is under way already");
   }
-  barrier.check_usable();
   kind = its_kind;
   in = static_cast<const std::byte*>(from);
   out = static_cast<std::byte*>(to);
@@ -97,17 +96,17 @@ void SharedMemoryGroup::State::begin(ExchangeKind its_kind, const void* from, vo
 }
 
 bool SharedMemoryGroup::State::finish(milliseconds slice) {
-  barrier.check_process();
   const auto begin = std::chrono::steady_clock::now();
+  milliseconds spent(0);
   try {
     while (under_way) {
-      const auto spent =
-          std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now() - begin);
       if (!barrier.wait(slice - spent)) {
         return false;
       }
       memory_file.reset();
       advance();
+      // Of the next barrier; not another look at the clock, which counts in short exchanges.
+      spent = std::chrono::duration_cast<milliseconds>(barrier.arrived_at() - begin);
     }
   } catch (...) {
     under_way = false;
@@ -268,17 +267,20 @@ void SharedMemoryGroup::begin_all_gather(std::span<const std::byte> in, std::spa
   state_->begin(ExchangeKind::kGather, in.data(), out.data(), in.size());
 }
 
-bool SharedMemoryGroup::finish(milliseconds slice) { return state_->finish(slice); }
+bool SharedMemoryGroup::finish(milliseconds slice) {
+  state_->barrier.check_process();
+  return state_->finish(slice);
+}
 
 void SharedMemoryGroup::all_reduce_sum(std::span<std::int64_t> words) {
   begin_all_reduce_sum(words);
-  while (!finish(kDefaultTimeout)) {
+  while (!state_->finish(kDefaultTimeout)) {
   }
 }
 
 void SharedMemoryGroup::all_gather(std::span<const std::byte> in, std::span<std::byte> out) {
   begin_all_gather(in, out);
-  while (!finish(kDefaultTimeout)) {
+  while (!state_->finish(kDefaultTimeout)) {
   }
 }
 
