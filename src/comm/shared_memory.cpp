@@ -1,5 +1,7 @@
 #include "syncbn/shared_memory.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -216,6 +218,10 @@ SharedMemoryGroup::Opened SharedMemoryGroup::open(SharedMemoryOffer offer,
   LocalOffer& mine = *offer.resources_;
   const auto size = static_cast<std::size_t>(mine.content.size);
   const auto rank = static_cast<std::size_t>(mine.content.rank);
+  if (mine.content.process != getpid()) {
+    throw InvalidArgument("offer: got that of process " + std::to_string(mine.content.process) +
+                          ", expected this process's, " + std::to_string(getpid()));
+  }
   if (timeout < milliseconds(1)) {
     throw InvalidArgument("timeout: got " + std::to_string(timeout.count()) +
                           " ms, expected at least 1 ms");

@@ -64,7 +64,10 @@ std::string make_memory(std::size_t bytes, LocalOffer& out) {
     return system_text("memfd_create", errno);
   }
   // Takes the pages now: a full node is an error here and not a signal in the middle of training.
-  const int error = posix_fallocate(out.memory_file.get(), 0, static_cast<off_t>(bytes));
+  int error = 0;
+  do {
+    error = posix_fallocate(out.memory_file.get(), 0, static_cast<off_t>(bytes));
+  } while (error == EINTR);
   if (error != 0) {
     return system_text("posix_fallocate of " + std::to_string(bytes) + " bytes", error);
   }

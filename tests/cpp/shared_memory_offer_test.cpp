@@ -168,5 +168,21 @@ TEST(SharedMemoryOffer, WrongArgumentsOfOpenAreRefused) {
       "offer: got one that was used"));
 }
 
+TEST(SharedMemoryOffer, AForkedChildCannotUseItsParentsOffer) {
+  SharedMemoryOffer offer(0, 1);
+  const pid_t child = fork();
+  if (child == 0) {
+    const std::vector<std::byte> all = gathered({&offer});
+    const std::string text =
+        thrown_text<InvalidArgument>([&] { SharedMemoryGroup::open(std::move(offer), all); });
+    _exit(text.find("offer: got that of process") == 0 ? 0 : 1);
+  }
+  int status = -1;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  const std::vector<std::byte> all = gathered({&offer});
+  EXPECT_NE(SharedMemoryGroup::open(std::move(offer), all).group, nullptr);
+}
+
 }  // namespace
 }  // namespace syncbn
