@@ -103,7 +103,7 @@ Times measure_processes(int ranks, std::size_t length, int rounds) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  const int rounds = count > 1 ? std::atoi(arguments[1]) : 3000;
+  const int rounds = count > 1 ? static_cast<int>(std::strtol(arguments[1], nullptr, 10)) : 3000;
   if (rounds < 1) {
     std::fprintf(stderr, "rounds: got %s, expected at least 1\n", arguments[1]);
     return 2;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Ranks as processes that form a SharedMemoryGroup.
+// Ranks as processes that form a SharedMemoryGroup, and exchanges that check themselves.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -9,12 +9,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <new>
 #include <span>
 #include <stdexcept>
@@ -22,6 +24,7 @@
 #include <thread>
 #include <vector>
 
+#include "support.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/shared_memory.hpp"
 
@@ -50,7 +53,8 @@ class Processes {
   };
   struct Rank {
     SharedMemoryGroup& group;
-    std::atomic<std::int64_t>& progress;  ///< the test can watch it
+    std::unique_ptr<SharedMemoryGroup>& owner;  ///< of group
+    std::atomic<std::int64_t>& progress;        ///< the test can watch it
   };
 
   Processes(int ranks, std::chrono::milliseconds timeout, const std::function<void(Rank)>& body)
@@ -156,10 +160,10 @@ class Processes {
     gather(board_->offered, ranks);
     const std::span<const std::byte> offers(board_->offers[0],
                                             static_cast<std::size_t>(ranks) * offer.kBytes);
-    const auto opened = SharedMemoryGroup::open(std::move(offer), offers, timeout);
+    auto opened = SharedMemoryGroup::open(std::move(offer), offers, timeout);
     require(opened.group != nullptr, opened.why);
     gather(board_->opened, ranks);
-    body({*opened.group, board_->progress[rank]});
+    body({*opened.group, opened.group, board_->progress[rank]});
   }
 
   static std::string report_of(const std::function<void()>& body) {
@@ -196,5 +200,58 @@ class Processes {
   Board* board_;
   std::vector<Child> children_;
 };
+
+/// Longer than any wait of these tests on a busy machine.
+inline constexpr auto kLong = std::chrono::seconds(50);
+
+inline std::vector<std::int64_t> message(std::int64_t length, int rank, std::int64_t exchange) {
+  Random random(static_cast<std::uint64_t>(exchange * 100 + rank));
+  std::vector<std::int64_t> words(static_cast<std::size_t>(length));
+  for (std::int64_t& word : words) {
+    word = static_cast<std::int64_t>(random.bits());
+  }
+  return words;
+}
+
+/// An exchange whose every word is checked.
+inline void sum(SharedMemoryGroup& group, std::int64_t length, std::int64_t exchange) {
+  std::vector<std::int64_t> words = message(length, group.rank(), exchange);
+  std::vector<std::uint64_t> expected(words.size());
+  for (int r = 0; r < group.size(); ++r) {
+    const auto theirs = message(length, r, exchange);
+    for (std::size_t i = 0; i < theirs.size(); ++i) {
+      expected[i] += static_cast<std::uint64_t>(theirs[i]);
+    }
+  }
+  group.all_reduce_sum(words);
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    require(static_cast<std::uint64_t>(words[i]) == expected[i],
+            "word " + std::to_string(i) + " of " + std::to_string(length));
+  }
+}
+
+inline void gather(SharedMemoryGroup& group, std::int64_t length, std::int64_t exchange) {
+  const auto mine = message(length, group.rank(), exchange);
+  std::vector<std::int64_t> all(mine.size() * static_cast<std::size_t>(group.size()));
+  group.all_gather(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));
+  for (int r = 0; r < group.size(); ++r) {
+    const auto theirs = message(length, r, exchange);
+    require(std::equal(theirs.begin(), theirs.end(), all.begin() + r * length),
+            "part " + std::to_string(r) + " of " + std::to_string(length));
+  }
+}
+
+/// How a rank's later call fails once the group is broken.
+inline void require_broken(SharedMemoryGroup& group) {
+  const auto begin = std::chrono::steady_clock::now();
+  try {
+    sum(group, 4, 0);
+  } catch (const PeerLost&) {
+    require(std::chrono::steady_clock::now() - begin < kLong / 10,
+            "a broken group lets a rank wait");
+    return;
+  }
+  require(false, "a broken group works");
+}
 
 }  // namespace syncbn::testing

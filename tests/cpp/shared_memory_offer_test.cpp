@@ -122,7 +122,7 @@ TEST(SharedMemoryOffer, AProcessThatHasEndedIsRefused) {
 TEST(SharedMemoryOffer, AnotherProcessOfThatNumberIsRefused) {
   EXPECT_TRUE(contains(refusal([](OfferContent& zero) {
                          zero.process = getppid();
-                         --zero.start_time;
+                         zero.start_time += 1000000;
                        }),
                        "is not the one that made the offer"));
 }
@@ -161,11 +161,12 @@ TEST(SharedMemoryOffer, WrongArgumentsOfOpenAreRefused) {
   EXPECT_TRUE(contains(open(256, milliseconds(1), std::byte{1}), "expected this rank's offer"));
 
   SharedMemoryOffer offer(0, 1);
+  SharedMemoryOffer& used = offer;
   const std::vector<std::byte> all = gathered({&offer});
   EXPECT_NE(SharedMemoryGroup::open(std::move(offer), all).group, nullptr);
-  EXPECT_TRUE(contains(
-      thrown_text<InvalidArgument>([&] { SharedMemoryGroup::open(std::move(offer), all); }),
-      "offer: got one that was used"));
+  EXPECT_TRUE(
+      contains(thrown_text<InvalidArgument>([&] { SharedMemoryGroup::open(std::move(used), all); }),
+               "offer: got one that was used"));
 }
 
 TEST(SharedMemoryOffer, AForkedChildCannotUseItsParentsOffer) {
