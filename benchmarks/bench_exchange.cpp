@@ -21,8 +21,8 @@
 namespace {
 
 constexpr int kMaxRanks = 8;
-/// 16 KiB, and the messages of 64, 512 and 2048 channels of float32.
-constexpr std::size_t kLengths[] = {2048, 4 + 64 * 19, 4 + 512 * 19, 4 + 2048 * 19};
+/// The messages of 64, 512 and 2048 channels of float32, and 16 KiB.
+constexpr std::size_t kLengths[] = {4 + 64 * 19, 2048, 4 + 512 * 19, 4 + 2048 * 19};
 
 struct Times {
   double median;
