@@ -103,12 +103,26 @@ TEST_P(SharedMemoryProcesses, DisagreementsAreErrorsOnEveryRankAndLeaveTheGroupU
   ranks.expect_success();
 }
 
+std::size_t entries(const char* folder) {
+  const std::filesystem::directory_iterator files(folder);
+  return static_cast<std::size_t>(std::distance(begin(files), end(files)));
+}
+
+std::size_t mappings_of_groups() {
+  std::ifstream maps("/proc/self/maps");
+  std::size_t count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    count += line.find("memfd:syncbn") != std::string::npos ? 1 : 0;
+  }
+  return count;
+}
+
 TEST(SharedMemory, AForkedChildHasNoPartAndDoesNoHarm) {
   Processes ranks(2, kLong, [](Processes::Rank rank) {
     sum(rank.group, 100, 0);
     const pid_t child = fork();
     if (child == 0) {
-      int wrong = 0;
+      int wrong = static_cast<int>(mappings_of_groups());
       const auto expect_error = [&](const auto& call) {
         try {
           call();
@@ -182,20 +196,6 @@ TEST(SharedMemory, FinishKeepsTheTimeLimitWhenOnlyPolled) {
   });
   EXPECT_GE(steady_clock::now() - begin, milliseconds(50));
   EXPECT_TRUE(contains(text, "rank 1 did not come"));
-}
-
-std::size_t entries(const char* folder) {
-  const std::filesystem::directory_iterator files(folder);
-  return static_cast<std::size_t>(std::distance(begin(files), end(files)));
-}
-
-std::size_t mappings_of_groups() {
-  std::ifstream maps("/proc/self/maps");
-  std::size_t count = 0;
-  for (std::string line; std::getline(maps, line);) {
-    count += line.find("memfd:syncbn") != std::string::npos ? 1 : 0;
-  }
-  return count;
 }
 
 /// What this process holds of the system.
