@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "checks.hpp"
+#include "comm/rank_texts.hpp"
 #include "syncbn/communicator.hpp"
 #include "syncbn/error.hpp"
 
@@ -18,14 +19,6 @@ namespace {
 /// core.
 constexpr int kSpins = 200;
 constexpr int kYields = 20;
-
-std::string list(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
-  }
-  return text;
-}
 
 }  // namespace
 
@@ -60,10 +53,7 @@ struct __attribute__((visibility("hidden"))) ThreadGroup::State {
   };
 
   bool all_arrived(std::uint64_t barrier) const;
-  /// "rank R of N: ", in front of every error.
-  std::string place(int rank) const {
-    return "rank " + std::to_string(rank) + " of " + std::to_string(slots.size()) + ": ";
-  }
+  std::string place(int rank) const { return rank_of(rank, slots.size()); }
   void abandon(int rank, const std::string& reason);
   /// For a rank that comes to a broken group.
   [[noreturn]] void throw_lost(int rank);
@@ -119,8 +109,7 @@ void ThreadGroup::State::abandon(int rank, const std::string& reason) {
 
 void ThreadGroup::State::throw_lost(int rank) {
   const std::lock_guard lock(mutex);
-  throw PeerLost(place(rank) + "rank " + std::to_string(broken_rank) +
-                 " left the group: " + broken_reason);
+  throw PeerLost(place(rank) + left_text(broken_rank, broken_reason));
 }
 
 void ThreadGroup::State::throw_broken(int rank) {
@@ -140,8 +129,7 @@ std::string ThreadGroup::State::missing(std::uint64_t barrier) const {
       ranks_missing.push_back(static_cast<int>(r));
     }
   }
-  return list(ranks_missing) + " did not come to the exchange within " +
-         std::to_string(timeout.count()) + " ms";
+  return missing_text(ranks_missing, timeout);
 }
 
 void ThreadGroup::State::wake() {
@@ -231,11 +219,8 @@ void ThreadGroup::State::Rank::enter(const void* data, std::size_t bytes, bool g
     if (other.bytes != bytes || other.gather != gather) {
       // Every rank sees the same slots, so every rank throws.
       barrier();
-      throw DivergenceError("rank " + std::to_string(rank_) + " of " +
-                            std::to_string(state_.slots.size()) + " brought " +
-                            std::to_string(bytes) + " bytes to the exchange, rank " +
-                            std::to_string(r) + " brought " + std::to_string(other.bytes) +
-                            (other.gather != gather ? " to another kind of exchange" : ""));
+      throw DivergenceError(divergence_text(rank_, state_.slots.size(), bytes, static_cast<int>(r),
+                                            other.bytes, other.gather != gather));
     }
   }
 }
@@ -266,8 +251,7 @@ void ThreadGroup::State::Rank::all_reduce_sum(std::span<std::int64_t> words) {
 
 void ThreadGroup::State::Rank::all_gather(std::span<const std::byte> in, std::span<std::byte> out) {
   if (out.size() != in.size() * state_.slots.size()) {
-    const std::string reason = "out: got " + std::to_string(out.size()) + " bytes, expected " +
-                               std::to_string(in.size() * state_.slots.size());
+    const std::string reason = gather_size_text(out.size(), in.size() * state_.slots.size());
     abandon(reason);
     throw InvalidArgument(reason);
   }

@@ -13,8 +13,10 @@
 #include <span>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
+#include "groups.hpp"
 #include "support.hpp"
 #include "syncbn/error.hpp"
 
@@ -24,6 +26,10 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 using testing::contains;
+using testing::expect_no_errors;
+using testing::Group;
+using testing::GroupKind;
+using testing::make_group;
 using testing::Random;
 using testing::run_ranks;
 using testing::text_of;
@@ -36,20 +42,8 @@ std::span<const std::byte> bytes_of(const std::vector<std::int64_t>& words) {
   return std::as_bytes(std::span<const std::int64_t>(words));
 }
 
-void expect_no_errors(const std::vector<std::exception_ptr>& errors) {
-  for (const std::exception_ptr& error : errors) {
-    if (error != nullptr) {
-      try {
-        std::rethrow_exception(error);
-      } catch (const std::exception& e) {
-        ADD_FAILURE() << e.what();
-      }
-    }
-  }
-}
-
 /// One exchange of each kind works.
-void expect_usable(ThreadGroup& group) {
+void expect_usable(Group& group) {
   expect_no_errors(run_ranks(group.size(), [&](int r) {
     std::vector<std::int64_t> words = {r, 1};
     group.rank(r).all_reduce_sum(words);
@@ -64,21 +58,38 @@ void expect_usable(ThreadGroup& group) {
   }));
 }
 
-class ThreadRanks : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Sizes, ThreadRanks, ::testing::Values(1, 2, 3, 8, 64));
+/// What every group of several ranks promises, whatever it exchanges through.
+class Groups : public ::testing::TestWithParam<std::tuple<GroupKind, int>> {
+ protected:
+  GroupKind kind() const { return std::get<0>(GetParam()); }
+  int ranks() const { return std::get<1>(GetParam()); }
+};
+INSTANTIATE_TEST_SUITE_P(, Groups,
+                         ::testing::Combine(::testing::Values(GroupKind::kThreads,
+                                                              GroupKind::kSharedMemory),
+                                            ::testing::Values(1, 2, 3, 8, 64)),
+                         [](const auto& test) {
+                           return testing::name(std::get<0>(test.param)) +
+                                  std::to_string(std::get<1>(test.param));
+                         });
 
-TEST_P(ThreadRanks, KnowThemselves) {
-  ThreadGroup group(GetParam());
-  EXPECT_EQ(group.size(), GetParam());
-  for (int r = 0; r < GetParam(); ++r) {
-    EXPECT_EQ(group.rank(r).rank(), r);
-    EXPECT_EQ(group.rank(r).size(), GetParam());
+class GroupKinds : public ::testing::TestWithParam<GroupKind> {};
+INSTANTIATE_TEST_SUITE_P(, GroupKinds,
+                         ::testing::Values(GroupKind::kThreads, GroupKind::kSharedMemory),
+                         [](const auto& test) { return testing::name(test.param); });
+
+TEST_P(Groups, KnowThemselves) {
+  const auto group = make_group(kind(), ranks());
+  EXPECT_EQ(group->size(), ranks());
+  for (int r = 0; r < ranks(); ++r) {
+    EXPECT_EQ(group->rank(r).rank(), r);
+    EXPECT_EQ(group->rank(r).size(), ranks());
   }
 }
 
-TEST_P(ThreadRanks, SumsWrapAroundExact) {
-  const int ranks = GetParam();
-  ThreadGroup group(ranks);
+TEST_P(Groups, SumsWrapAroundExact) {
+  const int ranks = this->ranks();
+  const auto group = make_group(kind(), ranks);
   // Lengths that do not divide evenly among ranks, also shorter than their number.
   for (const std::size_t length : {0u, 1u, 2u, 19u, 63u, 1000u}) {
     Random random(50);
@@ -92,7 +103,7 @@ TEST_P(ThreadRanks, SumsWrapAroundExact) {
       }
     }
     expect_no_errors(run_ranks(
-        ranks, [&](int r) { group.rank(r).all_reduce_sum(words[static_cast<std::size_t>(r)]); }));
+        ranks, [&](int r) { group->rank(r).all_reduce_sum(words[static_cast<std::size_t>(r)]); }));
     for (const auto& mine : words) {
       for (std::size_t i = 0; i < length; ++i) {
         ASSERT_EQ(static_cast<std::uint64_t>(mine[i]), expected[i]);
@@ -101,14 +112,14 @@ TEST_P(ThreadRanks, SumsWrapAroundExact) {
   }
 }
 
-TEST_P(ThreadRanks, GatherInRankOrderExact) {
-  const int ranks = GetParam();
-  ThreadGroup group(ranks);
+TEST_P(Groups, GatherInRankOrderExact) {
+  const int ranks = this->ranks();
+  const auto group = make_group(kind(), ranks);
   for (const std::size_t length : {0u, 1u, 7u, 300u}) {
     expect_no_errors(run_ranks(ranks, [&](int r) {
       const std::vector<std::byte> mine(length, static_cast<std::byte>(r + 1));
       std::vector<std::byte> all(length * static_cast<std::size_t>(ranks));
-      group.rank(r).all_gather(mine, all);
+      group->rank(r).all_gather(mine, all);
       for (std::size_t i = 0; i < all.size(); ++i) {
         ASSERT_EQ(all[i], static_cast<std::byte>(i / length + 1));
       }
@@ -116,10 +127,10 @@ TEST_P(ThreadRanks, GatherInRankOrderExact) {
   }
 }
 
-TEST_P(ThreadRanks, ManyExchangesWithDelaysExact) {
-  const int ranks = GetParam();
+TEST_P(Groups, ManyExchangesWithDelaysExact) {
+  const int ranks = this->ranks();
   const int exchanges = ranks > 8 ? 100 : 1000;
-  ThreadGroup group(ranks);
+  const auto group = make_group(kind(), ranks);
   expect_no_errors(run_ranks(ranks, [&](int r) {
     Random mine(static_cast<std::uint64_t>(r));
     Random common(51);
@@ -136,12 +147,12 @@ TEST_P(ThreadRanks, ManyExchangesWithDelaysExact) {
       }
       if (common.one_in(4)) {
         std::vector<std::int64_t> all(length * static_cast<std::size_t>(ranks));
-        group.rank(r).all_gather(bytes_of(words), std::as_writable_bytes(std::span(all)));
+        group->rank(r).all_gather(bytes_of(words), std::as_writable_bytes(std::span(all)));
         for (std::size_t k = 0; k < all.size(); ++k) {
           ASSERT_EQ(all[k], i * 1000 + static_cast<std::int64_t>(k / length + k % length));
         }
       } else {
-        group.rank(r).all_reduce_sum(words);
+        group->rank(r).all_reduce_sum(words);
         for (std::size_t k = 0; k < length; ++k) {
           ASSERT_EQ(words[k],
                     ranks * (i * 1000 + static_cast<std::int64_t>(k)) + ranks * (ranks - 1) / 2);
@@ -151,46 +162,46 @@ TEST_P(ThreadRanks, ManyExchangesWithDelaysExact) {
   }));
 }
 
-TEST_P(ThreadRanks, DifferentLengthsThrowOnEveryRankAndLeaveTheGroupUsable) {
-  const int ranks = GetParam();
+TEST_P(Groups, DifferentLengthsThrowOnEveryRankAndLeaveTheGroupUsable) {
+  const int ranks = this->ranks();
   if (ranks == 1) {
     return;
   }
-  ThreadGroup group(ranks);
+  const auto group = make_group(kind(), ranks);
   for (int odd : {0, 1, ranks - 1}) {
     const auto errors = run_ranks(ranks, [&](int r) {
       std::vector<std::int64_t> words(r == odd ? 5 : 4, 7);
-      group.rank(r).all_reduce_sum(words);
+      group->rank(r).all_reduce_sum(words);
     });
     for (const auto& error : errors) {
       const std::string text = text_of<DivergenceError>(error);
       EXPECT_TRUE(contains(text, "32"));
       EXPECT_TRUE(contains(text, "40"));
     }
-    expect_usable(group);
+    expect_usable(*group);
     const auto mixed = run_ranks(ranks, [&](int r) {
       std::vector<std::int64_t> words(4);
       if (r == odd) {
         std::vector<std::byte> all(32 * static_cast<std::size_t>(ranks));
-        group.rank(r).all_gather(bytes_of(words), all);
+        group->rank(r).all_gather(bytes_of(words), all);
       } else {
-        group.rank(r).all_reduce_sum(words);
+        group->rank(r).all_reduce_sum(words);
       }
     });
     for (const auto& error : mixed) {
       text_of<DivergenceError>(error);
     }
-    expect_usable(group);
+    expect_usable(*group);
   }
 }
 
-TEST_P(ThreadRanks, AbandonReachesAllOthersWithRankAndReason) {
-  const int ranks = GetParam();
+TEST_P(Groups, AbandonReachesAllOthersWithRankAndReason) {
+  const int ranks = this->ranks();
   if (ranks == 1) {
     return;
   }
   for (const bool late : {false, true}) {  // leaves while the others wait, or before they come
-    ThreadGroup group(ranks);
+    const auto group = make_group(kind(), ranks);
     const int leaving = ranks / 2;
     const auto begin = steady_clock::now();
     const auto errors = run_ranks(ranks, [&](int r) {
@@ -198,14 +209,14 @@ TEST_P(ThreadRanks, AbandonReachesAllOthersWithRankAndReason) {
         if (late) {
           std::this_thread::sleep_for(milliseconds(50));
         }
-        group.rank(r).abandon("its input was refused");
+        group->rank(r).abandon("its input was refused");
         return;
       }
       if (!late) {
         std::this_thread::sleep_for(milliseconds(50));
       }
       std::vector<std::int64_t> words(4);
-      group.rank(r).all_reduce_sum(words);
+      group->rank(r).all_reduce_sum(words);
     });
     EXPECT_LT(steady_clock::now() - begin, kPrompt);
     for (int r = 0; r < ranks; ++r) {
@@ -221,27 +232,27 @@ TEST_P(ThreadRanks, AbandonReachesAllOthersWithRankAndReason) {
     std::vector<std::byte> all(static_cast<std::size_t>(ranks));
     const std::vector<std::byte> mine(1);
     const int later = leaving == 0 ? 1 : 0;
-    EXPECT_TRUE(contains(thrown_text<PeerLost>([&] { group.rank(later).all_gather(mine, all); }),
+    EXPECT_TRUE(contains(thrown_text<PeerLost>([&] { group->rank(later).all_gather(mine, all); }),
                          "refused"));
   }
 }
 
-TEST(ThreadGroup, TheFirstReasonStays) {
-  ThreadGroup group(3);
-  group.rank(2).abandon("first");
-  group.rank(1).abandon("second");
+TEST_P(GroupKinds, TheFirstReasonStays) {
+  const auto group = make_group(GetParam(), 3);
+  group->rank(2).abandon("first");
+  group->rank(1).abandon("second");
   std::vector<std::int64_t> words(1);
-  const std::string text = thrown_text<PeerLost>([&] { group.rank(0).all_reduce_sum(words); });
+  const std::string text = thrown_text<PeerLost>([&] { group->rank(0).all_reduce_sum(words); });
   EXPECT_TRUE(contains(text, "rank 2"));
   EXPECT_TRUE(contains(text, "first"));
 }
 
-TEST(ThreadGroup, WaitingRanksTimeOutAndNameTheMissingOne) {
-  ThreadGroup group(4, milliseconds(100));
+TEST_P(GroupKinds, WaitingRanksTimeOutAndNameTheMissingOne) {
+  const auto group = make_group(GetParam(), 4, milliseconds(100));
   const auto begin = steady_clock::now();
   const auto errors = run_ranks(3, [&](int r) {  // rank 3 does not come
     std::vector<std::int64_t> words(4);
-    group.rank(r).all_reduce_sum(words);
+    group->rank(r).all_reduce_sum(words);
   });
   const auto waited = steady_clock::now() - begin;
   EXPECT_GE(waited, milliseconds(100));
@@ -252,41 +263,41 @@ TEST(ThreadGroup, WaitingRanksTimeOutAndNameTheMissingOne) {
     EXPECT_TRUE(contains(text, "100 ms"));
   }
   std::vector<std::int64_t> words(4);
-  EXPECT_TRUE(contains(thrown_text<PeerLost>([&] { group.rank(3).all_reduce_sum(words); }),
+  EXPECT_TRUE(contains(thrown_text<PeerLost>([&] { group->rank(3).all_reduce_sum(words); }),
                        "rank 3 did not come"));
 }
 
-TEST(ThreadGroup, ALonelyRankTimesOutAndNamesAllOthers) {
-  ThreadGroup group(4, milliseconds(20));
+TEST_P(GroupKinds, ALonelyRankTimesOutAndNamesAllOthers) {
+  const auto group = make_group(GetParam(), 4, milliseconds(20));
   std::vector<std::int64_t> words(4);
   const std::string text =
-      thrown_text<ExchangeTimeout>([&] { group.rank(1).all_reduce_sum(words); });
+      thrown_text<ExchangeTimeout>([&] { group->rank(1).all_reduce_sum(words); });
   EXPECT_TRUE(contains(text, "rank 1 of 4"));
   EXPECT_TRUE(contains(text, "0, 2, 3"));
 }
 
-TEST(ThreadGroup, ADelayWithinTheLimitIsNoError) {
-  ThreadGroup group(2, std::chrono::seconds(60));
+TEST_P(GroupKinds, ADelayWithinTheLimitIsNoError) {
+  const auto group = make_group(GetParam(), 2, std::chrono::seconds(60));
   expect_no_errors(run_ranks(2, [&](int r) {
     std::this_thread::sleep_for(milliseconds(150 * r));
     std::vector<std::int64_t> words = {r + 1};
-    group.rank(r).all_reduce_sum(words);
+    group->rank(r).all_reduce_sum(words);
     EXPECT_EQ(words[0], 3);
   }));
 }
 
 // A rank that leaves because of the time limit must not leave its words behind for others to read,
 // and the time that the sum takes is not waiting for somebody who did not come.
-TEST(ThreadGroup, ATimeoutConcernsAllRanksOrNone) {
+TEST_P(GroupKinds, ATimeoutConcernsAllRanksOrNone) {
   for (int round = 0; round < 20; ++round) {
-    ThreadGroup group(2, milliseconds(3));
+    const auto group = make_group(GetParam(), 2, milliseconds(3));
     std::barrier start(2);
     std::vector<std::vector<std::int64_t>> words(2);
     const auto errors = run_ranks(2, [&](int r) {
       std::vector<std::int64_t> mine(1000000, r + 1);
       start.arrive_and_wait();
       try {
-        group.rank(r).all_reduce_sum(mine);
+        group->rank(r).all_reduce_sum(mine);
         words[static_cast<std::size_t>(r)] = mine;
       } catch (...) {
         std::fill(mine.begin(), mine.end(), -1);  // others would see it
@@ -320,13 +331,13 @@ TEST(ThreadGroup, RanksOutsideTheGroupAreRefused) {
   }
 }
 
-TEST(ThreadGroup, WrongGatherSizeIsRefusedAndToldToTheOthers) {
-  ThreadGroup group(2);
+TEST_P(GroupKinds, WrongGatherSizeIsRefusedAndToldToTheOthers) {
+  const auto group = make_group(GetParam(), 2);
   const auto begin = steady_clock::now();
   const auto errors = run_ranks(2, [&](int r) {
     const std::vector<std::byte> mine(8);
     std::vector<std::byte> all(r == 0 ? 15 : 16);
-    group.rank(r).all_gather(mine, all);
+    group->rank(r).all_gather(mine, all);
   });
   EXPECT_LT(steady_clock::now() - begin, kPrompt);
   const std::string text = text_of<InvalidArgument>(errors[0]);

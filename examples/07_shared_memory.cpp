@@ -1,0 +1,94 @@
+// Two processes share statistics through shared memory: the bits are those of one rank.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <cstring>
+#include <span>
+#include <syncbn/batch_norm.hpp>
+#include <syncbn/shared_memory.hpp>
+#include <vector>
+
+namespace {
+
+constexpr std::int64_t kSamples = 100;
+constexpr std::int64_t kChannels = 4;
+constexpr std::int64_t kBounds[] = {0, 30, kSamples};  // which samples a rank has
+constexpr std::size_t kOffer = syncbn::SharedMemoryOffer::kBytes;
+
+std::vector<float> normalize(const std::vector<float>& x, std::int64_t first, std::int64_t last,
+                             syncbn::Communicator& communicator) {
+  const std::vector<std::int64_t> shape = {last - first, kChannels};
+  std::vector<float> y(static_cast<std::size_t>((last - first) * kChannels));
+  syncbn::batch_norm_forward({x.data() + first * kChannels, syncbn::DType::kFloat32, shape}, {}, {},
+                             {}, {y.data(), syncbn::DType::kFloat32, shape}, {}, {}, communicator,
+                             syncbn::serial_executor());
+  return y;
+}
+
+/// A pipe in each direction between the ranks. A program with a launcher uses what that brings:
+/// MPI, a key-value store.
+struct Pipes {
+  int to[2][2];  ///< to[r]: read by rank r
+};
+
+/// Both ranks' bytes, in rank order.
+template <std::size_t kBytes>
+std::array<std::byte, 2 * kBytes> gather(int rank, std::span<const std::byte, kBytes> mine,
+                                         const Pipes& pipes) {
+  std::array<std::byte, 2 * kBytes> all;
+  std::byte* other = all.data() + static_cast<std::size_t>(1 - rank) * kBytes;
+  std::memcpy(all.data() + static_cast<std::size_t>(rank) * kBytes, mine.data(), kBytes);
+  if (write(pipes.to[1 - rank][1], mine.data(), kBytes) != static_cast<ssize_t>(kBytes) ||
+      read(pipes.to[rank][0], other, kBytes) != static_cast<ssize_t>(kBytes)) {
+    std::perror("pipe");
+    _exit(1);
+  }
+  return all;
+}
+
+/// This rank's part of y; empty if the ranks cannot share memory.
+std::vector<float> run(int rank, const std::vector<float>& x, const Pipes& pipes) {
+  syncbn::SharedMemoryOffer offer(rank, 2);
+  const auto offers = gather(rank, offer.bytes(), pipes);
+  const auto opened = syncbn::SharedMemoryGroup::open(std::move(offer), offers);
+  if (opened.group == nullptr) {
+    std::printf("rank %d has no shared memory: %s\n", rank, opened.why.c_str());
+  }
+  // All ranks use the group or none does.
+  const std::array<std::byte, 1> ready = {static_cast<std::byte>(opened.group != nullptr)};
+  if (gather(rank, std::span(ready), pipes) != std::array{std::byte{1}, std::byte{1}}) {
+    return {};
+  }
+  return normalize(x, kBounds[rank], kBounds[rank + 1], *opened.group);
+}
+
+}  // namespace
+
+int main() {
+  std::vector<float> x(kSamples * kChannels);
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    x[i] = static_cast<float>(i * i % 97) * 0.37f;
+  }
+  const auto alone = syncbn::self_communicator();
+  const std::vector<float> expected = normalize(x, 0, kSamples, *alone);
+
+  Pipes pipes;
+  if (pipe(pipes.to[0]) != 0 || pipe(pipes.to[1]) != 0) {
+    std::perror("pipe");
+    return 1;
+  }
+  const pid_t child = fork();
+  const int rank = child == 0 ? 1 : 0;
+  const std::vector<float> y = run(rank, x, pipes);
+  const float* of_one = expected.data() + kBounds[rank] * kChannels;
+  const auto count = static_cast<std::size_t>((kBounds[rank + 1] - kBounds[rank]) * kChannels);
+  const bool same = y.size() == count && std::memcmp(y.data(), of_one, count * sizeof(float)) == 0;
+  std::printf("rank %d of 2 and 1 rank: %s\n", rank, same ? "the same bits" : "different bits");
+  int others = 0;
+  if (rank == 0) {
+    waitpid(child, &others, 0);
+  }
+  return same && others == 0 ? 0 : 1;
+}

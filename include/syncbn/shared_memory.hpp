@@ -1,0 +1,96 @@
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "syncbn/communicator.hpp"
+#include "syncbn/export.hpp"
+
+namespace syncbn {
+
+/// What a rank tells the others so that they can form a SharedMemoryGroup. Rank 0's offer makes the
+/// group's memory, which has no name and ends with the last process that holds it.
+class SYNCBN_API SharedMemoryOffer {
+ public:
+  static constexpr std::size_t kBytes = 256;
+
+  /// size: 1 to 2048 ranks, rank: 0 to size - 1, otherwise InvalidArgument. What the system refuses
+  /// is not thrown: the bytes carry it, so that SharedMemoryGroup::open fails alike on every rank.
+  SharedMemoryOffer(int rank, int size);
+  ~SharedMemoryOffer();
+  SharedMemoryOffer(SharedMemoryOffer&&) noexcept;
+  SharedMemoryOffer& operator=(SharedMemoryOffer&&) = delete;
+
+  /// To be gathered from all ranks, by any means: pipes, a key-value store, MPI.
+  std::span<const std::byte, kBytes> bytes() const { return bytes_; }
+
+ private:
+  friend class SharedMemoryGroup;
+  struct Resources;
+  std::array<std::byte, kBytes> bytes_{};
+  std::unique_ptr<Resources> resources_;
+};
+
+/// One rank's end of a group whose ranks are processes (or threads) of one node and exchange
+/// through memory that they share.
+///
+/// After DivergenceError the group can be used further. After ExchangeTimeout and PeerLost it is
+/// broken for good: every later call on every rank throws PeerLost at once. A process that dies is
+/// noticed within about 50 ms. Whether an exchange succeeds is the same for all surviving ranks. In
+/// a child that the rank's process forks, calls throw Error.
+class SYNCBN_API SharedMemoryGroup final : public Communicator {
+ public:
+  static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
+
+  struct Opened;
+
+  /// Opens the memory that the offers describe.
+  ///
+  /// offer: this rank's. offers: size * SharedMemoryOffer::kBytes bytes, all ranks' offers in rank
+  /// order. timeout: at least 1 ms; how long a rank waits for the others before ExchangeTimeout,
+  /// which names the ranks that did not come. Other values: InvalidArgument.
+  ///
+  /// Ranks that do not see each other's memory (other nodes or containers) are not an error: the
+  /// result then says why. The group may be used once all ranks have opened it, so the caller
+  /// gathers each rank's success first.
+  static Opened open(SharedMemoryOffer offer, std::span<const std::byte> offers,
+                     std::chrono::milliseconds timeout = kDefaultTimeout);
+
+  /// Ranks that wait now or come later get PeerLost.
+  ~SharedMemoryGroup() override;
+
+  int rank() const override;
+  int size() const override;
+  void all_reduce_sum(std::span<std::int64_t> words) override;
+  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
+  void abandon(const std::string& reason) override;
+
+  /// The two exchanges for callers that must look after other things while they wait: begin, then
+  /// finish until it returns true. The memory stays valid and untouched until then. Errors are
+  /// those of the whole call, from either part; Error when an exchange is under way already. A
+  /// caller that gives up in between calls abandon.
+  void begin_all_reduce_sum(std::span<std::int64_t> words);
+  void begin_all_gather(std::span<const std::byte> in, std::span<std::byte> out);
+
+  /// Waits for at most about `slice` (0: only looks); true when the exchange is complete, also when
+  /// none is under way.
+  bool finish(std::chrono::milliseconds slice);
+
+ private:
+  struct State;
+  explicit SharedMemoryGroup(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+/// A group, or the reason why there is none.
+struct SharedMemoryGroup::Opened {
+  std::unique_ptr<SharedMemoryGroup> group;
+  std::string why;
+};
+
+}  // namespace syncbn

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <poll.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "comm/shared_segment.hpp"
+
+// The barriers of a group in shared memory, and the slots that ranks fill for them.
+namespace syncbn {
+
+/// What a rank brings to one barrier; longer messages go in pieces. The L2 cache holds a few.
+inline constexpr std::size_t kPieceBytes = std::size_t{128} << 10;
+
+enum class ExchangeKind : std::uint64_t { kSum, kGather };
+
+/// What a rank tells the others. A rank writes its own only.
+struct alignas(64) RankArea {
+  enum class Cause : std::uint32_t { kLeft, kTimeout, kDied };
+
+  std::atomic<std::uint64_t> arrived;  ///< number of the barrier that it has reached
+  struct {
+    std::uint64_t bytes;
+    ExchangeKind kind;
+  } message[2];  ///< as slots; written for the first barrier of an exchange
+  /// Why it has broken the group; written once, before `state` says so.
+  alignas(64) Cause cause;
+  char reason[508];
+};
+
+/// The barriers are numbered from 1. Before barrier b a rank fills its slot for it, number b % 2;
+/// after b it reads the others'. A slot is filled again two barriers later, when all ranks have
+/// reached b + 1 and so have read it.
+///
+/// The last rank that comes and those that give up change one word, `state`, by compare-and-swap: a
+/// barrier is met for all ranks or for none.
+class SharedBarrier {
+ public:
+  SharedBarrier(Segment segment, int rank, int size, std::chrono::milliseconds timeout);
+
+  static std::size_t memory_bytes(int ranks);
+
+  std::size_t rank() const { return rank_; }
+  std::size_t size() const { return size_; }
+  /// The barrier that this rank has reached last, and when.
+  std::uint64_t number() const { return number_; }
+  std::chrono::steady_clock::time_point arrived_at() const { return arrived_at_; }
+  bool in_own_process() const;
+  RankArea& area(std::size_t rank) const;
+  /// A rank's slot for a barrier: kPieceBytes, behind them one size()-th of that.
+  std::byte* slot(std::size_t rank, std::uint64_t barrier) const {
+    return segment_.memory.data() + slots_ + (2 * rank + barrier % 2) * slot_;
+  }
+
+  /// Throws PeerLost if the group is broken, Error in a forked child.
+  void check_usable() const;
+  /// Throws Error in a forked child.
+  void check_process() const;
+  /// Comes to the next barrier.
+  void arrive();
+  /// Waits for the others for about `slice`; whether all have come. Throws ExchangeTimeout or
+  /// PeerLost if the group breaks, which it does at the time limit and when a missing rank is dead.
+  bool wait(std::chrono::milliseconds slice);
+  void abandon(const std::string& reason);
+
+ private:
+  struct Control;
+  using Cause = RankArea::Cause;
+
+  Control& control() const;
+  bool met() const;
+  void try_meet();
+  void look_at_peers();
+  void look_at_clock(std::chrono::milliseconds waited);
+  void sleep(std::chrono::milliseconds limit);
+  void ring();
+  bool break_at(std::uint64_t last_met, Cause cause, const std::string& text);
+  [[noreturn]] void throw_broken(std::uint64_t state, bool waiting) const;
+
+  Segment segment_;
+  std::vector<pollfd> alive_;  ///< of segment_.peers
+  std::size_t rank_;
+  std::size_t size_;
+  std::chrono::milliseconds timeout_;
+  std::size_t slots_;  ///< where they begin
+  std::size_t slot_;   ///< bytes of one
+  pid_t process_;
+  std::uint64_t number_ = 0;
+  std::chrono::steady_clock::time_point arrived_at_;
+};
+
+}  // namespace syncbn

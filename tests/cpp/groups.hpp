@@ -1,0 +1,85 @@
+#pragma once
+
+// Groups of each kind whose ranks are threads of the test, behind one interface.
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstddef>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "syncbn/communicator.hpp"
+#include "syncbn/shared_memory.hpp"
+
+namespace syncbn::testing {
+
+enum class GroupKind { kThreads, kSharedMemory };
+
+inline std::string name(GroupKind kind) {
+  return kind == GroupKind::kThreads ? "Threads" : "SharedMemory";
+}
+
+class Group {
+ public:
+  virtual ~Group() = default;
+  virtual int size() const = 0;
+  virtual Communicator& rank(int rank) = 0;
+};
+
+class Threads final : public Group {
+ public:
+  Threads(int size, std::chrono::milliseconds timeout) : group_(size, timeout) {}
+  int size() const override { return group_.size(); }
+  Communicator& rank(int rank) override { return group_.rank(rank); }
+
+ private:
+  ThreadGroup group_;
+};
+
+/// Every rank maps the memory for itself, at an address of its own.
+class SharedMemoryRanks final : public Group {
+ public:
+  SharedMemoryRanks(int size, std::chrono::milliseconds timeout) {
+    std::vector<SharedMemoryOffer> offers;
+    std::vector<std::byte> bytes;
+    for (int r = 0; r < size; ++r) {
+      offers.emplace_back(r, size);
+      bytes.insert(bytes.end(), offers.back().bytes().begin(), offers.back().bytes().end());
+    }
+    for (SharedMemoryOffer& offer : offers) {
+      auto opened = SharedMemoryGroup::open(std::move(offer), bytes, timeout);
+      EXPECT_EQ(opened.why, "");
+      ranks_.push_back(std::move(opened.group));
+    }
+  }
+  int size() const override { return static_cast<int>(ranks_.size()); }
+  SharedMemoryGroup& rank(int rank) override { return *ranks_.at(static_cast<std::size_t>(rank)); }
+
+ private:
+  std::vector<std::unique_ptr<SharedMemoryGroup>> ranks_;
+};
+
+inline std::unique_ptr<Group> make_group(
+    GroupKind kind, int size, std::chrono::milliseconds timeout = ThreadGroup::kDefaultTimeout) {
+  if (kind == GroupKind::kThreads) {
+    return std::make_unique<Threads>(size, timeout);
+  }
+  return std::make_unique<SharedMemoryRanks>(size, timeout);
+}
+
+inline void expect_no_errors(const std::vector<std::exception_ptr>& errors) {
+  for (const std::exception_ptr& error : errors) {
+    if (error != nullptr) {
+      try {
+        std::rethrow_exception(error);
+      } catch (const std::exception& e) {
+        ADD_FAILURE() << e.what();
+      }
+    }
+  }
+}
+
+}  // namespace syncbn::testing

@@ -1,0 +1,254 @@
+#include "syncbn/shared_memory.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "groups.hpp"
+#include "processes.hpp"
+#include "support.hpp"
+#include "syncbn/error.hpp"
+
+namespace syncbn {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+using testing::contains;
+using testing::gather;
+using testing::kLong;
+using testing::Processes;
+using testing::Random;
+using testing::require;
+using testing::SharedMemoryRanks;
+using testing::sum;
+using testing::thrown_text;
+
+/// Lengths with one piece and several, above and below the one from which ranks sum stripes.
+const std::vector<std::int64_t> kLengths = {0, 1, 4, 4095, 4096, 9732, 16384, 16385, 100003};
+
+class SharedMemoryProcesses : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(, SharedMemoryProcesses, ::testing::Values(1, 2, 3, 8));
+
+TEST_P(SharedMemoryProcesses, SumAndGatherAllLengthsExact) {
+  Processes ranks(GetParam(), kLong, [](Processes::Rank rank) {
+    for (const std::int64_t length : kLengths) {
+      sum(rank.group, length, length);
+      gather(rank.group, length, length + 1);
+    }
+  });
+  ranks.expect_success();
+}
+
+TEST_P(SharedMemoryProcesses, ManyExchangesWithDelaysExact) {
+  const int exchanges = GetParam() > 3 ? 1000 : 10000;  // more ranks than cores take turns
+  Processes ranks(GetParam(), kLong, [&](Processes::Rank rank) {
+    Random mine(static_cast<std::uint64_t>(rank.group.rank()));
+    Random common(52);
+    for (int i = 0; i < exchanges; ++i) {
+      if (mine.one_in(100)) {
+        std::this_thread::sleep_for(std::chrono::microseconds(mine.between(1, 300)));
+      }
+      const std::int64_t length = common.between(0, 50);
+      if (common.one_in(4)) {
+        gather(rank.group, length, i);
+      } else {
+        sum(rank.group, length, i);
+      }
+    }
+  });
+  ranks.expect_success();
+}
+
+TEST_P(SharedMemoryProcesses, DisagreementsAreErrorsOnEveryRankAndLeaveTheGroupUsable) {
+  if (GetParam() == 1) {
+    return;
+  }
+  Processes ranks(GetParam(), kLong, [](Processes::Rank rank) {
+    const bool odd = rank.group.rank() == rank.group.size() - 1;
+    for (const std::int64_t length : kLengths) {
+      for (const std::int64_t other : {length + 1, length + 40000}) {
+        try {
+          sum(rank.group, odd ? other : length, 1);
+          require(false, "different lengths are summed");
+        } catch (const DivergenceError& e) {
+          const std::string text = e.what();
+          for (const std::int64_t words : {length, other}) {
+            const std::string part = "brought " + std::to_string(8 * words);
+            require(text.find(part) != std::string::npos, text);
+          }
+        }
+        sum(rank.group, 7, 2);
+      }
+      try {
+        odd ? gather(rank.group, length, 3) : sum(rank.group, length, 3);
+        require(false, "a sum meets a gather");
+      } catch (const DivergenceError& e) {
+        require(std::string(e.what()).find("another kind") != std::string::npos, e.what());
+      }
+      gather(rank.group, 7, 4);
+    }
+  });
+  ranks.expect_success();
+}
+
+std::size_t entries(const char* folder) {
+  const std::filesystem::directory_iterator files(folder);
+  return static_cast<std::size_t>(std::distance(begin(files), end(files)));
+}
+
+std::size_t mappings_of_groups() {
+  std::ifstream maps("/proc/self/maps");
+  std::size_t count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    count += line.find("memfd:syncbn") != std::string::npos ? 1 : 0;
+  }
+  return count;
+}
+
+TEST(SharedMemory, AForkedChildHasNoPartAndDoesNoHarm) {
+  Processes ranks(2, kLong, [](Processes::Rank rank) {
+    sum(rank.group, 100, 0);
+    const pid_t child = fork();
+    if (child == 0) {
+      int wrong = static_cast<int>(mappings_of_groups());
+      const auto expect_error = [&](const auto& call) {
+        try {
+          call();
+          ++wrong;
+        } catch (const Error& e) {
+          wrong += std::string(e.what()).find("was forked") == std::string::npos ? 1 : 0;
+        }
+      };
+      std::vector<std::int64_t> words(4);
+      std::vector<std::int64_t> all(8);
+      expect_error([&] { rank.group.all_reduce_sum(words); });
+      expect_error([&] {
+        rank.group.all_gather(std::as_bytes(std::span(words)),
+                              std::as_writable_bytes(std::span(all)));
+      });
+      expect_error([&] { rank.group.finish(milliseconds(0)); });
+      expect_error([&] { rank.group.abandon("it is a child"); });
+      rank.group.~SharedMemoryGroup();
+      _exit(wrong);
+    }
+    int status = -1;
+    require(child > 0 && waitpid(child, &status, 0) == child, "no child");
+    require(status == 0, "the child ended with " + std::to_string(status));
+    sum(rank.group, 100, 1);
+  });
+  ranks.expect_success();
+}
+
+TEST(SharedMemory, TheSplitFormComesBack) {
+  SharedMemoryRanks group(2, kLong);
+  for (const std::int64_t length : {0, 4, 100003}) {
+    std::vector<std::int64_t> first(static_cast<std::size_t>(length), 1);
+    std::vector<std::int64_t> second(static_cast<std::size_t>(length), 2);
+    EXPECT_TRUE(group.rank(0).finish(milliseconds(0)));
+    group.rank(0).begin_all_reduce_sum(first);
+    EXPECT_FALSE(group.rank(0).finish(milliseconds(0)));
+    const auto begin = steady_clock::now();
+    EXPECT_FALSE(group.rank(0).finish(milliseconds(60)));
+    EXPECT_GE(steady_clock::now() - begin, milliseconds(60));
+    EXPECT_TRUE(contains(thrown_text<Error>([&] { group.rank(0).begin_all_reduce_sum(first); }),
+                         "under way"));
+    group.rank(1).begin_all_reduce_sum(second);
+    while (!(group.rank(0).finish(milliseconds(0)) & group.rank(1).finish(milliseconds(0)))) {
+    }
+    const std::vector<std::int64_t> expected(static_cast<std::size_t>(length), 3);
+    EXPECT_TRUE(first == expected);
+    EXPECT_TRUE(second == expected);
+
+    std::vector<std::int64_t> all(2 * first.size());
+    std::vector<std::int64_t> other(2 * first.size());
+    group.rank(1).begin_all_gather(std::as_bytes(std::span(first)),
+                                   std::as_writable_bytes(std::span(all)));
+    EXPECT_FALSE(group.rank(1).finish(milliseconds(0)));
+    group.rank(0).begin_all_gather(std::as_bytes(std::span(second)),
+                                   std::as_writable_bytes(std::span(other)));
+    while (!(group.rank(0).finish(milliseconds(0)) & group.rank(1).finish(milliseconds(0)))) {
+    }
+    EXPECT_TRUE(all == std::vector<std::int64_t>(all.size(), 3));
+    EXPECT_TRUE(other == all);
+  }
+}
+
+TEST(SharedMemory, FinishKeepsTheTimeLimitWhenOnlyPolled) {
+  SharedMemoryRanks group(2, milliseconds(50));
+  std::vector<std::int64_t> words(4);
+  group.rank(0).begin_all_reduce_sum(words);
+  const auto begin = steady_clock::now();
+  const std::string text = thrown_text<ExchangeTimeout>([&] {
+    while (!group.rank(0).finish(milliseconds(0))) {
+    }
+  });
+  EXPECT_GE(steady_clock::now() - begin, milliseconds(50));
+  EXPECT_TRUE(contains(text, "rank 1 did not come"));
+}
+
+/// Names in /dev/shm; other programs of the machine have theirs there.
+std::size_t names_of_groups() {
+  const std::filesystem::directory_iterator files("/dev/shm");
+  return static_cast<std::size_t>(std::count_if(begin(files), end(files), [](const auto& file) {
+    return file.path().filename().string().find("syncbn") != std::string::npos;
+  }));
+}
+
+/// What this process holds of the system.
+std::string holdings() {
+  return std::to_string(entries("/proc/self/fd")) + " descriptors, " +
+         std::to_string(mappings_of_groups()) + " mappings, " + std::to_string(names_of_groups()) +
+         " names";
+}
+
+TEST(SharedMemory, NothingIsLeftBehind) {
+  const std::string before = holdings();
+  ASSERT_EQ(mappings_of_groups(), 0u);
+  {
+    SharedMemoryRanks group(3, kLong);
+    EXPECT_EQ(mappings_of_groups(), 3u);
+    const auto errors = testing::run_ranks(3, [&](int r) { sum(group.rank(r), 100, 0); });
+    testing::expect_no_errors(errors);
+    group.rank(1).abandon("enough");
+  }
+  {
+    SharedMemoryOffer unused(0, 4);
+  }
+  {
+    SharedMemoryOffer offer(0, 1);
+    const auto bytes = offer.bytes();
+    const std::vector<std::byte> offers(bytes.begin(), bytes.end());
+    EXPECT_NE(SharedMemoryGroup::open(std::move(offer), offers).group, nullptr);
+  }
+  EXPECT_EQ(holdings(), before);
+}
+
+TEST(SharedMemory, AProcessHoldsOneMappingAndTheOthersEnds) {
+  Processes ranks(3, kLong, [](Processes::Rank rank) {
+    const std::size_t in_use = entries("/proc/self/fd");
+    const std::size_t file = rank.group.rank() == 0 ? 1 : 0;
+    require(mappings_of_groups() == 1, "mappings");
+    sum(rank.group, 100, 0);
+    require(entries("/proc/self/fd") == in_use - file, "the memory's file is still open");
+    sum(rank.group, 100, 1);
+    rank.owner.reset();
+    require(entries("/proc/self/fd") == in_use - file - 2, "descriptors are left");
+    require(mappings_of_groups() == 0, "the memory is still mapped");
+  });
+  ranks.expect_success();
+}
+
+}  // namespace
+}  // namespace syncbn
