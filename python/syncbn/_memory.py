@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from ._graph_layer import BatchNorm
 from .ops import batch_norm, batch_norm_
 
-# Their results are new memory. Of everything else a result may be a view of the inputs.
+# Their results are new memory, and batch_norm's. Of all else a result may be a view of the inputs.
 _NEW = (_ConvNd, _NormBase, nn.Linear, BatchNorm)
 _WRITERS = (
     *("setitem", "delitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod"),

@@ -24,6 +24,30 @@ class _Tracer(fx.Tracer):
         )
 
 
+def _trace(model: nn.Module) -> fx.Graph:
+    """Raises ValueError where the model assigns to a buffer, which a graph cannot; it keeps its
+    buffers."""
+    buffers = [
+        (module, path, name, buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+    ]
+    assigned = []
+    try:
+        graph = _Tracer().trace(model)
+    finally:
+        for module, path, name, buffer in buffers:
+            if module._buffers[name] is not buffer:
+                module._buffers[name] = buffer
+                assigned.append(f"{path}.{name}".lstrip("."))
+    if assigned:
+        raise ValueError(
+            f"model: got an assignment to the buffer {assigned[0]!r}, expected one that is written "
+            "in place, as by copy_()"
+        )
+    return graph
+
+
 class Network:
     """A model with a training and an inference branch.
 
@@ -43,7 +67,8 @@ class Network:
         group: the process group of converted layers; None for their own, or the default one.
 
     Raises:
-        ValueError: a layer is not a BatchNorm and convert is not given, or cannot be converted.
+        ValueError: a layer is not a BatchNorm and convert is not given, or cannot be converted;
+            the model assigns to a buffer.
     """
 
     def __init__(
@@ -69,7 +94,7 @@ class Network:
             self._source = fx.Graph()
             self._proxies = fx.proxy.GraphAppendingTracer(self._source)
         else:
-            self._source = _Tracer().trace(model)
+            self._source = _trace(model)
             self._complete()
 
     # Building a network node by node.

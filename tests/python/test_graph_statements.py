@@ -153,6 +153,27 @@ def test_readers_of_a_branchs_write_are_the_branchs():
     assert {"mul__train", "mul__infer", "add_train", "add_infer"} <= nodes.keys()
 
 
+class Assigns(Model):
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.bn(self.conv(x))
+
+
+class AssignsBySum(Model):
+    def forward(self, x):
+        self.calls += 1
+        return self.bn(self.conv(x))
+
+
+@pytest.mark.parametrize("kind", (Assigns, AssignsBySum))
+def test_assignment_to_a_buffer_is_refused(kind):
+    model = nn.Sequential(kind())
+    calls = model[0].calls
+    with pytest.raises(ValueError, match="model: got an assignment to the buffer '0.calls', expec"):
+        Network(model)
+    assert model[0].calls is calls and calls.item() == 0
+
+
 class Asserting(Model):
     def forward(self, x):
         torch._assert(x.shape[0] > 2, "too few")
