@@ -1,6 +1,5 @@
 """From one graph of a model to one graph with a training and an inference branch."""
 
-import inspect
 from collections.abc import Callable
 
 from torch import fx, nn
@@ -8,7 +7,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from ._graph_layer import VARIABLES, BatchNorm
-from .ops import batch_norm_
+from ._memory import Memory, signature_of
+from .ops import batch_norm, batch_norm_
 
 BRANCHES = ("train", "infer")
 # Modules of torch.nn that compute something else in training than in evaluation.
@@ -26,15 +26,36 @@ def _in_mode(module: nn.Module, training: bool) -> nn.Module:
     return result
 
 
-def _training_argument(node: fx.Node) -> inspect.Signature | None:
-    """The signature of a function that takes `training`, as torch.nn.functional.dropout does."""
+def _mode_argument(node: fx.Node) -> str | None:
+    """The argument that tells a function its mode: `training`, as torch.nn.functional.dropout has,
+    or `is_infer`."""
     if node.op != "call_function":
         return None
-    try:
-        signature = inspect.signature(node.target)
-    except (TypeError, ValueError):
-        return None
-    return signature if "training" in signature.parameters else None
+    if node.target in (batch_norm, batch_norm_):
+        return "is_infer"
+    signature = signature_of(node.target)
+    return "training" if signature is not None and "training" in signature.parameters else None
+
+
+def _with_mode(function: Callable, argument: str, training: bool, args: tuple, kwargs: dict):
+    """args and kwargs of a call in that mode."""
+    if argument == "is_infer":
+        return args, {**kwargs, argument: not training}
+    bound = signature_of(function).bind(*args, **kwargs)
+    bound.arguments[argument] = training
+    return bound.args, bound.kwargs
+
+
+def _with_inputs(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that their values are computed from."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
 
 
 class Fork:
@@ -65,6 +86,7 @@ class Fork:
         self._layer_at = layer_at
         self._variables: dict[fx.Node, list[fx.Node | None]] = {}
         self._plans: dict[str, fx.Graph] = {}
+        self._memories: dict[str | None, Memory] = {}
         self._fork(source)
         if loss is not None:
             self._add_loss(loss)
@@ -74,6 +96,8 @@ class Fork:
     def _fork(self, source: fx.Graph) -> None:
         copies: dict[str, dict[fx.Node, fx.Node]] = {branch: {} for branch in BRANCHES}
         forked: set[fx.Node] = set()
+        memory = Memory(source.nodes, self._layer_at)
+        writers = set(memory.writers)
         for node in source.nodes:
             if node.op == "output":
                 self.results = {
@@ -88,11 +112,13 @@ class Fork:
                 forked.add(node)
                 for branch in BRANCHES:
                     copies[branch][node] = self._copy(node, copies[branch], branch)
+                if node in writers:  # what is read from here on is the branch's
+                    forked |= memory.seen_by(node)
 
     def _depends_on_mode(self, node: fx.Node) -> bool:
         if node.op == "call_module":
             return any(isinstance(m, _MODAL) for m in self._layer_at(node.target).modules())
-        return _training_argument(node) is not None
+        return _mode_argument(node) is not None
 
     def _add(self, branch: str | None, op: str, target, args: tuple, kwargs: dict, name: str):
         """A new node of the graph; branch None is what the branches have in common."""
@@ -125,11 +151,9 @@ class Fork:
         kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
         name = node.name if branch is None else f"{node.name}_{branch}"
         target = node.target
-        signature = _training_argument(node)
-        if signature is not None:
-            bound = signature.bind(*args, **kwargs)
-            bound.arguments["training"] = branch == "train"
-            args, kwargs = bound.args, bound.kwargs
+        argument = _mode_argument(node)
+        if argument is not None:
+            args, kwargs = _with_mode(target, argument, branch == "train", args, kwargs)
         elif node.op == "get_attr":
             target = f"module.{target}"
         elif node.op == "call_module":
@@ -169,22 +193,36 @@ class Fork:
         made = self._add(branch, "call_function", batch_norm_, args, attributes, name)
         return self._add(branch, "call_function", getattr, (made, "y"), {}, f"{name}_y")
 
+    def _memory(self, branch: str | None) -> Memory:
+        """Of the nodes that run in a branch, or before both."""
+        if branch not in self._memories:
+            nodes = [n for n in self.graph.nodes if n.op != "output"]
+            nodes = [n for n in nodes if n.meta["branch"] in (None, branch)]
+            self._memories[branch] = Memory(nodes, self.root.get_submodule)
+        return self._memories[branch]
+
     def plan(self, target: str) -> fx.Graph:
-        """The part of the graph that a target ("train", "infer" or a node's name) depends on."""
+        """The part of the graph that a target ("train", "infer" or a node's name) depends on:
+        data, and statements before it that write in place or assert."""
         if target in self._plans:
             return self._plans[target]
         results = {node.name: node for node in self.graph.nodes if node.op != "output"}
         results.update(self.results)
         if target not in results:
             raise ValueError(f"target: got {target!r}, expected 'train', 'infer' or a node's name")
-        needed: set[fx.Node] = set()
-        pending: list[fx.Node] = []
-        fx.map_arg(results[target], pending.append)
-        while pending:
-            node = pending.pop()
-            if node not in needed:
-                needed.add(node)
-                pending.extend(node.all_input_nodes)
+        wanted: list[fx.Node] = []
+        fx.map_arg(results[target], wanted.append)
+        if target in self.results:  # all statements of the model in that mode
+            memory = self._memory(target)
+            needed = _with_inputs([*wanted, *memory.writers])
+        else:
+            memory = self._memory(wanted[0].meta["branch"])
+            needed = _with_inputs(wanted)
+            writers = [w for w in memory.writers if w < wanted[0]]
+            while missing := [
+                w for w in writers if w not in needed and not needed.isdisjoint(memory.seen_by(w))
+            ]:
+                needed |= _with_inputs(missing)
         plan, copies = fx.Graph(), {}
         for node in self.graph.nodes:
             if node in needed:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _baton, _exchange
 from ._groups import Group, sharing
@@ -201,10 +202,6 @@ def finish(y: Tensor, residual: Tensor | None, layer: Layer) -> Tensor:
     return y
 
 
-# torch.fx cannot follow an exchange: a traced sync_batch_norm is one call of train_step.
-torch.fx.wrap("train_step")
-
-
 def sync_batch_norm(
     x: Tensor,
     running_mean: Tensor | None = None,
@@ -262,6 +259,23 @@ def sync_batch_norm(
         inplace=inplace,
     )
     check_options(layer)
+    tensors = (x, running_mean, running_var, weight, bias, residual)
+    if has_torch_function(tensors):  # a tracer's stand-ins: one node of the graph
+        return handle_torch_function(
+            sync_batch_norm,
+            tensors,
+            *tensors[:5],
+            training,
+            momentum,
+            eps,
+            layer.sharing.name,
+            residual=residual,
+            activation=activation,
+            negative_slope=negative_slope,
+            statistics=statistics,
+            inplace=inplace,
+            timeout=layer.sharing.timeout,
+        )
     if training:
         if _baton.running and _baton.inside():
             raise RuntimeError(

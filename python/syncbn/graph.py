@@ -15,10 +15,37 @@ __all__ = ["BatchNorm", "BatchNormAttributes", "Network", "batch_norm_layer"]
 
 
 class _Tracer(fx.Tracer):
+    # Otherwise what a model computes from its buffers would happen now, and once.
+    proxy_buffer_attributes = True
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, (BatchNorm, _BatchNorm)) or super().is_leaf_module(
             m, module_qualified_name
         )
+
+
+def _trace(model: nn.Module) -> fx.Graph:
+    """Raises ValueError where the model assigns to a buffer, which a graph cannot; it keeps its
+    buffers."""
+    buffers = [
+        (module, path, name, buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+    ]
+    assigned = []
+    try:
+        graph = _Tracer().trace(model)
+    finally:
+        for module, path, name, buffer in buffers:
+            if module._buffers[name] is not buffer:
+                module._buffers[name] = buffer
+                assigned.append(f"{path}.{name}".lstrip("."))
+    if assigned:
+        raise ValueError(
+            f"model: got an assignment to the buffer {assigned[0]!r}, expected one that is written "
+            "in place, as by copy_()"
+        )
+    return graph
 
 
 class Network:
@@ -26,7 +53,8 @@ class Network:
 
     What comes before the first operation that depends on the mode (a batch normalization, dropout)
     is common to both branches; everything from there on exists twice and never merges again. The
-    branches share every parameter and variable. A run computes what its target depends on.
+    branches share every parameter and variable. A run computes what its target depends on, and what
+    the model writes in place. Copies are networks of their own.
 
     Args:
         model: an nn.Module that torch.fx can trace, with BatchNorm layers; None for an empty
@@ -39,7 +67,8 @@ class Network:
         group: the process group of converted layers; None for their own, or the default one.
 
     Raises:
-        ValueError: a layer is not a BatchNorm and convert is not given, or cannot be converted.
+        ValueError: a layer is not a BatchNorm and convert is not given, or cannot be converted;
+            the model assigns to a buffer.
     """
 
     def __init__(
@@ -51,6 +80,8 @@ class Network:
         convert: bool = False,
         group: "_groups.Group" = None,
     ) -> None:
+        if isinstance(model, _BatchNorm):  # as a layer of a model, which can be taken over
+            model = nn.Sequential(model)
         self.module = nn.Module() if model is None else model
         self._loss = loss
         self._data = data
@@ -63,7 +94,8 @@ class Network:
             self._source = fx.Graph()
             self._proxies = fx.proxy.GraphAppendingTracer(self._source)
         else:
-            self._complete(_Tracer().trace(model))
+            self._source = _trace(model)
+            self._complete()
 
     # Building a network node by node.
 
@@ -98,14 +130,27 @@ class Network:
         """Completes the network: `node` is its result, and the network forks."""
         self._refuse_if_complete()
         self._proxies.create_proxy("output", "output", (node,), {})
-        self._complete(self._source)
+        self._complete()
 
     def _refuse_if_complete(self) -> None:
         if self._fork is not None:
             raise RuntimeError("the network is complete; nothing can be added")
 
-    def _complete(self, source: fx.Graph) -> None:
-        self._fork = Fork(source, self.module, self._layer_at, self._loss)
+    def _complete(self) -> None:
+        self._fork = Fork(self._source, self.module, self._layer_at, self._loss)
+
+    # A copy forks anew, so that its converted layers hold the buffers of its own model.
+
+    def __getstate__(self) -> dict:
+        self._forked()
+        state = {**self.__dict__, "_converted": {}}
+        for name in ("_fork", "_batches", "_proxies"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state, _batches=None)
+        self._complete()
 
     def _forked(self) -> Fork:
         if self._fork is None:
@@ -139,11 +184,12 @@ class Network:
 
     @torch.no_grad()
     def infer(self, *inputs, **named_inputs):
-        """Runs the inference branch, without gradients and without updating a variable."""
+        """Runs the inference branch, without gradients and without updating a layer's variable."""
         return self.run("infer", *inputs, **named_inputs)
 
     def run(self, target: str, /, *inputs, **named_inputs):
-        """Computes one node by name (see print(network)), and what it depends on.
+        """Computes one node by name (see print(network)) as it is at its place in the model, and
+        what it depends on.
 
         inputs: by position, in the order of those inputs that the target depends on, or by name.
         """

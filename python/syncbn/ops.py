@@ -223,7 +223,7 @@ def batch_norm(
             between ranks and may be 0.
         estimated_mean, estimated_var: (C,), any of these dtypes.
         scale, bias: (C,), any of these dtypes; None for 1 and 0.
-        batches: int64 (1,), how many batches the estimates hold; equal on all ranks.
+        batches: int64 with one entry, how many batches the estimates hold; equal on all ranks.
         is_infer: normalize with the given estimates. No exchange; the outputs besides y are copies
             of the inputs.
         use_global_est: in training normalize with the updated estimates, which are then constants
@@ -287,7 +287,8 @@ def batch_norm_(
     **options,
 ) -> BatchNormOutputs:
     """batch_norm in place: estimated_mean, estimated_var and batches are updated, and returned as
-    saved_mean, saved_var and saved_batches. Arguments, options and errors as for batch_norm."""
+    saved_mean, saved_var and saved_batches, in their own shapes. Arguments, options and errors as
+    for batch_norm."""
     tensors = (x, estimated_mean, estimated_var, scale, bias, batches)
     if has_torch_function(tensors):
         return handle_torch_function(batch_norm_, tensors, *tensors, **options)
@@ -296,5 +297,5 @@ def batch_norm_(
     if not options.get("is_infer", False):
         with torch.no_grad():
             for variable, saved in zip(variables, outputs[3:], strict=True):
-                variable.copy_(saved)
+                variable.copy_(saved.view(variable.shape))
     return BatchNormOutputs(*outputs[:3], *variables)

@@ -11,6 +11,7 @@ import oracle
 import syncbn
 from rank_cases import DTYPES, raises, shards
 from support import rough_samples, to_tensor
+from syncbn.functional import sync_batch_norm
 from syncbn.ops import batch_norm, batch_norm_
 
 
@@ -156,6 +157,33 @@ def case_compiled_inference_of_the_operator_exact(rank, world):
     x = torch.randn(3, 4)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), function(x))
+
+
+class _Function(nn.Module):
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+
+    def forward(self, x):
+        return sync_batch_norm(x, self.mean, self.var, training=self.training, group=self.group)
+
+
+def case_function_in_a_network_exchanges_in_training_alone_exact(rank, world):
+    """Whatever the mode in which the model was traced."""
+    x = torch.randn(2 * world, 3, 5, generator=torch.Generator().manual_seed(0))
+    part = slice(2 * rank, 2 * rank + 2)
+    alone = _Function(dist.new_group([rank], use_local_synchronization=True))
+    expected = alone.train()(x)
+    for training in (True, False):
+        model = _Function(dist.group.WORLD).train(training)
+        net = syncbn.graph.Network(model)
+        if rank == 0:
+            net.infer(x[part])  # the other ranks do not come
+        assert torch.equal(model.mean, torch.zeros(3))
+        assert torch.equal(net.train(x[part]), expected[part])
+        assert torch.equal(model.mean, alone.mean) and torch.equal(model.var, alone.var)
 
 
 def case_network_trains_with_the_bits_of_one_rank_exact(rank, world):

@@ -355,3 +355,25 @@ def test_refused_arguments(text):
         batch_norm_(**arguments)
     assert str(error.value).startswith(text)
     assert all(map(torch.equal, (arguments[name] for name in names), before))
+
+
+@pytest.mark.parametrize("shape", ((), (1,), (1, 1)))
+def test_counter_of_any_shape_with_one_entry_exact(shape):
+    mean, var, scale, bias, batches = variables(batches=2)
+    counter = batches.clone().view(shape)
+    estimates = mean.clone(), var.clone()
+    out = batch_norm_(samples(), *estimates, scale, bias, counter)
+    expected = batch_norm(samples(), mean, var, scale, bias, batches)
+    assert out.saved_batches is counter and counter.shape == shape and counter.item() == 3
+    assert torch.equal(estimates[0], expected.saved_mean)
+    assert torch.equal(estimates[1], expected.saved_var)
+
+
+@pytest.mark.parametrize("counter", (torch.tensor([0, 0]), torch.tensor(0, dtype=torch.int32)))
+def test_refused_counter_changes_nothing(counter):
+    mean, var, scale, bias, _ = variables()
+    estimates, before = (mean.clone(), var.clone()), counter.clone()
+    with pytest.raises(ValueError, match="batches: got"):
+        batch_norm_(samples(), *estimates, scale, bias, counter)
+    assert torch.equal(estimates[0], mean) and torch.equal(estimates[1], var)
+    assert torch.equal(counter, before)
