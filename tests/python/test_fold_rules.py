@@ -1,5 +1,6 @@
 """syncbn.fold: which batch norms fold, what is reported, what is refused."""
 
+import copy
 import re
 
 import pytest
@@ -57,6 +58,10 @@ def norm_first(m, x):
     return m.conv2(m.bn(F.relu(m.conv(x))))
 
 
+def number_read(m, x):
+    return m.bn(m.conv(x)) * (2 if m.bn.affine and m.bn.num_features == 4 else 1)
+
+
 def keywords(m, x):
     return m.bn2(m.conv2(input=m.bn(m.conv(input=x))))
 
@@ -70,6 +75,7 @@ def keywords(m, x):
         (norm_twice, ["bn"], "is called 2 times"),
         (weight_read, ["bn"], "follows conv, which has tensors that the model reads elsewhere"),
         (statistics_read, ["bn"], "has tensors that the model reads elsewhere"),
+        (number_read, ["bn"], "bn has attributes that the model reads"),
         (norm_first, ["bn"], "does not directly follow a convolution or linear layer"),
         (keywords, [], ""),
     ),
@@ -77,16 +83,34 @@ def keywords(m, x):
 @pytest.mark.parametrize("synchronized", (False, True))
 def test_uses_decide(function, left, reason, synchronized):
     model = make_exact(Calls(function))
-    if function in (conv_twice, norm_twice, weight_read, statistics_read, norm_first):
+    if function not in (two_users, output_kept, keywords):
         model.bn2 = nn.Identity()  # it has no call
     if synchronized:
         model = syncbn.convert_sync_batchnorm(model)
-    assert reason in check_equal(model, exact_input(2, 3, 5, 5), left=left)
+    kept = left if synchronized and function in (statistics_read, number_read) else ()
+    assert reason in check_equal(model, exact_input(2, 3, 5, 5), left=left, kept=kept)
 
 
-def test_layer_without_a_call_is_reported():
+def test_the_input_as_a_keyword():
+    """What takes the layers' place, nn.Identity and an activation, is called with it too."""
+    reference = make_exact(Calls(lambda m, x: m.bn2(input=m.conv2(m.bn(input=m.conv(x))))))
+    x = exact_input(2, 3, 5, 5)
+    assert check_equal(reference, x) == ""
+    model = syncbn.convert_sync_batchnorm(copy.deepcopy(reference))
+    model.bn2.activation = "relu"
+    folded, report = fold_reporting(model)
+    assert report == "" and norms_of(folded) == []
+    assert torch.equal(folded(x), reference.eval()(x).relu())
+
+
+@pytest.mark.parametrize("synchronized", (False, True))
+def test_layer_without_a_call_is_reported(synchronized):
     model = make_exact(Calls(lambda m, x: m.bn(m.conv(x))))
-    assert "bn2 is called 0 times" in check_equal(model, exact_input(2, 3, 5, 5), left=["bn2"])
+    if synchronized:
+        model = syncbn.convert_sync_batchnorm(model)
+    kept = ["bn2"] if synchronized else []
+    report = check_equal(model, exact_input(2, 3, 5, 5), left=["bn2"], kept=kept)
+    assert "bn2 is called 0 times" in report
 
 
 def test_no_running_statistics():
@@ -101,9 +125,13 @@ def test_no_running_statistics():
 def test_hooks_and_parametrizations():
     x = exact_input(2, 3, 5, 5)
     for hooked in ("conv", "bn"):
-        model = make_exact(Calls(keywords))
-        getattr(model, hooked).register_forward_hook(lambda module, args, output: output + 1)
-        assert "has hooks" in check_equal(model, x, left=["bn"])
+        for synchronized in (False, True):
+            model = make_exact(Calls(keywords))
+            if synchronized:
+                model = syncbn.convert_sync_batchnorm(model)
+            getattr(model, hooked).register_forward_hook(lambda module, args, output: output + 1)
+            kept = ["bn"] if synchronized and hooked == "bn" else []
+            assert "has hooks" in check_equal(model, x, left=["bn"], kept=kept)
     model = make_exact(Calls(keywords))
     nn.utils.parametrize.register_parametrization(model.conv, "weight", nn.ReLU())
     check_equal(model, x, left=["bn"])
@@ -145,8 +173,9 @@ def test_submodule_that_cannot_be_traced(synchronized):
     model = make_exact(model)
     if synchronized:
         model = syncbn.convert_sync_batchnorm(model)
+    kept = ["2.bn"] if synchronized else []
     for sign in (1, -1):
-        report = check_equal(model, sign * exact_input(2, 3, 5, 5), left=["2.bn"])
+        report = check_equal(model, sign * exact_input(2, 3, 5, 5), left=["2.bn"], kept=kept)
     assert "lies in 2, which torch.fx cannot trace (TraceError: " in report
 
 
@@ -235,12 +264,85 @@ def test_activation_of_the_layer_stays(kind, module):
         assert torch.equal(folded(x), expected)
 
 
-def test_layer_with_a_second_input_stays_as_it_is():
-    """No plain layer takes two; torch.fx records the call without making it."""
-    model = syncbn.convert_sync_batchnorm(Calls(lambda m, x: m.bn(m.conv(x), x)))
-    folded, report = fold_reporting(model)
-    assert "bn is called with more than one input" in report
-    assert type(folded.bn) is syncbn.SyncBatchNorm and not folded.bn.training
+def residual(m, x):
+    y = m.conv(x)
+    return m.bn(m.conv2(y), y)
+
+
+def residual_twice(m, x):
+    y = residual(m, x)
+    return m.bn(y, residual=y)
+
+
+def residual_of_none(m, x):
+    return m.bn(m.conv(x), None)
+
+
+def residual_of_none_twice(m, x):
+    return m.bn(m.bn(m.conv(x), None), residual=None)
+
+
+def one_call_of_two(m, x):
+    y = m.bn(m.conv(x))
+    return m.bn(y, y)
+
+
+def devices(m, x):
+    y = m.conv(x)
+    return m.bn([y, m.conv2(y)])[1]
+
+
+def parameter_read(m, x):
+    return m.bn(m.conv(x)) * m.bn.weight.sum()
+
+
+def option_read(m, x):
+    return m.bn(m.conv(x)) if m.bn.statistics == "reproducible" else x
+
+
+class Untraceable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.bn = syncbn.SyncBatchNorm(3)
+
+    def forward(self, x):
+        return self.bn(self.conv(x), x if x.sum() > 0 else -x)
+
+
+ARGUMENTS = "bn is called with other arguments than one tensor"
+
+
+@pytest.mark.parametrize("activation", ("none", "relu"))
+@pytest.mark.parametrize(
+    "function, reason",
+    (
+        (residual, ARGUMENTS),
+        (residual_twice, ARGUMENTS),
+        (residual_of_none, ARGUMENTS),
+        (residual_of_none_twice, ARGUMENTS),
+        (one_call_of_two, ARGUMENTS),
+        (devices, ARGUMENTS),
+        (parameter_read, "bn has tensors that the model reads elsewhere"),
+        (option_read, "bn has attributes that the model reads"),
+    ),
+)
+def test_what_no_plain_layer_can_do_keeps_the_layer(function, reason, activation):
+    model = Calls(function)
+    model.bn, model.bn2 = syncbn.SyncBatchNorm(4, activation=activation), nn.Identity()
+    x = exact_input(2, 3, 5, 5)
+    assert reason in check_equal(make_exact(model), x, left=["bn"], kept=["bn"])
+    # The hook sees what the whole layer gives, its activation included.
+    model.bn.register_forward_hook(lambda module, args, output: output)
+    assert "bn has hooks" in check_equal(model, x, left=["bn"], kept=["bn"])
+
+
+def test_untraceable_submodules_keep_their_layers():
+    model = make_exact(nn.Sequential(nn.Conv2d(3, 3, 1), syncbn.SyncBatchNorm(3), Untraceable()))
+    for sign in (1, -1):
+        x = sign * exact_input(2, 3, 5, 5)
+        report = check_equal(model, x, left=["2.bn"], kept=["2.bn"])
+    assert "2.bn lies in 2, which torch.fx cannot trace" in report
 
 
 def test_layers_with_a_process_group():
@@ -268,7 +370,8 @@ def test_models_without_a_pair():
     check_equal(make_exact(nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1))), x, left=["0"])
     layer = make_exact(syncbn.SyncBatchNorm(4)).eval()
     folded, report = fold_reporting(layer)
-    assert type(folded) is nn.SyncBatchNorm and "the model has no layer before it" in report
+    assert type(folded) is syncbn.SyncBatchNorm and not folded.training
+    assert "the model has no layer before it" in report
     assert torch.equal(folded(x), layer(x))
 
 
