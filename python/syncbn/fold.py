@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from ._groups import Sharing
-from .convert import _replace, revert_sync_batchnorm
+from .convert import revert_sync_batchnorm
 from .nn import SyncBatchNorm
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -246,6 +246,12 @@ def _plain(norm: SyncBatchNorm) -> nn.Module:
     return plain if activation is None else nn.Sequential(plain, activation)
 
 
+def _become(module: nn.Module, other: nn.Module) -> None:
+    """Turns the module into `other`, for all that refer to it: lists in the model, too."""
+    module.__class__ = type(other)
+    module.__dict__ = vars(other)
+
+
 def fold(model: nn.Module) -> nn.Module:
     """Folds batch norm into the convolution or linear layer before it.
 
@@ -301,7 +307,8 @@ def fold(model: nn.Module) -> nn.Module:
                 replacements[norm] = _plain(norm)
     else:
         left = dict.fromkeys(norms, "has no layer before it")
-    result = _replace(result, "", lambda layer, _: replacements.get(layer), {}).eval()
+    for norm, replacement in replacements.items():
+        _become(norm, replacement.eval())
     if left:
         reasons = "".join(f"\n  {norms[norm] or 'the model'} {why}" for norm, why in left.items())
         warnings.warn(

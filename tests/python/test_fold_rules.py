@@ -153,6 +153,32 @@ def test_one_module_under_two_names():
     assert folded.also[0] is folded.conv and folded.also[1] is folded.bn
 
 
+class InAList(nn.Module):
+    """Calls its layers by references that the module knows nothing of."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.bn2 = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.layers = [self.conv, self.bn, self.bn2]
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("activation", ("none", "relu"))
+def test_layers_referred_to_by_a_list(activation):
+    model = InAList()
+    model.bn, model.bn2 = (syncbn.SyncBatchNorm(4, activation=activation) for _ in range(2))
+    model.layers = [model.conv, model.bn, model.bn2]
+    folded, report = fold_reporting(make_exact(model))
+    assert "1 of 2" in report and "bn2 does not directly follow" in report
+    assert folded.layers == [folded.conv, folded.bn, folded.bn2]
+    x = exact_input(2, 3, 5, 5)
+    assert torch.equal(folded(x), model.eval()(x))
+
+
 class Branches(nn.Module):
     """Cannot be traced: which way it goes depends on its input."""
 
