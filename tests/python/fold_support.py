@@ -16,6 +16,21 @@ import syncbn
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, syncbn.SyncBatchNorm)
 
 
+class Calls(nn.Module):
+    """Two pairs and a forward given as a function of the module and its input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
+        self.conv2 = nn.Conv2d(4, 4, 3, padding=1)
+        self.bn2 = nn.BatchNorm2d(4)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
 def integers(low, high, shape, generator):
     return torch.randint(low, high + 1, tuple(shape), generator=generator).double()
 
