@@ -11,6 +11,7 @@ from ._where import Call
 
 AFFINE_GRADS = ("share", "global")
 STATISTICS = ("reproducible", "welford")  # in the order of the core's Statistics
+_LARGEST = torch.finfo(torch.float32).max
 ACTIVATIONS = ("none", "relu", "leaky_relu")  # in the order of the core's ActivationKind
 
 
@@ -85,8 +86,14 @@ def check_options(layer: Layer) -> None:
         value = getattr(layer, name)
         if value not in allowed:
             raise ValueError(f"{name}: got {value!r}, expected one of {allowed}")
-    if not math.isfinite(layer.negative_slope):
-        raise ValueError(f"negative_slope: got {layer.negative_slope}, expected a finite number")
+    for name in ("sync", "inplace"):
+        value = getattr(layer, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: got {value!r}, expected True or False")
+    if not abs(layer.negative_slope) <= _LARGEST:
+        raise ValueError(
+            f"negative_slope: got {layer.negative_slope}, expected a finite number of float32"
+        )
     if not layer.inplace:
         return
     if layer.activation == "relu":
