@@ -16,8 +16,9 @@ def leaf(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def wrapper(self: nn.Module, *args, **kwargs):
         for value in (*args, *kwargs.values()):
-            if isinstance(value, fx.Proxy):
-                tracer = value.tracer
+            # An argument may be a list of tensors, one per device.
+            for part in value if isinstance(value, (list, tuple)) else (value,):
+                tracer = part.tracer if isinstance(part, fx.Proxy) else None
                 # A layer that is itself the traced model has no name to be called by.
                 if isinstance(tracer, fx.Tracer) and self is not tracer.root:
                     path = tracer.path_of_module(self)

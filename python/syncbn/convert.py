@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from . import _groups
+from ._layer import Layer, check_options
 from .nn import SyncBatchNorm
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -60,12 +61,16 @@ def convert_sync_batchnorm(
     group_size: int | None = None,
     group: str | None = None,
     timeout: "float | datetime.timedelta | None" = None,
+    affine_grad: str = "share",
+    statistics: str = "reproducible",
+    sync: bool = True,
 ) -> nn.Module:
     """Replaces every torch.nn.BatchNorm1d, 2d, 3d and SyncBatchNorm in `module` by SyncBatchNorm.
 
     Parameters and buffers stay the same objects, so convert before or after making an optimizer.
     Convert before wrapping in DistributedDataParallel. If torch.distributed is initialized, this is
-    a collective call of the ranks of process_group: it makes their group for exchanges.
+    a collective call of the ranks of process_group: it makes their group for exchanges. Layers that
+    are synchronized already stay as they are.
 
     Args:
         module: the model, changed in place; if it is itself a batch norm layer, use the result.
@@ -74,13 +79,19 @@ def convert_sync_batchnorm(
         group: instead, "node": the ranks of one machine.
         timeout: seconds, or a timedelta, that an exchange waits for the slowest rank; None for 5
             minutes.
+        affine_grad, statistics, sync: as for SyncBatchNorm, the same for every layer converted.
+            Its activation and inplace are no arguments here, nor is a residual: a plain batch norm
+            has no activation to convert.
 
     Returns:
         `module`, or its replacement.
 
     Raises:
-        ValueError: the ranks cannot be grouped like this. Raised on every rank.
+        ValueError: the ranks cannot be grouped like this (raised on every rank), or affine_grad,
+            statistics or sync is not one of its values. `module` is as it was.
     """
+    options = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
+    check_options(Layer("", 0, **options))
     sharing = _groups.select(process_group, group_size, group, timeout)
 
     def make(layer: nn.Module, path: str) -> nn.Module | None:
@@ -90,6 +101,8 @@ def convert_sync_batchnorm(
         result.__dict__["_original_class"] = type(layer)
         result.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm holds the handle
         result._init_sync(sharing, path or "SyncBatchNorm")
+        for name, value in options.items():
+            setattr(result, name, value)
         return result
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -111,24 +124,32 @@ def revert_sync_batchnorm(
 
     Raises:
         ValueError: a layer has a fused activation, which would be lost.
+        RuntimeError: the process group of a layer that was a torch.nn.SyncBatchNorm is gone.
+        With either, `module` is as it was.
     """
-
-    def make(layer: nn.Module, path: str) -> nn.Module | None:
+    groups = {}
+    for path, layer in module.named_modules():
         if type(layer) is not SyncBatchNorm:
-            return None
+            continue
         if layer.activation != "none":
             raise ValueError(
                 f"{path or 'module'}: got a layer with activation {layer.activation!r}, which a "
                 "plain batch norm has not; expected none"
             )
+        if vars(layer).get("_original_class", default) is nn.SyncBatchNorm:
+            groups[layer] = layer.process_group
+
+    def make(layer: nn.Module, path: str) -> nn.Module | None:
+        if type(layer) is not SyncBatchNorm:
+            return None
         cls = vars(layer).get("_original_class", default)
         result = _with_class(layer, cls)
         for name in _OWN_ATTRIBUTES:
             result.__dict__.pop(name, None)
         result._buffers.pop("_call")
         result._non_persistent_buffers_set.discard("_call")
-        if cls is nn.SyncBatchNorm:
-            result.process_group = layer.process_group
+        if layer in groups:
+            result.process_group = groups[layer]
         return result
 
     return _replace(module, "", make, {})

@@ -1,8 +1,10 @@
 """Folds batch norm into the convolution or linear layer before it, for inference."""
 
+import contextlib
 import copy
 import inspect
 import warnings
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx, nn
@@ -10,15 +12,32 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from ._groups import Sharing
-from .convert import _replace, revert_sync_batchnorm
+from .convert import revert_sync_batchnorm
 from .nn import SyncBatchNorm
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _HOSTS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, nn.Linear)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
 
-# No plain layer does the same, so the layer stays as it is.
-_MORE_INPUTS = "is called with more than one input"
+# What every layer has; reading it does not need a batch norm.
+_COMMON_ATTRIBUTES = frozenset(dir(nn.Identity()))
+
+
+@contextlib.contextmanager
+def _noting_reads(read: set[nn.Module]) -> Iterator[None]:
+    """Within, adds batch norms to `read` whose own attributes (weight, eps, ...) code asks for."""
+
+    def noting(self: nn.Module, name: str):
+        if name not in _COMMON_ATTRIBUTES:
+            read.add(self)
+        return object.__getattribute__(self, name)
+
+    # torch.fx sees tensors alone, and does not enter the layers themselves.
+    _BatchNorm.__getattribute__ = noting
+    try:
+        yield
+    finally:
+        del _BatchNorm.__getattribute__
 
 
 class _Tracer(fx.Tracer):
@@ -44,18 +63,21 @@ class _Tracer(fx.Tracer):
             raise
 
 
-def _trace(model: nn.Module) -> tuple[fx.Graph, dict[nn.Module, str]]:
-    """The graph of calls, and the submodules that could not be entered with the reason why."""
+def _trace(model: nn.Module) -> tuple[fx.Graph, dict[nn.Module, str], set[nn.Module]]:
+    """The graph of calls, the submodules that could not be entered with the reason why, and the
+    batch norms that are read."""
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(model.forward).parameters.items()
         if parameter.default is not inspect.Parameter.empty
     }
     opaque: dict[nn.Module, str] = {}
+    read: set[nn.Module] = set()
     while True:
         tracer = _Tracer(opaque)
         try:
-            return tracer.trace(model, defaults or None), opaque
+            with _noting_reads(read):
+                return tracer.trace(model, defaults or None), opaque, read
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             if tracer.failed is None:
@@ -72,11 +94,26 @@ def _altered(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
-class _Uses:
-    """Who calls which module of a traced model, and which tensors are read by name."""
+def _input(call: fx.Node) -> fx.Node | None:
+    """What the layer is called with, if that is one tensor, as any layer takes it."""
+    arguments = (*call.args, *call.kwargs.values())
+    if len(arguments) != 1 or not call.kwargs.keys() <= {"input"}:
+        return None
+    return arguments[0] if isinstance(arguments[0], fx.Node) else None
 
-    def __init__(self, model: nn.Module, graph: fx.Graph, opaque: dict[nn.Module, str]) -> None:
+
+class _Uses:
+    """Who calls which module of a traced model, and which modules and tensors are read."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: fx.Graph,
+        opaque: dict[nn.Module, str],
+        read_norms: set[nn.Module],
+    ) -> None:
         self.model = model
+        self.read_norms = read_norms
         self.calls: dict[nn.Module, list[fx.Node]] = {}
         self.inside: dict[nn.Module, str] = {}  # what other modules hold and may call
         self.read: set[int] = set()
@@ -97,24 +134,31 @@ class _Uses:
     def module_of(self, node: fx.Node) -> nn.Module:
         return self.model.get_submodule(node.target)
 
-    def inputs(self, module: nn.Module) -> list:
-        """The arguments of all calls of the module."""
-        nodes = self.calls.get(module, ())
-        return [value for node in nodes for value in (*node.args, *node.kwargs.values())]
-
-    def obstacle(self, module: nn.Module) -> str | None:
-        """Why the module is not only what one call of it computes."""
-        calls = len(self.calls.get(module, ()))
+    def tie(self, module: nn.Module) -> str | None:
+        """Why no other layer of one input can take the module's place."""
         if module in self.inside:
             return self.inside[module]
-        if calls != 1:
-            return f"is called {calls} times"
+        if module not in self.calls:
+            return "is called 0 times"
         if _altered(module):
             return "has hooks or a replaced forward"
+        if module.training:
+            return "stays in training mode after eval()"
         tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(id(tensor) in self.read for tensor in tensors):
             return "has tensors that the model reads elsewhere"
+        if module in self.read_norms:
+            return "has attributes that the model reads"
+        if any(_input(call) is None for call in self.calls[module]):
+            return "is called with other arguments than one tensor"
         return None
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        """Why the module is not only what one call of it computes."""
+        tie = self.tie(module)
+        if tie is None and len(self.calls[module]) != 1:
+            return f"is called {len(self.calls[module])} times"
+        return tie
 
     def host(self, norm: nn.Module) -> nn.Module | str:
         """The layer that `norm` folds into, or why there is none."""
@@ -123,14 +167,9 @@ class _Uses:
         obstacle = self.obstacle(norm)
         if obstacle is not None:
             return obstacle
-        if norm.training:
-            return "stays in training mode after eval()"
         if norm.running_mean is None or norm.running_var is None:
             return "has no running statistics"
-        inputs = self.inputs(norm)
-        if len(inputs) != 1:
-            return _MORE_INPUTS
-        before = inputs[0]
+        before = _input(self.calls[norm][0])
         if before.op != "call_module" or type(self.module_of(before)) not in _HOSTS:
             return "does not directly follow a convolution or linear layer"
         host = self.module_of(before)
@@ -207,14 +246,21 @@ def _plain(norm: SyncBatchNorm) -> nn.Module:
     return plain if activation is None else nn.Sequential(plain, activation)
 
 
+def _become(module: nn.Module, other: nn.Module) -> None:
+    """Turns the module into `other`, for all that refer to it: lists in the model, too."""
+    module.__class__ = type(other)
+    module.__dict__ = vars(other)
+
+
 def fold(model: nn.Module) -> nn.Module:
     """Folds batch norm into the convolution or linear layer before it.
 
     Folded is every torch.nn.BatchNorm1d, 2d, 3d, SyncBatchNorm and syncbn.SyncBatchNorm with
     running statistics whose input is the output of a Conv*d, ConvTranspose*d or Linear that has no
-    other use. That layer's weight and bias change (computed in float64 and rounded once to its
-    dtype), and the batch norm becomes nn.Identity, or the activation that it had. torch.fx finds
-    the pairs; the model keeps its class and code.
+    other use, and that is itself called once, with this one tensor. That layer's weight and bias
+    change (computed in float64 and rounded once to its dtype), and the batch norm becomes
+    nn.Identity, or the activation that it had. torch.fx finds the pairs; the model keeps its class
+    and code.
 
     Args:
         model: a trained model, in either mode; not changed. Folding holds for calls with batched
@@ -222,9 +268,12 @@ def fold(model: nn.Module) -> nn.Module:
             defaults: so it is traced.
 
     Returns:
-        A copy in evaluation mode, with batch norms that are not folded as plain PyTorch layers.
-        A UserWarning names them, each with the reason; submodules that cannot be traced are not
-        entered. The outputs differ from the model's by rounding.
+        A copy in evaluation mode. Its outputs differ from the model's by rounding. A UserWarning
+        names the batch norms that are not folded, each with the reason; submodules that cannot be
+        traced are not entered. Of the layers that it names, a syncbn.SyncBatchNorm all of whose
+        calls are known and pass one tensor, and of which nothing is read elsewhere, becomes
+        torch.nn.SyncBatchNorm or what it was converted from, in an nn.Sequential with its
+        activation if it has one. Others (with a residual, hooks, no call) stay as they are.
 
     Raises:
         TypeError: `model` is not a module.
@@ -253,12 +302,13 @@ def fold(model: nn.Module) -> nn.Module:
             if type(host) is nn.Linear:
                 host.register_forward_pre_hook(_expect_rows)
             replacements[norm] = _activation(norm) or nn.Identity()
+        for norm in left:
+            if type(norm) is SyncBatchNorm and uses.tie(norm) is None:
+                replacements[norm] = _plain(norm)
     else:
         left = dict.fromkeys(norms, "has no layer before it")
-    for norm, reason in left.items():
-        if type(norm) is SyncBatchNorm and reason != _MORE_INPUTS:
-            replacements[norm] = _plain(norm)
-    result = _replace(result, "", lambda layer, _: replacements.get(layer), {}).eval()
+    for norm, replacement in replacements.items():
+        _become(norm, replacement.eval())
     if left:
         reasons = "".join(f"\n  {norms[norm] or 'the model'} {why}" for norm, why in left.items())
         warnings.warn(

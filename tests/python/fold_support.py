@@ -16,6 +16,21 @@ import syncbn
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, syncbn.SyncBatchNorm)
 
 
+class Calls(nn.Module):
+    """Two pairs and a forward given as a function of the module and its input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
+        self.conv2 = nn.Conv2d(4, 4, 3, padding=1)
+        self.bn2 = nn.BatchNorm2d(4)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
 def integers(low, high, shape, generator):
     return torch.randint(low, high + 1, tuple(shape), generator=generator).double()
 
@@ -62,8 +77,9 @@ def norms_of(model):
     return [name for name, m in model.named_modules() if isinstance(m, NORMS)]
 
 
-def check_equal(model, *inputs, left=()):
-    """Folds; `left` are the names of the batch norms that must not fold. Returns the report."""
+def check_equal(model, *inputs, left=(), kept=()):
+    """Folds; `left` are the names of the batch norms that must not fold, `kept` those of them that
+    must stay layers of this package. Returns the report."""
     before = copy.deepcopy(model.state_dict())
     modes = [m.training for m in model.modules()]
     kinds = [type(m) for m in model.modules()]
@@ -74,7 +90,8 @@ def check_equal(model, *inputs, left=()):
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), f"{name} changed"
     assert not any(m.training for m in folded.modules())
-    assert not any(type(m).__module__.startswith("syncbn") for m in folded.modules())
+    own = [n for n, m in folded.named_modules() if type(m).__module__.startswith("syncbn")]
+    assert own == list(kept)
     assert norms_of(folded) == list(left), report
     reported = re.findall(r"^  (\S+) ", report, re.MULTILINE)
     assert reported == list(left), report

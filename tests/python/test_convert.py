@@ -87,6 +87,69 @@ def test_layers_made_by_hand_revert_to_the_default():
     assert type(layer) is nn.BatchNorm1d
 
 
+def test_revert_changes_nothing_if_one_layer_cannot_be_reverted():
+    net = syncbn.convert_sync_batchnorm(model())
+    net[3][1].activation = "relu"
+    layers = list(net.modules())
+    with pytest.raises(ValueError, match=r"^3\.1: got a layer with activation 'relu'"):
+        syncbn.revert_sync_batchnorm(net)
+    assert all(a is b for a, b in zip(net.modules(), layers, strict=True))
+
+
+def test_revert_changes_nothing_if_a_group_is_gone():
+    """torch.nn.SyncBatchNorm holds the group itself, so it must be there."""
+    net = nn.Sequential(nn.BatchNorm2d(4), nn.SyncBatchNorm(4))
+    syncbn.convert_sync_batchnorm(net)
+    net[1].sharing = net[1].sharing._replace(name="gone")
+    layers = list(net.modules())
+    with pytest.raises(RuntimeError, match="no process group named 'gone'"):
+        syncbn.revert_sync_batchnorm(net)
+    assert all(a is b for a, b in zip(net.modules(), layers, strict=True))
+
+
+def layers_of(net: nn.Module) -> list[syncbn.SyncBatchNorm]:
+    return [m for m in net.modules() if isinstance(m, syncbn.SyncBatchNorm)]
+
+
+def test_options_go_to_every_layer():
+    options = {"affine_grad": "global", "statistics": "welford", "sync": False}
+    layers = layers_of(syncbn.convert_sync_batchnorm(model(), **options))
+    assert len(layers) == 2
+    for layer in layers:
+        by_hand = syncbn.SyncBatchNorm(4, **options)
+        same = {"name": layer.layer_name, "number": layer.layer_number}
+        assert layer.layer() == by_hand.layer()._replace(**same)
+    for layer in layers_of(syncbn.convert_sync_batchnorm(model())):
+        default = syncbn.SyncBatchNorm(4).layer()
+        assert layer.layer()._replace(name=default.name, number=default.number) == default
+
+
+def test_converted_with_an_option_trains_as_a_layer_made_with_it_exact():
+    x = torch.randn(5, 4, 3)
+    a = syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), statistics="welford")
+    b = syncbn.SyncBatchNorm(4, statistics="welford")
+    for layer in (a, b):
+        layer(x).square().sum().backward()
+    assert torch.equal(a.running_var, b.running_var) and torch.equal(a.weight.grad, b.weight.grad)
+
+
+@pytest.mark.parametrize(
+    "option, value, text",
+    (
+        ("affine_grad", "shares", "affine_grad: got 'shares', expected one of"),
+        ("statistics", "Welford", "statistics: got 'Welford', expected one of"),
+        ("sync", None, "sync: got None, expected True or False"),
+    ),
+)
+def test_a_wrong_option_changes_nothing(option, value, text):
+    net = model()
+    layers, attributes = list(net.modules()), [set(vars(m)) for m in net.modules()]
+    with pytest.raises(ValueError, match="^" + text):
+        syncbn.convert_sync_batchnorm(net, **{option: value})
+    assert all(a is b for a, b in zip(net.modules(), layers, strict=True))
+    assert [set(vars(m)) for m in net.modules()] == attributes
+
+
 def test_a_layer_made_on_the_meta_device_starts_at_call_zero():
     layer = syncbn.SyncBatchNorm(4, device="meta").to_empty(device="cpu")
     layer.reset_parameters()

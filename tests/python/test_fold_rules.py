@@ -1,5 +1,6 @@
 """syncbn.fold: which batch norms fold, what is reported, what is refused."""
 
+import copy
 import re
 
 import pytest
@@ -9,22 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import syncbn
-from fold_support import check_equal, exact_input, fold_reporting, make_exact, norms_of
-
-
-class Calls(nn.Module):
-    """Two pairs and a forward given as a function of the module and its input."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.bn = nn.BatchNorm2d(4)
-        self.conv2 = nn.Conv2d(4, 4, 3, padding=1)
-        self.bn2 = nn.BatchNorm2d(4)
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, x)
+from fold_support import Calls, check_equal, exact_input, fold_reporting, make_exact, norms_of
 
 
 def two_users(m, x):
@@ -57,6 +43,10 @@ def norm_first(m, x):
     return m.conv2(m.bn(F.relu(m.conv(x))))
 
 
+def number_read(m, x):
+    return m.bn(m.conv(x)) * (2 if m.bn.affine and m.bn.num_features == 4 else 1)
+
+
 def keywords(m, x):
     return m.bn2(m.conv2(input=m.bn(m.conv(input=x))))
 
@@ -70,6 +60,7 @@ def keywords(m, x):
         (norm_twice, ["bn"], "is called 2 times"),
         (weight_read, ["bn"], "follows conv, which has tensors that the model reads elsewhere"),
         (statistics_read, ["bn"], "has tensors that the model reads elsewhere"),
+        (number_read, ["bn"], "bn has attributes that the model reads"),
         (norm_first, ["bn"], "does not directly follow a convolution or linear layer"),
         (keywords, [], ""),
     ),
@@ -77,16 +68,34 @@ def keywords(m, x):
 @pytest.mark.parametrize("synchronized", (False, True))
 def test_uses_decide(function, left, reason, synchronized):
     model = make_exact(Calls(function))
-    if function in (conv_twice, norm_twice, weight_read, statistics_read, norm_first):
+    if function not in (two_users, output_kept, keywords):
         model.bn2 = nn.Identity()  # it has no call
     if synchronized:
         model = syncbn.convert_sync_batchnorm(model)
-    assert reason in check_equal(model, exact_input(2, 3, 5, 5), left=left)
+    kept = left if synchronized and function in (statistics_read, number_read) else ()
+    assert reason in check_equal(model, exact_input(2, 3, 5, 5), left=left, kept=kept)
 
 
-def test_layer_without_a_call_is_reported():
+def test_the_input_as_a_keyword():
+    """What takes the layers' place, nn.Identity and an activation, is called with it too."""
+    reference = make_exact(Calls(lambda m, x: m.bn2(input=m.conv2(m.bn(input=m.conv(x))))))
+    x = exact_input(2, 3, 5, 5)
+    assert check_equal(reference, x) == ""
+    model = syncbn.convert_sync_batchnorm(copy.deepcopy(reference))
+    model.bn2.activation = "relu"
+    folded, report = fold_reporting(model)
+    assert report == "" and norms_of(folded) == []
+    assert torch.equal(folded(x), reference.eval()(x).relu())
+
+
+@pytest.mark.parametrize("synchronized", (False, True))
+def test_layer_without_a_call_is_reported(synchronized):
     model = make_exact(Calls(lambda m, x: m.bn(m.conv(x))))
-    assert "bn2 is called 0 times" in check_equal(model, exact_input(2, 3, 5, 5), left=["bn2"])
+    if synchronized:
+        model = syncbn.convert_sync_batchnorm(model)
+    kept = ["bn2"] if synchronized else []
+    report = check_equal(model, exact_input(2, 3, 5, 5), left=["bn2"], kept=kept)
+    assert "bn2 is called 0 times" in report
 
 
 def test_no_running_statistics():
@@ -101,9 +110,13 @@ def test_no_running_statistics():
 def test_hooks_and_parametrizations():
     x = exact_input(2, 3, 5, 5)
     for hooked in ("conv", "bn"):
-        model = make_exact(Calls(keywords))
-        getattr(model, hooked).register_forward_hook(lambda module, args, output: output + 1)
-        assert "has hooks" in check_equal(model, x, left=["bn"])
+        for synchronized in (False, True):
+            model = make_exact(Calls(keywords))
+            if synchronized:
+                model = syncbn.convert_sync_batchnorm(model)
+            getattr(model, hooked).register_forward_hook(lambda module, args, output: output + 1)
+            kept = ["bn"] if synchronized and hooked == "bn" else []
+            assert "has hooks" in check_equal(model, x, left=["bn"], kept=kept)
     model = make_exact(Calls(keywords))
     nn.utils.parametrize.register_parametrization(model.conv, "weight", nn.ReLU())
     check_equal(model, x, left=["bn"])
@@ -123,6 +136,32 @@ def test_one_module_under_two_names():
     check_equal(model, exact_input(2, 3, 5, 5))
     folded = syncbn.fold(model)
     assert folded.also[0] is folded.conv and folded.also[1] is folded.bn
+
+
+class InAList(nn.Module):
+    """Calls its layers by references that the module knows nothing of."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.bn2 = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.layers = [self.conv, self.bn, self.bn2]
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("activation", ("none", "relu"))
+def test_layers_referred_to_by_a_list(activation):
+    model = InAList()
+    model.bn, model.bn2 = (syncbn.SyncBatchNorm(4, activation=activation) for _ in range(2))
+    model.layers = [model.conv, model.bn, model.bn2]
+    folded, report = fold_reporting(make_exact(model))
+    assert "1 of 2" in report and "bn2 does not directly follow" in report
+    assert folded.layers == [folded.conv, folded.bn, folded.bn2]
+    x = exact_input(2, 3, 5, 5)
+    assert torch.equal(folded(x), model.eval()(x))
 
 
 class Branches(nn.Module):
@@ -145,8 +184,9 @@ def test_submodule_that_cannot_be_traced(synchronized):
     model = make_exact(model)
     if synchronized:
         model = syncbn.convert_sync_batchnorm(model)
+    kept = ["2.bn"] if synchronized else []
     for sign in (1, -1):
-        report = check_equal(model, sign * exact_input(2, 3, 5, 5), left=["2.bn"])
+        report = check_equal(model, sign * exact_input(2, 3, 5, 5), left=["2.bn"], kept=kept)
     assert "lies in 2, which torch.fx cannot trace (TraceError: " in report
 
 
@@ -235,14 +275,6 @@ def test_activation_of_the_layer_stays(kind, module):
         assert torch.equal(folded(x), expected)
 
 
-def test_layer_with_a_second_input_stays_as_it_is():
-    """No plain layer takes two; torch.fx records the call without making it."""
-    model = syncbn.convert_sync_batchnorm(Calls(lambda m, x: m.bn(m.conv(x), x)))
-    folded, report = fold_reporting(model)
-    assert "bn is called with more than one input" in report
-    assert type(folded.bn) is syncbn.SyncBatchNorm and not folded.bn.training
-
-
 def test_layers_with_a_process_group():
     """Neither a held process group nor the name of one hinders the copy; none is needed later."""
     x = exact_input(2, 3, 5, 5)
@@ -268,7 +300,8 @@ def test_models_without_a_pair():
     check_equal(make_exact(nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1))), x, left=["0"])
     layer = make_exact(syncbn.SyncBatchNorm(4)).eval()
     folded, report = fold_reporting(layer)
-    assert type(folded) is nn.SyncBatchNorm and "the model has no layer before it" in report
+    assert type(folded) is syncbn.SyncBatchNorm and not folded.training
+    assert "the model has no layer before it" in report
     assert torch.equal(folded(x), layer(x))
 
 

@@ -157,6 +157,27 @@ def test_tracers_that_follow_calls_see_the_layer():
             assert (path, kind) == (node.target, syncbn.SyncBatchNorm)
 
 
+class Halves(nn.Module):
+    """Two devices of one process, as the layer takes them: a list of inputs, and of residuals."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = syncbn.SyncBatchNorm(3)
+
+    def forward(self, x):
+        return torch.cat(self.bn([x[:1], x[1:]], residual=[x[:1], x[1:]]))
+
+
+def test_list_of_inputs_is_one_call_exact():
+    model, x = Halves(), torch.randn(4, 3, 2)
+    traced = fx.symbolic_trace(copy.deepcopy(model))
+    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["bn"]
+    assert not any(n.op == "get_attr" for n in traced.graph.nodes)
+    for mode in (True, False):
+        assert torch.equal(traced.train(mode)(x), model.train(mode)(x))
+    assert torch.equal(traced.bn.running_var, model.bn.running_var)
+
+
 def test_traced_model_compiles_copies_and_pickles_exact():
     traced = fx.symbolic_trace(new_net())
     for other in (copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
