@@ -5,7 +5,8 @@ import time
 
 import torch
 
-from . import _groups, _where
+from . import _groups, _shared_memory, _where
+from ._ops import ops
 from ._where import Call
 from .errors import ExchangeTimeout, PeerLost
 
@@ -16,65 +17,139 @@ _broken: dict[str, str] = {}
 _SPINS = 100
 
 
+class LengthsDiffer(Exception):
+    """The ranks brought messages of different lengths; raised on all of them."""
+
+
 def all_reduce(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Tensor:
     """The sum over the ranks, a tensor of its own: backward needs the rank's own words too. Also
-    in a traced graph, where it is a plain collective and errors are those of the process group."""
+    in a traced graph, where errors are those of the engine. Where peers.any_length, raises
+    LengthsDiffer; otherwise lengths must be equal."""
+    if peers.shared is not None:
+        return _all_reduce_by_node(words, peers, call)
+    return sum_over_gloo(words, peers, call)
+
+
+def sum_over_gloo(x: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Tensor:
+    """The sum of tensors of any dtype, equal in shape on all ranks."""
     if torch.compiler.is_compiling():
-        collectives = torch.ops._c10d_functional
-        return collectives.wait_tensor(collectives.all_reduce(words, "sum", peers.group_name))
-    total = words.clone()
-    _wait(lambda group: group.allreduce([total]), peers, call)
+        return _traced_all_reduce(x, peers.group_name)
+    total = x.clone()
+    with _exchanging(peers, call) as fail:
+        _wait(_groups.resolve(peers.group_name).allreduce([total]), peers, fail)
+    return total
+
+
+def _traced_all_reduce(words: torch.Tensor, group_name: str) -> torch.Tensor:
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_reduce(words, "sum", group_name))
+
+
+def _all_reduce_by_node(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Tensor:
+    """Inside the node; then between the nodes' first ranks, who bring the sum to the others."""
+    if torch.compiler.is_compiling():
+        total = ops.shm_sum_whole(words, peers.shared)
+        if peers.nodes == 1:
+            return total
+        if peers.leaders is not None:
+            total = _traced_all_reduce(total, peers.leaders)
+        else:
+            total = torch.zeros_like(total)
+        return ops.shm_sum_whole(total, peers.shared)
+    with _exchanging(peers, call) as fail:
+        total = _sum_inside(words, peers, fail)
+        if peers.nodes == 1:
+            return total
+        if peers.leaders is not None:
+            try:
+                _wait(_groups.resolve(peers.leaders).allreduce([total]), peers, fail)
+            except BaseException as error:
+                ops.shm_abandon(peers.shared, f"between nodes: {error}"[:200])
+                raise
+        else:
+            total = torch.zeros_like(words)
+        return _sum_inside(total, peers, fail)
+
+
+def _sum_inside(words: torch.Tensor, peers: _groups.Peers, fail) -> torch.Tensor:
+    total, status = _shared_memory.all_reduce(words, peers.shared)
+    if status == _shared_memory.DIVERGED:
+        raise LengthsDiffer(ops.shm_error(peers.shared))
+    if status != _shared_memory.DONE:
+        kind = ExchangeTimeout if status == _shared_memory.TIMEOUT else PeerLost
+        fail(kind, ops.shm_error(peers.shared))
     return total
 
 
 def all_gather(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Tensor:
     """The words of all ranks, one after the other; of equal length on all ranks."""
+    if peers.shared is not None:
+        places = words.new_zeros(peers.ranks, words.numel())
+        places[peers.rank] = words
+        return all_reduce(places.flatten(), peers, call)
     if torch.compiler.is_compiling():
         collectives = torch.ops._c10d_functional
         gathered = collectives.all_gather_into_tensor(words, peers.ranks, peers.group_name)
         return collectives.wait_tensor(gathered)
     out = words.new_empty(peers.ranks, words.numel())
-    _wait(lambda group: group.allgather([list(out)], [words]), peers, call)
+    with _exchanging(peers, call) as fail:
+        work = _groups.resolve(peers.group_name).allgather([list(out)], [words])
+        _wait(work, peers, fail)
     return out.flatten()
 
 
-def _wait(start, peers: _groups.Peers, call: Call) -> None:
-    """Runs a collective to its end. Python looks at it again and again, so that Ctrl-C works."""
-    name = peers.group_name
-    if name in _broken:
-        raise PeerLost(
-            f"{call}, {peers}: the group is broken since an earlier error ({_broken[name]}); call "
-            "syncbn.reset_groups() on every rank to go on"
-        )
+class _Fail:
+    """Raises what an exchange ends with, and says where the other ranks are."""
+
+    def __init__(self, peers: _groups.Peers, call: Call) -> None:
+        self.peers, self.call = peers, call
+
+    def __call__(self, kind: type[Exception], reason: str, cause: Exception | None = None) -> None:
+        peers = self.peers
+        _broken[peers.group_name] = f"{self.call}: {reason}"
+        others = _where.others(peers.group_name, peers.rank, peers.ranks)
+        raise kind(f"{self.call}, {peers}: {reason}; {others}") from cause
+
+
+class _exchanging:
+    """Around an exchange of the group: notes where this rank is, and what breaks the group."""
+
+    def __init__(self, peers: _groups.Peers, call: Call) -> None:
+        self.name, self.call, self.fail = peers.group_name, call, _Fail(peers, call)
+        if self.name in _broken:
+            raise PeerLost(
+                f"{call}, {peers}: the group is broken since an earlier error "
+                f"({_broken[self.name]}); call syncbn.reset_groups() on every rank to go on"
+            )
+
+    def __enter__(self) -> _Fail:
+        _where.enter(self.name, self.call)
+        return self.fail
+
+    def __exit__(self, kind, error, traceback) -> None:
+        _where.leave(self.name)
+        if kind is not None and not issubclass(kind, Exception):  # Ctrl-C
+            _broken[self.name] = f"{self.call} was interrupted"
+
+
+def _wait(work, peers: _groups.Peers, fail: _Fail) -> None:
+    """Waits for a collective over Gloo, looking at it again and again, so that Ctrl-C works."""
     late = f"not all ranks came within {peers.timeout:g} s"
-    _where.enter(name, call)
     try:
-        work = start(_groups.resolve(name))
         until = time.monotonic() + peers.timeout
         rounds = 0
         while not work.is_completed() and time.monotonic() <= until:
             rounds += 1
             time.sleep(0 if rounds < _SPINS else 5e-5 if rounds < 20_000 else 1e-3)
         if not work.is_completed():
-            _fail(ExchangeTimeout, late, peers, call)
+            fail(ExchangeTimeout, late)
         work.wait()  # for its error
     except (ExchangeTimeout, PeerLost):
         raise
     except RuntimeError as error:
         if "timed out" in str(error).lower():
-            _fail(ExchangeTimeout, late, peers, call, error)
-        _fail(PeerLost, "a rank has ended, or closed its connections", peers, call, error)
-    except BaseException:  # Ctrl-C
-        _broken[name] = f"{call} was interrupted"
-        raise
-    finally:
-        _where.leave(name)
-
-
-def _fail(kind, reason: str, peers: _groups.Peers, call: Call, cause=None) -> None:
-    _broken[peers.group_name] = f"{call}: {reason}"
-    others = _where.others(peers.group_name, peers.rank, peers.ranks)
-    raise kind(f"{call}, {peers}: {reason}; {others}") from cause
+            fail(ExchangeTimeout, late, error)
+        fail(PeerLost, "a rank has ended, or closed its connections", error)
 
 
 def forget_errors() -> None:

@@ -17,8 +17,21 @@ FRAME_WORDS = HEADER_WORDS + 512 * 19
 
 
 def frame_words(peers: Peers | None) -> int:
-    """At least how many words a message to that group has."""
-    return 0 if peers is None else FRAME_WORDS
+    """How many words a message to that group has at least."""
+    return 0 if peers is None or peers.any_length else FRAME_WORDS
+
+
+def _sum_first(message: torch.Tensor, peers: Peers, call: Call) -> torch.Tensor:
+    """The sum of what goes first: over Gloo the frame; where lengths may differ the whole message,
+    and if they do the header alone, which tells why."""
+    if not peers.any_length:
+        return _collective.all_reduce(message[:FRAME_WORDS], peers, call)
+    if torch.compiler.is_compiling():
+        return _collective.all_reduce(message, peers, call)
+    try:
+        return _collective.all_reduce(message, peers, call)
+    except _collective.LengthsDiffer:
+        return _collective.all_reduce(message[:HEADER_WORDS], peers, call)
 
 
 def exchange(
@@ -26,16 +39,16 @@ def exchange(
 ) -> tuple[torch.Tensor, torch.Tensor | None, int | None]:
     """Sums a message over the group.
 
-    Returns (first part, the words beyond the frame or None, count). The count (elements per channel
-    over all ranks) is None while tracing. Raises DivergenceError on every rank if the calls differ.
+    Returns (first part, the words beyond it or None, count). The count (elements per channel over
+    all ranks) is None while tracing. Raises DivergenceError on every rank if the calls differ.
     """
     if peers is None:
         count = None if torch.compiler.is_compiling() else int(message[0])
         return message, None, count
-    first = _collective.all_reduce(message[:FRAME_WORDS], peers, call)
+    first = _sum_first(message, peers, call)
     if torch.compiler.is_compiling():
         # Operators that take `first` check its header, remaining_words before a second message.
-        beyond = message.numel() - FRAME_WORDS
+        beyond = message.numel() - first.numel()
         if beyond <= 0:
             return first, None, None
         rest = ops.remaining_words(message, first, peers.ranks, channels, beyond)
@@ -52,8 +65,8 @@ def gather(
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """Brings every rank's record of the welford mode to all ranks.
 
-    Records travel in the one frame of all exchanges, each rank's in a place of its own where the
-    others add zeros; if they do not fit, in an all-gather after it.
+    Records travel in the first message of all exchanges, each rank's in a place of its own where
+    the others add zeros; if they do not fit the frame, in an all-gather after it.
 
     Returns (merged message, whose header counts; records, one after the other; count as in
     exchange). Raises DivergenceError on every rank if the calls differ.
@@ -63,23 +76,24 @@ def gather(
     if peers is None:
         return message, record, None if compiling else int(message[0])
     size = record.numel()
-    frame = torch.zeros(FRAME_WORDS, dtype=torch.int64, device=message.device)
+    words = frame_words(peers) or HEADER_WORDS + peers.ranks * size
+    frame = torch.zeros(words, dtype=torch.int64, device=message.device)
     frame[:HEADER_WORDS] = message[:HEADER_WORDS]
     # By the largest record: a rank without samples may be of another dtype than the group.
-    fits = HEADER_WORDS + peers.ranks * (1 + 2 * channels) <= FRAME_WORDS
+    fits = peers.any_length or HEADER_WORDS + peers.ranks * (1 + 2 * channels) <= words
     if fits:
         begin = HEADER_WORDS + peers.rank * size
         frame[begin : begin + size] = record
-    first = _collective.all_reduce(frame, peers, call)
+    first = _sum_first(frame, peers, call)
     count = None
     if not compiling:
         count, dtype = _check(first, peers, call)
         if dtype is not None:
             size = 1 + channels * (2 if dtype == torch.float64 else 1)
-    if fits:
+    if fits and first.numel() == words:
         return first, first[HEADER_WORDS : HEADER_WORDS + peers.ranks * size], count
     # Checks the header, also in a traced graph, before there is a second message.
-    whole = torch.cat([frame, record])
+    whole = torch.cat([frame[: first.numel()], record])
     record = ops.remaining_words(whole, first, peers.ranks, channels, size)
     return first, _collective.all_gather(record, peers, call), count
 
@@ -122,10 +136,10 @@ def sum_of_ranks(x: torch.Tensor, tag: int, peers: Peers | None, call: Call) -> 
     """
     if peers is None:
         return x
-    message = torch.zeros(FRAME_WORDS, dtype=torch.int64)
+    message = torch.zeros(max(frame_words(peers), HEADER_WORDS), dtype=torch.int64)
     message[1], message[2] = tag, tag * tag
-    _check(_collective.all_reduce(message, peers, call), peers, call)
-    return _collective.all_reduce(x.contiguous(), peers, call)
+    _check(_sum_first(message, peers, call), peers, call)
+    return _collective.sum_over_gloo(x.contiguous(), peers, call)
 
 
 def reject(peers: Peers | None, call: Call, error: Exception, compare: bool = True) -> None:
@@ -135,6 +149,6 @@ def reject(peers: Peers | None, call: Call, error: Exception, compare: bool = Tr
         return
     # This rank's own error is the one to raise, whatever becomes of the exchange.
     with contextlib.suppress(ExchangeTimeout, PeerLost):
-        _collective.all_reduce(ops.rejection(torch.empty(0), FRAME_WORDS), peers, call)
+        _sum_first(ops.rejection(torch.empty(0), frame_words(peers)), peers, call)
         if compare and not torch.compiler.is_compiling():
             _compare(f"{call}: {type(error).__name__}: {error}", peers, call)

@@ -1,14 +1,18 @@
 """Groups of ranks that exchange statistics: made once per set of ranks, and rebuilt on demand."""
 
 import datetime
+import logging
 import math
+import os
 import socket
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from . import _where
+from . import _shared_memory, _where
+
+_log = logging.getLogger("syncbn")
 
 #: Seconds that an exchange waits for the slowest rank.
 DEFAULT_TIMEOUT = 300.0
@@ -19,11 +23,24 @@ Group = dist.ProcessGroup | str | None
 class Sharing(NamedTuple):
     """With whom a layer shares statistics, as a module keeps it: names, not handles.
 
-    name: a process group's name, None for the world. timeout: seconds.
+    name: a process group's name, None for the world. engine: "auto" takes shared memory between
+    processes of one node. limit: the timeout in seconds, as text, because torch.compile takes a
+    number that differs between layers for a variable.
     """
 
     name: str | None = None
-    timeout: float = DEFAULT_TIMEOUT
+    limit: str = repr(DEFAULT_TIMEOUT)
+    engine: str = "auto"
+
+    @property
+    def timeout(self) -> float:
+        return float(self.limit)
+
+
+ENGINES = ("auto", "process_group")
+
+#: False: "auto" is "process_group", for tests of the framing over Gloo.
+use_shared_memory = True
 
 
 class Peers(NamedTuple):
@@ -33,13 +50,35 @@ class Peers(NamedTuple):
     ranks: int
     rank: int  # this process's
     timeout: float
+    #: shared memory of the ranks on this node, and the group of the nodes' first ranks, if there
+    #: are several nodes and this rank is such a one
+    shared: int | None = None
+    nodes: int = 1
+    leaders: str | None = None
+    #: why there is no shared memory
+    note: str = ""
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ranks}"
 
+    @property
+    def any_length(self) -> bool:
+        """Whether a message's length need not be agreed before: shared memory tells all ranks
+        alike that lengths differ, where Gloo ends the process."""
+        return self.shared is not None and self.nodes == 1
 
-# Names of the groups that this module made, by their ranks (global numbers, ascending) and timeout.
-_own_groups: dict[tuple[tuple[int, ...], float], str] = {}
+    @property
+    def engine(self) -> str:
+        if self.shared is None:
+            return "gloo" if self.nodes == 1 else "gloo between nodes"
+        return "shared memory" if self.nodes == 1 else "shared memory, gloo between nodes"
+
+
+# The groups that this module made, by their ranks (global numbers, ascending), timeout and engine.
+_own_groups: dict[tuple[tuple[int, ...], float, str], Peers] = {}
+_alive: dict[str, dist.ProcessGroup] = {}
+# How many groups were made for these ranks: part of a name that must never come twice.
+_made: dict[tuple[int, ...], int] = {}
 
 # New names of groups that were made again.
 _renamed: dict[str, str] = {}
@@ -56,8 +95,12 @@ def group_name(group: Group) -> str | None:
     return group.group_name
 
 
-def sharing(group: Group, timeout: float | datetime.timedelta | None) -> Sharing:
+def sharing(
+    group: Group, timeout: float | datetime.timedelta | None, engine: str = "auto"
+) -> Sharing:
     """Checked."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine: got {engine!r}, expected one of {ENGINES}")
     if timeout is None:
         timeout = DEFAULT_TIMEOUT
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
@@ -65,7 +108,7 @@ def sharing(group: Group, timeout: float | datetime.timedelta | None) -> Sharing
         raise ValueError(
             f"timeout: got {timeout!r}, expected a positive number of seconds or a timedelta"
         )
-    return Sharing(group_name(group), float(seconds))
+    return Sharing(group_name(group), repr(float(seconds)), engine)
 
 
 def select(
@@ -73,6 +116,7 @@ def select(
     group_size: int | None,
     group: str | None,
     timeout: float | datetime.timedelta | None,
+    engine: str = "auto",
 ) -> Sharing:
     """The ranks that one of process_group, group_size and group asks for. With the latter two a
     collective call of the default group's ranks."""
@@ -87,7 +131,7 @@ def select(
     ]
     if len(given) > 1:
         raise ValueError(f"got {' and '.join(given)}, expected only one of them")
-    chosen = sharing(process_group, timeout)
+    chosen = sharing(process_group, timeout, engine)
     if process_group is not None or not given:
         return chosen
     if group is not None and group != "node":
@@ -107,7 +151,7 @@ def select(
             )
         first = rank - rank % group_size
         ranks = list(range(first, first + group_size))
-    return chosen._replace(name=_own_group(ranks, chosen.timeout))
+    return chosen._replace(name=_own_group(ranks, chosen.timeout, engine).group_name)
 
 
 def host_name() -> str:
@@ -152,28 +196,97 @@ def _exists(name: str) -> bool:
     return True
 
 
-def _own_group(group_ranks: list[int], timeout: float) -> str:
-    """A Gloo group of the same ranks for exchanges alone, so that one that times out does not take
-    the user's group with it. Made once per set of ranks; a collective call of its members."""
+def _gloo_group(ranks: tuple[int, ...], name: str, timeout: float) -> dist.ProcessGroup:
+    """A Gloo group under a name of our own. torch.distributed.new_group names a group by how many
+    groups this process has, so ranks with different numbers of groups would wait for ever."""
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    rank, limit = ranks.index(dist.get_rank()), datetime.timedelta(seconds=timeout)
+    backend = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=limit)
+    group = dist.ProcessGroup(store, rank, len(ranks))
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_group_name(name)
+    torch._C._distributed_c10d._register_process_group(name, group)
+    _alive[name] = group  # the registry does not keep it
+    return group
+
+
+def _by_node(group: dist.ProcessGroup) -> list[list[int]]:
+    """The group's ranks by machine, machines by their first rank."""
+    own = torch.zeros(256, dtype=torch.uint8)
+    text = node_identity().encode()[:256]
+    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    nodes: dict[bytes, list[int]] = {}
+    for rank, identity in enumerate(_shared_memory.gather(own, group)):
+        nodes.setdefault(bytes(identity.tolist()), []).append(rank)
+    return list(nodes.values())
+
+
+def node_identity() -> str:
+    """What ranks that may share memory have in common: the machine's running system."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return f"{host_name()}, process {os.getpid()}"
+
+
+def _with_shared_memory(own: Peers, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Peers:
+    """The same with shared memory inside nodes, if all ranks of all nodes can have it."""
+    nodes = _by_node(group)
+    mine = next(node for node in nodes if own.rank in node)
+    handle, why = None, "" if len(mine) > 1 else "it is the only rank of its node"
+    local = group
+    if len(nodes) > 1 and len(mine) > 1:
+        local_ranks = tuple(ranks[r] for r in mine)
+        local = _gloo_group(local_ranks, f"{own.group_name}/node{mine[0]}", own.timeout)
+    if len(mine) > 1:
+        handle, why = _shared_memory.open_group(local, own.timeout)
+    if len(nodes) > 1:  # all nodes alike, or none
+        reasons = _shared_memory.gather_texts(why, group)
+        refused = next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), "")
+        if refused and handle is not None:
+            _shared_memory.close(handle)
+            handle = None
+        why = refused
+    if handle is None:
+        return own._replace(nodes=len(nodes), note=why)
+    leaders = None
+    first = tuple(ranks[node[0]] for node in nodes)
+    if len(nodes) > 1 and own.rank == mine[0]:
+        leaders = f"{own.group_name}/nodes"
+        _gloo_group(first, leaders, own.timeout)
+    return own._replace(shared=handle, nodes=len(nodes), leaders=leaders)
+
+
+def _own_group(group_ranks: list[int], timeout: float, engine: str) -> Peers:
+    """A group of the same ranks for exchanges alone, so that one that times out does not take the
+    user's group with it. Made once per set of ranks; a collective call of its members."""
     ranks = tuple(sorted(group_ranks))
-    name = _own_groups.get((ranks, timeout))
-    if name is not None and _exists(name):
-        return name
+    known = _own_groups.get((ranks, timeout, engine))
+    if known is not None:
+        if _exists(known.group_name):
+            return known
+        _forget(known)  # it went with destroy_process_group
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "syncbn: the group of this layer is not made yet and cannot be made while compiling: "
             "convert the model after init_process_group, run one eager training step, or call "
             "syncbn.prepare(model) first"
         )
-    made = dist.new_group(
-        list(ranks),
-        timeout=datetime.timedelta(seconds=timeout),
-        backend="gloo",
-        use_local_synchronization=True,
-    )
-    _own_groups[ranks, timeout] = made.group_name
-    _where.watch(made.group_name, dist.get_rank(made), len(ranks))
-    return made.group_name
+    _made[ranks] = _made.get(ranks, 0) + 1
+    members = ranks if len(ranks) <= 8 else (*ranks[:3], "...", ranks[-1], len(ranks))
+    name = f"syncbn/{'_'.join(map(str, members))}/{_made[ranks]}"
+    group = _gloo_group(ranks, name, timeout)
+    own = Peers(name, len(ranks), group.rank(), timeout)
+    if engine == "auto" and len(ranks) > 1 and use_shared_memory:
+        own = _with_shared_memory(own, group, ranks)
+        if own.note and own.rank == 0:
+            _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
+    _own_groups[ranks, timeout, engine] = own
+    _where.watch(name, own.rank, own.ranks)
+    return own
 
 
 @torch.compiler.assume_constant_result
@@ -184,19 +297,30 @@ def peers(sharing: Sharing) -> Peers | None:
             resolve(sharing.name)
         return None
     group = resolve(sharing.name)
-    ranks = dist.get_world_size(group)
-    if ranks == 1:
+    if group.size() == 1:
         return None
-    own = _own_group(dist.get_process_group_ranks(group), sharing.timeout)
-    return Peers(own, ranks, dist.get_rank(resolve(own)), sharing.timeout)
+    return _own_group(_global_ranks(group), sharing.timeout, sharing.engine)
+
+
+def _global_ranks(group: dist.ProcessGroup) -> list[int]:
+    for (ranks, _, _), own in _own_groups.items():
+        if own.group_name == group.group_name:
+            return list(ranks)
+    return dist.get_process_group_ranks(group)
+
+
+def _forget(own: Peers) -> None:
+    _where.forget(own.group_name)
+    if own.shared is not None:
+        _shared_memory.close(own.shared)
+    for name in [n for n in _alive if n == own.group_name or n.startswith(f"{own.group_name}/n")]:
+        del _alive[name]
 
 
 def rebuild() -> None:
     """Makes every group of this package anew; a collective call of the ranks of each."""
     old = sorted(_own_groups.items())  # one order on all ranks, so that none waits in a circle
     _own_groups.clear()
-    for (ranks, timeout), name in old:
-        _where.forget(name)
-        # The old group stays until destroy_process_group: its name, and with it what it left in
-        # the store, must not be taken again.
-        _renamed[name] = _own_group(list(ranks), timeout)
+    for (ranks, timeout, engine), own in old:
+        _forget(own)
+        _renamed[own.group_name] = _own_group(list(ranks), timeout, engine).group_name

@@ -77,9 +77,8 @@ class _Watch:
 
     def __init__(self, group: str, rank: int, ranks: int) -> None:
         self.group, self.rank, self.ranks = group, rank, ranks
-        process_group = dist.distributed_c10d._resolve_process_group(group)
-        store = dist.distributed_c10d._get_process_group_store(process_group)
-        self.store = dist.PrefixStore("syncbn/where", store.clone())
+        store = dist.distributed_c10d._get_default_store().clone()
+        self.store = dist.PrefixStore(f"syncbn/where/{group}", store)
         self.answered = 0
 
     def answer(self) -> None:

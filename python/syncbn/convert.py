@@ -61,6 +61,7 @@ def convert_sync_batchnorm(
     group_size: int | None = None,
     group: str | None = None,
     timeout: "float | datetime.timedelta | None" = None,
+    engine: str = "auto",
     affine_grad: str = "share",
     statistics: str = "reproducible",
     sync: bool = True,
@@ -79,6 +80,8 @@ def convert_sync_batchnorm(
         group: instead, "node": the ranks of one machine.
         timeout: seconds, or a timedelta, that an exchange waits for the slowest rank; None for 5
             minutes.
+        engine: "auto" takes shared memory between processes of one node, if all ranks can have it;
+            "process_group" never does.
         affine_grad, statistics, sync: as for SyncBatchNorm, the same for every layer converted.
             Its activation and inplace are no arguments here, nor is a residual: a plain batch norm
             has no activation to convert.
@@ -92,7 +95,7 @@ def convert_sync_batchnorm(
     """
     options = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
     check_options(Layer("", 0, **options))
-    sharing = _groups.select(process_group, group_size, group, timeout)
+    sharing = _groups.select(process_group, group_size, group, timeout, engine)
 
     def make(layer: nn.Module, path: str) -> nn.Module | None:
         if type(layer) not in _CONVERTED:

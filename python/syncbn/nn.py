@@ -48,6 +48,8 @@ class SyncBatchNorm(_BatchNorm):
             is too large are refused (docs/activation.md). Without an activation it has no effect.
         timeout: seconds, or a timedelta, that an exchange waits for the slowest rank before
             ExchangeTimeout; None for 5 minutes.
+        engine: "auto" takes shared memory between processes of one node, if all ranks can have it;
+            "process_group" never does.
 
     In evaluation mode this is PyTorch's own batch norm operator (then its own addition and
     activation).
@@ -71,11 +73,12 @@ class SyncBatchNorm(_BatchNorm):
         statistics: str = "reproducible",
         inplace: bool = False,
         timeout: "float | datetime.timedelta | None" = None,
+        engine: str = "auto",
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
-        self._init_sync(_groups.sharing(process_group, timeout), "SyncBatchNorm")
+        self._init_sync(_groups.sharing(process_group, timeout, engine), "SyncBatchNorm")
         self.affine_grad = affine_grad
         self.activation = activation
         self.negative_slope = negative_slope

@@ -251,7 +251,7 @@ def batch_norm(
     }
     if has_torch_function(tensors):  # a tracer's stand-ins: one node of the graph
         return handle_torch_function(batch_norm, tensors, *tensors, **options)
-    peers = None if is_infer else _groups.peers(_groups.sharing(group, None))
+    peers = None if is_infer else _groups.peers(_groups.sharing(group, None, "process_group"))
     for name, tensor in zip(_TENSORS, tensors, strict=True):
         if tensor is not None and tensor.device.type != "cpu":
             error = ValueError(

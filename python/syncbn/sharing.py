@@ -24,13 +24,14 @@ def set_group(
     group_size: int | None = None,
     group: str | None = None,
     timeout: float | datetime.timedelta | None = None,
+    engine: str = "auto",
 ) -> nn.Module:
     """Changes with whom the synchronized layers of `module` share statistics.
 
     Arguments and errors as for convert_sync_batchnorm; a collective call as that is. Returns
     `module`.
     """
-    sharing = _groups.select(process_group, group_size, group, timeout)
+    sharing = _groups.select(process_group, group_size, group, timeout, engine)
     for _, layer in _layers(module):
         layer.sharing = sharing
     return prepare(module)
@@ -43,7 +44,7 @@ def prepare(module: nn.Module) -> nn.Module:
     if dist.is_available() and dist.is_initialized():
         for sharing in sorted(
             {layer.sharing for _, layer in _layers(module) if layer.sync},
-            key=lambda s: (s.name or "", s.timeout),
+            key=lambda s: (s.name or "", s.limit, s.engine),
         ):
             _groups.peers(sharing)
     return module
@@ -63,8 +64,9 @@ def reset_groups(module: nn.Module | None = None) -> None:
     for _, layer in _layers(module):
         peers = layer.layer().peers()
         if peers is not None:
-            group = _groups.resolve(peers.group_name)
-            dist.all_reduce(layer._call, op=dist.ReduceOp.MAX, group=group)
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            _groups.resolve(peers.group_name).allreduce([layer._call], options).wait()
 
 
 def skip(module: nn.Module) -> Tensor:
@@ -97,7 +99,7 @@ class LayerReport(NamedTuple):
     #: how many ranks share statistics, and this rank's number among them
     ranks: int
     rank: int
-    #: "none" (nobody to exchange with), "gloo"
+    #: "none" (nobody to exchange with), "shared memory", "gloo", or the former two between nodes
     engine: str
     statistics: str
     #: vector code of this processor
@@ -136,13 +138,15 @@ def report(module: nn.Module) -> Report:
             note = "sync=False"
         elif peers is None:
             note = "no process group" if not dist.is_initialized() else "one rank"
+        elif peers.note and not note:
+            note = f"no shared memory: {peers.note}"
         rows.append(
             LayerReport(
                 path,
                 name,
                 1 if peers is None else peers.ranks,
                 0 if peers is None else peers.rank,
-                "none" if peers is None else "gloo",
+                "none" if peers is None else peers.engine,
                 layer.statistics,
                 ops.cpu_instruction_set(),
                 note,

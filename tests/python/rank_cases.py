@@ -225,13 +225,15 @@ def case_evaluation_exchanges_nothing(rank, world):
 
 
 class CountCollectives(TorchDispatchMode):
-    """Names of the collectives: "all_reduce", "all_gather"."""
+    """Names of the collectives, through shared memory too: "all_reduce", "all_gather"."""
 
     def __init__(self):
         super().__init__()
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._opname.startswith("shm_sum"):
+            self.names.append("all_reduce")
         if func.namespace in ("_c10d_functional", "c10d") and "wait" not in func._opname:
             kinds = ("all_reduce", "all_gather")
             plain = func._opname.replace("_", "")

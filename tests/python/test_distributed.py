@@ -1,7 +1,9 @@
-"""Real processes over Gloo: 2 and 3 ranks, started once each, run every case of rank_cases.py and
-rank_cases_modes.py, rank_cases_groups.py, device_cases.py and rank_cases_op.py."""
+"""Real processes, over shared memory and over Gloo alone: 2 and 3 ranks, started once each, run
+every case of rank_cases.py, rank_cases_modes.py, rank_cases_groups.py, rank_cases_op.py and
+device_cases.py."""
 
 import datetime
+import faulthandler
 import json
 import os
 import socket
@@ -18,6 +20,7 @@ import rank_cases
 import rank_cases_groups
 import rank_cases_modes
 import rank_cases_op
+from syncbn import _groups
 
 CASES = {
     name: case
@@ -28,11 +31,15 @@ CASES = {
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def _rank_main(rank: int, world: int, port: int, results: Path) -> None:
+def _rank_main(rank: int, world: int, engine: str, port: int, results: Path) -> None:
+    _groups.use_shared_memory = engine == "shared memory"
+    _groups.DEFAULT_TIMEOUT = 30.0
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=TIMEOUT)
+    traces = open(results / f"hangs.{rank}", "w")
     for name, case in CASES.items():
+        faulthandler.dump_traceback_later(120, exit=True, file=traces)
         try:
             case(rank, world)
             outcome = "passed"
@@ -51,24 +58,29 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.fixture(scope="module", params=(2, 3), ids=("2 ranks", "3 ranks"))
+RUNS = [(world, engine) for engine in ("shared memory", "gloo") for world in (2, 3)]
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0]} ranks, {run[1]}")
 def results(request, tmp_path_factory):
     """{case: {rank: "passed" or a traceback}}."""
-    world = request.param
+    world, engine = request.param
     context = mp.get_context("spawn")
     folder = tmp_path_factory.mktemp("ranks")
-    arguments = (world, _free_port(), folder)
+    arguments = (world, engine, _free_port(), folder)
     processes = [
         context.Process(target=_rank_main, args=(rank, *arguments)) for rank in range(world)
     ]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(600)
+        process.join(300)
         if process.is_alive():
             process.kill()
     found = {name: {} for name in CASES}
-    for path in folder.iterdir():
+    hangs = [path for path in folder.iterdir() if path.name.startswith("hangs.")]
+    found["hangs"] = "\n".join(path.read_text() for path in hangs)
+    for path in set(folder.iterdir()) - set(hangs):
         name, rank = path.name.rsplit(".", 1)
         found[name][int(rank)] = json.loads(path.read_text())
     found["exit codes"] = [process.exitcode for process in processes]
@@ -83,4 +95,5 @@ def test_ranks(results, case):
     missing = sorted(set(range(results["world"])) - set(outcomes))
     assert not failures and not missing, "\n".join(
         [*failures, f"no result from ranks {missing}; exit codes {results['exit codes']}"]
+        + [results["hangs"] if missing else ""]
     )

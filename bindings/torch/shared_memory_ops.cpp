@@ -1,0 +1,178 @@
+#include <torch/csrc/stable/library.h>
+
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+
+#include "bindings/torch/tensors.hpp"
+#include "syncbn/shared_memory.hpp"
+
+// Groups of processes on one node, for python/syncbn/_shared_memory.py. Python holds a number for
+// each, and comes back between slices of a wait, so that signals reach it.
+namespace syncbn::torch_layer {
+namespace {
+
+/// What a wait ended with; the texts are those of shm_error.
+enum Status : std::int64_t { kDone, kPending, kTimeout, kLost, kDiverged };
+
+struct Group {
+  std::unique_ptr<SharedMemoryOffer> offer;
+  std::unique_ptr<SharedMemoryGroup> group;
+  std::string error;
+};
+
+class Registry {
+ public:
+  std::int64_t add(std::unique_ptr<SharedMemoryOffer> offer) {
+    const std::lock_guard lock(mutex_);
+    groups_[++last_] = std::make_shared<Group>(Group{std::move(offer), nullptr, ""});
+    return last_;
+  }
+  std::shared_ptr<Group> get(std::int64_t handle) {
+    const std::lock_guard lock(mutex_);
+    const auto found = groups_.find(handle);
+    if (found == groups_.end()) {
+      throw InvalidArgument("handle: got " + std::to_string(handle) +
+                            ", expected that of a group of this process");
+    }
+    return found->second;
+  }
+  void remove(std::int64_t handle) {
+    const std::lock_guard lock(mutex_);
+    groups_.erase(handle);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::int64_t, std::shared_ptr<Group>> groups_;
+  std::int64_t last_ = 0;
+};
+
+Registry& registry() {
+  static Registry one;
+  return one;
+}
+
+SharedMemoryGroup& opened(Group& entry) {
+  if (entry.group == nullptr) {
+    throw InvalidArgument("handle: got a group that is not open, expected one after shm_open");
+  }
+  return *entry.group;
+}
+
+/// Runs part of an exchange; an error becomes a status and a text.
+template <class Body>
+std::int64_t guarded(Group& entry, const Body& body) {
+  try {
+    return body() ? kDone : kPending;
+  } catch (const ExchangeTimeout& error) {
+    entry.error = error.what();
+    return kTimeout;
+  } catch (const DivergenceError& error) {
+    entry.error = error.what();
+    return kDiverged;
+  } catch (const Error& error) {
+    entry.error = error.what();
+    return kLost;
+  }
+}
+
+std::int64_t shm_offer(Tensor out, std::int64_t rank, std::int64_t size) {
+  if (out.numel() != SharedMemoryOffer::kBytes || out.scalar_type() != ScalarType::Byte) {
+    throw InvalidArgument("out: expected a uint8 tensor of 256 entries");
+  }
+  auto offer = std::make_unique<SharedMemoryOffer>(static_cast<int>(rank), static_cast<int>(size));
+  std::memcpy(out.mutable_data_ptr(), offer->bytes().data(), offer->bytes().size());
+  return registry().add(std::move(offer));
+}
+
+std::string shm_open(std::int64_t handle, const Tensor& offers, double timeout) {
+  const auto entry = registry().get(handle);
+  if (entry->offer == nullptr) {
+    throw InvalidArgument("handle: got a group that is open already, expected a new one");
+  }
+  const auto* bytes = static_cast<const std::byte*>(offers.const_data_ptr());
+  SharedMemoryGroup::Opened result = SharedMemoryGroup::open(
+      std::move(*entry->offer), {bytes, static_cast<std::size_t>(offers.numel())},
+      std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1e3) + 1));
+  entry->offer.reset();
+  entry->group = std::move(result.group);
+  return result.why;
+}
+
+void shm_close(std::int64_t handle) { registry().remove(handle); }
+
+void shm_abandon(std::int64_t handle, std::string reason) {
+  const auto entry = registry().get(handle);
+  if (entry->group != nullptr) {
+    entry->group->abandon(reason);
+  }
+}
+
+Tensor copy_of(const Tensor& words) {
+  Tensor out = empty(words, words.numel(), ScalarType::Long);
+  const std::int64_t* from = int64_data("words", words, words.numel());
+  std::copy(from, from + words.numel(), int64_data("out", out, 0));
+  return out;
+}
+
+std::tuple<Tensor, std::int64_t> shm_sum(const Tensor& words, std::int64_t handle,
+                                         std::int64_t slice) {
+  const auto entry = registry().get(handle);
+  SharedMemoryGroup& group = opened(*entry);
+  Tensor out = copy_of(words);
+  const std::int64_t status = guarded(*entry, [&] {
+    group.begin_all_reduce_sum({int64_data("out", out, 0), static_cast<std::size_t>(out.numel())});
+    return group.finish(std::chrono::milliseconds(slice));
+  });
+  return {out, status};
+}
+
+std::int64_t shm_finish(std::int64_t handle, std::int64_t slice) {
+  const auto entry = registry().get(handle);
+  return guarded(*entry, [&] { return opened(*entry).finish(std::chrono::milliseconds(slice)); });
+}
+
+std::string shm_error(std::int64_t handle) { return registry().get(handle)->error; }
+
+/// In a traced graph: waits to the end, and throws.
+Tensor shm_sum_whole(const Tensor& words, std::int64_t handle) {
+  const auto entry = registry().get(handle);
+  Tensor out = copy_of(words);
+  opened(*entry).all_reduce_sum({int64_data("out", out, 0), static_cast<std::size_t>(out.numel())});
+  return out;
+}
+
+}  // namespace
+}  // namespace syncbn::torch_layer
+
+STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
+  m.def("shm_offer(Tensor(a!) out, int rank, int size) -> int");
+  m.def("shm_open(int handle, Tensor offers, float timeout) -> str");
+  m.def("shm_close(int handle) -> ()");
+  m.def("shm_abandon(int handle, str reason) -> ()");
+  m.def("shm_sum(Tensor words, int handle, int slice) -> (Tensor, int)");
+  m.def("shm_finish(int handle, int slice) -> int");
+  m.def("shm_error(int handle) -> str");
+  m.def("shm_sum_whole(Tensor words, int handle) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
+  using namespace syncbn::torch_layer;
+  m.impl("shm_offer", TORCH_BOX(&shm_offer));
+  m.impl("shm_open", TORCH_BOX(&shm_open));
+  m.impl("shm_sum", TORCH_BOX(&shm_sum));
+  m.impl("shm_sum_whole", TORCH_BOX(&shm_sum_whole));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CompositeExplicitAutograd, m) {
+  using namespace syncbn::torch_layer;
+  m.impl("shm_close", TORCH_BOX(&shm_close));
+  m.impl("shm_abandon", TORCH_BOX(&shm_abandon));
+  m.impl("shm_finish", TORCH_BOX(&shm_finish));
+  m.impl("shm_error", TORCH_BOX(&shm_error));
+}

@@ -1,0 +1,65 @@
+"""Exchanges between processes of one node through memory that they share."""
+
+import torch
+import torch.distributed as dist
+
+from ._ops import ops
+
+_BYTES = 256
+
+#: Statuses of an operator of a group.
+DONE, PENDING, TIMEOUT, LOST, DIVERGED = range(5)
+
+
+@torch.library.register_fake("syncbn::shm_sum_whole")
+def _(words, handle):
+    """The sum over the group, like words."""
+    return torch.empty_like(words)
+
+
+# A graph may not drop, repeat or reorder what other processes wait for.
+torch.fx.node.has_side_effect(ops.shm_sum_whole.default)
+
+
+def gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(ranks, n): every rank's bytes."""
+    out = [torch.empty_like(own) for _ in range(group.size())]
+    group.allgather([out], [own]).wait()
+    return torch.stack(out)
+
+
+def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Every rank's text, cut to 256 bytes."""
+    own = torch.tensor(list(text.encode()[:_BYTES].ljust(_BYTES, b"\0")), dtype=torch.uint8)
+    lines = gather(own, group).tolist()
+    return [bytes(line).rstrip(b"\0").decode(errors="replace") for line in lines]
+
+
+def open_group(group: dist.ProcessGroup, timeout: float) -> tuple[int | None, str]:
+    """Shared memory for the ranks of a Gloo group: on every rank a handle; or on every rank None
+    and, in a line, why not. A collective call."""
+    offer = torch.zeros(_BYTES, dtype=torch.uint8)
+    handle = ops.shm_offer(offer, group.rank(), group.size())
+    why = ops.shm_open(handle, gather(offer, group).flatten(), timeout)
+    for rank, text in enumerate(gather_texts(why, group)):
+        if text:
+            close(handle)
+            return None, f"rank {rank}: {text}"
+    return handle, ""
+
+
+def close(handle: int) -> None:
+    ops.shm_close(handle)
+
+
+def all_reduce(words: torch.Tensor, handle: int) -> tuple[torch.Tensor, int]:
+    """The sum over the group, and a status. Comes back to Python 20 times a second, so that Ctrl-C
+    works; what interrupts it breaks the group."""
+    total, status = ops.shm_sum(words, handle, 50)
+    try:
+        while status == PENDING:
+            status = ops.shm_finish(handle, 50)
+    except BaseException:
+        ops.shm_abandon(handle, "it was interrupted")
+        raise
+    return total, status
