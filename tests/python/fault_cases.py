@@ -15,7 +15,7 @@ from torch import nn
 
 import syncbn
 
-TIMEOUT = 3.0
+TIMEOUT = 2.0
 
 
 class Run:
@@ -48,7 +48,7 @@ def scenario_skips_a_layer(run):
 def scenario_skips_a_layer_and_stops(run):
     if not run.odd:
         run.model["stem"](run.x())
-    time.sleep(TIMEOUT + 5 if run.odd else 0)
+    time.sleep(TIMEOUT + 2 if run.odd else 0)
 
 
 def scenario_other_order(run):
@@ -59,7 +59,7 @@ def scenario_other_order(run):
 def scenario_eval_mode(run):
     run.model.train(not run.odd)
     run.model["stem"](run.x())
-    time.sleep(TIMEOUT + 5 if run.odd else 0)
+    time.sleep(TIMEOUT + 2 if run.odd else 0)
 
 
 def scenario_another_dtype_from_the_second_step_on(run):
@@ -102,7 +102,7 @@ def scenario_stopped_beyond_the_limit(run):
     if run.odd:
         # Somebody else wakes this rank up again; its peers have given up by then.
         if os.fork() == 0:
-            time.sleep(TIMEOUT + 6)
+            time.sleep(TIMEOUT + 2)
             os.kill(os.getppid(), signal.SIGCONT)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -126,7 +126,7 @@ def scenario_an_extra_call_at_the_end(run):
     run.step()
     if run.odd:
         run.model["stem"](run.x())
-    time.sleep(0 if run.odd else TIMEOUT + 5)
+    time.sleep(0 if run.odd else TIMEOUT + 2)
 
 
 def scenario_a_collective_of_its_own_in_between(run):

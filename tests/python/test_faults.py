@@ -1,5 +1,6 @@
 """A rank goes missing or disagrees: every surviving rank gets one error, in time, that names layer,
-call and ranks. Real processes over Gloo; fault_cases.py has the scenarios."""
+call and ranks. Real processes, over shared memory and over Gloo; fault_cases.py has the scenarios.
+"""
 
 import datetime
 import json
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import fault_cases
+from syncbn import _groups, _where
 
 SCENARIOS = {
     name.removeprefix("scenario_"): function
@@ -26,7 +28,9 @@ SCENARIOS = {
 IN_TIME = fault_cases.TIMEOUT + 12
 
 
-def _rank_main(rank: int, world: int, folder: str, name: str) -> None:
+def _rank_main(rank: int, world: int, engine: str, folder: str, name: str) -> None:
+    _groups.use_shared_memory = engine == "shared memory"
+    _where.INTERVAL = 0.3
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -46,7 +50,7 @@ def _rank_main(rank: int, world: int, folder: str, name: str) -> None:
     result = {"outcome": outcome, "text": text, "seconds": time.monotonic() - began}
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
     # Others may still ask where this rank is; ending is a fault of its own.
-    time.sleep(1 if outcome in ("passed", "KeyError") else 4)
+    time.sleep(0.5 if outcome in ("passed", "KeyError") else 2)
     os._exit(0)
 
 
@@ -58,16 +62,17 @@ def context():
     return context
 
 
-#: Every scenario on 2 or 3 ranks by turns, and three of them on 4.
-RUNS = [(name, 2 + i % 2) for i, name in enumerate(SCENARIOS)]
-RUNS += [("other_order", 4), ("killed_in_forward", 4), ("eval_mode", 4)]
+#: Every scenario over both engines, on 2 and 3 ranks by turns, and three of them on 4.
+ENGINES = ("shared memory", "gloo")
+RUNS = [(n, 2 + (i + j) % 2, e) for i, n in enumerate(SCENARIOS) for j, e in enumerate(ENGINES)]
+RUNS += [(n, 4, "shared memory") for n in ("other_order", "killed_in_forward", "eval_mode")]
 
 
-@pytest.mark.parametrize(("name", "world"), RUNS)
-def test_fault(context, name, world):
+@pytest.mark.parametrize(("name", "world", "engine"), RUNS)
+def test_fault(context, name, world, engine):
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank_main, args=(rank, world, folder, name))
+            context.Process(target=_rank_main, args=(rank, world, engine, folder, name))
             for rank in range(world)
         ]
         for process in processes:
