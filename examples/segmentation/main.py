@@ -35,7 +35,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--epochs",
         type=positive,
-        default=5,
+        default=8,
         help=f"epochs of {EPOCH_STEPS} steps (with --quick: of {QUICK_EPOCH_STEPS})",
     )
     add(
