@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,22 +55,14 @@ def _rank_main(rank: int, world: int, engine: str, folder: str, name: str) -> No
     os._exit(0)
 
 
-@pytest.fixture(scope="module")
-def context():
-    """Processes that start fast: forked from one that has imported everything."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["test_faults"])
-    return context
-
-
 #: Every scenario over both engines, on 2 and 3 ranks by turns, and three of them on 4.
 ENGINES = ("shared memory", "gloo")
 RUNS = [(n, 2 + (i + j) % 2, e) for i, n in enumerate(SCENARIOS) for j, e in enumerate(ENGINES)]
 RUNS += [(n, 4, "shared memory") for n in ("other_order", "killed_in_forward", "eval_mode")]
 
 
-@pytest.mark.parametrize(("name", "world", "engine"), RUNS)
-def test_fault(context, name, world, engine):
+def _run(context, name: str, world: int, engine: str) -> dict:
+    """What each rank wrote, None if it wrote nothing."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_rank_main, args=(rank, world, engine, folder, name))
@@ -82,10 +75,23 @@ def test_fault(context, name, world, engine):
             if process.is_alive():
                 process.kill()
                 process.join()
-        results = {}
-        for rank in range(world):
-            file = Path(folder, f"{rank}.json")
-            results[rank] = json.loads(file.read_text()) if file.exists() else None
+        files = [Path(folder, f"{rank}.json") for rank in range(world)]
+        return {r: json.loads(f.read_text()) if f.exists() else None for r, f in enumerate(files)}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """All runs, five at a time: they mostly wait. Processes are forked from one that has imported
+    everything."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["test_faults"])
+    with ThreadPoolExecutor(5) as pool:
+        return dict(zip(RUNS, pool.map(lambda run: _run(context, *run), RUNS), strict=True))
+
+
+@pytest.mark.parametrize(("name", "world", "engine"), RUNS)
+def test_fault(outcomes, name, world, engine):
+    results = outcomes[name, world, engine]
     for rank, result in results.items():
         expected = fault_cases.EXPECTED[name][0 if rank == world - 1 else 1]
         if expected == "killed":
