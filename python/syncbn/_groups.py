@@ -243,6 +243,8 @@ def _with_shared_memory(own: Peers, group: dist.ProcessGroup, ranks: tuple[int, 
         local = _gloo_group(local_ranks, f"{own.group_name}/node{mine[0]}", own.timeout)
     if len(mine) > 1:
         handle, why = _shared_memory.open_group(local, own.timeout)
+        if why and len(nodes) > 1:
+            why = f"on its node, whose ranks count from 0: {why}"
     if len(nodes) > 1:  # all nodes alike, or none
         reasons = _shared_memory.gather_texts(why, group)
         refused = next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), "")
