@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import socket
+import sys
 from typing import NamedTuple
 
 import torch
@@ -312,6 +313,8 @@ def _global_ranks(group: dist.ProcessGroup) -> list[int]:
 
 
 def _forget(own: Peers) -> None:
+    if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
+        torch._dynamo.reset()  # compiled graphs hold names and handles of the group
     _where.forget(own.group_name)
     if own.shared is not None:
         _shared_memory.close(own.shared)

@@ -122,6 +122,16 @@ def case_compiled_wide_step_is_equal_exact(rank, world):
     assert torch.equal(eager.running_var, traced.running_var)
 
 
+def case_compiled_step_goes_on_after_reset_exact(rank, world):
+    eager, traced = syncbn.SyncBatchNorm(4), syncbn.SyncBatchNorm(4)
+    step = torch.compile(traced, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        assert torch.equal(eager(x), step(x))
+        syncbn.reset_groups()
+    assert torch.equal(eager.running_var, traced.running_var)
+
+
 def case_disagreement_of_any_rank_is_an_error_on_every_rank(rank, world):
     """Each rank in turn is the odd one: a node's first rank, and one that is not."""
     layer = syncbn.SyncBatchNorm(4)

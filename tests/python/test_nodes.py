@@ -81,7 +81,7 @@ def _lost_main(rank: int, folder: str, layout: str, lost: int) -> None:
     result = {"outcome": outcome, "text": text, "seconds": time.monotonic() - began}
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
     # The others may still ask where this rank is, and its end would be a fault of its own.
-    time.sleep(TIMEOUT + 2)
+    time.sleep(TIMEOUT)
     os._exit(0)
 
 
