@@ -195,6 +195,7 @@ TEST_P(Scale, LayerHasTheBitsOfOneRankExact) {
 }
 
 /// Exchanges whose ranks come in any order: now and then one sleeps, or lets the others run first.
+/// Two cores need 3 to 5 seconds for each kind of group.
 class ManyExchanges : public ::testing::TestWithParam<GroupKind> {};
 INSTANTIATE_TEST_SUITE_P(Groups, ManyExchanges,
                          ::testing::Values(GroupKind::kThreads, GroupKind::kSharedMemory),

@@ -56,9 +56,10 @@ def _rank_main(rank: int, world: int, engine: str, folder: str, name: str) -> No
 
 @pytest.fixture(scope="module")
 def context():
-    """Processes that start fast: forked from one that has imported everything."""
+    """Processes that start fast: forked from one that has imported the package. (It does not look
+    for modules beside the tests.)"""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["test_faults"])
+    context.set_forkserver_preload(["syncbn"])
     return context
 
 

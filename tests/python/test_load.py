@@ -38,8 +38,7 @@ def _rank_main(rank: int, folder: str, port: int) -> None:
 @pytest.fixture(scope="module")
 def results():
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["test_load"])
-    # A store in a file takes half a minute for the connections of 16 ranks.
+    context.set_forkserver_preload(["syncbn"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         processes = [

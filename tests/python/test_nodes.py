@@ -87,9 +87,10 @@ def _lost_main(rank: int, folder: str, layout: str, lost: int) -> None:
 
 @pytest.fixture(scope="module")
 def context():
-    """Processes that start fast: forked from one that has imported everything."""
+    """Processes that start fast: forked from one that has imported the package. (It does not look
+    for modules beside the tests.)"""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["test_nodes"])
+    context.set_forkserver_preload(["syncbn"])
     return context
 
 
