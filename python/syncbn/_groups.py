@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import socket
+import sys
 from typing import NamedTuple
 
 import torch
@@ -243,6 +244,8 @@ def _with_shared_memory(own: Peers, group: dist.ProcessGroup, ranks: tuple[int, 
         local = _gloo_group(local_ranks, f"{own.group_name}/node{mine[0]}", own.timeout)
     if len(mine) > 1:
         handle, why = _shared_memory.open_group(local, own.timeout)
+        if why and len(nodes) > 1:
+            why = f"on its node, whose ranks count from 0: {why}"
     if len(nodes) > 1:  # all nodes alike, or none
         reasons = _shared_memory.gather_texts(why, group)
         refused = next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), "")
@@ -310,6 +313,8 @@ def _global_ranks(group: dist.ProcessGroup) -> list[int]:
 
 
 def _forget(own: Peers) -> None:
+    if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
+        torch._dynamo.reset()  # compiled graphs hold names and handles of the group
     _where.forget(own.group_name)
     if own.shared is not None:
         _shared_memory.close(own.shared)

@@ -40,7 +40,11 @@ def open_group(group: dist.ProcessGroup, timeout: float) -> tuple[int | None, st
     and, in a line, why not. A collective call."""
     offer = torch.zeros(_BYTES, dtype=torch.uint8)
     handle = ops.shm_offer(offer, group.rank(), group.size())
-    why = ops.shm_open(handle, gather(offer, group).flatten(), timeout)
+    offers = gather(offer, group).flatten()
+    try:
+        why = ops.shm_open(handle, offers, timeout)
+    except RuntimeError as error:  # the others wait for what this rank says
+        why = str(error).strip()
     for rank, text in enumerate(gather_texts(why, group)):
         if text:
             close(handle)

@@ -1,13 +1,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 
+#include "groups.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 
@@ -15,7 +18,9 @@
 namespace syncbn {
 namespace {
 
+using testing::GroupKind;
 using testing::kDtypes;
+using testing::make_group;
 using testing::Memory;
 using testing::Random;
 using testing::rough_values;
@@ -187,6 +192,41 @@ TEST_P(Scale, LayerHasTheBitsOfOneRankExact) {
     other += merged != squares(whole[0]) ? 1 : 0;
   }
   EXPECT_GE(other, kChannels / 2);
+}
+
+/// Exchanges whose ranks come in any order: now and then one sleeps, or lets the others run first.
+/// Two cores need 3 to 5 seconds for each kind of group.
+class ManyExchanges : public ::testing::TestWithParam<GroupKind> {};
+INSTANTIATE_TEST_SUITE_P(Groups, ManyExchanges,
+                         ::testing::Values(GroupKind::kThreads, GroupKind::kSharedMemory),
+                         [](const auto& param) { return testing::name(param.param); });
+
+TEST_P(ManyExchanges, HaveTheirSumsOnEveryRankExact) {
+  constexpr int kRanks = 64;
+  constexpr std::int64_t kExchanges = 10000;
+  constexpr std::int64_t kWords = 20;
+  const auto group = make_group(GetParam(), kRanks, std::chrono::seconds(60));
+  const auto errors = run_ranks(kRanks, [&](int r) {
+    Random random(static_cast<std::uint64_t>(r));
+    for (std::int64_t i = 0; i < kExchanges; ++i) {
+      if (random.one_in(20 * kRanks)) {
+        std::this_thread::sleep_for(std::chrono::microseconds(random.between(1, 200)));
+      } else if (random.one_in(8)) {
+        std::this_thread::yield();
+      }
+      std::vector<std::int64_t> words(kWords);
+      for (std::int64_t k = 0; k < kWords; ++k) {
+        words[static_cast<std::size_t>(k)] = i * 1000 + k * 7 + r;
+      }
+      group->rank(r).all_reduce_sum(words);
+      for (std::int64_t k = 0; k < kWords; ++k) {
+        ASSERT_EQ(words[static_cast<std::size_t>(k)],
+                  kRanks * (i * 1000 + k * 7) + kRanks * (kRanks - 1) / 2)
+            << "rank " << r << ", exchange " << i << ", word " << k;
+      }
+    }
+  });
+  testing::expect_no_errors(errors);
 }
 
 }  // namespace

@@ -82,9 +82,9 @@ def _run(context, name: str, world: int, engine: str) -> dict:
 @pytest.fixture(scope="module")
 def outcomes():
     """All runs, five at a time: they mostly wait. Processes are forked from one that has imported
-    everything."""
+    the package."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["test_faults"])
+    context.set_forkserver_preload(["syncbn"])  # it does not look beside the tests
     with ThreadPoolExecutor(5) as pool:
         return dict(zip(RUNS, pool.map(lambda run: _run(context, *run), RUNS), strict=True))
 

@@ -1,0 +1,227 @@
+"""What each of four ranks on two simulated nodes runs; test_nodes.py starts them.
+
+A case is a function case_*(rank, world), as in rank_cases.py; it runs once per layout of LAYOUTS.
+"""
+
+import contextlib
+import itertools
+import logging
+import re
+import resource
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import oracle
+import rank_cases
+import rank_cases_groups
+import rank_cases_modes
+import syncbn
+from rank_cases import check_layer, raises, unchanged
+from support import rough_samples
+from syncbn import _groups, _shared_memory
+
+#: The node of each of four ranks.
+LAYOUTS = {"in blocks": "AABB", "interleaved": "ABAB", "uneven": "AAAB"}
+BETWEEN_NODES = "shared memory, gloo between nodes"
+
+
+def place(nodes: str, rank: int) -> None:
+    """From now on groups are made as if each rank ran on its own of these nodes."""
+    _groups.node_identity = lambda: f"node {nodes[rank]}"
+    forget_groups()
+
+
+def forget_groups() -> None:
+    for own in _groups._own_groups.values():
+        _groups._forget(own)
+    _groups._own_groups.clear()
+
+
+class LogLines(logging.Handler):
+    """What the package logs meanwhile, on all ranks."""
+
+    def __enter__(self):
+        self.lines = []
+        logging.getLogger("syncbn").addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        logging.getLogger("syncbn").removeHandler(self)
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, self.lines)
+        self.of_all_ranks = [line for lines in gathered for line in lines]
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def engine_and_note() -> tuple[str, str]:
+    (row,) = syncbn.report(syncbn.SyncBatchNorm(4))
+    return row.engine, row.note
+
+
+def nodes_of_ranks(world: int) -> list[str]:
+    nodes = [None] * world
+    dist.all_gather_object(nodes, _groups.node_identity())
+    return nodes
+
+
+def is_uneven(world: int) -> bool:
+    """Whether some node has one rank alone, which has nobody to share memory with."""
+    nodes = nodes_of_ranks(world)
+    return any(nodes.count(node) == 1 for node in nodes)
+
+
+def first_of_node(world: int) -> int:
+    """The first rank on the last rank's node."""
+    nodes = nodes_of_ranks(world)
+    return nodes.index(nodes[-1])
+
+
+def case_report_names_the_engine(rank, world):
+    with LogLines() as log:
+        engine, note = engine_and_note()
+    if is_uneven(world):
+        why = f"rank {world - 1}: it is the only rank of its node"
+        assert (engine, note) == ("gloo between nodes", f"no shared memory: {why}")
+        assert log.of_all_ranks == [f"exchanging over Gloo, not through shared memory: {why}"]
+    else:
+        assert (engine, note) == (BETWEEN_NODES, "")
+        assert log.of_all_ranks == []
+
+
+def case_bits_equal_the_oracle_exact(rank, world):
+    for dtype in ("bfloat16", "float32", "float64"):
+        rng = np.random.default_rng(40)
+        x = rough_samples(rng, (11, 5, 6, 7), dtype)
+        dy = oracle.round_to(rng.standard_normal(x.shape), dtype)
+        for kind in ("even", "uneven", "empty first"):
+            check_layer(rank, world, x, dy, dtype, kind)
+    check_layer(rank, world, x, dy, dtype, "uneven", "global")
+
+
+def case_layers_wider_than_the_frame_exact(rank, world):
+    for channels, dtype in ((512, "float32"), (513, "float32"), (130, "float64")):
+        rng = np.random.default_rng(41)
+        x = rough_samples(rng, (6, channels), dtype)
+        dy = oracle.round_to(rng.standard_normal(x.shape), dtype)
+        check_layer(rank, world, x, dy, dtype, "uneven")
+
+
+def case_compiled_wide_step_is_equal_exact(rank, world):
+    eager, traced = syncbn.SyncBatchNorm(600), syncbn.SyncBatchNorm(600)
+    step = torch.compile(traced, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 600, generator=torch.Generator().manual_seed(rank))
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    ya, yb = eager(a), step(b)
+    ya.square().sum().backward()
+    yb.square().sum().backward()
+    assert torch.equal(ya, yb) and torch.equal(a.grad, b.grad)
+    assert torch.equal(eager.running_var, traced.running_var)
+
+
+def case_compiled_step_goes_on_after_reset_exact(rank, world):
+    eager, traced = syncbn.SyncBatchNorm(4), syncbn.SyncBatchNorm(4)
+    step = torch.compile(traced, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        assert torch.equal(eager(x), step(x))
+        syncbn.reset_groups()
+    assert torch.equal(eager.running_var, traced.running_var)
+
+
+def case_disagreement_of_any_rank_is_an_error_on_every_rank(rank, world):
+    """Each rank in turn is the odd one: a node's first rank, and one that is not."""
+    layer = syncbn.SyncBatchNorm(4)
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    for odd in range(world):
+        layer.eps = 1e-3 if rank == odd else 1e-5
+        raises(syncbn.DivergenceError, "same call: rank 0: .*rank 3: ", lambda: layer(torch.eye(4)))
+        unchanged(layer, before)
+    layer.eps = 1e-5
+    layer(torch.eye(4))
+
+
+case_disagreement = rank_cases.case_disagreement_is_an_error_on_every_rank
+case_refused_input = rank_cases.case_refused_input_is_an_error_on_every_rank
+case_empty_rank_of_another_dtype = rank_cases.case_empty_rank_of_another_dtype
+case_compiled_step = rank_cases.case_compiled_step_is_equal_exact
+case_interrupted = rank_cases_groups.case_interrupted_within_a_second
+case_welford_within_bound = rank_cases_modes.case_welford_within_bound
+case_welford_gradients = rank_cases_modes.case_welford_gradients
+case_welford_disagreement = rank_cases_modes.case_welford_disagreement_and_empty_ranks
+
+
+class _Failing:
+    """The operators, of which one fails in this process."""
+
+    def __init__(self, ops, name):
+        self._ops, self._name = ops, name
+
+    def __getattr__(self, name):
+        operator = getattr(self._ops, name)
+        return _without_files(operator) if name == self._name else operator
+
+    def shm_offer(self, offer, rank, size):
+        handle = self.__getattr__("shm_offer")(offer, rank, size)
+        if self._name == "bytes":
+            offer[:8] ^= 0xFF  # an offer begins with the version of the exchange
+        return handle
+
+
+def _without_files(operator):
+    """The operator where the process may open no more files."""
+
+    def function(*arguments):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            return operator(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    return function
+
+
+@contextlib.contextmanager
+def _cannot_share_memory(refusing: bool, how: str):
+    ops = _shared_memory.ops
+    if refusing:
+        _shared_memory.ops = _Failing(ops, how)
+    try:
+        yield
+    finally:
+        _shared_memory.ops = ops
+
+
+#: What goes wrong, and what the log says of it.
+REFUSALS = {
+    "shm_offer": r"rank \d: .*(Too many open files|/proc cannot be read)",
+    "shm_open": r"rank \d: .*Too many open files",
+    "bytes": r"rank \d: (offers: got other bytes|rank \d has another version of the exchange)",
+}
+
+
+def case_one_rank_that_cannot_share_memory_exact(rank, world):
+    """All ranks of all nodes take Gloo, and say why once; with the same bits."""
+    if is_uneven(world):
+        return  # no shared memory to begin with
+    forget_groups()
+    x = rough_samples(np.random.default_rng(42), (11, 5, 6), "float32")
+    for refusing, how in itertools.product((0, world - 1), REFUSALS):
+        with _cannot_share_memory(rank == refusing, how), LogLines() as log:
+            syncbn.reset_groups()
+            engine, note = engine_and_note()
+        assert engine == "gloo between nodes"
+        (line,) = log.of_all_ranks
+        why = note.removeprefix("no shared memory: ")
+        first = f"rank {0 if refusing == 0 else first_of_node(world)}"
+        expected = f"{first}: on its node, whose ranks count from 0: {REFUSALS[how]}"
+        assert re.match(expected, why), f"{how} on rank {refusing}: {why}"
+        assert line == f"exchanging over Gloo, not through shared memory: {why}"
+        check_layer(rank, world, x, x, "float32", "uneven")
+    syncbn.reset_groups()
+    assert engine_and_note() == (BETWEEN_NODES, "")
+    check_layer(rank, world, x, x, "float32", "uneven")

@@ -1,0 +1,71 @@
+"""Many processes and many steps on one machine, through shared memory."""
+
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import syncbn
+
+WORLD, STEPS, CHANNELS = 16, 1000, 8
+
+
+def _samples(rank: int):
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        yield torch.randn(2, CHANNELS, generator=generator)
+
+
+def _rank_main(rank: int, folder: str, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    layer = syncbn.SyncBatchNorm(CHANNELS, timeout=60)
+    assert syncbn.report(layer)[0].engine == "shared memory"
+    began = time.monotonic()
+    for x in _samples(rank):
+        layer(x.requires_grad_()).square().sum().backward()
+    result = {"seconds": time.monotonic() - began, **layer.state_dict()}
+    torch.save(result, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results():
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["syncbn"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_rank_main, args=(rank, folder, store.port))
+            for rank in range(WORLD)
+        ]
+        for process in processes:
+            process.start()
+        until = time.monotonic() + 120
+        for process in processes:
+            process.join(max(0, until - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        assert [process.exitcode for process in processes] == [0] * WORLD
+        return [torch.load(Path(folder, f"{rank}.pt")) for rank in range(WORLD)]
+
+
+def test_statistics_are_those_of_one_process_exact(results):
+    alone = syncbn.SyncBatchNorm(CHANNELS)
+    for xs in zip(*(_samples(rank) for rank in range(WORLD)), strict=True):
+        alone(torch.cat(xs))
+    for rank, result in enumerate(results):
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            assert torch.equal(result[name], getattr(alone, name)), f"{name} of rank {rank}"
+
+
+def test_many_steps_take_seconds(results):
+    """Two busy cores that 16 processes use by turns need about 10 seconds."""
+    assert max(result["seconds"] for result in results) < 60

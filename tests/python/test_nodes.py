@@ -1,0 +1,149 @@
+"""Ranks on two nodes, simulated on one machine: four processes that are told which node they are
+on exchange through shared memory inside a node and over Gloo between them. node_cases.py has what
+they run."""
+
+import datetime
+import faulthandler
+import json
+import os
+import signal
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import node_cases
+import syncbn
+from syncbn import _groups, _where
+
+WORLD = 4
+CASES = {n: case for n, case in vars(node_cases).items() if n.startswith("case_")}
+RUNS = [(layout, case) for layout in node_cases.LAYOUTS for case in CASES]
+#: Seconds that an exchange waits in the runs that lose a rank.
+TIMEOUT = 3.0
+
+
+def _start(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=60),
+    )
+
+
+def _case_main(rank: int, folder: str) -> None:
+    _groups.DEFAULT_TIMEOUT = 30.0
+    _start(rank, folder)
+    placed = None
+    with open(f"{folder}/hangs.{rank}.txt", "w") as traces:
+        for layout, case in RUNS:
+            faulthandler.dump_traceback_later(100, exit=True, file=traces)
+            if placed != layout:
+                node_cases.place(node_cases.LAYOUTS[layout], rank)
+                placed = layout
+            try:
+                CASES[case](rank, WORLD)
+                outcome = "passed"
+            except BaseException:
+                outcome = traceback.format_exc()
+            Path(folder, f"{layout}.{case}.{rank}.txt").write_text(outcome)
+            dist.barrier()
+        faulthandler.cancel_dump_traceback_later()
+    dist.destroy_process_group()
+
+
+def _lost_main(rank: int, folder: str, layout: str, lost: int) -> None:
+    """A step, and one in which rank `lost` is killed between forward and backward."""
+    _where.INTERVAL = 0.3
+    node_cases.place(node_cases.LAYOUTS[layout], rank)
+    _start(rank, folder)
+    layer = syncbn.SyncBatchNorm(4, timeout=TIMEOUT)
+    layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert syncbn.report(layer)[0].engine == node_cases.BETWEEN_NODES
+    y = layer(torch.randn(3, 4, requires_grad=True))
+    dist.barrier()
+    if rank == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        y.sum().backward()
+        outcome, text = "passed", ""
+    except Exception as error:
+        outcome, text = type(error).__name__, str(error)
+    result = {"outcome": outcome, "text": text, "seconds": time.monotonic() - began}
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    # The others may still ask where this rank is, and its end would be a fault of its own.
+    time.sleep(TIMEOUT)
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def context():
+    """Processes that start fast: forked from one that has imported the package. (It does not look
+    for modules beside the tests.)"""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["syncbn"])
+    return context
+
+
+def _run(context, target, folder: str, *arguments, limit: float) -> list[int]:
+    """The exit codes of four ranks."""
+    processes = [
+        context.Process(target=target, args=(rank, folder, *arguments)) for rank in range(WORLD)
+    ]
+    for process in processes:
+        process.start()
+    until = time.monotonic() + limit
+    for process in processes:
+        process.join(max(0, until - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return [process.exitcode for process in processes]
+
+
+@pytest.fixture(scope="module")
+def results(context):
+    """{"layout.case.rank": "passed" or a traceback}; all cases in one start of the processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        codes = _run(context, _case_main, folder, limit=240)
+        found = {path.stem: path.read_text() for path in Path(folder).glob("*.txt")}
+    return found | {"exit codes": codes}
+
+
+@pytest.mark.parametrize(("layout", "case"), RUNS)
+def test_two_nodes(results, layout, case):
+    for rank in range(WORLD):
+        outcome = results.get(f"{layout}.{case}.{rank}", "no result")
+        assert outcome == "passed", (
+            f"rank {rank}: {outcome}; exit codes {results['exit codes']}\n"
+            f"{results.get(f'hangs.{rank}', '')}"
+        )
+
+
+@pytest.mark.parametrize("layout", ["in blocks", "interleaved"])
+@pytest.mark.parametrize("lost", [0, 3], ids=lambda r: f"rank {r}")
+def test_a_killed_rank_ends_all_others_in_time(context, layout, lost):
+    """Rank 0 speaks for its node, rank 3 does not."""
+    with tempfile.TemporaryDirectory() as folder:
+        _run(context, _lost_main, folder, layout, lost, limit=60)
+        for rank in range(WORLD):
+            file = Path(folder, f"{rank}.json")
+            if rank == lost:
+                assert not file.exists()
+                continue
+            assert file.exists(), f"rank {rank} hangs or died"
+            result = json.loads(file.read_text())
+            assert result["outcome"] in ("PeerLost", "ExchangeTimeout"), f"rank {rank}: {result}"
+            # Two waits, inside the node and between nodes; the question where the others are; and
+            # what two busy cores need.
+            assert result["seconds"] < TIMEOUT + 12, f"rank {rank}: {result}"
+            assert f"rank {lost}: does not answer" in result["text"], f"rank {rank}: {result}"
