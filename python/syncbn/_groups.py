@@ -167,7 +167,7 @@ def _gather_text(text: str) -> list[str]:
     """Every rank's text, through the store: on every backend, without a device."""
     global _gathered
     _gathered += 1
-    store = dist.distributed_c10d._get_default_store()
+    store = _where.store()
     keys = [f"syncbn/text/{_gathered}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], text)
     return [store.get(key).decode() for key in keys]
@@ -200,7 +200,7 @@ def _exists(name: str) -> bool:
 def _gloo_group(ranks: tuple[int, ...], name: str, timeout: float) -> dist.ProcessGroup:
     """A Gloo group under a name of our own. torch.distributed.new_group names a group by how many
     groups this process has, so ranks with different numbers of groups would wait for ever."""
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(name, _where.store())
     rank, limit = ranks.index(dist.get_rank()), datetime.timedelta(seconds=timeout)
     backend = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=limit)
     group = dist.ProcessGroup(store, rank, len(ranks))

@@ -6,6 +6,7 @@ store), and answers with what this process last did. Exchanges themselves only n
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 from typing import Any, NamedTuple
@@ -71,14 +72,21 @@ def leave(group: str) -> None:
     _states[group] = _State(state.call, False, time.monotonic())
 
 
+def store(clone: bool = False) -> dist.Store:
+    """torch.distributed's store, for keys of this attempt alone: a launcher that restarts a job may
+    keep the store, and with it what the attempt before has left there."""
+    default = dist.distributed_c10d._get_default_store()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt{attempt}", default.clone() if clone else default)
+
+
 class _Watch:
     """One group's store, with a connection of its own: a blocked request of the main thread must
     not keep this one from answering."""
 
     def __init__(self, group: str, rank: int, ranks: int) -> None:
         self.group, self.rank, self.ranks = group, rank, ranks
-        store = dist.distributed_c10d._get_default_store().clone()
-        self.store = dist.PrefixStore(f"syncbn/where/{group}", store)
+        self.store = dist.PrefixStore(f"syncbn/where/{group}", store(clone=True))
         self.answered = 0
 
     def answer(self) -> None:
