@@ -68,12 +68,16 @@ def _mask(x):
     return x.new_empty((samples * torch.sym_max(by_planes, by_rows),), dtype=torch.uint8)
 
 
-@_fake("syncbn::normalize")
-def _(x, message, merged, rest, weight, bias, residual, eps, ranks, activation, negative_slope):
+def _normalized(x, residual, activation):
     """y like x; statistics; mask, empty unless there are a residual and an activation."""
     masked = residual is not None and activation != 0
     mask = _mask(x) if masked else x.new_empty((0,), dtype=torch.uint8)
     return torch.empty_like(x), *_statistics(x), mask
+
+
+@_fake("syncbn::normalize")
+def _(x, message, merged, rest, weight, bias, residual, eps, ranks, activation, negative_slope):
+    return _normalized(x, residual, activation)
 
 
 @_fake("syncbn::local_welford")
@@ -86,9 +90,7 @@ def _(x, layer, call, eps):
 @_fake("syncbn::normalize_gathered")
 def _(x, message, merged, records, weight, bias, residual, eps, ranks, activation, slope):
     """As normalize, from all ranks' records of the welford mode."""
-    masked = residual is not None and activation != 0
-    mask = _mask(x) if masked else x.new_empty((0,), dtype=torch.uint8)
-    return torch.empty_like(x), *_statistics(x), mask
+    return _normalized(x, residual, activation)
 
 
 @_fake("syncbn::normalize_in_place")

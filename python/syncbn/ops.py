@@ -14,6 +14,7 @@ from . import _exchange, _groups
 from ._ops import ops
 from ._where import Call
 from .errors import DivergenceError
+from .functional import like
 
 _TENSORS = ("x", "estimated_mean", "estimated_var", "scale", "bias", "batches")
 
@@ -170,8 +171,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx, dy, *_):
         x, scale, mean_rstd, info = ctx.saved_tensors
         needs_x, needs_scale, needs_bias = ctx.needs_input_grad[:3]
-        if dy.stride() != x.stride():
-            dy = torch.empty_like(x).copy_(dy)
+        dy = like(dy, x)
         arguments = (
             dy,
             x,

@@ -226,6 +226,34 @@ def test_copies_and_pickles():
         assert torch.equal(other(x), copy.deepcopy(layer)(x))
 
 
+def _mean_after_a_step(layer, x, results):
+    layer(x)
+    results.put(layer.running_mean.tolist())
+
+
+def test_averaged_copies_and_other_processes():
+    """Exponential moving averages copy the model; a layer travels to a process that is started."""
+    torch.manual_seed(0)
+    model = syncbn.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    for _ in range(3):
+        model(torch.randn(4, 3))
+        average.update_parameters(model)
+    assert average.module[0].num_batches_tracked > 0
+    assert isinstance(average.module[0], syncbn.SyncBatchNorm)
+    average(torch.randn(4, 3))
+
+    x = torch.randn(4, 3)
+    expected = copy.deepcopy(model[0])
+    expected(x)
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    process = context.Process(target=_mean_after_a_step, args=(model[0], x, results))
+    process.start()
+    assert results.get() == expected.running_mean.tolist()
+    process.join()
+
+
 def test_operators_pass_opcheck():
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     for layout in (torch.contiguous_format, torch.channels_last):
