@@ -86,6 +86,7 @@ class _Watch:
 
     def __init__(self, group: str, rank: int, ranks: int) -> None:
         self.group, self.rank, self.ranks = group, rank, ranks
+        self.origin = dist.distributed_c10d._get_default_store()
         self.store = dist.PrefixStore(f"syncbn/where/{group}", store(clone=True))
         self.answered = 0
 
@@ -139,10 +140,14 @@ def _run() -> None:
     while not _stop.wait(INTERVAL):
         with _lock:
             watched = list(_watched.items())
+        lost = None
         for group, one in watched:
             try:
-                one.answer()
-            except Exception:  # the store went with its process, or the group was destroyed
+                if one.origin is not lost:
+                    one.answer()
+            except Exception:  # the store went with its process, or with destroy_process_group
+                lost = one.origin
+            if one.origin is lost:
                 with _lock:
                     if _watched.get(group) is one:
                         del _watched[group]
