@@ -77,7 +77,6 @@ class Peers(NamedTuple):
 
 # The groups that this module made, by their ranks (global numbers, ascending), timeout and engine.
 _own_groups: dict[tuple[tuple[int, ...], float, str], Peers] = {}
-_alive: dict[str, dist.ProcessGroup] = {}
 # How many groups were made for these ranks: part of a name that must never come twice.
 _made: dict[tuple[int, ...], int] = {}
 
@@ -197,6 +196,12 @@ def _exists(name: str) -> bool:
     return True
 
 
+def _alive() -> list[dist.ProcessGroup]:
+    """Keeps the groups, until destroy_process_group clears it: a group left over would hold the
+    store's server, and with it a port that the next init_process_group may want."""
+    return dist.distributed_c10d._world.tags_to_pg.setdefault("syncbn", [])
+
+
 def _gloo_group(ranks: tuple[int, ...], name: str, timeout: float) -> dist.ProcessGroup:
     """A Gloo group under a name of our own. torch.distributed.new_group names a group by how many
     groups this process has, so ranks with different numbers of groups would wait for ever."""
@@ -209,7 +214,7 @@ def _gloo_group(ranks: tuple[int, ...], name: str, timeout: float) -> dist.Proce
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_group_name(name)
     torch._C._distributed_c10d._register_process_group(name, group)
-    _alive[name] = group  # the registry does not keep it
+    _alive().append(group)
     return group
 
 
@@ -318,8 +323,8 @@ def _forget(own: Peers) -> None:
     _where.forget(own.group_name)
     if own.shared is not None:
         _shared_memory.close(own.shared)
-    for name in [n for n in _alive if n == own.group_name or n.startswith(f"{own.group_name}/n")]:
-        del _alive[name]
+    inside = f"{own.group_name}/"  # a node's, and that between nodes
+    _alive()[:] = [g for g in _alive() if not f"{g.group_name}/".startswith(inside)]
 
 
 def rebuild() -> None:

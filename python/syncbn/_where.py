@@ -86,7 +86,8 @@ class _Watch:
 
     def __init__(self, group: str, rank: int, ranks: int) -> None:
         self.group, self.rank, self.ranks = group, rank, ranks
-        self.origin = dist.distributed_c10d._get_default_store()
+        # By its identity: holding the store would keep its server, and with it the port.
+        self.origin = id(dist.distributed_c10d._get_default_store())
         self.store = dist.PrefixStore(f"syncbn/where/{group}", store(clone=True))
         self.answered = 0
 
@@ -143,11 +144,11 @@ def _run() -> None:
         lost = None
         for group, one in watched:
             try:
-                if one.origin is not lost:
+                if one.origin != lost:
                     one.answer()
             except Exception:  # the store went with its process, or with destroy_process_group
                 lost = one.origin
-            if one.origin is lost:
+            if one.origin == lost:
                 with _lock:
                     if _watched.get(group) is one:
                         del _watched[group]
