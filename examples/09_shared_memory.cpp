@@ -15,7 +15,6 @@ namespace {
 constexpr std::int64_t kSamples = 100;
 constexpr std::int64_t kChannels = 4;
 constexpr std::int64_t kBounds[] = {0, 30, kSamples};  // which samples a rank has
-constexpr std::size_t kOffer = syncbn::SharedMemoryOffer::kBytes;
 
 std::vector<float> normalize(const std::vector<float>& x, std::int64_t first, std::int64_t last,
                              syncbn::Communicator& communicator) {
