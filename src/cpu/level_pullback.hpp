@@ -1,6 +1,6 @@
-// The gradient on its way back through a fused activation, in pieces that stay in a cache until they
-// are summed. Included inside a level file's unnamed namespace, after level_elements.hpp, whose rules
-// hold here too.
+// The gradient on its way back through a fused activation, in pieces that stay in a cache until
+// they are summed. Included inside a level file's unnamed namespace, after level_elements.hpp,
+// whose rules hold here too.
 
 /// u come back through the activation, into `target`: one segment of a plane.
 template <class T>
