@@ -45,12 +45,14 @@ void check_storage(const char* name, const TensorView& tensor) {
     refuse(name, std::to_string(tensor.strides.size()) + " strides",
            std::to_string(tensor.sizes.size()) + " (one per axis)");
   }
+  bool empty = false;  // numel() could overflow: sizes are not checked yet
   for (const std::int64_t size : tensor.sizes) {
     if (size < 0) {
       refuse(name, "shape " + shape(tensor), "sizes of at least 0");
     }
+    empty = empty || size == 0;
   }
-  if (tensor.data == nullptr && tensor.numel() > 0) {
+  if (tensor.data == nullptr && !empty) {
     refuse(name, "a null pointer for shape " + shape(tensor), "data");
   }
 }
