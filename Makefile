@@ -17,14 +17,15 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 python := $(VENV)/bin/python
 cmake := $(VENV)/bin/cmake
 package := $(VENV)/.stamp-package
-test_tools := $(VENV)/.stamp-test $(VENV)/.stamp-demo  # the demo has tests, too
+# The demo has tests, too. Versions in interop.txt are those for the PyTorch in build.txt.
+test_tools := $(VENV)/.stamp-test $(VENV)/.stamp-demo $(if $(TORCH),,$(VENV)/.stamp-interop)
 package_sources := $(shell find CMakeLists.txt pyproject.toml README.md cmake include src bindings \
                      python -not -path '*/__pycache__*' 2>/dev/null)
 
 help:  ## list these targets
 	@awk -F ':.*## *' '/^[a-z -]+:.*## / {printf "  %-24s %s\n", $$1, $$2}' Makefile
 
-setup: $(foreach group,build test demo lint,$(VENV)/.stamp-$(group))  ## all tools, in .venv
+setup: $(foreach group,build test demo interop lint,$(VENV)/.stamp-$(group))  ## all tools, in .venv
 
 build: build-cpp $(package)  ## library, C++ tests, examples, and the Python package in .venv
 
@@ -67,7 +68,8 @@ build-cpp: $(VENV)/.stamp-build
 $(VENV)/.stamp-%: requirements/%.txt scripts/bootstrap.sh
 	@scripts/bootstrap.sh $(VENV) $*
 	@touch $@
-$(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-lint: $(VENV)/.stamp-build
+$(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-interop $(VENV)/.stamp-lint: \
+  $(VENV)/.stamp-build
 
 $(package): $(VENV)/.stamp-build $(package_sources)
 	$(python) -m pip install --quiet --no-build-isolation --no-deps .

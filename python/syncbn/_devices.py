@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from . import _baton, _exchange
 from ._layer import check_arguments, check_momentum, check_options
 from ._ops import ops
-from .functional import like
+from ._training import like
 
 #: The digits of a message have room for this many (docs/numerics.md).
 MAX_DEVICES = 2048

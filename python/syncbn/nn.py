@@ -12,7 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from . import _baton, _devices, _groups
 from ._layer import Layer, check_options
 from ._tracing import leaf
-from .functional import finish, train_step
+from ._training import train_step
+from .functional import finish
 
 # A graph traced from a layer on its own holds one call of train_step.
 torch.fx.wrap("train_step")

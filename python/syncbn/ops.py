@@ -12,9 +12,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _exchange, _groups
 from ._ops import ops
+from ._training import like
 from ._where import Call
 from .errors import DivergenceError
-from .functional import like
 
 _TENSORS = ("x", "estimated_mean", "estimated_var", "scale", "bias", "batches")
 

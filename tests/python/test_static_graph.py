@@ -15,7 +15,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 import syncbn
 from rank_cases import CountCollectives
-from syncbn.functional import sync_batch_norm, train_step
+from syncbn._training import train_step
+from syncbn.functional import sync_batch_norm
 
 
 class Net(nn.Module):

@@ -1,0 +1,178 @@
+"""One training step of a layer: the passes, the exchange between them, and their gradient."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import _exchange
+from ._layer import Layer, check_arguments, check_in_place, check_momentum, check_options
+from ._ops import ops
+
+
+def _exchanged(ctx, x, residual, counter, layer, peers):
+    """(message, merged, rest or records): this rank's part and what all ranks share."""
+    call = layer.call_of(x, counter)
+    ctx.call = call._replace(direction="backward")
+    number, channels = layer.call_number(residual is not None), x.shape[1]
+    if layer.statistics == "welford":
+        message = ops.local_welford(x, number, counter, layer.eps)
+        *merged, count = _exchange.gather(message, channels, peers, call)
+    else:
+        message = ops.local_moments(x, number, counter, layer.eps, _exchange.frame_words(peers))
+        *merged, count = _exchange.exchange(message, channels, peers, call)
+    if count == 1:
+        raise ValueError(
+            "Expected more than 1 value per channel when training, got 1 over all ranks "
+            f"(input size {list(x.shape)} on this one)"
+        )
+    return message, *merged
+
+
+def like(tensor: Tensor, x: Tensor) -> Tensor:
+    """The tensor in x's layout."""
+    return tensor if tensor.stride() == x.stride() else torch.empty_like(x).copy_(tensor)
+
+
+class _BatchNormTraining(torch.autograd.Function):
+    """y, mean, var (float64, biased) and info (count, fingerprint) of a training step.
+
+    An autograd function and not an operator with autograd: a compiled checkpoint then exchanges
+    once, where a differentiable operator's exchange would be recomputed.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, counter, layer, peers):
+        exchanged = _exchanged(ctx, x, residual, counter, layer, peers)
+        normalize = ops.normalize_gathered if layer.statistics == "welford" else ops.normalize
+        y, mean, var, rstd, info, mask = normalize(
+            x,
+            *exchanged,
+            weight,
+            bias,
+            None if residual is None else like(residual, x),
+            layer.eps,
+            1 if peers is None else peers.ranks,
+            layer.activation_kind,
+            layer.negative_slope,
+        )
+        # Without a mask, the activation's sign is computed again, which takes the bias.
+        again = layer.activation != "none" and residual is None
+        ctx.save_for_backward(x, weight, bias if again else None, mean, rstd, info, mask)
+        ctx.mark_non_differentiable(mean, var, info)
+        ctx.peers = peers
+        ctx.layer = layer
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y, mean, var, info
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, *_):
+        x, weight, bias, mean, rstd, info, mask = ctx.saved_tensors
+        return *_backward(ctx, dy, x, weight, bias, mean, rstd, info, mask), None, None, None
+
+
+class _BatchNormInPlace(torch.autograd.Function):
+    """As _BatchNormTraining with leaky_relu, written over x; backward recovers x from y."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, counter, layer, peers):
+        mean, var, rstd, info = ops.normalize_in_place(
+            x,
+            *_exchanged(ctx, x, None, counter, layer, peers),
+            weight,
+            bias,
+            layer.eps,
+            1 if peers is None else peers.ranks,
+            layer.negative_slope,
+        )
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x, weight, bias, mean, rstd, info)
+        ctx.mark_non_differentiable(mean, var, info)
+        ctx.peers = peers
+        ctx.layer = layer
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return x, mean, var, info
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, *_):
+        y, weight, bias, mean, rstd, info = ctx.saved_tensors
+        x, mask = ops.recover_input(y, mean, rstd, weight, bias, ctx.layer.negative_slope)
+        # The sign is y's: computed again from x it could differ next to 0.
+        return *_backward(ctx, dy, x, weight, None, mean, rstd, info, mask), None, None, None
+
+
+def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
+    """Gradients of x, weight, bias and residual."""
+    needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
+    layer, peers = ctx.layer, ctx.peers
+    ranks = 1 if peers is None else peers.ranks
+    dtypes = (
+        weight.dtype if needs_weight else None,
+        ctx.bias_dtype if needs_bias else None,
+    )
+    dy = like(dy, x)
+    through = (weight, bias, mask, layer.activation_kind, layer.negative_slope)
+    keep = needs_residual and layer.activation != "none"
+    message, u = ops.local_gradients(
+        dy, x, mean, rstd, info, *through, keep, _exchange.frame_words(peers)
+    )
+    if keep:  # what came back through the activation is there already
+        dy, through = u, (weight, None, None, 0, 0.0)
+    dx = dweight = dbias = None
+    # One rank's share is the whole, and comes with dx.
+    shares = layer.affine_grad == "share" and not (peers is None and needs_x)
+    if shares and (needs_weight or needs_bias):
+        dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
+    if needs_x or not shares:
+        merged, rest, _ = _exchange.exchange(message, x.shape[1], peers, ctx.call)
+        wanted = (None, None) if shares else dtypes
+        dx, *sums = ops.input_gradient(
+            dy, x, merged, rest, mean, rstd, info, *through, *wanted, ranks
+        )
+        if not shares:
+            dweight, dbias = sums
+    return (
+        dx if needs_x else None,
+        dweight if needs_weight else None,
+        dbias if needs_bias else None,
+        dy if needs_residual else None,
+    )
+
+
+def train_step(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    layer: Layer,
+    *,
+    num_batches_tracked: Tensor | None = None,
+    call: Tensor | None = None,
+) -> Tensor:
+    """One training forward: exchange, normalize, update the running statistics in place.
+
+    momentum None: cumulative averaging by num_batches_tracked. call: int64 [1], the number of this
+    call, advanced by one.
+    """
+    peers = layer.peers()
+    # A compiler plans memory by itself, and cannot trace this.
+    inplace = layer.writes_over_input and not torch.compiler.is_compiling()
+    try:
+        check_options(layer)
+        check_momentum(layer.momentum, running_mean, num_batches_tracked)
+        check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
+        if inplace:
+            check_in_place(x, weight, bias, residual, layer.negative_slope)
+    except Exception as error:
+        _exchange.reject(peers, layer.call_of(x, call), error)
+        raise
+    function = _BatchNormInPlace if inplace else _BatchNormTraining
+    y, mean, var, info = function.apply(x, weight, bias, residual, call, layer, peers)
+    if running_mean is not None or num_batches_tracked is not None or call is not None:
+        ops.update_running_statistics(
+            running_mean, running_var, num_batches_tracked, call, mean, var, info, layer.momentum
+        )
+    return y
