@@ -19,7 +19,7 @@ struct Operand {
 };
 
 /// Bits of an activation mask, laid out as in activation_mask.hpp, from channel 0 of the task on.
-struct MaskOperand {
+struct ActivationMaskOperand {
   std::uint8_t* data = nullptr;
   std::int64_t sample_bytes = 0;
   std::int64_t run_bytes = 0;
@@ -58,7 +58,7 @@ struct SumsTask {
   std::int64_t unit_end = 0;
   const ElementConstants* constants = nullptr;
   ActivationConstants activation;
-  MaskOperand mask;
+  ActivationMaskOperand activation_mask;
   Operand out;
 };
 
@@ -70,7 +70,7 @@ struct ElementsTask {
   Operand out;
   ElementConstants constants;
   ActivationConstants activation;
-  MaskOperand mask;  ///< read in backward, written in forward, if it has data
+  ActivationMaskOperand activation_mask;  ///< read in backward, written in forward, if it has data
   std::int64_t channels = 0;
   std::int64_t plane = 0;
   std::int64_t begin = 0;
@@ -84,9 +84,10 @@ enum class ElementPass : std::uint8_t {
   kNormalizeActivated,  ///< and an activation, whose mask is written if it has data
   kNormalizeResidual,   ///< the same after adding `other`
   kGradient,
-  kGradientActivated,  ///< through an activation whose sign is computed again
-  kGradientMasked,     ///< through an activation with a mask
-  kRecover,  ///< x from y = leaky_relu(v): constants are those of the inverse, mask written
+  kGradientActivated,       ///< through an activation whose sign is computed again
+  kGradientActivationMask,  ///< through an activation with a mask
+  kRecover,  ///< x from y = leaky_relu(v): constants are those of the inverse, activation mask
+             ///< written
 };
 
 struct Kernels {

@@ -5,14 +5,15 @@
 /// u come back through the activation, into `target`: one segment of a plane.
 template <class T>
 inline void pull_segment(const SumsTask& task, const T* dy, const T* x, T* target,
-                         std::uint8_t* mask, std::int64_t length, std::int64_t channel) {
+                         std::uint8_t* activation_mask, std::int64_t length, std::int64_t channel) {
   const ActivationV activation(task.activation);
   const auto here = [&](const float* array) { return broadcast(array[channel]); };
   const AffineV k = affine(*task.constants, here);
-  if (mask == nullptr) {
-    map_contiguous<T, Upstream, false>(x, dy, target, mask, length, k, activation);
+  if (activation_mask == nullptr) {
+    map_contiguous<T, Upstream, false>(x, dy, target, activation_mask, length, k, activation);
   } else {
-    map_contiguous<T, UpstreamMasked, false>(x, dy, target, mask, length, k, activation);
+    map_contiguous<T, UpstreamActivationMask, false>(x, dy, target, activation_mask, length, k,
+                                                     activation);
   }
 }
 
@@ -29,10 +30,11 @@ inline void pull_row(const SumsTask& task, std::int64_t sample, std::int64_t e,
   k.mean_low = all.mean_low + channel;
   k.scale = all.scale + channel;
   k.shift = all.shift + channel;
-  std::uint8_t* mask = mask_run(task.mask, sample, e);
-  if (mask == nullptr) {
-    map_row<T, Upstream, false>(x, dy, target, mask, channels, k, activation);
+  std::uint8_t* activation_mask = mask_run(task.activation_mask, sample, e);
+  if (activation_mask == nullptr) {
+    map_row<T, Upstream, false>(x, dy, target, activation_mask, channels, k, activation);
   } else {
-    map_row<T, UpstreamMasked, false>(x, dy, target, mask + channel / 8, channels, k, activation);
+    map_row<T, UpstreamActivationMask, false>(x, dy, target, activation_mask + channel / 8,
+                                              channels, k, activation);
   }
 }

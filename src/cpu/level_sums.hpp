@@ -157,11 +157,12 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
       const T* v = kOf == SumsOf::kSquare ? u : plane_of<T>(task.v, sample, channel) + offset;
       if (kOf == SumsOf::kActivated) {
         alignas(64) T buffer[kSegment];
-        std::uint8_t* mask = mask_run(task.mask, sample, channel);
+        std::uint8_t* activation_mask = mask_run(task.activation_mask, sample, channel);
         T* target =
             task.out.data == nullptr ? buffer : output_of<T>(task.out, sample, channel) + offset;
-        pull_segment(task, u, v, target, mask == nullptr ? mask : mask + offset / 8, length,
-                     channel);
+        pull_segment(task, u, v, target,
+                     activation_mask == nullptr ? activation_mask : activation_mask + offset / 8,
+                     length, channel);
         sum_segment<T, true>(target, v, length, first[i], second[i]);
       } else {
         sum_segment<T, kOf == SumsOf::kProduct>(u, v, length, first[i], second[i]);

@@ -47,8 +47,8 @@ MapTask map_planes_for(ElementPass pass) {
       return map_planes_of<T, InputGradient>;
     case ElementPass::kGradientActivated:
       return map_planes_of<T, InputGradientActivated>;
-    case ElementPass::kGradientMasked:
-      return map_planes_of<T, InputGradientMasked>;
+    case ElementPass::kGradientActivationMask:
+      return map_planes_of<T, InputGradientActivationMask>;
     case ElementPass::kRecover:
       break;
   }
@@ -67,8 +67,8 @@ MapTask map_rows_for(ElementPass pass) {
       return map_rows_of<T, InputGradient>;
     case ElementPass::kGradientActivated:
       return map_rows_of<T, InputGradientActivated>;
-    case ElementPass::kGradientMasked:
-      return map_rows_of<T, InputGradientMasked>;
+    case ElementPass::kGradientActivationMask:
+      return map_rows_of<T, InputGradientActivationMask>;
     case ElementPass::kRecover:
       break;
   }

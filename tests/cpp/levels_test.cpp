@@ -122,7 +122,7 @@ Bits run(const Case& c, const Layouts& layouts, Executor& executor) {
   Bits bits;
   bits.moments.assign(static_cast<std::size_t>(message_words(c.dtype, channels)), -1);
   bits.gradients = bits.moments;
-  local_moments(std::as_const(x).view(), bits.moments.data(), 1, executor);
+  local_moments(std::as_const(x).view(), {}, bits.moments.data(), 1, executor);
   Tensor y(c.dtype, c.sizes, layouts.out, layouts.offset + 1);
   Tensor dx(c.dtype, c.sizes, layouts.out, layouts.offset + 1);
   Tensor u(c.dtype, c.sizes, layouts.out, layouts.offset + 1);
@@ -131,18 +131,18 @@ Bits run(const Case& c, const Layouts& layouts, Executor& executor) {
   Tensor& dx_out = layouts.in_place ? dy : dx;
   Tensor& u_out = layouts.in_place ? dy : u;
   const TensorView x_view = std::as_const(x).view();
-  normalize(layouts.in_place ? std::as_const(x_copy).view() : x_view, c.mean.data(), c.rstd.data(),
-            weight.view(), bias.view(), residual, y_out.view(),
+  normalize(layouts.in_place ? std::as_const(x_copy).view() : x_view, {}, c.mean.data(),
+            c.rstd.data(), weight.view(), bias.view(), residual, y_out.view(),
             mask.empty() ? nullptr : mask.data(), c.activation, executor);
   ActivationGradient through{c.activation, weight.view(), bias.view(),
                              mask.empty() ? nullptr : mask.data()};
-  local_gradients(std::as_const(dy).view(), x_view, c.mean.data(), c.rstd.data(), through,
+  local_gradients(std::as_const(dy).view(), x_view, {}, c.mean.data(), c.rstd.data(), through,
                   c.keep ? u_out.view() : MutableTensorView(), bits.gradients.data(), 1, executor);
   if (c.keep) {
     bits.u = u_out.values();
     through = {};
   }
-  input_gradient(c.keep ? std::as_const(u_out).view() : std::as_const(dy).view(), x_view,
+  input_gradient(c.keep ? std::as_const(u_out).view() : std::as_const(dy).view(), x_view, {},
                  c.mean.data(), c.rstd.data(), c.coefficients.data(), through, dx_out.view(),
                  executor);
   EXPECT_TRUE(y_out.gaps_untouched());
@@ -302,7 +302,7 @@ void expect_exact_moments(DType dtype, double v, std::int64_t samples, bool alte
   }
   const Tensor x(dtype, {samples, 1}, values);
   std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(dtype, 1)));
-  local_moments(x.view(), message.data(), 1, executor);
+  local_moments(x.view(), {}, message.data(), 1, executor);
   const MessageInfo info = read_header(message.data(), 1);
   double mean = -1;
   double var = -1;
@@ -347,7 +347,7 @@ TEST(Levels, StrideZeroExact) {
   for (const std::string& level : available_levels()) {
     const LevelScope scope(level);
     std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(DType::kFloat32, 3)));
-    local_moments(view, message.data(), 1, pool);
+    local_moments(view, {}, message.data(), 1, pool);
     std::vector<double> mean(3);
     std::vector<double> var(3);
     std::vector<double> rstd(3);
