@@ -1,8 +1,8 @@
 """Loads the operators and registers their fakes (shapes and dtypes for tracing).
 
 In all of them x is (N, C, *spatial) and k is the number of int64 words per channel:
-6 for float16, 19 for bfloat16 and float32, 83 for float64. mask is None or contiguous (N, *spatial),
-bool or uint8: where it is 0 an element is left out of sums and count, and y, u and dx are 0.
+6 for float16, 19 for bfloat16 and float32, 83 for float64. mask is None or contiguous, bool or
+uint8, (N, *spatial): where it is 0 an element is left out of sums and count, and y, u and dx are 0.
 """
 
 import pathlib
@@ -70,7 +70,7 @@ def _activation_mask(x):
 
 
 def _normalized(x, residual, activation):
-    """y like x; statistics; activation mask, empty unless there are a residual and an activation."""
+    """y like x; statistics; activation mask, empty unless residual and activation are there."""
     kept = residual is not None and activation != 0
     activation_mask = _activation_mask(x) if kept else x.new_empty((0,), dtype=torch.uint8)
     return torch.empty_like(x), *_statistics(x), activation_mask

@@ -33,7 +33,10 @@ void run(ElementPass pass, ElementsTask task, const Kernels& kernels, bool by_ro
   task.plane = x.plane;
   const std::int64_t elements = x.samples * x.channels * x.plane;
   const auto size = static_cast<std::int64_t>(size_of(x.dtype));
-  task.stream = elements * size >= kStreamBytes && (by_rows || x.plane * size >= kStreamRun);
+  task.mask = x.mask;
+  // Planes with a mask are looked at once more, while they are in a cache.
+  const bool long_runs = by_rows || (x.plane * size >= kStreamRun && x.mask == nullptr);
+  task.stream = elements * size >= kStreamBytes && long_runs;
   const std::int64_t blocks = (x.plane + kElementBlock - 1) / kElementBlock;
   const std::int64_t items = by_rows ? x.samples * x.plane : x.samples * x.channels * blocks;
   const std::int64_t grain = std::max<std::int64_t>(1, kElementsPerThread * items / elements);
@@ -89,8 +92,7 @@ ElementConstants PackedConstants::view() {
 
 bool vectorizable(const Kernels* kernels, const SampleView& x, Layout layout,
                   const std::uint8_t* activation_mask) {
-  return kernels != nullptr && x.mask == nullptr && x.dtype != DType::kFloat64 &&
-         layout != Layout::kStrided &&
+  return kernels != nullptr && x.dtype != DType::kFloat64 && layout != Layout::kStrided &&
          (activation_mask == nullptr ||
           ActivationMaskLayout(x).by_rows == (layout == Layout::kRows));
 }

@@ -48,7 +48,7 @@ struct ActivationConstants {
 /// Sums of u and u*v over units [unit_begin, unit_end), a unit being one segment of one sample, for
 /// `channels` channels. v.data == nullptr: v = u. With `constants` (else null), u is dy of a fused
 /// activation with input v: what is summed is u come back through it, which is written to `out` if
-/// that has data.
+/// that has data, with +0 where an element does not count.
 struct SumsTask {
   Operand u;
   Operand v;
@@ -60,6 +60,7 @@ struct SumsTask {
   ActivationConstants activation;
   ActivationMaskOperand activation_mask;
   Operand out;
+  const std::uint8_t* mask = nullptr;  ///< as in SampleView
 };
 
 /// Planes: items are blocks of at most kElementBlock elements of a plane, in the order (n, c,
@@ -75,7 +76,8 @@ struct ElementsTask {
   std::int64_t plane = 0;
   std::int64_t begin = 0;
   std::int64_t end = 0;
-  bool stream = false;  ///< use non-temporal stores
+  const std::uint8_t* mask = nullptr;  ///< as in SampleView
+  bool stream = false;                 ///< use non-temporal stores
 };
 inline constexpr std::int64_t kElementBlock = 16384;
 

@@ -261,6 +261,7 @@ void map_planes(const ElementsTask& task) {
     const std::int64_t channel = item / blocks % task.channels;
     const std::int64_t sample = item / blocks / task.channels;
     const std::int64_t offset = item % blocks * kElementBlock;
+    const std::int64_t count = minimum(kElementBlock, task.plane - offset);
     const T* x = plane_of<T>(task.x, sample, channel) + offset;
     const T* other = Pass::kOther ? plane_of<T>(task.other, sample, channel) + offset : x;
     T* out = output_of<T>(task.out, sample, channel) + offset;
@@ -269,7 +270,10 @@ void map_planes(const ElementsTask& task) {
                                    [&](const float* array) { return broadcast(array[channel]); });
     map_contiguous<T, Pass, kStream>(
         x, other, out, activation_mask == nullptr ? activation_mask : activation_mask + offset / 8,
-        minimum(kElementBlock, task.plane - offset), k, activation);
+        count, k, activation);
+    if (task.mask != nullptr) {  // while the block is in a cache
+      keep_counting(out, out, task.mask + sample * task.plane + offset, count);
+    }
   }
   if (kStream) {
     _mm_sfence();
@@ -292,7 +296,9 @@ void map_rows(const ElementsTask& task) {
         Pass::kOther ? plane_of<T>(task.other, sample, 0) + e * task.other.element_stride : x;
     T* out = output_of<T>(task.out, sample, 0) + e * task.out.element_stride;
     std::uint8_t* activation_mask = mask_run(task.activation_mask, sample, e);
-    if (aligned) {
+    if (task.mask != nullptr && task.mask[item] == 0) {
+      clear(out, task.channels);
+    } else if (aligned) {
       map_row<T, Pass, true>(x, other, out, activation_mask, task.channels, task.constants,
                              activation);
     } else {

@@ -2,9 +2,10 @@
 
 template <class T>
 void sum_planes_of(const SumsTask& task, Windows& windows, const WindowArrays& w) {
-  task.constants != nullptr ? sum_planes<T, SumsOf::kActivated>(task, windows, w)
-  : task.v.data != nullptr  ? sum_planes<T, SumsOf::kProduct>(task, windows, w)
-                            : sum_planes<T, SumsOf::kSquare>(task, windows, w);
+  task.mask != nullptr        ? sum_planes<T, SumsOf::kMasked>(task, windows, w)
+  : task.constants != nullptr ? sum_planes<T, SumsOf::kActivated>(task, windows, w)
+  : task.v.data != nullptr    ? sum_planes<T, SumsOf::kProduct>(task, windows, w)
+                              : sum_planes<T, SumsOf::kSquare>(task, windows, w);
 }
 template <class T>
 void sum_rows_of(const SumsTask& task, Windows& windows, const WindowArrays& w) {

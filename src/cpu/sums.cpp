@@ -92,6 +92,7 @@ SumsTask task_of(const Sums& sums, std::int64_t channel, ElementConstants& const
   SumsTask task;
   task.u = operand(*sums.u, channel);
   task.plane = sums.u->plane;
+  task.mask = (sums.v == nullptr ? *sums.u : *sums.v).mask;
   if (sums.v != nullptr) {
     task.v = operand(*sums.v, channel);
   }

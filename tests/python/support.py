@@ -92,22 +92,23 @@ def run_layer(
     activation: str = "none",
     slope: float = 0.01,
     keep: bool = True,
+    mask: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Forward and backward of one rank through the operators. keep: the residual's gradient is
     wanted."""
     kind = ("none", "relu", "leaky_relu").index(activation)
-    message = ops.local_moments(x, 0, None, eps, 0)
-    y, mean, var, rstd, info, mask = ops.normalize(
-        x, message, message, None, weight, bias, residual, eps, 1, kind, slope
+    message = ops.local_moments(x, 0, None, eps, 0, mask)
+    y, mean, var, rstd, info, activation_mask = ops.normalize(
+        x, message, message, None, weight, bias, residual, eps, 1, kind, slope, mask
     )
-    through = (weight, bias, mask, kind, slope)
+    through = (weight, bias, activation_mask, kind, slope)
     keep = keep and residual is not None
-    gradients, u = ops.local_gradients(dy, x, mean, rstd, info, *through, keep, 0)
+    gradients, u = ops.local_gradients(dy, x, mean, rstd, info, *through, keep, 0, mask)
     if keep:
         dy, through = u, (weight, None, None, 0, 0.0)
     dtypes = [torch.float64 if p is None else p.dtype for p in (weight, bias)]
     dx, dweight, dbias = ops.input_gradient(
-        dy, x, gradients, None, mean, rstd, info, *through, *dtypes, 1
+        dy, x, gradients, None, mean, rstd, info, *through, *dtypes, 1, mask
     )
     shares = ops.affine_gradient_shares(gradients, x, mean, rstd, *dtypes)
     # One rank's share is everything.
