@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from . import _baton, _exchange
 from ._layer import check_arguments, check_momentum, check_options
+from ._mask import check_mask
 from ._ops import ops
 from ._training import like
 
@@ -41,23 +42,25 @@ def _on(device: torch.device, *tensors: Tensor | None) -> list[Tensor | None]:
 class _BatchNormDevices(torch.autograd.Function):
     """ys, then mean, var (float64, biased) and info (count, fingerprint) of a training step.
 
-    tensors: the inputs of all devices, then their residuals, if there are any.
+    masks: of all devices. tensors: the inputs of all devices, then their residuals, if there are
+    any.
     """
 
     @staticmethod
-    def forward(ctx, weight, bias, call, layer, peers, devices, *tensors):
+    def forward(ctx, weight, bias, call, layer, peers, masks, *tensors):
+        devices = len(masks)
         xs, residuals = tensors[:devices], tensors[devices:]
         channels, frame = xs[0].shape[1], _exchange.frame_words(peers)
         # A device without samples sends zeros in the format of the others: autocast may have given
         # it another dtype.
-        lead = next((k for k, x in enumerate(xs) if x.numel() > 0), 0)
+        lead = next((k for k, (x, m) in enumerate(zip(xs, masks)) if _has_samples(x, m)), 0)
         dtype = xs[lead].dtype
         number = layer.call_number(len(residuals) > 0)
         where = layer.call_of(xs[lead], call)
         ctx.call = where._replace(direction="backward")
         messages = [
-            ops.local_moments(x.to(dtype), number, *_on(x.device, call), layer.eps, frame)
-            for x in xs
+            ops.local_moments(x.to(dtype), number, *_on(x.device, call), layer.eps, frame, m)
+            for x, m in zip(xs, masks)
         ]
         message = _sum(messages, lead)
         merged, rest, count = _exchange.exchange(message, channels, peers, where)
@@ -76,12 +79,15 @@ class _BatchNormDevices(torch.autograd.Function):
                 ranks,
                 layer.activation_kind,
                 layer.negative_slope,
+                m,
             )
-            for x, z in zip(xs, residuals or [None] * devices)
+            for x, z, m in zip(xs, residuals or [None] * devices, masks)
         ]
-        ys, means, variances, rstds, infos, masks = zip(*results)
+        ys, means, variances, rstds, infos, bits = zip(*results)
         again = layer.activation != "none" and not residuals
-        ctx.save_for_backward(weight, bias if again else None, *xs, *means, *rstds, *infos, *masks)
+        ctx.save_for_backward(
+            weight, bias if again else None, *xs, *means, *rstds, *infos, *bits, *masks
+        )
         ctx.mark_non_differentiable(means[0], variances[0], infos[0])
         ctx.set_materialize_grads(False)
         ctx.devices = devices
@@ -96,7 +102,8 @@ class _BatchNormDevices(torch.autograd.Function):
     def backward(ctx, *gradients):
         devices, peers, layer = ctx.devices, ctx.peers, ctx.layer
         weight, bias, *saved = ctx.saved_tensors
-        xs, means, rstds, infos, masks = (saved[i * devices :][:devices] for i in range(5))
+        per_device = (saved[i * devices :][:devices] for i in range(6))
+        xs, means, rstds, infos, bits, masks = per_device
         dys = [torch.zeros_like(x) if dy is None else like(dy, x) for x, dy in zip(xs, gradients)]
         needs_weight, needs_bias = ctx.needs_input_grad[:2]
         needs_x = ctx.needs_input_grad[6 : 6 + devices]
@@ -104,7 +111,8 @@ class _BatchNormDevices(torch.autograd.Function):
         dtype, channels = xs[ctx.lead].dtype, xs[0].shape[1]
         frame, ranks = _exchange.frame_words(peers), 1 if peers is None else peers.ranks
         activation = (layer.activation_kind, layer.negative_slope)
-        keep = any(needs_residual) and layer.activation != "none"
+        masked = any(mask is not None for mask in masks)
+        keep = any(needs_residual) and (layer.activation != "none" or masked)
         messages, us = zip(
             *(
                 ops.local_gradients(
@@ -113,16 +121,17 @@ class _BatchNormDevices(torch.autograd.Function):
                     mean,
                     rstd,
                     info,
-                    *_on(x.device, weight, bias, mask),
+                    *_on(x.device, weight, bias, b),
                     *activation,
                     keep,
                     frame,
+                    m,
                 )
-                for dy, x, mean, rstd, info, mask in zip(dys, xs, means, rstds, infos, masks)
+                for dy, x, mean, rstd, info, b, m in zip(dys, xs, means, rstds, infos, bits, masks)
             )
         )
-        if keep:  # what came back through the activation is there already
-            dys, masks = [u.to(x.dtype) for u, x in zip(us, xs)], [None] * devices
+        if keep:  # what comes back is there already
+            dys, bits = [u.to(x.dtype) for u, x in zip(us, xs)], [None] * devices
             activation, bias = (0, 0.0), None
         message = _sum(messages, ctx.lead)
         dtypes = (weight.dtype if needs_weight else None, ctx.bias_dtype if needs_bias else None)
@@ -144,10 +153,11 @@ class _BatchNormDevices(torch.autograd.Function):
                     means[k],
                     rstds[k],
                     infos[k],
-                    *_on(x.device, weight, bias, masks[k]),
+                    *_on(x.device, weight, bias, bits[k]),
                     *activation,
                     *wanted,
                     ranks,
+                    masks[k],
                 )
                 if not shares and k == 0:
                     dweight, dbias = sums
@@ -160,13 +170,17 @@ class _BatchNormDevices(torch.autograd.Function):
         )
 
 
-def _check_residuals(xs: Sequence[Tensor], residuals: Sequence[Tensor | None]) -> None:
-    if not isinstance(residuals, (list, tuple)) or len(residuals) != len(xs):
-        given = len(residuals) if isinstance(residuals, (list, tuple)) else type(residuals).__name__
-        raise ValueError(f"residual: got {given}, expected a list of {len(xs)}, one per input")
+def _has_samples(x: Tensor, mask: Tensor | None) -> bool:
+    return x.numel() > 0 and (mask is None or bool(mask.any()))
 
 
-def _check_inputs(layer, xs: Sequence[Tensor], residuals, ranks: int) -> None:
+def _check_list(name: str, tensors, xs: Sequence[Tensor]) -> None:
+    if not isinstance(tensors, (list, tuple)) or len(tensors) != len(xs):
+        given = len(tensors) if isinstance(tensors, (list, tuple)) else type(tensors).__name__
+        raise ValueError(f"{name}: got {given}, expected a list of {len(xs)}, one per input")
+
+
+def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> None:
     if not xs:
         raise ValueError("inputs: got an empty list, expected one tensor per device")
     if len(xs) * ranks > MAX_DEVICES:
@@ -174,7 +188,8 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, ranks: int) -> None:
             f"inputs: got {len(xs)} devices in each of {ranks} processes, expected at most "
             f"{MAX_DEVICES} devices in all"
         )
-    _check_residuals(xs, residuals)
+    _check_list("residual", residuals, xs)
+    _check_list("mask", masks, xs)
     for k, x in enumerate(xs):
         if not isinstance(x, Tensor):
             raise ValueError(f"inputs[{k}]: got {type(x).__name__}, expected a tensor")
@@ -186,6 +201,8 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, ranks: int) -> None:
         tensors = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
         try:
             check_arguments(x, *_on(x.device, *tensors), residuals[k], layer.eps)
+            if masks[k] is not None:
+                check_mask(masks[k], x)
         except ValueError as error:
             raise ValueError(f"inputs[{k}], of device {k}: {error}") from None
         if x.shape[1] != xs[0].shape[1]:
@@ -193,7 +210,7 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, ranks: int) -> None:
                 f"inputs[{k}]: got {x.shape[1]} channels, expected {xs[0].shape[1]}, those of "
                 "inputs[0]"
             )
-    filled = [k for k, x in enumerate(xs) if x.numel() > 0]
+    filled = [k for k, x in enumerate(xs) if _has_samples(x, masks[k])]
     for k in filled:
         if xs[k].dtype != xs[filled[0]].dtype:
             raise ValueError(
@@ -203,11 +220,16 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, ranks: int) -> None:
 
 
 def train_step(
-    module, xs: Sequence[Tensor], residuals: Sequence[Tensor] | None = None
+    module,
+    xs: Sequence[Tensor],
+    residuals: Sequence[Tensor] | None = None,
+    masks: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """One training forward of a SyncBatchNorm for all devices; running statistics change once."""
     layer = module.layer()
     peers = layer.peers()
+    none = [None] * len(xs)
+    masks = none if masks is None else masks
     try:
         check_options(layer)
         check_momentum(layer.momentum, module.running_mean, module.num_batches_tracked)
@@ -219,12 +241,13 @@ def train_step(
         if layer.writes_over_input:
             raise ValueError("inplace: got True for a list of inputs, expected False")
         ranks = 1 if peers is None else peers.ranks
-        _check_inputs(module, xs, [None] * len(xs) if residuals is None else residuals, ranks)
+        _check_inputs(module, xs, none if residuals is None else residuals, masks, ranks)
     except Exception as error:
         _exchange.reject(peers, layer.call_of(module._call, module._call), error)
         raise
+    masks = tuple(None if mask is None else mask.contiguous() for mask in masks)
     *ys, mean, var, info = _BatchNormDevices.apply(
-        module.weight, module.bias, module._call, layer, peers, len(xs), *xs, *(residuals or ())
+        module.weight, module.bias, module._call, layer, peers, masks, *xs, *(residuals or ())
     )
     ops.update_running_statistics(
         module.running_mean,
@@ -241,20 +264,24 @@ def train_step(
 
 
 def forward(
-    module, xs: Sequence[Tensor], residuals: Sequence[Tensor] | None = None
+    module,
+    xs: Sequence[Tensor],
+    residuals: Sequence[Tensor] | None = None,
+    masks: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """The list form of a SyncBatchNorm."""
     if not module.training:
-        if residuals is None:
-            return [module(x) for x in xs]
-        _check_residuals(xs, residuals)
-        return [module(x, z) for x, z in zip(xs, residuals)]
+        none = [None] * len(xs)
+        residuals, masks = (none if t is None else t for t in (residuals, masks))
+        _check_list("residual", residuals, xs)
+        _check_list("mask", masks, xs)
+        return [module(*each) for each in zip(xs, residuals, masks)]
     if _baton.inside():
         raise RuntimeError(
             f"{module.layer_name}: got a list of inputs inside SelfDataParallel, expected the one "
             "tensor of this device"
         )
-    return train_step(module, xs, residuals)
+    return train_step(module, xs, residuals, masks)
 
 
 def check_alone(module) -> None:

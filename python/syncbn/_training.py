@@ -6,19 +6,21 @@ from torch.autograd.function import once_differentiable
 
 from . import _exchange
 from ._layer import Layer, check_arguments, check_in_place, check_momentum, check_options
+from ._mask import check_mask
 from ._ops import ops
 
 
-def _exchanged(ctx, x, residual, counter, layer, peers):
+def _exchanged(ctx, x, residual, mask, counter, layer, peers):
     """(message, merged, rest or records): this rank's part and what all ranks share."""
     call = layer.call_of(x, counter)
     ctx.call = call._replace(direction="backward")
     number, channels = layer.call_number(residual is not None), x.shape[1]
     if layer.statistics == "welford":
-        message = ops.local_welford(x, number, counter, layer.eps)
+        message = ops.local_welford(x, number, counter, layer.eps, mask)
         *merged, count = _exchange.gather(message, channels, peers, call)
     else:
-        message = ops.local_moments(x, number, counter, layer.eps, _exchange.frame_words(peers))
+        frame = _exchange.frame_words(peers)
+        message = ops.local_moments(x, number, counter, layer.eps, frame, mask)
         *merged, count = _exchange.exchange(message, channels, peers, call)
     if count == 1:
         raise ValueError(
@@ -41,10 +43,10 @@ class _BatchNormTraining(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, counter, layer, peers):
-        exchanged = _exchanged(ctx, x, residual, counter, layer, peers)
+    def forward(ctx, x, weight, bias, residual, mask, counter, layer, peers):
+        exchanged = _exchanged(ctx, x, residual, mask, counter, layer, peers)
         normalize = ops.normalize_gathered if layer.statistics == "welford" else ops.normalize
-        y, mean, var, rstd, info, mask = normalize(
+        y, mean, var, rstd, info, activation_mask = normalize(
             x,
             *exchanged,
             weight,
@@ -54,10 +56,13 @@ class _BatchNormTraining(torch.autograd.Function):
             1 if peers is None else peers.ranks,
             layer.activation_kind,
             layer.negative_slope,
+            mask,
         )
-        # Without a mask, the activation's sign is computed again, which takes the bias.
+        # Without an activation mask, the activation's sign is computed again, which takes the bias.
         again = layer.activation != "none" and residual is None
-        ctx.save_for_backward(x, weight, bias if again else None, mean, rstd, info, mask)
+        ctx.save_for_backward(
+            x, weight, bias if again else None, mean, rstd, info, activation_mask, mask
+        )
         ctx.mark_non_differentiable(mean, var, info)
         ctx.peers = peers
         ctx.layer = layer
@@ -67,18 +72,17 @@ class _BatchNormTraining(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, *_):
-        x, weight, bias, mean, rstd, info, mask = ctx.saved_tensors
-        return *_backward(ctx, dy, x, weight, bias, mean, rstd, info, mask), None, None, None
+        return *_backward(ctx, dy, *ctx.saved_tensors), None, None, None, None
 
 
 class _BatchNormInPlace(torch.autograd.Function):
     """As _BatchNormTraining with leaky_relu, written over x; backward recovers x from y."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, counter, layer, peers):
+    def forward(ctx, x, weight, bias, residual, mask, counter, layer, peers):
         mean, var, rstd, info = ops.normalize_in_place(
             x,
-            *_exchanged(ctx, x, None, counter, layer, peers),
+            *_exchanged(ctx, x, None, None, counter, layer, peers),
             weight,
             bias,
             layer.eps,
@@ -97,12 +101,13 @@ class _BatchNormInPlace(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, *_):
         y, weight, bias, mean, rstd, info = ctx.saved_tensors
-        x, mask = ops.recover_input(y, mean, rstd, weight, bias, ctx.layer.negative_slope)
+        x, bits = ops.recover_input(y, mean, rstd, weight, bias, ctx.layer.negative_slope)
         # The sign is y's: computed again from x it could differ next to 0.
-        return *_backward(ctx, dy, x, weight, None, mean, rstd, info, mask), None, None, None
+        gradients = _backward(ctx, dy, x, weight, None, mean, rstd, info, bits, None)
+        return *gradients, None, None, None, None
 
 
-def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
+def _backward(ctx, dy, x, weight, bias, mean, rstd, info, activation_mask, mask):
     """Gradients of x, weight, bias and residual."""
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
     layer, peers = ctx.layer, ctx.peers
@@ -112,12 +117,12 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
         ctx.bias_dtype if needs_bias else None,
     )
     dy = like(dy, x)
-    through = (weight, bias, mask, layer.activation_kind, layer.negative_slope)
-    keep = needs_residual and layer.activation != "none"
+    through = (weight, bias, activation_mask, layer.activation_kind, layer.negative_slope)
+    keep = needs_residual and (layer.activation != "none" or mask is not None)
     message, u = ops.local_gradients(
-        dy, x, mean, rstd, info, *through, keep, _exchange.frame_words(peers)
+        dy, x, mean, rstd, info, *through, keep, _exchange.frame_words(peers), mask
     )
-    if keep:  # what came back through the activation is there already
+    if keep:  # what comes back is there already
         dy, through = u, (weight, None, None, 0, 0.0)
     dx = dweight = dbias = None
     # One rank's share is the whole, and comes with dx.
@@ -128,7 +133,7 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
         merged, rest, _ = _exchange.exchange(message, x.shape[1], peers, ctx.call)
         wanted = (None, None) if shares else dtypes
         dx, *sums = ops.input_gradient(
-            dy, x, merged, rest, mean, rstd, info, *through, *wanted, ranks
+            dy, x, merged, rest, mean, rstd, info, *through, *wanted, ranks, mask
         )
         if not shares:
             dweight, dbias = sums
@@ -151,6 +156,7 @@ def train_step(
     *,
     num_batches_tracked: Tensor | None = None,
     call: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """One training forward: exchange, normalize, update the running statistics in place.
 
@@ -166,11 +172,17 @@ def train_step(
         check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
         if inplace:
             check_in_place(x, weight, bias, residual, layer.negative_slope)
+        if mask is not None:
+            check_mask(mask, x)
+            if layer.writes_over_input:
+                raise ValueError("mask: got one with inplace=True, expected None")
     except Exception as error:
         _exchange.reject(peers, layer.call_of(x, call), error)
         raise
     function = _BatchNormInPlace if inplace else _BatchNormTraining
-    y, mean, var, info = function.apply(x, weight, bias, residual, call, layer, peers)
+    if mask is not None:
+        mask = mask.contiguous()
+    y, mean, var, info = function.apply(x, weight, bias, residual, mask, call, layer, peers)
     if running_mean is not None or num_batches_tracked is not None or call is not None:
         ops.update_running_statistics(
             running_mean, running_var, num_batches_tracked, call, mean, var, info, layer.momentum

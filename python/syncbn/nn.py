@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _baton, _devices, _groups
+from . import _baton, _devices, _groups, _mask
 from ._layer import Layer, check_options
 from ._tracing import leaf
 from ._training import train_step
@@ -141,18 +141,21 @@ class SyncBatchNorm(_BatchNorm):
         self,
         input: Tensor | Sequence[Tensor],
         residual: Tensor | Sequence[Tensor] | None = None,
+        mask: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor | list[Tensor]:
         """input: (N, num_features, *spatial). residual: like it, added before the activation.
-        Returns a tensor like it.
+        mask: (N, *spatial), bool or uint8; elements where it is False count neither in statistics
+        nor in gradients, and are 0 in the output and in the gradients of input and residual.
+        Returns a tensor like input.
 
         With a list or tuple of tensors, one per device of this process, returns the list of their
         outputs; in training the statistics are those of all of them (and of all ranks).
         """
         if isinstance(input, (list, tuple)):
-            return _devices.forward(self, input, residual)
+            return _devices.forward(self, input, residual, mask)
         if self.training:
             if _baton.running and _baton.inside():
-                return _baton.wait(self, input, residual)
+                return _baton.wait(self, input, residual, mask)
             if not torch.compiler.is_compiling():
                 _devices.check_alone(self)
             return train_step(
@@ -165,19 +168,19 @@ class SyncBatchNorm(_BatchNorm):
                 self.layer(),
                 num_batches_tracked=self.num_batches_tracked,
                 call=self._call,
+                mask=mask,
             )
         self._check_input_dim(input)
-        y = F.batch_norm(
-            input,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.running_mean is None and self.running_var is None,
-            0.0,
-            self.eps,
-        )
-        return finish(y, residual, self.layer())
+        local_batch = self.running_mean is None and self.running_var is None
+
+        def normalize(x: Tensor) -> Tensor:
+            statistics = (self.running_mean, self.running_var)
+            return F.batch_norm(x, *statistics, self.weight, self.bias, local_batch, 0.0, self.eps)
+
+        if mask is None:
+            return finish(normalize(input), residual, self.layer())
+        y = _mask.evaluate(normalize, input, mask, local_batch)
+        return _mask.counting(finish(y, residual, self.layer()), mask)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
