@@ -297,6 +297,17 @@ def _own_group(group_ranks: list[int], timeout: float, engine: str) -> Peers:
     return own
 
 
+def named(name: str) -> Peers:
+    """The group of this package with that name, as traced graphs hold it."""
+    for own in _own_groups.values():
+        if own.group_name == name:
+            return own
+    raise RuntimeError(
+        f"syncbn: no group {name!r} in this process, with which a graph was traced; make the groups "
+        "(convert, or syncbn.prepare(model)) and trace it again"
+    )
+
+
 @torch.compiler.assume_constant_result
 def peers(sharing: Sharing) -> Peers | None:
     """Whom to exchange with; None: nobody (no process group, or one rank)."""
