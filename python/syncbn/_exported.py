@@ -34,6 +34,12 @@ def _layer(name, number, group, limit, engine, sync, eps, affine_grad, activatio
     return Layer(name, number, sharing, sync, eps, None, affine_grad, activation, slope, mode)
 
 
+@torch.compiler.assume_constant_result
+def exporting() -> bool:
+    """torch.compile takes torch.compiler.is_exporting for true while it traces, but not in here."""
+    return torch.compiler.is_exporting()
+
+
 def training_step(x, weight, bias, residual, counter, layer, peers):
     """As _BatchNormTraining.apply."""
     y, mean, var, _, info, _ = ops.training_step(

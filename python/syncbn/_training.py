@@ -173,7 +173,7 @@ def train_step(
     except Exception as error:
         _exchange.reject(peers, layer.call_of(x, call), error)
         raise
-    if torch.compiler.is_exporting():
+    if _exported.exporting():
         function = _exported.training_step
     else:
         function = (_BatchNormInPlace if inplace else _BatchNormTraining).apply
