@@ -1,6 +1,7 @@
 """Batch normalization whose statistics are shared by every device that trains."""
 
-from . import _traced, functional, graph, ops, parallel
+from . import _traced as _traced
+from . import functional, graph, ops, parallel
 from ._build import __version__
 from ._ops import ops as _ops
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm

@@ -43,9 +43,8 @@ def exchange(
     if peers is None:
         return message, None
     if torch.compiler.is_compiling():
-        group = peers.group_name
-        merged = ops.all_reduce_message(message, channels, group, call.layer, call.direction)
-        return merged, None
+        traced = (call.layer, call.dtype, call.settings.options(), call.direction)
+        return ops.all_reduce_message(message, channels, peers.group_name, *traced), None
     first = _sum_first(message, peers, call)
     _check(first, peers, call)
     rest = ops.remaining_words(message, first, peers.ranks, channels, -1)
@@ -69,7 +68,8 @@ def gather(
     if peers is None:
         return message, record
     if torch.compiler.is_compiling():
-        return ops.all_gather_record(message, channels, peers.group_name, peers.ranks, call.layer)
+        traced = (call.layer, call.dtype, call.settings.options(), peers.ranks)
+        return ops.all_gather_record(message, channels, peers.group_name, *traced)
     size = record.numel()
     words = frame_words(peers) or HEADER_WORDS + peers.ranks * size
     frame = torch.zeros(words, dtype=torch.int64, device=message.device)
@@ -95,7 +95,7 @@ def check_count(merged: torch.Tensor, own: int, peers: Peers | None, sizes: str)
     count, so all refuse it.
 
     own: this rank's count, known without a look at the device; 0 where it is not. Only a rank with
-    at most one value looks at the sum: on a GPU that waits, and cannot be while a graph is captured.
+    at most one value looks at the sum: on a GPU it waits for that, and not in a captured graph.
     """
     if own > 1:
         return

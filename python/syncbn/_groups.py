@@ -303,8 +303,8 @@ def named(name: str) -> Peers:
         if own.group_name == name:
             return own
     raise RuntimeError(
-        f"syncbn: no group {name!r} in this process, with which a graph was traced; make the groups "
-        "(convert, or syncbn.prepare(model)) and trace it again"
+        f"syncbn: a graph was traced with the group {name!r}, which this process does not have; "
+        "expected tracing after convert_sync_batchnorm or syncbn.prepare(model) in this process"
     )
 
 

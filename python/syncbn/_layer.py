@@ -40,7 +40,7 @@ class Layer(NamedTuple):
     def call_of(self, x: Tensor, call: Tensor | None) -> Call:
         """This call as errors name it. call: the counter of the layer's calls."""
         if torch.compiler.is_compiling():
-            return Call(self.name)
+            return Call(self.name, None, "forward", None, x.dtype, self)
         channels = x.shape[1] if x.dim() > 1 else None
         # A counter on a GPU is not read: that would wait for the device.
         number = None if call is None or call.is_cuda else int(call)

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 from rank_cases import raises, unchanged
-from syncbn import _groups
 from support import assert_same_layers
+from syncbn import _exchange, _groups
+from syncbn._ops import ops
 
 
 def net(**options) -> nn.Module:
@@ -104,7 +105,8 @@ def case_compiled_steps_that_differ_are_an_error_on_every_rank(rank, world):
     if rank == world - 1:
         model[4].eps = 1e-3
     step = torch.compile(model, backend="aot_eager", fullgraph=True)
-    expected = f"^4, forward, 4 channels, rank {rank} of {world}: .*rank {world - 1}: 4, forward"
+    call = "4, forward, 4 channels, float32"
+    expected = f"^{call}, rank {rank} of {world}: .*rank {world - 1}: {call}, eps=0.001"
     raises(syncbn.DivergenceError, expected, lambda: step(batch(3, rank)))
     # Not even the layer before is updated: a graph writes its buffers at the end.
     unchanged(model, before)
@@ -126,10 +128,26 @@ def case_compiled_step_times_out_by_name(rank, world):
     model = net(timeout=1.5)
     if rank == 0:
         step = torch.compile(model, backend="aot_eager", fullgraph=True)
-        expected = f"^1, forward, 8 channels, rank 0 of {world}: .*rank 1: in no exchange"
+        expected = f"^1, forward, 8 channels, float32, rank 0 of {world}: .*rank 1: in no exchange"
         raises(syncbn.ExchangeTimeout, expected, lambda: step(batch(3, rank)))
     dist.barrier()
     time.sleep(0.1)
+
+
+def case_operators_of_traced_graphs_meet_their_contract(rank, world):
+    """Fakes and aliasing, by PyTorch's own checks, on messages with and without a second part."""
+    layer = syncbn.SyncBatchNorm(4)
+    peers = layer.layer().peers()
+    tests = ("test_schema", "test_faketensor")
+    for channels in (4, 600):
+        x = torch.randn(3 + rank, channels)
+        message = ops.local_moments(x, 7, None, 1e-5, _exchange.frame_words(peers))
+        constants = (channels, peers.group_name, "name", x.dtype, "eps=1")
+        arguments = (message, *constants, "forward")
+        torch.library.opcheck(ops.all_reduce_message.default, arguments, test_utils=tests)
+        message = ops.local_welford(x, 7, None, 1e-5)
+        arguments = (message, *constants, world)
+        torch.library.opcheck(ops.all_gather_record.default, arguments, test_utils=tests)
 
 
 def case_exported_step_trains_exact(rank, world):
