@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 from rank_cases import raises, unchanged
+from rank_cases_groups import check_interrupted
 from support import assert_same_layers
 from syncbn import _exchange, _groups
 from syncbn._ops import ops
@@ -134,6 +135,11 @@ def case_compiled_step_times_out_by_name(rank, world):
     time.sleep(0.1)
 
 
+def case_compiled_step_interrupted_within_a_second(rank, world):
+    layer = syncbn.SyncBatchNorm(4, timeout=61)
+    check_interrupted(rank, layer, torch.compile(layer, backend="aot_eager", fullgraph=True))
+
+
 def case_operators_of_traced_graphs_meet_their_contract(rank, world):
     """Fakes and aliasing, by PyTorch's own checks, on messages with and without a second part."""
     layer = syncbn.SyncBatchNorm(4)
@@ -163,6 +169,14 @@ def case_exported_step_trains_exact(rank, world):
         assert torch.equal(trained.get_parameter(name).grad, p.grad), name
     for name, b in reference.named_buffers():
         assert torch.equal(trained.get_buffer(name), b), name
+
+
+def case_exported_steps_that_differ_are_an_error_on_every_rank(rank, world):
+    layer = syncbn.SyncBatchNorm(4, eps=1e-5 if rank else 1e-3)
+    step = torch.export.export(layer, (torch.randn(3, 4),)).module()
+    expected = f"^SyncBatchNorm, call 0, forward, .*rank {rank} of {world}: .*eps=0.001"
+    raises(syncbn.DivergenceError, expected, lambda: step(torch.randn(3, 4)))
+    assert step.get_buffer("num_batches_tracked") == 0 and step.get_buffer("_call") == 0
 
 
 def case_exported_modes_exact(rank, world):

@@ -154,6 +154,22 @@ def test_exported_training_step_trains_exact(strict):
         assert torch.equal(trained.get_parameter(name).grad, p.grad), name
 
 
+def test_joint_graph_of_an_exported_step_has_its_gradient():
+    from torch.export.experimental import _export_forward_backward
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = syncbn.convert_sync_batchnorm(plain_net())
+
+        def forward(self, x):
+            return self.net(x).square().sum()
+
+    joint = _export_forward_backward(torch.export.export(Loss(), (samples(),)))
+    for operator in (ops.training_step.default, ops.training_step_backward.default):
+        assert sum(node.target == operator for node in joint.graph.nodes) == 2
+
+
 def test_exported_operators_meet_their_contract():
     """Fakes, aliasing and autograd registration, by PyTorch's own checks."""
     x = torch.randn(4, 5, 6, requires_grad=True)
