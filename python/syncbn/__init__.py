@@ -1,5 +1,6 @@
 """Batch normalization whose statistics are shared by every device that trains."""
 
+from . import _traced as _traced
 from . import functional, graph, ops, parallel
 from ._build import __version__
 from ._ops import ops as _ops

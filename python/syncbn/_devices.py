@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _baton, _exchange
-from ._layer import check_arguments, check_momentum, check_options
+from ._layer import check_arguments, check_momentum, check_options, values_per_channel
 from ._mask import check_mask
 from ._ops import ops
 from ._training import like
@@ -63,12 +63,9 @@ class _BatchNormDevices(torch.autograd.Function):
             for x, m in zip(xs, masks)
         ]
         message = _sum(messages, lead)
-        merged, rest, count = _exchange.exchange(message, channels, peers, where)
-        if count == 1:
-            raise ValueError(
-                "Expected more than 1 value per channel when training, got 1 over all devices "
-                f"(input sizes {[list(x.shape) for x in xs]})"
-            )
+        merged, rest = _exchange.exchange(message, channels, peers, where)
+        sizes = f"devices (input sizes {[list(x.shape) for x in xs]})"
+        _exchange.check_count(merged, sum(map(values_per_channel, xs, masks)), peers, sizes)
         ranks = 1 if peers is None else peers.ranks
         results = [
             ops.normalize(
@@ -143,7 +140,7 @@ class _BatchNormDevices(torch.autograd.Function):
             empty = xs[0].new_empty((0, channels), dtype=dtype)
             dweight, dbias = ops.affine_gradient_shares(message, empty, means[0], rstds[0], *dtypes)
         if any(needs_x) or not shares:
-            merged, rest, _ = _exchange.exchange(message, channels, peers, ctx.call)
+            merged, rest = _exchange.exchange(message, channels, peers, ctx.call)
             for k, (dy, x) in enumerate(zip(dys, xs)):
                 wanted = (None, None) if shares or k > 0 else dtypes
                 dxs[k], *sums = ops.input_gradient(

@@ -297,6 +297,17 @@ def _own_group(group_ranks: list[int], timeout: float, engine: str) -> Peers:
     return own
 
 
+def named(name: str) -> Peers:
+    """The group of this package with that name, as traced graphs hold it."""
+    for own in _own_groups.values():
+        if own.group_name == name:
+            return own
+    raise RuntimeError(
+        f"syncbn: a graph was traced with the group {name!r}, which this process does not have; "
+        "expected tracing after convert_sync_batchnorm or syncbn.prepare(model) in this process"
+    )
+
+
 @torch.compiler.assume_constant_result
 def peers(sharing: Sharing) -> Peers | None:
     """Whom to exchange with; None: nobody (no process group, or one rank)."""

@@ -4,8 +4,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import _exchange
-from ._layer import Layer, check_arguments, check_in_place, check_momentum, check_options
+from . import _exchange, _exported
+from ._layer import (
+    Layer,
+    check_arguments,
+    check_in_place,
+    check_momentum,
+    check_options,
+    values_per_channel,
+)
 from ._mask import check_mask
 from ._ops import ops
 
@@ -17,16 +24,13 @@ def _exchanged(ctx, x, residual, mask, counter, layer, peers):
     number, channels = layer.call_number(residual is not None), x.shape[1]
     if layer.statistics == "welford":
         message = ops.local_welford(x, number, counter, layer.eps, mask)
-        *merged, count = _exchange.gather(message, channels, peers, call)
+        merged = _exchange.gather(message, channels, peers, call)
     else:
         frame = _exchange.frame_words(peers)
         message = ops.local_moments(x, number, counter, layer.eps, frame, mask)
-        *merged, count = _exchange.exchange(message, channels, peers, call)
-    if count == 1:
-        raise ValueError(
-            "Expected more than 1 value per channel when training, got 1 over all ranks "
-            f"(input size {list(x.shape)} on this one)"
-        )
+        merged = _exchange.exchange(message, channels, peers, call)
+    sizes = f"ranks (input size {list(x.shape)} on this one)"
+    _exchange.check_count(merged[0], values_per_channel(x, mask), peers, sizes)
     return message, *merged
 
 
@@ -130,7 +134,7 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, activation_mask, mask)
     if shares and (needs_weight or needs_bias):
         dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
     if needs_x or not shares:
-        merged, rest, _ = _exchange.exchange(message, x.shape[1], peers, ctx.call)
+        merged, rest = _exchange.exchange(message, x.shape[1], peers, ctx.call)
         wanted = (None, None) if shares else dtypes
         dx, *sums = ops.input_gradient(
             dy, x, merged, rest, mean, rstd, info, *through, *wanted, ranks, mask
@@ -179,10 +183,13 @@ def train_step(
     except Exception as error:
         _exchange.reject(peers, layer.call_of(x, call), error)
         raise
-    function = _BatchNormInPlace if inplace else _BatchNormTraining
     if mask is not None:
         mask = mask.contiguous()
-    y, mean, var, info = function.apply(x, weight, bias, residual, mask, call, layer, peers)
+    if _exported.exporting():
+        function = _exported.training_step
+    else:
+        function = (_BatchNormInPlace if inplace else _BatchNormTraining).apply
+    y, mean, var, info = function(x, weight, bias, residual, mask, call, layer, peers)
     if running_mean is not None or num_batches_tracked is not None or call is not None:
         ops.update_running_statistics(
             running_mean, running_var, num_batches_tracked, call, mean, var, info, layer.momentum

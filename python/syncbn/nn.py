@@ -182,6 +182,14 @@ class SyncBatchNorm(_BatchNorm):
         y = _mask.evaluate(normalize, input, mask, local_batch)
         return _mask.counting(finish(y, residual, self.layer()), mask)
 
+    def __prepare_scriptable__(self):
+        # A scriptable layer in this place would take this one's place in the user's model too.
+        raise RuntimeError(
+            f"{self.layer_name}: torch.jit.script cannot compile a synchronized layer; expected "
+            "torch.jit.trace of the model in evaluation mode, or a copy of the model without such "
+            "layers: syncbn.revert_sync_batchnorm(copy.deepcopy(model)) or syncbn.fold(model)"
+        )
+
     def extra_repr(self) -> str:
         text = super().extra_repr()
         if self.sharing.name is not None:
