@@ -2,6 +2,7 @@
 
 from . import functional, graph, ops, parallel
 from ._build import __version__
+from ._classes import register_conversion
 from ._ops import ops as _ops
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
 from .errors import DivergenceError, ExchangeTimeout, PeerLost
@@ -23,6 +24,7 @@ __all__ = [
     "ops",
     "parallel",
     "prepare",
+    "register_conversion",
     "report",
     "reset_groups",
     "revert_sync_batchnorm",

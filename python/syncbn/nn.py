@@ -56,6 +56,11 @@ class SyncBatchNorm(_BatchNorm):
     activation).
     """
 
+    def __init_subclass__(cls, **options) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls):  # one call for a tracer, which would else record the inner one
+            cls.forward = leaf(cls.forward)
+
     def __init__(
         self,
         num_features: int,
