@@ -8,7 +8,8 @@ from .convert import convert_sync_batchnorm, revert_sync_batchnorm
 from .errors import DivergenceError, ExchangeTimeout, PeerLost
 from .fold import fold
 from .nn import SyncBatchNorm
-from .sharing import prepare, report, reset_groups, set_group, skip
+from .report import report
+from .sharing import prepare, reset_groups, set_group, skip
 
 __all__ = [
     "DivergenceError",

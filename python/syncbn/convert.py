@@ -31,7 +31,7 @@ _OWN_ATTRIBUTES = (
     "_original_activation",
     "_replaced_class",
 )
-_OWN_BUFFERS = ("_call",)
+_OWN_BUFFERS = ("_call", "_info")
 
 
 def _replace(

@@ -109,11 +109,14 @@ class SyncBatchNorm(_BatchNorm):
         # Which call of the layer this is; all ranks must be at the same one. Not in the state_dict.
         call = torch.zeros(1, dtype=torch.int64, device=device)
         self.register_buffer("_call", call, persistent=False)
+        # What report() shows of the last call: the global count, and the fingerprint.
+        self.register_buffer("_info", torch.zeros(2, dtype=torch.int64, device=device), False)
 
     def reset_running_stats(self) -> None:
         super().reset_running_stats()
         if "_call" in self._buffers:  # not yet in the base class's constructor
             self._call.zero_()
+            self._info.zero_()
 
     @property
     def process_group(self):
@@ -170,6 +173,7 @@ class SyncBatchNorm(_BatchNorm):
                 self.layer(),
                 num_batches_tracked=self.num_batches_tracked,
                 call=self._call,
+                last_info=self._info,
             )
         self._check_input_dim(input)
         y = F.batch_norm(

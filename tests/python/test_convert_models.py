@@ -134,3 +134,32 @@ def test_quantized_batch_norm_is_left_with_a_warning():
     with pytest.warns(UserWarning, match=r"BatchNorm2d: 0\n"):
         syncbn.convert_sync_batchnorm(net)
     assert type(net[0]) is quantized.BatchNorm2d
+
+
+def test_torch_s_own_converter_replaces_layers_silently_exact():
+    """A fact about PyTorch that docs/conversion.md states: activations are lost without a word.
+    report() shows it, and converting again mends what is not lost."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    syncbn.convert_sync_batchnorm(net)
+    weight = net[1].weight
+    net[1].activation = "relu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    assert type(net[1]) is nn.SyncBatchNorm and net[1].weight is weight
+    (row,) = syncbn.report(net)
+    assert row.layer == "torch.SyncBatchNorm" and "not synchronized by syncbn" in row.note
+    with pytest.raises(RuntimeError, match=r"\n  1: torch.SyncBatchNorm"):
+        syncbn.report(net, strict=True)
+    syncbn.convert_sync_batchnorm(net)
+    assert type(net[1]) is syncbn.SyncBatchNorm and net[1].activation == "none"
+
+
+def test_lightning_s_sync_batchnorm_replaces_layers_silently():
+    """The plugin that Trainer(sync_batchnorm=True) applies before it wraps the model."""
+    layer_sync = pytest.importorskip("lightning.pytorch.plugins.layer_sync")
+    net = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(4)))
+    net = layer_sync.TorchSyncBatchNorm().apply(net)
+    assert type(net[0]) is nn.SyncBatchNorm
+    with pytest.raises(RuntimeError, match=r"\n  0: torch.SyncBatchNorm"):
+        syncbn.report(net, strict=True)
