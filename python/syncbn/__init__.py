@@ -1,6 +1,6 @@
 """Batch normalization whose statistics are shared by every device that trains."""
 
-from . import functional, graph, ops, parallel
+from . import functional, graph, ops, parallel, testing
 from ._build import __version__
 from ._classes import register_conversion
 from ._ops import ops as _ops
@@ -31,6 +31,7 @@ __all__ = [
     "revert_sync_batchnorm",
     "set_group",
     "skip",
+    "testing",
 ]
 
 
