@@ -102,6 +102,7 @@ def wrapper(module: nn.Module) -> str | None:
     """
     for name, package, cls in (
         ("DistributedDataParallel", "torch.nn.parallel", "DistributedDataParallel"),
+        ("replicate", "torch.distributed._composable.replicate", "DDP"),
         ("FullyShardedDataParallel", "torch.distributed.fsdp", "FullyShardedDataParallel"),
         ("fully_shard", "torch.distributed.fsdp", "FSDPModule"),
         ("torch.compile", "torch._dynamo.eval_frame", "OptimizedModule"),

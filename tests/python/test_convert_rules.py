@@ -103,7 +103,7 @@ def test_a_layer_held_by_a_python_list_alone_is_not_found():
 
 @pytest.mark.parametrize("cls", (nn.BatchNorm1d, nn.SyncBatchNorm))
 def test_parametrizations_are_kept_exact(cls):
-    """torch.nn.SyncBatchNorm's converter computes the weight once and drops the parametrization."""
+    """torch.nn.SyncBatchNorm's converter raises a TypeError, with the layers before replaced."""
     layer = cls(4)
     parametrize.register_parametrization(layer, "weight", Double())
     net = nn.Sequential(layer)
@@ -128,7 +128,7 @@ def test_parametrizations_are_kept_exact(cls):
 
 
 def test_weight_norm_in_both_forms():
-    """By hooks and by parametrization."""
+    """By hooks and by parametrization. torch.nn.SyncBatchNorm's converter: a TypeError."""
     for normed in (nn.utils.weight_norm, parametrizations.weight_norm):
         net = nn.Sequential(normed(nn.BatchNorm1d(4), dim=None))
         expected = net[0].weight.detach().clone()
@@ -166,6 +166,22 @@ def test_layers_that_are_no_batch_norm_are_left_silently():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [type(m) for m in syncbn.convert_sync_batchnorm(net)] == types
+
+
+def test_a_scripted_model_is_left_with_a_warning():
+    """torch.nn.SyncBatchNorm's converter leaves it silently."""
+    net = torch.jit.script(nn.Sequential(nn.BatchNorm2d(4)))
+    with pytest.warns(UserWarning, match=r"torch.jit._script.RecursiveScriptModule: 0\n"):
+        assert syncbn.convert_sync_batchnorm(net) is net
+    assert net(torch.randn(2, 4, 3, 3)).shape == (2, 4, 3, 3)
+
+
+def test_a_traced_graph_is_converted():
+    """Batch norm is a call of a module there."""
+    net = torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
+    syncbn.convert_sync_batchnorm(net)
+    net(torch.randn(2, 3, 3, 3))
+    assert syncbn.report(net)[0].count == 18
 
 
 def test_a_lazy_layer_is_refused_until_it_has_seen_an_input():
@@ -207,6 +223,8 @@ def test_a_model_wrapped_for_data_parallelism_is_refused(one_rank):
         "wrapped by DistributedDataParallel already, expected the model before that: first "
         "convert_sync_batchnorm, then DistributedDataParallel$",
     )
+    replicate = torch.distributed._composable.replicate
+    refused(replicate(nn.Sequential(nn.BatchNorm2d(4))), "a model that is wrapped by replicate al")
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     torch.distributed.fsdp.fully_shard(net[1], mesh=mesh)
     refused(net, "^module: got 1 that is wrapped by fully_shard already.*then fully_shard$")
