@@ -96,19 +96,19 @@ def left_alone(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def wrapper(module: nn.Module) -> str | None:
-    """What the module is wrapped in that must come after conversion, if anything.
+    """What has been done to the module that must come after conversion, if anything.
 
     What is not imported cannot have wrapped anything.
     """
-    for name, package, cls in (
-        ("DistributedDataParallel", "torch.nn.parallel", "DistributedDataParallel"),
-        ("replicate", "torch.distributed._composable.replicate", "DDP"),
-        ("FullyShardedDataParallel", "torch.distributed.fsdp", "FullyShardedDataParallel"),
-        ("fully_shard", "torch.distributed.fsdp", "FSDPModule"),
-        ("torch.compile", "torch._dynamo.eval_frame", "OptimizedModule"),
+    for text, package, cls in (
+        ("wrapped by DistributedDataParallel", "torch.nn.parallel", "DistributedDataParallel"),
+        ("wrapped by replicate", "torch.distributed._composable.replicate", "DDP"),
+        ("sharded by FSDP", "torch.distributed.fsdp", "FullyShardedDataParallel"),
+        ("sharded by FSDP", "torch.distributed.fsdp", "FSDPModule"),
+        ("compiled by torch.compile", "torch._dynamo.eval_frame", "OptimizedModule"),
     ):
         found = getattr(sys.modules.get(package), cls, None)
         if found is not None and isinstance(module, found):
-            return name
+            return text
     # Of Module.compile(), which changes the module in place.
-    return "torch.compile" if module._compiled_call_impl is not None else None
+    return None if module._compiled_call_impl is None else "compiled by torch.compile"

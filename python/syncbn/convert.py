@@ -12,7 +12,17 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _groups, _shared_memory
-from ._classes import LAZY, PLAIN, class_name, class_of, left_alone, registered, set_class, wrapper
+from ._classes import (
+    LAZY,
+    PLAIN,
+    class_name,
+    class_of,
+    holds_statistics,
+    left_alone,
+    registered,
+    set_class,
+    wrapper,
+)
 from ._layer import Layer, check_options
 from .nn import SyncBatchNorm
 
@@ -82,18 +92,31 @@ def _check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(f"module: got {type(module).__name__}, expected a torch.nn.Module")
     for path, layer in module.named_modules():
-        where = f"module: got {path}" if path else "module: got a model"
-        wrapped = wrapper(layer)
-        if wrapped is not None:
+        where = path or "a model"
+        text = wrapper(layer)
+        if text is not None and any(map(_may_convert, layer.modules())):
             raise ValueError(
-                f"{where} that is wrapped by {wrapped} already, expected the model before that: "
-                f"first convert_sync_batchnorm, then {wrapped}"
+                f"module: got {where}, {text} already, expected the model before that: first "
+                f"convert_sync_batchnorm, then {text.split()[-1]}"
             )
         if class_of(layer) in LAZY:
             raise ValueError(
-                f"{where}, a {type(layer).__name__} that has not seen an input, expected "
-                "initialized layers: first call the model once, then convert_sync_batchnorm"
+                f"module: got {where}, a {type(layer).__name__} that has not seen an input, "
+                "expected initialized layers: first call the model once, then "
+                "convert_sync_batchnorm"
             )
+
+
+def _may_convert(layer: nn.Module) -> bool:
+    # Not by its exact class: fully_shard gives a layer another one.
+    return holds_statistics(layer) and not isinstance(layer, SyncBatchNorm)
+
+
+def _check_not_sharded(module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        text = wrapper(part) or ""
+        if "FSDP" in text and any(isinstance(m, SyncBatchNorm) for m in part.modules()):
+            raise ValueError(f"module: got {path or 'a model'}, {text}, expected it before that")
 
 
 def _agree(error: Exception | None, sharing: _groups.Sharing) -> None:
@@ -164,9 +187,10 @@ def convert_sync_batchnorm(
 
     Raises:
         ValueError: the ranks cannot be grouped like this; affine_grad, statistics or sync is not
-            one of its values; `module` is, or contains, a model that is wrapped already, or a lazy
-            layer that has not seen an input. With any error `module` is as it was. On several ranks
-            an error of one rank is raised on all.
+            one of its values; `module` is, or contains, a model with layers to convert that is
+            wrapped, sharded or compiled already, or a lazy layer that has not seen an input. With
+            any error `module` is as it was. On several ranks an error in converting is raised on
+            all ranks of the group.
     """
     options = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
     check_options(Layer("", 0, **options))
@@ -263,10 +287,11 @@ def revert_sync_batchnorm(
         stay the same objects.
 
     Raises:
-        ValueError: a layer has a fused activation, which would be lost.
+        ValueError: a layer has a fused activation, which would be lost, or is sharded by FSDP.
         RuntimeError: the process group of a layer that was a torch.nn.SyncBatchNorm is gone.
         With any error `module` is as it was.
     """
+    _check_not_sharded(module)
     classes, groups = {}, {}
     for path, layer in module.named_modules():
         cls = vars(layer).get(

@@ -199,9 +199,11 @@ def test_a_compiled_model_is_refused():
     """torch.nn.SyncBatchNorm's converter converts inside it."""
     order = "first convert_sync_batchnorm, then torch.compile"
     net = nn.Sequential(nn.BatchNorm2d(4))
-    refused(torch.compile(net), f"^module: got a model that is wrapped by torch.compile.*{order}")
+    refused(
+        torch.compile(net), f"^module: got a model, compiled by torch.compile already, .*{order}"
+    )
     outer = nn.Sequential(nn.BatchNorm2d(4), torch.compile(net))
-    refused(outer, f"^module: got 1 that is wrapped by torch.compile already, .*{order}")
+    refused(outer, f"^module: got 1, compiled by torch.compile already, .*{order}")
     net.compile()
     refused(net, order)
 
@@ -224,14 +226,21 @@ def test_a_model_wrapped_for_data_parallelism_is_refused(one_rank):
         "convert_sync_batchnorm, then DistributedDataParallel$",
     )
     replicate = torch.distributed._composable.replicate
-    refused(replicate(nn.Sequential(nn.BatchNorm2d(4))), "a model that is wrapped by replicate al")
+    refused(replicate(nn.Sequential(nn.BatchNorm2d(4))), "a model, wrapped by replicate already")
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     torch.distributed.fsdp.fully_shard(net[1], mesh=mesh)
-    refused(net, "^module: got 1 that is wrapped by fully_shard already.*then fully_shard$")
+    refused(net, "^module: got 1, sharded by FSDP already, expected .* then FSDP$")
     wrapped = torch.distributed.fsdp.FullyShardedDataParallel(
         nn.Sequential(nn.BatchNorm2d(4)), device_id=torch.device("cpu"), use_orig_params=True
     )
-    refused(wrapped, "wrapped by FullyShardedDataParallel already")
+    refused(wrapped, "a model, sharded by FSDP already")
+    sharded = torch.distributed.fsdp.fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh)
+    net = syncbn.convert_sync_batchnorm(nn.Sequential(sharded, nn.BatchNorm1d(4)))
+    assert type(net[1]) is syncbn.SyncBatchNorm  # what is not inside may change
+    torch.distributed.fsdp.fully_shard(net[1], mesh=mesh)
+    with pytest.raises(ValueError, match="^module: got 1, sharded by FSDP, expected it before"):
+        syncbn.revert_sync_batchnorm(net)
+    assert isinstance(net[1], syncbn.SyncBatchNorm)
 
 
 def test_something_that_is_no_module_is_refused():
