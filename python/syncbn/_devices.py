@@ -256,6 +256,7 @@ def train_step(
         info,
         layer.momentum,
     )
+    module._info.copy_(info)
     _called_with_lists.add(module)
     return ys
 

@@ -142,7 +142,7 @@ def select(
         )
     rank, world = dist.get_rank(), dist.get_world_size()
     if group is not None:
-        hosts = _gather_text(host_name())
+        hosts = gather_text(host_name())
         ranks = [r for r in range(world) if hosts[r] == hosts[rank]]
     else:
         if not isinstance(group_size, int) or group_size < 1 or world % group_size:
@@ -162,7 +162,7 @@ def host_name() -> str:
 _gathered = 0
 
 
-def _gather_text(text: str) -> list[str]:
+def gather_text(text: str) -> list[str]:
     """Every rank's text, through the store: on every backend, without a device."""
     global _gathered
     _gathered += 1

@@ -56,6 +56,11 @@ class SyncBatchNorm(_BatchNorm):
     activation).
     """
 
+    def __init_subclass__(cls, **options) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls):  # one call for a tracer, which would else record the inner one
+            cls.forward = leaf(cls.forward)
+
     def __init__(
         self,
         num_features: int,
@@ -104,11 +109,14 @@ class SyncBatchNorm(_BatchNorm):
         # Which call of the layer this is; all ranks must be at the same one. Not in the state_dict.
         call = torch.zeros(1, dtype=torch.int64, device=device)
         self.register_buffer("_call", call, persistent=False)
+        # What report() shows of the last call: the global count, and the fingerprint.
+        self.register_buffer("_info", torch.zeros(2, dtype=torch.int64, device=device), False)
 
     def reset_running_stats(self) -> None:
         super().reset_running_stats()
         if "_call" in self._buffers:  # not yet in the base class's constructor
             self._call.zero_()
+            self._info.zero_()
 
     @property
     def process_group(self):
@@ -169,6 +177,7 @@ class SyncBatchNorm(_BatchNorm):
                 num_batches_tracked=self.num_batches_tracked,
                 call=self._call,
                 mask=mask,
+                last_info=self._info,
             )
         self._check_input_dim(input)
         local_batch = self.running_mean is None and self.running_var is None

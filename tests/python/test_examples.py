@@ -61,7 +61,19 @@ def _activation(names):
     assert not names["local"].sync
 
 
+def _conversion(names):
+    assert [type(m) for m in names["model"]][1::2] == [names["torch"].nn.BatchNorm2d] * 2
+
+
+def _diagnosis(names):
+    (row,) = names["rows"]
+    assert (row.count, row.note) == (256, "no process group")
+    assert names["result"].exact and len(names["result"]) == 1
+
+
 EXPECTED = {
+    "docs/conversion.md": _conversion,
+    "docs/diagnosis.md": _diagnosis,
     "docs/devices.md": _devices,
     "docs/static_graph.md": _static_graph,
     "docs/activation.md": _activation,
