@@ -2,10 +2,10 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from . import _exchange
+from . import _exchange, _second
 from ._layer import Layer, check_arguments, check_in_place, check_momentum, check_options
+from ._modes import check_transforms, outside_transforms, recorded
 from ._ops import ops
 
 
@@ -65,10 +65,12 @@ class _BatchNormTraining(torch.autograd.Function):
         return y, mean, var, info
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy, *_):
-        x, weight, bias, mean, rstd, info, mask = ctx.saved_tensors
-        return *_backward(ctx, dy, x, weight, bias, mean, rstd, info, mask), None, None, None
+        if _creates_graph():
+            gradients = _second.differentiable(ctx, _backward, dy, *ctx.saved_tensors)
+        else:
+            gradients = _backward(ctx, dy, *ctx.saved_tensors)
+        return *gradients, None, None, None
 
 
 class _BatchNormInPlace(torch.autograd.Function):
@@ -94,14 +96,27 @@ class _BatchNormInPlace(torch.autograd.Function):
         return x, mean, var, info
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy, *_):
         y, weight, bias, mean, rstd, info = ctx.saved_tensors
-        x, mask = ops.recover_input(y, mean, rstd, weight, bias, ctx.layer.negative_slope)
-        # The sign is y's: computed again from x it could differ next to 0.
-        return *_backward(ctx, dy, x, weight, None, mean, rstd, info, mask), None, None, None
+        with torch.no_grad():
+            x, mask = ops.recover_input(y, mean, rstd, weight, bias, ctx.layer.negative_slope)
+            # The sign is y's: computed again from x it could differ next to 0.
+            gradients = _backward(ctx, dy, x, weight, None, mean, rstd, info, mask)
+        if _creates_graph():
+            gradients = _second.refuse(
+                f"{ctx.layer.name}: got a second derivative with inplace=True, which keeps no "
+                "input to differentiate by; expected inplace=False",
+                gradients,
+            )
+        return *gradients, None, None, None
 
 
+def _creates_graph() -> bool:
+    """Whether a backward runs with create_graph=True; a compiled one never does."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+@recorded(lambda ctx, *_: ctx.layer, " backward")
 def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
     """Gradients of x, weight, bias and residual."""
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
@@ -140,6 +155,7 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
     )
 
 
+@recorded(lambda *arguments: arguments[6])
 def train_step(
     x: Tensor,
     running_mean: Tensor | None,
@@ -161,13 +177,15 @@ def train_step(
     # A compiler plans memory by itself, and cannot trace this.
     inplace = layer.writes_over_input and not torch.compiler.is_compiling()
     try:
+        check_transforms(layer.name, input=x, weight=weight, bias=bias, residual=residual)
         check_options(layer)
         check_momentum(layer.momentum, running_mean, num_batches_tracked)
         check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
         if inplace:
             check_in_place(x, weight, bias, residual, layer.negative_slope)
     except Exception as error:
-        _exchange.reject(peers, layer.call_of(x, call), error)
+        with outside_transforms():
+            _exchange.reject(peers, layer.call_of(x, call), error)
         raise
     function = _BatchNormInPlace if inplace else _BatchNormTraining
     y, mean, var, info = function.apply(x, weight, bias, residual, call, layer, peers)

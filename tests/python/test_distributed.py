@@ -1,6 +1,6 @@
 """Real processes, over shared memory and over Gloo alone: 2 and 3 ranks, started once each, run
-every case of rank_cases.py, rank_cases_modes.py, rank_cases_groups.py, rank_cases_op.py and
-device_cases.py."""
+every case of rank_cases.py, rank_cases_modes.py, rank_cases_groups.py, rank_cases_op.py,
+rank_cases_second.py and device_cases.py."""
 
 import datetime
 import faulthandler
@@ -20,11 +20,19 @@ import rank_cases
 import rank_cases_groups
 import rank_cases_modes
 import rank_cases_op
+import rank_cases_second
 from syncbn import _groups
 
 CASES = {
     name: case
-    for module in (rank_cases, rank_cases_modes, rank_cases_groups, device_cases, rank_cases_op)
+    for module in (
+        rank_cases,
+        rank_cases_modes,
+        rank_cases_groups,
+        device_cases,
+        rank_cases_op,
+        rank_cases_second,
+    )
     for name, case in vars(module).items()
     if name.startswith("case_")
 }
