@@ -6,8 +6,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad, profiler
+
+from . import _exchange
+from ._where import Call
 
 
 def check_transforms(layer_name: str, **tensors: Tensor | None) -> None:
@@ -35,6 +39,30 @@ def outside_transforms() -> contextlib.AbstractContextManager:
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return contextlib.nullcontext()
     return temporarily_clear_interpreter_stack()
+
+
+def exchanges(first) -> bool:
+    """Whether the backward of a training step, by its context, takes an exchange."""
+    return first.needs_input_grad[0] or first.layer.affine_grad == "global"
+
+
+def check_not_batched(first, call: Call, gradient: Tensor) -> None:
+    """Refuses a backward of many gradients at once, of which each would take an exchange.
+
+    first: the context of the training step.
+    """
+    if torch.compiler.is_compiling() or not (
+        # torch.autograd has a vmap of its own
+        is_legacy_batchedtensor(gradient) or torch._C._are_functorch_transforms_active()
+    ):
+        return
+    error = NotImplementedError(
+        f"{call}: got a backward inside vmap (is_grads_batched=True, vectorize=True, ...), "
+        "expected one gradient at a time"
+    )
+    with outside_transforms():
+        _exchange.reject(first.peers if exchanges(first) else None, call, error)
+    raise error
 
 
 def recorded(layer_of: Callable, suffix: str = "") -> Callable:

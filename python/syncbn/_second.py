@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _exchange
 from ._groups import Peers
+from ._modes import check_not_batched, exchanges
 from ._ops import ops
 from ._where import Call
 
@@ -84,6 +85,10 @@ class _Statistics(torch.autograd.Function):
         return dx, None, None, None, None
 
 
+def _second_call(first) -> Call:
+    return first.call._replace(direction="second backward")
+
+
 def _gradients(first, dy, x, weight, mean, rstd, count, positive):
     """The gradients of x (None if not wanted), weight, bias and residual, in float64.
 
@@ -92,10 +97,9 @@ def _gradients(first, dy, x, weight, mean, rstd, count, positive):
     """
     layer, shares = first.layer, first.layer.affine_grad == "share"
     needs_x = first.needs_input_grad[0]
-    call = first.call._replace(direction="second backward")
 
     def exchange(what):
-        return _Exchange(first.peers, call, layer.number, what)
+        return _Exchange(first.peers, _second_call(first), layer.number, what)
 
     if needs_x:
         mean, rstd = _Statistics.apply(x, mean, rstd, count, exchange("statistics"))
@@ -108,7 +112,7 @@ def _gradients(first, dy, x, weight, mean, rstd, count, positive):
     axes = [0, *range(2, x.dim())]
     centered = x - _channels(mean, x)
     own = torch.stack((u.sum(axes), (u * centered).sum(axes)))
-    whole = exchange("sums").sum(own) if needs_x or not shares else own
+    whole = exchange("sums").sum(own) if exchanges(first) else own
     dx = None
     if needs_x:
         du, dcentered = whole / count
@@ -135,7 +139,10 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         dy, x, weight, bias, mean, rstd, info, mask = ctx.saved_tensors
-        layer, again = ctx.first.layer, torch.is_grad_enabled()
+        first, layer, again = ctx.first, ctx.first.layer, torch.is_grad_enabled()
+        given = [c for c in cotangents if c is not None]
+        for cotangent in given:
+            check_not_batched(first, _second_call(first), cotangent)
         positive = None
         if layer.activation != "none":
             with torch.no_grad():  # relu's gradient of ones, by the very bits of forward
@@ -155,16 +162,12 @@ class _Differentiable(torch.autograd.Function):
             if weight is None:
                 values.append(None)
             count = info[0].clamp(min=1).double()
-            outputs = _gradients(ctx.first, *values, mean, rstd, count, positive)
-            wanted = [
-                (value, cotangent.double())
-                for value, cotangent in zip(outputs, cotangents)
-                if value is not None and cotangent is not None
-            ]
+            outputs = _gradients(first, *values, mean, rstd, count, positive)
+            # Where the step gave no gradient there is no cotangent.
             results = torch.autograd.grad(
-                [value for value, _ in wanted],
+                [o for o, c in zip(outputs, cotangents) if c is not None],
                 sources,
-                [cotangent for _, cotangent in wanted],
+                [c.double() for c in given],
                 create_graph=again,
                 allow_unused=True,
             )
@@ -174,6 +177,7 @@ class _Differentiable(torch.autograd.Function):
 
 def differentiable(first, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
     """gradient(first, dy, *saved), differentiable."""
+    check_not_batched(first, first.call, dy)
     return _Differentiable.apply(first, gradient, dy, *saved)
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from . import _exchange, _second
 from ._layer import Layer, check_arguments, check_in_place, check_momentum, check_options
-from ._modes import check_transforms, outside_transforms, recorded
+from ._modes import check_not_batched, check_transforms, exchanges, outside_transforms, recorded
 from ._ops import ops
 
 
@@ -122,6 +122,7 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
     layer, peers = ctx.layer, ctx.peers
     ranks = 1 if peers is None else peers.ranks
+    check_not_batched(ctx, ctx.call, dy)
     dtypes = (
         weight.dtype if needs_weight else None,
         ctx.bias_dtype if needs_bias else None,
@@ -139,7 +140,7 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
     shares = layer.affine_grad == "share" and not (peers is None and needs_x)
     if shares and (needs_weight or needs_bias):
         dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
-    if needs_x or not shares:
+    if exchanges(ctx):
         merged, rest, _ = _exchange.exchange(message, x.shape[1], peers, ctx.call)
         wanted = (None, None) if shares else dtypes
         dx, *sums = ops.input_gradient(

@@ -2,6 +2,7 @@
 double backward is a formula of its own; and the layer's, to be compared with them."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import syncbn
@@ -40,10 +41,10 @@ def _activate(v, activation):
 
 
 def reference(d, parts, activation, residual, affine_grad):
-    """(gradients of x and dy of the whole batch, of the weight per rank) of the sum over ranks of
+    """Gradients of x and dy of the whole batch, and of the weight, of the sum over ranks of
     <vx, dx> + <vw, dweight> + <vb, dbias> + <vz, dresidual>.
 
-    Each rank has its own copy of weight and bias, so that its gradient is the rank's share.
+    Each rank has its own copy of weight and bias, so that its first gradient is the rank's share.
     """
     x, dy, z = (d[name].clone().requires_grad_() for name in ("x", "dy", "z"))
     weights = [d["weight"].clone().requires_grad_() for _ in parts]
@@ -67,10 +68,7 @@ def reference(d, parts, activation, residual, affine_grad):
     if residual:
         total = total + (dz * d["vz"]).sum()
     gx, gdy, *gweights = torch.autograd.grad(total, (x, dy, *weights))
-    gweights = torch.stack(gweights)
-    if affine_grad == "global":
-        gweights = gweights.sum(0).expand_as(gweights)
-    return gx, gdy, gweights
+    return gx, gdy, sum(gweights)
 
 
 def layer_of(d, activation, affine_grad, statistics, dtype):
@@ -90,10 +88,11 @@ def layer_of(d, activation, affine_grad, statistics, dtype):
 
 
 def check_second(rank, parts, dtype, activation, residual, affine_grad, statistics="reproducible"):
-    """This rank's second derivatives against the reference.
+    """This rank's second derivatives against the reference, those of the weight summed over the
+    ranks unless the layer gives the sum.
 
     Bound: they are computed in float64 from exact inputs and rounded once to the dtype, hence
-    eps / 2 of the value; sums of at most 400 products of order 1 and some 20 operations per element
+    eps / 2 of the value (eps / 2 of the rounded value bounds it up to eps^2 / 4); sums of at most 400 products of order 1 and some 20 operations per element
     in float64 make 1e-11 of the largest value a hundred times what rounding can do.
     """
     d = data(parts, (11, 3, 5), dtype, 50)
@@ -106,13 +105,18 @@ def check_second(rank, parts, dtype, activation, residual, affine_grad, statisti
     directions = [d["vx"][part], d["vw"][rank], d["vb"][rank], d["vz"][part]]
     directions = [v.to(g.dtype) for v, g in zip(directions, gradients)]
     found = torch.autograd.grad(gradients, (x, dy, layer.weight), directions)
-    gx, gdy, gweights = reference(d, parts, activation, residual, affine_grad)
-    for name, got, expected in zip(
-        ("x", "dy", "weight"), found, (gx[part], gdy[part], gweights[rank]), strict=True
-    ):
+    expected = reference(d, parts, activation, residual, affine_grad)
+    largest = max(t.abs().max() for t in expected)
+    for name, got, e in zip(("x", "dy", "weight"), found, expected, strict=True):
         assert got.dtype == (layer.weight.dtype if name == "weight" else dtype)
         rounding = torch.finfo(got.dtype).eps / 2 if got.dtype != torch.float64 else 0.0
-        largest = max(t.abs().max() for t in (gx, gdy, gweights))
-        allowed = rounding * expected.abs() + 1e-11 * largest
-        error = (got.double() - expected).abs()
+        got = got.double()
+        rounded = got.abs()  # all numbers that were rounded
+        if name != "weight":
+            e = e[part]
+        elif affine_grad == "share" and len(parts) > 1:
+            dist.all_reduce(got)
+            dist.all_reduce(rounded)
+        error = (got - e).abs()
+        allowed = rounding * rounded + 1e-11 * largest
         assert (error <= allowed).all(), f"{name}: {error.max():.2g}, {dtype}, {activation}"
