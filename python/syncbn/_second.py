@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _exchange
 from ._groups import Peers
-from ._modes import check_not_batched, exchanges
+from ._modes import check_not_batched, exchanges, recorded
 from ._ops import ops
 from ._where import Call
 
@@ -48,7 +48,7 @@ class _SumOfRanks(torch.autograd.Function):
 
 
 class _SameOnAllRanks(torch.autograd.Function):
-    """The identity, whose gradient is the sum over the ranks: a weight under affine_grad "global"."""
+    """A weight as it is, whose gradient is the sum over the ranks: affine_grad "global"."""
 
     @staticmethod
     def forward(ctx, weight, exchange):
@@ -137,6 +137,7 @@ class _Differentiable(torch.autograd.Function):
         return gradient(first, dy, *saved)
 
     @staticmethod
+    @recorded(lambda ctx, *_: ctx.first.layer, " second backward")
     def backward(ctx, *cotangents):
         dy, x, weight, bias, mean, rstd, info, mask = ctx.saved_tensors
         first, layer, again = ctx.first, ctx.first.layer, torch.is_grad_enabled()

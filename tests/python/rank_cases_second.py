@@ -1,6 +1,6 @@
 """Second derivatives over the ranks of a process group; run by test_distributed.py as rank_cases.py
-is. torch.nn.SyncBatchNorm has none: its backward is an autograd function that is differentiated
-through as it stands, without an exchange, and only on CUDA."""
+is. torch.nn.SyncBatchNorm has none ("derivative for aten::batch_norm_backward_reduce is not
+implemented"), and takes CUDA tensors alone."""
 
 import copy
 
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from rank_cases import raises, shards, unchanged
+from rank_cases import CountCollectives, raises, shards, unchanged
 from second_reference import check_second
 
 
@@ -169,7 +169,7 @@ def case_second_backwards_that_differ_are_an_error_on_every_rank(rank, world):
 
 
 def case_second_backward_without_a_rank_is_an_error(rank, world):
-    """In time, with the layer's name; torch.nn.SyncBatchNorm would give a number."""
+    """In time, with the layer's name."""
     layer = syncbn.SyncBatchNorm(3, timeout=1.25)  # a group of its own, which breaks
     layer.layer_name = "critic.norm"
     dx = _first_gradient(layer)
@@ -233,3 +233,23 @@ def case_batched_gradients_on_one_rank_are_an_error_on_every_rank(rank, world):
         else:
             raises(syncbn.DivergenceError, "refused.*backward inside vmap", backward)
     layer(x).sum().backward()
+
+
+def case_exchanges_of_a_second_backward(rank, world):
+    """Three sums, four with affine_grad "global", of two collectives each; none where the input
+    needs no gradient and shares are wanted, as in the first backward."""
+    for affine_grad, needs_x, sums in (
+        ("share", True, 3),
+        ("global", True, 4),
+        ("share", False, 0),
+        ("global", False, 2),
+    ):
+        layer = syncbn.SyncBatchNorm(3, affine_grad=affine_grad)
+        x = torch.randn(4, 3, requires_grad=needs_x)
+        y = layer(x)
+        dy = torch.ones_like(y).requires_grad_()
+        sources = (layer.weight, layer.bias, *([x] if needs_x else []))
+        gradients = torch.autograd.grad(y, sources, dy, create_graph=True)
+        with CountCollectives() as count:
+            torch.autograd.grad(sum(g.sum() for g in gradients), dy)
+        assert count.names == 2 * sums * ["all_reduce"], (affine_grad, needs_x, count.names)

@@ -1,10 +1,8 @@
 """Second and third derivatives on one rank; rank_cases_second.py has them on several.
 
-torch.nn.SyncBatchNorm takes CUDA tensors alone, and its backward exchanges outside autograd, so that
-its second derivatives are wrong. torch.nn.BatchNorm* has them, as one process.
+torch.nn.SyncBatchNorm has no second derivatives: its backward calls operators without a derivative
+(batch_norm_backward_reduce). torch.nn.BatchNorm* has them, in one process; it is the reference.
 """
-
-import itertools
 
 import pytest
 import torch
@@ -122,8 +120,7 @@ def test_in_place_is_refused():
 
 
 def test_batched_gradients_are_refused():
-    """vectorize=True runs backward inside vmap; torch.nn.BatchNorm1d has a rule for it, and
-    torch.nn.SyncBatchNorm does not work there."""
+    """vectorize=True runs backward inside vmap; torch.nn.BatchNorm1d has a rule for it."""
     x = torch.randn(4, 3, requires_grad=True)
     jacobian = torch.autograd.functional.jacobian
     layer = syncbn.SyncBatchNorm(3)
@@ -135,8 +132,8 @@ def test_batched_gradients_are_refused():
         torch.autograd.functional.hessian(lambda x: layer(x).pow(3).sum(), x, vectorize=True)
 
 
-def test_all_samples_on_other_ranks():
-    """No samples at all: zeros, not NaN."""
+def test_no_samples_at_all():
+    """Zeros, not NaN; torch.nn.BatchNorm1d gives x no gradient at all."""
     layer = new_layer(3)
     x = torch.empty(0, 3, 2, requires_grad=True)
     dx, dweight = torch.autograd.grad(layer(x).sum(), (x, layer.weight), create_graph=True)
