@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from . import _baton, _exchange
 from ._layer import check_arguments, check_momentum, check_options, values_per_channel
 from ._mask import check_mask
+from ._modes import check_transforms, outside_transforms, recorded
 from ._ops import ops
 from ._training import like
 
@@ -96,6 +97,7 @@ class _BatchNormDevices(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @recorded(lambda ctx, *_: ctx.layer, " backward")
     def backward(ctx, *gradients):
         devices, peers, layer = ctx.devices, ctx.peers, ctx.layer
         weight, bias, *saved = ctx.saved_tensors
@@ -216,6 +218,7 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
             )
 
 
+@recorded(lambda module, *_: module.layer())
 def train_step(
     module,
     xs: Sequence[Tensor],
@@ -239,8 +242,12 @@ def train_step(
             raise ValueError("inplace: got True for a list of inputs, expected False")
         ranks = 1 if peers is None else peers.ranks
         _check_inputs(module, xs, none if residuals is None else residuals, masks, ranks)
+        tensors = {f"inputs[{k}]": x for k, x in enumerate(xs)}
+        tensors |= {f"residual[{k}]": z for k, z in enumerate(residuals or ())}
+        check_transforms(layer.name, weight=module.weight, bias=module.bias, **tensors)
     except Exception as error:
-        _exchange.reject(peers, layer.call_of(module._call, module._call), error)
+        with outside_transforms():
+            _exchange.reject(peers, layer.call_of(module._call, module._call), error)
         raise
     masks = tuple(None if mask is None else mask.contiguous() for mask in masks)
     *ys, mean, var, info = _BatchNormDevices.apply(

@@ -2,9 +2,8 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from . import _exchange, _exported
+from . import _exchange, _exported, _second
 from ._layer import (
     Layer,
     check_arguments,
@@ -14,6 +13,7 @@ from ._layer import (
     values_per_channel,
 )
 from ._mask import check_mask
+from ._modes import check_not_batched, check_transforms, exchanges, outside_transforms, recorded
 from ._ops import ops
 
 
@@ -74,9 +74,12 @@ class _BatchNormTraining(torch.autograd.Function):
         return y, mean, var, info
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy, *_):
-        return *_backward(ctx, dy, *ctx.saved_tensors), None, None, None, None
+        if _creates_graph():
+            gradients = _second.differentiable(ctx, _backward, dy, *ctx.saved_tensors)
+        else:
+            gradients = _backward(ctx, dy, *ctx.saved_tensors)
+        return *gradients, None, None, None, None
 
 
 class _BatchNormInPlace(torch.autograd.Function):
@@ -102,20 +105,33 @@ class _BatchNormInPlace(torch.autograd.Function):
         return x, mean, var, info
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy, *_):
         y, weight, bias, mean, rstd, info = ctx.saved_tensors
-        x, bits = ops.recover_input(y, mean, rstd, weight, bias, ctx.layer.negative_slope)
-        # The sign is y's: computed again from x it could differ next to 0.
-        gradients = _backward(ctx, dy, x, weight, None, mean, rstd, info, bits, None)
+        with torch.no_grad():
+            x, bits = ops.recover_input(y, mean, rstd, weight, bias, ctx.layer.negative_slope)
+            # The sign is y's: computed again from x it could differ next to 0.
+            gradients = _backward(ctx, dy, x, weight, None, mean, rstd, info, bits, None)
+        if _creates_graph():
+            gradients = _second.refuse(
+                f"{ctx.layer.name}: got a second derivative with inplace=True, which keeps no "
+                "input to differentiate by; expected inplace=False",
+                gradients,
+            )
         return *gradients, None, None, None, None
 
 
+def _creates_graph() -> bool:
+    """Whether a backward runs with create_graph=True; a compiled one never does."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+@recorded(lambda ctx, *_: ctx.layer, " backward")
 def _backward(ctx, dy, x, weight, bias, mean, rstd, info, activation_mask, mask):
     """Gradients of x, weight, bias and residual."""
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
     layer, peers = ctx.layer, ctx.peers
     ranks = 1 if peers is None else peers.ranks
+    check_not_batched(ctx, ctx.call, dy)
     dtypes = (
         weight.dtype if needs_weight else None,
         ctx.bias_dtype if needs_bias else None,
@@ -133,7 +149,7 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, activation_mask, mask)
     shares = layer.affine_grad == "share" and not (peers is None and needs_x)
     if shares and (needs_weight or needs_bias):
         dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
-    if needs_x or not shares:
+    if exchanges(ctx):
         merged, rest = _exchange.exchange(message, x.shape[1], peers, ctx.call)
         wanted = (None, None) if shares else dtypes
         dx, *sums = ops.input_gradient(
@@ -149,6 +165,7 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, activation_mask, mask)
     )
 
 
+@recorded(lambda *arguments: arguments[6])
 def train_step(
     x: Tensor,
     running_mean: Tensor | None,
@@ -172,6 +189,7 @@ def train_step(
     # A compiler plans memory by itself, and cannot trace this.
     inplace = layer.writes_over_input and not torch.compiler.is_compiling()
     try:
+        check_transforms(layer.name, input=x, weight=weight, bias=bias, residual=residual)
         check_options(layer)
         check_momentum(layer.momentum, running_mean, num_batches_tracked)
         check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
@@ -182,7 +200,8 @@ def train_step(
             if layer.writes_over_input:
                 raise ValueError("mask: got one with inplace=True, expected None")
     except Exception as error:
-        _exchange.reject(peers, layer.call_of(x, call), error)
+        with outside_transforms():
+            _exchange.reject(peers, layer.call_of(x, call), error)
         raise
     if mask is not None:
         mask = mask.contiguous()

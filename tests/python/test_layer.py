@@ -143,14 +143,6 @@ def test_gradcheck_on_one_rank(shape):
     assert torch.autograd.gradcheck(function, (x, weight, bias))
 
 
-def test_second_derivatives_are_refused():
-    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    y = syncbn.functional.sync_batch_norm(x, training=True)
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
 @pytest.mark.parametrize("memory_format", (torch.contiguous_format, torch.channels_last))
 def test_output_and_gradient_keep_the_layout(memory_format):
     x = torch.randn(2, 6, 5, 4).to(memory_format=memory_format).requires_grad_()
