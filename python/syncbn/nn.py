@@ -171,13 +171,20 @@ class SyncBatchNorm(_BatchNorm):
             input,
             self.running_mean,
             self.running_var,
-            self.weight,
-            self.bias,
+            *self._evaluation_parameters(),
             self.running_mean is None and self.running_var is None,
             0.0,
             self.eps,
         )
         return finish(y, residual, self.layer())
+
+    def _evaluation_parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        """weight and bias for PyTorch's operator, which wants them of the buffers' type. Under
+        FSDP2's mixed precision they are not."""
+        parameters, mean = (self.weight, self.bias), self.running_mean
+        if mean is None or self.weight is None or self.weight.dtype == mean.dtype:
+            return parameters
+        return tuple(None if p is None else p.to(mean.dtype) for p in parameters)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
