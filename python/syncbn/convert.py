@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import sys
 from collections.abc import Callable
 
 import torch
@@ -54,6 +55,24 @@ def _with_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     return result
 
 
+def _check_not_sharded(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> None:
+    """FSDP keeps the modules that it was given, so a replacement would train with shards."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded if nobody imported it
+    if fsdp is None:
+        return
+    wrappers = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    for path, part in module.named_modules():
+        for name, layer in part.named_modules() if isinstance(part, wrappers) else ():
+            # fully_shard gives the module itself a class of its own.
+            own_class = isinstance(layer, wrappers) and isinstance(layer, kinds)
+            if own_class or type(layer) in kinds:
+                where = ".".join(filter(None, (path, name)))
+                raise ValueError(
+                    f"module: got one whose layer {where!r} is sharded by FSDP, expected it before "
+                    "FSDP"
+                )
+
+
 def convert_sync_batchnorm(
     module: nn.Module,
     process_group: "_groups.Group" = None,
@@ -69,9 +88,9 @@ def convert_sync_batchnorm(
     """Replaces every torch.nn.BatchNorm1d, 2d, 3d and SyncBatchNorm in `module` by SyncBatchNorm.
 
     Parameters and buffers stay the same objects, so convert before or after making an optimizer.
-    Convert before wrapping in DistributedDataParallel. If torch.distributed is initialized, this is
-    a collective call of the ranks of process_group: it makes their group for exchanges. Layers that
-    are synchronized already stay as they are.
+    Convert before wrapping in DistributedDataParallel or FSDP. If torch.distributed is initialized,
+    this is a collective call of the ranks of process_group: it makes their group for exchanges.
+    Layers that are synchronized already stay as they are.
 
     Args:
         module: the model, changed in place; if it is itself a batch norm layer, use the result.
@@ -91,8 +110,10 @@ def convert_sync_batchnorm(
 
     Raises:
         ValueError: the ranks cannot be grouped like this (raised on every rank), or affine_grad,
-            statistics or sync is not one of its values. `module` is as it was.
+            statistics or sync is not one of its values, or FSDP has a layer to convert. `module`
+            is as it was.
     """
+    _check_not_sharded(module, _CONVERTED)
     options = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
     check_options(Layer("", 0, **options))
     sharing = _groups.select(process_group, group_size, group, timeout, engine)
@@ -126,10 +147,11 @@ def revert_sync_batchnorm(
         `module`, or its replacement. Parameters and buffers stay the same objects.
 
     Raises:
-        ValueError: a layer has a fused activation, which would be lost.
+        ValueError: a layer has a fused activation, which would be lost, or FSDP has it.
         RuntimeError: the process group of a layer that was a torch.nn.SyncBatchNorm is gone.
         With either, `module` is as it was.
     """
+    _check_not_sharded(module, (SyncBatchNorm,))
     groups = {}
     for path, layer in module.named_modules():
         if type(layer) is not SyncBatchNorm:

@@ -1,6 +1,5 @@
 """Real processes, over shared memory and over Gloo alone: 2 and 3 ranks, started once each, run
-every case of rank_cases.py, rank_cases_modes.py, rank_cases_groups.py, rank_cases_op.py and
-device_cases.py."""
+every case of rank_cases*.py and device_cases.py."""
 
 import datetime
 import faulthandler
@@ -17,14 +16,24 @@ import torch.multiprocessing as mp
 
 import device_cases
 import rank_cases
+import rank_cases_fsdp
 import rank_cases_groups
 import rank_cases_modes
 import rank_cases_op
+import rank_cases_parallel
 from syncbn import _groups
 
 CASES = {
     name: case
-    for module in (rank_cases, rank_cases_modes, rank_cases_groups, device_cases, rank_cases_op)
+    for module in (
+        rank_cases,
+        rank_cases_modes,
+        rank_cases_groups,
+        device_cases,
+        rank_cases_op,
+        rank_cases_parallel,
+        rank_cases_fsdp,
+    )
     for name, case in vars(module).items()
     if name.startswith("case_")
 }
