@@ -21,6 +21,7 @@ from torch.optim import swa_utils
 
 import syncbn
 from rank_cases import raises
+from support import run_snippets
 
 STEPS = 3
 
@@ -297,3 +298,15 @@ def case_averaged_copies_of_a_ddp_model(rank, world):
     if rank == 0:
         assert average(samples(9, 1)).isfinite().all()
     assert not torch.equal(average.module[0].weight, ddp.module[0].weight)
+
+
+def case_page_of_the_docs(rank, world):
+    """On every rank with samples of its own."""
+    torch.manual_seed(52 + rank)
+    names = run_snippets("docs/data_parallel.md")
+    assert names["prediction"].dtype == torch.bfloat16
+    assert int(names["ddp"].module[1]._call) == 5  # one step, and four micro-batches
+    assert names["average"].module[1].num_batches_tracked == 3
+    for model in (names["ddp"].module, names["network"]):
+        first, *others = on_all_ranks(model[1].running_mean)
+        assert all(torch.equal(first, other) for other in others)

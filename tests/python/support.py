@@ -1,4 +1,8 @@
-"""Between PyTorch tensors and the oracle's arrays; data that breaks ordinary sums."""
+"""Between PyTorch tensors and the oracle's arrays; data that breaks ordinary sums; what several
+tests compare or run."""
+
+import re
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -7,6 +11,7 @@ import torch.nn.functional as F
 import syncbn
 from syncbn._ops import ops
 
+PROJECT = Path(__file__).resolve().parents[2]
 TORCH_DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -205,3 +210,12 @@ def assert_near_pytorch(
     for name, got, reference, bound in zip(names, results, references, bounds, strict=True):
         if got is not None:
             assert ((got.detach().double() - reference).abs() <= bound).all(), name
+
+
+def run_snippets(page: str) -> dict:
+    """Runs the Python snippets of a page of the docs, one after the other; their names."""
+    text = (PROJECT / page).read_text(encoding="utf-8")
+    names: dict = {}
+    for snippet in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(snippet, page, "exec"), names)
+    return names
