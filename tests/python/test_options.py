@@ -71,7 +71,7 @@ class Expected:
         )
         self.x, self.dy = to_tensor(x, dtype), to_tensor(dy, dtype)
         self.y, self.dx = (to_tensor(t[0], dtype) for t in (self.forward.ys, backward.dxs))
-        self.parameters = {}
+        self.parameters, self.gradients = {}, {}
         if affine:
             names, tensors = ("weight", "bias"), (weight, bias, backward.dweight, backward.dbias)
             tensors = [to_tensor(t, parameters) for t in tensors]
@@ -101,6 +101,21 @@ class Expected:
         assert all(map(same_bits, got, running))
 
 
+def check_step(layer, x, dy, expected, what) -> None:
+    """Bits, types and layouts of all that a step gives."""
+    y = layer(x)
+    kept = torch.empty_like(x).stride()
+    assert same_bits(y, expected.y) and y.stride() == kept, what
+    wanted = {"input": x} | dict(layer.named_parameters())
+    wanted = {name: t for name, t in wanted.items() if t.requires_grad}
+    assert y.requires_grad == bool(wanted), what
+    grads = torch.autograd.grad(y, list(wanted.values()), dy) if wanted else ()
+    for name, grad in zip(wanted, grads, strict=True):
+        exact = expected.dx if name == "input" else expected.gradients[name]
+        assert same_bits(grad, exact), f"{what}, {name}"
+        assert name != "input" or grad.stride() == kept, what
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_product_of_options_exact(types, shape):
@@ -112,34 +127,26 @@ def test_product_of_options_exact(types, shape):
         # Gradient and input in different layouts, and in the same.
         names = list(xs)
         layouts = [*zip(names, names[1:] + names[:1], strict=True), (names[1], names[1])]
-        for (track, momentum), needs_input, frozen, (layout, other) in itertools.product(
-            RUNNING, (True, False), FROZEN if affine else FROZEN[:1], layouts
+        for (track, momentum), frozen in itertools.product(
+            RUNNING, FROZEN if affine else FROZEN[:1]
         ):
             layer = expected.layer(
                 eps=eps, momentum=momentum, affine=affine, track_running_stats=track
             )
             for name in frozen:
                 getattr(layer, name).requires_grad_(False)
-            x = xs[layout].detach().requires_grad_(needs_input)
-            y = layer(x)
-            what = f"{affine=}, {eps=}, {track=}, {momentum=}, {frozen=}, {layout}, {other}"
-            kept = torch.empty_like(x).stride()
-            assert same_bits(y, expected.y) and y.stride() == kept, what
-            if track:
-                expected.check_running(layer, running[momentum])
-            wanted = {"input": x} | dict(layer.named_parameters())
-            wanted = {name: t for name, t in wanted.items() if t.requires_grad}
-            assert y.requires_grad == bool(wanted)
-            if not wanted:
-                continue
-            grads = torch.autograd.grad(y, list(wanted.values()), dys[other])
-            for name, grad in zip(wanted, grads, strict=True):
-                exact = expected.dx if name == "input" else expected.gradients[name]
-                assert same_bits(grad, exact), f"{what}, {name}"
-                assert name != "input" or grad.stride() == kept, what
-        gradients = getattr(expected, "gradients", {})
-        results = expected.y, expected.dx, gradients.get("weight"), gradients.get("bias")
-        parameters = (expected.parameters.get(name) for name in ("weight", "bias"))
+            for needs_input, (layout, other) in itertools.product((True, False), layouts):
+                what = f"{affine=}, {eps=}, {track=}, {momentum=}, {frozen=}, {layout}, {other}"
+                x = xs[layout].detach().requires_grad_(needs_input)
+                check_step(layer, x, dys[other], expected, what)
+                if track:
+                    expected.check_running(layer, running[momentum])
+                layer.reset_running_stats()
+        parameters, gradients = (
+            [values.get(name) for name in ("weight", "bias")]
+            for values in (expected.parameters, expected.gradients)
+        )
+        results = expected.y, expected.dx, *gradients
         assert_near_pytorch(results, expected.x, expected.dy, *parameters, eps)
 
 
