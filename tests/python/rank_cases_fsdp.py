@@ -79,6 +79,12 @@ def case_fsdp2_model_made_on_meta(rank, world):
         nn.init.zeros_(layer.bias)
     train(model, own(rank, world))
     assert_equal_on_ranks(model, STEPS)
+    # Or, for a model whose parameters and statistics come from a checkpoint:
+    for layer in layers_of(model):
+        layer._call.fill_(2**47 - 7 * rank)
+    syncbn.reset_groups(model)
+    train(model, own(rank, world), steps=1)
+    assert_equal_on_ranks(model, 2**47 + 1)
 
 
 class Seen:

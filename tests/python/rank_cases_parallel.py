@@ -169,6 +169,35 @@ def case_ddp_broadcasts_the_first_ranks_buffers(rank, world):
             raises(syncbn.DivergenceError, text, lambda ddp=ddp, x=x: ddp(x))
 
 
+def case_ddp_broadcast_and_smaller_groups(rank, world):
+    """Groups smaller than DDP's have running statistics of their own; the broadcast puts those of
+    rank 0's group in their place before each forward, as it does with plain batch norm."""
+    x = samples(0, world)[2 * rank : 2 * rank + 2]
+    for broadcast in (True, False):
+        model = nn.Sequential(nn.BatchNorm2d(3, momentum=0.5)).double()
+        model = syncbn.convert_sync_batchnorm(model, group_size=1)
+        ddp = DistributedDataParallel(model, broadcast_buffers=broadcast)
+        ddp(x)
+        layer = model[0]
+        means = [2 * mean for mean in on_all_ranks(layer.running_mean)]  # halving is exact
+        assert not torch.equal(means[0], means[1])
+        ddp(x)
+        before = means[0 if broadcast else rank] / 2
+        # The contract's update: one fma; here two roundings.
+        expected = 0.5 * means[rank] + 0.5 * before
+        torch.testing.assert_close(layer.running_mean, expected, rtol=2**-51, atol=2**-54)
+
+
+def case_pytorchs_conversion_takes_these_layers(rank, world):
+    """Any subclass of _BatchNorm becomes torch.nn.SyncBatchNorm, which on CPU DDP then refuses."""
+    model = syncbn.convert_sync_batchnorm(network())
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert type(model[1]) is nn.SyncBatchNorm
+    raises(ValueError, "only work with GPU modules", lambda: DistributedDataParallel(model))
+    # This package's conversion takes them back.
+    DistributedDataParallel(syncbn.convert_sync_batchnorm(model))(samples(0, 1))
+
+
 class Branches(nn.Module):
     """A branch that not every rank takes; a layer follows it."""
 

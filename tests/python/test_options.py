@@ -301,3 +301,18 @@ def test_parameters_and_buffers_of_different_types(training):
     assert torch.equal(mixed.weight.grad, same.weight.grad.to(dtype))
     assert torch.equal(mixed.bias.grad, same.bias.grad.to(dtype))
     assert torch.equal(mixed.running_mean, same.running_mean)
+
+
+def test_float64_input_with_float32_parameters():
+    """Trains as with float64 parameters of the same values; PyTorch's operator refuses it ("all
+    inputs must share same datatype"), and with it evaluation."""
+    wide, narrow = (syncbn.SyncBatchNorm(6, dtype=t) for t in (torch.float64, torch.float32))
+    x = torch.randn(4, 6, 5, 3, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    for layer, leaf in zip((wide, narrow), leaves, strict=True):
+        layer(leaf).square().sum().backward()
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+    assert torch.equal(wide.weight.grad.float(), narrow.weight.grad)
+    assert torch.equal(wide.running_var.float(), narrow.running_var)
+    with pytest.raises(RuntimeError, match="share same datatype"):
+        narrow.eval()(x)
