@@ -210,7 +210,8 @@ def case_fsdp1_bfloat16_exact(rank, world):
 
 def case_conversion_after_sharding_is_refused(rank, world):
     """FSDP keeps the layers that it was given, so new ones would train with shards, or old ones
-    without an exchange. torch.nn.SyncBatchNorm.convert_sync_batchnorm says nothing."""
+    without an exchange. torch.nn.SyncBatchNorm's conversion makes layers that keep shards of FSDP2,
+    and ends in a TypeError about the weight with FSDP1."""
     for make in (
         lambda net: sharded(net, world),
         lambda net: sharded(net, world, each=False),

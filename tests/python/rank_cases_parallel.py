@@ -242,6 +242,28 @@ def case_ddp_layer_that_one_rank_leaves_out(rank, world):
             assert all(torch.equal(first, other) for other in others)
 
 
+def case_ddp_autocast_with_an_empty_rank(rank, world):
+    """All outputs have autocast's type, as with nn.BatchNorm2d, on the rank without samples too;
+    parameters keep float32 gradients, and there its own share is zero."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for wrapped in (True, False):
+            model = syncbn.convert_sync_batchnorm(network().float())
+            net = DistributedDataParallel(model) if wrapped else model
+            x = torch.randn(0 if rank == 1 else 3, 3, 8, 8)
+            seen = []
+            for module in model:
+                module.register_forward_hook(lambda m, a, y, seen=seen: seen.append(y.dtype))
+            with torch.autocast("cpu", dtype=dtype):
+                y = net(x)
+            y.float().square().sum().backward()  # a mean over nothing would be NaN
+            assert seen == [dtype] * 5 and y.shape == (len(x), 4, 4, 4)
+            for p in model.parameters():
+                assert p.grad.dtype == torch.float32 and p.grad.isfinite().all()
+                assert wrapped or rank != 1 or not p.grad.any()
+            assert_equal_on_ranks(model, 1)
+            assert model[1].num_batches_tracked == 1
+
+
 def case_ddp_communication_hooks(rank, world):
     """Hooks compress gradients on their way; statistics are not gradients and stay as they are.
 
