@@ -161,7 +161,7 @@ def convert_sync_batchnorm(
     """Turns every torch.nn.BatchNorm1d, 2d, 3d and SyncBatchNorm in `module` into SyncBatchNorm.
 
     Layers, their parameters, buffers, hooks and parametrizations stay the same objects, so convert
-    before or after making an optimizer, but before wrapping in DistributedDataParallel or
+    before or after making an optimizer, but before wrapping in DistributedDataParallel, FSDP or
     torch.compile. If torch.distributed is initialized, this is a collective call of the ranks of
     process_group, unless sync is False: it makes their group for exchanges. Layers that are
     synchronized already stay as they are.

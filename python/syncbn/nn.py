@@ -184,12 +184,21 @@ class SyncBatchNorm(_BatchNorm):
 
         def normalize(x: Tensor) -> Tensor:
             statistics = (self.running_mean, self.running_var)
-            return F.batch_norm(x, *statistics, self.weight, self.bias, local_batch, 0.0, self.eps)
+            parameters = self._evaluation_parameters()
+            return F.batch_norm(x, *statistics, *parameters, local_batch, 0.0, self.eps)
 
         if mask is None:
             return finish(normalize(input), residual, self.layer())
         y = _mask.evaluate(normalize, input, mask, local_batch)
         return _mask.counting(finish(y, residual, self.layer()), mask)
+
+    def _evaluation_parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        """weight and bias for PyTorch's operator, which wants them of the buffers' type. Under
+        FSDP2's mixed precision they are not."""
+        parameters, mean = (self.weight, self.bias), self.running_mean
+        if mean is None or self.weight is None or self.weight.dtype == mean.dtype:
+            return parameters
+        return tuple(None if p is None else p.to(mean.dtype) for p in parameters)
 
     def __prepare_scriptable__(self):
         # A scriptable layer in this place would take this one's place in the user's model too.
@@ -198,6 +207,14 @@ class SyncBatchNorm(_BatchNorm):
             "torch.jit.trace of the model in evaluation mode, or a copy of the model without such "
             "layers: syncbn.revert_sync_batchnorm(copy.deepcopy(model)) or syncbn.fold(model)"
         )
+
+    def _evaluation_parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        """weight and bias for PyTorch's operator, which wants them of the buffers' type. Under
+        FSDP2's mixed precision they are not."""
+        parameters, mean = (self.weight, self.bias), self.running_mean
+        if mean is None or self.weight is None or self.weight.dtype == mean.dtype:
+            return parameters
+        return tuple(None if p is None else p.to(mean.dtype) for p in parameters)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
