@@ -48,6 +48,33 @@ def test_gradgradcheck(activation, statistics):
         assert torch.autograd.gradgradcheck(function, arguments)
 
 
+@pytest.mark.parametrize("statistics", ("reproducible", "welford"))
+@pytest.mark.parametrize("activation", ("none", "relu", "leaky_relu"))
+def test_gradgradcheck_with_a_mask(activation, statistics):
+    """Third derivatives too; NaN where nothing counts changes none. PyTorch has no masks here."""
+    mask = torch.tensor([[True, False, True], [True, True, False], [False, False, True]])
+    x, z, weight, bias = leaves(3, 2, 3)
+
+    def function(x, z, weight, bias):
+        x = torch.where(mask.unsqueeze(1), x, torch.nan)
+        return syncbn.functional.sync_batch_norm(
+            *(x, None, None, weight, bias, True),
+            eps=0.1,
+            residual=z,
+            activation=activation,
+            negative_slope=0.3,
+            statistics=statistics,
+            mask=mask,
+        )
+
+    def gradients(x, z, weight, bias):
+        loss = function(x, z, weight, bias).pow(3).sum()
+        return torch.autograd.grad(loss, (x, z, weight, bias), create_graph=True)
+
+    assert torch.autograd.gradgradcheck(function, (x, z, weight, bias))
+    assert torch.autograd.gradgradcheck(gradients, (x, z, weight, bias))
+
+
 def test_third_derivatives():
     """Of a loss whose dy depends on x."""
     x, dy, weight, bias = leaves(4, 2)
