@@ -167,10 +167,16 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
                      length, channel);
         sum_segment<T, true>(target, v, length, first[i], second[i]);
       } else if (kOf == SumsOf::kMasked) {
+        const bool square = task.v.data == nullptr;
+        if (task.constants == nullptr &&
+            all_count(task.mask + sample * task.plane + offset, length)) {
+          v = square ? u : plane_of<T>(task.v, sample, channel) + offset;
+          sum_segment<T, true>(u, v, length, first[i], second[i]);
+          return;
+        }
         alignas(64) T kept[2][kSegment];
         keep_segment(task, sample, channel, offset, length, kept[0], kept[1]);
-        sum_segment<T, true>(kept[0], kept[task.v.data == nullptr ? 0 : 1], length, first[i],
-                             second[i]);
+        sum_segment<T, true>(kept[0], kept[square ? 0 : 1], length, first[i], second[i]);
       } else {
         sum_segment<T, kOf == SumsOf::kProduct>(u, v, length, first[i], second[i]);
       }
