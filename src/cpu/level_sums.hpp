@@ -1,6 +1,10 @@
 // The sums passes over the vector type of one level. Included inside a level file's unnamed
 // namespace, after level_elements.hpp, whose rules hold here too.
 
+// Where a call per four partials costs as much as the work: the compiler's own limits depend on how
+// much else there is in the file.
+#define SYNCBN_INLINE __attribute__((always_inline)) inline
+
 constexpr int kParts = kLanes / kDoubleLanes;
 
 inline QuadV zero_quad() { return {_mm256_setzero_pd()}; }
@@ -56,8 +60,8 @@ __attribute__((noinline)) __m256d push_outside(Windows& windows, std::int64_t ch
 }
 
 /// Merges one partial of each of four neighbouring channels.
-inline void merge_channels(Windows& windows, const WindowArrays& w, std::int64_t channel, int sum,
-                           QuadV partials) {
+SYNCBN_INLINE void merge_channels(Windows& windows, const WindowArrays& w, std::int64_t channel,
+                                  int sum, QuadV partials) {
   __m256d p = partials.v;
   while (true) {
     const __m256d magic_high = _mm256_load_pd(w.magic_high[sum] + channel);
@@ -80,8 +84,8 @@ inline std::int64_t horizontal_sum(__m256i v) {
 }
 
 /// Merges four partials of one channel.
-inline void merge_segments(Windows& windows, const WindowArrays& w, std::int64_t channel, int sum,
-                           QuadV partials) {
+SYNCBN_INLINE void merge_segments(Windows& windows, const WindowArrays& w, std::int64_t channel,
+                                  int sum, QuadV partials) {
   __m256d p = partials.v;
   while (true) {
     const __m256d magic_high = _mm256_set1_pd(w.magic_high[sum][channel]);
@@ -102,7 +106,8 @@ constexpr std::int64_t kSumsAhead = 2048;
 
 /// Lane sums of one contiguous segment, folded to four lanes. kProduct: second = u*v, else u*u.
 template <class T, bool kProduct>
-inline void sum_segment(const T* u, const T* v, std::int64_t length, QuadV& first, QuadV& second) {
+SYNCBN_INLINE void sum_segment(const T* u, const T* v, std::int64_t length, QuadV& first,
+                               QuadV& second) {
   DoubleV a[kParts];
   DoubleV b[kParts];
   for (int p = 0; p < kParts; ++p) {
@@ -168,9 +173,15 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
         sum_segment<T, true>(target, v, length, first[i], second[i]);
       } else if (kOf == SumsOf::kMasked) {
         alignas(64) T kept[2][kSegment];
-        keep_segment(task, sample, channel, offset, length, kept[0], kept[1]);
-        sum_segment<T, true>(kept[0], kept[task.v.data == nullptr ? 0 : 1], length, first[i],
-                             second[i]);
+        const bool square = task.v.data == nullptr;
+        v = square ? u : plane_of<T>(task.v, sample, channel) + offset;
+        if (task.constants != nullptr ||
+            !all_count(task.mask + sample * task.plane + offset, length)) {
+          keep_segment(task, sample, channel, offset, length, kept[0], kept[1]);
+          u = kept[0];
+          v = kept[square ? 0 : 1];
+        }
+        sum_segment<T, true>(u, v, length, first[i], second[i]);
       } else {
         sum_segment<T, kOf == SumsOf::kProduct>(u, v, length, first[i], second[i]);
       }

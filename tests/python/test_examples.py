@@ -75,6 +75,13 @@ def _diagnosis(names):
 EXPECTED = {
     "docs/conversion.md": _conversion,
     "docs/diagnosis.md": _diagnosis,
+def _masks(names):
+    assert not names["y"].movedim(1, -1)[~names["mask"]].any()
+    assert not names["x"].grad.movedim(1, -1)[~names["mask"]].any()
+
+
+EXPECTED = {
+    "docs/masks.md": _masks,
     "docs/devices.md": _devices,
     "docs/static_graph.md": _static_graph,
     "docs/activation.md": _activation,
