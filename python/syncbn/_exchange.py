@@ -32,6 +32,13 @@ def _sum_first(message: torch.Tensor, peers: Peers, call: Call) -> torch.Tensor:
         return _collective.all_reduce(message[:HEADER_WORDS], peers, call)
 
 
+def _traced(message, channels, peers, call) -> tuple:
+    """What the operators of traced graphs are given (_traced.py)."""
+    layer = call.settings
+    options = (layer.eps, layer.statistics, layer.activation, layer.negative_slope)
+    return message, channels, peers.group_name, call.layer, call.dtype, *options
+
+
 def exchange(
     message: torch.Tensor, channels: int, peers: Peers | None, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -43,8 +50,8 @@ def exchange(
     if peers is None:
         return message, None
     if torch.compiler.is_compiling():
-        traced = (call.layer, call.dtype, call.settings.options(), call.direction)
-        return ops.all_reduce_message(message, channels, peers.group_name, *traced), None
+        arguments = _traced(message, channels, peers, call)
+        return ops.all_reduce_message(*arguments, call.direction), None
     first = _sum_first(message, peers, call)
     _check(first, peers, call)
     rest = ops.remaining_words(message, first, peers.ranks, channels, -1)
@@ -68,8 +75,7 @@ def gather(
     if peers is None:
         return message, record
     if torch.compiler.is_compiling():
-        traced = (call.layer, call.dtype, call.settings.options(), peers.ranks)
-        return ops.all_gather_record(message, channels, peers.group_name, *traced)
+        return ops.all_gather_record(*_traced(message, channels, peers, call), peers.ranks)
     size = record.numel()
     words = frame_words(peers) or HEADER_WORDS + peers.ranks * size
     frame = torch.zeros(words, dtype=torch.int64, device=message.device)

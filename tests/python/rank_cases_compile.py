@@ -148,7 +148,8 @@ def case_operators_of_traced_graphs_meet_their_contract(rank, world):
     for channels in (4, 600):
         x = torch.randn(3 + rank, channels)
         message = ops.local_moments(x, 7, None, 1e-5, _exchange.frame_words(peers))
-        constants = (channels, peers.group_name, "name", x.dtype, "eps=1")
+        options = (1e-5, "reproducible", "none", 0.01)
+        constants = (channels, peers.group_name, "name", x.dtype, *options)
         arguments = (message, *constants, "forward")
         torch.library.opcheck(ops.all_reduce_message.default, arguments, test_utils=tests)
         message = ops.local_welford(x, 7, None, 1e-5)
