@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import _baton, _exchange
+from . import _baton, _exchange, _recomputation
 from ._layer import check_arguments, check_momentum, check_options
-from ._ops import ops
+from ._ops import message_words, ops
 from ._training import like
 
 #: The digits of a message have room for this many (docs/numerics.md).
@@ -45,27 +45,33 @@ class _BatchNormDevices(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weight, bias, call, layer, peers, devices, *tensors):
+    def forward(ctx, weight, bias, call, layer, peers, segment, devices, *tensors):
         xs, residuals = tensors[:devices], tensors[devices:]
         channels, frame = xs[0].shape[1], _exchange.frame_words(peers)
         # A device without samples sends zeros in the format of the others: autocast may have given
         # it another dtype.
         lead = next((k for k, x in enumerate(xs) if x.numel() > 0), 0)
         dtype = xs[lead].dtype
-        number = layer.call_number(len(residuals) > 0)
-        where = layer.call_of(xs[lead], call)
+        if segment is not None and segment.kept is not None:
+            where, (message, merged, rest) = segment.kept.call, segment.kept.words
+        else:
+            number = layer.call_number(len(residuals) > 0)
+            where = layer.call_of(xs[lead], call)
+            messages = [
+                ops.local_moments(x.to(dtype), number, *_on(x.device, call), layer.eps, frame)
+                for x in xs
+            ]
+            message = _sum(messages, lead)
+            merged, rest, count = _exchange.exchange(message, channels, peers, where)
+            if count == 1:
+                raise ValueError(
+                    "Expected more than 1 value per channel when training, got 1 over all devices "
+                    f"(input sizes {[list(x.shape) for x in xs]})"
+                )
+            if segment is not None:
+                words = _exchange.trimmed(message, merged, rest, message_words(xs[lead]))
+                message, merged, rest = segment.keep(where, words)
         ctx.call = where._replace(direction="backward")
-        messages = [
-            ops.local_moments(x.to(dtype), number, *_on(x.device, call), layer.eps, frame)
-            for x in xs
-        ]
-        message = _sum(messages, lead)
-        merged, rest, count = _exchange.exchange(message, channels, peers, where)
-        if count == 1:
-            raise ValueError(
-                "Expected more than 1 value per channel when training, got 1 over all devices "
-                f"(input sizes {[list(x.shape) for x in xs]})"
-            )
         ranks = 1 if peers is None else peers.ranks
         results = [
             ops.normalize(
@@ -99,8 +105,8 @@ class _BatchNormDevices(torch.autograd.Function):
         xs, means, rstds, infos, masks = (saved[i * devices :][:devices] for i in range(5))
         dys = [torch.zeros_like(x) if dy is None else like(dy, x) for x, dy in zip(xs, gradients)]
         needs_weight, needs_bias = ctx.needs_input_grad[:2]
-        needs_x = ctx.needs_input_grad[6 : 6 + devices]
-        needs_residual = ctx.needs_input_grad[6 + devices :]
+        needs_x = ctx.needs_input_grad[7 : 7 + devices]
+        needs_residual = ctx.needs_input_grad[7 + devices :]
         dtype, channels = xs[ctx.lead].dtype, xs[0].shape[1]
         frame, ranks = _exchange.frame_words(peers), 1 if peers is None else peers.ranks
         activation = (layer.activation_kind, layer.negative_slope)
@@ -154,7 +160,7 @@ class _BatchNormDevices(torch.autograd.Function):
         return (
             dweight if needs_weight else None,
             dbias if needs_bias else None,
-            *(None,) * 4,
+            *(None,) * 5,
             *(dx if needed else None for dx, needed in zip(dxs, needs_x)),
             *(dy if needed else None for dy, needed in zip(dys, needs_residual)),
         )
@@ -208,6 +214,8 @@ def train_step(
     """One training forward of a SyncBatchNorm for all devices; running statistics change once."""
     layer = module.layer()
     peers = layer.peers()
+    segment = _recomputation.segment(layer, residuals is not None, *xs)
+    again = segment is not None and segment.kept is not None
     try:
         check_options(layer)
         check_momentum(layer.momentum, module.running_mean, module.num_batches_tracked)
@@ -221,11 +229,14 @@ def train_step(
         ranks = 1 if peers is None else peers.ranks
         _check_inputs(module, xs, [None] * len(xs) if residuals is None else residuals, ranks)
     except Exception as error:
-        _exchange.reject(peers, layer.call_of(module._call, module._call), error)
+        if not again:
+            _exchange.reject(peers, layer.call_of(module._call, module._call), error)
         raise
     *ys, mean, var, info = _BatchNormDevices.apply(
-        module.weight, module.bias, module._call, layer, peers, len(xs), *xs, *(residuals or ())
+        module.weight, module.bias, module._call, layer, peers, segment, len(xs), *xs, *(residuals or ())
     )
+    if again:
+        return ys
     ops.update_running_statistics(
         module.running_mean,
         module.running_var,

@@ -98,6 +98,21 @@ def gather(
     return first, _collective.all_gather(record, peers, call), count
 
 
+def trimmed(
+    message: torch.Tensor, merged: torch.Tensor, rest: torch.Tensor | None, needed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What an exchange gave, without what statistics are not made of: this rank's own words, and
+    what lies behind the first `needed` merged words. In memory of their own, to be kept."""
+
+    def compact(words, size):
+        words = words[:size]
+        return words.clone() if words.untyped_storage().nbytes() > words.nbytes else words
+
+    if rest is not None:
+        rest = compact(rest, rest.numel())
+    return compact(message, HEADER_WORDS), compact(merged, needed), rest
+
+
 def _check(merged: torch.Tensor, peers: Peers, call: Call) -> tuple[int, torch.dtype | None]:
     """The count, and the dtype of the ranks with samples, if any; raises if the calls differ."""
     count, agree, rejected, dtype = ops.header(merged, peers.ranks).tolist()

@@ -4,13 +4,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import _exchange
+from . import _exchange, _recomputation
 from ._layer import Layer, check_arguments, check_in_place, check_momentum, check_options
-from ._ops import ops
+from ._ops import HEADER_WORDS, message_words, ops
 
 
-def _exchanged(ctx, x, residual, counter, layer, peers):
-    """(message, merged, rest or records): this rank's part and what all ranks share."""
+def _exchanged(ctx, x, residual, counter, layer, peers, segment):
+    """(message, merged, rest or records): this rank's part and what all ranks share. In a
+    checkpointed segment the header alone of this rank's part, and no more than is needed."""
+    if segment is not None and segment.kept is not None:
+        ctx.call = segment.kept.call._replace(direction="backward")
+        return segment.kept.words
     call = layer.call_of(x, counter)
     ctx.call = call._replace(direction="backward")
     number, channels = layer.call_number(residual is not None), x.shape[1]
@@ -25,7 +29,10 @@ def _exchanged(ctx, x, residual, counter, layer, peers):
             "Expected more than 1 value per channel when training, got 1 over all ranks "
             f"(input size {list(x.shape)} on this one)"
         )
-    return message, *merged
+    if segment is None:
+        return message, *merged
+    needed = HEADER_WORDS if layer.statistics == "welford" else message_words(x)
+    return segment.keep(call, _exchange.trimmed(message, *merged, needed))
 
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
@@ -41,8 +48,8 @@ class _BatchNormTraining(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, counter, layer, peers):
-        exchanged = _exchanged(ctx, x, residual, counter, layer, peers)
+    def forward(ctx, x, weight, bias, residual, counter, layer, peers, segment):
+        exchanged = _exchanged(ctx, x, residual, counter, layer, peers, segment)
         normalize = ops.normalize_gathered if layer.statistics == "welford" else ops.normalize
         y, mean, var, rstd, info, mask = normalize(
             x,
@@ -68,17 +75,17 @@ class _BatchNormTraining(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, *_):
         x, weight, bias, mean, rstd, info, mask = ctx.saved_tensors
-        return *_backward(ctx, dy, x, weight, bias, mean, rstd, info, mask), None, None, None
+        return *_backward(ctx, dy, x, weight, bias, mean, rstd, info, mask), *(None,) * 4
 
 
 class _BatchNormInPlace(torch.autograd.Function):
     """As _BatchNormTraining with leaky_relu, written over x; backward recovers x from y."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, counter, layer, peers):
+    def forward(ctx, x, weight, bias, residual, counter, layer, peers, segment):
         mean, var, rstd, info = ops.normalize_in_place(
             x,
-            *_exchanged(ctx, x, None, counter, layer, peers),
+            *_exchanged(ctx, x, None, counter, layer, peers, segment),
             weight,
             bias,
             layer.eps,
@@ -99,7 +106,7 @@ class _BatchNormInPlace(torch.autograd.Function):
         y, weight, bias, mean, rstd, info = ctx.saved_tensors
         x, mask = ops.recover_input(y, mean, rstd, weight, bias, ctx.layer.negative_slope)
         # The sign is y's: computed again from x it could differ next to 0.
-        return *_backward(ctx, dy, x, weight, None, mean, rstd, info, mask), None, None, None
+        return *_backward(ctx, dy, x, weight, None, mean, rstd, info, mask), *(None,) * 4
 
 
 def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
@@ -160,17 +167,24 @@ def train_step(
     peers = layer.peers()
     # A compiler plans memory by itself, and cannot trace this.
     inplace = layer.writes_over_input and not torch.compiler.is_compiling()
+    segment = _recomputation.segment(layer, residual is not None, x)
+    again = segment is not None and segment.kept is not None
     try:
         check_options(layer)
         check_momentum(layer.momentum, running_mean, num_batches_tracked)
         check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
         if inplace:
             check_in_place(x, weight, bias, residual, layer.negative_slope)
+            if segment is not None:
+                segment.check_in_place(x)
     except Exception as error:
-        _exchange.reject(peers, layer.call_of(x, call), error)
+        if not again:
+            _exchange.reject(peers, layer.call_of(x, call), error)
         raise
     function = _BatchNormInPlace if inplace else _BatchNormTraining
-    y, mean, var, info = function.apply(x, weight, bias, residual, call, layer, peers)
+    y, mean, var, info = function.apply(x, weight, bias, residual, call, layer, peers, segment)
+    if again:
+        return y
     if running_mean is not None or num_batches_tracked is not None or call is not None:
         ops.update_running_statistics(
             running_mean, running_var, num_batches_tracked, call, mean, var, info, layer.momentum
