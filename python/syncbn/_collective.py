@@ -48,14 +48,14 @@ def _traced_all_reduce(words: torch.Tensor, group_name: str) -> torch.Tensor:
 def _all_reduce_by_node(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Tensor:
     """Inside the node; then between the nodes' first ranks, who bring the sum to the others."""
     if torch.compiler.is_compiling():
-        total = ops.shm_sum_whole(words, peers.shared)
+        total = _shared_memory.traced_all_reduce(words, peers.shared)
         if peers.nodes == 1:
             return total
         if peers.leaders is not None:
             total = _traced_all_reduce(total, peers.leaders)
         else:
             total = torch.zeros_like(total)
-        return ops.shm_sum_whole(total, peers.shared)
+        return _shared_memory.traced_all_reduce(total, peers.shared)
     with _exchanging(peers, call) as fail:
         total = _sum_inside(words, peers, fail)
         if peers.nodes == 1:

@@ -233,7 +233,15 @@ def train_step(
             _exchange.reject(peers, layer.call_of(module._call, module._call), error)
         raise
     *ys, mean, var, info = _BatchNormDevices.apply(
-        module.weight, module.bias, module._call, layer, peers, segment, len(xs), *xs, *(residuals or ())
+        module.weight,
+        module.bias,
+        module._call,
+        layer,
+        peers,
+        segment,
+        len(xs),
+        *xs,
+        *(residuals or ()),
     )
     if again:
         return ys

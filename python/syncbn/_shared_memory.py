@@ -17,8 +17,12 @@ def _(words, handle):
     return torch.empty_like(words)
 
 
-# A graph may not drop, repeat or reorder what other processes wait for.
-torch.fx.node.has_side_effect(ops.shm_sum_whole.default)
+def traced_all_reduce(words: torch.Tensor, handle: int) -> torch.Tensor:
+    """The sum over the group in a traced graph."""
+    # A graph may not drop what other processes wait for. An operator that is marked as having side
+    # effects would do, but no graph with activation checkpointing may hold one, except PyTorch's
+    # own wait, which does nothing to a tensor that is there.
+    return torch.ops._c10d_functional.wait_tensor(ops.shm_sum_whole(words, handle))
 
 
 def gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
