@@ -191,6 +191,11 @@ def segment(layer: Layer, residual: bool, *inputs: torch.Tensor) -> Segment | No
     names = None if torch.compiler.is_compiling() else _names()
     if names is None:
         return None
+    hooks = _hooks()
+    # Looking through the stack costs microseconds, so not in a plain step. Code that switches
+    # gradients on in the first run of a reentrant segment is missed; its second run is an error.
+    if not hooks and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        return None
     owners, given, again = [], [], None
     frame = sys._getframe(1)
     while frame is not None and again is None:
@@ -203,7 +208,7 @@ def segment(layer: Layer, residual: bool, *inputs: torch.Tensor) -> Segment | No
         elif code is names.unpack:
             again = frame.f_locals["frame"], frame.f_locals["gid"]
         frame = frame.f_back
-    for pack in _hooks():
+    for pack in hooks:
         code = getattr(pack, "__code__", None)
         if code is names.second_pack:
             break

@@ -60,7 +60,7 @@ def assert_same_steps(model, reference, steps=1, call=lambda model, x: model(x))
         x = torch.randn(6, 5, generator=generator)
         results = []
         for net, run in ((model, call), (reference, lambda net, x: net(x))):
-            # The reentrant form adds to gradients part by part; what is there would round in between.
+            # The reentrant form adds to a gradient part by part: what is there would round between.
             net.zero_grad()
             mine = x.clone().requires_grad_()
             y = run(net, mine)

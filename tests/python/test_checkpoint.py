@@ -241,6 +241,15 @@ def test_another_order_is_an_error(form):
                 assert torch.equal(value, before[name]), name
 
 
+def test_gradients_switched_on_in_a_reentrant_segment_are_an_error():
+    """The first run is under no_grad; a layer that it runs with gradients is not noticed there."""
+    layer = syncbn.SyncBatchNorm(5)
+    y = reentrant(torch.enable_grad()(lambda x: layer(x).exp()), torch.randn(6, 5).requires_grad_())
+    with pytest.raises(RuntimeError, match="SyncBatchNorm: the recomputation of a checkpointed"):
+        y.sum().backward()
+    assert layer.num_batches_tracked == 1
+
+
 def test_in_place_over_the_input_of_a_segment_is_refused():
     """PyTorch's own in-place operators give wrong gradients here in the reentrant form, and an
     error in the other, which notices by itself."""
