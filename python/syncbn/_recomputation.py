@@ -92,8 +92,8 @@ class Segment:
         return words
 
     def check_in_place(self, x: torch.Tensor) -> None:
-        """Refuses to write over what PyTorch keeps for the second run: in the reentrant form it
-        would not notice."""
+        """Refuses to write over what PyTorch keeps for the second run; in the reentrant form it may
+        not notice."""
         memory = x.untyped_storage().data_ptr()
         for tensor in self._given:
             if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() == memory:

@@ -161,6 +161,8 @@ def case_checkpoint_under_fsdp_exact(rank, world):
 
 def case_compiled_checkpoint_exact(rank, world):
     """One graph with one exchange per layer and direction; buffers change once."""
+    if world != 2:  # compiling costs seconds, and the graph is the same
+        return
     graphs, reference = Graphs(), Net()
     model = Net(recomputing, recomputing)
     model.compile(backend=graphs.backend, fullgraph=True)

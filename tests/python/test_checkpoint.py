@@ -251,8 +251,8 @@ def test_gradients_switched_on_in_a_reentrant_segment_are_an_error():
 
 
 def test_in_place_over_the_input_of_a_segment_is_refused():
-    """PyTorch's own in-place operators give wrong gradients here in the reentrant form, and an
-    error in the other, which notices by itself."""
+    """PyTorch's own in-place operators end in an error in backward or, in the reentrant form if the
+    input needs no gradient, in wrong gradients without a word."""
     layer = syncbn.SyncBatchNorm(5, activation="leaky_relu", inplace=True)
     x = torch.randn(6, 5, requires_grad=True)
     before = copy.deepcopy(layer.state_dict())
