@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import _baton, _exchange
+from . import _baton, _exchange, _recomputation
 from ._layer import check_arguments, check_momentum, check_options, values_per_channel
 from ._mask import check_mask
 from ._modes import check_transforms, outside_transforms, recorded
-from ._ops import ops
+from ._ops import message_words, ops
 from ._training import like
 
 #: The digits of a message have room for this many (docs/numerics.md).
@@ -48,7 +48,7 @@ class _BatchNormDevices(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weight, bias, call, layer, peers, masks, *tensors):
+    def forward(ctx, weight, bias, call, layer, peers, segment, masks, *tensors):
         devices = len(masks)
         xs, residuals = tensors[:devices], tensors[devices:]
         channels, frame = xs[0].shape[1], _exchange.frame_words(peers)
@@ -56,17 +56,26 @@ class _BatchNormDevices(torch.autograd.Function):
         # it another dtype.
         lead = next((k for k, (x, m) in enumerate(zip(xs, masks)) if _has_samples(x, m)), 0)
         dtype = xs[lead].dtype
-        number = layer.call_number(len(residuals) > 0)
-        where = layer.call_of(xs[lead], call)
+        if segment is not None and segment.kept is not None:
+            where, (message, merged, rest) = segment.kept.call, segment.kept.words
+        else:
+            number = layer.call_number(len(residuals) > 0)
+            where = layer.call_of(xs[lead], call)
+            messages = [
+                ops.local_moments(x.to(dtype), number, *_on(x.device, call), layer.eps, frame, m)
+                for x, m in zip(xs, masks)
+            ]
+            message = _sum(messages, lead)
+            merged, rest = _exchange.exchange(message, channels, peers, where)
+            sizes = f"devices (input sizes {[list(x.shape) for x in xs]})"
+            own = sum(map(values_per_channel, xs, masks))
+            _exchange.check_count(merged, own, peers, sizes)
+            if segment is not None:
+                words = _exchange.trimmed(
+                    message, merged, rest, message_words(xs[lead], masks[lead])
+                )
+                message, merged, rest = segment.keep(where, words)
         ctx.call = where._replace(direction="backward")
-        messages = [
-            ops.local_moments(x.to(dtype), number, *_on(x.device, call), layer.eps, frame, m)
-            for x, m in zip(xs, masks)
-        ]
-        message = _sum(messages, lead)
-        merged, rest = _exchange.exchange(message, channels, peers, where)
-        sizes = f"devices (input sizes {[list(x.shape) for x in xs]})"
-        _exchange.check_count(merged, sum(map(values_per_channel, xs, masks)), peers, sizes)
         ranks = 1 if peers is None else peers.ranks
         results = [
             ops.normalize(
@@ -105,8 +114,8 @@ class _BatchNormDevices(torch.autograd.Function):
         xs, means, rstds, infos, bits, masks = per_device
         dys = [torch.zeros_like(x) if dy is None else like(dy, x) for x, dy in zip(xs, gradients)]
         needs_weight, needs_bias = ctx.needs_input_grad[:2]
-        needs_x = ctx.needs_input_grad[6 : 6 + devices]
-        needs_residual = ctx.needs_input_grad[6 + devices :]
+        needs_x = ctx.needs_input_grad[7 : 7 + devices]
+        needs_residual = ctx.needs_input_grad[7 + devices :]
         dtype, channels = xs[ctx.lead].dtype, xs[0].shape[1]
         frame, ranks = _exchange.frame_words(peers), 1 if peers is None else peers.ranks
         activation = (layer.activation_kind, layer.negative_slope)
@@ -163,7 +172,7 @@ class _BatchNormDevices(torch.autograd.Function):
         return (
             dweight if needs_weight else None,
             dbias if needs_bias else None,
-            *(None,) * 4,
+            *(None,) * 5,
             *(dx if needed else None for dx, needed in zip(dxs, needs_x)),
             *(dy if needed else None for dy, needed in zip(dys, needs_residual)),
         )
@@ -230,6 +239,8 @@ def train_step(
     peers = layer.peers()
     none = [None] * len(xs)
     masks = none if masks is None else masks
+    segment = _recomputation.segment(layer, residuals is not None, *xs, *masks)
+    again = segment is not None and segment.kept is not None
     try:
         check_options(layer)
         check_momentum(layer.momentum, module.running_mean, module.num_batches_tracked)
@@ -246,13 +257,24 @@ def train_step(
         tensors |= {f"residual[{k}]": z for k, z in enumerate(residuals or ())}
         check_transforms(layer.name, weight=module.weight, bias=module.bias, **tensors)
     except Exception as error:
-        with outside_transforms():
-            _exchange.reject(peers, layer.call_of(module._call, module._call), error)
+        if not again:
+            with outside_transforms():
+                _exchange.reject(peers, layer.call_of(module._call, module._call), error)
         raise
     masks = tuple(None if mask is None else mask.contiguous() for mask in masks)
     *ys, mean, var, info = _BatchNormDevices.apply(
-        module.weight, module.bias, module._call, layer, peers, masks, *xs, *(residuals or ())
+        module.weight,
+        module.bias,
+        module._call,
+        layer,
+        peers,
+        segment,
+        masks,
+        *xs,
+        *(residuals or ()),
     )
+    if again:
+        return ys
     ops.update_running_statistics(
         module.running_mean,
         module.running_var,

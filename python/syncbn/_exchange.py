@@ -39,6 +39,13 @@ def _traced(message, channels, peers, call) -> tuple:
     return message, channels, peers.group_name, call.layer, call.dtype, *options
 
 
+def _kept_in_graph(merged: torch.Tensor) -> torch.Tensor:
+    """A graph may not drop what other processes wait for. Marking the operator as having side
+    effects would do, but no graph with activation checkpointing may hold such a one, except
+    PyTorch's own wait, which does nothing to a tensor that is there."""
+    return torch.ops._c10d_functional.wait_tensor(merged)
+
+
 def exchange(
     message: torch.Tensor, channels: int, peers: Peers | None, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -51,7 +58,7 @@ def exchange(
         return message, None
     if torch.compiler.is_compiling():
         arguments = _traced(message, channels, peers, call)
-        return ops.all_reduce_message(*arguments, call.direction), None
+        return _kept_in_graph(ops.all_reduce_message(*arguments, call.direction)), None
     first = _sum_first(message, peers, call)
     _check(first, peers, call)
     rest = ops.remaining_words(message, first, peers.ranks, channels, -1)
@@ -75,7 +82,9 @@ def gather(
     if peers is None:
         return message, record
     if torch.compiler.is_compiling():
-        return ops.all_gather_record(*_traced(message, channels, peers, call), peers.ranks)
+        arguments = _traced(message, channels, peers, call)
+        merged, records = ops.all_gather_record(*arguments, peers.ranks)
+        return _kept_in_graph(merged), records
     size = record.numel()
     words = frame_words(peers) or HEADER_WORDS + peers.ranks * size
     frame = torch.zeros(words, dtype=torch.int64, device=message.device)
@@ -115,6 +124,21 @@ def check_count(merged: torch.Tensor, own: int, peers: Peers | None, sizes: str)
         raise ValueError(
             f"Expected more than 1 value per channel when training, got 1 over all {sizes}"
         )
+
+
+def trimmed(
+    message: torch.Tensor, merged: torch.Tensor, rest: torch.Tensor | None, needed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What an exchange gave, without what statistics are not made of: this rank's own words, and
+    what lies behind the first `needed` merged words. In memory of their own, to be kept."""
+
+    def compact(words, size):
+        words = words[:size]
+        return words.clone() if words.untyped_storage().nbytes() > words.nbytes else words
+
+    if rest is not None:
+        rest = compact(rest, rest.numel())
+    return compact(message, HEADER_WORDS), compact(merged, needed), rest
 
 
 def _check(merged: torch.Tensor, peers: Peers, call: Call) -> torch.dtype | None:

@@ -40,7 +40,7 @@ def exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def training_step(x, weight, bias, residual, mask, counter, layer, peers):
+def training_step(x, weight, bias, residual, mask, counter, layer, peers, segment):
     """As _BatchNormTraining.apply."""
     y, mean, var, _, info, _ = ops.training_step(
         x, weight, bias, residual, mask, counter, *_constants(layer)
@@ -59,7 +59,7 @@ def _training_step(x, weight, bias, residual, mask, counter, *constants):
     ctx = SimpleNamespace(mark_non_differentiable=lambda *_: None)
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
     y, mean, var, info = _training._BatchNormTraining.forward(
-        ctx, x, weight, bias, residual, mask, counter, layer, layer.peers()
+        ctx, x, weight, bias, residual, mask, counter, layer, layer.peers(), None
     )
     *_, rstd, _, activation_mask, _ = ctx.saved_tensors
     return y, mean, var, rstd, info, activation_mask

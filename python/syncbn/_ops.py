@@ -24,6 +24,13 @@ _WORDS = {torch.float16: 6, torch.bfloat16: 19, torch.float32: 19, torch.float64
 _fake = torch.library.register_fake
 
 
+def message_words(x: torch.Tensor, mask: torch.Tensor | None) -> int:
+    """How many words an exchange about x is made of; the most of all dtypes if x may have no
+    samples, because autocast may have given the other ranks another one."""
+    has_samples = x.numel() > 0 and mask is None
+    return HEADER_WORDS + x.shape[1] * _WORDS[x.dtype if has_samples else torch.float64]
+
+
 def _message(x: torch.Tensor, frame: int) -> torch.Tensor:
     words = HEADER_WORDS + x.shape[1] * _WORDS[x.dtype]
     return x.new_empty((max(frame, words),), dtype=torch.int64)

@@ -5,7 +5,7 @@ import torch
 
 from . import _exchange, _groups
 from ._layer import Layer
-from ._ops import HEADER_WORDS, ops
+from ._ops import HEADER_WORDS
 from ._where import Call
 
 _CALL = (
@@ -59,8 +59,3 @@ def _(message, *arguments):
     """int64: the merged header; the records of all ranks, one after the other."""
     record, ranks = message.shape[0] - HEADER_WORDS, arguments[-1]
     return message.new_empty((HEADER_WORDS,)), message.new_empty((ranks * record,))
-
-
-# A graph may not drop, repeat or reorder what other processes wait for.
-torch.fx.node.has_side_effect(ops.all_reduce_message.default)
-torch.fx.node.has_side_effect(ops.all_gather_record.default)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import _exchange, _exported, _second
+from . import _exchange, _exported, _recomputation, _second
 from ._layer import (
     Layer,
     check_arguments,
@@ -14,11 +14,15 @@ from ._layer import (
 )
 from ._mask import check_mask
 from ._modes import check_not_batched, check_transforms, exchanges, outside_transforms, recorded
-from ._ops import ops
+from ._ops import HEADER_WORDS, message_words, ops
 
 
-def _exchanged(ctx, x, residual, mask, counter, layer, peers):
-    """(message, merged, rest or records): this rank's part and what all ranks share."""
+def _exchanged(ctx, x, residual, mask, counter, layer, peers, segment):
+    """(message, merged, rest or records): this rank's part and what all ranks share. In a
+    checkpointed segment the header alone of this rank's part, and no more than is needed."""
+    if segment is not None and segment.kept is not None:
+        ctx.call = segment.kept.call._replace(direction="backward")
+        return segment.kept.words
     call = layer.call_of(x, counter)
     ctx.call = call._replace(direction="backward")
     number, channels = layer.call_number(residual is not None), x.shape[1]
@@ -31,7 +35,10 @@ def _exchanged(ctx, x, residual, mask, counter, layer, peers):
         merged = _exchange.exchange(message, channels, peers, call)
     sizes = f"ranks (input size {list(x.shape)} on this one)"
     _exchange.check_count(merged[0], values_per_channel(x, mask), peers, sizes)
-    return message, *merged
+    if segment is None:
+        return message, *merged
+    needed = HEADER_WORDS if layer.statistics == "welford" else message_words(x, mask)
+    return segment.keep(call, _exchange.trimmed(message, *merged, needed))
 
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
@@ -47,8 +54,8 @@ class _BatchNormTraining(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, mask, counter, layer, peers):
-        exchanged = _exchanged(ctx, x, residual, mask, counter, layer, peers)
+    def forward(ctx, x, weight, bias, residual, mask, counter, layer, peers, segment):
+        exchanged = _exchanged(ctx, x, residual, mask, counter, layer, peers, segment)
         normalize = ops.normalize_gathered if layer.statistics == "welford" else ops.normalize
         y, mean, var, rstd, info, activation_mask = normalize(
             x,
@@ -79,17 +86,17 @@ class _BatchNormTraining(torch.autograd.Function):
             gradients = _second.differentiable(ctx, _backward, dy, *ctx.saved_tensors)
         else:
             gradients = _backward(ctx, dy, *ctx.saved_tensors)
-        return *gradients, None, None, None, None
+        return *gradients, *(None,) * 5
 
 
 class _BatchNormInPlace(torch.autograd.Function):
     """As _BatchNormTraining with leaky_relu, written over x; backward recovers x from y."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, mask, counter, layer, peers):
+    def forward(ctx, x, weight, bias, residual, mask, counter, layer, peers, segment):
         mean, var, rstd, info = ops.normalize_in_place(
             x,
-            *_exchanged(ctx, x, None, None, counter, layer, peers),
+            *_exchanged(ctx, x, None, None, counter, layer, peers, segment),
             weight,
             bias,
             layer.eps,
@@ -117,7 +124,7 @@ class _BatchNormInPlace(torch.autograd.Function):
                 "input to differentiate by; expected inplace=False",
                 gradients,
             )
-        return *gradients, None, None, None, None
+        return *gradients, *(None,) * 5
 
 
 def _creates_graph() -> bool:
@@ -188,6 +195,8 @@ def train_step(
     peers = layer.peers()
     # A compiler plans memory by itself, and cannot trace this.
     inplace = layer.writes_over_input and not torch.compiler.is_compiling()
+    segment = _recomputation.segment(layer, residual is not None, x, mask)
+    again = segment is not None and segment.kept is not None
     try:
         check_transforms(layer.name, input=x, weight=weight, bias=bias, residual=residual)
         check_options(layer)
@@ -195,13 +204,16 @@ def train_step(
         check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
         if inplace:
             check_in_place(x, weight, bias, residual, layer.negative_slope)
+            if segment is not None:
+                segment.check_in_place(x)
         if mask is not None:
             check_mask(mask, x)
             if layer.writes_over_input:
                 raise ValueError("mask: got one with inplace=True, expected None")
     except Exception as error:
-        with outside_transforms():
-            _exchange.reject(peers, layer.call_of(x, call), error)
+        if not again:
+            with outside_transforms():
+                _exchange.reject(peers, layer.call_of(x, call), error)
         raise
     if mask is not None:
         mask = mask.contiguous()
@@ -209,7 +221,9 @@ def train_step(
         function = _exported.training_step
     else:
         function = (_BatchNormInPlace if inplace else _BatchNormTraining).apply
-    y, mean, var, info = function(x, weight, bias, residual, mask, call, layer, peers)
+    y, mean, var, info = function(x, weight, bias, residual, mask, call, layer, peers, segment)
+    if again:
+        return y
     if running_mean is not None or num_batches_tracked is not None or call is not None:
         ops.update_running_statistics(
             running_mean, running_var, num_batches_tracked, call, mean, var, info, layer.momentum
