@@ -6,6 +6,7 @@ from ._ops import ops as _ops
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
 from .errors import DivergenceError, ExchangeTimeout, PeerLost
 from .fold import fold
+from .join import join
 from .nn import SyncBatchNorm
 from .sharing import prepare, report, reset_groups, set_group, skip
 
@@ -20,6 +21,7 @@ __all__ = [
     "fold",
     "functional",
     "graph",
+    "join",
     "ops",
     "parallel",
     "prepare",

@@ -1,6 +1,6 @@
 """Real processes, over shared memory and over Gloo alone: 2 and 3 ranks, started once each, run
-every case of rank_cases.py, rank_cases_modes.py, rank_cases_groups.py, rank_cases_op.py and
-device_cases.py."""
+every case of rank_cases.py, rank_cases_modes.py, rank_cases_groups.py, rank_cases_op.py,
+rank_cases_join.py and device_cases.py."""
 
 import datetime
 import faulthandler
@@ -18,13 +18,21 @@ import torch.multiprocessing as mp
 import device_cases
 import rank_cases
 import rank_cases_groups
+import rank_cases_join
 import rank_cases_modes
 import rank_cases_op
 from syncbn import _groups
 
 CASES = {
     name: case
-    for module in (rank_cases, rank_cases_modes, rank_cases_groups, device_cases, rank_cases_op)
+    for module in (
+        rank_cases,
+        rank_cases_modes,
+        rank_cases_groups,
+        rank_cases_join,
+        device_cases,
+        rank_cases_op,
+    )
     for name, case in vars(module).items()
     if name.startswith("case_")
 }

@@ -1,0 +1,416 @@
+"""Uneven numbers of batches: syncbn.join. Run by test_distributed.py as rank_cases.py is.
+
+In all of these places torch.nn.SyncBatchNorm waits for the ranks without inputs until the group's
+time is up: torch's Join shadows the collectives of DistributedDataParallel alone. Tried with torch
+2.11 over Gloo, with a module whose forward makes an all-reduce as that layer does: the all-reduce
+meets one of Join's own of another length, and Gloo ends the process (SIGABRT).
+"""
+
+import contextlib
+import copy
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import syncbn
+from rank_cases import CountCollectives, raises
+from support import assert_same_layers, new_layer
+from syncbn import _groups
+
+
+class Network(nn.Module):
+    """Elementwise but for its layers, so that only they depend on how samples are split."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.first, self.second = new_layer(4, **options), new_layer(4, **options)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    """Of a size of its own for each rank and step; the rough half cancels."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(2 + (rank + step) % 3, 4, 3, generator=generator)
+    return x * torch.exp2(torch.randint(-12, 12, x.shape, generator=generator))
+
+
+def numbers_of_batches(world: int) -> list[list[int]]:
+    """Of each rank; the rank that goes on is the first, the last, one with a rank without any."""
+    return [[3, 1, 2][:world], [1, 3, 4][:world], [0, 2, 1][:world]]
+
+
+def reference(model: nn.Module, rank: int, counts: list[int], members=None):
+    """The layers alone: for each step the output and the gradient of this rank's samples, in one
+    process that has the batches of all ranks that have one."""
+    model = copy.deepcopy(model)
+    for layer in model.modules():
+        if isinstance(layer, syncbn.SyncBatchNorm):
+            layer.sync = False
+    outputs = []
+    members = range(len(counts)) if members is None else members
+    for step in range(max(counts[r] for r in members)):
+        parts = {r: batch(r, step) for r in members if step < counts[r]}
+        x = torch.cat(list(parts.values())).requires_grad_()
+        y = model(x)
+        y.backward(x.detach().cos())
+        sizes = [len(part) for part in parts.values()]
+        if rank in parts:
+            mine = list(parts).index(rank)
+            outputs.append((y.split(sizes)[mine].detach(), x.grad.split(sizes)[mine]))
+    return model, outputs
+
+
+def run_steps(model: nn.Module, rank: int, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    outputs = []
+    for step in range(steps):
+        x = batch(rank, step).requires_grad_()
+        y = model(x)
+        y.backward(x.detach().cos())
+        outputs.append((y.detach(), x.grad))
+    return outputs
+
+
+def same_outputs(actual, expected) -> None:
+    assert len(actual) == len(expected)
+    for step, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(got[0], wanted[0]), f"y of step {step}"
+        assert torch.equal(got[1], wanted[1]), f"dx of step {step}"
+
+
+def same_statistics(model: nn.Module, expected: nn.Module) -> None:
+    for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
+        assert torch.equal(buffer, other), f"{name}: {buffer}, expected {other}"
+
+
+def check_uneven(rank, world, counts, wrap, members=None, **options) -> None:
+    """Outputs, gradients of inputs and running statistics are those of a job that has only the
+    ranks with inputs; afterwards all ranks train on together."""
+    network = Network(**options)
+    expected, outputs = reference(network, rank, counts, members)
+    model = wrap(network)
+    with syncbn.join(model):
+        actual = run_steps(model, rank, counts[rank])
+    same_outputs(actual, outputs)
+    same_statistics(network, expected)
+    _, outputs = reference(network, rank, [1] * world, members)
+    same_outputs(run_steps(model, rank, 1), outputs)
+
+
+def case_join_of_ddp_exact(rank, world):
+    for counts in numbers_of_batches(world):
+        for broadcast in (True, False):
+
+            def ddp(network, broadcast=broadcast):
+                return DistributedDataParallel(network, broadcast_buffers=broadcast)
+
+            check_uneven(rank, world, counts, ddp)
+
+
+def case_join_of_a_plain_model_exact(rank, world):
+    for counts in numbers_of_batches(world):
+        check_uneven(rank, world, counts, lambda network: network)
+
+
+def case_join_leaves_the_welford_bits_of_the_remaining_ranks(rank, world):
+    """Welford statistics depend on the split: the same ranks, in a group of their own."""
+    if world < 3:
+        return
+    pair = dist.new_group([0, 1])
+    alone, joined = Network(statistics="welford"), Network(statistics="welford")
+    outputs = []
+    if rank < 2:
+        syncbn.set_group(alone, pair)
+        outputs = run_steps(alone, rank, 2)
+    with syncbn.join(joined):
+        actual = run_steps(joined, rank, 2 if rank < 2 else 0)
+    same_outputs(actual, outputs)
+    if rank < 2:
+        same_statistics(joined, alone)
+    dist.barrier()
+
+
+def case_join_of_groups_exact(rank, world):
+    """Statistics shared by the first two ranks; the third is alone. A group goes on while another
+    has ended, and one of its ranks without the other."""
+    pair = dist.new_group([0, 1])
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    members = (0, 1) if rank < 2 else (rank,)
+    for counts in ([1, 3, 2][:world], [2, 1, 4][:world]):
+        check_uneven(
+            rank,
+            world,
+            counts,
+            lambda network: network,
+            members,
+            process_group=pair if rank < 2 else alone,
+        )
+
+
+class Varied(nn.Module):
+    """What an iteration calls differs from iteration to iteration."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = new_layer(4), new_layer(4)
+        self.residual = new_layer(4, activation="relu")
+        self.step = 0
+
+    def forward(self, x):
+        step, self.step = self.step, self.step + 1
+        y = self.a(x).tanh()
+        for _ in range(step):  # several calls of a layer
+            y = self.b(y).tanh()
+        self.b.train(step % 2 == 0)  # evaluation mode now and then
+        y = self.b(y)
+        self.b.train()
+        with torch.no_grad():  # forward alone
+            self.a(x)
+        y = checkpoint(self.residual.forward, y, x, use_reentrant=False)
+        return y if step != 1 else y.detach() + self.a(x)  # backward through one call
+
+
+def case_join_needs_no_sequence_exact(rank, world):
+    """Iterations that differ, forward alone, and recomputation."""
+    counts = [2, 4, 1][:world]
+    model = Varied()
+    expected, outputs = reference(model, rank, counts)
+    with syncbn.join(model):
+        actual = run_steps(model, rank, counts[rank])
+    same_outputs(actual, outputs)
+    same_statistics(model, expected)
+
+
+def case_join_of_forward_alone_exact(rank, world):
+    """Running statistics computed again, without gradients, over uneven shares."""
+    counts = [4, 2, 3][:world]
+    model = Network(momentum=None)
+    expected, _ = reference(model, rank, counts)
+    with syncbn.join(model), torch.no_grad():
+        for step in range(counts[rank]):
+            model(batch(rank, step))
+        model.eval()
+        model(batch(rank, 9))  # exchanges nothing, is no iteration
+        model.train()
+    same_statistics(model, expected)
+
+
+def case_join_of_ddp_with_accumulation(rank, world):
+    """Gradients as DDP's own Join defines them: the sum of the ranks with inputs, divided by the
+    number of all ranks, or of those with inputs; after the context by that of all."""
+    counts = [4, 2, 2][:world]
+
+    def gradients_of(network, steps):
+        """This rank's share of each parameter, by calling the layers in the same way."""
+        network.zero_grad()
+        for step in steps:
+            network(batch(rank, step)).square().sum().backward()
+        return [p.grad.clone() for p in network.parameters()]
+
+    for initial in (True, False):
+        network = Network()
+        model = DistributedDataParallel(network, broadcast_buffers=False)
+        with syncbn.join(model, divide_by_initial_world_size=initial):
+            for step in range(0, counts[rank], 2):
+                model.zero_grad()
+                with model.no_sync():
+                    model(batch(rank, step)).square().sum().backward()
+                model(batch(rank, step + 1)).square().sum().backward()
+        # Every second step's gradients of rank 0 alone, which has all samples in the last two.
+        alone = Network()
+        for layer in alone.modules():
+            if isinstance(layer, syncbn.SyncBatchNorm):
+                layer.sync = False
+        if rank == 0:
+            shares = gradients_of(alone, (2, 3))
+            for parameter, share in zip(network.parameters(), shares, strict=True):
+                # DDP adds zeros and divides; two accumulated parts are divided as one.
+                assert torch.equal(parameter.grad, share / (world if initial else 1))
+        # After the context: gradients are averages over all ranks again.
+        local = copy.deepcopy(network)
+        model.zero_grad()
+        model(batch(rank, 5)).square().sum().backward()
+        shares = gradients_of(local, (5,))
+        for parameter, share in zip(network.parameters(), shares, strict=True):
+            dist.all_reduce(share)
+            # The same numbers added, by another order of division: three roundings.
+            bound = 3 * 2**-24 * world * share.abs().max()
+            assert (parameter.grad - share / world).abs().max() <= bound
+
+
+def case_join_with_unused_parameters(rank, world):
+    """DDP's exchange of which parameters were used, for a rank without batches too."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = Network(), new_layer(4)
+
+        def forward(self, x):
+            return self.used(x)
+
+    counts = [0, 2, 1][:world]
+    network = Branches()
+    expected, outputs = reference(network, rank, counts)
+    model = DistributedDataParallel(network, find_unused_parameters=True)
+    with syncbn.join(model):
+        actual = run_steps(model, rank, counts[rank])
+    same_outputs(actual, outputs)
+    same_statistics(network, expected)
+
+
+def case_join_of_several_models_and_an_optimizer(rank, world):
+    """A plain model first, then a DDP one whose optimizer is sharded: parameters stay equal."""
+    counts = [1, 3, 2][:world]
+    encoder, network = new_layer(4), nn.Sequential(nn.Flatten(), nn.Linear(12, 4), new_layer(4))
+    torch.manual_seed(0)
+    network[1].reset_parameters()
+    model = DistributedDataParallel(network)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    before = network[1].weight.clone()
+    with syncbn.join(encoder, model, optimizer):
+        for step in range(counts[rank]):
+            model.zero_grad()
+            model(encoder(batch(rank, step)).detach()).square().sum().backward()
+            optimizer.step()
+    assert not torch.equal(network[1].weight, before)
+    for tensor in itertools.chain(network.state_dict().values(), encoder.buffers()):
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(tensor, first)
+
+
+def case_join_of_a_compiled_model_exact(rank, world):
+    """Compiled steps hold the group of all ranks: they run eagerly once it is smaller."""
+    counts = [3, 1, 2][:world]
+    network = Network()
+    expected, outputs = reference(network, rank, counts)
+    runs = []
+
+    def backend(graph, _inputs):
+        def run(*arguments):
+            runs.append(1)
+            return graph(*arguments)
+
+        return run
+
+    compiled = torch.compile(network, backend=backend, fullgraph=True)
+    syncbn.prepare(network)
+    model = DistributedDataParallel(compiled, broadcast_buffers=False)
+    with syncbn.join(model):
+        actual = run_steps(model, rank, counts[rank])
+    same_outputs(actual, outputs)
+    same_statistics(network, expected)
+    assert len(runs) == min(counts)
+    run_steps(model, rank, 1)
+    assert len(runs) == min(counts) + 1
+    torch._dynamo.reset()
+
+
+def case_join_costs_one_exchange_per_iteration(rank, world):
+    model = Network()
+    run_steps(model, rank, 1)
+    with CountCollectives() as count, syncbn.join(model):
+        run_steps(model, rank, 2)
+    # Two layers, two directions; one agreement per iteration and one at the end.
+    assert count.names == ["all_reduce"] * (2 * (4 + 1) + 1), count.names
+
+
+def case_join_leaves_nothing_behind(rank, world):
+    model = DistributedDataParallel(Network())
+    run_steps(model, rank, 1)
+    before = set(_groups._own_groups)
+    with syncbn.join(model):
+        run_steps(model, rank, 1 + rank)
+    assert set(_groups._own_groups) == before
+    assert not model._join_config.enable  # torch's Join leaves it enabled
+    assert not model._forward_pre_hooks
+    layer = new_layer(4)
+    layer(batch(rank, 0))  # of no context: all ranks
+
+
+def case_join_tells_an_error_to_ranks_without_inputs(rank, world):
+    """torch's Join leaves them waiting for the rank that raised."""
+    model = DistributedDataParallel(Network(timeout=20))
+    run_steps(model, rank, 1)
+
+    def loop():
+        with syncbn.join(model):
+            for step in range(0 if rank == world - 1 else 5):
+                run_steps(model, rank, 1)
+                if rank == 0 and step == 1:
+                    raise KeyError("sample 7")
+
+    if rank == 0:
+        raises(KeyError, "sample 7", loop)
+    else:
+        raises((syncbn.DivergenceError, syncbn.PeerLost), "syncbn.join|first, call", loop)
+    dist.barrier()
+    syncbn.reset_groups(model)
+
+
+def case_join_throws_on_early_termination(rank, world):
+    model = DistributedDataParallel(Network())
+    done = []
+
+    def loop():
+        with syncbn.join(model, throw_on_early_termination=True):
+            for _ in range(1 if rank == 1 else 3):
+                done.extend(run_steps(model, rank, 1))
+
+    raises(RuntimeError, r"ranks \[1\] have exhausted their inputs", loop)
+    assert len(done) == 1
+    dist.barrier()
+    with syncbn.join(model, throw_on_early_termination=True):
+        run_steps(model, rank, 2)
+
+
+def case_join_of_models_that_differ(rank, world):
+    model = nn.Sequential(*[new_layer(4) for _ in range(2 if rank else 1)])
+
+    def loop():
+        with syncbn.join(model):
+            model(batch(rank, 0))
+
+    raises(syncbn.DivergenceError, "8 channels.*4 channels|4 channels.*8 channels", loop)
+
+
+def case_join_refuses(rank, world):
+    model = DistributedDataParallel(Network())
+
+    def enter(*models):
+        with syncbn.join(*models):
+            raise AssertionError("entered")
+
+    raises(ValueError, "models: got nothing first", enter)
+    raises(ValueError, "models: got int, expected", lambda: enter(model, 3))
+    raises(ValueError, "with a DistributedDataParallel inside", lambda: enter(nn.Sequential(model)))
+    raises(
+        ValueError,
+        r"torch.nn.SyncBatchNorm \(at 0\)",
+        lambda: enter(nn.Sequential(nn.SyncBatchNorm(4))),
+    )
+    pair = dist.new_group([0, 1])
+    if world > 2:
+        if rank < 2:
+            small = DistributedDataParallel(Network(), process_group=pair)
+            raises(ValueError, r"ranks \[2\], expected only ranks \[0, 1\]", lambda: enter(small))
+    with syncbn.join(model):
+        raises(RuntimeError, "inside another one", lambda: enter(model))
+        with contextlib.suppress(RuntimeError), torch.no_grad():
+            model(batch(rank, 0))
+            raise AssertionError("a forward pass without a backward one")
+        with torch.no_grad(), model.no_sync():
+            model(batch(rank, 0))
+    before = copy.deepcopy(model.module)
+    with syncbn.join(model, enable=False):
+        assert not model._join_config.enable and not model._forward_pre_hooks
+    model.zero_grad()
+    before.zero_grad()
+    assert_same_layers(model.module, before)
