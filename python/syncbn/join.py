@@ -164,9 +164,12 @@ class _Loop(Join):
         return left
 
     def disable(self) -> None:
-        """Join leaves its joinables notifying ranks that do not listen any more."""
+        """Join leaves its joinables notifying ranks that do not listen any more, and DDP, once it
+        does not, dividing by the number of ranks that the last notification counted."""
         for joinable in self._joinables:
             joinable._join_config = _JoinConfig.construct_disabled_join_config()
+            if isinstance(joinable, DistributedDataParallel):
+                joinable.reducer._set_forward_pass_work_handle(None, True)
 
 
 def _check(models: tuple[Any, ...]) -> None:

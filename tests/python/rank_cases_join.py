@@ -230,8 +230,9 @@ def case_join_of_ddp_with_accumulation(rank, world):
         if rank == 0:
             shares = gradients_of(alone, (2, 3))
             for parameter, share in zip(network.parameters(), shares, strict=True):
-                # DDP adds zeros and divides; two accumulated parts are divided as one.
-                assert torch.equal(parameter.grad, share / (world if initial else 1))
+                # DDP adds zeros and multiplies by a rounded 1 / world: three roundings in all.
+                wanted = share / (world if initial else 1)
+                assert ((parameter.grad - wanted).abs() <= 3 * 2**-24 * wanted.abs()).all()
         # After the context: gradients are averages over all ranks again.
         local = copy.deepcopy(network)
         model.zero_grad()
