@@ -104,7 +104,9 @@ def _check(merged: torch.Tensor, peers: Peers, call: Call) -> tuple[int, torch.d
     if rejected or not agree:
         reason = "a rank refused its input" if rejected else "the ranks did not make the same call"
         texts = _compare(call.details(), peers, call)
-        raise DivergenceError(f"{call}, {peers}: {reason}: {texts}")
+        error = DivergenceError(f"{call}, {peers}: {reason}: {texts}")
+        error.group_name = peers.group_name
+        raise error
     return count, None if dtype < 0 else DTYPES[dtype]
 
 

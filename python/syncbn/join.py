@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import _collective, _exchange, _groups
 from ._where import Call
+from .errors import DivergenceError
 from .nn import SyncBatchNorm
 from .sharing import prepare, sharings_of
 
@@ -37,13 +38,13 @@ class _Inputs:
                     f"{sorted(outside)}, expected only ranks {self.ranks}, which join"
                 )
         # The slowest layer's limit: an iteration may take as long.
-        slowest = max((l.sharing for l in self.layers), key=lambda s: s.timeout, default=None)
+        slowest = max((m.sharing for m in self.layers), key=lambda s: s.timeout, default=None)
         sharing = _groups.sharing(group, None) if slowest is None else slowest
         self.peers = _groups.peers(sharing._replace(name=group.group_name))
         # What ranks must have in common for the exchange that ends the context.
-        same = [(l.layer_name, l.num_features, l.track_running_stats) for l in self.layers]
+        same = [(m.layer_name, m.num_features, m.track_running_stats) for m in self.layers]
         self.tag = zlib.crc32(repr(same).encode()) & 0xFFFFF
-        self.call = Call(_NAME, 0, channels=sum(l.num_features for l in self.layers))
+        self.call = Call(_NAME, 0, channels=sum(m.num_features for m in self.layers))
         #: iterations of each rank so far
         self.iterations = dict.fromkeys(self.ranks, 0)
         self.left = len(self.ranks)
@@ -89,7 +90,9 @@ class _Inputs:
     def tell(self, error: Exception) -> None:
         """Raises on the other ranks, which may wait for this one in meet(). Not for long: where
         they wait is not known."""
-        if self.peers is not None and not self.known_error:
+        if self.peers is None or self.known_error:
+            return
+        if not isinstance(error, DivergenceError) or error.group_name != self.peers.group_name:
             soon = self.peers._replace(timeout=min(self.peers.timeout, 5.0))
             _exchange.reject(soon, self.call, error)
 
@@ -180,9 +183,7 @@ def _check(models: tuple[Any, ...]) -> None:
     sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     for model in models:
         if not isinstance(model, (nn.Module, Joinable)):
-            raise ValueError(
-                f"models: got {type(model).__name__}, expected modules and Joinables"
-            )
+            raise ValueError(f"models: got {type(model).__name__}, expected modules and Joinables")
         for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
             name = type(module).__name__
             if isinstance(module, sharded):

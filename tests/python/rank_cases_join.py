@@ -1,9 +1,9 @@
 """Uneven numbers of batches: syncbn.join. Run by test_distributed.py as rank_cases.py is.
 
-In all of these places torch.nn.SyncBatchNorm waits for the ranks without inputs until the group's
-time is up: torch's Join shadows the collectives of DistributedDataParallel alone. Tried with torch
-2.11 over Gloo, with a module whose forward makes an all-reduce as that layer does: the all-reduce
-meets one of Join's own of another length, and Gloo ends the process (SIGABRT).
+torch.nn.SyncBatchNorm has no place in torch's Join, which shadows the collectives of
+DistributedDataParallel alone: tried with torch 2.11 over Gloo and an all-reduce in a module's
+forward in its stead (it does not run on CPUs), that meets one of Join's own, of another length, and
+Gloo ends the process (SIGABRT).
 """
 
 import contextlib
@@ -13,6 +13,8 @@ import itertools
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -327,8 +329,9 @@ def case_join_leaves_nothing_behind(rank, world):
     model = DistributedDataParallel(Network())
     run_steps(model, rank, 1)
     before = set(_groups._own_groups)
-    with syncbn.join(model):
-        run_steps(model, rank, 1 + rank)
+    for _ in range(2):  # epochs
+        with syncbn.join(model):
+            run_steps(model, rank, 1 + rank)
     assert set(_groups._own_groups) == before
     assert not model._join_config.enable  # torch's Join leaves it enabled
     assert not model._forward_pre_hooks
@@ -354,6 +357,21 @@ def case_join_tells_an_error_to_ranks_without_inputs(rank, world):
         raises((syncbn.DivergenceError, syncbn.PeerLost), "syncbn.join|first, call", loop)
     dist.barrier()
     syncbn.reset_groups(model)
+
+
+def case_join_of_a_backward_pass_of_the_iteration_before(rank, world):
+    """Which would need the rank that has gone since: the same error on every rank, at once."""
+    model = Network(timeout=20)
+
+    def loop():
+        with syncbn.join(model):
+            kept = model(batch(rank, 0))
+            if rank < world - 1:
+                model(batch(rank, 1))
+                kept.sum().backward()
+
+    # The rank alone is in the agreement, the others are in a layer's exchange.
+    raises(syncbn.DivergenceError, "no more inputs.*backward|backward.*no more inputs", loop)
 
 
 def case_join_throws_on_early_termination(rank, world):
@@ -397,6 +415,8 @@ def case_join_refuses(rank, world):
         r"torch.nn.SyncBatchNorm \(at 0\)",
         lambda: enter(nn.Sequential(nn.SyncBatchNorm(4))),
     )
+    sharded = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (world,)))
+    raises(ValueError, "which has no join hook", lambda: enter(sharded))
     pair = dist.new_group([0, 1])
     if world > 2:
         if rank < 2:
