@@ -75,6 +75,19 @@ class _Inputs:
         self.left = len(present)
         return self.left
 
+    def refuse_compiled_around(self) -> None:
+        """A compiled caller of the first model goes on with the group of all ranks."""
+        if self.call.number or "torch._dynamo" not in sys.modules:
+            return
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name == "compile_wrapper":
+                raise RuntimeError(
+                    "syncbn.join: got a call of the first model from compiled code, expected "
+                    "torch.compile inside of it: DistributedDataParallel(torch.compile(module))"
+                )
+            frame = frame.f_back
+
     def _go_on_without(self, absent: list[int]) -> None:
         _groups.leave_out(absent)
         # Compiled steps hold the groups of all ranks.
@@ -262,10 +275,13 @@ def join(
     loop = _Loop(joinables or [_NoJoinable(group)], inputs, options)
 
     def begin(model: nn.Module, _args: Any) -> None:
+        inputs.refuse_compiled_around()
         # A model that evaluates exchanges nothing, unless it is one that notifies nevertheless.
         if isinstance(model, Joinable) or any(layer.training for layer in inputs.layers):
             inputs.meet(has_input=True)
 
+    if "torch._dynamo" in sys.modules:
+        begin = torch.compiler.disable(begin)
     hooks = [models[0].register_forward_pre_hook(begin, prepend=True)]
     hooks += [
         model.register_forward_pre_hook(_refuse_without_backward, prepend=True)

@@ -313,6 +313,14 @@ def case_join_of_a_compiled_model_exact(rank, world):
     assert len(runs) == min(counts)
     run_steps(model, rank, 1)
     assert len(runs) == min(counts) + 1
+    ddp = DistributedDataParallel(Network())
+    around = torch.compile(ddp, backend="eager")
+
+    def loop():  # compiled code would go on with the group of all ranks
+        with syncbn.join(ddp):
+            run_steps(around, rank, 2)
+
+    raises(RuntimeError, "expected torch.compile inside", loop)
     torch._dynamo.reset()
 
 
