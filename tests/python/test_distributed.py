@@ -1,6 +1,6 @@
 """Real processes, over shared memory and over Gloo alone: 2 and 3 ranks, started once each, run
 every case of rank_cases.py, rank_cases_modes.py, rank_cases_groups.py, rank_cases_op.py,
-rank_cases_join.py and device_cases.py."""
+rank_cases_join.py, rank_cases_join_errors.py and device_cases.py."""
 
 import datetime
 import faulthandler
@@ -19,6 +19,7 @@ import device_cases
 import rank_cases
 import rank_cases_groups
 import rank_cases_join
+import rank_cases_join_errors
 import rank_cases_modes
 import rank_cases_op
 from syncbn import _groups
@@ -30,6 +31,7 @@ CASES = {
         rank_cases_modes,
         rank_cases_groups,
         rank_cases_join,
+        rank_cases_join_errors,
         device_cases,
         rank_cases_op,
     )
