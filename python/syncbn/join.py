@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _collective, _exchange, _groups
@@ -29,10 +29,10 @@ class _Inputs:
         self.models, self.throw = models, throw
         self.ranks = sorted(_groups.global_ranks(group))
         self.layers = [m for m in models.modules() if isinstance(m, SyncBatchNorm)]
-        for layer in self.layers:
-            outside = set(_groups.global_ranks(_groups.resolve(layer.sharing.name)))
-            outside.difference_update(self.ranks)
-            if layer.sync and outside:
+        for layer in (layer for layer in self.layers if layer.sync):
+            members = _groups.global_ranks(_groups.resolve(layer.sharing.name))
+            outside = set(members).difference(self.ranks)
+            if outside:
                 raise ValueError(
                     f"models: got layer {layer.layer_name}, which shares statistics with ranks "
                     f"{sorted(outside)}, expected only ranks {self.ranks}, which join"
@@ -183,7 +183,8 @@ class _Loop(Join):
         """Join leaves its joinables notifying ranks that do not listen any more, and DDP, once it
         does not, dividing by the number of ranks that the last notification counted."""
         for joinable in self._joinables:
-            joinable._join_config = _JoinConfig.construct_disabled_join_config()
+            config = joinable._join_config
+            joinable._join_config = config.construct_disabled_join_config()
             if isinstance(joinable, DistributedDataParallel):
                 joinable.reducer._set_forward_pass_work_handle(None, True)
 
