@@ -1,15 +1,15 @@
 """Uneven numbers of batches: ranks that have none left go out of the exchanges."""
 
-import contextlib
 import sys
 import zlib
-from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _collective, _exchange, _groups
@@ -19,16 +19,21 @@ from .nn import SyncBatchNorm
 from .sharing import prepare, sharings_of
 
 _NAME = "syncbn.join"
-_entered = False
+_OFF = _JoinConfig.construct_disabled_join_config()
+_ON = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=False)
+_active: "_Inputs | None" = None
 
 
 class _Inputs:
     """Which ranks still have inputs: agreed once per iteration, by all ranks."""
 
-    def __init__(self, models: nn.ModuleList, group: dist.ProcessGroup, throw: bool) -> None:
-        self.models, self.throw = models, throw
+    def __init__(self, models: tuple[Any, ...], group: dist.ProcessGroup, throw: bool) -> None:
+        self.models = nn.ModuleList(model for model in models if isinstance(model, nn.Module))
+        self.joinables = [model for model in models if isinstance(model, Joinable)]
+        self.ddp_models = [m for m in self.models if isinstance(m, DistributedDataParallel)]
+        self.throw = throw
         self.ranks = sorted(_groups.global_ranks(group))
-        self.layers = [m for m in models.modules() if isinstance(m, SyncBatchNorm)]
+        self.layers = [m for m in self.models.modules() if isinstance(m, SyncBatchNorm)]
         for layer in (layer for layer in self.layers if layer.sync):
             members = _groups.global_ranks(_groups.resolve(layer.sharing.name))
             outside = set(members).difference(self.ranks)
@@ -51,6 +56,7 @@ class _Inputs:
         self.stance: Any = None
         #: whether the error that ends the context was raised on all ranks
         self.known_error = False
+        self.hooks: list[Any] = []
 
     def meet(self, has_input: bool) -> int:
         """How many ranks have an input for the next iteration. A collective call of all ranks."""
@@ -95,7 +101,48 @@ class _Inputs:
             self.stance = torch.compiler.set_stance("force_eager")
         prepare(self.models)
 
-    def restore(self) -> None:
+    def enter(self, joined: "join") -> None:
+        """From now on an iteration begins with the ranks' agreement."""
+
+        def begin(model: nn.Module, _args: Any) -> None:
+            self.refuse_compiled_around()
+            # A model that evaluates exchanges nothing, unless it is one that notifies nevertheless.
+            if isinstance(model, Joinable) or any(layer.training for layer in self.layers):
+                work = Join.notify_join_context(joined)  # torch's Join, if the first of its list
+                self.meet(has_input=True)
+                if work is not None:
+                    work.wait()
+                self._divide_by_number_of_ranks()
+
+        if "torch._dynamo" in sys.modules:
+            begin = torch.compiler.disable(begin)
+        self.hooks = [self.models[0].register_forward_pre_hook(begin, prepend=True)]
+        self.hooks += [
+            model.register_forward_pre_hook(_refuse_without_backward, prepend=True)
+            for model in self.ddp_models
+        ]
+
+    def _divide_by_number_of_ranks(self) -> None:
+        """DistributedDataParallel takes the number from what it believes to be a notification."""
+        for model in self.ddp_models:
+            if not model._divide_by_initial_world_size:
+                future: torch.futures.Future = torch.futures.Future()
+                future.set_result([torch.tensor([float(self.left)])])
+                model.reducer._set_forward_pass_work_handle(_create_work_from_future(future), False)
+
+    def leave(self) -> None:
+        """All as before the context. Join itself leaves its joinables notifying ranks that do not
+        listen any more, and DDP dividing by the number of ranks in the last iteration."""
+        global _active
+        if _active is not self:
+            return
+        _active = None
+        for hook in self.hooks:
+            hook.remove()
+        for joinable in self.joinables:
+            joinable._join_config = _OFF
+        for model in self.ddp_models:
+            model.reducer._set_forward_pass_work_handle(None, True)
         _groups.leave_out(())
         if self.stance is not None:
             self.stance.__exit__(None, None, None)
@@ -147,48 +194,6 @@ def _words(tensor: Tensor) -> Tensor:
     return values.double().view(torch.int64) if values.is_floating_point() else values
 
 
-class _NoJoinable(Joinable):
-    """Stands where torch's Join wants at least one."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self._group = group
-
-    def join_hook(self, **_options) -> JoinHook:
-        return JoinHook()
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return self._group
-
-
-class _Loop(Join):
-    """torch's Join, each of whose rounds begins with the ranks' agreement."""
-
-    def __init__(self, joinables: list[Joinable], inputs: _Inputs, options: dict) -> None:
-        super().__init__(joinables, **options)
-        self.inputs = inputs
-
-    def _get_num_nonjoined_procs(self) -> int:
-        left = self.inputs.meet(has_input=False)
-        if not isinstance(self._joinables[0], _NoJoinable):
-            super()._get_num_nonjoined_procs()  # the first joinable's own notification
-        return left
-
-    def disable(self) -> None:
-        """Join leaves its joinables notifying ranks that do not listen any more, and DDP, once it
-        does not, dividing by the number of ranks that the last notification counted."""
-        for joinable in self._joinables:
-            config = joinable._join_config
-            joinable._join_config = config.construct_disabled_join_config()
-            if isinstance(joinable, DistributedDataParallel):
-                joinable.reducer._set_forward_pass_work_handle(None, True)
-
-
 def _check(models: tuple[Any, ...]) -> None:
     if not models or not isinstance(models[0], nn.Module):
         got = type(models[0]).__name__ if models else "nothing"
@@ -226,13 +231,40 @@ def _refuse_without_backward(model: DistributedDataParallel, _args: Any) -> None
         )
 
 
-@contextlib.contextmanager
-def join(
-    *models: nn.Module | Joinable,
-    enable: bool = True,
-    throw_on_early_termination: bool = False,
-    **options: Any,
-) -> Iterator[None]:
+class _Hook(JoinHook):
+    """Lives as long as the context."""
+
+    def __init__(self, inputs: _Inputs, options: dict[str, Any]) -> None:
+        self.inputs = inputs
+        self.hooks = [joinable.join_hook(**options) for joinable in inputs.joinables]
+
+    def main_hook(self) -> None:
+        try:
+            self.inputs.meet(has_input=False)
+            self.shadow()
+        except Exception:
+            self.inputs.leave()
+            raise
+
+    def shadow(self) -> None:
+        """The collectives of the joinables in one iteration."""
+        for hook in self.hooks:
+            hook.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        try:
+            for hook in self.hooks:
+                hook.post_hook(is_last_joiner)
+        finally:
+            self.inputs.leave()
+        self.inputs.share_statistics()
+
+    def __del__(self) -> None:
+        # torch's Join calls no hook when the loop has raised.
+        self.inputs.leave()
+
+
+class join(Joinable):
     """Context manager for a training loop in which ranks have different numbers of batches.
 
     Takes the place of torch's Join and of DistributedDataParallel.join for models with
@@ -241,6 +273,10 @@ def join(
     forward call of the first model. A collective call of the ranks of the process group, at the
     beginning, at the end, and once per iteration.
 
+    It is a Joinable too: `Join([ddp_model, optimizer])` becomes
+    `Join([syncbn.join(ddp_model), optimizer])`. In torch's Join errors of one rank reach the others
+    later (docs/uneven_inputs.md).
+
     Args:
         models: the model that each iteration calls; then other models, and other Joinables, such
             as ZeroRedundancyOptimizer. DistributedDataParallel's own collectives are shadowed as
@@ -248,7 +284,8 @@ def join(
         enable: False does nothing; so does the absence of a process group.
         throw_on_early_termination: instead of going on, RuntimeError on every rank at the first
             iteration for which some ranks have an input and some have not.
-        options: for the join hooks of all Joinables, such as divide_by_initial_world_size.
+        options: for the join hooks of all Joinables, such as divide_by_initial_world_size. In
+            torch's Join this one and the two above are given to that.
 
     At the end running statistics are those of the ranks that were the last of each group to have
     inputs, on all its ranks.
@@ -256,53 +293,97 @@ def join(
     Raises:
         ValueError: a model that cannot be joined: FullyShardedDataParallel, one with a
             torch.nn.SyncBatchNorm, one that holds a DistributedDataParallel (give that itself), or
-            a layer that shares statistics with ranks outside the process group.
+            a layer that shares statistics with ranks outside the process group; Joinables of
+            different process groups.
         RuntimeError: a context inside another one; a forward pass of DistributedDataParallel under
             torch.no_grad, whose backward pass ranks without inputs would wait for.
         DivergenceError, ExchangeTimeout, PeerLost: the models differ between ranks, a rank has
             raised an error (which is quoted), does not come, or has ended.
     """
-    _check(models)
-    if not (enable and dist.is_available() and dist.is_initialized()):
-        yield
-        return
-    joinables = [model for model in models if isinstance(model, Joinable)]
-    group = joinables[0].join_process_group if joinables else dist.group.WORLD
-    modules = nn.ModuleList(model for model in models if isinstance(model, nn.Module))
-    global _entered
-    if _entered:
-        raise RuntimeError("syncbn.join: got a context inside another one, expected one for all")
-    inputs = _Inputs(modules, group, throw_on_early_termination)
-    loop = _Loop(joinables or [_NoJoinable(group)], inputs, options)
 
-    def begin(model: nn.Module, _args: Any) -> None:
-        inputs.refuse_compiled_around()
-        # A model that evaluates exchanges nothing, unless it is one that notifies nevertheless.
-        if isinstance(model, Joinable) or any(layer.training for layer in inputs.layers):
-            inputs.meet(has_input=True)
+    def __init__(
+        self,
+        *models: nn.Module | Joinable,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **options: Any,
+    ) -> None:
+        _check(models)
+        self._models, self._options = models, options
+        self._enable, self._throw = enable, throw_on_early_termination
+        self._inputs: _Inputs | None = None
+        self._hook: _Hook | None = None
+        super().__init__()
 
-    if "torch._dynamo" in sys.modules:
-        begin = torch.compiler.disable(begin)
-    hooks = [models[0].register_forward_pre_hook(begin, prepend=True)]
-    hooks += [
-        model.register_forward_pre_hook(_refuse_without_backward, prepend=True)
-        for model in joinables
-        if isinstance(model, DistributedDataParallel)
-    ]
-    _entered = True
-    failed = None
-    try:
-        with loop:
-            yield
-    except Exception as error:
-        failed = error
-        raise
-    finally:
-        _entered = False
-        for hook in hooks:
-            hook.remove()
-        loop.disable()
-        inputs.restore()
-        if failed is not None:
-            inputs.tell(failed)
-    inputs.share_statistics()
+    @property
+    def _join_config(self) -> _JoinConfig:
+        return self._config
+
+    @_join_config.setter
+    def _join_config(self, config: _JoinConfig) -> None:
+        """Set by torch's Join after join_hook(). This object notifies in the stead of its own."""
+        self._config = config
+        if self._inputs is None:
+            return
+        for joinable in self._inputs.joinables:
+            joinable._join_config = config._replace(is_first_joinable=False)
+        if config.enable:
+            self._inputs.enter(self)
+        else:
+            self._inputs.leave()
+
+    def _begin(self, throw: bool, options: dict[str, Any]) -> _Hook:
+        global _active
+        if _active is not None:
+            raise RuntimeError(f"{_NAME}: got a context inside another one, expected one for all")
+        self._inputs = _active = _Inputs(self._models, self.join_process_group, throw)
+        return _Hook(self._inputs, options)
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """For torch's Join."""
+        if not self._enable or self._throw or self._options:
+            raise ValueError(
+                f"{_NAME}: got options for the context inside of torch's Join, expected them there"
+            )
+        return self._begin(False, options)
+
+    @property
+    def join_device(self) -> torch.device:
+        for model in self._models:
+            if isinstance(model, Joinable):
+                return model.join_device
+        tensors = chain(self._models[0].parameters(), self._models[0].buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The world if there is no Joinable."""
+        groups = [m.join_process_group for m in self._models if isinstance(m, Joinable)]
+        if any(group != groups[0] for group in groups):
+            raise ValueError("models: got Joinables of several process groups, expected one")
+        return groups[0] if groups else dist.distributed_c10d._get_default_group()
+
+    def __enter__(self) -> None:
+        if self._enable and dist.is_available() and dist.is_initialized():
+            self._hook = self._begin(self._throw, self._options)
+            self._join_config = _ON
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        hook, self._hook = self._hook, None
+        if hook is None:
+            return
+        inputs = hook.inputs
+        try:
+            if error is None:
+                is_last_joiner = True
+                while inputs.meet(has_input=False):
+                    is_last_joiner = False
+                    hook.shadow()
+                hook.post_hook(is_last_joiner)
+        except Exception as at_the_end:
+            error = at_the_end
+            raise
+        finally:
+            inputs.leave()
+            if isinstance(error, Exception):
+                inputs.tell(error)

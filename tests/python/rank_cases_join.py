@@ -87,13 +87,13 @@ def same_statistics(model: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(buffer, other), f"{name}: {buffer}, expected {other}"
 
 
-def check_uneven(rank, world, counts, wrap, members=None, **options) -> None:
+def check_uneven(rank, world, counts, wrap, members=None, join=syncbn.join, **options) -> None:
     """Outputs, gradients of inputs and running statistics are those of a job that has only the
     ranks with inputs; afterwards all ranks train on together."""
     network = Network(**options)
     expected, outputs = reference(network, rank, counts, members)
     model = wrap(network)
-    with syncbn.join(model):
+    with join(model):
         actual = run_steps(model, rank, counts[rank])
     same_outputs(actual, outputs)
     same_statistics(network, expected)

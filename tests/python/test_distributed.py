@@ -1,6 +1,6 @@
 """Real processes, over shared memory and over Gloo alone: 2 and 3 ranks, started once each, run
 every case of rank_cases.py, rank_cases_modes.py, rank_cases_groups.py, rank_cases_op.py,
-rank_cases_join.py, rank_cases_join_errors.py and device_cases.py."""
+rank_cases_join.py, rank_cases_join_errors.py, rank_cases_joinable.py and device_cases.py."""
 
 import datetime
 import faulthandler
@@ -20,6 +20,7 @@ import rank_cases
 import rank_cases_groups
 import rank_cases_join
 import rank_cases_join_errors
+import rank_cases_joinable
 import rank_cases_modes
 import rank_cases_op
 from syncbn import _groups
@@ -32,6 +33,7 @@ CASES = {
         rank_cases_groups,
         rank_cases_join,
         rank_cases_join_errors,
+        rank_cases_joinable,
         device_cases,
         rank_cases_op,
     )
