@@ -161,7 +161,7 @@ def _compare(text: str, peers: Peers, call: Call) -> str:
     here, but those in a compiled step, which raises at once: hence the short limit."""
     size = (FRAME_WORDS - HEADER_WORDS) // peers.ranks
     own = text.encode()[: 8 * size].ljust(8 * size, b"\0")
-    frame = torch.zeros(FRAME_WORDS, dtype=torch.int64)
+    frame = torch.zeros(FRAME_WORDS, dtype=torch.int64, device="cpu")
     begin = HEADER_WORDS + peers.rank * size
     frame[begin : begin + size] = torch.frombuffer(bytearray(own), dtype=torch.int64)
     try:
@@ -184,7 +184,7 @@ def sum_of_ranks(x: torch.Tensor, tag: int, peers: Peers | None, call: Call) -> 
     """
     if peers is None:
         return x
-    _agree(torch.empty(0, dtype=torch.int64), tag, peers, call)
+    _agree(torch.empty(0, dtype=torch.int64, device="cpu"), tag, peers, call)
     return _collective.sum_over_gloo(x.contiguous(), peers, call)
 
 
@@ -193,7 +193,7 @@ def numbers_of_ranks(number: int, tag: int, peers: Peers | None, call: Call) -> 
     ranks are in another exchange of the group."""
     if peers is None:
         return [number]
-    numbers = torch.zeros(peers.ranks, dtype=torch.int64)
+    numbers = torch.zeros(peers.ranks, dtype=torch.int64, device="cpu")
     numbers[peers.rank] = number
     return _agree(numbers, tag, peers, call).tolist()
 
@@ -201,7 +201,8 @@ def numbers_of_ranks(number: int, tag: int, peers: Peers | None, call: Call) -> 
 def _agree(words: torch.Tensor, tag: int, peers: Peers, call: Call) -> torch.Tensor:
     """The sum of a few words over ranks with equal tags, in a first message."""
     size = HEADER_WORDS + words.numel()
-    message = torch.zeros(max(frame_words(peers), size), dtype=torch.int64)
+    words_in_all = max(frame_words(peers), size)
+    message = torch.zeros(words_in_all, dtype=torch.int64, device="cpu")
     message[1], message[2] = tag, tag * tag
     message[HEADER_WORDS:size] = words
     merged = _sum_first(message, peers, call)
@@ -216,6 +217,7 @@ def reject(peers: Peers | None, call: Call, error: Exception, compare: bool = Tr
         return
     # This rank's own error is the one to raise, whatever becomes of the exchange.
     with contextlib.suppress(ExchangeTimeout, PeerLost):
-        _sum_first(ops.rejection(torch.empty(0), frame_words(peers)), peers, call)
+        like = torch.empty(0, device="cpu")
+        _sum_first(ops.rejection(like, frame_words(peers)), peers, call)
         if compare and not torch.compiler.is_compiling():
             _compare(f"{call}: {type(error).__name__}: {error}", peers, call)

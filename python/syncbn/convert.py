@@ -41,7 +41,7 @@ _OWN_ATTRIBUTES = (
     "_original_activation",
     "_replaced_class",
 )
-_OWN_BUFFERS = ("_call", "_info")
+_OWN_BUFFERS = ("_call", "_count")
 
 
 def _replace(
