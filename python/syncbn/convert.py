@@ -15,6 +15,7 @@ from . import _exchange, _groups
 from ._classes import (
     LAZY,
     PLAIN,
+    check_module,
     class_name,
     class_of,
     holds_statistics,
@@ -90,8 +91,7 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 
 
 def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"module: got {type(module).__name__}, expected a torch.nn.Module")
+    check_module(module)
     for path, layer in module.named_modules():
         where = path or "a model"
         text = wrapper(layer)
@@ -275,10 +275,19 @@ def revert_sync_batchnorm(
         stay the same objects.
 
     Raises:
-        ValueError: a layer has a fused activation, which would be lost, or is sharded by FSDP.
+        ValueError: a layer has a fused activation, which would be lost, or is sharded by FSDP;
+            default is no batch norm class of PyTorch, or one derived from them.
         RuntimeError: the process group of a layer that was a torch.nn.SyncBatchNorm is gone.
         With any error `module` is as it was.
     """
+    check_module(module)
+    if not (isinstance(default, type) and issubclass(default, _BatchNorm)) or issubclass(
+        default, (SyncBatchNorm, *LAZY)
+    ):
+        raise ValueError(
+            f"default: got {default!r}, expected torch.nn.BatchNorm1d, 2d, 3d, SyncBatchNorm, or a "
+            "class derived from them"
+        )
     _check_not_sharded(module)
     classes, groups = {}, {}
     for path, layer in module.named_modules():

@@ -140,6 +140,16 @@ def test_a_wrong_option_changes_nothing(option, value, text):
     assert [set(vars(m)) for m in net.modules()] == attributes
 
 
+@pytest.mark.parametrize("group", (7, [0, 1]))
+def test_something_that_is_no_group_is_refused(group):
+    """torch.nn.SyncBatchNorm takes anything here and fails in the first training step."""
+    text = r"^process_group: got .*, expected a process group, its name, or None"
+    with pytest.raises(ValueError, match=text):
+        syncbn.convert_sync_batchnorm(model(), group)
+    with pytest.raises(ValueError, match=text):
+        syncbn.SyncBatchNorm(4, process_group=group)
+
+
 def test_a_layer_made_on_the_meta_device_starts_at_call_zero():
     layer = syncbn.SyncBatchNorm(4, device="meta").to_empty(device="cpu")
     layer.reset_parameters()

@@ -243,9 +243,34 @@ def test_a_model_wrapped_for_data_parallelism_is_refused(one_rank):
     assert isinstance(net[1], syncbn.SyncBatchNorm)
 
 
-def test_something_that_is_no_module_is_refused():
+@pytest.mark.parametrize(
+    "call",
+    (
+        syncbn.convert_sync_batchnorm,
+        syncbn.revert_sync_batchnorm,
+        syncbn.report,
+        syncbn.set_group,
+        syncbn.prepare,
+        syncbn.reset_groups,
+        syncbn.skip,
+    ),
+)
+def test_something_that_is_no_module_is_refused(call):
+    """PyTorch's converter: AttributeError, a list has no named_children."""
     with pytest.raises(ValueError, match="^module: got list, expected a torch.nn.Module$"):
-        syncbn.convert_sync_batchnorm([nn.BatchNorm2d(4)])
+        call([nn.BatchNorm2d(4)])
+
+
+@pytest.mark.parametrize(
+    "default", ("BatchNorm2d", nn.BatchNorm2d(4), nn.Linear, nn.InstanceNorm2d, nn.LazyBatchNorm2d)
+)
+def test_a_default_that_is_no_batch_norm_class_is_refused(default):
+    """A layer of such a class would not be what it says: not initialized, or another operation.
+    torch.nn.SyncBatchNorm has no inverse."""
+    layer = syncbn.SyncBatchNorm(4)
+    with pytest.raises(ValueError, match="^default: got .*, expected .*BatchNorm1d"):
+        syncbn.revert_sync_batchnorm(layer, default=default)
+    assert type(layer) is syncbn.SyncBatchNorm
 
 
 def test_a_registered_subclass_exact():
