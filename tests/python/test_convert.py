@@ -77,6 +77,18 @@ def test_layers_made_by_hand_revert_to_the_default():
     assert type(layer) is nn.BatchNorm1d
 
 
+@pytest.mark.parametrize(
+    "default", ("BatchNorm2d", nn.BatchNorm2d(4), nn.Linear, nn.InstanceNorm2d, nn.LazyBatchNorm2d)
+)
+def test_a_default_that_is_no_batch_norm_class_is_refused(default):
+    """A layer of such a class would not be what it says: not initialized, or another operation.
+    torch.nn.SyncBatchNorm has no inverse."""
+    layer = syncbn.SyncBatchNorm(4)
+    with pytest.raises(ValueError, match="^default: got .*, expected .*BatchNorm1d"):
+        syncbn.revert_sync_batchnorm(layer, default=default)
+    assert type(layer) is syncbn.SyncBatchNorm
+
+
 def test_revert_changes_nothing_if_one_layer_cannot_be_reverted():
     net = syncbn.convert_sync_batchnorm(model())
     net[3][1].activation = "relu"
