@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
-from syncbn import _groups
 from rank_cases import raises
+from syncbn import _groups
 
 
 class OwnBatchNorm(nn.BatchNorm1d):
