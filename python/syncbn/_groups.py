@@ -97,6 +97,10 @@ def group_name(group: Group) -> str | None:
         raise ValueError(
             "process_group: got a group that this rank is not a member of, expected one of its own"
         )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"process_group: got {group!r}, expected a process group, its name, or None"
+        )
     return group.group_name
 
 

@@ -15,6 +15,7 @@ from . import _exchange, _groups
 from ._classes import (
     LAZY,
     PLAIN,
+    check_module,
     class_name,
     class_of,
     holds_statistics,
@@ -90,8 +91,7 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 
 
 def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"module: got {type(module).__name__}, expected a torch.nn.Module")
+    check_module(module)
     for path, layer in module.named_modules():
         where = path or "a model"
         text = wrapper(layer)
@@ -158,7 +158,8 @@ def convert_sync_batchnorm(
 
     Args:
         module: the model, changed in place.
-        process_group: the ranks that share statistics; None for the default group.
+        process_group: the ranks that share statistics; None for the default group, and for a
+            torch.nn.SyncBatchNorm for the group that it has.
         group_size: instead, groups of so many neighbouring ranks of the default group.
         group: instead, "node": the ranks of one machine.
         timeout: seconds, or a timedelta, that an exchange waits for the slowest rank; None for 5
@@ -182,6 +183,8 @@ def convert_sync_batchnorm(
     options = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
     check_options(Layer("", 0, **options))
     sharing = _groups.select(process_group, group_size, group, timeout, engine)
+    asked = not (process_group is None and group_size is None and group is None)
+    kept: set[_groups.Sharing] = set()  # groups that torch.nn.SyncBatchNorms have
     exchanging = sync and dist.is_available() and dist.is_initialized()
     if exchanging:
         _groups.peers(sharing)
@@ -199,8 +202,12 @@ def convert_sync_batchnorm(
         original = class_of(layer)
         set_class(layer, cls)
         layer.__dict__["_original_class"] = original
-        layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm holds the handle
-        layer._init_sync(sharing, path or "SyncBatchNorm")
+        theirs = layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm's handle
+        shared = sharing
+        if issubclass(original, nn.SyncBatchNorm) and theirs is not None and not asked:
+            shared = _groups.sharing(theirs, timeout, engine)
+            kept.add(shared)
+        layer._init_sync(shared, path or "SyncBatchNorm")
         for name, value in (options | own).items():
             if name not in _OPTIONS:
                 raise ValueError(f"{name}: got an option of that name, expected one of {_OPTIONS}")
@@ -236,6 +243,8 @@ def convert_sync_batchnorm(
         if exchanging:
             call = Call("convert_sync_batchnorm", direction="conversion")
             _exchange.raise_together(error, _groups.peers(sharing), call)
+            for shared in sorted(kept):
+                _groups.peers(shared)
         elif error is not None:
             raise error
     except BaseException:
@@ -275,10 +284,19 @@ def revert_sync_batchnorm(
         stay the same objects.
 
     Raises:
-        ValueError: a layer has a fused activation, which would be lost, or is sharded by FSDP.
+        ValueError: a layer has a fused activation, which would be lost, or is sharded by FSDP;
+            default is no batch norm class of PyTorch, or one derived from them.
         RuntimeError: the process group of a layer that was a torch.nn.SyncBatchNorm is gone.
         With any error `module` is as it was.
     """
+    check_module(module)
+    if not (isinstance(default, type) and issubclass(default, _BatchNorm)) or issubclass(
+        default, (SyncBatchNorm, *LAZY)
+    ):
+        raise ValueError(
+            f"default: got {default!r}, expected torch.nn.BatchNorm1d, 2d, 3d, SyncBatchNorm, or a "
+            "class derived from them"
+        )
     _check_not_sharded(module)
     classes, groups = {}, {}
     for path, layer in module.named_modules():
@@ -293,7 +311,7 @@ def revert_sync_batchnorm(
                 f"{cls.__name__} has not; expected {original_activation(layer)!r}"
             )
         classes[layer] = cls
-        if cls is nn.SyncBatchNorm:
+        if issubclass(cls, nn.SyncBatchNorm):
             groups[layer] = layer.process_group
 
     def make(layer: nn.Module, path: str) -> nn.Module | None:
