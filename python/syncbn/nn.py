@@ -208,14 +208,6 @@ class SyncBatchNorm(_BatchNorm):
             "layers: syncbn.revert_sync_batchnorm(copy.deepcopy(model)) or syncbn.fold(model)"
         )
 
-    def _evaluation_parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        """weight and bias for PyTorch's operator, which wants them of the buffers' type. Under
-        FSDP2's mixed precision they are not."""
-        parameters, mean = (self.weight, self.bias), self.running_mean
-        if mean is None or self.weight is None or self.weight.dtype == mean.dtype:
-            return parameters
-        return tuple(None if p is None else p.to(mean.dtype) for p in parameters)
-
     def extra_repr(self) -> str:
         text = super().extra_repr()
         if self.sharing.name is not None:
