@@ -23,8 +23,10 @@ struct ElementArguments {
   std::int64_t samples = 0;
   std::int64_t channels = 0;
   std::int64_t plane = 0;
-  unsigned group = 0;       ///< planes: threads side by side on one; rows: columns of a block
-  std::int64_t chunks = 0;  ///< planes: pieces of one; rows: pieces of all
+  Divisor per_sample;  ///< planes: channels; rows: rows of a sample; strided: runs of one
+  unsigned group = 0;  ///< planes: threads side by side on one; rows: columns of a block
+  Divisor chunks;      ///< planes: pieces of one; rows: pieces of all; strided: bytes of a run
+  std::int64_t rows_of_job = 0;
   std::int64_t jobs = 0;
 };
 
@@ -52,6 +54,7 @@ struct Batch {
                                T* to) {
     unsigned passing = 0;
     device::Vector<T, kVector> out;
+    SYNCBN_UNROLL(8)
     for (int k = 0; k < kVector; ++k) {
       bool passes = false;
       out.at[k] = Pass::apply(a, activation, channel[one_channel ? 0 : k], bits[s] >> k, x[s].at[k],
@@ -91,14 +94,15 @@ map_planes(const ElementArguments a) {
   for (std::int64_t first = warp * groups; first < a.jobs;
        first += device::grid_size() * warps * groups) {
     const std::int64_t job = first + lane / a.group;
-    const std::int64_t plane = job / a.chunks;
-    const std::int64_t n = plane / a.channels;
-    const std::int64_t c = plane % a.channels;
-    const std::int64_t begin = job % a.chunks * (a.group * kVector * kSteps);
+    const std::int64_t plane = a.chunks.quotient(job);
+    const std::int64_t n = a.per_sample.quotient(plane);
+    const std::int64_t c = plane - n * a.channels;
+    const std::int64_t begin = a.chunks.remainder(job) * (a.group * kVector * kSteps);
     const bool active = job < a.jobs;
     const T* const x = a.x.at<T>(n, c);
     const T* const other = a.other.data == nullptr ? nullptr : a.other.at<T>(n, c);
     Batch<Pass, T, kVector> batch;
+    SYNCBN_UNROLL(8)
     for (int s = 0; s < kSteps; ++s) {
       const std::int64_t e = begin + static_cast<std::int64_t>(
                                          (static_cast<unsigned>(s) * a.group + member) * kVector);
@@ -112,6 +116,7 @@ map_planes(const ElementArguments a) {
     if (active) {
       channel = typename Pass::Channel(a, c);
     }
+    SYNCBN_UNROLL(8)
     for (int s = 0; s < kSteps; ++s) {
       const std::int64_t e = begin + static_cast<std::int64_t>(
                                          (static_cast<unsigned>(s) * a.group + member) * kVector);
@@ -134,14 +139,14 @@ map_rows(const ElementArguments a) {
   const unsigned column = device::thread_index() % a.group;
   const std::int64_t rows_at_once = kElementThreads / a.group;
   const std::int64_t rows = a.samples * a.plane;
-  const std::int64_t rows_of_job = divide_up(rows, a.chunks);
   const ActivationOf<T> activation(a.pullback.activation);
   for (std::int64_t job = device::block_index(); job < a.jobs; job += device::grid_size()) {
-    const std::int64_t c = (job / a.chunks * a.group + column) * kVector;
-    const std::int64_t begin = job % a.chunks * rows_of_job;
-    const std::int64_t end = begin + rows_of_job < rows ? begin + rows_of_job : rows;
+    const std::int64_t c = (a.chunks.quotient(job) * a.group + column) * kVector;
+    const std::int64_t begin = a.chunks.remainder(job) * a.rows_of_job;
+    const std::int64_t end = begin + a.rows_of_job < rows ? begin + a.rows_of_job : rows;
     typename Pass::Channel channels[kVector];
     if (c < a.channels) {
+      SYNCBN_UNROLL(8)
       for (int k = 0; k < kVector; ++k) {
         channels[k] = typename Pass::Channel(a, c + k);
       }
@@ -150,10 +155,11 @@ map_rows(const ElementArguments a) {
       Batch<Pass, T, kVector> batch;
       std::int64_t n[kSteps];
       std::int64_t e[kSteps];
+      SYNCBN_UNROLL(8)
       for (int s = 0; s < kSteps; ++s) {
         const std::int64_t row = first + s * rows_at_once + device::thread_index() / a.group;
-        n[s] = a.samples == 1 ? 0 : row / a.plane;
-        e[s] = a.samples == 1 ? row : row % a.plane;
+        n[s] = a.per_sample.quotient(row);
+        e[s] = row - n[s] * a.plane;
         batch.inside[s] = row < end && c < a.channels;
         if (batch.inside[s]) {
           batch.load(a, s, a.x.at<T>(n[s], 0) + e[s] * a.x.element_stride + c,
@@ -163,6 +169,7 @@ map_rows(const ElementArguments a) {
                      a.pullback.mask.bit(n[s], c, e[s]));
         }
       }
+      SYNCBN_UNROLL(8)
       for (int s = 0; s < kSteps; ++s) {
         unsigned passing = 0;
         if (batch.inside[s]) {
@@ -183,18 +190,15 @@ template <class Pass, class T>
 SYNCBN_KERNEL(kElementThreads)
 map_strided(const ElementArguments a) {
   const std::int64_t length = a.written.by_rows ? a.channels : a.plane;  // of a run of bits
-  const std::int64_t bytes = divide_up(length, 8);
-  const std::int64_t runs = a.samples * (a.written.by_rows ? a.plane : a.channels);
   const ActivationOf<T> activation(a.pullback.activation);
   for (std::int64_t i =
            std::int64_t{device::block_index()} * kElementThreads + device::thread_index();
-       i < runs * bytes; i += std::int64_t{device::grid_size()} * kElementThreads) {
-    const std::int64_t run = i / bytes;
-    const std::int64_t runs_of_sample = a.written.by_rows ? a.plane : a.channels;
-    const std::int64_t n = run / runs_of_sample;
-    const std::int64_t begin = i % bytes * 8;
+       i < a.jobs; i += std::int64_t{device::grid_size()} * kElementThreads) {
+    const std::int64_t run = a.chunks.quotient(i);
+    const std::int64_t n = a.per_sample.quotient(run);
+    const std::int64_t begin = a.chunks.remainder(i) * 8;
     unsigned passing = 0;
-    std::int64_t c = run % runs_of_sample;
+    std::int64_t c = a.per_sample.remainder(run);
     std::int64_t e = c;
     for (int k = 0; k < 8 && begin + k < length; ++k) {
       (a.written.by_rows ? c : e) = begin + k;
@@ -244,15 +248,21 @@ void start_map(const char* name, Layout layout, ElementArguments& a, const Strea
     const std::int64_t blocks = divide_up(a.channels, a.group * kVector);
     const std::int64_t rounds =
         divide_up(a.samples * a.plane, kSteps * (kElementThreads / a.group));
-    a.chunks = std::clamp<std::int64_t>(divide_up(16 * multiprocessors(stream), blocks), 1, rounds);
-    a.jobs = blocks * a.chunks;
+    const std::int64_t rows = a.samples * a.plane;
+    const std::int64_t chunks =
+        std::clamp<std::int64_t>(divide_up(16 * multiprocessors(stream), blocks), 1, rounds);
+    a.rows_of_job = divide_up(rows, chunks);
+    a.chunks = Divisor(divide_up(rows, a.rows_of_job));
+    a.per_sample = Divisor(a.plane);
+    a.jobs = blocks * a.chunks.value();
     start(name, &map_rows<Pass, T, kVector>, grid_for(a.jobs, 1, stream), kElementThreads, 0,
           stream, a);
     return;
   }
   a.group = group_for<kVector>(a.plane);
-  a.chunks = divide_up(a.plane, a.group * kVector * kSteps);
-  a.jobs = a.samples * a.channels * a.chunks;
+  a.chunks = Divisor(divide_up(a.plane, a.group * kVector * kSteps));
+  a.per_sample = Divisor(a.channels);
+  a.jobs = a.samples * a.channels * a.chunks.value();
   start(name, &map_planes<Pass, T, kVector>, grid_for(a.jobs, kElementThreads / a.group, stream),
         kElementThreads, 0, stream, a);
 }
@@ -263,8 +273,11 @@ void start_elements(const char* name, DType dtype, const Plan& plan, ElementArgu
   by_type(dtype, [&](auto type) {
     using T = decltype(type);
     if (plan.layout == Layout::kStrided) {
-      start(name, &map_strided<Pass<T>, T>,
-            grid_for(a.samples * a.channels * a.plane, 8 * kElementThreads, stream),
+      const bool by_rows = a.written.by_rows;
+      a.chunks = Divisor(divide_up(by_rows ? a.channels : a.plane, 8));
+      a.per_sample = Divisor(by_rows ? a.plane : a.channels);
+      a.jobs = a.samples * a.per_sample.value() * a.chunks.value();
+      start(name, &map_strided<Pass<T>, T>, grid_for(a.jobs, kElementThreads, stream),
             kElementThreads, 0, stream, a);
     } else if (plan.wide) {
       start_map<Pass<T>, T, kWidest<T>>(name, plan.layout, a, stream);

@@ -56,17 +56,21 @@ gradients_kernel(const std::int64_t* merged, int ranks, const std::int64_t* own,
   for (std::int64_t c = thread_number(); c < channels; c += thread_count()) {
     const std::int64_t at = kHeaderWords + c * kWords;
     ChannelGradients gradients{0.0, 0.0, 0.0, 0.0, false};
-    if (!valid) {
-      gradients = {nan, nan, nan, nan, true};
-    } else if (count > 0) {
-      gradients = finalize_channel_gradients<kDtype>(merged + at, mean[c], rstd[c]);
-    }
-    const Coefficients k = coefficients_of(gradients, weight.get(c), rstd[c], valid ? count : 1);
-    coefficients[c] = k.c1;
-    coefficients[channels + c] = k.c2;
-    coefficients[2 * channels + c] = k.c3;
-    if (own != nullptr) {
-      gradients = finalize_channel_gradients<kDtype>(own + at, mean[c], rstd[c]);
+    SYNCBN_NO_UNROLL  // the integers' code once, not twice
+        for (int pass = 0; pass < (own == nullptr ? 1 : 2); ++pass) {
+      if (pass == 0 && !valid) {
+        gradients = {nan, nan, nan, nan, true};
+      } else if (pass == 1 || count > 0) {
+        gradients =
+            finalize_channel_gradients<kDtype>((pass == 0 ? merged : own) + at, mean[c], rstd[c]);
+      }
+      if (pass == 0) {
+        const Coefficients k =
+            coefficients_of(gradients, weight.get(c), rstd[c], valid ? count : 1);
+        coefficients[c] = k.c1;
+        coefficients[channels + c] = k.c2;
+        coefficients[2 * channels + c] = k.c3;
+      }
     }
     dweight.set(c, gradients.dweight);
     dbias.set(c, gradients.dbias);

@@ -28,10 +28,16 @@ inline Operand operand(const char* name, const SampleView& view) {
         std::string(name) + ": got strides that leave " + std::to_string(view.spatial_dims) +
         " spatial axes apart, expected at most " + std::to_string(kMaxSpatialDims) + " on CUDA");
   }
-  Operand out{const_cast<void*>(view.data), view.sample_stride, view.channel_stride,
-              view.element_stride, view.spatial_dims};
-  std::copy_n(view.sizes.begin(), view.spatial_dims, out.sizes);
-  std::copy_n(view.strides.begin(), view.spatial_dims, out.strides);
+  Operand out;
+  out.data = const_cast<void*>(view.data);
+  out.sample_stride = view.sample_stride;
+  out.channel_stride = view.channel_stride;
+  out.element_stride = view.element_stride;
+  out.dims = view.spatial_dims;
+  for (int d = 0; d < view.spatial_dims; ++d) {
+    out.sizes[d] = Divisor(view.sizes[static_cast<std::size_t>(d)]);
+    out.strides[d] = view.strides[static_cast<std::size_t>(d)];
+  }
   return out;
 }
 

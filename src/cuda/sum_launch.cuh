@@ -28,8 +28,8 @@ inline void deal(SumsArguments& a, std::int64_t channel_blocks, std::int64_t at_
   const std::int64_t rounds = divide_up(a.units, at_once);
   const std::int64_t jobs = std::clamp<std::int64_t>(divide_up(wanted, channel_blocks), 1, rounds);
   a.units_per_job = divide_up(rounds, jobs) * at_once;
-  a.jobs_per_channel = divide_up(a.units, a.units_per_job);
-  a.jobs = a.jobs_per_channel * channel_blocks;
+  a.jobs_per_channel = Divisor(divide_up(a.units, a.units_per_job));
+  a.jobs = a.jobs_per_channel.value() * channel_blocks;
 }
 
 template <class T, bool kGradient, int kVector, bool kStrided>
@@ -91,9 +91,9 @@ inline bool prepare_sums(SumsArguments& a, const SampleView& x, MessageHeader he
   a.workspace = workspace;
   a.channels = x.channels;
   a.plane = x.plane;
-  a.segments = divide_up(x.plane, kSegment);
-  a.units = x.samples * a.segments;
   if (!x.empty() && x.channels > 0) {
+    a.segments = Divisor(divide_up(x.plane, kSegment));
+    a.units = x.samples * a.segments.value();
     return true;
   }
   const std::int64_t words = message_words(x.dtype, x.channels);

@@ -21,10 +21,10 @@ struct SumsArguments {
   std::int64_t* workspace = nullptr;
   std::int64_t channels = 0;
   std::int64_t plane = 0;
-  std::int64_t segments = 0;  ///< of a plane
-  std::int64_t units = 0;     ///< segments of a channel
+  Divisor segments;        ///< of a plane
+  std::int64_t units = 0;  ///< segments of a channel
   std::int64_t units_per_job = 0;
-  std::int64_t jobs_per_channel = 0;  ///< (or block of channels)
+  Divisor jobs_per_channel;  ///< (or block of channels)
   std::int64_t jobs = 0;
 };
 
@@ -46,6 +46,7 @@ SYNCBN_DEVICE void load_pair(const SumsArguments& a, const ActivationOf<T>& acti
   if (a.pullback.mask.data != nullptr) {
     bits = static_cast<unsigned>(a.pullback.mask.data[mask_at / 8]) >> (mask_at % 8);
   }
+  SYNCBN_UNROLL(8)
   for (int k = 0; k < kVector; ++k) {
     us.at[k] = pullback[one_channel ? 0 : k](a.pullback, activation, bits >> k, us.at[k], vs.at[k]);
   }
@@ -66,6 +67,7 @@ SYNCBN_DEVICE void fold_threads(LaneType* lanes) {
       }
       continue;
     }
+    SYNCBN_UNROLL(8)
     for (int k = 0; k < kVector; ++k) {
       LaneType other;
       other.sum = device::shuffle_xor(lanes[k].sum, static_cast<unsigned>(h / kVector));
@@ -106,8 +108,8 @@ sum_planes(const SumsArguments a) {
   }
   for (std::int64_t job = std::int64_t{device::block_index()} * warps + warp; job < a.jobs;
        job += std::int64_t{device::grid_size()} * warps) {
-    const std::int64_t c = job / a.jobs_per_channel;
-    const std::int64_t begin = job % a.jobs_per_channel * a.units_per_job;
+    const std::int64_t c = a.jobs_per_channel.quotient(job);
+    const std::int64_t begin = a.jobs_per_channel.remainder(job) * a.units_per_job;
     const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
     const Scratch scratch(a.workspace, c);
     PartialSum<T> partial(static_cast<int>(member), scratch);
@@ -120,8 +122,8 @@ sum_planes(const SumsArguments a) {
       Lane<T> sums[kVector];
       Lane<T> products[kVector];
       if (unit < end) {
-        const std::int64_t n = unit / a.segments;
-        const std::int64_t e = unit % a.segments * kSegment;
+        const std::int64_t n = a.segments.quotient(unit);
+        const std::int64_t e = a.segments.remainder(unit) * kSegment;
         const std::int64_t rest = a.plane - e;
         const int length = rest < kSegment ? static_cast<int>(rest) : kSegment;
         const T* const u = a.u.at<T>(n, c) + (kStrided ? 0 : e);
@@ -138,6 +140,7 @@ sum_planes(const SumsArguments a) {
           load_pair<T, kVector, kGradient>(a, activation, &pullback, true, mask_at, u + u_at,
                                            v + v_at, kept == nullptr ? nullptr : kept + kept_at, us,
                                            vs);
+          SYNCBN_UNROLL(8)
           for (int k = 0; k < kVector; ++k) {
             sums[k].add(us.at[k]);
             products[k].add_product(us.at[k], vs.at[k]);
@@ -157,7 +160,7 @@ sum_planes(const SumsArguments a) {
     if (lane == 0) {
       done = device::atomic_add(scratch.words + Scratch::kDone, 1) + 1;
     }
-    if (device::shuffle_index(done, 0) == a.jobs_per_channel) {
+    if (device::shuffle_index(done, 0) == a.jobs_per_channel.value()) {
       device::memory_fence();
       pack_channel<T>(scratch, device::shared<std::int64_t>() + warp * Scratch::kSlots,
                       a.message + kHeaderWords + c * Scratch::kMessageWords);
@@ -180,7 +183,7 @@ SYNCBN_DEVICE void finish_channels(const SumsArguments& a, std::int64_t c0, std:
     staged[0] = device::atomic_add(Scratch(a.workspace, c0).words + Scratch::kDone, 1) + 1;
   }
   device::block_barrier();  // the count is there
-  const bool last = staged[0] == a.jobs_per_channel;
+  const bool last = staged[0] == a.jobs_per_channel.value();
   device::block_barrier();  // and read
   if (last) {
     device::memory_fence();
@@ -209,13 +212,14 @@ sum_rows(const SumsArguments a) {
     a.header.write(a.message);
   }
   for (std::int64_t job = device::block_index(); job < a.jobs; job += device::grid_size()) {
-    const std::int64_t c0 = job / a.jobs_per_channel * kWidth;
-    const std::int64_t begin = job % a.jobs_per_channel * a.units_per_job;
+    const std::int64_t c0 = a.jobs_per_channel.quotient(job) * kWidth;
+    const std::int64_t begin = a.jobs_per_channel.remainder(job) * a.units_per_job;
     const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
     const std::int64_t c = c0 + column * kVector;
     const bool inside = c < a.channels;
     ChannelPullback<T> pullback[kVector];
     if (kGradient && inside) {
+      SYNCBN_UNROLL(8)
       for (int k = 0; k < kVector; ++k) {
         pullback[k] = ChannelPullback<T>(a.pullback, c + k);
       }
@@ -227,8 +231,8 @@ sum_rows(const SumsArguments a) {
     const ChannelScratch<T> scratch(a.workspace, adds ? c0 + mine : c0);
     PartialSum<T> partial(which, scratch);
     for (std::int64_t unit = begin; unit < end; ++unit) {
-      const std::int64_t n = unit / a.segments;
-      const std::int64_t e = unit % a.segments * kSegment;
+      const std::int64_t n = a.segments.quotient(unit);
+      const std::int64_t e = a.segments.remainder(unit) * kSegment;
       const std::int64_t rest = a.plane - e;
       const int length = rest < kSegment ? static_cast<int>(rest) : kSegment;
       Lane<T> sums[kVector];
@@ -246,6 +250,7 @@ sum_rows(const SumsArguments a) {
               a, activation, pullback, false, mask_at, u + (e + i) * a.u.element_stride,
               v + (e + i) * a.v.element_stride,
               kept == nullptr ? nullptr : kept + (e + i) * a.kept.element_stride, us, vs);
+          SYNCBN_UNROLL(8)
           for (int k = 0; k < kVector; ++k) {
             sums[k].add(us.at[k]);
             products[k].add_product(us.at[k], vs.at[k]);
@@ -254,6 +259,7 @@ sum_rows(const SumsArguments a) {
       }
       Lane<T> folded[2];
       for (int sum = 0; sum < 2; ++sum) {
+        SYNCBN_UNROLL(8)
         for (int k = 0; k < kVector; ++k) {
           staged[lane * kWidth + column * kVector + k] = sum == 0 ? sums[k] : products[k];
         }
@@ -294,9 +300,9 @@ sum_columns(const SumsArguments a) {
     a.header.write(a.message);
   }
   for (std::int64_t job = device::block_index(); job < a.jobs; job += device::grid_size()) {
-    const std::int64_t c0 = job / a.jobs_per_channel * kWidth;
+    const std::int64_t c0 = a.jobs_per_channel.quotient(job) * kWidth;
     const std::int64_t c = c0 + column;
-    const std::int64_t begin = job % a.jobs_per_channel * a.units_per_job;
+    const std::int64_t begin = a.jobs_per_channel.remainder(job) * a.units_per_job;
     const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
     if (c < a.channels) {
       const ChannelScratch<T> scratch(a.workspace, c);

@@ -5,6 +5,7 @@
 
 #include "activation_mask.hpp"
 #include "cuda/device/primitives.cuh"
+#include "cuda/divisor.cuh"
 #include "sample_view.hpp"
 #include "statistics/elements.hpp"
 #include "statistics/format.hpp"
@@ -26,7 +27,7 @@ struct Operand {
   std::int64_t channel_stride = 0;
   std::int64_t element_stride = 0;
   int dims = 0;  ///< from 2 on, element_stride does not tell all
-  std::int64_t sizes[kMaxSpatialDims] = {};
+  Divisor sizes[kMaxSpatialDims];
   std::int64_t strides[kMaxSpatialDims] = {};
 
   template <class T>
@@ -39,8 +40,8 @@ struct Operand {
     }
     std::int64_t offset = 0;
     for (int d = dims - 1; d >= 0; --d) {
-      offset += e % sizes[d] * strides[d];
-      e /= sizes[d];
+      offset += sizes[d].remainder(e) * strides[d];
+      e = sizes[d].quotient(e);
     }
     return offset;
   }

@@ -155,9 +155,9 @@ class PartialSum {
         to_(scratch.slots(first_)) {}
 
   SYNCBN_DEVICE void add(const Lane<T>& sums, const Lane<T>& products) {
-    const Lane<T>& lane = first_ ? sums : products;
-    const std::int64_t flag = partial_flag(lane.sum, first_);
-    const double value = rest_ ? lane.rest() : lane.sum;
+    const double sum = first_ ? sums.sum : products.sum;
+    const double value = !rest_ ? sum : first_ ? sums.rest() : products.rest();
+    const std::int64_t flag = partial_flag(sum, first_);
     if (idle_) {
       return;
     }

@@ -47,6 +47,7 @@ struct Flags {
 /// Brings digits that were summed over ranks back to canonical form.
 SYNCBN_HD inline void propagate_carries(const std::int64_t* digits, std::int64_t* out, int count) {
   std::int64_t carry = 0;
+  SYNCBN_NO_UNROLL
   for (int i = 0; i < count - 1; ++i) {
     const std::int64_t digit = digits[i] + carry;
     out[i] = digit & kDigitMask;

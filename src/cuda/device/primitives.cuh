@@ -7,7 +7,7 @@
 
 // All that kernels know of CUDA. tests/emulation has a file of the same name that runs the same
 // kernels on a CPU; this one is for nvcc.
-#define SYNCBN_KERNEL(threads) __global__ void __launch_bounds__(threads)
+#define SYNCBN_KERNEL(threads) __global__ void __launch_bounds__(threads, 1)
 #define SYNCBN_DEVICE __device__ __forceinline__
 #define SYNCBN_PRAGMA(text) _Pragma(#text)
 #define SYNCBN_UNROLL(n) SYNCBN_PRAGMA(unroll n)
