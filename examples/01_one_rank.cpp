@@ -14,11 +14,11 @@ int main() {
   const syncbn::MutableTensorView output(y.data(), DType::kFloat32, {2, 2, 2});
   const syncbn::RunningStatistics running = {{mean.data(), DType::kFloat32, {2}},
                                              {var.data(), DType::kFloat32, {2}}};
-  const auto statistics =
-      syncbn::batch_norm_forward(input, {}, {}, {}, output, running, {}, *communicator, executor);
+  const auto statistics = syncbn::batch_norm_forward(input, {}, {}, {}, {}, output, running, {},
+                                                     *communicator, executor);
   // The output serves as the output's gradient here.
   syncbn::batch_norm_backward(
-      output, input, {}, {}, statistics, {dx.data(), DType::kFloat32, {2, 2, 2}},
+      output, input, {}, {}, {}, statistics, {dx.data(), DType::kFloat32, {2, 2, 2}},
       {dweight.data(), DType::kFloat32, {2}}, {dbias.data(), DType::kFloat32, {2}}, {},
       syncbn::AffineGradients::kShare, *communicator, executor);
   std::printf("mean %g %g, variance %g %g, count %lld\n", statistics.mean[0], statistics.mean[1],

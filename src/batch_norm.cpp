@@ -27,12 +27,13 @@ void before_exchange(Communicator& communicator, const Body& body) {
   }
 }
 
-void check_training(const TensorView& x, const TensorView& weight, const TensorView& bias,
-                    const TensorView& residual, const MutableTensorView& y,
+void check_training(const TensorView& x, const MaskView& mask, const TensorView& weight,
+                    const TensorView& bias, const TensorView& residual, const MutableTensorView& y,
                     const RunningStatistics& running, const BatchNormOptions& options,
                     const Communicator& communicator) {
   check_ranks(communicator.size());
   check_samples("x", x);
+  check_mask(mask, x);
   check_like("y", y, x);
   const std::int64_t channels = x.sizes[1];
   check_per_channel("weight", weight, channels, x.device);
@@ -101,9 +102,9 @@ void check_statistics(const BatchStatistics& statistics, const TensorView& x) {
                             " channels, expected those of x, " + std::to_string(x.sizes[1]));
     }
   }
-  const auto mask = static_cast<std::int64_t>(statistics.mask.size());
-  if (mask != 0 && mask != activation_mask_bytes(x)) {
-    throw InvalidArgument("statistics: got an activation mask of " + std::to_string(mask) +
+  const auto bytes = static_cast<std::int64_t>(statistics.activation_mask.size());
+  if (bytes != 0 && bytes != activation_mask_bytes(x)) {
+    throw InvalidArgument("statistics: got an activation mask of " + std::to_string(bytes) +
                           " bytes, expected that of x's shape and layout, " +
                           std::to_string(activation_mask_bytes(x)));
   }
@@ -132,9 +133,10 @@ MessageInfo exchange(std::vector<std::int64_t>& message, Communicator& communica
 /// Exact sums, summed over the ranks.
 class ReproducibleMoments {
  public:
-  void local(const TensorView& x, std::uint32_t fingerprint, const Execution& execution) {
+  void local(const TensorView& x, const MaskView& mask, std::uint32_t fingerprint,
+             const Execution& execution) {
     message_.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
-    local_moments(x, message_.data(), fingerprint, execution);
+    local_moments(x, mask, message_.data(), fingerprint, execution);
   }
   void merge(BatchStatistics& out, std::int64_t channels, double eps, Communicator& communicator,
              const Execution& execution) {
@@ -151,9 +153,10 @@ class ReproducibleMoments {
 /// Mean and M2 of every rank, gathered; headers are summed here.
 class GatheredMoments {
  public:
-  void local(const TensorView& x, std::uint32_t fingerprint, const Execution& execution) {
+  void local(const TensorView& x, const MaskView& mask, std::uint32_t fingerprint,
+             const Execution& execution) {
     message_.resize(static_cast<std::size_t>(kHeaderWords + welford_words(x.dtype, x.sizes[1])));
-    local_welford(x, message_.data(), fingerprint, execution);
+    local_welford(x, mask, message_.data(), fingerprint, execution);
   }
   void merge(BatchStatistics& out, std::int64_t channels, double eps, Communicator& communicator,
              const Execution&) {
@@ -180,62 +183,66 @@ class GatheredMoments {
 };
 
 template <class Moments>
-BatchStatistics forward_with(const TensorView& x, const TensorView& weight, const TensorView& bias,
-                             const TensorView& residual, const MutableTensorView& y,
-                             const RunningStatistics& running, const BatchNormOptions& options,
-                             Communicator& communicator, const Execution& execution) {
+BatchStatistics forward_with(const TensorView& x, const MaskView& mask, const TensorView& weight,
+                             const TensorView& bias, const TensorView& residual,
+                             const MutableTensorView& y, const RunningStatistics& running,
+                             const BatchNormOptions& options, Communicator& communicator,
+                             const Execution& execution) {
   BatchStatistics statistics;
   Moments moments;
   before_exchange(communicator, [&] {
-    check_training(x, weight, bias, residual, y, running, options, communicator);
+    check_training(x, mask, weight, bias, residual, y, running, options, communicator);
     statistics.activation = options.activation;
     statistics.fingerprint =
         fingerprint(layer_and_options(options, !residual.absent()), options.call,
                     Direction::kForward, x.sizes[1], options.eps);
     if (options.activation.kind != ActivationKind::kNone && !residual.absent()) {
-      statistics.mask.resize(static_cast<std::size_t>(activation_mask_bytes(x)));
+      statistics.activation_mask.resize(static_cast<std::size_t>(activation_mask_bytes(x)));
     }
-    moments.local(x, statistics.fingerprint, execution);
+    moments.local(x, mask, statistics.fingerprint, execution);
   });
   const std::int64_t channels = x.sizes[1];
   for (auto* values : {&statistics.mean, &statistics.var, &statistics.rstd}) {
     values->resize(static_cast<std::size_t>(channels));
   }
   moments.merge(statistics, channels, options.eps, communicator, execution);
-  normalize(x, statistics.mean.data(), statistics.rstd.data(), weight, bias, residual, y,
-            statistics.mask.empty() ? nullptr : statistics.mask.data(), options.activation,
-            execution);
+  normalize(x, mask, statistics.mean.data(), statistics.rstd.data(), weight, bias, residual, y,
+            statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data(),
+            options.activation, execution);
   update_running(running, options, statistics);
   return statistics;
 }
 
 }  // namespace
 
-BatchStatistics batch_norm_forward(const TensorView& x, const TensorView& weight,
-                                   const TensorView& bias, const TensorView& residual,
-                                   const MutableTensorView& y, const RunningStatistics& running,
+BatchStatistics batch_norm_forward(const TensorView& x, const MaskView& mask,
+                                   const TensorView& weight, const TensorView& bias,
+                                   const TensorView& residual, const MutableTensorView& y,
+                                   const RunningStatistics& running,
                                    const BatchNormOptions& options, Communicator& communicator,
                                    const Execution& execution) {
   const auto forward = options.statistics == Statistics::kWelford
                            ? forward_with<GatheredMoments>
                            : forward_with<ReproducibleMoments>;
-  return forward(x, weight, bias, residual, y, running, options, communicator, execution);
+  return forward(x, mask, weight, bias, residual, y, running, options, communicator, execution);
 }
 
-void batch_norm_backward(const TensorView& dy, const TensorView& x, const TensorView& weight,
-                         const TensorView& bias, const BatchStatistics& statistics,
-                         const MutableTensorView& dx, const MutableTensorView& dweight,
-                         const MutableTensorView& dbias, const MutableTensorView& dresidual,
-                         AffineGradients which, Communicator& communicator,
-                         const Execution& execution) {
+void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                         const TensorView& weight, const TensorView& bias,
+                         const BatchStatistics& statistics, const MutableTensorView& dx,
+                         const MutableTensorView& dweight, const MutableTensorView& dbias,
+                         const MutableTensorView& dresidual, AffineGradients which,
+                         Communicator& communicator, const Execution& execution) {
   const double* mean = statistics.mean.data();
   const double* rstd = statistics.rstd.data();
-  const ActivationGradient through{statistics.activation, weight, bias,
-                                   statistics.mask.empty() ? nullptr : statistics.mask.data()};
+  const ActivationGradient through{
+      statistics.activation, weight, bias,
+      statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data()};
   std::vector<std::int64_t> message;
   before_exchange(communicator, [&] {
     check_ranks(communicator.size());
     check_samples("x", x);
+    check_mask(mask, x);
     check_like("dy", dy, x);
     check_like("dx", dx, x);
     check_per_channel("weight", weight, x.sizes[1], x.device);
@@ -243,7 +250,7 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const Tensor
     check_per_channel("dbias", dbias, x.sizes[1], x.device);
     check_statistics(statistics, x);
     message.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
-    local_gradients(dy, x, mean, rstd, through, dresidual, message.data(),
+    local_gradients(dy, x, mask, mean, rstd, through, dresidual, message.data(),
                     backward_fingerprint(statistics.fingerprint), execution);
   });
   const std::int64_t channels = x.sizes[1];
@@ -263,16 +270,17 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const Tensor
                            execution);
   }
   if (dresidual.absent()) {
-    input_gradient(dy, x, mean, rstd, coefficients.data(), through, dx, execution);
+    input_gradient(dy, x, mask, mean, rstd, coefficients.data(), through, dx, execution);
   } else {  // what came back through the activation is there already
-    input_gradient(dresidual, x, mean, rstd, coefficients.data(), {}, dx, execution);
+    input_gradient(dresidual, x, mask, mean, rstd, coefficients.data(), {}, dx, execution);
   }
 }
 
-void batch_norm_evaluate(const TensorView& x, const TensorView& weight, const TensorView& bias,
-                         const TensorView& residual, const TensorView& running_mean,
-                         const TensorView& running_var, const MutableTensorView& y,
-                         const BatchNormOptions& options, const Execution& execution) {
+void batch_norm_evaluate(const TensorView& x, const MaskView& mask, const TensorView& weight,
+                         const TensorView& bias, const TensorView& residual,
+                         const TensorView& running_mean, const TensorView& running_var,
+                         const MutableTensorView& y, const BatchNormOptions& options,
+                         const Execution& execution) {
   if (running_mean.absent() != running_var.absent()) {
     throw InvalidArgument(
         "running_mean, running_var: got only one of them, expected both or neither");
@@ -281,17 +289,17 @@ void batch_norm_evaluate(const TensorView& x, const TensorView& weight, const Te
     const auto alone = self_communicator();
     BatchNormOptions local = options;
     local.momentum = 0.0;  // nothing is updated
-    batch_norm_forward(x, weight, bias, residual, y, {}, local, *alone, execution);
+    batch_norm_forward(x, mask, weight, bias, residual, y, {}, local, *alone, execution);
     return;
   }
   check_eps(options.eps);
   check_samples("x", x);
   const EvaluationStatistics statistics(x, running_mean, running_var, options.eps);
-  normalize(x, statistics.mean.data(), statistics.rstd.data(), weight, bias, residual, y, nullptr,
-            options.activation, execution);
+  normalize(x, mask, statistics.mean.data(), statistics.rstd.data(), weight, bias, residual, y,
+            nullptr, options.activation, execution);
 }
 
-void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x,
+void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
                                   const TensorView& weight, const TensorView& bias,
                                   const TensorView& residual, const TensorView& running_mean,
                                   const TensorView& running_var, const MutableTensorView& dx,
@@ -300,6 +308,7 @@ void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x,
                                   const BatchNormOptions& options, const Execution& execution) {
   check_eps(options.eps);
   check_samples("x", x);
+  check_mask(mask, x);
   check_like("dy", dy, x);
   check_like("dx", dx, x);
   if (!dresidual.absent()) {
@@ -314,23 +323,23 @@ void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x,
   const double* rstd = statistics.rstd.data();
   ActivationGradient through{options.activation, weight, bias};
   const bool activated = options.activation.kind != ActivationKind::kNone;
-  std::vector<std::uint8_t> mask;
+  std::vector<std::uint8_t> activation_mask;
   if (activated && !residual.absent()) {
     if (dx.data == dy.data && dx.data != nullptr) {
       throw InvalidArgument(
           "dx: got dy, expected other memory (with a residual and an activation)");
     }
-    mask.resize(static_cast<std::size_t>(activation_mask_bytes(x)));
-    normalize(x, mean, rstd, weight, bias, residual, dx, mask.data(), options.activation,
-              execution);  // for the mask; dx is written again below
-    through.mask = mask.data();
+    activation_mask.resize(static_cast<std::size_t>(activation_mask_bytes(x)));
+    normalize(x, mask, mean, rstd, weight, bias, residual, dx, activation_mask.data(),
+              options.activation, execution);  // for the bits; dx is written again below
+    through.activation_mask = activation_mask.data();
   }
   std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
   const MutableTensorView& u = dresidual.absent() ? dx : dresidual;
   const bool keep = activated || !dresidual.absent();
-  local_gradients(dy, x, mean, rstd, through, keep ? u : MutableTensorView(), message.data(), 0,
-                  execution);
-  evaluation_input_gradient(keep ? TensorView(u) : dy, rstd, weight, dx, execution);
+  local_gradients(dy, x, mask, mean, rstd, through, keep ? u : MutableTensorView(), message.data(),
+                  0, execution);
+  evaluation_input_gradient(keep ? TensorView(u) : dy, mask, rstd, weight, dx, execution);
   affine_gradient_shares(message.data() + kHeaderWords, x.dtype, mean, rstd, dweight, dbias,
                          channels, execution);
 }

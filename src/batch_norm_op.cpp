@@ -137,8 +137,8 @@ BatchStatistics infer(const BatchNormOpInputs& inputs, const BatchNormOpOutputs&
   BatchStatistics statistics;
   use_estimates(inputs.estimated_mean, inputs.estimated_var, inputs.x.sizes[1], attributes.epsilon,
                 statistics);
-  normalize(inputs.x, statistics.mean.data(), statistics.rstd.data(), inputs.scale, inputs.bias, {},
-            outputs.y, nullptr, {}, execution);
+  normalize(inputs.x, {}, statistics.mean.data(), statistics.rstd.data(), inputs.scale, inputs.bias,
+            {}, outputs.y, nullptr, {}, execution);
   store(outputs.batch_mean, statistics.mean);
   store(outputs.batch_var, statistics.var);
   store(outputs.saved_mean, statistics.mean);
@@ -165,7 +165,7 @@ BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs, const BatchNormOp
   statistics.fingerprint = operator_fingerprint(inputs, attributes);
   std::vector<std::int64_t> message(
       static_cast<std::size_t>(message_words(inputs.x.dtype, channels)));
-  local_moments(inputs.x, message.data(), statistics.fingerprint, execution);
+  local_moments(inputs.x, {}, message.data(), statistics.fingerprint, execution);
   const MessageInfo info = exchange(message);
   statistics.count = info.count;
   finalize_moments(info, message.data() + kHeaderWords, statistics.mean.data(),
@@ -175,8 +175,8 @@ BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs, const BatchNormOp
   if (attributes.use_global_est) {
     use_estimates(outputs.saved_mean, outputs.saved_var, channels, attributes.epsilon, statistics);
   }
-  normalize(inputs.x, statistics.mean.data(), statistics.rstd.data(), inputs.scale, inputs.bias, {},
-            outputs.y, nullptr, {}, execution);
+  normalize(inputs.x, {}, statistics.mean.data(), statistics.rstd.data(), inputs.scale, inputs.bias,
+            {}, outputs.y, nullptr, {}, execution);
   return statistics;
 }
 
@@ -215,12 +215,12 @@ void batch_norm_op_backward(const TensorView& dy, const TensorView& x, const Ten
   const double* mean = statistics.mean.data();
   const double* rstd = statistics.rstd.data();
   std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
-  local_gradients(dy, x, mean, rstd, {}, {}, message.data(),
+  local_gradients(dy, x, {}, mean, rstd, {}, {}, message.data(),
                   backward_fingerprint(statistics.fingerprint), execution);
   const std::vector<std::int64_t> own = message;
   if (attributes.is_infer || attributes.use_global_est) {
     if (!dx.absent()) {
-      evaluation_input_gradient(dy, rstd, scale, dx, execution);
+      evaluation_input_gradient(dy, {}, rstd, scale, dx, execution);
     }
   } else if (!dx.absent()) {
     const MessageInfo info = exchange(message);
@@ -232,7 +232,7 @@ void batch_norm_op_backward(const TensorView& dy, const TensorView& x, const Ten
     std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
     finalize_gradients(info, message.data() + kHeaderWords, mean, rstd, scale, coefficients.data(),
                        {}, {}, channels, statistics.count, execution);
-    input_gradient(dy, x, mean, rstd, coefficients.data(), {}, dx, execution);
+    input_gradient(dy, x, {}, mean, rstd, coefficients.data(), {}, dx, execution);
   }
   affine_gradient_shares(own.data() + kHeaderWords, x.dtype, mean, rstd, dscale, dbias, channels,
                          execution);

@@ -1,7 +1,9 @@
 #include "checks.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <string>
+#include <vector>
 
 #include "sample_view.hpp"
 #include "syncbn/cuda_passes.hpp"
@@ -11,13 +13,15 @@
 namespace syncbn {
 namespace {
 
-std::string shape(const TensorView& tensor) {
+std::string shape(const std::vector<std::int64_t>& sizes) {
   std::string text = "(";
-  for (std::size_t i = 0; i < tensor.sizes.size(); ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(tensor.sizes[i]);
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(sizes[i]);
   }
   return text + ")";
 }
+
+std::string shape(const TensorView& tensor) { return shape(tensor.sizes); }
 
 [[noreturn]] void refuse(const char* name, const std::string& given, const std::string& allowed) {
   throw InvalidArgument(std::string(name) + ": got " + given + ", expected " + allowed);
@@ -91,6 +95,25 @@ void check_like(const char* name, const TensorView& tensor, const TensorView& x)
   }
   if (tensor.device != x.device) {
     refuse(name, std::string("a tensor on ") + device_name(tensor.device),
+           std::string("the device of x, ") + device_name(x.device));
+  }
+}
+
+void check_mask(const MaskView& mask, const TensorView& x) {
+  if (mask.absent()) {
+    return;
+  }
+  std::vector<std::int64_t> sizes = x.sizes;
+  sizes.erase(sizes.begin() + 1);
+  if (mask.sizes != sizes) {
+    refuse("mask", "shape " + shape(mask.sizes),
+           shape(sizes) + ", the shape of x without its channels");
+  }
+  if (mask.data == nullptr && std::find(sizes.begin(), sizes.end(), 0) == sizes.end()) {
+    refuse("mask", "a null pointer for shape " + shape(sizes), "data");
+  }
+  if (mask.device != x.device) {
+    refuse("mask", std::string("a tensor on ") + device_name(mask.device),
            std::string("the device of x, ") + device_name(x.device));
   }
 }

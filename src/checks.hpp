@@ -17,6 +17,9 @@ void check_samples(const char* name, const TensorView& tensor);
 /// The same sizes, dtype and device as x.
 void check_like(const char* name, const TensorView& tensor, const TensorView& x);
 
+/// Absent, or bytes of x's shape without its channels, on its device.
+void check_mask(const MaskView& mask, const TensorView& x);
+
 /// Absent, or one axis of `channels` entries on `device`.
 void check_per_channel(const char* name, const TensorView& tensor, std::int64_t channels,
                        Device device);

@@ -22,18 +22,18 @@ namespace {
 /// Channels per thread at which finalizing in parallel pays.
 constexpr std::int64_t kFinalizeGrain = 256;
 
-/// This rank's header, and words that sums(words) writes unless there are no elements.
+/// This rank's header, and words that sums(samples, words) writes unless there are no elements.
 template <class Sums>
-void write_message(const TensorView& x, std::int64_t* message, std::uint32_t fingerprint,
-                   const Sums& sums) {
+void write_message(const TensorView& x, const MaskView& mask, std::int64_t* message,
+                   std::uint32_t fingerprint, const Sums& sums) {
   check_available(x.device);
-  const std::int64_t channels = x.sizes[1];
-  const std::int64_t count = SampleView(x).samples * SampleView(x).plane;
+  const SampleView samples(x, mask);
+  const std::int64_t count = samples.count();
   write_header(message, count, fingerprint, count == 0 ? 0 : dtype_flag(x.dtype));
-  if (count == 0) {
-    std::fill_n(message + kHeaderWords, channels * words_per_channel(x.dtype), 0);
-  } else if (channels > 0) {
-    sums(message + kHeaderWords);
+  if (samples.empty()) {
+    std::fill_n(message + kHeaderWords, samples.channels * words_per_channel(x.dtype), 0);
+  } else if (samples.channels > 0) {
+    sums(samples, message + kHeaderWords);
   }
 }
 
@@ -42,21 +42,24 @@ class PullbackArguments {
  public:
   PullbackArguments(const ActivationGradient& through, const double* mean, const double* rstd,
                     std::int64_t channels)
-      : activation_(through.activation), mean_(mean), rstd_(rstd), mask_(through.mask) {
-    if (activation_.kind != ActivationKind::kNone && mask_ == nullptr) {
+      : activation_(through.activation),
+        mean_(mean),
+        rstd_(rstd),
+        activation_mask_(through.activation_mask) {
+    if (activation_.kind != ActivationKind::kNone && activation_mask_ == nullptr) {
       scale_ = channel_values(through.weight, channels, 1.0);
       shift_ = channel_values(through.bias, channels, 0.0);
     }
   }
   cpu::Pullback view() const {
-    return {activation_, {mean_, rstd_, scale_.data(), shift_.data()}, mask_};
+    return {activation_, {mean_, rstd_, scale_.data(), shift_.data()}, activation_mask_};
   }
 
  private:
   Activation activation_;
   const double* mean_;
   const double* rstd_;
-  const std::uint8_t* mask_;
+  const std::uint8_t* activation_mask_;
   std::vector<double> scale_;
   std::vector<double> shift_;
 };
@@ -95,11 +98,12 @@ std::optional<SampleView> optional_view(const TensorView& tensor) {
 
 }  // namespace
 
-void local_moments(const TensorView& x, std::int64_t* message, std::uint32_t fingerprint,
-                   const Execution& execution) {
+void local_moments(const TensorView& x, const MaskView& mask, std::int64_t* message,
+                   std::uint32_t fingerprint, const Execution& execution) {
   check_samples("x", x);
-  write_message(x, message, fingerprint, [&](std::int64_t* words) {
-    cpu::moment_sums(SampleView(x), words, *execution.executor);
+  check_mask(mask, x);
+  write_message(x, mask, message, fingerprint, [&](const SampleView& samples, std::int64_t* words) {
+    cpu::moment_sums(samples, words, *execution.executor);
   });
 }
 
@@ -128,11 +132,12 @@ std::int64_t activation_mask_bytes(const TensorView& x) {
   return ActivationMaskLayout(SampleView(x)).bytes;
 }
 
-void normalize(const TensorView& x, const double* mean, const double* rstd,
+void normalize(const TensorView& x, const MaskView& mask, const double* mean, const double* rstd,
                const TensorView& weight, const TensorView& bias, const TensorView& residual,
-               const MutableTensorView& y, std::uint8_t* mask, const Activation& activation,
-               const Execution& execution) {
+               const MutableTensorView& y, std::uint8_t* activation_mask,
+               const Activation& activation, const Execution& execution) {
   check_samples("x", x);
+  check_mask(mask, x);
   check_like("y", y, x);
   check_per_channel("weight", weight, x.sizes[1], x.device);
   check_per_channel("bias", bias, x.sizes[1], x.device);
@@ -141,7 +146,7 @@ void normalize(const TensorView& x, const double* mean, const double* rstd,
   }
   check_activation(activation);
   check_available(x.device);
-  const SampleView from(x);
+  const SampleView from(x, mask);
   if (from.empty() || from.channels == 0) {
     return;
   }
@@ -149,7 +154,7 @@ void normalize(const TensorView& x, const double* mean, const double* rstd,
   const std::vector<double> scale = channel_values(weight, from.channels, 1.0);
   const std::vector<double> shift = channel_values(bias, from.channels, 0.0);
   const std::optional<SampleView> added = optional_view(residual);
-  cpu::normalize(from, added ? &*added : nullptr, SampleView(y), mask,
+  cpu::normalize(from, added ? &*added : nullptr, SampleView(y), activation_mask,
                  {mean, rstd, scale.data(), shift.data()}, activation, *execution.executor);
 }
 
@@ -177,21 +182,22 @@ void update_running_statistics(const MutableTensorView& running_mean,
   }
 }
 
-void local_gradients(const TensorView& dy, const TensorView& x, const double* mean,
-                     const double* rstd, const ActivationGradient& through,
+void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                     const double* mean, const double* rstd, const ActivationGradient& through,
                      const MutableTensorView& u, std::int64_t* message, std::uint32_t fingerprint,
                      const Execution& execution) {
   check_samples("x", x);
+  check_mask(mask, x);
   check_like("dy", dy, x);
   check_through(through, x);
   if (!u.absent()) {
     check_like("u", u, x);
   }
-  write_message(x, message, fingerprint, [&](std::int64_t* words) {
-    const PullbackArguments pullback(through, mean, rstd, x.sizes[1]);
+  write_message(x, mask, message, fingerprint, [&](const SampleView& samples, std::int64_t* words) {
+    const PullbackArguments pullback(through, mean, rstd, samples.channels);
     const std::optional<SampleView> kept = optional_view(u);
-    cpu::gradient_sums(SampleView(dy), SampleView(x), kept ? &*kept : nullptr, words,
-                       pullback.view(), *execution.executor);
+    cpu::gradient_sums(SampleView(dy), samples, kept ? &*kept : nullptr, words, pullback.view(),
+                       *execution.executor);
   });
 }
 
@@ -234,16 +240,17 @@ void affine_gradient_shares(const std::int64_t* words, DType dtype, const double
   });
 }
 
-void input_gradient(const TensorView& dy, const TensorView& x, const double* mean,
-                    const double* rstd, const double* coefficients,
+void input_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                    const double* mean, const double* rstd, const double* coefficients,
                     const ActivationGradient& through, const MutableTensorView& dx,
                     const Execution& execution) {
   check_samples("x", x);
+  check_mask(mask, x);
   check_like("dy", dy, x);
   check_through(through, x);
   check_like("dx", dx, x);
   check_available(x.device);
-  const SampleView samples(x);
+  const SampleView samples(x, mask);
   if (samples.empty() || samples.channels == 0) {
     return;
   }
@@ -257,7 +264,8 @@ void input_gradient(const TensorView& dy, const TensorView& x, const double* mea
 
 void recover_input(const TensorView& y, const double* mean, const double* rstd,
                    const TensorView& weight, const TensorView& bias, const MutableTensorView& x,
-                   std::uint8_t* mask, double negative_slope, const Execution& execution) {
+                   std::uint8_t* activation_mask, double negative_slope,
+                   const Execution& execution) {
   check_samples("y", y);
   check_per_channel("weight", weight, y.sizes[1], y.device);
   check_per_channel("bias", bias, y.sizes[1], y.device);
@@ -273,17 +281,19 @@ void recover_input(const TensorView& y, const double* mean, const double* rstd,
   const cpu::FloatEnvironment environment;
   const std::vector<double> scale = channel_values(weight, from.channels, 1.0);
   const std::vector<double> shift = channel_values(bias, from.channels, 0.0);
-  cpu::recover_input(from, SampleView(x), mask, {mean, rstd, scale.data(), shift.data()},
+  cpu::recover_input(from, SampleView(x), activation_mask, {mean, rstd, scale.data(), shift.data()},
                      negative_slope, *execution.executor);
 }
 
-void evaluation_input_gradient(const TensorView& u, const double* rstd, const TensorView& weight,
-                               const MutableTensorView& dx, const Execution& execution) {
+void evaluation_input_gradient(const TensorView& u, const MaskView& mask, const double* rstd,
+                               const TensorView& weight, const MutableTensorView& dx,
+                               const Execution& execution) {
   check_samples("u", u);
+  check_mask(mask, u);
   check_like("dx", dx, u);
   check_per_channel("weight", weight, u.sizes[1], u.device);
   check_available(u.device);
-  const SampleView samples(u);
+  const SampleView samples(u, mask);
   if (samples.empty() || samples.channels == 0) {
     return;
   }

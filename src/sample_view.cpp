@@ -1,15 +1,18 @@
 #include "sample_view.hpp"
 
+#include <algorithm>
+
 namespace syncbn {
 
-SampleView::SampleView(const TensorView& tensor)
+SampleView::SampleView(const TensorView& tensor, const MaskView& which)
     : data(tensor.data),
       dtype(tensor.dtype),
       samples(tensor.sizes[0]),
       channels(tensor.sizes[1]),
       plane(1),
       sample_stride(tensor.strides[0]),
-      channel_stride(tensor.strides[1]) {
+      channel_stride(tensor.strides[1]),
+      mask(which.data) {
   for (std::size_t i = 2; i < tensor.sizes.size(); ++i) {
     const std::int64_t size = tensor.sizes[i];
     const std::int64_t stride = tensor.strides[i];
@@ -30,6 +33,11 @@ SampleView::SampleView(const TensorView& tensor)
   if (spatial_dims == 1) {
     element_stride = strides[0];
   }
+}
+
+std::int64_t SampleView::count() const {
+  const std::int64_t elements = samples * plane;
+  return mask == nullptr ? elements : elements - std::count(mask, mask + elements, 0);
 }
 
 PlaneCursor::PlaneCursor(const SampleView& view, std::int64_t n, std::int64_t c, std::int64_t e)

@@ -31,9 +31,15 @@ struct SampleView {
   std::int64_t element_stride = 1;
   std::array<std::int64_t, kMaxDims> sizes;
   std::array<std::int64_t, kMaxDims> strides;
+  const std::uint8_t* mask = nullptr;  ///< `plane` bytes a sample, 0: left out; null: all count
 
-  explicit SampleView(const TensorView& tensor);
+  explicit SampleView(const TensorView& tensor, const MaskView& which = {});
 
+  /// Elements per channel that count.
+  std::int64_t count() const;
+  bool counts(std::int64_t n, std::int64_t e) const {
+    return mask == nullptr || mask[n * plane + e] != 0;
+  }
   bool empty() const { return samples == 0 || plane == 0; }
   bool planes_contiguous() const {
     return plane == 1 || (spatial_dims <= 1 && element_stride == 1);

@@ -18,12 +18,13 @@ std::int64_t welford_words(DType dtype, std::int64_t channels) {
   return 1 + channels * (dtype == DType::kFloat64 ? record_words<double>() : record_words<float>());
 }
 
-void local_welford(const TensorView& x, std::int64_t* message, std::uint32_t fingerprint,
-                   const Execution& execution) {
+void local_welford(const TensorView& x, const MaskView& mask, std::int64_t* message,
+                   std::uint32_t fingerprint, const Execution& execution) {
   check_samples("x", x);
+  check_mask(mask, x);
   check_available(x.device);
-  const SampleView samples(x);
-  const std::int64_t count = samples.samples * samples.plane;
+  const SampleView samples(x, mask);
+  const std::int64_t count = samples.count();
   write_header(message, count, fingerprint, count == 0 ? 0 : dtype_flag(x.dtype));
   std::int64_t* record = message + kHeaderWords;
   std::fill_n(record, welford_words(x.dtype, samples.channels), 0);

@@ -25,14 +25,14 @@ Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels, std::int
 }
 
 Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
-                     std::int64_t frame) {
+                     std::int64_t frame, std::optional<Tensor> mask) {
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
   const std::int64_t number = call.has_value() ? *int64_data("call", *call, 1) : 0;
   TorchExecutor executor;
   Tensor message = new_message(x, samples.dtype, channels, frame);
   syncbn::local_moments(
-      samples, int64_data("message", message, kHeaderWords),
+      samples, mask_view(mask), int64_data("message", message, kHeaderWords),
       fingerprint(static_cast<std::uint64_t>(layer), static_cast<std::uint64_t>(number),
                   Direction::kForward, channels, eps),
       executor);
@@ -94,10 +94,11 @@ Statistics statistics_of(const Tensor& x, const Tensor& message, const Tensor& m
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize(
     const Tensor& x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
     std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
-    double eps, std::int64_t ranks, std::int64_t activation, double negative_slope) {
+    double eps, std::int64_t ranks, std::int64_t activation, double negative_slope,
+    std::optional<Tensor> mask) {
   const Statistics statistics = statistics_of(x, message, merged, rest, eps, ranks);
   return normalized(x, statistics, weight, bias, residual,
-                    activation_of(activation, negative_slope));
+                    activation_of(activation, negative_slope), mask);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> normalize_in_place(
@@ -106,8 +107,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalize_in_place(
     double negative_slope) {
   Statistics s = statistics_of(x, message, merged, rest, eps, ranks);
   TorchExecutor executor;
-  syncbn::normalize(view("x", x), double_data(s.mean), double_data(s.rstd), view("weight", weight),
-                    view("bias", bias), {}, mutable_view("x", x), nullptr,
+  syncbn::normalize(view("x", x), {}, double_data(s.mean), double_data(s.rstd),
+                    view("weight", weight), view("bias", bias), {}, mutable_view("x", x), nullptr,
                     {ActivationKind::kLeakyRelu, negative_slope}, executor);
   return {s.mean, s.var, s.rstd, s.info};
 }
@@ -117,13 +118,13 @@ std::tuple<Tensor, Tensor> recover_input(const Tensor& y, const Tensor& mean, co
                                          double negative_slope) {
   const std::int64_t channels = channels_of(y);
   Tensor x = new_output(y);
-  Tensor mask = new_mask(y, true);
+  Tensor activation_mask = new_activation_mask(y, true);
   TorchExecutor executor;
   syncbn::recover_input(view("y", y), double_data("mean", mean, channels),
                         double_data("rstd", rstd, channels), view("weight", weight),
-                        view("bias", bias), mutable_view("x", x), byte_data(mask), negative_slope,
-                        executor);
-  return {x, mask};
+                        view("bias", bias), mutable_view("x", x), byte_data(activation_mask),
+                        negative_slope, executor);
+  return {x, activation_mask};
 }
 
 void update_running_statistics(std::optional<Tensor> running_mean,
@@ -157,16 +158,17 @@ void update_running_statistics(std::optional<Tensor> running_mean,
 
 /// The arguments that say how dy comes back through the activation.
 ActivationGradient through(const Tensor& x, const std::optional<Tensor>& weight,
-                           const std::optional<Tensor>& bias, const std::optional<Tensor>& mask,
-                           std::int64_t activation, double negative_slope) {
+                           const std::optional<Tensor>& bias,
+                           const std::optional<Tensor>& activation_mask, std::int64_t activation,
+                           double negative_slope) {
   ActivationGradient out{activation_of(activation, negative_slope), view("weight", weight),
                          view("bias", bias)};
-  if (mask.has_value() && mask->numel() > 0) {
-    if (mask->scalar_type() != ScalarType::Byte || !mask->is_contiguous() || !mask->is_cpu() ||
-        mask->numel() != mask_bytes(x)) {
-      throw InvalidArgument("mask: expected what normalize returned for this input");
+  if (activation_mask.has_value() && activation_mask->numel() > 0) {
+    if (activation_mask->scalar_type() != ScalarType::Byte || !activation_mask->is_contiguous() ||
+        !activation_mask->is_cpu() || activation_mask->numel() != room_for_activation_mask(x)) {
+      throw InvalidArgument("activation_mask: expected what normalize returned for this input");
     }
-    out.mask = static_cast<const std::uint8_t*>(mask->const_data_ptr());
+    out.activation_mask = static_cast<const std::uint8_t*>(activation_mask->const_data_ptr());
   }
   return out;
 }
@@ -174,17 +176,19 @@ ActivationGradient through(const Tensor& x, const std::optional<Tensor>& weight,
 std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, const Tensor& mean,
                                            const Tensor& rstd, const Tensor& info,
                                            std::optional<Tensor> weight, std::optional<Tensor> bias,
-                                           std::optional<Tensor> mask, std::int64_t activation,
-                                           double negative_slope, bool keep, std::int64_t frame) {
+                                           std::optional<Tensor> activation_mask,
+                                           std::int64_t activation, double negative_slope,
+                                           bool keep, std::int64_t frame,
+                                           std::optional<Tensor> mask) {
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
   const auto tag = static_cast<std::uint32_t>(int64_data("info", info, 2)[1]);
   TorchExecutor executor;
   Tensor message = new_message(x, samples.dtype, channels, frame);
   Tensor u = keep ? new_output(x) : empty(x, 0, x.scalar_type());
-  syncbn::local_gradients(view("dy", dy), samples, double_data("mean", mean, channels),
-                          double_data("rstd", rstd, channels),
-                          through(x, weight, bias, mask, activation, negative_slope),
+  syncbn::local_gradients(view("dy", dy), samples, mask_view(mask),
+                          double_data("mean", mean, channels), double_data("rstd", rstd, channels),
+                          through(x, weight, bias, activation_mask, activation, negative_slope),
                           keep ? mutable_view("u", u) : MutableTensorView(),
                           int64_data("message", message, kHeaderWords), backward_fingerprint(tag),
                           executor);
@@ -221,9 +225,9 @@ std::tuple<Tensor, Tensor> affine_gradient_shares(const Tensor& message, const T
 std::tuple<Tensor, Tensor, Tensor> input_gradient(
     const Tensor& dy, const Tensor& x, const Tensor& merged, std::optional<Tensor> rest,
     const Tensor& mean, const Tensor& rstd, const Tensor& info, std::optional<Tensor> weight,
-    std::optional<Tensor> bias, std::optional<Tensor> mask, std::int64_t activation,
+    std::optional<Tensor> bias, std::optional<Tensor> activation_mask, std::int64_t activation,
     double negative_slope, std::optional<ScalarType> weight_dtype,
-    std::optional<ScalarType> bias_dtype, std::int64_t ranks) {
+    std::optional<ScalarType> bias_dtype, std::int64_t ranks, std::optional<Tensor> mask) {
   const std::int64_t channels = channels_of(x);
   const Merged words(merged, rest, ranks, channels);
   const std::int64_t count = int64_data("info", info, 2)[0];
@@ -241,8 +245,9 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
                      coefficients.data(), wanted("dweight", dweight, weight_dtype),
                      wanted("dbias", dbias, bias_dtype), channels, count, executor);
   Tensor dx = new_output(x);
-  syncbn::input_gradient(view("dy", dy), view("x", x), means, rstds, coefficients.data(),
-                         through(x, weight, bias, mask, activation, negative_slope),
+  syncbn::input_gradient(view("dy", dy), view("x", x), mask_view(mask), means, rstds,
+                         coefficients.data(),
+                         through(x, weight, bias, activation_mask, activation, negative_slope),
                          mutable_view("dx", dx), executor);
   return {dx, dweight, dbias};
 }
@@ -257,7 +262,9 @@ bool force_cpu_instruction_set(std::string name) {
 }  // namespace syncbn::torch_layer
 
 STABLE_TORCH_LIBRARY(syncbn, m) {
-  m.def("local_moments(Tensor x, int layer, Tensor? call, float eps, int frame) -> Tensor");
+  m.def(
+      "local_moments(Tensor x, int layer, Tensor? call, float eps, int frame, Tensor? mask=None) "
+      "-> Tensor");
   m.def("rejection(Tensor like, int frame) -> Tensor");
   m.def("header(Tensor merged, int ranks) -> Tensor");
   m.def(
@@ -266,7 +273,8 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   m.def(
       "normalize(Tensor x, Tensor message, Tensor merged, Tensor? rest, Tensor? weight, "
       "Tensor? bias, Tensor? residual, float eps, int ranks, int activation, "
-      "float negative_slope) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "float negative_slope, Tensor? mask=None) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "normalize_in_place(Tensor(a!) x, Tensor message, Tensor merged, Tensor? rest, "
       "Tensor? weight, Tensor? bias, float eps, int ranks, float negative_slope) -> "
@@ -280,16 +288,16 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "float? momentum) -> ()");
   m.def(
       "local_gradients(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor info, "
-      "Tensor? weight, Tensor? bias, Tensor? mask, int activation, float negative_slope, "
-      "bool keep, int frame) -> (Tensor, Tensor)");
+      "Tensor? weight, Tensor? bias, Tensor? activation_mask, int activation, "
+      "float negative_slope, bool keep, int frame, Tensor? mask=None) -> (Tensor, Tensor)");
   m.def(
       "affine_gradient_shares(Tensor message, Tensor x, Tensor mean, Tensor rstd, "
       "ScalarType? weight_dtype, ScalarType? bias_dtype) -> (Tensor, Tensor)");
   m.def(
       "input_gradient(Tensor dy, Tensor x, Tensor merged, Tensor? rest, Tensor mean, Tensor rstd, "
-      "Tensor info, Tensor? weight, Tensor? bias, Tensor? mask, int activation, "
-      "float negative_slope, ScalarType? weight_dtype, ScalarType? bias_dtype, int ranks) "
-      "-> (Tensor, Tensor, Tensor)");
+      "Tensor info, Tensor? weight, Tensor? bias, Tensor? activation_mask, int activation, "
+      "float negative_slope, ScalarType? weight_dtype, ScalarType? bias_dtype, int ranks, "
+      "Tensor? mask=None) -> (Tensor, Tensor, Tensor)");
   m.def("cpu_instruction_set() -> str");
   m.def("force_cpu_instruction_set(str name) -> bool");
 }

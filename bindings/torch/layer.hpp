@@ -52,7 +52,7 @@ inline std::int64_t channels_of(const Tensor& x) {
 
 /// Room for the activation mask of any tensor of x's shape, whatever its layout, so that a shape
 /// alone decides it.
-inline std::int64_t mask_bytes(const Tensor& x) {
+inline std::int64_t room_for_activation_mask(const Tensor& x) {
   const std::int64_t samples = x.size(0);
   const std::int64_t channels = x.size(1);
   std::int64_t plane = 1;
@@ -67,12 +67,12 @@ inline std::uint8_t* byte_data(Tensor& tensor) {
 }
 
 /// Zeros: what no element uses has to be equal from run to run as well.
-inline Tensor new_mask(const Tensor& x, bool wanted) {
-  Tensor mask = empty(x, wanted ? mask_bytes(x) : 0, ScalarType::Byte);
+inline Tensor new_activation_mask(const Tensor& x, bool wanted) {
+  Tensor out = empty(x, wanted ? room_for_activation_mask(x) : 0, ScalarType::Byte);
   if (wanted) {
-    std::fill_n(byte_data(mask), mask.numel(), std::uint8_t{0});
+    std::fill_n(byte_data(out), out.numel(), std::uint8_t{0});
   }
-  return mask;
+  return out;
 }
 
 /// Statistics of a batch that all ranks share.
@@ -100,17 +100,17 @@ struct Statistics {
 inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalized(
     const Tensor& x, const Statistics& statistics, const std::optional<Tensor>& weight,
     const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-    const Activation& activation) {
+    const Activation& activation, const std::optional<Tensor>& mask) {
   Tensor y = new_output(x);
-  const bool masked = residual.has_value() && activation.kind != ActivationKind::kNone;
-  Tensor mask = new_mask(x, masked);
+  Tensor activation_mask =
+      new_activation_mask(x, residual.has_value() && activation.kind != ActivationKind::kNone);
   TorchExecutor executor;
   const std::int64_t channels = channels_of(x);
-  syncbn::normalize(view("x", x), double_data("mean", statistics.mean, channels),
+  syncbn::normalize(view("x", x), mask_view(mask), double_data("mean", statistics.mean, channels),
                     double_data("rstd", statistics.rstd, channels), view("weight", weight),
                     view("bias", bias), view("residual", residual), mutable_view("y", y),
-                    byte_data(mask), activation, executor);
-  return {y, statistics.mean, statistics.var, statistics.rstd, statistics.info, mask};
+                    byte_data(activation_mask), activation, executor);
+  return {y, statistics.mean, statistics.var, statistics.rstd, statistics.info, activation_mask};
 }
 
 }  // namespace syncbn::torch_layer

@@ -139,14 +139,6 @@ std::int64_t shm_finish(std::int64_t handle, std::int64_t slice) {
 
 std::string shm_error(std::int64_t handle) { return registry().get(handle)->error; }
 
-/// In a traced graph: waits to the end, and throws.
-Tensor shm_sum_whole(const Tensor& words, std::int64_t handle) {
-  const auto entry = registry().get(handle);
-  Tensor out = copy_of(words);
-  opened(*entry).all_reduce_sum({int64_data("out", out, 0), static_cast<std::size_t>(out.numel())});
-  return out;
-}
-
 }  // namespace
 }  // namespace syncbn::torch_layer
 
@@ -158,7 +150,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def("shm_sum(Tensor words, int handle, int slice) -> (Tensor, int)");
   m.def("shm_finish(int handle, int slice) -> int");
   m.def("shm_error(int handle) -> str");
-  m.def("shm_sum_whole(Tensor words, int handle) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
@@ -166,7 +157,6 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
   m.impl("shm_offer", TORCH_BOX(&shm_offer));
   m.impl("shm_open", TORCH_BOX(&shm_open));
   m.impl("shm_sum", TORCH_BOX(&shm_sum));
-  m.impl("shm_sum_whole", TORCH_BOX(&shm_sum_whole));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CompositeExplicitAutograd, m) {

@@ -60,6 +60,26 @@ inline MutableTensorView mutable_view(const char* name, std::optional<Tensor>& t
   return tensor.has_value() ? mutable_view(name, *tensor) : MutableTensorView();
 }
 
+/// Which elements count: contiguous bools or bytes, or none.
+inline MaskView mask_view(const std::optional<Tensor>& mask) {
+  if (!mask.has_value()) {
+    return {};
+  }
+  if (mask->scalar_type() != ScalarType::Bool && mask->scalar_type() != ScalarType::Byte) {
+    throw InvalidArgument(std::string("mask: got dtype ") +
+                          torch::headeronly::toString(mask->scalar_type()) +
+                          ", expected bool or uint8");
+  }
+  if (!mask->is_contiguous()) {
+    throw InvalidArgument("mask: got strides with gaps, expected a contiguous tensor");
+  }
+  if (!mask->is_cpu()) {
+    throw InvalidArgument("mask: got a tensor on another device, expected the CPU");
+  }
+  const auto sizes = mask->sizes();
+  return {static_cast<const std::uint8_t*>(mask->const_data_ptr()), {sizes.begin(), sizes.end()}};
+}
+
 /// kind: the number of an ActivationKind.
 inline Activation activation_of(std::int64_t kind, double negative_slope) {
   return {static_cast<ActivationKind>(kind), negative_slope};

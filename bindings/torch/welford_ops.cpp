@@ -11,7 +11,8 @@
 namespace syncbn::torch_layer {
 namespace {
 
-Tensor local_welford(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps) {
+Tensor local_welford(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
+                     std::optional<Tensor> mask) {
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
   const std::int64_t number = call.has_value() ? *int64_data("call", *call, 1) : 0;
@@ -19,7 +20,7 @@ Tensor local_welford(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
   Tensor message = empty(x, words, ScalarType::Long);
   TorchExecutor executor;
   syncbn::local_welford(
-      samples, int64_data("message", message, words),
+      samples, mask_view(mask), int64_data("message", message, words),
       fingerprint(static_cast<std::uint64_t>(layer), static_cast<std::uint64_t>(number),
                   Direction::kForward, channels, eps),
       executor);
@@ -29,7 +30,8 @@ Tensor local_welford(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize_gathered(
     const Tensor& x, const Tensor& message, const Tensor& merged, const Tensor& records,
     std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
-    double eps, std::int64_t ranks, std::int64_t activation, double negative_slope) {
+    double eps, std::int64_t ranks, std::int64_t activation, double negative_slope,
+    std::optional<Tensor> mask) {
   const std::int64_t channels = channels_of(x);
   const MessageInfo info =
       read_header(int64_data("merged", merged, kHeaderWords), static_cast<int>(ranks));
@@ -41,18 +43,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize_gathered(
                 double_data(statistics.var), double_data(statistics.rstd), channels,
                 static_cast<int>(ranks), stride, eps);
   return normalized(x, statistics, weight, bias, residual,
-                    activation_of(activation, negative_slope));
+                    activation_of(activation, negative_slope), mask);
 }
 
 }  // namespace
 }  // namespace syncbn::torch_layer
 
 STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
-  m.def("local_welford(Tensor x, int layer, Tensor? call, float eps) -> Tensor");
+  m.def("local_welford(Tensor x, int layer, Tensor? call, float eps, Tensor? mask=None) -> Tensor");
   m.def(
       "normalize_gathered(Tensor x, Tensor message, Tensor merged, Tensor records, "
       "Tensor? weight, Tensor? bias, Tensor? residual, float eps, int ranks, int activation, "
-      "float negative_slope) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "float negative_slope, Tensor? mask=None) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {

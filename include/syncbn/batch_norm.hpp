@@ -44,7 +44,7 @@ struct BatchStatistics {
   std::int64_t count = 0;  ///< elements per channel over all ranks
   std::uint32_t fingerprint = 0;
   Activation activation = {};
-  std::vector<std::uint8_t> mask = {};  ///< of the activation, if a residual was added before it
+  std::vector<std::uint8_t> activation_mask = {};  ///< if a residual was added before it
 };
 
 /// Which sum dweight and dbias hold.
@@ -55,20 +55,23 @@ enum class AffineGradients : std::uint8_t {
 
 /// Training forward: y = activation((x - mean) / sqrt(var + eps) * weight + bias + residual) with
 /// mean and var over N, the spatial axes and all ranks. x: (N, C, spatial...), N may be 0 and may
-/// differ between ranks. residual: like x, or absent. A rank without samples passes an x of the
+/// differ between ranks. mask: (N, spatial...), or absent; what it leaves out does not count and is
+/// +0 in y. A rank whose elements are all masked out is one without samples. residual: like x, or
+/// absent. A rank without samples passes an x of the
 /// group's dtype. Updates `running` unless the global count is 0. Makes one all_reduce_sum, or one
 /// all_gather with Statistics::kWelford.
 /// Throws on every rank: InvalidArgument on the rank whose argument is refused and PeerLost on the
 /// others; DivergenceError when the ranks' calls do not match. Nothing is changed then.
 SYNCBN_API BatchStatistics batch_norm_forward(
-    const TensorView& x, const TensorView& weight, const TensorView& bias,
+    const TensorView& x, const MaskView& mask, const TensorView& weight, const TensorView& bias,
     const TensorView& residual, const MutableTensorView& y, const RunningStatistics& running,
     const BatchNormOptions& options, Communicator& communicator, const Execution& execution);
 
-/// Training backward. weight, bias: as in forward (bias is looked at if there is an activation).
-/// dx: gradient of x. dweight, dbias: C entries or absent. dresidual: gradient of the residual, or
-/// absent; like x, may be dy. Makes one all_reduce_sum. Errors as in batch_norm_forward.
-SYNCBN_API void batch_norm_backward(const TensorView& dy, const TensorView& x,
+/// Training backward. mask, weight, bias: as in forward (bias is looked at if there is an
+/// activation). dx: gradient of x. dweight, dbias: C entries or absent. dresidual: gradient of the
+/// residual, or absent; like x, may be dy. Makes one all_reduce_sum. Errors as in
+/// batch_norm_forward.
+SYNCBN_API void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
                                     const TensorView& weight, const TensorView& bias,
                                     const BatchStatistics& statistics, const MutableTensorView& dx,
                                     const MutableTensorView& dweight,
@@ -79,19 +82,19 @@ SYNCBN_API void batch_norm_backward(const TensorView& dy, const TensorView& x,
 /// Evaluation: normalizes with running_mean and running_var (C entries each) or, when both are
 /// absent, with the statistics of the local batch. No exchange. Of the options, eps and activation
 /// count.
-SYNCBN_API void batch_norm_evaluate(const TensorView& x, const TensorView& weight,
-                                    const TensorView& bias, const TensorView& residual,
-                                    const TensorView& running_mean, const TensorView& running_var,
-                                    const MutableTensorView& y, const BatchNormOptions& options,
-                                    const Execution& execution);
+SYNCBN_API void batch_norm_evaluate(const TensorView& x, const MaskView& mask,
+                                    const TensorView& weight, const TensorView& bias,
+                                    const TensorView& residual, const TensorView& running_mean,
+                                    const TensorView& running_var, const MutableTensorView& y,
+                                    const BatchNormOptions& options, const Execution& execution);
 
 /// Backward of batch_norm_evaluate with running statistics; dweight and dbias are local sums.
 /// dresidual: as in batch_norm_backward. With a residual and an activation dx must not be dy.
 SYNCBN_API void batch_norm_evaluate_backward(
-    const TensorView& dy, const TensorView& x, const TensorView& weight, const TensorView& bias,
-    const TensorView& residual, const TensorView& running_mean, const TensorView& running_var,
-    const MutableTensorView& dx, const MutableTensorView& dweight, const MutableTensorView& dbias,
-    const MutableTensorView& dresidual, const BatchNormOptions& options,
-    const Execution& execution);
+    const TensorView& dy, const TensorView& x, const MaskView& mask, const TensorView& weight,
+    const TensorView& bias, const TensorView& residual, const TensorView& running_mean,
+    const TensorView& running_var, const MutableTensorView& dx, const MutableTensorView& dweight,
+    const MutableTensorView& dbias, const MutableTensorView& dresidual,
+    const BatchNormOptions& options, const Execution& execution);
 
 }  // namespace syncbn

@@ -11,7 +11,9 @@
 /// message over all ranks: any int64 SUM all-reduce does. docs/numerics.md fixes every bit.
 ///
 /// Tensors x, dy, y, dx have shape (N, C, spatial...), any strides, one dtype. Per-channel arrays
-/// have C entries. Argument order: inputs, outputs, sizes, options, execution.
+/// have C entries. A mask says which elements of the tensor in front of it count: the others are
+/// left out of all sums and of the count, and y, dx and u are +0 there, whatever x and dy hold.
+/// Argument order: inputs, outputs, sizes, options, execution.
 /// All functions throw InvalidArgument before they write anything.
 namespace syncbn {
 
@@ -42,12 +44,13 @@ struct Activation {
 SYNCBN_API std::int64_t activation_mask_bytes(const TensorView& x);
 
 /// How the output's gradient comes back through the activation. Where it was positive is read from
-/// `mask`, or, without one, computed again from x, weight and bias (not after a residual).
+/// `activation_mask`, or, without one, computed again from x, weight and bias (not after a
+/// residual).
 struct ActivationGradient {
   Activation activation;
   TensorView weight;
   TensorView bias;
-  const std::uint8_t* mask = nullptr;
+  const std::uint8_t* activation_mask = nullptr;
 };
 
 /// int64 words per channel of a message: 6 (float16), 19 (bfloat16, float32), 83 (float64).
@@ -87,10 +90,10 @@ SYNCBN_API void check_header(const MessageInfo& info);
 SYNCBN_API void rejection_header(std::uint32_t fingerprint, std::int64_t* message);
 
 /// Sums of x and x*x over this rank's samples as exact integers.
-/// message: message_words(x.dtype, C) words, written whole. An empty x (N = 0 or an empty spatial
-/// axis) gives zeros.
-SYNCBN_API void local_moments(const TensorView& x, std::int64_t* message, std::uint32_t fingerprint,
-                              const Execution& execution);
+/// message: message_words(x.dtype, C) words, written whole. If no element counts (N = 0, an empty
+/// spatial axis, all masked out) they are zeros.
+SYNCBN_API void local_moments(const TensorView& x, const MaskView& mask, std::int64_t* message,
+                              std::uint32_t fingerprint, const Execution& execution);
 
 /// mean, biased var and rstd = 1/sqrt(var + eps) from a summed message (docs/numerics.md, section
 /// 3); identical on every rank. count = 0 gives zeros. When the header disagrees, mean, var and
@@ -102,12 +105,12 @@ SYNCBN_API void finalize_moments(const MessageInfo& info, const std::int64_t* wo
 
 /// y = activation((x - mean) * rstd * weight + bias + residual) (section 4). weight and bias: C
 /// entries of any dtype, or absent (1 and 0). residual: x's shape and dtype, or absent. y: x's
-/// shape and dtype, any strides, may be x or residual itself. mask: activation_mask_bytes(x) bytes,
-/// or null.
-SYNCBN_API void normalize(const TensorView& x, const double* mean, const double* rstd,
-                          const TensorView& weight, const TensorView& bias,
+/// shape and dtype, any strides, may be x or residual itself. activation_mask:
+/// activation_mask_bytes(x) bytes, or null; bits of elements that do not count mean nothing.
+SYNCBN_API void normalize(const TensorView& x, const MaskView& mask, const double* mean,
+                          const double* rstd, const TensorView& weight, const TensorView& bias,
                           const TensorView& residual, const MutableTensorView& y,
-                          std::uint8_t* mask, const Activation& activation,
+                          std::uint8_t* activation_mask, const Activation& activation,
                           const Execution& execution);
 
 /// running <- (1 - factor) * running + factor * batch value, with the unbiased variance (section
@@ -120,10 +123,11 @@ SYNCBN_API void update_running_statistics(const MutableTensorView& running_mean,
 /// Sums of u and u*x over this rank's samples, u being dy come back through the activation. dy: x's
 /// shape and dtype. u: written if not absent (the residual's gradient), x's shape and dtype, may be
 /// dy. message as in local_moments.
-SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, const double* mean,
-                                const double* rstd, const ActivationGradient& through,
-                                const MutableTensorView& u, std::int64_t* message,
-                                std::uint32_t fingerprint, const Execution& execution);
+SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                                const double* mean, const double* rstd,
+                                const ActivationGradient& through, const MutableTensorView& u,
+                                std::int64_t* message, std::uint32_t fingerprint,
+                                const Execution& execution);
 
 /// Coefficients c1, c2, c3 of the input's gradient (coefficients: 3*C, c1 first) and the global
 /// gradients of weight and bias from a summed message (section 6). dweight and dbias: C entries of
@@ -144,23 +148,23 @@ SYNCBN_API void affine_gradient_shares(const std::int64_t* words, DType dtype, c
 
 /// dx = c1*u + c2*(x - mean) + c3 (section 6), u being dy come back through the activation. dx: x's
 /// shape and dtype, any strides, may be dy or x.
-SYNCBN_API void input_gradient(const TensorView& dy, const TensorView& x, const double* mean,
-                               const double* rstd, const double* coefficients,
+SYNCBN_API void input_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                               const double* mean, const double* rstd, const double* coefficients,
                                const ActivationGradient& through, const MutableTensorView& dx,
                                const Execution& execution);
 
 /// For a forward that wrote y = leaky_relu((x - mean) * rstd * weight + bias) over x: gives back x,
 /// up to rounding (docs/activation.md has the bound), and the activation mask. x: like y, may be y.
-/// mask: activation_mask_bytes(x) bytes. Weights and negative_slope must not be 0.
+/// activation_mask: activation_mask_bytes(x) bytes. Weights and negative_slope must not be 0.
 SYNCBN_API void recover_input(const TensorView& y, const double* mean, const double* rstd,
                               const TensorView& weight, const TensorView& bias,
-                              const MutableTensorView& x, std::uint8_t* mask, double negative_slope,
-                              const Execution& execution);
+                              const MutableTensorView& x, std::uint8_t* activation_mask,
+                              double negative_slope, const Execution& execution);
 
 /// The gradient of normalize with constant statistics (evaluation): dx = weight * rstd * u, u being
 /// dy come back through the activation already.
-SYNCBN_API void evaluation_input_gradient(const TensorView& u, const double* rstd,
-                                          const TensorView& weight, const MutableTensorView& dx,
-                                          const Execution& execution);
+SYNCBN_API void evaluation_input_gradient(const TensorView& u, const MaskView& mask,
+                                          const double* rstd, const TensorView& weight,
+                                          const MutableTensorView& dx, const Execution& execution);
 
 }  // namespace syncbn

@@ -73,4 +73,15 @@ struct BasicTensorView {
 using TensorView = BasicTensorView<const void>;
 using MutableTensorView = BasicTensorView<void>;
 
+/// Which elements of a tensor (N, C, spatial...) count: contiguous bytes of shape (N, spatial...),
+/// shared by all channels, 0 for an element that does not count. Not to be confused with an
+/// activation mask. A view with data == nullptr and no sizes stands for "absent": all count.
+struct MaskView {
+  const std::uint8_t* data = nullptr;
+  std::vector<std::int64_t> sizes;
+  Device device = Device::kCpu;
+
+  bool absent() const { return data == nullptr && sizes.empty(); }
+};
+
 }  // namespace syncbn

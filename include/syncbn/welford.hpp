@@ -15,10 +15,11 @@ namespace syncbn {
 /// two binary32 numbers in one word (two binary64 numbers in two words for float64).
 SYNCBN_API std::int64_t welford_words(DType dtype, std::int64_t channels);
 
-/// Count, mean and M2 of this rank's samples by Welford's recurrence.
+/// Count, mean and M2 of this rank's samples by Welford's recurrence; mask as in
+/// passes.hpp.
 /// message: kHeaderWords + welford_words(x.dtype, C) words, written whole.
-SYNCBN_API void local_welford(const TensorView& x, std::int64_t* message, std::uint32_t fingerprint,
-                              const Execution& execution);
+SYNCBN_API void local_welford(const TensorView& x, const MaskView& mask, std::int64_t* message,
+                              std::uint32_t fingerprint, const Execution& execution);
 
 /// mean, biased var and rstd of all ranks' samples from their records, in rank order (Chan, Golub
 /// and LeVeque 1983), identical on every rank. records: of rank r from stride * r on. A count of 0

@@ -1,13 +1,16 @@
 """Batch normalization whose statistics are shared by every device that trains."""
 
-from . import functional, graph, ops, parallel
+from . import _traced as _traced
+from . import functional, graph, ops, parallel, testing
 from ._build import __version__
+from ._classes import register_conversion
 from ._ops import ops as _ops
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
 from .errors import DivergenceError, ExchangeTimeout, PeerLost
 from .fold import fold
 from .nn import SyncBatchNorm
-from .sharing import prepare, report, reset_groups, set_group, skip
+from .report import report
+from .sharing import prepare, reset_groups, set_group, skip
 
 __all__ = [
     "DivergenceError",
@@ -23,11 +26,13 @@ __all__ = [
     "ops",
     "parallel",
     "prepare",
+    "register_conversion",
     "report",
     "reset_groups",
     "revert_sync_batchnorm",
     "set_group",
     "skip",
+    "testing",
 ]
 
 

@@ -57,6 +57,7 @@ class Request(NamedTuple):
     layer: nn.Module
     x: Tensor
     residual: Tensor | None
+    mask: Tensor | None
     state: ThreadState
 
 
@@ -95,10 +96,10 @@ class _Device:
             self._answers.put(answer)
         self._stops.get()
 
-    def wait(self, layer: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor:
+    def wait(self, layer: nn.Module, *tensors: Tensor | None) -> Tensor:
         """In the device's thread: gives the baton away until the layer's output is there."""
         if not self.abandoned:
-            self.request = Request(layer, x, residual, ThreadState.current())
+            self.request = Request(layer, *tensors, ThreadState.current())
             self._stops.put(None)
             answer = self._answers.get()
         # Also a model that swallows the first error gets no further.
@@ -121,9 +122,9 @@ def inside() -> bool:
 
 
 @torch.compiler.disable
-def wait(layer: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor:
+def wait(layer: nn.Module, x: Tensor, residual: Tensor | None, mask: Tensor | None) -> Tensor:
     """The layer's output for this device, once all devices have reached the layer."""
-    return _local.device.wait(layer, x, residual)
+    return _local.device.wait(layer, x, residual, mask)
 
 
 def run(

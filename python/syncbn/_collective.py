@@ -22,9 +22,8 @@ class LengthsDiffer(Exception):
 
 
 def all_reduce(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Tensor:
-    """The sum over the ranks, a tensor of its own: backward needs the rank's own words too. Also
-    in a traced graph, where errors are those of the engine. Where peers.any_length, raises
-    LengthsDiffer; otherwise lengths must be equal."""
+    """The sum over the ranks, a tensor of its own: backward needs the rank's own words too. Where
+    peers.any_length, raises LengthsDiffer; otherwise lengths must be equal."""
     if peers.shared is not None:
         return _all_reduce_by_node(words, peers, call)
     return sum_over_gloo(words, peers, call)
@@ -32,30 +31,14 @@ def all_reduce(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.T
 
 def sum_over_gloo(x: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Tensor:
     """The sum of tensors of any dtype, equal in shape on all ranks."""
-    if torch.compiler.is_compiling():
-        return _traced_all_reduce(x, peers.group_name)
     total = x.clone()
     with _exchanging(peers, call) as fail:
         _wait(_groups.resolve(peers.group_name).allreduce([total]), peers, fail)
     return total
 
 
-def _traced_all_reduce(words: torch.Tensor, group_name: str) -> torch.Tensor:
-    collectives = torch.ops._c10d_functional
-    return collectives.wait_tensor(collectives.all_reduce(words, "sum", group_name))
-
-
 def _all_reduce_by_node(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Tensor:
     """Inside the node; then between the nodes' first ranks, who bring the sum to the others."""
-    if torch.compiler.is_compiling():
-        total = ops.shm_sum_whole(words, peers.shared)
-        if peers.nodes == 1:
-            return total
-        if peers.leaders is not None:
-            total = _traced_all_reduce(total, peers.leaders)
-        else:
-            total = torch.zeros_like(total)
-        return ops.shm_sum_whole(total, peers.shared)
     with _exchanging(peers, call) as fail:
         total = _sum_inside(words, peers, fail)
         if peers.nodes == 1:
@@ -87,10 +70,6 @@ def all_gather(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.T
         places = words.new_zeros(peers.ranks, words.numel())
         places[peers.rank] = words
         return all_reduce(places.flatten(), peers, call)
-    if torch.compiler.is_compiling():
-        collectives = torch.ops._c10d_functional
-        gathered = collectives.all_gather_into_tensor(words, peers.ranks, peers.group_name)
-        return collectives.wait_tensor(gathered)
     out = words.new_empty(peers.ranks, words.numel())
     with _exchanging(peers, call) as fail:
         work = _groups.resolve(peers.group_name).allgather([list(out)], [words])

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import _baton, _exchange
-from ._layer import check_arguments, check_momentum, check_options
-from ._ops import ops
+from . import _baton, _exchange, _recomputation
+from ._layer import check_arguments, check_momentum, check_options, values_per_channel
+from ._mask import check_mask
+from ._modes import check_transforms, outside_transforms, recorded
+from ._ops import message_words, ops
 from ._training import like
 
 #: The digits of a message have room for this many (docs/numerics.md).
@@ -41,31 +43,39 @@ def _on(device: torch.device, *tensors: Tensor | None) -> list[Tensor | None]:
 class _BatchNormDevices(torch.autograd.Function):
     """ys, then mean, var (float64, biased) and info (count, fingerprint) of a training step.
 
-    tensors: the inputs of all devices, then their residuals, if there are any.
+    masks: of all devices. tensors: the inputs of all devices, then their residuals, if there are
+    any.
     """
 
     @staticmethod
-    def forward(ctx, weight, bias, call, layer, peers, devices, *tensors):
+    def forward(ctx, weight, bias, call, layer, peers, segment, masks, *tensors):
+        devices = len(masks)
         xs, residuals = tensors[:devices], tensors[devices:]
         channels, frame = xs[0].shape[1], _exchange.frame_words(peers)
         # A device without samples sends zeros in the format of the others: autocast may have given
         # it another dtype.
-        lead = next((k for k, x in enumerate(xs) if x.numel() > 0), 0)
+        lead = next((k for k, (x, m) in enumerate(zip(xs, masks)) if _has_samples(x, m)), 0)
         dtype = xs[lead].dtype
-        number = layer.call_number(len(residuals) > 0)
-        where = layer.call_of(xs[lead], call)
+        if segment is not None and segment.kept is not None:
+            where, (message, merged, rest) = segment.kept.call, segment.kept.words
+        else:
+            number = layer.call_number(len(residuals) > 0)
+            where = layer.call_of(xs[lead], call)
+            messages = [
+                ops.local_moments(x.to(dtype), number, *_on(x.device, call), layer.eps, frame, m)
+                for x, m in zip(xs, masks)
+            ]
+            message = _sum(messages, lead)
+            merged, rest = _exchange.exchange(message, channels, peers, where)
+            sizes = f"devices (input sizes {[list(x.shape) for x in xs]})"
+            own = sum(map(values_per_channel, xs, masks))
+            _exchange.check_count(merged, own, peers, sizes)
+            if segment is not None:
+                words = _exchange.trimmed(
+                    message, merged, rest, message_words(xs[lead], masks[lead])
+                )
+                message, merged, rest = segment.keep(where, words)
         ctx.call = where._replace(direction="backward")
-        messages = [
-            ops.local_moments(x.to(dtype), number, *_on(x.device, call), layer.eps, frame)
-            for x in xs
-        ]
-        message = _sum(messages, lead)
-        merged, rest, count = _exchange.exchange(message, channels, peers, where)
-        if count == 1:
-            raise ValueError(
-                "Expected more than 1 value per channel when training, got 1 over all devices "
-                f"(input sizes {[list(x.shape) for x in xs]})"
-            )
         ranks = 1 if peers is None else peers.ranks
         results = [
             ops.normalize(
@@ -76,12 +86,15 @@ class _BatchNormDevices(torch.autograd.Function):
                 ranks,
                 layer.activation_kind,
                 layer.negative_slope,
+                m,
             )
-            for x, z in zip(xs, residuals or [None] * devices)
+            for x, z, m in zip(xs, residuals or [None] * devices, masks)
         ]
-        ys, means, variances, rstds, infos, masks = zip(*results)
+        ys, means, variances, rstds, infos, bits = zip(*results)
         again = layer.activation != "none" and not residuals
-        ctx.save_for_backward(weight, bias if again else None, *xs, *means, *rstds, *infos, *masks)
+        ctx.save_for_backward(
+            weight, bias if again else None, *xs, *means, *rstds, *infos, *bits, *masks
+        )
         ctx.mark_non_differentiable(means[0], variances[0], infos[0])
         ctx.set_materialize_grads(False)
         ctx.devices = devices
@@ -93,18 +106,21 @@ class _BatchNormDevices(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @recorded(lambda ctx, *_: ctx.layer, " backward")
     def backward(ctx, *gradients):
         devices, peers, layer = ctx.devices, ctx.peers, ctx.layer
         weight, bias, *saved = ctx.saved_tensors
-        xs, means, rstds, infos, masks = (saved[i * devices :][:devices] for i in range(5))
+        per_device = (saved[i * devices :][:devices] for i in range(6))
+        xs, means, rstds, infos, bits, masks = per_device
         dys = [torch.zeros_like(x) if dy is None else like(dy, x) for x, dy in zip(xs, gradients)]
         needs_weight, needs_bias = ctx.needs_input_grad[:2]
-        needs_x = ctx.needs_input_grad[6 : 6 + devices]
-        needs_residual = ctx.needs_input_grad[6 + devices :]
+        needs_x = ctx.needs_input_grad[7 : 7 + devices]
+        needs_residual = ctx.needs_input_grad[7 + devices :]
         dtype, channels = xs[ctx.lead].dtype, xs[0].shape[1]
         frame, ranks = _exchange.frame_words(peers), 1 if peers is None else peers.ranks
         activation = (layer.activation_kind, layer.negative_slope)
-        keep = any(needs_residual) and layer.activation != "none"
+        masked = any(mask is not None for mask in masks)
+        keep = any(needs_residual) and (layer.activation != "none" or masked)
         messages, us = zip(
             *(
                 ops.local_gradients(
@@ -113,16 +129,17 @@ class _BatchNormDevices(torch.autograd.Function):
                     mean,
                     rstd,
                     info,
-                    *_on(x.device, weight, bias, mask),
+                    *_on(x.device, weight, bias, b),
                     *activation,
                     keep,
                     frame,
+                    m,
                 )
-                for dy, x, mean, rstd, info, mask in zip(dys, xs, means, rstds, infos, masks)
+                for dy, x, mean, rstd, info, b, m in zip(dys, xs, means, rstds, infos, bits, masks)
             )
         )
-        if keep:  # what came back through the activation is there already
-            dys, masks = [u.to(x.dtype) for u, x in zip(us, xs)], [None] * devices
+        if keep:  # what comes back is there already
+            dys, bits = [u.to(x.dtype) for u, x in zip(us, xs)], [None] * devices
             activation, bias = (0, 0.0), None
         message = _sum(messages, ctx.lead)
         dtypes = (weight.dtype if needs_weight else None, ctx.bias_dtype if needs_bias else None)
@@ -134,7 +151,7 @@ class _BatchNormDevices(torch.autograd.Function):
             empty = xs[0].new_empty((0, channels), dtype=dtype)
             dweight, dbias = ops.affine_gradient_shares(message, empty, means[0], rstds[0], *dtypes)
         if any(needs_x) or not shares:
-            merged, rest, _ = _exchange.exchange(message, channels, peers, ctx.call)
+            merged, rest = _exchange.exchange(message, channels, peers, ctx.call)
             for k, (dy, x) in enumerate(zip(dys, xs)):
                 wanted = (None, None) if shares or k > 0 else dtypes
                 dxs[k], *sums = ops.input_gradient(
@@ -144,29 +161,34 @@ class _BatchNormDevices(torch.autograd.Function):
                     means[k],
                     rstds[k],
                     infos[k],
-                    *_on(x.device, weight, bias, masks[k]),
+                    *_on(x.device, weight, bias, bits[k]),
                     *activation,
                     *wanted,
                     ranks,
+                    masks[k],
                 )
                 if not shares and k == 0:
                     dweight, dbias = sums
         return (
             dweight if needs_weight else None,
             dbias if needs_bias else None,
-            *(None,) * 4,
+            *(None,) * 5,
             *(dx if needed else None for dx, needed in zip(dxs, needs_x)),
             *(dy if needed else None for dy, needed in zip(dys, needs_residual)),
         )
 
 
-def _check_residuals(xs: Sequence[Tensor], residuals: Sequence[Tensor | None]) -> None:
-    if not isinstance(residuals, (list, tuple)) or len(residuals) != len(xs):
-        given = len(residuals) if isinstance(residuals, (list, tuple)) else type(residuals).__name__
-        raise ValueError(f"residual: got {given}, expected a list of {len(xs)}, one per input")
+def _has_samples(x: Tensor, mask: Tensor | None) -> bool:
+    return x.numel() > 0 and (mask is None or bool(mask.any()))
 
 
-def _check_inputs(layer, xs: Sequence[Tensor], residuals, ranks: int) -> None:
+def _check_list(name: str, tensors, xs: Sequence[Tensor]) -> None:
+    if not isinstance(tensors, (list, tuple)) or len(tensors) != len(xs):
+        given = len(tensors) if isinstance(tensors, (list, tuple)) else type(tensors).__name__
+        raise ValueError(f"{name}: got {given}, expected a list of {len(xs)}, one per input")
+
+
+def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> None:
     if not xs:
         raise ValueError("inputs: got an empty list, expected one tensor per device")
     if len(xs) * ranks > MAX_DEVICES:
@@ -174,7 +196,8 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, ranks: int) -> None:
             f"inputs: got {len(xs)} devices in each of {ranks} processes, expected at most "
             f"{MAX_DEVICES} devices in all"
         )
-    _check_residuals(xs, residuals)
+    _check_list("residual", residuals, xs)
+    _check_list("mask", masks, xs)
     for k, x in enumerate(xs):
         if not isinstance(x, Tensor):
             raise ValueError(f"inputs[{k}]: got {type(x).__name__}, expected a tensor")
@@ -186,6 +209,8 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, ranks: int) -> None:
         tensors = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
         try:
             check_arguments(x, *_on(x.device, *tensors), residuals[k], layer.eps)
+            if masks[k] is not None:
+                check_mask(masks[k], x)
         except ValueError as error:
             raise ValueError(f"inputs[{k}], of device {k}: {error}") from None
         if x.shape[1] != xs[0].shape[1]:
@@ -193,7 +218,7 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, ranks: int) -> None:
                 f"inputs[{k}]: got {x.shape[1]} channels, expected {xs[0].shape[1]}, those of "
                 "inputs[0]"
             )
-    filled = [k for k, x in enumerate(xs) if x.numel() > 0]
+    filled = [k for k, x in enumerate(xs) if _has_samples(x, masks[k])]
     for k in filled:
         if xs[k].dtype != xs[filled[0]].dtype:
             raise ValueError(
@@ -202,12 +227,20 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, ranks: int) -> None:
             )
 
 
+@recorded(lambda module, *_: module.layer())
 def train_step(
-    module, xs: Sequence[Tensor], residuals: Sequence[Tensor] | None = None
+    module,
+    xs: Sequence[Tensor],
+    residuals: Sequence[Tensor] | None = None,
+    masks: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """One training forward of a SyncBatchNorm for all devices; running statistics change once."""
     layer = module.layer()
     peers = layer.peers()
+    none = [None] * len(xs)
+    masks = none if masks is None else masks
+    segment = _recomputation.segment(layer, residuals is not None, *xs, *masks)
+    again = segment is not None and segment.kept is not None
     try:
         check_options(layer)
         check_momentum(layer.momentum, module.running_mean, module.num_batches_tracked)
@@ -219,13 +252,29 @@ def train_step(
         if layer.writes_over_input:
             raise ValueError("inplace: got True for a list of inputs, expected False")
         ranks = 1 if peers is None else peers.ranks
-        _check_inputs(module, xs, [None] * len(xs) if residuals is None else residuals, ranks)
+        _check_inputs(module, xs, none if residuals is None else residuals, masks, ranks)
+        tensors = {f"inputs[{k}]": x for k, x in enumerate(xs)}
+        tensors |= {f"residual[{k}]": z for k, z in enumerate(residuals or ())}
+        check_transforms(layer.name, weight=module.weight, bias=module.bias, **tensors)
     except Exception as error:
-        _exchange.reject(peers, layer.call_of(module._call, module._call), error)
+        if not again:
+            with outside_transforms():
+                _exchange.reject(peers, layer.call_of(module._call, module._call), error)
         raise
+    masks = tuple(None if mask is None else mask.contiguous() for mask in masks)
     *ys, mean, var, info = _BatchNormDevices.apply(
-        module.weight, module.bias, module._call, layer, peers, len(xs), *xs, *(residuals or ())
+        module.weight,
+        module.bias,
+        module._call,
+        layer,
+        peers,
+        segment,
+        masks,
+        *xs,
+        *(residuals or ()),
     )
+    if again:
+        return ys
     ops.update_running_statistics(
         module.running_mean,
         module.running_var,
@@ -236,25 +285,30 @@ def train_step(
         info,
         layer.momentum,
     )
+    module._info.copy_(info)
     _called_with_lists.add(module)
     return ys
 
 
 def forward(
-    module, xs: Sequence[Tensor], residuals: Sequence[Tensor] | None = None
+    module,
+    xs: Sequence[Tensor],
+    residuals: Sequence[Tensor] | None = None,
+    masks: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """The list form of a SyncBatchNorm."""
     if not module.training:
-        if residuals is None:
-            return [module(x) for x in xs]
-        _check_residuals(xs, residuals)
-        return [module(x, z) for x, z in zip(xs, residuals)]
+        none = [None] * len(xs)
+        residuals, masks = (none if t is None else t for t in (residuals, masks))
+        _check_list("residual", residuals, xs)
+        _check_list("mask", masks, xs)
+        return [module(*each) for each in zip(xs, residuals, masks)]
     if _baton.inside():
         raise RuntimeError(
             f"{module.layer_name}: got a list of inputs inside SelfDataParallel, expected the one "
             "tensor of this device"
         )
-    return train_step(module, xs, residuals)
+    return train_step(module, xs, residuals, masks)
 
 
 def check_alone(module) -> None:

@@ -26,55 +26,65 @@ def _sum_first(message: torch.Tensor, peers: Peers, call: Call) -> torch.Tensor:
     and if they do the header alone, which tells why."""
     if not peers.any_length:
         return _collective.all_reduce(message[:FRAME_WORDS], peers, call)
-    if torch.compiler.is_compiling():
-        return _collective.all_reduce(message, peers, call)
     try:
         return _collective.all_reduce(message, peers, call)
     except _collective.LengthsDiffer:
         return _collective.all_reduce(message[:HEADER_WORDS], peers, call)
 
 
+def _traced(message, channels, peers, call) -> tuple:
+    """What the operators of traced graphs are given (_traced.py)."""
+    layer = call.settings
+    options = (layer.eps, layer.statistics, layer.activation, layer.negative_slope)
+    return message, channels, peers.group_name, call.layer, call.dtype, *options
+
+
+def _kept_in_graph(merged: torch.Tensor) -> torch.Tensor:
+    """A graph may not drop what other processes wait for. Marking the operator as having side
+    effects would do, but no graph with activation checkpointing may hold such a one, except
+    PyTorch's own wait, which does nothing to a tensor that is there."""
+    return torch.ops._c10d_functional.wait_tensor(merged)
+
+
 def exchange(
     message: torch.Tensor, channels: int, peers: Peers | None, call: Call
-) -> tuple[torch.Tensor, torch.Tensor | None, int | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sums a message over the group.
 
-    Returns (first part, the words beyond it or None, count). The count (elements per channel over
-    all ranks) is None while tracing. Raises DivergenceError on every rank if the calls differ.
+    Returns (first part, the words beyond it or None). Raises DivergenceError on every rank if the
+    calls differ.
     """
     if peers is None:
-        count = None if torch.compiler.is_compiling() else int(message[0])
-        return message, None, count
-    first = _sum_first(message, peers, call)
+        return message, None
     if torch.compiler.is_compiling():
-        # Operators that take `first` check its header, remaining_words before a second message.
-        beyond = message.numel() - first.numel()
-        if beyond <= 0:
-            return first, None, None
-        rest = ops.remaining_words(message, first, peers.ranks, channels, beyond)
-        return first, _collective.all_reduce(rest, peers, call), None
-    count, _ = _check(first, peers, call)
+        arguments = _traced(message, channels, peers, call)
+        return _kept_in_graph(ops.all_reduce_message(*arguments, call.direction)), None
+    first = _sum_first(message, peers, call)
+    _check(first, peers, call)
     rest = ops.remaining_words(message, first, peers.ranks, channels, -1)
     if rest.numel() == 0:
-        return first, None, count
-    return first, _collective.all_reduce(rest, peers, call), count
+        return first, None
+    return first, _collective.all_reduce(rest, peers, call)
 
 
 def gather(
     message: torch.Tensor, channels: int, peers: Peers | None, call: Call
-) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Brings every rank's record of the welford mode to all ranks.
 
     Records travel in the first message of all exchanges, each rank's in a place of its own where
     the others add zeros; if they do not fit the frame, in an all-gather after it.
 
-    Returns (merged message, whose header counts; records, one after the other; count as in
-    exchange). Raises DivergenceError on every rank if the calls differ.
+    Returns (merged message, whose header counts; records, one after the other). Raises
+    DivergenceError on every rank if the calls differ.
     """
-    compiling = torch.compiler.is_compiling()
     record = message[HEADER_WORDS:]
     if peers is None:
-        return message, record, None if compiling else int(message[0])
+        return message, record
+    if torch.compiler.is_compiling():
+        arguments = _traced(message, channels, peers, call)
+        merged, records = ops.all_gather_record(*arguments, peers.ranks)
+        return _kept_in_graph(merged), records
     size = record.numel()
     words = frame_words(peers) or HEADER_WORDS + peers.ranks * size
     frame = torch.zeros(words, dtype=torch.int64, device=message.device)
@@ -85,27 +95,63 @@ def gather(
         begin = HEADER_WORDS + peers.rank * size
         frame[begin : begin + size] = record
     first = _sum_first(frame, peers, call)
-    count = None
-    if not compiling:
-        count, dtype = _check(first, peers, call)
-        if dtype is not None:
-            size = 1 + channels * (2 if dtype == torch.float64 else 1)
+    dtype = _check(first, peers, call)
+    if dtype is not None:
+        size = 1 + channels * (2 if dtype == torch.float64 else 1)
     if fits and first.numel() == words:
-        return first, first[HEADER_WORDS : HEADER_WORDS + peers.ranks * size], count
-    # Checks the header, also in a traced graph, before there is a second message.
+        return first, first[HEADER_WORDS : HEADER_WORDS + peers.ranks * size]
     whole = torch.cat([frame[: first.numel()], record])
     record = ops.remaining_words(whole, first, peers.ranks, channels, size)
-    return first, _collective.all_gather(record, peers, call), count
+    return first, _collective.all_gather(record, peers, call)
 
 
-def _check(merged: torch.Tensor, peers: Peers, call: Call) -> tuple[int, torch.dtype | None]:
-    """The count, and the dtype of the ranks with samples, if any; raises if the calls differ."""
-    count, agree, rejected, dtype = ops.header(merged, peers.ranks).tolist()
+def check_count(merged: torch.Tensor, own: int, peers: Peers | None, sizes: str) -> None:
+    """Refuses one value per channel over all ranks: it has no variance. All ranks see the same
+    count, so all refuse it.
+
+    own: this rank's count, known without a look at the device; 0 where it is not. Only a rank with
+    at most one value looks at the sum: on a GPU it waits for that, and not in a captured graph.
+    """
+    if own > 1:
+        return
+    if torch.compiler.is_compiling():
+        count = own if peers is None else 0  # with peers the operator of the exchange looks
+    elif merged.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    else:
+        count = int(merged[0])
+    if count == 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got 1 over all {sizes}"
+        )
+
+
+def trimmed(
+    message: torch.Tensor, merged: torch.Tensor, rest: torch.Tensor | None, needed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What an exchange gave, without what statistics are not made of: this rank's own words, and
+    what lies behind the first `needed` merged words. In memory of their own, to be kept."""
+
+    def compact(words, size):
+        words = words[:size]
+        return words.clone() if words.untyped_storage().nbytes() > words.nbytes else words
+
+    if rest is not None:
+        rest = compact(rest, rest.numel())
+    return compact(message, HEADER_WORDS), compact(merged, needed), rest
+
+
+def _check(merged: torch.Tensor, peers: Peers, call: Call) -> torch.dtype | None:
+    """The dtype of the ranks with samples, if any; raises if the calls differ. On a GPU the passes
+    look at the header, where it lies: nobody waits, and calls that differ give NaN."""
+    if merged.is_cuda:
+        return None
+    _, agree, rejected, dtype = ops.header(merged, peers.ranks).tolist()
     if rejected or not agree:
         reason = "a rank refused its input" if rejected else "the ranks did not make the same call"
         texts = _compare(call.details(), peers, call)
         raise DivergenceError(f"{call}, {peers}: {reason}: {texts}")
-    return count, None if dtype < 0 else DTYPES[dtype]
+    return None if dtype < 0 else DTYPES[dtype]
 
 
 def _compare(text: str, peers: Peers, call: Call) -> str:

@@ -142,7 +142,7 @@ def select(
         )
     rank, world = dist.get_rank(), dist.get_world_size()
     if group is not None:
-        hosts = _gather_text(host_name())
+        hosts = gather_text(host_name())
         ranks = [r for r in range(world) if hosts[r] == hosts[rank]]
     else:
         if not isinstance(group_size, int) or group_size < 1 or world % group_size:
@@ -162,7 +162,7 @@ def host_name() -> str:
 _gathered = 0
 
 
-def _gather_text(text: str) -> list[str]:
+def gather_text(text: str) -> list[str]:
     """Every rank's text, through the store: on every backend, without a device."""
     global _gathered
     _gathered += 1
@@ -295,6 +295,17 @@ def _own_group(group_ranks: list[int], timeout: float, engine: str) -> Peers:
     _own_groups[ranks, timeout, engine] = own
     _where.watch(name, own.rank, own.ranks)
     return own
+
+
+def named(name: str) -> Peers:
+    """The group of this package with that name, as traced graphs hold it."""
+    for own in _own_groups.values():
+        if own.group_name == name:
+            return own
+    raise RuntimeError(
+        f"syncbn: a graph was traced with the group {name!r}, which this process does not have; "
+        "expected tracing after convert_sync_batchnorm or syncbn.prepare(model) in this process"
+    )
 
 
 @torch.compiler.assume_constant_result

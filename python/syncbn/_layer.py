@@ -40,9 +40,10 @@ class Layer(NamedTuple):
     def call_of(self, x: Tensor, call: Tensor | None) -> Call:
         """This call as errors name it. call: the counter of the layer's calls."""
         if torch.compiler.is_compiling():
-            return Call(self.name)
+            return Call(self.name, None, "forward", None, x.dtype, self)
         channels = x.shape[1] if x.dim() > 1 else None
-        number = None if call is None else int(call)
+        # A counter on a GPU is not read: that would wait for the device.
+        number = None if call is None or call.is_cuda else int(call)
         return Call(self.name, number, "forward", channels, x.dtype, self)
 
     def options(self) -> str:
@@ -68,6 +69,11 @@ class Layer(NamedTuple):
         mode = STATISTICS.index(self.statistics)
         options = slope << 4 | mode << 3 | self.activation_kind << 1 | residual
         return self.number | options << 32
+
+
+def values_per_channel(x: Tensor, mask: Tensor | None) -> int:
+    """As far as it is known without reading a mask: 0 where there is one."""
+    return x.shape[0] * math.prod(x.shape[2:]) if mask is None else 0
 
 
 def check_like_input(name, tensor, x):

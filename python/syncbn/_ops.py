@@ -1,7 +1,8 @@
 """Loads the operators and registers their fakes (shapes and dtypes for tracing).
 
 In all of them x is (N, C, *spatial) and k is the number of int64 words per channel:
-6 for float16, 19 for bfloat16 and float32, 83 for float64.
+6 for float16, 19 for bfloat16 and float32, 83 for float64. mask is None or contiguous, bool or
+uint8, (N, *spatial): where it is 0 an element is left out of sums and count, and y, u and dx are 0.
 """
 
 import pathlib
@@ -23,13 +24,20 @@ _WORDS = {torch.float16: 6, torch.bfloat16: 19, torch.float32: 19, torch.float64
 _fake = torch.library.register_fake
 
 
+def message_words(x: torch.Tensor, mask: torch.Tensor | None) -> int:
+    """How many words an exchange about x is made of; the most of all dtypes if x may have no
+    samples, because autocast may have given the other ranks another one."""
+    has_samples = x.numel() > 0 and mask is None
+    return HEADER_WORDS + x.shape[1] * _WORDS[x.dtype if has_samples else torch.float64]
+
+
 def _message(x: torch.Tensor, frame: int) -> torch.Tensor:
     words = HEADER_WORDS + x.shape[1] * _WORDS[x.dtype]
     return x.new_empty((max(frame, words),), dtype=torch.int64)
 
 
 @_fake("syncbn::local_moments")
-def _(x, layer, call, eps, frame):
+def _(x, layer, call, eps, frame, mask=None):
     """int64 message [max(frame, 4 + C * k)]: header and exact sums of x and x * x."""
     return _message(x, frame)
 
@@ -58,7 +66,7 @@ def _statistics(x):
     return channel, channel.clone(), channel.clone(), x.new_empty((2,), dtype=torch.int64)
 
 
-def _mask(x):
+def _activation_mask(x):
     """uint8: room for one bit per element in any layout."""
     samples, channels, *spatial = x.shape
     plane = 1
@@ -69,26 +77,28 @@ def _mask(x):
 
 
 def _normalized(x, residual, activation):
-    """y like x; statistics; mask, empty unless there are a residual and an activation."""
-    masked = residual is not None and activation != 0
-    mask = _mask(x) if masked else x.new_empty((0,), dtype=torch.uint8)
-    return torch.empty_like(x), *_statistics(x), mask
+    """y like x; statistics; activation mask, empty unless residual and activation are there."""
+    kept = residual is not None and activation != 0
+    activation_mask = _activation_mask(x) if kept else x.new_empty((0,), dtype=torch.uint8)
+    return torch.empty_like(x), *_statistics(x), activation_mask
 
 
 @_fake("syncbn::normalize")
-def _(x, message, merged, rest, weight, bias, residual, eps, ranks, activation, negative_slope):
+def _(x, message, merged, rest, weight, bias, residual, eps, ranks, activation, slope, mask=None):
     return _normalized(x, residual, activation)
 
 
 @_fake("syncbn::local_welford")
-def _(x, layer, call, eps):
+def _(x, layer, call, eps, mask=None):
     """int64 message [4 + n]: header; count, then mean and M2 of each channel, packed."""
     words = 2 if x.dtype == torch.float64 else 1
     return x.new_empty((HEADER_WORDS + 1 + x.shape[1] * words,), dtype=torch.int64)
 
 
 @_fake("syncbn::normalize_gathered")
-def _(x, message, merged, records, weight, bias, residual, eps, ranks, activation, slope):
+def _(
+    x, message, merged, records, weight, bias, residual, eps, ranks, activation, slope, mask=None
+):
     """As normalize, from all ranks' records of the welford mode."""
     return _normalized(x, residual, activation)
 
@@ -102,7 +112,7 @@ def _(x, message, merged, rest, weight, bias, eps, ranks, negative_slope):
 @_fake("syncbn::recover_input")
 def _(y, mean, rstd, weight, bias, negative_slope):
     """x like y, and the activation mask, from what normalize_in_place wrote."""
-    return torch.empty_like(y), _mask(y)
+    return torch.empty_like(y), _activation_mask(y)
 
 
 @_fake("syncbn::update_running_statistics")
@@ -111,9 +121,23 @@ def _(running_mean, running_var, num_batches_tracked, call, mean, var, info, mom
 
 
 @_fake("syncbn::local_gradients")
-def _(dy, x, mean, rstd, info, weight, bias, mask, activation, negative_slope, keep, frame):
+def _(
+    dy,
+    x,
+    mean,
+    rstd,
+    info,
+    weight,
+    bias,
+    activation_mask,
+    activation,
+    negative_slope,
+    keep,
+    frame,
+    mask=None,
+):
     """int64 message as for local_moments, with the sums of u and u * x, u being dy come back
-    through the activation (by the mask, or, if that is None or empty, by what x gave); u like x,
+    through the activation (by its mask, or, if that is None or empty, by what x gave); u like x,
     empty unless keep."""
     return _message(x, frame), torch.empty_like(x) if keep else x.new_empty((0,))
 
@@ -143,12 +167,13 @@ def _(
     info,
     weight,
     bias,
-    mask,
+    activation_mask,
     activation,
     negative_slope,
     weight_dtype,
     bias_dtype,
     ranks,
+    mask=None,
 ):
     """dx like x; dweight and dbias of all ranks' samples."""
     return torch.empty_like(x), *_parameter_gradients(x, weight_dtype, bias_dtype)

@@ -11,16 +11,6 @@ _BYTES = 256
 DONE, PENDING, TIMEOUT, LOST, DIVERGED = range(5)
 
 
-@torch.library.register_fake("syncbn::shm_sum_whole")
-def _(words, handle):
-    """The sum over the group, like words."""
-    return torch.empty_like(words)
-
-
-# A graph may not drop, repeat or reorder what other processes wait for.
-torch.fx.node.has_side_effect(ops.shm_sum_whole.default)
-
-
 def gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """(ranks, n): every rank's bytes."""
     out = [torch.empty_like(own) for _ in range(group.size())]

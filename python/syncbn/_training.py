@@ -2,30 +2,43 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from . import _exchange
-from ._layer import Layer, check_arguments, check_in_place, check_momentum, check_options
-from ._ops import ops
+from . import _exchange, _exported, _recomputation, _second
+from ._layer import (
+    Layer,
+    check_arguments,
+    check_in_place,
+    check_momentum,
+    check_options,
+    values_per_channel,
+)
+from ._mask import check_mask
+from ._modes import check_not_batched, check_transforms, exchanges, outside_transforms, recorded
+from ._ops import HEADER_WORDS, message_words, ops
 
 
-def _exchanged(ctx, x, residual, counter, layer, peers):
-    """(message, merged, rest or records): this rank's part and what all ranks share."""
+def _exchanged(ctx, x, residual, mask, counter, layer, peers, segment):
+    """(message, merged, rest or records): this rank's part and what all ranks share. In a
+    checkpointed segment the header alone of this rank's part, and no more than is needed."""
+    if segment is not None and segment.kept is not None:
+        ctx.call = segment.kept.call._replace(direction="backward")
+        return segment.kept.words
     call = layer.call_of(x, counter)
     ctx.call = call._replace(direction="backward")
     number, channels = layer.call_number(residual is not None), x.shape[1]
     if layer.statistics == "welford":
-        message = ops.local_welford(x, number, counter, layer.eps)
-        *merged, count = _exchange.gather(message, channels, peers, call)
+        message = ops.local_welford(x, number, counter, layer.eps, mask)
+        merged = _exchange.gather(message, channels, peers, call)
     else:
-        message = ops.local_moments(x, number, counter, layer.eps, _exchange.frame_words(peers))
-        *merged, count = _exchange.exchange(message, channels, peers, call)
-    if count == 1:
-        raise ValueError(
-            "Expected more than 1 value per channel when training, got 1 over all ranks "
-            f"(input size {list(x.shape)} on this one)"
-        )
-    return message, *merged
+        frame = _exchange.frame_words(peers)
+        message = ops.local_moments(x, number, counter, layer.eps, frame, mask)
+        merged = _exchange.exchange(message, channels, peers, call)
+    sizes = f"ranks (input size {list(x.shape)} on this one)"
+    _exchange.check_count(merged[0], values_per_channel(x, mask), peers, sizes)
+    if segment is None:
+        return message, *merged
+    needed = HEADER_WORDS if layer.statistics == "welford" else message_words(x, mask)
+    return segment.keep(call, _exchange.trimmed(message, *merged, needed))
 
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
@@ -41,10 +54,10 @@ class _BatchNormTraining(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, counter, layer, peers):
-        exchanged = _exchanged(ctx, x, residual, counter, layer, peers)
+    def forward(ctx, x, weight, bias, residual, mask, counter, layer, peers, segment):
+        exchanged = _exchanged(ctx, x, residual, mask, counter, layer, peers, segment)
         normalize = ops.normalize_gathered if layer.statistics == "welford" else ops.normalize
-        y, mean, var, rstd, info, mask = normalize(
+        y, mean, var, rstd, info, activation_mask = normalize(
             x,
             *exchanged,
             weight,
@@ -54,10 +67,13 @@ class _BatchNormTraining(torch.autograd.Function):
             1 if peers is None else peers.ranks,
             layer.activation_kind,
             layer.negative_slope,
+            mask,
         )
-        # Without a mask, the activation's sign is computed again, which takes the bias.
+        # Without an activation mask, the activation's sign is computed again, which takes the bias.
         again = layer.activation != "none" and residual is None
-        ctx.save_for_backward(x, weight, bias if again else None, mean, rstd, info, mask)
+        ctx.save_for_backward(
+            x, weight, bias if again else None, mean, rstd, info, activation_mask, mask
+        )
         ctx.mark_non_differentiable(mean, var, info)
         ctx.peers = peers
         ctx.layer = layer
@@ -65,20 +81,22 @@ class _BatchNormTraining(torch.autograd.Function):
         return y, mean, var, info
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy, *_):
-        x, weight, bias, mean, rstd, info, mask = ctx.saved_tensors
-        return *_backward(ctx, dy, x, weight, bias, mean, rstd, info, mask), None, None, None
+        if _creates_graph():
+            gradients = _second.differentiable(ctx, _backward, dy, *ctx.saved_tensors)
+        else:
+            gradients = _backward(ctx, dy, *ctx.saved_tensors)
+        return *gradients, *(None,) * 5
 
 
 class _BatchNormInPlace(torch.autograd.Function):
     """As _BatchNormTraining with leaky_relu, written over x; backward recovers x from y."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, counter, layer, peers):
+    def forward(ctx, x, weight, bias, residual, mask, counter, layer, peers, segment):
         mean, var, rstd, info = ops.normalize_in_place(
             x,
-            *_exchanged(ctx, x, None, counter, layer, peers),
+            *_exchanged(ctx, x, None, None, counter, layer, peers, segment),
             weight,
             bias,
             layer.eps,
@@ -94,41 +112,55 @@ class _BatchNormInPlace(torch.autograd.Function):
         return x, mean, var, info
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy, *_):
         y, weight, bias, mean, rstd, info = ctx.saved_tensors
-        x, mask = ops.recover_input(y, mean, rstd, weight, bias, ctx.layer.negative_slope)
-        # The sign is y's: computed again from x it could differ next to 0.
-        return *_backward(ctx, dy, x, weight, None, mean, rstd, info, mask), None, None, None
+        with torch.no_grad():
+            x, bits = ops.recover_input(y, mean, rstd, weight, bias, ctx.layer.negative_slope)
+            # The sign is y's: computed again from x it could differ next to 0.
+            gradients = _backward(ctx, dy, x, weight, None, mean, rstd, info, bits, None)
+        if _creates_graph():
+            gradients = _second.refuse(
+                f"{ctx.layer.name}: got a second derivative with inplace=True, which keeps no "
+                "input to differentiate by; expected inplace=False",
+                gradients,
+            )
+        return *gradients, *(None,) * 5
 
 
-def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
+def _creates_graph() -> bool:
+    """Whether a backward runs with create_graph=True; a compiled one never does."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+@recorded(lambda ctx, *_: ctx.layer, " backward")
+def _backward(ctx, dy, x, weight, bias, mean, rstd, info, activation_mask, mask):
     """Gradients of x, weight, bias and residual."""
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
     layer, peers = ctx.layer, ctx.peers
     ranks = 1 if peers is None else peers.ranks
+    check_not_batched(ctx, ctx.call, dy)
     dtypes = (
         weight.dtype if needs_weight else None,
         ctx.bias_dtype if needs_bias else None,
     )
     dy = like(dy, x)
-    through = (weight, bias, mask, layer.activation_kind, layer.negative_slope)
-    keep = needs_residual and layer.activation != "none"
+    through = (weight, bias, activation_mask, layer.activation_kind, layer.negative_slope)
+    keep = needs_residual and (layer.activation != "none" or mask is not None)
     message, u = ops.local_gradients(
-        dy, x, mean, rstd, info, *through, keep, _exchange.frame_words(peers)
+        dy, x, mean, rstd, info, *through, keep, _exchange.frame_words(peers), mask
     )
-    if keep:  # what came back through the activation is there already
+    if keep:  # what comes back is there already
         dy, through = u, (weight, None, None, 0, 0.0)
     dx = dweight = dbias = None
     # One rank's share is the whole, and comes with dx.
     shares = layer.affine_grad == "share" and not (peers is None and needs_x)
     if shares and (needs_weight or needs_bias):
         dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
-    if needs_x or not shares:
-        merged, rest, _ = _exchange.exchange(message, x.shape[1], peers, ctx.call)
+    if exchanges(ctx):
+        merged, rest = _exchange.exchange(message, x.shape[1], peers, ctx.call)
         wanted = (None, None) if shares else dtypes
         dx, *sums = ops.input_gradient(
-            dy, x, merged, rest, mean, rstd, info, *through, *wanted, ranks
+            dy, x, merged, rest, mean, rstd, info, *through, *wanted, ranks, mask
         )
         if not shares:
             dweight, dbias = sums
@@ -140,6 +172,7 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, mask):
     )
 
 
+@recorded(lambda *arguments: arguments[6])
 def train_step(
     x: Tensor,
     running_mean: Tensor | None,
@@ -151,28 +184,50 @@ def train_step(
     *,
     num_batches_tracked: Tensor | None = None,
     call: Tensor | None = None,
+    mask: Tensor | None = None,
+    last_info: Tensor | None = None,
 ) -> Tensor:
     """One training forward: exchange, normalize, update the running statistics in place.
 
     momentum None: cumulative averaging by num_batches_tracked. call: int64 [1], the number of this
-    call, advanced by one.
+    call, advanced by one. last_info: int64 [2], becomes the global count and the fingerprint.
     """
     peers = layer.peers()
     # A compiler plans memory by itself, and cannot trace this.
     inplace = layer.writes_over_input and not torch.compiler.is_compiling()
+    segment = _recomputation.segment(layer, residual is not None, x, mask)
+    again = segment is not None and segment.kept is not None
     try:
+        check_transforms(layer.name, input=x, weight=weight, bias=bias, residual=residual)
         check_options(layer)
         check_momentum(layer.momentum, running_mean, num_batches_tracked)
         check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
         if inplace:
             check_in_place(x, weight, bias, residual, layer.negative_slope)
+            if segment is not None:
+                segment.check_in_place(x)
+        if mask is not None:
+            check_mask(mask, x)
+            if layer.writes_over_input:
+                raise ValueError("mask: got one with inplace=True, expected None")
     except Exception as error:
-        _exchange.reject(peers, layer.call_of(x, call), error)
+        if not again:
+            with outside_transforms():
+                _exchange.reject(peers, layer.call_of(x, call), error)
         raise
-    function = _BatchNormInPlace if inplace else _BatchNormTraining
-    y, mean, var, info = function.apply(x, weight, bias, residual, call, layer, peers)
+    if mask is not None:
+        mask = mask.contiguous()
+    if _exported.exporting():
+        function = _exported.training_step
+    else:
+        function = (_BatchNormInPlace if inplace else _BatchNormTraining).apply
+    y, mean, var, info = function(x, weight, bias, residual, mask, call, layer, peers, segment)
+    if again:
+        return y
     if running_mean is not None or num_batches_tracked is not None or call is not None:
         ops.update_running_statistics(
             running_mean, running_var, num_batches_tracked, call, mean, var, info, layer.momentum
         )
+    if last_info is not None:
+        last_info.copy_(info)
     return y

@@ -2,16 +2,30 @@
 
 import copy
 import datetime
+import functools
+import warnings
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _groups
+from . import _groups, _shared_memory
+from ._classes import (
+    LAZY,
+    PLAIN,
+    class_name,
+    class_of,
+    holds_statistics,
+    left_alone,
+    registered,
+    set_class,
+    wrapper,
+)
 from ._layer import Layer, check_options
 from .nn import SyncBatchNorm
 
-_CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Attributes that SyncBatchNorm has and a plain layer has not.
 _OWN_ATTRIBUTES = (
     "sharing",
@@ -24,7 +38,10 @@ _OWN_ATTRIBUTES = (
     "layer_name",
     "layer_number",
     "_original_class",
+    "_original_activation",
+    "_replaced_class",
 )
+_OWN_BUFFERS = ("_call", "_info")
 
 
 def _replace(
@@ -32,26 +49,101 @@ def _replace(
 ) -> nn.Module:
     """Depth first; a module that occurs twice is replaced by one and the same module."""
     if id(module) in done:
-        return done[id(module)]
-    replacement = make(module, path)
-    result = module if replacement is None else replacement
-    done[id(module)] = result
+        return done[id(module)][1]
+    result = make(module, path) or module
+    done[id(module)] = module, result  # holds the module, so that nothing else gets its id
+    if result is not module:  # what is in it is make's choice
+        return result
     for name, child in list(module._modules.items()):  # named_children skips second mentions
         if child is None:
             continue
         changed = _replace(child, f"{path}.{name}" if path else name, make, done)
         if changed is not child:
-            setattr(result, name, changed)
-    return result
+            setattr(module, name, changed)
+    return module
 
 
-def _with_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """The same layer as another class: parameters, buffers, hooks and flags are carried over."""
-    result = cls.__new__(cls)
-    for name, value in vars(module).items():
-        # The dictionaries of parameters, buffers and hooks are copied, their contents shared.
-        result.__dict__[name] = copy.copy(value) if isinstance(value, (dict, set)) else value
-    return result
+class _Undo:
+    """What the modules of a tree are, to make them so again. Containers are remembered by their
+    contents, because they stay the same objects."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = []
+        for m in module.modules():
+            if isinstance(m, torch.jit.ScriptModule):  # nothing in it is converted
+                continue
+            contents = {v: copy.copy(vars(m)[v]) for v in _CONTAINERS}
+            self._before.append((m, m.__class__, dict(vars(m)), contents))
+
+    def __call__(self) -> None:
+        for module, cls, attributes, contents in self._before:
+            module.__class__ = cls
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, content in contents.items():
+                attributes[name].clear()
+                attributes[name].update(content)
+
+
+_CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module: got {type(module).__name__}, expected a torch.nn.Module")
+    for path, layer in module.named_modules():
+        where = path or "a model"
+        text = wrapper(layer)
+        if text is not None and any(map(_may_convert, layer.modules())):
+            raise ValueError(
+                f"module: got {where}, {text} already, expected the model before that: first "
+                f"convert_sync_batchnorm, then {text.split()[-1]}"
+            )
+        if class_of(layer) in LAZY:
+            raise ValueError(
+                f"module: got {where}, a {type(layer).__name__} that has not seen an input, "
+                "expected initialized layers: first call the model once, then "
+                "convert_sync_batchnorm"
+            )
+
+
+def _may_convert(layer: nn.Module) -> bool:
+    # Not by its exact class: fully_shard gives a layer another one.
+    return holds_statistics(layer) and not isinstance(layer, SyncBatchNorm)
+
+
+def _check_not_sharded(module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        text = wrapper(part) or ""
+        if "FSDP" in text and any(isinstance(m, SyncBatchNorm) for m in part.modules()):
+            raise ValueError(f"module: got {path or 'a model'}, {text}, expected it before that")
+
+
+def _agree(error: Exception | None, sharing: _groups.Sharing) -> None:
+    """Raises this rank's error, or the error of another rank of the group."""
+    peers = _groups.peers(sharing)
+    texts = []
+    if peers is not None:
+        text = "" if error is None else str(error) or type(error).__name__
+        texts = _shared_memory.gather_texts(text, _groups.resolve(peers.group_name))
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text:
+            raise ValueError(f"rank {rank} of the group: {text}")
+
+
+def _warn_of(left: list[tuple[str, nn.Module]]) -> None:
+    paths: dict[str, list[str]] = {}
+    for path, layer in left:
+        paths.setdefault(class_name(layer), []).append(path or "the model")
+    lines = "".join(f"\n  {name}: {', '.join(where)}" for name, where in paths.items())
+    warnings.warn(
+        "convert_sync_batchnorm left these layers as they are, because their classes are not those "
+        f"of torch.nn and may compute something else:{lines}\n"
+        "syncbn.register_conversion says how to convert a class, or that it is to be left.",
+        stacklevel=3,
+    )
 
 
 def convert_sync_batchnorm(
@@ -66,15 +158,19 @@ def convert_sync_batchnorm(
     statistics: str = "reproducible",
     sync: bool = True,
 ) -> nn.Module:
-    """Replaces every torch.nn.BatchNorm1d, 2d, 3d and SyncBatchNorm in `module` by SyncBatchNorm.
+    """Turns every torch.nn.BatchNorm1d, 2d, 3d and SyncBatchNorm in `module` into SyncBatchNorm.
 
-    Parameters and buffers stay the same objects, so convert before or after making an optimizer.
-    Convert before wrapping in DistributedDataParallel. If torch.distributed is initialized, this is
-    a collective call of the ranks of process_group: it makes their group for exchanges. Layers that
-    are synchronized already stay as they are.
+    Layers, their parameters, buffers, hooks and parametrizations stay the same objects, so convert
+    before or after making an optimizer, but before wrapping in DistributedDataParallel, FSDP or
+    torch.compile. If torch.distributed is initialized, this is a collective call of the ranks of
+    process_group, unless sync is False: it makes their group for exchanges. Layers that are
+    synchronized already stay as they are.
+
+    Layers of other classes that hold running_mean and running_var, InstanceNorm excepted, are left
+    with one UserWarning that names them, or converted as register_conversion was told.
 
     Args:
-        module: the model, changed in place; if it is itself a batch norm layer, use the result.
+        module: the model, changed in place.
         process_group: the ranks that share statistics; None for the default group.
         group_size: instead, groups of so many neighbouring ranks of the default group.
         group: instead, "node": the ranks of one machine.
@@ -87,72 +183,150 @@ def convert_sync_batchnorm(
             has no activation to convert.
 
     Returns:
-        `module`, or its replacement.
+        `module`, or what a registered conversion put in its place.
 
     Raises:
-        ValueError: the ranks cannot be grouped like this (raised on every rank), or affine_grad,
-            statistics or sync is not one of its values. `module` is as it was.
+        ValueError: the ranks cannot be grouped like this; affine_grad, statistics or sync is not
+            one of its values; `module` is, or contains, a model with layers to convert that is
+            wrapped, sharded or compiled already, or a lazy layer that has not seen an input. With
+            any error `module` is as it was. On several ranks an error in converting is raised on
+            all ranks of the group.
     """
     options = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
     check_options(Layer("", 0, **options))
     sharing = _groups.select(process_group, group_size, group, timeout, engine)
+    exchanging = sync and dist.is_available() and dist.is_initialized()
+    if exchanging:
+        _groups.peers(sharing)
+
+    def synchronize(
+        path: str, layer: nn.Module, cls: type[SyncBatchNorm] = SyncBatchNorm, **own
+    ) -> SyncBatchNorm:
+        if not isinstance(layer, _BatchNorm):
+            raise ValueError(
+                f"layer: got {class_name(layer)} for {path or 'the model'}, expected a layer "
+                "derived from torch.nn's batch norm classes"
+            )
+        if not (isinstance(cls, type) and issubclass(cls, SyncBatchNorm)):
+            raise ValueError(f"cls: got {cls!r}, expected syncbn.SyncBatchNorm or a subclass")
+        original = class_of(layer)
+        set_class(layer, cls)
+        layer.__dict__["_original_class"] = original
+        layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm holds the handle
+        layer._init_sync(sharing, path or "SyncBatchNorm")
+        for name, value in (options | own).items():
+            if name not in _OPTIONS:
+                raise ValueError(f"{name}: got an option of that name, expected one of {_OPTIONS}")
+            setattr(layer, name, value)
+        check_options(layer.layer())
+        if layer.activation != "none":  # which the original class has, too
+            layer.__dict__["_original_activation"] = layer.activation
+        return layer
 
     def make(layer: nn.Module, path: str) -> nn.Module | None:
-        if type(layer) not in _CONVERTED:
-            return None
-        result = _with_class(layer, SyncBatchNorm)
-        result.__dict__["_original_class"] = type(layer)
-        result.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm holds the handle
-        result._init_sync(sharing, path or "SyncBatchNorm")
-        for name, value in options.items():
-            setattr(result, name, value)
-        return result
+        cls = class_of(layer)
+        if cls in registered:
+            result = registered[cls].make(layer, functools.partial(synchronize, path))
+            if not isinstance(result, nn.Module):
+                raise ValueError(
+                    f"register_conversion: got {result!r} from make for {cls.__name__}, expected a "
+                    "module"
+                )
+            if result is not layer:
+                result.__dict__["_replaced_class"] = cls
+            return result
+        return synchronize(path, layer) if cls in PLAIN else None
 
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        _groups.peers(sharing)
-    return _replace(module, "", make, {})
+    undo, error = None, None
+    try:
+        try:
+            _check_module(module)
+            left = list(left_alone(module))
+            undo = _Undo(module)
+            result = _replace(module, "", make, {})
+        except Exception as raised:
+            error = raised
+        if exchanging:
+            _agree(error, sharing)
+        elif error is not None:
+            raise error
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
+    if left:
+        _warn_of(left)
+    return result
+
+
+_OPTIONS = ("affine_grad", "activation", "negative_slope", "sync", "statistics", "inplace")
+
+
+def original_activation(layer: SyncBatchNorm) -> str:
+    """The activation that the class has which the layer was converted from."""
+    return vars(layer).get("_original_activation", "none")
+
+
+def _reverts(module: nn.Module) -> Callable[[nn.Module], nn.Module] | None:
+    """What was registered for a module that a registered conversion put in a layer's place."""
+    cls = vars(module).get("_replaced_class")
+    return registered[cls].revert if cls in registered else None
 
 
 def revert_sync_batchnorm(
     module: nn.Module, default: type[nn.Module] = nn.BatchNorm2d
 ) -> nn.Module:
-    """Replaces every syncbn.SyncBatchNorm in `module` by the plain layer that it was made from.
+    """Turns every layer in `module` that was converted back into what it was converted from.
 
     Args:
-        module: the model, changed in place; if it is itself a SyncBatchNorm, use the result.
-        default: the class for layers that were not made by convert_sync_batchnorm.
+        module: the model, changed in place.
+        default: the class for SyncBatchNorms that were not made by convert_sync_batchnorm.
 
     Returns:
-        `module`, or its replacement. Parameters and buffers stay the same objects.
+        `module`, or what a registered conversion puts in its place. Layers, parameters and buffers
+        stay the same objects.
 
     Raises:
-        ValueError: a layer has a fused activation, which would be lost.
+        ValueError: a layer has a fused activation, which would be lost, or is sharded by FSDP.
         RuntimeError: the process group of a layer that was a torch.nn.SyncBatchNorm is gone.
-        With either, `module` is as it was.
+        With any error `module` is as it was.
     """
-    groups = {}
+    _check_not_sharded(module)
+    classes, groups = {}, {}
     for path, layer in module.named_modules():
-        if type(layer) is not SyncBatchNorm:
+        cls = vars(layer).get(
+            "_original_class", default if class_of(layer) is SyncBatchNorm else None
+        )
+        if cls is None or not isinstance(layer, SyncBatchNorm) or _reverts(layer):
             continue
-        if layer.activation != "none":
+        if layer.activation != original_activation(layer):
             raise ValueError(
                 f"{path or 'module'}: got a layer with activation {layer.activation!r}, which a "
-                "plain batch norm has not; expected none"
+                f"{cls.__name__} has not; expected {original_activation(layer)!r}"
             )
-        if vars(layer).get("_original_class", default) is nn.SyncBatchNorm:
+        classes[layer] = cls
+        if cls is nn.SyncBatchNorm:
             groups[layer] = layer.process_group
 
     def make(layer: nn.Module, path: str) -> nn.Module | None:
-        if type(layer) is not SyncBatchNorm:
+        revert = _reverts(layer)
+        if revert is not None:
+            return revert(layer)
+        if layer not in classes:
             return None
-        cls = vars(layer).get("_original_class", default)
-        result = _with_class(layer, cls)
+        set_class(layer, classes[layer])
         for name in _OWN_ATTRIBUTES:
-            result.__dict__.pop(name, None)
-        result._buffers.pop("_call")
-        result._non_persistent_buffers_set.discard("_call")
+            layer.__dict__.pop(name, None)
+        for name in _OWN_BUFFERS:
+            layer._buffers.pop(name)
+            layer._non_persistent_buffers_set.discard(name)
         if layer in groups:
-            result.process_group = groups[layer]
-        return result
+            layer.process_group = groups[layer]
+        return layer
 
-    return _replace(module, "", make, {})
+    undo = _Undo(module)
+    try:
+        return _replace(module, "", make, {})
+    except BaseException:
+        undo()
+        raise

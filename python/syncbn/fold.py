@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from ._groups import Sharing
-from .convert import revert_sync_batchnorm
+from .convert import original_activation, revert_sync_batchnorm
 from .nn import SyncBatchNorm
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -239,10 +239,15 @@ def _activation(norm: nn.Module) -> nn.Module | None:
 def _plain(norm: SyncBatchNorm) -> nn.Module:
     """The layer in evaluation mode without this package."""
     norm.sharing = Sharing()  # evaluation exchanges nothing
-    activation = _activation(norm)
-    norm.activation = "none"
+    plain = copy.copy(norm)
+    activation = None
+    if norm.activation != original_activation(norm):  # or the original class has it
+        activation = _activation(norm)
+        plain.activation = "none"
+        if vars(plain).pop("_original_activation", None):
+            vars(plain).pop("_original_class")
     # torch.nn.SyncBatchNorm, as a layer that was not converted, takes any number of axes.
-    plain = revert_sync_batchnorm(norm, default=nn.SyncBatchNorm)
+    plain = revert_sync_batchnorm(plain, default=nn.SyncBatchNorm)
     return plain if activation is None else nn.Sequential(plain, activation)
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import _baton
+from . import _baton, _mask
 from ._groups import Group, sharing
 from ._layer import Layer, check_like_input, check_options
 from ._training import train_step
@@ -36,6 +36,7 @@ def sync_batch_norm(
     group: "Group" = None,
     *,
     residual: Tensor | None = None,
+    mask: Tensor | None = None,
     activation: str = "none",
     negative_slope: float = 0.01,
     statistics: str = "reproducible",
@@ -55,6 +56,7 @@ def sync_batch_norm(
         group: a process group or its name. None: the default group; without
             torch.distributed, this process alone.
         residual: added to the normalized values, of x's shape and dtype.
+        mask: (N, *spatial), bool or uint8; as for SyncBatchNorm.forward.
         activation: "none", "relu" or "leaky_relu", applied last.
         negative_slope: of leaky_relu.
         statistics: "reproducible", or "welford" (docs/welford.md).
@@ -81,7 +83,7 @@ def sync_batch_norm(
         inplace=inplace,
     )
     check_options(layer)
-    tensors = (x, running_mean, running_var, weight, bias, residual)
+    tensors = (x, running_mean, running_var, weight, bias, residual, mask)
     if has_torch_function(tensors):  # a tracer's stand-ins: one node of the graph
         return handle_torch_function(
             sync_batch_norm,
@@ -92,6 +94,7 @@ def sync_batch_norm(
             eps,
             layer.sharing.name,
             residual=residual,
+            mask=mask,
             activation=activation,
             negative_slope=negative_slope,
             statistics=statistics,
@@ -104,6 +107,12 @@ def sync_batch_norm(
                 "sync_batch_norm: got a call inside syncbn.parallel.SelfDataParallel, where "
                 "devices meet at modules; expected a syncbn.SyncBatchNorm"
             )
-        return train_step(x, running_mean, running_var, weight, bias, residual, layer)
-    y = F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-    return finish(y, residual, layer)
+        return train_step(x, running_mean, running_var, weight, bias, residual, layer, mask=mask)
+
+    def normalize(x: Tensor) -> Tensor:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+
+    if mask is None:
+        return finish(normalize(x), residual, layer)
+    y = _mask.evaluate(normalize, x, mask, local_batch=False)
+    return _mask.counting(finish(y, residual, layer), mask)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _baton, _devices, _groups
+from . import _baton, _devices, _groups, _mask
 from ._layer import Layer, check_options
 from ._tracing import leaf
 from ._training import train_step
@@ -55,6 +55,11 @@ class SyncBatchNorm(_BatchNorm):
     In evaluation mode this is PyTorch's own batch norm operator (then its own addition and
     activation).
     """
+
+    def __init_subclass__(cls, **options) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls):  # one call for a tracer, which would else record the inner one
+            cls.forward = leaf(cls.forward)
 
     def __init__(
         self,
@@ -104,11 +109,14 @@ class SyncBatchNorm(_BatchNorm):
         # Which call of the layer this is; all ranks must be at the same one. Not in the state_dict.
         call = torch.zeros(1, dtype=torch.int64, device=device)
         self.register_buffer("_call", call, persistent=False)
+        # What report() shows of the last call: the global count, and the fingerprint.
+        self.register_buffer("_info", torch.zeros(2, dtype=torch.int64, device=device), False)
 
     def reset_running_stats(self) -> None:
         super().reset_running_stats()
         if "_call" in self._buffers:  # not yet in the base class's constructor
             self._call.zero_()
+            self._info.zero_()
 
     @property
     def process_group(self):
@@ -141,18 +149,21 @@ class SyncBatchNorm(_BatchNorm):
         self,
         input: Tensor | Sequence[Tensor],
         residual: Tensor | Sequence[Tensor] | None = None,
+        mask: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor | list[Tensor]:
         """input: (N, num_features, *spatial). residual: like it, added before the activation.
-        Returns a tensor like it.
+        mask: (N, *spatial), bool or uint8; elements where it is False count neither in statistics
+        nor in gradients, and are 0 in the output and in the gradients of input and residual.
+        Returns a tensor like input.
 
         With a list or tuple of tensors, one per device of this process, returns the list of their
         outputs; in training the statistics are those of all of them (and of all ranks).
         """
         if isinstance(input, (list, tuple)):
-            return _devices.forward(self, input, residual)
+            return _devices.forward(self, input, residual, mask)
         if self.training:
             if _baton.running and _baton.inside():
-                return _baton.wait(self, input, residual)
+                return _baton.wait(self, input, residual, mask)
             if not torch.compiler.is_compiling():
                 _devices.check_alone(self)
             return train_step(
@@ -165,19 +176,45 @@ class SyncBatchNorm(_BatchNorm):
                 self.layer(),
                 num_batches_tracked=self.num_batches_tracked,
                 call=self._call,
+                mask=mask,
+                last_info=self._info,
             )
         self._check_input_dim(input)
-        y = F.batch_norm(
-            input,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.running_mean is None and self.running_var is None,
-            0.0,
-            self.eps,
+        local_batch = self.running_mean is None and self.running_var is None
+
+        def normalize(x: Tensor) -> Tensor:
+            statistics = (self.running_mean, self.running_var)
+            parameters = self._evaluation_parameters()
+            return F.batch_norm(x, *statistics, *parameters, local_batch, 0.0, self.eps)
+
+        if mask is None:
+            return finish(normalize(input), residual, self.layer())
+        y = _mask.evaluate(normalize, input, mask, local_batch)
+        return _mask.counting(finish(y, residual, self.layer()), mask)
+
+    def _evaluation_parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        """weight and bias for PyTorch's operator, which wants them of the buffers' type. Under
+        FSDP2's mixed precision they are not."""
+        parameters, mean = (self.weight, self.bias), self.running_mean
+        if mean is None or self.weight is None or self.weight.dtype == mean.dtype:
+            return parameters
+        return tuple(None if p is None else p.to(mean.dtype) for p in parameters)
+
+    def __prepare_scriptable__(self):
+        # A scriptable layer in this place would take this one's place in the user's model too.
+        raise RuntimeError(
+            f"{self.layer_name}: torch.jit.script cannot compile a synchronized layer; expected "
+            "torch.jit.trace of the model in evaluation mode, or a copy of the model without such "
+            "layers: syncbn.revert_sync_batchnorm(copy.deepcopy(model)) or syncbn.fold(model)"
         )
-        return finish(y, residual, self.layer())
+
+    def _evaluation_parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        """weight and bias for PyTorch's operator, which wants them of the buffers' type. Under
+        FSDP2's mixed precision they are not."""
+        parameters, mean = (self.weight, self.bias), self.running_mean
+        if mean is None or self.weight is None or self.weight.dtype == mean.dtype:
+            return parameters
+        return tuple(None if p is None else p.to(mean.dtype) for p in parameters)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()

@@ -305,6 +305,7 @@ class _Meeting:
                 self._original(first.layer),
                 [r.x for r in requests],
                 None if first.residual is None else residuals,
+                [r.mask for r in requests],
             )
 
     def give_up(self, requests: list[_baton.Request | None], error: BaseException) -> None:

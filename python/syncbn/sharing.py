@@ -1,15 +1,13 @@
 """With whom layers share statistics: choosing, preparing and rebuilding groups; taking part without
-data; and a table of what each layer does."""
+data."""
 
 import datetime
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _collective, _groups
-from ._ops import ops
 from .nn import SyncBatchNorm
 
 
@@ -89,67 +87,3 @@ def skip(module: nn.Module) -> Tensor:
         y = layer(x.requires_grad_()).sum()
         total = y if total is None else total + y
     return torch.zeros(()) if total is None else total
-
-
-class LayerReport(NamedTuple):
-    """One row of a report."""
-
-    path: str
-    layer: str
-    #: how many ranks share statistics, and this rank's number among them
-    ranks: int
-    rank: int
-    #: "none" (nobody to exchange with), "shared memory", "gloo", or the former two between nodes
-    engine: str
-    statistics: str
-    #: vector code of this processor
-    instruction_set: str
-    note: str
-
-
-class Report(list):
-    """LayerReports; prints as a table."""
-
-    def __str__(self) -> str:
-        rows = [LayerReport._fields, *(tuple(map(str, row)) for row in self)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
-
-
-def report(module: nn.Module) -> Report:
-    """What each batch norm layer of `module` does: one row per layer.
-
-    A collective call of the ranks if their groups are not made yet.
-    """
-    rows = Report()
-    for path, layer in module.named_modules():
-        if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            continue
-        name = f"{type(layer).__module__.split('.')[0]}.{type(layer).__name__}"
-        if not isinstance(layer, SyncBatchNorm):
-            rows.append(LayerReport(path, name, 1, 0, "none", "", "", "not synchronized by syncbn"))
-            continue
-        peers = layer.layer().peers()
-        note = "" if layer.training else "evaluation mode: no exchange"
-        if not layer.sync:
-            note = "sync=False"
-        elif peers is None:
-            note = "no process group" if not dist.is_initialized() else "one rank"
-        elif peers.note and not note:
-            note = f"no shared memory: {peers.note}"
-        rows.append(
-            LayerReport(
-                path,
-                name,
-                1 if peers is None else peers.ranks,
-                0 if peers is None else peers.rank,
-                "none" if peers is None else peers.engine,
-                layer.statistics,
-                ops.cpu_instruction_set(),
-                note,
-            )
-        )
-    return rows

@@ -7,7 +7,8 @@
 #include "syncbn/passes.hpp"
 #include "syncbn/tensor.hpp"
 
-// The passes on CPU. Arguments have been checked; tensors are not empty.
+// The passes on CPU. Arguments have been checked; tensors are not empty. The view of x (of u in
+// evaluation_input_gradient) says which elements count.
 namespace syncbn::cpu {
 
 /// Words of the sums of x and x*x per channel.
@@ -23,17 +24,17 @@ struct NormalizeConstants {
   const double* weight;  ///< as binary64
   const double* bias;
 };
-/// residual and mask: null if there is none.
+/// residual and activation_mask: null if there is none.
 void normalize(const SampleView& x, const SampleView* residual, const SampleView& y,
-               std::uint8_t* mask, const NormalizeConstants& constants,
+               std::uint8_t* activation_mask, const NormalizeConstants& constants,
                const Activation& activation, Executor& executor);
 
-/// How dy comes back through the activation: by `mask`, or, if that is null, by what normalize
-/// makes of x.
+/// How dy comes back through the activation: by `activation_mask`, or, if that is null, by
+/// what normalize makes of x.
 struct Pullback {
   Activation activation;
   NormalizeConstants affine;
-  const std::uint8_t* mask;
+  const std::uint8_t* activation_mask;
 };
 
 /// Words of the sums of u and u*x, u being dy pulled back; stored in u if not null.
@@ -53,15 +54,15 @@ void input_gradient(const SampleView& dy, const SampleView& x, const SampleView&
 void evaluation_input_gradient(const SampleView& u, const SampleView& dx, const double* c1,
                                Executor& executor);
 
-/// x and mask from y = leaky_relu(normalize(x)).
-void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* mask,
+/// x and activation_mask from y = leaky_relu(normalize(x)).
+void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* activation_mask,
                    const NormalizeConstants& constants, double negative_slope, Executor& executor);
 
 /// The plain loops: every type and layout, the same bits as the vector kernels.
 namespace reference {
 void moment_sums(const SampleView& x, std::int64_t* words, Executor& executor);
 void normalize(const SampleView& x, const SampleView* residual, const SampleView& y,
-               std::uint8_t* mask, const NormalizeConstants& constants,
+               std::uint8_t* activation_mask, const NormalizeConstants& constants,
                const Activation& activation, Executor& executor);
 void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* u,
                    std::int64_t* words, const Pullback& pullback, Executor& executor);
@@ -70,7 +71,7 @@ void input_gradient(const SampleView& dy, const SampleView& x, const SampleView&
                     Executor& executor);
 void evaluation_input_gradient(const SampleView& u, const SampleView& dx, const double* c1,
                                Executor& executor);
-void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* mask,
+void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* activation_mask,
                    const NormalizeConstants& constants, double negative_slope, Executor& executor);
 }  // namespace reference
 

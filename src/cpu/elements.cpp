@@ -33,7 +33,10 @@ void run(ElementPass pass, ElementsTask task, const Kernels& kernels, bool by_ro
   task.plane = x.plane;
   const std::int64_t elements = x.samples * x.channels * x.plane;
   const auto size = static_cast<std::int64_t>(size_of(x.dtype));
-  task.stream = elements * size >= kStreamBytes && (by_rows || x.plane * size >= kStreamRun);
+  task.mask = x.mask;
+  // Planes with a mask are looked at once more, while they are in a cache.
+  const bool long_runs = by_rows || (x.plane * size >= kStreamRun && x.mask == nullptr);
+  task.stream = elements * size >= kStreamBytes && long_runs;
   const std::int64_t blocks = (x.plane + kElementBlock - 1) / kElementBlock;
   const std::int64_t items = by_rows ? x.samples * x.plane : x.samples * x.channels * blocks;
   const std::int64_t grain = std::max<std::int64_t>(1, kElementsPerThread * items / elements);
@@ -88,14 +91,16 @@ ElementConstants PackedConstants::view() {
 }
 
 bool vectorizable(const Kernels* kernels, const SampleView& x, Layout layout,
-                  const std::uint8_t* mask) {
+                  const std::uint8_t* activation_mask) {
   return kernels != nullptr && x.dtype != DType::kFloat64 && layout != Layout::kStrided &&
-         (mask == nullptr || ActivationMaskLayout(x).by_rows == (layout == Layout::kRows));
+         (activation_mask == nullptr ||
+          ActivationMaskLayout(x).by_rows == (layout == Layout::kRows));
 }
 
-MaskOperand mask_operand(const SampleView& x, const std::uint8_t* mask) {
+ActivationMaskOperand activation_mask_operand(const SampleView& x,
+                                              const std::uint8_t* activation_mask) {
   const ActivationMaskLayout layout(x);
-  return {const_cast<std::uint8_t*>(mask), layout.sample_bytes, layout.run_bytes};
+  return {const_cast<std::uint8_t*>(activation_mask), layout.sample_bytes, layout.run_bytes};
 }
 
 ActivationConstants activation_constants(const Activation& activation) {
@@ -106,12 +111,12 @@ ActivationConstants activation_constants(const Activation& activation) {
 }
 
 void normalize(const SampleView& x, const SampleView* residual, const SampleView& y,
-               std::uint8_t* mask, const NormalizeConstants& constants,
+               std::uint8_t* activation_mask, const NormalizeConstants& constants,
                const Activation& activation, Executor& executor) {
   const Kernels* kernels = active_kernels();
   const Layout layout = layout_of(x, residual, y);
-  if (!vectorizable(kernels, x, layout, mask)) {
-    reference::normalize(x, residual, y, mask, constants, activation, executor);
+  if (!vectorizable(kernels, x, layout, activation_mask)) {
+    reference::normalize(x, residual, y, activation_mask, constants, activation, executor);
     return;
   }
   const FloatEnvironment environment;
@@ -120,7 +125,7 @@ void normalize(const SampleView& x, const SampleView* residual, const SampleView
   ElementsTask task;
   task.constants = packed.view();
   task.activation = activation_constants(activation);
-  task.mask = mask_operand(x, mask);
+  task.activation_mask = activation_mask_operand(x, activation_mask);
   const ElementPass pass = residual != nullptr ? ElementPass::kNormalizeResidual
                            : activation.kind != ActivationKind::kNone
                                ? ElementPass::kNormalizeActivated
@@ -133,7 +138,7 @@ void input_gradient(const SampleView& dy, const SampleView& x, const SampleView&
                     Executor& executor) {
   const Kernels* kernels = active_kernels();
   const Layout layout = layout_of(x, &dy, dx);
-  if (!vectorizable(kernels, x, layout, pullback.mask)) {
+  if (!vectorizable(kernels, x, layout, pullback.activation_mask)) {
     reference::input_gradient(dy, x, dx, constants, pullback, executor);
     return;
   }
@@ -144,10 +149,10 @@ void input_gradient(const SampleView& dy, const SampleView& x, const SampleView&
   task.activation = activation_constants(pullback.activation);
   ElementPass pass = ElementPass::kGradient;
   if (pullback.activation.kind != ActivationKind::kNone) {
-    pass =
-        pullback.mask != nullptr ? ElementPass::kGradientMasked : ElementPass::kGradientActivated;
-    task.mask = mask_operand(x, pullback.mask);
-    if (pullback.mask == nullptr) {
+    pass = pullback.activation_mask != nullptr ? ElementPass::kGradientActivationMask
+                                               : ElementPass::kGradientActivated;
+    task.activation_mask = activation_mask_operand(x, pullback.activation_mask);
+    if (pullback.activation_mask == nullptr) {
       packed.set_affine(pullback.affine, x.channels);
     }
   }
@@ -161,12 +166,12 @@ void evaluation_input_gradient(const SampleView& u, const SampleView& dx, const 
   reference::evaluation_input_gradient(u, dx, c1, executor);
 }
 
-void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* mask,
+void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* activation_mask,
                    const NormalizeConstants& constants, double negative_slope, Executor& executor) {
   const Kernels* kernels = active_kernels();
   const Layout layout = common_layout(y, x);
-  if (!vectorizable(kernels, y, layout, mask)) {
-    reference::recover_input(y, x, mask, constants, negative_slope, executor);
+  if (!vectorizable(kernels, y, layout, activation_mask)) {
+    reference::recover_input(y, x, activation_mask, constants, negative_slope, executor);
     return;
   }
   const FloatEnvironment environment;
@@ -175,7 +180,7 @@ void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* mask,
   ElementsTask task;
   task.constants = packed.view();
   task.activation = {false, 1.0f / static_cast<float>(negative_slope)};
-  task.mask = mask_operand(y, mask);
+  task.activation_mask = activation_mask_operand(y, activation_mask);
   run(ElementPass::kRecover, task, *kernels, layout == Layout::kRows, y, nullptr, x, executor);
 }
 

@@ -19,7 +19,7 @@ struct Operand {
 };
 
 /// Bits of an activation mask, laid out as in activation_mask.hpp, from channel 0 of the task on.
-struct MaskOperand {
+struct ActivationMaskOperand {
   std::uint8_t* data = nullptr;
   std::int64_t sample_bytes = 0;
   std::int64_t run_bytes = 0;
@@ -48,7 +48,7 @@ struct ActivationConstants {
 /// Sums of u and u*v over units [unit_begin, unit_end), a unit being one segment of one sample, for
 /// `channels` channels. v.data == nullptr: v = u. With `constants` (else null), u is dy of a fused
 /// activation with input v: what is summed is u come back through it, which is written to `out` if
-/// that has data.
+/// that has data, with +0 where an element does not count.
 struct SumsTask {
   Operand u;
   Operand v;
@@ -58,8 +58,9 @@ struct SumsTask {
   std::int64_t unit_end = 0;
   const ElementConstants* constants = nullptr;
   ActivationConstants activation;
-  MaskOperand mask;
+  ActivationMaskOperand activation_mask;
   Operand out;
+  const std::uint8_t* mask = nullptr;  ///< as in SampleView
 };
 
 /// Planes: items are blocks of at most kElementBlock elements of a plane, in the order (n, c,
@@ -70,12 +71,13 @@ struct ElementsTask {
   Operand out;
   ElementConstants constants;
   ActivationConstants activation;
-  MaskOperand mask;  ///< read in backward, written in forward, if it has data
+  ActivationMaskOperand activation_mask;  ///< read in backward, written in forward, if it has data
   std::int64_t channels = 0;
   std::int64_t plane = 0;
   std::int64_t begin = 0;
   std::int64_t end = 0;
-  bool stream = false;  ///< use non-temporal stores
+  const std::uint8_t* mask = nullptr;  ///< as in SampleView
+  bool stream = false;                 ///< use non-temporal stores
 };
 inline constexpr std::int64_t kElementBlock = 16384;
 
@@ -84,9 +86,10 @@ enum class ElementPass : std::uint8_t {
   kNormalizeActivated,  ///< and an activation, whose mask is written if it has data
   kNormalizeResidual,   ///< the same after adding `other`
   kGradient,
-  kGradientActivated,  ///< through an activation whose sign is computed again
-  kGradientMasked,     ///< through an activation with a mask
-  kRecover,  ///< x from y = leaky_relu(v): constants are those of the inverse, mask written
+  kGradientActivated,       ///< through an activation whose sign is computed again
+  kGradientActivationMask,  ///< through an activation with a mask
+  kRecover,  ///< x from y = leaky_relu(v): constants are those of the inverse, activation mask
+             ///< written
 };
 
 struct Kernels {

@@ -15,7 +15,7 @@ inline T* output_of(const Operand& operand, std::int64_t sample, std::int64_t ch
   return const_cast<T*>(plane_of<T>(operand, sample, channel));
 }
 
-/// Bytes of the mask bits of a vector, or of its first n lanes.
+/// Bytes of the activation mask bits of a vector, or of its first n lanes.
 inline unsigned load_bits(const std::uint8_t* from, std::int64_t n = kFloatLanes) {
   return kFloatLanes == 16 && n > 8 ? from[0] | static_cast<unsigned>(from[1]) << 8 : from[0];
 }
@@ -63,13 +63,14 @@ inline GradientV gradient(const ElementConstants& k, const Get& get) {
   return {get(k.mean_high), get(k.mean_low), get(k.c1), get(k.c2), get(k.c3), get(k.power)};
 }
 
-// A pass maps x and `other` to a result. kMask: mask bits go in with `bits`, or out.
-enum class MaskUse : std::uint8_t { kNone, kRead, kWrite };
+// A pass maps x and `other` to a result. kActivationMask: activation mask bits go in with `bits`,
+// or out.
+enum class ActivationMaskUse : std::uint8_t { kNone, kRead, kWrite };
 
 struct Normalize {
   using Constants = AffineV;
   static constexpr bool kOther = false;
-  static constexpr MaskUse kMask = MaskUse::kNone;
+  static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kNone;
   template <class Get>
   static Constants constants(const ElementConstants& k, const Get& get) {
     return affine(k, get);
@@ -83,7 +84,7 @@ struct Normalize {
 template <bool kResidual>
 struct NormalizeActivated : Normalize {
   static constexpr bool kOther = kResidual;
-  static constexpr MaskUse kMask = MaskUse::kWrite;
+  static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kWrite;
   template <class T>
   static FloatV apply(FloatV x, FloatV other, const Constants& k, const ActivationV& activation,
                       unsigned& bits, T) {
@@ -97,7 +98,7 @@ struct NormalizeActivated : Normalize {
 struct InputGradient {
   using Constants = GradientV;
   static constexpr bool kOther = true;
-  static constexpr MaskUse kMask = MaskUse::kNone;
+  static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kNone;
   template <class Get>
   static Constants constants(const ElementConstants& k, const Get& get) {
     return gradient(k, get);
@@ -114,7 +115,7 @@ struct InputGradientActivated {
     GradientV gradient;
   };
   static constexpr bool kOther = true;
-  static constexpr MaskUse kMask = MaskUse::kNone;
+  static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kNone;
   template <class Get>
   static Constants constants(const ElementConstants& k, const Get& get) {
     return {affine(k, get), gradient(k, get)};
@@ -126,8 +127,8 @@ struct InputGradientActivated {
   }
 };
 
-struct InputGradientMasked : InputGradient {
-  static constexpr MaskUse kMask = MaskUse::kRead;
+struct InputGradientActivationMask : InputGradient {
+  static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kRead;
   template <class T>
   static FloatV apply(FloatV x, FloatV dy, const Constants& k, const ActivationV& activation,
                       unsigned& bits, T type) {
@@ -144,8 +145,8 @@ struct Upstream : Normalize {
     return activation.gradient(dy, activation.passes(k(x)), type);
   }
 };
-struct UpstreamMasked : Upstream {
-  static constexpr MaskUse kMask = MaskUse::kRead;
+struct UpstreamActivationMask : Upstream {
+  static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kRead;
   template <class T>
   static FloatV apply(FloatV, FloatV dy, const Constants&, const ActivationV& activation,
                       unsigned& bits, T type) {
@@ -156,7 +157,7 @@ struct UpstreamMasked : Upstream {
 /// x = fma(scale, v - shift, mean_low) + mean_high, v = leaky_relu backwards of y; the scale and
 /// the slope are the reciprocals of those that made y.
 struct Recover : Normalize {
-  static constexpr MaskUse kMask = MaskUse::kWrite;
+  static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kWrite;
   template <class T>
   static FloatV apply(FloatV y, FloatV, const Constants& k, const ActivationV& activation,
                       unsigned& bits, T) {
@@ -171,15 +172,16 @@ constexpr std::int64_t kElementsAhead = 1024;  // bytes, as kSumsAhead
 
 /// Whole vectors (n == kFloatLanes) or the first n lanes at index i.
 template <class T, class Pass, bool kStream, bool kWhole>
-inline void map_vector(const T* x, const T* other, T* out, std::uint8_t* mask, std::int64_t i,
-                       std::int64_t n, const typename Pass::Constants& k,
+inline void map_vector(const T* x, const T* other, T* out, std::uint8_t* activation_mask,
+                       std::int64_t i, std::int64_t n, const typename Pass::Constants& k,
                        const ActivationV& activation) {
   const FloatV a = kWhole ? load(x + i) : load_partial(x + i, n);
   const FloatV b = !Pass::kOther ? a : kWhole ? load(other + i) : load_partial(other + i, n);
-  unsigned bits = Pass::kMask == MaskUse::kRead ? load_bits(mask + i / 8, n) : 0;
+  unsigned bits =
+      Pass::kActivationMask == ActivationMaskUse::kRead ? load_bits(activation_mask + i / 8, n) : 0;
   const FloatV result = Pass::apply(a, b, k, activation, bits, T{});
-  if (Pass::kMask == MaskUse::kWrite && mask != nullptr) {
-    store_bits(mask + i / 8, bits, n);
+  if (Pass::kActivationMask == ActivationMaskUse::kWrite && activation_mask != nullptr) {
+    store_bits(activation_mask + i / 8, bits, n);
   }
   if (!kWhole) {
     store_partial(out + i, result, n);
@@ -192,20 +194,21 @@ inline void map_vector(const T* x, const T* other, T* out, std::uint8_t* mask, s
 
 /// `count` contiguous elements with the same constants.
 template <class T, class Pass, bool kStream>
-inline void map_contiguous(const T* x, const T* other, T* out, std::uint8_t* mask,
+inline void map_contiguous(const T* x, const T* other, T* out, std::uint8_t* activation_mask,
                            std::int64_t count, const typename Pass::Constants& k,
                            const ActivationV& activation) {
   std::int64_t i = 0;
   if (kStream) {  // up to an aligned address first
     constexpr std::uintptr_t kAlignment = kFloatLanes * sizeof(T);
     const auto past = reinterpret_cast<std::uintptr_t>(out) % kAlignment / sizeof(T);
-    if (past != 0 && mask != nullptr) {  // vectors have to begin at a byte of the mask
-      map_contiguous<T, Pass, false>(x, other, out, mask, count, k, activation);
+    if (past != 0 &&
+        activation_mask != nullptr) {  // vectors have to begin at a byte of the activation mask
+      map_contiguous<T, Pass, false>(x, other, out, activation_mask, count, k, activation);
       return;
     }
     if (past != 0) {
       i = minimum(count, kFloatLanes - static_cast<std::int64_t>(past));
-      map_vector<T, Pass, kStream, false>(x, other, out, mask, 0, i, k, activation);
+      map_vector<T, Pass, kStream, false>(x, other, out, activation_mask, 0, i, k, activation);
     }
   }
 #pragma GCC unroll 2
@@ -214,32 +217,38 @@ inline void map_contiguous(const T* x, const T* other, T* out, std::uint8_t* mas
     if (Pass::kOther) {
       prefetch(reinterpret_cast<const char*>(other + i) + kElementsAhead);
     }
-    map_vector<T, Pass, kStream, true>(x, other, out, mask, i, kFloatLanes, k, activation);
+    map_vector<T, Pass, kStream, true>(x, other, out, activation_mask, i, kFloatLanes, k,
+                                       activation);
   }
   if (i < count) {
-    map_vector<T, Pass, kStream, false>(x, other, out, mask, i, count - i, k, activation);
+    map_vector<T, Pass, kStream, false>(x, other, out, activation_mask, i, count - i, k,
+                                        activation);
   }
 }
 
 /// A row of neighbouring channels.
 template <class T, class Pass, bool kStream>
-inline void map_row(const T* x, const T* other, T* out, std::uint8_t* mask, std::int64_t channels,
-                    const ElementConstants& constants, const ActivationV& activation) {
+inline void map_row(const T* x, const T* other, T* out, std::uint8_t* activation_mask,
+                    std::int64_t channels, const ElementConstants& constants,
+                    const ActivationV& activation) {
   std::int64_t c = 0;
   const auto constants_here = [&](const float* array) { return load(array + c); };
   for (; c + kFloatLanes <= channels; c += kFloatLanes) {
-    map_vector<T, Pass, kStream, true>(x, other, out, mask, c, kFloatLanes,
+    map_vector<T, Pass, kStream, true>(x, other, out, activation_mask, c, kFloatLanes,
                                        Pass::constants(constants, constants_here), activation);
   }
   if (c < channels) {
-    map_vector<T, Pass, kStream, false>(x, other, out, mask, c, channels - c,
+    map_vector<T, Pass, kStream, false>(x, other, out, activation_mask, c, channels - c,
                                         Pass::constants(constants, constants_here), activation);
   }
 }
 
-inline std::uint8_t* mask_run(const MaskOperand& mask, std::int64_t sample, std::int64_t run) {
-  return mask.data == nullptr ? nullptr
-                              : mask.data + sample * mask.sample_bytes + run * mask.run_bytes;
+inline std::uint8_t* mask_run(const ActivationMaskOperand& activation_mask, std::int64_t sample,
+                              std::int64_t run) {
+  return activation_mask.data == nullptr
+             ? nullptr
+             : activation_mask.data + sample * activation_mask.sample_bytes +
+                   run * activation_mask.run_bytes;
 }
 
 // Both walk backwards: what the sums read last is still in a cache.
@@ -252,14 +261,19 @@ void map_planes(const ElementsTask& task) {
     const std::int64_t channel = item / blocks % task.channels;
     const std::int64_t sample = item / blocks / task.channels;
     const std::int64_t offset = item % blocks * kElementBlock;
+    const std::int64_t count = minimum(kElementBlock, task.plane - offset);
     const T* x = plane_of<T>(task.x, sample, channel) + offset;
     const T* other = Pass::kOther ? plane_of<T>(task.other, sample, channel) + offset : x;
     T* out = output_of<T>(task.out, sample, channel) + offset;
-    std::uint8_t* mask = mask_run(task.mask, sample, channel);
+    std::uint8_t* activation_mask = mask_run(task.activation_mask, sample, channel);
     const auto k = Pass::constants(task.constants,
                                    [&](const float* array) { return broadcast(array[channel]); });
-    map_contiguous<T, Pass, kStream>(x, other, out, mask == nullptr ? mask : mask + offset / 8,
-                                     minimum(kElementBlock, task.plane - offset), k, activation);
+    map_contiguous<T, Pass, kStream>(
+        x, other, out, activation_mask == nullptr ? activation_mask : activation_mask + offset / 8,
+        count, k, activation);
+    if (task.mask != nullptr) {  // while the block is in a cache
+      keep_counting(out, out, task.mask + sample * task.plane + offset, count);
+    }
   }
   if (kStream) {
     _mm_sfence();
@@ -281,11 +295,15 @@ void map_rows(const ElementsTask& task) {
     const T* other =
         Pass::kOther ? plane_of<T>(task.other, sample, 0) + e * task.other.element_stride : x;
     T* out = output_of<T>(task.out, sample, 0) + e * task.out.element_stride;
-    std::uint8_t* mask = mask_run(task.mask, sample, e);
-    if (aligned) {
-      map_row<T, Pass, true>(x, other, out, mask, task.channels, task.constants, activation);
+    std::uint8_t* activation_mask = mask_run(task.activation_mask, sample, e);
+    if (task.mask != nullptr && task.mask[item] == 0) {
+      clear(out, task.channels);
+    } else if (aligned) {
+      map_row<T, Pass, true>(x, other, out, activation_mask, task.channels, task.constants,
+                             activation);
     } else {
-      map_row<T, Pass, false>(x, other, out, mask, task.channels, task.constants, activation);
+      map_row<T, Pass, false>(x, other, out, activation_mask, task.channels, task.constants,
+                              activation);
     }
   }
   if (kStream) {

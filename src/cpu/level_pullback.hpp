@@ -1,18 +1,19 @@
-// The gradient on its way back through a fused activation, in pieces that stay in a cache until
-// they are summed. Included inside a level file's unnamed namespace, after level_elements.hpp,
-// whose rules hold here too.
+// What has to be made of tensors before it is summed, in pieces that stay in a cache until then:
+// the gradient on its way back through a fused activation, and what a mask leaves. Included inside
+// a level file's unnamed namespace, after level_elements.hpp, whose rules hold here too.
 
 /// u come back through the activation, into `target`: one segment of a plane.
 template <class T>
 inline void pull_segment(const SumsTask& task, const T* dy, const T* x, T* target,
-                         std::uint8_t* mask, std::int64_t length, std::int64_t channel) {
+                         std::uint8_t* activation_mask, std::int64_t length, std::int64_t channel) {
   const ActivationV activation(task.activation);
   const auto here = [&](const float* array) { return broadcast(array[channel]); };
   const AffineV k = affine(*task.constants, here);
-  if (mask == nullptr) {
-    map_contiguous<T, Upstream, false>(x, dy, target, mask, length, k, activation);
+  if (activation_mask == nullptr) {
+    map_contiguous<T, Upstream, false>(x, dy, target, activation_mask, length, k, activation);
   } else {
-    map_contiguous<T, UpstreamMasked, false>(x, dy, target, mask, length, k, activation);
+    map_contiguous<T, UpstreamActivationMask, false>(x, dy, target, activation_mask, length, k,
+                                                     activation);
   }
 }
 
@@ -29,10 +30,37 @@ inline void pull_row(const SumsTask& task, std::int64_t sample, std::int64_t e,
   k.mean_low = all.mean_low + channel;
   k.scale = all.scale + channel;
   k.shift = all.shift + channel;
-  std::uint8_t* mask = mask_run(task.mask, sample, e);
-  if (mask == nullptr) {
-    map_row<T, Upstream, false>(x, dy, target, mask, channels, k, activation);
+  std::uint8_t* activation_mask = mask_run(task.activation_mask, sample, e);
+  if (activation_mask == nullptr) {
+    map_row<T, Upstream, false>(x, dy, target, activation_mask, channels, k, activation);
   } else {
-    map_row<T, UpstreamMasked, false>(x, dy, target, mask + channel / 8, channels, k, activation);
+    map_row<T, UpstreamActivationMask, false>(x, dy, target, activation_mask + channel / 8,
+                                              channels, k, activation);
+  }
+}
+
+/// u and v of one segment with +0 where an element does not count; u comes back through the
+/// activation, if there is one, and is written to task.out. v_kept: not written if v is u.
+template <class T>
+inline void keep_segment(const SumsTask& task, std::int64_t sample, std::int64_t channel,
+                         std::int64_t offset, std::int64_t length, T* u_kept, T* v_kept) {
+  const std::uint8_t* mask = task.mask + sample * task.plane + offset;
+  const T* u = plane_of<T>(task.u, sample, channel) + offset;
+  if (task.v.data == nullptr) {
+    keep_counting(u, u_kept, mask, length);
+    return;
+  }
+  const T* v = plane_of<T>(task.v, sample, channel) + offset;
+  if (task.constants != nullptr) {
+    std::uint8_t* activation_mask = mask_run(task.activation_mask, sample, channel);
+    pull_segment(task, u, v, u_kept,
+                 activation_mask == nullptr ? activation_mask : activation_mask + offset / 8,
+                 length, channel);
+    u = u_kept;
+  }
+  keep_counting(u, u_kept, mask, length);
+  keep_counting(v, v_kept, mask, length);
+  if (task.out.data != nullptr) {
+    keep_counting(u_kept, output_of<T>(task.out, sample, channel) + offset, mask, length);
   }
 }

@@ -1,6 +1,10 @@
 // The sums passes over the vector type of one level. Included inside a level file's unnamed
 // namespace, after level_elements.hpp, whose rules hold here too.
 
+// Where a call per four partials costs as much as the work: the compiler's own limits depend on how
+// much else there is in the file.
+#define SYNCBN_INLINE __attribute__((always_inline)) inline
+
 constexpr int kParts = kLanes / kDoubleLanes;
 
 inline QuadV zero_quad() { return {_mm256_setzero_pd()}; }
@@ -56,8 +60,8 @@ __attribute__((noinline)) __m256d push_outside(Windows& windows, std::int64_t ch
 }
 
 /// Merges one partial of each of four neighbouring channels.
-inline void merge_channels(Windows& windows, const WindowArrays& w, std::int64_t channel, int sum,
-                           QuadV partials) {
+SYNCBN_INLINE void merge_channels(Windows& windows, const WindowArrays& w, std::int64_t channel,
+                                  int sum, QuadV partials) {
   __m256d p = partials.v;
   while (true) {
     const __m256d magic_high = _mm256_load_pd(w.magic_high[sum] + channel);
@@ -80,8 +84,8 @@ inline std::int64_t horizontal_sum(__m256i v) {
 }
 
 /// Merges four partials of one channel.
-inline void merge_segments(Windows& windows, const WindowArrays& w, std::int64_t channel, int sum,
-                           QuadV partials) {
+SYNCBN_INLINE void merge_segments(Windows& windows, const WindowArrays& w, std::int64_t channel,
+                                  int sum, QuadV partials) {
   __m256d p = partials.v;
   while (true) {
     const __m256d magic_high = _mm256_set1_pd(w.magic_high[sum][channel]);
@@ -102,7 +106,8 @@ constexpr std::int64_t kSumsAhead = 2048;
 
 /// Lane sums of one contiguous segment, folded to four lanes. kProduct: second = u*v, else u*u.
 template <class T, bool kProduct>
-inline void sum_segment(const T* u, const T* v, std::int64_t length, QuadV& first, QuadV& second) {
+SYNCBN_INLINE void sum_segment(const T* u, const T* v, std::int64_t length, QuadV& first,
+                               QuadV& second) {
   DoubleV a[kParts];
   DoubleV b[kParts];
   for (int p = 0; p < kParts; ++p) {
@@ -137,7 +142,7 @@ inline void sum_segment(const T* u, const T* v, std::int64_t length, QuadV& firs
   second = fold_to_quad(b);
 }
 
-enum class SumsOf : std::uint8_t { kSquare, kProduct, kActivated };
+enum class SumsOf : std::uint8_t { kSquare, kProduct, kActivated, kMasked };
 
 template <class T, SumsOf kOf>
 void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
@@ -154,15 +159,29 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
       const std::int64_t offset = segment * kSegment;
       const std::int64_t length = minimum(kSegment, task.plane - offset);
       const T* u = plane_of<T>(task.u, sample, channel) + offset;
-      const T* v = kOf == SumsOf::kSquare ? u : plane_of<T>(task.v, sample, channel) + offset;
+      const T* v = kOf == SumsOf::kSquare || kOf == SumsOf::kMasked
+                       ? u
+                       : plane_of<T>(task.v, sample, channel) + offset;
       if (kOf == SumsOf::kActivated) {
         alignas(64) T buffer[kSegment];
-        std::uint8_t* mask = mask_run(task.mask, sample, channel);
+        std::uint8_t* activation_mask = mask_run(task.activation_mask, sample, channel);
         T* target =
             task.out.data == nullptr ? buffer : output_of<T>(task.out, sample, channel) + offset;
-        pull_segment(task, u, v, target, mask == nullptr ? mask : mask + offset / 8, length,
-                     channel);
+        pull_segment(task, u, v, target,
+                     activation_mask == nullptr ? activation_mask : activation_mask + offset / 8,
+                     length, channel);
         sum_segment<T, true>(target, v, length, first[i], second[i]);
+      } else if (kOf == SumsOf::kMasked) {
+        alignas(64) T kept[2][kSegment];
+        const bool square = task.v.data == nullptr;
+        v = square ? u : plane_of<T>(task.v, sample, channel) + offset;
+        if (task.constants != nullptr ||
+            !all_count(task.mask + sample * task.plane + offset, length)) {
+          keep_segment(task, sample, channel, offset, length, kept[0], kept[1]);
+          u = kept[0];
+          v = kept[square ? 0 : 1];
+        }
+        sum_segment<T, true>(u, v, length, first[i], second[i]);
       } else {
         sum_segment<T, kOf == SumsOf::kProduct>(u, v, length, first[i], second[i]);
       }
@@ -272,6 +291,24 @@ inline void add_some_rows(std::int64_t rows, const T* u, std::int64_t u_step, co
   }
 }
 
+/// As add_some_rows for those of `rows` rows that count, by every kLanes-th byte of mask.
+template <class T, bool kProduct>
+__attribute__((noinline)) void add_counting_rows(const std::uint8_t* mask, std::int64_t rows,
+                                                 bool fresh, const T* u, std::int64_t u_step,
+                                                 const T* v, std::int64_t v_step,
+                                                 std::int64_t channels, double* first,
+                                                 double* second) {
+  if (fresh) {
+    add_rows<T, kProduct, 0, true>(u, u_step, v, v_step, channels, first, second);
+  }
+  for (std::int64_t k = 0; k < rows; ++k) {
+    if (mask[k * kLanes] != 0) {
+      add_rows<T, kProduct, 1, false>(u + k * u_step, u_step, v + k * v_step, v_step, channels,
+                                      first, second);
+    }
+  }
+}
+
 /// Folds the lanes of four channels and merges the four partials.
 inline void merge_lanes(Windows& windows, const WindowArrays& w, const LaneBlock& block,
                         std::int64_t channel, std::int64_t c, int sum) {
@@ -294,6 +331,12 @@ void sum_single_rows(const SumsTask& task, Windows& windows, const WindowArrays&
   constexpr bool kProduct = kOf != SumsOf::kSquare;
   alignas(64) T buffer[kBlockChannels];
   for (std::int64_t n = task.unit_begin; n < task.unit_end; ++n) {
+    if (task.mask != nullptr && task.mask[n] == 0) {
+      if (kOf == SumsOf::kActivated && task.out.data != nullptr) {
+        clear(output_of<T>(task.out, n, 0), task.channels);
+      }
+      continue;
+    }
     const T* u = plane_of<T>(task.u, n, 0);
     const T* v = kProduct ? plane_of<T>(task.v, n, 0) : u;
     std::int64_t first_channel = 0;  // of u
@@ -338,6 +381,8 @@ void sum_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
     const std::int64_t sample = unit / segments;
     const std::int64_t begin = unit % segments * kSegment;
     const std::int64_t length = minimum(kSegment, task.plane - begin);
+    const std::uint8_t* mask =
+        task.mask == nullptr ? nullptr : task.mask + sample * task.plane + begin;
     for (std::int64_t channel = 0; channel < task.channels; channel += kBlockChannels) {
       const std::int64_t channels = minimum(kBlockChannels, task.channels - channel);
       const auto row_of = [&](const Operand& operand, std::int64_t e) {
@@ -353,6 +398,10 @@ void sum_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
           u_step = keep ? task.out.element_stride : kBlockChannels;
           T* target = keep ? const_cast<T*>(row_of(task.out, group)) : buffer;
           for (std::int64_t e = 0; e < minimum(kGroup, length - group); ++e) {
+            if (mask != nullptr && mask[group + e] == 0) {
+              clear(target + e * u_step, channels);
+              continue;
+            }
             pull_row(task, sample, begin + group + e, channel, channels, target + e * u_step);
           }
           u = target;
@@ -365,7 +414,11 @@ void sum_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
           }
           double* first = block.sums[lane][0];
           double* second = block.sums[lane][1];
-          if (group == 0) {
+          if (mask != nullptr) {
+            add_counting_rows<T, kProduct>(mask + group + lane, rows, group == 0, u + lane * u_step,
+                                           kLanes * u_step, v + lane * v_step, kLanes * v_step,
+                                           channels, first, second);
+          } else if (group == 0) {
             add_some_rows<T, kProduct, true>(rows, u + lane * u_step, kLanes * u_step,
                                              v + lane * v_step, kLanes * v_step, channels, first,
                                              second);

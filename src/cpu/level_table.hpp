@@ -2,9 +2,10 @@
 
 template <class T>
 void sum_planes_of(const SumsTask& task, Windows& windows, const WindowArrays& w) {
-  task.constants != nullptr ? sum_planes<T, SumsOf::kActivated>(task, windows, w)
-  : task.v.data != nullptr  ? sum_planes<T, SumsOf::kProduct>(task, windows, w)
-                            : sum_planes<T, SumsOf::kSquare>(task, windows, w);
+  task.mask != nullptr        ? sum_planes<T, SumsOf::kMasked>(task, windows, w)
+  : task.constants != nullptr ? sum_planes<T, SumsOf::kActivated>(task, windows, w)
+  : task.v.data != nullptr    ? sum_planes<T, SumsOf::kProduct>(task, windows, w)
+                              : sum_planes<T, SumsOf::kSquare>(task, windows, w);
 }
 template <class T>
 void sum_rows_of(const SumsTask& task, Windows& windows, const WindowArrays& w) {
@@ -47,8 +48,8 @@ MapTask map_planes_for(ElementPass pass) {
       return map_planes_of<T, InputGradient>;
     case ElementPass::kGradientActivated:
       return map_planes_of<T, InputGradientActivated>;
-    case ElementPass::kGradientMasked:
-      return map_planes_of<T, InputGradientMasked>;
+    case ElementPass::kGradientActivationMask:
+      return map_planes_of<T, InputGradientActivationMask>;
     case ElementPass::kRecover:
       break;
   }
@@ -67,8 +68,8 @@ MapTask map_rows_for(ElementPass pass) {
       return map_rows_of<T, InputGradient>;
     case ElementPass::kGradientActivated:
       return map_rows_of<T, InputGradientActivated>;
-    case ElementPass::kGradientMasked:
-      return map_rows_of<T, InputGradientMasked>;
+    case ElementPass::kGradientActivationMask:
+      return map_rows_of<T, InputGradientActivationMask>;
     case ElementPass::kRecover:
       break;
   }

@@ -31,11 +31,13 @@ inline Operand operand(const SampleView& view) {
   return {view.data, view.sample_stride, view.channel_stride, view.element_stride};
 }
 
-/// Whether the kernels can do it: a type and layout of theirs, and mask bits in the same order.
+/// Whether the kernels can do it: a type and layout of theirs, and activation mask bits in the same
+/// order.
 bool vectorizable(const Kernels* kernels, const SampleView& x, Layout layout,
-                  const std::uint8_t* mask);
+                  const std::uint8_t* activation_mask);
 
-MaskOperand mask_operand(const SampleView& x, const std::uint8_t* mask);
+ActivationMaskOperand activation_mask_operand(const SampleView& x,
+                                              const std::uint8_t* activation_mask);
 ActivationConstants activation_constants(const Activation& activation);
 
 }  // namespace syncbn::cpu

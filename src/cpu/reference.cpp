@@ -43,6 +43,9 @@ void channel_sums(const SampleView& dy, const SampleView& x, std::int64_t c, con
       Lane<T> second[kLanes];
       const std::int64_t length = std::min<std::int64_t>(kSegment, x.plane - begin);
       for (std::int64_t e = 0; e < length; ++e, dy_at.advance(), x_at.advance()) {
+        if (!x.counts(n, begin + e)) {
+          continue;
+        }
         const T b = x_data[x_at.offset()];
         const T a = u(n, begin + e, dy_data[dy_at.offset()], b);
         first[e % kLanes].add(a);
@@ -78,8 +81,11 @@ template <class T>
 class PullbackOf {
  public:
   PullbackOf(const Pullback& pullback, const SampleView& x, std::int64_t c)
-      : mask_(pullback.mask), layout_(x), channel_(c), activation_(pullback.activation) {
-    if (mask_ == nullptr && pullback.activation.kind != ActivationKind::kNone) {
+      : activation_mask_(pullback.activation_mask),
+        layout_(x),
+        channel_(c),
+        activation_(pullback.activation) {
+    if (activation_mask_ == nullptr && pullback.activation.kind != ActivationKind::kNone) {
       affine_.emplace(affine_of<T>(pullback.affine, c));
     }
   }
@@ -87,15 +93,15 @@ class PullbackOf {
     if (affine_.has_value()) {
       return activation_.gradient(dy, activation_.passes((*affine_)(x)));
     }
-    if (mask_ == nullptr) {
+    if (activation_mask_ == nullptr) {
       return dy;
     }
     const std::int64_t bit = layout_.bit(n, channel_, e);
-    return activation_.gradient(dy, (mask_[bit / 8] >> (bit % 8) & 1) != 0);
+    return activation_.gradient(dy, (activation_mask_[bit / 8] >> (bit % 8) & 1) != 0);
   }
 
  private:
-  const std::uint8_t* mask_;
+  const std::uint8_t* activation_mask_;
   ActivationMaskLayout layout_;
   std::int64_t channel_;
   ActivationOf<T> activation_;
@@ -117,36 +123,37 @@ void for_each_plane(const SampleView& x, std::int64_t at_once, Executor& executo
                         });
 }
 
-/// out = function(e, a, b) along plane (n, c).
+/// out = function(e, a, b) along plane (n, c), and +0 where an element of x does not count.
 template <class T, class Function>
-void map_plane(const SampleView& a, const SampleView& b, const SampleView& out, std::int64_t n,
-               std::int64_t c, const Function& function) {
+void map_plane(const SampleView& x, const SampleView& a, const SampleView& b, const SampleView& out,
+               std::int64_t n, std::int64_t c, const Function& function) {
   const T* a_data = static_cast<const T*>(a.data);
   const T* b_data = static_cast<const T*>(b.data);
   T* out_data = static_cast<T*>(const_cast<void*>(out.data));
   PlaneCursor a_at(a, n, c, 0);
   PlaneCursor b_at(b, n, c, 0);
   PlaneCursor to(out, n, c, 0);
-  for (std::int64_t e = 0; e < a.plane; ++e, a_at.advance(), b_at.advance(), to.advance()) {
-    out_data[to.offset()] = function(e, a_data[a_at.offset()], b_data[b_at.offset()]);
+  for (std::int64_t e = 0; e < x.plane; ++e, a_at.advance(), b_at.advance(), to.advance()) {
+    out_data[to.offset()] =
+        x.counts(n, e) ? function(e, a_data[a_at.offset()], b_data[b_at.offset()]) : T{};
   }
 }
 
 template <class T>
 void normalize_plane(const SampleView& x, const SampleView* residual, const SampleView& y,
-                     std::uint8_t* mask, const NormalizeConstants& k, const Activation& activation,
-                     std::int64_t n, std::int64_t c) {
+                     std::uint8_t* activation_mask, const NormalizeConstants& k,
+                     const Activation& activation, std::int64_t n, std::int64_t c) {
   const Affine<T> affine = affine_of<T>(k, c);
   const ActivationOf<T> activate(activation);
   const ActivationMaskLayout layout(x);
-  map_plane<T>(x, residual == nullptr ? x : *residual, y, n, c,
+  map_plane<T>(x, x, residual == nullptr ? x : *residual, y, n, c,
                [&](std::int64_t e, T value, T other) {
                  Wide<T> v = affine(value);
                  if (residual != nullptr) {
                    v += widened(other);
                  }
-                 if (mask != nullptr) {
-                   set_bit(mask, layout.bit(n, c, e), activate.passes(v));
+                 if (activation_mask != nullptr) {
+                   set_bit(activation_mask, layout.bit(n, c, e), activate.passes(v));
                  }
                  return rounded<T>(activate.value(v));
                });
@@ -158,7 +165,7 @@ void gradient_plane(const SampleView& dy, const SampleView& x, const SampleView&
                     std::int64_t c) {
   const PullbackOf<T> pull(pullback, x, c);
   const InputGradientOf<T> gradient(k.mean[c], k.rstd[c], {k.c1[c], k.c2[c], k.c3[c]});
-  map_plane<T>(dy, x, dx, n, c,
+  map_plane<T>(x, dy, x, dx, n, c,
                [&](std::int64_t e, T u, T v) { return gradient(pull(n, e, u, v), v); });
 }
 
@@ -195,7 +202,8 @@ void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* 
         const PullbackOf<T> pull(pullback, x, c);
         channel_sums<T>(dy, x, c, format, slots.data(), words + c * format.words(), pull);
         for (std::int64_t n = 0; u != nullptr && n < x.samples; ++n) {
-          map_plane<T>(dy, x, *u, n, c, [&](std::int64_t e, T a, T b) { return pull(n, e, a, b); });
+          map_plane<T>(x, dy, x, *u, n, c,
+                       [&](std::int64_t e, T a, T b) { return pull(n, e, a, b); });
         }
       });
     }
@@ -203,13 +211,14 @@ void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* 
 }
 
 void normalize(const SampleView& x, const SampleView* residual, const SampleView& y,
-               std::uint8_t* mask, const NormalizeConstants& constants,
+               std::uint8_t* activation_mask, const NormalizeConstants& constants,
                const Activation& activation, Executor& executor) {
   by_type(x.dtype, [&](auto type) {
-    // Neighbouring channels may share a byte of the mask: then whole samples go to a thread.
-    const std::int64_t at_once = mask == nullptr ? 1 : x.channels;
+    // Neighbouring channels may share a byte of the activation mask: then whole samples go to a
+    // thread.
+    const std::int64_t at_once = activation_mask == nullptr ? 1 : x.channels;
     for_each_plane(x, at_once, executor, [&](std::int64_t n, std::int64_t c) {
-      normalize_plane<decltype(type)>(x, residual, y, mask, constants, activation, n, c);
+      normalize_plane<decltype(type)>(x, residual, y, activation_mask, constants, activation, n, c);
     });
   });
 }
@@ -230,13 +239,13 @@ void evaluation_input_gradient(const SampleView& u, const SampleView& dx, const 
     using T = decltype(type);
     for_each_plane(u, 1, executor, [&](std::int64_t n, std::int64_t c) {
       const auto w = static_cast<Wide<T>>(c1[c]);
-      map_plane<T>(u, u, dx, n, c,
+      map_plane<T>(u, u, u, dx, n, c,
                    [&](std::int64_t, T v, T) { return rounded<T>(w * widened(v)); });
     });
   });
 }
 
-void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* mask,
+void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* activation_mask,
                    const NormalizeConstants& constants, double negative_slope, Executor& executor) {
   by_type(y.dtype, [&](auto type) {
     using T = decltype(type);
@@ -244,9 +253,9 @@ void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* mask,
     const ActivationMaskLayout layout(y);
     for_each_plane(y, y.channels, executor, [&](std::int64_t n, std::int64_t c) {
       const Affine<T> affine = affine_of<T>(constants, c);
-      map_plane<T>(y, y, x, n, c, [&](std::int64_t e, T value, T) {
+      map_plane<T>(y, y, y, x, n, c, [&](std::int64_t e, T value, T) {
         const Wide<T> v = widened(value);
-        set_bit(mask, layout.bit(n, c, e), v > 0);
+        set_bit(activation_mask, layout.bit(n, c, e), v > 0);
         return affine.inverse(v > 0 ? v : v * factor);
       });
     });

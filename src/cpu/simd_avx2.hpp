@@ -107,6 +107,11 @@ inline MaskV mask_from_bits(unsigned bits) {
   const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane);
   return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane))};
 }
+inline MaskV nonzero_bytes(const std::uint8_t* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return {
+      _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(bytes), _mm256_setzero_si256()))};
+}
 inline unsigned bits_of(MaskV a) { return static_cast<unsigned>(_mm256_movemask_ps(a.v)); }
 inline MaskV operator|(MaskV a, MaskV b) { return {_mm256_or_ps(a.v, b.v)}; }
 inline MaskV operator&(MaskV a, MaskV b) { return {_mm256_and_ps(a.v, b.v)}; }

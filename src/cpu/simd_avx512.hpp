@@ -88,6 +88,10 @@ struct MaskV {
   __mmask16 v;
 };
 inline MaskV mask_from_bits(unsigned bits) { return {static_cast<__mmask16>(bits)}; }
+inline MaskV nonzero_bytes(const std::uint8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm_test_epi8_mask(bytes, bytes)};
+}
 inline unsigned bits_of(MaskV a) { return a.v; }
 inline MaskV is_positive(FloatV a) {
   return {_mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_GT_OQ)};

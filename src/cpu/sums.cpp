@@ -92,6 +92,7 @@ SumsTask task_of(const Sums& sums, std::int64_t channel, ElementConstants& const
   SumsTask task;
   task.u = operand(*sums.u, channel);
   task.plane = sums.u->plane;
+  task.mask = (sums.v == nullptr ? *sums.u : *sums.v).mask;
   if (sums.v != nullptr) {
     task.v = operand(*sums.v, channel);
   }
@@ -103,9 +104,9 @@ SumsTask task_of(const Sums& sums, std::int64_t channel, ElementConstants& const
                  sums.constants.scale + channel, sums.constants.shift + channel};
     task.constants = &constants;
     task.activation = activation_constants(sums.pullback->activation);
-    task.mask = mask_operand(*sums.v, sums.pullback->mask);
-    if (task.mask.data != nullptr) {  // kChannelStep keeps this at a whole byte
-      task.mask.data += ActivationMaskLayout(*sums.v).bit(0, channel, 0) / 8;
+    task.activation_mask = activation_mask_operand(*sums.v, sums.pullback->activation_mask);
+    if (task.activation_mask.data != nullptr) {  // kChannelStep keeps this at a whole byte
+      task.activation_mask.data += ActivationMaskLayout(*sums.v).bit(0, channel, 0) / 8;
     }
   }
   return task;
@@ -208,7 +209,7 @@ void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* 
                    std::int64_t* words, const Pullback& pullback, Executor& executor) {
   const Kernels* kernels = active_kernels();
   const Layout layout = u == nullptr ? common_layout(dy, x) : common_layout(dy, x, *u);
-  if (!vectorizable(kernels, x, layout, pullback.mask)) {
+  if (!vectorizable(kernels, x, layout, pullback.activation_mask)) {
     reference::gradient_sums(dy, x, u, words, pullback, executor);
     return;
   }
@@ -221,7 +222,7 @@ void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* 
   if (activated || u != nullptr) {
     sums.out = u;
     sums.pullback = &pullback;
-    if (activated && pullback.mask == nullptr) {
+    if (activated && pullback.activation_mask == nullptr) {
       packed.set_affine(pullback.affine, x.channels);
     }
     sums.constants = packed.view();

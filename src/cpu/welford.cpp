@@ -65,6 +65,9 @@ void channel_record(const SampleView& x, std::int64_t c, std::int64_t* record) {
   for (std::int64_t n = 0; n < x.samples; ++n) {
     PlaneCursor at(x, n, c, 0);
     for (std::int64_t e = 0; e < x.plane; ++e, at.advance()) {
+      if (!x.counts(n, e)) {
+        continue;
+      }
       buffer[static_cast<std::size_t>(filled++)] = real(data[at.offset()]);
       if (filled == kBuffer) {
         drain();
@@ -92,12 +95,15 @@ void rows_records(const SampleView& x, std::int64_t begin, std::int64_t end,
     std::array<R, kBlockChannels> row;
     std::int64_t count = 0;
     for (std::int64_t n = 0; n < x.samples; ++n) {
-      for (std::int64_t e = 0; e < x.plane; ++e, ++count) {
+      for (std::int64_t e = 0; e < x.plane; ++e) {
+        if (!x.counts(n, e)) {
+          continue;
+        }
         const T* from = data + n * x.sample_stride + e * x.element_stride + c;
         for (std::int64_t i = 0; i < channels; ++i) {
           row[static_cast<std::size_t>(i)] = real(from[i]);
         }
-        streams.add(row.data(), channels, count);
+        streams.add(row.data(), channels, count++);
       }
     }
     for (std::int64_t i = 0; i < channels; ++i) {

@@ -57,7 +57,7 @@ inline PullbackArrays pullback_arrays(const ActivationGradient& through, const d
                                       const double* rstd, const SampleView& x) {
   return {through.activation,
           {mean, rstd, channel_array(through.weight, 1.0), channel_array(through.bias, 0.0)},
-          mask_bits(through.mask, x)};
+          mask_bits(through.activation_mask, x)};
 }
 
 inline void check_pullback(const ActivationGradient& through, const TensorView& x) {
@@ -72,14 +72,14 @@ struct Plan {
   Layout layout;
   bool wide;
 
-  Plan(std::initializer_list<const SampleView*> views, const std::uint8_t* mask) {
+  Plan(std::initializer_list<const SampleView*> views, const std::uint8_t* activation_mask) {
     const SampleView& x = **views.begin();
     layout = common_layout(x, x);
     const Layout of_mask = layout;
     for (const SampleView* view : views) {
       layout = common_layout(x, *view) == layout ? layout : Layout::kStrided;
     }
-    if (mask != nullptr && layout != of_mask) {
+    if (activation_mask != nullptr && layout != of_mask) {
       layout = Layout::kStrided;
     }
     const auto vector = static_cast<std::int64_t>(16 / size_of(x.dtype));

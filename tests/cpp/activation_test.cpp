@@ -47,14 +47,15 @@ TEST(Activation, ByHandExact) {
       options.eps = 0;
       options.activation = one.activation;
       Tensor y(dtype, {4, 1});
-      const BatchStatistics s = batch_norm_forward(x.view(), weight.view(), {}, residual.view(),
+      const BatchStatistics s = batch_norm_forward(x.view(), {}, weight.view(), {}, residual.view(),
                                                    y.view(), {}, options, *self, serial_executor());
       EXPECT_TRUE(same_bits(y.values(), one.y));
       Tensor dx(dtype, {4, 1});
       Tensor dbias(DType::kFloat64, {1});
       Tensor dresidual(dtype, {4, 1});
-      batch_norm_backward(dy.view(), x.view(), weight.view(), {}, s, dx.view(), {}, dbias.view(),
-                          dresidual.view(), AffineGradients::kGlobal, *self, serial_executor());
+      batch_norm_backward(dy.view(), x.view(), {}, weight.view(), {}, s, dx.view(), {},
+                          dbias.view(), dresidual.view(), AffineGradients::kGlobal, *self,
+                          serial_executor());
       EXPECT_TRUE(same_bits(dresidual.values(), one.dresidual));
       double sum = 0;
       for (const double u : one.dresidual) {
@@ -112,10 +113,10 @@ Outcome run(const Data& data, const std::vector<std::int64_t>& bounds, Memory me
     Tensor dbias(DType::kFloat64, {channels});
     BatchNormOptions options;
     options.activation = activation;
-    const BatchStatistics s =
-        batch_norm_forward(x.view(), weight.view(), bias.view(), residual ? z.view() : TensorView(),
-                           y.view(), {}, options, group.rank(rank), serial_executor());
-    batch_norm_backward(dy.view(), x.view(), weight.view(), bias.view(), s, dx.view(),
+    const BatchStatistics s = batch_norm_forward(x.view(), {}, weight.view(), bias.view(),
+                                                 residual ? z.view() : TensorView(), y.view(), {},
+                                                 options, group.rank(rank), serial_executor());
+    batch_norm_backward(dy.view(), x.view(), {}, weight.view(), bias.view(), s, dx.view(),
                         dweight.view(), dbias.view(),
                         residual ? dresidual.view() : MutableTensorView(), AffineGradients::kGlobal,
                         group.rank(rank), serial_executor());
@@ -177,14 +178,14 @@ TEST(Activation, EvaluationByHandExact) {
       options.eps = 0;
       options.activation.kind = ActivationKind::kRelu;
       Tensor y(dtype, {1, 2, 2});
-      batch_norm_evaluate(x.view(), weight.view(), {}, z, zeros.view(), ones.view(), y.view(),
+      batch_norm_evaluate(x.view(), {}, weight.view(), {}, z, zeros.view(), ones.view(), y.view(),
                           options, serial_executor());
       EXPECT_EQ(y.values(), with_residual ? (std::vector<double>{2, 0, 0, 2})
                                           : (std::vector<double>{0, 2, 0, 2}));
       Tensor dx(dtype, {1, 2, 2});
       Tensor dresidual(dtype, {1, 2, 2});
       Tensor dweight(DType::kFloat32, {2});
-      batch_norm_evaluate_backward(dy.view(), x.view(), weight.view(), {}, z, zeros.view(),
+      batch_norm_evaluate_backward(dy.view(), x.view(), {}, weight.view(), {}, z, zeros.view(),
                                    ones.view(), dx.view(), dweight.view(), {},
                                    with_residual ? dresidual.view() : MutableTensorView(), options,
                                    serial_executor());
@@ -230,8 +231,8 @@ TEST(Activation, RecoveredInputWithinBound) {
       options.activation = {ActivationKind::kLeakyRelu, 0.01};
       Tensor y = x;
       const BatchStatistics s =
-          batch_norm_forward(std::as_const(y).view(), weight.view(), bias.view(), {}, y.view(), {},
-                             options, *self, serial_executor());
+          batch_norm_forward(std::as_const(y).view(), {}, weight.view(), bias.view(), {}, y.view(),
+                             {}, options, *self, serial_executor());
       const std::vector<double> written = y.values();
       std::vector<std::uint8_t> mask(
           static_cast<std::size_t>(activation_mask_bytes(std::as_const(y).view())));
@@ -251,7 +252,7 @@ TEST(Activation, RecoveredInputWithinBound) {
       dy.fill(std::vector<double>(values.size(), 1.0));
       Tensor u = dy;
       std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(dtype, 19)));
-      local_gradients(std::as_const(dy).view(), std::as_const(y).view(), s.mean.data(),
+      local_gradients(std::as_const(dy).view(), std::as_const(y).view(), {}, s.mean.data(),
                       s.rstd.data(), {{ActivationKind::kLeakyRelu, 0.5}, {}, {}, mask.data()},
                       u.view(), message.data(), 0, serial_executor());
       const std::vector<double> sent = u.values();
@@ -269,7 +270,7 @@ TEST(Activation, RefusedArguments) {
   Tensor y(DType::kFloat32, {2, 2}, std::vector<double>{9, 9, 9, 9});
   const auto forward = [&](const TensorView& residual, const BatchNormOptions& options) {
     return thrown_text<InvalidArgument>([&] {
-      batch_norm_forward(x.view(), {}, {}, residual, y.view(), {}, options, *self,
+      batch_norm_forward(x.view(), {}, {}, {}, residual, y.view(), {}, options, *self,
                          serial_executor());
     });
   };
@@ -284,10 +285,10 @@ TEST(Activation, RefusedArguments) {
   EXPECT_EQ(y.values(), std::vector<double>(4, 9));
 
   BatchStatistics statistics{{1, 2}, {1, 1}, {1, 1}, 2, 5};
-  statistics.mask.resize(3);
+  statistics.activation_mask.resize(3);
   EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
-                         batch_norm_backward(x.view(), x.view(), {}, {}, statistics, y.view(), {},
-                                             {}, {}, AffineGradients::kShare, *self,
+                         batch_norm_backward(x.view(), x.view(), {}, {}, {}, statistics, y.view(),
+                                             {}, {}, {}, AffineGradients::kShare, *self,
                                              serial_executor());
                        }),
                        "statistics: got an activation mask of 3 bytes"));

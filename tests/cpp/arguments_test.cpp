@@ -52,22 +52,22 @@ struct Call {
 
   void forward() {
     const auto self = self_communicator();
-    batch_norm_forward(x_view, weight_view, bias_view, {}, y_view, running, options, *self,
+    batch_norm_forward(x_view, {}, weight_view, bias_view, {}, y_view, running, options, *self,
                        serial_executor());
   }
   void backward() {
     const auto self = self_communicator();
-    batch_norm_backward(dy_view, x_view, weight_view, {}, statistics, dx_view, dweight_view,
+    batch_norm_backward(dy_view, x_view, {}, weight_view, {}, statistics, dx_view, dweight_view,
                         dbias_view, {}, AffineGradients::kGlobal, *self, serial_executor());
   }
   void evaluate() {
-    batch_norm_evaluate(x_view, weight_view, bias_view, {}, running.mean, running.var, y_view,
+    batch_norm_evaluate(x_view, {}, weight_view, bias_view, {}, running.mean, running.var, y_view,
                         {.eps = options.eps}, serial_executor());
   }
   void evaluate_backward() {
-    batch_norm_evaluate_backward(dy_view, x_view, weight_view, {}, {}, running.mean, running.var,
-                                 dx_view, dweight_view, dbias_view, {}, {.eps = options.eps},
-                                 serial_executor());
+    batch_norm_evaluate_backward(dy_view, x_view, {}, weight_view, {}, {}, running.mean,
+                                 running.var, dx_view, dweight_view, dbias_view, {},
+                                 {.eps = options.eps}, serial_executor());
   }
   std::vector<std::vector<std::byte>> memory() const {
     return {y.storage(),

@@ -27,7 +27,7 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 BatchStatistics forward(const Tensor& x, Tensor& y, const RunningStatistics& running = {},
                         const BatchNormOptions& options = {}) {
   const auto self = self_communicator();
-  return batch_norm_forward(x.view(), {}, {}, {}, y.view(), running, options, *self,
+  return batch_norm_forward(x.view(), {}, {}, {}, {}, y.view(), running, options, *self,
                             serial_executor());
 }
 
@@ -42,8 +42,8 @@ TEST(BatchNorm, ForwardAndBackwardByHandExact) {
     Tensor y(dtype, {2, 2, 2});
     BatchNormOptions options;
     options.eps = 4;
-    const BatchStatistics s = batch_norm_forward(x.view(), weight.view(), bias.view(), {}, y.view(),
-                                                 {}, options, *self, serial_executor());
+    const BatchStatistics s = batch_norm_forward(x.view(), {}, weight.view(), bias.view(), {},
+                                                 y.view(), {}, options, *self, serial_executor());
     EXPECT_EQ(s.count, 4);
     EXPECT_EQ(s.mean, (std::vector<double>{4, 0}));
     EXPECT_EQ(s.var, (std::vector<double>{5, 4}));
@@ -55,7 +55,7 @@ TEST(BatchNorm, ForwardAndBackwardByHandExact) {
     Tensor dx(dtype, {2, 2, 2});
     Tensor dweight(DType::kFloat64, {2});
     Tensor dbias(DType::kFloat32, {2});
-    batch_norm_backward(dy.view(), x.view(), weight.view(), {}, s, dx.view(), dweight.view(),
+    batch_norm_backward(dy.view(), x.view(), {}, weight.view(), {}, s, dx.view(), dweight.view(),
                         dbias.view(), {}, AffineGradients::kGlobal, *self, serial_executor());
     // A: 0 and 4; B: 1 - 7 = -6 and -4 + 2 - 1 + 1 = -2.
     const std::vector<double> a_sum = {0, 4};
@@ -98,14 +98,14 @@ TEST(BatchNorm, AbsentParametersAreOneAndZeroExact) {
     Tensor without(dtype, {6, 3, 5});
     Tensor with(dtype, {6, 3, 5});
     const BatchStatistics s = forward(x, without);
-    batch_norm_forward(x.view(), ones.view(), zeros.view(), {}, with.view(), {}, {}, *self,
+    batch_norm_forward(x.view(), {}, ones.view(), zeros.view(), {}, with.view(), {}, {}, *self,
                        serial_executor());
     EXPECT_TRUE(same_bits(without.values(), with.values()));
     Tensor dx(dtype, {6, 3, 5});
     Tensor dx_with(dtype, {6, 3, 5});
-    batch_norm_backward(x.view(), x.view(), {}, {}, s, dx.view(), {}, {}, {},
+    batch_norm_backward(x.view(), x.view(), {}, {}, {}, s, dx.view(), {}, {}, {},
                         AffineGradients::kShare, *self, serial_executor());
-    batch_norm_backward(x.view(), x.view(), ones.view(), {}, s, dx_with.view(), {}, {}, {},
+    batch_norm_backward(x.view(), x.view(), {}, ones.view(), {}, s, dx_with.view(), {}, {}, {},
                         AffineGradients::kGlobal, *self, serial_executor());
     EXPECT_TRUE(same_bits(dx.values(), dx_with.values()));
   }
@@ -120,13 +120,13 @@ TEST(BatchNorm, OutputsMayBeTheInputsExact) {
     Tensor y(dtype, {6, 3, 5});
     Tensor dx(dtype, {6, 3, 5});
     const BatchStatistics s = forward(x, y);
-    batch_norm_backward(dy.view(), x.view(), {}, {}, s, dx.view(), {}, {}, {},
+    batch_norm_backward(dy.view(), x.view(), {}, {}, {}, s, dx.view(), {}, {}, {},
                         AffineGradients::kShare, *self, serial_executor());
     Tensor x_and_y = x;
     Tensor dy_and_dx = dy;
-    batch_norm_forward(x_and_y.view(), {}, {}, {}, x_and_y.view(), {}, {}, *self,
+    batch_norm_forward(x_and_y.view(), {}, {}, {}, {}, x_and_y.view(), {}, {}, *self,
                        serial_executor());
-    batch_norm_backward(dy_and_dx.view(), x.view(), {}, {}, s, dy_and_dx.view(), {}, {}, {},
+    batch_norm_backward(dy_and_dx.view(), x.view(), {}, {}, {}, s, dy_and_dx.view(), {}, {}, {},
                         AffineGradients::kShare, *self, serial_executor());
     EXPECT_TRUE(same_bits(x_and_y.values(), y.values()));
     EXPECT_TRUE(same_bits(dy_and_dx.values(), dx.values()));
@@ -262,9 +262,9 @@ TEST(BatchNorm, AllRanksEmptyChangesNothingExact) {
         std::int64_t tracked = 5;
         BatchNormOptions options;
         options.momentum.reset();
-        const BatchStatistics s =
-            batch_norm_forward(x.view(), {}, {}, {}, y.view(), {mean.view(), var.view(), &tracked},
-                               options, group.rank(rank), serial_executor());
+        const BatchStatistics s = batch_norm_forward(x.view(), {}, {}, {}, {}, y.view(),
+                                                     {mean.view(), var.view(), &tracked}, options,
+                                                     group.rank(rank), serial_executor());
         EXPECT_EQ(s.count, 0);
         for (const auto& values : {s.mean, s.var, s.rstd}) {
           EXPECT_TRUE(same_bits(values, {0, 0, 0}));
@@ -273,8 +273,9 @@ TEST(BatchNorm, AllRanksEmptyChangesNothingExact) {
         EXPECT_TRUE(same_bits(var.values(), before));
         EXPECT_EQ(tracked, 5);
         const bool global = rank == 0;
-        batch_norm_backward(x.view(), x.view(), {}, {}, s, y.view(), dweight.view(), dbias.view(),
-                            {}, global ? AffineGradients::kGlobal : AffineGradients::kShare,
+        batch_norm_backward(x.view(), x.view(), {}, {}, {}, s, y.view(), dweight.view(),
+                            dbias.view(), {},
+                            global ? AffineGradients::kGlobal : AffineGradients::kShare,
                             group.rank(rank), serial_executor());
         EXPECT_TRUE(same_bits(dweight.values(), {0, 0, 0}));
         EXPECT_TRUE(same_bits(dbias.values(), {0, 0, 0}));
@@ -295,7 +296,7 @@ TEST(BatchNorm, AnEmptyRankMayHaveAnotherDtypeOfTheSameFormat) {
     const Tensor x(dtype, {rank == 0 ? 2 : 0, 1}, std::vector<double>{1, 3});
     Tensor y = x;
     statistics[static_cast<std::size_t>(rank)] = batch_norm_forward(
-        x.view(), {}, {}, {}, y.view(), {}, {}, group.rank(rank), serial_executor());
+        x.view(), {}, {}, {}, {}, y.view(), {}, {}, group.rank(rank), serial_executor());
   });
   for (std::size_t r = 0; r < 2; ++r) {
     EXPECT_EQ(errors[r], nullptr);

@@ -63,10 +63,10 @@ struct Step {
     }
     try {
       if (backward) {
-        batch_norm_backward(x_view, x_view, {}, {}, statistics, y_view, channels[2], channels[3],
-                            {}, which, communicator, *executor);
+        batch_norm_backward(x_view, x_view, {}, {}, {}, statistics, y_view, channels[2],
+                            channels[3], {}, which, communicator, *executor);
       } else {
-        batch_norm_forward(x_view, {}, {}, {}, y_view, {channels[0], channels[1], &tracked},
+        batch_norm_forward(x_view, {}, {}, {}, {}, y_view, {channels[0], channels[1], &tracked},
                            options, communicator, *executor);
       }
     } catch (...) {  // "Nothing is changed then."
@@ -239,7 +239,7 @@ TEST(Refusal, MoreElementsThanTheLimitOverAllRanksIsAnErrorOnEveryRank) {
   const auto errors = run_ranks(2, [&](int r) {
     const TensorView x(nullptr, DType::kFloat32, {(std::int64_t{1} << 35) + r, 0}, {0, 0});
     const MutableTensorView y(nullptr, DType::kFloat32, x.sizes, x.strides);
-    batch_norm_forward(x, {}, {}, {}, y, {}, {}, group.rank(r), serial_executor());
+    batch_norm_forward(x, {}, {}, {}, {}, y, {}, {}, group.rank(r), serial_executor());
   });
   for (const auto& error : errors) {
     EXPECT_TRUE(contains(text_of<InvalidArgument>(error), "2^36"));

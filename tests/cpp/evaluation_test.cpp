@@ -89,11 +89,11 @@ TEST(Evaluation, ForwardExact) {
           Tensor x(dtype, kSizes, memory);
           x.fill(d.x.values());
           Tensor y(dtype, kSizes, memory);
-          batch_norm_evaluate(std::as_const(x).view(), d.weight.view(), d.bias.view(), {},
+          batch_norm_evaluate(std::as_const(x).view(), {}, d.weight.view(), d.bias.view(), {},
                               d.mean.view(), d.var.view(), y.view(), {.eps = d.eps},
                               serial_executor());
           EXPECT_TRUE(same_bits(y.values(), expected));
-          batch_norm_evaluate(std::as_const(x).view(), {}, {}, {}, d.mean.view(), d.var.view(),
+          batch_norm_evaluate(std::as_const(x).view(), {}, {}, {}, {}, d.mean.view(), d.var.view(),
                               x.view(), {.eps = d.eps}, serial_executor());
           EXPECT_TRUE(same_bits(x.values(), without_parameters));
           EXPECT_TRUE(x.gaps_untouched() && y.gaps_untouched());
@@ -110,12 +110,12 @@ TEST(Evaluation, WithoutRunningStatisticsThoseOfTheBatchExact) {
     const Data d(random, dtype, DType::kFloat32, DType::kFloat32);
     Tensor evaluated(dtype, kSizes);
     Tensor trained(dtype, kSizes);
-    batch_norm_evaluate(d.x.view(), d.weight.view(), d.bias.view(), {}, {}, {}, evaluated.view(),
-                        {.eps = d.eps}, serial_executor());
+    batch_norm_evaluate(d.x.view(), {}, d.weight.view(), d.bias.view(), {}, {}, {},
+                        evaluated.view(), {.eps = d.eps}, serial_executor());
     BatchNormOptions options;
     options.eps = d.eps;
-    batch_norm_forward(d.x.view(), d.weight.view(), d.bias.view(), {}, trained.view(), {}, options,
-                       *self, serial_executor());
+    batch_norm_forward(d.x.view(), {}, d.weight.view(), d.bias.view(), {}, trained.view(), {},
+                       options, *self, serial_executor());
     EXPECT_TRUE(same_bits(evaluated.values(), trained.values()));
   }
 }
@@ -139,7 +139,7 @@ TEST(Evaluation, InputGradientExact) {
         const LevelScope scope(level);
         for (const Memory memory : kMemories) {
           Tensor dx(dtype, kSizes, memory);
-          batch_norm_evaluate_backward(d.dy.view(), d.x.view(),
+          batch_norm_evaluate_backward(d.dy.view(), d.x.view(), {},
                                        with_weight ? d.weight.view() : TensorView(), {}, {},
                                        d.mean.view(), d.var.view(), dx.view(), {}, {}, {},
                                        {.eps = d.eps}, serial_executor());
@@ -170,9 +170,9 @@ TEST(Evaluation, ParameterGradientsExact) {
       Tensor dx(dtype, kSizes);
       Tensor dweight(DType::kFloat64, {kChannels});
       Tensor dbias(DType::kFloat32, {kChannels});
-      batch_norm_evaluate_backward(d.dy.view(), d.x.view(), d.weight.view(), {}, {}, d.mean.view(),
-                                   d.var.view(), dx.view(), dweight.view(), dbias.view(), {},
-                                   {.eps = d.eps}, serial_executor());
+      batch_norm_evaluate_backward(d.dy.view(), d.x.view(), {}, d.weight.view(), {}, {},
+                                   d.mean.view(), d.var.view(), dx.view(), dweight.view(),
+                                   dbias.view(), {}, {.eps = d.eps}, serial_executor());
       for (std::int64_t c = 0; c < kChannels; ++c) {
         const auto k = static_cast<std::size_t>(c);
         EXPECT_EQ(dweight.get(c), d.rstd(c) * std::fma(-d.mean.get(c), a[k], b[k]));
@@ -188,11 +188,13 @@ TEST(Evaluation, EmptyAndNotFinite) {
   const Tensor none(DType::kFloat32, {0, kChannels, 4});
   Tensor y = none;
   Tensor dweight(DType::kFloat32, {kChannels}, std::vector<double>(kChannels, 7.0));
-  batch_norm_evaluate(none.view(), {}, {}, {}, d.mean.view(), d.var.view(), y.view(), {.eps = 1e-5},
+  batch_norm_evaluate(none.view(), {}, {}, {}, {}, d.mean.view(), d.var.view(), y.view(),
+                      {.eps = 1e-5}, serial_executor());
+  batch_norm_evaluate(none.view(), {}, {}, {}, {}, {}, {}, y.view(), {.eps = 1e-5},
                       serial_executor());
-  batch_norm_evaluate(none.view(), {}, {}, {}, {}, {}, y.view(), {.eps = 1e-5}, serial_executor());
-  batch_norm_evaluate_backward(none.view(), none.view(), {}, {}, {}, d.mean.view(), d.var.view(),
-                               y.view(), dweight.view(), {}, {}, {.eps = 1e-5}, serial_executor());
+  batch_norm_evaluate_backward(none.view(), none.view(), {}, {}, {}, {}, d.mean.view(),
+                               d.var.view(), y.view(), dweight.view(), {}, {}, {.eps = 1e-5},
+                               serial_executor());
   EXPECT_EQ(dweight.values(), std::vector<double>(kChannels, 0.0));
 
   // An infinite element is normalized like any other; it does not touch its neighbours.
@@ -201,7 +203,7 @@ TEST(Evaluation, EmptyAndNotFinite) {
   const Tensor zero(DType::kFloat64, {1}, std::vector<double>{0});
   const Tensor one(DType::kFloat64, {1}, std::vector<double>{1});
   Tensor out = x;
-  batch_norm_evaluate(x.view(), {}, {}, {}, zero.view(), one.view(), out.view(), {.eps = 0},
+  batch_norm_evaluate(x.view(), {}, {}, {}, {}, zero.view(), one.view(), out.view(), {.eps = 0},
                       serial_executor());
   EXPECT_TRUE(same_bits(out.values(), {inf, 1, -inf}));
 }

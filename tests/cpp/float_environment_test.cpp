@@ -102,15 +102,15 @@ std::vector<std::vector<double>> run(const Data& data, Executor& executor, doubl
   options.eps = eps;
   options.momentum.reset();
   const BatchStatistics s = batch_norm_forward(
-      data.x.view(), data.weight.view(), data.bias.view(), {}, y.view(),
+      data.x.view(), {}, data.weight.view(), data.bias.view(), {}, y.view(),
       {running_mean.view(), running_var.view(), &tracked}, options, *self, executor);
-  batch_norm_backward(data.dy.view(), data.x.view(), data.weight.view(), {}, s, dx.view(),
+  batch_norm_backward(data.dy.view(), data.x.view(), {}, data.weight.view(), {}, s, dx.view(),
                       parameters[0].view(), parameters[1].view(), {}, AffineGradients::kGlobal,
                       *self, executor);
-  batch_norm_evaluate(data.x.view(), data.weight.view(), data.bias.view(), {},
+  batch_norm_evaluate(data.x.view(), {}, data.weight.view(), data.bias.view(), {},
                       data.running_mean.view(), data.running_var.view(), y_evaluated.view(),
                       {.eps = eps}, executor);
-  batch_norm_evaluate_backward(data.dy.view(), data.x.view(), data.weight.view(), {}, {},
+  batch_norm_evaluate_backward(data.dy.view(), data.x.view(), {}, data.weight.view(), {}, {},
                                data.running_mean.view(), data.running_var.view(),
                                dx_evaluated.view(), parameters[2].view(), parameters[3].view(), {},
                                {.eps = eps}, executor);
@@ -188,7 +188,7 @@ TEST(FloatEnvironment, IsRestoredAfterAnException) {
   BatchNormOptions options;
   options.eps = -1;
   EXPECT_THROW(
-      batch_norm_forward(x.view(), {}, {}, {}, y.view(), {}, options, *self, serial_executor()),
+      batch_norm_forward(x.view(), {}, {}, {}, {}, y.view(), {}, options, *self, serial_executor()),
       InvalidArgument);
   EXPECT_EQ(_mm_getcsr() & kControl, (kDefault | kFlush) & kControl);
 }

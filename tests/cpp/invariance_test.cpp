@@ -149,10 +149,10 @@ Outcome run(const Data& data, const Split& split, const std::vector<Placement>& 
     BatchNormOptions options;
     options.layer = 3;
     const BatchStatistics statistics =
-        batch_norm_forward(x.view(), weight.view(), bias.view(), {}, y.view(),
+        batch_norm_forward(x.view(), {}, weight.view(), bias.view(), {}, y.view(),
                            {running_mean.view(), running_var.view(), &mine.tracked}, options,
                            group.rank(rank), *placement.executor);
-    batch_norm_backward(dy.view(), x.view(), weight.view(), {}, statistics, dx.view(),
+    batch_norm_backward(dy.view(), x.view(), {}, weight.view(), {}, statistics, dx.view(),
                         dweight.view(), dbias.view(), {}, which, group.rank(rank),
                         *placement.executor);
     put_back(data, y, split[r], out.y);
@@ -313,12 +313,13 @@ TEST(Shares, AddUpToTheGlobalGradients) {
         const Tensor dy = part_of(data, data.dy, split[r], Memory::kRows);
         Tensor out = x;
         const BatchStatistics statistics = batch_norm_forward(
-            x.view(), {}, {}, {}, out.view(), {}, {}, group.rank(rank), serial_executor());
+            x.view(), {}, {}, {}, {}, out.view(), {}, {}, group.rank(rank), serial_executor());
         Tensor dweight(DType::kFloat64, {5});
         Tensor dbias(DType::kFloat64, {5});
         for (const auto which : {AffineGradients::kShare, AffineGradients::kGlobal}) {
-          batch_norm_backward(dy.view(), x.view(), {}, {}, statistics, out.view(), dweight.view(),
-                              dbias.view(), {}, which, group.rank(rank), serial_executor());
+          batch_norm_backward(dy.view(), x.view(), {}, {}, {}, statistics, out.view(),
+                              dweight.view(), dbias.view(), {}, which, group.rank(rank),
+                              serial_executor());
           const std::size_t at = 4 * r + (which == AffineGradients::kShare ? 0 : 2);
           weights[at] = dweight.values();
           weights[at + 1] = dbias.values();

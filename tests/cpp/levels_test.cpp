@@ -35,9 +35,19 @@ struct Case {
   std::vector<double> weight;
   std::vector<double> bias;
   Activation activation;
-  std::vector<double> residual;  ///< or none
-  bool keep = false;             ///< the residual's gradient is wanted
+  std::vector<double> residual;    ///< or none
+  bool keep = false;               ///< the residual's gradient is wanted
+  std::vector<std::uint8_t> mask;  ///< or none
 };
+
+MaskView mask_of(const Case& c) {
+  if (c.mask.empty()) {
+    return {};
+  }
+  std::vector<std::int64_t> sizes = c.sizes;
+  sizes.erase(sizes.begin() + 1);
+  return {c.mask.data(), sizes};
+}
 
 struct Bits {
   std::vector<std::int64_t> moments;
@@ -55,6 +65,20 @@ struct Layouts {
   std::int64_t offset = 0;  ///< of the first element, so that vectors are not aligned
   bool in_place = false;
 };
+
+/// Single elements, the ends of planes, or whole samples do not count.
+void set_mask(Random& random, Case& c) {
+  const std::int64_t samples = c.sizes[0];
+  const auto plane = static_cast<std::int64_t>(c.x.size()) / (samples * c.sizes[1]);
+  const std::int64_t kind = random.between(0, 2);
+  for (std::int64_t n = 0; n < samples; ++n) {
+    const std::int64_t length = kind == 1 ? random.between(0, plane) : plane * random.between(0, 1);
+    for (std::int64_t e = 0; e < plane; ++e) {
+      const bool counts = kind == 0 ? random.one_in(2) : e < length;
+      c.mask.push_back(counts ? static_cast<std::uint8_t>(random.between(1, 255)) : 0);
+    }
+  }
+}
 
 Case random_case(Random& random, DType dtype, std::vector<std::int64_t> sizes) {
   Case c;
@@ -97,6 +121,9 @@ Case random_case(Random& random, DType dtype, std::vector<std::int64_t> sizes) {
     }
     c.keep = random.one_in(2);
   }
+  if (random.one_in(3)) {
+    set_mask(random, c);
+  }
   return c;
 }
 
@@ -110,19 +137,20 @@ Bits run(const Case& c, const Layouts& layouts, Executor& executor) {
   const Tensor bias(DType::kFloat64, {channels}, c.bias);
   Tensor z;
   TensorView residual;
-  std::vector<std::uint8_t> mask;
+  std::vector<std::uint8_t> activation_mask;
+  const MaskView mask = mask_of(c);
   if (!c.residual.empty()) {
     z = Tensor(c.dtype, c.sizes, layouts.dy, layouts.offset);
     z.fill(c.residual);
     residual = std::as_const(z).view();
     if (c.activation.kind != ActivationKind::kNone) {
-      mask.resize(static_cast<std::size_t>(activation_mask_bytes(x.view())));
+      activation_mask.resize(static_cast<std::size_t>(activation_mask_bytes(x.view())));
     }
   }
   Bits bits;
   bits.moments.assign(static_cast<std::size_t>(message_words(c.dtype, channels)), -1);
   bits.gradients = bits.moments;
-  local_moments(std::as_const(x).view(), bits.moments.data(), 1, executor);
+  local_moments(std::as_const(x).view(), mask, bits.moments.data(), 1, executor);
   Tensor y(c.dtype, c.sizes, layouts.out, layouts.offset + 1);
   Tensor dx(c.dtype, c.sizes, layouts.out, layouts.offset + 1);
   Tensor u(c.dtype, c.sizes, layouts.out, layouts.offset + 1);
@@ -131,18 +159,18 @@ Bits run(const Case& c, const Layouts& layouts, Executor& executor) {
   Tensor& dx_out = layouts.in_place ? dy : dx;
   Tensor& u_out = layouts.in_place ? dy : u;
   const TensorView x_view = std::as_const(x).view();
-  normalize(layouts.in_place ? std::as_const(x_copy).view() : x_view, c.mean.data(), c.rstd.data(),
-            weight.view(), bias.view(), residual, y_out.view(),
-            mask.empty() ? nullptr : mask.data(), c.activation, executor);
+  normalize(layouts.in_place ? std::as_const(x_copy).view() : x_view, mask, c.mean.data(),
+            c.rstd.data(), weight.view(), bias.view(), residual, y_out.view(),
+            activation_mask.empty() ? nullptr : activation_mask.data(), c.activation, executor);
   ActivationGradient through{c.activation, weight.view(), bias.view(),
-                             mask.empty() ? nullptr : mask.data()};
-  local_gradients(std::as_const(dy).view(), x_view, c.mean.data(), c.rstd.data(), through,
+                             activation_mask.empty() ? nullptr : activation_mask.data()};
+  local_gradients(std::as_const(dy).view(), x_view, mask, c.mean.data(), c.rstd.data(), through,
                   c.keep ? u_out.view() : MutableTensorView(), bits.gradients.data(), 1, executor);
   if (c.keep) {
     bits.u = u_out.values();
     through = {};
   }
-  input_gradient(c.keep ? std::as_const(u_out).view() : std::as_const(dy).view(), x_view,
+  input_gradient(c.keep ? std::as_const(u_out).view() : std::as_const(dy).view(), x_view, mask,
                  c.mean.data(), c.rstd.data(), c.coefficients.data(), through, dx_out.view(),
                  executor);
   EXPECT_TRUE(y_out.gaps_untouched());
@@ -175,7 +203,8 @@ std::string describe(const Case& c, const Layouts& layouts, const std::string& l
          std::to_string(static_cast<int>(layouts.dy)) + " " +
          std::to_string(static_cast<int>(layouts.out)) + (layouts.in_place ? ", in place" : "") +
          ", activation " + std::to_string(static_cast<int>(c.activation.kind)) +
-         (c.residual.empty() ? "" : ", residual") + (c.keep ? ", u" : "");
+         (c.residual.empty() ? "" : ", residual") + (c.keep ? ", u" : "") +
+         (c.mask.empty() ? "" : ", mask");
 }
 
 /// Planes of 1 to 3000 elements in 0 to 3 spatial axes, 1 to 70 channels, at most 12,000 elements.
@@ -243,6 +272,7 @@ TEST(Levels, LargeTensorsExact) {
     Memory memory;
     std::int64_t offset;  ///< outputs lie one element further: 15 aligns them
     bool fused = false;
+    bool masked = false;
   } cases[] = {{DType::kFloat32, {3, 16, 150, 150}, Memory::kPlanes, 15},
                {DType::kFloat32, {3, 16, 150, 150}, Memory::kRows, 15},
                {DType::kFloat32, {1, 600, 2000}, Memory::kRows, 0},
@@ -253,7 +283,9 @@ TEST(Levels, LargeTensorsExact) {
                {DType::kBFloat16, {5000, 500}, Memory::kRows, 3},
                {DType::kFloat32, {3, 16, 150, 150}, Memory::kPlanes, 15, true},
                {DType::kFloat32, {3, 16, 150, 150}, Memory::kPlanes, 3, true},
-               {DType::kFloat16, {40, 64, 30, 30}, Memory::kRows, 31, true}};
+               {DType::kFloat16, {40, 64, 30, 30}, Memory::kRows, 31, true},
+               {DType::kFloat32, {3, 16, 150, 150}, Memory::kPlanes, 15, false, true},
+               {DType::kFloat16, {40, 64, 30, 30}, Memory::kRows, 31, true, true}};
   for (const auto& one : cases) {
     Case c;
     c.dtype = one.dtype;
@@ -277,6 +309,9 @@ TEST(Levels, LargeTensorsExact) {
       c.activation = {ActivationKind::kLeakyRelu, 0.01};
       c.residual = c.dy;
       c.keep = true;
+    }
+    if (one.masked) {
+      set_mask(random, c);
     }
     const Bits expected = reference_of(c);
     for (const std::string& level : available_levels()) {
@@ -302,7 +337,7 @@ void expect_exact_moments(DType dtype, double v, std::int64_t samples, bool alte
   }
   const Tensor x(dtype, {samples, 1}, values);
   std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(dtype, 1)));
-  local_moments(x.view(), message.data(), 1, executor);
+  local_moments(x.view(), {}, message.data(), 1, executor);
   const MessageInfo info = read_header(message.data(), 1);
   double mean = -1;
   double var = -1;
@@ -347,7 +382,7 @@ TEST(Levels, StrideZeroExact) {
   for (const std::string& level : available_levels()) {
     const LevelScope scope(level);
     std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(DType::kFloat32, 3)));
-    local_moments(view, message.data(), 1, pool);
+    local_moments(view, {}, message.data(), 1, pool);
     std::vector<double> mean(3);
     std::vector<double> var(3);
     std::vector<double> rstd(3);

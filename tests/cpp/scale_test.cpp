@@ -97,9 +97,9 @@ Step train(const Batch& batch, const Split& split) {
     Tensor dweight(DType::kFloat64, {kChannels});
     Tensor dbias(DType::kFloat64, {kChannels});
     const BatchStatistics statistics = batch_norm_forward(
-        x.view(), weight.view(), bias.view(), {}, y.view(),
+        x.view(), {}, weight.view(), bias.view(), {}, y.view(),
         {running_mean.view(), running_var.view()}, {}, group.rank(r), serial_executor());
-    batch_norm_backward(dy.view(), x.view(), weight.view(), {}, statistics, dx.view(),
+    batch_norm_backward(dy.view(), x.view(), {}, weight.view(), {}, statistics, dx.view(),
                         dweight.view(), dbias.view(), {}, AffineGradients::kGlobal, group.rank(r),
                         serial_executor());
     scatter(y, samples, step.y);

@@ -128,13 +128,13 @@ void expect_words(DType dtype, const std::vector<double>& dy, const std::vector<
     dy_tensor.fill(dy);
     SCOPED_TRACE(level + ", " + name(dtype) + ", planes of " + std::to_string(sizes[2]));
     std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(dtype, sizes[1])));
-    local_moments(x_tensor.view(), message.data(), 9, serial_executor());
+    local_moments(x_tensor.view(), {}, message.data(), 9, serial_executor());
     EXPECT_EQ(message[0], sizes[0] * sizes[2]);
     EXPECT_EQ(message[1], 9);
     EXPECT_EQ(message[2], 81);
     EXPECT_TRUE(std::equal(moments.begin(), moments.end(), message.begin() + 4)) << "moments";
-    local_gradients(dy_tensor.view(), x_tensor.view(), nullptr, nullptr, {}, {}, message.data(), 9,
-                    serial_executor());
+    local_gradients(dy_tensor.view(), x_tensor.view(), {}, nullptr, nullptr, {}, {}, message.data(),
+                    9, serial_executor());
     EXPECT_TRUE(std::equal(gradients.begin(), gradients.end(), message.begin() + 4)) << "gradients";
   }
 }

@@ -77,8 +77,8 @@ std::vector<BatchStatistics> run(DType dtype, const std::vector<std::int64_t>& s
     Tensor result = x;
     BatchNormOptions options;
     options.statistics = Statistics::kWelford;
-    out[r] = batch_norm_forward(x.view(), {}, {}, {}, result.view(), {}, options, group.rank(rank),
-                                executor);
+    out[r] = batch_norm_forward(x.view(), {}, {}, {}, {}, result.view(), {}, options,
+                                group.rank(rank), executor);
     if (y != nullptr) {
       const std::vector<double> part = result.values();
       std::copy(part.begin(), part.end(), y->begin() + bounds[r] * per_sample);
@@ -125,8 +125,8 @@ TEST(Welford, UnevenRanksWithinBound) {
         Tensor x(dtype, sizes, Memory::kPlanes);
         x.fill(values);
         Tensor expected = x;
-        normalize(x.view(), ranks[0].mean.data(), ranks[0].rstd.data(), {}, {}, {}, expected.view(),
-                  nullptr, {}, pool);
+        normalize(x.view(), {}, ranks[0].mean.data(), ranks[0].rstd.data(), {}, {}, {},
+                  expected.view(), nullptr, {}, pool);
         EXPECT_TRUE(same_bits(y, expected.values()));
       }
     }

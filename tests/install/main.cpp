@@ -11,7 +11,7 @@ int main() {
   const syncbn::MutableTensorView output(y, syncbn::DType::kFloat32, {2, 1});
   const auto self = syncbn::self_communicator();
   const syncbn::BatchStatistics statistics =
-      syncbn::batch_norm_forward({x, syncbn::DType::kFloat32, {2, 1}}, {}, {}, {}, output, {},
+      syncbn::batch_norm_forward({x, syncbn::DType::kFloat32, {2, 1}}, {}, {}, {}, {}, output, {},
                                  {.eps = 0}, *self, syncbn::serial_executor());
   if (statistics.mean[0] != 2 || y[0] != -1 || y[1] != 1) {
     std::printf("mean %g, y %g %g\n", statistics.mean[0], double{y[0]}, double{y[1]});

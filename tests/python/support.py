@@ -1,11 +1,17 @@
-"""Between PyTorch tensors and the oracle's arrays; data that breaks ordinary sums."""
+"""Between PyTorch tensors and the oracle's arrays; data that breaks ordinary sums; what several
+tests compare or run."""
+
+import re
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import syncbn
 from syncbn._ops import ops
 
+PROJECT = Path(__file__).resolve().parents[2]
 TORCH_DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -92,22 +98,23 @@ def run_layer(
     activation: str = "none",
     slope: float = 0.01,
     keep: bool = True,
+    mask: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Forward and backward of one rank through the operators. keep: the residual's gradient is
     wanted."""
     kind = ("none", "relu", "leaky_relu").index(activation)
-    message = ops.local_moments(x, 0, None, eps, 0)
-    y, mean, var, rstd, info, mask = ops.normalize(
-        x, message, message, None, weight, bias, residual, eps, 1, kind, slope
+    message = ops.local_moments(x, 0, None, eps, 0, mask)
+    y, mean, var, rstd, info, activation_mask = ops.normalize(
+        x, message, message, None, weight, bias, residual, eps, 1, kind, slope, mask
     )
-    through = (weight, bias, mask, kind, slope)
+    through = (weight, bias, activation_mask, kind, slope)
     keep = keep and residual is not None
-    gradients, u = ops.local_gradients(dy, x, mean, rstd, info, *through, keep, 0)
+    gradients, u = ops.local_gradients(dy, x, mean, rstd, info, *through, keep, 0, mask)
     if keep:
         dy, through = u, (weight, None, None, 0, 0.0)
     dtypes = [torch.float64 if p is None else p.dtype for p in (weight, bias)]
     dx, dweight, dbias = ops.input_gradient(
-        dy, x, gradients, None, mean, rstd, info, *through, *dtypes, 1
+        dy, x, gradients, None, mean, rstd, info, *through, *dtypes, 1, mask
     )
     shares = ops.affine_gradient_shares(gradients, x, mean, rstd, *dtypes)
     # One rank's share is everything.
@@ -142,3 +149,74 @@ def assert_same_layers(a: torch.nn.Module, b: torch.nn.Module) -> None:
         torch.testing.assert_close(p, q, rtol=0, atol=0, equal_nan=True, msg=name)
     for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def assert_near_pytorch(
+    results: tuple[torch.Tensor | None, ...],
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> None:
+    """results: y, dx, dweight, dbias (None: not wanted), near PyTorch's own batch norm in float64.
+
+    |error| <= (a few roundings of the computing type + one of the result's) * size of the terms.
+    Statistics are exact up to rounding to float64, so with u the rounding unit of the computing
+    type (float32 for inputs of at most 32 bits) y = fma(a, (x - mh) - ml, b) takes four roundings,
+    of weight * rstd, two differences and the fma, each relative to |a| (|x| + |mean|) + |b|;
+    dx takes seven, relative to the sum of its three terms' sizes. Then one rounding to the output.
+    PyTorch's own error in float64 is 2^-29 of that, or, for float64, a sum of n terms: n roundings.
+    """
+    dtype, channels = x.dtype, x.shape[1]
+    ones, zeros = torch.ones(channels).double(), torch.zeros(channels).double()
+    weight = ones if weight is None else weight.detach().double()
+    bias = zeros if bias is None else bias.detach().double()
+    xd, gd = x.detach().double(), dy.double()
+    leaves = [t.clone().requires_grad_() for t in (xd, weight, bias)]
+    # PyTorch refuses an eps of 0; the least positive number is lost beside any variance.
+    ref_y = F.batch_norm(leaves[0], None, None, *leaves[1:], True, 0.0, eps or 5e-324)
+    ref_dx, ref_dweight, ref_dbias = torch.autograd.grad(ref_y, leaves, gd)
+
+    view = (1, channels) + (1,) * (x.dim() - 2)
+    dims = [d for d in range(x.dim()) if d != 1]
+    count = xd.numel() / channels
+    mean, var = xd.mean(dims), xd.var(dims, unbiased=False)
+    rstd = (var + eps).rsqrt()
+    unit = {t: torch.finfo(t).eps / 2 for t in TORCH_DTYPES.values()}
+    compute = unit[torch.float64 if dtype == torch.float64 else torch.float32]
+    sums = count * 2**-53  # of the reference's own sums
+    tiny = torch.finfo(dtype).tiny
+    a = (weight * rstd).abs().view(view)
+    size = a * (xd.abs() + mean.abs().view(view)) + bias.abs().view(view)
+    bounds = [(4 * compute + 4 * sums) * size + unit[dtype] * ref_y.abs() + tiny]
+
+    # Sums of magnitudes stand for the sums, so that cancellation in them is allowed for.
+    sum_dy = gd.abs().sum(dims)
+    sum_dyx = (gd * (xd - mean.view(view))).abs().sum(dims) + mean.abs() * sum_dy
+    centered = xd.abs() + mean.abs().view(view)
+    size = a * (
+        gd.abs() + (sum_dy / count).view(view) + centered * (rstd**2 * sum_dyx / count).view(view)
+    )
+    bounds.append((7 * compute + 8 * sums) * size + unit[dtype] * ref_dx.abs() + tiny)
+    # Gradients of the parameters: exact sums rounded a few times, against count roundings.
+    few = 8 * sums + 8 * 2**-53
+    for got, reference, terms in zip(
+        results[2:], (ref_dweight, ref_dbias), (rstd * sum_dyx, sum_dy), strict=True
+    ):
+        to_parameter = 0 if got is None else unit[got.dtype] * reference.abs()
+        bounds.append(few * terms + to_parameter)
+    references = (ref_y, ref_dx, ref_dweight, ref_dbias)
+    names = ("y", "dx", "dweight", "dbias")
+    for name, got, reference, bound in zip(names, results, references, bounds, strict=True):
+        if got is not None:
+            assert ((got.detach().double() - reference).abs() <= bound).all(), name
+
+
+def run_snippets(page: str) -> dict:
+    """Runs the Python snippets of a page of the docs, one after the other; their names."""
+    text = (PROJECT / page).read_text(encoding="utf-8")
+    names: dict = {}
+    for snippet in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(snippet, page, "exec"), names)
+    return names

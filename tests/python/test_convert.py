@@ -11,10 +11,6 @@ import syncbn
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class OwnBatchNorm(nn.BatchNorm2d):
-    pass
-
-
 def model() -> nn.Module:
     shared = nn.BatchNorm2d(4)
     net = nn.Sequential(
@@ -73,12 +69,6 @@ def test_state_dicts_are_interchangeable():
     ours.load_state_dict(plain.state_dict(), strict=True)
     nn.BatchNorm2d(4).load_state_dict(ours.state_dict(), strict=True)
     assert torch.equal(ours.running_var, plain.running_var)
-
-
-def test_other_layers_are_left_alone():
-    net = nn.Sequential(OwnBatchNorm(4), nn.InstanceNorm2d(4), nn.GroupNorm(2, 4))
-    types = [type(m) for m in net]
-    assert [type(m) for m in syncbn.convert_sync_batchnorm(net)] == types
 
 
 def test_layers_made_by_hand_revert_to_the_default():

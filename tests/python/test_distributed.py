@@ -1,9 +1,9 @@
 """Real processes, over shared memory and over Gloo alone: 2 and 3 ranks, started once each, run
-every case of rank_cases.py, rank_cases_modes.py, rank_cases_groups.py, rank_cases_op.py and
-device_cases.py."""
+every case of the modules rank_cases*.py and device_cases.py."""
 
 import datetime
 import faulthandler
+import importlib
 import json
 import os
 import socket
@@ -15,16 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import device_cases
-import rank_cases
-import rank_cases_groups
-import rank_cases_modes
-import rank_cases_op
 from syncbn import _groups
 
+MODULES = ("device_cases", *sorted(p.stem for p in Path(__file__).parent.glob("rank_cases*.py")))
 CASES = {
     name: case
-    for module in (rank_cases, rank_cases_modes, rank_cases_groups, device_cases, rank_cases_op)
+    for module in map(importlib.import_module, MODULES)
     for name, case in vars(module).items()
     if name.startswith("case_")
 }

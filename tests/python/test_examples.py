@@ -1,20 +1,23 @@
 """Every example and every Python snippet of the docs runs. A snippet's page may expect more."""
 
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted(path.name for path in (PROJECT / "examples").glob("*.py"))
+from support import PROJECT, run_snippets
+
+# On two ranks only, with the library that each is about.
+TRAINERS = {"11_accelerate.py": "accelerate", "12_lightning.py": "lightning"}
+TWO_RANKS = ("06_static_graph.py", "07_activation.py", "10_ddp.py")
+EXAMPLES = sorted({path.name for path in (PROJECT / "examples").glob("*.py")} - set(TRAINERS))
 PAGES = sorted(
     str(path.relative_to(PROJECT))
     for path in (PROJECT / "docs").glob("*.md")
     if "```python" in path.read_text(encoding="utf-8")
 )
+PAGES.remove("docs/data_parallel.md")  # runs on ranks, in rank_cases_parallel.py
 
 
 def run(*arguments):
@@ -31,18 +34,16 @@ def test_example(name):
     assert run(f"examples/{name}"), "it says nothing"
 
 
-@pytest.mark.parametrize("name", ["06_static_graph.py", "07_activation.py"])
+@pytest.mark.parametrize("name", (*TWO_RANKS, *TRAINERS))
 def test_example_on_two_ranks(name):
+    if name in TRAINERS:
+        pytest.importorskip(TRAINERS[name])
     assert run("-m", "torch.distributed.run", "--nproc-per-node=2", f"examples/{name}")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page(page):
-    text = (PROJECT / page).read_text(encoding="utf-8")
-    names: dict = {}
-    for snippet in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(compile(snippet, page, "exec"), names)
-    EXPECTED.get(page, lambda names: None)(names)
+    EXPECTED.get(page, lambda names: None)(run_snippets(page))
 
 
 def _devices(names):
@@ -61,7 +62,25 @@ def _activation(names):
     assert not names["local"].sync
 
 
+def _conversion(names):
+    assert [type(m) for m in names["model"]][1::2] == [names["torch"].nn.BatchNorm2d] * 2
+
+
+def _diagnosis(names):
+    (row,) = names["rows"]
+    assert (row.count, row.note) == (256, "no process group")
+    assert names["result"].exact and len(names["result"]) == 1
+
+
+def _masks(names):
+    assert not names["y"].movedim(1, -1)[~names["mask"]].any()
+    assert not names["x"].grad.movedim(1, -1)[~names["mask"]].any()
+
+
 EXPECTED = {
+    "docs/conversion.md": _conversion,
+    "docs/diagnosis.md": _diagnosis,
+    "docs/masks.md": _masks,
     "docs/devices.md": _devices,
     "docs/static_graph.md": _static_graph,
     "docs/activation.md": _activation,

@@ -1,0 +1,84 @@
+"""Modes of PyTorch around a training step: transforms that it refuses, and the profiler."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad, profiler
+
+from . import _exchange
+from ._where import Call
+
+
+def check_transforms(layer_name: str, **tensors: Tensor | None) -> None:
+    """Refuses forward-mode AD and the transforms of torch.func, for which there is no exchange."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{layer_name}: got a training call inside a transform of torch.func (vmap, grad, jvp, "
+            "...), expected one outside; derivatives come from torch.autograd, also second ones, "
+            "and evaluation mode takes all transforms"
+        )
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{name}: got a tensor with a forward-mode tangent in training of {layer_name}, "
+                "expected none; forward-mode AD works in evaluation mode"
+            )
+
+
+def outside_transforms() -> contextlib.AbstractContextManager:
+    """Inside it tensors are real, so that a rank which refuses can tell the others."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return contextlib.nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
+def exchanges(first) -> bool:
+    """Whether the backward of a training step, by its context, takes an exchange."""
+    return first.needs_input_grad[0] or first.layer.affine_grad == "global"
+
+
+def check_not_batched(first, call: Call, gradient: Tensor) -> None:
+    """Refuses a backward of many gradients at once, of which each would take an exchange.
+
+    first: the context of the training step.
+    """
+    if torch.compiler.is_compiling() or not (
+        # torch.autograd has a vmap of its own
+        is_legacy_batchedtensor(gradient) or torch._C._are_functorch_transforms_active()
+    ):
+        return
+    error = NotImplementedError(
+        f"{call}: got a backward inside vmap (is_grads_batched=True, vectorize=True, ...), "
+        "expected one gradient at a time"
+    )
+    with outside_transforms():
+        _exchange.reject(first.peers if exchanges(first) else None, call, error)
+    raise error
+
+
+def recorded(layer_of: Callable, suffix: str = "") -> Callable:
+    """The function is a range of a profile, "syncbn::", the layer's name and the suffix.
+
+    layer_of: finds the Layer among the function's arguments.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:
+                return function(*args, **kwargs)
+            with profiler.record_function(f"syncbn::{layer_of(*args).name}{suffix}"):
+                return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate

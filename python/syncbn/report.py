@@ -1,0 +1,157 @@
+"""A table of what each batch norm layer of a model does."""
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from . import _collective, _groups
+from ._classes import class_of, holds_statistics, registered
+from ._ops import ops
+from .nn import SyncBatchNorm
+from .parallel import SelfDataParallel
+
+
+class LayerReport(NamedTuple):
+    """One row of a report."""
+
+    path: str
+    layer: str
+    #: the process group's name, "world" for the default one, "" without one
+    group: str
+    #: how many ranks share statistics, and this rank's number among them
+    ranks: int
+    rank: int
+    #: "none" (nobody to exchange with), "shared memory", "gloo", or the former two between nodes
+    engine: str
+    statistics: str
+    #: vector code of this processor
+    kernels: str
+    #: elements per channel over all ranks in the last training call; None before the first
+    count: int | None
+    note: str
+
+
+def table(rows: list[tuple]) -> str:
+    """The rows, the first one a heading, in columns; None is an empty cell."""
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells
+    )
+
+
+class Report(list):
+    """LayerReports; prints as a table."""
+
+    def __str__(self) -> str:
+        return table([LayerReport._fields, *self])
+
+
+def _name(layer: nn.Module) -> str:
+    cls = class_of(layer)
+    return f"{cls.__module__.split('.')[0]}.{cls.__name__}"
+
+
+def _other(path: str, layer: nn.Module) -> tuple[LayerReport, bool]:
+    """The row of a layer that is not this package's, and whether strict refuses it."""
+    cls, note = class_of(layer), "not synchronized by syncbn"
+    if cls is nn.SyncBatchNorm:
+        note += ": not converted, or replaced since by another converter"
+    elif cls in registered:
+        note = "left as registered"
+    row = LayerReport(path, _name(layer), "", 1, 0, "none", "", "", None, note)
+    return row, cls not in registered
+
+
+def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bool]:
+    """The row of a synchronized layer, and whether it cannot synchronize."""
+    peers, failed, note = None, False, "" if layer.training else "evaluation mode: no exchange"
+    try:
+        peers = layer.layer().peers()
+    except RuntimeError as error:  # its group is gone
+        failed, note = True, str(error)
+    if failed:
+        pass
+    elif not layer.sync:
+        note = "sync=False"
+    elif peers is None:
+        failed = not (dist.is_available() and dist.is_initialized()) and devices == 1
+        note = "no process group" if failed else "one rank"
+    elif peers.group_name in _collective._broken:
+        failed, note = True, "broken by an earlier error: call syncbn.reset_groups()"
+    elif peers.note and not note:
+        note = f"no shared memory: {peers.note}"
+    if devices > 1:
+        note = f"{devices} devices in this process"
+    exchanging = peers is not None
+    called = not layer._call.is_meta and int(layer._call) > 0
+    row = LayerReport(
+        path,
+        _name(layer),
+        (layer.sharing.name or "world") if exchanging else "",
+        peers.ranks if exchanging else 1,
+        peers.rank if exchanging else 0,
+        peers.engine if exchanging else "none",
+        layer.statistics,
+        ops.cpu_instruction_set(),
+        int(layer._info[0]) if called else None,
+        note,
+    )
+    return row, failed
+
+
+def _raise(failures: list[LayerReport]) -> None:
+    """One error for all ranks of the default group if any of them has failures."""
+    lines = "".join(f"\n  {row.path or 'the model'}: {row.layer}: {row.note}" for row in failures)
+    texts = [lines]
+    if dist.is_available() and dist.is_initialized():
+        texts = _groups.gather_text(f"-{lines}")  # no store is asked to keep an empty text
+        texts = [text.removeprefix("-") for text in texts]
+    if not any(texts):
+        return
+    if len(set(texts)) > 1:
+        texts = [f"\n  on rank {rank}:{text}" for rank, text in enumerate(texts) if text]
+    raise RuntimeError(
+        "synchronization cannot happen in these layers (syncbn.convert_sync_batchnorm, after "
+        "init_process_group, converts; syncbn.register_conversion tells what to leave):"
+        + "".join(dict.fromkeys(texts))
+    )
+
+
+def report(module: nn.Module, strict: bool = False) -> Report:
+    """What each batch norm layer of `module` does: one row per layer.
+
+    Rows are of all layers derived from PyTorch's batch norm and those that hold running_mean and
+    running_var, InstanceNorm excepted. Counts are read from the layers' device.
+
+    A collective call of the ranks if their groups are not made yet; with `strict` one of all ranks
+    of the default group.
+
+    Args:
+        module: the model; wrapped in SelfDataParallel, its devices count.
+        strict: raise if a layer is to share statistics and cannot.
+
+    Raises:
+        RuntimeError: with `strict`, on all ranks alike: a layer is not converted (nor registered to
+            be left), or was replaced by another converter; there is no process group, or a layer's
+            group is gone or broken by an earlier error. Layers with sync=False are as asked for.
+    """
+    devices: dict[nn.Module, int] = {}
+    for part in module.modules():
+        if isinstance(part, SelfDataParallel):
+            devices.update(dict.fromkeys(part.modules(), len(part.devices)))
+    rows, failures = Report(), []
+    for path, layer in module.named_modules():
+        if not holds_statistics(layer):
+            continue
+        if isinstance(layer, SyncBatchNorm):
+            row, failed = _own(path, layer, devices.get(layer, 1))
+        else:
+            row, failed = _other(path, layer)
+        rows.append(row)
+        if failed:
+            failures.append(row)
+    if strict:
+        _raise(failures)
+    return rows

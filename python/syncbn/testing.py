@@ -1,0 +1,267 @@
+"""Checks of a user's own model."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from .convert import convert_sync_batchnorm
+from .nn import SyncBatchNorm
+from .parallel import SelfDataParallel
+from .report import table
+
+__all__ = ["LayerParity", "Parity", "parity"]
+
+
+class LayerParity(NamedTuple):
+    """One call of one layer. Numbers are largest absolute differences; 0.0 means equal bits."""
+
+    path: str
+    call: int
+    shape: tuple[int, ...]
+    #: for identical inputs and output gradients: the promise of the layer
+    statistics: float
+    output: float
+    input_gradient: float
+    #: in the network, where the layers before and after add roundings; None: not comparable
+    output_drift: float | None
+    gradient_drift: float | None
+
+
+class Parity(list):
+    """LayerParities; prints as a table. Losses and gradient_drift (the largest difference of a
+    parameter's gradient, relative to its largest entry) are of the whole network."""
+
+    def __init__(self, rows, ranks: int, losses: tuple[float, float], gradient_drift: float):
+        super().__init__(rows)
+        self.ranks = ranks
+        self.losses = losses
+        self.gradient_drift = gradient_drift
+
+    @property
+    def exact(self) -> bool:
+        """Whether every layer gave the same bits for identical inputs."""
+        return all(not any((r.statistics, r.output, r.input_gradient)) for r in self)
+
+    def __str__(self) -> str:
+        def cell(difference):
+            return difference if difference is None else f"{difference:.2g}"
+
+        rows = [LayerParity._fields]
+        for row in self:
+            exact = ("same bits" if d == 0 else cell(d) for d in row[3:6])
+            shape = "x".join(map(str, row.shape))
+            rows.append((row.path, row.call, shape, *exact, *map(cell, row[6:])))
+        one, several = self.losses
+        return (
+            f"{table(rows)}\nwhole network (drift): loss {one:.9g} in one process, "
+            f"{several:.9g} on {self.ranks} ranks; gradients of parameters differ by up to "
+            f"{self.gradient_drift:.2g} of the largest entry"
+        )
+
+
+class _Call:
+    """What a layer was given in one call, and what came of it."""
+
+    def __init__(self, x: Tensor, residual: Tensor | None, y: Tensor) -> None:
+        self.x, self.y = x.detach().clone(), y.detach().clone()
+        self.residual = None if residual is None else residual.detach().clone()
+        self.dy = torch.zeros_like(self.y)  # stays, if no gradient comes back
+        if y.requires_grad:
+            y.register_hook(self._gradient)
+
+    def _gradient(self, dy: Tensor) -> None:
+        self.dy = dy.detach().clone()
+
+
+def _layers(model: nn.Module) -> dict[str, SyncBatchNorm]:
+    found = {n: m for n, m in model.named_modules() if isinstance(m, SyncBatchNorm)}
+    return {name: layer for name, layer in found.items() if layer.training}
+
+
+def _run(model: nn.Module, call: Callable[[], list], loss) -> tuple[dict[str, list[_Call]], float]:
+    """The calls of each layer, device after device, and the loss."""
+    calls: dict[str, list[_Call]] = {}
+
+    def record(name):
+        def hook(layer, arguments, options, y):
+            residual = arguments[1] if len(arguments) > 1 else options.get("residual")
+            x = arguments[0] if arguments else options["input"]
+            calls.setdefault(name, []).append(_Call(x, residual, y))
+
+        return hook
+
+    for name, layer in _layers(model).items():
+        layer.register_forward_hook(record(name), with_kwargs=True)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        value = loss(_joined(call()))
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ValueError(f"loss: got {value!r} as its result, expected a tensor of one number")
+        value.backward()
+    return calls, float(value.detach())
+
+
+def _joined(outputs: list) -> Any:
+    """The devices' outputs as that of the whole batch."""
+    leaves, specifications = zip(*(tree_flatten(output) for output in outputs))
+    joined = []
+    for parts in zip(*leaves):
+        if not all(isinstance(part, Tensor) and part.dim() > 0 for part in parts):
+            raise ValueError(
+                f"model: got {type(parts[0]).__name__} {parts[0]!r} in its output, expected "
+                "tensors with the samples along their first axis"
+            )
+        joined.append(torch.cat(parts))
+    return tree_unflatten(joined, specifications[0])
+
+
+def _mean_square(output: Any) -> Tensor:
+    tensors = [t for t in tree_flatten(output)[0] if t.is_floating_point()]
+    if not tensors:
+        raise ValueError(
+            "loss: got None for an output without floating-point numbers, expected one"
+        )
+    return torch.stack([t.float().square().mean() for t in tensors]).sum()
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """0.0 for equal bits (NaN equals NaN), else the largest absolute difference."""
+    same = (a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()
+    if bool(same.all()):
+        return 0.0
+    largest = float((a.double() - b.double())[~same].abs().max())
+    # Of a pair of zeros of different signs, and where one is NaN.
+    return math.inf if math.isnan(largest) else largest or math.ulp(0.0)
+
+
+def _step(layer: nn.Module, calls: list[_Call]) -> tuple[Tensor, Tensor]:
+    """Output and input gradient; one call per device."""
+    xs = [call.x.clone().requires_grad_() for call in calls]
+    arguments = [(x,) if c.residual is None else (x, c.residual) for x, c in zip(xs, calls)]
+    with torch.enable_grad():
+        ys = layer(arguments) if len(calls) > 1 else [layer(*arguments[0])]
+        torch.autograd.backward(ys, [call.dy for call in calls])
+    return torch.cat([y.detach() for y in ys]), torch.cat([x.grad for x in xs])
+
+
+def _split(call: _Call, devices: int) -> list[_Call]:
+    """Shares of a call, with its output gradient."""
+    parts = [
+        [None] * devices if t is None else t.tensor_split(devices) for t in vars(call).values()
+    ]
+    shares = []
+    for values in zip(*parts):
+        share = copy.copy(call)
+        vars(share).update(zip(vars(call), values))
+        shares.append(share)
+    return shares
+
+
+def _exact(layer: SyncBatchNorm, call: _Call, devices: list) -> tuple[float, float, float]:
+    """Differences of statistics, output and input gradient for identical inputs."""
+    layers = [copy.deepcopy(layer) for _ in range(2)]
+    for each in layers:
+        each.momentum = 1.0  # the running statistics are the batch's
+    y, dx = _step(layers[0], [call])
+    shared = SelfDataParallel(layers[1], devices)
+    # One device, with samples that are the whole batch, gives no list.
+    ys, dxs = _step(shared if len(devices) > 1 else layers[1], _split(call, len(devices)))
+    statistics = 0.0
+    if layer.running_mean is not None:
+        statistics = max(
+            _difference(layers[0].running_mean, layers[1].running_mean),
+            _difference(layers[0].running_var, layers[1].running_var),
+        )
+    return statistics, _difference(y, ys), _difference(dx, dxs)
+
+
+def _drift(whole: Tensor, parts: list[Tensor]) -> float | None:
+    joined = torch.cat(parts) if parts else None
+    comparable = joined is not None and joined.shape == whole.shape
+    return _difference(whole, joined) if comparable else None
+
+
+def _prepared(model: nn.Module) -> nn.Module:
+    """A copy whose layers share statistics with the devices of this process alone."""
+    model = copy.deepcopy(model)
+    if not any(isinstance(m, SyncBatchNorm) for m in model.modules()):
+        model = convert_sync_batchnorm(model, sync=False)
+    for name, layer in _layers(model).items():
+        if layer.statistics != "reproducible":
+            raise ValueError(
+                f"model: got statistics={layer.statistics!r} in {name or 'the model'}, expected "
+                "'reproducible', whose bits are the same for any number of ranks"
+            )
+        layer.sync = False
+        layer.inplace = False  # forward has the same bits
+    return model
+
+
+def _share(arguments: tuple, k: int, ranks: int) -> tuple:
+    return tree_map(lambda t: t.tensor_split(ranks)[k] if isinstance(t, Tensor) else t, arguments)
+
+
+def parity(
+    model: nn.Module,
+    batch: Any,
+    ranks: int = 4,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Parity:
+    """Compares one process that has the whole batch with `ranks` ranks that share it.
+
+    Ranks are virtual devices of this process (syncbn.parallel), which give the bits of as many
+    processes. Two things are compared for each call of each synchronized layer in training mode:
+    the layer for identical inputs and output gradients, those of the run with the whole batch,
+    whose statistics, output and input gradient must have the same bits; and the layer in the
+    network, where its inputs differ by what convolutions and other layers round differently for
+    another batch size. This drift is no error of the layer.
+
+    Args:
+        model: in training mode; not changed. If it has no SyncBatchNorm, a converted copy is
+            examined. No process group is needed; none is used.
+        batch: the model's argument, or the tuple of its arguments: tensors, or nested tuples, lists
+            and dictionaries of tensors, with the samples along the first axis of each tensor.
+        ranks: among how many ranks the samples are split; shares may be empty.
+        loss: gives a number for the model's output for the whole batch (the ranks' outputs are
+            joined along their first axis); the mean of squares if not given.
+
+    Returns:
+        A list of one LayerParity per layer and call, which prints as a table; its `exact` tells
+        whether all layers gave the same bits.
+
+    Raises:
+        ValueError: an argument is refused, or the model's output is not made of tensors with
+            samples along their first axis. What the model raises is raised as it is.
+    """
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"ranks: got {ranks!r}, expected an integer of at least 1")
+    loss = _mean_square if loss is None else loss
+    layers = _layers(_prepared(model))
+    if not layers:
+        raise ValueError("model: got no batch norm layer in training mode, expected at least one")
+    device = next(iter(layers.values()))._call.device
+    devices = [device] * ranks
+    arguments = batch if isinstance(batch, tuple) else (batch,)
+    shares = [_share(arguments, k, ranks) for k in range(ranks)]
+    one, several = _prepared(model), _prepared(model)
+    calls, whole_loss = _run(one, lambda: [one(*arguments)], loss)
+    parallel = SelfDataParallel(several, devices)
+    parts, shared_loss = _run(several, lambda: parallel(shares), loss)
+    rows = []
+    for name, whole_calls in calls.items():
+        for number, call in enumerate(whole_calls):
+            own = parts.get(name, [])[number * ranks : (number + 1) * ranks]
+            drifts = _drift(call.y, [c.y for c in own]), _drift(call.dy, [c.dy for c in own])
+            exact = _exact(layers[name], call, devices)
+            rows.append(LayerParity(name, number, tuple(call.x.shape), *exact, *drifts))
+    drift = 0.0
+    for p, q in zip(one.parameters(), several.parameters()):
+        if p.grad is not None and q.grad is not None:
+            scale = float(p.grad.double().abs().max()) or 1.0
+            drift = max(drift, _difference(p.grad, q.grad) / scale)
+    return Parity(rows, ranks, (whole_loss, shared_loss), drift)

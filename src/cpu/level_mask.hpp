@@ -1,0 +1,47 @@
+// Elements that a mask leaves out, over the vector type of one level. Included inside a level
+// file's unnamed namespace, before level_elements.hpp, whose rules hold here too.
+
+constexpr unsigned kAllLanes = (1u << kFloatLanes) - 1;
+
+inline bool all_count(const std::uint8_t* mask, std::int64_t count) {
+  const __m256i zero = _mm256_setzero_si256();
+  __m256i zeros = zero;
+  std::int64_t i = 0;
+  for (; i + 32 <= count; i += 32) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(mask + i));
+    zeros = _mm256_or_si256(zeros, _mm256_cmpeq_epi8(bytes, zero));
+  }
+  bool all = _mm256_testz_si256(zeros, zeros) != 0;
+  for (; i < count; ++i) {
+    all = all && mask[i] != 0;
+  }
+  return all;
+}
+
+/// to = from where an element counts, else +0. to may be from.
+template <class T>
+inline void keep_counting(const T* from, T* to, const std::uint8_t* mask, std::int64_t count) {
+  const FloatV zero = broadcast(0.0f);
+  std::int64_t i = 0;
+  for (; i + kFloatLanes <= count; i += kFloatLanes) {
+    const MaskV counts = nonzero_bytes(mask + i);
+    if (to != from || bits_of(counts) != kAllLanes) {
+      store(to + i, select(counts, load(from + i), zero));
+    }
+  }
+  for (; i < count; ++i) {
+    to[i] = mask[i] != 0 ? from[i] : T{};
+  }
+}
+
+/// `count` times +0.
+template <class T>
+inline void clear(T* to, std::int64_t count) {
+  std::int64_t i = 0;
+  for (; i + kFloatLanes <= count; i += kFloatLanes) {
+    store(to + i, broadcast(0.0f));
+  }
+  for (; i < count; ++i) {
+    to[i] = T{};
+  }
+}

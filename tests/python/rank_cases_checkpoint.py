@@ -1,0 +1,172 @@
+"""Activation checkpointing on several ranks; as rank_cases.py. In all of these
+torch.nn.SyncBatchNorm updates its running statistics in both runs of a segment and exchanges in
+both, where it runs at all: it refuses the CPU."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import syncbn
+from checkpoint_support import FORMS, Net, plain, recomputing, reentrant
+from rank_cases import CountCollectives, raises
+from support import assert_same_layers
+from test_static_graph import Graphs
+
+
+def share(rank, world, step=0, features=5, empty=None):
+    """Uneven shares."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    samples = 0 if rank == empty else 3 + rank
+    return torch.randn(samples, features, generator=generator)
+
+
+def step(model, x, count=CountCollectives):
+    """Output, input gradient, and what counted the collectives of both directions."""
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    with count() as forward:
+        y = model(x)
+    with count() as backward:
+        y.float().square().sum().backward()
+    return y, x.grad, forward, backward
+
+
+def assert_same_step(model, reference, x, count=CountCollectives):
+    """One step of both; what counted the collectives of the first one."""
+    y, dx, *counts = step(model, x, count)
+    expected, gradient, *_ = step(reference, x)
+    assert torch.equal(y, expected) and torch.equal(dx, gradient)
+    assert_same_layers(model, reference)
+    for (name, a), b in zip(model.named_buffers(), reference.buffers(), strict=True):
+        assert torch.equal(a, b), name
+    return counts
+
+
+def case_checkpoint_exchanges_once_exact(rank, world):
+    Net()(share(rank, world))  # makes the group
+    for form, (outer, inner) in FORMS.items():
+        forward, backward = assert_same_step(Net(outer, inner), Net(), share(rank, world))
+        assert forward.names == ["all_reduce"] * 4, (form, forward.names)
+        assert backward.names == ["all_reduce"] * 4, (form, backward.names)
+
+
+def case_checkpoint_modes_exact(rank, world):
+    """An empty rank, of another dtype than the group, and the welford mode."""
+    for form in (recomputing, reentrant):
+        for options in ({}, {"statistics": "welford"}, {"activation": "leaky_relu"}):
+            x = share(rank, world, empty=1)
+            assert_same_step(Net(form, **options), Net(**options), x)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert_same_step(Net(form, **options), Net(**options), x)
+
+
+class Wide(nn.Module):
+    """More channels than the frame holds."""
+
+    def __init__(self, run, statistics):
+        super().__init__()
+        self.run, self.bn = run, syncbn.SyncBatchNorm(600, statistics=statistics)
+
+    def forward(self, x):
+        return self.run(lambda x: self.bn(x.sin()).exp(), x)
+
+
+def case_checkpoint_wide_layers_exact(rank, world):
+    for form in (recomputing, reentrant):
+        for statistics in ("reproducible", "welford"):
+            for empty in (None, 0):
+                x = share(rank, world, features=600, empty=empty)
+                assert_same_step(Wide(form, statistics), Wide(plain, statistics), x)
+
+
+class Once(nn.Module):
+    """Its second run makes a call that the first did not."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run, self.runs = run, 0
+        self.bn, self.extra = (syncbn.SyncBatchNorm(5) for _ in range(2))
+        self.extra.layer_name = "extra"
+
+    def body(self, x):
+        self.runs += 1
+        if self.runs == 2:
+            x = self.extra(x)
+        return self.bn(x).exp()
+
+    def forward(self, x):
+        return self.run(self.body, x)
+
+
+def case_checkpoint_that_runs_otherwise_is_an_error(rank, world):
+    """On the rank where it happens, and without an exchange, so that the group stays usable."""
+    for form in (recomputing, reentrant):
+        y = Once(form)(share(rank, world).requires_grad_())
+        with CountCollectives() as counted:
+            raises(RuntimeError, "^extra: the recomputation", lambda y=y: y.sum().backward())
+        assert counted.names == []
+        syncbn.SyncBatchNorm(5)(share(rank, world))
+
+
+def case_checkpoint_under_ddp_exact(rank, world):
+    for form, options in (
+        (recomputing, {}),
+        (recomputing, {"static_graph": True}),
+        # Needs a static graph, because its parameters become ready inside of a nested backward.
+        (reentrant, {"static_graph": True}),
+    ):
+        model = DistributedDataParallel(Net(form, form), **options)
+        reference = DistributedDataParallel(Net(), **options)
+        for number in range(2):
+            assert_same_step(model, reference, share(rank, world, number))
+
+
+def case_checkpoint_under_fsdp_exact(rank, world):
+    def blocks():
+        torch.manual_seed(4)
+        return nn.Sequential(
+            *(nn.Sequential(nn.Linear(5, 5), syncbn.SyncBatchNorm(5), nn.Tanh()) for _ in range(2))
+        )
+
+    def is_block(module):
+        return isinstance(module, nn.Sequential) and isinstance(module[0], nn.Linear)
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+
+    def sharded(model):
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    model, reference = blocks(), sharded(blocks())
+    apply_activation_checkpointing(model, check_fn=is_block)
+    model = sharded(model)
+    for number in range(2):
+        results = []
+        for net in (model, reference):
+            x = share(rank, world, number).requires_grad_()
+            y = net(x)
+            y.square().sum().backward()
+            results.append([y, x.grad, *(p.grad.full_tensor() for p in net.parameters())])
+            results[-1] += list(net.buffers())
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def case_compiled_checkpoint_exact(rank, world):
+    """One graph with one exchange per layer and direction; buffers change once."""
+    if world != 2:  # compiling costs seconds, and the graph is the same
+        return
+    graphs, reference = Graphs(), Net()
+    model = Net(recomputing, recomputing)
+    model.compile(backend=graphs.backend, fullgraph=True)
+    for number in range(2):
+        # A mode that counts would keep the compiler away.
+        assert_same_step(model, reference, share(rank, world, number), contextlib.nullcontext)
+    assert graphs.forward == graphs.backward == [4], (graphs.forward, graphs.backward)

@@ -1,0 +1,209 @@
+"""Cases of test_distributed.py: compiled and exported training steps on several ranks.
+
+torch.nn.SyncBatchNorm refuses CPU tensors, so on these machines it has no answer to any of them."""
+
+import copy
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+import syncbn
+from rank_cases import raises, unchanged
+from rank_cases_groups import check_interrupted
+from support import assert_same_layers
+from syncbn import _exchange, _groups
+from syncbn._ops import ops
+
+
+def net(**options) -> nn.Module:
+    torch.manual_seed(3)
+    plain = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4)
+    )
+    return syncbn.convert_sync_batchnorm(plain, **options)
+
+
+def batch(samples: int, seed: int, size: int = 7) -> torch.Tensor:
+    return torch.randn(samples, 3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_equal_step(model, reference, x):
+    """One step of both: output, gradients, statistics and call counters have the same bits."""
+    a, b = model(x), reference(x)
+    assert torch.equal(a, b)
+    for y in (a, b):
+        y.square().sum().backward()
+
+
+def assert_equal_buffers(model, reference):
+    for (name, p), q in zip(model.named_buffers(), reference.buffers(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def case_compiled_dynamic_batches_exact(rank, world):
+    """Uneven, changing and empty batches: one graph for all sizes of 2 and more, one for none."""
+    if world != 2:
+        return
+    torch._dynamo.reset()
+    counters.clear()
+    reference, traced = net(), net()
+    step = torch.compile(traced, backend="aot_eager", fullgraph=True, dynamic=True)
+    for seed, samples in enumerate((4, 2 + rank, 7 - rank, 5, 3 + 2 * rank)):
+        assert_equal_step(step, reference, batch(samples, 10 * seed + rank))
+    assert counters["stats"]["unique_graphs"] == 1
+    for seed in (50, 60):
+        assert_equal_step(step, reference, batch(4 if rank == 0 else 0, seed + rank))
+    assert counters["stats"]["unique_graphs"] == (1 if rank == 0 else 2)
+    assert_same_layers(traced, reference)
+    assert_equal_buffers(traced, reference)
+    assert traced[1]._call == 7
+
+
+def case_inductor_exact(rank, world):
+    """One layer alone is as in eager mode bit for bit; convolutions of another compiler are not.
+    A first compilation costs half a minute: for one of the runs only."""
+    if world != 2 or not _groups.use_shared_memory:
+        return
+    layers = [syncbn.SyncBatchNorm(4) for _ in range(2)]
+    step = torch.compile(layers[1], fullgraph=True, dynamic=True, mode="reduce-overhead")
+    for seed, samples in enumerate((4, 3 + rank, 6)):
+        xs = [batch(samples, seed + 10 * rank)[:, :1].expand(-1, 4, -1, -1) for _ in layers]
+        xs = [x.contiguous().requires_grad_() for x in xs]
+        for x, layer in zip(xs, (layers[0], step), strict=True):
+            layer(x).square().sum().backward()
+        assert torch.equal(*(x.grad for x in xs))
+    assert_same_layers(*layers)
+    assert_equal_buffers(*layers)
+
+
+def case_compiled_with_ddp_exact(rank, world):
+    """DDP of a compiled model, and a compiled DDP, against DDP alone."""
+    if world != 2:
+        return
+    for wrap in (
+        lambda m: DistributedDataParallel(torch.compile(m, backend="aot_eager", fullgraph=True)),
+        lambda m: torch.compile(DistributedDataParallel(m), backend="aot_eager"),
+    ):
+        models = [net(), net()]
+        steps = [DistributedDataParallel(models[0]), wrap(models[1])]
+        for seed in range(2):
+            x = batch(2 + rank, 10 * seed + rank)
+            for step in steps:
+                step(x).square().sum().backward()
+        assert_same_layers(*models)
+        assert_equal_buffers(*models)
+
+
+def case_compiled_steps_that_differ_are_an_error_on_every_rank(rank, world):
+    """The types and texts of eager mode: the layer's path, the ranks, and what each of them did."""
+    torch._dynamo.reset()
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    if rank == world - 1:
+        model[4].eps = 1e-3
+    step = torch.compile(model, backend="aot_eager", fullgraph=True)
+    call = "4, forward, 4 channels, float32"
+    expected = f"^{call}, rank {rank} of {world}: .*rank {world - 1}: {call}, eps=0.001"
+    raises(syncbn.DivergenceError, expected, lambda: step(batch(3, rank)))
+    # Not even the layer before is updated: a graph writes its buffers at the end.
+    unchanged(model, before)
+    assert model[1]._call == 0
+    syncbn.SyncBatchNorm(3)(batch(3, rank))  # the group stays usable
+    dist.barrier()
+
+
+def case_compiled_single_value_is_an_error_on_every_rank(rank, world):
+    layer = syncbn.SyncBatchNorm(4)
+    step = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(1 if rank == 0 else 0, 4)
+    raises(ValueError, "more than 1 value per channel", lambda: step(x))
+    assert torch.equal(layer.running_var, torch.ones(4)) and layer.num_batches_tracked == 0
+
+
+def case_compiled_step_times_out_by_name(rank, world):
+    """A rank that does not come: the error of eager mode, with the layer and who is missing."""
+    model = net(timeout=1.5)
+    if rank == 0:
+        step = torch.compile(model, backend="aot_eager", fullgraph=True)
+        expected = f"^1, forward, 8 channels, float32, rank 0 of {world}: .*rank 1: in no exchange"
+        raises(syncbn.ExchangeTimeout, expected, lambda: step(batch(3, rank)))
+    dist.barrier()
+    time.sleep(0.1)
+
+
+def case_compiled_step_interrupted_within_a_second(rank, world):
+    layer = syncbn.SyncBatchNorm(4, timeout=61)
+    check_interrupted(rank, layer, torch.compile(layer, backend="aot_eager", fullgraph=True))
+
+
+def case_operators_of_traced_graphs_meet_their_contract(rank, world):
+    """Fakes and aliasing, by PyTorch's own checks, on messages with and without a second part."""
+    layer = syncbn.SyncBatchNorm(4)
+    peers = layer.layer().peers()
+    tests = ("test_schema", "test_faketensor")
+    for channels in (4, 600):
+        x = torch.randn(3 + rank, channels)
+        message = ops.local_moments(x, 7, None, 1e-5, _exchange.frame_words(peers))
+        options = (1e-5, "reproducible", "none", 0.01)
+        constants = (channels, peers.group_name, "name", x.dtype, *options)
+        arguments = (message, *constants, "forward")
+        torch.library.opcheck(ops.all_reduce_message.default, arguments, test_utils=tests)
+        message = ops.local_welford(x, 7, None, 1e-5)
+        arguments = (message, *constants, world)
+        torch.library.opcheck(ops.all_gather_record.default, arguments, test_utils=tests)
+
+
+def case_exported_step_trains_exact(rank, world):
+    """A graph of torch.export: forward, gradients and buffers of eager mode. torch.export keeps the
+    forward of torch.nn.SyncBatchNorm's autograd function alone, without its gradient."""
+    model, reference = net(), net()
+    samples = torch.export.Dim("samples")
+    shapes = ({0: samples},)
+    trained = torch.export.export(model, (batch(3, 0),), dynamic_shapes=shapes).module()
+    for seed in range(2):
+        assert_equal_step(trained, reference, batch(2 + seed + rank, 10 * seed + rank))
+    for name, p in reference.named_parameters():
+        assert torch.equal(trained.get_parameter(name).grad, p.grad), name
+    for name, b in reference.named_buffers():
+        assert torch.equal(trained.get_buffer(name), b), name
+
+
+def case_exported_steps_that_differ_are_an_error_on_every_rank(rank, world):
+    layer = syncbn.SyncBatchNorm(4, eps=1e-5 if rank else 1e-3)
+    step = torch.export.export(layer, (torch.randn(3, 4),)).module()
+    expected = f"^SyncBatchNorm, call 0, forward, .*rank {rank} of {world}: .*eps=0.001"
+    raises(syncbn.DivergenceError, expected, lambda: step(torch.randn(3, 4)))
+    assert step.get_buffer("num_batches_tracked") == 0 and step.get_buffer("_call") == 0
+
+
+def case_exported_modes_exact(rank, world):
+    """A fused activation, a residual, global gradients, welford, and more channels than a frame."""
+
+    class Residual(nn.Module):
+        def __init__(self, **options):
+            super().__init__()
+            self.bn = syncbn.SyncBatchNorm(600, **options)
+
+        def forward(self, x, z):
+            return self.bn(x, z)
+
+    for options in (
+        {"activation": "relu", "affine_grad": "global"},
+        {"activation": "leaky_relu", "statistics": "welford"},
+        {},
+    ):
+        model = Residual(**options)
+        reference = copy.deepcopy(model)
+        inputs = [torch.randn(3 + rank, 600) for _ in range(2)]
+        trained = torch.export.export(model, tuple(inputs)).module()
+        gradients = []
+        for step in (trained, reference):
+            xs = [x.clone().requires_grad_() for x in inputs]
+            y = step(*xs)
+            y.square().sum().backward()
+            gradients.append([y, *(x.grad for x in xs), *(p.grad for p in step.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)), options

@@ -1,0 +1,84 @@
+"""Conversion and reports over the ranks of a process group; run by test_distributed.py as
+rank_cases.py is."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import syncbn
+from rank_cases import raises
+
+
+class OwnBatchNorm(nn.BatchNorm1d):
+    pass
+
+
+def case_an_error_of_one_rank_s_conversion_is_raised_on_all(rank, world):
+    """torch.nn.SyncBatchNorm's converter is local: the other ranks would wait in the first step."""
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Identity())
+    if rank == 1:
+        net[1] = nn.LazyBatchNorm1d()
+    own, other = "^module: got 1, a LazyBatchNorm1d", "^rank 1 of the group: module: got 1, a Lazy"
+    raises(ValueError, own if rank == 1 else other, lambda: syncbn.convert_sync_batchnorm(net))
+    assert type(net[0]) is nn.BatchNorm1d and "_call" not in dict(net[0].named_buffers())
+    net[1] = nn.Identity()
+    assert type(syncbn.convert_sync_batchnorm(net)[0]) is syncbn.SyncBatchNorm
+
+
+def case_conversion_with_sync_false_is_local(rank, world):
+    if rank == 0:
+        syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), sync=False)
+
+
+def case_report_shows_the_group_and_the_last_count(rank, world):
+    net = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)))
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        syncbn.set_group(net[1], pair)
+        x = net[0](torch.randn(2 + rank, 4, 3))
+        net[1](x)
+        rows = syncbn.report(net)
+        assert [(r.group, r.ranks) for r in rows] == [("world", world), (pair.group_name, 2)]
+        assert [r.count for r in rows] == [3 * sum(range(2, 2 + world)), 15]
+        assert rows[0].rank == rank and rows[0].engine != "none"
+    else:
+        net[0](torch.randn(2 + rank, 4, 3))
+    dist.barrier()
+
+
+def case_strict_report_is_the_same_error_on_every_rank(rank, world):
+    net = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)))
+    assert len(syncbn.report(net, strict=True)) == 1
+    net.add_module("own", OwnBatchNorm(4))
+    line = "\n  own: rank_cases_convert.OwnBatchNorm: not synchronized by syncbn$"
+    raises(
+        RuntimeError,
+        r"^synchronization cannot happen.*to leave\):" + line,
+        lambda: syncbn.report(net, True),
+    )
+    if rank != 1:
+        del net.own
+    line = "\n  on rank 1:\n  own: rank_cases_convert.OwnBatchNorm: not synchronized by syncbn$"
+    raises(
+        RuntimeError,
+        r"^synchronization cannot happen.*to leave\):" + line,
+        lambda: syncbn.report(net, True),
+    )
+    # On the last rank alone another converter has been at work.
+    theirs = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)))
+    if rank == world - 1:
+        theirs = nn.SyncBatchNorm.convert_sync_batchnorm(theirs)
+    line = f"\n  on rank {world - 1}:\n  0: torch.SyncBatchNorm: not synchronized by syncbn: .*$"
+    raises(
+        RuntimeError,
+        r"^synchronization cannot happen.*to leave\):" + line,
+        lambda: syncbn.report(theirs, True),
+    )
+
+
+def case_parity_exchanges_with_nobody(rank, world):
+    """It is a call of one process, also of a model whose layers have a group."""
+    net = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)))
+    if rank == 0:
+        assert syncbn.testing.parity(net, torch.randn(6, 4), ranks=2).exact
+        assert syncbn.testing.parity(nn.BatchNorm1d(4), torch.randn(6, 4), ranks=2).exact

@@ -1,0 +1,103 @@
+"""Masks over the ranks of a process group; run by test_distributed.py as rank_cases.py is.
+
+torch.nn.SyncBatchNorm has no mask; a rank's padding counts there as samples do.
+"""
+
+import numpy as np
+import torch
+
+import oracle
+import syncbn
+from rank_cases import raises, shards, unchanged
+from rank_cases_modes import parameters
+from support import assert_same_bits, new_layer, rough_samples, to_tensor
+
+
+def masks_of(rng, parts, spatial, first):
+    """Uneven counts: on the last rank nothing, on the others some elements; the first rank has a
+    mask only if `first` says so."""
+    masks = [rng.random((p.stop - p.start, *spatial)) < 0.3 for p in parts]
+    if not first:
+        masks[0] = None
+    masks[-1] = np.zeros_like(masks[-1])
+    return masks
+
+
+def case_masks_exact(rank, world):
+    """Statistics, y, gradients and shares are the oracle's; NaN where nothing counts."""
+    for dtype in ("float16", "float32", "float64"):
+        rng = np.random.default_rng(50)
+        x, z, dy = (rough_samples(rng, (11, 5, 30, 20), dtype) for _ in range(3))
+        for activation, residual in (("none", False), ("leaky_relu", True)):
+            parts = shards(x.shape[0], world, "uneven")
+            masks = masks_of(rng, parts, (30, 20), first=residual)
+            xs, zs, dys = ([t[p] for p in parts] for t in (x, z, dy))
+            if masks[rank] is not None:
+                xs[rank] = np.where(masks[rank][:, None], xs[rank], np.nan)
+            layer = syncbn.SyncBatchNorm(5, momentum=1.0, activation=activation, negative_slope=0.3)
+            weight, bias = parameters(layer, 51)
+            options = {"activation": activation, "slope": 0.3, "masks": masks}
+            options["residuals"] = zs if residual else None
+            forward = oracle.forward(xs, dtype, weight, bias, **options)
+            backward = oracle.backward(dys, xs, dtype, forward, weight, bias, **options)
+            mine = to_tensor(xs[rank], dtype).requires_grad_()
+            added = to_tensor(zs[rank], dtype).requires_grad_()
+            mask = None if masks[rank] is None else torch.from_numpy(masks[rank])
+            y = layer(mine, added if residual else None, mask)
+            y.backward(to_tensor(dys[rank], dtype))
+            mean, var, _ = oracle.update_running(
+                np.zeros(5), np.ones(5), 0, forward, 1.0, "float32"
+            )
+            assert_same_bits(layer.running_mean, mean, "running_mean")
+            assert_same_bits(layer.running_var, var, "running_var")
+            assert_same_bits(y, forward.ys[rank], "y")
+            assert_same_bits(mine.grad, backward.dxs[rank], "dx")
+            assert_same_bits(layer.weight.grad, backward.dweight_shares[rank], "dweight")
+            assert_same_bits(layer.bias.grad, backward.dbias_shares[rank], "dbias")
+            if residual:
+                assert_same_bits(added.grad, backward.dresiduals[rank], "dresidual")
+
+
+def case_masked_rows_are_removed_rows_exact(rank, world):
+    """In both modes, on all ranks; on rank 0 nothing counts, in another dtype than the group's,
+    as autocast may give it to a rank."""
+    generator = torch.Generator().manual_seed(60 + rank)
+    x, dy = (torch.randn(12 + rank, 6, generator=generator) for _ in range(2))
+    kept = torch.rand(12 + rank, generator=generator) < (0.6 if rank else 0.0)
+    if rank == 0:
+        x, dy = x.double(), dy.double()
+    for statistics in ("reproducible", "welford"):
+        results = []
+        for removed in (False, True):
+            layer = new_layer(6, statistics=statistics, momentum=1.0)
+            leaf = (x[kept] if removed else x).clone().requires_grad_()
+            y = layer(leaf) if removed else layer(leaf, mask=kept)
+            y.backward(dy[kept] if removed else dy)
+            results.append((y, leaf.grad, layer))
+        (y, dx, layer), (removed_y, removed_dx, removed_layer) = results
+        assert torch.equal(y[kept], removed_y) and not y[~kept].any()
+        assert torch.equal(dx[kept], removed_dx) and not dx[~kept].any()
+        for a, b in zip(layer.parameters(), removed_layer.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+        unchanged(layer, removed_layer.state_dict())
+
+
+def case_refused_mask_is_an_error_on_every_rank(rank, world):
+    layer = new_layer(3)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    x = torch.randn(4, 3, 5)
+    mask = torch.ones(4, 5 if rank else 6, dtype=torch.bool)
+    error = (syncbn.DivergenceError, "expected torch.bool") if rank else (ValueError, "mask: got")
+    raises(*error, lambda: layer(x, mask=mask))
+    unchanged(layer, before)
+
+
+def case_one_or_no_counting_value_over_all_ranks(rank, world):
+    layer = new_layer(3)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    mask = torch.zeros(4, 5, dtype=torch.bool)
+    y = layer(torch.randn(4, 3, 5), mask=mask)
+    assert not y.any()
+    mask[2, 3] = rank == 0
+    raises(ValueError, "Expected more than 1 value", lambda: layer(torch.randn(4, 3, 5), mask=mask))
+    unchanged(layer, before)

@@ -1,0 +1,255 @@
+"""Second derivatives over the ranks of a process group; run by test_distributed.py as rank_cases.py
+is. torch.nn.SyncBatchNorm has none ("derivative for aten::batch_norm_backward_reduce is not
+implemented"), and takes CUDA tensors alone."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
+
+import syncbn
+from rank_cases import CountCollectives, raises, shards, unchanged
+from second_reference import check_second
+
+
+def case_second_derivatives(rank, world):
+    for activation, residual, affine_grad, kind in (
+        ("none", False, "share", "uneven"),
+        ("none", True, "global", "empty first"),
+        ("relu", False, "global", "uneven"),
+        ("relu", True, "share", "empty first"),
+        ("leaky_relu", False, "share", "empty first"),
+        ("leaky_relu", True, "global", "uneven"),
+    ):
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            parts = shards(11, world, kind)
+            check_second(rank, parts, dtype, activation, residual, affine_grad)
+    # The welford mode's statistics of float32 are not those of the reference.
+    check_second(rank, shards(11, world, "uneven"), torch.float64, "relu", True, "share", "welford")
+
+
+class _Replicated(torch.autograd.Function):
+    """One tensor that all ranks have, as each rank's own; the gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return _Summed.apply(g)
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of the ranks' tensors, one tensor that all have: the adjoint of _Replicated."""
+
+    @staticmethod
+    def forward(ctx, x):
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, g):
+        return _Replicated.apply(g)
+
+
+def _whole_batch(rank, world, **options):
+    """The layer over all ranks as a function of the whole batch, the same on every rank."""
+    part = slice(2 * rank, 2 * rank + 2)
+
+    def function(x, weight, bias):
+        x, weight, bias = (_Replicated.apply(t) for t in (x, weight, bias))
+        y = syncbn.functional.sync_batch_norm(
+            x[part], None, None, weight, bias, training=True, **options
+        )
+        return _Summed.apply(nn.functional.pad(y, (0, 0) * (y.dim() - 1) + _around(part, world)))
+
+    return function
+
+
+def _around(part, world):
+    return part.start, 2 * world - part.stop
+
+
+def _inputs(world, *shape):
+    torch.manual_seed(51)  # the same on every rank
+    x = torch.randn(2 * world, *shape, dtype=torch.float64, requires_grad=True)
+    weight, bias = (torch.randn(shape[0], dtype=torch.float64, requires_grad=True) for _ in "wb")
+    return x, weight, bias
+
+
+def case_gradgradcheck(rank, world):
+    function = _whole_batch(rank, world, activation="leaky_relu", eps=0.1)
+    assert torch.autograd.gradgradcheck(function, _inputs(world, 1))
+
+
+def case_third_derivatives(rank, world):
+    function = _whole_batch(rank, world, eps=0.1)
+    x, weight, bias = _inputs(world, 1)
+    dy = torch.randn(2 * world, 1, dtype=torch.float64)
+
+    def gradient(x, weight):
+        y = function(x, weight, bias)
+        return torch.autograd.grad((y.pow(3) * dy).sum(), (x, weight), create_graph=True)
+
+    assert torch.autograd.gradgradcheck(gradient, (x, weight), fast_mode=True)
+
+
+def case_second_derivatives_that_one_rank_needs(rank, world):
+    """All take part in the same exchanges: a rank with a penalty of 0, whose dy and weight need no
+    gradient, has the others' second derivatives of its x; a step after that is in order."""
+    x = torch.randn(4 * world, 3, generator=torch.Generator().manual_seed(52)).double()
+    dy = torch.randn(4 * world, 3, generator=torch.Generator().manual_seed(53)).double()
+    own = slice(4 * rank, 4 * rank + 4)
+    layer = syncbn.SyncBatchNorm(3, dtype=torch.float64)
+    layer.requires_grad_(rank == 0)
+    mine, given = x[own].clone().requires_grad_(), dy[own].clone().requires_grad_(rank == 0)
+    (dx,) = torch.autograd.grad(layer(mine), mine, given, create_graph=True)
+    penalty = (0.0 if rank else 1.0) * dx.pow(3).sum()
+    penalty.backward()
+    whole = x.clone().requires_grad_()
+    plain = nn.BatchNorm1d(3, dtype=torch.float64)
+    (dx,) = torch.autograd.grad(plain(whole), whole, dy, create_graph=True)
+    dx[:4].pow(3).sum().backward()
+    # 4 * world numbers of order 1 and some 20 operations: below 1e-13.
+    torch.testing.assert_close(mine.grad, whole.grad[own], rtol=0, atol=1e-12)
+    assert mine.grad.abs().max() > 1e-3
+    layer(mine).sum().backward()
+
+
+def case_gradient_penalty_under_ddp(rank, world):
+    """A critic with the penalty of WGAN-GP, three steps, against one process: see
+    case_ddp_equals_one_process for the bound."""
+    torch.manual_seed(54)
+    critic = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.2), nn.Conv2d(4, 1, 4)
+    ).double()
+    plain = copy.deepcopy(critic)
+    ddp = DistributedDataParallel(syncbn.convert_sync_batchnorm(critic))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, plain)]
+    for step in range(3):
+        x = torch.randn(2 * world, 2, 6, 6, generator=torch.Generator().manual_seed(step)).double()
+        for optimizer, net, part in zip(
+            optimizers, (ddp, plain), (x[2 * rank : 2 * rank + 2], x), strict=True
+        ):
+            part = part.clone().requires_grad_()
+            optimizer.zero_grad()
+            score = net(part)
+            (dx,) = torch.autograd.grad(score.sum(), part, create_graph=True)
+            penalty = (dx.flatten(1).norm(dim=1) - 1).square().mean()
+            (score.mean() + 10 * penalty).backward()
+            optimizer.step()
+    for (name, p), q in zip(
+        ddp.module.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def _first_gradient(layer):
+    x = torch.randn(4, 3, requires_grad=True)
+    return torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)[0]
+
+
+def case_second_backwards_that_differ_are_an_error_on_every_rank(rank, world):
+    """Layers of the same size, in different orders."""
+    layers = [syncbn.SyncBatchNorm(3) for _ in range(2)]
+    for k, layer in enumerate(layers):
+        layer.layer_name, layer.layer_number = f"layer{k}", 100 + k
+    gradients = [_first_gradient(layer) for layer in layers]
+    mine = 0 if rank == 0 else 1
+    raises(
+        syncbn.DivergenceError,
+        "layer0, call 0, second backward.*layer1, call 0, second backward",
+        lambda: gradients[mine].sum().backward(),
+    )
+
+
+def case_second_backward_without_a_rank_is_an_error(rank, world):
+    """In time, with the layer's name."""
+    layer = syncbn.SyncBatchNorm(3, timeout=1.25)  # a group of its own, which breaks
+    layer.layer_name = "critic.norm"
+    dx = _first_gradient(layer)
+    dist.barrier()
+    if rank == 0:
+        raises(
+            (syncbn.ExchangeTimeout, syncbn.PeerLost),
+            "critic.norm, call 0, second backward",
+            lambda: dx.sum().backward(),
+        )
+    dist.barrier()
+
+
+def case_second_derivatives_in_place_are_refused(rank, world):
+    layer = syncbn.SyncBatchNorm(3, activation="leaky_relu", inplace=True)
+    x = torch.randn(4, 3, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x * 1).square().sum(), x, create_graph=True)
+    raises(NotImplementedError, "inplace=True", lambda: dx.sum().backward())
+
+
+def case_transforms_on_one_rank_are_an_error_on_every_rank(rank, world):
+    layer = syncbn.SyncBatchNorm(3)
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    x = torch.randn(4, 3)
+
+    def forward_mode():
+        with forward_ad.dual_level():
+            layer(forward_ad.make_dual(x, x) if rank == 0 else x)
+
+    def transformed():
+        if rank == 0:
+            torch.func.grad(lambda t: layer(t).sum())(x)
+        layer(x)
+
+    def mapped():
+        if rank == 0:
+            torch.func.vmap(layer)(torch.stack((x, x)))
+        layer(x)
+
+    for step, text in ((forward_mode, "tangent"), (transformed, "torch.func"), (mapped, "torch.f")):
+        if rank == 0:
+            raises(NotImplementedError, text, step)
+        else:
+            raises(syncbn.DivergenceError, f"refused.*{text}", step)
+        unchanged(layer, before)
+
+
+def case_batched_gradients_on_one_rank_are_an_error_on_every_rank(rank, world):
+    layer = syncbn.SyncBatchNorm(3)
+    x = torch.randn(4, 3, requires_grad=True)
+    for create_graph in (False, True):
+        y = layer(x)
+        batched = rank == 0
+        dy = torch.ones(2, 4, 3) if batched else torch.ones(4, 3)
+
+        def backward(y=y, dy=dy, batched=batched, create_graph=create_graph):
+            torch.autograd.grad(y, x, dy, create_graph=create_graph, is_grads_batched=batched)
+
+        if batched:
+            raises(NotImplementedError, "backward inside vmap", backward)
+        else:
+            raises(syncbn.DivergenceError, "refused.*backward inside vmap", backward)
+    layer(x).sum().backward()
+
+
+def case_exchanges_of_a_second_backward(rank, world):
+    """Three sums, four with affine_grad "global", of two collectives each; none where the input
+    needs no gradient and shares are wanted, as in the first backward."""
+    for affine_grad, needs_x, sums in (
+        ("share", True, 3),
+        ("global", True, 4),
+        ("share", False, 0),
+        ("global", False, 2),
+    ):
+        layer = syncbn.SyncBatchNorm(3, affine_grad=affine_grad)
+        x = torch.randn(4, 3, requires_grad=needs_x)
+        y = layer(x)
+        dy = torch.ones_like(y).requires_grad_()
+        sources = (layer.weight, layer.bias, *([x] if needs_x else []))
+        gradients = torch.autograd.grad(y, sources, dy, create_graph=True)
+        with CountCollectives() as count:
+            torch.autograd.grad(sum(g.sum() for g in gradients), dy)
+        assert count.names == 2 * sums * ["all_reduce"], (affine_grad, needs_x, count.names)

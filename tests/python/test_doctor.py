@@ -1,0 +1,88 @@
+"""python -m syncbn doctor. PyTorch's torch.utils.collect_env prints versions and tests nothing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import syncbn
+from syncbn import __main__, doctor
+from syncbn._ops import ops
+
+
+def test_doctor_prints_what_is_active_and_passes():
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "syncbn", "doctor", "--timeout", "240"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    names = [line[:16].strip() for line in lines[:8]]
+    assert names == list(doctor.facts())
+    assert syncbn.__version__ in lines[0] and torch.__version__ in lines[1]
+    assert lines[4].split()[1] in ("reference", "avx2", "avx512")
+    gloo, shared = lines[9:]
+    assert gloo == "  gloo          passed: the bits of one process"
+    assert shared.startswith("  shared memory passed: the bits of one process")
+
+
+def test_facts_leave_the_instruction_set_as_it_was():
+    before = ops.cpu_instruction_set()
+    facts = doctor.facts()
+    assert ops.cpu_instruction_set() == before and facts["CPU"].startswith(before)
+    assert "reference" in facts["CPU"]
+
+
+@pytest.mark.parametrize(
+    "built, torch_built, available, text",
+    (
+        (False, True, True, "not active: this build has no CUDA library"),
+        (True, False, False, "not active: this PyTorch is for CPU only"),
+        (True, True, False, "not active: PyTorch finds no CUDA device"),
+    ),
+)
+def test_why_cuda_is_not_active(monkeypatch, built, torch_built, available, text):
+    monkeypatch.setattr(doctor._build, "cuda", built)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: torch_built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    assert doctor.facts()["CUDA library"] == text
+
+
+def test_processes_that_do_not_come_are_a_failure():
+    (result,) = doctor.self_test(timeout=0.05)
+    assert not result.passed
+    assert result.text == "; ".join(f"rank {r}: no result within 0.05 s" for r in range(2))
+
+
+def test_a_process_that_ends_is_a_failure(monkeypatch):
+    monkeypatch.setattr(doctor.sys, "executable", "/bin/false")
+    (result,) = doctor.self_test()
+    assert result.text == "; ".join(f"rank {r}: exit code 1: no message" for r in range(2))
+
+
+def test_other_bits_are_a_failure(monkeypatch, capsys):
+    """Rank 0's share alone, as a layer that does not exchange would see it."""
+    monkeypatch.setattr(doctor.SyncBatchNorm, "forward", _alone)
+    assert "y" in doctor._differences(0, "auto", 1.0)
+    failed = doctor.Result("gloo", False, "differs from one process in y")
+    monkeypatch.setattr(doctor, "self_test", lambda timeout: [failed])
+    assert __main__.main(["doctor"]) == 1
+    assert "  gloo          FAILED: differs from one process in y" in capsys.readouterr().out
+
+
+def _alone(layer, x):
+    return torch.nn.functional.batch_norm(
+        x, layer.running_mean, layer.running_var, layer.weight, layer.bias, True
+    )
+
+
+def test_a_command_is_needed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        __main__.main([])
+    assert ended.value.code == 2 and "doctor" in capsys.readouterr().err

@@ -1,0 +1,326 @@
+"""Exporters and graph tools on a converted model: in evaluation mode it is the unconverted one to
+them, node by node.
+
+torch.nn.SyncBatchNorm in evaluation mode is too, but for torch.jit.script, which fails inside its
+forward. In training it refuses CPU tensors."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import fx, nn
+
+import syncbn
+from support import assert_same_layers
+from syncbn._ops import ops
+
+
+def plain_net() -> nn.Module:
+    """Batch norms after a convolution and after an activation, with estimates of their own."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.BatchNorm2d(6), nn.Conv2d(6, 2, 1)
+    )
+    for layer in (model[1], model[3]):
+        nn.init.normal_(layer.running_mean)
+        nn.init.uniform_(layer.running_var, 0.5, 2)
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    return model
+
+
+def nets() -> tuple[nn.Module, nn.Module]:
+    """The model converted, and as it was."""
+    return syncbn.convert_sync_batchnorm(plain_net()), plain_net()
+
+
+def samples(count: int = 4, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, 3, 7, 7, generator=torch.Generator().manual_seed(seed))
+
+
+def targets(program: torch.export.ExportedProgram) -> list[str]:
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+
+def test_exported_evaluation_is_plain_batch_norm_exact():
+    ours, plain = (
+        torch.export.export(net.eval(), (samples(),), dynamic_shapes=({0: torch.export.Dim("n")},))
+        for net in nets()
+    )
+    assert targets(ours) == targets(plain)
+    assert sum("aten.batch_norm" in target for target in targets(ours)) == 2
+    assert list(ours.state_dict) == list(plain.state_dict)
+    for count in (4, 9):
+        x = samples(count, seed=count)
+        assert torch.equal(ours.module()(x), plain.module()(x))
+
+
+def test_exported_fold_has_no_batch_norm():
+    net = syncbn.convert_sync_batchnorm(plain_net())[:3].eval()
+    program = torch.export.export(syncbn.fold(net), (samples(),))
+    assert not any("norm" in target for target in targets(program))
+
+
+@pytest.mark.parametrize("dynamo", (True, False), ids=("dynamo", "TorchScript"))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_onnx_nodes_and_values(dynamo):
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    from onnx.reference import ReferenceEvaluator
+
+    def exported(net):
+        file = io.BytesIO()
+        if dynamo:
+            return torch.onnx.export(net, (x,), dynamo=True, verbose=False).model_proto
+        torch.onnx.export(net, (x,), file, dynamo=False)
+        return onnx.load_from_string(file.getvalue())
+
+    # Nothing before the layer that exporters would merge it with, and nothing else that rounds.
+    x = samples()
+    ours, plain = (nn.Sequential(nn.ReLU(), net[3]).eval() for net in nets())
+    x = torch.cat([x, x], dim=1)
+    graph = exported(ours).graph
+    assert [n.op_type for n in graph.node] == ["Relu", "BatchNormalization"]
+    assert [n.op_type for n in exported(plain).graph.node] == ["Relu", "BatchNormalization"]
+    (got,) = ReferenceEvaluator(exported(ours)).run(None, {graph.input[0].name: x.numpy()})
+    # Both form s x - s m + b, s = w / sqrt(v + eps), in float32, in some order: at most 8 roundings
+    # of each term, so 2 gamma(8) (s (|x| + |m|) + |b|) between them.
+    layer, u = ours[1], 2.0**-24
+    w, b, m, v = (
+        t.detach().double()[:, None, None]
+        for t in (layer.weight, layer.bias, layer.running_mean, layer.running_var)
+    )
+    size = (w.abs() / (v + layer.eps).sqrt()) * (x.relu().double() + m.abs()) + b.abs()
+    bound = 2 * (8 * u / (1 - 8 * u)) * size
+    assert ((torch.from_numpy(got).double() - ours(x).double()).abs() <= bound).all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_jit_trace_of_evaluation_is_plain_batch_norm_exact():
+    x = samples()
+    ours, plain = (torch.jit.trace(net.eval(), x) for net in nets())
+    kinds = [[node.kind() for node in net.inlined_graph.nodes()] for net in (ours, plain)]
+    assert kinds[0] == kinds[1] and kinds[0].count("aten::batch_norm") == 2
+    file = io.BytesIO()
+    torch.jit.save(ours, file)
+    file.seek(0)
+    assert torch.equal(torch.jit.load(file)(x), plain(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_jit_script_is_refused_and_changes_nothing():
+    """torch.nn.SyncBatchNorm: "attribute lookup is not defined on python value", in torch.*."""
+    ours, plain = nets()
+    with pytest.raises(RuntimeError, match=r"^1: torch\.jit\.script .* expected torch\.jit\.trace"):
+        torch.jit.script(ours.eval())
+    assert [type(m) for m in ours].count(syncbn.SyncBatchNorm) == 2
+    script = torch.jit.script(syncbn.revert_sync_batchnorm(copy.deepcopy(ours)))
+    assert torch.equal(script(samples()), plain.eval()(samples()))
+
+
+def assert_trains_alike(model, reference, count):
+    x = samples(count, seed=count)
+    a, b = model(x), reference(x)
+    assert torch.equal(a, b)
+    for y in (a, b):
+        y.square().sum().backward()
+    for name, p in reference.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad, p.grad), name
+    for name, b in reference.named_buffers():
+        assert torch.equal(model.get_buffer(name), b), name
+
+
+@pytest.mark.parametrize("strict", (False, True), ids=("", "strict"))
+def test_exported_training_step_trains_exact(strict):
+    """With its gradient: torch.export keeps of an autograd function its forward alone."""
+    model, reference = (syncbn.convert_sync_batchnorm(plain_net()) for _ in range(2))
+    shapes = ({0: torch.export.Dim("n")},)
+    program = torch.export.export(model, (samples(),), dynamic_shapes=shapes, strict=strict)
+    steps = [n for n in program.graph.nodes if n.target == ops.training_step.default]
+    assert len(steps) == 2
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    trained = torch.export.load(file).module()
+    for count in (4, 2, 7):
+        assert_trains_alike(trained, reference, count)
+    compiled = torch.compile(trained, backend="aot_eager", fullgraph=True)
+    compiled(samples(5)).sum().backward()
+    reference(samples(5)).sum().backward()
+    for name, p in reference.named_parameters():
+        assert torch.equal(trained.get_parameter(name).grad, p.grad), name
+
+
+def test_joint_graph_of_an_exported_step_has_its_gradient():
+    from torch.export.experimental import _export_forward_backward
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = syncbn.convert_sync_batchnorm(plain_net())
+
+        def forward(self, x):
+            return self.net(x).square().sum()
+
+    joint = _export_forward_backward(torch.export.export(Loss(), (samples(),)))
+    for operator in (ops.training_step.default, ops.training_step_backward.default):
+        assert sum(node.target == operator for node in joint.graph.nodes) == 2
+
+
+def test_exported_operators_meet_their_contract():
+    """Fakes, aliasing and autograd registration, by PyTorch's own checks."""
+    x = torch.randn(4, 5, 6, requires_grad=True)
+    weight, bias = (torch.randn(5, requires_grad=True) for _ in range(2))
+    counter = torch.zeros(1, dtype=torch.int64)
+    constants = ("name", 7, None, "300.0", "auto", True, 1e-5, "share")
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for residual, mode in (
+        (None, ("none", 0.01, "reproducible")),
+        (torch.randn(4, 5, 6, requires_grad=True), ("relu", 0.01, "welford")),
+    ):
+        torch.library.opcheck(
+            ops.training_step.default,
+            (x, weight, bias, residual, counter, *constants, *mode),
+            test_utils=tests,
+        )
+        with torch.no_grad():
+            y, mean, _, rstd, info, mask = ops.training_step(
+                x, weight, bias, residual, counter, *constants, *mode
+            )
+        for needs in ([True] * 3 + [residual is not None], [True, False, True, False]):
+            torch.library.opcheck(
+                ops.training_step_backward.default,
+                (y, x.detach(), weight.detach(), bias.detach(), mean, rstd, info, mask)
+                + (torch.float32, needs, *constants, *mode),
+                test_utils=tests,
+            )
+
+
+# The compiler instantiates autograd functions, and is warned by PyTorch.
+@pytest.mark.filterwarnings("error", "ignore:.*should not be instantiated:DeprecationWarning")
+def test_resnet_is_one_graph_without_warnings():
+    models = pytest.importorskip("torchvision").models
+    model = syncbn.convert_sync_batchnorm(models.resnet18(num_classes=4))
+    explained = torch._dynamo.explain(model)(torch.randn(2, 3, 32, 32))
+    assert explained.graph_break_count == 0 and explained.graph_count == 1
+
+
+def test_torchvision_feature_extraction_exact():
+    extraction = pytest.importorskip("torchvision.models.feature_extraction")
+    from torchvision.models import resnet18
+
+    def net(convert):
+        torch.manual_seed(2)
+        model = resnet18(num_classes=4)
+        return syncbn.convert_sync_batchnorm(model) if convert else model
+
+    ours, plain, reference = net(True), net(False), net(True)
+    names = extraction.get_graph_node_names
+    assert names(ours) == names(plain)
+    nodes = {"train_return_nodes": ["bn1", "layer2.0.bn2"], "eval_return_nodes": ["layer3"]}
+    ours, plain = (extraction.create_feature_extractor(m, **nodes) for m in (ours, plain))
+    x = torch.randn(2, 3, 32, 32)
+    seen = []
+    for layer in (reference.bn1, reference.layer2[0].bn2):
+        layer.register_forward_hook(lambda *args: seen.append(args[2].clone()))
+    reference(x)
+    # Training runs what the nodes need; bn2 is followed by operations in place.
+    got = ours.train()(x)
+    assert list(got) == nodes["train_return_nodes"]
+    assert torch.equal(got["layer2.0.bn2"], seen[1])
+    assert torch.equal(
+        ours.get_buffer("layer2.0.bn2.running_var"), reference.layer2[0].bn2.running_var
+    )
+    ours.load_state_dict(plain.state_dict(), strict=False)
+    assert torch.equal(ours.eval()(x)["layer3"], plain.eval()(x)["layer3"])
+
+
+def test_traced_segmentation_network_exact():
+    segmentation = pytest.importorskip("torchvision").models.segmentation
+    results = []
+    for convert in (True, False):
+        torch.manual_seed(2)
+        model = segmentation.lraspp_mobilenet_v3_large(weights=None, weights_backbone=None)
+        model = syncbn.convert_sync_batchnorm(model) if convert else model
+        traced = fx.symbolic_trace(model).eval()
+        results.append(traced(torch.ones(1, 3, 64, 64))["out"])
+    assert torch.equal(*results)
+
+
+def test_timm_features_exact():
+    timm = pytest.importorskip("timm")
+    from timm.models import FeatureGraphNet
+
+    results = []
+    for convert in (True, False):
+        torch.manual_seed(2)
+        listed = timm.create_model("resnet18", features_only=True, out_indices=(1, 3))
+        model = timm.create_model("resnet18")
+        if convert:
+            listed, model = map(syncbn.convert_sync_batchnorm, (listed, model))
+        graph = FeatureGraphNet(model, out_indices=(0, 1), out_map=["layer1", "layer3"])
+        x = torch.ones(1, 3, 64, 64)
+        results.append([*listed.eval()(x), *graph.eval()(x)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantization_takes_the_reverted_model_exact():
+    """FX quantization fuses classes that it lists, among them neither this one nor
+    torch.nn.SyncBatchNorm, which stay in float32."""
+    from torch.ao.quantization import get_default_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+
+    def quantized(net):
+        x = samples()
+        prepared = prepare_fx(net.eval(), get_default_qconfig_mapping(), (x,))
+        prepared(x)
+        return convert_fx(prepared)
+
+    ours, plain = nets()
+    kept = quantized(copy.deepcopy(ours))
+    assert sum(isinstance(m, syncbn.SyncBatchNorm) for m in kept.modules()) == 2
+    reverted, expected = quantized(syncbn.revert_sync_batchnorm(ours)), quantized(plain)
+    assert [type(m) for m in reverted.children()] == [type(m) for m in expected.children()]
+    assert torch.equal(reverted(samples()), expected(samples()))
+
+
+def _packaged(model):
+    file = io.BytesIO()
+    with torch.package.PackageExporter(file) as exporter:
+        exporter.extern(["torch.**", "syncbn.**"])
+        exporter.save_pickle("model", "model.pkl", model)
+    file.seek(0)
+    return torch.package.PackageImporter(file).load_pickle("model", "model.pkl")
+
+
+def _saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "form", (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), _saved, _packaged),
+    ids=("deepcopy", "pickle", "torch.save", "torch.package"),
+)  # fmt: skip
+def test_copies_of_used_models_train_exact(form):
+    """Of a model, and of one that was compiled in place or around."""
+    plain, inside, around = (syncbn.convert_sync_batchnorm(plain_net()) for _ in range(3))
+    inside.compile(backend="aot_eager")
+    for model in (plain, inside, around):
+        model(samples()).sum().backward()
+        model.zero_grad()
+    copies = [form(model) for model in (plain, inside)]
+    if form is not _packaged:  # torch.package refuses what torch.compile returns, of any model
+        copies.append(form(torch.compile(around, backend="aot_eager"))._orig_mod)
+    plain(samples(5)).square().sum().backward()
+    for other in copies:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other(samples(5)).square().sum().backward()
+        assert_same_layers(other, plain)

@@ -1,0 +1,176 @@
+"""syncbn.testing.parity. PyTorch has nothing like it; torch.nn.SyncBatchNorm's statistics are sums
+in float32, whose bits change with the number of ranks."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import syncbn
+from syncbn import testing
+from syncbn.testing import parity
+
+
+class Elementwise(nn.Module):
+    """Nothing but batch norm and elementwise functions: no bit depends on the batch's split."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = syncbn.SyncBatchNorm(3)
+        self.twice = syncbn.SyncBatchNorm(3, activation="relu")
+
+    def forward(self, x, *others):
+        z = self.first(x)
+        return self.twice(self.twice(torch.sin(z)), residual=z)
+
+
+class DependsOnTheShare(syncbn.SyncBatchNorm):
+    def forward(self, x):
+        return super().forward(x) * len(x)
+
+
+def cube(y):
+    """Not degenerate: the mean of squares after a batch norm hardly depends on its input."""
+    return (y**3).sum() / 1000
+
+
+@pytest.mark.parametrize("samples, ranks", ((8, 4), (7, 3), (2, 4), (5, 1)))
+def test_without_other_layers_nothing_drifts_exact(samples, ranks):
+    """Uneven and empty shares too; the whole network has the same bits."""
+    torch.manual_seed(0)
+    x = torch.randn(samples, 3, 5, 6) * torch.exp2(torch.randint(-20, 20, (samples, 3, 5, 6)))
+    result = parity(Elementwise(), x, ranks, cube)
+    assert [(r.path, r.call) for r in result] == [("first", 0), ("twice", 0), ("twice", 1)]
+    assert all(row[3:] == (0.0,) * 5 and row.shape == x.shape for row in result)
+    assert result.exact and result.losses[0] == result.losses[1] != 0
+    # A layer called once: its gradients are exact sums. The one called twice adds two of them.
+    assert result.gradient_drift == 0.0
+
+
+def test_the_model_is_not_changed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+    before, types = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    x = torch.randn(6, 3, 8, 8)
+    state = torch.get_rng_state()
+    result = parity(model, x, ranks=2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert result.exact and [r.path for r in result] == ["1"]
+    assert [type(m) for m in model.modules()] == types and not model[1]._forward_hooks
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_table():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
+    lines = str(parity(model, torch.randn(6, 3, 8, 8), ranks=3)).splitlines()
+    assert lines[0].split() == list(testing.LayerParity._fields)
+    assert lines[1].split()[:9] == ["1", "0", "6x4x6x6", *["same", "bits"] * 3]
+    assert lines[2].startswith("whole network (drift): loss ") and "on 3 ranks" in lines[2]
+
+
+def test_a_layer_that_depends_on_its_share_is_found():
+    """8 samples in one process, 2 on each of 4 ranks: factors of 8 and 2."""
+    torch.manual_seed(0)
+    model = nn.Sequential(syncbn.SyncBatchNorm(3), DependsOnTheShare(3), syncbn.SyncBatchNorm(3))
+    x = torch.randn(8, 3, 4, 4)
+    result = parity(model, x, 4, cube)
+    assert not result.exact and "same bits" in str(result)
+    first, wrong, last = result
+    assert first[3:6] == last[3:6] == (0.0,) * 3
+    assert first.output_drift == 0.0
+    assert wrong.statistics == 0.0 and wrong.input_gradient > 0
+    y = syncbn.SyncBatchNorm(3)(syncbn.SyncBatchNorm(3)(x))
+    # 8 y and 2 y are exact, and their difference is rounded once in float64, if at all.
+    assert wrong.output == float(6 * y.detach().double().abs().max()) == wrong.output_drift
+    assert last.output_drift > 0 and result.losses[0] != result.losses[1]
+
+
+class Structured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, batch, scale):
+        return {"y": (self.norm(batch["x"]) * scale, batch["labels"])}
+
+
+def test_structured_batches_and_outputs_exact():
+    seen = []
+
+    def loss(output):
+        y, labels = output["y"]
+        seen.append((y.shape, labels.tolist()))
+        return nn.functional.cross_entropy(y, labels)
+
+    batch = {"x": torch.randn(6, 4), "labels": torch.arange(6) % 4}
+    result = parity(Structured(), (batch, 2.0), 4, loss)
+    assert seen == [((6, 4), [0, 1, 2, 3, 0, 1])] * 2
+    assert result.exact and result[0][6:] == (0.0, 0.0) and result.losses[0] == result.losses[1]
+    assert parity(Structured(), (batch, 2.0)).exact
+
+
+def test_dropout_is_drift():
+    """Random numbers are drawn once per rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), syncbn.SyncBatchNorm(3))
+    (row,) = parity(model, torch.randn(8, 3, 4), 2)
+    assert row[3:6] == (0.0, 0.0, 0.0)
+    fixed = nn.Sequential(nn.Dropout(0.0), syncbn.SyncBatchNorm(3))
+    assert parity(fixed, torch.randn(8, 3, 4), 2)[0].output_drift == 0.0
+
+
+def test_a_layer_without_a_gradient_and_in_place_layers_exact():
+    model = nn.Sequential(
+        nn.Identity(), syncbn.SyncBatchNorm(3, activation="leaky_relu", inplace=True)
+    )
+    assert parity(model, torch.randn(8, 3, 4)).exact
+    model[1].weight.requires_grad_(False)
+    model[1].bias.requires_grad_(False)
+    model.append(nn.Linear(4, 2))
+    assert parity(model, torch.randn(8, 3, 4)).exact
+
+
+def test_difference():
+    nan, inf = math.nan, math.inf
+
+    def of(a, b):
+        return testing._difference(torch.tensor(a), torch.tensor(b))
+
+    assert of([1.0, nan, inf], [1.0, nan, inf]) == 0.0
+    assert of([1.0, nan], [1.5, nan]) == 0.5
+    assert of([0.0], [-0.0]) > 0.0
+    assert of([1.0, 0.0], [nan, 0.0]) == of([inf], [-inf]) == inf
+
+
+@pytest.mark.parametrize(
+    "model, batch, options, text",
+    (
+        (Elementwise(), torch.ones(4, 3), {"ranks": 0}, "^ranks: got 0, expected an integer of at"),
+        (Elementwise(), torch.ones(4, 3), {"ranks": 1.5}, "^ranks: got 1.5"),
+        (Elementwise().eval(), torch.ones(4, 3), {}, "^model: got no batch norm layer in training"),
+        (nn.ReLU(), torch.ones(4, 3), {}, "^model: got no batch norm layer in training mode"),
+        (
+            nn.Sequential(syncbn.SyncBatchNorm(3, statistics="welford")),
+            torch.ones(4, 3),
+            {},
+            "^model: got statistics='welford' in 0, expected 'reproducible'",
+        ),
+        (Elementwise(), torch.ones(4, 3), {"loss": lambda y: y}, "^loss: got tensor"),
+        (Elementwise(), torch.ones(4, 3), {"loss": lambda y: 1.0}, "^loss: got 1.0 as its result"),
+    ),
+)
+def test_bad_arguments_are_refused(model, batch, options, text):
+    with pytest.raises(ValueError, match=text):
+        parity(model, batch, **options)
+
+
+def test_an_output_without_samples_is_refused():
+    class Scalar(Elementwise):
+        def forward(self, x):
+            return super().forward(x).mean()
+
+    with pytest.raises(ValueError, match="^model: got Tensor tensor.* in its output, expected"):
+        parity(Scalar(), torch.randn(8, 3, 4))

@@ -1,0 +1,211 @@
+"""Second and third derivatives on one rank; rank_cases_second.py has them on several.
+
+torch.nn.SyncBatchNorm has no second derivatives: its backward calls operators without a derivative
+(batch_norm_backward_reduce). torch.nn.BatchNorm* has them, in one process; it is the reference.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+import syncbn
+from second_reference import check_second
+from support import new_layer
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("affine_grad", ("share", "global"))
+@pytest.mark.parametrize("residual", (False, True))
+@pytest.mark.parametrize("activation", ("none", "relu", "leaky_relu"))
+def test_second_derivatives(activation, residual, affine_grad):
+    for dtype in DTYPES:
+        check_second(0, [slice(0, 11)], dtype, activation, residual, affine_grad)
+
+
+def leaves(*shape):
+    torch.manual_seed(60)
+    x, z = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in "xz")
+    weight, bias = (torch.randn(shape[1], dtype=torch.float64, requires_grad=True) for _ in "wb")
+    return x, z, weight, bias
+
+
+@pytest.mark.parametrize("statistics", ("reproducible", "welford"))
+@pytest.mark.parametrize("activation", ("none", "relu", "leaky_relu"))
+def test_gradgradcheck(activation, statistics):
+    options = {"activation": activation, "statistics": statistics, "training": True}
+
+    def function(x, z=None, weight=None, bias=None):
+        return syncbn.functional.sync_batch_norm(
+            x, None, None, weight, bias, eps=0.1, residual=z, negative_slope=0.3, **options
+        )
+
+    x, z, weight, bias = leaves(2, 2, 2)
+    for arguments in ((x,), (x, None, weight, bias), (x, z, weight, bias)):
+        assert torch.autograd.gradgradcheck(function, arguments)
+
+
+@pytest.mark.parametrize("statistics", ("reproducible", "welford"))
+@pytest.mark.parametrize("activation", ("none", "relu", "leaky_relu"))
+def test_gradgradcheck_with_a_mask(activation, statistics):
+    """Third derivatives too; NaN where nothing counts changes none. PyTorch has no masks here."""
+    mask = torch.tensor([[True, False, True], [True, True, False], [False, False, True]])
+    x, z, weight, bias = leaves(3, 2, 3)
+
+    def function(x, z, weight, bias):
+        x = torch.where(mask.unsqueeze(1), x, torch.nan)
+        return syncbn.functional.sync_batch_norm(
+            *(x, None, None, weight, bias, True),
+            eps=0.1,
+            residual=z,
+            activation=activation,
+            negative_slope=0.3,
+            statistics=statistics,
+            mask=mask,
+        )
+
+    def gradients(x, z, weight, bias):
+        loss = function(x, z, weight, bias).pow(3).sum()
+        return torch.autograd.grad(loss, (x, z, weight, bias), create_graph=True)
+
+    assert torch.autograd.gradgradcheck(function, (x, z, weight, bias))
+    assert torch.autograd.gradgradcheck(gradients, (x, z, weight, bias))
+
+
+def test_third_derivatives():
+    """Of a loss whose dy depends on x."""
+    x, dy, weight, bias = leaves(4, 2)
+
+    def gradients(x, dy, weight):
+        y = syncbn.functional.sync_batch_norm(
+            x, None, None, weight, bias, training=True, activation="leaky_relu"
+        )
+        return torch.autograd.grad((y.pow(3) * dy).sum(), (x, weight, bias), create_graph=True)
+
+    assert torch.autograd.gradgradcheck(gradients, (x, dy, weight))
+
+
+@pytest.mark.parametrize("product", ("hvp", "vhp", "hessian", "jvp"))
+def test_a_gradient_that_depends_on_the_input(product):
+    """dy comes from y, and so from x: a path that must count once. jvp is two backwards there.
+    float64, 20 numbers of order 1 to 10: rounding is below 1e-12."""
+    x = leaves(5, 4)[0].detach()
+    v = torch.randn(5, 4, dtype=torch.float64)
+
+    def of(batch_norm):
+        if product == "jvp":
+            return torch.autograd.functional.jvp(batch_norm, x, v, strict=True)[1]
+        function = getattr(torch.autograd.functional, product)
+        arguments = (lambda x: batch_norm(x).pow(3).sum(), x)
+        if product == "hessian":
+            return function(*arguments, strict=True)
+        return function(*arguments, v, strict=True)[1]
+
+    got = of(lambda x: syncbn.functional.sync_batch_norm(x, training=True))
+    expected = of(lambda x: torch.nn.functional.batch_norm(x, None, None, training=True))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+    assert expected.abs().max() > 0.1
+
+
+def test_the_graph_is_freed_without_the_garbage_collector():
+    x = torch.randn(4, 3, requires_grad=True)
+    gc.disable()
+    try:
+        y = syncbn.SyncBatchNorm(3)(x)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        dx.square().sum().backward()
+        nodes = [weakref.ref(y.grad_fn), weakref.ref(dx.grad_fn)]
+        tensors = [weakref.ref(y), weakref.ref(dx)]
+        del y, dx
+        assert not any(reference() for reference in (*nodes, *tensors))
+    finally:
+        gc.enable()
+
+
+def test_create_graph_keeps_the_bits_of_the_first_gradients_exact():
+    for options in ({}, {"activation": "relu", "affine_grad": "global"}):
+        results = []
+        for create_graph in (False, True):
+            torch.manual_seed(61)
+            layer = new_layer(5, **options)
+            x, z, dy = (torch.randn(4, 5, 6).requires_grad_() for _ in "xzd")
+            sources = (x, z, layer.weight, layer.bias)
+            results.append(torch.autograd.grad(layer(x, z), sources, dy, create_graph=create_graph))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_step_saves_x_and_numbers_per_channel_and_create_graph_dy_too():
+    x, dy = (torch.randn(8, 4, 16, requires_grad=True) for _ in "xd")
+    layer = new_layer(4)
+
+    def saved_in(function):
+        saved = {}
+
+        def pack(tensor):
+            saved[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = function()
+        return result, {n for n in saved.values() if n > x.shape[1]}, list(saved)
+
+    y, sizes, pointers = saved_in(lambda: layer(x))
+    assert sizes == {x.numel()} and x.data_ptr() in pointers
+    gradient = saved_in(lambda: torch.autograd.grad(y, x, dy, create_graph=True))
+    _, sizes, pointers = gradient
+    assert sizes == {x.numel()} and {x.data_ptr(), dy.data_ptr()} < set(pointers)
+    big = [p for p in pointers if p in (x.data_ptr(), dy.data_ptr())]
+    assert len(big) == 2
+
+
+def test_in_place_is_refused():
+    layer = new_layer(3, activation="leaky_relu", inplace=True)
+    with torch.no_grad():
+        layer.weight.fill_(1)
+    x = torch.randn(4, 3, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x * 1).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative with inplace=True.*expected"):
+        dx.sum().backward()
+    assert layer.weight.grad is None
+
+
+def test_batched_gradients_are_refused():
+    """vectorize=True runs backward inside vmap; torch.nn.BatchNorm1d has a rule for it."""
+    x = torch.randn(4, 3, requires_grad=True)
+    jacobian = torch.autograd.functional.jacobian
+    layer = syncbn.SyncBatchNorm(3)
+    assert jacobian(layer, x).shape == (4, 3, 4, 3)
+    for create_graph in (False, True):
+        with pytest.raises(NotImplementedError, match="inside vmap.*expected one gradient"):
+            jacobian(layer, x, vectorize=True, create_graph=create_graph)
+    with pytest.raises(NotImplementedError, match="second backward.*inside vmap"):
+        torch.autograd.functional.hessian(lambda x: layer(x).pow(3).sum(), x, vectorize=True)
+
+
+def test_no_samples_at_all():
+    """Zeros, not NaN; torch.nn.BatchNorm1d gives x no gradient at all."""
+    layer = new_layer(3)
+    x = torch.empty(0, 3, 2, requires_grad=True)
+    dx, dweight = torch.autograd.grad(layer(x).sum(), (x, layer.weight), create_graph=True)
+    (dx.sum() + dweight.sum()).backward()
+    assert x.grad.shape == x.shape and torch.equal(layer.weight.grad, torch.zeros(3))
+
+
+def test_layouts_and_mixed_types_exact():
+    """Channels-last and contiguous bfloat16 with float32 weights: one value, up to the order of
+    float64 sums of 200 numbers that are rounded to 8 bits."""
+    found = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(62)
+        layer = new_layer(4)
+        x, dy = (torch.randn(2, 4, 5, 5).bfloat16() for _ in "xd")
+        x = x.contiguous(memory_format=memory_format).requires_grad_()
+        dx, dw = torch.autograd.grad(layer(x), (x, layer.weight), dy, create_graph=True)
+        total = dx.float().square().sum() + dw.sum()
+        found.append(torch.autograd.grad(total, (x, layer.weight)))
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=2**-8, atol=0)
