@@ -79,5 +79,5 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	$(python) -m pip install --quiet --no-build-isolation --no-deps .
 	@touch $@
 
-.PHONY: help setup build build-cpp test test-cpp test-python demo bench asan tsan release cuda cuda-kernels \
-  lint format wheel clean
+.PHONY: help setup build build-cpp test test-cpp test-python demo bench asan tsan release cuda \
+  cuda-kernels lint format wheel clean

@@ -325,14 +325,14 @@ TEST(CudaBits, PassesExact) {
 
 TEST(CudaBits, PlanesOfSeveralSegmentsExact) {
   Random random(2);
-  for (int round = 0; round < 24 && !HasFailure(); ++round) {
+  for (int round = 0; round < 16 && !HasFailure(); ++round) {
     expect_same(random, Case(random, round, {511, 512, 528, 1537}, 3));
   }
 }
 
 TEST(CudaBits, ManyChannelsExact) {
   Random random(3);
-  for (int round = 0; round < 16 && !HasFailure(); ++round) {
+  for (int round = 0; round < 12 && !HasFailure(); ++round) {
     expect_same(random, Case(random, round, {1, 4}, 300));
   }
 }
