@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _groups, _shared_memory
+from . import _exchange, _groups
 from ._classes import (
     LAZY,
     PLAIN,
@@ -24,6 +24,7 @@ from ._classes import (
     wrapper,
 )
 from ._layer import Layer, check_options
+from ._where import Call
 from .nn import SyncBatchNorm
 
 # Attributes that SyncBatchNorm has and a plain layer has not.
@@ -41,7 +42,7 @@ _OWN_ATTRIBUTES = (
     "_original_activation",
     "_replaced_class",
 )
-_OWN_BUFFERS = ("_call", "_info")
+_OWN_BUFFERS = ("_call", "_count")
 
 
 def _replace(
@@ -117,20 +118,6 @@ def _check_not_sharded(module: nn.Module) -> None:
         text = wrapper(part) or ""
         if "FSDP" in text and any(isinstance(m, SyncBatchNorm) for m in part.modules()):
             raise ValueError(f"module: got {path or 'a model'}, {text}, expected it before that")
-
-
-def _agree(error: Exception | None, sharing: _groups.Sharing) -> None:
-    """Raises this rank's error, or the error of another rank of the group."""
-    peers = _groups.peers(sharing)
-    texts = []
-    if peers is not None:
-        text = "" if error is None else str(error) or type(error).__name__
-        texts = _shared_memory.gather_texts(text, _groups.resolve(peers.group_name))
-    if error is not None:
-        raise error
-    for rank, text in enumerate(texts):
-        if text:
-            raise ValueError(f"rank {rank} of the group: {text}")
 
 
 def _warn_of(left: list[tuple[str, nn.Module]]) -> None:
@@ -247,7 +234,8 @@ def convert_sync_batchnorm(
         except Exception as raised:
             error = raised
         if exchanging:
-            _agree(error, sharing)
+            call = Call("convert_sync_batchnorm", direction="conversion")
+            _exchange.raise_together(error, _groups.peers(sharing), call)
         elif error is not None:
             raise error
     except BaseException:

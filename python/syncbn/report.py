@@ -95,7 +95,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         peers.engine if exchanging else "none",
         layer.statistics,
         ops.cpu_instruction_set(),
-        int(layer._info[0]) if called else None,
+        int(layer._count) if called else None,
         note,
     )
     return row, failed
