@@ -108,6 +108,13 @@ SYNCBN_API void input_gradient(const TensorView& dy, const TensorView& x, const 
                                const ActivationGradient& through, const MutableTensorView& dx,
                                const Stream& stream);
 
+/// x and the activation mask from what normalize with leaky_relu wrote over x; arguments as in
+/// syncbn::recover_input.
+SYNCBN_API void recover_input(const TensorView& y, const double* mean, const double* rstd,
+                              const TensorView& weight, const TensorView& bias,
+                              const MutableTensorView& x, std::uint8_t* activation_mask,
+                              double negative_slope, const Stream& stream);
+
 /// dx = weight * rstd * u (constant statistics).
 SYNCBN_API void evaluation_input_gradient(const TensorView& u, const MaskView& mask,
                                           const double* rstd, const TensorView& weight,

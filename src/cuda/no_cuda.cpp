@@ -61,6 +61,11 @@ void input_gradient(const TensorView&, const TensorView&, const MaskView&, const
                     const MutableTensorView&, const Stream&) {
   require_built();
 }
+void recover_input(const TensorView&, const double*, const double*, const TensorView&,
+                   const TensorView&, const MutableTensorView&, std::uint8_t*, double,
+                   const Stream&) {
+  require_built();
+}
 void evaluation_input_gradient(const TensorView&, const MaskView&, const double*, const TensorView&,
                                const MutableTensorView&, const Stream&) {
   require_built();
