@@ -8,7 +8,7 @@ void require_built() {
   throw Unavailable(
       "this libsyncbn was built without CUDA, so tensors must be on the CPU; to build it with "
       "CUDA, "
-      "install the CUDA toolkit (nvcc 12 or newer) and configure with -D SYNCBN_CUDA=ON");
+      "install the CUDA toolkit (nvcc 12.8 or newer) and configure with -D SYNCBN_CUDA=ON");
 }
 
 std::int64_t workspace_words(DType, std::int64_t) {
