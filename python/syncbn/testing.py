@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ._classes import check_module
+from ._classes import check_module, wrapper
 from .convert import convert_sync_batchnorm
 from .nn import SyncBatchNorm
 from .parallel import SelfDataParallel
@@ -228,8 +228,9 @@ def parity(
     another batch size. This drift is no error of the layer.
 
     Args:
-        model: in training mode; not changed. If it has no SyncBatchNorm, a converted copy is
-            examined. No process group is needed; none is used.
+        model: in training mode, not wrapped by DistributedDataParallel or FSDP; not changed. If it
+            has no SyncBatchNorm, a converted copy is examined. No process group is needed; none is
+            used.
         batch: the model's argument, or the tuple of its arguments: tensors, or nested tuples, lists
             and dictionaries of tensors, with the samples along the first axis of each tensor.
         ranks: among how many ranks the samples are split; shares may be empty.
@@ -245,6 +246,12 @@ def parity(
             samples along their first axis. What the model raises is raised as it is.
     """
     check_module(model, "model")
+    for path, part in model.named_modules():
+        text = wrapper(part)
+        if text is not None and not text.startswith("compiled"):
+            raise ValueError(
+                f"model: got {path or 'a model'}, {text}, expected the model that is not"
+            )
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"ranks: got {ranks!r}, expected an integer of at least 1")
     if loss is not None and not callable(loss):
