@@ -1,10 +1,19 @@
 """python -m syncbn COMMAND."""
 
 import argparse
+import contextlib
+import math
 import sys
 from collections.abc import Sequence
 
 from . import doctor
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive number of seconds")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("doctor", help="what is active, why, and a self-test")
     command.add_argument(
         "--timeout",
-        type=float,
+        type=_seconds,
         default=doctor.TIMEOUT,
         metavar="SECONDS",
         help="limit of the self-test of two processes (%(default)g)",

@@ -181,7 +181,6 @@ def convert_sync_batchnorm(
             all ranks of the group.
     """
     options = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
-    check_options(Layer("", 0, **options))
     sharing = _groups.select(process_group, group_size, group, timeout, engine)
     asked = not (process_group is None and group_size is None and group is None)
     kept: set[_groups.Sharing] = set()  # groups that torch.nn.SyncBatchNorms have
@@ -234,6 +233,7 @@ def convert_sync_batchnorm(
     undo, error = None, None
     try:
         try:
+            check_options(Layer("", 0, **options))
             _check_module(module)
             left = list(left_alone(module))
             undo = _Undo(module)

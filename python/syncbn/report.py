@@ -1,5 +1,6 @@
 """A table of what each batch norm layer of a model does."""
 
+import sys
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -48,14 +49,23 @@ class Report(list):
         return table([LayerReport._fields, *self])
 
 
-def _name(layer: nn.Module) -> str:
+def _class(layer: nn.Module) -> type[nn.Module]:
+    """The layer's class, without what fully_shard derives from it."""
     cls = class_of(layer)
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return (
+        next(base for base in cls.__bases__ if base is not fsdp) if fsdp in cls.__bases__ else cls
+    )
+
+
+def _name(layer: nn.Module) -> str:
+    cls = _class(layer)
     return f"{cls.__module__.split('.')[0]}.{cls.__name__}"
 
 
 def _other(path: str, layer: nn.Module) -> tuple[LayerReport, bool]:
     """The row of a layer that is not this package's, and whether strict refuses it."""
-    cls, note = class_of(layer), "not synchronized by syncbn"
+    cls, note = _class(layer), "not synchronized by syncbn"
     if cls is nn.SyncBatchNorm:
         note += ": not converted, or replaced since by another converter"
     elif cls in registered:

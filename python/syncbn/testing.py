@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ._classes import check_module
+from ._classes import check_module, wrapper
 from .convert import convert_sync_batchnorm
 from .nn import SyncBatchNorm
 from .parallel import SelfDataParallel
@@ -34,8 +34,8 @@ class LayerParity(NamedTuple):
 
 
 class Parity(list):
-    """LayerParities; prints as a table. Losses and gradient_drift (the largest difference of a
-    parameter's gradient, relative to its largest entry) are of the whole network."""
+    """LayerParities; prints as a table. Losses and gradient_drift (the largest difference of the
+    parameters' gradients, relative to their largest entry) are of the whole network."""
 
     def __init__(self, rows, ranks: int, losses: tuple[float, float], gradient_drift: float):
         super().__init__(rows)
@@ -68,9 +68,10 @@ class Parity(list):
 class _Call:
     """What a layer was given in one call, and what came of it."""
 
-    def __init__(self, x: Tensor, residual: Tensor | None, y: Tensor) -> None:
+    def __init__(self, x: Tensor, residual: Tensor | None, mask: Tensor | None, y: Tensor) -> None:
         self.x, self.y = x.detach().clone(), y.detach().clone()
         self.residual = None if residual is None else residual.detach().clone()
+        self.mask = None if mask is None else mask.clone()
         self.dy = torch.zeros_like(self.y)  # stays, if no gradient comes back
         if y.requires_grad:
             y.register_hook(self._gradient)
@@ -90,9 +91,9 @@ def _run(model: nn.Module, call: Callable[[], list], loss) -> tuple[dict[str, li
 
     def record(name):
         def hook(layer, arguments, options, y):
-            residual = arguments[1] if len(arguments) > 1 else options.get("residual")
-            x = arguments[0] if arguments else options["input"]
-            calls.setdefault(name, []).append(_Call(x, residual, y))
+            names = ("input", "residual", "mask")
+            given = dict(zip(names, arguments)) | options
+            calls.setdefault(name, []).append(_Call(*map(given.get, names), y))
 
         return hook
 
@@ -104,7 +105,8 @@ def _run(model: nn.Module, call: Callable[[], list], loss) -> tuple[dict[str, li
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"loss: got {got} as its result, expected a tensor of one number")
-        value.backward()
+        if value.requires_grad or any(p.requires_grad for p in model.parameters()):
+            value.backward()
     return calls, float(value.detach())
 
 
@@ -144,7 +146,9 @@ def _difference(a: Tensor, b: Tensor) -> float:
 def _step(layer: nn.Module, calls: list[_Call]) -> tuple[Tensor, Tensor]:
     """Output and input gradient; one call per device."""
     xs = [call.x.clone().requires_grad_() for call in calls]
-    arguments = [(x,) if c.residual is None else (x, c.residual) for x, c in zip(xs, calls)]
+    arguments = [(x, c.residual, c.mask) for x, c in zip(xs, calls)]
+    while arguments[0][-1] is None:  # a subclass may take fewer
+        arguments = [given[:-1] for given in arguments]
     with torch.enable_grad():
         ys = layer(arguments) if len(calls) > 1 else [layer(*arguments[0])]
         torch.autograd.backward(ys, [call.dy for call in calls])
@@ -224,8 +228,9 @@ def parity(
     another batch size. This drift is no error of the layer.
 
     Args:
-        model: in training mode; not changed. If it has no SyncBatchNorm, a converted copy is
-            examined. No process group is needed; none is used.
+        model: in training mode, not wrapped by DistributedDataParallel or FSDP; not changed. If it
+            has no SyncBatchNorm, a converted copy is examined. No process group is needed; none is
+            used.
         batch: the model's argument, or the tuple of its arguments: tensors, or nested tuples, lists
             and dictionaries of tensors, with the samples along the first axis of each tensor.
         ranks: among how many ranks the samples are split; shares may be empty.
@@ -241,6 +246,12 @@ def parity(
             samples along their first axis. What the model raises is raised as it is.
     """
     check_module(model, "model")
+    for path, part in model.named_modules():
+        text = wrapper(part)
+        if text is not None and not text.startswith("compiled"):
+            raise ValueError(
+                f"model: got {path or 'a model'}, {text}, expected the model that is not"
+            )
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"ranks: got {ranks!r}, expected an integer of at least 1")
     if loss is not None and not callable(loss):
@@ -264,9 +275,11 @@ def parity(
             drifts = _drift(call.y, [c.y for c in own]), _drift(call.dy, [c.dy for c in own])
             exact = _exact(layers[name], call, devices)
             rows.append(LayerParity(name, number, tuple(call.x.shape), *exact, *drifts))
-    drift = 0.0
+    drift, scale = 0.0, 0.0
     for p, q in zip(one.parameters(), several.parameters()):
-        if p.grad is not None and q.grad is not None:
-            scale = float(p.grad.double().abs().max()) or 1.0
-            drift = max(drift, _difference(p.grad, q.grad) / scale)
+        if p.grad is not None and q.grad is not None and p.numel() > 0:
+            scale = max(scale, float(p.grad.double().abs().max()))
+            drift = max(drift, _difference(p.grad, q.grad))
+    # Not of each parameter by itself: a bias before batch norm has rounding for its gradient.
+    drift /= scale or 1.0
     return Parity(rows, ranks, (whole_loss, shared_loss), drift)

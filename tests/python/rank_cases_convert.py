@@ -26,6 +26,18 @@ def case_an_error_of_one_rank_s_conversion_is_raised_on_all(rank, world):
     assert type(syncbn.convert_sync_batchnorm(net)[0]) is syncbn.SyncBatchNorm
 
 
+def case_a_wrong_option_of_one_rank_is_raised_on_all(rank, world):
+    statistics = "median" if rank == 1 else "reproducible"
+    own, other = "^statistics: got 'median'", "^rank 1: .*statistics: got 'median'"
+    net = nn.Sequential(nn.BatchNorm1d(4))
+    raises(
+        ValueError,
+        own if rank == 1 else other,
+        lambda: syncbn.convert_sync_batchnorm(net, statistics=statistics, timeout=5),
+    )
+    assert type(net[0]) is nn.BatchNorm1d
+
+
 def case_conversion_with_sync_false_is_local(rank, world):
     if rank == 0:
         syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), sync=False)
@@ -83,6 +95,12 @@ def case_parity_exchanges_with_nobody(rank, world):
     if rank == 0:
         assert syncbn.testing.parity(net, torch.randn(6, 4), ranks=2).exact
         assert syncbn.testing.parity(nn.BatchNorm1d(4), torch.randn(6, 4), ranks=2).exact
+    # DistributedDataParallel would: a call on one rank alone would wait for the others.
+    ddp = nn.parallel.DistributedDataParallel(net)
+    text = "^model: got a model, wrapped by DistributedDataParallel, expected"
+    if rank == 0:
+        raises(ValueError, text, lambda: syncbn.testing.parity(ddp, torch.randn(6, 4), ranks=2))
+    dist.barrier()
 
 
 class OwnSync(nn.SyncBatchNorm):

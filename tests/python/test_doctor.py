@@ -86,3 +86,11 @@ def test_a_command_is_needed(capsys):
     with pytest.raises(SystemExit) as ended:
         __main__.main([])
     assert ended.value.code == 2 and "doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ("0", "-3", "nan", "soon"))
+def test_a_time_limit_that_is_none_is_refused(capsys, seconds):
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(["doctor", f"--timeout={seconds}"])
+    expected = f"--timeout: got '{seconds}', expected a positive number of seconds"
+    assert ended.value.code == 2 and expected in capsys.readouterr().err

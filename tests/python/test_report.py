@@ -121,6 +121,20 @@ def test_strict_with_one_rank(one_rank):
     assert lazy == "  lazy: torch.LazyBatchNorm2d: not synchronized by syncbn"
 
 
+def test_layers_that_fsdp_has_sharded(one_rank, monkeypatch):
+    """fully_shard gives a layer a class of its own, of PyTorch's package: torch.FSDPBatchNorm2d."""
+    monkeypatch.setitem(registered, OwnBatchNorm, None)
+    net = nn.Sequential(syncbn.SyncBatchNorm(4), OwnBatchNorm(4), nn.SyncBatchNorm(4))
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for layer in net:
+        torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+    own, left, theirs = syncbn.report(net)
+    names = [row.layer for row in (own, left, theirs)]
+    assert names == ["syncbn.SyncBatchNorm", "test_report.OwnBatchNorm", "torch.SyncBatchNorm"]
+    assert left.note == "left as registered" and "another converter" in theirs.note
+    assert [line.split(":")[0] for line in failing(net)] == ["  2"]
+
+
 def test_strict_takes_what_is_registered_to_be_left(one_rank, monkeypatch):
     monkeypatch.setitem(registered, OwnBatchNorm, None)
     net = nn.Sequential(OwnBatchNorm(4))
