@@ -34,6 +34,24 @@ def check_transforms(layer_name: str, **tensors: Tensor | None) -> None:
             )
 
 
+def refuse_tracing(layer, x: Tensor, call: Tensor | None) -> None:
+    """Refuses torch.jit.trace of a training call with an exchange, which a trace cannot hold."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        peers = layer.peers()
+        if peers is None:
+            return
+        error = NotImplementedError(
+            f"{layer.name}: got torch.jit.trace of a training call on {peers.ranks} ranks, "
+            "expected evaluation mode; torch.export takes training steps"
+        )
+        _exchange.reject(peers, layer.call_of(x, call), error)
+    finally:
+        torch._C._set_tracing_state(state)
+    raise error
+
+
 def outside_transforms() -> contextlib.AbstractContextManager:
     """Inside it tensors are real, so that a rank which refuses can tell the others."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():

@@ -13,7 +13,14 @@ from ._layer import (
     values_per_channel,
 )
 from ._mask import check_mask
-from ._modes import check_not_batched, check_transforms, exchanges, outside_transforms, recorded
+from ._modes import (
+    check_not_batched,
+    check_transforms,
+    exchanges,
+    outside_transforms,
+    recorded,
+    refuse_tracing,
+)
 from ._ops import HEADER_WORDS, message_words, ops
 
 
@@ -192,6 +199,8 @@ def train_step(
     momentum None: cumulative averaging by num_batches_tracked. call: int64 [1], the number of this
     call, advanced by one. last_count: int64 [1], becomes the global count.
     """
+    if torch.jit.is_tracing():
+        refuse_tracing(layer, x, call)
     peers = layer.peers()
     # A compiler plans memory by itself, and cannot trace this.
     inplace = layer.writes_over_input and not torch.compiler.is_compiling()

@@ -18,6 +18,7 @@ import rank_cases
 import rank_cases_groups
 import rank_cases_join
 import rank_cases_modes
+import rank_cases_refused
 import syncbn
 from rank_cases import check_layer, raises, unchanged
 from support import rough_samples
@@ -151,7 +152,7 @@ def case_disagreement_of_any_rank_is_an_error_on_every_rank(rank, world):
 
 
 case_disagreement = rank_cases.case_disagreement_is_an_error_on_every_rank
-case_refused_input = rank_cases.case_refused_input_is_an_error_on_every_rank
+case_refused_input = rank_cases_refused.case_refused_input_is_an_error_on_every_rank
 case_empty_rank_of_another_dtype = rank_cases.case_empty_rank_of_another_dtype
 case_compiled_step = rank_cases.case_compiled_step_is_equal_exact
 case_interrupted = rank_cases_groups.case_interrupted_within_a_second

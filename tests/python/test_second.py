@@ -4,14 +4,17 @@ torch.nn.SyncBatchNorm has no second derivatives: its backward calls operators w
 (batch_norm_backward_reduce). torch.nn.BatchNorm* has them, in one process; it is the reference.
 """
 
+import functools
 import gc
 import weakref
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import syncbn
+from checkpoint_support import plain, recomputing, reentrant
 from second_reference import check_second
 from support import new_layer
 
@@ -209,3 +212,32 @@ def test_layouts_and_mixed_types_exact():
     for a, b in zip(*found, strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=2**-8, atol=0)
+
+
+def penalty(segment):
+    """Gradients, running statistics and counters of two layers with a penalty on dx; a layer is
+    used twice."""
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(3, 4), syncbn.SyncBatchNorm(4), nn.Tanh()).double()
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    (dx,) = torch.autograd.grad(
+        segment(lambda x: net[1](net(x)), x).pow(3).sum(), x, create_graph=True
+    )
+    dx.square().sum().backward()
+    return x.grad, *(p.grad for p in net.parameters()), *net.buffers()
+
+
+def test_through_a_checkpointed_segment_exact():
+    """The bits of no checkpoint, and one update. A batch norm of PyTorch updates twice."""
+    expected = penalty(plain)
+    for form in (recomputing, lambda f, x: recomputing(functools.partial(recomputing, f), x)):
+        for got, exact in zip(penalty(form), expected, strict=True):
+            assert torch.equal(got, exact)
+
+
+@pytest.mark.parametrize("layer", (syncbn.SyncBatchNorm, nn.BatchNorm1d))
+def test_pytorch_has_no_second_derivatives_of_reentrant_segments(layer):
+    """Its backward of the segment builds no graph: with nn.BatchNorm as with this layer."""
+    x = torch.randn(5, 3, requires_grad=True)
+    reentrant(layer(3), x).pow(3).sum().backward(create_graph=True)
+    assert not x.grad.requires_grad
