@@ -8,7 +8,7 @@ function(syncbn_compile_options)
       CXX_VISIBILITY_PRESET hidden
       VISIBILITY_INLINES_HIDDEN ON
       POSITION_INDEPENDENT_CODE ON)
-    target_compile_options(${target} PRIVATE
+    set(options
       -Wall -Wextra -Wconversion
       $<$<BOOL:${SYNCBN_WERROR}>:-Werror>
       # The same bits from every compiler: a*b+c is fused only where the source says fma.
@@ -16,9 +16,10 @@ function(syncbn_compile_options)
       # No path of the build machine in the binaries.
       -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=
       -ffile-prefix-map=${PROJECT_BINARY_DIR}=.)
+    target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${options}>")
     if(SYNCBN_SANITIZE)
-      target_compile_options(${target} PRIVATE
-        -fsanitize=${SYNCBN_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
+      target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:\
+-fsanitize=${SYNCBN_SANITIZE};-fno-sanitize-recover=all;-fno-omit-frame-pointer>")
       target_link_options(${target} PRIVATE -fsanitize=${SYNCBN_SANITIZE})
     endif()
   endforeach()

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/cuda_passes.hpp"
 #include "sample_view.hpp"
+#include "syncbn/cuda_passes.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/passes.hpp"
 
@@ -136,7 +136,10 @@ void check_per_channel(const char* name, const TensorView& tensor, std::int64_t 
 
 void check_available(Device device) {
   if (device != Device::kCpu) {
-    cuda::require();
+    cuda::require_built();
+    throw InvalidArgument(
+        "device: got a CUDA tensor, expected one on CPU; CUDA tensors go to the functions of "
+        "syncbn/cuda_passes.hpp");
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "statistics/header.hpp"
 #include "syncbn/passes.hpp"
 #include "syncbn/tensor.hpp"
 
@@ -30,11 +31,5 @@ void check_eps(double eps, const char* name = "eps");
 void check_activation(const Activation& activation);
 void check_ranks(int ranks);
 void check_momentum(double momentum);
-
-/// Whether what came with this header may be used: all ranks agree, none has refused, and the count
-/// is within the limit.
-inline bool usable(const MessageInfo& info) {
-  return info.agree && !info.any_rejected && info.count <= kMaxCount;
-}
 
 }  // namespace syncbn

@@ -1,73 +1,30 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
-#include <type_traits>
 #include <vector>
 
 #include "activation_mask.hpp"
 #include "cpu/cpu_passes.hpp"
 #include "cpu/float_environment.hpp"
+#include "statistics/elements.hpp"
 #include "statistics/finalize.hpp"
 #include "statistics/format.hpp"
+#include "statistics/lanes.hpp"
 #include "statistics/slots.hpp"
 
 // docs/numerics.md as plain loops, one element at a time.
 namespace syncbn::cpu::reference {
 namespace {
 
-/// One lane: a double for inputs of at most 32 bits, a compensated pair for float64.
-template <class T>
-struct Lane {
-  double sum = 0.0;
-  void add(T u) { sum += to_double(u); }
-  void add_product(T u, T v) { sum = std::fma(to_double(u), to_double(v), sum); }
-  void fold(const Lane& other) { sum += other.sum; }
-  double rest() const { return 0.0; }
-};
-
-template <>
-struct Lane<double> {
-  double sum = 0.0;
-  double carry = 0.0;
-  void add(double u) {
-    const TwoSumResult t = two_sum(sum, u);
-    sum = t.sum;
-    carry += t.error;
-  }
-  void add_product(double u, double v) {
-    const double product = u * v;
-    const double error = std::fma(u, v, -product);
-    const TwoSumResult t = two_sum(sum, product);
-    sum = t.sum;
-    carry += error + t.error;
-  }
-  void fold(const Lane& other) {
-    const TwoSumResult t = two_sum(sum, other.sum);
-    sum = t.sum;
-    carry = (carry + other.carry) + t.error;
-  }
-  double rest() const { return carry; }
-};
-
-template <class LaneType>
-void fold(LaneType* lanes) {
-  for (int h = kLanes / 2; h >= 1; h /= 2) {
-    for (int l = 0; l < h; ++l) {
-      lanes[l].fold(lanes[l + h]);
-    }
-  }
-}
-
 /// Merges one segment's partial(s); returns the flag to raise, if any.
 std::int64_t merge(double sum, double rest, std::int64_t* slots, int unit, bool first) {
-  if (!is_finite(sum)) {
-    return first ? first_sum_flag(sum) : kSecondNonFinite;
+  if (is_finite(sum)) {
+    add_partial(slots, sum, unit);
+    if (is_finite(rest)) {
+      add_partial(slots, rest, unit);
+    }
   }
-  add_partial(slots, sum, unit);
-  if (is_finite(rest)) {
-    add_partial(slots, rest, unit);
-  }
-  return 0;
+  return partial_flag(sum, first);
 }
 
 /// Sums of u and u*x of channel c, u(n, e, dy, x) being what becomes of dy.
@@ -107,87 +64,11 @@ void channel_sums(const SampleView& dy, const SampleView& x, std::int64_t c, con
   words[format.words() - 1] = flags;
 }
 
-/// The arithmetic's type: binary64 for float64, else binary32.
+/// v of channel c before residual and activation.
 template <class T>
-using Wide = std::conditional_t<sizeof(T) == 8, double, float>;
-
-inline double widened(double v) { return v; }
-template <class T>
-float widened(T v) {
-  return to_float(v);
+Affine<T> affine_of(const NormalizeConstants& k, std::int64_t c) {
+  return Affine<T>(k.mean[c], k.rstd[c], k.weight[c], k.bias[c]);
 }
-
-template <class T>
-T rounded(Wide<T> v) {
-  if constexpr (sizeof(T) == 8) {
-    return v;
-  } else {
-    T out;
-    from_float(v, out);
-    return out;
-  }
-}
-
-/// v of one channel before residual and activation.
-template <class T>
-class Affine {
- public:
-  Affine(const NormalizeConstants& k, std::int64_t c) {
-    if constexpr (sizeof(T) == 8) {
-      mean_ = k.mean[c];
-      scale_ = k.weight[c] * k.rstd[c];
-      shift_ = k.bias[c];
-    } else {
-      const AffineF32 p = affine_f32(k.mean[c], k.rstd[c], k.weight[c], k.bias[c]);
-      mean_ = p.mean_high;
-      mean_low_ = p.mean_low;
-      scale_ = p.a;
-      shift_ = p.b;
-    }
-  }
-  Wide<T> operator()(T x) const {
-    Wide<T> t = widened(x) - mean_;
-    if constexpr (sizeof(T) != 8) {
-      t -= mean_low_;
-    }
-    return std::fma(scale_, t, shift_);
-  }
-  /// x from v, up to rounding.
-  T inverse(Wide<T> v) const {
-    return rounded<T>(std::fma(1 / scale_, v - shift_, mean_low_) + mean_);
-  }
-
- private:
-  Wide<T> mean_;
-  Wide<T> mean_low_ = 0;
-  Wide<T> scale_;
-  Wide<T> shift_;
-};
-
-template <class T>
-class ActivationOf {
- public:
-  explicit ActivationOf(const Activation& activation)
-      : kind_(activation.kind), slope_(static_cast<Wide<T>>(activation.negative_slope)) {}
-  /// Where the gradient passes unchanged.
-  bool passes(Wide<T> v) const { return kind_ == ActivationKind::kRelu ? !(v <= 0) : v > 0; }
-  Wide<T> value(Wide<T> v) const {
-    if (kind_ == ActivationKind::kNone || passes(v)) {
-      return v;
-    }
-    return kind_ == ActivationKind::kRelu ? Wide<T>(0) : v * slope_;
-  }
-  T gradient(T dy, bool passing) const {
-    if (kind_ == ActivationKind::kNone || passing) {
-      return dy;
-    }
-    return rounded<T>(kind_ == ActivationKind::kRelu ? Wide<T>(0) : widened(dy) * slope_);
-  }
-
- private:
-  ActivationKind kind_;
-  Wide<T> slope_;
-};
 
 void set_bit(std::uint8_t* bits, std::int64_t bit, bool value) {
   std::uint8_t& byte = bits[bit / 8];
@@ -205,7 +86,7 @@ class PullbackOf {
         channel_(c),
         activation_(pullback.activation) {
     if (activation_mask_ == nullptr && pullback.activation.kind != ActivationKind::kNone) {
-      affine_.emplace(pullback.affine, c);
+      affine_.emplace(affine_of<T>(pullback.affine, c));
     }
   }
   T operator()(std::int64_t n, std::int64_t e, T dy, T x) const {
@@ -262,7 +143,7 @@ template <class T>
 void normalize_plane(const SampleView& x, const SampleView* residual, const SampleView& y,
                      std::uint8_t* activation_mask, const NormalizeConstants& k,
                      const Activation& activation, std::int64_t n, std::int64_t c) {
-  const Affine<T> affine(k, c);
+  const Affine<T> affine = affine_of<T>(k, c);
   const ActivationOf<T> activate(activation);
   const ActivationMaskLayout layout(x);
   map_plane<T>(x, x, residual == nullptr ? x : *residual, y, n, c,
@@ -283,20 +164,9 @@ void gradient_plane(const SampleView& dy, const SampleView& x, const SampleView&
                     const GradientConstants& k, const Pullback& pullback, std::int64_t n,
                     std::int64_t c) {
   const PullbackOf<T> pull(pullback, x, c);
-  const Coefficients coefficients{k.c1[c], k.c2[c], k.c3[c]};
-  if constexpr (sizeof(T) == 8) {
-    map_plane<T>(x, dy, x, dx, n, c, [&](std::int64_t e, double u, double v) {
-      return std::fma(coefficients.c1, pull(n, e, u, v),
-                      std::fma(coefficients.c2, v - k.mean[c], coefficients.c3));
-    });
-  } else {
-    const GradientF32 p = gradient_f32(k.mean[c], k.rstd[c], coefficients);
-    map_plane<T>(x, dy, x, dx, n, c, [&](std::int64_t e, T u, T v) {
-      const float t = (to_float(v) - p.mean_high) - p.mean_low;
-      return rounded<T>(
-          std::fma(p.c1, to_float(pull(n, e, u, v)), std::fma(p.c2, t * p.power, p.c3)));
-    });
-  }
+  const InputGradientOf<T> gradient(k.mean[c], k.rstd[c], {k.c1[c], k.c2[c], k.c3[c]});
+  map_plane<T>(x, dy, x, dx, n, c,
+               [&](std::int64_t e, T u, T v) { return gradient(pull(n, e, u, v), v); });
 }
 
 /// Calls function with a value of the element type.
@@ -382,7 +252,7 @@ void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* activ
     const Wide<T> factor = 1 / static_cast<Wide<T>>(negative_slope);
     const ActivationMaskLayout layout(y);
     for_each_plane(y, y.channels, executor, [&](std::int64_t n, std::int64_t c) {
-      const Affine<T> affine(constants, c);
+      const Affine<T> affine = affine_of<T>(constants, c);
       map_plane<T>(y, y, y, x, n, c, [&](std::int64_t e, T value, T) {
         const Wide<T> v = widened(value);
         set_bit(activation_mask, layout.bit(n, c, e), v > 0);

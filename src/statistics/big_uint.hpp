@@ -15,6 +15,7 @@ struct BigUint {
 
   SYNCBN_HD int used() const {
     int n = kLimbs;
+    SYNCBN_NO_UNROLL
     while (n > 0 && limb[n - 1] == 0) {
       --n;
     }
@@ -30,6 +31,7 @@ SYNCBN_HD inline bool magnitude_of(const std::int64_t* digits, int count, BigUin
   int held = 0;
   int limb = 0;
   std::int64_t borrow = 0;
+  SYNCBN_NO_UNROLL
   for (int i = 0; i < count; ++i) {
     std::int64_t digit = digits[i];
     if (negative) {
@@ -48,6 +50,7 @@ SYNCBN_HD inline bool magnitude_of(const std::int64_t* digits, int count, BigUin
       held -= 64;
     }
   }
+  SYNCBN_NO_UNROLL
   for (; bits != 0; bits >>= 64) {
     out.limb[limb++] = static_cast<std::uint64_t>(bits);
   }
@@ -78,6 +81,7 @@ SYNCBN_HD inline Rounded53 round53(const BigUint<kLimbs>& v) {
     } else {
       rest = v.limb[n - 2];
     }
+    SYNCBN_NO_UNROLL
     for (int i = 0; i < n - 2; ++i) {
       rest |= v.limb[i];
     }
@@ -93,11 +97,13 @@ template <int kLimbs>
 SYNCBN_HD inline BigUint<2 * kLimbs> square(const BigUint<kLimbs>& a) {
   BigUint<2 * kLimbs> out;
   const int n = a.used();
+  SYNCBN_NO_UNROLL
   for (int i = 0; i < n; ++i) {
     std::uint64_t carry = 0;
     if (a.limb[i] == 0) {
       continue;
     }
+    SYNCBN_NO_UNROLL
     for (int j = 0; j < n; ++j) {
       const unsigned __int128 t =
           static_cast<unsigned __int128>(a.limb[i]) * a.limb[j] + out.limb[i + j] + carry;
@@ -120,6 +126,7 @@ SYNCBN_HD inline BigUint<kOut> multiply_and_shift(const BigUint<kLimbs>& a, std:
   const int n = a.used();
   int i = 0;
   std::uint64_t below = 0;
+  SYNCBN_NO_UNROLL
   for (; i < n || carry != 0; ++i) {
     if (i < n) {
       carry += static_cast<unsigned __int128>(a.limb[i]) * factor;
@@ -144,6 +151,7 @@ SYNCBN_HD inline BigUint<kA> subtract_or_zero(const BigUint<kA>& a, const BigUin
   if (nb > kA) {
     return out;
   }
+  SYNCBN_NO_UNROLL
   for (int i = 0; i < kA; ++i) {
     const std::uint64_t subtrahend = i < nb ? b.limb[i] : 0;
     const unsigned __int128 t = static_cast<unsigned __int128>(a.limb[i]) - subtrahend - borrow;

@@ -16,6 +16,7 @@ namespace syncbn {
 template <DType kDtype>
 struct FormatTraits {
   static constexpr Format kFormat = format_of(kDtype);
+  static constexpr int kWords = kFormat.words();
   static constexpr int kFirstLimbs = (kFormat.first.digits * kDigitBits + 12 + 63) / 64;
   static constexpr int kSecondLimbs = (kFormat.second.digits * kDigitBits + 12 + 63) / 64;
   /// S^2 has the unit 2^-(2 * first.unit), N*Q is shifted to it.
@@ -46,6 +47,7 @@ struct Flags {
 /// Brings digits that were summed over ranks back to canonical form.
 SYNCBN_HD inline void propagate_carries(const std::int64_t* digits, std::int64_t* out, int count) {
   std::int64_t carry = 0;
+  SYNCBN_NO_UNROLL
   for (int i = 0; i < count - 1; ++i) {
     const std::int64_t digit = digits[i] + carry;
     out[i] = digit & kDigitMask;
@@ -86,7 +88,7 @@ SYNCBN_HD inline ChannelMoments finalize_channel(const std::int64_t* words, std:
   const Rounded53 d = round53(subtract_or_zero(scaled, square(sum)));
   out.var = scale(d.d / n / n, d.exponent - 2 * kFormat.first.unit);
 
-  const Flags flags{words[kFormat.words() - 1]};
+  const Flags flags{words[Traits::kWords - 1]};
   if (flags.first()) {
     out.mean = flags.first_value();
     out.var = std::numeric_limits<double>::quiet_NaN();
@@ -129,7 +131,7 @@ SYNCBN_HD inline ChannelGradients finalize_channel_gradients(const std::int64_t*
   out.g = std::fma(-mean, out.sum, product_sum);
   out.dweight = rstd * out.g;
   out.dbias = out.sum;
-  const Flags flags{words[kFormat.words() - 1]};
+  const Flags flags{words[Traits::kWords - 1]};
   out.flagged = flags.word != 0;
   if (out.flagged) {
     out.dweight = std::numeric_limits<double>::quiet_NaN();

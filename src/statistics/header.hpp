@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "statistics/host_device.hpp"
+#include "statistics/scalar.hpp"
 #include "syncbn/passes.hpp"
 
 // The four words in front of a message (docs/numerics.md, section 2), all of them summed over
@@ -32,6 +33,65 @@ SYNCBN_HD inline void write_header(std::int64_t* message, std::int64_t count,
   message[kHeaderFingerprint] = h;
   message[kHeaderSquare] = h * h;
   message[kHeaderFlags] = flags;
+}
+
+/// Reads the header of a message summed over `ranks` ranks.
+SYNCBN_HD inline MessageInfo header_info(const std::int64_t* merged, int ranks) {
+  MessageInfo info;
+  info.count = merged[kHeaderCount];
+  const std::int64_t sum = merged[kHeaderFingerprint];
+  // Equality in Cauchy-Schwarz: all fingerprints are the same. Both sides are below 2^62.
+  info.agree = ranks * merged[kHeaderSquare] == sum * sum;
+  const std::int64_t flags = merged[kHeaderFlags];
+  info.any_rejected = (flags & kCounterMask) != 0;
+  for (int number = 0; number <= static_cast<int>(DType::kFloat64); ++number) {
+    const auto dtype = static_cast<DType>(number);
+    if ((flags & (dtype_flag(dtype) * kCounterMask)) == 0) {
+      continue;
+    }
+    if (info.any_data) {
+      info.agree = false;
+    }
+    info.any_data = true;
+    info.dtype = dtype;
+  }
+  return info;
+}
+
+/// Whether what came with this header may be used: all ranks agree, none has refused, and the count
+/// is within the limit.
+SYNCBN_HD inline bool usable(const MessageInfo& info) {
+  return info.agree && !info.any_rejected && info.count <= kMaxCount;
+}
+
+inline constexpr std::uint64_t kContractVersion = 1;
+inline constexpr int kFingerprintBits = 20;
+
+/// SplitMix64's finalizer (Steele, Lea and Flood 2014) over a running value.
+SYNCBN_HD inline std::uint64_t mix(std::uint64_t state, std::uint64_t value) {
+  state += value + 0x9e3779b97f4a7c15u;
+  state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9u;
+  state = (state ^ (state >> 27)) * 0x94d049bb133111ebu;
+  return state ^ (state >> 31);
+}
+
+SYNCBN_HD inline std::uint32_t fingerprint_of(std::uint64_t state) {
+  return static_cast<std::uint32_t>(state >> (64 - kFingerprintBits));
+}
+
+SYNCBN_HD inline std::uint32_t call_fingerprint(std::uint64_t layer, std::uint64_t call,
+                                                Direction direction, std::int64_t channels,
+                                                double eps) {
+  std::uint64_t state = mix(kContractVersion, layer);
+  state = mix(state, call);
+  state = mix(state, static_cast<std::uint64_t>(direction));
+  state = mix(state, static_cast<std::uint64_t>(channels));
+  return fingerprint_of(mix(state, bit_copy<std::uint64_t>(eps)));
+}
+
+SYNCBN_HD inline std::uint32_t backward_call_fingerprint(std::uint32_t forward) {
+  return fingerprint_of(
+      mix(mix(kContractVersion, forward), static_cast<std::uint64_t>(Direction::kBackward)));
 }
 
 }  // namespace syncbn

@@ -33,6 +33,11 @@ SYNCBN_HD inline float to_float(BFloat16 v) {
 }
 
 SYNCBN_HD inline float to_float(Half v) {
+#if defined(__CUDA_ARCH__)
+  float exact;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(exact) : "h"(v.bits));
+  return exact;
+#else
   const std::uint32_t sign = static_cast<std::uint32_t>(v.bits & 0x8000u) << 16;
   const std::uint32_t exponent = (v.bits >> 10) & 0x1fu;
   const std::uint32_t fraction = v.bits & 0x3ffu;
@@ -42,6 +47,7 @@ SYNCBN_HD inline float to_float(Half v) {
   }
   const std::uint32_t wide = exponent == 31 ? 255u : exponent + 112u;
   return bit_copy<float>(sign | wide << 23 | fraction << 13);
+#endif
 }
 
 /// Round to nearest even; NaN stays NaN.
@@ -57,6 +63,9 @@ SYNCBN_HD inline void from_float(float v, BFloat16& out) {
 }
 
 SYNCBN_HD inline void from_float(float v, Half& out) {
+#if defined(__CUDA_ARCH__)
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(v));
+#else
   const std::uint32_t b = bit_copy<std::uint32_t>(v);
   const std::uint32_t sign = b >> 16 & 0x8000u;
   const std::uint32_t a = b & 0x7fffffffu;
@@ -73,6 +82,7 @@ SYNCBN_HD inline void from_float(float v, Half& out) {
     h = (a - 0x38000000u + 0xfffu + (a >> 13 & 1u)) >> 13;
   }
   out.bits = static_cast<std::uint16_t>(sign | h);
+#endif
 }
 
 SYNCBN_HD inline double to_double(float v) { return static_cast<double>(v); }

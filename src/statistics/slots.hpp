@@ -60,6 +60,7 @@ SYNCBN_HD inline void slots_to_digits(const std::int64_t* slots, int slot_count,
   __int128 rest = 0;
   int bits = 0;  // rest stands for value * 2^-(digits already cut), with `bits` bits taken in
   int digit = 0;
+  SYNCBN_NO_UNROLL
   for (int slot = 0; slot < slot_count; ++slot) {
     rest += static_cast<__int128>(slots[slot]) << bits;
     bits += kSlotBits;

@@ -1,8 +1,0 @@
-#pragma once
-
-namespace syncbn::cuda {
-
-/// Throws Unavailable in a build without CUDA.
-void require();
-
-}  // namespace syncbn::cuda

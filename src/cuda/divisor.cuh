@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+
+#include "statistics/host_device.hpp"
+
+namespace syncbn::cuda {
+
+/// Division of numbers in [0, 2^63) by the same number, without a division: GPUs have none for
+/// integers, and the subroutine that stands for it costs about 70 instructions and registers.
+/// q = floor(n * magic / 2^(63 + bits)), magic = ceil(2^(63 + bits) / d), 2^(bits - 1) < d <=
+/// 2^bits; exact because magic * d - 2^(63 + bits) < d <= 2^bits (Granlund and Montgomery 1994,
+/// theorem 4.2).
+class Divisor {
+ public:
+  Divisor() = default;
+  explicit Divisor(std::int64_t divisor) : value_(divisor) {
+    while ((std::uint64_t{1} << bits_) < static_cast<std::uint64_t>(divisor)) {
+      ++bits_;
+    }
+    const unsigned __int128 power = static_cast<unsigned __int128>(1) << (63 + bits_);
+    const auto d = static_cast<unsigned __int128>(divisor);
+    magic_ = static_cast<std::uint64_t>((power + d - 1) / d);
+  }
+  SYNCBN_HD std::int64_t quotient(std::int64_t n) const {
+    const unsigned __int128 product =
+        static_cast<unsigned __int128>(static_cast<std::uint64_t>(n)) * magic_;
+    const auto high = static_cast<std::uint64_t>(product >> 64);
+    return static_cast<std::int64_t>(bits_ == 0 ? static_cast<std::uint64_t>(n)
+                                                : high >> (bits_ - 1));
+  }
+  SYNCBN_HD std::int64_t remainder(std::int64_t n) const { return n - quotient(n) * value_; }
+  SYNCBN_HD std::int64_t value() const { return value_; }
+
+ private:
+  std::int64_t value_ = 1;
+  std::uint64_t magic_ = std::uint64_t{1} << 63;
+  int bits_ = 0;
+};
+
+}  // namespace syncbn::cuda

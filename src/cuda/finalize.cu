@@ -1,0 +1,199 @@
+#include <cstdint>
+#include <limits>
+
+#include "cuda/launch.cuh"
+#include "statistics/finalize.hpp"
+#include "statistics/header.hpp"
+
+// From merged messages to statistics and coefficients: a thread per channel. What the header says
+// about the ranks is decided here, on the device.
+namespace syncbn::cuda {
+namespace {
+
+constexpr unsigned kThreads = 64;  // channels are few: spread them over the multiprocessors
+constexpr std::int64_t kDisagreed = -1;
+
+SYNCBN_DEVICE std::int64_t thread_number() {
+  return std::int64_t{device::block_index()} * kThreads + device::thread_index();
+}
+SYNCBN_DEVICE std::int64_t thread_count() { return std::int64_t{device::grid_size()} * kThreads; }
+
+template <DType kDtype>
+SYNCBN_KERNEL(kThreads)
+moments_kernel(const std::int64_t* merged, int ranks, double* mean, double* var, double* rstd,
+               std::int64_t* info, std::int64_t channels, double eps) {
+  constexpr int kWords = FormatTraits<kDtype>::kWords;
+  const MessageInfo header = header_info(merged, ranks);
+  const bool valid = usable(header);
+  if (thread_number() == 0) {
+    info[0] = valid ? header.count : kDisagreed;
+    info[1] = valid ? merged[kHeaderFingerprint] / ranks : 0;
+  }
+  for (std::int64_t c = thread_number(); c < channels; c += thread_count()) {
+    const double none = valid ? 0.0 : std::numeric_limits<double>::quiet_NaN();
+    ChannelMoments moments{none, none, none};
+    if (valid && header.count > 0) {
+      moments = finalize_channel<kDtype>(merged + kHeaderWords + c * kWords, header.count, eps);
+    }
+    mean[c] = moments.mean;
+    var[c] = moments.var;
+    rstd[c] = moments.rstd;
+  }
+}
+
+/// `own`: whose sums dweight and dbias come from, if it is not the merged message.
+template <DType kDtype>
+SYNCBN_KERNEL(kThreads)
+gradients_kernel(const std::int64_t* merged, int ranks, const std::int64_t* own,
+                 const std::int64_t* info, const double* mean, const double* rstd,
+                 const ChannelArray weight, double* coefficients, const ChannelArray dweight,
+                 const ChannelArray dbias, std::int64_t channels) {
+  constexpr int kWords = FormatTraits<kDtype>::kWords;
+  const MessageInfo header = header_info(merged, ranks);
+  const std::int64_t count = info == nullptr ? header.count : info[0];
+  const bool valid = usable(header) && header.count == count;
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  for (std::int64_t c = thread_number(); c < channels; c += thread_count()) {
+    const std::int64_t at = kHeaderWords + c * kWords;
+    ChannelGradients gradients{0.0, 0.0, 0.0, 0.0, false};
+    SYNCBN_NO_UNROLL  // the integers' code once, not twice
+        for (int pass = 0; pass < (own == nullptr ? 1 : 2); ++pass) {
+      if (pass == 0 && !valid) {
+        gradients = {nan, nan, nan, nan, true};
+      } else if (pass == 1 || count > 0) {
+        gradients =
+            finalize_channel_gradients<kDtype>((pass == 0 ? merged : own) + at, mean[c], rstd[c]);
+      }
+      if (pass == 0) {
+        const Coefficients k =
+            coefficients_of(gradients, weight.get(c), rstd[c], valid ? count : 1);
+        coefficients[c] = k.c1;
+        coefficients[channels + c] = k.c2;
+        coefficients[2 * channels + c] = k.c3;
+      }
+    }
+    dweight.set(c, gradients.dweight);
+    dbias.set(c, gradients.dbias);
+  }
+}
+
+SYNCBN_KERNEL(kThreads)
+running_kernel(const ChannelArray running_mean, const ChannelArray running_var,
+               std::int64_t* num_batches_tracked, std::int64_t* call, const double* mean,
+               const double* var, const std::int64_t* info, std::int64_t channels, bool cumulative,
+               double momentum) {
+  // One block: the counter is read by all threads before the first of them raises it.
+  const std::int64_t count = info[0];
+  const std::int64_t batches = num_batches_tracked == nullptr ? 0 : *num_batches_tracked + 1;
+  const double factor = cumulative ? 1.0 / static_cast<double>(batches) : momentum;
+  device::block_barrier();  // all have read the counter
+  if (device::thread_index() == 0) {
+    if (num_batches_tracked != nullptr && count > 0) {
+      *num_batches_tracked = batches;
+    }
+    if (call != nullptr) {
+      ++*call;
+    }
+  }
+  if (count <= 0) {
+    return;
+  }
+  for (std::int64_t c = device::thread_index(); c < channels; c += device::block_size()) {
+    if (running_mean.data != nullptr) {
+      running_mean.set(c, running_update(running_mean.get(c), mean[c], factor));
+    }
+    if (running_var.data != nullptr) {
+      running_var.set(c, running_update(running_var.get(c), unbiased(var[c], count), factor));
+    }
+  }
+}
+
+SYNCBN_KERNEL(kThreads)
+evaluation_kernel(const ChannelArray running_mean, const ChannelArray running_var, double* mean,
+                  double* rstd, std::int64_t channels, double eps) {
+  for (std::int64_t c = thread_number(); c < channels; c += thread_count()) {
+    mean[c] = running_mean.get(c);
+    rstd[c] = rstd_of(running_var.get(c), eps);
+  }
+}
+
+/// Calls function with the format's dtype as a constant; bfloat16 shares float32's format.
+template <class Function>
+void by_format(DType dtype, const Function& function) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return function(std::integral_constant<DType, DType::kFloat16>{});
+    case DType::kFloat64:
+      return function(std::integral_constant<DType, DType::kFloat64>{});
+    case DType::kBFloat16:
+    case DType::kFloat32:
+      return function(std::integral_constant<DType, DType::kFloat32>{});
+  }
+}
+
+}  // namespace
+
+void require_built() {}
+
+void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean, double* var,
+                      double* rstd, std::int64_t* info, std::int64_t channels, double eps,
+                      const Stream& stream) {
+  check_eps(eps);
+  check_ranks(ranks);
+  by_format(dtype, [&](auto format) {
+    start("finalize_moments", &moments_kernel<format()>, grid_for(channels, kThreads, stream),
+          kThreads, 0, stream, merged, ranks, mean, var, rstd, info, channels, eps);
+  });
+}
+
+void finalize_gradients(const std::int64_t* merged, DType dtype, int ranks, const std::int64_t* own,
+                        const std::int64_t* info, const double* mean, const double* rstd,
+                        const TensorView& weight, double* coefficients,
+                        const MutableTensorView& dweight, const MutableTensorView& dbias,
+                        std::int64_t channels, const Stream& stream) {
+  check_ranks(ranks);
+  check_per_channel("weight", weight, channels, Device::kCuda);
+  check_per_channel("dweight", dweight, channels, Device::kCuda);
+  check_per_channel("dbias", dbias, channels, Device::kCuda);
+  by_format(dtype, [&](auto format) {
+    start("finalize_gradients", &gradients_kernel<format()>, grid_for(channels, kThreads, stream),
+          kThreads, 0, stream, merged, ranks, own, info, mean, rstd, channel_array(weight, 1.0),
+          coefficients, channel_array(dweight, 0.0), channel_array(dbias, 0.0), channels);
+  });
+}
+
+void update_running_statistics(const MutableTensorView& running_mean,
+                               const MutableTensorView& running_var,
+                               std::int64_t* num_batches_tracked, std::int64_t* call,
+                               const double* mean, const double* var, const std::int64_t* info,
+                               std::int64_t channels, std::optional<double> momentum,
+                               const Stream& stream) {
+  check_per_channel("running_mean", running_mean, channels, Device::kCuda);
+  check_per_channel("running_var", running_var, channels, Device::kCuda);
+  if (momentum.has_value()) {
+    check_momentum(*momentum);
+  } else if (num_batches_tracked == nullptr && !(running_mean.absent() && running_var.absent())) {
+    throw InvalidArgument(
+        "momentum: got none without num_batches_tracked, expected a number in [0, 1]");
+  }
+  start("update_running_statistics", &running_kernel, 1, kThreads, 0, stream,
+        channel_array(running_mean, 0.0), channel_array(running_var, 0.0), num_batches_tracked,
+        call, mean, var, info, channels, !momentum.has_value(), momentum.value_or(0.0));
+}
+
+void evaluation_statistics(const TensorView& running_mean, const TensorView& running_var,
+                           double* mean, double* rstd, double eps, const Stream& stream) {
+  check_eps(eps);
+  if (running_mean.sizes.size() != 1) {
+    throw InvalidArgument("running_mean: got " + std::to_string(running_mean.sizes.size()) +
+                          " axes, expected 1");
+  }
+  const std::int64_t channels = running_mean.sizes[0];
+  check_per_channel("running_mean", running_mean, channels, Device::kCuda);
+  check_per_channel("running_var", running_var, channels, Device::kCuda);
+  start("evaluation_statistics", &evaluation_kernel, grid_for(channels, kThreads, stream), kThreads,
+        0, stream, channel_array(running_mean, 0.0), channel_array(running_var, 0.0), mean, rstd,
+        channels, eps);
+}
+
+}  // namespace syncbn::cuda

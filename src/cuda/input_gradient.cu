@@ -1,0 +1,87 @@
+#include "cuda/elements.cuh"
+
+// dx = c1*u + c2*(x - mean) + c3, u being dy come back through the activation; and weight * rstd *
+// u for constant statistics.
+namespace syncbn::cuda {
+namespace {
+
+template <class T>
+struct InputGradientPass {
+  struct Channel {
+    ChannelPullback<T> pullback;
+    InputGradientOf<T> gradient;
+    Wide<T> scale = 0;
+    Channel() = default;
+    SYNCBN_DEVICE Channel(const ElementArguments& a, std::int64_t c) : pullback(a.pullback, c) {
+      const AffineArrays& affine = a.pullback.affine;
+      if (a.coefficients == nullptr) {
+        scale = static_cast<Wide<T>>(affine.weight.get(c) * affine.rstd[c]);
+        return;
+      }
+      const double* k = a.coefficients + c;
+      gradient = InputGradientOf<T>(affine.mean[c], affine.rstd[c],
+                                    {k[0], k[a.channels], k[2 * a.channels]});
+    }
+  };
+  SYNCBN_DEVICE static T apply(const ElementArguments& a, const ActivationOf<T>& activation,
+                               const Channel& channel, unsigned bits, T x, T dy, bool&) {
+    if (a.coefficients == nullptr) {
+      return rounded<T>(channel.scale * widened(dy));
+    }
+    return channel.gradient(channel.pullback(a.pullback, activation, bits, dy, x), x);
+  }
+};
+
+void start_gradient(const TensorView& dy, const TensorView& x, const char* out_name,
+                    const MutableTensorView& out, ElementArguments& a, const std::uint8_t* mask,
+                    const Stream& stream) {
+  const SampleView samples(x);
+  if (samples.empty() || samples.channels == 0) {
+    return;
+  }
+  const SampleView gradient(dy);
+  const SampleView to(out);
+  a.x = operand("x", samples);
+  a.other = operand("dy", gradient);
+  a.out = operand(out_name, to);
+  a.written = mask_bits(nullptr, samples);
+  a.samples = samples.samples;
+  a.channels = samples.channels;
+  a.plane = samples.plane;
+  start_elements<InputGradientPass>("input_gradient", x.dtype,
+                                    Plan({&samples, &gradient, &to}, mask), a, stream);
+}
+
+}  // namespace
+
+void input_gradient(const TensorView& dy, const TensorView& x, const double* mean,
+                    const double* rstd, const double* coefficients,
+                    const ActivationGradient& through, const MutableTensorView& dx,
+                    const Stream& stream) {
+  check_samples("x", x);
+  check_device("x", x);
+  check_like("dy", dy, x);
+  check_pullback(through, x);
+  check_like("dx", dx, x);
+  if (coefficients == nullptr) {
+    throw InvalidArgument("coefficients: got null, expected 3 * C numbers");
+  }
+  ElementArguments a;
+  a.pullback = pullback_arrays(through, mean, rstd, SampleView(x));
+  a.coefficients = coefficients;
+  start_gradient(dy, x, "dx", dx, a, through.activation_mask, stream);
+}
+
+void evaluation_input_gradient(const TensorView& u, const double* rstd, const TensorView& weight,
+                               const MutableTensorView& dx, const Stream& stream) {
+  check_samples("u", u);
+  check_device("u", u);
+  check_like("dx", dx, u);
+  check_per_channel("weight", weight, u.sizes[1], u.device);
+  ElementArguments a;
+  a.pullback.affine.rstd = rstd;
+  a.pullback.affine.weight = channel_array(weight, 1.0);
+  start_gradient(u, u, "dx", dx, a, nullptr, stream);
+}
+
+}  // namespace syncbn::cuda

@@ -1,0 +1,141 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "checks.hpp"
+#include "cuda/device/primitives.cuh"
+#include "cuda/views.cuh"
+#include "sample_view.hpp"
+#include "syncbn/cuda_passes.hpp"
+#include "syncbn/error.hpp"
+
+// The host's side of a launch: views for kernels, sizes of grids, errors.
+namespace syncbn::cuda {
+
+inline void check_device(const char* name, const TensorView& x) {
+  if (x.device != Device::kCuda) {
+    throw InvalidArgument(std::string(name) + ": got a tensor on CPU, expected one on CUDA");
+  }
+}
+
+inline Operand operand(const char* name, const SampleView& view) {
+  if (view.spatial_dims > kMaxSpatialDims) {
+    throw InvalidArgument(
+        std::string(name) + ": got strides that leave " + std::to_string(view.spatial_dims) +
+        " spatial axes apart, expected at most " + std::to_string(kMaxSpatialDims) + " on CUDA");
+  }
+  Operand out;
+  out.data = const_cast<void*>(view.data);
+  out.sample_stride = view.sample_stride;
+  out.channel_stride = view.channel_stride;
+  out.element_stride = view.element_stride;
+  out.dims = view.spatial_dims;
+  for (int d = 0; d < view.spatial_dims; ++d) {
+    out.sizes[d] = Divisor(view.sizes[static_cast<std::size_t>(d)]);
+    out.strides[d] = view.strides[static_cast<std::size_t>(d)];
+  }
+  return out;
+}
+
+inline ChannelArray channel_array(const TensorView& tensor, double absent) {
+  if (tensor.absent()) {
+    return {nullptr, 0, DType::kFloat32, absent};
+  }
+  return {const_cast<void*>(tensor.data), tensor.strides[0], tensor.dtype, absent};
+}
+
+inline MaskBits mask_bits(const std::uint8_t* mask, const SampleView& x) {
+  const ActivationMaskLayout layout(x);
+  return {const_cast<std::uint8_t*>(mask), layout.by_rows, layout.run_bytes, layout.sample_bytes};
+}
+
+inline PullbackArrays pullback_arrays(const ActivationGradient& through, const double* mean,
+                                      const double* rstd, const SampleView& x) {
+  return {through.activation,
+          {mean, rstd, channel_array(through.weight, 1.0), channel_array(through.bias, 0.0)},
+          mask_bits(through.activation_mask, x)};
+}
+
+inline void check_pullback(const ActivationGradient& through, const TensorView& x) {
+  check_activation(through.activation);
+  check_per_channel("weight", through.weight, x.sizes[1], x.device);
+  check_per_channel("bias", through.bias, x.sizes[1], x.device);
+}
+
+/// The layout that fits all views (as the mask does, if there is one: else runs of bits and of
+/// memory would differ), and whether 16-byte accesses do.
+struct Plan {
+  Layout layout;
+  bool wide;
+
+  Plan(std::initializer_list<const SampleView*> views, const std::uint8_t* mask) {
+    const SampleView& x = **views.begin();
+    layout = common_layout(x, x);
+    const Layout of_mask = layout;
+    for (const SampleView* view : views) {
+      layout = common_layout(x, *view) == layout ? layout : Layout::kStrided;
+    }
+    if (mask != nullptr && layout != of_mask) {
+      layout = Layout::kStrided;
+    }
+    const auto vector = static_cast<std::int64_t>(16 / size_of(x.dtype));
+    const auto fits = [vector](std::int64_t stride) { return stride % vector == 0; };
+    wide = layout == Layout::kRows ? fits(x.channels) : layout == Layout::kPlanes && fits(x.plane);
+    for (const SampleView* view : views) {
+      wide = wide && fits(view->sample_stride) &&
+             fits(layout == Layout::kRows ? view->element_stride : view->channel_stride) &&
+             reinterpret_cast<std::uintptr_t>(view->data) % 16 == 0;
+    }
+  }
+};
+
+inline int multiprocessors(const Stream& stream) {
+  if (stream.multiprocessors > 0) {
+    return stream.multiprocessors;
+  }
+  const char* why = nullptr;
+  const int count = device::multiprocessors(&why);
+  if (why != nullptr) {
+    throw Unavailable(std::string("no CUDA device can be used: ") + why);
+  }
+  return count;
+}
+
+/// Blocks for `items` of work, `per_block` at a time, no more than the device runs at once.
+inline unsigned grid_for(std::int64_t items, std::int64_t per_block, const Stream& stream) {
+  constexpr std::int64_t kBlocksPerMultiprocessor = 8;
+  const std::int64_t most = kBlocksPerMultiprocessor * multiprocessors(stream);
+  return static_cast<unsigned>(std::clamp<std::int64_t>(divide_up(items, per_block), 1, most));
+}
+
+/// Starts a kernel; `name` is for the error.
+template <class Kernel, class... Arguments>
+void start(const char* name, Kernel kernel, unsigned blocks, unsigned threads, std::size_t shared,
+           const Stream& stream, const Arguments&... arguments) {
+  const char* error = device::launch(kernel, blocks, threads, shared, stream.handle, arguments...);
+  if (error != nullptr) {
+    throw Unavailable(std::string("CUDA refused to start ") + name + " (" + std::to_string(blocks) +
+                      " blocks of " + std::to_string(threads) + " threads): " + error);
+  }
+}
+
+/// Calls function with a value of the element type.
+template <class Function>
+void by_type(DType dtype, const Function& function) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return function(Half{});
+    case DType::kBFloat16:
+      return function(BFloat16{});
+    case DType::kFloat32:
+      return function(float{});
+    case DType::kFloat64:
+      return function(double{});
+  }
+}
+
+}  // namespace syncbn::cuda

@@ -1,0 +1,29 @@
+#include "cuda/sum_launch.cuh"
+
+// Sums of x and x*x as exact integers, packed into a message.
+namespace syncbn::cuda {
+
+void local_moments(const TensorView& x, const ForwardCall& call, std::int64_t* message,
+                   std::int64_t* workspace, const Stream& stream) {
+  check_samples("x", x);
+  check_device("x", x);
+  check_eps(call.eps);
+  const SampleView samples(x);
+  SumsArguments a;
+  a.u = operand("x", samples);
+  a.v = a.u;
+  MessageHeader header;
+  header.direction = Direction::kForward;
+  header.layer = call.layer;
+  header.call = call.call;
+  header.eps = call.eps;
+  if (prepare_sums(a, samples, header, message, workspace, stream)) {
+    start_sums<false>(x.dtype, Plan({&samples}, nullptr), a, stream);
+  }
+}
+
+std::int64_t workspace_words(DType dtype, std::int64_t channels) {
+  return channels * (format_of(dtype).slots() + 2);
+}
+
+}  // namespace syncbn::cuda

@@ -1,0 +1,62 @@
+#include "cuda/elements.cuh"
+
+// y = activation((x - mean) * rstd * weight + bias + residual), and the mask of the activation.
+namespace syncbn::cuda {
+namespace {
+
+template <class T>
+struct NormalizePass {
+  struct Channel {
+    Affine<T> affine;
+    Channel() = default;
+    SYNCBN_DEVICE Channel(const ElementArguments& a, std::int64_t c)
+        : affine(a.pullback.affine.channel<T>(c)) {}
+  };
+  SYNCBN_DEVICE static T apply(const ElementArguments& a, const ActivationOf<T>& activation,
+                               const Channel& channel, unsigned, T x, T residual, bool& passes) {
+    Wide<T> v = channel.affine(x);
+    if (a.other.data != nullptr) {
+      v += widened(residual);
+    }
+    passes = activation.passes(v);
+    return rounded<T>(activation.value(v));
+  }
+};
+
+}  // namespace
+
+void normalize(const TensorView& x, const double* mean, const double* rstd,
+               const TensorView& weight, const TensorView& bias, const TensorView& residual,
+               const MutableTensorView& y, std::uint8_t* mask, const Activation& activation,
+               const Stream& stream) {
+  check_samples("x", x);
+  check_device("x", x);
+  check_like("y", y, x);
+  check_per_channel("weight", weight, x.sizes[1], x.device);
+  check_per_channel("bias", bias, x.sizes[1], x.device);
+  if (!residual.absent()) {
+    check_like("residual", residual, x);
+  }
+  check_activation(activation);
+  const SampleView from(x);
+  if (from.empty() || from.channels == 0) {
+    return;
+  }
+  const SampleView to(y);
+  const SampleView added(residual.absent() ? x : residual);
+  ElementArguments a;
+  a.x = operand("x", from);
+  if (!residual.absent()) {
+    a.other = operand("residual", added);
+  }
+  a.out = operand("y", to);
+  a.written = mask_bits(mask, from);
+  a.pullback.activation = activation;
+  a.pullback.affine = {mean, rstd, channel_array(weight, 1.0), channel_array(bias, 0.0)};
+  a.samples = from.samples;
+  a.channels = from.channels;
+  a.plane = from.plane;
+  start_elements<NormalizePass>("normalize", x.dtype, Plan({&from, &added, &to}, mask), a, stream);
+}
+
+}  // namespace syncbn::cuda

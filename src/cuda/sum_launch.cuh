@@ -1,0 +1,105 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/launch.cuh"
+#include "cuda/sums.cuh"
+
+// Which of the sums' kernels runs, and on how many threads.
+namespace syncbn::cuda {
+
+/// The message of a rank without elements: the header and zeros.
+static SYNCBN_KERNEL(kSumThreads)
+    write_empty_message(const MessageHeader header, std::int64_t* message, std::int64_t words) {
+  const std::int64_t first = std::int64_t{device::block_index()} * kSumThreads;
+  const std::int64_t step = std::int64_t{device::grid_size()} * kSumThreads;
+  for (std::int64_t i = kHeaderWords + first + device::thread_index(); i < words; i += step) {
+    message[i] = 0;
+  }
+  if (first == 0 && device::thread_index() == 0) {
+    header.write(message);
+  }
+}
+
+/// Cuts the units of a channel into jobs, about `wanted` in all, each a multiple of `at_once`.
+inline void deal(SumsArguments& a, std::int64_t channel_blocks, std::int64_t at_once,
+                 std::int64_t wanted) {
+  const std::int64_t rounds = divide_up(a.units, at_once);
+  const std::int64_t jobs = std::clamp<std::int64_t>(divide_up(wanted, channel_blocks), 1, rounds);
+  a.units_per_job = divide_up(rounds, jobs) * at_once;
+  a.jobs_per_channel = Divisor(divide_up(a.units, a.units_per_job));
+  a.jobs = a.jobs_per_channel.value() * channel_blocks;
+}
+
+template <class T, bool kGradient, int kVector, bool kStrided>
+void start_planes(SumsArguments& a, const Stream& stream) {
+  constexpr std::int64_t kWarps = kSumThreads / device::kWarp;
+  constexpr std::int64_t kGroups = device::kWarp * kVector / kLanes;
+  deal(a, a.channels, kGroups, 32 * multiprocessors(stream));
+  start("the sums of planes", &sum_planes<T, kVector, kGradient, kStrided>,
+        grid_for(a.jobs, kWarps, stream), kSumThreads,
+        kWarps * ChannelScratch<T>::kSlots * sizeof(std::int64_t), stream, a);
+}
+
+template <class T, bool kGradient, int kVector>
+void start_rows(SumsArguments& a, const Stream& stream) {
+  constexpr std::int64_t kWidth = kRowColumns<kVector> * kVector;
+  constexpr unsigned kThreads = kLanes * kRowColumns<kVector>;
+  constexpr std::size_t kFold = kLanes * kWidth * sizeof(Lane<T>);
+  constexpr std::size_t kPack =
+      kThreads / device::kWarp * ChannelScratch<T>::kSlots * sizeof(std::int64_t);
+  deal(a, divide_up(a.channels, kWidth), 1, 4 * multiprocessors(stream));
+  start("the sums of rows", &sum_rows<T, kVector, kGradient>, grid_for(a.jobs, 1, stream), kThreads,
+        std::max(kFold, kPack), stream, a);
+}
+
+template <class T, bool kGradient>
+void start_columns(SumsArguments& a, const Stream& stream) {
+  constexpr std::int64_t kWarps = kSumThreads / device::kWarp;
+  deal(a, divide_up(a.channels, device::kWarp), 4 * kWarps, 8 * multiprocessors(stream));
+  start("the sums of 2-D input", &sum_columns<T, kGradient>, grid_for(a.jobs, 1, stream),
+        kSumThreads, kWarps * ChannelScratch<T>::kSlots * sizeof(std::int64_t), stream, a);
+}
+
+template <bool kGradient>
+void start_sums(DType dtype, const Plan& plan, SumsArguments& a, const Stream& stream) {
+  by_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    if (plan.layout == Layout::kStrided) {
+      start_planes<T, kGradient, 1, true>(a, stream);
+    } else if (plan.layout == Layout::kRows && a.plane == 1) {
+      start_columns<T, kGradient>(a, stream);
+    } else if (plan.layout == Layout::kRows) {
+      plan.wide ? start_rows<T, kGradient, kWidest<T>>(a, stream)
+                : start_rows<T, kGradient, 1>(a, stream);
+    } else {
+      plan.wide ? start_planes<T, kGradient, kWidest<T>, false>(a, stream)
+                : start_planes<T, kGradient, 1, false>(a, stream);
+    }
+  });
+}
+
+/// Everything but the layout; true if there is something to add up, else the message is enqueued.
+inline bool prepare_sums(SumsArguments& a, const SampleView& x, MessageHeader header,
+                         std::int64_t* message, std::int64_t* workspace, const Stream& stream) {
+  header.count = x.samples * x.plane;
+  header.flags = x.empty() ? 0 : dtype_flag(x.dtype);
+  header.channels = x.channels;
+  a.header = header;
+  a.message = message;
+  a.workspace = workspace;
+  a.channels = x.channels;
+  a.plane = x.plane;
+  if (!x.empty() && x.channels > 0) {
+    a.segments = Divisor(divide_up(x.plane, kSegment));
+    a.units = x.samples * a.segments.value();
+    return true;
+  }
+  const std::int64_t words = message_words(x.dtype, x.channels);
+  start("an empty message", &write_empty_message, grid_for(words, kSumThreads, stream), kSumThreads,
+        0, stream, header, message, words);
+  return false;
+}
+
+}  // namespace syncbn::cuda

@@ -1,0 +1,342 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/primitives.cuh"
+#include "cuda/views.cuh"
+#include "cuda/window.cuh"
+#include "statistics/lanes.hpp"
+
+// docs/numerics.md, sections 1 and 2: the sums of u and u*v. Forward: u = v = x. Backward: u is dy
+// come back through the activation, v = x. Three kernels, by how elements lie in memory.
+namespace syncbn::cuda {
+
+struct SumsArguments {
+  Operand u;  ///< x, or dy
+  Operand v;
+  Operand kept;  ///< where the pulled back u goes, if it has data
+  PullbackArrays pullback;
+  MessageHeader header;
+  std::int64_t* message = nullptr;
+  std::int64_t* workspace = nullptr;
+  std::int64_t channels = 0;
+  std::int64_t plane = 0;
+  Divisor segments;        ///< of a plane
+  std::int64_t units = 0;  ///< segments of a channel
+  std::int64_t units_per_job = 0;
+  Divisor jobs_per_channel;  ///< (or block of channels)
+  std::int64_t jobs = 0;
+};
+
+inline constexpr unsigned kSumThreads = 256;
+
+/// Loads kVector elements of u and v, pulls u back and stores it if it is kept.
+template <class T, int kVector, bool kGradient>
+SYNCBN_DEVICE void load_pair(const SumsArguments& a, const ActivationOf<T>& activation,
+                             const ChannelPullback<T>* pullback, bool one_channel,
+                             std::int64_t mask_at, const T* u, const T* v, T* kept,
+                             device::Vector<T, kVector>& us, device::Vector<T, kVector>& vs) {
+  us = device::load_vector<kVector>(u);
+  if constexpr (!kGradient) {
+    vs = us;
+    return;
+  }
+  vs = device::load_vector<kVector>(v);
+  unsigned bits = 0;
+  if (a.pullback.mask.data != nullptr) {
+    bits = static_cast<unsigned>(a.pullback.mask.data[mask_at / 8]) >> (mask_at % 8);
+  }
+  SYNCBN_UNROLL(8)
+  for (int k = 0; k < kVector; ++k) {
+    us.at[k] = pullback[one_channel ? 0 : k](a.pullback, activation, bits >> k, us.at[k], vs.at[k]);
+  }
+  if (kept != nullptr) {
+    device::store_vector(kept, us);
+  }
+}
+
+/// Folds the lanes of a segment that lie on neighbouring threads, kVector lanes each. The result is
+/// the first thread's.
+template <int kVector, class LaneType>
+SYNCBN_DEVICE void fold_threads(LaneType* lanes) {
+  SYNCBN_UNROLL(4)
+  for (int h = kLanes / 2; h >= 1; h /= 2) {
+    if (h < kVector) {
+      for (int k = 0; k < h; ++k) {
+        lanes[k].fold(lanes[k + h]);
+      }
+      continue;
+    }
+    SYNCBN_UNROLL(8)
+    for (int k = 0; k < kVector; ++k) {
+      LaneType other;
+      other.sum = device::shuffle_xor(lanes[k].sum, static_cast<unsigned>(h / kVector));
+      if constexpr (LaneType::kPair) {
+        other.carry = device::shuffle_xor(lanes[k].carry, static_cast<unsigned>(h / kVector));
+      }
+      lanes[k].fold(other);
+    }
+  }
+}
+
+template <class LaneType>
+SYNCBN_DEVICE LaneType lane_of(const LaneType& lane, unsigned thread) {
+  LaneType out;
+  out.sum = device::shuffle_index(lane.sum, thread);
+  if constexpr (LaneType::kPair) {
+    out.carry = device::shuffle_index(lane.carry, thread);
+  }
+  return out;
+}
+
+/// Contiguous planes, or any strides (kStrided). A warp takes kGroups segments of a channel at a
+/// time, each on neighbouring threads. Shared memory: kSlots words per warp.
+template <class T, int kVector, bool kGradient, bool kStrided>
+SYNCBN_KERNEL(kSumThreads)
+sum_planes(const SumsArguments a) {
+  static_assert(!kStrided || kVector == 1);
+  using Scratch = ChannelScratch<T>;
+  constexpr unsigned kThreads = kLanes / kVector;  // of a segment
+  constexpr unsigned kGroups = device::kWarp / kThreads;
+  const unsigned lane = device::thread_index() % device::kWarp;
+  const unsigned member = lane % kThreads;
+  const unsigned warp = device::thread_index() / device::kWarp;
+  const unsigned warps = device::block_size() / device::kWarp;
+  const ActivationOf<T> activation(a.pullback.activation);
+  if (device::block_index() == 0 && device::thread_index() == 0) {
+    a.header.write(a.message);
+  }
+  for (std::int64_t job = std::int64_t{device::block_index()} * warps + warp; job < a.jobs;
+       job += std::int64_t{device::grid_size()} * warps) {
+    const std::int64_t c = a.jobs_per_channel.quotient(job);
+    const std::int64_t begin = a.jobs_per_channel.remainder(job) * a.units_per_job;
+    const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
+    const Scratch scratch(a.workspace, c);
+    PartialSum<T> partial(static_cast<int>(member), scratch);
+    ChannelPullback<T> pullback;
+    if constexpr (kGradient) {
+      pullback = ChannelPullback<T>(a.pullback, c);
+    }
+    for (std::int64_t first = begin; first < end; first += kGroups) {
+      const std::int64_t unit = first + lane / kThreads;
+      Lane<T> sums[kVector];
+      Lane<T> products[kVector];
+      if (unit < end) {
+        const std::int64_t n = a.segments.quotient(unit);
+        const std::int64_t e = a.segments.remainder(unit) * kSegment;
+        const std::int64_t rest = a.plane - e;
+        const int length = rest < kSegment ? static_cast<int>(rest) : kSegment;
+        const T* const u = a.u.at<T>(n, c) + (kStrided ? 0 : e);
+        const T* const v = a.v.at<T>(n, c) + (kStrided ? 0 : e);
+        T* const kept = a.kept.data == nullptr ? nullptr : a.kept.at<T>(n, c) + (kStrided ? 0 : e);
+        SYNCBN_UNROLL(4)
+        for (int i = static_cast<int>(member) * kVector; i < length; i += kLanes) {
+          device::Vector<T, kVector> us;
+          device::Vector<T, kVector> vs;
+          const std::int64_t u_at = kStrided ? a.u.element(e + i) : i;
+          const std::int64_t v_at = kStrided ? a.v.element(e + i) : i;
+          const std::int64_t kept_at = kStrided ? a.kept.element(e + i) : i;
+          const std::int64_t mask_at = kGradient ? a.pullback.mask.bit(n, c, e + i) : 0;
+          load_pair<T, kVector, kGradient>(a, activation, &pullback, true, mask_at, u + u_at,
+                                           v + v_at, kept == nullptr ? nullptr : kept + kept_at, us,
+                                           vs);
+          SYNCBN_UNROLL(8)
+          for (int k = 0; k < kVector; ++k) {
+            sums[k].add(us.at[k]);
+            products[k].add_product(us.at[k], vs.at[k]);
+          }
+        }
+      }
+      fold_threads<kVector>(sums);
+      fold_threads<kVector>(products);
+      const unsigned leader = lane - member;
+      partial.add(lane_of(sums[0], leader), lane_of(products[0], leader));
+    }
+    partial.gather(kThreads);
+    partial.finish(scratch);
+    device::memory_fence();
+    device::warp_barrier();  // the whole warp's additions are done
+    std::int64_t done = 0;
+    if (lane == 0) {
+      done = device::atomic_add(scratch.words + Scratch::kDone, 1) + 1;
+    }
+    if (device::shuffle_index(done, 0) == a.jobs_per_channel.value()) {
+      device::memory_fence();
+      pack_channel<T>(scratch, device::shared<std::int64_t>() + warp * Scratch::kSlots,
+                      a.message + kHeaderWords + c * Scratch::kMessageWords);
+    }
+  }
+}
+
+/// Threads of a block that takes rows: kLanes times the columns.
+template <int kVector>
+inline constexpr unsigned kRowColumns = kVector == 1 ? 32 : 16;
+
+/// Every thread of the block: who is last to be done with the block's channels packs them.
+template <class T>
+SYNCBN_DEVICE void finish_channels(const SumsArguments& a, std::int64_t c0, std::int64_t channels) {
+  using Scratch = ChannelScratch<T>;
+  auto* const staged = device::shared<std::int64_t>();
+  device::memory_fence();
+  device::block_barrier();  // the whole block's additions are done
+  if (device::thread_index() == 0) {
+    staged[0] = device::atomic_add(Scratch(a.workspace, c0).words + Scratch::kDone, 1) + 1;
+  }
+  device::block_barrier();  // the count is there
+  const bool last = staged[0] == a.jobs_per_channel.value();
+  device::block_barrier();  // and read
+  if (last) {
+    device::memory_fence();
+    const unsigned warp = device::thread_index() / device::kWarp;
+    for (std::int64_t i = warp; i < channels; i += device::block_size() / device::kWarp) {
+      pack_channel<T>(Scratch(a.workspace, c0 + i), staged + warp * Scratch::kSlots,
+                      a.message + kHeaderWords + (c0 + i) * Scratch::kMessageWords);
+    }
+  }
+  device::block_barrier();  // shared memory is free again
+}
+
+/// Neighbouring channels lie side by side (channels-last). A thread takes kVector channels and one
+/// lane of a segment, which is 512 rows; lanes are folded through shared memory.
+template <class T, int kVector, bool kGradient>
+SYNCBN_KERNEL(kLanes* kRowColumns<kVector>)
+sum_rows(const SumsArguments a) {
+  constexpr int kColumns = kRowColumns<kVector>;
+  constexpr int kWidth = kColumns * kVector;  // channels of a block
+  static_assert(kWidth * kPartials<T> <= kLanes * kColumns);
+  const int column = static_cast<int>(device::thread_index()) % kColumns;
+  const int lane = static_cast<int>(device::thread_index()) / kColumns;
+  auto* const staged = device::shared<Lane<T>>();  // [lane][channel]
+  const ActivationOf<T> activation(a.pullback.activation);
+  if (device::block_index() == 0 && device::thread_index() == 0) {
+    a.header.write(a.message);
+  }
+  for (std::int64_t job = device::block_index(); job < a.jobs; job += device::grid_size()) {
+    const std::int64_t c0 = a.jobs_per_channel.quotient(job) * kWidth;
+    const std::int64_t begin = a.jobs_per_channel.remainder(job) * a.units_per_job;
+    const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
+    const std::int64_t c = c0 + column * kVector;
+    const bool inside = c < a.channels;
+    ChannelPullback<T> pullback[kVector];
+    if (kGradient && inside) {
+      SYNCBN_UNROLL(8)
+      for (int k = 0; k < kVector; ++k) {
+        pullback[k] = ChannelPullback<T>(a.pullback, c + k);
+      }
+    }
+    // After the fold: which partial of which channel this thread adds up.
+    const int mine = static_cast<int>(device::thread_index()) % kWidth;
+    const int which = static_cast<int>(device::thread_index()) / kWidth;
+    const bool adds = which < kPartials<T> && c0 + mine < a.channels;
+    const ChannelScratch<T> scratch(a.workspace, adds ? c0 + mine : c0);
+    PartialSum<T> partial(which, scratch);
+    for (std::int64_t unit = begin; unit < end; ++unit) {
+      const std::int64_t n = a.segments.quotient(unit);
+      const std::int64_t e = a.segments.remainder(unit) * kSegment;
+      const std::int64_t rest = a.plane - e;
+      const int length = rest < kSegment ? static_cast<int>(rest) : kSegment;
+      Lane<T> sums[kVector];
+      Lane<T> products[kVector];
+      if (inside) {
+        const T* const u = a.u.at<T>(n, 0) + c;
+        const T* const v = a.v.at<T>(n, 0) + c;
+        T* const kept = a.kept.data == nullptr ? nullptr : a.kept.at<T>(n, 0) + c;
+        SYNCBN_UNROLL(4)
+        for (int i = lane; i < length; i += kLanes) {
+          device::Vector<T, kVector> us;
+          device::Vector<T, kVector> vs;
+          const std::int64_t mask_at = kGradient ? a.pullback.mask.bit(n, c, e + i) : 0;
+          load_pair<T, kVector, kGradient>(
+              a, activation, pullback, false, mask_at, u + (e + i) * a.u.element_stride,
+              v + (e + i) * a.v.element_stride,
+              kept == nullptr ? nullptr : kept + (e + i) * a.kept.element_stride, us, vs);
+          SYNCBN_UNROLL(8)
+          for (int k = 0; k < kVector; ++k) {
+            sums[k].add(us.at[k]);
+            products[k].add_product(us.at[k], vs.at[k]);
+          }
+        }
+      }
+      Lane<T> folded[2];
+      for (int sum = 0; sum < 2; ++sum) {
+        SYNCBN_UNROLL(8)
+        for (int k = 0; k < kVector; ++k) {
+          staged[lane * kWidth + column * kVector + k] = sum == 0 ? sums[k] : products[k];
+        }
+        device::block_barrier();  // the lanes are staged
+        if (adds && (which < kPartials<T> / 2) == (sum == 0)) {
+          Lane<T> lanes[kLanes];
+          for (int l = 0; l < kLanes; ++l) {
+            lanes[l] = staged[l * kWidth + mine];
+          }
+          fold(lanes);
+          folded[sum] = lanes[0];
+        }
+        device::block_barrier();  // and read
+      }
+      if (adds) {
+        partial.add(folded[0], folded[1]);
+      }
+    }
+    if (adds) {
+      partial.finish(scratch);
+    }
+    const std::int64_t left = a.channels - c0;
+    finish_channels<T>(a, c0, left < kWidth ? left : kWidth);
+  }
+}
+
+/// Planes of one element (2-D input): every element is a partial. A thread takes one channel of
+/// many rows and keeps all its partials in registers.
+template <class T, bool kGradient>
+SYNCBN_KERNEL(kSumThreads)
+sum_columns(const SumsArguments a) {
+  constexpr int kWidth = device::kWarp;
+  constexpr std::int64_t kRows = kSumThreads / kWidth;
+  const int column = static_cast<int>(device::thread_index()) % kWidth;
+  const std::int64_t row = device::thread_index() / kWidth;
+  const ActivationOf<T> activation(a.pullback.activation);
+  if (device::block_index() == 0 && device::thread_index() == 0) {
+    a.header.write(a.message);
+  }
+  for (std::int64_t job = device::block_index(); job < a.jobs; job += device::grid_size()) {
+    const std::int64_t c0 = a.jobs_per_channel.quotient(job) * kWidth;
+    const std::int64_t c = c0 + column;
+    const std::int64_t begin = a.jobs_per_channel.remainder(job) * a.units_per_job;
+    const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
+    if (c < a.channels) {
+      const ChannelScratch<T> scratch(a.workspace, c);
+      PartialSum<T> sum(0, scratch);
+      PartialSum<T> product(kPartials<T> / 2, scratch);
+      PartialSum<T> product_rest(kPartials<T> - 1, scratch);  // float64; the sum's is zero
+      const ChannelPullback<T> pullback(a.pullback, c);
+      SYNCBN_UNROLL(2)
+      for (std::int64_t n = begin + row; n < end; n += kRows) {
+        device::Vector<T, 1> u;
+        device::Vector<T, 1> v;
+        T* const kept = a.kept.data == nullptr ? nullptr : a.kept.at<T>(n, c);
+        load_pair<T, 1, kGradient>(a, activation, &pullback, true,
+                                   kGradient ? a.pullback.mask.bit(n, c, 0) : 0, a.u.at<T>(n, c),
+                                   a.v.at<T>(n, c), kept, u, v);
+        Lane<T> one;
+        Lane<T> squared;
+        one.add(u.at[0]);
+        squared.add_product(u.at[0], v.at[0]);
+        sum.add(one, squared);
+        product.add(one, squared);
+        if constexpr (Lane<T>::kPair) {
+          product_rest.add(one, squared);
+        }
+      }
+      sum.finish(scratch);
+      product.finish(scratch);
+      if constexpr (Lane<T>::kPair) {
+        product_rest.finish(scratch);
+      }
+    }
+    const std::int64_t left = a.channels - c0;
+    finish_channels<T>(a, c0, left < kWidth ? left : kWidth);
+  }
+}
+
+}  // namespace syncbn::cuda

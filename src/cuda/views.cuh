@@ -1,0 +1,162 @@
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "activation_mask.hpp"
+#include "cuda/device/primitives.cuh"
+#include "cuda/divisor.cuh"
+#include "sample_view.hpp"
+#include "statistics/elements.hpp"
+#include "statistics/format.hpp"
+#include "syncbn/passes.hpp"
+
+// What kernels are given: tensors, per-channel arrays and the activation, by value.
+namespace syncbn::cuda {
+
+inline constexpr int kMaxSpatialDims = 8;
+
+SYNCBN_HD constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+
+/// A SampleView without what kernels do not need. Strides in elements.
+struct Operand {
+  void* data = nullptr;
+  std::int64_t sample_stride = 0;
+  std::int64_t channel_stride = 0;
+  std::int64_t element_stride = 0;
+  int dims = 0;  ///< from 2 on, element_stride does not tell all
+  Divisor sizes[kMaxSpatialDims];
+  std::int64_t strides[kMaxSpatialDims] = {};
+
+  template <class T>
+  SYNCBN_DEVICE T* at(std::int64_t n, std::int64_t c) const {
+    return static_cast<T*>(data) + n * sample_stride + c * channel_stride;
+  }
+  SYNCBN_DEVICE std::int64_t element(std::int64_t e) const {
+    if (dims <= 1) {
+      return e * element_stride;
+    }
+    std::int64_t offset = 0;
+    for (int d = dims - 1; d >= 0; --d) {
+      offset += sizes[d].remainder(e) * strides[d];
+      e = sizes[d].quotient(e);
+    }
+    return offset;
+  }
+};
+
+/// One entry per channel, of any dtype; `absent` where there is no array.
+struct ChannelArray {
+  void* data = nullptr;
+  std::int64_t stride = 0;
+  DType dtype = DType::kFloat32;
+  double absent = 0.0;
+
+  SYNCBN_DEVICE double get(std::int64_t c) const {
+    if (data == nullptr) {
+      return absent;
+    }
+    switch (dtype) {
+      case DType::kFloat16:
+        return to_double(static_cast<const Half*>(data)[c * stride]);
+      case DType::kBFloat16:
+        return to_double(static_cast<const BFloat16*>(data)[c * stride]);
+      case DType::kFloat32:
+        return to_double(static_cast<const float*>(data)[c * stride]);
+      case DType::kFloat64:
+        break;
+    }
+    return static_cast<const double*>(data)[c * stride];
+  }
+  /// Rounds once to the dtype.
+  SYNCBN_DEVICE void set(std::int64_t c, double value) const {
+    if (data == nullptr) {
+      return;
+    }
+    switch (dtype) {
+      case DType::kFloat16:
+        return from_double(value, static_cast<Half*>(data)[c * stride]);
+      case DType::kBFloat16:
+        return from_double(value, static_cast<BFloat16*>(data)[c * stride]);
+      case DType::kFloat32:
+        return from_double(value, static_cast<float*>(data)[c * stride]);
+      case DType::kFloat64:
+        return from_double(value, static_cast<double*>(data)[c * stride]);
+    }
+  }
+};
+
+/// Channel parameters of normalize.
+struct AffineArrays {
+  const double* mean = nullptr;
+  const double* rstd = nullptr;
+  ChannelArray weight;
+  ChannelArray bias;
+
+  template <class T>
+  SYNCBN_DEVICE Affine<T> channel(std::int64_t c) const {
+    return Affine<T>(mean[c], rstd[c], weight.get(c), bias.get(c));
+  }
+};
+
+/// Bits of an activation mask, read or written.
+struct MaskBits {
+  std::uint8_t* data = nullptr;
+  bool by_rows = false;
+  std::int64_t run_bytes = 0;
+  std::int64_t sample_bytes = 0;
+
+  SYNCBN_DEVICE std::int64_t bit(std::int64_t n, std::int64_t c, std::int64_t e) const {
+    return mask_bit(by_rows, run_bytes, sample_bytes, n, c, e);
+  }
+  /// Lowest bit first: that of (n, c, e), then those of its neighbours within the byte.
+  SYNCBN_DEVICE unsigned get(std::int64_t n, std::int64_t c, std::int64_t e) const {
+    const std::int64_t at = bit(n, c, e);
+    return static_cast<unsigned>(data[at / 8]) >> (at % 8);
+  }
+};
+
+/// How dy comes back through the activation; kNone: as it is.
+struct PullbackArrays {
+  Activation activation;
+  AffineArrays affine;  ///< without a mask
+  MaskBits mask;
+};
+
+/// The pullback of one channel.
+template <class T>
+class ChannelPullback {
+ public:
+  SYNCBN_DEVICE ChannelPullback(const PullbackArrays& arrays, std::int64_t c) {
+    if (arrays.activation.kind != ActivationKind::kNone && arrays.mask.data == nullptr) {
+      affine_ = arrays.affine.channel<T>(c);
+    }
+  }
+  ChannelPullback() = default;
+  /// `bits`: the mask's, if there is one, that of this element lowest.
+  SYNCBN_DEVICE T operator()(const PullbackArrays& arrays, const ActivationOf<T>& activation,
+                             unsigned bits, T dy, T x) const {
+    if (arrays.activation.kind == ActivationKind::kNone) {
+      return dy;
+    }
+    return activation.gradient(
+        dy, arrays.mask.data != nullptr ? (bits & 1u) != 0 : activation.passes(affine_(x)));
+  }
+
+ private:
+  Affine<T> affine_;
+};
+
+template <class T>
+inline constexpr DType kDtypeOf = std::is_same_v<T, Half>       ? DType::kFloat16
+                                  : std::is_same_v<T, BFloat16> ? DType::kBFloat16
+                                  : std::is_same_v<T, float>    ? DType::kFloat32
+                                                                : DType::kFloat64;
+
+/// Elements of a 16-byte access.
+template <class T>
+inline constexpr int kWidest = 16 / static_cast<int>(sizeof(T));
+
+}  // namespace syncbn::cuda

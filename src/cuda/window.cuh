@@ -1,0 +1,239 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/primitives.cuh"
+#include "cuda/views.cuh"
+#include "statistics/format.hpp"
+#include "statistics/header.hpp"
+#include "statistics/lanes.hpp"
+#include "statistics/slots.hpp"
+
+// The exact sums of a channel. Partials are gathered by threads, each in a window of its registers,
+// and from there in the channel's slots in global memory by integer atomics: which thread adds
+// what, and when, never changes a bit. Whoever is the last to be done with a channel packs it.
+namespace syncbn::cuda {
+
+/// The slots of one of a channel's two sums.
+struct SumSlots {
+  std::int64_t* slots;
+  int count;
+  int unit;
+};
+
+/// Four neighbouring slots in registers.
+class Window {
+ public:
+  /// Adds a finite partial exactly.
+  SYNCBN_DEVICE void add(double partial, const SumSlots& to) {
+    const auto bits = bit_copy<std::uint64_t>(partial);
+    const int exponent = static_cast<int>(bits >> 52 & 0x7ff);
+    std::uint64_t mantissa = bits & 0xfffffffffffffu;
+    mantissa |= static_cast<std::uint64_t>(exponent != 0) << 52;
+    int position = (exponent != 0 ? exponent : 1) - 1075 + to.unit;
+    if (position < 0) {  // bits below the unit are zero: every partial is a multiple of it
+      mantissa = position <= -64 ? 0 : mantissa >> -position;
+      position = 0;
+    }
+    if (mantissa == 0) {
+      return;
+    }
+    const int slot = position / kSlotBits;
+    const int shift = position % kSlotBits;
+    if (slot != base_ && slot != base_ + 1) {
+      flush(to);
+      const int highest = to.count > kLimbs ? to.count - kLimbs : 0;
+      base_ = slot == 0 ? 0 : slot - 1 < highest ? slot - 1 : highest;
+    }
+    const std::uint64_t low = mantissa << shift;
+    const std::uint64_t high = shift == 0 ? 0 : mantissa >> (64 - shift);
+    const std::int64_t sign = (bits >> 63) != 0 ? -1 : 1;
+    const std::int64_t chunk[3] = {sign * static_cast<std::int64_t>(low & 0xffffffffu),
+                                   sign * static_cast<std::int64_t>(low >> 32),
+                                   sign * static_cast<std::int64_t>(high)};
+    const bool upper = slot != base_;
+    limb_[0] += upper ? 0 : chunk[0];
+    limb_[1] += upper ? chunk[0] : chunk[1];
+    limb_[2] += upper ? chunk[1] : chunk[2];
+    limb_[3] += upper ? chunk[2] : 0;
+  }
+
+  /// Empties the window into the slots. Carries go up first, so that each slot takes less than
+  /// 2^32, however many partials there were.
+  SYNCBN_DEVICE void flush(const SumSlots& to) {
+    if (base_ == kNowhere) {
+      return;
+    }
+    std::int64_t carry = 0;
+    for (int i = 0; i < kLimbs; ++i) {
+      const bool last = base_ + i >= to.count - 1;
+      const std::int64_t value = limb_[i] + carry;
+      const std::int64_t chunk = last ? value : value & 0xffffffff;
+      carry = last ? 0 : value >> kSlotBits;
+      if (chunk != 0) {
+        atomic_add(to.slots + base_ + i, chunk);
+      }
+    }
+    if (carry != 0) {
+      atomic_add(to.slots + base_ + kLimbs, carry);
+    }
+    clear();
+  }
+
+  /// Gathers the windows of the threads whose numbers in the warp differ in bits `from` and above
+  /// in the lowest of them, as far as they lie in the same place; flushes those that do not.
+  SYNCBN_DEVICE void gather(unsigned from, const SumSlots& to) {
+    for (unsigned bit = from; bit < device::kWarp; bit *= 2) {
+      const bool same = device::shuffle_xor(base_, bit) == base_;
+      const bool lower = (device::thread_index() & bit) == 0;
+      for (int i = 0; i < kLimbs; ++i) {
+        const std::int64_t other = device::shuffle_xor(limb_[i], bit);
+        limb_[i] += same && lower ? other : 0;
+      }
+      if (!lower) {
+        if (same) {
+          clear();
+        } else {
+          flush(to);
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int kLimbs = 4;
+  static constexpr int kNowhere = -2;  // neither it nor its successor is a slot
+
+  SYNCBN_DEVICE static void atomic_add(std::int64_t* to, std::int64_t value) {
+    device::atomic_add(to, value);
+  }
+  SYNCBN_DEVICE void clear() {
+    for (std::int64_t& limb : limb_) {
+      limb = 0;
+    }
+    base_ = kNowhere;
+  }
+
+  std::int64_t limb_[kLimbs] = {};
+  int base_ = kNowhere;
+};
+
+/// The partials that one segment gives: 2, or 4 for float64 (each sum's, then its compensation).
+template <class T>
+inline constexpr int kPartials = Lane<T>::kPair ? 4 : 2;
+
+/// The scratch memory of a channel: slots of both sums, flags, and how many are done with it.
+template <class T>
+struct ChannelScratch {
+  static constexpr Format kFormat = format_of(kDtypeOf<T>);
+  static constexpr int kMessageWords = kFormat.words();
+  static constexpr int kFirstSlots = kFormat.first.slots;
+  static constexpr int kSecondSlots = kFormat.second.slots;
+  static constexpr int kSlots = kFirstSlots + kSecondSlots;
+  static constexpr int kFlags = kSlots;
+  static constexpr int kDone = kSlots + 1;
+  static constexpr int kWords = kSlots + 2;
+
+  std::int64_t* words;
+
+  SYNCBN_DEVICE ChannelScratch(std::int64_t* workspace, std::int64_t c)
+      : words(workspace + c * kWords) {}
+  SYNCBN_DEVICE SumSlots slots(bool first) const {
+    return {first ? words : words + kFirstSlots, first ? kFirstSlots : kSecondSlots,
+            first ? kFormat.first.unit : kFormat.second.unit};
+  }
+};
+
+/// One thread's share of a channel's sums: partial number `which` of each segment.
+template <class T>
+class PartialSum {
+ public:
+  SYNCBN_DEVICE PartialSum(int which, const ChannelScratch<T>& scratch)
+      : first_(which < kPartials<T> / 2),
+        rest_(Lane<T>::kPair && which % 2 == 1),
+        idle_(which >= kPartials<T>),
+        to_(scratch.slots(first_)) {}
+
+  SYNCBN_DEVICE void add(const Lane<T>& sums, const Lane<T>& products) {
+    const double sum = first_ ? sums.sum : products.sum;
+    const double value = !rest_ ? sum : first_ ? sums.rest() : products.rest();
+    const std::int64_t flag = partial_flag(sum, first_);
+    if (idle_) {
+      return;
+    }
+    flags_ |= flag;
+    if (flag == 0 && is_finite(value)) {
+      window_.add(value, to_);
+    }
+  }
+  /// The whole warp: the threads that hold the same partial are `stride` apart.
+  SYNCBN_DEVICE void gather(unsigned stride) { window_.gather(stride, to_); }
+  SYNCBN_DEVICE void finish(const ChannelScratch<T>& scratch) {
+    window_.flush(to_);
+    if (flags_ != 0) {
+      device::atomic_or(scratch.words + ChannelScratch<T>::kFlags, flags_);
+      flags_ = 0;
+    }
+  }
+
+ private:
+  bool first_;
+  bool rest_;
+  bool idle_;
+  SumSlots to_;
+  Window window_;
+  std::int64_t flags_ = 0;
+};
+
+/// The words of a channel from its scratch memory, which is zero afterwards. The whole warp, after
+/// a fence. staged: kSlots words of shared memory for the warp.
+template <class T>
+SYNCBN_DEVICE void pack_channel(const ChannelScratch<T>& scratch, std::int64_t* staged,
+                                std::int64_t* words) {
+  using Scratch = ChannelScratch<T>;
+  const unsigned lane = device::thread_index() % device::kWarp;
+  constexpr int kFirstDigits = Scratch::kFormat.first.digits;
+  constexpr int kSecondDigits = Scratch::kFormat.second.digits;
+  for (int i = static_cast<int>(lane); i < Scratch::kWords; i += device::kWarp) {
+    const std::int64_t value = device::load_fresh(scratch.words + i);
+    scratch.words[i] = 0;
+    if (i < Scratch::kSlots) {
+      staged[i] = value;
+    } else if (i == Scratch::kFlags) {
+      words[kFirstDigits + kSecondDigits] = value;
+    }
+  }
+  device::warp_barrier();  // the slots are staged
+  if (lane == 0) {
+    slots_to_digits(staged, Scratch::kFirstSlots, words, kFirstDigits);
+  } else if (lane == 1) {
+    slots_to_digits(staged + Scratch::kFirstSlots, Scratch::kSecondSlots, words + kFirstDigits,
+                    kSecondDigits);
+  }
+  device::warp_barrier();  // the staging area is free again
+}
+
+/// The four words in front of a message.
+struct MessageHeader {
+  std::int64_t count = 0;
+  std::int64_t flags = 0;
+  Direction direction = Direction::kForward;
+  std::uint64_t layer = 0;
+  const std::int64_t* call = nullptr;
+  std::int64_t channels = 0;
+  double eps = 0;
+  const std::int64_t* info = nullptr;  ///< backward: the forward's
+
+  SYNCBN_DEVICE void write(std::int64_t* message) const {
+    std::uint32_t tag = 0;
+    if (direction == Direction::kForward) {
+      const auto number = static_cast<std::uint64_t>(call == nullptr ? 0 : *call);
+      tag = call_fingerprint(layer, number, direction, channels, eps);
+    } else if (info != nullptr) {
+      tag = backward_call_fingerprint(static_cast<std::uint32_t>(info[1]));
+    }
+    write_header(message, count, tag, flags);
+  }
+};
+
+}  // namespace syncbn::cuda

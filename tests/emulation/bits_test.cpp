@@ -1,0 +1,302 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "emulator.hpp"
+#include "statistics/format.hpp"
+#include "support.hpp"
+#include "syncbn/cuda_passes.hpp"
+#include "syncbn/executor.hpp"
+#include "syncbn/passes.hpp"
+
+// Every kernel, bit for bit, against the plain loops on CPU, which the oracle has decided. Each
+// result is computed by two launch configurations whose threads run in different orders.
+// torch.nn.SyncBatchNorm has no such promise: its sums depend on the grid and on the ranks.
+namespace syncbn {
+namespace {
+
+using testing::kDtypes;
+using testing::kMemories;
+using testing::LevelScope;
+using testing::Memory;
+using testing::Random;
+using testing::rough_values;
+using testing::same_bits;
+using testing::Tensor;
+using Words = std::vector<std::int64_t>;
+using Doubles = std::vector<double>;
+
+template <class View>
+View on_cuda(View view) {
+  view.device = Device::kCuda;
+  return view;
+}
+
+/// A grid and an order of threads.
+struct Configuration {
+  std::uint64_t seed;
+  int multiprocessors;
+  unsigned resident;
+};
+
+class ConfigurationScope {
+ public:
+  explicit ConfigurationScope(const Configuration& c) {
+    emulation::settings() = {c.seed, c.multiprocessors, c.resident};
+    EXPECT_EQ(c.multiprocessors, emulation::settings().multiprocessors);
+  }
+  ~ConfigurationScope() { emulation::settings() = {}; }
+};
+
+std::vector<Configuration> two_configurations(Random& random) {
+  return {{random.bits(), 1, 1}, {random.bits(), static_cast<int>(random.between(2, 5)), 3}};
+}
+
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+/// What one forward and backward take, and the random choice of it.
+struct Case {
+  DType dtype;
+  std::vector<std::int64_t> sizes;
+  Activation activation;
+  Tensor x, dy, residual;
+  Memory y_memory, dx_memory;
+  bool with_residual;
+  bool kept;  ///< the residual's gradient is asked for
+  Tensor weight, bias;
+  std::vector<std::int64_t> split;  ///< samples of each rank
+
+  Case(Random& random, int round, const std::vector<std::int64_t>& planes,
+       std::int64_t most_channels)
+      : dtype(kDtypes[round % 4]) {
+    sizes = {random.between(1, 5), random.between(1, most_channels)};
+    std::int64_t per_sample = sizes[1];
+    const std::int64_t plane = random.pick(planes);
+    if (plane > 1 || random.one_in(2)) {
+      sizes.push_back(plane % 4 == 0 && random.one_in(2) ? plane / 4 : plane);
+      if (sizes.back() != plane) {
+        sizes.push_back(4);
+      }
+    }
+    per_sample *= plane;
+    // Most often all tensors lie alike, as in a network.
+    const Memory memory = random.pick(kMemories);
+    const auto like = [&] { return random.one_in(4) ? random.pick(kMemories) : memory; };
+    const auto offset = [&] { return random.one_in(4) ? random.between(1, 3) : 0; };
+    x = Tensor(dtype, sizes, memory, offset());
+    dy = Tensor(dtype, sizes, like(), offset());
+    residual = Tensor(dtype, sizes, like(), offset());
+    y_memory = like();
+    dx_memory = like();
+    std::vector<double> values = rough_values(random, dtype, sizes[0], per_sample);
+    if (random.one_in(4)) {
+      const double inf = std::numeric_limits<double>::infinity();
+      for (const double special : {inf, -inf, std::numeric_limits<double>::quiet_NaN()}) {
+        values[size(random.between(0, static_cast<std::int64_t>(values.size()) - 1))] = special;
+      }
+    }
+    x.fill(values);
+    dy.fill(rough_values(random, dtype, sizes[0], per_sample));
+    residual.fill(rough_values(random, dtype, sizes[0], per_sample));
+    activation.kind = static_cast<ActivationKind>(random.between(0, 2));
+    with_residual = random.one_in(2);
+    kept = with_residual;
+    const auto parameter = [&] {
+      Tensor out(random.pick(std::vector<DType>{dtype, DType::kFloat32}), {sizes[1]});
+      Doubles entries(size(sizes[1]));
+      std::generate(entries.begin(), entries.end(), [&] { return 2 * random.signed_unit(); });
+      out.fill(entries);
+      return out;
+    };
+    if (!random.one_in(5)) {
+      weight = parameter();
+      bias = parameter();
+    }
+  }
+  std::int64_t channels() const { return sizes[1]; }
+  bool masked() const { return with_residual && activation.kind != ActivationKind::kNone; }
+  TensorView weight_view() const {
+    return weight.numel() > 1 || !weight.storage().empty() ? weight.view() : TensorView();
+  }
+  TensorView bias_view() const { return bias.storage().empty() ? TensorView() : bias.view(); }
+  std::string text() const {
+    std::string out = std::string(name(dtype)) + " (";
+    for (const std::int64_t s : sizes) {
+      out += std::to_string(s) + " ";
+    }
+    return out + ") activation " + std::to_string(static_cast<int>(activation.kind)) +
+           (with_residual ? " residual" : "");
+  }
+};
+
+/// What the passes give.
+struct Results {
+  Words message, gradient_message;
+  Doubles mean, var, rstd, coefficients;
+  std::vector<std::uint8_t> mask;
+  Tensor y, u, dx, dweight, dbias, share_weight, share_bias, evaluated;
+  std::int64_t count = 0;
+
+  explicit Results(const Case& c)
+      : message(size(message_words(c.dtype, c.channels())), -1),
+        gradient_message(message),
+        mean(size(c.channels())),
+        var(mean),
+        rstd(mean),
+        coefficients(size(3 * c.channels())),
+        mask(c.masked() ? size(activation_mask_bytes(c.x.view())) : 0),
+        y(c.dtype, c.sizes, c.y_memory),
+        u(c.dtype, c.sizes, c.dx_memory),
+        dx(c.dtype, c.sizes, c.dx_memory),
+        dweight(DType::kFloat32, {c.channels()}),
+        dbias(DType::kBFloat16, {c.channels()}),
+        share_weight(DType::kFloat64, {c.channels()}),
+        share_bias(DType::kFloat16, {c.channels()}),
+        evaluated(c.dtype, c.sizes, c.dx_memory) {}
+};
+
+constexpr double kEps = 1e-5;
+constexpr std::uint64_t kLayer = 77;
+constexpr std::int64_t kCall = 3;
+
+ActivationGradient through(const Case& c, const Results& r) {
+  return {c.activation, c.weight_view(), c.bias_view(), c.masked() ? r.mask.data() : nullptr};
+}
+
+TensorView residual_of(const Case& c) { return c.with_residual ? c.residual.view() : TensorView(); }
+
+void run_on_cpu(const Case& c, Results& r) {
+  Executor& executor = serial_executor();
+  const std::uint32_t tag = fingerprint(kLayer, kCall, Direction::kForward, c.channels(), kEps);
+  local_moments(c.x.view(), r.message.data(), tag, executor);
+  const MessageInfo info = read_header(r.message.data(), 1);
+  r.count = info.count;
+  finalize_moments(info, r.message.data() + kHeaderWords, r.mean.data(), r.var.data(),
+                   r.rstd.data(), c.channels(), kEps, executor);
+  std::uint8_t* mask = r.mask.empty() ? nullptr : r.mask.data();
+  normalize(c.x.view(), r.mean.data(), r.rstd.data(), c.weight_view(), c.bias_view(),
+            residual_of(c), r.y.view(), mask, c.activation, executor);
+  local_gradients(c.dy.view(), c.x.view(), r.mean.data(), r.rstd.data(), through(c, r),
+                  c.kept ? r.u.view() : MutableTensorView(), r.gradient_message.data(),
+                  backward_fingerprint(tag), executor);
+  finalize_gradients(read_header(r.gradient_message.data(), 1),
+                     r.gradient_message.data() + kHeaderWords, r.mean.data(), r.rstd.data(),
+                     c.weight_view(), r.coefficients.data(), r.dweight.view(), r.dbias.view(),
+                     c.channels(), r.count, executor);
+  affine_gradient_shares(r.gradient_message.data() + kHeaderWords, c.dtype, r.mean.data(),
+                         r.rstd.data(), r.share_weight.view(), r.share_bias.view(), c.channels(),
+                         executor);
+  input_gradient(c.dy.view(), c.x.view(), r.mean.data(), r.rstd.data(), r.coefficients.data(),
+                 through(c, r), r.dx.view(), executor);
+  evaluation_input_gradient(c.dy.view(), r.rstd.data(), c.weight_view(), r.evaluated.view(),
+                            executor);
+}
+
+void run_on_cuda(const Case& c, Results& r) {
+  const cuda::Stream stream;
+  Words workspace(size(cuda::workspace_words(c.dtype, c.channels())), 0);
+  const Words clean = workspace;
+  Words info(cuda::kInfoWords, -7);
+  const TensorView x = on_cuda(c.x.view());
+  const TensorView dy = on_cuda(c.dy.view());
+  const TensorView weight = on_cuda(c.weight_view());
+  const TensorView bias = on_cuda(c.bias_view());
+  const std::int64_t call = kCall;
+  const std::uint64_t before = emulation::launches();
+  cuda::local_moments(x, {kLayer, &call, kEps}, r.message.data(), workspace.data(), stream);
+  EXPECT_EQ(workspace, clean) << "left behind by the moments";
+  cuda::finalize_moments(r.message.data(), c.dtype, 1, r.mean.data(), r.var.data(), r.rstd.data(),
+                         info.data(), c.channels(), kEps, stream);
+  r.count = info[0];
+  std::uint8_t* mask = r.mask.empty() ? nullptr : r.mask.data();
+  cuda::normalize(x, r.mean.data(), r.rstd.data(), weight, bias, on_cuda(residual_of(c)),
+                  on_cuda(r.y.view()), mask, c.activation, stream);
+  EXPECT_EQ(emulation::launches() - before, 3u) << "kernels in forward";
+  ActivationGradient back = through(c, r);
+  back.weight = weight;
+  back.bias = bias;
+  cuda::local_gradients(dy, x, r.mean.data(), r.rstd.data(), back,
+                        c.kept ? on_cuda(r.u.view()) : MutableTensorView(), info.data(),
+                        r.gradient_message.data(), workspace.data(), stream);
+  EXPECT_EQ(workspace, clean) << "left behind by the gradients' sums";
+  cuda::finalize_gradients(r.gradient_message.data(), c.dtype, 1, nullptr, info.data(),
+                           r.mean.data(), r.rstd.data(), weight, r.coefficients.data(),
+                           on_cuda(r.dweight.view()), on_cuda(r.dbias.view()), c.channels(),
+                           stream);
+  cuda::input_gradient(dy, x, r.mean.data(), r.rstd.data(), r.coefficients.data(), back,
+                       on_cuda(r.dx.view()), stream);
+  EXPECT_EQ(emulation::launches() - before, 6u) << "and three in backward";
+  cuda::finalize_gradients(r.gradient_message.data(), c.dtype, 1, r.gradient_message.data(),
+                           info.data(), r.mean.data(), r.rstd.data(), weight, r.coefficients.data(),
+                           on_cuda(r.share_weight.view()), on_cuda(r.share_bias.view()),
+                           c.channels(), stream);
+  cuda::evaluation_input_gradient(dy, r.rstd.data(), weight, on_cuda(r.evaluated.view()), stream);
+}
+
+void expect_equal(const Results& actual, const Results& expected, const Case& c) {
+  EXPECT_EQ(actual.message, expected.message);
+  EXPECT_EQ(actual.count, expected.count);
+  EXPECT_TRUE(same_bits(actual.mean, expected.mean)) << "mean";
+  EXPECT_TRUE(same_bits(actual.var, expected.var)) << "var";
+  EXPECT_TRUE(same_bits(actual.rstd, expected.rstd)) << "rstd";
+  EXPECT_TRUE(same_bits(actual.y.values(), expected.y.values())) << "y";
+  EXPECT_TRUE(actual.y.gaps_untouched());
+  EXPECT_EQ(actual.mask, expected.mask);
+  EXPECT_EQ(actual.gradient_message, expected.gradient_message);
+  if (c.kept) {
+    EXPECT_TRUE(same_bits(actual.u.values(), expected.u.values())) << "u";
+    EXPECT_TRUE(actual.u.gaps_untouched());
+  }
+  EXPECT_TRUE(same_bits(actual.coefficients, expected.coefficients)) << "coefficients";
+  EXPECT_TRUE(same_bits(actual.dweight.values(), expected.dweight.values())) << "dweight";
+  EXPECT_TRUE(same_bits(actual.dbias.values(), expected.dbias.values())) << "dbias";
+  EXPECT_TRUE(same_bits(actual.share_weight.values(), expected.share_weight.values()));
+  EXPECT_TRUE(same_bits(actual.share_bias.values(), expected.share_bias.values()));
+  EXPECT_TRUE(same_bits(actual.dx.values(), expected.dx.values())) << "dx";
+  EXPECT_TRUE(actual.dx.gaps_untouched());
+  EXPECT_TRUE(same_bits(actual.evaluated.values(), expected.evaluated.values())) << "evaluated";
+}
+
+void expect_same(Random& random, const Case& c) {
+  SCOPED_TRACE(c.text());
+  const LevelScope level("reference");
+  Results expected(c);
+  run_on_cpu(c, expected);
+  for (const Configuration& configuration : two_configurations(random)) {
+    const ConfigurationScope scope(configuration);
+    Results actual(c);
+    run_on_cuda(c, actual);
+    expect_equal(actual, expected, c);
+  }
+}
+
+TEST(CudaBits, PassesExact) {
+  Random random(1);
+  for (int round = 0; round < 120 && !HasFailure(); ++round) {
+    expect_same(random, Case(random, round, {1, 4, 5, 16, 49, 64, 130}, 20));
+  }
+}
+
+TEST(CudaBits, PlanesOfSeveralSegmentsExact) {
+  Random random(2);
+  for (int round = 0; round < 24 && !HasFailure(); ++round) {
+    expect_same(random, Case(random, round, {511, 512, 528, 1537}, 3));
+  }
+}
+
+TEST(CudaBits, ManyChannelsExact) {
+  Random random(3);
+  for (int round = 0; round < 16 && !HasFailure(); ++round) {
+    expect_same(random, Case(random, round, {1, 4}, 300));
+  }
+}
+
+}  // namespace
+}  // namespace syncbn

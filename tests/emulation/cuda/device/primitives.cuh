@@ -1,0 +1,115 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <source_location>
+
+#include "emulator.hpp"
+
+// The emulation of src/cuda/device/primitives.cuh, where each function is described.
+#define SYNCBN_KERNEL(threads) void
+#define SYNCBN_DEVICE inline
+#define SYNCBN_UNROLL(n)
+
+namespace syncbn::device {
+
+using Site = std::source_location;
+
+inline constexpr unsigned kWarp = emulation::kWarp;
+
+inline unsigned thread_index() { return emulation::place().thread; }
+inline unsigned block_index() { return emulation::place().block; }
+inline unsigned block_size() { return emulation::place().threads; }
+inline unsigned grid_size() { return emulation::place().blocks; }
+
+template <class T>
+T* shared() {
+  return static_cast<T*>(emulation::shared_memory());
+}
+
+inline void block_barrier(const Site& at = Site::current()) { emulation::meet_block(at); }
+inline void warp_barrier(const Site& at = Site::current()) {
+  emulation::meet_warp(emulation::Operation::kWarpBarrier, 0, at);
+}
+inline void memory_fence() { emulation::pause(); }
+
+template <class T>
+T shuffle_from(T value, unsigned lane, const Site& at) {
+  static_assert(sizeof(T) <= sizeof(std::uint64_t));
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  const std::uint64_t* all = emulation::meet_warp(emulation::Operation::kShuffle, bits, at);
+  std::memcpy(&value, all + lane % kWarp, sizeof(T));
+  return value;
+}
+template <class T>
+T shuffle_xor(T value, unsigned mask, const Site& at = Site::current()) {
+  return shuffle_from(value, thread_index() ^ mask, at);
+}
+template <class T>
+T shuffle_index(T value, unsigned lane, const Site& at = Site::current()) {
+  return shuffle_from(value, lane, at);
+}
+inline bool any(bool predicate, const Site& at = Site::current()) {
+  const std::uint64_t* all = emulation::meet_warp(emulation::Operation::kVote, predicate, at);
+  bool found = false;
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    found = found || all[lane] != 0;
+  }
+  return found;
+}
+
+inline std::int64_t atomic_add(std::int64_t* address, std::int64_t value) {
+  emulation::check_aligned(address, sizeof(*address), "atomic_add");
+  emulation::pause();
+  const std::int64_t before = *address;
+  *address = static_cast<std::int64_t>(static_cast<std::uint64_t>(before) +
+                                       static_cast<std::uint64_t>(value));
+  return before;
+}
+inline std::int64_t atomic_or(std::int64_t* address, std::int64_t value) {
+  emulation::check_aligned(address, sizeof(*address), "atomic_or");
+  emulation::pause();
+  const std::int64_t before = *address;
+  *address |= value;
+  return before;
+}
+inline std::int64_t load_fresh(const std::int64_t* address) {
+  emulation::check_aligned(address, sizeof(*address), "load_fresh");
+  return *address;
+}
+
+template <class T, int kSize>
+struct alignas(sizeof(T) * kSize) Vector {
+  T at[kSize];
+};
+template <int kSize, class T>
+Vector<T, kSize> load_vector(const T* from) {
+  static_assert(sizeof(T) * kSize <= 16);
+  emulation::check_aligned(from, sizeof(T) * kSize, "load_vector");
+  Vector<T, kSize> value;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+template <int kSize, class T>
+void store_vector(T* to, const Vector<T, kSize>& value) {
+  static_assert(sizeof(T) * kSize <= 16);
+  emulation::check_aligned(to, sizeof(T) * kSize, "store_vector");
+  std::memcpy(to, &value, sizeof(value));
+}
+
+template <class... Parameters, class... Arguments>
+const char* launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
+                   std::size_t shared_bytes, void*, const Arguments&... arguments) {
+  emulation::run(blocks, threads, shared_bytes,
+                 [&] { kernel(static_cast<Parameters>(arguments)...); });
+  return nullptr;
+}
+
+inline int multiprocessors(const char** why) {
+  *why = nullptr;
+  return emulation::settings().multiprocessors;
+}
+
+}  // namespace syncbn::device

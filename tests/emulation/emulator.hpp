@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <source_location>
+#include <stdexcept>
+#include <string>
+
+// CUDA's execution model on one CPU thread: every CUDA thread is a fiber that runs until it meets
+// others at a barrier or shuffle, in an order that a seed decides. Stricter than a GPU where a
+// GPU's behaviour is undefined; weaker in one respect: memory is sequentially consistent, so a
+// missing fence goes unnoticed.
+namespace syncbn::emulation {
+
+/// A kernel did what is undefined on a GPU.
+class KernelError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct Settings {
+  std::uint64_t seed = 1;   ///< of the order in which threads and blocks run
+  int multiprocessors = 2;  ///< as the device reports it
+  unsigned resident = 3;    ///< blocks that run at a time
+};
+Settings& settings();
+
+/// Kernels started since the program began.
+std::uint64_t launches();
+
+/// Runs the kernel to its end. Throws KernelError.
+void run(unsigned blocks, unsigned threads, std::size_t shared_bytes,
+         const std::function<void()>& kernel);
+
+inline constexpr unsigned kWarp = 32;
+
+struct Place {
+  unsigned thread;
+  unsigned block;
+  unsigned threads;
+  unsigned blocks;
+};
+const Place& place();
+void* shared_memory();
+
+enum class Operation : std::uint8_t { kNone, kBlockBarrier, kWarpBarrier, kShuffle, kVote };
+
+/// Waits for all threads of the block.
+void meet_block(const std::source_location& at);
+/// Waits for all threads of the warp, which must be at the same place of the source; hands out the
+/// value that each brought.
+const std::uint64_t* meet_warp(Operation operation, std::uint64_t value,
+                               const std::source_location& at);
+/// A point where another thread may go first.
+void pause();
+
+void check_aligned(const void* address, std::size_t alignment, const char* what);
+
+}  // namespace syncbn::emulation

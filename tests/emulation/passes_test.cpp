@@ -1,0 +1,249 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/divisor.cuh"
+#include "emulator.hpp"
+#include "support.hpp"
+#include "syncbn/cuda_passes.hpp"
+#include "syncbn/error.hpp"
+#include "syncbn/executor.hpp"
+#include "syncbn/passes.hpp"
+
+// What the passes on CUDA make of several ranks, of disagreement, of empty input, of counters, and
+// of wrong arguments.
+namespace syncbn {
+namespace {
+
+using testing::contains;
+using testing::kDtypes;
+using testing::Random;
+using testing::rough_values;
+using testing::same_bits;
+using testing::Tensor;
+using testing::thrown_text;
+using Words = std::vector<std::int64_t>;
+using Doubles = std::vector<double>;
+
+constexpr double kEps = 1e-3;
+
+template <class View>
+View on_cuda(View view) {
+  view.device = Device::kCuda;
+  return view;
+}
+
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+Words cuda_moments(const Tensor& x, std::uint64_t layer, std::int64_t channels) {
+  const DType dtype = x.view().dtype;
+  Words workspace(size(cuda::workspace_words(dtype, channels)), 0);
+  Words message(size(message_words(dtype, channels)), -1);
+  cuda::local_moments(on_cuda(x.view()), {layer, nullptr, kEps}, message.data(), workspace.data(),
+                      {});
+  return message;
+}
+
+struct Moments {
+  Doubles mean, var, rstd;
+  Words info = Words(cuda::kInfoWords, -9);
+
+  Moments(const Words& merged, DType dtype, int ranks, std::int64_t channels)
+      : mean(size(channels)), var(mean), rstd(mean) {
+    cuda::finalize_moments(merged.data(), dtype, ranks, mean.data(), var.data(), rstd.data(),
+                           info.data(), channels, kEps, {});
+  }
+};
+
+TEST(CudaPasses, RanksAreMergedExact) {
+  Random random(21);
+  for (const DType dtype : kDtypes) {
+    const std::int64_t channels = 5;
+    const std::vector<double> values = rough_values(random, dtype, 7, channels * 33);
+    const auto part = [&](std::int64_t from, std::int64_t to) {
+      Tensor x(dtype, {to - from, channels, 33});
+      x.fill({values.begin() + from * channels * 33, values.begin() + to * channels * 33});
+      return x;
+    };
+    Words merged(size(message_words(dtype, channels)), 0);
+    for (const auto& [from, to] : {std::pair{0, 2}, {2, 2}, {2, 7}}) {  // the second has nothing
+      const Words own = cuda_moments(part(from, to), 4, channels);
+      for (std::size_t i = 0; i < own.size(); ++i) {
+        merged[i] += own[i];
+      }
+    }
+    const Moments of_three(merged, dtype, 3, channels);
+    const Moments of_one(cuda_moments(part(0, 7), 4, channels), dtype, 1, channels);
+    EXPECT_TRUE(same_bits(of_three.mean, of_one.mean));
+    EXPECT_TRUE(same_bits(of_three.var, of_one.var));
+    EXPECT_TRUE(same_bits(of_three.rstd, of_one.rstd));
+    EXPECT_EQ(of_three.info[0], 7 * 33);
+    EXPECT_EQ(of_three.info,
+              (Words{7 * 33, fingerprint(4, 0, Direction::kForward, channels, kEps)}));
+  }
+}
+
+TEST(CudaPasses, NothingAnywhereGivesZeros) {
+  const Tensor nothing(DType::kFloat32, {0, 3, 5});
+  const Words message = cuda_moments(nothing, 1, 3);
+  EXPECT_EQ(Words(message.begin() + kHeaderWords, message.end()), Words(3 * 19, 0));
+  EXPECT_EQ(message[0], 0);
+  EXPECT_EQ(message[3], 0);
+  const Moments moments(message, DType::kFloat32, 1, 3);
+  EXPECT_TRUE(same_bits(moments.mean, Doubles(3, 0.0)));
+  EXPECT_TRUE(same_bits(moments.rstd, Doubles(3, 0.0)));
+  EXPECT_EQ(moments.info[0], 0);
+}
+
+TEST(CudaPasses, DisagreementGivesNaNAndUpdatesNothing) {
+  Tensor x(DType::kFloat32, {2, 3}, Doubles{1, 2, 3, 4, 5, 6});
+  Words merged = cuda_moments(x, 1, 3);
+  const Words other = cuda_moments(x, 2, 3);
+  for (std::size_t i = 0; i < merged.size(); ++i) {
+    merged[i] += other[i];
+  }
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const Moments moments(merged, DType::kFloat32, 2, 3);
+  EXPECT_TRUE(same_bits(moments.mean, Doubles(3, nan)));
+  EXPECT_TRUE(same_bits(moments.var, Doubles(3, nan)));
+  EXPECT_TRUE(same_bits(moments.rstd, Doubles(3, nan)));
+  EXPECT_EQ(moments.info[0], -1);
+  Tensor running(DType::kFloat32, {3}, Doubles{7, 8, 9});
+  std::int64_t tracked = 4;
+  std::int64_t call = 5;
+  cuda::update_running_statistics(on_cuda(running.view()), on_cuda(running.view()), &tracked, &call,
+                                  moments.mean.data(), moments.var.data(), moments.info.data(), 3,
+                                  0.1, {});
+  EXPECT_EQ(running.values(), (Doubles{7, 8, 9}));
+  EXPECT_EQ(tracked, 4);
+  EXPECT_EQ(call, 6) << "all ranks count calls, whatever came of them";
+  Doubles coefficients(9);
+  cuda::finalize_gradients(cuda_moments(x, 1, 3).data(), DType::kFloat32, 1, nullptr,
+                           moments.info.data(), moments.mean.data(), moments.rstd.data(), {},
+                           coefficients.data(), {}, {}, 3, {});
+  EXPECT_TRUE(same_bits(coefficients, Doubles(9, nan)));
+}
+
+TEST(CudaPasses, RunningStatisticsExact) {
+  Random random(22);
+  for (int round = 0; round < 12; ++round) {
+    const DType dtype = kDtypes[round % 4];
+    const std::int64_t channels = random.between(1, 150);
+    Doubles mean(size(channels));
+    Doubles var(mean);
+    Doubles start(mean);
+    for (std::size_t c = 0; c < mean.size(); ++c) {
+      mean[c] = random.signed_unit();
+      var[c] = std::abs(random.signed_unit());
+      start[c] = random.signed_unit();
+    }
+    Tensor running[4] = {{dtype, {channels}, start},
+                         {dtype, {channels}, start},
+                         {dtype, {channels}, start},
+                         {dtype, {channels}, start}};
+    const std::int64_t count = random.between(1, 9);
+    const std::optional<double> momentum =
+        random.one_in(2) ? std::optional<double>(0.1) : std::nullopt;
+    std::int64_t tracked = random.between(0, 6);
+    const double factor = momentum.value_or(1.0 / static_cast<double>(tracked + 1));
+    const std::int64_t before = tracked;
+    const Words info = {count, 0};
+    update_running_statistics(running[0].view(), running[1].view(), mean.data(), var.data(),
+                              channels, count, factor);
+    cuda::update_running_statistics(on_cuda(running[2].view()), on_cuda(running[3].view()),
+                                    &tracked, nullptr, mean.data(), var.data(), info.data(),
+                                    channels, momentum, {});
+    EXPECT_TRUE(same_bits(running[2].values(), running[0].values()));
+    EXPECT_TRUE(same_bits(running[3].values(), running[1].values()));
+    EXPECT_EQ(tracked, before + 1);
+    Doubles rstd(size(channels));
+    cuda::evaluation_statistics(on_cuda(running[2].view()), on_cuda(running[3].view()), mean.data(),
+                                rstd.data(), kEps, {});
+    EXPECT_TRUE(same_bits(mean, running[0].values()));
+    for (std::size_t c = 0; c < rstd.size(); ++c) {
+      EXPECT_TRUE(same_bits(rstd[c], 1.0 / std::sqrt(running[1].values()[c] + kEps)));
+    }
+  }
+}
+
+/// 2^31 additions to a slot would overflow it: partials are gathered before, and here are many.
+TEST(CudaPasses, ManyPartialsExact) {
+  for (const DType dtype : {DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
+    for (const double sign : {1.0, -1.0}) {
+      const double value = testing::round_to(dtype, sign * 127.99999);
+      const Tensor x(dtype, {5000, 2}, Doubles(10000, value));
+      Words expected(size(message_words(dtype, 2)));
+      local_moments(x.view(), expected.data(), fingerprint(1, 0, Direction::kForward, 2, kEps),
+                    serial_executor());
+      EXPECT_EQ(cuda_moments(x, 1, 2), expected);
+    }
+  }
+}
+
+TEST(CudaPasses, WrongArgumentsChangeNothing) {
+  Tensor x(DType::kFloat32, {2, 3}, Doubles(6, 1.0));
+  Words message(size(message_words(DType::kFloat32, 3)), -1);
+  const Words untouched = message;
+  Words workspace(size(cuda::workspace_words(DType::kFloat32, 3)), 0);
+  const auto moments = [&](const TensorView& view) {
+    return thrown_text<InvalidArgument>(
+        [&] { cuda::local_moments(view, {}, message.data(), workspace.data(), {}); });
+  };
+  EXPECT_TRUE(contains(moments(x.view()), "x: got a tensor on CPU, expected one on CUDA"));
+  TensorView flat = on_cuda(x.view());
+  flat.sizes = {6};
+  flat.strides = {1};
+  EXPECT_TRUE(contains(moments(flat), "2 to 64 axes"));
+  TensorView scattered = on_cuda(x.view());  // ten axes of which no two can be merged
+  scattered.sizes.assign(12, 2);
+  scattered.strides.clear();
+  for (std::int64_t stride = 1; scattered.strides.size() < 12; stride = 3 * stride + 1) {
+    scattered.strides.push_back(stride);
+  }
+  EXPECT_TRUE(contains(moments(scattered), "expected at most 8 on CUDA"));
+  EXPECT_EQ(message, untouched);
+  const Tensor y(DType::kFloat64, {2, 3}, Doubles(6, 1.0));
+  const Doubles zeros(9);
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
+                         cuda::input_gradient(on_cuda(y.view()), on_cuda(x.view()), zeros.data(),
+                                              zeros.data(), zeros.data(), {}, on_cuda(x.view()),
+                                              {});
+                       }),
+                       "dy: got float64, expected the dtype of x, float32"));
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
+                         cuda::finalize_moments(message.data(), DType::kFloat32, 0, nullptr,
+                                                nullptr, nullptr, nullptr, 3, kEps, {});
+                       }),
+                       "ranks: got 0"));
+  EXPECT_EQ(x.values(), Doubles(6, 1.0));
+}
+
+TEST(CudaPasses, DivisionByMultiplicationExact) {
+  Random random(23);
+  const std::int64_t top = std::numeric_limits<std::int64_t>::max();
+  std::vector<std::int64_t> divisors = {1, 2, 3, 7, 512, 641, (1LL << 32) - 1, 1LL << 62, top};
+  for (int i = 0; i < 200; ++i) {
+    divisors.push_back(random.between(1, top >> random.between(0, 62)));
+  }
+  for (const std::int64_t d : divisors) {
+    const cuda::Divisor divisor(d);
+    std::vector<std::int64_t> numbers = {0,       1,  d - 1, d, top / d * d, top / d * d - 1,
+                                         top - 1, top};
+    for (int i = 0; i < 50; ++i) {
+      numbers.push_back(random.between(0, top >> random.between(0, 62)));
+    }
+    for (const std::int64_t n : numbers) {
+      EXPECT_EQ(divisor.quotient(n), n / d) << n << " / " << d;
+      EXPECT_EQ(divisor.remainder(n), n % d) << n << " % " << d;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace syncbn
