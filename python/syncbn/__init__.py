@@ -8,6 +8,7 @@ from ._ops import ops as _ops
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
 from .errors import DivergenceError, ExchangeTimeout, PeerLost
 from .fold import fold
+from .join import join
 from .nn import SyncBatchNorm
 from .report import report
 from .sharing import prepare, reset_groups, set_group, skip
@@ -23,6 +24,7 @@ __all__ = [
     "fold",
     "functional",
     "graph",
+    "join",
     "ops",
     "parallel",
     "prepare",

@@ -150,7 +150,9 @@ def _check(merged: torch.Tensor, peers: Peers, call: Call) -> torch.dtype | None
     if rejected or not agree:
         reason = "a rank refused its input" if rejected else "the ranks did not make the same call"
         texts = _compare(call.details(), peers, call)
-        raise DivergenceError(f"{call}, {peers}: {reason}: {texts}")
+        error = DivergenceError(f"{call}, {peers}: {reason}: {texts}")
+        error.group_name = peers.group_name
+        raise error
     return None if dtype < 0 else DTYPES[dtype]
 
 
@@ -182,10 +184,29 @@ def sum_of_ranks(x: torch.Tensor, tag: int, peers: Peers | None, call: Call) -> 
     """
     if peers is None:
         return x
-    message = torch.zeros(max(frame_words(peers), HEADER_WORDS), dtype=torch.int64)
-    message[1], message[2] = tag, tag * tag
-    _check(_sum_first(message, peers, call), peers, call)
+    _agree(torch.empty(0, dtype=torch.int64), tag, peers, call)
     return _collective.sum_over_gloo(x.contiguous(), peers, call)
+
+
+def numbers_of_ranks(number: int, tag: int, peers: Peers | None, call: Call) -> list[int]:
+    """Every rank's number. Raises DivergenceError on every rank if tags (20 bits) differ, or other
+    ranks are in another exchange of the group."""
+    if peers is None:
+        return [number]
+    numbers = torch.zeros(peers.ranks, dtype=torch.int64)
+    numbers[peers.rank] = number
+    return _agree(numbers, tag, peers, call).tolist()
+
+
+def _agree(words: torch.Tensor, tag: int, peers: Peers, call: Call) -> torch.Tensor:
+    """The sum of a few words over ranks with equal tags, in a first message."""
+    size = HEADER_WORDS + words.numel()
+    message = torch.zeros(max(frame_words(peers), size), dtype=torch.int64)
+    message[1], message[2] = tag, tag * tag
+    message[HEADER_WORDS:size] = words
+    merged = _sum_first(message, peers, call)
+    _check(merged, peers, call)
+    return merged[HEADER_WORDS:size]
 
 
 def reject(peers: Peers | None, call: Call, error: Exception, compare: bool = True) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -82,6 +83,10 @@ _made: dict[tuple[int, ...], int] = {}
 
 # New names of groups that were made again.
 _renamed: dict[str, str] = {}
+
+# Ranks (global numbers) that take part in no exchange for now, and the groups without them.
+_absent: frozenset[int] = frozenset()
+_without_absent: list[tuple[tuple[int, ...], float, str]] = []
 
 
 def group_name(group: Group) -> str | None:
@@ -318,10 +323,29 @@ def peers(sharing: Sharing) -> Peers | None:
     group = resolve(sharing.name)
     if group.size() == 1:
         return None
-    return _own_group(_global_ranks(group), sharing.timeout, sharing.engine)
+    ranks = global_ranks(group)
+    if not _absent.isdisjoint(ranks):
+        ranks = sorted(set(ranks) - _absent)
+        if len(ranks) == 1:
+            return None
+        key = tuple(ranks), sharing.timeout, sharing.engine
+        if key not in _own_groups:
+            _without_absent.append(key)
+    return _own_group(ranks, sharing.timeout, sharing.engine)
 
 
-def _global_ranks(group: dist.ProcessGroup) -> list[int]:
+def leave_out(ranks: Iterable[int]) -> None:
+    """From now on peers() are those of a layer's group that are not in `ranks` (global numbers).
+    Called by all other ranks between the same two exchanges; drops the groups made since the call
+    before."""
+    global _absent
+    _absent = frozenset(ranks)
+    while _without_absent:
+        _drop(_own_groups.pop(_without_absent.pop()))
+
+
+def global_ranks(group: dist.ProcessGroup) -> list[int]:
+    """Its members' global numbers."""
     for (ranks, _, _), own in _own_groups.items():
         if own.group_name == group.group_name:
             return list(ranks)
@@ -331,6 +355,10 @@ def _global_ranks(group: dist.ProcessGroup) -> list[int]:
 def _forget(own: Peers) -> None:
     if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
         torch._dynamo.reset()  # compiled graphs hold names and handles of the group
+    _drop(own)
+
+
+def _drop(own: Peers) -> None:
     _where.forget(own.group_name)
     if own.shared is not None:
         _shared_memory.close(own.shared)

@@ -7,6 +7,9 @@ class DivergenceError(RuntimeError):
     Raised on every rank of the group; the group stays usable.
     """
 
+    #: of the group, where ranks differ
+    group_name: str | None = None
+
 
 class ExchangeTimeout(RuntimeError):
     """A rank did not come to an exchange within the time limit. The text says where the ranks are,

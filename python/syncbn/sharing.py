@@ -15,6 +15,14 @@ def _layers(module: nn.Module) -> list[tuple[str, SyncBatchNorm]]:
     return [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
 
 
+def sharings_of(module: nn.Module) -> list[_groups.Sharing]:
+    """With whom its layers exchange, in one order on all ranks."""
+    return sorted(
+        {layer.sharing for _, layer in _layers(module) if layer.sync},
+        key=lambda s: (s.name or "", s.limit, s.engine),
+    )
+
+
 def set_group(
     module: nn.Module,
     process_group: "_groups.Group" = None,
@@ -40,10 +48,7 @@ def prepare(module: nn.Module) -> nn.Module:
     training step does: needed before a first step that is compiled. A collective call of their
     ranks; does nothing without torch.distributed. Returns `module`."""
     if dist.is_available() and dist.is_initialized():
-        for sharing in sorted(
-            {layer.sharing for _, layer in _layers(module) if layer.sync},
-            key=lambda s: (s.name or "", s.limit, s.engine),
-        ):
+        for sharing in sharings_of(module):
             _groups.peers(sharing)
     return module
 

@@ -174,6 +174,22 @@ def scenario_skip_takes_part(run):
     assert run.model["stem"].weight.grad is not None
 
 
+def scenario_killed_in_join(run):
+    """While the others have no inputs left. torch's Join waits for the group's own limit, or for
+    Gloo to notice that the connection is closed, and names nobody."""
+    with syncbn.join(run.model["stem"], run.model["head"]):
+        if run.odd:
+            run.step()
+            run.die()
+
+
+def scenario_late_in_join(run):
+    with syncbn.join(run.model["stem"], run.model["head"]):
+        if run.odd:
+            run.step()
+            time.sleep(TIMEOUT + 2)
+
+
 DIVERGED, TIMED_OUT, LOST = "DivergenceError", "ExchangeTimeout", "PeerLost"
 GONE = (TIMED_OUT, LOST)
 
@@ -196,6 +212,8 @@ EXPECTED = {
     "a_collective_of_its_own_in_between": ("passed", "passed"),
     "goes_on_after_reset": ("passed", "passed"),
     "skip_takes_part": ("passed", "passed"),
+    "killed_in_join": ("killed", GONE),
+    "late_in_join": (GONE, TIMED_OUT),
 }
 
 #: scenario: what the text of an error names besides the layer's path, this rank and the ranks.
@@ -210,5 +228,7 @@ NAMES = {
     "killed_in_forward": "does not answer",
     "killed_between_forward_and_backward": "does not answer",
     "runs_backward_alone": "stem, call 1, backward.*|head, call 1, forward",
+    "killed_in_join": "no more inputs.*does not answer",
+    "late_in_join": "syncbn.join, call 2, no more inputs",
     "an_extra_call_at_the_end": "in no exchange; its last was stem, call 1, backward",
 }

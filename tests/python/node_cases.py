@@ -16,6 +16,7 @@ import torch.distributed as dist
 import oracle
 import rank_cases
 import rank_cases_groups
+import rank_cases_join
 import rank_cases_modes
 import syncbn
 from rank_cases import check_layer, raises, unchanged
@@ -100,6 +101,11 @@ def case_bits_equal_the_oracle_exact(rank, world):
         for kind in ("even", "uneven", "empty first"):
             check_layer(rank, world, x, dy, dtype, kind)
     check_layer(rank, world, x, dy, dtype, "uneven", "global")
+
+
+def case_uneven_batches_exact(rank, world):
+    """Groups of the ranks that remain, on nodes that lose theirs one by one."""
+    rank_cases_join.check_uneven(rank, world, [2, 1, 4, 3], lambda network: network)
 
 
 def case_layers_wider_than_the_frame_exact(rank, world):

@@ -213,10 +213,15 @@ def assert_near_pytorch(
             assert ((got.detach().double() - reference).abs() <= bound).all(), name
 
 
-def run_snippets(page: str) -> dict:
-    """Runs the Python snippets of a page of the docs, one after the other; their names."""
+def snippets(page: str) -> list[str]:
+    """The Python snippets of a page of the docs."""
     text = (PROJECT / page).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def run_snippets(page: str) -> dict:
+    """Runs the snippets of a page, one after the other; their names."""
     names: dict = {}
-    for snippet in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+    for snippet in snippets(page):
         exec(compile(snippet, page, "exec"), names)
     return names

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from support import PROJECT, run_snippets
+from support import PROJECT, run_snippets, snippets
 
 # On two ranks only, with the library that each is about.
 TRAINERS = {"11_accelerate.py": "accelerate", "12_lightning.py": "lightning"}
@@ -18,6 +18,7 @@ PAGES = sorted(
     if "```python" in path.read_text(encoding="utf-8")
 )
 PAGES.remove("docs/data_parallel.md")  # runs on ranks, in rank_cases_parallel.py
+PAGES.remove("docs/uneven_inputs.md")
 
 
 def run(*arguments):
@@ -39,6 +40,12 @@ def test_example_on_two_ranks(name):
     if name in TRAINERS:
         pytest.importorskip(TRAINERS[name])
     assert run("-m", "torch.distributed.run", "--nproc-per-node=2", f"examples/{name}")
+
+
+def test_page_on_two_ranks(tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(snippets("docs/uneven_inputs.md")), encoding="utf-8")
+    run("-m", "torch.distributed.run", "--nproc-per-node=2", str(script))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -55,6 +55,12 @@ def _rank_main(rank: int, world: int, engine: str, folder: str, name: str) -> No
     os._exit(0)
 
 
+#: What an error begins with.
+CALL = (
+    r"(stem|head|SyncBatchNorm), call \d+, (forward|backward)"
+    r"|syncbn.join, call \d+, (next input|no more inputs)"
+)
+
 #: Every scenario over both engines, on 2 and 3 ranks by turns, and three of them on 4.
 ENGINES = ("shared memory", "gloo")
 RUNS = [(n, 2 + (i + j) % 2, e) for i, n in enumerate(SCENARIOS) for j, e in enumerate(ENGINES)]
@@ -103,7 +109,7 @@ def test_fault(outcomes, name, world, engine):
         assert result["seconds"] < IN_TIME, f"rank {rank}: {result}"
         if result["outcome"] in ("DivergenceError", "ExchangeTimeout", "PeerLost"):
             text = result["text"]
-            assert re.match(r"(stem|head|SyncBatchNorm), call \d+, (forward|backward)", text), text
+            assert re.match(CALL, text), text
             assert f"rank {rank} of {world}" in text
             assert all(f"rank {r}: " in text for r in range(world) if r != rank), text
             assert re.search(fault_cases.NAMES.get(name, ""), text), text

@@ -1,0 +1,48 @@
+"""syncbn.join without a process group; with one: rank_cases_join*.py, fault_cases.py."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+
+import syncbn
+from support import assert_same_layers, new_layer
+
+
+def test_nothing_to_join_without_a_process_group():
+    """torch's Join needs a process group."""
+    joined, plain = new_layer(4), new_layer(4)
+    x = torch.randn(5, 4)
+    with syncbn.join(joined):
+        joined(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    assert_same_layers(joined, plain)
+    assert not joined._forward_pre_hooks
+
+
+def test_torch_join_needs_a_process_group():
+    layer = new_layer(4)
+    joined = syncbn.join(layer)
+    assert isinstance(joined, Joinable)
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        Join([joined])
+    assert not layer._forward_pre_hooks
+    with joined:  # of itself it does nothing then, and may be entered again
+        layer(torch.randn(5, 4))
+    with joined:
+        layer(torch.randn(5, 4))
+
+
+@pytest.mark.parametrize("bad", [(), (3,), (None, nn.Linear(2, 2))])
+def test_the_first_is_the_model(bad):
+    with pytest.raises(ValueError, match="models: got .* first, expected the model"):
+        with syncbn.join(*bad):
+            raise AssertionError("entered")
+
+
+def test_a_torch_layer_is_refused():
+    """Which torch's Join takes, and then waits for."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
+    with pytest.raises(ValueError, match=r"torch.nn.SyncBatchNorm \(at 1\)"):
+        with syncbn.join(model):
+            raise AssertionError("entered")
