@@ -1,0 +1,203 @@
+#include <torch/csrc/stable/library.h>
+
+#include <array>
+#include <string>
+#include <tuple>
+
+#include "bindings/torch/cuda/on_device.hpp"
+#include "bindings/torch/layer.hpp"
+#include "bindings/torch/new_output.hpp"
+#include "bindings/torch/tensors.hpp"
+#include "syncbn/cuda_passes.hpp"
+
+// The operators on CUDA: the core's passes on PyTorch's current stream, with memory of PyTorch's
+// allocator. The host reads nothing, so `header` and `remaining_words` do not exist here: messages
+// have no frame, and merged ones lie in one piece of exactly the group's length.
+namespace syncbn::torch_layer {
+namespace {
+
+void check_frame(std::int64_t frame) {
+  if (frame != 0) {
+    throw InvalidArgument("frame: got " + std::to_string(frame) + " words, expected 0 on CUDA");
+  }
+}
+
+void check_no_rest(const std::optional<Tensor>& rest) {
+  if (rest.has_value()) {
+    throw InvalidArgument("rest: got a tensor, expected a merged message in one piece on CUDA");
+  }
+}
+
+Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels) {
+  return empty(x, message_words(dtype, channels), ScalarType::Long);
+}
+
+/// Scratch memory of one pass, zero. Fresh for each: calls on other streams, and graphs that are
+/// replayed there, never share it.
+Tensor new_workspace(const Tensor& x, DType dtype, std::int64_t channels) {
+  const std::array<std::int64_t, 1> sizes{cuda::workspace_words(dtype, channels)};
+  return torch::stable::new_zeros(x, sizes, ScalarType::Long);
+}
+
+/// The dtype of the group's messages, which their length tells. It is x's, unless this rank has no
+/// samples and autocast gave it another one than the others.
+DType dtype_of_messages(const Tensor& merged, const Tensor& x) {
+  const std::int64_t channels = channels_of(x);
+  for (const DType dtype : {dtype_of("x", x), DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
+    if (merged.numel() == message_words(dtype, channels)) {
+      return dtype;
+    }
+  }
+  throw InvalidArgument("merged: got " + std::to_string(merged.numel()) +
+                        " words, expected a whole message of " + std::to_string(channels) +
+                        " channels");
+}
+
+Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
+                     std::int64_t frame, std::optional<Tensor> mask) {
+  const OnDevice device(x, call, mask);
+  check_frame(frame);
+  const TensorView samples = view("x", x);
+  const std::int64_t channels = channels_of(x);
+  Tensor message = new_message(x, samples.dtype, channels);
+  Tensor workspace = new_workspace(x, samples.dtype, channels);
+  const cuda::ForwardCall forward{static_cast<std::uint64_t>(layer),
+                                  call.has_value() ? cuda_int64("call", *call, 1) : nullptr, eps};
+  cuda::local_moments(samples, mask_view(mask), forward, cuda_int64("message", message, 0),
+                      cuda_int64("workspace", workspace, 0), device.stream());
+  return message;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize(
+    const Tensor& x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
+    std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
+    double eps, std::int64_t ranks, std::int64_t activation, double negative_slope,
+    std::optional<Tensor> mask) {
+  const OnDevice device(x, message, merged, weight, bias, residual, mask);
+  check_no_rest(rest);
+  const std::int64_t channels = channels_of(x);
+  Tensor mean = empty(x, channels, ScalarType::Double);
+  Tensor var = empty(x, channels, ScalarType::Double);
+  Tensor rstd = empty(x, channels, ScalarType::Double);
+  Tensor info = empty(x, cuda::kInfoWords, ScalarType::Long);
+  cuda::finalize_moments(cuda_int64("merged", merged, kHeaderWords), dtype_of_messages(merged, x),
+                         static_cast<int>(ranks), double_data(mean), double_data(var),
+                         double_data(rstd), cuda_int64("info", info, 0), channels, eps,
+                         device.stream());
+  Tensor y = new_output(x);
+  const bool keeps =
+      residual.has_value() && activation_of(activation, 0).kind != ActivationKind::kNone;
+  // Zeros: what no element uses has to be equal from run to run as well.
+  const std::array<std::int64_t, 1> bytes{keeps ? room_for_activation_mask(x) : 0};
+  Tensor activation_mask = torch::stable::new_zeros(x, bytes, ScalarType::Byte);
+  cuda::normalize(view("x", x), mask_view(mask), double_data(mean), double_data(rstd),
+                  view("weight", weight), view("bias", bias), view("residual", residual),
+                  mutable_view("y", y), byte_data(activation_mask),
+                  activation_of(activation, negative_slope), device.stream());
+  return {y, mean, var, rstd, info, activation_mask};
+}
+
+void update_running_statistics(std::optional<Tensor> running_mean,
+                               std::optional<Tensor> running_var,
+                               std::optional<Tensor> num_batches_tracked,
+                               std::optional<Tensor> call, const Tensor& mean, const Tensor& var,
+                               const Tensor& info, std::optional<double> momentum) {
+  const OnDevice device(mean, var, info, running_mean, running_var, num_batches_tracked, call);
+  const std::int64_t channels = mean.numel();
+  cuda::update_running_statistics(
+      mutable_view("running_mean", running_mean), mutable_view("running_var", running_var),
+      num_batches_tracked.has_value() ? cuda_int64("num_batches_tracked", *num_batches_tracked, 1)
+                                      : nullptr,
+      call.has_value() ? cuda_int64("call", *call, 1) : nullptr,
+      cuda_double("mean", mean, channels), cuda_double("var", var, channels),
+      cuda_int64("info", info, cuda::kInfoWords), channels, momentum, device.stream());
+}
+
+std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                           const Tensor& rstd, const Tensor& info,
+                                           std::optional<Tensor> weight, std::optional<Tensor> bias,
+                                           std::optional<Tensor> activation_mask,
+                                           std::int64_t activation, double negative_slope,
+                                           bool keep, std::int64_t frame,
+                                           std::optional<Tensor> mask) {
+  const OnDevice device(x, dy, mean, rstd, info, weight, bias, activation_mask, mask);
+  check_frame(frame);
+  const TensorView samples = view("x", x);
+  const std::int64_t channels = channels_of(x);
+  Tensor message = new_message(x, samples.dtype, channels);
+  Tensor workspace = new_workspace(x, samples.dtype, channels);
+  Tensor u = keep ? new_output(x) : empty(x, 0, x.scalar_type());
+  cuda::local_gradients(
+      view("dy", dy), samples, mask_view(mask), cuda_double("mean", mean, channels),
+      cuda_double("rstd", rstd, channels),
+      through(x, weight, bias, activation_mask, activation, negative_slope),
+      keep ? mutable_view("u", u) : MutableTensorView(), cuda_int64("info", info, cuda::kInfoWords),
+      cuda_int64("message", message, 0), cuda_int64("workspace", workspace, 0), device.stream());
+  return {message, u};
+}
+
+std::tuple<Tensor, Tensor> affine_gradient_shares(const Tensor& message, const Tensor& x,
+                                                  const Tensor& mean, const Tensor& rstd,
+                                                  std::optional<ScalarType> weight_dtype,
+                                                  std::optional<ScalarType> bias_dtype) {
+  const OnDevice device(x, message, mean, rstd);
+  const std::int64_t channels = channels_of(x);
+  const DType dtype = dtype_of("x", x);
+  Tensor dweight = new_parameter_gradient(x, weight_dtype);
+  Tensor dbias = new_parameter_gradient(x, bias_dtype);
+  Tensor unused = empty(x, 3 * channels, ScalarType::Double);
+  // A rank's own message, as if it were alone.
+  cuda::finalize_gradients(cuda_int64("message", message, message_words(dtype, channels)), dtype, 1,
+                           nullptr, nullptr, cuda_double("mean", mean, channels),
+                           cuda_double("rstd", rstd, channels), TensorView(), double_data(unused),
+                           wanted("dweight", dweight, weight_dtype),
+                           wanted("dbias", dbias, bias_dtype), channels, device.stream());
+  return {dweight, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> input_gradient(
+    const Tensor& dy, const Tensor& x, const Tensor& merged, std::optional<Tensor> rest,
+    const Tensor& mean, const Tensor& rstd, const Tensor& info, std::optional<Tensor> weight,
+    std::optional<Tensor> bias, std::optional<Tensor> activation_mask, std::int64_t activation,
+    double negative_slope, std::optional<ScalarType> weight_dtype,
+    std::optional<ScalarType> bias_dtype, std::int64_t ranks, std::optional<Tensor> mask,
+    std::optional<Tensor> own) {
+  const OnDevice device(x, dy, merged, mean, rstd, info, weight, bias, activation_mask, mask, own);
+  check_no_rest(rest);
+  const std::int64_t channels = channels_of(x);
+  const DType dtype = dtype_of_messages(merged, x);
+  const double* means = cuda_double("mean", mean, channels);
+  const double* rstds = cuda_double("rstd", rstd, channels);
+  Tensor dweight = new_parameter_gradient(x, weight_dtype);
+  Tensor dbias = new_parameter_gradient(x, bias_dtype);
+  Tensor coefficients = empty(x, 3 * channels, ScalarType::Double);
+  if (own.has_value() && own->numel() != merged.numel()) {
+    // No samples, in another dtype than the group: zeros in any format.
+    own = torch::stable::new_zeros(*own, std::array<std::int64_t, 1>{merged.numel()});
+  }
+  cuda::finalize_gradients(
+      cuda_int64("merged", merged, kHeaderWords), dtype, static_cast<int>(ranks),
+      own.has_value() ? cuda_int64("own", *own, merged.numel()) : nullptr,
+      cuda_int64("info", info, cuda::kInfoWords), means, rstds, view("weight", weight),
+      double_data(coefficients), wanted("dweight", dweight, weight_dtype),
+      wanted("dbias", dbias, bias_dtype), channels, device.stream());
+  Tensor dx = new_output(x);
+  cuda::input_gradient(view("dy", dy), view("x", x), mask_view(mask), means, rstds,
+                       double_data(coefficients),
+                       through(x, weight, bias, activation_mask, activation, negative_slope),
+                       mutable_view("dx", dx), device.stream());
+  return {dx, dweight, dbias};
+}
+
+}  // namespace
+}  // namespace syncbn::torch_layer
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {
+  using namespace syncbn::torch_layer;
+  m.impl("local_moments", TORCH_BOX(&local_moments));
+  m.impl("normalize", TORCH_BOX(&normalize));
+  m.impl("update_running_statistics", TORCH_BOX(&update_running_statistics));
+  m.impl("local_gradients", TORCH_BOX(&local_gradients));
+  m.impl("affine_gradient_shares", TORCH_BOX(&affine_gradient_shares));
+  m.impl("input_gradient", TORCH_BOX(&input_gradient));
+}
