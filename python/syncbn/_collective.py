@@ -4,6 +4,7 @@ missing."""
 import time
 
 import torch
+import torch.distributed as dist
 
 from . import _groups, _shared_memory, _where
 from ._ops import ops
@@ -34,6 +35,14 @@ def sum_over_gloo(x: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Te
     total = x.clone()
     with _exchanging(peers, call) as fail:
         _wait(_groups.resolve(peers.group_name).allreduce([total]), peers, fail)
+    return total
+
+
+def sum_in_stream_order(x: torch.Tensor, peers: _groups.Peers) -> torch.Tensor:
+    """The sum of tensors on CUDA, of equal shape, over the caller's own NCCL group. The host waits
+    for nothing and knows of no error: they are NCCL's and its watchdog's."""
+    total = x.clone()
+    dist.all_reduce(total, group=_groups.resolve(peers.cuda))
     return total
 
 

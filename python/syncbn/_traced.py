@@ -23,7 +23,7 @@ def _call(channels, layer, dtype, eps, statistics, activation, slope, direction)
 
 def _operator(name: str, schema: str):
     return torch.library.custom_op(
-        f"syncbn::{name}", mutates_args=(), device_types="cpu", schema=schema
+        f"syncbn::{name}", mutates_args=(), device_types=("cpu", "cuda"), schema=schema
     )
 
 
