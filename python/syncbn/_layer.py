@@ -44,7 +44,7 @@ class Layer(NamedTuple):
             return Call(self.name, None, "forward", None, x.dtype, self)
         channels = x.shape[1] if x.dim() > 1 else None
         # A counter on a GPU is not read: that would wait for the device.
-        number = None if call is None or call.is_cuda else int(call)
+        number = int(call) if call is not None and call.is_cpu else None
         return Call(self.name, number, "forward", channels, x.dtype, self)
 
     def options(self) -> str:
