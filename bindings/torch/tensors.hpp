@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 
+#include "bindings/torch/device.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/executor.hpp"
 #include "syncbn/passes.hpp"
@@ -35,15 +36,6 @@ inline DType dtype_of(const char* name, const Tensor& tensor) {
                             torch::headeronly::toString(tensor.scalar_type()) +
                             ", expected float16, bfloat16, float32 or float64");
   }
-}
-
-/// Operators on CUDA are called as soon as one tensor is there; the core refuses a mixture.
-inline Device device_of(const char* name, const Tensor& tensor) {
-  if (!tensor.is_cpu() && !tensor.is_cuda()) {
-    throw InvalidArgument(std::string(name) +
-                          ": got a tensor on another device, expected the CPU or CUDA");
-  }
-  return tensor.is_cpu() ? Device::kCpu : Device::kCuda;
 }
 
 inline TensorView view(const char* name, const Tensor& tensor) {

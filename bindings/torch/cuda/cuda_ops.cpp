@@ -16,6 +16,16 @@
 namespace syncbn::torch_layer {
 namespace {
 
+std::int64_t* cuda_int64(const char* name, Tensor& tensor, std::int64_t at_least) {
+  return int64_data(name, tensor, at_least, Device::kCuda);
+}
+const std::int64_t* cuda_int64(const char* name, const Tensor& tensor, std::int64_t at_least) {
+  return int64_data(name, tensor, at_least, Device::kCuda);
+}
+const double* cuda_double(const char* name, const Tensor& tensor, std::int64_t size) {
+  return double_data(name, tensor, size, Device::kCuda);
+}
+
 void check_frame(std::int64_t frame) {
   if (frame != 0) {
     throw InvalidArgument("frame: got " + std::to_string(frame) + " words, expected 0 on CUDA");

@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "bindings/torch/layer.hpp"
+#include "bindings/torch/tensors.hpp"
 #include "syncbn/cuda_passes.hpp"
 
 namespace syncbn::torch_layer {
@@ -49,16 +49,5 @@ class OnDevice {
   torch::stable::accelerator::DeviceGuard guard_;
   cuda::Stream stream_;
 };
-
-inline std::int64_t* cuda_int64(const char* name, Tensor& tensor, std::int64_t at_least) {
-  return int64_data(name, tensor, at_least, Device::kCuda);
-}
-inline const std::int64_t* cuda_int64(const char* name, const Tensor& tensor,
-                                      std::int64_t at_least) {
-  return int64_data(name, tensor, at_least, Device::kCuda);
-}
-inline const double* cuda_double(const char* name, const Tensor& tensor, std::int64_t size) {
-  return double_data(name, tensor, size, Device::kCuda);
-}
 
 }  // namespace syncbn::torch_layer
