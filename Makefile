@@ -47,6 +47,10 @@ bench: $(package)  ## one layer against PyTorch's batch norm and a copy; ARGS="-
 asan tsan release cuda: $(VENV)/.stamp-build  ## C++ tests with this preset
 	$(cmake) --workflow --preset $@
 
+cuda-kernels: $(VENV)/.stamp-build  ## the library with CUDA kernels for all architectures; needs nvcc
+	$(cmake) --preset cuda
+	$(cmake) --build --preset cuda --target syncbn
+
 lint: build $(VENV)/.stamp-lint  ## check format and style
 	@scripts/lint.sh all
 
@@ -76,4 +80,4 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp test-python demo bench asan tsan release cuda \
-  lint format wheel clean
+  cuda-kernels lint format wheel clean

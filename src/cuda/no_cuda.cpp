@@ -23,6 +23,14 @@ void finalize_moments(const std::int64_t*, DType, int, double*, double*, double*
                       std::int64_t, double, const Stream&) {
   require_built();
 }
+void local_welford(const TensorView&, const MaskView&, const ForwardCall&, std::int64_t*,
+                   const Stream&) {
+  require_built();
+}
+void merge_welford(const std::int64_t*, DType, int, double*, double*, double*, std::int64_t*,
+                   std::int64_t, double, const Stream&) {
+  require_built();
+}
 void normalize(const TensorView&, const MaskView&, const double*, const double*, const TensorView&,
                const TensorView&, const TensorView&, const MutableTensorView&, std::uint8_t*,
                const Activation&, const Stream&) {

@@ -318,21 +318,21 @@ void expect_same(Random& random, const Case& c) {
 
 TEST(CudaBits, PassesExact) {
   Random random(1);
-  for (int round = 0; round < 120 && !HasFailure(); ++round) {
+  for (int round = 0; round < 60 && !HasFailure(); ++round) {
     expect_same(random, Case(random, round, {1, 4, 5, 16, 49, 64, 130}, 20));
   }
 }
 
 TEST(CudaBits, PlanesOfSeveralSegmentsExact) {
   Random random(2);
-  for (int round = 0; round < 24 && !HasFailure(); ++round) {
+  for (int round = 0; round < 16 && !HasFailure(); ++round) {
     expect_same(random, Case(random, round, {511, 512, 528, 1537}, 3));
   }
 }
 
 TEST(CudaBits, ManyChannelsExact) {
   Random random(3);
-  for (int round = 0; round < 16 && !HasFailure(); ++round) {
+  for (int round = 0; round < 12 && !HasFailure(); ++round) {
     expect_same(random, Case(random, round, {1, 4}, 300));
   }
 }
