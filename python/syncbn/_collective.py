@@ -46,6 +46,13 @@ def sum_in_stream_order(x: torch.Tensor, peers: _groups.Peers) -> torch.Tensor:
     return total
 
 
+def gather_in_stream_order(x: torch.Tensor, peers: _groups.Peers) -> torch.Tensor:
+    """As sum_in_stream_order, the ranks' tensors of one axis as rows."""
+    rows = x.new_empty(peers.ranks, x.numel())
+    dist.all_gather_into_tensor(rows, x, group=_groups.resolve(peers.cuda))
+    return rows
+
+
 def _all_reduce_by_node(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Tensor:
     """Inside the node; then between the nodes' first ranks, who bring the sum to the others."""
     with _exchanging(peers, call) as fail:

@@ -99,16 +99,18 @@ def gather(
     Records travel in the first message of all exchanges, each rank's in a place of its own where
     the others add zeros; if they do not fit the frame, in an all-gather after it.
 
-    Returns (merged message, whose header counts; records, one after the other). Raises
-    DivergenceError on every rank if the calls differ.
+    Returns (merged message, whose header counts; records, one after the other, on CUDA each behind
+    its header). Raises DivergenceError on every rank if the calls differ.
     """
     record = message[HEADER_WORDS:]
     if peers is None:
-        return message, record
+        return message, message if message.is_cuda else record
     if torch.compiler.is_compiling():
         arguments = _traced(message, channels, peers, call)
         merged, records = ops.all_gather_record(*arguments, peers.ranks)
         return _kept_in_graph(merged), records
+    if message.is_cuda:
+        return _gather_from_device(message, channels, peers, call)
     size = record.numel()
     words = frame_words(peers) or HEADER_WORDS + peers.ranks * size
     frame = torch.zeros(words, dtype=torch.int64, device=message.device)
@@ -127,6 +129,23 @@ def gather(
     whole = torch.cat([frame[: first.numel()], record])
     record = ops.remaining_words(whole, first, peers.ranks, channels, size)
     return first, _collective.all_gather(record, peers, call)
+
+
+def _gather_from_device(
+    message: torch.Tensor, channels: int, peers: Peers, call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As gather(), each record behind its header, for the device to look at."""
+    if peers.cuda:
+        messages = _collective.gather_in_stream_order(message, peers)
+        return messages[:, :HEADER_WORDS].sum(0), messages.flatten()
+    own = message.cpu()  # waits for the device
+    merged, records = gather(own, channels, peers, call)
+    records = records.view(peers.ranks, -1)
+    headers = own[:HEADER_WORDS].repeat(peers.ranks, 1)  # the calls agree
+    headers[:, 0], headers[:, 3] = records[:, 0], 0
+    headers[0, 3] = merged[3]
+    messages = torch.cat([headers, records], 1).flatten()
+    return merged[:HEADER_WORDS].to(message.device), messages.to(message.device)
 
 
 def check_count(merged: torch.Tensor, own: int, peers: Peers | None, sizes: str) -> None:

@@ -100,7 +100,7 @@ def _(x, layer, call, eps, mask=None):
 def _(
     x, message, merged, records, weight, bias, residual, eps, ranks, activation, slope, mask=None
 ):
-    """As normalize, from all ranks' records of the welford mode."""
+    """As normalize, from all ranks' records of the welford mode; on CUDA from their messages."""
     return _normalized(x, residual, activation)
 
 

@@ -202,7 +202,7 @@ def train_step(
         check_momentum(layer.momentum, running_mean, num_batches_tracked)
         check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
         if x.is_cuda:
-            _cuda.check_options(layer.statistics, layer.writes_over_input)
+            _cuda.check_options(layer.writes_over_input)
         if inplace:
             check_in_place(x, weight, bias, residual, layer.negative_slope)
             if segment is not None:

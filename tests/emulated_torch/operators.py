@@ -207,6 +207,39 @@ def check_disagreement_gives_nan():
     assert dx.isnan().all() and dweight.isnan().all()
 
 
+def check_welford():
+    """The mean and variance of all ranks' elements: n values take at most three roundings each to
+    float32 (float64), of at most the largest value, or its square."""
+    for dtype, ranks in itertools.product(DTYPES, (1, 3)):
+        xs = [random((2 + i, 4, 3, 5), i, dtype) for i in range(ranks)]
+        call = torch.tensor([3])
+        messages = [on_cuda("local_welford", x, 7, call, 1e-3, None) for x in xs]
+        out = on_cuda(
+            "normalize_gathered",
+            xs[0],
+            messages[0],
+            messages[0],
+            torch.cat(messages),
+            None,
+            None,
+            None,
+            1e-3,
+            ranks,
+            0,
+            0.0,
+            None,
+        )
+        assert_equal([messages[0][:5]], [on_cpu("local_welford", xs[0], 7, call, 1e-3)[:5]], dtype)
+        y, mean, var, rstd, info, _ = out
+        whole = torch.cat(xs).double()
+        count, size = whole.numel() // 4, whole.abs().max()
+        bound = 3 * count * (2**-53 if dtype == torch.float64 else 2**-24)
+        assert (mean - whole.mean((0, 2, 3))).abs().max() <= bound * size
+        assert (var - whole.var((0, 2, 3), unbiased=False)).abs().max() <= 4 * bound * size**2
+        assert info[0] == count and info[1] == messages[0][1]
+        torch.testing.assert_close(rstd, (var + 1e-3).rsqrt(), rtol=2**-50, atol=0)
+
+
 def refused(text, name, *arguments):
     try:
         on_cuda(name, *arguments)

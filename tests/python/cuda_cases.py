@@ -14,7 +14,7 @@ from support import assert_same_layers, new_layer
 def run(layer, x, dy):
     x = x.detach().requires_grad_()
     y = layer(x)
-    y.backward(dy)
+    y.backward(torch.ones_like(y) if dy is None else dy)
     return y.detach().cpu(), x.grad.cpu()
 
 
@@ -99,6 +99,18 @@ def case_one_value_over_all_ranks_is_refused(rank, world):
     layer = new_layer(4).cuda()
     x = torch.randn(1 if rank == 0 else 0, 4, device="cuda")
     raises(ValueError, "more than 1 value per channel", lambda: layer(x))
+
+
+def case_welford_is_the_same_on_all_ranks(rank, world):
+    """And with the elements of the whole batch; the mean is within three roundings a value."""
+    whole = torch.randn(9, 4, 30, generator=torch.Generator().manual_seed(7))
+    layer = new_layer(4, statistics="welford", momentum=1.0).cuda()
+    run(layer, whole[shards(9, world, "uneven")[rank]].cuda(), None)
+    means = [torch.zeros_like(layer.running_mean) for _ in range(world)]
+    dist.all_gather(means, layer.running_mean)
+    assert torch.equal(means[0], means[1]) and layer._info[0] == 270
+    error = (means[0].cpu() - whole.mean((0, 2))).abs().max()
+    assert error <= 2 * 3 * 270 * 2**-24 * whole.abs().max()
 
 
 def case_second_derivatives(rank, world):

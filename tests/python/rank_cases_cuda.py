@@ -85,6 +85,19 @@ def case_messages_in_stream_order_exact(rank, world):
     assert not agree and not rejected
 
 
+def case_welford_messages_exact(rank, world):
+    """Every rank's record behind a header of its own; the headers add up to the group's."""
+    whole = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
+    own = ops.local_welford(whole[shards(9, world, "empty first")[rank]], 3, None, 1e-5)
+    for peers in (in_stream_order(), peers_of_world()):
+        merged, messages = _exchange._gather_from_device(own, 4, peers, Call("layer"))
+        rows = messages.view(world, -1)
+        assert torch.equal(rows[rank, HEADER_WORDS:], own[HEADER_WORDS:])
+        assert torch.equal(rows[:, :HEADER_WORDS].sum(0), merged) and rows[rank, 0] == own[0]
+        assert rows[0, 1] == own[1]
+        assert ops.header(merged, world).tolist() == [9, 1, 0, DTYPES.index(torch.float32)]
+
+
 def case_refusal_in_stream_order_reaches_the_header(rank, world):
     """Of the length that the others' messages have by the layer's parameters, whatever the shape of
     the refused input."""

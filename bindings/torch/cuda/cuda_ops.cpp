@@ -9,6 +9,7 @@
 #include "bindings/torch/new_output.hpp"
 #include "bindings/torch/tensors.hpp"
 #include "syncbn/cuda_passes.hpp"
+#include "syncbn/welford.hpp"
 
 // The operators on CUDA: the core's passes on PyTorch's current stream, with memory of PyTorch's
 // allocator. The host reads nothing, so `header` and `remaining_words` do not exist here: messages
@@ -49,18 +50,25 @@ Tensor new_workspace(const Tensor& x, DType dtype, std::int64_t channels) {
   return torch::stable::new_zeros(x, sizes, ScalarType::Long);
 }
 
-/// The dtype of the group's messages, which their length tells. It is x's, unless this rank has no
-/// samples and autocast gave it another one than the others.
-DType dtype_of_messages(const Tensor& merged, const Tensor& x) {
+/// The dtype of the group's messages, each of `length` words by `words` (a function of dtype and
+/// channels), which their length tells. It is x's, unless this rank has no samples and autocast
+/// gave it another one than the others.
+template <class Words>
+DType dtype_of_messages(const char* name, std::int64_t length, const Tensor& x,
+                        const Words& words) {
   const std::int64_t channels = channels_of(x);
   for (const DType dtype : {dtype_of("x", x), DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
-    if (merged.numel() == message_words(dtype, channels)) {
+    if (length == words(dtype, channels)) {
       return dtype;
     }
   }
-  throw InvalidArgument("merged: got " + std::to_string(merged.numel()) +
+  throw InvalidArgument(std::string(name) + ": got " + std::to_string(length) +
                         " words, expected a whole message of " + std::to_string(channels) +
                         " channels");
+}
+
+std::int64_t welford_message_words(DType dtype, std::int64_t channels) {
+  return kHeaderWords + welford_words(dtype, channels);
 }
 
 Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
@@ -78,33 +86,84 @@ Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
   return message;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize(
-    const Tensor& x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
-    std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
-    double eps, std::int64_t ranks, std::int64_t activation, double negative_slope,
-    std::optional<Tensor> mask) {
-  const OnDevice device(x, message, merged, weight, bias, residual, mask);
-  check_no_rest(rest);
-  const std::int64_t channels = channels_of(x);
-  Tensor mean = empty(x, channels, ScalarType::Double);
-  Tensor var = empty(x, channels, ScalarType::Double);
-  Tensor rstd = empty(x, channels, ScalarType::Double);
-  Tensor info = empty(x, cuda::kInfoWords, ScalarType::Long);
-  cuda::finalize_moments(cuda_int64("merged", merged, kHeaderWords), dtype_of_messages(merged, x),
-                         static_cast<int>(ranks), double_data(mean), double_data(var),
-                         double_data(rstd), cuda_int64("info", info, 0), channels, eps,
-                         device.stream());
+Tensor local_welford(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
+                     std::optional<Tensor> mask) {
+  const OnDevice device(x, call, mask);
+  const TensorView samples = view("x", x);
+  Tensor message = empty(x, welford_message_words(samples.dtype, channels_of(x)), ScalarType::Long);
+  const cuda::ForwardCall forward{static_cast<std::uint64_t>(layer),
+                                  call.has_value() ? cuda_int64("call", *call, 1) : nullptr, eps};
+  cuda::local_welford(samples, mask_view(mask), forward, cuda_int64("message", message, 0),
+                      device.stream());
+  return message;
+}
+
+/// Room for the statistics of a batch.
+struct DeviceStatistics {
+  explicit DeviceStatistics(const Tensor& x)
+      : mean(empty(x, channels_of(x), ScalarType::Double)),
+        var(empty(x, channels_of(x), ScalarType::Double)),
+        rstd(empty(x, channels_of(x), ScalarType::Double)),
+        info(empty(x, cuda::kInfoWords, ScalarType::Long)) {}
+  Tensor mean, var, rstd, info;
+};
+
+using Normalized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+/// y, the statistics and the activation mask, empty unless backward needs it.
+Normalized normalized(const Tensor& x, const DeviceStatistics& statistics,
+                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& residual, const Activation& activation,
+                      const std::optional<Tensor>& mask, const OnDevice& device) {
   Tensor y = new_output(x);
-  const bool keeps =
-      residual.has_value() && activation_of(activation, 0).kind != ActivationKind::kNone;
+  const bool keeps = residual.has_value() && activation.kind != ActivationKind::kNone;
   // Zeros: what no element uses has to be equal from run to run as well.
   const std::array<std::int64_t, 1> bytes{keeps ? room_for_activation_mask(x) : 0};
   Tensor activation_mask = torch::stable::new_zeros(x, bytes, ScalarType::Byte);
-  cuda::normalize(view("x", x), mask_view(mask), double_data(mean), double_data(rstd),
-                  view("weight", weight), view("bias", bias), view("residual", residual),
-                  mutable_view("y", y), byte_data(activation_mask),
-                  activation_of(activation, negative_slope), device.stream());
-  return {y, mean, var, rstd, info, activation_mask};
+  const std::int64_t channels = channels_of(x);
+  cuda::normalize(view("x", x), mask_view(mask), cuda_double("mean", statistics.mean, channels),
+                  cuda_double("rstd", statistics.rstd, channels), view("weight", weight),
+                  view("bias", bias), view("residual", residual), mutable_view("y", y),
+                  byte_data(activation_mask), activation, device.stream());
+  return {y, statistics.mean, statistics.var, statistics.rstd, statistics.info, activation_mask};
+}
+
+Normalized normalize(const Tensor& x, const Tensor& message, const Tensor& merged,
+                     std::optional<Tensor> rest, std::optional<Tensor> weight,
+                     std::optional<Tensor> bias, std::optional<Tensor> residual, double eps,
+                     std::int64_t ranks, std::int64_t activation, double negative_slope,
+                     std::optional<Tensor> mask) {
+  const OnDevice device(x, message, merged, weight, bias, residual, mask);
+  check_no_rest(rest);
+  const DType dtype = dtype_of_messages("merged", merged.numel(), x, message_words);
+  DeviceStatistics s(x);
+  cuda::finalize_moments(cuda_int64("merged", merged, kHeaderWords), dtype, static_cast<int>(ranks),
+                         double_data(s.mean), double_data(s.var), double_data(s.rstd),
+                         cuda_int64("info", s.info, 0), channels_of(x), eps, device.stream());
+  return normalized(x, s, weight, bias, residual, activation_of(activation, negative_slope), mask,
+                    device);
+}
+
+/// records: here whole messages, because the device looks at their headers; `merged` is not read.
+Normalized normalize_gathered(const Tensor& x, const Tensor& message, const Tensor& merged,
+                              const Tensor& records, std::optional<Tensor> weight,
+                              std::optional<Tensor> bias, std::optional<Tensor> residual,
+                              double eps, std::int64_t ranks, std::int64_t activation,
+                              double negative_slope, std::optional<Tensor> mask) {
+  const OnDevice device(x, message, merged, records, weight, bias, residual, mask);
+  if (ranks < 1 || records.numel() % ranks != 0) {
+    throw InvalidArgument("records: got " + std::to_string(records.numel()) +
+                          " words, expected a message of each of " + std::to_string(ranks) +
+                          " ranks");
+  }
+  const DType dtype =
+      dtype_of_messages("records", records.numel() / ranks, x, welford_message_words);
+  DeviceStatistics s(x);
+  cuda::merge_welford(cuda_int64("records", records, 0), dtype, static_cast<int>(ranks),
+                      double_data(s.mean), double_data(s.var), double_data(s.rstd),
+                      cuda_int64("info", s.info, 0), channels_of(x), eps, device.stream());
+  return normalized(x, s, weight, bias, residual, activation_of(activation, negative_slope), mask,
+                    device);
 }
 
 void update_running_statistics(std::optional<Tensor> running_mean,
@@ -175,7 +234,7 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
   const OnDevice device(x, dy, merged, mean, rstd, info, weight, bias, activation_mask, mask, own);
   check_no_rest(rest);
   const std::int64_t channels = channels_of(x);
-  const DType dtype = dtype_of_messages(merged, x);
+  const DType dtype = dtype_of_messages("merged", merged.numel(), x, message_words);
   const double* means = cuda_double("mean", mean, channels);
   const double* rstds = cuda_double("rstd", rstd, channels);
   Tensor dweight = new_parameter_gradient(x, weight_dtype);
@@ -206,6 +265,8 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {
   using namespace syncbn::torch_layer;
   m.impl("local_moments", TORCH_BOX(&local_moments));
   m.impl("normalize", TORCH_BOX(&normalize));
+  m.impl("local_welford", TORCH_BOX(&local_welford));
+  m.impl("normalize_gathered", TORCH_BOX(&normalize_gathered));
   m.impl("update_running_statistics", TORCH_BOX(&update_running_statistics));
   m.impl("local_gradients", TORCH_BOX(&local_gradients));
   m.impl("affine_gradient_shares", TORCH_BOX(&affine_gradient_shares));
