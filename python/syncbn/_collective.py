@@ -48,9 +48,9 @@ def sum_in_stream_order(x: torch.Tensor, peers: _groups.Peers) -> torch.Tensor:
 
 def gather_in_stream_order(x: torch.Tensor, peers: _groups.Peers) -> torch.Tensor:
     """As sum_in_stream_order, the ranks' tensors of one axis as rows."""
-    rows = x.new_empty(peers.ranks, x.numel())
-    dist.all_gather_into_tensor(rows, x, group=_groups.resolve(peers.cuda))
-    return rows
+    whole = x.new_empty(peers.ranks * x.numel())
+    dist.all_gather_into_tensor(whole, x, group=_groups.resolve(peers.cuda))
+    return whole.view(peers.ranks, -1)
 
 
 def _all_reduce_by_node(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Tensor:
