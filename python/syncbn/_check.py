@@ -21,11 +21,11 @@ def check(module: nn.Module) -> None:
     layers = [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
     by_device: dict[torch.device, list[tuple[str, SyncBatchNorm]]] = {}
     for name, layer in layers:
-        if not layer._info.is_meta:
-            by_device.setdefault(layer._info.device, []).append((name, layer))
+        if not layer._count.is_meta:
+            by_device.setdefault(layer._count.device, []).append((name, layer))
     found = {}
     for entries in by_device.values():
-        states = torch.stack([torch.cat((m._info[:1], m._call)) for _, m in entries]).tolist()
+        states = torch.stack([torch.cat((m._count, m._call)) for _, m in entries]).tolist()
         for (name, layer), (count, calls) in zip(entries, states, strict=True):
             if count < 0:
                 call = f"call {calls - 1}, {layer.num_features} channels"

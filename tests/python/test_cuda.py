@@ -105,7 +105,7 @@ def test_check_names_the_layers_whose_ranks_disagreed():
         layer(torch.randn(4, layer.num_features))
     syncbn.check(model)
     for layer in (model[0], model[2]):
-        layer._info.copy_(torch.tensor([-1, 0]))
+        layer._count.fill_(-1)
     with pytest.raises(syncbn.DivergenceError) as caught:
         syncbn.check(model)
     text = str(caught.value)
@@ -170,7 +170,7 @@ def assert_same_on_cuda(x, dy, residual=None, mask=None, dtype=torch.float32, **
     for p, q in zip(moved.parameters(), on_cuda.parameters(), strict=True):
         p.grad = q.grad.cpu()
     assert_same_layers(moved, layer)
-    assert torch.equal(moved._info, layer._info) and torch.equal(moved._call, layer._call)
+    assert torch.equal(moved._count, layer._count) and torch.equal(moved._call, layer._call)
 
 
 def samples(shape, dtype, seed=0):
