@@ -31,7 +31,10 @@ elseif(TorchStable_VERSION VERSION_LESS TorchStable_FIND_VERSION)
   message(FATAL_ERROR "PyTorch ${TorchStable_VERSION} in ${TorchStable_DIR} is too old: "
     "${TorchStable_FIND_VERSION} or newer is needed")
 endif()
-message(STATUS "syncbn: PyTorch ${TorchStable_VERSION}")
+# The CUDA version of that PyTorch, empty if it is for CPU only.
+file(STRINGS "${TorchStable_DIR}/version.py" TorchStable_CUDA_VERSION REGEX "^cuda[ :=]")
+string(REGEX MATCH "[0-9]+\\.[0-9]+" TorchStable_CUDA_VERSION "${TorchStable_CUDA_VERSION}")
+message(STATUS "syncbn: PyTorch ${TorchStable_VERSION} (CUDA: ${TorchStable_CUDA_VERSION})")
 
 set(TorchStable_FOUND TRUE)
 if(NOT TARGET torch::stable)
@@ -41,4 +44,12 @@ if(NOT TARGET torch::stable)
     INTERFACE_INCLUDE_DIRECTORIES "${TorchStable_DIR}/include"
     INTERFACE_COMPILE_DEFINITIONS TORCH_TARGET_VERSION=0x020b000000000000  # 2.11, the floor
     INTERFACE_COMPILE_OPTIONS "-ffile-prefix-map=${TorchStable_DIR}/include/=")
+endif()
+if(TorchStable_CUDA_VERSION AND NOT TARGET torch::stable_cuda)
+  add_library(torch::stable_cuda SHARED IMPORTED)
+  string(REPLACE "torch_cpu" "torch_cuda" cuda_library "${TorchStable_LIBRARY}")
+  set_target_properties(torch::stable_cuda PROPERTIES
+    IMPORTED_LOCATION "${cuda_library}"
+    INTERFACE_LINK_LIBRARIES torch::stable
+    INTERFACE_COMPILE_DEFINITIONS USE_CUDA)
 endif()

@@ -156,23 +156,6 @@ void update_running_statistics(std::optional<Tensor> running_mean,
   }
 }
 
-/// The arguments that say how dy comes back through the activation.
-ActivationGradient through(const Tensor& x, const std::optional<Tensor>& weight,
-                           const std::optional<Tensor>& bias,
-                           const std::optional<Tensor>& activation_mask, std::int64_t activation,
-                           double negative_slope) {
-  ActivationGradient out{activation_of(activation, negative_slope), view("weight", weight),
-                         view("bias", bias)};
-  if (activation_mask.has_value() && activation_mask->numel() > 0) {
-    if (activation_mask->scalar_type() != ScalarType::Byte || !activation_mask->is_contiguous() ||
-        !activation_mask->is_cpu() || activation_mask->numel() != room_for_activation_mask(x)) {
-      throw InvalidArgument("activation_mask: expected what normalize returned for this input");
-    }
-    out.activation_mask = static_cast<const std::uint8_t*>(activation_mask->const_data_ptr());
-  }
-  return out;
-}
-
 std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, const Tensor& mean,
                                            const Tensor& rstd, const Tensor& info,
                                            std::optional<Tensor> weight, std::optional<Tensor> bias,
@@ -193,15 +176,6 @@ std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, co
                           int64_data("message", message, kHeaderWords), backward_fingerprint(tag),
                           executor);
   return {message, u};
-}
-
-/// dweight or dbias: C entries, or none if nobody asks for it.
-Tensor new_parameter_gradient(const Tensor& x, std::optional<ScalarType> dtype) {
-  return empty(x, dtype ? channels_of(x) : 0, dtype.value_or(ScalarType::Float));
-}
-
-MutableTensorView wanted(const char* name, Tensor& tensor, std::optional<ScalarType> dtype) {
-  return dtype ? mutable_view(name, tensor) : MutableTensorView();
 }
 
 std::tuple<Tensor, Tensor> affine_gradient_shares(const Tensor& message, const Tensor& x,
@@ -227,7 +201,8 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
     const Tensor& mean, const Tensor& rstd, const Tensor& info, std::optional<Tensor> weight,
     std::optional<Tensor> bias, std::optional<Tensor> activation_mask, std::int64_t activation,
     double negative_slope, std::optional<ScalarType> weight_dtype,
-    std::optional<ScalarType> bias_dtype, std::int64_t ranks, std::optional<Tensor> mask) {
+    std::optional<ScalarType> bias_dtype, std::int64_t ranks, std::optional<Tensor> mask,
+    std::optional<Tensor> own) {
   const std::int64_t channels = channels_of(x);
   const Merged words(merged, rest, ranks, channels);
   const std::int64_t count = int64_data("info", info, 2)[0];
@@ -241,9 +216,17 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
   Tensor dbias = new_parameter_gradient(x, bias_dtype);
   std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
   TorchExecutor executor;
+  const MutableTensorView out_weight = wanted("dweight", dweight, weight_dtype);
+  const MutableTensorView out_bias = wanted("dbias", dbias, bias_dtype);
+  if (own.has_value()) {
+    const DType dtype = dtype_of("x", x);
+    syncbn::affine_gradient_shares(
+        int64_data("own", *own, message_words(dtype, channels)) + kHeaderWords, dtype, means, rstds,
+        out_weight, out_bias, channels, executor);
+  }
   finalize_gradients(words.info, words.words(), means, rstds, view("weight", weight),
-                     coefficients.data(), wanted("dweight", dweight, weight_dtype),
-                     wanted("dbias", dbias, bias_dtype), channels, count, executor);
+                     coefficients.data(), own.has_value() ? MutableTensorView() : out_weight,
+                     own.has_value() ? MutableTensorView() : out_bias, channels, count, executor);
   Tensor dx = new_output(x);
   syncbn::input_gradient(view("dy", dy), view("x", x), mask_view(mask), means, rstds,
                          coefficients.data(),
@@ -297,7 +280,7 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "input_gradient(Tensor dy, Tensor x, Tensor merged, Tensor? rest, Tensor mean, Tensor rstd, "
       "Tensor info, Tensor? weight, Tensor? bias, Tensor? activation_mask, int activation, "
       "float negative_slope, ScalarType? weight_dtype, ScalarType? bias_dtype, int ranks, "
-      "Tensor? mask=None) -> (Tensor, Tensor, Tensor)");
+      "Tensor? mask=None, Tensor? own=None) -> (Tensor, Tensor, Tensor)");
   m.def("cpu_instruction_set() -> str");
   m.def("force_cpu_instruction_set(str name) -> bool");
 }

@@ -62,6 +62,33 @@ inline std::int64_t room_for_activation_mask(const Tensor& x) {
   return samples * std::max(channels * ((plane + 7) / 8), plane * ((channels + 7) / 8));
 }
 
+/// The arguments that say how dy comes back through the activation.
+inline ActivationGradient through(const Tensor& x, const std::optional<Tensor>& weight,
+                                  const std::optional<Tensor>& bias,
+                                  const std::optional<Tensor>& activation_mask,
+                                  std::int64_t activation, double negative_slope) {
+  ActivationGradient out{activation_of(activation, negative_slope), view("weight", weight),
+                         view("bias", bias)};
+  if (activation_mask.has_value() && activation_mask->numel() > 0) {
+    if (activation_mask->scalar_type() != ScalarType::Byte || !activation_mask->is_contiguous() ||
+        activation_mask->is_cpu() != x.is_cpu() ||
+        activation_mask->numel() != room_for_activation_mask(x)) {
+      throw InvalidArgument("activation_mask: expected what normalize returned for this input");
+    }
+    out.activation_mask = static_cast<const std::uint8_t*>(activation_mask->const_data_ptr());
+  }
+  return out;
+}
+
+/// dweight or dbias: C entries, or none if nobody asks for it.
+inline Tensor new_parameter_gradient(const Tensor& x, std::optional<ScalarType> dtype) {
+  return empty(x, dtype ? channels_of(x) : 0, dtype.value_or(ScalarType::Float));
+}
+
+inline MutableTensorView wanted(const char* name, Tensor& tensor, std::optional<ScalarType> dtype) {
+  return dtype ? mutable_view(name, tensor) : MutableTensorView();
+}
+
 inline std::uint8_t* byte_data(Tensor& tensor) {
   return tensor.numel() == 0 ? nullptr : static_cast<std::uint8_t*>(tensor.mutable_data_ptr());
 }

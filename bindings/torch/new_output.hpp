@@ -19,7 +19,7 @@ inline torch::stable::Tensor new_output(const torch::stable::Tensor& x) {
   constexpr std::uintptr_t kPage = 4096;
   constexpr std::uintptr_t kAtLeast = std::uintptr_t{4} << 20;
   const std::uintptr_t bytes = static_cast<std::uintptr_t>(out.numel()) * out.element_size();
-  if (bytes >= kAtLeast) {
+  if (bytes >= kAtLeast && out.is_cpu()) {
     const auto begin =
         (reinterpret_cast<std::uintptr_t>(out.mutable_data_ptr()) + kPage - 1) / kPage * kPage;
     const auto end =

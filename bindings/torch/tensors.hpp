@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 
+#include "bindings/torch/device.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/executor.hpp"
 #include "syncbn/passes.hpp"
@@ -40,11 +41,8 @@ inline DType dtype_of(const char* name, const Tensor& tensor) {
 inline TensorView view(const char* name, const Tensor& tensor) {
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
-  if (!tensor.is_cpu()) {
-    throw InvalidArgument(std::string(name) + ": got a tensor on another device, expected the CPU");
-  }
   return TensorView(tensor.const_data_ptr(), dtype_of(name, tensor), {sizes.begin(), sizes.end()},
-                    {strides.begin(), strides.end()});
+                    {strides.begin(), strides.end()}, device_of(name, tensor));
 }
 
 inline TensorView view(const char* name, const std::optional<Tensor>& tensor) {
@@ -53,7 +51,7 @@ inline TensorView view(const char* name, const std::optional<Tensor>& tensor) {
 
 inline MutableTensorView mutable_view(const char* name, Tensor& tensor) {
   const TensorView v = view(name, tensor);
-  return MutableTensorView(tensor.mutable_data_ptr(), v.dtype, v.sizes, v.strides);
+  return MutableTensorView(tensor.mutable_data_ptr(), v.dtype, v.sizes, v.strides, v.device);
 }
 
 inline MutableTensorView mutable_view(const char* name, std::optional<Tensor>& tensor) {
@@ -73,11 +71,10 @@ inline MaskView mask_view(const std::optional<Tensor>& mask) {
   if (!mask->is_contiguous()) {
     throw InvalidArgument("mask: got strides with gaps, expected a contiguous tensor");
   }
-  if (!mask->is_cpu()) {
-    throw InvalidArgument("mask: got a tensor on another device, expected the CPU");
-  }
   const auto sizes = mask->sizes();
-  return {static_cast<const std::uint8_t*>(mask->const_data_ptr()), {sizes.begin(), sizes.end()}};
+  return {static_cast<const std::uint8_t*>(mask->const_data_ptr()),
+          {sizes.begin(), sizes.end()},
+          device_of("mask", *mask)};
 }
 
 /// kind: the number of an ActivationKind.
@@ -91,25 +88,29 @@ inline Tensor empty(const Tensor& x, std::int64_t size, ScalarType dtype) {
   return torch::stable::new_empty(x, sizes, dtype);
 }
 
-inline std::int64_t* int64_data(const char* name, Tensor& tensor, std::int64_t at_least) {
+inline std::int64_t* int64_data(const char* name, Tensor& tensor, std::int64_t at_least,
+                                Device device = Device::kCpu) {
   if (tensor.scalar_type() != ScalarType::Long || !tensor.is_contiguous() ||
-      tensor.numel() < at_least || !tensor.is_cpu()) {
+      tensor.numel() < at_least || device_of(name, tensor) != device) {
     throw InvalidArgument(std::string(name) + ": expected a contiguous int64 tensor of at least " +
-                          std::to_string(at_least) + " entries on the CPU");
+                          std::to_string(at_least) + " entries on " +
+                          (device == Device::kCpu ? "the CPU" : "CUDA"));
   }
   return static_cast<std::int64_t*>(tensor.mutable_data_ptr());
 }
 
-inline const std::int64_t* int64_data(const char* name, const Tensor& tensor,
-                                      std::int64_t at_least) {
-  return int64_data(name, const_cast<Tensor&>(tensor), at_least);
+inline const std::int64_t* int64_data(const char* name, const Tensor& tensor, std::int64_t at_least,
+                                      Device device = Device::kCpu) {
+  return int64_data(name, const_cast<Tensor&>(tensor), at_least, device);
 }
 
-inline const double* double_data(const char* name, const Tensor& tensor, std::int64_t size) {
+inline const double* double_data(const char* name, const Tensor& tensor, std::int64_t size,
+                                 Device device = Device::kCpu) {
   if (tensor.scalar_type() != ScalarType::Double || !tensor.is_contiguous() ||
-      tensor.numel() != size || !tensor.is_cpu()) {
+      tensor.numel() != size || device_of(name, tensor) != device) {
     throw InvalidArgument(std::string(name) + ": expected a contiguous float64 tensor of " +
-                          std::to_string(size) + " entries on the CPU");
+                          std::to_string(size) + " entries on " +
+                          (device == Device::kCpu ? "the CPU" : "CUDA"));
   }
   return static_cast<const double*>(tensor.const_data_ptr());
 }

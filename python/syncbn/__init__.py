@@ -3,6 +3,7 @@
 from . import _traced as _traced
 from . import functional, graph, ops, parallel, testing
 from ._build import __version__
+from ._check import check
 from ._classes import register_conversion
 from ._ops import ops as _ops
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
@@ -19,6 +20,7 @@ __all__ = [
     "PeerLost",
     "SyncBatchNorm",
     "__version__",
+    "check",
     "convert_sync_batchnorm",
     "cpu_instruction_set",
     "fold",

@@ -51,7 +51,7 @@ class _BatchNormDevices(torch.autograd.Function):
     def forward(ctx, weight, bias, call, layer, peers, segment, masks, *tensors):
         devices = len(masks)
         xs, residuals = tensors[:devices], tensors[devices:]
-        channels, frame = xs[0].shape[1], _exchange.frame_words(peers)
+        channels, frame = xs[0].shape[1], _exchange.frame_words(peers, xs[0].device)
         # A device without samples sends zeros in the format of the others: autocast may have given
         # it another dtype.
         lead = next((k for k, (x, m) in enumerate(zip(xs, masks)) if _has_samples(x, m)), 0)
@@ -117,7 +117,10 @@ class _BatchNormDevices(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[7 : 7 + devices]
         needs_residual = ctx.needs_input_grad[7 + devices :]
         dtype, channels = xs[ctx.lead].dtype, xs[0].shape[1]
-        frame, ranks = _exchange.frame_words(peers), 1 if peers is None else peers.ranks
+        frame, ranks = (
+            _exchange.frame_words(peers, xs[0].device),
+            1 if peers is None else peers.ranks,
+        )
         activation = (layer.activation_kind, layer.negative_slope)
         masked = any(mask is not None for mask in masks)
         keep = any(needs_residual) and (layer.activation != "none" or masked)
@@ -201,9 +204,10 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
     for k, x in enumerate(xs):
         if not isinstance(x, Tensor):
             raise ValueError(f"inputs[{k}]: got {type(x).__name__}, expected a tensor")
-        if x.device.type != "cpu":
+        if x.device.type != xs[0].device.type:
             raise ValueError(
-                f"inputs[{k}]: got a tensor on {x.device}, expected the CPU (CUDA is to come)"
+                f"inputs[{k}]: got a tensor on {x.device}, expected {xs[0].device.type}, as "
+                "inputs[0]"
             )
         # The parameters lie on the first device and are copied to the others.
         tensors = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
@@ -259,7 +263,9 @@ def train_step(
     except Exception as error:
         if not again:
             with outside_transforms():
-                _exchange.reject(peers, layer.call_of(module._call, module._call), error)
+                where = layer.call_of(module._call, module._call)
+                x = xs[0] if xs else None
+                _exchange.reject(peers, where, error, x=x, parameter=module.running_mean)
         raise
     masks = tuple(None if mask is None else mask.contiguous() for mask in masks)
     *ys, mean, var, info = _BatchNormDevices.apply(

@@ -1,12 +1,14 @@
 """The messages of an exchange: framing, headers, and what ranks get when their calls differ."""
 
 import contextlib
+import math
 
 import torch
+import torch.nn.functional as F
 
 from . import _collective
 from ._groups import Peers
-from ._ops import DTYPES, HEADER_WORDS, ops
+from ._ops import DTYPES, HEADER_WORDS, MESSAGE_WORDS, ops
 from ._where import Call
 from .errors import DivergenceError, ExchangeTimeout, PeerLost
 
@@ -15,10 +17,13 @@ from .errors import DivergenceError, ExchangeTimeout, PeerLost
 #: message has shown that the calls agree. 512 channels of float32 fit.
 FRAME_WORDS = HEADER_WORDS + 512 * 19
 
+_CPU = torch.device("cpu")
 
-def frame_words(peers: Peers | None) -> int:
-    """How many words a message to that group has at least."""
-    return 0 if peers is None or peers.any_length else FRAME_WORDS
+
+def frame_words(peers: Peers | None, device: torch.device = _CPU) -> int:
+    """How many words a message to that group has at least. On CUDA there is no frame: over NCCL
+    nobody reads a header, and what goes through the host is framed there."""
+    return 0 if peers is None or peers.any_length or device.type == "cuda" else FRAME_WORDS
 
 
 def _sum_first(message: torch.Tensor, peers: Peers, call: Call) -> torch.Tensor:
@@ -59,12 +64,31 @@ def exchange(
     if torch.compiler.is_compiling():
         arguments = _traced(message, channels, peers, call)
         return _kept_in_graph(ops.all_reduce_message(*arguments, call.direction)), None
+    if message.is_cuda:
+        return _exchange_from_device(message, channels, peers, call), None
     first = _sum_first(message, peers, call)
     _check(first, peers, call)
     rest = ops.remaining_words(message, first, peers.ranks, channels, -1)
     if rest.numel() == 0:
         return first, None
     return first, _collective.all_reduce(rest, peers, call)
+
+
+def _exchange_from_device(
+    message: torch.Tensor, channels: int, peers: Peers, call: Call
+) -> torch.Tensor:
+    """As exchange(), for a message without a frame; the merged one in one piece."""
+    if peers.cuda:
+        return _collective.sum_in_stream_order(message, peers)
+    own = message.cpu()  # waits for the device
+    framed = F.pad(own, (0, max(0, frame_words(peers) - own.numel())))
+    first, rest = exchange(framed, channels, peers, call)
+    merged = first if rest is None else torch.cat([first, rest])
+    dtype = int(ops.header(first, peers.ranks)[3])
+    # A rank without samples may be of another dtype than the group, whose length then counts.
+    words = own.numel() if dtype < 0 else HEADER_WORDS + channels * MESSAGE_WORDS[DTYPES[dtype]]
+    merged = F.pad(merged[:words], (0, max(0, words - merged.numel())))
+    return merged.to(message.device)
 
 
 def gather(
@@ -75,16 +99,18 @@ def gather(
     Records travel in the first message of all exchanges, each rank's in a place of its own where
     the others add zeros; if they do not fit the frame, in an all-gather after it.
 
-    Returns (merged message, whose header counts; records, one after the other). Raises
-    DivergenceError on every rank if the calls differ.
+    Returns (merged message, whose header counts; records, one after the other, on CUDA each behind
+    its header). Raises DivergenceError on every rank if the calls differ.
     """
     record = message[HEADER_WORDS:]
     if peers is None:
-        return message, record
+        return message, message if message.is_cuda else record
     if torch.compiler.is_compiling():
         arguments = _traced(message, channels, peers, call)
         merged, records = ops.all_gather_record(*arguments, peers.ranks)
         return _kept_in_graph(merged), records
+    if message.is_cuda:
+        return _gather_from_device(message, channels, peers, call)
     size = record.numel()
     words = frame_words(peers) or HEADER_WORDS + peers.ranks * size
     frame = torch.zeros(words, dtype=torch.int64, device=message.device)
@@ -103,6 +129,23 @@ def gather(
     whole = torch.cat([frame[: first.numel()], record])
     record = ops.remaining_words(whole, first, peers.ranks, channels, size)
     return first, _collective.all_gather(record, peers, call)
+
+
+def _gather_from_device(
+    message: torch.Tensor, channels: int, peers: Peers, call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As gather(), each record behind its header, for the device to look at."""
+    if peers.cuda:
+        messages = _collective.gather_in_stream_order(message, peers)
+        return messages[:, :HEADER_WORDS].sum(0), messages.flatten()
+    own = message.cpu()  # waits for the device
+    merged, records = gather(own, channels, peers, call)
+    records = records.view(peers.ranks, -1)
+    headers = own[:HEADER_WORDS].repeat(peers.ranks, 1)  # the calls agree
+    headers[:, 0], headers[:, 3] = records[:, 0], 0
+    headers[0, 3] = merged[3]
+    messages = torch.cat([headers, records], 1).flatten()
+    return merged[:HEADER_WORDS].to(message.device), messages.to(message.device)
 
 
 def check_count(merged: torch.Tensor, own: int, peers: Peers | None, sizes: str) -> None:
@@ -179,14 +222,26 @@ def _texts(text: str, peers: Peers, call: Call) -> list[str]:
 
 
 def sum_of_ranks(x: torch.Tensor, tag: int, peers: Peers | None, call: Call) -> torch.Tensor:
-    """The sum of x over the group; tag: 20 bits that are equal on ranks whose x may be summed.
+    """The sum of x over the group, float64; tag: 20 bits, equal on ranks whose x may be summed.
 
     Raises DivergenceError on every rank if they differ: a message of the frame's length goes first.
+    Over NCCL the sum is NaN then.
     """
     if peers is None:
         return x
+    if x.is_cuda and peers.cuda:
+        return _tagged_sum(x, tag, peers)
     _agree(torch.empty(0, dtype=torch.int64, device="cpu"), tag, peers, call)
-    return _collective.sum_over_gloo(x.contiguous(), peers, call)
+    return _collective.sum_over_gloo(x.cpu().contiguous(), peers, call).to(x.device)
+
+
+def _tagged_sum(x: torch.Tensor, tag: int, peers: Peers) -> torch.Tensor:
+    """In stream order; the tags travel in the same message."""
+    tags = [x.new_full((1,), t) for t in (tag, tag * tag)]  # of up to 2,048 ranks exact
+    total = _collective.sum_in_stream_order(torch.cat([x.flatten(), *tags]), peers)
+    tag_sum, squares = total[-2:].to(torch.int64)
+    agree = peers.ranks * squares == tag_sum * tag_sum
+    return torch.where(agree, total[:-2].view(x.shape), math.nan)
 
 
 def numbers_of_ranks(number: int, tag: int, peers: Peers | None, call: Call) -> list[int]:
@@ -223,10 +278,21 @@ def _agree(words: torch.Tensor, tag: int, peers: Peers, call: Call) -> torch.Ten
     return merged[HEADER_WORDS:size]
 
 
-def reject(peers: Peers | None, call: Call, error: Exception, compare: bool = True) -> None:
+def reject(
+    peers: Peers | None,
+    call: Call,
+    error: Exception,
+    compare: bool = True,
+    x: object = None,
+    parameter: torch.Tensor | None = None,
+) -> None:
     """Takes part in an exchange with the word that this rank cannot, so that the others get its
-    error now and not when their time is up. compare: the others are in exchange() or gather()."""
+    error now and not when their time is up. compare: the others are in exchange() or gather().
+    x: this rank's input. parameter: one that has the layer's number of channels."""
     if peers is None:
+        return
+    if isinstance(x, torch.Tensor) and x.is_cuda and peers.cuda:
+        _reject_in_stream_order(x, parameter, peers)
         return
     # This rank's own error is the one to raise, whatever becomes of the exchange.
     with contextlib.suppress(ExchangeTimeout, PeerLost):
@@ -234,3 +300,18 @@ def reject(peers: Peers | None, call: Call, error: Exception, compare: bool = Tr
         _sum_first(ops.rejection(like, frame_words(peers)), peers, call)
         if compare and not torch.compiler.is_compiling():
             _texts(f"{call}: {type(error).__name__}: {error}", peers, call)
+
+
+def _reject_in_stream_order(x: torch.Tensor, parameter: torch.Tensor | None, peers: Peers) -> None:
+    """NaN for the others, if the length of their messages can be known; else they wait for NCCL's
+    time limit."""
+    if parameter is not None:
+        channels = parameter.numel()
+    else:
+        channels = 0 if x.is_nested or x.dim() < 2 else x.shape[1]
+    if channels == 0 or x.dtype not in MESSAGE_WORDS:
+        return
+    words = HEADER_WORDS + channels * MESSAGE_WORDS[x.dtype]
+    message = torch.zeros(words, dtype=torch.int64, device=x.device)
+    message[HEADER_WORDS - 1 :][:1].fill_(1)  # ranks that refuse
+    _collective.sum_in_stream_order(message, peers)

@@ -20,7 +20,7 @@ _LAYER = (
 
 def _operator(name: str, schema: str):
     return torch.library.custom_op(
-        f"syncbn::{name}", mutates_args=(), device_types="cpu", schema=schema
+        f"syncbn::{name}", mutates_args=(), device_types=("cpu", "cuda"), schema=schema
     )
 
 

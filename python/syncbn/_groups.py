@@ -59,6 +59,9 @@ class Peers(NamedTuple):
     leaders: str | None = None
     #: why there is no shared memory
     note: str = ""
+    #: the caller's group of these ranks, if it exchanges CUDA tensors over NCCL; else "", and
+    #: messages on CUDA go through the host
+    cuda: str = ""
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ranks}"
@@ -75,9 +78,16 @@ class Peers(NamedTuple):
             return "gloo" if self.nodes == 1 else "gloo between nodes"
         return "shared memory" if self.nodes == 1 else "shared memory, gloo between nodes"
 
+    def engine_on(self, device: torch.device) -> str:
+        """The engine of messages on that device."""
+        if device.type != "cuda":
+            return self.engine
+        return "nccl" if self.cuda else f"{self.engine}, through the host"
 
-# The groups that this module made, by their ranks (global numbers, ascending), timeout and engine.
-_own_groups: dict[tuple[tuple[int, ...], float, str], Peers] = {}
+
+# The groups that this module made, by their ranks (global numbers, ascending), timeout, engine and
+# the name of the group for CUDA tensors, which takes no part in making them.
+_own_groups: dict[tuple[tuple[int, ...], float, str, str], Peers] = {}
 # How many groups were made for these ranks: part of a name that must never come twice.
 _made: dict[tuple[int, ...], int] = {}
 
@@ -86,7 +96,10 @@ _renamed: dict[str, str] = {}
 
 # Ranks (global numbers) that take part in no exchange for now, and the groups without them.
 _absent: frozenset[int] = frozenset()
-_without_absent: list[tuple[tuple[int, ...], float, str]] = []
+_without_absent: list[tuple[tuple[int, ...], float, str, str]] = []
+
+# NCCL groups that group_size and group asked for, by all ranks of the default group in parts.
+_nccl_groups: dict[tuple[tuple[int, ...], ...], str] = {}
 
 
 def group_name(group: Group) -> str | None:
@@ -152,15 +165,32 @@ def select(
     rank, world = dist.get_rank(), dist.get_world_size()
     if group is not None:
         hosts = gather_text(host_name())
-        ranks = [r for r in range(world) if hosts[r] == hosts[rank]]
+        parts = [[r for r in range(world) if hosts[r] == host] for host in dict.fromkeys(hosts)]
     else:
         if not isinstance(group_size, int) or group_size < 1 or world % group_size:
             raise ValueError(
                 f"group_size: got {group_size!r}, expected a divisor of the {world} ranks"
             )
-        first = rank - rank % group_size
-        ranks = list(range(first, first + group_size))
+        parts = [list(range(r, r + group_size)) for r in range(0, world, group_size)]
+    if _nccl_name(dist.group.WORLD):
+        return chosen._replace(name=_nccl_part(parts, rank))
+    ranks = next(part for part in parts if rank in part)
     return chosen._replace(name=_own_group(ranks, chosen.timeout, engine).group_name)
+
+
+def _nccl_name(group: dist.ProcessGroup) -> str:
+    """The group's name if CUDA tensors go over NCCL in it, else ""."""
+    backends = dist.distributed_c10d._world.pg_backend_config.get(group, "")
+    return group.group_name if "cuda:nccl" in backends else ""
+
+
+def _nccl_part(parts: list[list[int]], rank: int) -> str:
+    """The name of the group of this rank's part, made by PyTorch, for NCCL."""
+    key = tuple(map(tuple, parts))
+    if key not in _nccl_groups or not _exists(_nccl_groups[key]):
+        groups = [dist.new_group(part) for part in parts]
+        _nccl_groups[key] = next(g for g, part in zip(groups, parts) if rank in part).group_name
+    return _nccl_groups[key]
 
 
 def host_name() -> str:
@@ -277,11 +307,12 @@ def _with_shared_memory(own: Peers, group: dist.ProcessGroup, ranks: tuple[int, 
     return own._replace(shared=handle, nodes=len(nodes), leaders=leaders)
 
 
-def _own_group(group_ranks: list[int], timeout: float, engine: str) -> Peers:
+def _own_group(group_ranks: list[int], timeout: float, engine: str, cuda: str = "") -> Peers:
     """A group of the same ranks for exchanges alone, so that one that times out does not take the
-    user's group with it. Made once per set of ranks; a collective call of its members."""
+    user's group with it. Made once per set of ranks; a collective call of its members. cuda: the
+    user's group, if it has NCCL."""
     ranks = tuple(sorted(group_ranks))
-    known = _own_groups.get((ranks, timeout, engine))
+    known = _own_groups.get((ranks, timeout, engine, cuda))
     if known is not None:
         if _exists(known.group_name):
             return known
@@ -296,12 +327,12 @@ def _own_group(group_ranks: list[int], timeout: float, engine: str) -> Peers:
     members = ranks if len(ranks) <= 8 else (*ranks[:3], "...", ranks[-1], len(ranks))
     name = f"syncbn/{'_'.join(map(str, members))}/{_made[ranks]}"
     group = _gloo_group(ranks, name, timeout)
-    own = Peers(name, len(ranks), group.rank(), timeout)
+    own = Peers(name, len(ranks), group.rank(), timeout, cuda=cuda)
     if engine == "auto" and len(ranks) > 1 and use_shared_memory:
         own = _with_shared_memory(own, group, ranks)
         if own.note and own.rank == 0:
             _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
-    _own_groups[ranks, timeout, engine] = own
+    _own_groups[ranks, timeout, engine, cuda] = own
     _where.watch(name, own.rank, own.ranks)
     return own
 
@@ -327,15 +358,16 @@ def peers(sharing: Sharing) -> Peers | None:
     group = resolve(sharing.name)
     if group.size() == 1:
         return None
-    ranks = global_ranks(group)
+    ranks, cuda = global_ranks(group), _nccl_name(group)
     if not _absent.isdisjoint(ranks):
         ranks = sorted(set(ranks) - _absent)
         if len(ranks) == 1:
             return None
-        key = tuple(ranks), sharing.timeout, sharing.engine
+        cuda = ""  # NCCL makes no group without the ranks that are absent
+        key = tuple(ranks), sharing.timeout, sharing.engine, cuda
         if key not in _own_groups:
             _without_absent.append(key)
-    return _own_group(ranks, sharing.timeout, sharing.engine)
+    return _own_group(ranks, sharing.timeout, sharing.engine, cuda)
 
 
 def leave_out(ranks: Iterable[int]) -> None:
@@ -350,7 +382,7 @@ def leave_out(ranks: Iterable[int]) -> None:
 
 def global_ranks(group: dist.ProcessGroup) -> list[int]:
     """Its members' global numbers."""
-    for (ranks, _, _), own in _own_groups.items():
+    for (ranks, *_), own in _own_groups.items():
         if own.group_name == group.group_name:
             return list(ranks)
     return dist.get_process_group_ranks(group)
@@ -374,6 +406,6 @@ def rebuild() -> None:
     """Makes every group of this package anew; a collective call of the ranks of each."""
     old = sorted(_own_groups.items())  # one order on all ranks, so that none waits in a circle
     _own_groups.clear()
-    for (ranks, timeout, engine), own in old:
+    for (ranks, *options), own in old:
         _forget(own)
-        _renamed[own.group_name] = _own_group(list(ranks), timeout, engine).group_name
+        _renamed[own.group_name] = _own_group(list(ranks), *options).group_name

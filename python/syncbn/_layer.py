@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import _cuda
 from ._groups import Peers, Sharing, peers
 from ._where import Call
 
@@ -199,8 +200,10 @@ def _check_dtype(name: str, x: Tensor) -> None:
 def check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
     """One error that names the argument, what was given and what is allowed."""
     check_strided("input", x)
-    if x.device.type != "cpu":
-        raise ValueError(f"input: got a tensor on {x.device}, expected the CPU (CUDA is to come)")
+    if x.device.type == "cuda":
+        _cuda.load()
+    elif x.device.type != "cpu":
+        raise ValueError(f"input: got a tensor on {x.device}, expected the CPU or CUDA")
     if x.dim() < 2:
         raise ValueError(f"input: got {x.dim()}D input, expected at least 2D (N, C, ...)")
     _check_dtype("input", x)

@@ -19,7 +19,8 @@ ops = torch.ops.syncbn
 HEADER_WORDS = 4
 #: In the order of the core's DType.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_WORDS = {torch.float16: 6, torch.bfloat16: 19, torch.float32: 19, torch.float64: 83}
+#: Words per channel.
+MESSAGE_WORDS = {torch.float16: 6, torch.bfloat16: 19, torch.float32: 19, torch.float64: 83}
 
 _fake = torch.library.register_fake
 
@@ -28,11 +29,11 @@ def message_words(x: torch.Tensor, mask: torch.Tensor | None) -> int:
     """How many words an exchange about x is made of; the most of all dtypes if x may have no
     samples, because autocast may have given the other ranks another one."""
     has_samples = x.numel() > 0 and mask is None
-    return HEADER_WORDS + x.shape[1] * _WORDS[x.dtype if has_samples else torch.float64]
+    return HEADER_WORDS + x.shape[1] * MESSAGE_WORDS[x.dtype if has_samples else torch.float64]
 
 
 def _message(x: torch.Tensor, frame: int) -> torch.Tensor:
-    words = HEADER_WORDS + x.shape[1] * _WORDS[x.dtype]
+    words = HEADER_WORDS + x.shape[1] * MESSAGE_WORDS[x.dtype]
     return x.new_empty((max(frame, words),), dtype=torch.int64)
 
 
@@ -99,7 +100,7 @@ def _(x, layer, call, eps, mask=None):
 def _(
     x, message, merged, records, weight, bias, residual, eps, ranks, activation, slope, mask=None
 ):
-    """As normalize, from all ranks' records of the welford mode."""
+    """As normalize, from all ranks' records of the welford mode; on CUDA from their messages."""
     return _normalized(x, residual, activation)
 
 
@@ -174,6 +175,8 @@ def _(
     bias_dtype,
     ranks,
     mask=None,
+    own=None,
 ):
-    """dx like x; dweight and dbias of all ranks' samples."""
+    """dx like x; dweight and dbias of all ranks' samples, or, with the message that this rank sent
+    as own, of this rank's."""
     return torch.empty_like(x), *_parameter_gradients(x, weight_dtype, bias_dtype)

@@ -23,7 +23,7 @@ def _call(channels, layer, dtype, eps, statistics, activation, slope, direction)
 
 def _operator(name: str, schema: str):
     return torch.library.custom_op(
-        f"syncbn::{name}", mutates_args=(), device_types="cpu", schema=schema
+        f"syncbn::{name}", mutates_args=(), device_types=("cpu", "cuda"), schema=schema
     )
 
 
@@ -57,5 +57,5 @@ def _all_gather_record(message, channels, group, *named):
 @_all_gather_record.register_fake
 def _(message, *arguments):
     """int64: the merged header; the records of all ranks, one after the other."""
-    record, ranks = message.shape[0] - HEADER_WORDS, arguments[-1]
+    record, ranks = message.shape[0] - (0 if message.is_cuda else HEADER_WORDS), arguments[-1]
     return message.new_empty((HEADER_WORDS,)), message.new_empty((ranks * record,))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import _exchange, _exported, _recomputation, _second
+from . import _cuda, _exchange, _exported, _recomputation, _second
 from ._layer import (
     Layer,
     check_arguments,
@@ -37,7 +37,7 @@ def _exchanged(ctx, x, residual, mask, counter, layer, peers, segment):
         message = ops.local_welford(x, number, counter, layer.eps, mask)
         merged = _exchange.gather(message, channels, peers, call)
     else:
-        frame = _exchange.frame_words(peers)
+        frame = _exchange.frame_words(peers, x.device)
         message = ops.local_moments(x, number, counter, layer.eps, frame, mask)
         merged = _exchange.exchange(message, channels, peers, call)
     sizes = f"ranks (input size {list(x.shape)} on this one)"
@@ -154,23 +154,22 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, activation_mask, mask)
     through = (weight, bias, activation_mask, layer.activation_kind, layer.negative_slope)
     keep = needs_residual and (layer.activation != "none" or mask is not None)
     message, u = ops.local_gradients(
-        dy, x, mean, rstd, info, *through, keep, _exchange.frame_words(peers), mask
+        dy, x, mean, rstd, info, *through, keep, _exchange.frame_words(peers, x.device), mask
     )
     if keep:  # what comes back is there already
         dy, through = u, (weight, None, None, 0, 0.0)
     dx = dweight = dbias = None
     # One rank's share is the whole, and comes with dx.
     shares = layer.affine_grad == "share" and not (peers is None and needs_x)
-    if shares and (needs_weight or needs_bias):
-        dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
+    shares = shares and (needs_weight or needs_bias)
     if exchanges(ctx):
         merged, rest = _exchange.exchange(message, x.shape[1], peers, ctx.call)
-        wanted = (None, None) if shares else dtypes
-        dx, *sums = ops.input_gradient(
-            dy, x, merged, rest, mean, rstd, info, *through, *wanted, ranks, mask
+        own = message if shares else None
+        dx, dweight, dbias = ops.input_gradient(
+            dy, x, merged, rest, mean, rstd, info, *through, *dtypes, ranks, mask, own
         )
-        if not shares:
-            dweight, dbias = sums
+    elif shares:
+        dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
     return (
         dx if needs_x else None,
         dweight if needs_weight else None,
@@ -211,6 +210,8 @@ def train_step(
         check_options(layer)
         check_momentum(layer.momentum, running_mean, num_batches_tracked)
         check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
+        if x.is_cuda:
+            _cuda.check_options(layer.writes_over_input)
         if inplace:
             check_in_place(x, weight, bias, residual, layer.negative_slope)
             if segment is not None:
@@ -222,7 +223,8 @@ def train_step(
     except Exception as error:
         if not again:
             with outside_transforms():
-                _exchange.reject(peers, layer.call_of(x, call), error)
+                parameter = weight if running_mean is None else running_mean
+                _exchange.reject(peers, layer.call_of(x, call), error, x=x, parameter=parameter)
         raise
     if mask is not None:
         mask = mask.contiguous()

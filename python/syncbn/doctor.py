@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import _build
+from . import _build, _cuda
 from ._ops import ops
 from .nn import SyncBatchNorm
 
@@ -29,13 +29,10 @@ def _instruction_sets() -> str:
     return f"{active} in use; this processor and build have {', '.join(levels)}"
 
 
-def _cuda() -> str:
-    if not _build.cuda:
-        return "not active: this build has no CUDA library"
-    if not torch.backends.cuda.is_built():
-        return "not active: this PyTorch is for CPU only"
-    if not torch.cuda.is_available():
-        return "not active: PyTorch finds no CUDA device"
+def _cuda_library() -> str:
+    reason = _cuda.why_not()
+    if reason is not None:
+        return f"not active: {reason}"
     return f"active: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
 
 
@@ -48,7 +45,7 @@ def facts() -> dict[str, str]:
         "Python": f"{platform.python_version()}, {platform.system()} {platform.release()}",
         "compiler": _build.compiler,
         "CPU": _instruction_sets(),
-        "CUDA library": _cuda(),
+        "CUDA library": _cuda_library(),
         "PyTorch's CUDA": torch.version.cuda or "none",
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if nccl else "none",
     }

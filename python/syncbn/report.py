@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from . import _collective, _groups
+from . import _collective, _cuda, _groups
 from ._classes import check_module, class_of, holds_statistics, registered
 from ._ops import ops
 from .nn import SyncBatchNorm
@@ -23,10 +23,11 @@ class LayerReport(NamedTuple):
     #: how many ranks share statistics, and this rank's number among them
     ranks: int
     rank: int
-    #: "none" (nobody to exchange with), "shared memory", "gloo", or the former two between nodes
+    #: "none" (nobody to exchange with), "shared memory", "gloo", or the former two between nodes;
+    #: of layers on CUDA "nccl", or one of the others "through the host"
     engine: str
     statistics: str
-    #: vector code of this processor
+    #: vector code of this processor, or "cuda"
     kernels: str
     #: elements per channel over all ranks in the last training call; None before the first
     count: int | None
@@ -92,6 +93,9 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         failed, note = True, "broken by an earlier error: call syncbn.reset_groups()"
     elif peers.note and not note:
         note = f"no shared memory: {peers.note}"
+    device = layer._count.device
+    if device.type == "cuda" and _cuda.why_not() is not None:
+        failed, note = True, f"no CUDA: {_cuda.why_not()}"
     if devices > 1:
         note = f"{devices} devices in this process"
     exchanging = peers is not None
@@ -102,9 +106,9 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         (layer.sharing.name or "world") if exchanging else "",
         peers.ranks if exchanging else 1,
         peers.rank if exchanging else 0,
-        peers.engine if exchanging else "none",
+        peers.engine_on(device) if exchanging else "none",
         layer.statistics,
-        ops.cpu_instruction_set(),
+        "cuda" if device.type == "cuda" else ops.cpu_instruction_set(),
         int(layer._count) if called else None,
         note,
     )

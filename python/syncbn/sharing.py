@@ -74,7 +74,9 @@ def reset_groups(module: nn.Module | None = None) -> None:
         if peers is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX
-            _groups.resolve(peers.group_name).allreduce([layer._call], options).wait()
+            call = layer._call.cpu()  # the group has no way from device to device
+            _groups.resolve(peers.group_name).allreduce([call], options).wait()
+            layer._call.copy_(call)
 
 
 def skip(module: nn.Module) -> Tensor:

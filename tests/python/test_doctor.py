@@ -40,16 +40,25 @@ def test_facts_leave_the_instruction_set_as_it_was():
 
 
 @pytest.mark.parametrize(
-    "built, torch_built, available, text",
+    "built, torch_built, torch_cuda, available, text",
     (
-        (False, True, True, "not active: this build has no CUDA library"),
-        (True, False, False, "not active: this PyTorch is for CPU only"),
-        (True, True, False, "not active: PyTorch finds no CUDA device"),
+        (False, True, "13.0", True, "not active: this build has no CUDA library"),
+        (True, False, None, False, "not active: this PyTorch is for CPU only"),
+        (True, True, "13.2", False, "not active: PyTorch finds no CUDA device"),
+        (
+            True,
+            True,
+            "12.8",
+            True,
+            "not active: it was built with CUDA 13.0.88, and this PyTorch is for CUDA 12.8",
+        ),
     ),
 )
-def test_why_cuda_is_not_active(monkeypatch, built, torch_built, available, text):
+def test_why_cuda_is_not_active(monkeypatch, built, torch_built, torch_cuda, available, text):
     monkeypatch.setattr(doctor._build, "cuda", built)
+    monkeypatch.setattr(doctor._build, "cuda_version", "13.0.88" if built else None)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: torch_built)
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     assert doctor.facts()["CUDA library"] == text
 

@@ -36,8 +36,12 @@ def test_wheel_serves_every_python() -> None:
     assert re.findall(r"^Tag: (\S+?-\S+?)-", wheel, re.M) == ["py3-none"]
 
 
-def test_holds_the_two_libraries_and_nothing_else_compiled() -> None:
-    assert sorted(path.name for path in libraries()) == ["libsyncbn.so", "libsyncbn_torch_cpu.so"]
+def test_holds_its_libraries_and_nothing_else_compiled() -> None:
+    from syncbn import _build
+
+    expected = ["libsyncbn.so", "libsyncbn_torch_cpu.so"]
+    expected += ["libsyncbn_torch_cuda.so"] if _build.cuda else []
+    assert sorted(path.name for path in libraries()) == expected
     assert {path.parent.name for path in libraries()} == {"lib"}
 
 
@@ -48,13 +52,13 @@ def test_holds_no_build_files() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads ELF files")
 def test_operators_find_the_core_beside_them_and_no_python() -> None:
-    (operators,) = (path for path in libraries() if "torch" in path.name)
-    section = dynamic_section(operators)
-    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", section)
-    assert "libsyncbn.so" in needed
-    assert not [name for name in needed if "python" in name]
-    assert re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.+)\]", section) == ["$ORIGIN"]
-    (core,) = (path for path in libraries() if path != operators)
+    for operators in (path for path in libraries() if "torch" in path.name):
+        section = dynamic_section(operators)
+        needed = re.findall(r"\(NEEDED\).*\[(.+)\]", section)
+        assert "libsyncbn.so" in needed
+        assert not [name for name in needed if "python" in name]
+        assert re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.+)\]", section) == ["$ORIGIN"]
+    (core,) = (path for path in libraries() if "torch" not in path.name)
     assert "RPATH" not in dynamic_section(core) and "RUNPATH" not in dynamic_section(core)
 
 

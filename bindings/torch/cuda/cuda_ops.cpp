@@ -1,0 +1,274 @@
+#include <torch/csrc/stable/library.h>
+
+#include <array>
+#include <string>
+#include <tuple>
+
+#include "bindings/torch/cuda/on_device.hpp"
+#include "bindings/torch/layer.hpp"
+#include "bindings/torch/new_output.hpp"
+#include "bindings/torch/tensors.hpp"
+#include "syncbn/cuda_passes.hpp"
+#include "syncbn/welford.hpp"
+
+// The operators on CUDA: the core's passes on PyTorch's current stream, with memory of PyTorch's
+// allocator. The host reads nothing, so `header` and `remaining_words` do not exist here: messages
+// have no frame, and merged ones lie in one piece of exactly the group's length.
+namespace syncbn::torch_layer {
+namespace {
+
+std::int64_t* cuda_int64(const char* name, Tensor& tensor, std::int64_t at_least) {
+  return int64_data(name, tensor, at_least, Device::kCuda);
+}
+const std::int64_t* cuda_int64(const char* name, const Tensor& tensor, std::int64_t at_least) {
+  return int64_data(name, tensor, at_least, Device::kCuda);
+}
+const double* cuda_double(const char* name, const Tensor& tensor, std::int64_t size) {
+  return double_data(name, tensor, size, Device::kCuda);
+}
+
+void check_frame(std::int64_t frame) {
+  if (frame != 0) {
+    throw InvalidArgument("frame: got " + std::to_string(frame) + " words, expected 0 on CUDA");
+  }
+}
+
+void check_no_rest(const std::optional<Tensor>& rest) {
+  if (rest.has_value()) {
+    throw InvalidArgument("rest: got a tensor, expected a merged message in one piece on CUDA");
+  }
+}
+
+Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels) {
+  return empty(x, message_words(dtype, channels), ScalarType::Long);
+}
+
+/// Scratch memory of one pass, zero. Fresh for each: calls on other streams, and graphs that are
+/// replayed there, never share it.
+Tensor new_workspace(const Tensor& x, DType dtype, std::int64_t channels) {
+  const std::array<std::int64_t, 1> sizes{cuda::workspace_words(dtype, channels)};
+  return torch::stable::new_zeros(x, sizes, ScalarType::Long);
+}
+
+/// The dtype of the group's messages, each of `length` words by `words` (a function of dtype and
+/// channels), which their length tells. It is x's, unless this rank has no samples and autocast
+/// gave it another one than the others.
+template <class Words>
+DType dtype_of_messages(const char* name, std::int64_t length, const Tensor& x,
+                        const Words& words) {
+  const std::int64_t channels = channels_of(x);
+  for (const DType dtype : {dtype_of("x", x), DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
+    if (length == words(dtype, channels)) {
+      return dtype;
+    }
+  }
+  throw InvalidArgument(std::string(name) + ": got " + std::to_string(length) +
+                        " words, expected a whole message of " + std::to_string(channels) +
+                        " channels");
+}
+
+std::int64_t welford_message_words(DType dtype, std::int64_t channels) {
+  return kHeaderWords + welford_words(dtype, channels);
+}
+
+Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
+                     std::int64_t frame, std::optional<Tensor> mask) {
+  const OnDevice device(x, call, mask);
+  check_frame(frame);
+  const TensorView samples = view("x", x);
+  const std::int64_t channels = channels_of(x);
+  Tensor message = new_message(x, samples.dtype, channels);
+  Tensor workspace = new_workspace(x, samples.dtype, channels);
+  const cuda::ForwardCall forward{static_cast<std::uint64_t>(layer),
+                                  call.has_value() ? cuda_int64("call", *call, 1) : nullptr, eps};
+  cuda::local_moments(samples, mask_view(mask), forward, cuda_int64("message", message, 0),
+                      cuda_int64("workspace", workspace, 0), device.stream());
+  return message;
+}
+
+Tensor local_welford(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
+                     std::optional<Tensor> mask) {
+  const OnDevice device(x, call, mask);
+  const TensorView samples = view("x", x);
+  Tensor message = empty(x, welford_message_words(samples.dtype, channels_of(x)), ScalarType::Long);
+  const cuda::ForwardCall forward{static_cast<std::uint64_t>(layer),
+                                  call.has_value() ? cuda_int64("call", *call, 1) : nullptr, eps};
+  cuda::local_welford(samples, mask_view(mask), forward, cuda_int64("message", message, 0),
+                      device.stream());
+  return message;
+}
+
+/// Room for the statistics of a batch.
+struct DeviceStatistics {
+  explicit DeviceStatistics(const Tensor& x)
+      : mean(empty(x, channels_of(x), ScalarType::Double)),
+        var(empty(x, channels_of(x), ScalarType::Double)),
+        rstd(empty(x, channels_of(x), ScalarType::Double)),
+        info(empty(x, cuda::kInfoWords, ScalarType::Long)) {}
+  Tensor mean, var, rstd, info;
+};
+
+using Normalized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+/// y, the statistics and the activation mask, empty unless backward needs it.
+Normalized normalized(const Tensor& x, const DeviceStatistics& statistics,
+                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& residual, const Activation& activation,
+                      const std::optional<Tensor>& mask, const OnDevice& device) {
+  Tensor y = new_output(x);
+  const bool keeps = residual.has_value() && activation.kind != ActivationKind::kNone;
+  // Zeros: what no element uses has to be equal from run to run as well.
+  const std::array<std::int64_t, 1> bytes{keeps ? room_for_activation_mask(x) : 0};
+  Tensor activation_mask = torch::stable::new_zeros(x, bytes, ScalarType::Byte);
+  const std::int64_t channels = channels_of(x);
+  cuda::normalize(view("x", x), mask_view(mask), cuda_double("mean", statistics.mean, channels),
+                  cuda_double("rstd", statistics.rstd, channels), view("weight", weight),
+                  view("bias", bias), view("residual", residual), mutable_view("y", y),
+                  byte_data(activation_mask), activation, device.stream());
+  return {y, statistics.mean, statistics.var, statistics.rstd, statistics.info, activation_mask};
+}
+
+Normalized normalize(const Tensor& x, const Tensor& message, const Tensor& merged,
+                     std::optional<Tensor> rest, std::optional<Tensor> weight,
+                     std::optional<Tensor> bias, std::optional<Tensor> residual, double eps,
+                     std::int64_t ranks, std::int64_t activation, double negative_slope,
+                     std::optional<Tensor> mask) {
+  const OnDevice device(x, message, merged, weight, bias, residual, mask);
+  check_no_rest(rest);
+  const DType dtype = dtype_of_messages("merged", merged.numel(), x, message_words);
+  DeviceStatistics s(x);
+  cuda::finalize_moments(cuda_int64("merged", merged, kHeaderWords), dtype, static_cast<int>(ranks),
+                         double_data(s.mean), double_data(s.var), double_data(s.rstd),
+                         cuda_int64("info", s.info, 0), channels_of(x), eps, device.stream());
+  return normalized(x, s, weight, bias, residual, activation_of(activation, negative_slope), mask,
+                    device);
+}
+
+/// records: here whole messages, because the device looks at their headers; `merged` is not read.
+Normalized normalize_gathered(const Tensor& x, const Tensor& message, const Tensor& merged,
+                              const Tensor& records, std::optional<Tensor> weight,
+                              std::optional<Tensor> bias, std::optional<Tensor> residual,
+                              double eps, std::int64_t ranks, std::int64_t activation,
+                              double negative_slope, std::optional<Tensor> mask) {
+  const OnDevice device(x, message, merged, records, weight, bias, residual, mask);
+  if (ranks < 1 || records.numel() % ranks != 0) {
+    throw InvalidArgument("records: got " + std::to_string(records.numel()) +
+                          " words, expected a message of each of " + std::to_string(ranks) +
+                          " ranks");
+  }
+  const DType dtype =
+      dtype_of_messages("records", records.numel() / ranks, x, welford_message_words);
+  DeviceStatistics s(x);
+  cuda::merge_welford(cuda_int64("records", records, 0), dtype, static_cast<int>(ranks),
+                      double_data(s.mean), double_data(s.var), double_data(s.rstd),
+                      cuda_int64("info", s.info, 0), channels_of(x), eps, device.stream());
+  return normalized(x, s, weight, bias, residual, activation_of(activation, negative_slope), mask,
+                    device);
+}
+
+void update_running_statistics(std::optional<Tensor> running_mean,
+                               std::optional<Tensor> running_var,
+                               std::optional<Tensor> num_batches_tracked,
+                               std::optional<Tensor> call, const Tensor& mean, const Tensor& var,
+                               const Tensor& info, std::optional<double> momentum) {
+  const OnDevice device(mean, var, info, running_mean, running_var, num_batches_tracked, call);
+  const std::int64_t channels = mean.numel();
+  cuda::update_running_statistics(
+      mutable_view("running_mean", running_mean), mutable_view("running_var", running_var),
+      num_batches_tracked.has_value() ? cuda_int64("num_batches_tracked", *num_batches_tracked, 1)
+                                      : nullptr,
+      call.has_value() ? cuda_int64("call", *call, 1) : nullptr,
+      cuda_double("mean", mean, channels), cuda_double("var", var, channels),
+      cuda_int64("info", info, cuda::kInfoWords), channels, momentum, device.stream());
+}
+
+std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                           const Tensor& rstd, const Tensor& info,
+                                           std::optional<Tensor> weight, std::optional<Tensor> bias,
+                                           std::optional<Tensor> activation_mask,
+                                           std::int64_t activation, double negative_slope,
+                                           bool keep, std::int64_t frame,
+                                           std::optional<Tensor> mask) {
+  const OnDevice device(x, dy, mean, rstd, info, weight, bias, activation_mask, mask);
+  check_frame(frame);
+  const TensorView samples = view("x", x);
+  const std::int64_t channels = channels_of(x);
+  Tensor message = new_message(x, samples.dtype, channels);
+  Tensor workspace = new_workspace(x, samples.dtype, channels);
+  Tensor u = keep ? new_output(x) : empty(x, 0, x.scalar_type());
+  cuda::local_gradients(
+      view("dy", dy), samples, mask_view(mask), cuda_double("mean", mean, channels),
+      cuda_double("rstd", rstd, channels),
+      through(x, weight, bias, activation_mask, activation, negative_slope),
+      keep ? mutable_view("u", u) : MutableTensorView(), cuda_int64("info", info, cuda::kInfoWords),
+      cuda_int64("message", message, 0), cuda_int64("workspace", workspace, 0), device.stream());
+  return {message, u};
+}
+
+std::tuple<Tensor, Tensor> affine_gradient_shares(const Tensor& message, const Tensor& x,
+                                                  const Tensor& mean, const Tensor& rstd,
+                                                  std::optional<ScalarType> weight_dtype,
+                                                  std::optional<ScalarType> bias_dtype) {
+  const OnDevice device(x, message, mean, rstd);
+  const std::int64_t channels = channels_of(x);
+  const DType dtype = dtype_of("x", x);
+  Tensor dweight = new_parameter_gradient(x, weight_dtype);
+  Tensor dbias = new_parameter_gradient(x, bias_dtype);
+  Tensor unused = empty(x, 3 * channels, ScalarType::Double);
+  // A rank's own message, as if it were alone.
+  cuda::finalize_gradients(cuda_int64("message", message, message_words(dtype, channels)), dtype, 1,
+                           nullptr, nullptr, cuda_double("mean", mean, channels),
+                           cuda_double("rstd", rstd, channels), TensorView(), double_data(unused),
+                           wanted("dweight", dweight, weight_dtype),
+                           wanted("dbias", dbias, bias_dtype), channels, device.stream());
+  return {dweight, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> input_gradient(
+    const Tensor& dy, const Tensor& x, const Tensor& merged, std::optional<Tensor> rest,
+    const Tensor& mean, const Tensor& rstd, const Tensor& info, std::optional<Tensor> weight,
+    std::optional<Tensor> bias, std::optional<Tensor> activation_mask, std::int64_t activation,
+    double negative_slope, std::optional<ScalarType> weight_dtype,
+    std::optional<ScalarType> bias_dtype, std::int64_t ranks, std::optional<Tensor> mask,
+    std::optional<Tensor> own) {
+  const OnDevice device(x, dy, merged, mean, rstd, info, weight, bias, activation_mask, mask, own);
+  check_no_rest(rest);
+  const std::int64_t channels = channels_of(x);
+  const DType dtype = dtype_of_messages("merged", merged.numel(), x, message_words);
+  const double* means = cuda_double("mean", mean, channels);
+  const double* rstds = cuda_double("rstd", rstd, channels);
+  Tensor dweight = new_parameter_gradient(x, weight_dtype);
+  Tensor dbias = new_parameter_gradient(x, bias_dtype);
+  Tensor coefficients = empty(x, 3 * channels, ScalarType::Double);
+  if (own.has_value() && own->numel() != merged.numel()) {
+    // No samples, in another dtype than the group: zeros in any format.
+    own = torch::stable::new_zeros(*own, std::array<std::int64_t, 1>{merged.numel()});
+  }
+  cuda::finalize_gradients(
+      cuda_int64("merged", merged, kHeaderWords), dtype, static_cast<int>(ranks),
+      own.has_value() ? cuda_int64("own", *own, merged.numel()) : nullptr,
+      cuda_int64("info", info, cuda::kInfoWords), means, rstds, view("weight", weight),
+      double_data(coefficients), wanted("dweight", dweight, weight_dtype),
+      wanted("dbias", dbias, bias_dtype), channels, device.stream());
+  Tensor dx = new_output(x);
+  cuda::input_gradient(view("dy", dy), view("x", x), mask_view(mask), means, rstds,
+                       double_data(coefficients),
+                       through(x, weight, bias, activation_mask, activation, negative_slope),
+                       mutable_view("dx", dx), device.stream());
+  return {dx, dweight, dbias};
+}
+
+}  // namespace
+}  // namespace syncbn::torch_layer
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {
+  using namespace syncbn::torch_layer;
+  m.impl("local_moments", TORCH_BOX(&local_moments));
+  m.impl("normalize", TORCH_BOX(&normalize));
+  m.impl("local_welford", TORCH_BOX(&local_welford));
+  m.impl("normalize_gathered", TORCH_BOX(&normalize_gathered));
+  m.impl("update_running_statistics", TORCH_BOX(&update_running_statistics));
+  m.impl("local_gradients", TORCH_BOX(&local_gradients));
+  m.impl("affine_gradient_shares", TORCH_BOX(&affine_gradient_shares));
+  m.impl("input_gradient", TORCH_BOX(&input_gradient));
+}

@@ -1,0 +1,266 @@
+"""PyTorch's operators on CUDA, run on emulated kernels, have the bits of those on the CPU.
+
+operators.py LIBRARY...: loads the operators, those on the CPU first.
+"""
+
+import itertools
+import sys
+
+import torch
+
+for library in sys.argv[1:]:
+    torch.ops.load_library(library)
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def on_cpu(name, *arguments):
+    return getattr(torch.ops.syncbn, name)(*arguments)
+
+
+def on_cuda(name, *arguments):
+    """The kernel that is registered for CUDA, given tensors on the CPU."""
+    operator = getattr(torch.ops.syncbn, name).default
+    return operator._op_dk(torch._C.DispatchKey.CUDA, *arguments)
+
+
+def random(shape, seed, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_equal(got, expected, what):
+    assert len(got) == len(expected)
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride(), (what, i)
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=f"{what}, {i}")
+
+
+def total(messages):
+    return torch.stack(messages).sum(0)
+
+
+def step(run, xs, dys, weight, bias, residuals, kind, mask, call):
+    """All operators of a step of several ranks, on the first of them."""
+    ranks, x, dy, z = len(xs), xs[0], dys[0], residuals[0]
+    masks = [mask] + [None] * (ranks - 1)
+    messages = [
+        run("local_moments", t, 7, call, 1e-3, 0, m) for t, m in zip(xs, masks, strict=True)
+    ]
+    out = run(
+        "normalize",
+        x,
+        messages[0],
+        total(messages),
+        None,
+        weight,
+        bias,
+        z,
+        1e-3,
+        ranks,
+        kind,
+        0.1,
+        mask,
+    )
+    y, mean, var, rstd, info, bits = out
+    through = (weight, bias, bits, kind, 0.1)
+    keep = z is not None and kind != 0
+    gradients, us = zip(
+        *(
+            run(
+                "local_gradients",
+                d,
+                t,
+                mean,
+                rstd,
+                info,
+                *(through if i == 0 else (None, None, None, 0, 0.0)),
+                keep and i == 0,
+                0,
+                m,
+            )
+            for i, (d, t, m) in enumerate(zip(dys, xs, masks, strict=True))
+        )
+    )
+    shares = run("affine_gradient_shares", gradients[0], x, mean, rstd, torch.float64, x.dtype)
+    merged = total(gradients)
+    arguments = (
+        dy,
+        x,
+        merged,
+        None,
+        mean,
+        rstd,
+        info,
+        *through,
+        torch.float32,
+        torch.float64,
+        ranks,
+    )
+    whole = run("input_gradient", *arguments, mask, None)
+    own = run("input_gradient", *arguments, mask, gradients[0])
+    unwanted = run("input_gradient", *arguments[:-3], None, None, ranks, mask, None)
+    buffers = []
+    for momentum in (0.3, None):
+        running = torch.zeros(x.shape[1]), torch.ones(x.shape[1], dtype=torch.float64)
+        tracked, counter = torch.tensor(3), call.clone()
+        run("update_running_statistics", *running, tracked, counter, mean, var, info, momentum)
+        buffers += [*running, tracked, counter]
+    return [
+        messages[0][:4],
+        *out,
+        gradients[0][:4],
+        us[0],
+        *shares,
+        *whole,
+        *own,
+        *unwanted,
+        *buffers,
+    ]
+
+
+def check_steps():
+    call, channels = torch.tensor([5]), 6
+    shapes = ((3, channels, 4, 5), (7, channels), (0, channels, 3))
+    for dtype, shape, kind in itertools.product(DTYPES, shapes, (0, 1, 2)):
+        for with_residual, with_mask, ranks in ((0, 0, 1), (1, 0, 1), (0, 1, 2), (1, 1, 3)):
+            xs = [random(shape, i, dtype) for i in range(ranks)]
+            if len(shape) == 4:
+                xs[0] = xs[0].to(memory_format=torch.channels_last)
+            dys = [torch.empty_like(x).copy_(random(shape, 9, dtype)) for x in xs]
+            z = torch.empty_like(xs[0]).copy_(random(shape, 5, dtype)) if with_residual else None
+            mask = random((shape[0], *shape[2:]), 6) > -0.5 if with_mask else None
+            weight, bias = random(channels, 7), random(channels, 8, dtype)
+            arguments = (xs, dys, weight, bias, [z], kind, mask, call)
+            got, expected = step(on_cuda, *arguments), step(on_cpu, *arguments)
+            if mask is not None:  # bits of elements that do not count are nobody's
+                got[6] = expected[6]
+            assert_equal(got, expected, (dtype, shape, kind, with_residual, with_mask, ranks))
+
+
+def check_ranks_without_samples_of_another_dtype():
+    """The merged message is in the group's format; this rank's own, in any, is of zeros."""
+    x, empty = random((4, 3, 5), 0), torch.empty(0, 3, 5, dtype=torch.float16)
+    message = on_cuda("local_moments", x, 1, None, 0.0, 0, None)
+    merged = message.clone()
+    merged[:4] += on_cuda("local_moments", empty, 1, None, 0.0, 0, None)[:4]
+    nothing = (None, None, None, 0.0, 2, 0, 0.0, None)
+    got = on_cuda("normalize", empty, message, merged, None, *nothing)[1:5]
+    expected = on_cpu("normalize", x, message, merged, None, *nothing)[1:5]
+    assert_equal(got, expected, "statistics")
+    mean, _, rstd, info = got
+    plain = (None, None, None, 0, 0.0)
+    gradients = [
+        on_cuda("local_gradients", t, t, mean, rstd, info, *plain, False, 0, None)[0]
+        for t in (x, empty)
+    ]
+    merged = gradients[0].clone()
+    merged[:4] += gradients[1][:4]
+    dx, dweight, dbias = on_cuda(
+        "input_gradient",
+        empty,
+        empty,
+        merged,
+        None,
+        mean,
+        rstd,
+        info,
+        *plain,
+        torch.float32,
+        torch.float32,
+        2,
+        None,
+        gradients[1],
+    )
+    assert dx.shape == empty.shape and not dweight.any() and not dbias.any()
+
+
+def check_disagreement_gives_nan():
+    """And a count of -1, which leaves running statistics alone; the gradient is NaN too."""
+    x = random((4, 3, 5), 0)
+    messages = [on_cuda("local_moments", x, layer, None, 0.0, 0, None) for layer in (1, 2)]
+    out = on_cuda(
+        "normalize", x, messages[0], total(messages), None, *(None,) * 3, 0.0, 2, 0, 0.0, None
+    )
+    y, mean, var, rstd, info, _ = out
+    assert all(t.isnan().all() for t in (y, mean, var, rstd)) and info.tolist() == [-1, 0]
+    running, tracked, call = torch.zeros(3), torch.tensor(0), torch.tensor([0])
+    on_cuda("update_running_statistics", running, None, tracked, call, mean, var, info, 0.1)
+    assert not running.any() and tracked == 0 and call == 1
+    plain = (None, None, None, 0, 0.0)
+    gradients, _ = on_cuda("local_gradients", x, x, mean, rstd, info, *plain, False, 0, None)
+    dx, dweight, _ = on_cuda(
+        "input_gradient",
+        x,
+        x,
+        2 * gradients,
+        None,
+        mean,
+        rstd,
+        info,
+        *plain,
+        torch.float32,
+        None,
+        2,
+        None,
+        gradients,
+    )
+    assert dx.isnan().all() and dweight.isnan().all()
+
+
+def check_welford():
+    """The mean and variance of all ranks' elements: n values take at most three roundings each to
+    float32 (float64), of at most the largest value, or its square."""
+    for dtype, ranks in itertools.product(DTYPES, (1, 3)):
+        xs = [random((2 + i, 4, 3, 5), i, dtype) for i in range(ranks)]
+        call = torch.tensor([3])
+        messages = [on_cuda("local_welford", x, 7, call, 1e-3, None) for x in xs]
+        out = on_cuda(
+            "normalize_gathered",
+            xs[0],
+            messages[0],
+            messages[0],
+            torch.cat(messages),
+            None,
+            None,
+            None,
+            1e-3,
+            ranks,
+            0,
+            0.0,
+            None,
+        )
+        assert_equal([messages[0][:5]], [on_cpu("local_welford", xs[0], 7, call, 1e-3)[:5]], dtype)
+        y, mean, var, rstd, info, _ = out
+        whole = torch.cat(xs).double()
+        count, size = whole.numel() // 4, whole.abs().max()
+        bound = 3 * count * (2**-53 if dtype == torch.float64 else 2**-24)
+        assert (mean - whole.mean((0, 2, 3))).abs().max() <= bound * size
+        assert (var - whole.var((0, 2, 3), unbiased=False)).abs().max() <= 4 * bound * size**2
+        assert info[0] == count and info[1] == messages[0][1]
+        torch.testing.assert_close(rstd, (var + 1e-3).rsqrt(), rtol=2**-50, atol=0)
+
+
+def refused(text, name, *arguments):
+    try:
+        on_cuda(name, *arguments)
+    except Exception as error:
+        assert text in str(error), error
+        return
+    raise AssertionError(f"{name} took it")
+
+
+def check_errors():
+    x = random((4, 3, 5), 0)
+    message = on_cuda("local_moments", x, 1, None, 0.0, 0, None)
+    refused("frame: got 9732 words", "local_moments", x, 1, None, 0.0, 9732, None)
+    options = (None, None, None, 0.0, 1, 0, 0.0, None)
+    refused("rest: got a tensor", "normalize", x, message, message, message, *options)
+    refused("merged: got 60 words", "normalize", x, message, message[:-1], None, *options)
+    refused("weight: got", "normalize", x, message, message, None, x[0, 0], *options[1:])
+    refused("eps: got", "local_moments", x, 1, None, -1.0, 0, None)
+
+
+for name, check in list(globals().items()):
+    if name.startswith("check_"):
+        check()
+        print(name, "passed")

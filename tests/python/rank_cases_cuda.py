@@ -1,0 +1,156 @@
+"""How messages of CUDA tensors travel, with tensors on the CPU in their place: through the host
+with the frame, and in stream order, where no rank reads anything.
+
+torch.nn.SyncBatchNorm sends no header: ranks whose calls differ wait for each other, or mix sums of
+different layers.
+"""
+
+import torch
+import torch.distributed as dist
+
+import syncbn
+from rank_cases import raises, shards
+from support import new_layer
+from syncbn import _exchange, _groups
+from syncbn._ops import DTYPES, HEADER_WORDS, ops
+from syncbn._where import Call
+
+
+def peers_of_world():
+    return syncbn.SyncBatchNorm(1).layer().peers()
+
+
+def message_of(x, number=0):
+    return ops.local_moments(x, number, None, 1e-5, 0)
+
+
+def case_messages_through_the_host_exact(rank, world):
+    """In one piece and of the group's length, also beyond the frame and on ranks without samples,
+    which autocast may have left with another dtype; the sum is that of one rank with all of them.
+    """
+    peers, call = peers_of_world(), Call("layer")
+    for dtype in DTYPES:
+        for channels in (3, 700):
+            whole = torch.randn(9, channels, generator=torch.Generator().manual_seed(1)).to(dtype)
+            x = whole[shards(9, world, "empty first")[rank]]
+            if rank == 0:
+                x = x.to(torch.float64 if dtype == torch.float16 else torch.float16)
+            got = _exchange._exchange_from_device(message_of(x), channels, peers, call)
+            expected = message_of(whole)
+            assert got.shape == expected.shape and got[0] == 9, (dtype, channels)
+            # Digits are summed without carries, so moments are compared, not words.
+            a, b = (
+                ops.normalize(whole, m, m, None, None, None, None, 1e-5, ranks, 0, 0.0)[1:4]
+                for m, ranks in ((got, world), (expected, 1))
+            )
+            assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True)), (dtype, channels)
+
+
+def case_empty_messages_through_the_host(rank, world):
+    x = torch.empty(0, 5, dtype=DTYPES[rank % len(DTYPES)])
+    got = _exchange._exchange_from_device(message_of(x), 5, peers_of_world(), Call("layer"))
+    assert got[0] == 0 and got.numel() == message_of(x).numel()
+
+
+def case_messages_that_differ_through_the_host_are_an_error(rank, world):
+    def exchange():
+        message = message_of(torch.randn(2, 3), number=rank)
+        _exchange._exchange_from_device(message, 3, peers_of_world(), Call("layer"))
+
+    raises(syncbn.DivergenceError, "did not make the same call", exchange)
+
+
+def in_stream_order():
+    """The world's own group in the place of an NCCL group."""
+    return peers_of_world()._replace(cuda=dist.group.WORLD.group_name)
+
+
+def case_messages_in_stream_order_exact(rank, world):
+    """The host learns nothing, the header tells the device; this rank's message stays as it is."""
+    peers, call = in_stream_order(), Call("layer")
+    whole = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
+    own = message_of(whole[shards(9, world, "uneven")[rank]])
+    kept = own.clone()
+    got = _exchange._exchange_from_device(own, 4, peers, call)
+    assert torch.equal(own, kept)
+    a, b = (
+        ops.normalize(whole, m, m, None, None, None, None, 1e-5, ranks, 0, 0.0)[1:4]
+        for m, ranks in ((got, world), (message_of(whole), 1))
+    )
+    assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+    differing = _exchange._exchange_from_device(
+        message_of(torch.randn(2, 4), number=rank), 4, peers, call
+    )
+    _, agree, rejected, _ = ops.header(differing, world).tolist()
+    assert not agree and not rejected
+
+
+def case_welford_messages_exact(rank, world):
+    """Every rank's record behind a header of its own; the headers add up to the group's."""
+    whole = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
+    own = ops.local_welford(whole[shards(9, world, "empty first")[rank]], 3, None, 1e-5)
+    for peers in (in_stream_order(), peers_of_world()):
+        merged, messages = _exchange._gather_from_device(own, 4, peers, Call("layer"))
+        rows = messages.view(world, -1)
+        assert torch.equal(rows[rank, HEADER_WORDS:], own[HEADER_WORDS:])
+        assert torch.equal(rows[:, :HEADER_WORDS].sum(0), merged) and rows[rank, 0] == own[0]
+        assert rows[0, 1] == own[1]
+        assert ops.header(merged, world).tolist() == [9, 1, 0, DTYPES.index(torch.float32)]
+
+
+def case_refusal_in_stream_order_reaches_the_header(rank, world):
+    """Of the length that the others' messages have by the layer's parameters, whatever the shape of
+    the refused input."""
+    peers = in_stream_order()
+    if rank == 0:
+        _exchange._reject_in_stream_order(torch.randn(2, 7), torch.ones(4), peers)
+        return
+    message = message_of(torch.randn(2, 4))
+    got = _exchange._exchange_from_device(message, 4, peers, Call("layer"))
+    assert ops.header(got, world)[2] == 1 and got.numel() == HEADER_WORDS + 4 * 19
+
+
+def case_sums_in_stream_order(rank, world):
+    """Of second derivatives: the sum, or NaN where the ranks' tags differ."""
+    peers = in_stream_order()
+    x = torch.full((2, 3), 0.1 * (rank + 1), dtype=torch.float64)
+    got = _exchange._tagged_sum(x, 2**20 - 1, peers)
+    torch.testing.assert_close(got, x / (rank + 1) * sum(range(1, world + 1)))
+    assert _exchange._tagged_sum(x, 2**20 - 1 - rank, peers).isnan().all()
+
+
+def case_nccl_is_taken_where_the_group_has_it(rank, world):
+    """By what init_process_group was asked for; a Gloo group has none."""
+    backends = dist.distributed_c10d._world.pg_backend_config
+    group = dist.group.WORLD
+    assert peers_of_world().cuda == "" and peers_of_world().engine_on(torch.device("cuda")) in (
+        "gloo, through the host",
+        "shared memory, through the host",
+    )
+    before = backends[group]
+    backends[group] = "cpu:gloo,cuda:nccl"
+    try:
+        peers = peers_of_world()
+        assert peers.cuda == group.group_name and peers.engine_on(torch.device("cuda")) == "nccl"
+        assert _groups.named(peers.group_name) == peers
+        # The groups of group_size are PyTorch's then, made by all ranks, and once.
+        parts = [
+            _groups.select(None, group_size=1, group=None, timeout=None).name for _ in range(2)
+        ]
+        assert parts[0] == parts[1] and _groups.resolve(parts[0]).size() == 1
+    finally:
+        backends[group] = before
+        _groups._nccl_groups.clear()
+
+
+def case_own_share_with_the_input_gradient_exact(rank, world):
+    """dweight and dbias that come with dx have the bits of the share computed alone."""
+    layer = new_layer(5)
+    x = torch.randn(4 + rank, 5, 6, requires_grad=True)
+    layer(x).square().sum().backward()
+    alone = new_layer(5)
+    alone.load_state_dict(layer.state_dict())
+    z = x.detach().clone()  # needs no gradient: nothing is exchanged in backward
+    alone(z).square().sum().backward()
+    assert torch.equal(layer.weight.grad, alone.weight.grad)
+    assert torch.equal(layer.bias.grad, alone.bias.grad)
