@@ -12,8 +12,8 @@
 /// passes enqueue kernels on the stream, wait for nothing and allocate nothing, so that they can be
 /// captured in a CUDA graph. What depends on other ranks (count, disagreement) stays on the device.
 ///
-/// Tensors have device kCuda, the caller's current device is theirs, and at most 8 spatial axes that
-/// no strides merge. All functions throw before they enqueue: InvalidArgument, or Unavailable
+/// Tensors have device kCuda, the caller's current device is theirs, and at most 8 spatial axes
+/// that no strides merge. All functions throw before they enqueue: InvalidArgument, or Unavailable
 /// without kernels or driver.
 namespace syncbn::cuda {
 
@@ -41,22 +41,24 @@ struct ForwardCall {
   double eps = 0;
 };
 
-/// Sums of x and x*x. message: message_words(x.dtype, C) words, written whole.
-SYNCBN_API void local_moments(const TensorView& x, const ForwardCall& call, std::int64_t* message,
-                              std::int64_t* workspace, const Stream& stream);
+/// Sums of x and x*x. message: message_words(x.dtype, C) words, written whole. mask: as in
+/// passes.hpp, on the device; its elements are counted there.
+SYNCBN_API void local_moments(const TensorView& x, const MaskView& mask, const ForwardCall& call,
+                              std::int64_t* message, std::int64_t* workspace, const Stream& stream);
 
 /// mean, var and rstd (C entries each) and info (kInfoWords) from a message summed over `ranks`
 /// ranks. dtype: of the group's messages.
-SYNCBN_API void finalize_moments(const std::int64_t* merged, DType dtype, int ranks,
-                                 double* mean, double* var, double* rstd, std::int64_t* info,
+SYNCBN_API void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean,
+                                 double* var, double* rstd, std::int64_t* info,
                                  std::int64_t channels, double eps, const Stream& stream);
 
 /// y = activation((x - mean) * rstd * weight + bias + residual); arguments as in
 /// syncbn::normalize.
-SYNCBN_API void normalize(const TensorView& x, const double* mean, const double* rstd,
-                          const TensorView& weight, const TensorView& bias,
+SYNCBN_API void normalize(const TensorView& x, const MaskView& mask, const double* mean,
+                          const double* rstd, const TensorView& weight, const TensorView& bias,
                           const TensorView& residual, const MutableTensorView& y,
-                          std::uint8_t* mask, const Activation& activation, const Stream& stream);
+                          std::uint8_t* activation_mask, const Activation& activation,
+                          const Stream& stream);
 
 /// Running statistics, and both counters plus 1 (num_batches_tracked unless the count is 0; call
 /// always). Each may be absent or null. momentum empty: 1 / num_batches_tracked. Nothing but call
@@ -69,17 +71,16 @@ SYNCBN_API void update_running_statistics(const MutableTensorView& running_mean,
                                           std::optional<double> momentum, const Stream& stream);
 
 /// mean and rstd for evaluation from running statistics.
-SYNCBN_API void evaluation_statistics(const TensorView& running_mean,
-                                      const TensorView& running_var, double* mean, double* rstd,
-                                      double eps, const Stream& stream);
+SYNCBN_API void evaluation_statistics(const TensorView& running_mean, const TensorView& running_var,
+                                      double* mean, double* rstd, double eps, const Stream& stream);
 
 /// Sums of u and u*x, u being dy come back through the activation; arguments as in
 /// syncbn::local_gradients. info: the forward's; null gives the fingerprint 0.
-SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, const double* mean,
-                                const double* rstd, const ActivationGradient& through,
-                                const MutableTensorView& u, const std::int64_t* info,
-                                std::int64_t* message, std::int64_t* workspace,
-                                const Stream& stream);
+SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                                const double* mean, const double* rstd,
+                                const ActivationGradient& through, const MutableTensorView& u,
+                                const std::int64_t* info, std::int64_t* message,
+                                std::int64_t* workspace, const Stream& stream);
 
 /// coefficients (3*C) from a summed message, and the gradients of weight and bias: global ones from
 /// it, or, if `own` is not null, this rank's share from the message that it sent. NaN coefficients
@@ -92,14 +93,14 @@ SYNCBN_API void finalize_gradients(const std::int64_t* merged, DType dtype, int 
                                    const Stream& stream);
 
 /// dx = c1*u + c2*(x - mean) + c3; arguments as in syncbn::input_gradient.
-SYNCBN_API void input_gradient(const TensorView& dy, const TensorView& x, const double* mean,
-                               const double* rstd, const double* coefficients,
+SYNCBN_API void input_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                               const double* mean, const double* rstd, const double* coefficients,
                                const ActivationGradient& through, const MutableTensorView& dx,
                                const Stream& stream);
 
 /// dx = weight * rstd * u (constant statistics).
-SYNCBN_API void evaluation_input_gradient(const TensorView& u, const double* rstd,
-                                          const TensorView& weight, const MutableTensorView& dx,
-                                          const Stream& stream);
+SYNCBN_API void evaluation_input_gradient(const TensorView& u, const MaskView& mask,
+                                          const double* rstd, const TensorView& weight,
+                                          const MutableTensorView& dx, const Stream& stream);
 
 }  // namespace syncbn::cuda

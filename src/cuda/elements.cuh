@@ -20,6 +20,7 @@ struct ElementArguments {
   MaskBits written;
   PullbackArrays pullback;  ///< normalize: affine and activation; gradients: all of it
   const double* coefficients = nullptr;
+  const std::uint8_t* counts = nullptr;  ///< bytes (N, plane), 0: the output is +0; null: all count
   std::int64_t samples = 0;
   std::int64_t channels = 0;
   std::int64_t plane = 0;
@@ -39,14 +40,16 @@ struct Batch {
   device::Vector<T, kVector> x[kSteps];
   device::Vector<T, kVector> other[kSteps];
   unsigned bits[kSteps];
+  unsigned counted[kSteps];
   bool inside[kSteps];
 
   SYNCBN_DEVICE void load(const ElementArguments& a, int s, const T* from, const T* with,
-                          std::int64_t mask_at) {
+                          std::int64_t mask_at, std::int64_t element, bool one_channel) {
     x[s] = device::load_vector<kVector>(from);
     other[s] = with == nullptr ? x[s] : device::load_vector<kVector>(with);
     const std::uint8_t* mask = a.pullback.mask.data;
     bits[s] = mask == nullptr ? 0 : static_cast<unsigned>(mask[mask_at / 8]) >> (mask_at % 8);
+    counted[s] = counted_bits<kVector>(a.counts, element, one_channel);
   }
   /// Returns the bits for a mask.
   SYNCBN_DEVICE unsigned store(const ElementArguments& a, const ActivationOf<T>& activation,
@@ -59,6 +62,7 @@ struct Batch {
       bool passes = false;
       out.at[k] = Pass::apply(a, activation, channel[one_channel ? 0 : k], bits[s] >> k, x[s].at[k],
                               other[s].at[k], passes);
+      out.at[k] = (counted[s] >> k & 1u) != 0 ? out.at[k] : T{};
       passing |= static_cast<unsigned>(passes) << k;
     }
     device::store_vector(to, out);
@@ -109,7 +113,7 @@ map_planes(const ElementArguments a) {
       batch.inside[s] = active && e < a.plane;
       if (batch.inside[s]) {
         batch.load(a, s, x + e, other == nullptr ? nullptr : other + e,
-                   a.pullback.mask.bit(n, c, e));
+                   a.pullback.mask.bit(n, c, e), n * a.plane + e, true);
       }
     }
     typename Pass::Channel channel;
@@ -166,7 +170,7 @@ map_rows(const ElementArguments a) {
                      a.other.data == nullptr
                          ? nullptr
                          : a.other.at<T>(n[s], 0) + e[s] * a.other.element_stride + c,
-                     a.pullback.mask.bit(n[s], c, e[s]));
+                     a.pullback.mask.bit(n[s], c, e[s]), n[s] * a.plane + e[s], false);
         }
       }
       SYNCBN_UNROLL(8)
@@ -207,8 +211,9 @@ map_strided(const ElementArguments a) {
       const T other = a.other.data == nullptr ? x : a.other.at<T>(n, c)[a.other.element(e)];
       const unsigned bits = a.pullback.mask.data == nullptr ? 0 : a.pullback.mask.get(n, c, e);
       bool passes = false;
+      const T out = Pass::apply(a, activation, channel, bits, x, other, passes);
       a.out.at<T>(n, c)[a.out.element(e)] =
-          Pass::apply(a, activation, channel, bits, x, other, passes);
+          counted_bits<1>(a.counts, n * a.plane + e, true) != 0 ? out : T{};
       passing |= static_cast<unsigned>(passes) << k;
     }
     if (a.written.data != nullptr) {

@@ -3,18 +3,19 @@
 // Sums of u and u*x, u being dy come back through the activation.
 namespace syncbn::cuda {
 
-void local_gradients(const TensorView& dy, const TensorView& x, const double* mean,
-                     const double* rstd, const ActivationGradient& through,
+void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                     const double* mean, const double* rstd, const ActivationGradient& through,
                      const MutableTensorView& u, const std::int64_t* info, std::int64_t* message,
                      std::int64_t* workspace, const Stream& stream) {
   check_samples("x", x);
   check_device("x", x);
+  check_mask(mask, x);
   check_like("dy", dy, x);
   check_pullback(through, x);
   if (!u.absent()) {
     check_like("u", u, x);
   }
-  const SampleView samples(x);
+  const SampleView samples(x, mask);
   const SampleView gradient(dy);
   const SampleView kept(u.absent() ? x : TensorView(u));
   SumsArguments a;
@@ -28,7 +29,8 @@ void local_gradients(const TensorView& dy, const TensorView& x, const double* me
   header.direction = Direction::kBackward;
   header.info = info;
   if (prepare_sums(a, samples, header, message, workspace, stream)) {
-    start_sums<true>(x.dtype, Plan({&samples, &gradient, &kept}, through.activation_mask), a, stream);
+    start_sums<true>(x.dtype, Plan({&samples, &gradient, &kept}, through.activation_mask), a,
+                     stream);
   }
 }
 

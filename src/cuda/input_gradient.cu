@@ -32,10 +32,10 @@ struct InputGradientPass {
   }
 };
 
-void start_gradient(const TensorView& dy, const TensorView& x, const char* out_name,
-                    const MutableTensorView& out, ElementArguments& a, const std::uint8_t* mask,
-                    const Stream& stream) {
-  const SampleView samples(x);
+void start_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                    const char* out_name, const MutableTensorView& out, ElementArguments& a,
+                    const std::uint8_t* activation_mask, const Stream& stream) {
+  const SampleView samples(x, mask);
   if (samples.empty() || samples.channels == 0) {
     return;
   }
@@ -45,21 +45,23 @@ void start_gradient(const TensorView& dy, const TensorView& x, const char* out_n
   a.other = operand("dy", gradient);
   a.out = operand(out_name, to);
   a.written = mask_bits(nullptr, samples);
+  a.counts = samples.mask;
   a.samples = samples.samples;
   a.channels = samples.channels;
   a.plane = samples.plane;
   start_elements<InputGradientPass>("input_gradient", x.dtype,
-                                    Plan({&samples, &gradient, &to}, mask), a, stream);
+                                    Plan({&samples, &gradient, &to}, activation_mask), a, stream);
 }
 
 }  // namespace
 
-void input_gradient(const TensorView& dy, const TensorView& x, const double* mean,
-                    const double* rstd, const double* coefficients,
+void input_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                    const double* mean, const double* rstd, const double* coefficients,
                     const ActivationGradient& through, const MutableTensorView& dx,
                     const Stream& stream) {
   check_samples("x", x);
   check_device("x", x);
+  check_mask(mask, x);
   check_like("dy", dy, x);
   check_pullback(through, x);
   check_like("dx", dx, x);
@@ -69,19 +71,21 @@ void input_gradient(const TensorView& dy, const TensorView& x, const double* mea
   ElementArguments a;
   a.pullback = pullback_arrays(through, mean, rstd, SampleView(x));
   a.coefficients = coefficients;
-  start_gradient(dy, x, "dx", dx, a, through.activation_mask, stream);
+  start_gradient(dy, x, mask, "dx", dx, a, through.activation_mask, stream);
 }
 
-void evaluation_input_gradient(const TensorView& u, const double* rstd, const TensorView& weight,
-                               const MutableTensorView& dx, const Stream& stream) {
+void evaluation_input_gradient(const TensorView& u, const MaskView& mask, const double* rstd,
+                               const TensorView& weight, const MutableTensorView& dx,
+                               const Stream& stream) {
   check_samples("u", u);
   check_device("u", u);
+  check_mask(mask, u);
   check_like("dx", dx, u);
   check_per_channel("weight", weight, u.sizes[1], u.device);
   ElementArguments a;
   a.pullback.affine.rstd = rstd;
   a.pullback.affine.weight = channel_array(weight, 1.0);
-  start_gradient(u, u, "dx", dx, a, nullptr, stream);
+  start_gradient(u, u, mask, "dx", dx, a, nullptr, stream);
 }
 
 }  // namespace syncbn::cuda

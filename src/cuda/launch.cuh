@@ -72,14 +72,14 @@ struct Plan {
   Layout layout;
   bool wide;
 
-  Plan(std::initializer_list<const SampleView*> views, const std::uint8_t* mask) {
+  Plan(std::initializer_list<const SampleView*> views, const std::uint8_t* activation_mask) {
     const SampleView& x = **views.begin();
     layout = common_layout(x, x);
     const Layout of_mask = layout;
     for (const SampleView* view : views) {
       layout = common_layout(x, *view) == layout ? layout : Layout::kStrided;
     }
-    if (mask != nullptr && layout != of_mask) {
+    if (activation_mask != nullptr && layout != of_mask) {
       layout = Layout::kStrided;
     }
     const auto vector = static_cast<std::int64_t>(16 / size_of(x.dtype));

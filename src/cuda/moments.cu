@@ -3,12 +3,13 @@
 // Sums of x and x*x as exact integers, packed into a message.
 namespace syncbn::cuda {
 
-void local_moments(const TensorView& x, const ForwardCall& call, std::int64_t* message,
-                   std::int64_t* workspace, const Stream& stream) {
+void local_moments(const TensorView& x, const MaskView& mask, const ForwardCall& call,
+                   std::int64_t* message, std::int64_t* workspace, const Stream& stream) {
   check_samples("x", x);
   check_device("x", x);
+  check_mask(mask, x);
   check_eps(call.eps);
-  const SampleView samples(x);
+  const SampleView samples(x, mask);
   SumsArguments a;
   a.u = operand("x", samples);
   a.v = a.u;
@@ -23,7 +24,7 @@ void local_moments(const TensorView& x, const ForwardCall& call, std::int64_t* m
 }
 
 std::int64_t workspace_words(DType dtype, std::int64_t channels) {
-  return channels * (format_of(dtype).slots() + 2);
+  return channels * (format_of(dtype).slots() + 3);
 }
 
 }  // namespace syncbn::cuda

@@ -15,15 +15,15 @@ std::int64_t workspace_words(DType, std::int64_t) {
   require_built();
   return 0;
 }
-void local_moments(const TensorView&, const ForwardCall&, std::int64_t*, std::int64_t*,
-                   const Stream&) {
+void local_moments(const TensorView&, const MaskView&, const ForwardCall&, std::int64_t*,
+                   std::int64_t*, const Stream&) {
   require_built();
 }
 void finalize_moments(const std::int64_t*, DType, int, double*, double*, double*, std::int64_t*,
                       std::int64_t, double, const Stream&) {
   require_built();
 }
-void normalize(const TensorView&, const double*, const double*, const TensorView&,
+void normalize(const TensorView&, const MaskView&, const double*, const double*, const TensorView&,
                const TensorView&, const TensorView&, const MutableTensorView&, std::uint8_t*,
                const Activation&, const Stream&) {
   require_built();
@@ -37,9 +37,9 @@ void evaluation_statistics(const TensorView&, const TensorView&, double*, double
                            const Stream&) {
   require_built();
 }
-void local_gradients(const TensorView&, const TensorView&, const double*, const double*,
-                     const ActivationGradient&, const MutableTensorView&, const std::int64_t*,
-                     std::int64_t*, std::int64_t*, const Stream&) {
+void local_gradients(const TensorView&, const TensorView&, const MaskView&, const double*,
+                     const double*, const ActivationGradient&, const MutableTensorView&,
+                     const std::int64_t*, std::int64_t*, std::int64_t*, const Stream&) {
   require_built();
 }
 void finalize_gradients(const std::int64_t*, DType, int, const std::int64_t*, const std::int64_t*,
@@ -48,12 +48,12 @@ void finalize_gradients(const std::int64_t*, DType, int, const std::int64_t*, co
                         const Stream&) {
   require_built();
 }
-void input_gradient(const TensorView&, const TensorView&, const double*, const double*,
-                    const double*, const ActivationGradient&, const MutableTensorView&,
-                    const Stream&) {
+void input_gradient(const TensorView&, const TensorView&, const MaskView&, const double*,
+                    const double*, const double*, const ActivationGradient&,
+                    const MutableTensorView&, const Stream&) {
   require_built();
 }
-void evaluation_input_gradient(const TensorView&, const double*, const TensorView&,
+void evaluation_input_gradient(const TensorView&, const MaskView&, const double*, const TensorView&,
                                const MutableTensorView&, const Stream&) {
   require_built();
 }

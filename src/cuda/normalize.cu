@@ -25,12 +25,13 @@ struct NormalizePass {
 
 }  // namespace
 
-void normalize(const TensorView& x, const double* mean, const double* rstd,
+void normalize(const TensorView& x, const MaskView& mask, const double* mean, const double* rstd,
                const TensorView& weight, const TensorView& bias, const TensorView& residual,
-               const MutableTensorView& y, std::uint8_t* mask, const Activation& activation,
-               const Stream& stream) {
+               const MutableTensorView& y, std::uint8_t* activation_mask,
+               const Activation& activation, const Stream& stream) {
   check_samples("x", x);
   check_device("x", x);
+  check_mask(mask, x);
   check_like("y", y, x);
   check_per_channel("weight", weight, x.sizes[1], x.device);
   check_per_channel("bias", bias, x.sizes[1], x.device);
@@ -38,7 +39,7 @@ void normalize(const TensorView& x, const double* mean, const double* rstd,
     check_like("residual", residual, x);
   }
   check_activation(activation);
-  const SampleView from(x);
+  const SampleView from(x, mask);
   if (from.empty() || from.channels == 0) {
     return;
   }
@@ -50,13 +51,15 @@ void normalize(const TensorView& x, const double* mean, const double* rstd,
     a.other = operand("residual", added);
   }
   a.out = operand("y", to);
-  a.written = mask_bits(mask, from);
+  a.written = mask_bits(activation_mask, from);
   a.pullback.activation = activation;
   a.pullback.affine = {mean, rstd, channel_array(weight, 1.0), channel_array(bias, 0.0)};
+  a.counts = from.mask;
   a.samples = from.samples;
   a.channels = from.channels;
   a.plane = from.plane;
-  start_elements<NormalizePass>("normalize", x.dtype, Plan({&from, &added, &to}, mask), a, stream);
+  start_elements<NormalizePass>("normalize", x.dtype, Plan({&from, &added, &to}, activation_mask),
+                                a, stream);
 }
 
 }  // namespace syncbn::cuda

@@ -18,7 +18,7 @@ static SYNCBN_KERNEL(kSumThreads)
     message[i] = 0;
   }
   if (first == 0 && device::thread_index() == 0) {
-    header.write(message);
+    header.write(message, header.count);
   }
 }
 
@@ -84,9 +84,10 @@ void start_sums(DType dtype, const Plan& plan, SumsArguments& a, const Stream& s
 inline bool prepare_sums(SumsArguments& a, const SampleView& x, MessageHeader header,
                          std::int64_t* message, std::int64_t* workspace, const Stream& stream) {
   header.count = x.samples * x.plane;
-  header.flags = x.empty() ? 0 : dtype_flag(x.dtype);
+  header.dtype = x.dtype;
   header.channels = x.channels;
   a.header = header;
+  a.counts = x.mask;
   a.message = message;
   a.workspace = workspace;
   a.channels = x.channels;

@@ -16,6 +16,7 @@ struct SumsArguments {
   Operand v;
   Operand kept;  ///< where the pulled back u goes, if it has data
   PullbackArrays pullback;
+  const std::uint8_t* counts = nullptr;  ///< bytes (N, plane), 0: left out; null: all count
   MessageHeader header;
   std::int64_t* message = nullptr;
   std::int64_t* workspace = nullptr;
@@ -30,28 +31,54 @@ struct SumsArguments {
 
 inline constexpr unsigned kSumThreads = 256;
 
-/// Loads kVector elements of u and v, pulls u back and stores it if it is kept.
+/// Loads kVector elements of u and v, pulls u back and stores it if it is kept. What does not count
+/// is zero. element: n * plane + e.
 template <class T, int kVector, bool kGradient>
 SYNCBN_DEVICE void load_pair(const SumsArguments& a, const ActivationOf<T>& activation,
                              const ChannelPullback<T>* pullback, bool one_channel,
-                             std::int64_t mask_at, const T* u, const T* v, T* kept,
-                             device::Vector<T, kVector>& us, device::Vector<T, kVector>& vs) {
+                             std::int64_t mask_at, std::int64_t element, const T* u, const T* v,
+                             T* kept, device::Vector<T, kVector>& us,
+                             device::Vector<T, kVector>& vs) {
   us = device::load_vector<kVector>(u);
-  if constexpr (!kGradient) {
-    vs = us;
-    return;
+  vs = us;
+  if constexpr (kGradient) {
+    vs = device::load_vector<kVector>(v);
+    unsigned bits = 0;
+    if (a.pullback.mask.data != nullptr) {
+      bits = static_cast<unsigned>(a.pullback.mask.data[mask_at / 8]) >> (mask_at % 8);
+    }
+    SYNCBN_UNROLL(8)
+    for (int k = 0; k < kVector; ++k) {
+      us.at[k] =
+          pullback[one_channel ? 0 : k](a.pullback, activation, bits >> k, us.at[k], vs.at[k]);
+    }
   }
-  vs = device::load_vector<kVector>(v);
-  unsigned bits = 0;
-  if (a.pullback.mask.data != nullptr) {
-    bits = static_cast<unsigned>(a.pullback.mask.data[mask_at / 8]) >> (mask_at % 8);
+  if (a.counts != nullptr) {
+    const unsigned counted = counted_bits<kVector>(a.counts, element, one_channel);
+    SYNCBN_UNROLL(8)
+    for (int k = 0; k < kVector; ++k) {
+      us.at[k] = (counted >> k & 1u) != 0 ? us.at[k] : T{};
+      vs.at[k] = (counted >> k & 1u) != 0 ? vs.at[k] : T{};
+    }
   }
-  SYNCBN_UNROLL(8)
-  for (int k = 0; k < kVector; ++k) {
-    us.at[k] = pullback[one_channel ? 0 : k](a.pullback, activation, bits >> k, us.at[k], vs.at[k]);
-  }
-  if (kept != nullptr) {
+  if (kGradient && kept != nullptr) {
     device::store_vector(kept, us);
+  }
+}
+
+/// Adds the elements of units [begin, end) that count to the first channel's scratch memory.
+template <class T>
+SYNCBN_DEVICE void count_elements(const SumsArguments& a, std::int64_t begin, std::int64_t end,
+                                  unsigned thread, unsigned threads) {
+  const auto first = [&](std::int64_t unit) {
+    return a.segments.quotient(unit) * a.plane + a.segments.remainder(unit) * kSegment;
+  };
+  std::int64_t count = 0;
+  for (std::int64_t i = first(begin) + thread; i < first(end); i += threads) {
+    count += a.counts[i] != 0;
+  }
+  if (count != 0) {
+    device::atomic_add(a.workspace + ChannelScratch<T>::kCount, count);
   }
 }
 
@@ -89,6 +116,37 @@ SYNCBN_DEVICE LaneType lane_of(const LaneType& lane, unsigned thread) {
   return out;
 }
 
+/// The words of a channel from its scratch memory, which is zero afterwards; the header with those
+/// of the first channel. The whole warp, after a fence. staged: kSlots words of shared memory.
+template <class T>
+SYNCBN_DEVICE void pack_channel(const SumsArguments& a, std::int64_t c, std::int64_t* staged) {
+  using Scratch = ChannelScratch<T>;
+  const unsigned lane = device::thread_index() % device::kWarp;
+  constexpr int kFirstDigits = Scratch::kFormat.first.digits;
+  constexpr int kSecondDigits = Scratch::kFormat.second.digits;
+  const Scratch scratch(a.workspace, c);
+  std::int64_t* const words = a.message + kHeaderWords + c * Scratch::kMessageWords;
+  for (int i = static_cast<int>(lane); i < Scratch::kWords; i += device::kWarp) {
+    const std::int64_t value = device::load_fresh(scratch.words + i);
+    scratch.words[i] = 0;
+    if (i < Scratch::kSlots) {
+      staged[i] = value;
+    } else if (i == Scratch::kFlags) {
+      words[kFirstDigits + kSecondDigits] = value;
+    } else if (i == Scratch::kCount && c == 0) {
+      a.header.write(a.message, a.counts == nullptr ? a.header.count : value);
+    }
+  }
+  device::warp_barrier();  // the slots are staged
+  if (lane == 0) {
+    slots_to_digits(staged, Scratch::kFirstSlots, words, kFirstDigits);
+  } else if (lane == 1) {
+    slots_to_digits(staged + Scratch::kFirstSlots, Scratch::kSecondSlots, words + kFirstDigits,
+                    kSecondDigits);
+  }
+  device::warp_barrier();  // the staging area is free again
+}
+
 /// Contiguous planes, or any strides (kStrided). A warp takes kGroups segments of a channel at a
 /// time, each on neighbouring threads. Shared memory: kSlots words per warp.
 template <class T, int kVector, bool kGradient, bool kStrided>
@@ -103,9 +161,6 @@ sum_planes(const SumsArguments a) {
   const unsigned warp = device::thread_index() / device::kWarp;
   const unsigned warps = device::block_size() / device::kWarp;
   const ActivationOf<T> activation(a.pullback.activation);
-  if (device::block_index() == 0 && device::thread_index() == 0) {
-    a.header.write(a.message);
-  }
   for (std::int64_t job = std::int64_t{device::block_index()} * warps + warp; job < a.jobs;
        job += std::int64_t{device::grid_size()} * warps) {
     const std::int64_t c = a.jobs_per_channel.quotient(job);
@@ -113,6 +168,9 @@ sum_planes(const SumsArguments a) {
     const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
     const Scratch scratch(a.workspace, c);
     PartialSum<T> partial(static_cast<int>(member), scratch);
+    if (a.counts != nullptr && c == 0) {
+      count_elements<T>(a, begin, end, lane, device::kWarp);
+    }
     ChannelPullback<T> pullback;
     if constexpr (kGradient) {
       pullback = ChannelPullback<T>(a.pullback, c);
@@ -137,9 +195,9 @@ sum_planes(const SumsArguments a) {
           const std::int64_t v_at = kStrided ? a.v.element(e + i) : i;
           const std::int64_t kept_at = kStrided ? a.kept.element(e + i) : i;
           const std::int64_t mask_at = kGradient ? a.pullback.mask.bit(n, c, e + i) : 0;
-          load_pair<T, kVector, kGradient>(a, activation, &pullback, true, mask_at, u + u_at,
-                                           v + v_at, kept == nullptr ? nullptr : kept + kept_at, us,
-                                           vs);
+          load_pair<T, kVector, kGradient>(a, activation, &pullback, true, mask_at,
+                                           n * a.plane + e + i, u + u_at, v + v_at,
+                                           kept == nullptr ? nullptr : kept + kept_at, us, vs);
           SYNCBN_UNROLL(8)
           for (int k = 0; k < kVector; ++k) {
             sums[k].add(us.at[k]);
@@ -162,8 +220,7 @@ sum_planes(const SumsArguments a) {
     }
     if (device::shuffle_index(done, 0) == a.jobs_per_channel.value()) {
       device::memory_fence();
-      pack_channel<T>(scratch, device::shared<std::int64_t>() + warp * Scratch::kSlots,
-                      a.message + kHeaderWords + c * Scratch::kMessageWords);
+      pack_channel<T>(a, c, device::shared<std::int64_t>() + warp * Scratch::kSlots);
     }
   }
 }
@@ -189,8 +246,7 @@ SYNCBN_DEVICE void finish_channels(const SumsArguments& a, std::int64_t c0, std:
     device::memory_fence();
     const unsigned warp = device::thread_index() / device::kWarp;
     for (std::int64_t i = warp; i < channels; i += device::block_size() / device::kWarp) {
-      pack_channel<T>(Scratch(a.workspace, c0 + i), staged + warp * Scratch::kSlots,
-                      a.message + kHeaderWords + (c0 + i) * Scratch::kMessageWords);
+      pack_channel<T>(a, c0 + i, staged + warp * Scratch::kSlots);
     }
   }
   device::block_barrier();  // shared memory is free again
@@ -208,13 +264,13 @@ sum_rows(const SumsArguments a) {
   const int lane = static_cast<int>(device::thread_index()) / kColumns;
   auto* const staged = device::shared<Lane<T>>();  // [lane][channel]
   const ActivationOf<T> activation(a.pullback.activation);
-  if (device::block_index() == 0 && device::thread_index() == 0) {
-    a.header.write(a.message);
-  }
   for (std::int64_t job = device::block_index(); job < a.jobs; job += device::grid_size()) {
     const std::int64_t c0 = a.jobs_per_channel.quotient(job) * kWidth;
     const std::int64_t begin = a.jobs_per_channel.remainder(job) * a.units_per_job;
     const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
+    if (a.counts != nullptr && c0 == 0) {
+      count_elements<T>(a, begin, end, device::thread_index(), device::block_size());
+    }
     const std::int64_t c = c0 + column * kVector;
     const bool inside = c < a.channels;
     ChannelPullback<T> pullback[kVector];
@@ -247,8 +303,8 @@ sum_rows(const SumsArguments a) {
           device::Vector<T, kVector> vs;
           const std::int64_t mask_at = kGradient ? a.pullback.mask.bit(n, c, e + i) : 0;
           load_pair<T, kVector, kGradient>(
-              a, activation, pullback, false, mask_at, u + (e + i) * a.u.element_stride,
-              v + (e + i) * a.v.element_stride,
+              a, activation, pullback, false, mask_at, n * a.plane + e + i,
+              u + (e + i) * a.u.element_stride, v + (e + i) * a.v.element_stride,
               kept == nullptr ? nullptr : kept + (e + i) * a.kept.element_stride, us, vs);
           SYNCBN_UNROLL(8)
           for (int k = 0; k < kVector; ++k) {
@@ -296,14 +352,14 @@ sum_columns(const SumsArguments a) {
   const int column = static_cast<int>(device::thread_index()) % kWidth;
   const std::int64_t row = device::thread_index() / kWidth;
   const ActivationOf<T> activation(a.pullback.activation);
-  if (device::block_index() == 0 && device::thread_index() == 0) {
-    a.header.write(a.message);
-  }
   for (std::int64_t job = device::block_index(); job < a.jobs; job += device::grid_size()) {
     const std::int64_t c0 = a.jobs_per_channel.quotient(job) * kWidth;
     const std::int64_t c = c0 + column;
     const std::int64_t begin = a.jobs_per_channel.remainder(job) * a.units_per_job;
     const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
+    if (a.counts != nullptr && c0 == 0) {
+      count_elements<T>(a, begin, end, device::thread_index(), device::block_size());
+    }
     if (c < a.channels) {
       const ChannelScratch<T> scratch(a.workspace, c);
       PartialSum<T> sum(0, scratch);
@@ -316,7 +372,7 @@ sum_columns(const SumsArguments a) {
         device::Vector<T, 1> v;
         T* const kept = a.kept.data == nullptr ? nullptr : a.kept.at<T>(n, c);
         load_pair<T, 1, kGradient>(a, activation, &pullback, true,
-                                   kGradient ? a.pullback.mask.bit(n, c, 0) : 0, a.u.at<T>(n, c),
+                                   kGradient ? a.pullback.mask.bit(n, c, 0) : 0, n, a.u.at<T>(n, c),
                                    a.v.at<T>(n, c), kept, u, v);
         Lane<T> one;
         Lane<T> squared;

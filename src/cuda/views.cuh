@@ -149,6 +149,26 @@ class ChannelPullback {
   Affine<T> affine_;
 };
 
+/// Bit k: whether element k of a vector counts. counts: a byte per element of a plane, null: all
+/// do. A vector lies along a plane (one_channel), or across channels, which share the byte.
+template <int kVector>
+SYNCBN_DEVICE unsigned counted_bits(const std::uint8_t* counts, std::int64_t element,
+                                    bool one_channel) {
+  constexpr unsigned kAll = (1u << kVector) - 1;
+  if (counts == nullptr) {
+    return kAll;
+  }
+  if (!one_channel) {
+    return counts[element] != 0 ? kAll : 0;
+  }
+  unsigned bits = 0;
+  SYNCBN_UNROLL(8)
+  for (int k = 0; k < kVector; ++k) {
+    bits |= static_cast<unsigned>(counts[element + k] != 0) << k;
+  }
+  return bits;
+}
+
 template <class T>
 inline constexpr DType kDtypeOf = std::is_same_v<T, Half>       ? DType::kFloat16
                                   : std::is_same_v<T, BFloat16> ? DType::kBFloat16

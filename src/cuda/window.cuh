@@ -132,7 +132,8 @@ struct ChannelScratch {
   static constexpr int kSlots = kFirstSlots + kSecondSlots;
   static constexpr int kFlags = kSlots;
   static constexpr int kDone = kSlots + 1;
-  static constexpr int kWords = kSlots + 2;
+  static constexpr int kCount = kSlots + 2;  // the first channel's: elements that a mask lets count
+  static constexpr int kWords = kSlots + 3;
 
   std::int64_t* words;
 
@@ -185,38 +186,10 @@ class PartialSum {
   std::int64_t flags_ = 0;
 };
 
-/// The words of a channel from its scratch memory, which is zero afterwards. The whole warp, after
-/// a fence. staged: kSlots words of shared memory for the warp.
-template <class T>
-SYNCBN_DEVICE void pack_channel(const ChannelScratch<T>& scratch, std::int64_t* staged,
-                                std::int64_t* words) {
-  using Scratch = ChannelScratch<T>;
-  const unsigned lane = device::thread_index() % device::kWarp;
-  constexpr int kFirstDigits = Scratch::kFormat.first.digits;
-  constexpr int kSecondDigits = Scratch::kFormat.second.digits;
-  for (int i = static_cast<int>(lane); i < Scratch::kWords; i += device::kWarp) {
-    const std::int64_t value = device::load_fresh(scratch.words + i);
-    scratch.words[i] = 0;
-    if (i < Scratch::kSlots) {
-      staged[i] = value;
-    } else if (i == Scratch::kFlags) {
-      words[kFirstDigits + kSecondDigits] = value;
-    }
-  }
-  device::warp_barrier();  // the slots are staged
-  if (lane == 0) {
-    slots_to_digits(staged, Scratch::kFirstSlots, words, kFirstDigits);
-  } else if (lane == 1) {
-    slots_to_digits(staged + Scratch::kFirstSlots, Scratch::kSecondSlots, words + kFirstDigits,
-                    kSecondDigits);
-  }
-  device::warp_barrier();  // the staging area is free again
-}
-
 /// The four words in front of a message.
 struct MessageHeader {
-  std::int64_t count = 0;
-  std::int64_t flags = 0;
+  std::int64_t count = 0;  ///< without a mask
+  DType dtype = DType::kFloat32;
   Direction direction = Direction::kForward;
   std::uint64_t layer = 0;
   const std::int64_t* call = nullptr;
@@ -224,7 +197,7 @@ struct MessageHeader {
   double eps = 0;
   const std::int64_t* info = nullptr;  ///< backward: the forward's
 
-  SYNCBN_DEVICE void write(std::int64_t* message) const {
+  SYNCBN_DEVICE void write(std::int64_t* message, std::int64_t counted) const {
     std::uint32_t tag = 0;
     if (direction == Direction::kForward) {
       const auto number = static_cast<std::uint64_t>(call == nullptr ? 0 : *call);
@@ -232,7 +205,7 @@ struct MessageHeader {
     } else if (info != nullptr) {
       tag = backward_call_fingerprint(static_cast<std::uint32_t>(info[1]));
     }
-    write_header(message, count, tag, flags);
+    write_header(message, counted, tag, counted == 0 ? 0 : dtype_flag(dtype));
   }
 };
 

@@ -20,8 +20,8 @@ namespace {
 std::string noticed(const testing::Tensor& x, std::int64_t channels, std::uint64_t seed) {
   const DType dtype = x.view().dtype;
   std::vector<std::int64_t> expected(static_cast<std::size_t>(message_words(dtype, channels)));
-  local_moments(x.view(), expected.data(), fingerprint(0, 0, Direction::kForward, channels, 0.0),
-                serial_executor());
+  local_moments(x.view(), {}, expected.data(),
+                fingerprint(0, 0, Direction::kForward, channels, 0.0), serial_executor());
   std::vector<std::int64_t> words(expected.size(), -1);
   std::vector<std::int64_t> workspace(
       static_cast<std::size_t>(cuda::workspace_words(dtype, channels)), 0);
@@ -30,7 +30,7 @@ std::string noticed(const testing::Tensor& x, std::int64_t channels, std::uint64
   on_cuda.device = Device::kCuda;
   emulation::settings() = {seed, 3, 3};
   try {
-    cuda::local_moments(on_cuda, {}, words.data(), workspace.data(), {});
+    cuda::local_moments(on_cuda, {}, {}, words.data(), workspace.data(), {});
   } catch (const emulation::KernelError& error) {
     return error.what();
   }

@@ -45,8 +45,8 @@ Words cuda_moments(const Tensor& x, std::uint64_t layer, std::int64_t channels) 
   const DType dtype = x.view().dtype;
   Words workspace(size(cuda::workspace_words(dtype, channels)), 0);
   Words message(size(message_words(dtype, channels)), -1);
-  cuda::local_moments(on_cuda(x.view()), {layer, nullptr, kEps}, message.data(), workspace.data(),
-                      {});
+  cuda::local_moments(on_cuda(x.view()), {}, {layer, nullptr, kEps}, message.data(),
+                      workspace.data(), {});
   return message;
 }
 
@@ -179,7 +179,7 @@ TEST(CudaPasses, ManyPartialsExact) {
       const double value = testing::round_to(dtype, sign * 127.99999);
       const Tensor x(dtype, {5000, 2}, Doubles(10000, value));
       Words expected(size(message_words(dtype, 2)));
-      local_moments(x.view(), expected.data(), fingerprint(1, 0, Direction::kForward, 2, kEps),
+      local_moments(x.view(), {}, expected.data(), fingerprint(1, 0, Direction::kForward, 2, kEps),
                     serial_executor());
       EXPECT_EQ(cuda_moments(x, 1, 2), expected);
     }
@@ -193,7 +193,7 @@ TEST(CudaPasses, WrongArgumentsChangeNothing) {
   Words workspace(size(cuda::workspace_words(DType::kFloat32, 3)), 0);
   const auto moments = [&](const TensorView& view) {
     return thrown_text<InvalidArgument>(
-        [&] { cuda::local_moments(view, {}, message.data(), workspace.data(), {}); });
+        [&] { cuda::local_moments(view, {}, {}, message.data(), workspace.data(), {}); });
   };
   EXPECT_TRUE(contains(moments(x.view()), "x: got a tensor on CPU, expected one on CUDA"));
   TensorView flat = on_cuda(x.view());
@@ -211,9 +211,9 @@ TEST(CudaPasses, WrongArgumentsChangeNothing) {
   const Tensor y(DType::kFloat64, {2, 3}, Doubles(6, 1.0));
   const Doubles zeros(9);
   EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
-                         cuda::input_gradient(on_cuda(y.view()), on_cuda(x.view()), zeros.data(),
-                                              zeros.data(), zeros.data(), {}, on_cuda(x.view()),
-                                              {});
+                         cuda::input_gradient(on_cuda(y.view()), on_cuda(x.view()), {},
+                                              zeros.data(), zeros.data(), zeros.data(), {},
+                                              on_cuda(x.view()), {});
                        }),
                        "dy: got float64, expected the dtype of x, float32"));
   EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
