@@ -94,16 +94,6 @@ TEST(Nccl, MissingRankEndsInATimeout) {
   EXPECT_TRUE(contains(text, "within 1500 ms"));
 }
 
-TEST(Nccl, WrongArgumentsAreNamed) {  // needs no GPU: they are refused before NCCL is asked
-  EXPECT_TRUE(contains(thrown_text<InvalidArgument>(
-                           [] { cuda::NcclCommunicator{static_cast<ncclComm_t>(nullptr)}; }),
-                       "communicator: got null, expected an ncclComm_t"));
-  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([] { cuda::NcclCommunicator({}, 0, 2049); }),
-                       "size: got 2049, expected 1 to 2048"));
-  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([] { cuda::NcclCommunicator({}, 2, 2); }),
-                       "rank: got 2, expected 0 to 1"));
-}
-
 /// A forward over NCCL, captured once and replayed with other input: the bits of the group of one
 /// rank without NCCL.
 TEST(Nccl, CapturedForwardReplaysExact) {
