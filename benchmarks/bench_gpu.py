@@ -125,20 +125,32 @@ def one_rank_group() -> bool:
     return True
 
 
+def quartiles(values: list[float]) -> list[float]:
+    return [round(value, 3) for value in statistics.quantiles(values)]
+
+
+def ratios(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Quartiles over the rounds of other / syncbn, by candidate and direction."""
+    return {
+        name: quartiles([b / a for a, b in zip(times[f"syncbn {direction}"], theirs, strict=True)])
+        for name, theirs in times.items()
+        for direction in name.split()[1:]
+        if not name.startswith("syncbn")
+    }
+
+
 def line(network, shape, dtype, layout, times) -> str:
     median = {name: statistics.median(values) for name, values in times.items()}
+    faster = ratios(times)
     text = f"{network:9} {shape!s:21} {dtype:8} {layout:13} {median['copy']:7.0f}"
     for direction in ("forward", "backward"):
-        ours = times[f"syncbn {direction}"]
-        text += f" | {statistics.median(ours):7.0f}"
-        for other in ("BatchNorm2d", SYNC):
-            theirs = times.get(f"{other} {direction}")
-            if theirs is None:
+        text += f" | {median[f'syncbn {direction}']:7.0f}"
+        for other in (f"BatchNorm2d {direction}", f"{SYNC} {direction}"):
+            if other not in faster:
                 text += f" {'-':>7} {'':17}"
                 continue
-            ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-            low, middle, high = statistics.quantiles(ratios)
-            text += f" {statistics.median(theirs):7.0f} {middle:5.2f} [{low:4.2f},{high:5.2f}]"
+            low, middle, high = faster[other]
+            text += f" {median[other]:7.0f} {middle:5.2f} [{low:4.2f},{high:5.2f}]"
     return text
 
 
@@ -146,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--json", type=Path, help="write quartiles there")
     arguments = parser.parse_args()
 
     sync = one_rank_group()
@@ -169,7 +181,8 @@ def main() -> None:
                     times = measure(shape, getattr(torch, dtype), layout, arguments.rounds, sync)
                     lines.append(
                         {"network": network, "shape": shape, "dtype": dtype, "layout": layout}
-                        | {"microseconds": times}
+                        | {"microseconds": {name: quartiles(v) for name, v in times.items()}}
+                        | {"other / syncbn": ratios(times)}
                     )
                     print(line(network, shape, dtype, layout, times), flush=True)
     if arguments.json:

@@ -71,15 +71,18 @@ void check_workspace(const std::int64_t* workspace) {
   check_given("workspace", workspace, "batch_norm_workspace_words(x.dtype, C) words");
 }
 
-void check_statistics(const BatchStatistics& statistics, bool needs_mask) {
+/// A rank without samples has a mask of no bytes, which may be null.
+void check_activation_mask(const char* name, const std::uint8_t* mask, const TensorView& x) {
+  if (activation_mask_bytes(x) > 0) {
+    check_given(name, mask, "activation_mask_bytes(x) bytes (with a residual and an activation)");
+  }
+}
+
+void check_statistics(const BatchStatistics& statistics) {
   check_given("statistics.mean", statistics.mean, "C entries");
   check_given("statistics.var", statistics.var, "C entries");
   check_given("statistics.rstd", statistics.rstd, "C entries");
   check_given("statistics.info", statistics.info, "kInfoWords words");
-  if (needs_mask) {
-    check_given("statistics.activation_mask", statistics.activation_mask,
-                "activation_mask_bytes(x) bytes (with a residual and an activation)");
-  }
 }
 
 bool activated(const Activation& activation) { return activation.kind != ActivationKind::kNone; }
@@ -101,7 +104,10 @@ void batch_norm_forward(const TensorView& x, const MaskView& mask, const TensorV
                   running.num_batches_tracked, options, communicator.size());
     check_on_cuda(x);
     check_workspace(workspace);
-    check_statistics(statistics, keeps_mask);
+    check_statistics(statistics);
+    if (keeps_mask) {
+      check_activation_mask("statistics.activation_mask", statistics.activation_mask, x);
+    }
     if (options.call != 0) {
       throw InvalidArgument("options.call: got " + std::to_string(options.call) +
                             ", expected 0 (on CUDA running.call counts the calls)");
@@ -138,7 +144,7 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
     check_backward(dy, x, mask, weight, dx, dweight, dbias, communicator.size());
     check_on_cuda(x);
     check_workspace(workspace);
-    check_statistics(statistics, false);
+    check_statistics(statistics);
     const Workspace w(workspace, x.dtype, x.sizes[1]);
     local_gradients(dy, x, mask, statistics.mean, statistics.rstd, through, dresidual,
                     statistics.info, w.message.data(), w.sums, stream);
@@ -203,8 +209,7 @@ void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x, con
   ActivationGradient through{options.activation, weight, bias};
   const bool from_mask = activated(options.activation) && !residual.absent();
   if (from_mask) {
-    check_given("activation_mask", activation_mask,
-                "activation_mask_bytes(x) bytes (with a residual and an activation)");
+    check_activation_mask("activation_mask", activation_mask, x);
     through.activation_mask = activation_mask;
   }
   evaluation_statistics(running_mean, running_var, w.mean, w.rstd, options.eps, stream);

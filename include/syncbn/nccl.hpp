@@ -22,9 +22,9 @@ using NcclUniqueId = std::array<std::byte, 128>;
 /// What all ranks of a new group must be given: made by one of them (ncclGetUniqueId).
 SYNCBN_API NcclUniqueId nccl_unique_id();
 
-/// Exchanges are NCCL collectives on the caller's stream: they wait for nothing and can be captured
-/// in a CUDA graph. NCCL defines nothing for ranks that bring different lengths or another order of
-/// calls: such an exchange usually does not end (see wait).
+/// Exchanges are NCCL collectives on the caller's stream: the host does not wait for the device.
+/// NCCL defines nothing for ranks that bring different lengths or another order of calls: such an
+/// exchange usually does not end (see wait).
 ///
 /// A failed call of NCCL throws, with the call, its file and line: PeerLost for ncclRemoteError,
 /// InvalidArgument for ncclInvalidArgument and ncclInvalidUsage, else Error. Each exchange first
@@ -34,13 +34,15 @@ class SYNCBN_API NcclCommunicator final : public Communicator {
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
 
   /// Uses `communicator`, which stays the caller's and must outlive this object: neither aborted
-  /// nor destroyed here. Null: InvalidArgument.
+  /// nor destroyed here. Null: InvalidArgument. If it blocks its callers (NCCL's default),
+  /// exchanges after the first can be captured in a CUDA graph.
   explicit NcclCommunicator(ncclComm_t communicator,
                             std::chrono::milliseconds timeout = kDefaultTimeout);
 
   /// Makes rank `rank` of a group of `size` ranks (1 to 2048) on the current device, with all other
-  /// ranks: ExchangeTimeout if one does not come in time. NCCL allows two ranks on one device only
-  /// to processes with different NCCL_HOSTID.
+  /// ranks: ExchangeTimeout if one does not come in time. So that waiting can end, the group does
+  /// not block its callers (config.blocking = 0), for which NCCL starts a thread per exchange. NCCL
+  /// allows two ranks on one device only to processes with different NCCL_HOSTID.
   NcclCommunicator(const NcclUniqueId& id, int rank, int size,
                    std::chrono::milliseconds timeout = kDefaultTimeout);
 

@@ -48,8 +48,14 @@ void check(ncclResult_t result, const std::string& who, const char* call, const 
 
 #define SYNCBN_NCCL_CHECK(who, call) check((call), (who), #call, __FILE__, __LINE__)
 
-/// Between two looks at what the device does; an exchange is not waited for in a hurry here.
-void pause() { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
+/// Between two looks at something that goes on since `start`: what ends soon is not slept over.
+void pause(Clock::time_point start) {
+  if (Clock::now() - start < std::chrono::milliseconds(1)) {
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
 
 }  // namespace
 
@@ -101,14 +107,14 @@ struct __attribute__((visibility("hidden"))) NcclCommunicator::State {
 
   /// A group made here does not block its callers: what a call began goes on afterwards.
   void settle(ncclResult_t result, const char* call, int line) {
-    const auto deadline = Clock::now() + timeout;
+    const auto start = Clock::now();
     while (result == ncclInProgress) {
       check(ncclCommGetAsyncError(handle, &result), who(), call, __FILE__, line);
       if (result == ncclInProgress) {
-        if (Clock::now() > deadline) {
+        if (Clock::now() - start > timeout) {
           late(call);
         }
-        pause();
+        pause(start);
       }
     }
     check(result, who(), call, __FILE__, line);
@@ -208,7 +214,7 @@ void NcclCommunicator::abandon(const std::string& reason) { state_->leave(reason
 
 void NcclCommunicator::wait(const Stream& stream) {
   state_->or_leave([&] {
-    const auto deadline = Clock::now() + state_->timeout;
+    const auto start = Clock::now();
     for (;;) {
       const cudaError_t done = cudaStreamQuery(static_cast<cudaStream_t>(stream.handle));
       if (done == cudaSuccess) {
@@ -218,10 +224,10 @@ void NcclCommunicator::wait(const Stream& stream) {
         check_call(done, "the stream's work", __FILE__, __LINE__);
       }
       state_->look();
-      if (Clock::now() > deadline) {
+      if (Clock::now() - start > state_->timeout) {
         state_->late("the stream's work");
       }
-      pause();
+      pause(start);
     }
   });
 }

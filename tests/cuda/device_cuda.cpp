@@ -22,6 +22,7 @@ void device_free(void* memory) { cudaFree(memory); }
 
 void copy_to_device(void* to, const void* from, std::size_t bytes) {
   SYNCBN_CUDA_CHECK(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
+  SYNCBN_CUDA_CHECK(cudaDeviceSynchronize());  // pageable memory may still be on its way
 }
 
 void copy_from_device(void* to, const void* from, std::size_t bytes) {

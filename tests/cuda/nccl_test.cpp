@@ -98,7 +98,10 @@ TEST(Nccl, MissingRankEndsInATimeout) {
 /// rank without NCCL.
 TEST(Nccl, CapturedForwardReplaysExact) {
   SYNCBN_NEEDS_DEVICE();
-  cuda::NcclCommunicator group(cuda::nccl_unique_id(), 0, 1);
+  ncclComm_t handle = nullptr;  // one that blocks its callers
+  const int device = 0;
+  ASSERT_EQ(ncclCommInitAll(&handle, 1, &device), ncclSuccess);
+  cuda::NcclCommunicator group(handle);
   const auto self = cuda::self_communicator();
   const TestStream stream;
   testing::Random random(5);
@@ -137,6 +140,7 @@ TEST(Nccl, CapturedForwardReplaysExact) {
   }
   SYNCBN_CUDA_CHECK(cudaGraphExecDestroy(executable));
   SYNCBN_CUDA_CHECK(cudaGraphDestroy(graph));
+  EXPECT_EQ(ncclCommDestroy(handle), ncclSuccess);
 }
 
 /// A device each, where there are two: the bits of one rank with the whole batch.
