@@ -58,6 +58,11 @@ def register_conversion(
     registered[cls] = Conversion(make, revert)
 
 
+def check_module(module: nn.Module, name: str = "module") -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{name}: got {type(module).__name__}, expected a torch.nn.Module")
+
+
 def class_of(module: nn.Module) -> type[nn.Module]:
     """The module's class, without what torch.nn.utils.parametrize derives from it."""
     return parametrize.type_before_parametrizations(module)

@@ -285,7 +285,7 @@ def train_step(
         info,
         layer.momentum,
     )
-    module._info.copy_(info)
+    module._count.copy_(info[:1])
     _called_with_lists.add(module)
     return ys
 

@@ -149,32 +149,33 @@ def _check(merged: torch.Tensor, peers: Peers, call: Call) -> torch.dtype | None
     _, agree, rejected, dtype = ops.header(merged, peers.ranks).tolist()
     if rejected or not agree:
         reason = "a rank refused its input" if rejected else "the ranks did not make the same call"
-        texts = _compare(call.details(), peers, call)
-        error = DivergenceError(f"{call}, {peers}: {reason}: {texts}")
+        texts = _texts(call.details(), peers, call)
+        error = DivergenceError(f"{call}, {peers}: {reason}: {'; '.join(texts)}")
         error.group_name = peers.group_name
         raise error
     return None if dtype < 0 else DTYPES[dtype]
 
 
-def _compare(text: str, peers: Peers, call: Call) -> str:
-    """Each rank's text, exchanged once more in the frame. All ranks see the same header and come
-    here, but those in a compiled step, which raises at once: hence the short limit."""
+def _texts(text: str, peers: Peers, call: Call) -> list[str]:
+    """Each rank's text, "rank 0: ...", exchanged once more in the frame. All ranks see the same
+    header and come here, but those in a compiled step, which raises at once: hence the short
+    limit."""
     size = (FRAME_WORDS - HEADER_WORDS) // peers.ranks
     own = text.encode()[: 8 * size].ljust(8 * size, b"\0")
-    frame = torch.zeros(FRAME_WORDS, dtype=torch.int64)
+    frame = torch.zeros(FRAME_WORDS, dtype=torch.int64, device="cpu")
     begin = HEADER_WORDS + peers.rank * size
     frame[begin : begin + size] = torch.frombuffer(bytearray(own), dtype=torch.int64)
     try:
         limited = peers._replace(timeout=min(peers.timeout, 5.0))
         merged = _collective.all_reduce(frame, limited, call)
     except (ExchangeTimeout, PeerLost):
-        return f"rank {peers.rank}: {text}; the others did not say"
+        return [f"rank {peers.rank}: {text}", "the others did not say"]
     lines = []
     for rank in range(peers.ranks):
         words = merged[HEADER_WORDS + rank * size :][:size].contiguous()
         said = words.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
         lines.append(f"rank {rank}: {said}")
-    return "; ".join(lines)
+    return lines
 
 
 def sum_of_ranks(x: torch.Tensor, tag: int, peers: Peers | None, call: Call) -> torch.Tensor:
@@ -184,7 +185,7 @@ def sum_of_ranks(x: torch.Tensor, tag: int, peers: Peers | None, call: Call) -> 
     """
     if peers is None:
         return x
-    _agree(torch.empty(0, dtype=torch.int64), tag, peers, call)
+    _agree(torch.empty(0, dtype=torch.int64, device="cpu"), tag, peers, call)
     return _collective.sum_over_gloo(x.contiguous(), peers, call)
 
 
@@ -193,15 +194,28 @@ def numbers_of_ranks(number: int, tag: int, peers: Peers | None, call: Call) -> 
     ranks are in another exchange of the group."""
     if peers is None:
         return [number]
-    numbers = torch.zeros(peers.ranks, dtype=torch.int64)
+    numbers = torch.zeros(peers.ranks, dtype=torch.int64, device="cpu")
     numbers[peers.rank] = number
     return _agree(numbers, tag, peers, call).tolist()
+
+
+def raise_together(error: Exception | None, peers: Peers | None, call: Call) -> None:
+    """Raises this rank's error, and on ranks without one a ValueError that quotes the others'. A
+    collective call, also where there is no error."""
+    failed = numbers_of_ranks(int(error is not None), 0, peers, call)
+    if peers is not None and any(failed):
+        texts = _texts("" if error is None else f"{call}: {error}", peers, call)
+    if error is not None:
+        raise error
+    if any(failed):
+        raise ValueError("; ".join(text for text in texts if not text.endswith(": ")))
 
 
 def _agree(words: torch.Tensor, tag: int, peers: Peers, call: Call) -> torch.Tensor:
     """The sum of a few words over ranks with equal tags, in a first message."""
     size = HEADER_WORDS + words.numel()
-    message = torch.zeros(max(frame_words(peers), size), dtype=torch.int64)
+    words_in_all = max(frame_words(peers), size)
+    message = torch.zeros(words_in_all, dtype=torch.int64, device="cpu")
     message[1], message[2] = tag, tag * tag
     message[HEADER_WORDS:size] = words
     merged = _sum_first(message, peers, call)
@@ -216,6 +230,7 @@ def reject(peers: Peers | None, call: Call, error: Exception, compare: bool = Tr
         return
     # This rank's own error is the one to raise, whatever becomes of the exchange.
     with contextlib.suppress(ExchangeTimeout, PeerLost):
-        _sum_first(ops.rejection(torch.empty(0), frame_words(peers)), peers, call)
+        like = torch.empty(0, device="cpu")
+        _sum_first(ops.rejection(like, frame_words(peers)), peers, call)
         if compare and not torch.compiler.is_compiling():
-            _compare(f"{call}: {type(error).__name__}: {error}", peers, call)
+            _texts(f"{call}: {type(error).__name__}: {error}", peers, call)

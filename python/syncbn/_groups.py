@@ -97,6 +97,10 @@ def group_name(group: Group) -> str | None:
         raise ValueError(
             "process_group: got a group that this rank is not a member of, expected one of its own"
         )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"process_group: got {group!r}, expected a process group, its name, or None"
+        )
     return group.group_name
 
 
@@ -225,7 +229,7 @@ def _gloo_group(ranks: tuple[int, ...], name: str, timeout: float) -> dist.Proce
 
 def _by_node(group: dist.ProcessGroup) -> list[list[int]]:
     """The group's ranks by machine, machines by their first rank."""
-    own = torch.zeros(256, dtype=torch.uint8)
+    own = torch.zeros(256, dtype=torch.uint8, device="cpu")
     text = node_identity().encode()[:256]
     own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     nodes: dict[bytes, list[int]] = {}

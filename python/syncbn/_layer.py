@@ -41,9 +41,11 @@ class Layer(NamedTuple):
         """This call as errors name it. call: the counter of the layer's calls."""
         if torch.compiler.is_compiling():
             return Call(self.name, None, "forward", None, x.dtype, self)
+        # A counter on a GPU is not read, that would wait for the device; on meta there is none.
+        number = None if call is None or call.device.type != "cpu" else int(call)
+        if not is_strided(x):  # refused
+            return Call(self.name, number, settings=self)
         channels = x.shape[1] if x.dim() > 1 else None
-        # A counter on a GPU is not read: that would wait for the device.
-        number = None if call is None or call.is_cuda else int(call)
         return Call(self.name, number, "forward", channels, x.dtype, self)
 
     def options(self) -> str:
@@ -76,7 +78,20 @@ def values_per_channel(x: Tensor, mask: Tensor | None) -> int:
     return x.shape[0] * math.prod(x.shape[2:]) if mask is None else 0
 
 
+def is_strided(x) -> bool:
+    """Whether it is a tensor with one stride per axis."""
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
+
+
+def check_strided(name: str, x) -> None:
+    if not is_strided(x):
+        got = f"a tensor of layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+        got = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else got
+        raise ValueError(f"{name}: got {got}, expected a tensor with strides")
+
+
 def check_like_input(name, tensor, x):
+    check_strided(name, tensor)
     if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.device != x.device:
         raise ValueError(
             f"{name}: got {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, "
@@ -135,8 +150,8 @@ def recovery_bound(
     underflow = info.smallest_normal * info.eps / 2 / min(1.0, negative_slope)
     if x.shape[1] == 0:
         return 0.0
-    shift = torch.zeros(1) if bias is None else bias.detach().double().abs()
-    scale = torch.ones(1) if weight is None else weight.detach().double().abs()
+    shift = x.new_zeros(1) if bias is None else bias.detach().double().abs()
+    scale = x.new_ones(1) if weight is None else weight.detach().double().abs()
     bound = factor * (1 + shift / scale) + underflow / scale
     # Below this the scale, a weight by 1 / deviation, and its reciprocal may leave binary32.
     return float(bound.masked_fill(scale < 2.0**-40, math.inf).max())
@@ -176,14 +191,19 @@ def check_momentum(momentum, running_mean, num_batches_tracked):
         raise ValueError(f"momentum: got {momentum}, expected a number in [0, 1], or None")
 
 
+def _check_dtype(name: str, x: Tensor) -> None:
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"{name}: got {x.dtype}, expected float16, bfloat16, float32 or float64")
+
+
 def check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
     """One error that names the argument, what was given and what is allowed."""
+    check_strided("input", x)
     if x.device.type != "cpu":
         raise ValueError(f"input: got a tensor on {x.device}, expected the CPU (CUDA is to come)")
     if x.dim() < 2:
         raise ValueError(f"input: got {x.dim()}D input, expected at least 2D (N, C, ...)")
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"input: got {x.dtype}, expected float16, bfloat16, float32 or float64")
+    _check_dtype("input", x)
     if not eps >= 0:
         raise ValueError(f"eps: got {eps}, expected a number of at least 0")
     for name, tensor in (
@@ -194,6 +214,8 @@ def check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
     ):
         if tensor is None:
             continue
+        check_strided(name, tensor)
+        _check_dtype(name, tensor)
         if tensor.shape != (x.shape[1],):
             raise ValueError(
                 f"{name}: got shape {tuple(tensor.shape)}, expected ({x.shape[1]},), one entry per "

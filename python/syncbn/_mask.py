@@ -5,11 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ._layer import check_strided
+
 
 def check_mask(mask: Tensor, x: Tensor) -> None:
     """A mask is bool or uint8, of shape (N, *spatial), on the input's device."""
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"mask: got {type(mask).__name__}, expected a tensor")
+    check_strided("mask", mask)
     shape = (*x.shape[:1], *x.shape[2:])
     if (
         mask.dtype not in (torch.bool, torch.uint8)

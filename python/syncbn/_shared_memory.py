@@ -20,7 +20,8 @@ def gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
     """Every rank's text, cut to 256 bytes."""
-    own = torch.tensor(list(text.encode()[:_BYTES].ljust(_BYTES, b"\0")), dtype=torch.uint8)
+    padded = text.encode()[:_BYTES].ljust(_BYTES, b"\0")
+    own = torch.tensor(list(padded), dtype=torch.uint8, device="cpu")
     lines = gather(own, group).tolist()
     return [bytes(line).rstrip(b"\0").decode(errors="replace") for line in lines]
 
@@ -28,7 +29,7 @@ def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
 def open_group(group: dist.ProcessGroup, timeout: float) -> tuple[int | None, str]:
     """Shared memory for the ranks of a Gloo group: on every rank a handle; or on every rank None
     and, in a line, why not. A collective call."""
-    offer = torch.zeros(_BYTES, dtype=torch.uint8)
+    offer = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
     handle = ops.shm_offer(offer, group.rank(), group.size())
     offers = gather(offer, group).flatten()
     try:

@@ -185,12 +185,12 @@ def train_step(
     num_batches_tracked: Tensor | None = None,
     call: Tensor | None = None,
     mask: Tensor | None = None,
-    last_info: Tensor | None = None,
+    last_count: Tensor | None = None,
 ) -> Tensor:
     """One training forward: exchange, normalize, update the running statistics in place.
 
     momentum None: cumulative averaging by num_batches_tracked. call: int64 [1], the number of this
-    call, advanced by one. last_info: int64 [2], becomes the global count and the fingerprint.
+    call, advanced by one. last_count: int64 [1], becomes the global count.
     """
     peers = layer.peers()
     # A compiler plans memory by itself, and cannot trace this.
@@ -228,6 +228,6 @@ def train_step(
         ops.update_running_statistics(
             running_mean, running_var, num_batches_tracked, call, mean, var, info, layer.momentum
         )
-    if last_info is not None:
-        last_info.copy_(info)
+    if last_count is not None:
+        last_count.copy_(info[:1])
     return y

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _groups, _shared_memory
+from . import _exchange, _groups
 from ._classes import (
     LAZY,
     PLAIN,
+    check_module,
     class_name,
     class_of,
     holds_statistics,
@@ -24,6 +25,7 @@ from ._classes import (
     wrapper,
 )
 from ._layer import Layer, check_options
+from ._where import Call
 from .nn import SyncBatchNorm
 
 # Attributes that SyncBatchNorm has and a plain layer has not.
@@ -41,7 +43,7 @@ _OWN_ATTRIBUTES = (
     "_original_activation",
     "_replaced_class",
 )
-_OWN_BUFFERS = ("_call", "_info")
+_OWN_BUFFERS = ("_call", "_count")
 
 
 def _replace(
@@ -89,8 +91,7 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 
 
 def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"module: got {type(module).__name__}, expected a torch.nn.Module")
+    check_module(module)
     for path, layer in module.named_modules():
         where = path or "a model"
         text = wrapper(layer)
@@ -117,20 +118,6 @@ def _check_not_sharded(module: nn.Module) -> None:
         text = wrapper(part) or ""
         if "FSDP" in text and any(isinstance(m, SyncBatchNorm) for m in part.modules()):
             raise ValueError(f"module: got {path or 'a model'}, {text}, expected it before that")
-
-
-def _agree(error: Exception | None, sharing: _groups.Sharing) -> None:
-    """Raises this rank's error, or the error of another rank of the group."""
-    peers = _groups.peers(sharing)
-    texts = []
-    if peers is not None:
-        text = "" if error is None else str(error) or type(error).__name__
-        texts = _shared_memory.gather_texts(text, _groups.resolve(peers.group_name))
-    if error is not None:
-        raise error
-    for rank, text in enumerate(texts):
-        if text:
-            raise ValueError(f"rank {rank} of the group: {text}")
 
 
 def _warn_of(left: list[tuple[str, nn.Module]]) -> None:
@@ -171,7 +158,8 @@ def convert_sync_batchnorm(
 
     Args:
         module: the model, changed in place.
-        process_group: the ranks that share statistics; None for the default group.
+        process_group: the ranks that share statistics; None for the default group, and for a
+            torch.nn.SyncBatchNorm for the group that it has.
         group_size: instead, groups of so many neighbouring ranks of the default group.
         group: instead, "node": the ranks of one machine.
         timeout: seconds, or a timedelta, that an exchange waits for the slowest rank; None for 5
@@ -195,6 +183,8 @@ def convert_sync_batchnorm(
     options = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
     check_options(Layer("", 0, **options))
     sharing = _groups.select(process_group, group_size, group, timeout, engine)
+    asked = not (process_group is None and group_size is None and group is None)
+    kept: set[_groups.Sharing] = set()  # groups that torch.nn.SyncBatchNorms have
     exchanging = sync and dist.is_available() and dist.is_initialized()
     if exchanging:
         _groups.peers(sharing)
@@ -212,8 +202,12 @@ def convert_sync_batchnorm(
         original = class_of(layer)
         set_class(layer, cls)
         layer.__dict__["_original_class"] = original
-        layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm holds the handle
-        layer._init_sync(sharing, path or "SyncBatchNorm")
+        theirs = layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm's handle
+        shared = sharing
+        if issubclass(original, nn.SyncBatchNorm) and theirs is not None and not asked:
+            shared = _groups.sharing(theirs, timeout, engine)
+            kept.add(shared)
+        layer._init_sync(shared, path or "SyncBatchNorm")
         for name, value in (options | own).items():
             if name not in _OPTIONS:
                 raise ValueError(f"{name}: got an option of that name, expected one of {_OPTIONS}")
@@ -247,7 +241,10 @@ def convert_sync_batchnorm(
         except Exception as raised:
             error = raised
         if exchanging:
-            _agree(error, sharing)
+            call = Call("convert_sync_batchnorm", direction="conversion")
+            _exchange.raise_together(error, _groups.peers(sharing), call)
+            for shared in sorted(kept):
+                _groups.peers(shared)
         elif error is not None:
             raise error
     except BaseException:
@@ -287,10 +284,19 @@ def revert_sync_batchnorm(
         stay the same objects.
 
     Raises:
-        ValueError: a layer has a fused activation, which would be lost, or is sharded by FSDP.
+        ValueError: a layer has a fused activation, which would be lost, or is sharded by FSDP;
+            default is no batch norm class of PyTorch, or one derived from them.
         RuntimeError: the process group of a layer that was a torch.nn.SyncBatchNorm is gone.
         With any error `module` is as it was.
     """
+    check_module(module)
+    if not (isinstance(default, type) and issubclass(default, _BatchNorm)) or issubclass(
+        default, (SyncBatchNorm, *LAZY)
+    ):
+        raise ValueError(
+            f"default: got {default!r}, expected torch.nn.BatchNorm1d, 2d, 3d, SyncBatchNorm, or a "
+            "class derived from them"
+        )
     _check_not_sharded(module)
     classes, groups = {}, {}
     for path, layer in module.named_modules():
@@ -305,7 +311,7 @@ def revert_sync_batchnorm(
                 f"{cls.__name__} has not; expected {original_activation(layer)!r}"
             )
         classes[layer] = cls
-        if cls is nn.SyncBatchNorm:
+        if issubclass(cls, nn.SyncBatchNorm):
             groups[layer] = layer.process_group
 
     def make(layer: nn.Module, path: str) -> nn.Module | None:

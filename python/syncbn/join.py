@@ -175,6 +175,7 @@ class _Inputs:
                     layer.running_var,
                     layer.num_batches_tracked,
                     layer._call,
+                    layer._count,
                 )
                 if tensor is not None
             ]

@@ -110,13 +110,13 @@ class SyncBatchNorm(_BatchNorm):
         call = torch.zeros(1, dtype=torch.int64, device=device)
         self.register_buffer("_call", call, persistent=False)
         # What report() shows of the last call: the global count, and the fingerprint.
-        self.register_buffer("_info", torch.zeros(2, dtype=torch.int64, device=device), False)
+        self.register_buffer("_count", torch.zeros(1, dtype=torch.int64, device=device), False)
 
     def reset_running_stats(self) -> None:
         super().reset_running_stats()
         if "_call" in self._buffers:  # not yet in the base class's constructor
             self._call.zero_()
-            self._info.zero_()
+            self._count.zero_()
 
     @property
     def process_group(self):
@@ -177,7 +177,7 @@ class SyncBatchNorm(_BatchNorm):
                 num_batches_tracked=self.num_batches_tracked,
                 call=self._call,
                 mask=mask,
-                last_info=self._info,
+                last_count=self._count,
             )
         self._check_input_dim(input)
         local_batch = self.running_mean is None and self.running_var is None
@@ -207,14 +207,6 @@ class SyncBatchNorm(_BatchNorm):
             "torch.jit.trace of the model in evaluation mode, or a copy of the model without such "
             "layers: syncbn.revert_sync_batchnorm(copy.deepcopy(model)) or syncbn.fold(model)"
         )
-
-    def _evaluation_parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        """weight and bias for PyTorch's operator, which wants them of the buffers' type. Under
-        FSDP2's mixed precision they are not."""
-        parameters, mean = (self.weight, self.bias), self.running_mean
-        if mean is None or self.weight is None or self.weight.dtype == mean.dtype:
-            return parameters
-        return tuple(None if p is None else p.to(mean.dtype) for p in parameters)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()

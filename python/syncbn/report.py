@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import _collective, _groups
-from ._classes import class_of, holds_statistics, registered
+from ._classes import check_module, class_of, holds_statistics, registered
 from ._ops import ops
 from .nn import SyncBatchNorm
 from .parallel import SelfDataParallel
@@ -95,7 +95,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         peers.engine if exchanging else "none",
         layer.statistics,
         ops.cpu_instruction_set(),
-        int(layer._info[0]) if called else None,
+        int(layer._count) if called else None,
         note,
     )
     return row, failed
@@ -137,6 +137,7 @@ def report(module: nn.Module, strict: bool = False) -> Report:
             be left), or was replaced by another converter; there is no process group, or a layer's
             group is gone or broken by an earlier error. Layers with sync=False are as asked for.
     """
+    check_module(module)
     devices: dict[nn.Module, int] = {}
     for part in module.modules():
         if isinstance(part, SelfDataParallel):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _collective, _groups
+from ._classes import check_module
 from .nn import SyncBatchNorm
 
 
@@ -37,6 +38,7 @@ def set_group(
     Arguments and errors as for convert_sync_batchnorm; a collective call as that is. Returns
     `module`.
     """
+    check_module(module)
     sharing = _groups.select(process_group, group_size, group, timeout, engine)
     for _, layer in _layers(module):
         layer.sharing = sharing
@@ -47,6 +49,7 @@ def prepare(module: nn.Module) -> nn.Module:
     """Makes the groups that the layers of `module` exchange on, which otherwise the first eager
     training step does: needed before a first step that is compiled. A collective call of their
     ranks; does nothing without torch.distributed. Returns `module`."""
+    check_module(module)
     if dist.is_available() and dist.is_initialized():
         for sharing in sharings_of(module):
             _groups.peers(sharing)
@@ -60,6 +63,8 @@ def reset_groups(module: nn.Module | None = None) -> None:
     module: a model whose layers' call counters are set to the largest of all ranks, for ranks that
     are not at the same call.
     """
+    if module is not None:
+        check_module(module)
     _collective.forget_errors()
     _groups.rebuild()
     if module is None:
@@ -82,6 +87,7 @@ def skip(module: nn.Module) -> Tensor:
         A scalar 0. Add it to the loss: its backward takes part in the others' backward exchanges,
         in reverse order. Without a loss of its own the rank calls skip(...).backward().
     """
+    check_module(module)
     total: Tensor | None = None
     for _, layer in _layers(module):
         if not layer.training:

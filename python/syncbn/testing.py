@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ._classes import check_module
 from .convert import convert_sync_batchnorm
 from .nn import SyncBatchNorm
 from .parallel import SelfDataParallel
@@ -101,7 +102,8 @@ def _run(model: nn.Module, call: Callable[[], list], loss) -> tuple[dict[str, li
         torch.manual_seed(0)
         value = loss(_joined(call()))
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise ValueError(f"loss: got {value!r} as its result, expected a tensor of one number")
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"loss: got {got} as its result, expected a tensor of one number")
         value.backward()
     return calls, float(value.detach())
 
@@ -238,8 +240,11 @@ def parity(
         ValueError: an argument is refused, or the model's output is not made of tensors with
             samples along their first axis. What the model raises is raised as it is.
     """
-    if not isinstance(ranks, int) or ranks < 1:
+    check_module(model, "model")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"ranks: got {ranks!r}, expected an integer of at least 1")
+    if loss is not None and not callable(loss):
+        raise ValueError(f"loss: got {loss!r}, expected a function of the model's output, or None")
     loss = _mean_square if loss is None else loss
     layers = _layers(_prepared(model))
     if not layers:

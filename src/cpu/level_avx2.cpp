@@ -15,6 +15,7 @@ namespace {
 #include "cpu/level_mask.hpp"
 #include "cpu/level_elements.hpp"
 #include "cpu/level_pullback.hpp"
+#include "cpu/level_merge.hpp"
 #include "cpu/level_sums.hpp"
 #include "cpu/level_table.hpp"
 // clang-format on

@@ -193,16 +193,49 @@ def case_disagreement_is_an_error_on_every_rank(rank, world):
 def case_refused_input_is_an_error_on_every_rank(rank, world):
     layer = syncbn.SyncBatchNorm(4)
     before = copy.deepcopy(layer.state_dict())
-    for bad in (torch.randn(3, 5), torch.ones(3, 4, dtype=torch.int64), torch.randn(4)):
+    x = torch.randn(3, 4)
+    sparse = x.to_sparse()
+    # Named as the error names it; also what has no strided memory, or is no tensor at all.
+    for name, *bad in (
+        ("running_mean", torch.randn(3, 5)),
+        ("input", torch.ones(3, 4, dtype=torch.int64)),
+        ("input", torch.randn(4)),
+        ("input", sparse),
+        ("input", torch.nested.nested_tensor([torch.randn(4), torch.randn(2)])),
+        ("input", None),
+        ("input", x.numpy()),
+        ("input", x.to("meta")),
+        ("residual", x, sparse),
+        ("residual", x, x.numpy()),
+        ("mask", x, None, torch.ones(3, dtype=torch.bool).to_sparse()),
+    ):
         if rank == 0:
-            raises(ValueError, "expected", lambda bad=bad: layer(bad))
+            raises(ValueError, f"^{name}: got .*, expected", lambda bad=bad: layer(*bad))
         else:
-            good = torch.randn(3, 4)
             # The others are told why.
-            text = "a rank refused its input: rank 0: .*ValueError: (input|running_mean): got "
-            raises(syncbn.DivergenceError, text, lambda good=good: layer(good))
+            text = f"a rank refused its input: rank 0: .*ValueError: {name}: got "
+            raises(syncbn.DivergenceError, text, lambda: layer(x))
         unchanged(layer, before)
-    layer(torch.randn(3, 4))
+    layer(x)
+
+
+def case_refused_parameters_and_buffers_are_an_error_on_every_rank(rank, world):
+    """torch.nn.SyncBatchNorm fails on this rank after its exchange, and the others go on."""
+    x = torch.randn(3, 4)
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        for bad in (torch.ones(4, dtype=torch.int32), torch.ones(4).to_sparse()):
+            layer = syncbn.SyncBatchNorm(4)
+            if rank == 0:
+                good = getattr(layer, name)
+                kind = nn.Parameter if name in layer._parameters else lambda t, _: t
+                setattr(layer, name, kind(bad, False))
+                raises(ValueError, f"^{name}: got .*, expected", lambda layer=layer: layer(x))
+                setattr(layer, name, good)
+            else:
+                text = f"rank 0: .*ValueError: {name}: got "
+                raises(syncbn.DivergenceError, text, lambda layer=layer: layer(x))
+            unchanged(layer, syncbn.SyncBatchNorm(4).state_dict())
+            layer(x)
 
 
 def case_frozen_input_and_parameters(rank, world):

@@ -7,6 +7,7 @@ from torch import nn
 
 import syncbn
 from rank_cases import raises
+from syncbn import _groups
 
 
 class OwnBatchNorm(nn.BatchNorm1d):
@@ -18,7 +19,7 @@ def case_an_error_of_one_rank_s_conversion_is_raised_on_all(rank, world):
     net = nn.Sequential(nn.BatchNorm1d(4), nn.Identity())
     if rank == 1:
         net[1] = nn.LazyBatchNorm1d()
-    own, other = "^module: got 1, a LazyBatchNorm1d", "^rank 1 of the group: module: got 1, a Lazy"
+    own, other = "^module: got 1, a LazyBatchNorm1d", "^rank 1: .*module: got 1, a Lazy"
     raises(ValueError, own if rank == 1 else other, lambda: syncbn.convert_sync_batchnorm(net))
     assert type(net[0]) is nn.BatchNorm1d and "_call" not in dict(net[0].named_buffers())
     net[1] = nn.Identity()
@@ -82,3 +83,34 @@ def case_parity_exchanges_with_nobody(rank, world):
     if rank == 0:
         assert syncbn.testing.parity(net, torch.randn(6, 4), ranks=2).exact
         assert syncbn.testing.parity(nn.BatchNorm1d(4), torch.randn(6, 4), ranks=2).exact
+
+
+class OwnSync(nn.SyncBatchNorm):
+    pass
+
+
+def case_a_group_that_pytorch_s_layer_has_is_kept(rank, world):
+    """PyTorch's converter gives a torch.nn.SyncBatchNorm the default group, whatever it had."""
+    own = [dist.new_group([r]) for r in range(world)][rank]
+    syncbn.register_conversion(OwnSync, lambda layer, sync: sync(layer))
+    net = nn.Sequential(
+        nn.SyncBatchNorm(4, process_group=own), OwnSync(4, process_group=own), nn.SyncBatchNorm(4)
+    )
+    syncbn.convert_sync_batchnorm(net, timeout=7)
+    assert [r.ranks for r in syncbn.report(net)] == [1, 1, world]
+    assert {layer.sharing.timeout for layer in net} == {7}
+    syncbn.revert_sync_batchnorm(net)
+    assert [type(layer) for layer in net] == [nn.SyncBatchNorm, OwnSync, nn.SyncBatchNorm]
+    assert net[0].process_group is own and net[1].process_group is own
+    assert net[2].process_group is None
+    # A group that the call asks for is for all layers.
+    syncbn.convert_sync_batchnorm(net, dist.group.WORLD)
+    assert [r.ranks for r in syncbn.report(net)] == [world] * 3
+    # The groups exist before a first step that is compiled.
+    pair = dist.new_group([0, 1])
+    theirs = nn.SyncBatchNorm(4, process_group=pair if rank < 2 else own)
+    syncbn.convert_sync_batchnorm(theirs)
+    made = len(_groups._own_groups)
+    syncbn.prepare(theirs)
+    assert len(_groups._own_groups) == made
+    dist.barrier()

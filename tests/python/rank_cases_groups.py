@@ -94,7 +94,8 @@ def case_overlapping_groups(rank, world):
     pair = dist.new_group([0, 1])
     both = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2))
     both[0] = syncbn.convert_sync_batchnorm(both[0])
-    both[1] = syncbn.convert_sync_batchnorm(both[1], pair if rank < 2 else None)
+    if rank < 2:
+        both[1] = syncbn.convert_sync_batchnorm(both[1], pair)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
     for _ in range(3):
         both[0](x)

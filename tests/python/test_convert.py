@@ -77,6 +77,18 @@ def test_layers_made_by_hand_revert_to_the_default():
     assert type(layer) is nn.BatchNorm1d
 
 
+@pytest.mark.parametrize(
+    "default", ("BatchNorm2d", nn.BatchNorm2d(4), nn.Linear, nn.InstanceNorm2d, nn.LazyBatchNorm2d)
+)
+def test_a_default_that_is_no_batch_norm_class_is_refused(default):
+    """A layer of such a class would not be what it says: not initialized, or another operation.
+    torch.nn.SyncBatchNorm has no inverse."""
+    layer = syncbn.SyncBatchNorm(4)
+    with pytest.raises(ValueError, match="^default: got .*, expected .*BatchNorm1d"):
+        syncbn.revert_sync_batchnorm(layer, default=default)
+    assert type(layer) is syncbn.SyncBatchNorm
+
+
 def test_revert_changes_nothing_if_one_layer_cannot_be_reverted():
     net = syncbn.convert_sync_batchnorm(model())
     net[3][1].activation = "relu"
@@ -138,6 +150,16 @@ def test_a_wrong_option_changes_nothing(option, value, text):
         syncbn.convert_sync_batchnorm(net, **{option: value})
     assert all(a is b for a, b in zip(net.modules(), layers, strict=True))
     assert [set(vars(m)) for m in net.modules()] == attributes
+
+
+@pytest.mark.parametrize("group", (7, [0, 1]))
+def test_something_that_is_no_group_is_refused(group):
+    """torch.nn.SyncBatchNorm takes anything here and fails in the first training step."""
+    text = r"^process_group: got .*, expected a process group, its name, or None"
+    with pytest.raises(ValueError, match=text):
+        syncbn.convert_sync_batchnorm(model(), group)
+    with pytest.raises(ValueError, match=text):
+        syncbn.SyncBatchNorm(4, process_group=group)
 
 
 def test_a_layer_made_on_the_meta_device_starts_at_call_zero():

@@ -243,9 +243,22 @@ def test_a_model_wrapped_for_data_parallelism_is_refused(one_rank):
     assert isinstance(net[1], syncbn.SyncBatchNorm)
 
 
-def test_something_that_is_no_module_is_refused():
+@pytest.mark.parametrize(
+    "call",
+    (
+        syncbn.convert_sync_batchnorm,
+        syncbn.revert_sync_batchnorm,
+        syncbn.report,
+        syncbn.set_group,
+        syncbn.prepare,
+        syncbn.reset_groups,
+        syncbn.skip,
+    ),
+)
+def test_something_that_is_no_module_is_refused(call):
+    """PyTorch's converter: AttributeError, a list has no named_children."""
     with pytest.raises(ValueError, match="^module: got list, expected a torch.nn.Module$"):
-        syncbn.convert_sync_batchnorm([nn.BatchNorm2d(4)])
+        call([nn.BatchNorm2d(4)])
 
 
 def test_a_registered_subclass_exact():

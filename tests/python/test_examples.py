@@ -42,9 +42,10 @@ def test_example_on_two_ranks(name):
     assert run("-m", "torch.distributed.run", "--nproc-per-node=2", f"examples/{name}")
 
 
-def test_page_on_two_ranks(tmp_path):
+@pytest.mark.parametrize("page", ("README.md", "docs/uneven_inputs.md"))
+def test_page_on_two_ranks(page, tmp_path):
     script = tmp_path / "page.py"
-    script.write_text("\n".join(snippets("docs/uneven_inputs.md")), encoding="utf-8")
+    script.write_text("\n".join(snippets(page)), encoding="utf-8")
     run("-m", "torch.distributed.run", "--nproc-per-node=2", str(script))
 
 

@@ -158,7 +158,10 @@ def test_difference():
             {},
             "^model: got statistics='welford' in 0, expected 'reproducible'",
         ),
-        (Elementwise(), torch.ones(4, 3), {"loss": lambda y: y}, "^loss: got tensor"),
+        ("model", torch.ones(4, 3), {}, "^model: got str, expected a torch.nn.Module"),
+        (Elementwise(), torch.ones(4, 3), {"ranks": True}, "^ranks: got True"),
+        (Elementwise(), torch.ones(4, 3), {"loss": "mse"}, "^loss: got 'mse', expected a function"),
+        (Elementwise(), torch.ones(4, 3), {"loss": lambda y: y}, r"^loss: got shape \(4, 3\) as"),
         (Elementwise(), torch.ones(4, 3), {"loss": lambda y: 1.0}, "^loss: got 1.0 as its result"),
     ),
 )
