@@ -50,6 +50,10 @@ gpu-check:  ## on a machine with a GPU, without a network: build, test, sanitize
 asan tsan release cuda: $(VENV)/.stamp-build  ## C++ tests with this preset
 	$(cmake) --workflow --preset $@
 
+cuda-kernels: $(VENV)/.stamp-build  ## the library with CUDA kernels for all architectures; needs nvcc
+	$(cmake) --preset cuda
+	$(cmake) --build --preset cuda --target syncbn
+
 lint: build $(VENV)/.stamp-lint  ## check format and style
 	@scripts/lint.sh all
 
@@ -79,4 +83,4 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp test-python demo bench gpu-check asan tsan \
-  release cuda lint format wheel clean
+  release cuda cuda-kernels lint format wheel clean

@@ -52,6 +52,16 @@ SYNCBN_API void finalize_moments(const std::int64_t* merged, DType dtype, int ra
                                  double* var, double* rstd, std::int64_t* info,
                                  std::int64_t channels, double eps, const Stream& stream);
 
+/// The welford mode's statistics (syncbn/welford.hpp). message: kHeaderWords +
+/// welford_words(x.dtype, C) words, written whole. The same bits on any grid.
+SYNCBN_API void local_welford(const TensorView& x, const MaskView& mask, const ForwardCall& call,
+                              std::int64_t* message, const Stream& stream);
+
+/// As finalize_moments, from the messages of all ranks, gathered one after another in rank order.
+SYNCBN_API void merge_welford(const std::int64_t* messages, DType dtype, int ranks, double* mean,
+                              double* var, double* rstd, std::int64_t* info, std::int64_t channels,
+                              double eps, const Stream& stream);
+
 /// y = activation((x - mean) * rstd * weight + bias + residual); arguments as in
 /// syncbn::normalize.
 SYNCBN_API void normalize(const TensorView& x, const MaskView& mask, const double* mean,
@@ -97,6 +107,13 @@ SYNCBN_API void input_gradient(const TensorView& dy, const TensorView& x, const 
                                const double* mean, const double* rstd, const double* coefficients,
                                const ActivationGradient& through, const MutableTensorView& dx,
                                const Stream& stream);
+
+/// x and the activation mask from what normalize with leaky_relu wrote over x; arguments as in
+/// syncbn::recover_input.
+SYNCBN_API void recover_input(const TensorView& y, const double* mean, const double* rstd,
+                              const TensorView& weight, const TensorView& bias,
+                              const MutableTensorView& x, std::uint8_t* activation_mask,
+                              double negative_slope, const Stream& stream);
 
 /// dx = weight * rstd * u (constant statistics).
 SYNCBN_API void evaluation_input_gradient(const TensorView& u, const MaskView& mask,

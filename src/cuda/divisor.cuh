@@ -7,7 +7,7 @@
 namespace syncbn::cuda {
 
 /// Division of numbers in [0, 2^63) by the same number, without a division: GPUs have none for
-/// integers, and the subroutine that stands for it costs about 70 instructions and registers.
+/// integers, and a subroutine stands for it.
 /// q = floor(n * magic / 2^(63 + bits)), magic = ceil(2^(63 + bits) / d), 2^(bits - 1) < d <=
 /// 2^bits; exact because magic * d - 2^(63 + bits) < d <= 2^bits (Granlund and Montgomery 1994,
 /// theorem 4.2).

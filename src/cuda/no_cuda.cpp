@@ -9,7 +9,7 @@ void require_built() {
   throw Unavailable(
       "this libsyncbn was built without CUDA, so tensors must be on the CPU; to build it with "
       "CUDA, "
-      "install the CUDA toolkit (nvcc 12 or newer) and configure with -D SYNCBN_CUDA=ON");
+      "install the CUDA toolkit (nvcc 12.8 or newer) and configure with -D SYNCBN_CUDA=ON");
 }
 
 std::int64_t workspace_words(DType, std::int64_t) {
@@ -22,6 +22,14 @@ void local_moments(const TensorView&, const MaskView&, const ForwardCall&, std::
 }
 void finalize_moments(const std::int64_t*, DType, int, double*, double*, double*, std::int64_t*,
                       std::int64_t, double, const Stream&) {
+  require_built();
+}
+void local_welford(const TensorView&, const MaskView&, const ForwardCall&, std::int64_t*,
+                   const Stream&) {
+  require_built();
+}
+void merge_welford(const std::int64_t*, DType, int, double*, double*, double*, std::int64_t*,
+                   std::int64_t, double, const Stream&) {
   require_built();
 }
 void normalize(const TensorView&, const MaskView&, const double*, const double*, const TensorView&,
@@ -52,6 +60,11 @@ void finalize_gradients(const std::int64_t*, DType, int, const std::int64_t*, co
 void input_gradient(const TensorView&, const TensorView&, const MaskView&, const double*,
                     const double*, const double*, const ActivationGradient&,
                     const MutableTensorView&, const Stream&) {
+  require_built();
+}
+void recover_input(const TensorView&, const double*, const double*, const TensorView&,
+                   const TensorView&, const MutableTensorView&, std::uint8_t*, double,
+                   const Stream&) {
   require_built();
 }
 void evaluation_input_gradient(const TensorView&, const MaskView&, const double*, const TensorView&,

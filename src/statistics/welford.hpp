@@ -15,6 +15,12 @@ struct WelfordMoments {
   R mean = 0;
   R m2 = 0;
 
+  SYNCBN_HD void add(R value) {
+    ++count;
+    const R delta = value - mean;
+    mean += delta * (R(1) / static_cast<R>(count));
+    m2 += delta * (value - mean);
+  }
   SYNCBN_HD void merge(const WelfordMoments& other) {
     if (other.count == 0) {
       return;

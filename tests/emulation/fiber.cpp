@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <vector>
 
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__) && __has_include(<sanitizer/asan_interface.h>)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #define SYNCBN_FIBER_SANITIZER 1
@@ -122,7 +122,7 @@ void Fiber::start(void (*entry)(void*), void* argument) {
   for (int saved = 0; saved < 6; ++saved) {
     *--at = nullptr;
   }
-  state.inside.stack_pointer = at;
+  state.inside.stack_pointer = static_cast<void*>(at);
 #else
   getcontext(&state.inside.context);
   state.inside.context.uc_stack.ss_sp = state.stack.data();

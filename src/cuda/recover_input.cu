@@ -1,0 +1,56 @@
+#include "cuda/elements.cuh"
+
+// x and the activation mask from y = leaky_relu((x - mean) * rstd * weight + bias), which was
+// written over x.
+namespace syncbn::cuda {
+namespace {
+
+template <class T>
+struct RecoverPass {
+  struct Channel {
+    Affine<T> affine;
+    Channel() = default;
+    SYNCBN_DEVICE Channel(const ElementArguments& a, std::int64_t c)
+        : affine(a.pullback.affine.channel<T>(c)) {}
+  };
+  SYNCBN_DEVICE static T apply(const ElementArguments& a, const ActivationOf<T>&,
+                               const Channel& channel, unsigned, T y, T, bool& passes) {
+    const Wide<T> v = widened(y);
+    passes = v > 0;
+    const Wide<T> factor = 1 / static_cast<Wide<T>>(a.pullback.activation.negative_slope);
+    return channel.affine.inverse(passes ? v : v * factor);
+  }
+};
+
+}  // namespace
+
+void recover_input(const TensorView& y, const double* mean, const double* rstd,
+                   const TensorView& weight, const TensorView& bias, const MutableTensorView& x,
+                   std::uint8_t* activation_mask, double negative_slope, const Stream& stream) {
+  check_samples("y", y);
+  check_device("y", y);
+  check_per_channel("weight", weight, y.sizes[1], y.device);
+  check_per_channel("bias", bias, y.sizes[1], y.device);
+  check_like("x", x, y);
+  const SampleView from(y);
+  const SampleView to(x);
+  if (ActivationMaskLayout(to).by_rows != ActivationMaskLayout(from).by_rows) {
+    throw InvalidArgument("x: got strides of another order than y's, expected y's");
+  }
+  if (from.empty() || from.channels == 0) {
+    return;
+  }
+  ElementArguments a;
+  a.x = operand("y", from);
+  a.out = operand("x", to);
+  a.written = mask_bits(activation_mask, from);
+  a.pullback.activation.negative_slope = negative_slope;
+  a.pullback.affine = {mean, rstd, channel_array(weight, 1.0), channel_array(bias, 0.0)};
+  a.samples = from.samples;
+  a.channels = from.channels;
+  a.plane = from.plane;
+  start_elements<RecoverPass>("recover_input", y.dtype, Plan({&from, &to}, activation_mask), a,
+                              stream);
+}
+
+}  // namespace syncbn::cuda

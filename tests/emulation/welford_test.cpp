@@ -1,0 +1,163 @@
+#include "syncbn/welford.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "emulator.hpp"
+#include "support.hpp"
+#include "syncbn/cuda_passes.hpp"
+#include "syncbn/error.hpp"
+#include "syncbn/executor.hpp"
+#include "syncbn/passes.hpp"
+
+// The welford mode on CUDA. Unlike the moments it promises accuracy, not the CPU's bits; its own
+// bits repeat on any grid, which torch.nn.SyncBatchNorm's channels-last kernel does not promise.
+namespace syncbn {
+namespace {
+
+using testing::kDtypes;
+using testing::kMemories;
+using testing::Memory;
+using testing::Random;
+using testing::same_bits;
+using testing::Tensor;
+using Words = std::vector<std::int64_t>;
+using Doubles = std::vector<double>;
+
+constexpr double kEps = 1e-5;
+
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+Words message_of(const Tensor& x, const std::vector<std::uint8_t>& counts, std::uint64_t seed,
+                 int multiprocessors) {
+  TensorView view = x.view();
+  view.device = Device::kCuda;
+  MaskView mask;
+  if (!counts.empty()) {
+    mask = {counts.data(), {view.sizes[0], view.sizes[2]}, Device::kCuda};
+  }
+  Words message(size(kHeaderWords + welford_words(view.dtype, view.sizes[1])), -1);
+  emulation::settings() = {seed, multiprocessors, 3};
+  cuda::local_welford(view, mask, {5, nullptr, kEps}, message.data(), {});
+  emulation::settings() = {};
+  return message;
+}
+
+struct Moments {
+  Doubles mean, var, rstd;
+  explicit Moments(std::int64_t channels) : mean(size(channels)), var(mean), rstd(mean) {}
+};
+
+TEST(CudaWelford, WithinBoundAndTheSameOnAnyGrid) {
+  Random random(31);
+  for (int round = 0; round < 24; ++round) {
+    const DType dtype = kDtypes[round % 4];
+    const Memory memory = random.pick(kMemories);
+    const std::int64_t channels = random.between(1, 20);
+    const std::int64_t plane = random.pick(std::vector<std::int64_t>{1, 7, 300, 1100});
+    std::vector<std::uint8_t> counts(random.one_in(2) ? size(4 * plane) : 0);
+    for (std::uint8_t& byte : counts) {
+      byte = random.one_in(3) ? 0 : 1;
+    }
+    Tensor x(dtype, {4, channels, plane}, memory);
+    Doubles values(size(4 * channels * plane));
+    for (double& value : values) {
+      value = testing::round_to(dtype, 3.0 + random.signed_unit());
+    }
+    x.fill(values);
+    const Words message = message_of(x, counts, random.bits(), 1);
+    EXPECT_EQ(message_of(x, counts, random.bits(), 4), message);
+    Words info(cuda::kInfoWords);
+    Moments got(channels);
+    cuda::merge_welford(message.data(), dtype, 1, got.mean.data(), got.var.data(), got.rstd.data(),
+                        info.data(), channels, kEps, {});
+    for (std::int64_t c = 0; c < channels; ++c) {
+      long double sum = 0;
+      std::vector<long double> kept;
+      for (std::int64_t i = 0; i < 4 * plane; ++i) {
+        if (counts.empty() || counts[size(i)] != 0) {
+          kept.push_back(static_cast<long double>(
+              values[size((i / plane * channels + c) * plane + i % plane)]));
+          sum += kept.back();
+        }
+      }
+      EXPECT_EQ(info[0], static_cast<std::int64_t>(kept.size()));
+      if (kept.empty()) {
+        EXPECT_EQ(got.mean[size(c)], 0.0);
+        continue;
+      }
+      const auto n = static_cast<long double>(kept.size());
+      const long double mean = sum / n;
+      long double m2 = 0;
+      for (const long double v : kept) {
+        m2 += (v - mean) * (v - mean);
+      }
+      const auto var = static_cast<double>(m2 / n);
+      // Chan, Golub and LeVeque 1983: relative errors of about n u (mean) and n kappa u (M2), n the
+      // additions in a row: a thread's share of the elements, 5 + 7 merges.
+      const double u = dtype == DType::kFloat64 ? 0x1p-53 : 0x1p-24;
+      const double in_a_row = static_cast<double>(4 * plane) / 32 + 1 + 12;
+      if (kept.size() == 1) {
+        EXPECT_EQ(got.var[size(c)], 0.0);
+        continue;
+      }
+      const double kappa = std::sqrt(1 + static_cast<double>(mean * mean) / var);
+      EXPECT_LE(std::abs(got.mean[size(c)] - static_cast<double>(mean)),
+                4 * in_a_row * u * (static_cast<double>(mean) + std::sqrt(var)));
+      EXPECT_LE(std::abs(got.var[size(c)] - var), 4 * in_a_row * kappa * u * var);
+    }
+  }
+}
+
+TEST(CudaWelford, RanksAreMergedAsOnCpuExact) {
+  Random random(32);
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat64}) {
+    const std::int64_t channels = 9;
+    const std::int64_t length = kHeaderWords + welford_words(dtype, channels);
+    Words gathered;
+    Words header(kHeaderWords, 0);
+    for (const std::int64_t samples : {3, 0, 5}) {
+      Tensor x(dtype, {samples, channels, 6});
+      Doubles values(size(samples * channels * 6));
+      for (double& value : values) {
+        value = random.signed_unit();
+      }
+      x.fill(values);
+      Words cpu(size(length));
+      local_welford(x.view(), {}, cpu.data(),
+                    fingerprint(5, 0, Direction::kForward, channels, kEps), serial_executor());
+      const Words message = message_of(x, {}, 1, 2);
+      EXPECT_EQ(Words(message.begin(), message.begin() + kHeaderWords + 1),
+                Words(cpu.begin(), cpu.begin() + kHeaderWords + 1))
+          << "header and count";
+      gathered.insert(gathered.end(), message.begin(), message.end());
+      for (std::size_t i = 0; i < header.size(); ++i) {
+        header[i] += message[i];
+      }
+    }
+    Moments got(channels);
+    Moments expected(channels);
+    Words info(cuda::kInfoWords);
+    cuda::merge_welford(gathered.data(), dtype, 3, got.mean.data(), got.var.data(), got.rstd.data(),
+                        info.data(), channels, kEps, {});
+    merge_welford(read_header(header.data(), 3), gathered.data() + kHeaderWords,
+                  expected.mean.data(), expected.var.data(), expected.rstd.data(), channels, 3,
+                  length, kEps);
+    EXPECT_TRUE(same_bits(got.mean, expected.mean));
+    EXPECT_TRUE(same_bits(got.var, expected.var));
+    EXPECT_TRUE(same_bits(got.rstd, expected.rstd));
+    EXPECT_EQ(info[0], 8 * 6);
+    gathered[1] += 1;  // another fingerprint
+    cuda::merge_welford(gathered.data(), dtype, 3, got.mean.data(), got.var.data(), got.rstd.data(),
+                        info.data(), channels, kEps, {});
+    EXPECT_EQ(info[0], -1);
+    EXPECT_TRUE(same_bits(got.mean, Doubles(9, std::numeric_limits<double>::quiet_NaN())));
+  }
+}
+
+}  // namespace
+}  // namespace syncbn
