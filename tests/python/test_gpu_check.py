@@ -1,5 +1,6 @@
 """scripts/gpu_check.py, which needs a GPU, in what it does without one."""
 
+import json
 import os
 import subprocess
 import sys
@@ -97,3 +98,27 @@ def test_without_a_gpu_one_line_and_exit_code_2():
     assert done.stdout == (
         f"gpu-check: nothing was run: PyTorch {torch.__version__} finds no GPU here\n"
     )
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_results_are_written_with_versions_and_device(fails, tmp_path, monkeypatch, capsys):
+    figures = gpu_check.LOGS / "benchmarks.json"
+    write = f"import pathlib; pathlib.Path({str(figures)!r}).write_text('[1]'); print('the table')"
+    wanted = [
+        gpu_check.Stage("first", 30, [python(f"exit({int(fails)})")], lambda: "fine"),
+        gpu_check.Stage("benchmarks", 30, [python(write)]),
+    ]
+    monkeypatch.setattr(gpu_check, "stages", lambda architectures: wanted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Test GPU (1)")
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    assert gpu_check.main() == int(fails)
+    (path,) = (tmp_path / "out").iterdir()
+    assert path.name.startswith("gpu-check-Test-GPU-1-")
+    report = json.loads(path.read_text())
+    assert report["device"] == "Test GPU (1)" and report["benchmarks"] == [1]
+    assert report["versions"]["torch"] == torch.__version__
+    assert [stage["ok"] for stage in report["stages"]] == [not fails, True]
+    printed = capsys.readouterr().out
+    assert "the table" in printed and f"written: {path}" in printed
