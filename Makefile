@@ -44,6 +44,9 @@ demo: $(package) $(VENV)/.stamp-demo  ## train the example network, for example 
 bench: $(package)  ## one layer against PyTorch's batch norm and a copy; ARGS="--threads 1"
 	$(python) benchmarks/bench_layer.py $(ARGS)
 
+gpu-check:  ## on a machine with a GPU, without a network: build, test, sanitize, measure
+	$(or $(PYTHON),python3) scripts/gpu_check.py $(ARGS)
+
 asan tsan release cuda: $(VENV)/.stamp-build  ## C++ tests with this preset
 	$(cmake) --workflow --preset $@
 
@@ -79,5 +82,5 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	$(python) -m pip install --quiet --no-build-isolation --no-deps .
 	@touch $@
 
-.PHONY: help setup build build-cpp test test-cpp test-python demo bench asan tsan release cuda \
-  cuda-kernels lint format wheel clean
+.PHONY: help setup build build-cpp test test-cpp test-python demo bench gpu-check asan tsan \
+  release cuda cuda-kernels lint format wheel clean

@@ -7,6 +7,7 @@
 #include "channel_values.hpp"
 #include "checks.hpp"
 #include "cpu/float_environment.hpp"
+#include "layer_call.hpp"
 #include "statistics/finalize.hpp"
 #include "statistics/scalar.hpp"
 #include "syncbn/welford.hpp"
@@ -14,46 +15,6 @@
 // Checks, passes and exchange in their order; the arithmetic is elsewhere.
 namespace syncbn {
 namespace {
-
-/// Runs what comes before an exchange. A rank that fails there tells the others, which would
-/// otherwise wait for it.
-template <class Body>
-void before_exchange(Communicator& communicator, const Body& body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    communicator.abandon(error.what());
-    throw;
-  }
-}
-
-void check_training(const TensorView& x, const MaskView& mask, const TensorView& weight,
-                    const TensorView& bias, const TensorView& residual, const MutableTensorView& y,
-                    const RunningStatistics& running, const BatchNormOptions& options,
-                    const Communicator& communicator) {
-  check_ranks(communicator.size());
-  check_samples("x", x);
-  check_mask(mask, x);
-  check_like("y", y, x);
-  const std::int64_t channels = x.sizes[1];
-  check_per_channel("weight", weight, channels, x.device);
-  check_per_channel("bias", bias, channels, x.device);
-  check_per_channel("running.mean", running.mean, channels, x.device);
-  check_per_channel("running.var", running.var, channels, x.device);
-  if (!residual.absent()) {
-    check_like("residual", residual, x);
-  }
-  check_eps(options.eps);
-  check_activation(options.activation);
-  if (options.momentum.has_value()) {
-    check_momentum(*options.momentum);
-  } else if (running.num_batches_tracked == nullptr &&
-             !(running.mean.absent() && running.var.absent())) {
-    throw InvalidArgument(
-        "running.num_batches_tracked: got null, expected a counter (momentum is empty, which asks "
-        "for cumulative averaging)");
-  }
-}
 
 void update_running(const RunningStatistics& running, const BatchNormOptions& options,
                     const BatchStatistics& statistics) {
@@ -80,9 +41,7 @@ struct EvaluationStatistics {
     const std::int64_t channels = x.sizes[1];
     check_per_channel("running_mean", running_mean, channels, x.device);
     check_per_channel("running_var", running_var, channels, x.device);
-    if (running_mean.absent() || running_var.absent()) {
-      throw InvalidArgument("running_mean, running_var: got none, expected both");
-    }
+    check_running(running_mean, running_var, false);
     check_available(x.device);
     const cpu::FloatEnvironment environment;
     mean = channel_values(running_mean, channels, 0.0);
@@ -108,18 +67,6 @@ void check_statistics(const BatchStatistics& statistics, const TensorView& x) {
                           " bytes, expected that of x's shape and layout, " +
                           std::to_string(activation_mask_bytes(x)));
   }
-}
-
-/// The layer's number, with what all ranks must have in common besides.
-std::uint64_t layer_and_options(const BatchNormOptions& options, bool residual) {
-  const Activation& activation = options.activation;
-  std::uint64_t number = 0;
-  if (activation.kind == ActivationKind::kLeakyRelu) {
-    number = bit_copy<std::uint64_t>(activation.negative_slope);
-  }
-  number = number << 4 | static_cast<std::uint64_t>(options.statistics) << 3 |
-           static_cast<std::uint64_t>(activation.kind) << 1 | std::uint64_t{residual};
-  return options.layer ^ number * 0x9e3779b97f4a7c15u;  // 0 for a plain layer
 }
 
 /// The one message of a direction: sums it over the ranks and checks that they made the same call.
@@ -191,7 +138,8 @@ BatchStatistics forward_with(const TensorView& x, const MaskView& mask, const Te
   BatchStatistics statistics;
   Moments moments;
   before_exchange(communicator, [&] {
-    check_training(x, mask, weight, bias, residual, y, running, options, communicator);
+    check_forward(x, mask, weight, bias, residual, y, running.mean, running.var,
+                  running.num_batches_tracked, options, communicator.size());
     statistics.activation = options.activation;
     statistics.fingerprint =
         fingerprint(layer_and_options(options, !residual.absent()), options.call,
@@ -240,14 +188,7 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
       statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data()};
   std::vector<std::int64_t> message;
   before_exchange(communicator, [&] {
-    check_ranks(communicator.size());
-    check_samples("x", x);
-    check_mask(mask, x);
-    check_like("dy", dy, x);
-    check_like("dx", dx, x);
-    check_per_channel("weight", weight, x.sizes[1], x.device);
-    check_per_channel("dweight", dweight, x.sizes[1], x.device);
-    check_per_channel("dbias", dbias, x.sizes[1], x.device);
+    check_backward(dy, x, mask, weight, dx, dweight, dbias, communicator.size());
     check_statistics(statistics, x);
     message.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
     local_gradients(dy, x, mask, mean, rstd, through, dresidual, message.data(),
@@ -281,11 +222,7 @@ void batch_norm_evaluate(const TensorView& x, const MaskView& mask, const Tensor
                          const TensorView& running_mean, const TensorView& running_var,
                          const MutableTensorView& y, const BatchNormOptions& options,
                          const Execution& execution) {
-  if (running_mean.absent() != running_var.absent()) {
-    throw InvalidArgument(
-        "running_mean, running_var: got only one of them, expected both or neither");
-  }
-  if (running_mean.absent()) {
+  if (!check_running(running_mean, running_var, true)) {
     const auto alone = self_communicator();
     BatchNormOptions local = options;
     local.momentum = 0.0;  // nothing is updated
@@ -306,18 +243,8 @@ void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x, con
                                   const MutableTensorView& dweight, const MutableTensorView& dbias,
                                   const MutableTensorView& dresidual,
                                   const BatchNormOptions& options, const Execution& execution) {
-  check_eps(options.eps);
-  check_samples("x", x);
-  check_mask(mask, x);
-  check_like("dy", dy, x);
-  check_like("dx", dx, x);
-  if (!dresidual.absent()) {
-    check_like("dresidual", dresidual, x);
-  }
-  check_activation(options.activation);
+  check_evaluate_backward(dy, x, mask, residual, dx, dweight, dbias, dresidual, options);
   const std::int64_t channels = x.sizes[1];
-  check_per_channel("dweight", dweight, channels, x.device);
-  check_per_channel("dbias", dbias, channels, x.device);
   const EvaluationStatistics statistics(x, running_mean, running_var, options.eps);
   const double* mean = statistics.mean.data();
   const double* rstd = statistics.rstd.data();
@@ -325,10 +252,6 @@ void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x, con
   const bool activated = options.activation.kind != ActivationKind::kNone;
   std::vector<std::uint8_t> activation_mask;
   if (activated && !residual.absent()) {
-    if (dx.data == dy.data && dx.data != nullptr) {
-      throw InvalidArgument(
-          "dx: got dy, expected other memory (with a residual and an activation)");
-    }
     activation_mask.resize(static_cast<std::size_t>(activation_mask_bytes(x)));
     normalize(x, mask, mean, rstd, weight, bias, residual, dx, activation_mask.data(),
               options.activation, execution);  // for the bits; dx is written again below

@@ -1,3 +1,4 @@
+#include "syncbn/cuda_communicator.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/error.hpp"
 
@@ -69,6 +70,18 @@ void recover_input(const TensorView&, const double*, const double*, const Tensor
 void evaluation_input_gradient(const TensorView&, const MaskView&, const double*, const TensorView&,
                                const MutableTensorView&, const Stream&) {
   require_built();
+}
+std::unique_ptr<Communicator> self_communicator() {
+  require_built();
+  return nullptr;
+}
+std::unique_ptr<Communicator> staged_communicator(syncbn::Communicator&) {
+  require_built();
+  return nullptr;
+}
+std::int64_t read_count(const std::int64_t*, const Stream&) {
+  require_built();
+  return 0;
 }
 
 }  // namespace syncbn::cuda

@@ -10,6 +10,7 @@
 
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
+#include "syncbn/cuda_passes.hpp"
 
 // Arguments that are refused: the exception's type, a text with the argument's name, what was given
 // and what is allowed; nothing is changed.
@@ -320,7 +321,17 @@ TEST(Arguments, EvaluateBackward) {
                                   run);
 }
 
-TEST(Arguments, TensorsOnAGpuAreUnavailableHere) {
+bool has_kernels() {
+  try {
+    cuda::require_built();
+  } catch (const Unavailable&) {
+    return false;
+  }
+  return true;
+}
+
+/// With kernels they go to the functions of syncbn/cuda_batch_norm.hpp.
+TEST(Arguments, TensorsOnAGpuAreRefusedHere) {
   const auto all_on_gpu = [](Call& c) {
     const auto move = [](auto* tensor) {
       tensor->device = Device::kCuda;
@@ -336,7 +347,11 @@ TEST(Arguments, TensorsOnAGpuAreUnavailableHere) {
   };
   for (const auto function :
        {&Call::forward, &Call::backward, &Call::evaluate, &Call::evaluate_backward}) {
-    expect_refused<Unavailable>({{"GPU", all_on_gpu, {"CUDA", "CPU"}}}, function);
+    if (has_kernels()) {
+      expect_refused<InvalidArgument>({{"GPU", all_on_gpu, {"CUDA", "CPU"}}}, function);
+    } else {
+      expect_refused<Unavailable>({{"GPU", all_on_gpu, {"CUDA", "CPU"}}}, function);
+    }
   }
 }
 

@@ -1,0 +1,95 @@
+#include "layer_call.hpp"
+
+#include <string>
+
+#include "checks.hpp"
+#include "statistics/scalar.hpp"
+
+namespace syncbn {
+
+void check_forward(const TensorView& x, const MaskView& mask, const TensorView& weight,
+                   const TensorView& bias, const TensorView& residual, const MutableTensorView& y,
+                   const MutableTensorView& running_mean, const MutableTensorView& running_var,
+                   const std::int64_t* num_batches_tracked, const BatchNormOptions& options,
+                   int ranks) {
+  check_ranks(ranks);
+  check_samples("x", x);
+  check_mask(mask, x);
+  check_like("y", y, x);
+  const std::int64_t channels = x.sizes[1];
+  check_per_channel("weight", weight, channels, x.device);
+  check_per_channel("bias", bias, channels, x.device);
+  check_per_channel("running.mean", running_mean, channels, x.device);
+  check_per_channel("running.var", running_var, channels, x.device);
+  if (!residual.absent()) {
+    check_like("residual", residual, x);
+  }
+  check_eps(options.eps);
+  check_activation(options.activation);
+  if (options.momentum.has_value()) {
+    check_momentum(*options.momentum);
+  } else if (num_batches_tracked == nullptr && !(running_mean.absent() && running_var.absent())) {
+    throw InvalidArgument(
+        "running.num_batches_tracked: got null, expected a counter (momentum is empty, which asks "
+        "for cumulative averaging)");
+  }
+}
+
+void check_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                    const TensorView& weight, const MutableTensorView& dx,
+                    const MutableTensorView& dweight, const MutableTensorView& dbias, int ranks) {
+  check_ranks(ranks);
+  check_samples("x", x);
+  check_mask(mask, x);
+  check_like("dy", dy, x);
+  check_like("dx", dx, x);
+  check_per_channel("weight", weight, x.sizes[1], x.device);
+  check_per_channel("dweight", dweight, x.sizes[1], x.device);
+  check_per_channel("dbias", dbias, x.sizes[1], x.device);
+}
+
+void check_evaluate_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                             const TensorView& residual, const MutableTensorView& dx,
+                             const MutableTensorView& dweight, const MutableTensorView& dbias,
+                             const MutableTensorView& dresidual, const BatchNormOptions& options) {
+  check_eps(options.eps);
+  check_samples("x", x);
+  check_mask(mask, x);
+  check_like("dy", dy, x);
+  check_like("dx", dx, x);
+  if (!dresidual.absent()) {
+    check_like("dresidual", dresidual, x);
+  }
+  check_activation(options.activation);
+  check_per_channel("dweight", dweight, x.sizes[1], x.device);
+  check_per_channel("dbias", dbias, x.sizes[1], x.device);
+  const bool activated = options.activation.kind != ActivationKind::kNone;
+  if (activated && !residual.absent() && dx.data == dy.data && dx.data != nullptr) {
+    throw InvalidArgument("dx: got dy, expected other memory (with a residual and an activation)");
+  }
+}
+
+bool check_running(const TensorView& running_mean, const TensorView& running_var,
+                   bool may_be_absent) {
+  if (running_mean.absent() != running_var.absent()) {
+    throw InvalidArgument("running_mean, running_var: got only one of them, expected both" +
+                          std::string(may_be_absent ? " or neither" : ""));
+  }
+  if (running_mean.absent() && !may_be_absent) {
+    throw InvalidArgument("running_mean, running_var: got none, expected both");
+  }
+  return !running_mean.absent();
+}
+
+std::uint64_t layer_and_options(const BatchNormOptions& options, bool residual) {
+  const Activation& activation = options.activation;
+  std::uint64_t number = 0;
+  if (activation.kind == ActivationKind::kLeakyRelu) {
+    number = bit_copy<std::uint64_t>(activation.negative_slope);
+  }
+  number = number << 4 | static_cast<std::uint64_t>(options.statistics) << 3 |
+           static_cast<std::uint64_t>(activation.kind) << 1 | std::uint64_t{residual};
+  return options.layer ^ number * 0x9e3779b97f4a7c15u;  // 0 for a plain layer
+}
+
+}  // namespace syncbn

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <exception>
+
+#include "syncbn/batch_norm.hpp"
+
+// What a layer's call on CPU and on CUDA have in common.
+namespace syncbn {
+
+/// Runs what comes before an exchange. A rank that fails there tells the others, which would
+/// otherwise wait for it.
+template <class Group, class Body>
+void before_exchange(Group& communicator, const Body& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    communicator.abandon(error.what());
+    throw;
+  }
+}
+
+/// The arguments of a training forward. running_mean, running_var, num_batches_tracked: those of a
+/// RunningStatistics.
+void check_forward(const TensorView& x, const MaskView& mask, const TensorView& weight,
+                   const TensorView& bias, const TensorView& residual, const MutableTensorView& y,
+                   const MutableTensorView& running_mean, const MutableTensorView& running_var,
+                   const std::int64_t* num_batches_tracked, const BatchNormOptions& options,
+                   int ranks);
+
+/// The arguments of a training backward.
+void check_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                    const TensorView& weight, const MutableTensorView& dx,
+                    const MutableTensorView& dweight, const MutableTensorView& dbias, int ranks);
+
+/// The arguments of a backward with constant statistics.
+void check_evaluate_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                             const TensorView& residual, const MutableTensorView& dx,
+                             const MutableTensorView& dweight, const MutableTensorView& dbias,
+                             const MutableTensorView& dresidual, const BatchNormOptions& options);
+
+/// Both running statistics, or with `may_be_absent` neither: true if they are there.
+bool check_running(const TensorView& running_mean, const TensorView& running_var,
+                   bool may_be_absent);
+
+/// The layer's number, with what all ranks must have in common besides.
+std::uint64_t layer_and_options(const BatchNormOptions& options, bool residual);
+
+}  // namespace syncbn
