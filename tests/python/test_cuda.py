@@ -147,7 +147,7 @@ def run(layer, x, dy, residual=None, mask=None):
         storage.set_(tensor.untyped_storage().to(device=device))
         return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    x, residual = (None if t is None else place(t).requires_grad_() for t in (x, residual))
+    x, residual = (None if t is None else place(t).detach().requires_grad_() for t in (x, residual))
     y = layer(x, residual, mask=place(mask))
     y.backward(place(dy))
     results = {
