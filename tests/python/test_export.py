@@ -177,24 +177,25 @@ def test_exported_operators_meet_their_contract():
     counter = torch.zeros(1, dtype=torch.int64)
     constants = ("name", 7, None, "300.0", "auto", True, 1e-5, "share")
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for residual, mode in (
-        (None, ("none", 0.01, "reproducible")),
-        (torch.randn(4, 5, 6, requires_grad=True), ("relu", 0.01, "welford")),
+    for residual, mask, mode in (
+        (None, None, ("none", 0.01, "reproducible")),
+        (None, torch.rand(4, 6) > 0.3, ("none", 0.01, "reproducible")),
+        (torch.randn(4, 5, 6, requires_grad=True), None, ("relu", 0.01, "welford")),
     ):
         torch.library.opcheck(
             ops.training_step.default,
-            (x, weight, bias, residual, counter, *constants, *mode),
+            (x, weight, bias, residual, mask, counter, *constants, *mode),
             test_utils=tests,
         )
         with torch.no_grad():
-            y, mean, _, rstd, info, mask = ops.training_step(
-                x, weight, bias, residual, counter, *constants, *mode
+            y, mean, _, rstd, info, activation_mask = ops.training_step(
+                x, weight, bias, residual, mask, counter, *constants, *mode
             )
         for needs in ([True] * 3 + [residual is not None], [True, False, True, False]):
             torch.library.opcheck(
                 ops.training_step_backward.default,
-                (y, x.detach(), weight.detach(), bias.detach(), mean, rstd, info, mask)
-                + (torch.float32, needs, *constants, *mode),
+                (y, x.detach(), weight.detach(), bias.detach(), mean, rstd, info)
+                + (activation_mask, mask, torch.float32, needs, *constants, *mode),
                 test_utils=tests,
             )
 
