@@ -123,7 +123,7 @@ def stages(architectures: str) -> list[Stage]:
             "C++ tests",
             90,
             [
-                [ctest, "--test-dir", str(BUILD), "-R", r"^gpu\.", "--no-tests=error"]
+                [ctest, "--test-dir", str(BUILD), "-R", r"^gpu\.", "--no-tests=error", "-j4"]
                 + ["--output-on-failure", "--output-junit", str(cpp_report)]
             ],
             lambda: passed(cpp_report),

@@ -3,6 +3,7 @@
 // Memory and ranks of a device, for tests that run on a GPU and, over the emulated kernels of
 // tests/emulation, on a CPU: device_cuda.cpp and device_emulated.cpp are the two sides.
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -87,7 +88,7 @@ class DeviceTensor {
   Tensor fetch() const {
     Tensor out = tensor_;
     const std::vector<std::byte> bytes = memory_.values();
-    std::memcpy(const_cast<std::byte*>(out.storage().data()), bytes.data(), bytes.size());
+    std::copy(bytes.begin(), bytes.end(), const_cast<std::byte*>(out.storage().data()));
     return out;
   }
 

@@ -41,7 +41,7 @@ class EmulatedCommunicator final : public cuda::Communicator {
 }  // namespace
 
 bool have_device() { return true; }
-int device_cases() { return 60; }
+int device_cases() { return 40; }
 void* device_allocate(std::size_t bytes) {  // nothing is null, as cudaMalloc has it
   return bytes == 0 ? nullptr : ::operator new(bytes, std::align_val_t{256});
 }
