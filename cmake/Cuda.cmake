@@ -1,7 +1,7 @@
 # What SYNCBN_CUDA comes to: SYNCBN_WITH_CUDA says whether the kernels are built.
 set(SYNCBN_WITH_CUDA OFF)
-# Turing, Ampere, Hopper, and both kinds of Blackwell; the newest also as PTX, for what comes.
-set(SYNCBN_CUDA_ARCHITECTURES "75-real;80-real;90-real;100-real;120" CACHE STRING
+# Turing, Ampere, Hopper, and both kinds of Blackwell; these also as PTX, for what comes.
+set(SYNCBN_CUDA_ARCHITECTURES "75-real;80-real;90-real;100;120" CACHE STRING
   "GPU architectures to build kernels for, as CMAKE_CUDA_ARCHITECTURES takes them")
 
 if(SYNCBN_CUDA)

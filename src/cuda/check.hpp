@@ -8,9 +8,11 @@
 
 namespace syncbn::cuda {
 
-/// Throws Error with the call that failed and where it is.
+/// Throws Error with the call that failed and where it is. The next launch must not report it
+/// again.
 inline void check_call(cudaError_t error, const char* call, const char* file, int line) {
   if (error != cudaSuccess) {
+    (void)cudaGetLastError();
     throw Error(std::string(call) + " failed at " + file + ":" + std::to_string(line) + ": " +
                 cudaGetErrorString(error));
   }

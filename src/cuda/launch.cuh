@@ -33,6 +33,9 @@ inline Operand operand(const char* name, const SampleView& view) {
   out.sample_stride = view.sample_stride;
   out.channel_stride = view.channel_stride;
   out.element_stride = view.element_stride;
+  if (view.empty()) {  // sizes of 0 are no divisors
+    return out;
+  }
   out.dims = view.spatial_dims;
   for (int d = 0; d < view.spatial_dims; ++d) {
     out.sizes[d] = Divisor(view.sizes[static_cast<std::size_t>(d)]);

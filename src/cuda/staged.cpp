@@ -85,9 +85,10 @@ class StagedCommunicator final : public Communicator {
     SYNCBN_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, handle(stream)));
     SYNCBN_CUDA_CHECK(cudaStreamSynchronize(handle(stream)));
   }
-  /// `from` is pageable memory: it may be written again as soon as this returns.
+  /// Waits: `from` is pageable memory, which devices that read it directly may read late.
   static void bring(void* to, const void* from, std::size_t bytes, const Stream& stream) {
     SYNCBN_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, handle(stream)));
+    SYNCBN_CUDA_CHECK(cudaStreamSynchronize(handle(stream)));
   }
 
   syncbn::Communicator& host_;

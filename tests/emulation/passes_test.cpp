@@ -91,15 +91,18 @@ TEST(CudaPasses, RanksAreMergedExact) {
 }
 
 TEST(CudaPasses, NothingAnywhereGivesZeros) {
-  const Tensor nothing(DType::kFloat32, {0, 3, 5});
-  const Words message = cuda_moments(nothing, 1, 3);
-  EXPECT_EQ(Words(message.begin() + kHeaderWords, message.end()), Words(3 * 19, 0));
-  EXPECT_EQ(message[0], 0);
-  EXPECT_EQ(message[3], 0);
-  const Moments moments(message, DType::kFloat32, 1, 3);
-  EXPECT_TRUE(same_bits(moments.mean, Doubles(3, 0.0)));
-  EXPECT_TRUE(same_bits(moments.rstd, Doubles(3, 0.0)));
-  EXPECT_EQ(moments.info[0], 0);
+  for (const std::vector<std::int64_t>& shape :
+       {std::vector<std::int64_t>{0, 3, 5}, {2, 3, 0}, {2, 3, 4, 0}, {2, 3, 0, 4}}) {
+    const Tensor nothing(DType::kFloat32, shape);
+    const Words message = cuda_moments(nothing, 1, 3);
+    EXPECT_EQ(Words(message.begin() + kHeaderWords, message.end()), Words(3 * 19, 0));
+    EXPECT_EQ(message[0], 0);
+    EXPECT_EQ(message[3], 0);
+    const Moments moments(message, DType::kFloat32, 1, 3);
+    EXPECT_TRUE(same_bits(moments.mean, Doubles(3, 0.0)));
+    EXPECT_TRUE(same_bits(moments.rstd, Doubles(3, 0.0)));
+    EXPECT_EQ(moments.info[0], 0);
+  }
 }
 
 TEST(CudaPasses, DisagreementGivesNaNAndUpdatesNothing) {

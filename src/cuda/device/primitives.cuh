@@ -94,6 +94,9 @@ inline int multiprocessors(const char** why) {
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
   }
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();  // the next launch must not report it again
+  }
   *why = error == cudaSuccess ? nullptr : cudaGetErrorString(error);
   return error == cudaSuccess ? count : 0;
 }
