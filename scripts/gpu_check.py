@@ -110,7 +110,9 @@ def stages(architectures: str) -> list[Stage]:
     build = [cmake, "--build", str(BUILD), "--parallel"]
     build += ["--target", "all" if gtest is None else "syncbn_gpu_check"]
 
-    python = {"PYTHONPATH": os.pathsep.join([str(OVERLAY), str(PROJECT / "tests" / "python")])}
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    folders = [str(OVERLAY), str(PROJECT / "tests" / "python"), *given]
+    python = {"PYTHONPATH": os.pathsep.join(folders)}
     gpu_tests = sorted(str(path) for path in (PROJECT / "tests" / "python").glob("test_cuda*.py"))
     cpp_report, python_report = LOGS / "cpp.xml", LOGS / "python.xml"
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"

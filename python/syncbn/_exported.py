@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from . import _training
+from . import _cuda, _training
 from ._groups import Sharing
 from ._layer import Layer
 from ._ops import _normalized, _parameter_gradients, ops
@@ -55,6 +55,8 @@ def training_step(x, weight, bias, residual, mask, counter, layer, peers, segmen
     "(Tensor y, Tensor mean, Tensor var, Tensor rstd, Tensor info, Tensor activation_mask)",
 )
 def _training_step(x, weight, bias, residual, mask, counter, *constants):
+    if x.is_cuda:
+        _cuda.load()  # a program that was loaded from a file may be the first to need it
     layer = _layer(*constants)
     ctx = SimpleNamespace(mark_non_differentiable=lambda *_: None)
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)

@@ -23,7 +23,7 @@ from support import (
     rough_samples,
     to_tensor,
 )
-from syncbn import _build, _cuda
+from syncbn import _build, _cuda, doctor
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -298,4 +298,4 @@ def test_doctor_and_report_name_cuda():
     layer(torch.randn(4, 3, device="cuda"))
     (row,) = syncbn.report(layer)
     assert row.kernels == "cuda" and row.count == 4
-    assert syncbn.doctor.facts()["CUDA library"].startswith("active: ")
+    assert doctor.facts()["CUDA library"].startswith("active: ")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import cuda_cases
+from syncbn import _groups
 from test_distributed import _free_port
 
 CASES = {name: case for name, case in vars(cuda_cases).items() if name.startswith("case_")}
@@ -21,6 +22,7 @@ WORLD = 2
 
 def _rank_main(rank: int, backend: str, port: int, folder: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    _groups.DEFAULT_TIMEOUT = 20.0
     if torch.cuda.device_count() < WORLD:
         os.environ["NCCL_HOSTID"] = f"host{rank}"  # else NCCL refuses two ranks on one GPU
     torch.cuda.set_device(rank % torch.cuda.device_count())
