@@ -151,8 +151,8 @@ def recovery_bound(
     underflow = info.smallest_normal * info.eps / 2 / min(1.0, negative_slope)
     if x.shape[1] == 0:
         return 0.0
-    shift = x.new_zeros(1) if bias is None else bias.detach().double().abs()
-    scale = x.new_ones(1) if weight is None else weight.detach().double().abs()
+    shift = x.new_zeros(1, dtype=torch.float64) if bias is None else bias.detach().double().abs()
+    scale = x.new_ones(1, dtype=torch.float64) if weight is None else weight.detach().double().abs()
     bound = factor * (1 + shift / scale) + underflow / scale
     # Below this the scale, a weight by 1 / deviation, and its reciprocal may leave binary32.
     return float(bound.masked_fill(scale < 2.0**-40, math.inf).max())
