@@ -1,6 +1,6 @@
 // Latency of one all-reduce between the ranks of a node: threads, and processes with shared memory.
 //
-// bench_exchange [rounds]     (default 3000; a tenth of them first, to warm up)
+// bench_exchange [--rounds=3000] [--json=FILE]     (a tenth of the rounds first, to warm up)
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,7 +13,9 @@
 #include <cstring>
 #include <new>
 #include <span>
+#include <string>
 #include <syncbn/communicator.hpp>
+#include <syncbn/passes.hpp>
 #include <syncbn/shared_memory.hpp>
 #include <thread>
 #include <vector>
@@ -21,11 +23,10 @@
 namespace {
 
 constexpr int kMaxRanks = 8;
-/// The messages of 64, 512 and 2048 channels of float32, and 16 KiB.
-constexpr std::size_t kLengths[] = {4 + 64 * 19, 2048, 4 + 512 * 19, 4 + 2048 * 19};
+constexpr std::int64_t kChannels[] = {64, 512, 2048};
 
 struct Times {
-  double median;
+  double quartiles[3];
   double p99;
 };
 
@@ -41,7 +42,8 @@ Times measure(syncbn::Communicator& communicator, std::size_t length, int rounds
     }
   }
   std::sort(times.begin(), times.end());
-  return {times[times.size() / 2], times[times.size() * 99 / 100]};
+  const auto at = [&](std::size_t percent) { return times[times.size() * percent / 100]; };
+  return {{at(25), at(50), at(75)}, at(99)};
 }
 
 Times measure_threads(int ranks, std::size_t length, int rounds) {
@@ -103,21 +105,56 @@ Times measure_processes(int ranks, std::size_t length, int rounds) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  const int rounds = count > 1 ? static_cast<int>(std::strtol(arguments[1], nullptr, 10)) : 3000;
+  int rounds = 3000;
+  std::string path;
+  for (int i = 1; i < count; ++i) {
+    const std::string argument = arguments[i];
+    const std::string value = argument.substr(argument.find('=') + 1);
+    if (argument.starts_with("--rounds=")) {
+      rounds = static_cast<int>(std::strtol(value.c_str(), nullptr, 10));
+    } else if (argument.starts_with("--json=")) {
+      path = value;
+    } else {
+      std::fprintf(stderr, "got %s, expected --rounds= or --json=\n", argument.c_str());
+      return 2;
+    }
+  }
   if (rounds < 1) {
-    std::fprintf(stderr, "rounds: got %s, expected at least 1\n", arguments[1]);
+    std::fprintf(stderr, "--rounds: got %d, expected at least 1\n", rounds);
     return 2;
   }
-  std::printf("%u processors; microseconds, median / 99th percentile\n",
+  std::string rows;
+  std::printf("%u processors; microseconds, median [quartiles], 99th percentile\n",
               std::thread::hardware_concurrency());
-  std::printf("ranks    words       KB  %20s  %20s\n", "threads", "shared memory");
+  std::printf("ranks channels       KB  engine\n");
   for (const int ranks : {2, 4}) {
-    for (const std::size_t length : kLengths) {
-      const Times threads = measure_threads(ranks, length, rounds);
-      const Times processes = measure_processes(ranks, length, rounds);
-      std::printf("%5d  %7zu  %7.1f  %9.1f / %8.1f  %9.1f / %8.1f\n", ranks, length,
-                  static_cast<double>(length) * 8e-3, threads.median, threads.p99, processes.median,
-                  processes.p99);
+    for (const std::int64_t channels : kChannels) {
+      const auto length =
+          static_cast<std::size_t>(syncbn::message_words(syncbn::DType::kFloat32, channels));
+      for (const bool processes : {false, true}) {
+        const Times t = (processes ? measure_processes : measure_threads)(ranks, length, rounds);
+        const char* engine = processes ? "shared memory" : "threads";
+        const double* q = t.quartiles;
+        std::printf("%5d %8d  %7.1f  %-14s %8.1f  [%.1f, %.1f]  %.1f\n", ranks,
+                    static_cast<int>(channels), static_cast<double>(length) * 8e-3, engine, q[1],
+                    q[0], q[2], t.p99);
+        char row[256];
+        std::snprintf(row, sizeof(row),
+                      "%s\n {\"engine\": \"%s\", \"ranks\": %d, \"channels\": %d, \"bytes\": %zu, "
+                      "\"microseconds\": [%.2f, %.2f, %.2f], \"p99\": %.2f}",
+                      rows.empty() ? "" : ",", engine, ranks, static_cast<int>(channels),
+                      8 * length, q[0], q[1], q[2], t.p99);
+        rows += row;
+      }
     }
+  }
+  if (!path.empty()) {
+    std::FILE* json = std::fopen(path.c_str(), "w");
+    if (json == nullptr) {
+      std::fprintf(stderr, "--json: cannot write %s\n", path.c_str());
+      return 2;
+    }
+    std::fprintf(json, "[%s\n]\n", rows.c_str());
+    std::fclose(json);
   }
 }

@@ -12,8 +12,10 @@ function is called, in an NCCL group of one rank. Ours exchanges nothing there.
 """
 
 import argparse
+import datetime
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +40,7 @@ SHAPES = {
     "DeepLab": [(8, 256, 129, 129), (8, 256, 33, 33), (8, 2048, 33, 33)],
 }
 SYNC = "SyncBatchNorm"
+DIRECTIONS = ("forward", "backward")
 
 
 class OneRankSyncBatchNorm(nn.BatchNorm2d):
@@ -97,6 +100,7 @@ class Timer:
 
 
 def measure(shape, dtype, layout: str, rounds: int, sync: bool) -> dict[str, list[float]]:
+    """Microseconds of each round, by candidate and direction."""
     memory_format = torch.channels_last if layout == "channels-last" else torch.contiguous_format
     x = torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=memory_format)
     x.requires_grad_()
@@ -116,13 +120,17 @@ def measure(shape, dtype, layout: str, rounds: int, sync: bool) -> dict[str, lis
     return timer.microseconds(warm_up)
 
 
-def one_rank_group() -> bool:
-    """For torch.nn.SyncBatchNorm; False without NCCL, which then is not measured."""
-    if not dist.is_nccl_available():
-        return False
-    store = dist.FileStore(tempfile.mkstemp()[1], 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    return True
+def one_rank_group() -> str:
+    """For torch.nn.SyncBatchNorm. Why it cannot be measured, or nothing."""
+    try:
+        store = dist.FileStore(tempfile.mkstemp()[1], 1)
+        limit = datetime.timedelta(seconds=30)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=limit)
+        dist.all_reduce(torch.zeros(1, device="cuda"))  # the first exchange is what connects
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def quartiles(values: list[float]) -> list[float]:
@@ -139,11 +147,20 @@ def ratios(times: dict[str, list[float]]) -> dict[str, list[float]]:
     }
 
 
+def figures(times: dict[str, list[float]]) -> dict[str, dict[str, list[float] | None]]:
+    """Quartiles; None for what was not measured."""
+    absent = {f"{SYNC} {d}": None for d in DIRECTIONS if f"{SYNC} {d}" not in times}
+    return {
+        "microseconds": {name: quartiles(v) for name, v in times.items()} | absent,
+        "other / syncbn": ratios(times) | absent,
+    }
+
+
 def line(network, shape, dtype, layout, times) -> str:
     median = {name: statistics.median(values) for name, values in times.items()}
     faster = ratios(times)
     text = f"{network:9} {shape!s:21} {dtype:8} {layout:13} {median['copy']:7.0f}"
-    for direction in ("forward", "backward"):
+    for direction in DIRECTIONS:
         text += f" | {median[f'syncbn {direction}']:7.0f}"
         for other in (f"BatchNorm2d {direction}", f"{SYNC} {direction}"):
             if other not in faster:
@@ -154,14 +171,17 @@ def line(network, shape, dtype, layout, times) -> str:
     return text
 
 
-def main() -> None:
+def main() -> int:
+    """0; 1 if a layer could not be measured for another reason than its size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write quartiles there")
+    parser.add_argument("--json", type=Path, help="write quartiles there, layer by layer")
     arguments = parser.parse_args()
 
-    sync = one_rank_group()
+    no_sync = one_rank_group()
+    if no_sync:
+        print(f"torch.nn.{SYNC} is not measured: {no_sync}")
     print(
         f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, syncbn {syncbn.__version__}"
     )
@@ -170,26 +190,33 @@ def main() -> None:
         f"{'':9} {'shape':21} {'dtype':8} {'layout':13} {'copy':>7}"
         + "".join(
             f" | {'syncbn':>7} {'BatchNorm2d':>13} {'':11} {SYNC:>13} {'':11} ({direction})"
-            for direction in ("forward", "backward")
+            for direction in DIRECTIONS
         )
     )
-    lines = []
+    results = {"not measured": {SYNC: no_sync} if no_sync else {}, "layers": []}
+    failed = False
     for dtype in arguments.dtype:
-        for network, shapes in SHAPES.items():
-            for shape in shapes:
-                for layout in ("contiguous", "channels-last"):
-                    times = measure(shape, getattr(torch, dtype), layout, arguments.rounds, sync)
-                    lines.append(
-                        {"network": network, "shape": shape, "dtype": dtype, "layout": layout}
-                        | {"microseconds": {name: quartiles(v) for name, v in times.items()}}
-                        | {"other / syncbn": ratios(times)}
-                    )
+        for network, shape in [(n, shape) for n, shapes in SHAPES.items() for shape in shapes]:
+            for layout in ("contiguous", "channels-last"):
+                layer = {"network": network, "shape": shape, "dtype": dtype, "layout": layout}
+                options = (shape, getattr(torch, dtype), layout, arguments.rounds, not no_sync)
+                try:
+                    times = measure(*options)
+                except Exception as error:  # no reason to lose the other layers
+                    problem = f"{type(error).__name__}: {error}"
+                    failed |= not isinstance(error, torch.OutOfMemoryError)
+                    layer |= {"microseconds": None, "other / syncbn": None, "problem": problem}
+                    print(f"{network:9} {shape!s:21} {dtype:8} {layout:13} {problem}", flush=True)
+                else:
+                    layer |= figures(times)
                     print(line(network, shape, dtype, layout, times), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(lines) + "\n")
-    if sync:
+                results["layers"].append(layer)
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(results) + "\n")
+    if not no_sync:
         dist.destroy_process_group()
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,148 +1,143 @@
 """Forward and backward of one layer on one rank, against PyTorch's own batch norm and a copy.
 
-All three run in turn within each round, so that they meet the same machine; medians and quartiles
-over the rounds. Outputs are fresh memory for both layers, as PyTorch allocates them; the copy of
-the input is measured into reused and into fresh memory. Results are compared before they are timed.
+All run in turn within each round, so that they meet the same machine; medians and quartiles over
+the rounds. Results are compared before they are timed. Both kinds of memory are forced on the C
+library's allocator, which otherwise mixes them: "reused" outputs lie where earlier ones lay,
+"fresh" outputs in pages that the system has to hand out first.
+
+oneDNN is what PyTorch calls for 4-D tensors in oneDNN's own layout (x.to_mkldnn()), which a network
+has between oneDNN's convolutions; changing layouts is not timed. PyTorch's batch norm for plain
+tensors does not use oneDNN.
 """
 
 import argparse
-import json
-import platform
-import statistics
+import ctypes
+import itertools
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+import common
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import syncbn
 
-SHAPES = (
-    (8, 64, 56, 56),
-    (2, 256, 128, 128),
-    (16, 512, 14, 14),
-    (32, 2048, 7, 7),
-    (4096, 2048),
-    (64, 2048),
-)
+#: glibc's mallopt: allocations from 64 KiB on are mapped and unmapped, or none is, nor given back.
+TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
+#: In this order: what the heap was given once would serve "fresh" allocations too.
+MEMORY = {
+    "fresh": {MMAP_MAX: 2**16, MMAP_THRESHOLD: 2**16},
+    "reused": {MMAP_MAX: 0, TRIM_THRESHOLD: 2**31 - 1},
+}
 
 
-def timed(function: Callable[[], object]) -> tuple[float, object]:
-    """Milliseconds, and the result (kept alive while the next one is measured)."""
-    start = time.perf_counter()
-    result = function()
-    return (time.perf_counter() - start) * 1e3, result
+def use_memory(kind: str) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        raise SystemExit("the C library has no mallopt: it must be glibc")
+    for option, value in MEMORY[kind].items():
+        if mallopt(option, value) != 1:
+            raise SystemExit(f"mallopt refused {option} = {value}")
 
 
-def make(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
-    memory_format = torch.channels_last if layout == "channels-last" else torch.contiguous_format
-    x = torch.randn(shape).to(dtype).to(memory_format=memory_format)
-    return x.requires_grad_(), torch.randn_like(x)
+def to_onednn(x: Tensor) -> Tensor:
+    return x.detach().to_mkldnn(x.dtype) if x.dtype != torch.float32 else x.detach().to_mkldnn()
 
 
-def check(ours: nn.Module, plain: nn.Module, x: Tensor, dy: Tensor) -> None:
-    """Both within the output's rounding and PyTorch's error in float32 (about 1e-4 here)."""
-    scale = 4 * torch.finfo(x.dtype).eps + 1e-4
-    for a, b in zip(step(ours, x, dy), step(plain, x, dy), strict=True):
-        torch.testing.assert_close(a, b, rtol=scale, atol=scale * float(b.detach().abs().max()))
+def has_onednn(x: Tensor) -> bool:
+    if x.dim() != 4 or not torch.backends.mkldnn.is_available():
+        return False
+    return x.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def step(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-    y = layer(x)
-    return [y, *torch.autograd.grad(y, [x, layer.weight, layer.bias], dy)]
+def candidates(x: Tensor, dy: Tensor) -> dict[str, tuple[torch.nn.Module, Tensor, Tensor]]:
+    """A layer with its x and dy, by name; all give the same results."""
+    shape = tuple(x.shape)
+    found = {
+        "syncbn": (syncbn.SyncBatchNorm(shape[1]), x, dy),
+        "PyTorch": (common.plain_layer(shape), x, dy),
+    }
+    if has_onednn(x):
+        own = to_onednn(x).requires_grad_(), to_onednn(dy)
+        found["oneDNN"] = (common.plain_layer(shape), *own)
+    expected = common.step(*found["PyTorch"])
+    for name in found.keys() - {"PyTorch"}:
+        results = common.step(*found[name])
+        common.check_close([r.to_dense() if r.is_mkldnn else r for r in results], expected)
+    return found
 
 
-def measure(shape, dtype, layout, rounds) -> dict[str, list[float]]:
-    x, dy = make(shape, dtype, layout)
-    ours = syncbn.SyncBatchNorm(shape[1])
-    plain = (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(shape[1])
-    check(ours, plain, x, dy)
-    reused = torch.empty_like(x).detach()
+def measure(x: Tensor, dy: Tensor, seconds: float, least: int) -> list[dict]:
+    layers = candidates(x, dy)
     source = x.detach()
-    times: dict[str, list[float]] = {}
+    target = torch.empty_like(source)
 
-    def record(name: str, function: Callable[[], object]) -> object:
-        milliseconds, result = timed(function)
-        times.setdefault(name, []).append(milliseconds)
-        return result
-
-    for _ in range(rounds):
-        record("copy", lambda: reused.copy_(source))
-        record("copy, fresh", lambda: torch.empty_like(source).copy_(source))
-        for name, layer in (("syncbn", ours), ("PyTorch", plain)):
-            y = record(f"{name} forward", lambda layer=layer: layer(x))
-            parameters = [x, layer.weight, layer.bias]
-            record(f"{name} backward", lambda y=y, p=parameters: torch.autograd.grad(y, p, dy))
+    def play(clock: common.Clock) -> None:
+        clock("copy", target.copy_, source)
+        clock("copy to new memory", lambda: torch.empty_like(source).copy_(source))
+        for name, (layer, its_x, its_dy) in layers.items():
+            y = clock(f"{name} forward", layer, its_x)
+            inputs = [its_x, layer.weight, layer.bias]
+            clock(f"{name} backward", torch.autograd.grad, y, inputs, its_dy)
             del y
-    return {name: values[2:] for name, values in times.items()}
+
+    start = time.perf_counter()
+    play(common.Clock())
+    clock = common.Clock()
+    for _ in range(common.rounds_for(seconds, time.perf_counter() - start, least, 60)):
+        play(clock)
+    base_of = {
+        f"{name} {direction}": f"PyTorch {direction}"
+        for name in layers
+        for direction in ("forward", "backward")
+    }
+    return common.summarize(clock.times, base_of)
+
+
+def line(place: dict, rows: list[dict]) -> str:
+    of = {row["variant"]: row for row in rows}
+    words = [f"{place['shape']:14} {place['dtype']:9}{place['layout']:13}"]
+    words.append(f"{of['copy to new memory']['milliseconds'][1]:7.2f}")
+    for direction in ("forward", "backward"):
+        ours = of[f"syncbn {direction}"]
+        low, middle, high = ours["speedup"]
+        words.append(f"| {ours['milliseconds'][1]:8.2f}")
+        for other in ("PyTorch", "oneDNN"):
+            row = of.get(f"{other} {direction}")
+            words.append(f"{row['milliseconds'][1]:8.2f}" if row else f"{'-':>8}")
+        words.append(f" {middle:.2f} [{low:.2f}, {high:.2f}]")
+    return " ".join(words)
+
+
+HEADING = """Medians in ms; [quartiles] of PyTorch's time / syncbn's: above 1, syncbn is faster.
+shape          dtype    layout          copy | forward:        PyTorch   oneDNN\
+  speed-up           | backward:       PyTorch   oneDNN  speed-up"""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()])
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--seconds", type=float, default=2.0, help="per line, about")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", type=common.parse_shape, default=common.SHAPES)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seconds", type=float, default=1.0, help="per line, about")
+    parser.add_argument("--rounds", type=int, default=5, help="per line, at least")
     parser.add_argument("--json", type=Path, help="write all figures there")
     arguments = parser.parse_args()
 
     lines = []
-    print(
-        f"PyTorch {torch.__version__}, syncbn {syncbn.__version__} ({syncbn.cpu_instruction_set()})"
-    )
-    print("Medians in ms; [quartiles] of the ratio PyTorch / syncbn: above 1, syncbn is faster.")
-    for threads in dict.fromkeys(arguments.threads):
-        torch.set_num_threads(threads)
-        print(f"\n{threads} thread{'s' if threads > 1 else ''}")
-        columns = f"{'syncbn':>7} {'PyTorch':>8}  ratio"
-        print(
-            f"{'shape':20} {'dtype':9} {'layout':14}{'copy':>7} {'fresh':>7}"
-            f" | forward: {columns}         | backward: {columns}"
-        )
-        for dtype in arguments.dtype:
-            for shape in SHAPES:
-                for layout in ("contiguous", "channels-last")[: 1 + (len(shape) == 4)]:
-                    one = measure(shape, getattr(torch, dtype), layout, 3)
-                    per_round = sum(v[0] for v in one.values()) / 1e3
-                    rounds = max(9, min(60, int(arguments.seconds / per_round)))
-                    times = measure(shape, getattr(torch, dtype), layout, rounds)
-                    lines.append(
-                        {"threads": threads, "shape": shape, "dtype": dtype, "layout": layout}
-                        | {"milliseconds": times}
-                    )
-                    print(line(shape, dtype, layout, times), flush=True)
-    if arguments.json:
-        machine = {
-            "processor": processor(),
-            "platform": platform.platform(),
-            "torch": torch.__version__,
-            "syncbn": syncbn.__version__,
-            "instruction set": syncbn.cpu_instruction_set(),
-        }
-        arguments.json.write_text(json.dumps({"machine": machine, "lines": lines}) + "\n")
-
-
-def processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
-    return next((n.split(":")[1].strip() for n in text.splitlines() if "model name" in n), "")
-
-
-def line(shape, dtype, layout, times) -> str:
-    median = {name: statistics.median(values) for name, values in times.items()}
-    text = (
-        f"{str(shape):20} {dtype:9} {layout:14}{median['copy']:7.2f} {median['copy, fresh']:7.2f}"
-    )
-    for direction, width in (("forward", 9), ("backward", 10)):
-        ours, plain = times[f"syncbn {direction}"], times[f"PyTorch {direction}"]
-        low, middle, high = statistics.quantiles([b / a for a, b in zip(ours, plain, strict=True)])
-        text += (
-            f" | {'':{width - 2}}{median[f'syncbn {direction}']:8.2f} "
-            f"{median[f'PyTorch {direction}']:8.2f}  {middle:.2f} [{low:.2f}, {high:.2f}]"
-        )
-    return text
+    for memory in MEMORY:
+        use_memory(memory)
+        for threads in dict.fromkeys(arguments.threads):
+            torch.set_num_threads(threads)
+            print(f"\nthreads: {threads}, {memory} memory. {HEADING}")
+            for shape, dtype in itertools.product(arguments.shapes, ("float32", "bfloat16")):
+                for layout in common.layouts_of(shape):
+                    x, dy = common.make(shape, getattr(torch, dtype), layout)
+                    place = {"memory": memory, "threads": threads}
+                    place |= {"shape": common.text_of(shape), "dtype": dtype, "layout": layout}
+                    rows = measure(x, dy, arguments.seconds, arguments.rounds)
+                    lines += [place | row for row in rows]
+                    print(line(place, rows), flush=True)
+    common.write_json(arguments.json, lines)
 
 
 if __name__ == "__main__":

@@ -1,125 +1,100 @@
-"""What synchronizing costs: one layer's exchange, and a training step of the demo's network.
+"""What synchronizing costs in a training step under DistributedDataParallel.
 
-python benchmarks/bench_step.py [--ranks 2] [--rounds 40]
+python benchmarks/bench_step.py [--ranks 2] [--seconds 3]
 
-Ranks are processes of one thread each. Variants take turns within each round, so that other
-programs on the machine touch all of them; medians and quartiles over the rounds.
+Networks: the demo's (12 batch norms, 64 x 64 pictures) and ResNet-20 (19, 32 x 32). Ranks are
+processes of one thread each. Variants take turns within each round, so that other programs on the
+machine touch all of them; medians and quartiles over the rounds.
 """
 
 import argparse
-import pathlib
-import statistics
 import sys
-import tempfile
-import time
+from pathlib import Path
 
+import common
+import processes
+import recipe
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from resnet20 import build_resnet20
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "segmentation"))
+sys.path.append(str(common.FOLDER.parent / "examples" / "segmentation"))
 from network import build_network
 
-
-def time_all(variants: dict, rounds: int, inner: int) -> dict:
-    """Microseconds per call of each variant: (median, lower quartile, upper quartile)."""
-    times = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, call in variants.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(inner):
-                call()
-            times[name].append(1e6 * (time.perf_counter() - start) / inner)
-    return {
-        name: (statistics.median(t), *statistics.quantiles(t, n=4)[::2])
-        for name, t in times.items()
-    }
+PLAIN = "BatchNorm2d, not synchronized"
+VARIANTS = {
+    PLAIN: lambda model: model,
+    "recipe, Gloo": recipe.convert,
+    "syncbn, not synchronized": lambda m: syncbn.convert_sync_batchnorm(m, sync=False),
+    "syncbn, Gloo": lambda m: syncbn.convert_sync_batchnorm(m, engine="process_group"),
+    "syncbn, shared memory": syncbn.convert_sync_batchnorm,
+}
+#: How a network is made, and the size of its pictures.
+NETWORKS = {"demo": (lambda: build_network(11, 0), 64), "ResNet-20": (build_resnet20, 32)}
+#: Batches a rank.
+BATCHES = {"demo": [1, 4, 8], "ResNet-20": [8, 32]}
 
 
-def layer_variants(channels: int) -> dict:
-    layers = {
-        "sync=False": syncbn.SyncBatchNorm(channels, sync=False),
-        "shared memory": syncbn.SyncBatchNorm(channels),
-        "gloo": syncbn.SyncBatchNorm(channels, engine="process_group"),
-    }
-    x = torch.randn(8, channels, 4, 4, requires_grad=True)
-    variants = {}
-    for name, layer in layers.items():
+class Trainer:
+    def __init__(self, model: nn.Module, pictures: torch.Tensor):
+        self.model = DistributedDataParallel(model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.pictures = pictures
 
-        def forward(layer=layer):
-            with torch.no_grad():
-                layer(x)
-
-        def both(layer=layer):
-            layer(x).backward(x)
-
-        variants[f"{name}, forward"] = forward
-        variants[f"{name}, forward and backward"] = both
-    return variants
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.pictures).square().mean().backward()
+        self.optimizer.step()
 
 
-def step_variants(batch: int) -> dict:
-    variants = {}
-    for name, convert in (
-        ("plain BatchNorm2d", lambda m: m),
-        ("sync=False", lambda m: syncbn.convert_sync_batchnorm(m, sync=False)),
-        ("shared memory", syncbn.convert_sync_batchnorm),
-        ("gloo", lambda m: syncbn.convert_sync_batchnorm(m, engine="process_group")),
-    ):
-        torch.manual_seed(0)
-        model = DistributedDataParallel(convert(build_network(11, 0)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        pictures = torch.randn(batch, 3, 64, 64)
+def measure_steps(batches: dict[str, list[int]], seconds: float, least: int) -> list[dict]:
+    rows = []
+    for network, batch in [(n, b) for n, all_of_it in batches.items() for b in all_of_it]:
+        build, size = NETWORKS[network]
+        pictures = torch.randn(batch, 3, size, size)
+        trainers = {}
+        for name, convert in VARIANTS.items():
+            torch.manual_seed(0)
+            trainers[name] = Trainer(convert(build()), pictures)
 
-        def step(model=model, optimizer=optimizer, pictures=pictures):
-            optimizer.zero_grad()
-            model(pictures).square().mean().backward()
-            optimizer.step()
+        def play(clock: common.Clock, trainers=trainers) -> None:
+            for name, trainer in trainers.items():
+                dist.barrier()
+                clock(name, trainer.step)
 
-        variants[name] = step
-    return variants
+        times = processes.in_turns(play, seconds, least)
+        found = common.summarize(times, dict.fromkeys(VARIANTS, PLAIN))
+        rows += [{"network": network, "batch": batch} | row for row in found]
+    return rows
 
 
-def _rank(rank: int, ranks: int, rounds: int, folder: str, only_steps: bool) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
-    )
-    for channels in () if only_steps else (64, 512, 2048):
-        found = time_all(layer_variants(channels), rounds, 20)
-        if rank == 0:
-            print(f"\n{ranks} ranks, one layer, (8, {channels}, 4, 4) a rank: microseconds")
-            for name, (median, low, high) in found.items():
-                print(f"{name:38} {median:8.0f}  [{low:.0f}, {high:.0f}]")
-    for batch in (1, 4, 8):
-        found = time_all(step_variants(batch), rounds, 1)
-        if rank == 0:
-            print(f"\n{ranks} ranks, a step of the demo's network, {batch} pictures a rank: ms")
-            plain = found["plain BatchNorm2d"][0]
-            for name, (median, low, high) in found.items():
-                print(
-                    f"{name:38} {median / 1e3:8.1f}  [{low / 1e3:.1f}, {high / 1e3:.1f}]"
-                    f"  {100 * (median / plain - 1):+.0f} %"
-                )
-    dist.destroy_process_group()
+def table(rows: list[dict]) -> str:
+    lines = []
+    title = None
+    for row in rows:
+        if (row["network"], row["batch"]) != title:
+            title = row["network"], row["batch"]
+            lines.append(f"\nranks: {row['ranks']}, {title[0]}, batch {title[1]} a rank: ms a step")
+        low, median, high = row["milliseconds"]
+        more = 100 * (1 / row["speedup"][1] - 1)
+        lines.append(f"{row['variant']:38}{median:9.1f} [{low:.1f}, {high:.1f}]  {more:+.0f} %")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--only-steps", action="store_true", help="leave the single layers out")
+    parser.add_argument("--seconds", type=float, default=3.0, help="per network and batch, about")
+    parser.add_argument("--json", type=Path, help="write all figures there")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(
-            _rank,
-            (arguments.ranks, arguments.rounds, folder, arguments.only_steps),
-            nprocs=arguments.ranks,
-        )
+    options = {"batches": BATCHES, "seconds": arguments.seconds, "least": 9}
+    rows = processes.run(arguments.ranks, [(measure_steps, options)])
+    print(table(rows))
+    common.write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

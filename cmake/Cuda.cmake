@@ -1,21 +1,37 @@
-# What SYNCBN_CUDA comes to: SYNCBN_WITH_CUDA says whether the kernels are built.
+# What SYNCBN_CUDA comes to: SYNCBN_WITH_CUDA says whether the kernels are built. AUTO: where nvcc is
+# found; in a wheel, where only PyTorch calls them, if that is for nvcc's major version of CUDA, and
+# nvcc knows the architectures below (12.8).
 set(SYNCBN_WITH_CUDA OFF)
 # Turing, Ampere, Hopper, and both kinds of Blackwell; these also as PTX, for what comes.
 set(SYNCBN_CUDA_ARCHITECTURES "75-real;80-real;90-real;100;120" CACHE STRING
   "GPU architectures to build kernels for, as CMAKE_CUDA_ARCHITECTURES takes them")
 
+set(reason "nvcc was not found")
 if(SYNCBN_CUDA)
   find_program(SYNCBN_NVCC nvcc
     HINTS ENV CUDACXX ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
   if(SYNCBN_NVCC)
     set(SYNCBN_WITH_CUDA ON)
+    if(SKBUILD AND SYNCBN_CUDA STREQUAL "AUTO")
+      execute_process(COMMAND ${SYNCBN_NVCC} --version OUTPUT_VARIABLE nvcc_version)
+      string(REGEX REPLACE ".*release ([0-9.]+).*" "\\1" nvcc_version "${nvcc_version}")
+      string(REGEX MATCH "^[0-9]+\\." nvcc_major "${nvcc_version}")
+      string(FIND "${TorchStable_CUDA_VERSION}" "${nvcc_major}" at)
+      if(NOT at EQUAL 0 OR nvcc_version VERSION_LESS 12.8)
+        set(SYNCBN_WITH_CUDA OFF)
+        set(reason "nvcc is of CUDA ${nvcc_version}, PyTorch of '${TorchStable_CUDA_VERSION}'")
+      endif()
+    endif()
   elseif(NOT SYNCBN_CUDA STREQUAL "AUTO")
     message(FATAL_ERROR "SYNCBN_CUDA=${SYNCBN_CUDA}, but nvcc was not found: install the CUDA "
       "toolkit, put nvcc on PATH or set CUDA_HOME")
   endif()
 endif()
 if(NOT SYNCBN_WITH_CUDA)
-  message(STATUS "syncbn: CPU only (SYNCBN_CUDA=${SYNCBN_CUDA})")
+  if(NOT SYNCBN_CUDA)
+    set(reason "as asked")
+  endif()
+  message(STATUS "syncbn: CPU only (SYNCBN_CUDA=${SYNCBN_CUDA}: ${reason})")
   return()
 endif()
 
@@ -46,6 +62,8 @@ function(syncbn_cuda_options target)
       --expt-relaxed-constexpr  # std::numeric_limits in kernels
       -diag-suppress=554        # a conversion of a view to itself is never called
       -Xptxas=--warn-on-spills
+      # By default machine code is not compressed; with CUDA 12 the mode would want a newer driver.
+      $<IF:$<VERSION_GREATER_EQUAL:${CMAKE_CUDA_COMPILER_VERSION},13>,--compress-mode=size,-Xfatbin=-compress-all>
       -Xcompiler=${host_options}>
     $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${SYNCBN_WERROR}>>:-Werror=all-warnings>)
 endfunction()

@@ -17,7 +17,10 @@ def main() -> int:
     for build in builds:
         for entry in json.loads(Path(build, "compile_commands.json").read_text(encoding="utf-8")):
             file = Path(entry["directory"], entry["file"])
-            # Neither generated nor fetched files; in two builds the first counts.
+            # Neither generated nor fetched files, nor nvcc's, nor C, whose names are others; in two
+            # builds the first counts.
+            if file.suffix in (".cu", ".c"):
+                continue
             if file.is_relative_to(project) and not file.is_relative_to(project / "build"):
                 build_of.setdefault(file.relative_to(project), build)
 

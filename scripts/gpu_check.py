@@ -1,10 +1,10 @@
 """Builds, tests and measures everything that needs a GPU: `make gpu-check`.
 
-Needs no network: PyTorch with CUDA, CMake, Ninja, nvcc, GoogleTest and pytest are there already
-(GOOGLETEST=folder names GoogleTest's sources where it is not installed). Stages run in turn, each
-within its time and all within nine minutes; one that fails is recorded and the others still run.
-Writes one JSON into benchmarks/results, or into the folder that the variable OUT names, and prints
-a table. Exit codes: 0, 1 if a stage failed, 2 without a GPU.
+Needs no network: PyTorch with CUDA, CMake, Ninja, nvcc and pytest are there already, and for the
+C++ tests GoogleTest (GOOGLETEST=folder names its sources where it is not installed). Stages run in
+turn, each within its time and all within nine minutes; one that fails, or that cannot run here, is
+recorded and the others still run. Writes one JSON into benchmarks/results, or into the folder that
+the variable OUT names, and prints a table. Exit codes: 0, 1 if a stage failed, 2 without a GPU.
 """
 
 import argparse
@@ -31,20 +31,28 @@ LOGS = BUILD / "logs"
 OVERLAY = BUILD / "overlay"
 CUDA_TESTS = BUILD / "tests" / "cuda" / "syncbn_cuda_tests"
 
+SYSTEM = Path("/usr")
+PREFIXES = (Path(sys.prefix), SYSTEM / "local", SYSTEM)
 TOTAL_SECONDS = 540
+# Each of their processes is waited for by itself: tests/python/support.py, join().
+SEVERAL_PROCESSES = ("test_cuda_processes", "test_cuda_ranks")
+NO_GOOGLE_TEST = "not built: no GoogleTest (GOOGLETEST=folder names its sources)"
 SANITIZED = "CudaBatchNorm.FewRandomStepsExact:CudaBatchNorm.Disagreement*"
 
 
 @dataclass
 class Stage:
     """Commands that run in turn. `after` runs when all succeeded: its text is the summary, and what
-    it raises a failure."""
+    it raises a failure. `skip` is asked first: why the stage cannot run here, or nothing. A failure
+    whose output has the text `unsupported` is such a reason, too."""
 
     name: str
-    seconds: int
+    seconds: float
     commands: list[list[str]]
     after: Callable[[], str] = lambda: ""
     environment: dict[str, str] = field(default_factory=dict)
+    skip: Callable[[], str] = lambda: ""
+    unsupported: str = ""
 
 
 def passed(report: Path) -> str:
@@ -78,16 +86,17 @@ def make_overlay() -> str:
     return f"{len(libraries)} libraries"
 
 
-def google_test() -> list[str] | None:
-    """CMake's arguments for it, or None where it is not."""
+def google_test() -> list[str]:
+    """CMake's arguments for it; empty where it is not. Headers alone are of no use."""
     if sources := os.environ.get("GOOGLETEST"):
         return [f"-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST={sources}"]
-    for folder in ("/usr/include", "/usr/local/include"):
-        if Path(folder, "gtest").is_dir():
-            return []
-    if Path("/usr/src/googletest/CMakeLists.txt").exists():
-        return ["-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=/usr/src/googletest"]
-    return None
+    for prefix in PREFIXES:
+        for folder in ("lib*/cmake/GTest", "lib/*/cmake/GTest"):
+            for config in prefix.glob(f"{folder}/GTestConfig.cmake"):
+                return [f"-DGTest_DIR={config.parent}"]
+    if (SYSTEM / "src" / "googletest" / "CMakeLists.txt").exists():
+        return [f"-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST={SYSTEM}/src/googletest"]
+    return []
 
 
 def nccl_root() -> list[str]:
@@ -99,55 +108,113 @@ def nccl_root() -> list[str]:
     return []
 
 
-def stages(architectures: str) -> list[Stage]:
-    cmake, ctest = (shutil.which(tool) or tool for tool in ("cmake", "ctest"))
-    gtest = google_test()
+def missing(path: Path, built_by: str) -> str:
+    return "" if path.exists() else f"not built: see {built_by!r}"
+
+
+def build_stages(architectures: str) -> list[Stage]:
+    """The libraries, and by themselves the C++ tests, which nothing else waits for."""
+    cmake = shutil.which("cmake") or "cmake"
     configure = [cmake, "-S", str(PROJECT), "-B", str(BUILD), "-G", "Ninja"]
     configure += ["-DCMAKE_BUILD_TYPE=Release", "-DSYNCBN_CUDA=ON", "-DSYNCBN_TORCH=ON"]
-    configure += [f"-DSYNCBN_CUDA_ARCHITECTURES={architectures}"]
-    configure += [f"-DPython3_EXECUTABLE={sys.executable}", *nccl_root(), *(gtest or [])]
-    configure += [f"-DSYNCBN_TESTS={'OFF' if gtest is None else 'ON'}"]
-    build = [cmake, "--build", str(BUILD), "--parallel"]
-    build += ["--target", "all" if gtest is None else "syncbn_gpu_check"]
+    configure += [f"-DSYNCBN_CUDA_ARCHITECTURES={architectures}", *nccl_root()]
+    configure += [f"-DPython3_EXECUTABLE={sys.executable}"]
+    build = [cmake, "--build", str(BUILD), "--parallel", "--target"]
+    libraries = [*build, "syncbn", "syncbn_torch_cpu", "syncbn_torch_cuda"]
+    # -k 0: the targets that can be built, where another cannot.
+    tests = [*build, "syncbn_gpu_check", "--", "-k", "0"]
+    gtest = google_test()
+    return [
+        Stage("build", 180, [[*configure, "-DSYNCBN_TESTS=OFF"], libraries], make_overlay),
+        Stage(
+            "C++ tests: build",
+            70,
+            [[*configure, "-DSYNCBN_TESTS=ON", *gtest], tests],
+            skip=lambda: "" if gtest else NO_GOOGLE_TEST,
+        ),
+    ]
 
+
+def cpp_stage() -> Stage:
+    ctest, report = shutil.which("ctest") or "ctest", LOGS / "cpp.xml"
+    command = [ctest, "--test-dir", str(BUILD), "-R", r"^gpu\.", "--no-tests=error", "-j4"]
+    command += ["--timeout", "40", "--output-on-failure", "--output-junit", str(report)]
+    return Stage("C++ tests", 70, [command], lambda: passed(report), skip=no_cpp_tests)
+
+
+def no_cpp_tests() -> str:
+    return missing(CUDA_TESTS, "C++ tests: build") if google_test() else NO_GOOGLE_TEST
+
+
+def python_environment() -> dict[str, str]:
     given = filter(None, [os.environ.get("PYTHONPATH")])
     folders = [str(OVERLAY), str(PROJECT / "tests" / "python"), *given]
-    python = {"PYTHONPATH": os.pathsep.join(folders)}
-    gpu_tests = sorted(str(path) for path in (PROJECT / "tests" / "python").glob("test_cuda*.py"))
-    cpp_report, python_report = LOGS / "cpp.xml", LOGS / "python.xml"
+    return {"PYTHONPATH": os.pathsep.join(folders)}
+
+
+def python_stage(name: str, seconds: int, files: list[Path]) -> Stage:
+    report = LOGS / f"python-{name.replace(' ', '-')}.xml"
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider"]
+    # Where a test hangs is in the log before the stage's time is over.
+    command += ["-o", f"faulthandler_timeout={seconds - 20}", f"--junitxml={report}"]
+    return Stage(
+        f"Python tests: {name}",
+        seconds,
+        [[*command, *map(str, files)]],
+        lambda: passed(report),
+        python_environment(),
+        no_python_package,
+    )
+
+
+def no_python_package() -> str:
+    return missing(OVERLAY / "syncbn" / "_build.py", "build")
+
+
+def figures() -> dict:
+    """What the benchmarks have written; where they did not end, what they had until then."""
+    try:
+        return json.loads((LOGS / "benchmarks.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def sanitizer_stage(tool: str) -> Stage:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    sanitized = [str(CUDA_TESTS), f"--gtest_filter={SANITIZED}"]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *gpu_tests]
+
+    def skip() -> str:
+        if not Path(sanitizer).exists():
+            return "compute-sanitizer is not installed"
+        return no_cpp_tests()
+
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "1"]
+    command += [str(CUDA_TESTS), f"--gtest_filter={SANITIZED}"]
+    return Stage(tool, 45, [command], skip=skip, unsupported="Device not supported")
+
+
+def stages(architectures: str) -> list[Stage]:
+    """Such that one that takes its whole time leaves some for the more important others."""
+    tests = sorted((PROJECT / "tests" / "python").glob("test_cuda*.py"))
+    several = [path for path in tests if path.stem in SEVERAL_PROCESSES]
+    one = [path for path in tests if path not in several]
+    build, build_cpp = build_stages(architectures)
     benchmark = [sys.executable, str(PROJECT / "benchmarks" / "bench_gpu.py")]
+    benchmark += ["--json", str(LOGS / "benchmarks.json")]
     return [
-        Stage("build", 270, [configure, build], make_overlay),
-        Stage(
-            "C++ tests",
-            90,
-            [
-                [ctest, "--test-dir", str(BUILD), "-R", r"^gpu\.", "--no-tests=error", "-j4"]
-                + ["--output-on-failure", "--output-junit", str(cpp_report)]
-            ],
-            lambda: passed(cpp_report),
-        ),
-        Stage(
-            "Python tests",
-            150,
-            [[*pytest, f"--junitxml={python_report}"]],
-            lambda: passed(python_report),
-            python,
-        ),
-        *(
-            Stage(tool, 45, [[sanitizer, "--tool", tool, "--error-exitcode", "1", *sanitized]])
-            for tool in ("memcheck", "racecheck", "synccheck")
-        ),
+        build,
+        python_stage("one process", 90, one),
+        build_cpp,
+        cpp_stage(),
         Stage(
             "benchmarks",
-            120,
-            [[*benchmark, "--json", str(LOGS / "benchmarks.json")]],
-            lambda: (LOGS / "benchmarks.json").stat().st_size and "written",
-            python,
+            100,
+            [benchmark],
+            lambda: f"{len(figures()['layers'])} layers",
+            python_environment(),
+            no_python_package,
         ),
+        python_stage("several processes", 200, several),
+        *map(sanitizer_stage, ("memcheck", "racecheck", "synccheck")),
     ]
 
 
@@ -172,15 +239,21 @@ def run(command: list[str], log, seconds: float, environment: dict[str, str]) ->
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:  # stuck in the driver: no signal ends it
+            return f"not done after {seconds:.0f} s, and cannot be ended"
         return f"not done after {seconds:.0f} s"
     return "" if code == 0 else f"exit code {code}"
 
 
 def run_stage(stage: Stage, deadline: float) -> dict[str, object]:
     """Runs the stage and tells how it went; never raises."""
+    if reason := stage.skip():
+        result = {"name": stage.name, "status": "skipped", "seconds": 0.0}
+        return {**result, "summary": reason, "log": ""}
     LOGS.mkdir(parents=True, exist_ok=True)
-    path = LOGS / f"{stage.name.replace(' ', '-').replace('+', 'p')}.log"
+    path = LOGS / f"{re.sub('[^A-Za-z0-9]+', '-', stage.name)}.log"
     start = time.monotonic()
     end = min(start + stage.seconds, deadline)
     problem, summary = "", ""
@@ -195,20 +268,22 @@ def run_stage(stage: Stage, deadline: float) -> dict[str, object]:
             summary = stage.after()
         except Exception as error:  # a missing or broken report is this stage's failure
             problem = f"{type(error).__name__}: {error}"
-    result = {
+    status = "failed" if problem else "ok"
+    output = path.read_text(errors="replace")
+    if problem and stage.unsupported and stage.unsupported in output:
+        status, problem = "skipped", stage.unsupported
+    return {
         "name": stage.name,
-        "ok": not problem,
+        "status": status,
         "seconds": round(time.monotonic() - start, 1),
         "summary": problem or summary,
+        "log": output[-6000:] if problem else "",
     }
-    if problem:
-        result["log"] = path.read_text(errors="replace")[-6000:]
-    return result
 
 
 def output_of(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip()
@@ -232,9 +307,10 @@ def versions(torch) -> dict[str, str]:
 
 
 def table(results: list[dict[str, object]]) -> str:
+    words = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
     width = max(len(str(result["name"])) for result in results)
     return "\n".join(
-        f"{result['name']!s:{width}}  {'ok' if result['ok'] else 'FAILED':6}"
+        f"{result['name']!s:{width}}  {words[str(result['status'])]:7}"
         f"  {result['seconds']:6.1f} s  {result['summary']}"
         for result in results
     )
@@ -246,8 +322,8 @@ def run_all(wanted: list[Stage], seconds: float) -> list[dict[str, object]]:
     for stage in wanted:
         results.append(run_stage(stage, deadline))
         print(table(results[-1:]), flush=True)
-        if "log" in results[-1]:
-            print(str(results[-1]["log"])[-2000:], flush=True)
+        if log := str(results[-1]["log"]):
+            print(log[-2000:], flush=True)
     return results
 
 
@@ -255,6 +331,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--dry-run", action="store_true", help="print the commands, run none")
     dry_run = parser.parse_args().dry_run
+    start = time.monotonic()
     if dry_run:
         for stage in stages("native"):
             print(f"{stage.name} (at most {stage.seconds} s)")
@@ -276,12 +353,12 @@ def main() -> int:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(torch),
     }
-    if google_test() is None:
-        print("gpu-check: no GoogleTest: the C++ tests fail; GOOGLETEST=folder names its sources")
-    results = run_all(stages("native"), TOTAL_SECONDS)
+    for path in (OVERLAY, LOGS):  # of an earlier run
+        shutil.rmtree(path, ignore_errors=True)
+    CUDA_TESTS.unlink(missing_ok=True)
+    results = run_all(stages("native"), TOTAL_SECONDS - (time.monotonic() - start))
     report["stages"] = results
-    figures = LOGS / "benchmarks.json"
-    report["benchmarks"] = json.loads(figures.read_text()) if results[-1]["ok"] else None
+    report["benchmarks"] = figures() or None
 
     folder = Path(os.environ.get("OUT") or PROJECT / "benchmarks" / "results")
     folder.mkdir(parents=True, exist_ok=True)
@@ -292,7 +369,7 @@ def main() -> int:
     if report["benchmarks"]:
         print((LOGS / "benchmarks.log").read_text())
     print(f"written: {path}")
-    return 0 if all(result["ok"] for result in results) else 1
+    return int(any(result["status"] == "failed" for result in results))
 
 
 if __name__ == "__main__":

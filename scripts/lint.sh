@@ -14,7 +14,7 @@ sources() {  # NUL-separated, also files that are not added yet
       if [[ -f $file ]]; then printf '%s\0' "$file"; fi
     done
 }
-all_cpp=('*.cpp' '*.hpp' '*.h' '*.cu' '*.cuh')
+all_cpp=('*.c' '*.cpp' '*.hpp' '*.h' '*.cu' '*.cuh')
 
 if [[ $mode == format ]]; then
   "$tools/ruff" check --quiet --fix-only .

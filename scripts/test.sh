@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Usage: scripts/test.sh VENV {cpp|python}...
 # Runs the tests that are already built, all of them even after a failure, and closes with counts.
-# Environment: ARGS (more arguments for pytest), JOBS (tests of ctest at a time).
+# Environment: ARGS (more arguments for pytest), JOBS (tests at a time; of pytest at most 4).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 venv=$1
 shift
+jobs=${JOBS:-$(nproc)}
 results=build/test-results
 rm -rf "$results"
 mkdir -p "$results"
@@ -14,12 +15,14 @@ mkdir -p "$results"
 for suite in "$@"; do
   case $suite in
     cpp)
-      "$venv/bin/ctest" --preset cpu --parallel "${JOBS:-$(nproc)}" \
+      "$venv/bin/ctest" --preset cpu --parallel "$jobs" \
         --output-junit "$PWD/$results/cpp.xml"
       ;;
     python)
+      # A file's tests share fixtures. Threads of one worker that wait do not take another's core.
       # shellcheck disable=SC2086 # several arguments
-      "$venv/bin/python" -m pytest --junitxml="$results/python.xml" ${ARGS:-}
+      OMP_WAIT_POLICY=passive "$venv/bin/python" -m pytest --numprocesses $((jobs < 4 ? jobs : 4)) \
+        --dist loadfile --durations 15 --junitxml="$results/python.xml" ${ARGS:-}
       ;;
   esac || failed=1
 done

@@ -225,7 +225,8 @@ void batch_norm_evaluate(const TensorView& x, const MaskView& mask, const Tensor
   if (!check_running(running_mean, running_var, true)) {
     const auto alone = self_communicator();
     BatchNormOptions local = options;
-    local.momentum = 0.0;  // nothing is updated
+    local.momentum = 0.0;                          // nothing is updated
+    local.statistics = Statistics::kReproducible;  // nothing is exchanged
     batch_norm_forward(x, mask, weight, bias, residual, y, {}, local, *alone, execution);
     return;
   }

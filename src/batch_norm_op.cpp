@@ -1,6 +1,5 @@
 #include "syncbn/batch_norm_op.hpp"
 
-#include <cmath>
 #include <string>
 
 #include "channel_values.hpp"
@@ -97,7 +96,7 @@ std::vector<double> updated(const TensorView& estimate, const std::vector<double
   if (batches > 0) {
     for (std::size_t c = 0; c < values.size(); ++c) {
       const double old = channel_value(estimate, static_cast<std::int64_t>(c));
-      values[c] = std::fma(1.0 - momentum, batch[c], momentum * old);
+      values[c] = running_update(old, batch[c], 1.0 - momentum);
     }
   }
   return values;

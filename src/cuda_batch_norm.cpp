@@ -7,6 +7,7 @@
 #include "checks.hpp"
 #include "layer_call.hpp"
 #include "syncbn/error.hpp"
+#include "syncbn/welford.hpp"
 
 // Checks, passes and exchange on a stream in their order; the arithmetic is in the kernels. This
 // file needs nothing of CUDA: the passes say so where they were not built.
@@ -28,9 +29,12 @@ struct Workspace {
   double* var = nullptr;
   double* rstd = nullptr;
   std::int64_t* info = nullptr;
+  std::span<std::int64_t> record;  ///< welford: of this rank, and those of all ranks
+  std::span<std::int64_t> records;
   std::int64_t words = 0;
 
-  Workspace(std::int64_t* memory, DType dtype, std::int64_t channels) {
+  /// ranks: those whose records are gathered; 0 without the welford mode.
+  Workspace(std::int64_t* memory, DType dtype, std::int64_t channels, int ranks = 0) {
     const auto take = [&](std::int64_t count) {
       std::int64_t* from = memory == nullptr ? nullptr : memory + words;
       words += count;
@@ -49,6 +53,11 @@ struct Workspace {
     var = take_doubles(channels);
     rstd = take_doubles(channels);
     info = take(kInfoWords);
+    if (ranks > 0) {
+      const std::int64_t of_one = kHeaderWords + welford_words(dtype, channels);
+      record = {take(of_one), size(of_one)};
+      records = {take(ranks * of_one), size(ranks * of_one)};
+    }
   }
 };
 
@@ -68,7 +77,7 @@ void check_on_cuda(const TensorView& x) {
 }
 
 void check_workspace(const std::int64_t* workspace) {
-  check_given("workspace", workspace, "batch_norm_workspace_words(x.dtype, C) words");
+  check_given("workspace", workspace, "the words of batch_norm_workspace_words");
 }
 
 /// A rank without samples has a mask of no bytes, which may be null.
@@ -85,12 +94,18 @@ void check_statistics(const BatchStatistics& statistics) {
   check_given("statistics.info", statistics.info, "kInfoWords words");
 }
 
+int gathered_ranks(Statistics statistics, int ranks) {
+  return statistics == Statistics::kWelford ? ranks : 0;
+}
+
 bool activated(const Activation& activation) { return activation.kind != ActivationKind::kNone; }
 
 }  // namespace
 
-std::int64_t batch_norm_workspace_words(DType dtype, std::int64_t channels) {
-  return Workspace(nullptr, dtype, channels).words;
+std::int64_t batch_norm_workspace_words(DType dtype, std::int64_t channels, Statistics statistics,
+                                        int ranks) {
+  check_ranks(ranks);
+  return Workspace(nullptr, dtype, channels, gathered_ranks(statistics, ranks)).words;
 }
 
 void batch_norm_forward(const TensorView& x, const MaskView& mask, const TensorView& weight,
@@ -99,9 +114,11 @@ void batch_norm_forward(const TensorView& x, const MaskView& mask, const TensorV
                         const BatchStatistics& statistics, const BatchNormOptions& options,
                         Communicator& communicator, std::int64_t* workspace, const Stream& stream) {
   const bool keeps_mask = activated(options.activation) && !residual.absent();
+  const bool welford = options.statistics == Statistics::kWelford;
+  const int ranks = communicator.size();
   before_exchange(communicator, [&] {
     check_forward(x, mask, weight, bias, residual, y, running.mean, running.var,
-                  running.num_batches_tracked, options, communicator.size());
+                  running.num_batches_tracked, options, ranks);
     check_on_cuda(x);
     check_workspace(workspace);
     check_statistics(statistics);
@@ -112,19 +129,26 @@ void batch_norm_forward(const TensorView& x, const MaskView& mask, const TensorV
       throw InvalidArgument("options.call: got " + std::to_string(options.call) +
                             ", expected 0 (on CUDA running.call counts the calls)");
     }
-    if (options.statistics != Statistics::kReproducible) {
-      throw InvalidArgument("options.statistics: got welford, expected reproducible (on CUDA)");
+    const Workspace w(workspace, x.dtype, x.sizes[1], gathered_ranks(options.statistics, ranks));
+    const ForwardCall call{layer_and_options(options, !residual.absent()), running.call,
+                           options.eps};
+    if (welford) {
+      local_welford(x, mask, call, w.record.data(), stream);
+    } else {
+      local_moments(x, mask, call, w.message.data(), w.sums, stream);
     }
-    const Workspace w(workspace, x.dtype, x.sizes[1]);
-    local_moments(x, mask,
-                  {layer_and_options(options, !residual.absent()), running.call, options.eps},
-                  w.message.data(), w.sums, stream);
   });
   const std::int64_t channels = x.sizes[1];
-  const Workspace w(workspace, x.dtype, channels);
-  communicator.all_reduce_sum(w.message, w.merged, stream);
-  finalize_moments(w.merged.data(), x.dtype, communicator.size(), statistics.mean, statistics.var,
-                   statistics.rstd, statistics.info, channels, options.eps, stream);
+  const Workspace w(workspace, x.dtype, channels, gathered_ranks(options.statistics, ranks));
+  if (welford) {
+    communicator.all_gather(std::as_bytes(w.record), std::as_writable_bytes(w.records), stream);
+    merge_welford(w.records.data(), x.dtype, ranks, statistics.mean, statistics.var,
+                  statistics.rstd, statistics.info, channels, options.eps, stream);
+  } else {
+    communicator.all_reduce_sum(w.message, w.merged, stream);
+    finalize_moments(w.merged.data(), x.dtype, ranks, statistics.mean, statistics.var,
+                     statistics.rstd, statistics.info, channels, options.eps, stream);
+  }
   normalize(x, mask, statistics.mean, statistics.rstd, weight, bias, residual, y,
             keeps_mask ? statistics.activation_mask : nullptr, options.activation, stream);
   update_running_statistics(running.mean, running.var, running.num_batches_tracked, running.call,

@@ -21,6 +21,8 @@ namespace {
 
 /// Channels per thread at which finalizing in parallel pays.
 constexpr std::int64_t kFinalizeGrain = 256;
+/// Channels whose gradients are held between two steps.
+constexpr std::int64_t kFinalizeBlock = 64;
 
 /// This rank's header, and words that sums(samples, words) writes unless there are no elements.
 template <class Sums>
@@ -70,14 +72,14 @@ void check_through(const ActivationGradient& through, const TensorView& x) {
   check_per_channel("bias", through.bias, x.sizes[1], x.device);
 }
 
-/// Runs body(c) for every channel with the contract's floating-point environment.
+/// Runs body(begin, end) for blocks of channels with the contract's floating-point environment.
 template <class Body>
-void for_each_channel(std::int64_t channels, const Execution& execution, const Body& body) {
+void for_each_block(std::int64_t channels, const Execution& execution, const Body& body) {
   execution.executor->parallel_for(0, channels, kFinalizeGrain,
                                    [&](std::int64_t begin, std::int64_t end) {
                                      const cpu::FloatEnvironment environment;
-                                     for (std::int64_t c = begin; c < end; ++c) {
-                                       body(c);
+                                     for (std::int64_t c = begin; c < end; c += kFinalizeBlock) {
+                                       body(c, std::min(end, c + kFinalizeBlock));
                                      }
                                    });
 }
@@ -118,12 +120,9 @@ void finalize_moments(const MessageInfo& info, const std::int64_t* words, double
     return;
   }
   const int per_channel = words_per_channel(info.dtype);
-  for_each_channel(channels, execution, [&](std::int64_t c) {
-    const ChannelMoments moments =
-        cpu::finalize_moments(info.dtype, words + c * per_channel, info.count, eps);
-    mean[c] = moments.mean;
-    var[c] = moments.var;
-    rstd[c] = moments.rstd;
+  for_each_block(channels, execution, [&](std::int64_t begin, std::int64_t end) {
+    cpu::finalize_moments(info.dtype, words + begin * per_channel, end - begin, info.count, eps,
+                          mean + begin, var + begin, rstd + begin);
   });
 }
 
@@ -169,15 +168,17 @@ void update_running_statistics(const MutableTensorView& running_mean,
     return;
   }
   const cpu::FloatEnvironment environment;
+  // Views to read through are made once: each holds vectors of its own.
+  const TensorView old_mean = running_mean;
+  const TensorView old_var = running_var;
   for (std::int64_t c = 0; c < channels; ++c) {
     if (!running_mean.absent()) {
       set_channel_value(running_mean, c,
-                        running_update(channel_value(running_mean, c), mean[c], factor));
+                        running_update(channel_value(old_mean, c), mean[c], factor));
     }
     if (!running_var.absent()) {
-      set_channel_value(
-          running_var, c,
-          running_update(channel_value(running_var, c), unbiased(var[c], count), factor));
+      set_channel_value(running_var, c,
+                        running_update(channel_value(old_var, c), unbiased(var[c], count), factor));
     }
   }
 }
@@ -211,19 +212,25 @@ void finalize_gradients(const MessageInfo& info, const std::int64_t* words, cons
   const bool valid = usable(info) && info.count == count;
   const int per_channel = words_per_channel(info.dtype);
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  for_each_channel(channels, execution, [&](std::int64_t c) {
-    ChannelGradients gradients{0.0, 0.0, 0.0, 0.0, false};
+  for_each_block(channels, execution, [&](std::int64_t begin, std::int64_t end) {
+    ChannelGradients gradients[kFinalizeBlock];
     if (!valid) {
-      gradients = {nan, nan, nan, nan, true};
+      std::fill_n(gradients, end - begin, ChannelGradients{nan, nan, nan, nan, true});
     } else if (count > 0) {
-      gradients = cpu::finalize_gradients(info.dtype, words + c * per_channel, mean[c], rstd[c]);
+      cpu::finalize_gradients(info.dtype, words + begin * per_channel, end - begin, mean + begin,
+                              rstd + begin, gradients);
+    } else {
+      std::fill_n(gradients, end - begin, ChannelGradients{0.0, 0.0, 0.0, 0.0, false});
     }
-    const Coefficients k = coefficients_of(
-        gradients, weight.absent() ? 1.0 : channel_value(weight, c), rstd[c], valid ? count : 1);
-    coefficients[c] = k.c1;
-    coefficients[channels + c] = k.c2;
-    coefficients[2 * channels + c] = k.c3;
-    store_affine(gradients, dweight, dbias, c);
+    for (std::int64_t c = begin; c < end; ++c) {
+      const ChannelGradients& g = gradients[c - begin];
+      const Coefficients k = coefficients_of(g, weight.absent() ? 1.0 : channel_value(weight, c),
+                                             rstd[c], valid ? count : 1);
+      coefficients[c] = k.c1;
+      coefficients[channels + c] = k.c2;
+      coefficients[2 * channels + c] = k.c3;
+      store_affine(g, dweight, dbias, c);
+    }
   });
 }
 
@@ -234,9 +241,13 @@ void affine_gradient_shares(const std::int64_t* words, DType dtype, const double
   check_per_channel("dweight", dweight, channels, Device::kCpu);
   check_per_channel("dbias", dbias, channels, Device::kCpu);
   const int per_channel = words_per_channel(dtype);
-  for_each_channel(channels, execution, [&](std::int64_t c) {
-    store_affine(cpu::finalize_gradients(dtype, words + c * per_channel, mean[c], rstd[c]), dweight,
-                 dbias, c);
+  for_each_block(channels, execution, [&](std::int64_t begin, std::int64_t end) {
+    ChannelGradients gradients[kFinalizeBlock];
+    cpu::finalize_gradients(dtype, words + begin * per_channel, end - begin, mean + begin,
+                            rstd + begin, gradients);
+    for (std::int64_t c = begin; c < end; ++c) {
+      store_affine(gradients[c - begin], dweight, dbias, c);
+    }
   });
 }
 

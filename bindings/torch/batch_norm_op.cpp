@@ -231,6 +231,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
       "batch_norm_backward(Tensor dy, Tensor x, Tensor? scale, Tensor mean_rstd, Tensor info, "
       "bool constant, bool needs_x, ScalarType? scale_dtype, ScalarType? bias_dtype, "
       "str? group=None, int ranks=1, int frame=0) -> (Tensor dx, Tensor dscale, Tensor dbias)");
+  // On CUDA alone, where an operator cannot exchange: what the layer's operators lack.
+  m.def(
+      "evaluate(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps) -> "
+      "(Tensor, Tensor, Tensor)");
+  m.def("evaluation_input_gradient(Tensor dy, Tensor rstd, Tensor? weight) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {

@@ -4,6 +4,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/torch/cpu_ops.hpp"
 #include "bindings/torch/layer.hpp"
 #include "bindings/torch/new_output.hpp"
 #include "bindings/torch/tensors.hpp"
@@ -24,6 +25,8 @@ Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels, std::int
   return message;
 }
 
+}  // namespace
+
 Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
                      std::int64_t frame, std::optional<Tensor> mask) {
   const TensorView samples = view("x", x);
@@ -38,6 +41,8 @@ Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
       executor);
   return message;
 }
+
+namespace {
 
 Tensor rejection(const Tensor& like, std::int64_t frame) {
   Tensor message = empty(like, std::max<std::int64_t>(frame, kHeaderWords), ScalarType::Long);
@@ -156,6 +161,27 @@ void update_running_statistics(std::optional<Tensor> running_mean,
   }
 }
 
+/// The one operator after the exchange of an eager step.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize_and_update(
+    const Tensor& x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
+    std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
+    double eps, std::int64_t ranks, std::int64_t activation, double negative_slope,
+    std::optional<Tensor> mask, std::optional<Tensor> running_mean,
+    std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
+    std::optional<Tensor> call, std::optional<Tensor> last_count, std::optional<double> momentum) {
+  auto out = normalize(x, message, merged, rest, weight, bias, residual, eps, ranks, activation,
+                       negative_slope, mask);
+  const auto& [y, mean, var, rstd, info, activation_mask] = out;
+  update_running_statistics(running_mean, running_var, num_batches_tracked, call, mean, var, info,
+                            momentum);
+  if (last_count.has_value()) {
+    *int64_data("last_count", *last_count, 1) = int64_data("info", info, 2)[0];
+  }
+  return out;
+}
+
+}  // namespace
+
 std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, const Tensor& mean,
                                            const Tensor& rstd, const Tensor& info,
                                            std::optional<Tensor> weight, std::optional<Tensor> bias,
@@ -177,6 +203,8 @@ std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, co
                           executor);
   return {message, u};
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor> affine_gradient_shares(const Tensor& message, const Tensor& x,
                                                   const Tensor& mean, const Tensor& rstd,
@@ -270,6 +298,12 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "Tensor(c!)? num_batches_tracked, Tensor(d!)? call, Tensor mean, Tensor var, Tensor info, "
       "float? momentum) -> ()");
   m.def(
+      "normalize_and_update(Tensor x, Tensor message, Tensor merged, Tensor? rest, "
+      "Tensor? weight, Tensor? bias, Tensor? residual, float eps, int ranks, int activation, "
+      "float negative_slope, Tensor? mask, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "Tensor(c!)? num_batches_tracked, Tensor(d!)? call, Tensor(e!)? last_count, "
+      "float? momentum) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
       "local_gradients(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor info, "
       "Tensor? weight, Tensor? bias, Tensor? activation_mask, int activation, "
       "float negative_slope, bool keep, int frame, Tensor? mask=None) -> (Tensor, Tensor)");
@@ -295,6 +329,7 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
   m.impl("normalize_in_place", TORCH_BOX(&normalize_in_place));
   m.impl("recover_input", TORCH_BOX(&recover_input));
   m.impl("update_running_statistics", TORCH_BOX(&update_running_statistics));
+  m.impl("normalize_and_update", TORCH_BOX(&normalize_and_update));
   m.impl("local_gradients", TORCH_BOX(&local_gradients));
   m.impl("affine_gradient_shares", TORCH_BOX(&affine_gradient_shares));
   m.impl("input_gradient", TORCH_BOX(&input_gradient));

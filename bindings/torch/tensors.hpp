@@ -84,8 +84,16 @@ inline Activation activation_of(std::int64_t kind, double negative_slope) {
 
 /// A new contiguous tensor on x's device.
 inline Tensor empty(const Tensor& x, std::int64_t size, ScalarType dtype) {
-  const std::array<std::int64_t, 1> sizes{size};
-  return torch::stable::new_empty(x, sizes, dtype);
+  std::int32_t device_type = 0;
+  std::int32_t device_index = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &device_index));
+  const auto code = torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(dtype));
+  const std::int64_t stride = 1;
+  AtenTensorHandle out = nullptr;  // without the dispatcher's boxed call, which takes as long again
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(1, &size, &stride, code, device_type, device_index, &out));
+  return Tensor(out);
 }
 
 inline std::int64_t* int64_data(const char* name, Tensor& tensor, std::int64_t at_least,

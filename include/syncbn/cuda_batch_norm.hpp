@@ -37,11 +37,16 @@ struct BatchStatistics {
 };
 
 /// int64 words of scratch memory that each function below needs: zero before the first use, left as
-/// the next use needs it. Calls that may run at the same time need one each.
-SYNCBN_API std::int64_t batch_norm_workspace_words(DType dtype, std::int64_t channels);
+/// the next use needs it. Calls that may run at the same time need one each. With kWelford a
+/// forward has a record of each rank there; `ranks` is communicator.size() then (1 to 2048,
+/// otherwise InvalidArgument), else it does not count.
+SYNCBN_API std::int64_t batch_norm_workspace_words(
+    DType dtype, std::int64_t channels, Statistics statistics = Statistics::kReproducible,
+    int ranks = 1);
 
-/// Training forward; see syncbn::batch_norm_forward. options.call must be 0 (running.call counts),
-/// options.statistics kReproducible. Makes one all_reduce_sum.
+/// Training forward; see syncbn::batch_norm_forward. options.call must be 0 (running.call counts).
+/// Makes one all_reduce_sum, or one all_gather with Statistics::kWelford, whose records are merged
+/// in another order than on CPU.
 SYNCBN_API void batch_norm_forward(const TensorView& x, const MaskView& mask,
                                    const TensorView& weight, const TensorView& bias,
                                    const TensorView& residual, const MutableTensorView& y,

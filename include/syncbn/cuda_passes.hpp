@@ -13,8 +13,9 @@
 /// captured in a CUDA graph. What depends on other ranks (count, disagreement) stays on the device.
 ///
 /// Tensors have device kCuda, the caller's current device is theirs, and at most 8 spatial axes
-/// that no strides merge. All functions throw before they enqueue: InvalidArgument, or Unavailable
-/// without kernels or driver.
+/// that no strides merge. All functions throw before they enqueue: InvalidArgument, Unavailable
+/// without kernels or driver, or Error when CUDA reports that earlier work on the device failed.
+/// The first sums for a dtype on a device load the kernels of its training steps there.
 namespace syncbn::cuda {
 
 /// Throws Unavailable in a build without kernels, as every function below does then.

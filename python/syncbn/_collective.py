@@ -74,10 +74,29 @@ def _sum_inside(words: torch.Tensor, peers: _groups.Peers, fail) -> torch.Tensor
     total, status = _shared_memory.all_reduce(words, peers.shared)
     if status == _shared_memory.DIVERGED:
         raise LengthsDiffer(ops.shm_error(peers.shared))
+    _fail_unless_done(status, peers, fail)
+    return total
+
+
+def _fail_unless_done(status: int, peers: _groups.Peers, fail) -> None:
     if status != _shared_memory.DONE:
         kind = ExchangeTimeout if status == _shared_memory.TIMEOUT else PeerLost
         fail(kind, ops.shm_error(peers.shared))
-    return total
+
+
+def sum_of_pass(run, arguments: tuple, peers: _groups.Peers, call: Call) -> tuple:
+    """(What a pass gives, its message first; the message's sum, None if lengths differ; whether
+    its header was seen to say that the calls agree), in one operator, through shared memory."""
+    with _exchanging(peers, call) as fail:
+        *given, total, status = run(*arguments, peers.shared, _shared_memory.SLICE)
+        if status == _shared_memory.DONE:
+            return given, total, True
+        status = _shared_memory.finish(peers.shared, status)
+        if status == _shared_memory.DIVERGED:
+            return given, None, False
+        if status != _shared_memory.UNCHECKED:
+            _fail_unless_done(status, peers, fail)
+        return given, total, False
 
 
 def all_gather(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Tensor:

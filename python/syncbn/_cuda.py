@@ -57,9 +57,3 @@ def load() -> None:
     folder = pathlib.Path(_build.__file__).parent / "lib"
     torch.ops.load_library(folder / "libsyncbn_torch_cuda.so")
     _loaded = True
-
-
-def check_options(writes_over_input: bool) -> None:
-    """Refuses what has no kernels."""
-    if writes_over_input:
-        raise ValueError("inplace: got True on CUDA, expected False")

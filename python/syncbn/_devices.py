@@ -6,7 +6,7 @@ one thread.
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,16 +66,16 @@ class _BatchNormDevices(torch.autograd.Function):
                 for x, m in zip(xs, masks)
             ]
             message = _sum(messages, lead)
-            merged, rest = _exchange.exchange(message, channels, peers, where)
-            sizes = f"devices (input sizes {[list(x.shape) for x in xs]})"
             own = sum(map(values_per_channel, xs, masks))
+            merged, rest = _exchange.exchange(message, channels, peers, where, own)
+            sizes = f"devices (input sizes {[list(x.shape) for x in xs]})"
             _exchange.check_count(merged, own, peers, sizes)
             if segment is not None:
                 words = _exchange.trimmed(
                     message, merged, rest, message_words(xs[lead], masks[lead])
                 )
                 message, merged, rest = segment.keep(where, words)
-        ctx.call = where._replace(direction="backward")
+        ctx.call = where.backward()
         ranks = 1 if peers is None else peers.ranks
         results = [
             ops.normalize(
@@ -264,8 +264,7 @@ def train_step(
         if not again:
             with outside_transforms():
                 where = layer.call_of(module._call, module._call)
-                x = xs[0] if xs else None
-                _exchange.reject(peers, where, error, x=x, parameter=module.running_mean)
+                _reject(peers, module, where, error, xs[0] if xs else None)
         raise
     masks = tuple(None if mask is None else mask.contiguous() for mask in masks)
     *ys, mean, var, info = _BatchNormDevices.apply(
@@ -335,10 +334,19 @@ def check_alone(module) -> None:
         _called_with_lists.discard(module)
 
 
-def give_up(modules, error: BaseException) -> None:
-    """Tells the other processes, once per group, that this one does not come to the exchange."""
+def _reject(peers, module, where, error: BaseException, x: object) -> None:
+    parameter = module.weight if module.running_mean is None else module.running_mean
+    _exchange.reject(peers, where, error, x=x, parameter=parameter, counter=module._call)
+
+
+def give_up(calls: Iterable[tuple], error: BaseException) -> None:
+    """Tells the other processes, once per group, that this one does not come to the exchange.
+
+    calls: layers at which devices of this process wait, each with such a device's input.
+    """
     # The error of the device is the one to raise, whatever becomes of this.
     with contextlib.suppress(Exception):
-        groups = {module.layer().peers(): module for module in modules}
-        for peers, module in groups.items():
-            _exchange.reject(peers, module.layer().call_of(module._call, module._call), error)
+        groups = {module.layer().peers(): (module, x) for module, x in calls}
+        for peers, (module, x) in groups.items():
+            where = module.layer().call_of(module._call, module._call)
+            _reject(peers, module, where, error, x)

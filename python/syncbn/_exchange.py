@@ -6,9 +6,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from . import _collective
+from . import _collective, _groups
 from ._groups import Peers
-from ._ops import DTYPES, HEADER_WORDS, MESSAGE_WORDS, ops
+from ._ops import DTYPES, HEADER_WORDS, MESSAGE_WORDS, ops, record_words
 from ._where import Call
 from .errors import DivergenceError, ExchangeTimeout, PeerLost
 
@@ -37,11 +37,11 @@ def _sum_first(message: torch.Tensor, peers: Peers, call: Call) -> torch.Tensor:
         return _collective.all_reduce(message[:HEADER_WORDS], peers, call)
 
 
-def _traced(message, channels, peers, call) -> tuple:
+def _traced(message, channels, peers, call, own) -> tuple:
     """What the operators of traced graphs are given (_traced.py)."""
     layer = call.settings
     options = (layer.eps, layer.statistics, layer.activation, layer.negative_slope)
-    return message, channels, peers.group_name, call.layer, call.dtype, *options
+    return message, channels, own, peers.group_name, call.layer, call.dtype, *options
 
 
 def _kept_in_graph(merged: torch.Tensor) -> torch.Tensor:
@@ -52,9 +52,12 @@ def _kept_in_graph(merged: torch.Tensor) -> torch.Tensor:
 
 
 def exchange(
-    message: torch.Tensor, channels: int, peers: Peers | None, call: Call
+    message: torch.Tensor, channels: int, peers: Peers | None, call: Call, own: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sums a message over the group.
+
+    own: of a forward call, this rank's count as for check_count(), which a traced graph calls in
+    here.
 
     Returns (first part, the words beyond it or None). Raises DivergenceError on every rank if the
     calls differ.
@@ -62,16 +65,53 @@ def exchange(
     if peers is None:
         return message, None
     if torch.compiler.is_compiling():
-        arguments = _traced(message, channels, peers, call)
+        arguments = _traced(message, channels, peers, call, own)
         return _kept_in_graph(ops.all_reduce_message(*arguments, call.direction)), None
     if message.is_cuda:
         return _exchange_from_device(message, channels, peers, call), None
-    first = _sum_first(message, peers, call)
+    return _rest_after(_sum_first(message, peers, call), message, channels, peers, call)
+
+
+def _rest_after(first, message, channels, peers, call) -> tuple:
+    """What exchange() returns, when the first part of the sum is there."""
     _check(first, peers, call)
     rest = ops.remaining_words(message, first, peers.ranks, channels, -1)
     if rest.numel() == 0:
         return first, None
     return first, _collective.all_reduce(rest, peers, call)
+
+
+def _exchanged_pass(name, x: torch.Tensor, arguments: tuple, mask, peers, call, own) -> tuple:
+    """What the operator local_`name` gives, a message first, and exchange() of the message. Through
+    the shared memory of one node both are one operator."""
+    channels = x.shape[1]
+    shared = peers is not None and peers.any_length and not x.is_cuda
+    if not shared or torch.compiler.is_compiling():
+        given = getattr(ops, f"local_{name}")(*arguments, frame_words(peers, x.device), mask)
+        given = (given,) if isinstance(given, torch.Tensor) else given
+        return *given, *exchange(given[0], channels, peers, call, own)
+    run = getattr(ops, f"shm_{name}")
+    given, merged, agree = _collective.sum_of_pass(run, (*arguments, mask), peers, call)
+    if agree:
+        return *given, merged, None
+    if merged is None:
+        merged = _collective.all_reduce(given[0][:HEADER_WORDS], peers, call)
+    return *given, *_rest_after(merged, given[0], channels, peers, call)
+
+
+def moments(
+    arguments: tuple, mask: torch.Tensor | None, peers: Peers | None, call: Call, own: int
+) -> tuple:
+    """local_moments and its exchange(): (message, merged, rest). arguments: of the operator,
+    without frame and mask."""
+    return _exchanged_pass("moments", arguments[0], arguments, mask, peers, call, own)
+
+
+def gradients(
+    arguments: tuple, mask: torch.Tensor | None, peers: Peers | None, call: Call
+) -> tuple:
+    """local_gradients and its exchange(): (message, u, merged, rest). arguments: as in moments."""
+    return _exchanged_pass("gradients", arguments[1], arguments, mask, peers, call, 0)
 
 
 def _exchange_from_device(
@@ -92,12 +132,13 @@ def _exchange_from_device(
 
 
 def gather(
-    message: torch.Tensor, channels: int, peers: Peers | None, call: Call
+    message: torch.Tensor, channels: int, peers: Peers | None, call: Call, own: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Brings every rank's record of the welford mode to all ranks.
 
     Records travel in the first message of all exchanges, each rank's in a place of its own where
-    the others add zeros; if they do not fit the frame, in an all-gather after it.
+    the others add zeros; if they do not fit the frame, in an all-gather after it. own: as for
+    exchange().
 
     Returns (merged message, whose header counts; records, one after the other, on CUDA each behind
     its header). Raises DivergenceError on every rank if the calls differ.
@@ -106,7 +147,7 @@ def gather(
     if peers is None:
         return message, message if message.is_cuda else record
     if torch.compiler.is_compiling():
-        arguments = _traced(message, channels, peers, call)
+        arguments = _traced(message, channels, peers, call, own)
         merged, records = ops.all_gather_record(*arguments, peers.ranks)
         return _kept_in_graph(merged), records
     if message.is_cuda:
@@ -123,7 +164,7 @@ def gather(
     first = _sum_first(frame, peers, call)
     dtype = _check(first, peers, call)
     if dtype is not None:
-        size = 1 + channels * (2 if dtype == torch.float64 else 1)
+        size = record_words(channels, dtype)
     if fits and first.numel() == words:
         return first, first[HEADER_WORDS : HEADER_WORDS + peers.ranks * size]
     whole = torch.cat([frame[: first.numel()], record])
@@ -285,14 +326,17 @@ def reject(
     compare: bool = True,
     x: object = None,
     parameter: torch.Tensor | None = None,
+    counter: torch.Tensor | None = None,
 ) -> None:
     """Takes part in an exchange with the word that this rank cannot, so that the others get its
     error now and not when their time is up. compare: the others are in exchange() or gather().
-    x: this rank's input. parameter: one that has the layer's number of channels."""
+    x: this rank's input. parameter: one that has the layer's number of channels. counter: a tensor
+    of any shape that lies where the layer does."""
     if peers is None:
         return
-    if isinstance(x, torch.Tensor) and x.is_cuda and peers.cuda:
-        _reject_in_stream_order(x, parameter, peers)
+    device = _device_of_others(peers, x, parameter, counter)
+    if device.type == "cuda" and peers.cuda:
+        _reject_in_stream_order(x, parameter, peers, call, device)
         return
     # This rank's own error is the one to raise, whatever becomes of the exchange.
     with contextlib.suppress(ExchangeTimeout, PeerLost):
@@ -302,16 +346,49 @@ def reject(
             _texts(f"{call}: {type(error).__name__}: {error}", peers, call)
 
 
-def _reject_in_stream_order(x: torch.Tensor, parameter: torch.Tensor | None, peers: Peers) -> None:
-    """NaN for the others, if the length of their messages can be known; else they wait for NCCL's
-    time limit."""
+def _device_of_others(
+    peers: Peers,
+    x: object,
+    parameter: torch.Tensor | None,
+    counter: torch.Tensor | None,
+) -> torch.device:
+    """Where the messages of ranks lie that do not refuse, which decides the way that they take:
+    where the layer lies, because the input may be what is refused."""
+    for tensor in (parameter, counter):
+        if tensor is not None:
+            return tensor.device
+    if _groups.is_nccl_alone(peers):
+        return torch.device("cuda", torch.cuda.current_device())
+    return x.device if isinstance(x, torch.Tensor) else _CPU
+
+
+def _reject_in_stream_order(
+    x: object,
+    parameter: torch.Tensor | None,
+    peers: Peers,
+    call: Call,
+    device: torch.device,
+) -> None:
+    """NaN for the others, if the length of their messages can be known: their channels, and by x
+    their dtype. Else, and where they are in sum_of_ranks(), they wait for NCCL's time limit."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in MESSAGE_WORDS:
+        return
+    if call.direction not in ("forward", "backward"):
+        return
     if parameter is not None:
         channels = parameter.numel()
     else:
         channels = 0 if x.is_nested or x.dim() < 2 else x.shape[1]
-    if channels == 0 or x.dtype not in MESSAGE_WORDS:
+    if channels == 0:
         return
-    words = HEADER_WORDS + channels * MESSAGE_WORDS[x.dtype]
-    message = torch.zeros(words, dtype=torch.int64, device=x.device)
+    settings, size = call.settings, channels * MESSAGE_WORDS[x.dtype]
+    gathers = settings is not None and settings.statistics == "welford"
+    gathers = gathers and call.direction == "forward"
+    if gathers:
+        size = record_words(channels, x.dtype)
+    message = torch.zeros(HEADER_WORDS + size, dtype=torch.int64, device=device)
     message[HEADER_WORDS - 1 :][:1].fill_(1)  # ranks that refuse
-    _collective.sum_in_stream_order(message, peers)
+    if gathers:
+        _collective.gather_in_stream_order(message, peers)
+    else:
+        _collective.sum_in_stream_order(message, peers)

@@ -9,6 +9,7 @@ from . import _cuda, _training
 from ._groups import Sharing
 from ._layer import Layer
 from ._ops import _normalized, _parameter_gradients, ops
+from ._traced import operator
 from ._where import Call
 
 # A Layer's fields; momentum and inplace are not the operators' concern.
@@ -16,12 +17,6 @@ _LAYER = (
     "str name, int number, str? group, str limit, str engine, bool sync, float eps, "
     "str affine_grad, str activation, float negative_slope, str statistics"
 )
-
-
-def _operator(name: str, schema: str):
-    return torch.library.custom_op(
-        f"syncbn::{name}", mutates_args=(), device_types=("cpu", "cuda"), schema=schema
-    )
 
 
 def _constants(layer: Layer) -> tuple:
@@ -40,7 +35,7 @@ def exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def training_step(x, weight, bias, residual, mask, counter, layer, peers, segment):
+def training_step(x, weight, bias, residual, mask, counter, layer, peers, segment, updates):
     """As _BatchNormTraining.apply."""
     y, mean, var, _, info, _ = ops.training_step(
         x, weight, bias, residual, mask, counter, *_constants(layer)
@@ -48,7 +43,7 @@ def training_step(x, weight, bias, residual, mask, counter, layer, peers, segmen
     return y, mean, var, info
 
 
-@_operator(
+@operator(
     "training_step",
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mask, Tensor? counter, "
     f"{_LAYER}) -> "
@@ -61,7 +56,7 @@ def _training_step(x, weight, bias, residual, mask, counter, *constants):
     ctx = SimpleNamespace(mark_non_differentiable=lambda *_: None)
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
     y, mean, var, info = _training._BatchNormTraining.forward(
-        ctx, x, weight, bias, residual, mask, counter, layer, layer.peers(), None
+        ctx, x, weight, bias, residual, mask, counter, layer, layer.peers(), None, None
     )
     *_, rstd, _, activation_mask, _ = ctx.saved_tensors
     return y, mean, var, rstd, info, activation_mask
@@ -73,7 +68,7 @@ def _(x, weight, bias, residual, mask, counter, *constants):
     return _normalized(x, residual, _layer(*constants).activation_kind)
 
 
-@_operator(
+@operator(
     "training_step_backward",
     "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor info, "
     "Tensor activation_mask, Tensor? mask, ScalarType? bias_dtype, bool[] needs, "

@@ -98,9 +98,6 @@ _renamed: dict[str, str] = {}
 _absent: frozenset[int] = frozenset()
 _without_absent: list[tuple[tuple[int, ...], float, str, str]] = []
 
-# NCCL groups that group_size and group asked for, by all ranks of the default group in parts.
-_nccl_groups: dict[tuple[tuple[int, ...], ...], str] = {}
-
 
 def group_name(group: Group) -> str | None:
     """The name under which torch.distributed knows the group; None stays None (the world)."""
@@ -133,82 +130,18 @@ def sharing(
     return Sharing(group_name(group), repr(float(seconds)), engine)
 
 
-def select(
-    process_group: Group,
-    group_size: int | None,
-    group: str | None,
-    timeout: float | datetime.timedelta | None,
-    engine: str = "auto",
-) -> Sharing:
-    """The ranks that one of process_group, group_size and group asks for. With the latter two a
-    collective call of the default group's ranks."""
-    given = [
-        f"{name}={value!r}"
-        for name, value in (
-            ("process_group", process_group),
-            ("group_size", group_size),
-            ("group", group),
-        )
-        if value is not None
-    ]
-    if len(given) > 1:
-        raise ValueError(f"got {' and '.join(given)}, expected only one of them")
-    chosen = sharing(process_group, timeout, engine)
-    if process_group is not None or not given:
-        return chosen
-    if group is not None and group != "node":
-        raise ValueError(f"group: got {group!r}, expected 'node'")
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
-            f"got {given[0]} without a process group, expected init_process_group first"
-        )
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if group is not None:
-        hosts = gather_text(host_name())
-        parts = [[r for r in range(world) if hosts[r] == host] for host in dict.fromkeys(hosts)]
-    else:
-        if not isinstance(group_size, int) or group_size < 1 or world % group_size:
-            raise ValueError(
-                f"group_size: got {group_size!r}, expected a divisor of the {world} ranks"
-            )
-        parts = [list(range(r, r + group_size)) for r in range(0, world, group_size)]
-    if _nccl_name(dist.group.WORLD):
-        return chosen._replace(name=_nccl_part(parts, rank))
-    ranks = next(part for part in parts if rank in part)
-    return chosen._replace(name=_own_group(ranks, chosen.timeout, engine).group_name)
-
-
-def _nccl_name(group: dist.ProcessGroup) -> str:
+def nccl_name(group: dist.ProcessGroup) -> str:
     """The group's name if CUDA tensors go over NCCL in it, else ""."""
     backends = dist.distributed_c10d._world.pg_backend_config.get(group, "")
     return group.group_name if "cuda:nccl" in backends else ""
 
 
-def _nccl_part(parts: list[list[int]], rank: int) -> str:
-    """The name of the group of this rank's part, made by PyTorch, for NCCL."""
-    key = tuple(map(tuple, parts))
-    if key not in _nccl_groups or not _exists(_nccl_groups[key]):
-        groups = [dist.new_group(part) for part in parts]
-        _nccl_groups[key] = next(g for g, part in zip(groups, parts) if rank in part).group_name
-    return _nccl_groups[key]
-
-
-def host_name() -> str:
-    """What ranks of one machine have in common."""
-    return socket.gethostname()
-
-
-_gathered = 0
-
-
-def gather_text(text: str) -> list[str]:
-    """Every rank's text, through the store: on every backend, without a device."""
-    global _gathered
-    _gathered += 1
-    store = _where.store()
-    keys = [f"syncbn/text/{_gathered}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[dist.get_rank()], text)
-    return [store.get(key).decode() for key in keys]
+def is_nccl_alone(peers: "Peers") -> bool:
+    """Whether the caller's group takes no other tensors than those on CUDA."""
+    if not peers.cuda:
+        return False
+    config = dist.distributed_c10d._world.pg_backend_config.get(resolve(peers.cuda), "")
+    return "cpu:" not in config
 
 
 def resolve(name: str | None) -> dist.ProcessGroup:
@@ -227,7 +160,7 @@ def resolve(name: str | None) -> dist.ProcessGroup:
         ) from error
 
 
-def _exists(name: str) -> bool:
+def exists(name: str) -> bool:
     try:
         dist.distributed_c10d._resolve_process_group(name)
     except (RuntimeError, ValueError, LookupError):
@@ -274,7 +207,7 @@ def node_identity() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
     except OSError:
-        return f"{host_name()}, process {os.getpid()}"
+        return f"{socket.gethostname()}, process {os.getpid()}"
 
 
 def _with_shared_memory(own: Peers, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Peers:
@@ -307,14 +240,14 @@ def _with_shared_memory(own: Peers, group: dist.ProcessGroup, ranks: tuple[int, 
     return own._replace(shared=handle, nodes=len(nodes), leaders=leaders)
 
 
-def _own_group(group_ranks: list[int], timeout: float, engine: str, cuda: str = "") -> Peers:
+def own_group(group_ranks: list[int], timeout: float, engine: str, cuda: str = "") -> Peers:
     """A group of the same ranks for exchanges alone, so that one that times out does not take the
     user's group with it. Made once per set of ranks; a collective call of its members. cuda: the
     user's group, if it has NCCL."""
     ranks = tuple(sorted(group_ranks))
     known = _own_groups.get((ranks, timeout, engine, cuda))
     if known is not None:
-        if _exists(known.group_name):
+        if exists(known.group_name):
             return known
         _forget(known)  # it went with destroy_process_group
     if torch.compiler.is_compiling():
@@ -358,7 +291,7 @@ def peers(sharing: Sharing) -> Peers | None:
     group = resolve(sharing.name)
     if group.size() == 1:
         return None
-    ranks, cuda = global_ranks(group), _nccl_name(group)
+    ranks, cuda = global_ranks(group), nccl_name(group)
     if not _absent.isdisjoint(ranks):
         ranks = sorted(set(ranks) - _absent)
         if len(ranks) == 1:
@@ -367,7 +300,7 @@ def peers(sharing: Sharing) -> Peers | None:
         key = tuple(ranks), sharing.timeout, sharing.engine, cuda
         if key not in _own_groups:
             _without_absent.append(key)
-    return _own_group(ranks, sharing.timeout, sharing.engine, cuda)
+    return own_group(ranks, sharing.timeout, sharing.engine, cuda)
 
 
 def leave_out(ranks: Iterable[int]) -> None:
@@ -408,4 +341,4 @@ def rebuild() -> None:
     _own_groups.clear()
     for (ranks, *options), own in old:
         _forget(own)
-        _renamed[own.group_name] = _own_group(list(ranks), *options).group_name
+        _renamed[own.group_name] = own_group(list(ranks), *options).group_name

@@ -11,6 +11,7 @@ from ._groups import Peers, Sharing, peers
 from ._where import Call
 
 AFFINE_GRADS = ("share", "global")
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 STATISTICS = ("reproducible", "welford")  # in the order of the core's Statistics
 _LARGEST = torch.finfo(torch.float32).max
 ACTIVATIONS = ("none", "relu", "leaky_relu")  # in the order of the core's ActivationKind
@@ -173,6 +174,8 @@ def check_in_place(x, weight, bias, residual, negative_slope):
             f"input: got strides {x.stride()} with inplace=True, expected contiguous or "
             "channels-last memory"
         )
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # the bound is a number on the device
     bound = recovery_bound(x, weight, bias, negative_slope)
     if not bound <= RECOVERY_LIMIT:
         raise ValueError(
@@ -193,20 +196,47 @@ def check_momentum(momentum, running_mean, num_batches_tracked):
 
 
 def _check_dtype(name: str, x: Tensor) -> None:
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if x.dtype not in _DTYPES:
         raise ValueError(f"{name}: got {x.dtype}, expected float16, bfloat16, float32 or float64")
+
+
+def check_input(name: str, x) -> None:
+    """Of a layer, (N, C, ...); loads what its device needs."""
+    check_strided(name, x)
+    kind = x.device.type
+    if kind == "cuda":
+        _cuda.load()
+    elif kind != "cpu":
+        raise ValueError(f"{name}: got a tensor on {x.device}, expected the CPU or CUDA")
+    if x.dim() < 2:
+        raise ValueError(f"{name}: got {x.dim()}D input, expected at least 2D (N, C, ...)")
+    _check_dtype(name, x)
+
+
+def check_per_channel(name: str, tensor, x: Tensor) -> None:
+    if (  # mostly, and quickly; what follows says what is wrong
+        is_strided(tensor)
+        and tensor.shape == x.shape[1:2]
+        and tensor.dtype in _DTYPES
+        and tensor.device == x.device
+    ):
+        return
+    check_strided(name, tensor)
+    _check_dtype(name, tensor)
+    if tensor.shape != (x.shape[1],):
+        raise ValueError(
+            f"{name}: got shape {tuple(tensor.shape)}, expected ({x.shape[1]},), one entry per "
+            f"channel of the input {tuple(x.shape)}"
+        )
+    if tensor.device != x.device:
+        raise ValueError(
+            f"{name}: got a tensor on {tensor.device}, expected {x.device}, the input's device"
+        )
 
 
 def check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
     """One error that names the argument, what was given and what is allowed."""
-    check_strided("input", x)
-    if x.device.type == "cuda":
-        _cuda.load()
-    elif x.device.type != "cpu":
-        raise ValueError(f"input: got a tensor on {x.device}, expected the CPU or CUDA")
-    if x.dim() < 2:
-        raise ValueError(f"input: got {x.dim()}D input, expected at least 2D (N, C, ...)")
-    _check_dtype("input", x)
+    check_input("input", x)
     if not eps >= 0:
         raise ValueError(f"eps: got {eps}, expected a number of at least 0")
     for name, tensor in (
@@ -215,18 +245,7 @@ def check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
         ("weight", weight),
         ("bias", bias),
     ):
-        if tensor is None:
-            continue
-        check_strided(name, tensor)
-        _check_dtype(name, tensor)
-        if tensor.shape != (x.shape[1],):
-            raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}, expected ({x.shape[1]},), one entry per "
-                f"channel of the input {tuple(x.shape)}"
-            )
-        if tensor.device != x.device:
-            raise ValueError(
-                f"{name}: got a tensor on {tensor.device}, expected {x.device}, the input's device"
-            )
+        if tensor is not None:
+            check_per_channel(name, tensor, x)
     if residual is not None:
         check_like_input("residual", residual, x)

@@ -46,7 +46,7 @@ def refuse_tracing(layer, x: Tensor, call: Tensor | None) -> None:
             f"{layer.name}: got torch.jit.trace of a training call on {peers.ranks} ranks, "
             "expected evaluation mode; torch.export takes training steps"
         )
-        _exchange.reject(peers, layer.call_of(x, call), error)
+        _exchange.reject(peers, layer.call_of(x, call), error, x=x, counter=call)
     finally:
         torch._C._set_tracing_state(state)
     raise error
@@ -64,10 +64,10 @@ def exchanges(first) -> bool:
     return first.needs_input_grad[0] or first.layer.affine_grad == "global"
 
 
-def check_not_batched(first, call: Call, gradient: Tensor) -> None:
+def check_not_batched(first, call: Call, gradient: Tensor, x: Tensor) -> None:
     """Refuses a backward of many gradients at once, of which each would take an exchange.
 
-    first: the context of the training step.
+    first: the context of the training step, whose input was x.
     """
     if torch.compiler.is_compiling() or not (
         # torch.autograd has a vmap of its own
@@ -79,7 +79,7 @@ def check_not_batched(first, call: Call, gradient: Tensor) -> None:
         "expected one gradient at a time"
     )
     with outside_transforms():
-        _exchange.reject(first.peers if exchanges(first) else None, call, error)
+        _exchange.reject(first.peers if exchanges(first) else None, call, error, x=x)
     raise error
 
 

@@ -32,6 +32,11 @@ def message_words(x: torch.Tensor, mask: torch.Tensor | None) -> int:
     return HEADER_WORDS + x.shape[1] * MESSAGE_WORDS[x.dtype if has_samples else torch.float64]
 
 
+def record_words(channels: int, dtype: torch.dtype) -> int:
+    """How many words a rank's record of the welford mode has behind its header."""
+    return 1 + channels * (2 if dtype == torch.float64 else 1)
+
+
 def _message(x: torch.Tensor, frame: int) -> torch.Tensor:
     words = HEADER_WORDS + x.shape[1] * MESSAGE_WORDS[x.dtype]
     return x.new_empty((max(frame, words),), dtype=torch.int64)
@@ -92,8 +97,7 @@ def _(x, message, merged, rest, weight, bias, residual, eps, ranks, activation, 
 @_fake("syncbn::local_welford")
 def _(x, layer, call, eps, mask=None):
     """int64 message [4 + n]: header; count, then mean and M2 of each channel, packed."""
-    words = 2 if x.dtype == torch.float64 else 1
-    return x.new_empty((HEADER_WORDS + 1 + x.shape[1] * words,), dtype=torch.int64)
+    return x.new_empty((HEADER_WORDS + record_words(x.shape[1], x.dtype),), dtype=torch.int64)
 
 
 @_fake("syncbn::normalize_gathered")

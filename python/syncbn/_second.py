@@ -150,7 +150,7 @@ class _Differentiable(torch.autograd.Function):
         first, layer, again = ctx.first, ctx.first.layer, torch.is_grad_enabled()
         given = [c for c in cotangents if c is not None]
         for cotangent in given:
-            check_not_batched(first, _second_call(first), cotangent)
+            check_not_batched(first, _second_call(first), cotangent, x)
         positive = None
         if layer.activation != "none":
             with torch.no_grad():  # relu's gradient of ones, by the very bits of forward
@@ -186,7 +186,7 @@ class _Differentiable(torch.autograd.Function):
 
 def differentiable(first, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
     """gradient(first, dy, *saved), differentiable."""
-    check_not_batched(first, first.call, dy)
+    check_not_batched(first, first.call, dy, saved[0])
     return _Differentiable.apply(first, gradient, dy, *saved)
 
 

@@ -8,7 +8,10 @@ from ._ops import ops
 _BYTES = 256
 
 #: Statuses of an operator of a group.
-DONE, PENDING, TIMEOUT, LOST, DIVERGED = range(5)
+DONE, PENDING, TIMEOUT, LOST, DIVERGED, UNCHECKED = range(6)
+
+#: Milliseconds that an operator waits.
+SLICE = 50
 
 
 def gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -48,13 +51,18 @@ def close(handle: int) -> None:
 
 
 def all_reduce(words: torch.Tensor, handle: int) -> tuple[torch.Tensor, int]:
-    """The sum over the group, and a status. Comes back to Python 20 times a second, so that Ctrl-C
-    works; what interrupts it breaks the group."""
-    total, status = ops.shm_sum(words, handle, 50)
+    """The sum over the group, and a status."""
+    total, status = ops.shm_sum(words, handle, SLICE)
+    return total, finish(handle, status)
+
+
+def finish(handle: int, status: int) -> int:
+    """The status at the end of an exchange that has begun. Comes back to Python 20 times a second,
+    so that Ctrl-C works; what interrupts it breaks the group."""
     try:
         while status == PENDING:
-            status = ops.shm_finish(handle, 50)
+            status = ops.shm_finish(handle, SLICE)
     except BaseException:
         ops.shm_abandon(handle, "it was interrupted")
         raise
-    return total, status
+    return status

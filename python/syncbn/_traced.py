@@ -9,7 +9,7 @@ from ._ops import HEADER_WORDS
 from ._where import Call
 
 _CALL = (
-    "Tensor message, int channels, str group, str layer, ScalarType dtype, float eps, "
+    "Tensor message, int channels, SymInt own, str group, str layer, ScalarType dtype, float eps, "
     "str statistics, str activation, float negative_slope"
 )
 
@@ -21,22 +21,24 @@ def _call(channels, layer, dtype, eps, statistics, activation, slope, direction)
     return Call(layer, None, direction, channels, dtype, options)
 
 
-def _operator(name: str, schema: str):
+def operator(name: str, schema: str):
+    """An operator in Python. It may wait for the device, or for other ranks over the host: inductor
+    leaves it out of the CUDA graphs that it captures by itself."""
     return torch.library.custom_op(
-        f"syncbn::{name}", mutates_args=(), device_types=("cpu", "cuda"), schema=schema
+        f"syncbn::{name}",
+        mutates_args=(),
+        device_types=("cpu", "cuda"),
+        schema=schema,
+        tags=(torch.Tag.cudagraph_unsafe,),
     )
 
 
-def _refuse_one_value(message, merged, peers, call):
-    sizes = f"ranks ({call}, {peers}, which has {int(message[0])})"
-    _exchange.check_count(merged, int(message[0]), peers, sizes)
-
-
-@_operator("all_reduce_message", f"({_CALL}, str direction) -> Tensor")
-def _all_reduce_message(message, channels, group, *named):
+@operator("all_reduce_message", f"({_CALL}, str direction) -> Tensor")
+def _all_reduce_message(message, channels, own, group, *named):
     peers, call = _groups.named(group), _call(channels, *named)
     merged, rest = _exchange.exchange(message, channels, peers, call)
-    _refuse_one_value(message, merged, peers, call)
+    if call.direction == "forward":
+        _exchange.check_count(merged, own, peers, f"ranks ({call}, {peers})")
     return merged if rest is None else torch.cat([merged, rest])
 
 
@@ -46,11 +48,11 @@ def _(message, *_):
     return torch.empty_like(message)
 
 
-@_operator("all_gather_record", f"({_CALL}, int ranks) -> (Tensor, Tensor)")
-def _all_gather_record(message, channels, group, *named):
+@operator("all_gather_record", f"({_CALL}, int ranks) -> (Tensor, Tensor)")
+def _all_gather_record(message, channels, own, group, *named):
     peers, call = _groups.named(group), _call(channels, *named[:-1], "forward")
     merged, records = _exchange.gather(message, channels, peers, call)
-    _refuse_one_value(message, merged, peers, call)
+    _exchange.check_count(merged, own, peers, f"ranks ({call}, {peers})")
     return merged[:HEADER_WORDS].clone(), records.clone()
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import _cuda, _exchange, _exported, _recomputation, _second
+from . import _exchange, _exported, _recomputation, _second
 from ._layer import (
     Layer,
     check_arguments,
@@ -28,20 +28,21 @@ def _exchanged(ctx, x, residual, mask, counter, layer, peers, segment):
     """(message, merged, rest or records): this rank's part and what all ranks share. In a
     checkpointed segment the header alone of this rank's part, and no more than is needed."""
     if segment is not None and segment.kept is not None:
-        ctx.call = segment.kept.call._replace(direction="backward")
+        ctx.call = segment.kept.call.backward()
         return segment.kept.words
     call = layer.call_of(x, counter)
-    ctx.call = call._replace(direction="backward")
+    ctx.call = call.backward()
     number, channels = layer.call_number(residual is not None), x.shape[1]
+    own = values_per_channel(x, mask)
     if layer.statistics == "welford":
         message = ops.local_welford(x, number, counter, layer.eps, mask)
-        merged = _exchange.gather(message, channels, peers, call)
+        merged = _exchange.gather(message, channels, peers, call, own)
     else:
-        frame = _exchange.frame_words(peers, x.device)
-        message = ops.local_moments(x, number, counter, layer.eps, frame, mask)
-        merged = _exchange.exchange(message, channels, peers, call)
-    sizes = f"ranks (input size {list(x.shape)} on this one)"
-    _exchange.check_count(merged[0], values_per_channel(x, mask), peers, sizes)
+        sums = (x, number, counter, layer.eps)
+        message, *merged = _exchange.moments(sums, mask, peers, call, own)
+    if own <= 1:  # or unknown
+        sizes = f"ranks (input size {list(x.shape)} on this one)"
+        _exchange.check_count(merged[0], own, peers, sizes)
     if segment is None:
         return message, *merged
     needed = HEADER_WORDS if layer.statistics == "welford" else message_words(x, mask)
@@ -54,16 +55,22 @@ def like(tensor: Tensor, x: Tensor) -> Tensor:
 
 
 class _BatchNormTraining(torch.autograd.Function):
-    """y, mean, var (float64, biased) and info (count, fingerprint) of a training step.
+    """y, mean, var (float64, biased) and info (count, fingerprint) of a training step; y alone if
+    there are updates, what normalize_and_update takes besides: nothing is left to do then.
 
     An autograd function and not an operator with autograd: a compiled checkpoint then exchanges
     once, where a differentiable operator's exchange would be recomputed.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, mask, counter, layer, peers, segment):
+    def forward(ctx, x, weight, bias, residual, mask, counter, layer, peers, segment, updates):
         exchanged = _exchanged(ctx, x, residual, mask, counter, layer, peers, segment)
-        normalize = ops.normalize_gathered if layer.statistics == "welford" else ops.normalize
+        if updates is not None:
+            normalize = ops.normalize_and_update
+        else:
+            normalize, updates = ops.normalize, ()
+            if layer.statistics == "welford":
+                normalize = ops.normalize_gathered
         y, mean, var, rstd, info, activation_mask = normalize(
             x,
             *exchanged,
@@ -75,16 +82,19 @@ class _BatchNormTraining(torch.autograd.Function):
             layer.activation_kind,
             layer.negative_slope,
             mask,
+            *updates,
         )
         # Without an activation mask, the activation's sign is computed again, which takes the bias.
         again = layer.activation != "none" and residual is None
         ctx.save_for_backward(
             x, weight, bias if again else None, mean, rstd, info, activation_mask, mask
         )
-        ctx.mark_non_differentiable(mean, var, info)
         ctx.peers = peers
         ctx.layer = layer
         ctx.bias_dtype = None if bias is None else bias.dtype
+        if updates:
+            return y
+        ctx.mark_non_differentiable(mean, var, info)
         return y, mean, var, info
 
     @staticmethod
@@ -93,14 +103,14 @@ class _BatchNormTraining(torch.autograd.Function):
             gradients = _second.differentiable(ctx, _backward, dy, *ctx.saved_tensors)
         else:
             gradients = _backward(ctx, dy, *ctx.saved_tensors)
-        return *gradients, *(None,) * 5
+        return *gradients, *(None,) * 6
 
 
 class _BatchNormInPlace(torch.autograd.Function):
     """As _BatchNormTraining with leaky_relu, written over x; backward recovers x from y."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, mask, counter, layer, peers, segment):
+    def forward(ctx, x, weight, bias, residual, mask, counter, layer, peers, segment, updates):
         mean, var, rstd, info = ops.normalize_in_place(
             x,
             *_exchanged(ctx, x, None, None, counter, layer, peers, segment),
@@ -131,7 +141,7 @@ class _BatchNormInPlace(torch.autograd.Function):
                 "input to differentiate by; expected inplace=False",
                 gradients,
             )
-        return *gradients, *(None,) * 5
+        return *gradients, *(None,) * 6
 
 
 def _creates_graph() -> bool:
@@ -145,7 +155,7 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, activation_mask, mask)
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
     layer, peers = ctx.layer, ctx.peers
     ranks = 1 if peers is None else peers.ranks
-    check_not_batched(ctx, ctx.call, dy)
+    check_not_batched(ctx, ctx.call, dy, x)
     dtypes = (
         weight.dtype if needs_weight else None,
         ctx.bias_dtype if needs_bias else None,
@@ -153,9 +163,11 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, activation_mask, mask)
     dy = like(dy, x)
     through = (weight, bias, activation_mask, layer.activation_kind, layer.negative_slope)
     keep = needs_residual and (layer.activation != "none" or mask is not None)
-    message, u = ops.local_gradients(
-        dy, x, mean, rstd, info, *through, keep, _exchange.frame_words(peers, x.device), mask
-    )
+    arguments = (dy, x, mean, rstd, info, *through, keep)
+    if exchanges(ctx):
+        message, u, merged, rest = _exchange.gradients(arguments, mask, peers, ctx.call)
+    else:
+        message, u = ops.local_gradients(*arguments, 0, mask)
     if keep:  # what comes back is there already
         dy, through = u, (weight, None, None, 0, 0.0)
     dx = dweight = dbias = None
@@ -163,7 +175,6 @@ def _backward(ctx, dy, x, weight, bias, mean, rstd, info, activation_mask, mask)
     shares = layer.affine_grad == "share" and not (peers is None and needs_x)
     shares = shares and (needs_weight or needs_bias)
     if exchanges(ctx):
-        merged, rest = _exchange.exchange(message, x.shape[1], peers, ctx.call)
         own = message if shares else None
         dx, dweight, dbias = ops.input_gradient(
             dy, x, merged, rest, mean, rstd, info, *through, *dtypes, ranks, mask, own
@@ -210,8 +221,10 @@ def train_step(
         check_options(layer)
         check_momentum(layer.momentum, running_mean, num_batches_tracked)
         check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
-        if x.is_cuda:
-            _cuda.check_options(layer.writes_over_input)
+        if call is not None and call.device != x.device:
+            raise ValueError(
+                f"input: got a tensor on {x.device}, expected {call.device}, where the layer lies"
+            )
         if inplace:
             check_in_place(x, weight, bias, residual, layer.negative_slope)
             if segment is not None:
@@ -223,8 +236,9 @@ def train_step(
     except Exception as error:
         if not again:
             with outside_transforms():
-                parameter = weight if running_mean is None else running_mean
-                _exchange.reject(peers, layer.call_of(x, call), error, x=x, parameter=parameter)
+                per_channel = (t for t in (running_mean, weight, bias) if t is not None)
+                tensors = {"x": x, "parameter": next(per_channel, None), "counter": call}
+                _exchange.reject(peers, layer.call_of(x, call), error, **tensors)
         raise
     if mask is not None:
         mask = mask.contiguous()
@@ -232,7 +246,15 @@ def train_step(
         function = _exported.training_step
     else:
         function = (_BatchNormInPlace if inplace else _BatchNormTraining).apply
-    y, mean, var, info = function(x, weight, bias, residual, mask, call, layer, peers, segment)
+    updates = None
+    # Both runs of a checkpointed segment take the same operators.
+    apart = inplace or segment is not None or layer.statistics == "welford"
+    if not (apart or torch.compiler.is_compiling()):
+        updates = (running_mean, running_var, num_batches_tracked, call, last_count, layer.momentum)
+    arguments = (x, weight, bias, residual, mask, call, layer, peers, segment, updates)
+    if updates is not None:
+        return function(*arguments)
+    y, mean, var, info = function(*arguments)
     if again:
         return y
     if running_mean is not None or num_batches_tracked is not None or call is not None:

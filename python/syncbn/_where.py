@@ -38,6 +38,9 @@ class Call(NamedTuple):
             parts.append(str(self.dtype).removeprefix("torch."))
         return ", ".join(parts)
 
+    def backward(self) -> "Call":
+        return Call(self.layer, self.number, "backward", self.channels, self.dtype, self.settings)
+
     def details(self) -> str:
         return str(self) if self.settings is None else f"{self}, {self.settings.options()}"
 

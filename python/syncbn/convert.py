@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _exchange, _groups
+from . import _exchange, _groups, _selection
 from ._classes import (
     LAZY,
     PLAIN,
@@ -181,7 +181,7 @@ def convert_sync_batchnorm(
             all ranks of the group.
     """
     options = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
-    sharing = _groups.select(process_group, group_size, group, timeout, engine)
+    sharing = _selection.select(process_group, group_size, group, timeout, engine)
     asked = not (process_group is None and group_size is None and group is None)
     kept: set[_groups.Sharing] = set()  # groups that torch.nn.SyncBatchNorms have
     exchanging = sync and dist.is_available() and dist.is_initialized()
@@ -286,8 +286,8 @@ def revert_sync_batchnorm(
     Raises:
         ValueError: a layer has a fused activation, which would be lost, or is sharded by FSDP;
             default is no batch norm class of PyTorch, or one derived from them.
-        RuntimeError: the process group of a layer that was a torch.nn.SyncBatchNorm is gone.
-        With any error `module` is as it was.
+        RuntimeError: the process group of a layer that was a torch.nn.SyncBatchNorm is gone. With
+            any error `module` is as it was.
     """
     check_module(module)
     if not (isinstance(default, type) and issubclass(default, _BatchNorm)) or issubclass(

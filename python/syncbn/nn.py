@@ -84,7 +84,8 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
-        self._init_sync(_groups.sharing(process_group, timeout, engine), "SyncBatchNorm")
+        sharing = _groups.sharing(process_group, timeout, engine)
+        self._init_sync(sharing, "SyncBatchNorm", device)
         self.affine_grad = affine_grad
         self.activation = activation
         self.negative_slope = negative_slope
@@ -93,8 +94,9 @@ class SyncBatchNorm(_BatchNorm):
         self.inplace = inplace
         check_options(self.layer())
 
-    def _init_sync(self, sharing: _groups.Sharing, layer_name: str) -> None:
-        """What a layer has besides a plain one; the options at their defaults."""
+    def _init_sync(self, sharing: _groups.Sharing, layer_name: str, device=None) -> None:
+        """What a layer has besides a plain one; the options at their defaults. device: of a layer
+        that has neither parameters nor running statistics."""
         self.sharing = sharing
         self.affine_grad = "share"
         self.activation = "none"
@@ -105,7 +107,7 @@ class SyncBatchNorm(_BatchNorm):
         self.layer_name = layer_name
         self.layer_number = zlib.crc32(layer_name.encode())
         reference = self.weight if self.weight is not None else self.running_mean
-        device = None if reference is None else reference.device
+        device = device if reference is None else reference.device
         # Which call of the layer this is; all ranks must be at the same one. Not in the state_dict.
         call = torch.zeros(1, dtype=torch.int64, device=device)
         self.register_buffer("_call", call, persistent=False)
@@ -144,6 +146,13 @@ class SyncBatchNorm(_BatchNorm):
             self.inplace,
         )
 
+    def _follow(self, x: object) -> None:
+        """Moves the counters of a layer without parameters and running statistics to a device: if
+        it was made of a layer in a model that is there already, nothing told it."""
+        if self.weight is None and self.running_mean is None and self._call.device.type == "cpu":
+            if isinstance(x, Tensor) and x.is_cuda:
+                self._call, self._count = self._call.to(x.device), self._count.to(x.device)
+
     @leaf
     def forward(
         self,
@@ -166,6 +175,7 @@ class SyncBatchNorm(_BatchNorm):
                 return _baton.wait(self, input, residual, mask)
             if not torch.compiler.is_compiling():
                 _devices.check_alone(self)
+                self._follow(input)
             return train_step(
                 input,
                 self.running_mean,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import _exchange, _groups
+from . import _batch_norm_cuda, _exchange, _groups
 from ._ops import ops
 from ._training import like
 from ._where import Call
@@ -197,6 +197,21 @@ class _BatchNorm(torch.autograd.Function):
         )
 
 
+def _on_cuda(tensors) -> bool:
+    """Whether all tensors are on CUDA, and not on the CPU."""
+    x = tensors[0]
+    for name, tensor in zip(_TENSORS, tensors, strict=True):
+        if tensor is None:
+            continue
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name}: got a tensor on {tensor.device}, expected the CPU or CUDA")
+        if tensor.device != x.device:
+            raise ValueError(
+                f"{name}: got a tensor on {tensor.device}, expected {x.device}, the device of x"
+            )
+    return x.is_cuda
+
+
 def batch_norm(
     x: Tensor,
     estimated_mean: Tensor,
@@ -219,8 +234,8 @@ def batch_norm(
     everywhere. Changes none of its inputs; batch_norm_ does.
 
     Args:
-        x: (N, C, *spatial), float16, bfloat16, float32 or float64, any strides. N may differ
-            between ranks and may be 0.
+        x: (N, C, *spatial), float16, bfloat16, float32 or float64, any strides, on the CPU or
+            CUDA, as the others. N may differ between ranks and may be 0.
         estimated_mean, estimated_var: (C,), any of these dtypes.
         scale, bias: (C,), any of these dtypes; None for 1 and 0.
         batches: int64 with one entry, how many batches the estimates hold; equal on all ranks.
@@ -238,7 +253,8 @@ def batch_norm(
 
     Raises:
         ValueError: an argument is refused, or all ranks together have one value per channel.
-        DivergenceError: the ranks did not make the same call.
+        DivergenceError: the ranks did not make the same call. Over NCCL nobody looks: y, batch_mean
+            and batch_var are NaN then, and the estimates stay.
     """
     tensors = (x, estimated_mean, estimated_var, scale, bias, batches)
     options = {
@@ -252,14 +268,19 @@ def batch_norm(
     if has_torch_function(tensors):  # a tracer's stand-ins: one node of the graph
         return handle_torch_function(batch_norm, tensors, *tensors, **options)
     peers = None if is_infer else _groups.peers(_groups.sharing(group, None, "process_group"))
-    for name, tensor in zip(_TENSORS, tensors, strict=True):
-        if tensor is not None and tensor.device.type != "cpu":
-            error = ValueError(
-                f"{name}: got a tensor on {tensor.device}, expected the CPU (CUDA is to come)"
-            )
-            _exchange.reject(peers, Call(layer_name), error, compare=False)
-            raise error
-    outputs = _BatchNorm.apply(
+    try:
+        on_cuda = _on_cuda(tensors)
+        if on_cuda:
+            _batch_norm_cuda.check(*tensors, epsilon, momentum)
+    except Exception as error:
+        estimates = (t for t in (estimated_mean, estimated_var) if isinstance(t, Tensor))
+        parameter = next(estimates, None)
+        # On the CPU the others exchange inside their operator, which compares no texts.
+        compare = (x if parameter is None else parameter).is_cuda
+        _exchange.reject(peers, Call(layer_name), error, compare, x=x, parameter=parameter)
+        raise
+    function = _batch_norm_cuda.BatchNormOnCuda if on_cuda else _BatchNorm
+    outputs = function.apply(
         x,
         scale,
         bias,

@@ -309,8 +309,8 @@ class _Meeting:
             )
 
     def give_up(self, requests: list[_baton.Request | None], error: BaseException) -> None:
-        layers = [self._original(r.layer) for r in requests if r is not None]
-        _devices.give_up(layers, error)
+        waiting = [r for r in requests if r is not None]
+        _devices.give_up([(self._original(r.layer), r.x) for r in waiting], error)
 
     def _place(self, request: _baton.Request | None):
         if request is None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from . import _collective, _cuda, _groups
+from . import _collective, _cuda, _selection
 from ._classes import check_module, class_of, holds_statistics, registered
 from ._ops import ops
 from .nn import SyncBatchNorm
@@ -120,7 +120,7 @@ def _raise(failures: list[LayerReport]) -> None:
     lines = "".join(f"\n  {row.path or 'the model'}: {row.layer}: {row.note}" for row in failures)
     texts = [lines]
     if dist.is_available() and dist.is_initialized():
-        texts = _groups.gather_text(f"-{lines}")  # no store is asked to keep an empty text
+        texts = _selection.gather_text(f"-{lines}")  # no store is asked to keep an empty text
         texts = [text.removeprefix("-") for text in texts]
     if not any(texts):
         return

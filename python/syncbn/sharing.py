@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import _collective, _groups
+from . import _collective, _groups, _selection
 from ._classes import check_module
 from .nn import SyncBatchNorm
 
@@ -39,7 +39,7 @@ def set_group(
     `module`.
     """
     check_module(module)
-    sharing = _groups.select(process_group, group_size, group, timeout, engine)
+    sharing = _selection.select(process_group, group_size, group, timeout, engine)
     for _, layer in _layers(module):
         layer.sharing = sharing
     return prepare(module)

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
-#include <thread>
 
+#include "comm/pause.hpp"
 #include "comm/rank_texts.hpp"
 #include "cuda/check.hpp"
 #include "syncbn/error.hpp"
@@ -47,15 +47,6 @@ void check(ncclResult_t result, const std::string& who, const char* call, const 
 }
 
 #define SYNCBN_NCCL_CHECK(who, call) check((call), (who), #call, __FILE__, __LINE__)
-
-/// Between two looks at something that goes on since `start`: what ends soon is not slept over.
-void pause(Clock::time_point start) {
-  if (Clock::now() - start < std::chrono::milliseconds(1)) {
-    std::this_thread::yield();
-  } else {
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-}
 
 }  // namespace
 

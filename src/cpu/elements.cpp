@@ -13,10 +13,8 @@ namespace syncbn::cpu {
 namespace {
 
 constexpr std::int64_t kElementsPerThread = 16384;
-/// From this many output bytes on non-temporal stores pay, if runs are long enough that partly
-/// written cache lines at their ends do not matter.
-constexpr std::int64_t kStreamBytes = std::int64_t{4} << 20;
-constexpr std::int64_t kStreamRun = 8192;
+/// From this many output bytes on non-temporal stores pay.
+constexpr std::int64_t kStreamBytes = std::int64_t{2} << 20;
 
 Layout layout_of(const SampleView& x, const SampleView* other, const SampleView& out) {
   return other == nullptr ? common_layout(x, out) : common_layout(x, *other, out);
@@ -34,9 +32,11 @@ void run(ElementPass pass, ElementsTask task, const Kernels& kernels, bool by_ro
   const std::int64_t elements = x.samples * x.channels * x.plane;
   const auto size = static_cast<std::int64_t>(size_of(x.dtype));
   task.mask = x.mask;
-  // Planes with a mask are looked at once more, while they are in a cache.
-  const bool long_runs = by_rows || (x.plane * size >= kStreamRun && x.mask == nullptr);
-  task.stream = elements * size >= kStreamBytes && long_runs;
+  const bool no_gaps = out.channel_stride == out.plane &&
+                       (out.samples == 1 || out.sample_stride == out.channels * out.plane);
+  // Long planes with a mask are looked at once more, while they are in a cache.
+  const bool may_stream = by_rows || (x.plane * size < kStreamRun ? no_gaps : x.mask == nullptr);
+  task.stream = elements * size >= kStreamBytes && may_stream;
   const std::int64_t blocks = (x.plane + kElementBlock - 1) / kElementBlock;
   const std::int64_t items = by_rows ? x.samples * x.plane : x.samples * x.channels * blocks;
   const std::int64_t grain = std::max<std::int64_t>(1, kElementsPerThread * items / elements);

@@ -77,9 +77,13 @@ struct ElementsTask {
   std::int64_t begin = 0;
   std::int64_t end = 0;
   const std::uint8_t* mask = nullptr;  ///< as in SampleView
-  bool stream = false;                 ///< use non-temporal stores
+  /// Use non-temporal stores; out's planes of less than kStreamRun bytes have no gaps between them.
+  bool stream = false;
 };
 inline constexpr std::int64_t kElementBlock = 16384;
+inline constexpr std::int64_t kCacheLine = 64;
+/// Runs of fewer bytes end in the middle of a cache line too often for non-temporal stores.
+inline constexpr std::int64_t kStreamRun = 8192;
 
 enum class ElementPass : std::uint8_t {
   kNormalize,
@@ -98,6 +102,14 @@ struct Kernels {
   void (*sum_rows)(DType, const SumsTask&, Windows&, const WindowArrays&);
   void (*map_planes)(DType, ElementPass, const ElementsTask&);
   void (*map_rows)(DType, ElementPass, const ElementsTask&);
+  /// Mean, variance and rstd from the words of neighbouring channels (formats half and single).
+  /// done[c]: whether channel c's were certain; if not, its outputs mean nothing.
+  void (*round_moments)(const Format&, const std::int64_t* words, std::int64_t channels,
+                        double count, double eps, double* mean, double* var, double* rstd,
+                        bool* done);
+  /// The same for both sums.
+  void (*round_sums)(const Format&, const std::int64_t* words, std::int64_t channels, double* first,
+                     double* second, bool* done);
 };
 
 extern const Kernels* const kAvx2Kernels;  ///< null where this build has none

@@ -14,9 +14,12 @@ namespace {
 // clang-format off: the passes need the vector type above
 #include "cpu/level_mask.hpp"
 #include "cpu/level_elements.hpp"
+#include "cpu/level_map.hpp"
 #include "cpu/level_pullback.hpp"
 #include "cpu/level_merge.hpp"
+#include "cpu/level_single_rows.hpp"
 #include "cpu/level_sums.hpp"
+#include "cpu/level_finalize.hpp"
 #include "cpu/level_table.hpp"
 // clang-format on
 

@@ -1,6 +1,7 @@
 // What has to be made of tensors before it is summed, in pieces that stay in a cache until then:
 // the gradient on its way back through a fused activation, and what a mask leaves. Included inside
-// a level file's unnamed namespace, after level_elements.hpp, whose rules hold here too.
+// a level file's unnamed namespace, after level_map.hpp; the rules of level_elements.hpp hold here
+// too.
 
 /// u come back through the activation, into `target`: one segment of a plane.
 template <class T>
@@ -31,11 +32,12 @@ inline void pull_row(const SumsTask& task, std::int64_t sample, std::int64_t e,
   k.scale = all.scale + channel;
   k.shift = all.shift + channel;
   std::uint8_t* activation_mask = mask_run(task.activation_mask, sample, e);
+  Rows<T> row{x, dy, target, activation_mask};
   if (activation_mask == nullptr) {
-    map_row<T, Upstream, false>(x, dy, target, activation_mask, channels, k, activation);
+    map_some_rows<T, Upstream, false, 1>(row, channels, k, activation);
   } else {
-    map_row<T, UpstreamActivationMask, false>(x, dy, target, activation_mask + channel / 8,
-                                              channels, k, activation);
+    row.activation_mask += channel / 8;
+    map_some_rows<T, UpstreamActivationMask, false, 1>(row, channels, k, activation);
   }
 }
 

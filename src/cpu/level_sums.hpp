@@ -1,5 +1,5 @@
 // The sums passes over the vector type of one level. Included inside a level file's unnamed
-// namespace, after level_merge.hpp and level_elements.hpp, whose rules hold here too.
+// namespace, after level_single_rows.hpp and level_elements.hpp, whose rules hold here too.
 
 constexpr int kParts = kLanes / kDoubleLanes;
 
@@ -59,8 +59,6 @@ SYNCBN_INLINE void sum_segment(const T* u, const T* v, std::int64_t length, Quad
   first = fold_to_quad(a);
   second = fold_to_quad(b);
 }
-
-enum class SumsOf : std::uint8_t { kSquare, kProduct, kActivated, kMasked };
 
 template <class T, SumsOf kOf>
 void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
@@ -159,6 +157,10 @@ inline void add_rows(const T* u, std::int64_t u_step, const T* v, std::int64_t v
     }
 #pragma GCC unroll 8
     for (int k = 0; k < kRows; ++k) {
+      prefetch(u + k * u_step + c + kBlockChannels);  // the next block's part of the row
+      if (kProduct) {
+        prefetch(v + k * v_step + c + kBlockChannels);
+      }
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i) {
         const DoubleV x = load_double(u + k * u_step + c + i * kDoubleLanes);
@@ -241,47 +243,6 @@ inline void merge_lanes(Windows& windows, const WindowArrays& w, const LaneBlock
     }
   }
   merge_channels(windows, w, channel + c, sum, {lane[0]});
-}
-
-/// Rows of one element each (2-D input): every element is a partial.
-template <class T, SumsOf kOf>
-void sum_single_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
-  constexpr bool kProduct = kOf != SumsOf::kSquare;
-  alignas(64) T buffer[kBlockChannels];
-  for (std::int64_t n = task.unit_begin; n < task.unit_end; ++n) {
-    if (task.mask != nullptr && task.mask[n] == 0) {
-      if (kOf == SumsOf::kActivated && task.out.data != nullptr) {
-        clear(output_of<T>(task.out, n, 0), task.channels);
-      }
-      continue;
-    }
-    const T* u = plane_of<T>(task.u, n, 0);
-    const T* v = kProduct ? plane_of<T>(task.v, n, 0) : u;
-    std::int64_t first_channel = 0;  // of u
-    alignas(64) double values[2][kDoubleLanes];
-    for (std::int64_t c = 0; c < task.channels; c += kDoubleLanes) {
-      if (kOf == SumsOf::kActivated && c % kBlockChannels == 0) {
-        T* target = task.out.data == nullptr ? buffer : output_of<T>(task.out, n, 0) + c;
-        pull_row(task, n, 0, c, minimum(kBlockChannels, task.channels - c), target);
-        u = target;
-        first_channel = c;
-      }
-      const std::int64_t left = task.channels - c;
-      const bool whole = left >= kDoubleLanes;
-      const T* u_here = u + (c - first_channel);
-      const DoubleV x = whole ? load_double(u_here) : load_double_partial(u_here, left);
-      const DoubleV y = !kProduct ? x
-                        : whole   ? load_double(v + c)
-                                  : load_double_partial(v + c, left);
-      // Adding to +0 turns -0 into +0, as a lane does.
-      store_double(values[0], zero_double() + x);
-      store_double(values[1], fused(x, y, zero_double()));
-      for (int i = 0; i < kDoubleLanes && c + i < task.channels; i += 4) {
-        merge_channels(windows, w, c + i, 0, {_mm256_load_pd(values[0] + i)});
-        merge_channels(windows, w, c + i, 1, {_mm256_load_pd(values[1] + i)});
-      }
-    }
-  }
 }
 
 template <class T, SumsOf kOf>

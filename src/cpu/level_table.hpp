@@ -88,5 +88,6 @@ void map_rows_any(DType dtype, ElementPass pass, const ElementsTask& task) {
 }
 
 constexpr Kernels kernels_named(const char* name) {
-  return {name, sum_planes_any, sum_rows_any, map_planes_any, map_rows_any};
+  return {name,         sum_planes_any, sum_rows_any, map_planes_any,
+          map_rows_any, round_moments,  round_sums};
 }

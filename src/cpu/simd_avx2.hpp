@@ -68,6 +68,13 @@ template <class T>
 inline void stream(T* p, FloatV a) {
   _mm_stream_si128(reinterpret_cast<__m128i*>(p), narrow(a.v, T{}));
 }
+/// One cache line; both pointers at its beginning.
+inline void stream_line(const void* from, void* to) {
+  const auto* f = static_cast<const __m256i*>(from);
+  auto* t = static_cast<__m256i*>(to);
+  _mm256_stream_si256(t, _mm256_load_si256(f));
+  _mm256_stream_si256(t + 1, _mm256_load_si256(f + 1));
+}
 inline void store_partial(float* p, FloatV a, std::int64_t n) {
   _mm256_maskstore_ps(p, lane_mask(n), a.v);
 }
@@ -144,6 +151,32 @@ inline DoubleV load_double(const double* p) { return {_mm256_load_pd(p)}; }
 inline void store_double(double* p, DoubleV a) { _mm256_store_pd(p, a.v); }
 inline DoubleV operator+(DoubleV a, DoubleV b) { return {_mm256_add_pd(a.v, b.v)}; }
 inline DoubleV fused(DoubleV a, DoubleV b, DoubleV c) { return {_mm256_fmadd_pd(a.v, b.v, c.v)}; }
+
+inline DoubleV operator-(DoubleV a, DoubleV b) { return {_mm256_sub_pd(a.v, b.v)}; }
+/// a*b - c, rounded once.
+inline DoubleV fused_minus(DoubleV a, DoubleV b, DoubleV c) {
+  return {_mm256_fmsub_pd(a.v, b.v, c.v)};
+}
+inline DoubleV low_half(FloatV a) { return {_mm256_cvtps_pd(_mm256_castps256_ps128(a.v))}; }
+inline DoubleV high_half(FloatV a) { return {_mm256_cvtps_pd(_mm256_extractf128_ps(a.v, 1))}; }
+
+/// Bit patterns of floats.
+struct BitsV {
+  __m256i v;
+};
+inline BitsV broadcast_bits(std::uint32_t v) { return {_mm256_set1_epi32(static_cast<int>(v))}; }
+inline BitsV load_bits_of(const std::uint32_t* p) {
+  return {_mm256_load_si256(reinterpret_cast<const __m256i*>(p))};
+}
+inline void store_bits_of(std::uint32_t* p, BitsV a) {
+  _mm256_store_si256(reinterpret_cast<__m256i*>(p), a.v);
+}
+inline BitsV magnitude_bits(FloatV a) {
+  return {_mm256_and_si256(_mm256_castps_si256(a.v), _mm256_set1_epi32(0x7fffffff))};
+}
+inline BitsV minus_one(BitsV a) { return {_mm256_add_epi32(a.v, _mm256_set1_epi32(-1))}; }
+inline BitsV larger(BitsV a, BitsV b) { return {_mm256_max_epu32(a.v, b.v)}; }
+inline BitsV smaller(BitsV a, BitsV b) { return {_mm256_min_epu32(a.v, b.v)}; }
 
 // Lanes 0..15 of a segment: the folds h = 8 and h = 4.
 inline QuadV fold_to_quad(const DoubleV (&lanes)[4]) {

@@ -60,6 +60,10 @@ template <class T>
 inline void stream(T* p, FloatV a) {
   _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(a.v, T{}));
 }
+/// One cache line; both pointers at its beginning.
+inline void stream_line(const void* from, void* to) {
+  _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_load_si512(from));
+}
 inline void store_partial(float* p, FloatV a, std::int64_t n) {
   _mm512_mask_storeu_ps(p, lane_mask(n), a.v);
 }
@@ -130,6 +134,28 @@ inline DoubleV load_double(const double* p) { return {_mm512_load_pd(p)}; }
 inline void store_double(double* p, DoubleV a) { _mm512_store_pd(p, a.v); }
 inline DoubleV operator+(DoubleV a, DoubleV b) { return {_mm512_add_pd(a.v, b.v)}; }
 inline DoubleV fused(DoubleV a, DoubleV b, DoubleV c) { return {_mm512_fmadd_pd(a.v, b.v, c.v)}; }
+
+inline DoubleV operator-(DoubleV a, DoubleV b) { return {_mm512_sub_pd(a.v, b.v)}; }
+/// a*b - c, rounded once.
+inline DoubleV fused_minus(DoubleV a, DoubleV b, DoubleV c) {
+  return {_mm512_fmsub_pd(a.v, b.v, c.v)};
+}
+inline DoubleV low_half(FloatV a) { return {_mm512_cvtps_pd(_mm512_castps512_ps256(a.v))}; }
+inline DoubleV high_half(FloatV a) { return {_mm512_cvtps_pd(_mm512_extractf32x8_ps(a.v, 1))}; }
+
+/// Bit patterns of floats.
+struct BitsV {
+  __m512i v;
+};
+inline BitsV broadcast_bits(std::uint32_t v) { return {_mm512_set1_epi32(static_cast<int>(v))}; }
+inline BitsV load_bits_of(const std::uint32_t* p) { return {_mm512_load_si512(p)}; }
+inline void store_bits_of(std::uint32_t* p, BitsV a) { _mm512_store_si512(p, a.v); }
+inline BitsV magnitude_bits(FloatV a) {
+  return {_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff))};
+}
+inline BitsV minus_one(BitsV a) { return {_mm512_add_epi32(a.v, _mm512_set1_epi32(-1))}; }
+inline BitsV larger(BitsV a, BitsV b) { return {_mm512_max_epu32(a.v, b.v)}; }
+inline BitsV smaller(BitsV a, BitsV b) { return {_mm512_min_epu32(a.v, b.v)}; }
 
 // Lanes 0..15 of a segment: the folds h = 8 and h = 4.
 inline QuadV fold_to_quad(const DoubleV (&lanes)[2]) {

@@ -19,6 +19,8 @@ namespace {
 /// Below this many elements a second thread costs more than it brings.
 constexpr std::int64_t kElementsPerThread = 16384;
 constexpr std::int64_t kChannelStep = kChannelPadding;
+/// Neighbouring channels of a row that one thread reads at least, where others read the rest.
+constexpr std::int64_t kRowPiece = 512;
 
 /// The exponent e with largest < 2^e; 1 if there is nothing to go by.
 int exponent_above(double largest) {
@@ -43,18 +45,33 @@ void place_windows(Windows& windows, const SampleView& u, const SampleView& v,
   const std::int64_t v_step = along_plane ? v.element_stride : v.sample_stride;
   const T* u_data = static_cast<const T*>(u.data) + sample * u.sample_stride;
   const T* v_data = static_cast<const T*>(v.data) + sample * v.sample_stride;
-  for (std::int64_t i = 0; i < windows.channels(); ++i) {
-    const T* a = u_data + (channel_begin + i) * u.channel_stride;
-    const T* b = v_data + (channel_begin + i) * v.channel_stride;
-    double largest = 0;
-    double largest_product = 0;
+  constexpr std::int64_t kBlock = 64;
+  for (std::int64_t begin = 0; begin < windows.channels(); begin += kBlock) {
+    const std::int64_t some = std::min(kBlock, windows.channels() - begin);
+    const T* u_block = u_data + (channel_begin + begin) * u.channel_stride;
+    const T* v_block = v_data + (channel_begin + begin) * v.channel_stride;
+    double largest[kBlock] = {};
+    double largest_product[kBlock] = {};
     for (std::int64_t p = 0; p < probes; ++p) {
-      const double magnitude = std::fabs(to_double(a[p * u_step]));
-      largest = std::max(largest, magnitude);
-      largest_product = std::max(largest_product, magnitude * std::fabs(to_double(b[p * v_step])));
+      const auto probe = [&](std::int64_t u_channel, std::int64_t v_channel) {
+        for (std::int64_t i = 0; i < some; ++i) {
+          const double magnitude = std::fabs(to_double(u_block[p * u_step + i * u_channel]));
+          const double product =
+              magnitude * std::fabs(to_double(v_block[p * v_step + i * v_channel]));
+          largest[i] = magnitude > largest[i] ? magnitude : largest[i];
+          largest_product[i] = product > largest_product[i] ? product : largest_product[i];
+        }
+      };
+      if (u.channel_stride == 1 && v.channel_stride == 1) {  // what a compiler turns into vectors
+        probe(1, 1);
+      } else {
+        probe(u.channel_stride, v.channel_stride);
+      }
     }
-    windows.place(i, 0, exponent_above(largest) + log_length + 4);
-    windows.place(i, 1, exponent_above(largest_product) + log_length + 6);
+    for (std::int64_t i = 0; i < some; ++i) {
+      windows.place(begin + i, 0, exponent_above(largest[i]) + log_length + 4);
+      windows.place(begin + i, 1, exponent_above(largest_product[i]) + log_length + 6);
+    }
   }
 }
 
@@ -147,8 +164,9 @@ std::vector<Share> deal(const SampleView& u, bool rows, int threads) {
   const std::int64_t most = std::max<std::int64_t>(
       1, std::min<std::int64_t>(threads, u.samples * u.channels * u.plane / kElementsPerThread));
   const std::int64_t blocks = (u.channels + kChannelStep - 1) / kChannelStep;
-  // Rows are read whole; planes of different channels need no merge afterwards.
-  const bool by_channel = rows ? units < most && blocks > units : blocks >= most;
+  // Channels need no merge afterwards; rows are read in long pieces, or whole.
+  const bool long_pieces = u.channels >= most * kRowPiece || (units < most && blocks > units);
+  const bool by_channel = rows ? long_pieces : blocks >= most;
   const std::int64_t pieces = std::min(most, by_channel ? blocks : units);
   std::vector<Share> shares;
   for (std::int64_t i = 0; i < pieces; ++i) {

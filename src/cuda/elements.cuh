@@ -8,7 +8,8 @@
 #include "cuda/views.cuh"
 
 // The element-wise passes: out = Pass(x, other), one read of each input and one write. A Pass has
-// Channel, the constants of one channel, and
+// Channel, the constants of one channel, kMostChannels, of how many a thread can keep them in
+// registers, and
 //   static T apply(arguments, activation, channel, bits, x, other, passes)
 // `bits`: of a mask that is read; `passes`: what a mask that is written keeps of the element.
 namespace syncbn::cuda {
@@ -234,42 +235,58 @@ unsigned group_for(std::int64_t length) {
 }
 
 template <class Pass, class T, int kVector>
-void start_map(const char* name, Layout layout, ElementArguments& a, const Stream& stream) {
-  if (layout == Layout::kRows) {
-    if (a.samples > 1) {  // one sample, if rows follow each other at even steps
-      const auto even = [&](const Operand& operand) {
-        return operand.data == nullptr ||
-               operand.sample_stride == a.plane * operand.element_stride || a.plane == 1;
-      };
-      if (even(a.x) && even(a.other) && even(a.out)) {
-        for (Operand* operand : {&a.x, &a.other, &a.out}) {
-          operand->element_stride = a.plane == 1 ? operand->sample_stride : operand->element_stride;
-        }
-        a.plane *= a.samples;
-        a.samples = 1;
+void start_map_rows(const char* name, ElementArguments& a, const Stream& stream) {
+  if (a.samples > 1) {  // one sample, if rows follow each other at even steps
+    const auto even = [&](const Operand& operand) {
+      return operand.data == nullptr || operand.sample_stride == a.plane * operand.element_stride ||
+             a.plane == 1;
+    };
+    if (even(a.x) && even(a.other) && even(a.out)) {
+      for (Operand* operand : {&a.x, &a.other, &a.out}) {
+        operand->element_stride = a.plane == 1 ? operand->sample_stride : operand->element_stride;
       }
+      a.plane *= a.samples;
+      a.samples = 1;
     }
-    a.group = group_for<kVector>(a.channels);
-    const std::int64_t blocks = divide_up(a.channels, a.group * kVector);
-    const std::int64_t rounds =
-        divide_up(a.samples * a.plane, kSteps * (kElementThreads / a.group));
-    const std::int64_t rows = a.samples * a.plane;
-    const std::int64_t chunks =
-        std::clamp<std::int64_t>(divide_up(16 * multiprocessors(stream), blocks), 1, rounds);
-    a.rows_of_job = divide_up(rows, chunks);
-    a.chunks = Divisor(divide_up(rows, a.rows_of_job));
-    a.per_sample = Divisor(a.plane);
-    a.jobs = blocks * a.chunks.value();
-    start(name, &map_rows<Pass, T, kVector>, grid_for(a.jobs, 1, stream), kElementThreads, 0,
-          stream, a);
-    return;
   }
+  a.group = group_for<kVector>(a.channels);
+  const std::int64_t blocks = divide_up(a.channels, a.group * kVector);
+  const std::int64_t rounds = divide_up(a.samples * a.plane, kSteps * (kElementThreads / a.group));
+  const std::int64_t rows = a.samples * a.plane;
+  const std::int64_t chunks =
+      std::clamp<std::int64_t>(divide_up(16 * multiprocessors(stream), blocks), 1, rounds);
+  a.rows_of_job = divide_up(rows, chunks);
+  a.chunks = Divisor(divide_up(rows, a.rows_of_job));
+  a.per_sample = Divisor(a.plane);
+  a.jobs = blocks * a.chunks.value();
+  start(name, &map_rows<Pass, T, kVector>, grid_for(a.jobs, 1, stream), kElementThreads, 0, stream,
+        a);
+}
+
+template <class Pass, class T, int kVector>
+void start_map_planes(const char* name, ElementArguments& a, const Stream& stream) {
   a.group = group_for<kVector>(a.plane);
   a.chunks = Divisor(divide_up(a.plane, a.group * kVector * kSteps));
   a.per_sample = Divisor(a.channels);
   a.jobs = a.samples * a.channels * a.chunks.value();
   start(name, &map_planes<Pass, T, kVector>, grid_for(a.jobs, kElementThreads / a.group, stream),
         kElementThreads, 0, stream, a);
+}
+
+/// Elements of a 16-byte access, or of one that is smaller because a thread keeps constants of
+/// each.
+template <class Pass, class T>
+inline constexpr int kMapRowVector = std::min(kWidest<T>, Pass::kMostChannels);
+
+/// Loads what start_elements starts.
+template <template <class> class Pass>
+void load_elements(DType dtype) {
+  by_type(dtype, [](auto type) {
+    using T = decltype(type);
+    load(&map_strided<Pass<T>, T>, &map_rows<Pass<T>, T, 1>,
+         &map_rows<Pass<T>, T, kMapRowVector<Pass<T>, T>>, &map_planes<Pass<T>, T, 1>,
+         &map_planes<Pass<T>, T, kWidest<T>>);
+  });
 }
 
 template <template <class> class Pass>
@@ -284,10 +301,12 @@ void start_elements(const char* name, DType dtype, const Plan& plan, ElementArgu
       a.jobs = a.samples * a.per_sample.value() * a.chunks.value();
       start(name, &map_strided<Pass<T>, T>, grid_for(a.jobs, kElementThreads, stream),
             kElementThreads, 0, stream, a);
-    } else if (plan.wide) {
-      start_map<Pass<T>, T, kWidest<T>>(name, plan.layout, a, stream);
+    } else if (plan.layout == Layout::kRows) {
+      plan.wide ? start_map_rows<Pass<T>, T, kMapRowVector<Pass<T>, T>>(name, a, stream)
+                : start_map_rows<Pass<T>, T, 1>(name, a, stream);
     } else {
-      start_map<Pass<T>, T, 1>(name, plan.layout, a, stream);
+      plan.wide ? start_map_planes<Pass<T>, T, kWidest<T>>(name, a, stream)
+                : start_map_planes<Pass<T>, T, 1>(name, a, stream);
     }
   });
 }

@@ -2,6 +2,7 @@
 #include <limits>
 
 #include "cuda/launch.cuh"
+#include "cuda/loading.hpp"
 #include "statistics/finalize.hpp"
 #include "statistics/header.hpp"
 
@@ -134,6 +135,12 @@ void by_format(DType dtype, const Function& function) {
 }  // namespace
 
 void require_built() {}
+
+void load_finalize(DType dtype) {
+  by_format(dtype, [](auto format) {
+    load(&moments_kernel<format()>, &gradients_kernel<format()>, &running_kernel);
+  });
+}
 
 void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean, double* var,
                       double* rstd, std::int64_t* info, std::int64_t channels, double eps,

@@ -34,4 +34,6 @@ void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& 
   }
 }
 
+void load_gradient_sums(DType dtype) { load_sums<true>(dtype); }
+
 }  // namespace syncbn::cuda

@@ -1,4 +1,5 @@
 #include "cuda/elements.cuh"
+#include "cuda/loading.hpp"
 
 // dx = c1*u + c2*(x - mean) + c3, u being dy come back through the activation; and weight * rstd *
 // u for constant statistics.
@@ -7,6 +8,7 @@ namespace {
 
 template <class T>
 struct InputGradientPass {
+  static constexpr int kMostChannels = 4;
   struct Channel {
     ChannelPullback<T> pullback;
     InputGradientOf<T> gradient;
@@ -54,6 +56,8 @@ void start_gradient(const TensorView& dy, const TensorView& x, const MaskView& m
 }
 
 }  // namespace
+
+void load_input_gradient(DType dtype) { load_elements<InputGradientPass>(dtype); }
 
 void input_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
                     const double* mean, const double* rstd, const double* coefficients,

@@ -86,25 +86,39 @@ struct Plan {
       layout = Layout::kStrided;
     }
     const auto vector = static_cast<std::int64_t>(16 / size_of(x.dtype));
-    const auto fits = [vector](std::int64_t stride) { return stride % vector == 0; };
-    wide = layout == Layout::kRows ? fits(x.channels) : layout == Layout::kPlanes && fits(x.plane);
+    // The stride of an axis of one index is never taken.
+    const auto fits = [vector](std::int64_t stride, std::int64_t length) {
+      return length == 1 || stride % vector == 0;
+    };
+    const bool rows = layout == Layout::kRows;
+    wide = layout != Layout::kStrided && (rows ? x.channels : x.plane) % vector == 0;
     for (const SampleView* view : views) {
-      wide = wide && fits(view->sample_stride) &&
-             fits(layout == Layout::kRows ? view->element_stride : view->channel_stride) &&
-             reinterpret_cast<std::uintptr_t>(view->data) % 16 == 0;
+      wide =
+          wide && fits(view->sample_stride, x.samples) &&
+          (rows ? fits(view->element_stride, x.plane) : fits(view->channel_stride, x.channels)) &&
+          reinterpret_cast<std::uintptr_t>(view->data) % 16 == 0;
     }
   }
 };
+
+/// Throws what became of a call. CUDA reports what enqueued work did wrong at any later call.
+inline void require(const std::string& what, const device::Failure& failure) {
+  if (failure.of_earlier_work) {
+    throw Error(std::string("CUDA: work that was enqueued earlier failed: ") + failure.text +
+                " (reported when " + what +
+                "; with CUDA_LAUNCH_BLOCKING=1 the call that enqueued it reports it)");
+  }
+  if (failure.text != nullptr) {
+    throw Unavailable("CUDA: " + what + " failed: " + failure.text);
+  }
+}
 
 inline int multiprocessors(const Stream& stream) {
   if (stream.multiprocessors > 0) {
     return stream.multiprocessors;
   }
-  const char* why = nullptr;
-  const int count = device::multiprocessors(&why);
-  if (why != nullptr) {
-    throw Unavailable(std::string("no CUDA device can be used: ") + why);
-  }
+  int count = 0;
+  require("finding the device", device::multiprocessors(&count));
   return count;
 }
 
@@ -119,11 +133,19 @@ inline unsigned grid_for(std::int64_t items, std::int64_t per_block, const Strea
 template <class Kernel, class... Arguments>
 void start(const char* name, Kernel kernel, unsigned blocks, unsigned threads, std::size_t shared,
            const Stream& stream, const Arguments&... arguments) {
-  const char* error = device::launch(kernel, blocks, threads, shared, stream.handle, arguments...);
-  if (error != nullptr) {
-    throw Unavailable(std::string("CUDA refused to start ") + name + " (" + std::to_string(blocks) +
-                      " blocks of " + std::to_string(threads) + " threads): " + error);
+  const device::Failure failure =
+      device::launch(kernel, blocks, threads, shared, stream.handle, arguments...);
+  if (failure.text != nullptr) {
+    require(std::string("starting ") + name + " (" + std::to_string(blocks) + " blocks of " +
+                std::to_string(threads) + " threads)",
+            failure);
   }
+}
+
+/// Loads kernels on the current device.
+template <class... Kernels>
+void load(Kernels... kernels) {
+  (require("loading a kernel", device::load(kernels)), ...);
 }
 
 /// Calls function with a value of the element type.

@@ -1,4 +1,5 @@
 #include "cuda/elements.cuh"
+#include "cuda/loading.hpp"
 
 // y = activation((x - mean) * rstd * weight + bias + residual), and the mask of the activation.
 namespace syncbn::cuda {
@@ -6,6 +7,7 @@ namespace {
 
 template <class T>
 struct NormalizePass {
+  static constexpr int kMostChannels = 8;
   struct Channel {
     Affine<T> affine;
     Channel() = default;
@@ -24,6 +26,8 @@ struct NormalizePass {
 };
 
 }  // namespace
+
+void load_normalize(DType dtype) { load_elements<NormalizePass>(dtype); }
 
 void normalize(const TensorView& x, const MaskView& mask, const double* mean, const double* rstd,
                const TensorView& weight, const TensorView& bias, const TensorView& residual,

@@ -7,6 +7,7 @@ namespace {
 
 template <class T>
 struct RecoverPass {
+  static constexpr int kMostChannels = 8;
   struct Channel {
     Affine<T> affine;
     Channel() = default;

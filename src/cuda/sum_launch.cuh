@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/launch.cuh"
+#include "cuda/loading.hpp"
 #include "cuda/sums.cuh"
 
 // Which of the sums' kernels runs, and on how many threads.
@@ -54,6 +55,10 @@ void start_rows(SumsArguments& a, const Stream& stream) {
         std::max(kFold, kPack), stream, a);
 }
 
+/// Channels of a thread: a 16-byte access, in backward of at most 4, or registers would not do.
+template <class T, bool kGradient>
+inline constexpr int kRowVector = kGradient ? std::min(kWidest<T>, 4) : kWidest<T>;
+
 template <class T, bool kGradient>
 void start_columns(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWarps = kSumThreads / device::kWarp;
@@ -71,7 +76,7 @@ void start_sums(DType dtype, const Plan& plan, SumsArguments& a, const Stream& s
     } else if (plan.layout == Layout::kRows && a.plane == 1) {
       start_columns<T, kGradient>(a, stream);
     } else if (plan.layout == Layout::kRows) {
-      plan.wide ? start_rows<T, kGradient, kWidest<T>>(a, stream)
+      plan.wide ? start_rows<T, kGradient, kRowVector<T, kGradient>>(a, stream)
                 : start_rows<T, kGradient, 1>(a, stream);
     } else {
       plan.wide ? start_planes<T, kGradient, kWidest<T>, false>(a, stream)
@@ -80,9 +85,22 @@ void start_sums(DType dtype, const Plan& plan, SumsArguments& a, const Stream& s
   });
 }
 
+/// Loads what start_sums starts.
+template <bool kGradient>
+void load_sums(DType dtype) {
+  by_type(dtype, [](auto type) {
+    using T = decltype(type);
+    load(&sum_planes<T, 1, kGradient, true>, &sum_planes<T, 1, kGradient, false>,
+         &sum_planes<T, kWidest<T>, kGradient, false>, &sum_rows<T, 1, kGradient>,
+         &sum_rows<T, kRowVector<T, kGradient>, kGradient>, &sum_columns<T, kGradient>,
+         &write_empty_message);
+  });
+}
+
 /// Everything but the layout; true if there is something to add up, else the message is enqueued.
 inline bool prepare_sums(SumsArguments& a, const SampleView& x, MessageHeader header,
                          std::int64_t* message, std::int64_t* workspace, const Stream& stream) {
+  load_training_kernels(x.dtype);
   header.count = x.samples * x.plane;
   header.dtype = x.dtype;
   header.channels = x.channels;

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "cuda/launch.cuh"
+#include "cuda/loading.hpp"
 #include "cuda/window.cuh"
 #include "statistics/finalize.hpp"
 #include "statistics/header.hpp"
@@ -126,12 +127,20 @@ void start_welford(WelfordArguments& a, const Stream& stream) {
 
 }  // namespace
 
+void load_welford(DType dtype) {
+  by_type(dtype, [](auto type) {
+    using T = decltype(type);
+    load(&welford_kernel<T, 1>, &welford_kernel<T, kRowColumns>, &merge_kernel);
+  });
+}
+
 void local_welford(const TensorView& x, const MaskView& mask, const ForwardCall& call,
                    std::int64_t* message, const Stream& stream) {
   check_samples("x", x);
   check_device("x", x);
   check_mask(mask, x);
   check_eps(call.eps);
+  load_training_kernels(x.dtype);
   const SampleView samples(x, mask);
   WelfordArguments a;
   a.x = operand("x", samples);

@@ -92,34 +92,10 @@ SYNCBN_HD inline Rounded53 round53(const BigUint<kLimbs>& v) {
   return {static_cast<double>(kept + (up ? 1u : 0u)), 64 * (n - 1) - zeros + 11};
 }
 
-/// a * a.
-template <int kLimbs>
-SYNCBN_HD inline BigUint<2 * kLimbs> square(const BigUint<kLimbs>& a) {
-  BigUint<2 * kLimbs> out;
-  const int n = a.used();
-  SYNCBN_NO_UNROLL
-  for (int i = 0; i < n; ++i) {
-    std::uint64_t carry = 0;
-    if (a.limb[i] == 0) {
-      continue;
-    }
-    SYNCBN_NO_UNROLL
-    for (int j = 0; j < n; ++j) {
-      const unsigned __int128 t =
-          static_cast<unsigned __int128>(a.limb[i]) * a.limb[j] + out.limb[i + j] + carry;
-      out.limb[i + j] = static_cast<std::uint64_t>(t);
-      carry = static_cast<std::uint64_t>(t >> 64);
-    }
-    out.limb[i + n] = carry;
-  }
-  return out;
-}
-
-/// a * factor * 2^shift.
+/// out = a * factor * 2^shift. out: 0. (As a result it would be copied on GPUs.)
 template <int kOut, int kLimbs>
-SYNCBN_HD inline BigUint<kOut> multiply_and_shift(const BigUint<kLimbs>& a, std::uint64_t factor,
-                                                  int shift) {
-  BigUint<kOut> out;
+SYNCBN_HD inline void multiply_and_shift(const BigUint<kLimbs>& a, std::uint64_t factor, int shift,
+                                         BigUint<kOut>& out) {
   const int limbs = shift / 64;
   const int bits = shift % 64;
   unsigned __int128 carry = 0;
@@ -139,26 +115,39 @@ SYNCBN_HD inline BigUint<kOut> multiply_and_shift(const BigUint<kLimbs>& a, std:
   if (bits != 0 && i > 0 && below >> (64 - bits) != 0) {
     out.limb[i + limbs] = below >> (64 - bits);
   }
-  return out;
 }
 
-/// max(0, a - b).
+/// a = max(0, a - b * b). In place, a row of products at a time: GPUs have little stack memory.
 template <int kA, int kB>
-SYNCBN_HD inline BigUint<kA> subtract_or_zero(const BigUint<kA>& a, const BigUint<kB>& b) {
-  BigUint<kA> out;
-  std::uint64_t borrow = 0;
-  const int nb = b.used();
-  if (nb > kA) {
-    return out;
+SYNCBN_HD inline void subtract_square(BigUint<kA>& a, const BigUint<kB>& b) {
+  static_assert(kA >= 2 * kB);
+  const int n = b.used();
+  bool negative = false;
+  SYNCBN_NO_UNROLL
+  for (int i = 0; i < n && !negative; ++i) {
+    std::uint64_t carry = 0;  // of products and borrows
+    if (b.limb[i] == 0) {
+      continue;
+    }
+    SYNCBN_NO_UNROLL
+    for (int j = 0; j < n; ++j) {
+      const unsigned __int128 t = static_cast<unsigned __int128>(b.limb[i]) * b.limb[j] + carry;
+      const auto low = static_cast<std::uint64_t>(t);
+      carry = static_cast<std::uint64_t>(t >> 64) + (a.limb[i + j] < low ? 1 : 0);
+      a.limb[i + j] -= low;
+    }
+    SYNCBN_NO_UNROLL
+    for (int k = i + n; k < kA && carry != 0; ++k) {
+      const bool borrow = a.limb[k] < carry;
+      a.limb[k] -= carry;
+      carry = borrow ? 1 : 0;
+    }
+    negative = carry != 0;
   }
   SYNCBN_NO_UNROLL
-  for (int i = 0; i < kA; ++i) {
-    const std::uint64_t subtrahend = i < nb ? b.limb[i] : 0;
-    const unsigned __int128 t = static_cast<unsigned __int128>(a.limb[i]) - subtrahend - borrow;
-    out.limb[i] = static_cast<std::uint64_t>(t);
-    borrow = static_cast<std::uint64_t>(t >> 64) & 1u;
+  for (int k = 0; k < kA && negative; ++k) {
+    a.limb[k] = 0;
   }
-  return borrow != 0 ? BigUint<kA>{} : out;
 }
 
 }  // namespace syncbn

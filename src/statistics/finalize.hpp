@@ -83,9 +83,10 @@ SYNCBN_HD inline ChannelMoments finalize_channel(const std::int64_t* words, std:
   propagate_carries(words + kFormat.first.digits, digits, kFormat.second.digits);
   BigUint<Traits::kSecondLimbs> squares;
   magnitude_of(digits, kFormat.second.digits, squares);
-  const auto scaled = multiply_and_shift<Traits::kVarianceLimbs>(
-      squares, static_cast<std::uint64_t>(count), Traits::kShift);
-  const Rounded53 d = round53(subtract_or_zero(scaled, square(sum)));
+  BigUint<Traits::kVarianceLimbs> difference;
+  multiply_and_shift(squares, static_cast<std::uint64_t>(count), Traits::kShift, difference);
+  subtract_square(difference, sum);
+  const Rounded53 d = round53(difference);
   out.var = scale(d.d / n / n, d.exponent - 2 * kFormat.first.unit);
 
   const Flags flags{words[Traits::kWords - 1]};
@@ -108,30 +109,13 @@ struct ChannelGradients {
   bool flagged;
 };
 
-template <DType kDtype>
-SYNCBN_HD inline ChannelGradients finalize_channel_gradients(const std::int64_t* words, double mean,
-                                                             double rstd) {
-  using Traits = FormatTraits<kDtype>;
-  constexpr Format kFormat = Traits::kFormat;
-  std::int64_t digits[kFormat.second.digits];
+SYNCBN_HD inline ChannelGradients channel_gradients(double sum, double product_sum, Flags flags,
+                                                    double mean, double rstd) {
   ChannelGradients out;
-
-  propagate_carries(words, digits, kFormat.first.digits);
-  BigUint<Traits::kFirstLimbs> first;
-  bool negative = magnitude_of(digits, kFormat.first.digits, first);
-  const Rounded53 a = round53(first);
-  out.sum = scale(negative ? -a.d : a.d, a.exponent - kFormat.first.unit);
-
-  propagate_carries(words + kFormat.first.digits, digits, kFormat.second.digits);
-  BigUint<Traits::kSecondLimbs> second;
-  negative = magnitude_of(digits, kFormat.second.digits, second);
-  const Rounded53 b = round53(second);
-  const double product_sum = scale(negative ? -b.d : b.d, b.exponent - kFormat.second.unit);
-
-  out.g = std::fma(-mean, out.sum, product_sum);
+  out.sum = sum;
+  out.g = std::fma(-mean, sum, product_sum);
   out.dweight = rstd * out.g;
-  out.dbias = out.sum;
-  const Flags flags{words[Traits::kWords - 1]};
+  out.dbias = sum;
   out.flagged = flags.word != 0;
   if (out.flagged) {
     out.dweight = std::numeric_limits<double>::quiet_NaN();
@@ -140,6 +124,28 @@ SYNCBN_HD inline ChannelGradients finalize_channel_gradients(const std::int64_t*
     }
   }
   return out;
+}
+
+template <DType kDtype>
+SYNCBN_HD inline ChannelGradients finalize_channel_gradients(const std::int64_t* words, double mean,
+                                                             double rstd) {
+  using Traits = FormatTraits<kDtype>;
+  constexpr Format kFormat = Traits::kFormat;
+  std::int64_t digits[kFormat.second.digits];
+
+  propagate_carries(words, digits, kFormat.first.digits);
+  BigUint<Traits::kFirstLimbs> first;
+  bool negative = magnitude_of(digits, kFormat.first.digits, first);
+  const Rounded53 a = round53(first);
+  const double sum = scale(negative ? -a.d : a.d, a.exponent - kFormat.first.unit);
+
+  propagate_carries(words + kFormat.first.digits, digits, kFormat.second.digits);
+  BigUint<Traits::kSecondLimbs> second;
+  negative = magnitude_of(digits, kFormat.second.digits, second);
+  const Rounded53 b = round53(second);
+  const double product_sum = scale(negative ? -b.d : b.d, b.exponent - kFormat.second.unit);
+
+  return channel_gradients(sum, product_sum, {words[Traits::kWords - 1]}, mean, rstd);
 }
 
 struct Coefficients {

@@ -112,24 +112,6 @@ TEST(BigUint, Round53TiesAndFarStickyBitsExact) {
   }
 }
 
-TEST(BigUint, SquareExact) {
-  Random random(11);
-  for (int i = 0; i < 3000; ++i) {
-    const auto a = random_integer<6>(random, 384);
-    ASSERT_TRUE(wide(square(a)) == wide(a) * wide(a));
-  }
-  BigUint<34> ones;
-  for (std::uint64_t& limb : ones.limb) {
-    limb = ~std::uint64_t{0};
-  }
-  EXPECT_TRUE(wide(square(ones)) == wide(ones) * wide(ones));
-  BigUint<6> gap;  // zero limbs in between
-  gap.limb[0] = ~std::uint64_t{0};
-  gap.limb[5] = ~std::uint64_t{0};
-  EXPECT_TRUE(wide(square(gap)) == wide(gap) * wide(gap));
-  EXPECT_EQ(square(BigUint<6>{}).used(), 0);
-}
-
 TEST(BigUint, MultiplyAndShiftExact) {
   Random random(12);
   for (int i = 0; i < 5000; ++i) {
@@ -138,31 +120,75 @@ TEST(BigUint, MultiplyAndShiftExact) {
         random.one_in(4) ? std::int64_t{1} << 36 : random.between(1, std::int64_t{1} << 36));
     const auto shift =
         static_cast<int>(random.one_in(3) ? 64 * random.between(0, 16) : random.between(0, 1100));
-    const auto product = multiply_and_shift<24>(a, factor, shift);
+    BigUint<24> product;
+    multiply_and_shift(a, factor, shift, product);
     ASSERT_TRUE(wide(product) == (wide(a) * Wide(static_cast<std::int64_t>(factor))) << shift)
         << shift;
   }
-  EXPECT_EQ(multiply_and_shift<4>(BigUint<2>{}, 5, 0).used(), 0);
-  EXPECT_EQ(multiply_and_shift<4>(BigUint<2>{}, 5, 63).used(), 0);
+  for (const int shift : {0, 63}) {
+    BigUint<4> nothing;
+    multiply_and_shift(BigUint<2>{}, 5, shift, nothing);
+    EXPECT_EQ(nothing.used(), 0);
+  }
 }
 
-TEST(BigUint, SubtractOrZeroExact) {
+/// max(0, a - b * b) as the code has it, checked against integers of any size.
+template <int kA, int kB>
+void expect_difference(BigUint<kA> a, const BigUint<kB>& b) {
+  const Wide difference = wide(a) - wide(b) * wide(b);
+  subtract_square(a, b);
+  ASSERT_TRUE(wide(a) == (difference.negative() ? Wide() : difference));
+}
+
+/// b * b + offset, modulo 2^(64 * 2 * kB).
+template <int kB>
+BigUint<2 * kB> near_square(const BigUint<kB>& b, std::int64_t offset) {
+  BigUint<2 * kB> sum;
+  const auto add = [&sum](std::uint64_t value, int at) {
+    bool carry = false;
+    for (int k = at; k < 2 * kB; ++k, value = 0) {
+      const auto t = static_cast<unsigned __int128>(sum.limb[k]) + value + (carry ? 1 : 0);
+      sum.limb[k] = static_cast<std::uint64_t>(t);
+      carry = (t >> 64) != 0;
+    }
+  };
+  for (int i = 0; i < kB; ++i) {
+    for (int j = 0; j < kB; ++j) {
+      const auto t = static_cast<unsigned __int128>(b.limb[i]) * b.limb[j];
+      add(static_cast<std::uint64_t>(t), i + j);
+      add(static_cast<std::uint64_t>(t >> 64), i + j + 1);
+    }
+  }
+  add(static_cast<std::uint64_t>(offset), 0);
+  for (int k = 1; offset < 0 && k < 2 * kB; ++k) {  // the limbs of its sign
+    add(~std::uint64_t{0}, k);
+  }
+  return sum;
+}
+
+TEST(BigUint, SubtractSquareExact) {
   Random random(13);
   for (int i = 0; i < 20000; ++i) {
-    const auto a = random_integer<5>(random, 320);
-    auto b = random_integer<6>(random, 384);
-    if (random.one_in(3)) {  // close to a
-      b = {};
-      for (int k = 0; k < 5; ++k) {
-        b.limb[k] = a.limb[k];
-      }
-      b.limb[random.between(0, 5)] ^= static_cast<std::uint64_t>(random.between(0, 2));
+    const auto b = random_integer<4>(random, 256);
+    const int bits = static_cast<int>(random.between(1, 576));
+    ASSERT_NO_FATAL_FAILURE(expect_difference(random_integer<9>(random, bits), b));
+    if (b.used() > 0) {
+      ASSERT_NO_FATAL_FAILURE(expect_difference(near_square(b, random.between(-2, 2)), b));
     }
-    const Wide difference = wide(a) - wide(b);
-    ASSERT_TRUE(wide(subtract_or_zero(a, b)) == (difference.negative() ? Wide() : difference));
-    ASSERT_EQ(subtract_or_zero(a, a).used(), 0);
-    ASSERT_TRUE(wide(subtract_or_zero(a, BigUint<2>{})) == wide(a));
   }
+  BigUint<34> ones;
+  for (std::uint64_t& limb : ones.limb) {
+    limb = ~std::uint64_t{0};
+  }
+  BigUint<6> gap;  // zero limbs in between
+  gap.limb[0] = ~std::uint64_t{0};
+  gap.limb[5] = ~std::uint64_t{0};
+  for (const std::int64_t offset : {-1, 0, 1}) {
+    ASSERT_NO_FATAL_FAILURE(expect_difference(near_square(ones, offset), ones));
+    ASSERT_NO_FATAL_FAILURE(expect_difference(near_square(gap, offset), gap));
+  }
+  ASSERT_NO_FATAL_FAILURE(expect_difference(BigUint<68>{}, ones));
+  ASSERT_NO_FATAL_FAILURE(expect_difference(near_square(ones, 7), BigUint<34>{}));
 }
 
 }  // namespace

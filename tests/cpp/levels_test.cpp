@@ -278,6 +278,8 @@ TEST(Levels, LargeTensorsExact) {
                {DType::kFloat32, {1, 600, 2000}, Memory::kRows, 0},
                {DType::kFloat32, {2200, 481}, Memory::kRows, 2},
                {DType::kFloat16, {4200, 32, 17}, Memory::kPlanes, 4},
+               {DType::kFloat32, {9, 301, 14, 14}, Memory::kPlanes, 5},
+               {DType::kBFloat16, {30, 703, 7, 7}, Memory::kPlanes, 31, true, true},
                {DType::kFloat16, {40, 64, 30, 30}, Memory::kRows, 31},
                {DType::kBFloat16, {2, 70, 20000}, Memory::kPlanes, 31},
                {DType::kBFloat16, {5000, 500}, Memory::kRows, 3},

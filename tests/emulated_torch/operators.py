@@ -1,38 +1,9 @@
-"""PyTorch's operators on CUDA, run on emulated kernels, have the bits of those on the CPU.
-
-operators.py LIBRARY...: loads the operators, those on the CPU first.
-"""
+"""PyTorch's operators on CUDA, run on emulated kernels, have the bits of those on the CPU."""
 
 import itertools
-import sys
 
 import torch
-
-for library in sys.argv[1:]:
-    torch.ops.load_library(library)
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def on_cpu(name, *arguments):
-    return getattr(torch.ops.syncbn, name)(*arguments)
-
-
-def on_cuda(name, *arguments):
-    """The kernel that is registered for CUDA, given tensors on the CPU."""
-    operator = getattr(torch.ops.syncbn, name).default
-    return operator._op_dk(torch._C.DispatchKey.CUDA, *arguments)
-
-
-def random(shape, seed, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def assert_equal(got, expected, what):
-    assert len(got) == len(expected)
-    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
-        assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride(), (what, i)
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=f"{what}, {i}")
+from emulated import DTYPES, assert_equal, on_cpu, on_cuda, random, run_checks
 
 
 def total(messages):
@@ -240,6 +211,61 @@ def check_welford():
         torch.testing.assert_close(rstd, (var + 1e-3).rsqrt(), rtol=2**-50, atol=0)
 
 
+def check_in_place():
+    """The output in x's memory, the statistics, and the input and signs that backward recovers. On
+    the way in the message is that of x, which the kernels must have read before they write."""
+    channels = 6
+    for dtype, shape in itertools.product(DTYPES, ((3, channels, 4, 5), (7, channels), (0, 6, 3))):
+        for weight, bias in ((random(channels, 7), random(channels, 8, dtype)), (None, None)):
+            x = random(shape, 1, dtype)
+            if len(shape) == 4 and weight is not None:
+                x = x.to(memory_format=torch.channels_last)
+            results = []
+            for run in (on_cuda, on_cpu):
+                y = x.clone()
+                message = run("local_moments", y, 7, None, 1e-3, 0, None)
+                statistics = run(
+                    "normalize_in_place", y, message, message, None, weight, bias, 1e-3, 1, 0.25
+                )
+                mean, _, rstd, _ = statistics
+                recovered = run("recover_input", y, mean, rstd, weight, bias, 0.25)
+                results.append((y, *statistics, *recovered))
+            assert_equal(*results, (dtype, shape, weight is None))
+
+
+def check_given_statistics():
+    """Normalization by estimates, and its gradient, against batch_norm on the CPU in inference."""
+    shapes = ((3, 6, 4, 5), (7, 6), (0, 6, 3))
+    for dtype, shape, of_estimates in itertools.product(DTYPES, shapes, DTYPES):
+        x, dy = random(shape, 1, dtype), random(shape, 2, dtype)
+        mean, var = random(6, 3, of_estimates), random(6, 4, of_estimates).abs()
+        for weight, bias in ((random(6, 7), random(6, 8, dtype)), (None, None)):
+            batches = torch.tensor([2])
+            expected = on_cpu("batch_norm", x, mean, var, weight, bias, batches, True, False, 1e-3)
+            *_, mean_rstd, info = expected
+            got = on_cuda("evaluate", x, mean, var, weight, bias, 1e-3)
+            what = (dtype, shape, of_estimates)
+            assert_equal((got[0], torch.cat(got[1:])), (expected[0], mean_rstd), what)
+            expected = on_cpu(
+                "batch_norm_backward", dy, x, weight, mean_rstd, info, True, True, None, None
+            )
+            dx = on_cuda("evaluation_input_gradient", dy, got[2], weight)
+            assert_equal((dx,), expected[:1], what)
+
+
+def check_refused_welford_call_gives_nan():
+    """Of a message of zeros but for the word that tells of a refusal, as another rank sends it."""
+    for dtype in DTYPES:
+        x = random((4, 3, 5), 0, dtype)
+        message = on_cuda("local_welford", x, 1, None, 0.0, None)
+        refusal = torch.zeros_like(message)
+        refusal[3] = 1
+        records, options = torch.cat([message, refusal]), (None, None, None, 0.0, 2, 0, 0.0, None)
+        out = on_cuda("normalize_gathered", x, message, message, records, *options)
+        y, mean, var, rstd, info, _ = out
+        assert all(t.isnan().all() for t in (y, mean, var, rstd)) and info.tolist() == [-1, 0]
+
+
 def refused(text, name, *arguments):
     try:
         on_cuda(name, *arguments)
@@ -258,9 +284,10 @@ def check_errors():
     refused("merged: got 60 words", "normalize", x, message, message[:-1], None, *options)
     refused("weight: got", "normalize", x, message, message, None, x[0, 0], *options[1:])
     refused("eps: got", "local_moments", x, 1, None, -1.0, 0, None)
+    mean = torch.zeros(3, dtype=torch.float64)
+    refused("mean: got 2 entries", "evaluate", x, mean[:2], mean, None, None, 0.0)
+    arguments = (x, message, message, None, None, x[0, 0], 0.0, 1, 0.5)
+    refused("bias: got", "normalize_in_place", *arguments)
 
 
-for name, check in list(globals().items()):
-    if name.startswith("check_"):
-        check()
-        print(name, "passed")
+run_checks(globals())

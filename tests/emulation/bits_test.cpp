@@ -51,7 +51,8 @@ struct Configuration {
 class ConfigurationScope {
  public:
   explicit ConfigurationScope(const Configuration& c) {
-    emulation::settings() = {c.seed, c.multiprocessors, c.resident};
+    emulation::settings() = {
+        .seed = c.seed, .multiprocessors = c.multiprocessors, .resident = c.resident};
     EXPECT_EQ(c.multiprocessors, emulation::settings().multiprocessors);
   }
   ~ConfigurationScope() { emulation::settings() = {}; }
@@ -75,10 +76,11 @@ struct Case {
   Tensor weight, bias;
   std::vector<std::uint8_t> counts;  ///< an element mask, or nothing
 
+  /// channels: up to `most_channels` times `channels_by`.
   Case(Random& random, int round, const std::vector<std::int64_t>& planes,
-       std::int64_t most_channels)
+       std::int64_t most_channels, std::int64_t channels_by = 1)
       : dtype(kDtypes[round % 4]) {
-    sizes = {random.between(1, 5), random.between(1, most_channels)};
+    sizes = {random.between(1, 5), channels_by * random.between(1, most_channels)};
     std::int64_t per_sample = sizes[1];
     const std::int64_t plane = random.pick(planes);
     if (plane > 1 || random.one_in(2)) {
@@ -247,7 +249,7 @@ void run_on_cuda(const Case& c, Results& r) {
   const TensorView bias = on_cuda(c.bias_view());
   const std::int64_t call = kCall;
   const MaskView counts = c.mask(Device::kCuda);
-  const std::uint64_t before = emulation::launches();
+  const std::uint64_t before = emulation::counts().launches;
   cuda::local_moments(x, counts, {kLayer, &call, kEps}, r.message.data(), workspace.data(), stream);
   EXPECT_EQ(workspace, clean) << "left behind by the moments";
   cuda::finalize_moments(r.message.data(), c.dtype, 1, r.mean.data(), r.var.data(), r.rstd.data(),
@@ -256,7 +258,7 @@ void run_on_cuda(const Case& c, Results& r) {
   std::uint8_t* mask = r.mask.empty() ? nullptr : r.mask.data();
   cuda::normalize(x, counts, r.mean.data(), r.rstd.data(), weight, bias, on_cuda(residual_of(c)),
                   on_cuda(r.y.view()), mask, c.activation, stream);
-  EXPECT_EQ(emulation::launches() - before, 3u) << "kernels in forward";
+  EXPECT_EQ(emulation::counts().launches - before, 3u) << "kernels in forward";
   ActivationGradient back = through(c, r);
   back.weight = weight;
   back.bias = bias;
@@ -270,7 +272,7 @@ void run_on_cuda(const Case& c, Results& r) {
                            stream);
   cuda::input_gradient(dy, x, counts, r.mean.data(), r.rstd.data(), r.coefficients.data(), back,
                        on_cuda(r.dx.view()), stream);
-  EXPECT_EQ(emulation::launches() - before, 6u) << "and three in backward";
+  EXPECT_EQ(emulation::counts().launches - before, 6u) << "and three in backward";
   cuda::finalize_gradients(r.gradient_message.data(), c.dtype, 1, r.gradient_message.data(),
                            info.data(), r.mean.data(), r.rstd.data(), weight, r.coefficients.data(),
                            on_cuda(r.share_weight.view()), on_cuda(r.share_bias.view()),
@@ -337,10 +339,19 @@ TEST(CudaBits, ManyChannelsExact) {
   }
 }
 
+/// 2-D input and planes of one element, with 16-byte accesses where channels come by the 8.
+TEST(CudaBits, PlanesOfOneElementExact) {
+  Random random(5);
+  for (int round = 0; round < 32 && !HasFailure(); ++round) {
+    expect_same(random, Case(random, round, {1}, round % 8 < 4 ? 3 : 24, round % 8 < 4 ? 8 : 1));
+  }
+}
+
 TEST(CudaBits, RecoveredInputExact) {
   Random random(4);
-  for (int round = 0; round < 24; ++round) {
-    const Case c(random, round, {1, 5, 16, 64, 130}, 20);
+  for (int round = 0; round < 40; ++round) {
+    const Case c =
+        round < 24 ? Case(random, round, {1, 5, 16, 64, 130}, 20) : Case(random, round, {1}, 3, 8);
     SCOPED_TRACE(c.text());
     Doubles mean(size(c.channels()));
     Doubles rstd(mean);

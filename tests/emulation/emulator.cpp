@@ -6,6 +6,7 @@
 #include <exception>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -17,7 +18,8 @@ namespace {
 constexpr std::byte kCanary{0xc5};
 constexpr std::size_t kCanaryBytes = 64;
 
-std::uint64_t kernels_started = 0;
+Counts counted;
+std::set<std::pair<int, const void*>> loaded;  // device and kernel
 
 struct Block;
 
@@ -203,7 +205,18 @@ Settings& settings() {
   return value;
 }
 
-std::uint64_t launches() { return kernels_started; }
+const Counts& counts() { return counted; }
+void note_launch(const void* kernel) {
+  ++counted.launches;
+  counted.launches_of_unloaded += loaded.count({settings().device, kernel}) == 0 ? 1 : 0;
+}
+void note_load(const void* kernel) {
+  ++counted.loads;
+  loaded.insert({settings().device, kernel});
+}
+void note_access(int elements) {
+  ++(elements > 1 ? counted.vector_accesses : counted.single_accesses);
+}
 
 void run(unsigned blocks, unsigned threads, std::size_t shared_bytes,
          const std::function<void()>& kernel) {
@@ -212,20 +225,24 @@ void run(unsigned blocks, unsigned threads, std::size_t shared_bytes,
                       std::to_string(threads) + " threads with " + std::to_string(shared_bytes) +
                       " bytes of shared memory");
   }
-  ++kernels_started;
+  if (settings().resident == 0) {
+    return;
+  }
   Launch mine;
   mine.kernel = &kernel;
   mine.state = settings().seed;
   launch = &mine;
-  std::vector<unsigned> order(blocks);
-  std::iota(order.begin(), order.end(), 0u);
-  for (unsigned i = blocks; i > 1; --i) {
+  const unsigned last = settings().last_blocks;
+  const unsigned skipped = last == 0 || last > blocks ? 0 : blocks - last;
+  std::vector<unsigned> order(blocks - skipped);
+  std::iota(order.begin(), order.end(), skipped);
+  for (std::size_t i = order.size(); i > 1; --i) {
     std::swap(order[i - 1], order[mine.random() % i]);
   }
   std::vector<std::unique_ptr<Block>> resident;
   std::size_t next = 0;
-  while (next < blocks || !resident.empty()) {
-    while (next < blocks && resident.size() < settings().resident) {
+  while (next < order.size() || !resident.empty()) {
+    while (next < order.size() && resident.size() < settings().resident) {
       resident.push_back(start_block(order[next++], blocks, threads, shared_bytes));
     }
     if (mine.runnable.empty()) {

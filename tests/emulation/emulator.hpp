@@ -19,15 +19,34 @@ class KernelError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+struct Failure {
+  const char* text = nullptr;
+  bool of_earlier_work = false;
+};
+
 struct Settings {
-  std::uint64_t seed = 1;   ///< of the order in which threads and blocks run
-  int multiprocessors = 2;  ///< as the device reports it
-  unsigned resident = 3;    ///< blocks that run at a time
+  std::uint64_t seed = 1;       ///< of the order in which threads and blocks run
+  int multiprocessors = 2;      ///< as the device reports it
+  unsigned resident = 3;        ///< blocks that run at a time; 0: launches are only counted
+  unsigned last_blocks = 0;     ///< run only so many of a grid, its last; 0: all
+  int device = 0;               ///< the current one's number
+  Failure launch_failure = {};  ///< what launches and loads answer
+  Failure load_failure = {};
 };
 Settings& settings();
 
-/// Kernels started since the program began.
-std::uint64_t launches();
+/// What happened since the program began.
+struct Counts {
+  std::uint64_t launches = 0;
+  std::uint64_t launches_of_unloaded = 0;  ///< of kernels not loaded on that device before
+  std::uint64_t loads = 0;
+  std::uint64_t vector_accesses = 0;  ///< of several elements at once
+  std::uint64_t single_accesses = 0;
+};
+const Counts& counts();
+void note_launch(const void* kernel);
+void note_load(const void* kernel);
+void note_access(int elements);
 
 /// Runs the kernel to its end. Throws KernelError.
 void run(unsigned blocks, unsigned threads, std::size_t shared_bytes,

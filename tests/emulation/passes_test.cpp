@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 
 #include <cmath>
 #include <cstdint>
@@ -199,51 +198,6 @@ TEST(CudaPasses, AllMaskedOutIsAsNothing) {
                       message.data(), workspace.data(), {});
   const Tensor nothing(DType::kFloat32, {0, 3, 4});
   EXPECT_EQ(message, cuda_moments(nothing, 4, 3));
-}
-
-/// Two samples that lie more than 2^31 elements apart, in memory of which only they are touched.
-TEST(CudaPasses, OffsetsBeyond32BitsExact) {
-  constexpr std::int64_t kApart = (std::int64_t{1} << 31) + 64;
-  constexpr std::size_t kBytes = (size(kApart) + 64) * 2;
-  void* const memory[2] = {mmap(nullptr, kBytes, PROT_READ | PROT_WRITE,
-                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0),
-                           mmap(nullptr, kBytes, PROT_READ | PROT_WRITE,
-                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)};
-  ASSERT_NE(memory[0], MAP_FAILED);
-  ASSERT_NE(memory[1], MAP_FAILED);
-  Random random(24);
-  const std::vector<double> values = rough_values(random, DType::kFloat16, 2, 64);
-  for (const auto& [channel_stride, element_stride] :
-       {std::pair<std::int64_t, std::int64_t>{8, 1}, {1, 8}}) {
-    const std::vector<std::int64_t> strides = {kApart, channel_stride, element_stride};
-    const TensorView far(memory[0], DType::kFloat16, {2, 8, 8}, strides, Device::kCuda);
-    const MutableTensorView out(memory[1], DType::kFloat16, {2, 8, 8}, strides, Device::kCuda);
-    Tensor near(DType::kFloat16, {2, 8, 8});
-    near.fill(values);
-    const auto at = [&](void* base, std::int64_t i) {
-      return static_cast<std::byte*>(base) +
-             2 * (i / 64 * kApart + i / 8 % 8 * channel_stride + i % 8 * element_stride);
-    };
-    for (std::int64_t i = 0; i < 128; ++i) {
-      testing::write_element(DType::kFloat16, at(memory[0], i), values[size(i)]);
-    }
-    Words workspace(size(cuda::workspace_words(DType::kFloat16, 8)), 0);
-    Words message(size(message_words(DType::kFloat16, 8)), -1);
-    cuda::local_moments(far, {}, {1, nullptr, kEps}, message.data(), workspace.data(), {});
-    EXPECT_EQ(message, cuda_moments(near, 1, 8));
-    const Moments moments(message, DType::kFloat16, 1, 8);
-    Tensor expected(DType::kFloat16, {2, 8, 8});
-    normalize(near.view(), {}, moments.mean.data(), moments.rstd.data(), {}, {}, {},
-              expected.view(), nullptr, {}, serial_executor());
-    cuda::normalize(far, {}, moments.mean.data(), moments.rstd.data(), {}, {}, {}, out, nullptr, {},
-                    {});
-    for (std::int64_t i = 0; i < 128; ++i) {
-      EXPECT_TRUE(
-          same_bits(testing::read_element(DType::kFloat16, at(memory[1], i)), expected.get(i)));
-    }
-  }
-  munmap(memory[0], kBytes);
-  munmap(memory[1], kBytes);
 }
 
 TEST(CudaPasses, WrongArgumentsChangeNothing) {

@@ -41,7 +41,7 @@ Words message_of(const Tensor& x, const std::vector<std::uint8_t>& counts, std::
     mask = {counts.data(), {view.sizes[0], view.sizes[2]}, Device::kCuda};
   }
   Words message(size(kHeaderWords + welford_words(view.dtype, view.sizes[1])), -1);
-  emulation::settings() = {seed, multiprocessors, 3};
+  emulation::settings() = {.seed = seed, .multiprocessors = multiprocessors};
   cuda::local_welford(view, mask, {5, nullptr, kEps}, message.data(), {});
   emulation::settings() = {};
   return message;

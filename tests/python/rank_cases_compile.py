@@ -4,11 +4,15 @@ torch.nn.SyncBatchNorm refuses CPU tensors, so on these machines it has no answe
 
 import copy
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
@@ -124,6 +128,62 @@ def case_compiled_single_value_is_an_error_on_every_rank(rank, world):
     assert torch.equal(layer.running_var, torch.ones(4)) and layer.num_batches_tracked == 0
 
 
+class _Reads:
+    """Counts the numbers that Python takes out of tensors; on a GPU each would wait for it."""
+
+    def __enter__(self):
+        self.count, plain = 0, torch.Tensor.__int__
+
+        def counting(tensor):
+            self.count += 1
+            return plain(tensor)
+
+        self.patch = mock.patch.object(torch.Tensor, "__int__", counting)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *_):
+        self.patch.stop()
+
+
+def case_compiled_step_reads_the_count_with_one_value_alone(rank, world):
+    """As an eager one: forward, on a rank with at most one value or a mask; never backward."""
+    torch._dynamo.reset()
+    for statistics in ("reproducible", "welford"):
+        layer = syncbn.SyncBatchNorm(4, statistics=statistics)
+        step = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+        mask = torch.ones(3, dtype=torch.bool)
+        few = 1 if rank == 0 else 4
+        for samples, given in ((3, None), (5, None), (few, None), (3, mask)):
+            x = torch.randn(samples, 4, requires_grad=True)
+            with _Reads() as host:
+                step(x, mask=given).sum().backward()
+            assert host.count == (samples == 1 or given is not None), (samples, host.count)
+
+
+def case_compiled_exchange_is_left_out_of_cuda_graphs(rank, world):
+    """By its tag, which inductor looks for in the graphs of forward and backward: their exchange is
+    all that it would not capture."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    for statistics in ("reproducible", "welford"):
+        layer = syncbn.SyncBatchNorm(4, statistics=statistics)
+        backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+        step = torch.compile(layer, backend=backend, fullgraph=True)
+        step(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    gather, reduce = ops.all_gather_record.default, ops.all_reduce_message.default
+    found = [
+        [node.target for node in graph.graph.nodes if is_cudagraph_unsafe_fx_node(node)]
+        for graph in graphs
+    ]
+    assert found == [[reduce], [reduce], [gather], [reduce]], found
+
+
 def case_compiled_step_times_out_by_name(rank, world):
     """A rank that does not come: the error of eager mode, with the layer and who is missing."""
     model = net(timeout=1.5)
@@ -149,7 +209,7 @@ def case_operators_of_traced_graphs_meet_their_contract(rank, world):
         x = torch.randn(3 + rank, channels)
         message = ops.local_moments(x, 7, None, 1e-5, _exchange.frame_words(peers))
         options = (1e-5, "reproducible", "none", 0.01)
-        constants = (channels, peers.group_name, "name", x.dtype, *options)
+        constants = (channels, len(x), peers.group_name, "name", x.dtype, *options)
         arguments = (message, *constants, "forward")
         torch.library.opcheck(ops.all_reduce_message.default, arguments, test_utils=tests)
         message = ops.local_welford(x, 7, None, 1e-5)

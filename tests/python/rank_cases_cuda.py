@@ -11,7 +11,8 @@ import torch.distributed as dist
 import syncbn
 from rank_cases import raises, shards
 from support import new_layer
-from syncbn import _exchange, _groups
+from syncbn import _exchange, _groups, _selection
+from syncbn._layer import Layer
 from syncbn._ops import DTYPES, HEADER_WORDS, ops
 from syncbn._where import Call
 
@@ -98,16 +99,37 @@ def case_welford_messages_exact(rank, world):
         assert ops.header(merged, world).tolist() == [9, 1, 0, DTYPES.index(torch.float32)]
 
 
+def refuse(x, call):
+    cpu = torch.device("cpu")
+    _exchange._reject_in_stream_order(x, torch.ones(4), in_stream_order(), call, cpu)
+
+
 def case_refusal_in_stream_order_reaches_the_header(rank, world):
     """Of the length that the others' messages have by the layer's parameters, whatever the shape of
     the refused input."""
-    peers = in_stream_order()
+    call = Call("layer", settings=Layer("layer", 0))
     if rank == 0:
-        _exchange._reject_in_stream_order(torch.randn(2, 7), torch.ones(4), peers)
+        refuse(torch.randn(2, 7), call)
         return
     message = message_of(torch.randn(2, 4))
-    got = _exchange._exchange_from_device(message, 4, peers, Call("layer"))
+    got = _exchange._exchange_from_device(message, 4, in_stream_order(), call)
     assert ops.header(got, world)[2] == 1 and got.numel() == HEADER_WORDS + 4 * 19
+
+
+def case_refused_welford_call_in_stream_order_reaches_the_headers(rank, world):
+    """It gathers as the others do; its backward sums."""
+    call = Call("layer", settings=Layer("layer", 0, statistics="welford"))
+    for dtype in DTYPES:
+        x = torch.randn(2, 4).to(dtype)
+        if rank == 0:
+            refuse(torch.randn(2, 7).to(dtype), call)
+            refuse(x, call._replace(direction="backward"))
+            continue
+        own = ops.local_welford(x, 3, None, 1e-5)
+        merged, messages = _exchange._gather_from_device(own, 4, in_stream_order(), call)
+        assert ops.header(merged, world)[2] == 1 and messages.numel() == world * own.numel()
+        summed = _exchange._exchange_from_device(message_of(x), 4, in_stream_order(), call)
+        assert ops.header(summed, world)[2] == 1
 
 
 def case_sums_in_stream_order(rank, world):
@@ -133,14 +155,17 @@ def case_nccl_is_taken_where_the_group_has_it(rank, world):
         peers = peers_of_world()
         assert peers.cuda == group.group_name and peers.engine_on(torch.device("cuda")) == "nccl"
         assert _groups.named(peers.group_name) == peers
+        assert not _groups.is_nccl_alone(peers)
+        backends[group] = "cuda:nccl"
+        assert _groups.is_nccl_alone(peers) and not _groups.is_nccl_alone(peers._replace(cuda=""))
         # The groups of group_size are PyTorch's then, made by all ranks, and once.
         parts = [
-            _groups.select(None, group_size=1, group=None, timeout=None).name for _ in range(2)
+            _selection.select(None, group_size=1, group=None, timeout=None).name for _ in range(2)
         ]
         assert parts[0] == parts[1] and _groups.resolve(parts[0]).size() == 1
     finally:
         backends[group] = before
-        _groups._nccl_groups.clear()
+        _selection._nccl_groups.clear()
 
 
 def case_own_share_with_the_input_gradient_exact(rank, world):

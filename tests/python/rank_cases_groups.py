@@ -12,7 +12,8 @@ from torch import nn
 
 import syncbn
 from rank_cases import CountCollectives, raises
-from syncbn import _groups
+from support import run_snippets
+from syncbn import _groups, _selection
 
 
 def mean_of(model, x) -> torch.Tensor:
@@ -56,12 +57,12 @@ def case_group_size(rank, world):
 def case_group_by_node(rank, world):
     """Two machines, of which the first has one rank: names decide, not a launcher's variables."""
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
-    host_name = _groups.host_name
+    host_name = _selection.host_name
     try:
-        _groups.host_name = lambda: "first" if rank == 0 else "second"
+        _selection.host_name = lambda: "first" if rank == 0 else "second"
         model = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)), group="node")
     finally:
-        _groups.host_name = host_name
+        _selection.host_name = host_name
     ranks = [0] if rank == 0 else range(1, world)
     assert close(mean_of(model, x), expected_mean(x, ranks))
     # The real machine is one.
@@ -152,3 +153,11 @@ def case_checks_cost_no_collective(rank, world):
     with CountCollectives() as count:
         layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
     assert count.names == ["all_reduce"] * 2, count.names
+
+
+def case_page_of_groups(rank, world):
+    """torch.nn.SyncBatchNorm takes groups that were made by hand only."""
+    names = run_snippets("docs/groups.md")
+    assert names["alone"] == 1 and names["everybody"] == world
+    (row,) = syncbn.report(names["model"])
+    assert row.ranks == world and row.count == world * 2 * 6 * 6  # one machine

@@ -2,6 +2,7 @@
 tests compare or run."""
 
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +212,17 @@ def assert_near_pytorch(
     for name, got, reference, bound in zip(names, results, references, bounds, strict=True):
         if got is not None:
             assert ((got.detach().double() - reference).abs() <= bound).all(), name
+
+
+def join(processes: list, seconds: float) -> None:
+    """Waits for all of them, at most so long together, and ends those that are still there."""
+    until = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0, until - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join(5)  # one that is stuck in a driver stays
 
 
 def snippets(page: str) -> list[str]:

@@ -41,7 +41,7 @@ class CountPasses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.moments += func._opname in ("local_moments", "local_welford")
-        self.updates += func._opname == "update_running_statistics"
+        self.updates += func._opname in ("update_running_statistics", "normalize_and_update")
         return func(*args, **(kwargs or {}))
 
 

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import syncbn
 from support import (
@@ -24,6 +24,7 @@ from support import (
     to_tensor,
 )
 from syncbn import _build, _cuda, doctor
+from syncbn.ops import batch_norm
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -83,13 +84,60 @@ def test_layer_says_why_cuda_cannot_be_used(monkeypatch, built, torch_cuda, avai
             layer(x)
 
 
-def test_inplace_is_refused(monkeypatch):
-    """It has no kernels."""
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Tensors without memory that say they are on CUDA; outside of a capture if nothing else is
+    said, because there is no driver to ask."""
     monkeypatch.setattr(_cuda, "_loaded", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with FakeTensorMode():
-        layer = syncbn.SyncBatchNorm(3, device="cuda", activation="leaky_relu", inplace=True)
-        with pytest.raises(ValueError, match="inplace: got True on CUDA, expected False"):
-            layer(torch.empty(4, 3, 5, device="cuda"))
+        yield
+
+
+def test_inplace_step_in_a_capture_reads_no_weights(fake_cuda, monkeypatch):
+    """Outside it looks at the bound of the recovered input, which a fake tensor cannot tell."""
+    layer = syncbn.SyncBatchNorm(3, device="cuda", activation="leaky_relu", inplace=True)
+    x = torch.empty(4, 3, 5, device="cuda", requires_grad=True)
+    with pytest.raises(DataDependentOutputException):
+        layer(x * 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x = x * 1
+    assert layer(x) is x
+
+
+@pytest.mark.parametrize("mode", ({}, {"use_global_est": True}, {"is_infer": True}))
+def test_operator_reads_nothing_of_the_device(fake_cuda, mode):
+    """syncbn.ops.batch_norm; a fake tensor has no value that the host could wait for."""
+    x = torch.empty(4, 3, 5, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    mean, var, scale, bias = (torch.empty(3, device="cuda") for _ in range(4))
+    scale.requires_grad_()
+    batches = torch.zeros(1, dtype=torch.int64, device="cuda")
+    out = batch_norm(x, mean, var.half(), scale, bias, batches, **mode)
+    dtypes = (x.dtype, torch.float64, torch.float64, torch.float32, torch.float16, torch.int64)
+    assert tuple(t.dtype for t in out) == dtypes and all(t.is_cuda for t in out)
+    assert tuple(t.shape for t in out) == (x.shape, *[(3,)] * 4, (1,))
+    assert out.y.requires_grad and not any(t.requires_grad for t in out[1:])
+
+
+def test_operator_refuses_by_name(fake_cuda):
+    x, channel = torch.empty(4, 3, 5, device="cuda"), torch.empty(3, device="cuda")
+    batches = torch.zeros(1, dtype=torch.int64, device="cuda")
+    good = (x, channel, channel, channel, channel, batches)
+    for at, bad, text in (
+        (0, channel, "x: got 1D input, expected at least 2D"),
+        (0, x.int(), "x: got torch.int32, expected float16"),
+        (0, x.to("cpu"), r"estimated_mean: got a tensor on cuda:0, expected cpu, the device of x"),
+        (1, None, "estimated_mean: got NoneType, expected a tensor"),
+        (2, channel[:2], r"estimated_var: got shape \(2,\), expected \(3,\)"),
+        (3, channel.long(), "scale: got torch.int64, expected float16"),
+        (4, channel.to("cpu"), "bias: got a tensor on cpu, expected cuda:0"),
+        (5, batches.int(), "batches: got 1 entries of torch.int32 on cuda:0, expected one int64"),
+    ):
+        with pytest.raises(ValueError, match=f"^{text}"):
+            batch_norm(*good[:at], bad, *good[at + 1 :])
+    for option, value in (("epsilon", -1.0), ("epsilon", float("inf")), ("momentum", 1.5)):
+        with pytest.raises(ValueError, match=f"^{option}: got {value}, expected a"):
+            batch_norm(*good, **{option: value})
 
 
 def test_other_devices_are_refused():
@@ -216,6 +264,44 @@ def test_special_values_exact():
     )
     for name in ("y", "dx"):
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0, equal_nan=True)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_inplace_exact(dtype):
+    """Output, recovered input and gradients; the output lies in the input's memory."""
+    layer = new_layer(5, activation="leaky_relu", negative_slope=0.25, inplace=True)
+    with torch.no_grad():  # away from 0, from where no input is recovered
+        layer.weight.fill_(1.5)
+        layer.bias.fill_(0.25)
+    results = []
+    for m in (layer, copy.deepcopy(layer).cuda()):
+        leaf = samples((6, 5, 7, 9), dtype).to(m.weight.device).requires_grad_()
+        x = leaf * 1
+        y = m(x)
+        y.backward(samples((6, 5, 7, 9), dtype, 1).to(leaf.device))
+        assert y.data_ptr() == x.data_ptr()
+        tensors = (y, m.running_var, leaf.grad, m.weight.grad, m.bias.grad)
+        results.append([t.detach().cpu() for t in tensors])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@needs_gpu
+@pytest.mark.parametrize("mode", ({}, {"use_global_est": True}, {"is_infer": True}))
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_operator_exact(dtype, mode):
+    """syncbn.ops.batch_norm: outputs, updated variables and gradients."""
+    results = []
+    for device in ("cpu", "cuda"):
+        x = samples((6, 5, 7, 9), dtype).to(device).requires_grad_()
+        mean, var, scale, bias = (torch.linspace(1, i + 2, 5).to(device) for i in range(4))
+        scale, batches = scale.requires_grad_(), torch.tensor([3], device=device)
+        out = batch_norm(x, mean, var, scale, bias, batches, momentum=0.3, **mode)
+        out.y.backward(samples((6, 5, 7, 9), dtype, 1).to(device))
+        results.append([t.detach().cpu() for t in (*out, x.grad, scale.grad)])
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 @needs_gpu

@@ -4,6 +4,8 @@ and cannot run over Gloo."""
 
 import datetime
 import os
+import signal
+import time
 import traceback
 from pathlib import Path
 
@@ -12,11 +14,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from support import assert_same_layers, new_layer
+from support import assert_same_layers, join, new_layer
 
 WORLD = 2
 BOUNDS = (0, 3, 8)
 SHAPE = (8, 6, 5, 5)
+
+# Over sockets of the loopback, whatever adapters the machine has.
+NCCL_ON_ONE_MACHINE = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+}
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -113,7 +123,7 @@ CASES = {
 
 
 def _rank_main(rank: int, backend: str, device: str, folder: Path) -> None:
-    os.environ.update(NCCL_HOSTID=f"host {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    os.environ.update(NCCL_HOSTID=f"host {rank}", **NCCL_ON_ONE_MACHINE)
     torch.set_num_threads(1)
     dist.init_process_group(
         backend,
@@ -142,10 +152,7 @@ def run(backend: str, device: str, folder: Path) -> None:
     ]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(60)
-        if process.is_alive():
-            process.kill()
+    join(processes, 60)
     problems = []
     for case in CASES[backend]:
         for rank in range(WORLD):
@@ -154,6 +161,18 @@ def run(backend: str, device: str, folder: Path) -> None:
             if outcome != "passed":
                 problems.append(f"{case.__name__}, rank {rank}: {outcome}")
     assert not problems, "\n".join(problems)
+
+
+def test_processes_that_hang_cost_the_limit_once():
+    """torch.multiprocessing's own join waits without a limit."""
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=time.sleep, args=(600,)) for _ in range(WORLD)]
+    for process in processes:
+        process.start()
+    began = time.monotonic()
+    join(processes, 1)
+    assert time.monotonic() - began < 5
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * WORLD
 
 
 @needs_gpu

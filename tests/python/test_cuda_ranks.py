@@ -12,7 +12,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import cuda_cases
+from support import join
 from syncbn import _groups
+from test_cuda_processes import NCCL_ON_ONE_MACHINE
 from test_distributed import _free_port
 
 CASES = {name: case for name, case in vars(cuda_cases).items() if name.startswith("case_")}
@@ -21,7 +23,7 @@ WORLD = 2
 
 
 def _rank_main(rank: int, backend: str, port: int, folder: Path) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **NCCL_ON_ONE_MACHINE)
     _groups.DEFAULT_TIMEOUT = 20.0
     if torch.cuda.device_count() < WORLD:
         os.environ["NCCL_HOSTID"] = f"host{rank}"  # else NCCL refuses two ranks on one GPU
@@ -47,10 +49,7 @@ def results(request, tmp_path_factory):
     processes = [context.Process(target=_rank_main, args=(r, *arguments)) for r in range(WORLD)]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(300)
-        if process.is_alive():
-            process.kill()
+    join(processes, 90)
     paths = {name: [folder / f"{name}.{rank}" for rank in range(WORLD)] for name in CASES}
     return {
         name: [p.read_text() if p.exists() else "did not end" for p in outcomes]

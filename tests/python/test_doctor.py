@@ -103,3 +103,14 @@ def test_a_time_limit_that_is_none_is_refused(capsys, seconds):
         __main__.main(["doctor", f"--timeout={seconds}"])
     expected = f"--timeout: got '{seconds}', expected a positive number of seconds"
     assert ended.value.code == 2 and expected in capsys.readouterr().err
+
+
+def test_without_an_installed_cmake_package_cmake_dir_says_so(monkeypatch, tmp_path, capsys):
+    """tests/rules/test_package.py builds against the installed one."""
+    monkeypatch.setattr(__main__, "__file__", str(tmp_path / "__main__.py"))
+    assert __main__.main(["--cmake-dir"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and f"--cmake-dir: got {tmp_path}, which has no CMake" in printed.err
+    (tmp_path / "cmake").mkdir()
+    assert __main__.main(["--cmake-dir"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'cmake'}\n"

@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import syncbn
 from support import PROJECT, run_snippets, snippets
 
 # On two ranks only, with the library that each is about.
@@ -18,8 +20,9 @@ PAGES = sorted(
     if "```python" in path.read_text(encoding="utf-8")
 )
 PAGES.remove("docs/data_parallel.md")  # runs on ranks, in rank_cases_parallel.py
+PAGES.remove("docs/groups.md")  # likewise, in rank_cases_groups.py
 PAGES.remove("docs/uneven_inputs.md")
-PAGES.remove("docs/cuda.md")  # needs a GPU
+PAGES.remove("docs/cuda.md")  # part of a training step, below
 
 
 def run(*arguments):
@@ -40,19 +43,32 @@ def test_example(name):
 def test_example_on_two_ranks(name):
     if name in TRAINERS:
         pytest.importorskip(TRAINERS[name])
-    assert run("-m", "torch.distributed.run", "--nproc-per-node=2", f"examples/{name}")
+    assert run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"examples/{name}"
+    )
 
 
 @pytest.mark.parametrize("page", ("README.md", "docs/uneven_inputs.md"))
 def test_page_on_two_ranks(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(snippets(page)), encoding="utf-8")
-    run("-m", "torch.distributed.run", "--nproc-per-node=2", str(script))
+    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page(page):
     EXPECTED.get(page, lambda names: None)(run_snippets(page))
+
+
+def test_page_cuda(monkeypatch):
+    """On the CPU; a GPU runs the same calls in test_cuda.py."""
+    monkeypatch.setattr(torch.nn.Module, "cuda", lambda module: module)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    loss = torch.ones(1, requires_grad=True).sum()
+    names = {"syncbn": syncbn, "model": model, "loss": loss}
+    (snippet,) = snippets("docs/cuda.md")
+    exec(compile(snippet, "docs/cuda.md", "exec"), names)
+    assert type(names["model"][0]) is syncbn.SyncBatchNorm
 
 
 def _devices(names):
@@ -86,7 +102,36 @@ def _masks(names):
     assert not names["x"].grad.movedim(1, -1)[~names["mask"]].any()
 
 
+def _coming_from(names):
+    assert type(names["theirs"][1]) is names["syncbn"].SyncBatchNorm  # the same object, converted
+    assert names["layer"].momentum == pytest.approx(0.01)
+    # (1 - 1) / sqrt(4 + eps) * 2 + 0, and (1 - 0) / sqrt(1 + eps) * 1 + 1 within 2 roundings
+    assert (names["y"][0, 0] == 0).all()
+    assert ((names["y"][0, 1] - (1 + 1.00001**-0.5)).abs() <= 2**-22).all()
+
+
+def _running_statistics(names):
+    """What precise statistics are: averages with equal weights."""
+    conv, layer = names["model"][:2]
+    with names["torch"].no_grad():
+        means = [conv(x).double().mean((0, 2, 3)) for x in names["batches"]]
+    mean = sum(means) / 5
+    # Five updates of the float32 buffer, and means over 144 numbers of size below 4.
+    assert ((layer.running_mean - mean).abs() <= (2 * 5 + 1) * 2**-24 * 4).all()
+    assert layer.momentum == 0.1 and layer.num_batches_tracked == 5
+    assert names["swa"].module[1].num_batches_tracked == 5
+
+
+def _when_not(names):
+    layer = names["model"][1]
+    assert not layer.training and layer.num_batches_tracked == 0
+    assert layer.weight.grad is None and names["model"][0].weight.grad is not None
+
+
 EXPECTED = {
+    "docs/coming_from.md": _coming_from,
+    "docs/running_statistics.md": _running_statistics,
+    "docs/when_not.md": _when_not,
     "docs/conversion.md": _conversion,
     "docs/diagnosis.md": _diagnosis,
     "docs/masks.md": _masks,

@@ -325,3 +325,10 @@ def test_copies_of_used_models_train_exact(form):
             warnings.simplefilter("error")
             other(samples(5)).square().sum().backward()
         assert_same_layers(other, plain)
+
+
+def test_exported_operators_are_left_out_of_cuda_graphs():
+    """Of a program that is compiled again: they may wait for the device, or for other ranks. Not
+    tried with torch.nn.SyncBatchNorm, which exports no gradient."""
+    for name in ("training_step", "training_step_backward"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.syncbn, name).default.tags

@@ -1,5 +1,6 @@
 """scripts/gpu_check.py, which needs a GPU, in what it does without one."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -45,7 +46,7 @@ def test_failed_stage_is_recorded_and_the_rest_runs():
         ],
         60,
     )
-    assert [result["ok"] for result in results] == [False, False, False, True]
+    assert [result["status"] for result in results] == ["failed"] * 3 + ["ok"]
     assert results[0]["summary"] == "exit code 3" and "why" in results[0]["log"]
     assert "never" not in results[0]["log"]
     assert "/no/such/program" in results[1]["log"]
@@ -78,13 +79,65 @@ def test_tests_that_were_all_skipped_are_a_failure(tmp_path):
         gpu_check.passed(report)
 
 
+def test_stage_that_cannot_run_here_is_skipped_with_its_reason(monkeypatch):
+    unsupported = python("print('========= Error: Device not supported'); exit(1)")
+    other = python("print('race reported'); exit(1)")
+    text = "Device not supported"
+    results = gpu_check.run_all(
+        [
+            gpu_check.Stage("absent", 30, [python("exit(3)")], skip=lambda: "not installed"),
+            gpu_check.Stage("other device", 30, [unsupported], unsupported=text),
+            gpu_check.Stage("finds a race", 30, [other], unsupported=text),
+        ],
+        60,
+    )
+    assert [(r["status"], r["summary"]) for r in results] == [
+        ("skipped", "not installed"),
+        ("skipped", "Device not supported"),
+        ("failed", "exit code 1"),
+    ]
+
+
+def test_googletest_is_sources_or_a_cmake_package_and_never_headers_alone(tmp_path, monkeypatch):
+    monkeypatch.delenv("GOOGLETEST", raising=False)
+    monkeypatch.setattr(gpu_check, "SYSTEM", tmp_path / "usr")
+    monkeypatch.setattr(gpu_check, "PREFIXES", (tmp_path / "usr",))
+    (tmp_path / "usr" / "include" / "gtest").mkdir(parents=True)
+    assert gpu_check.google_test() == []
+    stages = {stage.name: stage for stage in gpu_check.stages("native")}
+    for name in ("C++ tests: build", "C++ tests"):
+        assert stages[name].skip() == gpu_check.NO_GOOGLE_TEST
+    assert not stages["build"].skip()
+
+    sources = tmp_path / "usr" / "src" / "googletest"
+    sources.mkdir(parents=True)
+    (sources / "CMakeLists.txt").touch()
+    assert gpu_check.google_test() == [f"-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST={sources}"]
+    config = tmp_path / "usr" / "lib" / "x86_64-linux-gnu" / "cmake" / "GTest"
+    config.mkdir(parents=True)
+    (config / "GTestConfig.cmake").touch()
+    assert gpu_check.google_test() == [f"-DGTest_DIR={config}"]
+    monkeypatch.setenv("GOOGLETEST", "/given")
+    assert gpu_check.google_test() == ["-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=/given"]
+
+
 def test_every_stage_names_what_exists():
     wanted = gpu_check.stages("native")
-    assert sum(stage.seconds for stage in wanted if stage.name in ("build", "benchmarks")) < 540
     commands = [word for stage in wanted for command in stage.commands for word in command]
     files = [word for word in commands if word.endswith(".py")]
     assert files and all(Path(file).is_file() for file in files)
-    assert any("test_cuda_graphs.py" in file for file in files)
+    tests = [Path(file).name for file in files if "test_cuda" in file]
+    every = sorted(path.name for path in (PROJECT / "tests" / "python").glob("test_cuda*.py"))
+    assert sorted(tests) == every
+
+
+def test_one_stage_that_hangs_leaves_time_for_the_more_important_ones():
+    """Those that come before the processes, which may hang, take at most the whole time."""
+    wanted = gpu_check.stages("native")
+    names = [stage.name for stage in wanted]
+    first = wanted[: names.index("Python tests: several processes")]
+    assert {"build", "C++ tests", "Python tests: one process", "benchmarks"} <= set(names)
+    assert sum(stage.seconds for stage in first) < gpu_check.TOTAL_SECONDS <= 540
 
 
 def test_without_a_gpu_one_line_and_exit_code_2():
@@ -100,25 +153,154 @@ def test_without_a_gpu_one_line_and_exit_code_2():
     )
 
 
-@pytest.mark.parametrize("fails", (False, True))
-def test_results_are_written_with_versions_and_device(fails, tmp_path, monkeypatch, capsys):
-    figures = gpu_check.LOGS / "benchmarks.json"
-    write = f"import pathlib; pathlib.Path({str(figures)!r}).write_text('[1]'); print('the table')"
-    wanted = [
-        gpu_check.Stage("first", 30, [python(f"exit({int(fails)})")], lambda: "fine"),
-        gpu_check.Stage("benchmarks", 30, [python(write)]),
-    ]
-    monkeypatch.setattr(gpu_check, "stages", lambda architectures: wanted)
+# What stands on PATH, and on Python's path, in the place of the real programs.
+FAKE_CMAKE = """#!/bin/sh
+case "$*" in
+  *syncbn_gpu_check*) mkdir -p {build}/tests/cuda && touch {build}/tests/cuda/syncbn_cuda_tests ;;
+  *--build*)
+    mkdir -p {build}/src {build}/bindings/torch
+    touch {build}/src/libsyncbn.so {build}/bindings/torch/_build.py
+    touch {build}/bindings/torch/libsyncbn_torch_cuda.so ;;
+esac
+"""
+FAKE_CTEST = """#!/bin/sh
+echo "a C++ test fails"; exit 8
+"""
+FAKE_SANITIZER = """#!/bin/sh
+case "$*" in
+  *memcheck*) echo "========= ERROR SUMMARY: 0 errors" ;;
+  *racecheck*) echo "========= Error: Device not supported"; exit 1 ;;
+  *synccheck*) sleep 100 ;;
+esac
+"""
+FAKE_PYTEST = """
+import os, pathlib, sys, time
+assert os.environ["PYTHONPATH"].startswith({overlay!r})
+report = next(word.partition("=")[2] for word in sys.argv if word.startswith("--junitxml="))
+if "several" in report:
+    time.sleep(100)
+pathlib.Path(report).write_text({junit!r})
+"""
+# The benchmarks end in the middle.
+FAKE_TORCH = """
+import pathlib, sys
+pathlib.Path(sys.argv[-1]).write_text('{"not measured": {}, "layers": [1]}')
+sys.exit("the device is lost")
+"""
+
+
+@pytest.fixture
+def fake_tools(tmp_path, monkeypatch):
+    build, tools, modules = tmp_path / "build", tmp_path / "bin", tmp_path / "modules"
+    overlay = build / "overlay"
+    texts = {
+        tools / "cmake": FAKE_CMAKE.format(build=build),
+        tools / "ctest": FAKE_CTEST,
+        tools / "compute-sanitizer": FAKE_SANITIZER,
+        modules / "pytest.py": FAKE_PYTEST.format(overlay=str(overlay), junit=JUNIT.format(5, 1)),
+        modules / "torch.py": FAKE_TORCH,
+    }
+    for path, text in texts.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(modules))
+    monkeypatch.setenv("GOOGLETEST", "/given")
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setattr(gpu_check, "BUILD", build)
+    monkeypatch.setattr(gpu_check, "OVERLAY", overlay)
+    monkeypatch.setattr(gpu_check, "CUDA_TESTS", build / "tests" / "cuda" / "syncbn_cuda_tests")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Test GPU (1)")
     monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
-    monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    assert gpu_check.main() == int(fails)
+    return tools
+
+
+def limit_stages(monkeypatch, **seconds: float) -> None:
+    """The real stages with shorter limits, by the first word of their names."""
+    real = gpu_check.stages
+
+    def shorter(architectures: str) -> list[gpu_check.Stage]:
+        return [
+            dataclasses.replace(stage, seconds=seconds.get(stage.name.split()[-1], stage.seconds))
+            for stage in real(architectures)
+        ]
+
+    monkeypatch.setattr(gpu_check, "stages", shorter)
+
+
+def written_report(tmp_path: Path) -> dict:
+    """The one JSON that was written, with the keys and types that readers rely on."""
     (path,) = (tmp_path / "out").iterdir()
     assert path.name.startswith("gpu-check-Test-GPU-1-")
     report = json.loads(path.read_text())
-    assert report["device"] == "Test GPU (1)" and report["benchmarks"] == [1]
+    assert {key: type(value) for key, value in report.items() if key != "benchmarks"} == {
+        "device": str,
+        "date": str,
+        "versions": dict,
+        "stages": list,
+    }
+    assert all(isinstance(value, str) for value in report["versions"].values())
+    for stage in report["stages"]:
+        assert {key: type(value) for key, value in stage.items()} == {
+            "name": str,
+            "status": str,
+            "seconds": float,
+            "summary": str,
+            "log": str,
+        }
+        assert stage["status"] in ("ok", "failed", "skipped")
+        assert stage["status"] != "ok" or stage["log"] == ""
+    return report
+
+
+def test_whole_run_with_stages_that_hang_fail_and_are_not_supported(
+    fake_tools, tmp_path, monkeypatch, capsys
+):
+    limit_stages(monkeypatch, processes=2, synccheck=2)
+    assert gpu_check.main() == 1
+    report = written_report(tmp_path)
+    assert report["device"] == "Test GPU (1)"
     assert report["versions"]["torch"] == torch.__version__
-    assert [stage["ok"] for stage in report["stages"]] == [not fails, True]
+    assert {stage["name"]: (stage["status"], stage["summary"]) for stage in report["stages"]} == {
+        "build": ("ok", "2 libraries"),
+        "Python tests: one process": ("ok", "4 passed, 1 skipped"),
+        "C++ tests: build": ("ok", ""),
+        "C++ tests": ("failed", "exit code 8"),
+        "benchmarks": ("failed", "exit code 1"),
+        "Python tests: several processes": ("failed", "not done after 2 s"),
+        "memcheck": ("ok", ""),
+        "racecheck": ("skipped", "Device not supported"),
+        "synccheck": ("failed", "not done after 2 s"),
+    }
+    logs = {stage["name"]: stage["log"] for stage in report["stages"]}
+    assert "a C++ test fails" in logs["C++ tests"] and "device is lost" in logs["benchmarks"]
+    # What was measured until then is kept.
+    assert report["benchmarks"] == {"not measured": {}, "layers": [1]}
     printed = capsys.readouterr().out
-    assert "the table" in printed and f"written: {path}" in printed
+    assert "racecheck                        skipped" in printed and "written: " in printed
+
+
+def test_build_that_fails_skips_what_needs_it(fake_tools, tmp_path, monkeypatch):
+    (fake_tools / "cmake").write_text("#!/bin/sh\nexit 1\n")
+    assert gpu_check.main() == 1
+    report = written_report(tmp_path)
+    states = {stage["name"]: (stage["status"], stage["summary"]) for stage in report["stages"]}
+    assert states.pop("build") == states.pop("C++ tests: build") == ("failed", "exit code 1")
+    cpp = {"C++ tests", "memcheck", "racecheck", "synccheck"}
+    assert states == {
+        name: ("skipped", f"not built: see '{'C++ tests: build' if name in cpp else 'build'}'")
+        for name in states
+    }
+    assert report["benchmarks"] is None
+
+
+def test_time_for_everything_is_kept(fake_tools, tmp_path, monkeypatch):
+    (fake_tools / "cmake").write_text("#!/bin/sh\n[ $1 = --version ] || sleep 100\n")
+    monkeypatch.setattr(gpu_check, "TOTAL_SECONDS", 3)
+    start = time.monotonic()
+    assert gpu_check.main() == 1
+    assert time.monotonic() - start < 13  # versions are asked for outside of it
+    first, second = written_report(tmp_path)["stages"][:3:2]
+    assert first["summary"].startswith("not done after") and second["summary"] == "no time left"

@@ -1,4 +1,4 @@
-"""Rules about the compiled core: levels, exported and paths (see each function)."""
+"""Rules about compiled libraries: levels, exported, paths and torch (see each function)."""
 
 import argparse
 import difflib
@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+# PyTorch's C++ interface changes with its versions; its C functions, the stable ABI, do not.
+TORCH_CPP = re.compile(r"\b(?:at|c10|caffe2|torch)::")
+TORCH_C = re.compile(r"(?:aoti_)?torch_\w+$")
 PUBLIC = re.compile(r"(?:(?:typeinfo(?: name)?|vtable) for )?syncbn::|syncbn_\w+$")
 
 
@@ -60,6 +63,24 @@ def paths(args: argparse.Namespace) -> list[str]:
     return [f"{Path(args.library).name}: {text.decode()}" for text in found]
 
 
+def wanted_of_torch(library: str | Path, program: str = "nm") -> tuple[list[str], list[str]]:
+    """The C++ symbols and the C functions that the library wants of PyTorch's."""
+    names = sorted({name for _, name in nm(program, "-D", "--undefined-only", str(library))})
+    return [n for n in names if TORCH_CPP.search(n)], [n for n in names if TORCH_C.match(n)]
+
+
+def torch(args: argparse.Namespace) -> list[str]:
+    """The core wants nothing of PyTorch; the operators want C functions of its stable ABI alone."""
+    problems = []
+    for path in args.libraries:
+        cpp, c = wanted_of_torch(path, args.nm)
+        operators = "torch" in Path(path).name
+        problems += [f"{Path(path).name}: {name}" for name in (cpp if operators else cpp + c)]
+        if operators and not c:
+            problems.append(f"{Path(path).name}: no symbol of PyTorch's stable ABI")
+    return problems
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--nm", default="nm")
@@ -76,6 +97,9 @@ def main() -> int:
     command.add_argument("library")
     command.add_argument("folder")
     command.set_defaults(rule=paths)
+    command = commands.add_parser("torch")
+    command.add_argument("libraries", nargs="+")
+    command.set_defaults(rule=torch)
     args = parser.parse_args()
     problems = args.rule(args)
     print("\n".join(problems))

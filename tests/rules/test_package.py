@@ -1,5 +1,7 @@
 """Rules about the installed Python package, as a user gets it."""
 
+import functools
+import os
 import re
 import shutil
 import subprocess
@@ -8,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from binary_rules import wanted_of_torch
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -45,9 +48,60 @@ def test_holds_its_libraries_and_nothing_else_compiled() -> None:
     assert {path.parent.name for path in libraries()} == {"lib"}
 
 
-def test_holds_no_build_files() -> None:
+def test_wants_only_the_stable_interface_of_pytorch() -> None:
+    """So that one build serves PyTorch 2.11 and what comes after it."""
+    for library in libraries():
+        cpp, c = wanted_of_torch(library)
+        assert cpp == [], library.name
+        assert bool(c) == ("torch" in library.name), (library.name, c)
+
+
+# The C and C++ runtimes, PyTorch's own libraries and ours. No CUDA or NCCL: the CUDA runtime is
+# linked statically and the driver is opened when it is needed, so all load without it.
+NEEDED = (
+    r"libsyncbn\.so|libtorch(_cpu|_cuda)?\.so|(libstdc\+\+|libm|libgcc_s|libc|ld-linux\S*)\.so\S*"
+)
+MEGABYTES = 40
+
+
+def test_needs_no_library_that_pytorch_does_not_bring() -> None:
+    for library in libraries():
+        needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic_section(library))
+        assert [name for name in needed if not re.fullmatch(NEEDED, name)] == [], library.name
+        assert library.name == "libsyncbn_torch_cuda.so" or "libtorch_cuda.so" not in needed
+
+
+def test_is_small() -> None:
+    """With the kernels of all architectures, too."""
+    assert sum(library.stat().st_size for library in libraries()) < MEGABYTES * 1e6
+
+
+def test_holds_headers_and_the_cmake_package_and_no_other_build_files() -> None:
     names = [str(file) for file in metadata.files("syncbn") or []]
-    assert not [name for name in names if name.endswith((".in", ".cmake", ".hpp", ".cpp"))]
+    rest = [name for name in names if not re.match(r"syncbn/(include/syncbn|cmake)/[^/]+$", name)]
+    assert not [name for name in rest if name.endswith((".in", ".cmake", ".h", ".hpp", ".cpp"))]
+    headers = {name.rpartition("/")[2] for name in names if name.startswith("syncbn/include/")}
+    assert headers == {path.name for path in (PROJECT / "include" / "syncbn").iterdir()}
+
+
+def test_cmake_builds_against_the_installed_package(tmp_path: Path) -> None:
+    """C and C++ programs, with CMake's path from the command line.
+
+    torch.utils.cmake_prefix_path serves the same; torch.nn.SyncBatchNorm has no C or C++ interface.
+    """
+    command = [sys.executable, "-m", "syncbn", "--cmake-dir"]
+    package = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    cmake = shutil.which("cmake", path=tools)
+    ctest = shutil.which("ctest", path=tools)
+    assert cmake and ctest, "cmake is not installed: requirements/build.txt has it"
+    build = str(tmp_path / "build")
+    source = str(PROJECT / "tests" / "install")
+    define = f"-Dsyncbn_DIR={package.stdout.strip()}"
+    run = functools.partial(subprocess.run, check=True, timeout=120)
+    run([cmake, "-S", source, "-B", build, define])
+    run([cmake, "--build", build])
+    run([ctest, "--test-dir", build, "--output-on-failure", "--no-tests=error"])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads ELF files")

@@ -50,6 +50,12 @@ Tensor new_workspace(const Tensor& x, DType dtype, std::int64_t channels) {
   return torch::stable::new_zeros(x, sizes, ScalarType::Long);
 }
 
+/// Zeros: what no element uses has to be equal from run to run as well.
+Tensor new_zero_mask(const Tensor& x, bool wanted) {
+  const std::array<std::int64_t, 1> bytes{wanted ? room_for_activation_mask(x) : 0};
+  return torch::stable::new_zeros(x, bytes, ScalarType::Byte);
+}
+
 /// The dtype of the group's messages, each of `length` words by `words` (a function of dtype and
 /// channels), which their length tells. It is x's, unless this rank has no samples and autocast
 /// gave it another one than the others.
@@ -108,6 +114,15 @@ struct DeviceStatistics {
   Tensor mean, var, rstd, info;
 };
 
+/// From the messages' sum.
+void finalize(DeviceStatistics& s, const Tensor& x, const Tensor& merged, double eps,
+              std::int64_t ranks, const OnDevice& device) {
+  const DType dtype = dtype_of_messages("merged", merged.numel(), x, message_words);
+  cuda::finalize_moments(cuda_int64("merged", merged, kHeaderWords), dtype, static_cast<int>(ranks),
+                         double_data(s.mean), double_data(s.var), double_data(s.rstd),
+                         cuda_int64("info", s.info, 0), channels_of(x), eps, device.stream());
+}
+
 using Normalized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 /// y, the statistics and the activation mask, empty unless backward needs it.
@@ -116,10 +131,8 @@ Normalized normalized(const Tensor& x, const DeviceStatistics& statistics,
                       const std::optional<Tensor>& residual, const Activation& activation,
                       const std::optional<Tensor>& mask, const OnDevice& device) {
   Tensor y = new_output(x);
-  const bool keeps = residual.has_value() && activation.kind != ActivationKind::kNone;
-  // Zeros: what no element uses has to be equal from run to run as well.
-  const std::array<std::int64_t, 1> bytes{keeps ? room_for_activation_mask(x) : 0};
-  Tensor activation_mask = torch::stable::new_zeros(x, bytes, ScalarType::Byte);
+  Tensor activation_mask =
+      new_zero_mask(x, residual.has_value() && activation.kind != ActivationKind::kNone);
   const std::int64_t channels = channels_of(x);
   cuda::normalize(view("x", x), mask_view(mask), cuda_double("mean", statistics.mean, channels),
                   cuda_double("rstd", statistics.rstd, channels), view("weight", weight),
@@ -135,11 +148,8 @@ Normalized normalize(const Tensor& x, const Tensor& message, const Tensor& merge
                      std::optional<Tensor> mask) {
   const OnDevice device(x, message, merged, weight, bias, residual, mask);
   check_no_rest(rest);
-  const DType dtype = dtype_of_messages("merged", merged.numel(), x, message_words);
   DeviceStatistics s(x);
-  cuda::finalize_moments(cuda_int64("merged", merged, kHeaderWords), dtype, static_cast<int>(ranks),
-                         double_data(s.mean), double_data(s.var), double_data(s.rstd),
-                         cuda_int64("info", s.info, 0), channels_of(x), eps, device.stream());
+  finalize(s, x, merged, eps, ranks, device);
   return normalized(x, s, weight, bias, residual, activation_of(activation, negative_slope), mask,
                     device);
 }
@@ -166,6 +176,34 @@ Normalized normalize_gathered(const Tensor& x, const Tensor& message, const Tens
                     device);
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> normalize_in_place(
+    Tensor x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
+    std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, std::int64_t ranks,
+    double negative_slope) {
+  const OnDevice device(x, message, merged, weight, bias);
+  check_no_rest(rest);
+  DeviceStatistics s(x);
+  finalize(s, x, merged, eps, ranks, device);
+  cuda::normalize(view("x", x), {}, double_data(s.mean), double_data(s.rstd),
+                  view("weight", weight), view("bias", bias), {}, mutable_view("x", x), nullptr,
+                  {ActivationKind::kLeakyRelu, negative_slope}, device.stream());
+  return {s.mean, s.var, s.rstd, s.info};
+}
+
+std::tuple<Tensor, Tensor> recover_input(const Tensor& y, const Tensor& mean, const Tensor& rstd,
+                                         std::optional<Tensor> weight, std::optional<Tensor> bias,
+                                         double negative_slope) {
+  const OnDevice device(y, mean, rstd, weight, bias);
+  const std::int64_t channels = channels_of(y);
+  Tensor x = new_output(y);
+  Tensor activation_mask = new_zero_mask(y, true);
+  cuda::recover_input(view("y", y), cuda_double("mean", mean, channels),
+                      cuda_double("rstd", rstd, channels), view("weight", weight),
+                      view("bias", bias), mutable_view("x", x), byte_data(activation_mask),
+                      negative_slope, device.stream());
+  return {x, activation_mask};
+}
+
 void update_running_statistics(std::optional<Tensor> running_mean,
                                std::optional<Tensor> running_var,
                                std::optional<Tensor> num_batches_tracked,
@@ -180,6 +218,24 @@ void update_running_statistics(std::optional<Tensor> running_mean,
       call.has_value() ? cuda_int64("call", *call, 1) : nullptr,
       cuda_double("mean", mean, channels), cuda_double("var", var, channels),
       cuda_int64("info", info, cuda::kInfoWords), channels, momentum, device.stream());
+}
+
+Normalized normalize_and_update(
+    const Tensor& x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
+    std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
+    double eps, std::int64_t ranks, std::int64_t activation, double negative_slope,
+    std::optional<Tensor> mask, std::optional<Tensor> running_mean,
+    std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
+    std::optional<Tensor> call, std::optional<Tensor> last_count, std::optional<double> momentum) {
+  Normalized out = normalize(x, message, merged, rest, weight, bias, residual, eps, ranks,
+                             activation, negative_slope, mask);
+  const auto& [y, mean, var, rstd, info, activation_mask] = out;
+  update_running_statistics(running_mean, running_var, num_batches_tracked, call, mean, var, info,
+                            momentum);
+  if (last_count.has_value()) {
+    torch::stable::copy_(*last_count, torch::stable::narrow(const_cast<Tensor&>(info), 0, 0, 1));
+  }
+  return out;
 }
 
 std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, const Tensor& mean,
@@ -258,6 +314,35 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
   return {dx, dweight, dbias};
 }
 
+/// y, and mean and rstd that normalized, from given statistics.
+std::tuple<Tensor, Tensor, Tensor> evaluate(const Tensor& x, const Tensor& mean, const Tensor& var,
+                                            std::optional<Tensor> weight,
+                                            std::optional<Tensor> bias, double eps) {
+  const OnDevice device(x, mean, var, weight, bias);
+  const std::int64_t channels = channels_of(x);
+  Tensor means = empty(x, channels, ScalarType::Double);
+  Tensor rstds = empty(x, channels, ScalarType::Double);
+  if (mean.numel() != channels) {
+    throw InvalidArgument("mean: got " + std::to_string(mean.numel()) +
+                          " entries, expected one per channel, " + std::to_string(channels));
+  }
+  cuda::evaluation_statistics(view("mean", mean), view("var", var), double_data(means),
+                              double_data(rstds), eps, device.stream());
+  Tensor y = new_output(x);
+  cuda::normalize(view("x", x), {}, double_data(means), double_data(rstds), view("weight", weight),
+                  view("bias", bias), {}, mutable_view("y", y), nullptr, {}, device.stream());
+  return {y, means, rstds};
+}
+
+Tensor evaluation_input_gradient(const Tensor& dy, const Tensor& rstd,
+                                 std::optional<Tensor> weight) {
+  const OnDevice device(dy, rstd, weight);
+  Tensor dx = new_output(dy);
+  cuda::evaluation_input_gradient(view("dy", dy), {}, cuda_double("rstd", rstd, channels_of(dy)),
+                                  view("weight", weight), mutable_view("dx", dx), device.stream());
+  return dx;
+}
+
 }  // namespace
 }  // namespace syncbn::torch_layer
 
@@ -265,10 +350,15 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {
   using namespace syncbn::torch_layer;
   m.impl("local_moments", TORCH_BOX(&local_moments));
   m.impl("normalize", TORCH_BOX(&normalize));
+  m.impl("normalize_in_place", TORCH_BOX(&normalize_in_place));
+  m.impl("recover_input", TORCH_BOX(&recover_input));
   m.impl("local_welford", TORCH_BOX(&local_welford));
   m.impl("normalize_gathered", TORCH_BOX(&normalize_gathered));
   m.impl("update_running_statistics", TORCH_BOX(&update_running_statistics));
+  m.impl("normalize_and_update", TORCH_BOX(&normalize_and_update));
   m.impl("local_gradients", TORCH_BOX(&local_gradients));
   m.impl("affine_gradient_shares", TORCH_BOX(&affine_gradient_shares));
   m.impl("input_gradient", TORCH_BOX(&input_gradient));
+  m.impl("evaluate", TORCH_BOX(&evaluate));
+  m.impl("evaluation_input_gradient", TORCH_BOX(&evaluation_input_gradient));
 }

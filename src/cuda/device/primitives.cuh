@@ -7,7 +7,8 @@
 
 // All that kernels know of CUDA. tests/emulation has a file of the same name that runs the same
 // kernels on a CPU; this one is for nvcc.
-#define SYNCBN_KERNEL(threads) __global__ void __launch_bounds__(threads, 1)
+// At least 512 threads of a kernel fit a multiprocessor: 128 registers each.
+#define SYNCBN_KERNEL(threads) __global__ void __launch_bounds__(threads, 512 / (threads))
 #define SYNCBN_DEVICE __device__ __forceinline__
 #define SYNCBN_PRAGMA(text) _Pragma(#text)
 #define SYNCBN_UNROLL(n) SYNCBN_PRAGMA(unroll n)
@@ -76,29 +77,80 @@ SYNCBN_DEVICE void store_vector(T* to, const Vector<T, kSize>& value) {
   *reinterpret_cast<Vector<T, kSize>*>(to) = value;
 }
 
-/// Starts the kernel on the stream (a cudaStream_t). Null, or why it could not be started.
-template <class... Parameters, class... Arguments>
-const char* launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
-                   std::size_t shared_bytes, void* stream, const Arguments&... arguments) {
-  kernel<<<blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<Parameters>(arguments)...);
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+/// Why a call failed; no text: it did not.
+struct Failure {
+  const char* text = nullptr;
+  bool of_earlier_work = false;  ///< of what was enqueued before, and is reported late
+};
+
+inline bool reported_late(cudaError_t error) {
+  switch (error) {
+    case cudaErrorAssert:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorExternalDevice:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalAddress:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorNvlinkUncorrectable:
+#if CUDART_VERSION >= 13000
+    case cudaErrorContained:
+    case cudaErrorTensorMemoryLeak:
+#endif
+      return true;
+    default:
+      return false;
+  }
 }
 
-/// Multiprocessors of the current device; on failure 0 and why.
-inline int multiprocessors(const char** why) {
-  int device = 0;
-  int count = 0;
-  cudaError_t error = cudaGetDevice(&device);
+inline Failure failure_of(cudaError_t error) {
   if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return {};
   }
-  if (error != cudaSuccess) {
-    (void)cudaGetLastError();  // the next launch must not report it again
-  }
-  *why = error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-  return error == cudaSuccess ? count : 0;
+  (void)cudaGetLastError();  // the next launch must not report it again
+  return {cudaGetErrorString(error), reported_late(error)};
+}
+
+/// Starts the kernel on the stream (a cudaStream_t).
+template <class... Parameters, class... Arguments>
+Failure launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
+               std::size_t shared_bytes, void* stream, const Arguments&... arguments) {
+  // Not the last error, which another library may have left behind.
+  const auto start = [&](Parameters... values) {
+    void* pointers[] = {const_cast<void*>(static_cast<const void*>(&values))...};
+    return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(threads),
+                            pointers, shared_bytes, static_cast<cudaStream_t>(stream));
+  };
+  return failure_of(start(static_cast<Parameters>(arguments)...));
+}
+
+/// Brings the kernel's code to the current device, which its first launch would do otherwise.
+template <class... Parameters>
+Failure load(void (*kernel)(Parameters...)) {
+  // Loading may allocate, which a capture in this thread forbids unless it is relaxed.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  cudaFuncAttributes attributes;
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  return failure_of(error);
+}
+
+/// The number of the current device.
+inline Failure current_device(int* device) { return failure_of(cudaGetDevice(device)); }
+
+/// Multiprocessors of the current device.
+inline Failure multiprocessors(int* count) {
+  int device = 0;
+  const Failure failure = current_device(&device);
+  return failure.text != nullptr
+             ? failure
+             : failure_of(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device));
 }
 
 }  // namespace syncbn::device

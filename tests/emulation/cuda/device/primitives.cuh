@@ -88,6 +88,7 @@ template <int kSize, class T>
 Vector<T, kSize> load_vector(const T* from) {
   static_assert(sizeof(T) * kSize <= 16);
   emulation::check_aligned(from, sizeof(T) * kSize, "load_vector");
+  emulation::note_access(kSize);
   Vector<T, kSize> value;
   std::memcpy(&value, from, sizeof(value));
   return value;
@@ -96,20 +97,36 @@ template <int kSize, class T>
 void store_vector(T* to, const Vector<T, kSize>& value) {
   static_assert(sizeof(T) * kSize <= 16);
   emulation::check_aligned(to, sizeof(T) * kSize, "store_vector");
+  emulation::note_access(kSize);
   std::memcpy(to, &value, sizeof(value));
 }
 
+using Failure = emulation::Failure;
+
 template <class... Parameters, class... Arguments>
-const char* launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
-                   std::size_t shared_bytes, void*, const Arguments&... arguments) {
-  emulation::run(blocks, threads, shared_bytes,
-                 [&] { kernel(static_cast<Parameters>(arguments)...); });
-  return nullptr;
+Failure launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
+               std::size_t shared_bytes, void*, const Arguments&... arguments) {
+  emulation::note_launch(reinterpret_cast<const void*>(kernel));
+  if (emulation::settings().launch_failure.text == nullptr) {
+    emulation::run(blocks, threads, shared_bytes,
+                   [&] { kernel(static_cast<Parameters>(arguments)...); });
+  }
+  return emulation::settings().launch_failure;
 }
 
-inline int multiprocessors(const char** why) {
-  *why = nullptr;
-  return emulation::settings().multiprocessors;
+template <class... Parameters>
+Failure load(void (*kernel)(Parameters...)) {
+  emulation::note_load(reinterpret_cast<const void*>(kernel));
+  return emulation::settings().load_failure;
+}
+
+inline Failure current_device(int* device) {
+  *device = emulation::settings().device;
+  return {};
+}
+inline Failure multiprocessors(int* count) {
+  *count = emulation::settings().multiprocessors;
+  return {};
 }
 
 }  // namespace syncbn::device

@@ -17,11 +17,5 @@ if(headers)
   message(FATAL_ERROR "unexpected headers installed: ${headers}")
 endif()
 
-run(${CMAKE_COMMAND} -S ${CMAKE_CURRENT_LIST_DIR} -B ${work_dir}/build -G ${generator}
-  -D CMAKE_MAKE_PROGRAM=${make_program}
-  -D CMAKE_CXX_COMPILER=${compiler}
-  -D CMAKE_BUILD_TYPE=${config}
-  -D CMAKE_PREFIX_PATH=${prefix})
-run(${CMAKE_COMMAND} --build ${work_dir}/build --config ${config})
-run(${CMAKE_CTEST_COMMAND} --test-dir ${work_dir}/build --build-config ${config}
-  --output-on-failure --no-tests=error)
+include(${CMAKE_CURRENT_LIST_DIR}/consumer.cmake)
+run_consumer(-D CMAKE_PREFIX_PATH=${prefix} -D CMAKE_BUILD_TYPE=${config} -D MPI=${mpi})

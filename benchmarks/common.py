@@ -1,0 +1,139 @@
+"""What the benchmarks share: shapes, timing in turns, summaries, the machine."""
+
+import datetime
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import syncbn
+
+FOLDER = Path(__file__).resolve().parent
+
+Shape = tuple[int, ...]
+#: Milliseconds of each round, by name.
+Times = dict[str, list[float]]
+
+
+def parse_shape(text: str) -> Shape:
+    """(8, 64, 56, 56) of 8x64x56x56."""
+    return tuple(int(size) for size in text.split("x"))
+
+
+#: The layers that everything is measured on; bench_passes is given them as arguments.
+SHAPES = [parse_shape(text) for text in (FOLDER / "shapes.txt").read_text().split()]
+
+
+def text_of(shape: Shape) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+def layouts_of(shape: Shape) -> list[str]:
+    return ["contiguous", "channels-last"] if len(shape) > 2 else ["contiguous"]
+
+
+def make(shape: Shape, dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
+    """x, which requires a gradient, and dy."""
+    x = torch.randn(shape).to(dtype)
+    if layout == "channels-last":
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    return x.requires_grad_(), torch.randn_like(x)
+
+
+def plain_layer(shape: Shape) -> nn.Module:
+    """PyTorch's own, not synchronized."""
+    layers = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+    return layers[len(shape)](shape[1])
+
+
+def step(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """y and the gradients of x, weight and bias."""
+    y = layer(x)
+    return [y, *torch.autograd.grad(y, [x, layer.weight, layer.bias], dy)]
+
+
+def check_close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    """Within the output's rounding and PyTorch's error in float32 (about 1e-4 here)."""
+    for a, b in zip(actual, expected, strict=True):
+        scale = 4 * torch.finfo(b.dtype).eps + 1e-4
+        torch.testing.assert_close(a, b, rtol=scale, atol=scale * float(b.detach().abs().max()))
+
+
+class Clock:
+    """Collects times by name over rounds."""
+
+    def __init__(self) -> None:
+        self.times: Times = {}
+
+    def __call__(self, name: str, function: Callable[..., Any], *arguments: object) -> Any:
+        """The function's result, which the caller keeps while the next one is timed."""
+        start = time.perf_counter()
+        result = function(*arguments)
+        self.times.setdefault(name, []).append(1e3 * (time.perf_counter() - start))
+        return result
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Lower quartile, median, upper quartile; at least two values."""
+    return [float(f"{q:.5g}") for q in statistics.quantiles(values, n=4, method="inclusive")]
+
+
+def summarize(times: Times, base_of: dict[str, str]) -> list[dict]:
+    """One row a variant. speedup: how many times faster than its base, round by round."""
+    rows = []
+    for name, values in times.items():
+        row = {"variant": name, "rounds": len(values), "milliseconds": quartiles(values)}
+        base = base_of.get(name)
+        if base in times:
+            speedups = [b / a for a, b in zip(values, times[base], strict=True)]
+            row |= {"base": base, "speedup": quartiles(speedups)}
+        rows.append(row)
+    return rows
+
+
+def rounds_for(seconds: float, one_round: float, least: int, most: int) -> int:
+    return max(least, min(most, math.floor(seconds / max(one_round, 1e-6))))
+
+
+def processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    return next((n.split(":")[1].strip() for n in text.splitlines() if "model name" in n), "")
+
+
+def machine() -> dict:
+    """Where and with what results are made. load: processes that wanted to run, over a minute."""
+    command = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        commit = found.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = None
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "syncbn": syncbn.__version__,
+        "commit": commit,
+        "instruction_set": syncbn.cpu_instruction_set(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "load": os.getloadavg()[0],
+    }
+
+
+def write_json(path: Path | None, results: object) -> None:
+    if path is not None:
+        path.write_text(json.dumps(results) + "\n")

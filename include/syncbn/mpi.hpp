@@ -1,0 +1,54 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "syncbn/communicator.hpp"
+#include "syncbn/export.hpp"
+
+/// Groups over MPI: a library of its own, syncbn::mpi, built for one MPI implementation.
+namespace syncbn {
+
+/// One rank's end of a group whose ranks are those of an MPI communicator.
+///
+/// Before each exchange every rank tells rank 0 what it brings, and rank 0 answers; only when all
+/// are there with the same call does MPI's collective begin. So lengths may differ (DivergenceError
+/// on every rank; the group can be used further), a rank may leave, and a rank that does not come
+/// has a name. After ExchangeTimeout and PeerLost the group is broken for good: later calls throw
+/// PeerLost. A failed call of MPI throws Error with its text and breaks the group.
+///
+/// MPI must be initialized, with MPI_THREAD_SERIALIZED if calls come from another thread than the
+/// one that initialized it, and MPI_THREAD_MULTIPLE if other threads use MPI meanwhile; exchanges
+/// on a wrong thread throw InvalidArgument.
+class SYNCBN_API MpiCommunicator final : public Communicator {
+ public:
+  static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
+
+  /// communicator: MPI_Comm_c2f(comm), which is the same type for every MPI implementation. It is
+  /// duplicated, so all its ranks (1 to 2048) make this call at the same time; there MPI waits
+  /// without a limit. timeout: at least 1 ms; rank 0 waits that long for the others in an exchange
+  /// before ExchangeTimeout on every rank, which names those that did not come (they get it when
+  /// they come), and the others twice as long for rank 0. Other values, an intercommunicator, or
+  /// MPI that is not initialized or finalized already: InvalidArgument.
+  explicit MpiCommunicator(int communicator, std::chrono::milliseconds timeout = kDefaultTimeout);
+
+  /// Of all ranks and before MPI_Finalize (MPI_Comm_free). The duplicate of a broken group is left
+  /// to MPI.
+  ~MpiCommunicator() override;
+
+  int rank() const override;
+  int size() const override;
+  void all_reduce_sum(std::span<std::int64_t> words) override;
+  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
+  void abandon(const std::string& reason) override;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace syncbn

@@ -1,0 +1,83 @@
+"""Which ranks share statistics where group_size or group asks for parts of the default group."""
+
+import datetime
+import socket
+
+import torch.distributed as dist
+
+from . import _groups, _where
+
+# NCCL groups that group_size and group asked for, by all ranks of the default group in parts.
+_nccl_groups: dict[tuple[tuple[int, ...], ...], str] = {}
+
+
+def select(
+    process_group: _groups.Group,
+    group_size: int | None,
+    group: str | None,
+    timeout: float | datetime.timedelta | None,
+    engine: str = "auto",
+) -> _groups.Sharing:
+    """The ranks that one of process_group, group_size and group asks for. With the latter two a
+    collective call of the default group's ranks."""
+    given = [
+        f"{name}={value!r}"
+        for name, value in (
+            ("process_group", process_group),
+            ("group_size", group_size),
+            ("group", group),
+        )
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ValueError(f"got {' and '.join(given)}, expected only one of them")
+    chosen = _groups.sharing(process_group, timeout, engine)
+    if process_group is not None or not given:
+        return chosen
+    if group is not None and group != "node":
+        raise ValueError(f"group: got {group!r}, expected 'node'")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"got {given[0]} without a process group, expected init_process_group first"
+        )
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if group is not None:
+        hosts = gather_text(host_name())
+        parts = [[r for r in range(world) if hosts[r] == host] for host in dict.fromkeys(hosts)]
+    else:
+        if not isinstance(group_size, int) or group_size < 1 or world % group_size:
+            raise ValueError(
+                f"group_size: got {group_size!r}, expected a divisor of the {world} ranks"
+            )
+        parts = [list(range(r, r + group_size)) for r in range(0, world, group_size)]
+    if _groups.nccl_name(dist.group.WORLD):
+        return chosen._replace(name=_nccl_part(parts, rank))
+    ranks = next(part for part in parts if rank in part)
+    return chosen._replace(name=_groups.own_group(ranks, chosen.timeout, engine).group_name)
+
+
+def _nccl_part(parts: list[list[int]], rank: int) -> str:
+    """The name of the group of this rank's part, made by PyTorch, for NCCL."""
+    key = tuple(map(tuple, parts))
+    if key not in _nccl_groups or not _groups.exists(_nccl_groups[key]):
+        groups = [dist.new_group(part) for part in parts]
+        _nccl_groups[key] = next(g for g, part in zip(groups, parts) if rank in part).group_name
+    return _nccl_groups[key]
+
+
+def host_name() -> str:
+    """What ranks of one machine have in common."""
+    return socket.gethostname()
+
+
+_gathered = 0
+
+
+def gather_text(text: str) -> list[str]:
+    """Every rank's text, through the store: on every backend, without a device."""
+    global _gathered
+    _gathered += 1
+    store = _where.store()
+    keys = [f"syncbn/text/{_gathered}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], text)
+    return [store.get(key).decode() for key in keys]

@@ -1,0 +1,51 @@
+"""Hooks of mkdocs.yml: the site's pages that are files of the repository's root, which are written
+once, for readers of the repository, and links to files that the site does not have."""
+
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+CODE = re.compile(r"```.*?```", re.S)
+
+
+def relink(text: str, page: Path) -> str:
+    """The page's links as the site needs them; of a link to a file outside of it the text. `page`
+    is its place in the repository."""
+
+    def replace(match: re.Match[str]) -> str:
+        mark, label, target, anchor = match.groups()
+        path = (page.parent / target).resolve().relative_to(ROOT)
+        if str(path) in PAGES:
+            return f"[{label}]({PAGES[str(path)]}{anchor or ''})"
+        if path.parts[0] == "docs":
+            return f"{mark}[{label}]({path.relative_to('docs')}{anchor or ''})"
+        if not (ROOT / path).exists():
+            raise ValueError(f"{page.relative_to(ROOT)}: there is no {target}")
+        return f"{label} (`{path}`)"
+
+    pieces, end = [], 0
+    for code in CODE.finditer(text):
+        pieces += [LINK.sub(replace, text[end : code.start()]), code[0]]
+        end = code.end()
+    return "".join([*pieces, LINK.sub(replace, text[end:])])
+
+
+def on_files(files, config):
+    for source, page in PAGES.items():
+        content = relink((ROOT / source).read_text(encoding="utf-8"), ROOT / source)
+        files.append(File.generated(config, page, content=content))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    if page.file.generated_by is not None:
+        return markdown
+    return relink(markdown, ROOT / "docs" / page.file.src_uri)

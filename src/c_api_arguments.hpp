@@ -1,0 +1,141 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "sample_view.hpp"
+#include "syncbn/c_api.h"
+#include "syncbn/error.hpp"
+#include "syncbn/passes.hpp"
+
+struct syncbn_executor {
+  std::unique_ptr<syncbn::Executor> of_cpp;
+};
+
+// C arguments as those of the C++ interface, and exceptions as codes.
+namespace syncbn::c_api {
+
+/// Keeps the text for syncbn_last_error and returns the code.
+syncbn_status fail(syncbn_status status, const char* text) noexcept;
+
+template <class Body>
+syncbn_status guarded(const Body& body) noexcept {
+  try {
+    body();
+    return SYNCBN_OK;
+  } catch (const InvalidArgument& error) {
+    return fail(SYNCBN_INVALID_ARGUMENT, error.what());
+  } catch (const DivergenceError& error) {
+    return fail(SYNCBN_DIVERGENCE, error.what());
+  } catch (const ExchangeTimeout& error) {
+    return fail(SYNCBN_TIMEOUT, error.what());
+  } catch (const PeerLost& error) {
+    return fail(SYNCBN_PEER_LOST, error.what());
+  } catch (const Unavailable& error) {
+    return fail(SYNCBN_UNAVAILABLE, error.what());
+  } catch (const std::bad_alloc&) {
+    return fail(SYNCBN_OUT_OF_MEMORY, "out of memory");
+  } catch (const std::exception& error) {
+    return fail(SYNCBN_ERROR, error.what());
+  } catch (...) {
+    return fail(SYNCBN_ERROR, "an exception of an unknown type");
+  }
+}
+
+[[noreturn]] inline void refuse(const char* name, const std::string& given, const char* expected) {
+  throw InvalidArgument(std::string(name) + ": got " + given + ", expected " + expected);
+}
+
+template <class T>
+T& required(const char* name, T* pointer) {
+  if (pointer == nullptr) {
+    refuse(name, "NULL", "a pointer");
+  }
+  return *pointer;
+}
+
+/// An array of `count` entries, which may be NULL if there are none.
+inline void require_array(const char* name, const void* array, std::int64_t count) {
+  if (array == nullptr && count > 0) {
+    refuse(name, "NULL", "an array");
+  }
+}
+
+inline void require_channels(std::int64_t channels) {
+  if (channels < 0) {
+    refuse("channels", std::to_string(channels), "at least 0");
+  }
+}
+
+/// `value` as an enumeration whose members are 0 to `last`.
+template <class Enum>
+Enum enum_of(const char* name, std::int32_t value, Enum last, const char* expected) {
+  if (value < 0 || value > static_cast<std::int32_t>(last)) {
+    refuse(name, std::to_string(value), expected);
+  }
+  return static_cast<Enum>(value);
+}
+
+inline DType dtype_of(const char* name, std::int32_t dtype) {
+  return enum_of(name, dtype, DType::kFloat64,
+                 "SYNCBN_FLOAT16, SYNCBN_BFLOAT16, SYNCBN_FLOAT32 or SYNCBN_FLOAT64");
+}
+
+inline Device device_of(const char* name, std::int32_t device) {
+  return enum_of(name, device, Device::kCuda, "SYNCBN_CPU or SYNCBN_CUDA");
+}
+
+inline std::vector<std::int64_t> sizes_of(const char* name, std::int32_t ndim,
+                                          const std::int64_t* sizes) {
+  if (ndim < 0 || ndim > kMaxDims) {
+    refuse(name, std::to_string(ndim) + " axes", "0 to 64");
+  }
+  require_array((std::string(name) + ".sizes").c_str(), sizes, ndim);
+  return std::vector<std::int64_t>(sizes, sizes + ndim);
+}
+
+inline MutableTensorView tensor(const char* name, const syncbn_tensor* given) {
+  if (given == nullptr) {
+    return {};
+  }
+  std::vector<std::int64_t> sizes = sizes_of(name, given->ndim, given->sizes);
+  std::vector<std::int64_t> strides(sizes.size());
+  if (given->strides != nullptr) {
+    strides.assign(given->strides, given->strides + given->ndim);
+  } else {
+    std::uint64_t step = 1;  // unsigned: sizes are not checked yet
+    for (std::size_t i = sizes.size(); i-- > 0; step *= static_cast<std::uint64_t>(sizes[i])) {
+      strides[i] = static_cast<std::int64_t>(step);
+    }
+  }
+  return {given->data, dtype_of(name, given->dtype), std::move(sizes), std::move(strides),
+          device_of(name, given->device)};
+}
+
+inline MutableTensorView samples(const char* name, const syncbn_tensor* given) {
+  return tensor(name, &required(name, given));
+}
+
+inline MaskView mask_of(const syncbn_mask* given) {
+  if (given == nullptr) {
+    return {};
+  }
+  return {given->data, sizes_of("mask", given->ndim, given->sizes),
+          device_of("mask", given->device)};
+}
+
+inline Activation activation_of(const syncbn_activation& given) {
+  return {enum_of("activation", given.kind, ActivationKind::kLeakyRelu,
+                  "SYNCBN_NONE, SYNCBN_RELU or SYNCBN_LEAKY_RELU"),
+          given.negative_slope};
+}
+
+inline Execution execution_of(syncbn_executor* given) {
+  return given == nullptr ? Execution(serial_executor()) : Execution(*given->of_cpp);
+}
+
+}  // namespace syncbn::c_api

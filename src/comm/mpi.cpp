@@ -1,0 +1,405 @@
+#include "syncbn/mpi.hpp"
+
+#define OMPI_SKIP_MPICXX 1
+#define MPICH_SKIP_MPICXX 1
+#include <mpi.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "comm/pause.hpp"
+#include "comm/rank_texts.hpp"
+#include "syncbn/error.hpp"
+#include "syncbn/passes.hpp"
+
+namespace syncbn {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+enum class Kind : std::int64_t { kMissing, kSum, kGather, kLeft };
+enum class Answer : std::int64_t { kAsk, kGo, kDivergence, kTimeout, kLost };
+
+/// What a rank tells rank 0 before an exchange, or when it leaves. Small enough that MPI sends it
+/// without waiting for the receiver.
+struct Arrival {
+  Kind kind;
+  std::int64_t bytes;
+  std::array<char, 512> reason;
+};
+
+/// What rank 0 answers.
+struct Verdict {
+  Answer answer;
+  std::array<char, 1024> text;
+};
+
+constexpr int kArrivalTag = 1;
+constexpr int kVerdictTag = 2;
+
+template <std::size_t kSize>
+void copy_text(std::array<char, kSize>& to, const std::string& from) {
+  const std::size_t length = std::min(from.size(), kSize - 1);
+  std::memcpy(to.data(), from.data(), length);
+  to[length] = '\0';
+}
+
+std::string mpi_text(int code) {
+  std::array<char, MPI_MAX_ERROR_STRING> text{};
+  int length = 0;
+  return MPI_Error_string(code, text.data(), &length) == MPI_SUCCESS
+             ? std::string(text.data(), static_cast<std::size_t>(length))
+             : "error " + std::to_string(code);
+}
+
+void check(int code, const std::string& who, const char* call, int line) {
+  if (code != MPI_SUCCESS) {
+    throw Error(who + call + " failed at " + __FILE__ + ":" + std::to_string(line) + ": " +
+                mpi_text(code));
+  }
+}
+
+#define SYNCBN_MPI_CHECK(who, call) check((call), (who), #call, __LINE__)
+
+void require_running() {
+  int initialized = 0;
+  int finalized = 0;
+  MPI_Initialized(&initialized);
+  MPI_Finalized(&finalized);
+  if (initialized == 0 || finalized != 0) {
+    throw InvalidArgument(
+        "communicator: got one while MPI is not running, expected one between MPI_Init and "
+        "MPI_Finalize");
+  }
+}
+
+}  // namespace
+
+struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
+  MPI_Comm comm = MPI_COMM_NULL;
+  milliseconds timeout = kDefaultTimeout;
+  int rank = 0;
+  int size = 0;
+  Clock::time_point decided = Clock::now();  ///< when rank 0 last let the ranks go
+  std::optional<std::string> broken;         ///< why there are no further exchanges
+
+  // Memory that MPI may still read or write when an exchange has failed, and then stays allocated.
+  Arrival arrival{};
+  Arrival farewell{};
+  Verdict verdict{};
+  Verdict question{};  ///< kAsk
+  std::vector<MPI_Request> sent;
+  std::vector<std::uint64_t> words;
+  std::vector<std::byte> mine;
+  std::vector<std::byte> all;
+
+  std::string who() const { return rank_of(rank, static_cast<std::size_t>(size)); }
+
+  /// Runs an exchange; an error of this rank that the others do not see makes it leave the group.
+  template <class Body>
+  void or_leave(const Body& body) {
+    if (broken.has_value()) {
+      throw PeerLost(who() + "the group is broken: " + *broken);
+    }
+    if (!right_thread()) {
+      throw InvalidArgument(who() +
+                            "thread: got one that did not initialize MPI, expected the one that "
+                            "did, or MPI_THREAD_SERIALIZED");
+    }
+    try {
+      body();
+    } catch (const DivergenceError&) {
+      throw;
+    } catch (const std::exception& error) {
+      leave(error.what());
+      throw;
+    }
+  }
+
+  /// Whether MPI allows this thread to call it.
+  static bool right_thread() {
+    int level = MPI_THREAD_SINGLE;
+    int is_main = 0;
+    MPI_Query_thread(&level);
+    MPI_Is_thread_main(&is_main);
+    return level >= MPI_THREAD_SERIALIZED || is_main != 0;
+  }
+
+  void send(const void* data, std::size_t bytes, int to, int tag) {
+    sent.emplace_back();
+    SYNCBN_MPI_CHECK(
+        who(), MPI_Isend(data, static_cast<int>(bytes), MPI_BYTE, to, tag, comm, &sent.back()));
+  }
+
+  /// After an answer: the other side has these messages, so this does not wait for a rank.
+  void forget_sent() {
+    SYNCBN_MPI_CHECK(who(),
+                     MPI_Waitall(static_cast<int>(sent.size()), sent.data(), MPI_STATUSES_IGNORE));
+    sent.clear();
+  }
+
+  /// The next message of this kind, if there is one; its sender.
+  template <class Message>
+  std::optional<int> receive(int from, int tag, Message& message) {
+    int there = 0;
+    MPI_Status status;
+    SYNCBN_MPI_CHECK(who(), MPI_Iprobe(from, tag, comm, &there, &status));
+    if (there == 0) {
+      return std::nullopt;
+    }
+    SYNCBN_MPI_CHECK(who(), MPI_Recv(&message, sizeof(message), MPI_BYTE, status.MPI_SOURCE, tag,
+                                     comm, MPI_STATUS_IGNORE));
+    return status.MPI_SOURCE;
+  }
+
+  void answer(Answer what, const std::string& text) {
+    verdict.answer = what;
+    copy_text(verdict.text, text);
+    tell(verdict);
+  }
+
+  void tell(const Verdict& what) {
+    for (int r = 1; r < size; ++r) {
+      send(&what, sizeof(what), r, kVerdictTag);
+    }
+  }
+
+  /// Rank 0: waits for a message of every rank; false if it answered why they do not come.
+  bool collect(std::vector<Arrival>& arrivals) {
+    arrivals.assign(static_cast<std::size_t>(size), Arrival{});  // kMissing
+    arrivals[0] = arrival;
+    int missing = size - 1;
+    const auto start = Clock::now();
+    while (missing > 0) {
+      Arrival other;
+      if (const auto from = receive(MPI_ANY_SOURCE, kArrivalTag, other); from.has_value()) {
+        if (other.kind == Kind::kLeft) {
+          answer(Answer::kLost, left_text(*from, other.reason.data()));
+          return false;
+        }
+        arrivals[static_cast<std::size_t>(*from)] = other;
+        --missing;
+      } else if (Clock::now() - start > timeout) {
+        std::vector<int> late;
+        for (int r = 1; r < size; ++r) {
+          if (arrivals[static_cast<std::size_t>(r)].kind == Kind::kMissing) {
+            late.push_back(r);
+          }
+        }
+        answer(Answer::kTimeout, missing_text(late, timeout));
+        return false;
+      } else {
+        pause(start);
+      }
+    }
+    return true;
+  }
+
+  /// Rank 0: waits for all ranks, and answers all of them.
+  void decide() {
+    const bool late = Clock::now() - decided > timeout;
+    std::vector<Arrival> arrivals;
+    if (!collect(arrivals)) {
+      return;
+    }
+    if (late) {  // they may have come and gone: those that wait come again
+      question.answer = Answer::kAsk;
+      tell(question);
+      if (!collect(arrivals)) {
+        return;
+      }
+    }
+    decided = Clock::now();
+    for (int r = 1; r < size; ++r) {
+      const Arrival& other = arrivals[static_cast<std::size_t>(r)];
+      if (other.kind != arrival.kind || other.bytes != arrival.bytes) {
+        return answer(Answer::kDivergence, divergence_text(0, static_cast<std::size_t>(size),
+                                                           static_cast<std::size_t>(arrival.bytes),
+                                                           r, static_cast<std::size_t>(other.bytes),
+                                                           other.kind != arrival.kind));
+      }
+    }
+    answer(Answer::kGo, "");
+  }
+
+  /// The other ranks: rank 0 that comes within `timeout` has answered after twice that.
+  void await_answer() {
+    send(&arrival, sizeof(arrival), 0, kArrivalTag);
+    auto start = Clock::now();
+    for (;;) {
+      if (receive(0, kVerdictTag, verdict).has_value()) {
+        if (verdict.answer != Answer::kAsk) {
+          return;
+        }
+        send(&arrival, sizeof(arrival), 0, kArrivalTag);
+        start = Clock::now();
+      } else if (Clock::now() - start > 2 * timeout) {
+        const std::string text = missing_text({0}, timeout);
+        leave(text);
+        throw ExchangeTimeout(who() + text);
+      } else {
+        pause(start);
+      }
+    }
+  }
+
+  /// All ranks are at the same exchange of `bytes` bytes, or all throw.
+  void meet(Kind kind, std::size_t bytes) {
+    arrival.kind = kind;
+    arrival.bytes = static_cast<std::int64_t>(bytes);
+    if (rank == 0) {
+      decide();
+    } else {
+      await_answer();
+    }
+    const std::string text = verdict.text.data();
+    switch (verdict.answer) {
+      case Answer::kAsk:  // answered already
+      case Answer::kGo:
+        return forget_sent();
+      case Answer::kDivergence:
+        forget_sent();
+        throw DivergenceError(text);
+      case Answer::kTimeout:
+        broken = text;
+        throw ExchangeTimeout(who() + text);
+      case Answer::kLost:
+        broken = text;
+        throw PeerLost(who() + text);
+    }
+  }
+
+  /// Tells the others, as rank 0 or through it, and does not wait for them.
+  void leave(const std::string& reason) {
+    if (broken.has_value()) {
+      return;
+    }
+    broken = left_text(rank, reason);
+    if (!right_thread()) {
+      return;
+    }
+    try {
+      if (rank == 0) {
+        answer(Answer::kLost, *broken);
+      } else {
+        farewell.kind = Kind::kLeft;
+        copy_text(farewell.reason, reason);
+        send(&farewell, sizeof(farewell), 0, kArrivalTag);
+      }
+    } catch (const Error& error) {  // of MPI; the others come to their time limit
+      broken = *broken + "; the other ranks were not told: " + error.what();
+    }
+  }
+
+  void finish(MPI_Request& request) {
+    const auto start = Clock::now();
+    for (int done = 0;;) {
+      SYNCBN_MPI_CHECK(who(), MPI_Test(&request, &done, MPI_STATUS_IGNORE));
+      if (done != 0) {
+        return;
+      }
+      if (Clock::now() - start > timeout) {
+        throw ExchangeTimeout(who() + "the exchange began with all ranks and did not end within " +
+                              std::to_string(timeout.count()) +
+                              " ms; MPI does not tell which rank is missing");
+      }
+      pause(start);
+    }
+  }
+
+  /// MPI counts in int.
+  static int count_of(std::size_t count, const char* what) {
+    if (count > static_cast<std::size_t>(std::numeric_limits<int>::max())) {
+      throw InvalidArgument(std::string(what) + ": got " + std::to_string(count) +
+                            ", expected at most 2^31 - 1");
+    }
+    return static_cast<int>(count);
+  }
+};
+
+MpiCommunicator::MpiCommunicator(int communicator, milliseconds timeout)
+    : state_(std::make_unique<State>()) {
+  require_running();
+  if (timeout < milliseconds(1)) {
+    throw InvalidArgument("timeout: got " + std::to_string(timeout.count()) +
+                          " ms, expected at least 1 ms");
+  }
+  const MPI_Comm given = MPI_Comm_f2c(communicator);
+  if (given == MPI_COMM_NULL) {
+    throw InvalidArgument("communicator: got MPI_COMM_NULL, expected an intracommunicator");
+  }
+  int inter = 0;
+  SYNCBN_MPI_CHECK("", MPI_Comm_test_inter(given, &inter));
+  if (inter != 0) {
+    throw InvalidArgument("communicator: got an intercommunicator, expected an intracommunicator");
+  }
+  SYNCBN_MPI_CHECK("", MPI_Comm_rank(given, &state_->rank));
+  SYNCBN_MPI_CHECK("", MPI_Comm_size(given, &state_->size));
+  if (state_->size > kMaxRanks) {
+    throw InvalidArgument("communicator: got " + std::to_string(state_->size) +
+                          " ranks, expected 1 to " + std::to_string(kMaxRanks));
+  }
+  state_->timeout = timeout;
+  SYNCBN_MPI_CHECK("", MPI_Comm_dup(given, &state_->comm));
+  SYNCBN_MPI_CHECK("", MPI_Comm_set_errhandler(state_->comm, MPI_ERRORS_RETURN));
+}
+
+MpiCommunicator::~MpiCommunicator() {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (finalized != 0) {
+    return;
+  }
+  if (state_->broken.has_value()) {
+    [[maybe_unused]] const State* kept = state_.release();  // MPI may still use its memory
+  } else if (MPI_Waitall(static_cast<int>(state_->sent.size()), state_->sent.data(),
+                         MPI_STATUSES_IGNORE) == MPI_SUCCESS) {
+    MPI_Comm_free(&state_->comm);
+  }
+}
+
+int MpiCommunicator::rank() const { return state_->rank; }
+int MpiCommunicator::size() const { return state_->size; }
+
+void MpiCommunicator::all_reduce_sum(std::span<std::int64_t> words) {
+  State& s = *state_;
+  s.or_leave([&] {
+    const int count = State::count_of(words.size(), "words");
+    s.meet(Kind::kSum, words.size_bytes());
+    // Not in the caller's memory, which may be gone when MPI writes after a timeout.
+    s.words.assign(words.begin(), words.end());
+    MPI_Request request = MPI_REQUEST_NULL;
+    SYNCBN_MPI_CHECK(s.who(), MPI_Iallreduce(MPI_IN_PLACE, s.words.data(), count, MPI_UINT64_T,
+                                             MPI_SUM, s.comm, &request));
+    s.finish(request);
+    std::copy(s.words.begin(), s.words.end(), words.begin());
+  });
+}
+
+void MpiCommunicator::all_gather(std::span<const std::byte> in, std::span<std::byte> out) {
+  State& s = *state_;
+  s.or_leave([&] {
+    const int count = State::count_of(in.size(), "in");
+    const std::size_t expected = in.size() * static_cast<std::size_t>(s.size);
+    if (out.size() != expected) {
+      throw InvalidArgument(gather_size_text(out.size(), expected));
+    }
+    s.meet(Kind::kGather, in.size());
+    s.mine.assign(in.begin(), in.end());
+    s.all.resize(out.size());
+    MPI_Request request = MPI_REQUEST_NULL;
+    SYNCBN_MPI_CHECK(s.who(), MPI_Iallgather(s.mine.data(), count, MPI_BYTE, s.all.data(), count,
+                                             MPI_BYTE, s.comm, &request));
+    s.finish(request);
+    std::copy(s.all.begin(), s.all.end(), out.begin());
+  });
+}
+
+void MpiCommunicator::abandon(const std::string& reason) { state_->leave(reason); }
+
+}  // namespace syncbn

@@ -1,0 +1,260 @@
+// The sums of 2-D input, where every element is a partial, over the vector type of one level.
+// Included inside a level file's unnamed namespace, after level_merge.hpp, whose rules hold here
+// too.
+//
+// Up to kExactRows rows are added in floating point to accumulators that begin at the magic numbers
+// of the window's limbs: an addition to one of them is exact if the element is a multiple of the
+// limb's unit and below the window's bound. Whether all elements of a channel were is told
+// afterwards by the largest and the smallest of them; if not, they are merged one by one.
+
+// 2^6 lower limbs of at most 2^(kLowBits - 1) each stay within the magic number's binade.
+constexpr std::int64_t kExactRows = 64;
+constexpr std::int64_t kExactChannels = 256;
+constexpr std::int64_t kRowsTogether = 8;
+
+/// Bits of a type's significand after the leading one: |x| >= 2^e makes x a multiple of
+/// 2^(e - kFraction).
+template <class T>
+constexpr int kFraction = 23;
+template <>
+constexpr int kFraction<Half> = 10;
+template <>
+constexpr int kFraction<BFloat16> = 7;
+
+struct ExactBlock {
+  alignas(64) double first[kExactChannels];
+  alignas(64) double high[kExactChannels];  ///< of the second sum
+  alignas(64) double low[kExactChannels];
+  /// Of |u| and |v|, as bits; the smallest nonzero less one, so that 0 comes last.
+  alignas(64) std::uint32_t largest[2][kExactChannels];
+  alignas(64) std::uint32_t smallest[2][kExactChannels];
+};
+
+inline void begin_block(ExactBlock& block, const WindowArrays& w, std::int64_t channel,
+                        std::int64_t channels) {
+  const std::int64_t padded = (channels + kFloatLanes - 1) / kFloatLanes * kFloatLanes;
+  for (std::int64_t c = 0; c < padded; c += kDoubleLanes) {
+    store_double(block.first + c, load_double(w.magic_high[0] + channel + c));
+    store_double(block.high + c, load_double(w.magic_high[1] + channel + c));
+    store_double(block.low + c, load_double(w.magic_low[1] + channel + c));
+  }
+  for (std::int64_t c = 0; c < channels; c += kFloatLanes) {
+    for (int k = 0; k < 2; ++k) {
+      store_bits_of(block.largest[k] + c, broadcast_bits(0));
+      store_bits_of(block.smallest[k] + c, broadcast_bits(0xffffffffu));
+    }
+  }
+}
+
+/// The second sum of half a vector of floats.
+struct SecondSum {
+  DoubleV high;
+  DoubleV low;
+  void add(DoubleV x, DoubleV y) {
+    const DoubleV sum = fused(x, y, high);
+    low = low + fused_minus(x, y, sum - high);
+    high = sum;
+  }
+};
+
+struct Extremes {
+  BitsV largest;
+  BitsV smallest;
+  void take(FloatV x) {
+    const BitsV bits = magnitude_bits(x);
+    largest = larger(largest, bits);
+    smallest = smaller(smallest, minus_one(bits));
+  }
+};
+
+/// Adds `rows` rows of one vector of channels.
+template <class T, bool kProduct, bool kWhole>
+SYNCBN_INLINE void add_exactly(ExactBlock& block, std::int64_t c, std::int64_t channels,
+                               std::int64_t rows, const T* u, std::int64_t u_step, const T* v,
+                               std::int64_t v_step, const std::uint8_t* mask) {
+  DoubleV first[2];
+  SecondSum second[2];
+  Extremes of_u{load_bits_of(block.largest[0] + c), load_bits_of(block.smallest[0] + c)};
+  Extremes of_v{load_bits_of(block.largest[1] + c), load_bits_of(block.smallest[1] + c)};
+  for (int i = 0; i < 2; ++i) {
+    first[i] = load_double(block.first + c + i * kDoubleLanes);
+    second[i].high = load_double(block.high + c + i * kDoubleLanes);
+    second[i].low = load_double(block.low + c + i * kDoubleLanes);
+  }
+  for (std::int64_t k = 0; k < rows; ++k) {
+    if (mask != nullptr && mask[k] == 0) {
+      continue;
+    }
+    const T* from = u + k * u_step + c;
+    prefetch(from + kRowsTogether * u_step);
+    const FloatV x = kWhole ? load(from) : load_partial(from, channels - c);
+    of_u.take(x);
+    FloatV y = x;
+    if (kProduct) {
+      const T* other = v + k * v_step + c;
+      prefetch(other + kRowsTogether * v_step);
+      y = kWhole ? load(other) : load_partial(other, channels - c);
+      of_v.take(y);
+    }
+    const DoubleV x_low = low_half(x);
+    const DoubleV x_high = high_half(x);
+    first[0] = first[0] + x_low;
+    first[1] = first[1] + x_high;
+    second[0].add(x_low, kProduct ? low_half(y) : x_low);
+    second[1].add(x_high, kProduct ? high_half(y) : x_high);
+  }
+  for (int i = 0; i < 2; ++i) {
+    store_double(block.first + c + i * kDoubleLanes, first[i]);
+    store_double(block.high + c + i * kDoubleLanes, second[i].high);
+    store_double(block.low + c + i * kDoubleLanes, second[i].low);
+  }
+  store_bits_of(block.largest[0] + c, of_u.largest);
+  store_bits_of(block.smallest[0] + c, of_u.smallest);
+  if (kProduct) {
+    store_bits_of(block.largest[1] + c, of_v.largest);
+    store_bits_of(block.smallest[1] + c, of_v.smallest);
+  }
+}
+
+/// Four floats given by their bits, as doubles.
+inline __m256d widened(__m128i bits) { return _mm256_cvtps_pd(_mm_castsi128_ps(bits)); }
+inline __m128i four(const std::uint32_t* p) {
+  return _mm_load_si128(reinterpret_cast<const __m128i*>(p));
+}
+
+/// Whether the additions to channels c .. c + 3 of the block were exact.
+template <class T, bool kProduct>
+inline bool was_exact(const ExactBlock& block, const WindowArrays& w, std::int64_t channel,
+                      std::int64_t c) {
+  const __m256d exponent =
+      _mm256_castsi256_pd(_mm256_set1_epi64x(static_cast<long long>(0x7ff0000000000000ULL)));
+  __m256d largest[2];
+  __m256d smallest[2];  // its power of two; 0 if all are 0
+  for (int k = 0; k < 2; ++k) {
+    const int from = kProduct ? k : 0;
+    largest[k] = widened(four(block.largest[from] + c));
+    smallest[k] = _mm256_and_pd(
+        widened(_mm_add_epi32(four(block.smallest[from] + c), _mm_set1_epi32(1))), exponent);
+  }
+  // The units of the limbs that the lowest bits have to reach, over the bounds.
+  constexpr double kFirstStep = 1.0 / static_cast<double>(1LL << (kHighBits - kFraction<T>));
+  constexpr double kSecondStep =
+      1.0 / static_cast<double>(1LL << (kHighBits + kLowBits - 2 * kFraction<T> - 30)) /
+      static_cast<double>(1LL << 30);
+  const __m256d first_bound = _mm256_load_pd(w.bound[0] + channel + c);
+  const __m256d second_bound = _mm256_load_pd(w.bound[1] + channel + c);
+  const __m256d product = _mm256_mul_pd(largest[0], largest[1]);
+  const __m256d below = _mm256_and_pd(_mm256_cmp_pd(largest[0], first_bound, _CMP_LT_OQ),
+                                      _mm256_cmp_pd(product, second_bound, _CMP_LT_OQ));
+  const __m256d zero = _mm256_setzero_pd();
+  const __m256d first_reaches = _mm256_or_pd(
+      _mm256_cmp_pd(smallest[0], _mm256_mul_pd(first_bound, _mm256_set1_pd(kFirstStep)),
+                    _CMP_GE_OQ),
+      _mm256_cmp_pd(largest[0], zero, _CMP_EQ_OQ));
+  const __m256d second_reaches = _mm256_or_pd(
+      _mm256_cmp_pd(_mm256_mul_pd(smallest[0], smallest[1]),
+                    _mm256_mul_pd(second_bound, _mm256_set1_pd(kSecondStep)), _CMP_GE_OQ),
+      _mm256_cmp_pd(product, zero, _CMP_EQ_OQ));
+  return _mm256_movemask_pd(_mm256_and_pd(below, _mm256_and_pd(first_reaches, second_reaches))) ==
+         15;
+}
+
+/// Adds what an accumulator holds beyond its magic number to four channels' limbs.
+inline void add_to_limbs(std::int64_t* limbs, const double* sums, const double* magic) {
+  auto* to = reinterpret_cast<__m256i*>(limbs);
+  _mm256_store_si256(to, _mm256_add_epi64(_mm256_load_si256(to),
+                                          limb(_mm256_load_pd(sums), _mm256_load_pd(magic))));
+}
+
+/// Merges the elements of a few rows, kDoubleLanes channels from channel + c on, one by one.
+template <class T, bool kProduct>
+__attribute__((noinline)) void merge_elements(Windows& windows, const WindowArrays& w,
+                                              std::int64_t channel, std::int64_t c,
+                                              std::int64_t channels, std::int64_t rows, const T* u,
+                                              std::int64_t u_step, const T* v, std::int64_t v_step,
+                                              const std::uint8_t* mask) {
+  alignas(64) double values[2][kDoubleLanes];
+  const std::int64_t left = channels - c;
+  for (std::int64_t k = 0; k < rows; ++k) {
+    if (mask != nullptr && mask[k] == 0) {
+      continue;
+    }
+    const T* from = u + k * u_step + c;
+    const T* other = v + k * v_step + c;
+    const bool whole = left >= kDoubleLanes;
+    const DoubleV x = whole ? load_double(from) : load_double_partial(from, left);
+    const DoubleV y = !kProduct ? x : whole ? load_double(other) : load_double_partial(other, left);
+    // Adding to +0 turns -0 into +0, as a lane does.
+    store_double(values[0], zero_double() + x);
+    store_double(values[1], fused(x, y, zero_double()));
+    for (int i = 0; i < kDoubleLanes && i < left; i += 4) {
+      merge_channels(windows, w, channel + c + i, 0, {_mm256_load_pd(values[0] + i)});
+      merge_channels(windows, w, channel + c + i, 1, {_mm256_load_pd(values[1] + i)});
+    }
+  }
+}
+
+enum class SumsOf : std::uint8_t { kSquare, kProduct, kActivated, kMasked };
+
+template <class T, SumsOf kOf>
+void sum_single_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
+  constexpr bool kProduct = kOf != SumsOf::kSquare;
+  alignas(64) T buffer[kOf == SumsOf::kActivated ? kExactRows * kExactChannels : 1];
+  ExactBlock block;
+  for (std::int64_t n = task.unit_begin; n < task.unit_end; n += kExactRows) {
+    const std::int64_t rows = minimum(kExactRows, task.unit_end - n);
+    const std::uint8_t* mask = task.mask == nullptr ? nullptr : task.mask + n;
+    for (std::int64_t channel = 0; channel < task.channels; channel += kExactChannels) {
+      const std::int64_t channels = minimum(kExactChannels, task.channels - channel);
+      const T* u = plane_of<T>(task.u, n, 0) + channel;
+      std::int64_t u_step = task.u.sample_stride;
+      const T* v = kProduct ? plane_of<T>(task.v, n, 0) + channel : u;
+      const std::int64_t v_step = kProduct ? task.v.sample_stride : u_step;
+      if (kOf == SumsOf::kActivated) {
+        const bool keep = task.out.data != nullptr;
+        u_step = keep ? task.out.sample_stride : kExactChannels;
+        T* target = keep ? output_of<T>(task.out, n, 0) + channel : buffer;
+        for (std::int64_t k = 0; k < rows; ++k) {
+          if (mask != nullptr && mask[k] == 0) {
+            clear(target + k * u_step, channels);
+          } else {
+            pull_row(task, n + k, 0, channel, channels, target + k * u_step);
+          }
+        }
+        u = target;
+      }
+      begin_block(block, w, channel, channels);
+      for (std::int64_t k = 0; k < rows; k += kRowsTogether) {
+        const std::int64_t some = minimum(kRowsTogether, rows - k);
+        const std::uint8_t* some_mask = mask == nullptr ? nullptr : mask + k;
+        const T* u_rows = u + k * u_step;
+        const T* v_rows = v + k * v_step;
+        std::int64_t c = 0;
+        for (; c + kFloatLanes <= channels; c += kFloatLanes) {
+          add_exactly<T, kProduct, true>(block, c, channels, some, u_rows, u_step, v_rows, v_step,
+                                         some_mask);
+        }
+        if (c < channels) {
+          add_exactly<T, kProduct, false>(block, c, channels, some, u_rows, u_step, v_rows, v_step,
+                                          some_mask);
+        }
+      }
+      for (std::int64_t c = 0; c < channels; c += kDoubleLanes) {
+        bool exact = true;
+        for (int i = 0; i < kDoubleLanes; i += 4) {
+          exact = exact && was_exact<T, kProduct>(block, w, channel, c + i);
+        }
+        if (__builtin_expect(static_cast<long>(exact), 1) == 0) {
+          merge_elements<T, kProduct>(windows, w, channel, c, channels, rows, u, u_step, v, v_step,
+                                      mask);
+          continue;
+        }
+        for (std::int64_t i = c; i < c + kDoubleLanes; i += 4) {
+          add_to_limbs(w.high[0] + channel + i, block.first + i, w.magic_high[0] + channel + i);
+          add_to_limbs(w.high[1] + channel + i, block.high + i, w.magic_high[1] + channel + i);
+          add_to_limbs(w.low[1] + channel + i, block.low + i, w.magic_low[1] + channel + i);
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,232 @@
+/* The C interface against the C++ interface, bit for bit. torch.nn.SyncBatchNorm
+   has no interface below Python to compare with; its results depend on how ranks share a batch. */
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "group.h"
+#include "reference.h"
+#include "step.h"
+
+static step_memory expected_step(void) {
+  step_memory m;
+  fill(&m);
+  const layer_step step = {m.x,           m.dy,        m.mask,    m.weight, m.bias,
+                           m.y,           m.dx,        m.dweight, m.dbias,  m.running_mean,
+                           m.running_var, m.evaluated, SAMPLES,   CHANNELS, PLANE};
+  reference_step(&step);
+  return m;
+}
+
+static void layer_step_by_c(const views* v, const syncbn_communicator* communicator,
+                            syncbn_executor* executor) {
+  const syncbn_batch_norm_options options = options_of_reference();
+  syncbn_batch_statistics* statistics = NULL;
+  EXPECT_OK(syncbn_batch_norm_forward(&v->x, &v->mask, &v->weight, &v->bias, NULL, &v->y,
+                                      &v->running_mean, &v->running_var, NULL, &statistics,
+                                      &options, communicator, executor));
+  EXPECT(syncbn_batch_statistics_channels(statistics) == CHANNELS);
+  EXPECT_OK(syncbn_batch_norm_backward(&v->dy, &v->x, &v->mask, &v->weight, &v->bias, statistics,
+                                       &v->dx, &v->dweight, &v->dbias, NULL, SYNCBN_GLOBAL,
+                                       communicator, executor));
+  EXPECT_OK(syncbn_batch_norm_evaluate(&v->x, &v->mask, &v->weight, &v->bias, NULL,
+                                       &v->running_mean, &v->running_var, &v->evaluated, &options,
+                                       executor));
+  syncbn_batch_statistics_destroy(statistics);
+}
+
+/* Pieces in the reverse order; counts them. */
+static void backwards(void* user_data, int64_t begin, int64_t end, int64_t grain,
+                      void (*body)(void* body_data, int64_t begin, int64_t end), void* body_data) {
+  int* pieces = user_data;
+  (void)grain;
+  for (int64_t at = end; at > begin; --at) {
+    body(body_data, at - 1, at);
+    ++*pieces;
+  }
+}
+
+static void threads_of_the_caller_exact(void) {
+  const step_memory expected = expected_step();
+  step_memory m;
+  fill(&m);
+  views v;
+  view(&v, &m, 0, SAMPLES);
+  int pieces = 0;
+  const syncbn_executor_functions functions = {&pieces, 2, backwards};
+  syncbn_executor* executor = NULL;
+  EXPECT_OK(syncbn_executor_create(&functions, &executor));
+  layer_step_by_c(&v, syncbn_self_communicator(), executor);
+  syncbn_executor_destroy(executor);
+  EXPECT_SAME(&m, &expected);
+  EXPECT(pieces > 1);
+}
+
+static void one_rank_exact(void) {
+  const step_memory expected = expected_step();
+  for (int threads = 0; threads < 3; ++threads) {
+    step_memory m;
+    fill(&m);
+    views v;
+    view(&v, &m, 0, SAMPLES);
+    syncbn_executor* executor = NULL;
+    if (threads > 0) {
+      EXPECT_OK(syncbn_thread_pool_create(threads, &executor));
+    }
+    layer_step_by_c(&v, syncbn_self_communicator(), executor);
+    syncbn_executor_destroy(executor);
+    EXPECT_SAME(&m, &expected);
+  }
+}
+
+typedef struct two_ranks {
+  group* group;
+  step_memory* batch;   /* of both; each rank has other samples of it */
+  step_memory ranks[2]; /* what a rank has of its own */
+} two_ranks;
+
+static void step_of_rank(void* context, int rank) {
+  two_ranks* t = context;
+  const syncbn_communicator communicator = group_rank(t->group, rank);
+  views v;
+  view(&v, t->batch, rank == 0 ? 0 : FIRST, rank == 0 ? FIRST : SAMPLES);
+  v.dweight.data = t->ranks[rank].dweight;
+  v.dbias.data = t->ranks[rank].dbias;
+  v.running_mean.data = t->ranks[rank].running_mean;
+  v.running_var.data = t->ranks[rank].running_var;
+  layer_step_by_c(&v, &communicator, NULL);
+}
+
+static void two_ranks_have_the_bits_of_one(void) {
+  const step_memory expected = expected_step();
+  step_memory batch;
+  fill(&batch);
+  two_ranks t = {group_create(), &batch, {batch, batch}};
+  run_ranks(step_of_rank, &t);
+  group_destroy(t.group);
+  for (int r = 0; r < RANKS; ++r) {
+    memcpy(batch.dweight, t.ranks[r].dweight, sizeof(batch.dweight));
+    memcpy(batch.dbias, t.ranks[r].dbias, sizeof(batch.dbias));
+    memcpy(batch.running_mean, t.ranks[r].running_mean, sizeof(batch.running_mean));
+    memcpy(batch.running_var, t.ranks[r].running_var, sizeof(batch.running_var));
+    EXPECT_SAME(&batch, &expected);
+  }
+}
+
+/* The passes with the caller's own sum between them, for the same two ranks. */
+static void passes_exact(void) {
+  const step_memory expected = expected_step();
+  step_memory m;
+  fill(&m);
+  views ranks[RANKS];
+  view(&ranks[0], &m, 0, FIRST);
+  view(&ranks[1], &m, FIRST, SAMPLES);
+  const syncbn_activation activation = options_of_reference().activation;
+  const syncbn_activation_gradient through = {activation, &ranks[0].weight, &ranks[0].bias, NULL};
+
+  int64_t words = 0;
+  int32_t per_channel = 0;
+  EXPECT_OK(syncbn_message_words(SYNCBN_FLOAT32, CHANNELS, &words));
+  EXPECT_OK(syncbn_words_per_channel(SYNCBN_FLOAT32, &per_channel));
+  EXPECT(words == SYNCBN_HEADER_WORDS + CHANNELS * per_channel);
+  int64_t* message = calloc((size_t)words * RANKS, sizeof(int64_t));
+  int64_t* merged = message; /* rank 0's, after the sum */
+  uint32_t fingerprint = 0;
+  EXPECT_OK(syncbn_fingerprint(5, 0, SYNCBN_FORWARD, CHANNELS, 1e-3, &fingerprint));
+  for (int r = 0; r < RANKS; ++r) {
+    EXPECT_OK(
+        syncbn_local_moments(&ranks[r].x, &ranks[r].mask, message + r * words, fingerprint, NULL));
+  }
+  for (int64_t i = 0; i < words; ++i) {
+    merged[i] += message[words + i];
+  }
+  syncbn_message_info info;
+  EXPECT_OK(syncbn_read_header(merged, RANKS, &info));
+  EXPECT_OK(syncbn_check_header(&info));
+  EXPECT(info.agree == 1 && info.any_data == 1 && info.dtype == SYNCBN_FLOAT32);
+  double mean[CHANNELS], var[CHANNELS], rstd[CHANNELS], coefficients[3 * CHANNELS];
+  EXPECT_OK(syncbn_finalize_moments(&info, merged + SYNCBN_HEADER_WORDS, mean, var, rstd, CHANNELS,
+                                    1e-3, NULL));
+  const int64_t count = info.count;
+  for (int r = 0; r < RANKS; ++r) {
+    EXPECT_OK(syncbn_normalize(&ranks[r].x, &ranks[r].mask, mean, rstd, &ranks[r].weight,
+                               &ranks[r].bias, NULL, &ranks[r].y, NULL, &activation, NULL));
+  }
+  EXPECT_OK(syncbn_update_running_statistics(&ranks[0].running_mean, &ranks[0].running_var, mean,
+                                             var, CHANNELS, count, 0.3));
+
+  EXPECT_OK(syncbn_fingerprint(5, 0, SYNCBN_BACKWARD, CHANNELS, 1e-3, &fingerprint));
+  for (int r = 0; r < RANKS; ++r) {
+    EXPECT_OK(syncbn_local_gradients(&ranks[r].dy, &ranks[r].x, &ranks[r].mask, mean, rstd,
+                                     &through, NULL, message + r * words, fingerprint, NULL));
+  }
+  /* Shares of a rank are not compared here with the whole sum, but must be there. */
+  EXPECT_OK(syncbn_affine_gradient_shares(message + words + SYNCBN_HEADER_WORDS, SYNCBN_FLOAT32,
+                                          mean, rstd, &ranks[1].dweight, &ranks[1].dbias, CHANNELS,
+                                          NULL));
+  EXPECT(m.dweight[0] != 0 && m.dweight[0] != expected.dweight[0]);
+  for (int64_t i = 0; i < words; ++i) {
+    merged[i] += message[words + i];
+  }
+  EXPECT_OK(syncbn_read_header(merged, RANKS, &info));
+  EXPECT_OK(syncbn_finalize_gradients(&info, merged + SYNCBN_HEADER_WORDS, mean, rstd,
+                                      &ranks[0].weight, coefficients, &ranks[0].dweight,
+                                      &ranks[0].dbias, CHANNELS, count, NULL));
+  for (int r = 0; r < RANKS; ++r) {
+    EXPECT_OK(syncbn_input_gradient(&ranks[r].dy, &ranks[r].x, &ranks[r].mask, mean, rstd,
+                                    coefficients, &through, &ranks[r].dx, NULL));
+  }
+  memcpy(m.evaluated, expected.evaluated, sizeof(m.evaluated)); /* not a pass */
+  EXPECT_SAME(&m, &expected);
+
+  EXPECT_OK(syncbn_rejection_header(fingerprint, message + words));
+  for (int64_t i = 0; i < SYNCBN_HEADER_WORDS; ++i) {
+    merged[i] += message[words + i];
+  }
+  EXPECT_OK(syncbn_read_header(merged, 3, &info));
+  EXPECT_ERROR(syncbn_check_header(&info), SYNCBN_DIVERGENCE, "refused its input");
+  free(message);
+}
+
+/* Row-major by default; other strides are told. Channels-last memory, the same values. */
+static void strides_exact(void) {
+  const step_memory expected = expected_step();
+  step_memory m;
+  fill(&m);
+  float x[ELEMENTS], y[ELEMENTS];
+  views v;
+  view(&v, &m, 0, SAMPLES);
+  const int64_t strides[3] = {CHANNELS * PLANE, 1, CHANNELS};
+  for (int i = 0; i < ELEMENTS; ++i) {
+    const int n = i / (CHANNELS * PLANE), c = i / PLANE % CHANNELS, e = i % PLANE;
+    x[(n * PLANE + e) * CHANNELS + c] = m.x[i];
+  }
+  v.x.data = x;
+  v.y.data = y;
+  v.x.strides = v.y.strides = strides;
+  const syncbn_batch_norm_options options = options_of_reference();
+  syncbn_batch_statistics* statistics = NULL;
+  EXPECT_OK(forward(&v, &statistics, &options, syncbn_self_communicator()));
+  syncbn_batch_statistics_destroy(statistics);
+  for (int i = 0; i < ELEMENTS; ++i) {
+    const int n = i / (CHANNELS * PLANE), c = i / PLANE % CHANNELS, e = i % PLANE;
+    m.y[i] = y[(n * PLANE + e) * CHANNELS + c];
+  }
+  EXPECT(memcmp(m.y, expected.y, sizeof(m.y)) == 0);
+}
+
+int main(void) {
+  EXPECT(strcmp(syncbn_last_error(), "") == 0);
+  EXPECT(strcmp(syncbn_version(), SYNCBN_TEST_VERSION) == 0);
+  one_rank_exact();
+  threads_of_the_caller_exact();
+  two_ranks_have_the_bits_of_one();
+  passes_exact();
+  strides_exact();
+  test_errors();
+  if (failures == 0) {
+    printf("all tests passed\n");
+  }
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,188 @@
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "emulator.hpp"
+#include "support.hpp"
+#include "syncbn/cuda_passes.hpp"
+#include "syncbn/error.hpp"
+#include "syncbn/welford.hpp"
+
+// How kernels are launched: loaded before an exchange, with wide accesses where they fit, and
+// what is said of a launch that fails.
+namespace syncbn {
+namespace {
+
+using testing::contains;
+using testing::kDtypes;
+using testing::kMemories;
+using testing::Memory;
+using testing::Tensor;
+using testing::thrown_text;
+using Words = std::vector<std::int64_t>;
+using Doubles = std::vector<double>;
+
+template <class View>
+View on_cuda(View view) {
+  view.device = Device::kCuda;
+  return view;
+}
+
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+class Settings {
+ public:
+  explicit Settings(const emulation::Settings& settings) { emulation::settings() = settings; }
+  ~Settings() { emulation::settings() = {}; }
+};
+
+/// The passes of a training step, each of which can be called alone. Zeros everywhere: how they
+/// compute is tested elsewhere.
+struct Step {
+  DType dtype;
+  std::int64_t channels;
+  Tensor x, dy, y, dx;
+  Words message, workspace, info = Words(cuda::kInfoWords, 0);
+  Doubles mean, var, rstd, coefficients;
+
+  Step(DType type, const std::vector<std::int64_t>& sizes, Memory memory)
+      : dtype(type),
+        channels(sizes[1]),
+        x(type, sizes, memory),
+        dy(x),
+        y(x),
+        dx(x),
+        message(size(message_words(type, channels)) + 1),
+        workspace(size(cuda::workspace_words(type, channels)), 0),
+        mean(size(channels)),
+        var(mean),
+        rstd(mean),
+        coefficients(size(3 * channels)) {
+    const Doubles zeros(size(x.numel()));
+    x.fill(zeros);
+    dy.fill(zeros);
+  }
+  void moments() {
+    cuda::local_moments(on_cuda(x.view()), {}, {}, message.data(), workspace.data(), {});
+  }
+  void welford() { cuda::local_welford(on_cuda(x.view()), {}, {}, message.data(), {}); }
+  void merge() {
+    cuda::merge_welford(message.data(), dtype, 1, mean.data(), var.data(), rstd.data(), info.data(),
+                        channels, 1e-5, {});
+  }
+  void gradients() {
+    cuda::local_gradients(on_cuda(dy.view()), on_cuda(x.view()), {}, mean.data(), rstd.data(), {},
+                          {}, info.data(), message.data(), workspace.data(), {});
+  }
+  void after_forward() {
+    cuda::finalize_moments(message.data(), dtype, 1, mean.data(), var.data(), rstd.data(),
+                           info.data(), channels, 1e-5, {});
+    cuda::normalize(on_cuda(x.view()), {}, mean.data(), rstd.data(), {}, {}, {}, on_cuda(y.view()),
+                    nullptr, {}, {});
+    cuda::update_running_statistics({}, {}, nullptr, info.data(), mean.data(), var.data(),
+                                    info.data(), channels, 0.1, {});
+  }
+  void after_backward() {
+    cuda::finalize_gradients(message.data(), dtype, 1, nullptr, info.data(), mean.data(),
+                             rstd.data(), {}, coefficients.data(), {}, {}, channels, {});
+    cuda::input_gradient(on_cuda(dy.view()), on_cuda(x.view()), {}, mean.data(), rstd.data(),
+                         coefficients.data(), {}, on_cuda(dx.view()), {});
+  }
+};
+
+/// A kernel that is loaded while an exchange waits for another rank may wait for it too.
+/// torch.nn.SyncBatchNorm loads its kernels as it comes to them.
+TEST(CudaLaunch, FirstPassLoadsTheKernelsOfTheWholeStep) {
+  int device = 100;
+  for (const DType dtype : kDtypes) {
+    std::uint64_t loads_of_a_device = 0;
+    for (const auto& first : {&Step::gradients, &Step::welford, &Step::moments}) {
+      emulation::settings() = {.resident = 0, .device = ++device};
+      const std::uint64_t before = emulation::counts().loads;
+      (Step(dtype, {1, 1}, Memory::kPlanes).*first)();
+      const std::uint64_t loads = emulation::counts().loads - before;
+      EXPECT_GT(loads, 0u);
+      EXPECT_TRUE(loads_of_a_device == 0 || loads_of_a_device == loads) << "the same, whoever";
+      loads_of_a_device = loads;
+    }
+    const emulation::Counts before = emulation::counts();
+    for (const Memory memory : kMemories) {
+      for (const std::int64_t channels : {3, 16}) {
+        for (const std::int64_t plane : {0, 1, 3, 16}) {
+          Step step(dtype, {1, channels, plane, 1}, memory);
+          step.moments();
+          step.after_forward();
+          step.gradients();
+          step.after_backward();
+          step.welford();
+          step.merge();
+        }
+      }
+    }
+    EXPECT_EQ(emulation::counts().launches_of_unloaded, before.launches_of_unloaded) << name(dtype);
+    EXPECT_EQ(emulation::counts().loads, before.loads) << "once for a device and dtype";
+  }
+  emulation::settings() = {};
+}
+
+/// Whether the element-wise passes on these tensors access several elements at once.
+bool wide(DType dtype, const std::vector<std::int64_t>& sizes, Memory memory) {
+  Step step(dtype, sizes, memory);
+  const emulation::Counts before = emulation::counts();
+  step.after_forward();
+  step.after_backward();
+  const emulation::Counts after = emulation::counts();
+  const bool any = after.vector_accesses > before.vector_accesses;
+  EXPECT_NE(any, after.single_accesses > before.single_accesses);
+  return any;
+}
+
+TEST(CudaLaunch, SeveralElementsAtOnceWhereTheyFit) {
+  for (const DType dtype : kDtypes) {
+    const auto vector = static_cast<std::int64_t>(16 / size_of(dtype));
+    for (const std::vector<std::int64_t>& spatial : {Words{}, {1}, {1, 1}}) {
+      const auto sizes = [&](std::int64_t samples, std::int64_t channels) {
+        Words out = {samples, channels};
+        out.insert(out.end(), spatial.begin(), spatial.end());
+        return out;
+      };
+      EXPECT_TRUE(wide(dtype, sizes(5, 3 * vector), Memory::kPlanes)) << spatial.size();
+      EXPECT_TRUE(wide(dtype, sizes(5, 3 * vector), Memory::kRows));
+      EXPECT_FALSE(wide(dtype, sizes(5, 3 * vector + 1), Memory::kPlanes));
+      EXPECT_FALSE(wide(dtype, sizes(5, 3 * vector), Memory::kPlanesSlice))
+          << "rows begin anywhere";
+    }
+    EXPECT_TRUE(wide(dtype, {2, 3, 3 * vector}, Memory::kPlanes));
+    EXPECT_TRUE(wide(dtype, {2, 3 * vector, 3}, Memory::kRows));
+    EXPECT_FALSE(wide(dtype, {2, 3, 3 * vector + 1}, Memory::kPlanes));
+  }
+}
+
+TEST(CudaLaunch, FailureTellsWhoseItIs) {
+  Step step(DType::kFloat32, {2, 3, 4}, Memory::kPlanes);
+  step.moments();  // kernels are loaded
+  {
+    const Settings settings({.launch_failure = {"out of resources", false}});
+    const std::string text = thrown_text<Unavailable>([&] { step.moments(); });
+    EXPECT_TRUE(contains(text, "CUDA: starting the sums of planes ("));
+    EXPECT_TRUE(contains(text, "blocks of 256 threads) failed: out of resources"));
+  }
+  {
+    const Settings settings({.launch_failure = {"an illegal address", true}});
+    const std::string text = thrown_text<Error>([&] { step.moments(); });
+    EXPECT_TRUE(
+        contains(text, "CUDA: work that was enqueued earlier failed: an illegal address ("));
+    EXPECT_TRUE(contains(text, "reported when starting the sums of planes ("));
+    EXPECT_TRUE(contains(text, "; with CUDA_LAUNCH_BLOCKING=1 the call that enqueued it"));
+  }
+  const Settings settings({.device = 99, .load_failure = {"no kernel image", false}});
+  const Words before = step.message;
+  EXPECT_TRUE(contains(thrown_text<Unavailable>([&] { step.moments(); }),
+                       "CUDA: loading a kernel failed: no kernel image"));
+  EXPECT_EQ(step.message, before);
+}
+
+}  // namespace
+}  // namespace syncbn

@@ -1,0 +1,8 @@
+#include "cuda/loading.hpp"
+
+// Where kernels have a planted defect, the files of the others are left out.
+namespace syncbn::cuda {
+
+void load_training_kernels(DType) {}
+
+}  // namespace syncbn::cuda

@@ -1,0 +1,266 @@
+"""The documentation says what the sources say: texts of errors, public names, links, formats.
+
+PyTorch's own pages have no such list of errors to compare with.
+"""
+
+import inspect
+import os
+import re
+import shlex
+import subprocess
+from fractions import Fraction
+
+import pytest
+import torch
+
+import syncbn
+from error_texts import GAP, error_texts, says_something, tidy
+from support import PROJECT, run_layer
+
+DOCS = sorted((PROJECT / "docs").glob("*.md"))
+PAGES = [*DOCS, *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+
+
+def read(path) -> str:
+    return (PROJECT / path).read_text(encoding="utf-8")
+
+
+def outside_of_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def names_in_tables(text: str) -> list[str]:
+    """The code spans of the first columns."""
+    cells = re.findall(r"^\| (`.*?`(?:<br>`.*?`)*) \|", text, re.M)
+    return [span for cell in cells for span in re.findall(r"`([^`]*)`", cell)]
+
+
+def test_troubleshooting_has_the_texts_of_all_errors():
+    raised = {k: v for k, v in error_texts().items() if says_something(k)}
+    assert len(raised) > 150
+    page = read("docs/troubleshooting.md")
+    told = {tidy(text) for text in re.findall(r"`([^`\n]+)`", page)}
+    missing = {text: places for text, places in raised.items() if text not in told}
+    assert not missing, f"not on the page: {missing}"
+    first_column = set(names_in_tables(page[: page.index("## Not an error")]))
+    stale = {text for text in first_column if tidy(text) not in raised}
+    assert stale <= ELSEWHERE, f"raised nowhere: {stale - ELSEWHERE}"
+
+
+#: Texts of the page that the sources put together of several parts.
+ELSEWHERE = {"the others did not say"}
+
+
+def test_error_texts_are_found_in_the_ways_that_sources_write_them(tmp_path, monkeypatch):
+    """The collection itself, on a text of each kind."""
+    python = tmp_path / "python" / "syncbn"
+    core = tmp_path / "src"
+    python.mkdir(parents=True)
+    core.mkdir()
+    (python / "_exchange.py").write_text(
+        'raise ValueError(f"x: got {x!r}, expected "\n    f"a {kind}" + " of text")\n'
+        'reason = "one" if a else f"two {b}"\nfail(kind, "three parts")\n'
+    )
+    (core / "b.cpp").write_text(
+        'throw InvalidArgument("y: got " + text(a) + " entries, "\n    "expected " + b(c));\n'
+        '// throw Error("a comment");\nrefuse("eps", number(eps), "a number");\n'
+    )
+    monkeypatch.setattr("error_texts.PROJECT", tmp_path)
+    found = error_texts()
+    assert found == {
+        f"x: got {GAP}, expected a {GAP} of text": ["python/syncbn/_exchange.py:1"],
+        "one": ["python/syncbn/_exchange.py:3"],
+        "two": ["python/syncbn/_exchange.py:3"],
+        "three parts": ["python/syncbn/_exchange.py:4"],
+        f"y: got {GAP} entries, expected": ["src/b.cpp:1"],
+        f"eps: got {GAP}, expected a number": ["src/b.cpp:4"],
+    }
+
+
+def test_python_reference_has_all_public_names():
+    entries = re.findall(r"^::: (\S+)$", read("docs/api.md"), re.M)
+    wanted = set()
+    for name in set(syncbn.__all__) - {"__version__"}:
+        value = getattr(syncbn, name)
+        if not inspect.ismodule(value):
+            wanted.add(f"syncbn.{name}")
+            continue
+        public = getattr(value, "__all__", None) or PUBLIC[name]
+        wanted |= {f"syncbn.{name}.{n}" for n in public}
+    assert set(entries) == wanted and len(entries) == len(wanted)
+
+
+#: Of the modules without __all__.
+PUBLIC = {
+    "functional": {"sync_batch_norm"},
+    "ops": {"batch_norm", "batch_norm_", "BatchNormOutputs"},
+}
+
+_DECLARATION = re.compile(
+    r"(?:template\s*<[^>]*>\s*)?(?:"
+    r"(?:class|struct|enum\s+class)\s+(?:SYNCBN_API\s+)?(?P<type>[\w:]+)"
+    r"|using\s+(?P<alias>\w+)\s*="
+    r"|inline\s+constexpr\s+[\w:]+(?:\s+[\w:]+)*?(?:\s*\*)?\s+(?P<constant>k\w+)\s*="
+    r"|[^=(]*?\b(?P<function>\w+)\s*\()"
+)
+
+
+def declared_names(header: str) -> set[str]:
+    """What a header declares in its namespace, and its macros."""
+    header = re.sub(r"//[^\n]*|/\*.*?\*/|extern \"C\"", "", header, flags=re.DOTALL)
+    macros = re.findall(r"^#define (SYNCBN_\w+)", header, re.M)
+    code = re.sub(r"^\s*#(?:[^\n\\]|\\\n)*", "", header, flags=re.M)
+    names, statement, depth = set(), "", 0
+    code = re.sub(r"namespace\s+[\w:]+\s*\{(.*)\}", r"\1", code, flags=re.DOTALL)
+    for character in code:
+        if depth == 0 and character in "{;":
+            match = _DECLARATION.match(statement.strip())
+            if match and not statement.strip().startswith("typedef"):
+                names.add(next(name for name in match.groups() if name))
+            statement = ""
+        depth += (character == "{") - (character == "}")
+        if depth == 0 and character not in "};":
+            statement += character
+    return names | {macro for macro in macros if "STRINGIFY" not in macro}
+
+
+HEADERS = sorted((PROJECT / "include" / "syncbn").glob("*.hpp"))
+
+
+def test_cpp_reference_has_all_headers():
+    sections = re.findall(r"^## (syncbn/\w+\.hpp)$", read("docs/cpp_reference.md"), re.M)
+    assert sorted(sections) == [f"syncbn/{header.name}" for header in HEADERS]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda header: header.stem)
+def test_cpp_reference_has_the_names_of(header):
+    page = read("docs/cpp_reference.md")
+    section = page[page.index(f"## syncbn/{header.name}\n") + 3 :].split("\n## ")[0]
+    told = names_in_tables(section)
+    assert set(told) == declared_names(header.read_text(encoding="utf-8"))
+    assert len(told) == len(set(told))
+
+
+# What the fragments of a page stand in.
+SURROUNDINGS = {
+    "docs/cuda.md": """
+        #include <syncbn/cuda_passes.hpp>
+        struct ncclComm;
+        enum {{ ncclInt64, ncclSum }};
+        int ncclAllReduce(const void*, void*, std::size_t, int, int, ncclComm*, void*);
+        void step(const syncbn::TensorView& x, const syncbn::MutableTensorView& y,
+                  const syncbn::TensorView& weight, const syncbn::TensorView& bias, double eps,
+                  std::int64_t channels, int ranks, std::int64_t* message, std::int64_t* workspace,
+                  double* mean, double* var, double* rstd, std::int64_t* info, ncclComm* comm,
+                  void* my_cuda_stream) {{
+          {snippet}
+        }}"""
+}
+
+
+CPP_PAGES = ["README.md", "docs/cpp_reference.md", "docs/cuda.md"]
+
+
+@pytest.mark.parametrize("page", CPP_PAGES)
+def test_cpp_snippets_compile(page):
+    pages = [p for p in (*DOCS, PROJECT / "README.md") if "```cpp" in p.read_text()]
+    assert sorted(str(p.relative_to(PROJECT)) for p in pages) == CPP_PAGES
+    snippets = re.findall(r"```cpp\n(.*?)```", read(page), re.DOTALL)
+    code = "\n".join(SURROUNDINGS.get(page, "{snippet}").format(snippet=s) for s in snippets)
+    options = ["-std=c++20", "-fsyntax-only", "-Wall", "-Werror", "-I", PROJECT / "include"]
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    command = [*compiler, *options, "-x", "c++", "-"]
+    done = subprocess.run(command, input=code, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def anchors(page) -> set[str]:
+    """As GitHub and the site name them."""
+    titles = re.findall(r"^#+ (.*)$", outside_of_code(page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = outside_of_code(page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        if path == "index.md" and page.parent.name == "docs":  # the site's name of the README
+            path = "../README.md"
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lists_and_tables_begin_after_an_empty_line(page):
+    """Or the site's Markdown makes no list of them, where GitHub does."""
+    lines = outside_of_code(page.read_text(encoding="utf-8")).split("\n")
+    for before, line in zip(lines, lines[1:]):
+        if re.match(r"(?:[-*]|\d+\.) ", line):
+            assert re.match(r"[-*] |\d+\. |  |$", before), line
+        if line.startswith("| "):
+            assert re.match(r"\| |$", before) or before.startswith("|---"), line
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = read("mkdocs.yml").partition("\nnav:\n")[2]
+    listed = re.findall(r": (\w+\.md)$", navigation, re.M)
+    made = {"index.md", "contributing.md", "changelog.md"}
+    assert sorted(listed) == sorted(made | {page.name for page in DOCS})
+
+
+def test_pytorchs_layer_without_a_process_group_is_plain_batch_norm():
+    """A fact that docs/coming_from.md and docs/when_not.md state."""
+    x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(9))
+    theirs, plain = torch.nn.SyncBatchNorm(3), torch.nn.BatchNorm2d(3)
+    assert torch.equal(theirs(x), plain(x))
+    assert torch.equal(theirs.running_var, plain.running_var)
+
+
+# Section 2 of docs/numerics.md: largest binary exponent of |x|, unit, digits and slots of the sums.
+FORMATS = {
+    "half": ((16, 24, 2, 3), (32, 48, 3, 4)),
+    "single": ((128, 149, 6, 10), (256, 298, 12, 19)),
+    "double": ((1024, 1074, 41, 67), (1024, 1074, 41, 67)),
+}
+
+
+@pytest.mark.parametrize("shift", (0.0, 1e4))
+def test_mean_and_variance_are_within_the_derived_bounds(shift):
+    """docs/derivation.md, "How large errors are", against rational numbers. PyTorch's own layers
+    state no bound."""
+    x = torch.randn(3, 1, 25, 41, generator=torch.Generator().manual_seed(7)) + shift
+    results = run_layer(x, torch.zeros_like(x), None, None)
+    values = [Fraction(v) for v in x.flatten().tolist()]
+    count = len(values)
+    mean, square = sum(values) / count, sum(v * v for v in values) / count
+    var = square - mean**2
+    u = Fraction(1, 2**53)
+    gamma = (1 + u) ** 35 - 1
+    size = sum(map(abs, values)) / count
+    # The second term is of what was computed, which is the true value up to the first.
+    bound = gamma * size + 2 * u * (abs(mean) + gamma * size)
+    assert abs(Fraction(results["mean"].item()) - mean) <= bound
+    bound = (3 * gamma + gamma**2) * square
+    bound += ((1 + u) ** 3 - 1) * (var + bound)
+    assert abs(Fraction(results["var"].item()) - var) <= bound
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_digits_and_slots_hold_the_largest_sums_exact(name):
+    """docs/derivation.md, for 2^36 elements on 2,048 ranks; double brings two partials for each."""
+    row = next(r for r in read("docs/numerics.md").splitlines() if re.match(rf"\| {name} +\|", r))
+    partials = 2**37 if name == "double" else 2**36
+    for k, (largest, unit, digits, slots) in enumerate(FORMATS[name]):
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[2 + 2 * k : 4 + 2 * k] == [f"2^-{unit}", str(digits)]
+        # Below this in units; rounding on the way adds less than a factor of (1 + 2^-53)^35 < 2.
+        total = 2 * partials * 2 ** (largest + unit)
+        for count, bits in ((digits, 52), (slots, 32)):
+            assert total <= 2 ** (bits * (count - 1) + 62), (name, bits)
+    assert 2048 * (2**52 - 1) < 2**63  # a lower digit, summed over ranks
+    assert 2048 * 2048 * (2**20 - 1) ** 2 < 2**63  # ranks times the sum of squared fingerprints
+    assert 31 + 53 <= 3 * 32  # a significand that begins in a slot's last bit
