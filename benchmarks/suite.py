@@ -3,7 +3,8 @@
 python benchmarks/suite.py [--quick]     (`make bench` builds what it needs; ARGS=--quick)
 
 passes    bench_passes: each pass against the fastest copy
-exchange  bench_exchange (threads, shared memory) and Gloo: one all-reduce
+exchange  bench_exchange (threads, shared memory, MPI where it is built) and Gloo: one all-reduce
+threads   bench_thread_ranks: one layer of 2 threads that are ranks, or alone
 layers    bench_layer: one layer against PyTorch's and oneDNN's batch norm, one process
 ranks     bench_ranks: one layer of 2 and 4 processes against the usual recipe
 steps     bench_step: training steps of 2 processes
@@ -18,6 +19,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -53,26 +55,50 @@ FORMS = {
 }
 
 
-def run_program(name: str, path: Path, *arguments: str, quiet: bool = False):
-    """What a program of the suite wrote to its JSON."""
+#: For Open MPI: as root, more ranks than cores, and no copies between processes, which containers
+#: may forbid. Others do not look at these.
+MPI_ENVIRONMENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+}
+
+
+def run_program(name: str, path: Path, *arguments: str, quiet: bool = False, ranks: int = 0):
+    """What a program of the suite wrote to its JSON. ranks: of MPI."""
     with tempfile.TemporaryDirectory() as folder:
         target = f"{folder}/results.json"
         out = subprocess.DEVNULL if quiet else None
         command = [sys.executable, path] if path.suffix == ".py" else [path]
+        if ranks:
+            command = ["mpiexec", "-n", str(ranks), *command]
         print(f"\n== {name}", flush=True)
-        subprocess.run([*command, *arguments, f"--json={target}"], stdout=out, check=True)
+        subprocess.run(
+            [*command, *arguments, f"--json={target}"],
+            env=os.environ | MPI_ENVIRONMENT,
+            stdout=out,
+            check=True,
+        )
         return json.loads(Path(target).read_text())
 
 
 def run_all(form: Form, programs: Path) -> dict:
     shapes = [common.text_of(shape) for shape in form.shapes]
     threads = [str(t) for t in form.threads]
-    results = {"format": 1, "machine": common.machine(), "passes": None, "exchange": []}
+    results = {"format": 1, "machine": common.machine(), "passes": None}
+    results |= {"exchange": [], "threads": []}
     if (programs / "bench_passes").exists():
         options = [f"--seconds={form.seconds}", f"--threads={','.join(threads)}", *shapes]
         results["passes"] = run_program("passes", programs / "bench_passes", *options, quiet=True)
         rounds = f"--rounds={form.exchanges}"
         results["exchange"] = run_program("exchange", programs / "bench_exchange", rounds)
+        mpi = programs / "bench_exchange_mpi"
+        for ranks in form.ranks if mpi.exists() and shutil.which("mpiexec") else ():
+            results["exchange"] += run_program("exchange, MPI", mpi, rounds, ranks=ranks)
+        options = [f"--seconds={form.seconds}", *shapes]
+        results["threads"] = run_program("threads", programs / "bench_thread_ranks", *options)
     else:
         print(f"no passes, no exchange of threads: {programs} has no bench_passes (make bench-cpp)")
     options = ["--seconds", str(form.seconds), "--rounds", str(form.rounds)]

@@ -25,14 +25,17 @@ if(MPI_C_FOUND)
   message(STATUS "syncbn: MPI ${MPI_C_VERSION}, ${MPI_C_LIBRARIES}")
 endif()
 
+# Open MPI 4 and 5: as root, more ranks than cores, ranks that wait leave the core to others, and no
+# copies between processes, which containers may forbid. Others do not look at these.
+set(SYNCBN_MPI_TEST_ENVIRONMENT "\
+OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMPI_MCA_rmaps_base_oversubscribe=1;\
+PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe;OMPI_MCA_mpi_yield_when_idle=1;\
+OMPI_MCA_btl_vader_single_copy_mechanism=none")
+
 # syncbn_add_mpi_test(<name> <ranks> <target> [<argument>...]); MPIEXEC_PREFLAGS: more options of mpiexec.
 function(syncbn_add_mpi_test name ranks target)
   add_test(NAME ${name} COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks}
     ${MPIEXEC_PREFLAGS} $<TARGET_FILE:${target}> ${ARGN} ${MPIEXEC_POSTFLAGS})
-  # Open MPI 4 and 5: as root, more ranks than cores, ranks that wait leave the core to others, and
-  # no copies between processes, which containers may forbid. Others do not look at these.
-  set_tests_properties(${name} PROPERTIES TIMEOUT 120 PROCESSORS 2 ENVIRONMENT "\
-OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMPI_MCA_rmaps_base_oversubscribe=1;\
-PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe;OMPI_MCA_mpi_yield_when_idle=1;\
-OMPI_MCA_btl_vader_single_copy_mechanism=none")
+  set_tests_properties(${name} PROPERTIES TIMEOUT 120 PROCESSORS 2
+    ENVIRONMENT "${SYNCBN_MPI_TEST_ENVIRONMENT}")
 endfunction()

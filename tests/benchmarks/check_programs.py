@@ -1,4 +1,5 @@
-"""What the C++ benchmarks write and refuse: check_programs.py BENCH_PASSES BENCH_EXCHANGE.
+"""What the C++ benchmarks write and refuse: check_programs.py BENCH_PASSES BENCH_EXCHANGE
+BENCH_THREAD_RANKS [BENCH_EXCHANGE_MPI MPIEXEC].
 
 No time's size is looked at. torch.nn.SyncBatchNorm has nothing to run here: it is for GPUs only.
 """
@@ -57,15 +58,26 @@ def check_passes(program: str) -> None:
     equal(copied, {2 * 240 * 4, 2 * 240 * 2, 2 * 45 * 4, 2 * 45 * 2}, "bytes that are copied")
 
 
-def check_exchange(program: str) -> None:
-    rows = results(program, "--rounds=20")
+def check_exchange(engines: tuple, ranks: tuple, *command: str) -> None:
+    rows = results(*command, "--rounds=20")
     places = {(row["engine"], row["ranks"], row["channels"], row["bytes"]) for row in rows}
     bytes_of = {64: 9760, 512: 77856, 2048: 311328}  # 8 (4 + 19 C)
-    expected = itertools.product(("threads", "shared memory"), (2, 4), bytes_of.items())
-    equal(places, {(engine, ranks, *item) for engine, ranks, item in expected}, "exchanges")
+    expected = itertools.product(engines, ranks, bytes_of.items())
+    equal(places, {(engine, number, *item) for engine, number, item in expected}, "exchanges")
     for row in rows:
         check_quartiles(row, "microseconds")
         equal(row["p99"] >= row["microseconds"][2], True, "p99 is not below the upper quartile")
+
+
+def check_thread_ranks(program: str) -> None:
+    rows = results(program, "--seconds=0", "2x8x3x5", "5x9")
+    cases = [(row["shape"], row["direction"]) for row in rows]
+    expected = itertools.product(("2x8x3x5", "5x9"), ("forward", "backward"))
+    equal(cases, list(expected), "cases")
+    for row in rows:
+        equal(row["rounds"] >= 5, True, "rounds are at least 5")
+        for name in ("alone", "ranks", "ratio"):
+            check_quartiles(row, name)
 
 
 def check_refused(expected: str, *command: str) -> None:
@@ -74,9 +86,13 @@ def check_refused(expected: str, *command: str) -> None:
 
 
 if __name__ == "__main__":
-    passes, exchange = sys.argv[1:]
+    passes, exchange, thread_ranks, *mpi = sys.argv[1:]
     check_passes(passes)
-    check_exchange(exchange)
+    check_exchange(("threads", "shared memory"), (2, 4), exchange)
+    check_thread_ranks(thread_ranks)
+    if mpi:
+        program, mpiexec = mpi
+        check_exchange(("MPI",), (2,), mpiexec, "-n", "2", program)
     check_refused(
         "shapes: got none, expected for example 8x64x56x56, or $(cat benchmarks/shapes.txt)",
         passes,
@@ -88,3 +104,4 @@ if __name__ == "__main__":
         "--threads: got 0, expected numbers from 1 on, like 1,2", passes, "--threads=0", "2x2"
     )
     check_refused("--rounds: got 0, expected at least 1", exchange, "--rounds=0")
+    check_refused("shapes: got none, expected for example 8x64x56x56", thread_ranks)

@@ -60,9 +60,10 @@ def test_suite_writes_every_field(tmp_path):
     results = json.loads(file.read_text())
     assert set(results) == {
         *("format", "form", "seconds", "machine"),
-        *("passes", "exchange", "layers", "ranks", "steps"),
+        *("passes", "exchange", "threads", "layers", "ranks", "steps"),
     }
-    assert results["format"] == 1 and results["form"] == "tiny" and results["passes"] is None
+    assert results["format"] == 1 and results["form"] == "tiny"
+    assert results["passes"] is None and results["threads"] == []
     assert set(results["machine"]) == {
         *("processor", "cores", "platform", "python", "torch", "syncbn", "commit"),
         *("instruction_set", "date", "load", "load_after"),
