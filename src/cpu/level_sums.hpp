@@ -60,6 +60,20 @@ SYNCBN_INLINE void sum_segment(const T* u, const T* v, std::int64_t length, Quad
   second = fold_to_quad(b);
 }
 
+/// Four partials of both sums, each in the four lanes that are left of it.
+struct Partials {
+  QuadV first[4];
+  QuadV second[4];
+  void clear_from(std::int64_t i) {
+    for (; i < 4; ++i) {
+      first[i] = zero_quad();
+      second[i] = zero_quad();
+    }
+  }
+  QuadV folded_first() const { return fold_quads(first[0], first[1], first[2], first[3]); }
+  QuadV folded_second() const { return fold_quads(second[0], second[1], second[2], second[3]); }
+};
+
 template <class T, SumsOf kOf>
 void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
   const std::int64_t segments = (task.plane + kSegment - 1) / kSegment;
@@ -69,9 +83,9 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
     const std::int64_t begin = unit % segments;
     const std::int64_t end = minimum(segments, begin + task.unit_end - unit);
     unit += end - begin;
-    QuadV first[4];
-    QuadV second[4];
-    const auto sum_one = [&](std::int64_t channel, std::int64_t segment, int i) {
+    Partials partials[2];
+    const auto sum_one = [&](std::int64_t channel, std::int64_t segment, Partials& to,
+                             std::int64_t i) {
       const std::int64_t offset = segment * kSegment;
       const std::int64_t length = minimum(kSegment, task.plane - offset);
       const T* u = plane_of<T>(task.u, sample, channel) + offset;
@@ -86,7 +100,7 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
         pull_segment(task, u, v, target,
                      activation_mask == nullptr ? activation_mask : activation_mask + offset / 8,
                      length, channel);
-        sum_segment<T, true>(target, v, length, first[i], second[i]);
+        sum_segment<T, true>(target, v, length, to.first[i], to.second[i]);
       } else if (kOf == SumsOf::kMasked) {
         alignas(64) T kept[2][kSegment];
         const bool square = task.v.data == nullptr;
@@ -97,39 +111,37 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
           u = kept[0];
           v = kept[square ? 0 : 1];
         }
-        sum_segment<T, true>(u, v, length, first[i], second[i]);
+        sum_segment<T, true>(u, v, length, to.first[i], to.second[i]);
       } else {
-        sum_segment<T, kOf == SumsOf::kProduct>(u, v, length, first[i], second[i]);
-      }
-    };
-    const auto clear_from = [&](std::int64_t i) {
-      for (; i < 4; ++i) {
-        first[i] = zero_quad();
-        second[i] = zero_quad();
+        sum_segment<T, kOf == SumsOf::kProduct>(u, v, length, to.first[i], to.second[i]);
       }
     };
     if (segments > 2) {  // four segments of one channel at a time
+      Partials& four = partials[0];
       for (std::int64_t c = 0; c < task.channels; ++c) {
         for (std::int64_t s = begin; s < end; s += 4) {
           const std::int64_t some = minimum(4, end - s);
-          clear_from(some);
+          four.clear_from(some);
           for (std::int64_t i = 0; i < some; ++i) {
-            sum_one(c, s + i, static_cast<int>(i));
+            sum_one(c, s + i, four, i);
           }
-          merge_segments(windows, w, c, 0, fold_quads(first[0], first[1], first[2], first[3]));
-          merge_segments(windows, w, c, 1, fold_quads(second[0], second[1], second[2], second[3]));
+          merge_segments(windows, w, c, 0, four.folded_first());
+          merge_segments(windows, w, c, 1, four.folded_second());
         }
       }
-    } else {  // the same segment of four channels at a time
+    } else {  // the same segment of four channels at a time, read in the order of memory
       for (std::int64_t c = 0; c < task.channels; c += 4) {
-        for (std::int64_t s = begin; s < end; ++s) {
-          const std::int64_t some = minimum(4, task.channels - c);
-          clear_from(some);
-          for (std::int64_t i = 0; i < some; ++i) {
-            sum_one(c + i, s, static_cast<int>(i));
+        const std::int64_t some = minimum(4, task.channels - c);
+        for (std::int64_t i = 0; i < some; ++i) {
+          for (std::int64_t s = begin; s < end; ++s) {
+            sum_one(c + i, s, partials[s - begin], i);
           }
-          merge_channels(windows, w, c, 0, fold_quads(first[0], first[1], first[2], first[3]));
-          merge_channels(windows, w, c, 1, fold_quads(second[0], second[1], second[2], second[3]));
+        }
+        for (std::int64_t s = begin; s < end; ++s) {
+          Partials& four = partials[s - begin];
+          four.clear_from(some);
+          merge_channels(windows, w, c, 0, four.folded_first());
+          merge_channels(windows, w, c, 1, four.folded_second());
         }
       }
     }
