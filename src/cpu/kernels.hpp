@@ -82,7 +82,8 @@ struct ElementsTask {
 };
 inline constexpr std::int64_t kElementBlock = 16384;
 inline constexpr std::int64_t kCacheLine = 64;
-/// Runs of fewer bytes end in the middle of a cache line too often for non-temporal stores.
+/// Runs of fewer bytes end in the middle of a cache line too often for non-temporal stores, unless
+/// they are made of whole ones.
 inline constexpr std::int64_t kStreamRun = 8192;
 
 enum class ElementPass : std::uint8_t {

@@ -172,7 +172,9 @@ template <class T, class Pass, bool kStream>
 void map_planes(const ElementsTask& task) {
   const ActivationV activation(task.activation);
   const std::int64_t bytes = task.plane * static_cast<std::int64_t>(sizeof(T));
-  if (kStream && bytes < kStreamRun) {
+  const bool whole_lines =
+      bytes % kCacheLine == 0 && reinterpret_cast<std::uintptr_t>(task.out.data) % kCacheLine == 0;
+  if (kStream && bytes < kStreamRun && (!whole_lines || task.mask != nullptr)) {
     map_short_planes<T, Pass>(task);
   } else {
     const std::int64_t blocks = (task.plane + kElementBlock - 1) / kElementBlock;
