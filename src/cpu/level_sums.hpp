@@ -74,6 +74,9 @@ struct Partials {
   QuadV folded_second() const { return fold_quads(second[0], second[1], second[2], second[3]); }
 };
 
+template <int>
+struct Count {};
+
 template <class T, SumsOf kOf>
 void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
   const std::int64_t segments = (task.plane + kSegment - 1) / kSegment;
@@ -83,9 +86,8 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
     const std::int64_t begin = unit % segments;
     const std::int64_t end = minimum(segments, begin + task.unit_end - unit);
     unit += end - begin;
-    Partials partials[2];
     const auto sum_one = [&](std::int64_t channel, std::int64_t segment, Partials& to,
-                             std::int64_t i) {
+                             std::int64_t i) __attribute__((always_inline)) {
       const std::int64_t offset = segment * kSegment;
       const std::int64_t length = minimum(kSegment, task.plane - offset);
       const T* u = plane_of<T>(task.u, sample, channel) + offset;
@@ -116,33 +118,37 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
         sum_segment<T, kOf == SumsOf::kProduct>(u, v, length, to.first[i], to.second[i]);
       }
     };
-    if (segments > 2) {  // four segments of one channel at a time
-      Partials& four = partials[0];
-      for (std::int64_t c = 0; c < task.channels; ++c) {
-        for (std::int64_t s = begin; s < end; s += 4) {
-          const std::int64_t some = minimum(4, end - s);
-          four.clear_from(some);
-          for (std::int64_t i = 0; i < some; ++i) {
-            sum_one(c, s + i, four, i);
-          }
-          merge_segments(windows, w, c, 0, four.folded_first());
-          merge_segments(windows, w, c, 1, four.folded_second());
-        }
-      }
-    } else {  // the same segment of four channels at a time, read in the order of memory
+    // The same segment of four channels at a time, read in the order of memory.
+    const auto sum_channels = [&]<int kSegments>(Count<kSegments>) {
       for (std::int64_t c = 0; c < task.channels; c += 4) {
+        Partials partials[kSegments];
         const std::int64_t some = minimum(4, task.channels - c);
         for (std::int64_t i = 0; i < some; ++i) {
-          for (std::int64_t s = begin; s < end; ++s) {
-            sum_one(c + i, s, partials[s - begin], i);
+          for (int s = 0; s < kSegments; ++s) {
+            sum_one(c + i, begin + s, partials[s], i);
           }
         }
-        for (std::int64_t s = begin; s < end; ++s) {
-          Partials& four = partials[s - begin];
+        for (Partials& four : partials) {
           four.clear_from(some);
           merge_channels(windows, w, c, 0, four.folded_first());
           merge_channels(windows, w, c, 1, four.folded_second());
         }
+      }
+    };
+    if (segments <= 2) {
+      end - begin == 1 ? sum_channels(Count<1>()) : sum_channels(Count<2>());
+      continue;
+    }
+    for (std::int64_t c = 0; c < task.channels; ++c) {
+      for (std::int64_t s = begin; s < end; s += 4) {
+        Partials four;
+        const std::int64_t some = minimum(4, end - s);
+        four.clear_from(some);
+        for (std::int64_t i = 0; i < some; ++i) {
+          sum_one(c, s + i, four, i);
+        }
+        merge_segments(windows, w, c, 0, four.folded_first());
+        merge_segments(windows, w, c, 1, four.folded_second());
       }
     }
   }
