@@ -1,13 +1,13 @@
 """.github/workflows: they parse, call what is there, and may do no more than they need."""
 
-import os
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from commands import problem_of
 
 PROJECT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((PROJECT / ".github" / "workflows").iterdir())
@@ -22,30 +22,6 @@ def steps(path: Path) -> list[dict[str, Any]]:
     return [step for job in read(path)["jobs"].values() for step in job["steps"]]
 
 
-def make_targets() -> set[str]:
-    """Of the rules that are commands: those that .PHONY lists."""
-    makefile = (PROJECT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
-    (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.M)
-    rules = re.findall(r"^([a-z][a-z -]*):(?!=)", makefile, re.M)
-    assert set(phony.split()) <= {target for rule in rules for target in rule.split()}
-    return set(phony.split())
-
-
-def problem_of(command: str) -> str | None:
-    """What is wrong with a line of a step, if it is not one of those that workflows need."""
-    words = shlex.split(command, comments=True)
-    if words[0] == "make":
-        targets = [word for word in words[1:] if "=" not in word]
-        unknown = set(targets) - make_targets()
-        return f"no such target of make: {unknown}" if unknown or not targets else None
-    if words[0] in ("python", "python3"):
-        return None if (PROJECT / words[1]).is_file() else f"no such script: {words[1]}"
-    if words[:2] == ["sudo", "apt-get"] or words[0] == "ls":
-        return None
-    runnable = "/" in words[0] and os.access(PROJECT / words[0], os.X_OK)
-    return None if runnable else f"no such program of the repository: {words[0]}"
-
-
 def test_there_are_workflows_for_changes_wheels_and_long_runs() -> None:
     assert [path.name for path in WORKFLOWS] == ["ci.yml", "weekly.yml", "wheel.yml"]
     assert ".ci/run" in [step.get("run") for step in steps(WORKFLOWS[0])]
@@ -56,15 +32,6 @@ def test_commands_exist(path: Path) -> None:
     lines = [line for step in steps(path) for line in step.get("run", "").splitlines()]
     assert lines
     assert [problem for line in lines if (problem := problem_of(line))] == []
-
-
-def test_commands_that_do_not_exist_are_found() -> None:
-    for command in ("make tset", "make", "make wheel nothing", "python scripts/no.py", "pip wheel"):
-        assert problem_of(command), command
-    for command in ("scripts/no.sh", "tests/rules/test_workflows.py", "curl x", "./no"):
-        assert problem_of(command), command
-    for command in ("make asan tsan", "make wheel MANYLINUX=2_28", ".ci/run"):
-        assert problem_of(command) is None, command
 
 
 @each_workflow
