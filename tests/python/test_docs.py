@@ -209,7 +209,7 @@ def test_lists_and_tables_begin_after_an_empty_line(page):
 def test_every_page_is_in_the_navigation():
     navigation = read("mkdocs.yml").partition("\nnav:\n")[2]
     listed = re.findall(r": (\w+\.md)$", navigation, re.M)
-    made = {"index.md", "contributing.md", "changelog.md"}
+    made = {"index.md", "contributing.md", "changelog.md", "security.md"}
     assert sorted(listed) == sorted(made | {page.name for page in DOCS})
 
 
