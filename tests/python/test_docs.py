@@ -167,6 +167,7 @@ CPP_PAGES = ["README.md", "docs/cpp_reference.md", "docs/cuda.md"]
 @pytest.mark.parametrize("page", CPP_PAGES)
 def test_cpp_snippets_compile(page):
     snippets = [b.text for b in blocks(PROJECT / page) if b.kind == "cpp" and b.source is None]
+    assert snippets
     code = "\n".join(SURROUNDINGS.get(page, "{snippet}").format(snippet=s) for s in snippets)
     options = ["-std=c++20", "-fsyntax-only", "-Wall", "-Werror", "-I", PROJECT / "include"]
     compiler = shlex.split(os.environ.get("CXX", "c++"))
