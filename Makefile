@@ -1,7 +1,8 @@
 # The commands that people type; what takes more than a few lines is in scripts/.
 # Variables: TORCH=2.12.0 (another PyTorch, in an environment of its own), PYTHON, CXX, JOBS,
 # ARGS (for pytest or the demo), SYNCBN_WERROR=ON (as CI does), SYNCBN_CUDA=OFF (the Python package
-# without kernels, where nvcc would build them; ON: an error without nvcc).
+# without kernels, where nvcc would build them; ON: an error without nvcc), MANYLINUX=2_28 (the newest
+# system that a wheel may need).
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -68,9 +69,11 @@ docs: $(docs_tools)  ## the documentation site, in build/site; a few seconds aft
 	NO_MKDOCS_2_WARNING=1 $(docs_venv)/bin/mkdocs --quiet build
 	@echo "build/site/index.html"
 
-wheel: $(VENV)/.stamp-build  ## a wheel in dist/, with CUDA where nvcc fits PyTorch
+wheel: $(VENV)/.stamp-build  ## a wheel in dist/, inspected and tried; with CUDA where nvcc fits PyTorch
+	rm -f dist/syncbn-*.whl
 	$(python) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
-	@ls dist/*.whl
+	$(python) scripts/check_wheel.py --retag $(if $(MANYLINUX),--at-most $(MANYLINUX)) dist/syncbn-*.whl
+	$(python) scripts/smoke_wheel.py dist/syncbn-*.whl
 
 clean:  ## remove everything but the environments
 	rm -rf build dist demo-output .venv*/.stamp-package

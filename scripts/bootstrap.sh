@@ -36,11 +36,11 @@ check_compiler() {
         $candidate -std=c++20 -x c++ -fsyntax-only - 2>/dev/null; then
         return
       fi
-      fail "the compiler $candidate does not support C++20: install g++ 11 or clang 14 or newer," \
+      fail "the compiler $candidate does not support C++20: install g++ 12 or clang 14 or newer," \
         "or set CXX"
     fi
   done
-  fail "no C++ compiler was found (tried ${candidates[*]}): install g++ 11 or newer, or set CXX"
+  fail "no C++ compiler was found (tried ${candidates[*]}): install g++ 12 or newer, or set CXX"
 }
 
 venv=$1

@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +14,9 @@
 
 namespace syncbn {
 namespace {
+
+// SYS_pidfd_open, which headers of older systems lack; the same on every architecture but Alpha.
+constexpr long kPidfdOpen = 434;
 
 std::string system_text(const std::string& what, int error) {
   return what + ": " + std::generic_category().message(error);
@@ -110,7 +112,7 @@ std::string objection(const OfferContent& mine, const OfferContent& other, int r
 /// Watches the process of an offer.
 std::string watch(const OfferContent& offer, std::vector<Peer>& peers) {
   const std::string process = std::to_string(offer.process);
-  Descriptor alive(static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(offer.process), 0)));
+  Descriptor alive(static_cast<int>(syscall(kPidfdOpen, static_cast<pid_t>(offer.process), 0)));
   if (alive.get() < 0) {
     return system_text("process " + process + " cannot be watched", errno);
   }

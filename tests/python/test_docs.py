@@ -15,10 +15,12 @@ import torch
 
 import syncbn
 from error_texts import GAP, error_texts, says_something, tidy
+from snippets import blocks
 from support import PROJECT, run_layer
 
 DOCS = sorted((PROJECT / "docs").glob("*.md"))
-PAGES = [*DOCS, *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+PAGES = [*DOCS, *(PROJECT / name for name in ROOT_PAGES)]
 
 
 def read(path) -> str:
@@ -158,14 +160,14 @@ SURROUNDINGS = {
 }
 
 
+# Those with snippets of their own; docs/examples.md quotes programs.
 CPP_PAGES = ["README.md", "docs/cpp_reference.md", "docs/cuda.md"]
 
 
 @pytest.mark.parametrize("page", CPP_PAGES)
 def test_cpp_snippets_compile(page):
-    pages = [p for p in (*DOCS, PROJECT / "README.md") if "```cpp" in p.read_text()]
-    assert sorted(str(p.relative_to(PROJECT)) for p in pages) == CPP_PAGES
-    snippets = re.findall(r"```cpp\n(.*?)```", read(page), re.DOTALL)
+    snippets = [b.text for b in blocks(PROJECT / page) if b.kind == "cpp" and b.source is None]
+    assert snippets
     code = "\n".join(SURROUNDINGS.get(page, "{snippet}").format(snippet=s) for s in snippets)
     options = ["-std=c++20", "-fsyntax-only", "-Wall", "-Werror", "-I", PROJECT / "include"]
     compiler = shlex.split(os.environ.get("CXX", "c++"))
@@ -208,7 +210,7 @@ def test_lists_and_tables_begin_after_an_empty_line(page):
 def test_every_page_is_in_the_navigation():
     navigation = read("mkdocs.yml").partition("\nnav:\n")[2]
     listed = re.findall(r": (\w+\.md)$", navigation, re.M)
-    made = {"index.md", "contributing.md", "changelog.md"}
+    made = {"index.md", "contributing.md", "changelog.md", "security.md"}
     assert sorted(listed) == sorted(made | {page.name for page in DOCS})
 
 

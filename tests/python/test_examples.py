@@ -19,10 +19,15 @@ PAGES = sorted(
     for path in (PROJECT / "docs").glob("*.md")
     if "```python" in path.read_text(encoding="utf-8")
 )
-PAGES.remove("docs/data_parallel.md")  # runs on ranks, in rank_cases_parallel.py
-PAGES.remove("docs/groups.md")  # likewise, in rank_cases_groups.py
-PAGES.remove("docs/uneven_inputs.md")
-PAGES.remove("docs/cuda.md")  # part of a training step, below
+#: Pages that run on ranks or as a part of a training step, and the file that does it.
+ELSEWHERE = {
+    "README.md": "test_examples.py",
+    "docs/cuda.md": "test_examples.py",
+    "docs/data_parallel.md": "rank_cases_parallel.py",
+    "docs/groups.md": "rank_cases_groups.py",
+    "docs/uneven_inputs.md": "test_examples.py",
+}
+PAGES = [page for page in PAGES if page not in ELSEWHERE]
 
 
 def run(*arguments):

@@ -1,0 +1,133 @@
+"""Every fenced block of the docs is run, compiled, quoted from a file that is, or a known command.
+
+PyTorch's docs run their doctests only; no page quotes a program.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import test_docs
+import test_examples
+from commands import problem_of
+from snippets import Block, blocks
+from support import PROJECT
+
+PAGES = [*test_docs.PAGES, PROJECT / "examples" / "segmentation" / "README.md"]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + page.name)
+EXAMPLES = [path for path in sorted((PROJECT / "examples").iterdir()) if path.suffix]
+COMPILED = [path for path in EXAMPLES if path.suffix in (".c", ".cpp")]
+
+
+def is_covered(page: Path, block: Block) -> bool:
+    """By a test that runs or compiles it, or below; a block without a kind is what is printed."""
+    name = str(page.relative_to(PROJECT))
+    return {
+        "": True,
+        "sh": True,
+        "python": name in test_examples.PAGES or name in test_examples.ELSEWHERE,
+        "python timm": name == "docs/conversion.md",  # test_convert_models.py
+        "cpp": block.source is not None or name in test_docs.CPP_PAGES,
+        "c": block.source is not None,
+    }.get(block.kind, False)
+
+
+@each_page
+def test_every_block_is_covered(page):
+    assert [block for block in blocks(page) if not is_covered(page, block)] == []
+
+
+def test_blocks_that_nothing_covers_are_found():
+    cases = {"docs/cpp.md": ("cpp", "c", "cmake", "bash"), "CONTRIBUTING.md": ("python", "console")}
+    for page, kinds in cases.items():
+        for kind in kinds:
+            assert not is_covered(PROJECT / page, Block(None, kind, "")), (page, kind)
+
+
+@pytest.mark.parametrize(("page", "file"), test_examples.ELSEWHERE.items())
+def test_pages_that_run_elsewhere_do(page, file):
+    runs = rf'snippets\("{page}"\)|parametrize\("page", \(.*"{page}"'
+    assert re.search(runs, (PROJECT / "tests" / "python" / file).read_text(encoding="utf-8"))
+
+
+@each_page
+def test_commands_exist(page):
+    lines = [line for b in blocks(page) if b.kind == "sh" for line in b.text.splitlines() if line]
+    assert [problem for line in lines if (problem := problem_of(line))] == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    (
+        "make",
+        "make tset",
+        "make wheel nothing",
+        "python scripts/no.py",
+        "python -m nothing",
+        "python examples/segmentation/main.py --epoch 2",
+        "torchrun --nproc-per-node=2 examples/no.py",
+        "cmake -B build -D SYNCBN_EXAMPLE=ON",
+        "cmake --build build --target libsyncbn",
+        "cmake -B build && make tset",
+        "mpiexec -n 2 build/examples/example_15_pmi",
+        "build/examples/example_01",
+        "pip wheel .",
+        "curl x",
+        "scripts/no.sh",
+        "docs/design.md",  # not a program
+    ),
+)
+def test_commands_that_do_not_exist_are_found(command):
+    assert problem_of(command)
+
+
+@each_page
+def test_quotes_are_what_the_files_say(page):
+    for block in blocks(page):
+        if block.source is not None:
+            text = (PROJECT / block.source).read_text(encoding="utf-8")
+            indented = (textwrap.indent(block.text, " " * n) for n in (0, 2, 4))
+            assert any(f"\n{quote}" in text for quote in indented), block.text
+            assert {".c": "c", ".cpp": "cpp"}[Path(block.source).suffix] == block.kind
+
+
+def test_every_compiled_example_is_quoted_and_every_example_listed():
+    page = PROJECT / "docs" / "examples.md"
+    quoted = {block.source for block in blocks(page)}
+    assert quoted - {None} == {f"examples/{path.name}" for path in COMPILED}
+    listed = re.findall(r"^\| `(\d\d_.*?)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert listed == [path.name for path in EXAMPLES if path.name != "CMakeLists.txt"]
+
+
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.name)
+def test_compiled_examples_are_short(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 100
+
+
+def cuda_headers() -> Path | None:
+    """Of a toolkit, or of the Python packages that PyTorch for CUDA brings."""
+    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
+    for package in ("nvidia", "triton"):
+        spec = importlib.util.find_spec(package)
+        for place in (spec.submodule_search_locations or ()) if spec else ():
+            folders += Path(place).glob("cu1*/include")
+            folders += Path(place).glob("backends/nvidia/include")
+    return next((f for f in folders if (f / "cuda_runtime_api.h").exists()), None)
+
+
+def test_the_example_of_nccl_compiles(tmp_path):
+    """Where the build has no CUDA. With it, CMake builds and runs the example."""
+    headers = cuda_headers()
+    if headers is None:
+        pytest.skip("neither a CUDA toolkit nor PyTorch's headers of one")
+    command = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", "-Wall", "-Wextra"]
+    command += ["-Werror", "-fsyntax-only", "-I", str(PROJECT / "include"), "-isystem"]
+    command += [str(headers), str(PROJECT / "examples" / "13_nccl.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,353 @@
+"""What `make wheel` refuses: scripts/check_wheel.py passes the package as it is and tells each
+defect by its name alone; scripts/smoke_wheel.py uses the wheel, and no other syncbn that is about.
+"""
+
+import base64
+import csv
+import hashlib
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+SCRIPT = PROJECT / "scripts" / "check_wheel.py"
+sys.path.insert(0, str(SCRIPT.parent))
+import check_wheel  # noqa: E402
+
+pytestmark = pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf is not installed")
+
+Files = dict[str, bytes]
+INSTALLERS = {"INSTALLER", "REQUESTED", "direct_url.json", "RECORD"}
+
+
+@pytest.fixture(scope="module")
+def package() -> Files:
+    """The installed files, as the wheel had them; RECORD is made anew by `pack`."""
+    files = {
+        str(file): Path(str(file.locate())).read_bytes()
+        for file in metadata.files("syncbn") or []
+        if "__pycache__" not in file.parts and file.name not in INSTALLERS
+    }
+    (name,) = (name for name in files if name.endswith("/WHEEL"))
+    _, machines, versions = check_wheel.look_at_libraries(files)
+    glibc = check_wheel.lowest_policy(versions)
+    assert glibc is not None
+    tag = f"manylinux_{glibc[0]}_{glibc[1]}_{machines.pop()}"
+    files[name] = re.sub(rb"(?m)^Tag: .*", f"Tag: py3-none-{tag}".encode(), files[name])
+    return files
+
+
+def info_of(files: Files) -> str:
+    return next(name for name in files if name.endswith("/WHEEL")).partition("/")[0]
+
+
+def record_of(files: Files) -> bytes:
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    for name, content in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+        rows.writerow([name, f"sha256={digest}", len(content)])
+    rows.writerow([f"{info_of(files)}/RECORD", "", ""])
+    return out.getvalue().encode()
+
+
+def pack(files: Files, folder: Path, tag: str | None = None, record: bytes | None = None) -> Path:
+    """A wheel of the files; its name has the tag that WHEEL has, unless another is given."""
+    info = info_of(files)
+    written = re.search(rb"(?m)^Tag: (\S+)", files[f"{info}/WHEEL"])
+    assert written is not None
+    wheel = folder / f"{info.removesuffix('.dist-info')}-{tag or written[1].decode()}.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+        archive.writestr(f"{info}/RECORD", record or record_of(files))
+    return wheel
+
+
+def platform_of(files: Files) -> str:
+    return re.findall(rb"(?m)^Tag: py3-none-(\S+)", files[f"{info_of(files)}/WHEEL"])[0].decode()
+
+
+def test_the_package_passes(package: Files, tmp_path: Path) -> None:
+    assert check_wheel.check(pack(package, tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "library", ("libcudart.so.13", "libtorch_cpu.so", "libc10.so", "libnccl.so.2", "libcuda.so.1")
+)
+def test_libraries_of_others_are_refused(package: Files, tmp_path: Path, library: str) -> None:
+    for folder in ("syncbn/lib", "syncbn.libs"):
+        files = package | {f"{folder}/{library}": b"\x7fELF"}
+        told = f"{folder}/{library}: comes with PyTorch, the driver or the system"
+        assert check_wheel.check(pack(files, tmp_path)) == [told]
+
+
+@pytest.mark.parametrize(
+    "name", ("syncbn/notes.txt", "tests/test_layer.py", "syncbn/lib/libsyncbn.so.0.1", "data/a.py")
+)
+def test_other_files_are_refused(package: Files, tmp_path: Path, name: str) -> None:
+    wheel = pack(package | {name: b""}, tmp_path)
+    assert check_wheel.check(wheel) == [f"{name}: not an expected file"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "syncbn/nn.py",
+        "syncbn/_build.py",
+        "syncbn/include/syncbn/passes.hpp",
+        "syncbn/cmake/syncbn-config.cmake",
+        "syncbn/lib/libsyncbn_torch_cpu.so",
+    ),
+)
+def test_missing_files_are_told(package: Files, tmp_path: Path, name: str) -> None:
+    files = {key: content for key, content in package.items() if key != name}
+    told = check_wheel.check(pack(files, tmp_path))
+    assert told[-1] == f"{name}: is missing"
+    assert len(told) == 1 or (name == "syncbn/_build.py" and "libsyncbn_torch_cuda" in told[0])
+
+
+def test_the_cuda_library_is_there_where_the_build_says_so(package: Files, tmp_path: Path) -> None:
+    build, library = "syncbn/_build.py", "syncbn/lib/libsyncbn_torch_cuda.so"
+    without = {name: content for name, content in package.items() if name != library}
+    without[build] = re.sub(rb"(?m)^cuda = \w+$", b"cuda = True", package[build])
+    assert check_wheel.check(pack(without, tmp_path)) == [f"{library}: is missing"]
+    stale = without | {library: package["syncbn/lib/libsyncbn_torch_cpu.so"]}
+    assert check_wheel.check(pack(stale, tmp_path)) == []
+    stale[build] = re.sub(rb"(?m)^cuda = \w+$", b"cuda = False", package[build])
+    assert check_wheel.check(pack(stale, tmp_path)) == [f"{library}: not an expected file"]
+
+
+def test_a_large_wheel_is_refused(package: Files, tmp_path: Path) -> None:
+    (told,) = check_wheel.check(pack(package | {"syncbn/nn.py": bytes(41_000_000)}, tmp_path))
+    assert re.fullmatch(r"size: got 4[1-9]\.\d MB unpacked, expected less than 40", told)
+
+
+def test_a_file_that_is_there_twice_is_refused(package: Files, tmp_path: Path) -> None:
+    wheel = pack(package, tmp_path)
+    with zipfile.ZipFile(wheel, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr("syncbn/nn.py", package["syncbn/nn.py"])
+    assert check_wheel.check(wheel) == ["syncbn/nn.py: twice in the wheel"]
+
+
+RECORDS = {
+    "hash": (rb"(?m)^(syncbn/nn.py,sha256=).", rb"\1_", "RECORD: wrong entry of syncbn/nn.py"),
+    "size": (rb"(?m)^(syncbn/nn.py,.*)$", rb"\g<1>0", "RECORD: wrong entry of syncbn/nn.py"),
+    "lacks": (rb"(?m)^syncbn/nn.py,.*\n", b"", "RECORD: lacks syncbn/nn.py"),
+    "more": (rb"\Z", b"gone.py,,\n", "RECORD: gone.py is not one file of the wheel"),
+}
+
+
+@pytest.mark.parametrize("defect", RECORDS)
+def test_a_wrong_record_is_refused(package: Files, tmp_path: Path, defect: str) -> None:
+    pattern, replacement, told = RECORDS[defect]
+    record = re.sub(pattern, replacement, record_of(package), count=1)
+    assert check_wheel.check(pack(package, tmp_path, record=record)) == [told]
+
+
+METADATA = {
+    "no torch": (
+        rb"(?m)^Requires-Dist: torch.*\n",
+        b"",
+        "METADATA: Requires-Dist: got [], expected ['torch>=2.11']",
+    ),
+    "another requirement": (
+        rb"(?m)^(Requires-Dist: torch.*)$",
+        rb"\1\nRequires-Dist: numpy",
+        "METADATA: Requires-Dist: got ['torch>=2.11', 'numpy'], expected ['torch>=2.11']",
+    ),
+    "Python": (
+        rb"(?m)^(Requires-Python: ).*$",
+        rb"\1>=3.8",
+        "METADATA: Requires-Python: got ['>=3.8'], expected ['>=3.10']",
+    ),
+    "licence": (
+        rb"(?m)^License-Expression: .*\n",
+        b"",
+        "METADATA: License-Expression: got [], expected ['Apache-2.0']",
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", METADATA)
+def test_wrong_metadata_is_refused(package: Files, tmp_path: Path, defect: str) -> None:
+    pattern, replacement, told = METADATA[defect]
+    name = f"{info_of(package)}/METADATA"
+    files = package | {name: re.sub(pattern, replacement, package[name], count=1)}
+    assert check_wheel.check(pack(files, tmp_path)) == [told]
+
+
+def test_another_version_and_another_licence_are_refused(package: Files, tmp_path: Path) -> None:
+    info = info_of(package)
+    files = {name.replace(info, "syncbn-9.9.9.dist-info"): text for name, text in package.items()}
+    version = info.removeprefix("syncbn-").removesuffix(".dist-info")
+    assert check_wheel.check(pack(files, tmp_path)) == [
+        f"version: got 9.9.9, expected that of version.hpp, {version.partition('.dev')[0]}",
+        f"METADATA: Version: got ['{version}'], expected ['9.9.9']",
+    ]
+    files = package | {f"{info}/licenses/LICENSE": b"Do as you like."}
+    assert check_wheel.check(pack(files, tmp_path)) == ["LICENSE: is not that of the sources"]
+
+
+@pytest.mark.parametrize("platform", ("linux_{}", "manylinux_2_17_{}", "manylinux_2_41_ppc64le"))
+def test_a_tag_that_promises_too_much_is_refused(
+    package: Files, tmp_path: Path, platform: str
+) -> None:
+    right = platform_of(package)
+    platform = platform.format(re.sub(r"manylinux_\d+_\d+_", "", right))
+    name = f"{info_of(package)}/WHEEL"
+    files = package | {name: package[name].replace(right.encode(), platform.encode())}
+    told = f"tag: got {platform}, expected {right} or newer"
+    assert check_wheel.check(pack(files, tmp_path)) == [told]
+
+
+def test_the_tags_of_name_and_contents_must_agree(package: Files, tmp_path: Path) -> None:
+    (told,) = check_wheel.check(pack(package, tmp_path, tag=f"cp311-none-{platform_of(package)}"))
+    assert re.match(r"tag: got syncbn-\S+-cp311-none-\S+ and \['py3-none-", told)
+
+
+def test_a_wheel_for_every_platform_is_refused(package: Files, tmp_path: Path) -> None:
+    name = f"{info_of(package)}/WHEEL"
+    files = package | {name: package[name].replace(b"Purelib: false", b"Purelib: true")}
+    told = "WHEEL: Root-Is-Purelib: got true, expected false"
+    assert check_wheel.check(pack(files, tmp_path)) == [told]
+
+
+def test_policies_are_chosen_by_the_newest_symbol() -> None:
+    lowest = check_wheel.lowest_policy
+    old = {"GLIBC_2.2.5", "GLIBCXX_3.4.11", "CXXABI_1.3", "GCC_3.0"}
+    assert lowest(old) == lowest(set()) == (2, 28)
+    assert lowest(old | {"GLIBC_2.29"}) == lowest(old | {"GLIBC_2.31"}) == (2, 31)
+    assert lowest(old | {"GLIBC_2.34", "GLIBCXX_3.4.29"}) == (2, 34)
+    assert lowest(old | {"GLIBC_2.34", "GLIBCXX_3.4.30"}) == (2, 35)
+    assert lowest(old | {"GLIBC_ABI_DT_RELR"}) == (2, 36)
+    assert lowest(old | {"GCC_14.0.0"}) == (2, 39)
+    for unknown in ("GLIBC_2.99", "GLIBC_PRIVATE", "GLIBCXX_3.4.99", "CXXABI_TM_1", "OMP_1.0"):
+        assert lowest(old | {unknown}) is None, unknown
+
+
+def build(folder: Path, name: str, source: str, *options: str) -> Path:
+    """A C library that needs the C library alone, or what the options say."""
+    path = folder / name
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    command = [*compiler, "-x", "c", "-", "-shared", "-fPIC", "-nostdlib", "-o", str(path)]
+    subprocess.run([*command, *options], check=True, input=source, text=True)
+    return path
+
+
+def with_new_glibc(folder: Path) -> list[str]:
+    script = folder / "versions"
+    script.write_text("GLIBC_2.99 { global: later; };")
+    soname = "-Wl,-soname,libc.so.6"
+    build(
+        folder,
+        "libc.so.6",
+        "int later(void) { return 1; }",
+        soname,
+        f"-Wl,--version-script={script}",
+    )
+    return [f"-L{folder}", "-l:libc.so.6"]
+
+
+def with_a_cuda_runtime(folder: Path) -> list[str]:
+    build(folder, "libcudart.so.13", "int later(void) { return 1; }")
+    return [f"-L{folder}", "-l:libcudart.so.13"]
+
+
+def with_a_search_path(folder: Path) -> list[str]:
+    return ["-Wl,-rpath,/opt/cuda/lib64", "-Wl,--unresolved-symbols=ignore-all"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    (
+        (with_new_glibc, "GLIBC_2.99: newer than manylinux_2_41 or not in its list"),
+        (with_a_cuda_runtime, "libsyncbn.so: needs libcudart.so.13"),
+        (
+            with_a_search_path,
+            "libsyncbn.so: search path: got ['/opt/cuda/lib64'], expected []",
+        ),
+    ),
+)
+def test_what_a_library_may_not_need_is_refused(
+    package: Files, tmp_path: Path, options: Callable[[Path], list[str]], told: str
+) -> None:
+    source = "int later(void); int now(void) { return later(); }"
+    library = build(tmp_path, "libsyncbn.so", source, *options(tmp_path))
+    files = package | {"syncbn/lib/libsyncbn.so": library.read_bytes()}
+    assert check_wheel.check(pack(files, tmp_path)) == [told]
+
+
+def test_a_library_that_is_none_is_refused(package: Files, tmp_path: Path) -> None:
+    files = package | {"syncbn/lib/libsyncbn.so": b"libsyncbn.so.0.1"}  # a link, unpacked
+    problems = check_wheel.check(pack(files, tmp_path))
+    assert problems == ["syncbn/lib/libsyncbn.so: not an ELF file"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)
+
+
+def test_retag_writes_the_tag_that_the_libraries_fit(package: Files, tmp_path: Path) -> None:
+    right = platform_of(package)
+    name = f"{info_of(package)}/WHEEL"
+    plain = "linux_" + re.sub(r"manylinux_\d+_\d+_", "", right)
+    files = package | {name: package[name].replace(right.encode(), plain.encode())}
+    wheel = pack(files, tmp_path)
+    refused = run(str(wheel))
+    assert refused.returncode == 1
+    assert refused.stderr == f"{wheel.name}: tag: got {plain}, expected {right} or newer\n"
+    written = run("--retag", str(wheel))
+    assert written.returncode == 0, written.stderr
+    (left,) = tmp_path.glob("*.whl")
+    assert left.name == wheel.name.replace(plain, right)
+    assert check_wheel.check(left) == []
+
+
+def test_a_maximum_can_be_asked_for(package: Files, tmp_path: Path) -> None:
+    source = "int later(void); int now(void) { return later(); }"
+    needed = with_new_glibc(tmp_path)
+    library = build(tmp_path, "libsyncbn.so", source, *needed)
+    wheel = pack(package | {"syncbn/lib/libsyncbn.so": library.read_bytes()}, tmp_path)
+    refused = run("--at-most", "2_28", str(wheel))
+    told = f"{wheel.name}: GLIBC_2.99: newer than manylinux_2_28 or not in its list"
+    assert refused.returncode == 1 and told in refused.stderr.splitlines()
+    assert run("--at-most", "2_29", str(wheel)).returncode == 2
+
+
+LOCAL = b"""
+import torch
+SyncBatchNorm.forward = lambda self, x: torch.nn.functional.batch_norm(
+    x, self.running_mean, self.running_var, self.weight, self.bias, True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "append", "told"),
+    (
+        ("syncbn/nn.py", None, "No module named 'syncbn.nn'"),
+        ("syncbn/__init__.py", LOCAL, "assert torch.equal(y, whole[0][mine])"),
+    ),
+    ids=("incomplete", "not synchronized"),
+)
+def test_smoke_fails_with_a_wheel_that_does_not_work(
+    package: Files, tmp_path: Path, name: str, append: bytes | None, told: str
+) -> None:
+    """Although the interpreter that runs it has a syncbn that works."""
+    files = {key: content for key, content in package.items() if key != name or append is not None}
+    if append is not None:
+        files[name] += append
+    smoke = [sys.executable, PROJECT / "scripts" / "smoke_wheel.py", pack(files, tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(PROJECT / "python")}
+    done = subprocess.run(smoke, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 1 and told in done.stderr, done.stdout + done.stderr
