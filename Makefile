@@ -20,6 +20,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 python := $(VENV)/bin/python
 cmake := $(VENV)/bin/cmake
 package := $(VENV)/.stamp-package
+built_wheel := build/wheel-file$(if $(TORCH),-torch-$(TORCH))
 # The demo has tests, too. Versions in interop.txt are those for the PyTorch in build.txt.
 test_tools := $(VENV)/.stamp-test $(VENV)/.stamp-demo $(if $(TORCH),,$(VENV)/.stamp-interop)
 # The site needs nothing of what the package needs.
@@ -69,9 +70,9 @@ docs: $(docs_tools)  ## the documentation site, in build/site; a few seconds aft
 	NO_MKDOCS_2_WARNING=1 $(docs_venv)/bin/mkdocs --quiet build
 	@echo "build/site/index.html"
 
-wheel: $(VENV)/.stamp-build  ## a wheel in dist/, inspected and tried; with CUDA where nvcc fits PyTorch
+wheel: $(package)  ## a wheel in dist/, inspected and tried; with CUDA where nvcc fits PyTorch
 	rm -f dist/syncbn-*.whl
-	$(python) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	install -D --target-directory=dist --mode=644 $(built_wheel)/*.whl
 	$(python) scripts/check_wheel.py --retag $(if $(MANYLINUX),--at-most $(MANYLINUX)) dist/syncbn-*.whl
 	$(python) scripts/smoke_wheel.py dist/syncbn-*.whl
 
@@ -99,7 +100,9 @@ $(docs_tools): requirements/docs.txt scripts/bootstrap.sh
 	@touch $@
 
 $(package): $(VENV)/.stamp-build $(package_sources)
-	$(python) -m pip install --quiet --no-build-isolation --no-deps .
+	rm -rf $(built_wheel)
+	$(python) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(built_wheel) .
+	$(python) -m pip install --quiet --no-deps --force-reinstall $(built_wheel)/*.whl
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp test-python demo bench bench-count bench-cpp \
