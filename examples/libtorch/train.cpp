@@ -70,6 +70,7 @@ int train(int rank, int steps, const std::string& file) {
   torch::nn::Sequential network = new_network(group);
   torch::optim::Adam optimizer(network->parameters(), torch::optim::AdamOptions(5e-3));
   const torch::Tensor weight = torch::ones({kClasses}).index_put_({0}, 0.25);
+  const int tenth = steps / 10;
   double first = 0, last = 0;  // losses of the first and the last tenth of the steps
   for (int step = 0; step < steps; ++step) {
     torch::manual_seed(static_cast<std::uint64_t>(1 + step * kRanks + rank));
@@ -92,10 +93,10 @@ int train(int rank, int steps, const std::string& file) {
     optimizer.step();
     torch::Tensor shown = loss.detach();
     average(shown, group);
-    if (step < steps / 10) {
-      first += shown.item<double>() / (steps / 10);
-    } else if (step >= steps - steps / 10) {
-      last += shown.item<double>() / (steps / 10);
+    if (step < tenth) {
+      first += shown.item<double>() / static_cast<double>(tenth);
+    } else if (step >= steps - tenth) {
+      last += shown.item<double>() / static_cast<double>(tenth);
     }
   }
   bool same = true;
@@ -111,7 +112,7 @@ int train(int rank, int steps, const std::string& file) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  const int steps = count > 1 ? std::atoi(arguments[1]) : 200;
+  const int steps = count > 1 ? std::stoi(arguments[1]) : 200;
   char folder[] = "/tmp/syncbn_train_XXXXXX";
   if (mkdtemp(folder) == nullptr) {
     return 1;

@@ -221,10 +221,13 @@ class ProcessGroupCommunicator final : public Communicator {
     }
   }
 
+  /// reason: the backend's, of which the first line counts.
   [[noreturn]] void fail(std::string reason) {
-    std::transform(reason.begin(), reason.end(), reason.begin(),
+    reason.resize(std::min(reason.find('\n'), reason.size()));
+    std::string lower = reason;
+    std::transform(lower.begin(), lower.end(), lower.begin(),
                    [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-    const bool late = reason.find("timed out") != std::string::npos;
+    const bool late = lower.find("timed out") != std::string::npos;
     const auto [missing, others] = who_is_here();
     const std::string limit = std::to_string(timeout_.count());
     std::string why;
@@ -241,7 +244,7 @@ class ProcessGroupCommunicator final : public Communicator {
     if (late) {
       throw ExchangeTimeout(who() + broken_);
     }
-    throw PeerLost(who() + broken_);
+    throw PeerLost(who() + broken_ + "; the process group: " + reason);
   }
 
   /// Ranks that do not answer through the store ("rank 1, rank 2"), and what the others do. When

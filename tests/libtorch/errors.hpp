@@ -113,6 +113,45 @@ inline Lines frozen_input(const Group& group) {
   })};
 }
 
+/// Counts the all-reduces of a group.
+class CountingBackend : public c10d::Backend {
+ public:
+  explicit CountingBackend(Group group)
+      : Backend(group->getRank(), group->getSize()), group_(std::move(group)) {}
+  const std::string getBackendName() const override { return "counting"; }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
+    ++count;
+    return group_->allreduce(tensors, options);
+  }
+  int count = 0;
+
+ private:
+  Group group_;
+};
+
+/// All-reduces of a forward, a backward and an evaluation, of a narrow and a wide layer.
+inline Lines messages(const Group& gloo) {
+  const auto counting = c10::make_intrusive<CountingBackend>(gloo);
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(gloo->getRank(), gloo->getSize());
+  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, counting);
+  Lines lines;
+  const auto counted = [&](const auto& body) {
+    counting->count = 0;
+    body();
+    lines.push_back(std::to_string(counting->count));
+  };
+  for (const int channels : {512, 513}) {
+    SyncBatchNorm layer = new_layer(group, "bn", channels);
+    at::Tensor y;
+    counted([&] { y = layer->forward(samples(4, channels).requires_grad_()); });
+    counted([&] { y.sum().backward(); });
+    layer->eval();
+    counted([&] { layer->forward(samples(4, channels)); });
+  }
+  return lines;
+}
+
 inline Lines missing(const Group& group) {
   SyncBatchNorm layer = new_layer(group, "bn", 3, std::chrono::seconds(2));
   if (group->getRank() == 2) {
@@ -207,11 +246,15 @@ inline Lines alone(const Group&) {
 
 inline bool write_errors(const std::string& folder) {
   using Scenario = std::pair<int, Lines (*)(const Group&)>;
-  const std::map<std::string, Scenario> scenarios = {
-      {"refused", {2, refused}},     {"differ", {2, differ}},
-      {"one_value", {2, one_value}}, {"frozen_input", {2, frozen_input}},
-      {"missing", {3, missing}},     {"gone", {2, gone}},
-      {"alone", {1, alone}},         {"communicator", {2, communicator}}};
+  const std::map<std::string, Scenario> scenarios = {{"refused", {2, refused}},
+                                                     {"differ", {2, differ}},
+                                                     {"one_value", {2, one_value}},
+                                                     {"frozen_input", {2, frozen_input}},
+                                                     {"messages", {2, messages}},
+                                                     {"missing", {3, missing}},
+                                                     {"gone", {2, gone}},
+                                                     {"alone", {1, alone}},
+                                                     {"communicator", {2, communicator}}};
   bool well = true;
   for (const auto& [name, scenario] : scenarios) {
     const auto& [ranks, run] = scenario;
