@@ -22,7 +22,12 @@ _PYTHON_WORDS = {
 }
 _CPP_TEXT = re.compile(r"\bthrow\s+\w+(?=\()|(?<!void )\b(?:refuse|require|abandon|break_at)(?=\()")
 #: The same, in the core.
-_CPP_WORDS = {"rank_texts.hpp": r"\breturn\b", "nccl.cpp": r"\btext ="}
+_CPP_WORDS = {
+    "nccl.cpp": r"\btext =",
+    "rank_texts.hpp": r"\breturn\b",
+    "torch.hpp": r"\btext =",
+    "torch_process_group.hpp": r"\b(?:why|text) =",
+}
 _CPP_SKIPPED = re.compile(r"//[^\n]*|^[ \t]*#[ \t]*include[^\n]*", re.M)
 _LITERAL = r'"((?:\\.|[^"\\\n])*)"'
 _SUFFIXES = {".cpp", ".hpp", ".cu", ".cuh"}
@@ -139,7 +144,7 @@ def error_texts() -> dict[str, list[str]]:
     for path in sorted((PROJECT / "python" / "syncbn").glob("*.py")):
         for line, text in _python_texts(path):
             found.setdefault(tidy(text), []).append(f"{path.relative_to(PROJECT)}:{line}")
-    for folder in ("src", "bindings"):
+    for folder in ("include", "src", "bindings"):
         for path in sorted((PROJECT / folder).rglob("*")):
             if path.suffix in _SUFFIXES:
                 for line, text in _cpp_texts(path):

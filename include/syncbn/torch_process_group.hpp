@@ -1,0 +1,287 @@
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "syncbn/communicator.hpp"
+#include "syncbn/error.hpp"
+#include "syncbn/passes.hpp"
+
+/// Groups over a c10d process group of LibTorch: header-only, for programs that have LibTorch.
+namespace syncbn::torch {
+
+/// One rank's end of a group whose ranks are those of a process group with a backend for CPU
+/// tensors, for example Gloo.
+///
+/// Gloo ends the process when ranks bring different lengths, so the first all-reduce of an exchange
+/// has one length for all calls, and says what the rank brings; words that do not fit follow in a
+/// second one. Lengths may so differ (DivergenceError on every rank), and a rank may abandon; the
+/// group can be used further. After ExchangeTimeout and PeerLost for a rank that is gone it is
+/// broken for good, as the process group is: later calls throw PeerLost. A process group with a
+/// store lets them name the ranks that did not come.
+class ProcessGroupCommunicator final : public Communicator {
+ public:
+  static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
+
+  /// Words that fit the first all-reduce: a message of 512 channels of float32.
+  static constexpr std::int64_t kFrameWords = kHeaderWords + 512 * 19;
+
+  /// timeout: at least 1 ms; how long an exchange waits for the slowest rank. Another value, no
+  /// group, one of more than 2048 ranks or without a backend for CPU tensors: InvalidArgument.
+  explicit ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                    std::chrono::milliseconds timeout = kDefaultTimeout)
+      : group_(std::move(group)), timeout_(timeout) {
+    if (!group_) {
+      throw InvalidArgument("process_group: got none, expected a group");
+    }
+    if (timeout_ < std::chrono::milliseconds(1)) {
+      throw InvalidArgument("timeout: got " + std::to_string(timeout_.count()) +
+                            " ms, expected at least 1 ms");
+    }
+    if (size() > kMaxRanks) {
+      throw InvalidArgument("process_group: got " + std::to_string(size()) +
+                            " ranks, expected 1 to " + std::to_string(kMaxRanks));
+    }
+    const auto devices = group_->getDeviceTypes();
+    if (std::none_of(devices.begin(), devices.end(), [](const auto& d) { return d.is_cpu(); })) {
+      throw InvalidArgument(
+          "process_group: got one without a backend for CPU tensors, expected one with it, for "
+          "example Gloo");
+    }
+  }
+
+  int rank() const override { return group_->getRank(); }
+  int size() const override { return group_->getSize(); }
+
+  /// What this rank does, for errors: "bn1, call 7, forward". They begin with it.
+  void set_call(std::string call) { call_ = std::move(call); }
+
+  void all_reduce_sum(std::span<std::int64_t> words) override { exchange(Kind::kSum, words); }
+
+  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override {
+    const std::size_t expected = in.size() * static_cast<std::size_t>(size());
+    if (out.size() != expected) {
+      throw InvalidArgument("out: got " + std::to_string(out.size()) + " bytes, expected " +
+                            std::to_string(expected));
+    }
+    const std::size_t each = (in.size() + kBytes - 1) / kBytes;
+    std::vector<std::int64_t> places(each * static_cast<std::size_t>(size()));
+    if (!in.empty()) {
+      std::memcpy(places.data() + each * static_cast<std::size_t>(rank()), in.data(), in.size());
+    }
+    exchange(Kind::kGather, places);
+    for (std::size_t r = 0; r < static_cast<std::size_t>(size()) && !in.empty(); ++r) {
+      std::memcpy(out.data() + r * in.size(), places.data() + r * each, in.size());
+    }
+  }
+
+  /// Takes part in the others' exchange, with the word that this rank cannot: waits for them.
+  void abandon(const std::string& reason) override {
+    if (!broken_.empty()) {
+      return;
+    }
+    try {
+      at::Tensor frame = new_frame();
+      words_of(frame)[kLeavers] = 1;
+      reduce(frame);
+      texts((call_.empty() ? "" : call_ + ": ") + reason);
+    } catch (const Error&) {  // the caller has an error of its own to throw
+    }
+  }
+
+  /// Throws DivergenceError with what each rank does; to be called by all of them.
+  [[noreturn]] void diverge() { diverge(call_); }
+
+ private:
+  enum class Kind : std::uint8_t { kSum, kGather };
+
+  // The frame's first words: numbers that must be equal on all ranks with their squares, and how
+  // many ranks cannot take part.
+  static constexpr int kTags = 2;
+  static constexpr int kLeavers = 2 * kTags;
+  static constexpr int kPrefixWords = kLeavers + 1;
+  static constexpr int kTagBits = 20;  // sums of squares times 2048 ranks fit a word
+  static constexpr std::size_t kBytes = sizeof(std::int64_t);
+  static constexpr std::chrono::seconds kAnswerTime{2};
+
+  static at::Tensor new_frame() { return at::zeros({kPrefixWords + kFrameWords}, at::kLong); }
+  static std::int64_t* words_of(const at::Tensor& t) { return t.mutable_data_ptr<std::int64_t>(); }
+
+  std::string who() const {
+    return call_ + (call_.empty() ? "" : ", ") + "rank " + std::to_string(rank()) + " of " +
+           std::to_string(size()) + ": ";
+  }
+
+  [[noreturn]] void diverge(const std::string& own) {
+    std::string text;
+    const auto said = texts(own);
+    for (std::size_t r = 0; r < said.size(); ++r) {
+      text += "; rank " + std::to_string(r) + ": " + said[r];
+    }
+    if (text.empty()) {
+      text = "; the others did not say";
+    }
+    throw DivergenceError(who() + "the ranks did not make the same call" + text);
+  }
+
+  void exchange(Kind kind, std::span<std::int64_t> words) {
+    const auto length = static_cast<std::int64_t>(words.size());
+    const std::int64_t framed = std::min(length, kFrameWords);
+    const std::array<std::int64_t, kTags> tags = {
+        length & ((1 << kTagBits) - 1), (length >> kTagBits) * 2 + static_cast<std::int64_t>(kind)};
+    at::Tensor frame = new_frame();
+    std::int64_t* data = words_of(frame);
+    for (std::size_t i = 0; i < kTags; ++i) {
+      data[2 * i] = tags[i];
+      data[2 * i + 1] = tags[i] * tags[i];
+    }
+    std::copy_n(words.data(), framed, data + kPrefixWords);
+    reduce(frame);
+    if (data[kLeavers] != 0) {
+      throw PeerLost(who() + left());
+    }
+    for (int i = 0; i < kTags; ++i) {  // sum of squares = square of the sum / ranks: all equal
+      if (size() * data[2 * i + 1] != data[2 * i] * data[2 * i]) {
+        diverge(!call_.empty() ? call_
+                               : (kind == Kind::kSum ? "a sum of " : "a gathering of ") +
+                                     std::to_string(length) + " words");
+      }
+    }
+    std::copy_n(data + kPrefixWords, framed, words.data());
+    if (length > framed) {
+      at::Tensor rest = at::empty({length - framed}, at::kLong);
+      std::copy(words.begin() + framed, words.end(), words_of(rest));
+      reduce(rest);
+      std::copy_n(words_of(rest), length - framed, words.begin() + framed);
+    }
+  }
+
+  /// Every rank's text, cut to what fits the frame; empty if they do not come together.
+  std::vector<std::string> texts(const std::string& own) {
+    const std::int64_t each = kFrameWords / size();
+    const std::size_t room = static_cast<std::size_t>(each) * kBytes;
+    at::Tensor frame = new_frame();
+    std::memcpy(words_of(frame) + kPrefixWords + each * rank(), own.data(),
+                std::min(own.size(), room));
+    try {
+      reduce(frame);
+    } catch (const Error&) {
+      return {};
+    }
+    std::vector<std::string> said;
+    for (int r = 0; r < size(); ++r) {
+      const auto* text = reinterpret_cast<const char*>(words_of(frame) + kPrefixWords + each * r);
+      said.emplace_back(text, strnlen(text, room));
+    }
+    return said;
+  }
+
+  /// Of the ranks that abandoned this exchange: only they say something.
+  std::string left() {
+    std::string text;
+    const auto said = texts("");
+    for (std::size_t r = 0; r < said.size(); ++r) {
+      if (!said[r].empty()) {
+        text += (text.empty() ? "rank " : "; rank ") + std::to_string(r) +
+                " left the group: " + said[r];
+      }
+    }
+    if (text.empty()) {
+      text = "a rank left the group and did not say why";
+    }
+    return text;
+  }
+
+  /// Sums over the ranks, in place. The tensor outlives this call where the backend still needs it.
+  void reduce(const at::Tensor& words) {
+    if (!broken_.empty()) {
+      throw PeerLost(who() + "the group is broken: " + broken_);
+    }
+    try {
+      std::vector<at::Tensor> tensors{words};
+      c10d::AllreduceOptions options;
+      options.timeout = timeout_;
+      group_->allreduce(tensors, options)->wait(timeout_);
+    } catch (const std::exception& error) {
+      fail(error.what());
+    }
+  }
+
+  /// reason: the backend's, of which the first line counts.
+  [[noreturn]] void fail(std::string reason) {
+    reason.resize(std::min(reason.find('\n'), reason.size()));
+    std::string lower = reason;
+    std::transform(lower.begin(), lower.end(), lower.begin(),
+                   [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+    const bool late = lower.find("timed out") != std::string::npos;
+    const auto [missing, others] = who_is_here();
+    const std::string limit = std::to_string(timeout_.count());
+    std::string why;
+    if (late && missing.empty()) {
+      why = "not all ranks came within " + limit + " ms";
+    } else if (late) {
+      why = missing + " did not come to the exchange within " + limit + " ms";
+    } else if (missing.empty()) {
+      why = "a rank has ended, or closed its connections";
+    } else {
+      why = missing + " has ended, or closed its connections";
+    }
+    broken_ = why + others;
+    if (late) {
+      throw ExchangeTimeout(who() + broken_);
+    }
+    throw PeerLost(who() + broken_ + "; the process group: " + reason);
+  }
+
+  /// Ranks that do not answer through the store ("rank 1, rank 2"), and what the others do. When
+  /// one rank fails, so do all that wait, at about the same time: connections are closed.
+  std::pair<std::string, std::string> who_is_here() {
+    std::string missing;
+    std::string others;
+    try {
+      const auto store = group_->getStore();
+      if (!store) {
+        return {};
+      }
+      const std::string prefix = "syncbn/" + group_->getGroupName() + "/failed/";
+      store->set(prefix + std::to_string(rank()), call_.empty() ? "in an exchange" : call_);
+      const auto until = std::chrono::steady_clock::now() + kAnswerTime;
+      for (int r = 0; r < size(); ++r) {
+        const std::string key = prefix + std::to_string(r);
+        while (!store->check({key}) && std::chrono::steady_clock::now() < until) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        }
+        const std::string name = "rank " + std::to_string(r);
+        if (!store->check({key})) {
+          missing += (missing.empty() ? "" : ", ") + name;
+        } else if (r != rank()) {
+          others += "; " + name + ": " + store->get_to_str(key);
+        }
+      }
+    } catch (const std::exception&) {  // the store's own process may be the one that is gone
+      return {};
+    }
+    return {missing, others};
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::chrono::milliseconds timeout_;
+  std::string call_;
+  std::string broken_;  ///< why there are no further exchanges
+};
+
+}  // namespace syncbn::torch
