@@ -346,7 +346,7 @@ def test_snippets_of_the_page_compile(build):
         }}"""
     folder = Path(torch.__file__).parent / "include"
     package = run(sys.executable, "-m", "syncbn", "--cmake-dir").strip()
-    system = (folder, folder / "torch/csrc/api/include", PROJECT / "examples/libtorch")
+    system = (folder, folder / "torch/csrc/api/include", PROJECT / "examples/16_libtorch")
     options = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-DUSE_C10D_GLOO"]
     options += [part for path in system for part in ("-isystem", str(path))]
     options += ["-I", str(Path(package).parent / "include"), "-x", "c++", "-"]
