@@ -34,6 +34,7 @@ def is_covered(page: Path, block: Block) -> bool:
         "python": name in test_examples.PAGES or name in test_examples.ELSEWHERE,
         "python timm": name == "docs/conversion.md",  # test_convert_models.py
         "cpp": block.source is not None or name in test_docs.CPP_PAGES,
+        "c++": name == "docs/libtorch.md",  # test_libtorch.py
         "c": block.source is not None,
     }.get(block.kind, False)
 
