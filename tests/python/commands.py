@@ -43,7 +43,7 @@ def script_problem(words: list[str]) -> str | None:
 
 
 def cmake_problem(words: list[str]) -> str | None:
-    known = cmake_names()
+    known = cmake_names() | {"syncbn_DIR"}  # of a project that uses the package
     defined = re.findall(r"-D ?(\w+)=", " ".join(words))
     targets = [words[i + 1] for i, word in enumerate(words) if word == "--target"]
     unknown = [n for n in defined + targets if n not in known and not n.startswith("CMAKE_")]

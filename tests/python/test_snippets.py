@@ -21,8 +21,9 @@ from support import PROJECT
 
 PAGES = [*test_docs.PAGES, PROJECT / "examples" / "segmentation" / "README.md"]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + page.name)
-EXAMPLES = [path for path in sorted((PROJECT / "examples").iterdir()) if path.suffix]
-COMPILED = [path for path in EXAMPLES if path.suffix in (".c", ".cpp")]
+EXAMPLES = sorted((PROJECT / "examples").glob("[0-9][0-9]_*"))
+PROGRAMS = [path for path in EXAMPLES if path.suffix in (".c", ".cpp")]
+COMPILED = [*PROGRAMS, PROJECT / "examples" / "16_libtorch" / "train.cpp"]
 
 
 def is_covered(page: Path, block: Block) -> bool:
@@ -101,12 +102,12 @@ def test_quotes_are_what_the_files_say(page):
 def test_every_compiled_example_is_quoted_and_every_example_listed():
     page = PROJECT / "docs" / "examples.md"
     quoted = {block.source for block in blocks(page)}
-    assert quoted - {None} == {f"examples/{path.name}" for path in COMPILED}
+    assert quoted - {None} == {str(path.relative_to(PROJECT)) for path in COMPILED}
     listed = re.findall(r"^\| `(\d\d_.*?)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert listed == [path.name for path in EXAMPLES if path.name != "CMakeLists.txt"]
+    assert listed == [path.name + "/" * path.is_dir() for path in EXAMPLES]
 
 
-@pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
 def test_compiled_examples_are_short(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) < 100
 
