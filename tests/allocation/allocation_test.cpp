@@ -22,8 +22,11 @@ namespace {
 thread_local std::int64_t until_failure = -1;
 
 void* allocate(std::size_t size) {
-  if (until_failure >= 0 && until_failure-- == 0) {
-    throw std::bad_alloc();
+  if (until_failure >= 0) {
+    --until_failure;
+    if (until_failure < 0) {
+      throw std::bad_alloc();
+    }
   }
   void* memory = std::malloc(size > 0 ? size : 1);
   if (memory == nullptr) {
