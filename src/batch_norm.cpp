@@ -23,15 +23,24 @@ void update_running(const RunningStatistics& running, const BatchNormOptions& op
   }
   const cpu::FloatEnvironment environment;  // the quotient is rounded by the contract too
   double factor = options.momentum.value_or(0.0);
-  if (running.num_batches_tracked != nullptr) {
-    ++*running.num_batches_tracked;
-    if (!options.momentum.has_value()) {
-      factor = 1.0 / static_cast<double>(*running.num_batches_tracked);
-    }
+  if (running.num_batches_tracked != nullptr && !options.momentum.has_value()) {
+    factor = 1.0 / static_cast<double>(*running.num_batches_tracked + 1);
   }
   update_running_statistics(
       running.mean, running.var, statistics.mean.data(), statistics.var.data(),
       static_cast<std::int64_t>(statistics.mean.size()), statistics.count, factor);
+  if (running.num_batches_tracked != nullptr) {  // last: the call before may lack memory
+    ++*running.num_batches_tracked;
+  }
+}
+
+void check_counter(const std::int64_t* num_batches_tracked) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 53;  // one divided by it
+  if (num_batches_tracked != nullptr &&
+      (*num_batches_tracked < 0 || *num_batches_tracked > kMost)) {
+    throw InvalidArgument("running.num_batches_tracked: got " +
+                          std::to_string(*num_batches_tracked) + ", expected 0 to 2^53");
+  }
 }
 
 /// Running statistics as evaluation uses them.
@@ -80,7 +89,7 @@ MessageInfo exchange(std::vector<std::int64_t>& message, Communicator& communica
 /// Exact sums, summed over the ranks.
 class ReproducibleMoments {
  public:
-  void local(const TensorView& x, const MaskView& mask, std::uint32_t fingerprint,
+  void local(const TensorView& x, const MaskView& mask, std::uint32_t fingerprint, int,
              const Execution& execution) {
     message_.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
     local_moments(x, mask, message_.data(), fingerprint, execution);
@@ -100,33 +109,34 @@ class ReproducibleMoments {
 /// Mean and M2 of every rank, gathered; headers are summed here.
 class GatheredMoments {
  public:
-  void local(const TensorView& x, const MaskView& mask, std::uint32_t fingerprint,
+  void local(const TensorView& x, const MaskView& mask, std::uint32_t fingerprint, int ranks,
              const Execution& execution) {
     message_.resize(static_cast<std::size_t>(kHeaderWords + welford_words(x.dtype, x.sizes[1])));
+    all_.resize(message_.size() * static_cast<std::size_t>(ranks));
     local_welford(x, mask, message_.data(), fingerprint, execution);
   }
   void merge(BatchStatistics& out, std::int64_t channels, double eps, Communicator& communicator,
              const Execution&) {
     const int ranks = communicator.size();
     const std::size_t size = message_.size();
-    std::vector<std::int64_t> all(size * static_cast<std::size_t>(ranks));
     communicator.all_gather(std::as_bytes(std::span(message_)),
-                            std::as_writable_bytes(std::span(all)));
+                            std::as_writable_bytes(std::span(all_)));
     std::array<std::int64_t, kHeaderWords> header{};
-    for (std::size_t i = 0; i < all.size(); i += size) {
+    for (std::size_t i = 0; i < all_.size(); i += size) {
       for (std::size_t w = 0; w < kHeaderWords; ++w) {
-        header[w] += all[i + w];
+        header[w] += all_[i + w];
       }
     }
     const MessageInfo info = read_header(header.data(), ranks);
     check_header(info);
     out.count = info.count;
-    merge_welford(info, all.data() + kHeaderWords, out.mean.data(), out.var.data(), out.rstd.data(),
-                  channels, ranks, static_cast<std::int64_t>(size), eps);
+    merge_welford(info, all_.data() + kHeaderWords, out.mean.data(), out.var.data(),
+                  out.rstd.data(), channels, ranks, static_cast<std::int64_t>(size), eps);
   }
 
  private:
   std::vector<std::int64_t> message_;
+  std::vector<std::int64_t> all_;
 };
 
 template <class Moments>
@@ -140,6 +150,8 @@ BatchStatistics forward_with(const TensorView& x, const MaskView& mask, const Te
   before_exchange(communicator, [&] {
     check_forward(x, mask, weight, bias, residual, y, running.mean, running.var,
                   running.num_batches_tracked, options, communicator.size());
+    check_available(x.device);
+    check_counter(running.num_batches_tracked);
     statistics.activation = options.activation;
     statistics.fingerprint =
         fingerprint(layer_and_options(options, !residual.absent()), options.call,
@@ -147,12 +159,12 @@ BatchStatistics forward_with(const TensorView& x, const MaskView& mask, const Te
     if (options.activation.kind != ActivationKind::kNone && !residual.absent()) {
       statistics.activation_mask.resize(static_cast<std::size_t>(activation_mask_bytes(x)));
     }
-    moments.local(x, mask, statistics.fingerprint, execution);
+    for (auto* values : {&statistics.mean, &statistics.var, &statistics.rstd}) {
+      values->resize(static_cast<std::size_t>(x.sizes[1]));
+    }
+    moments.local(x, mask, statistics.fingerprint, communicator.size(), execution);
   });
   const std::int64_t channels = x.sizes[1];
-  for (auto* values : {&statistics.mean, &statistics.var, &statistics.rstd}) {
-    values->resize(static_cast<std::size_t>(channels));
-  }
   moments.merge(statistics, channels, options.eps, communicator, execution);
   normalize(x, mask, statistics.mean.data(), statistics.rstd.data(), weight, bias, residual, y,
             statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data(),
@@ -183,26 +195,30 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
                          Communicator& communicator, const Execution& execution) {
   const double* mean = statistics.mean.data();
   const double* rstd = statistics.rstd.data();
-  const ActivationGradient through{
-      statistics.activation, weight, bias,
-      statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data()};
+  ActivationGradient through;
+  const bool global = which == AffineGradients::kGlobal;
   std::vector<std::int64_t> message;
+  std::vector<std::int64_t> own;
+  std::vector<double> coefficients;
   before_exchange(communicator, [&] {
-    check_backward(dy, x, mask, weight, dx, dweight, dbias, communicator.size());
+    check_backward(dy, x, mask, weight, dx, dweight, dbias, dresidual, which, communicator.size());
     check_statistics(statistics, x);
+    through = {statistics.activation, weight, bias,
+               statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data()};
+    coefficients.resize(static_cast<std::size_t>(3 * x.sizes[1]));
     message.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
     local_gradients(dy, x, mask, mean, rstd, through, dresidual, message.data(),
                     backward_fingerprint(statistics.fingerprint), execution);
+    if (!global) {
+      own = message;
+    }
   });
   const std::int64_t channels = x.sizes[1];
-  const bool global = which == AffineGradients::kGlobal;
-  const std::vector<std::int64_t> own = global ? std::vector<std::int64_t>{} : message;
   const MessageInfo info = exchange(message, communicator);
   if (info.count != statistics.count) {
     throw DivergenceError("backward: the ranks bring " + std::to_string(info.count) +
                           " elements per channel, forward had " + std::to_string(statistics.count));
   }
-  std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
   finalize_gradients(info, message.data() + kHeaderWords, mean, rstd, weight, coefficients.data(),
                      global ? dweight : MutableTensorView(), global ? dbias : MutableTensorView(),
                      channels, statistics.count, execution);

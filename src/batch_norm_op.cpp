@@ -31,6 +31,11 @@ auto with_communicator(Communicator& communicator, const Body& body) {
       communicator.abandon(error.what());
     }
     throw;
+  } catch (...) {  // an executor is the caller's
+    if (!exchanged) {
+      communicator.abandon("an exception of an unknown type");
+    }
+    throw;
   }
 }
 
@@ -59,6 +64,11 @@ void check_forward(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& ou
   check_per_channel("batch_var", outputs.batch_var, x.sizes[1], x.device);
   check_present("saved_mean", outputs.saved_mean, x);
   check_present("saved_var", outputs.saved_var, x);
+  check_output("y", outputs.y);
+  check_output("batch_mean", outputs.batch_mean);
+  check_output("batch_var", outputs.batch_var);
+  check_output("saved_mean", outputs.saved_mean);
+  check_output("saved_var", outputs.saved_var);
   check_attributes(attributes);
   if (inputs.batches < 0) {
     throw InvalidArgument("batches: got " + std::to_string(inputs.batches) +
@@ -89,52 +99,68 @@ void store(const MutableTensorView& tensor, const std::vector<double>& values) {
   }
 }
 
-/// The updated estimate in binary64; it is rounded once, to the type in which it is saved.
+/// The estimate as it will be saved: updated by a batch of `count` elements, and rounded once, to
+/// the type of `saved`.
 std::vector<double> updated(const TensorView& estimate, const std::vector<double>& batch,
-                            std::int64_t batches, double momentum) {
-  std::vector<double> values = batch;
-  if (batches > 0) {
-    for (std::size_t c = 0; c < values.size(); ++c) {
-      const double old = channel_value(estimate, static_cast<std::int64_t>(c));
-      values[c] = running_update(old, batch[c], 1.0 - momentum);
+                            std::int64_t count, std::int64_t batches, double momentum,
+                            const MutableTensorView& saved) {
+  double entry = 0;  // of the longest type
+  const MutableTensorView place(&entry, saved.dtype, {1});
+  const TensorView rounded = place;
+  std::vector<double> values = channel_values(estimate, saved.sizes[0], 0.0);
+  for (std::size_t c = 0; c < values.size(); ++c) {
+    if (count > 0) {
+      values[c] = batches == 0 ? batch[c] : running_update(values[c], batch[c], 1.0 - momentum);
     }
+    set_channel_value(place, 0, values[c]);
+    values[c] = channel_value(rounded, 0);
   }
   return values;
 }
 
-/// mean and var become the estimates, as they are stored.
-void use_estimates(const TensorView& mean, const TensorView& var, std::int64_t channels,
-                   double epsilon, BatchStatistics& statistics) {
+/// The statistics of these estimates.
+void use_estimates(const std::vector<double>& mean, const std::vector<double>& var, double epsilon,
+                   BatchStatistics& statistics) {
   const cpu::FloatEnvironment environment;
-  statistics.mean = channel_values(mean, channels, 0.0);
-  statistics.var = channel_values(var, channels, 1.0);
-  statistics.rstd = statistics.var;
+  statistics.mean = mean;
+  statistics.var = var;
+  statistics.rstd = var;
   for (double& value : statistics.rstd) {
     value = rstd_of(value, epsilon);
   }
 }
 
-/// Writes the outputs per channel of a training step, all but y.
-void save(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
-          const BatchNormOpAttributes& attributes, const BatchStatistics& batch) {
-  const cpu::FloatEnvironment environment;
-  std::vector<double> mean = channel_values(inputs.estimated_mean, inputs.x.sizes[1], 0.0);
-  std::vector<double> var = channel_values(inputs.estimated_var, inputs.x.sizes[1], 0.0);
-  if (batch.count > 0) {
-    mean = updated(inputs.estimated_mean, batch.mean, inputs.batches, attributes.momentum);
-    var = updated(inputs.estimated_var, batch.var, inputs.batches, attributes.momentum);
+/// What a training step saves; made before y, and written after it, so that a step that fails has
+/// changed no estimate.
+struct Saved {
+  Saved(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
+        const BatchNormOpAttributes& attributes, const BatchStatistics& batch)
+      : batch_mean(batch.mean), batch_var(batch.var) {
+    const cpu::FloatEnvironment environment;
+    mean = updated(inputs.estimated_mean, batch.mean, batch.count, inputs.batches,
+                   attributes.momentum, outputs.saved_mean);
+    var = updated(inputs.estimated_var, batch.var, batch.count, inputs.batches, attributes.momentum,
+                  outputs.saved_var);
+    batches = inputs.batches + (batch.count > 0 ? 1 : 0);
   }
-  store(outputs.batch_mean, batch.mean);
-  store(outputs.batch_var, batch.var);
-  store(outputs.saved_mean, mean);
-  store(outputs.saved_var, var);
-  *outputs.saved_batches = inputs.batches + (batch.count > 0 ? 1 : 0);
-}
+  void write(const BatchNormOpOutputs& outputs) const {
+    const cpu::FloatEnvironment environment;
+    store(outputs.batch_mean, batch_mean);
+    store(outputs.batch_var, batch_var);
+    store(outputs.saved_mean, mean);
+    store(outputs.saved_var, var);
+    *outputs.saved_batches = batches;
+  }
+  std::vector<double> batch_mean, batch_var, mean, var;
+  std::int64_t batches = 0;
+};
 
 BatchStatistics infer(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
                       const BatchNormOpAttributes& attributes, const Execution& execution) {
   BatchStatistics statistics;
-  use_estimates(inputs.estimated_mean, inputs.estimated_var, inputs.x.sizes[1], attributes.epsilon,
+  const std::int64_t channels = inputs.x.sizes[1];
+  use_estimates(channel_values(inputs.estimated_mean, channels, 0.0),
+                channel_values(inputs.estimated_var, channels, 1.0), attributes.epsilon,
                 statistics);
   normalize(inputs.x, {}, statistics.mean.data(), statistics.rstd.data(), inputs.scale, inputs.bias,
             {}, outputs.y, nullptr, {}, execution);
@@ -170,12 +196,13 @@ BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs, const BatchNormOp
   finalize_moments(info, message.data() + kHeaderWords, statistics.mean.data(),
                    statistics.var.data(), statistics.rstd.data(), channels, attributes.epsilon,
                    execution);
-  save(inputs, outputs, attributes, statistics);
+  const Saved saved(inputs, outputs, attributes, statistics);
   if (attributes.use_global_est) {
-    use_estimates(outputs.saved_mean, outputs.saved_var, channels, attributes.epsilon, statistics);
+    use_estimates(saved.mean, saved.var, attributes.epsilon, statistics);
   }
   normalize(inputs.x, {}, statistics.mean.data(), statistics.rstd.data(), inputs.scale, inputs.bias,
             {}, outputs.y, nullptr, {}, execution);
+  saved.write(outputs);
   return statistics;
 }
 
@@ -200,10 +227,13 @@ void batch_norm_op_backward(const TensorView& dy, const TensorView& x, const Ten
   const std::int64_t channels = x.sizes[1];
   if (!dx.absent()) {
     check_like("dx", dx, x);
+    check_output("dx", dx);
   }
   check_per_channel("scale", scale, channels, x.device);
   check_per_channel("dscale", dscale, channels, x.device);
   check_per_channel("dbias", dbias, channels, x.device);
+  check_output("dscale", dscale);
+  check_output("dbias", dbias);
   check_attributes(attributes);
   for (const auto* values : {&statistics.mean, &statistics.rstd}) {
     if (static_cast<std::int64_t>(values->size()) != channels) {
@@ -217,6 +247,7 @@ void batch_norm_op_backward(const TensorView& dy, const TensorView& x, const Ten
   local_gradients(dy, x, {}, mean, rstd, {}, {}, message.data(),
                   backward_fingerprint(statistics.fingerprint), execution);
   const std::vector<std::int64_t> own = message;
+  std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
   if (attributes.is_infer || attributes.use_global_est) {
     if (!dx.absent()) {
       evaluation_input_gradient(dy, {}, rstd, scale, dx, execution);
@@ -228,7 +259,6 @@ void batch_norm_op_backward(const TensorView& dy, const TensorView& x, const Ten
                             " elements per channel, forward had " +
                             std::to_string(statistics.count));
     }
-    std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
     finalize_gradients(info, message.data() + kHeaderWords, mean, rstd, scale, coefficients.data(),
                        {}, {}, channels, statistics.count, execution);
     input_gradient(dy, x, {}, mean, rstd, coefficients.data(), {}, dx, execution);

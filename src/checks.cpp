@@ -36,13 +36,6 @@ std::string number(double value) {
   return std::string(text, end);
 }
 
-void check_dtype(const char* name, DType dtype) {
-  if (dtype > DType::kFloat64) {
-    refuse(name, "dtype number " + std::to_string(static_cast<int>(dtype)),
-           "float16, bfloat16, float32 or float64");
-  }
-}
-
 void check_storage(const char* name, const TensorView& tensor) {
   check_dtype(name, tensor.dtype);
   if (tensor.strides.size() != tensor.sizes.size()) {
@@ -61,7 +54,41 @@ void check_storage(const char* name, const TensorView& tensor) {
   }
 }
 
+/// What a number of milliseconds may be: added to a clock's nanoseconds it must not overflow.
+constexpr std::int64_t kMaxTimeout = std::int64_t{1} << 40;
+
 }  // namespace
+
+void check_dtype(const char* name, DType dtype) {
+  if (dtype > DType::kFloat64) {
+    refuse(name, "dtype number " + std::to_string(static_cast<int>(dtype)),
+           "float16, bfloat16, float32 or float64");
+  }
+}
+
+void check_channels(std::int64_t channels) {
+  if (channels < 0 || channels > kMaxChannels) {
+    refuse("channels", std::to_string(channels), "0 to 2^31");
+  }
+}
+
+void check_array(const char* name, const void* array, std::int64_t entries) {
+  if (array == nullptr && entries > 0) {
+    refuse(name, "a null pointer", std::to_string(entries) + " entries");
+  }
+}
+
+void check_output(const char* name, const MutableTensorView& tensor) {
+  if (std::find(tensor.sizes.begin(), tensor.sizes.end(), 0) != tensor.sizes.end()) {
+    return;  // nothing is written
+  }
+  for (std::size_t i = 0; i < tensor.sizes.size(); ++i) {
+    if (tensor.sizes[i] > 1 && tensor.strides[i] == 0) {
+      refuse(name, "stride 0 of axis " + std::to_string(i) + " of shape " + shape(tensor.sizes),
+             "a place for each entry, as it is written");
+    }
+  }
+}
 
 void check_samples(const char* name, const TensorView& tensor) {
   if (tensor.sizes.size() < 2 || tensor.sizes.size() > kMaxDims) {
@@ -69,13 +96,13 @@ void check_samples(const char* name, const TensorView& tensor) {
            "2 to " + std::to_string(kMaxDims) + " axes (N, C, spatial...)");
   }
   check_storage(name, tensor);
-  std::int64_t count = 1;  // elements per channel, without overflow
+  if (tensor.sizes[1] > kMaxChannels) {
+    refuse(name, "shape " + shape(tensor), "at most 2^31 channels");
+  }
+  std::int64_t count = 1;  // elements per channel, without overflow; of an empty one the plane too
   for (std::size_t i = 0; i < tensor.sizes.size(); ++i) {
-    if (i == 1) {
+    if (i == 1 || tensor.sizes[i] == 0) {
       continue;
-    }
-    if (tensor.sizes[i] == 0) {
-      return;
     }
     if (count > kMaxCount / tensor.sizes[i]) {
       refuse(name, "shape " + shape(tensor), "at most 2^36 elements per channel");
@@ -163,6 +190,12 @@ void check_activation(const Activation& activation) {
 void check_ranks(int ranks) {
   if (ranks < 1 || ranks > kMaxRanks) {
     refuse("ranks", std::to_string(ranks), "1 to " + std::to_string(kMaxRanks));
+  }
+}
+
+void check_timeout(std::chrono::milliseconds timeout) {
+  if (timeout.count() < 1 || timeout.count() > kMaxTimeout) {
+    refuse("timeout", std::to_string(timeout.count()) + " ms", "1 ms to 2^40 ms");
   }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 
 #include "statistics/header.hpp"
@@ -10,8 +11,19 @@
 // allowed; none changes anything.
 namespace syncbn {
 
+void check_dtype(const char* name, DType dtype);
+
+/// 0 to kMaxChannels.
+void check_channels(std::int64_t channels);
+
+/// An array of `entries` entries; may be null if there are none.
+void check_array(const char* name, const void* array, std::int64_t entries);
+
+/// Somewhere to write to: no two entries in one place (stride 0).
+void check_output(const char* name, const MutableTensorView& tensor);
+
 /// A tensor of samples: 2 to 64 axes, strides for each, a known dtype, data unless it is empty, at
-/// most kMaxCount elements per channel.
+/// most kMaxChannels channels and kMaxCount elements per channel.
 void check_samples(const char* name, const TensorView& tensor);
 
 /// The same sizes, dtype and device as x.
@@ -30,6 +42,9 @@ void check_available(Device device);
 void check_eps(double eps, const char* name = "eps");
 void check_activation(const Activation& activation);
 void check_ranks(int ranks);
+
+/// Of a group: 1 ms to kMaxTimeout.
+void check_timeout(std::chrono::milliseconds timeout);
 void check_momentum(double momentum);
 
 }  // namespace syncbn

@@ -165,7 +165,7 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
                          const Stream& stream) {
   const ActivationGradient through{activation, weight, bias, statistics.activation_mask};
   before_exchange(communicator, [&] {
-    check_backward(dy, x, mask, weight, dx, dweight, dbias, communicator.size());
+    check_backward(dy, x, mask, weight, dx, dweight, dbias, dresidual, which, communicator.size());
     check_on_cuda(x);
     check_workspace(workspace);
     check_statistics(statistics);

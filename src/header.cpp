@@ -22,9 +22,13 @@ const char* name(DType dtype) {
   return "unknown";
 }
 
-int words_per_channel(DType dtype) { return format_of(dtype).words(); }
+int words_per_channel(DType dtype) {
+  check_dtype("dtype", dtype);
+  return format_of(dtype).words();
+}
 
 std::int64_t message_words(DType dtype, std::int64_t channels) {
+  check_channels(channels);
   return kHeaderWords + channels * words_per_channel(dtype);
 }
 
@@ -39,6 +43,7 @@ std::uint32_t backward_fingerprint(std::uint32_t forward) {
 
 MessageInfo read_header(const std::int64_t* merged, int ranks) {
   check_ranks(ranks);
+  check_array("merged", merged, kHeaderWords);
   return header_info(merged, ranks);
 }
 
@@ -59,6 +64,7 @@ void check_header(const MessageInfo& info) {
 }
 
 void rejection_header(std::uint32_t fingerprint, std::int64_t* message) {
+  check_array("message", message, kHeaderWords);
   write_header(message, 0, fingerprint, kRejected);
 }
 

@@ -17,6 +17,9 @@ void before_exchange(Group& communicator, const Body& body) {
   } catch (const std::exception& error) {
     communicator.abandon(error.what());
     throw;
+  } catch (...) {  // an executor is the caller's
+    communicator.abandon("an exception of an unknown type");
+    throw;
   }
 }
 
@@ -31,7 +34,8 @@ void check_forward(const TensorView& x, const MaskView& mask, const TensorView& 
 /// The arguments of a training backward.
 void check_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
                     const TensorView& weight, const MutableTensorView& dx,
-                    const MutableTensorView& dweight, const MutableTensorView& dbias, int ranks);
+                    const MutableTensorView& dweight, const MutableTensorView& dbias,
+                    const MutableTensorView& dresidual, AffineGradients which, int ranks);
 
 /// The arguments of a backward with constant statistics.
 void check_evaluate_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,

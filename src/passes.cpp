@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "activation_mask.hpp"
@@ -29,6 +30,7 @@ template <class Sums>
 void write_message(const TensorView& x, const MaskView& mask, std::int64_t* message,
                    std::uint32_t fingerprint, const Sums& sums) {
   check_available(x.device);
+  check_array("message", message, message_words(x.dtype, x.sizes[1]));
   const SampleView samples(x, mask);
   const std::int64_t count = samples.count();
   write_header(message, count, fingerprint, count == 0 ? 0 : dtype_flag(x.dtype));
@@ -66,6 +68,12 @@ class PullbackArguments {
   std::vector<double> shift_;
 };
 
+/// The statistics that a pass reads.
+void check_normalizer(const double* mean, const double* rstd, std::int64_t channels) {
+  check_array("mean", mean, channels);
+  check_array("rstd", rstd, channels);
+}
+
 void check_through(const ActivationGradient& through, const TensorView& x) {
   check_activation(through.activation);
   check_per_channel("weight", through.weight, x.sizes[1], x.device);
@@ -82,6 +90,14 @@ void for_each_block(std::int64_t channels, const Execution& execution, const Bod
                                        body(c, std::min(end, c + kFinalizeBlock));
                                      }
                                    });
+}
+
+void check_affine(const MutableTensorView& dweight, const MutableTensorView& dbias,
+                  std::int64_t channels) {
+  check_per_channel("dweight", dweight, channels, Device::kCpu);
+  check_per_channel("dbias", dbias, channels, Device::kCpu);
+  check_output("dweight", dweight);
+  check_output("dbias", dbias);
 }
 
 void store_affine(const ChannelGradients& gradients, const MutableTensorView& dweight,
@@ -112,6 +128,13 @@ void local_moments(const TensorView& x, const MaskView& mask, std::int64_t* mess
 void finalize_moments(const MessageInfo& info, const std::int64_t* words, double* mean, double* var,
                       double* rstd, std::int64_t channels, double eps, const Execution& execution) {
   check_eps(eps);
+  check_channels(channels);
+  check_array("mean", mean, channels);
+  check_array("var", var, channels);
+  check_array("rstd", rstd, channels);
+  if (usable(info) && info.count > 0) {
+    check_array("words", words, channels * words_per_channel(info.dtype));
+  }
   if (!usable(info) || info.count == 0) {
     const double value = usable(info) ? 0.0 : std::numeric_limits<double>::quiet_NaN();
     for (double* array : {mean, var, rstd}) {
@@ -138,6 +161,8 @@ void normalize(const TensorView& x, const MaskView& mask, const double* mean, co
   check_samples("x", x);
   check_mask(mask, x);
   check_like("y", y, x);
+  check_output("y", y);
+  check_normalizer(mean, rstd, x.sizes[1]);
   check_per_channel("weight", weight, x.sizes[1], x.device);
   check_per_channel("bias", bias, x.sizes[1], x.device);
   if (!residual.absent()) {
@@ -161,12 +186,20 @@ void update_running_statistics(const MutableTensorView& running_mean,
                                const MutableTensorView& running_var, const double* mean,
                                const double* var, std::int64_t channels, std::int64_t count,
                                double factor) {
+  check_channels(channels);
   check_per_channel("running_mean", running_mean, channels, Device::kCpu);
   check_per_channel("running_var", running_var, channels, Device::kCpu);
+  check_output("running_mean", running_mean);
+  check_output("running_var", running_var);
   check_momentum(factor);
+  if (count < 0 || count > kMaxCount) {
+    throw InvalidArgument("count: got " + std::to_string(count) + ", expected 0 to 2^36");
+  }
   if (count == 0) {
     return;
   }
+  check_array("mean", mean, running_mean.absent() ? 0 : channels);
+  check_array("var", var, running_var.absent() ? 0 : channels);
   const cpu::FloatEnvironment environment;
   // Views to read through are made once: each holds vectors of its own.
   const TensorView old_mean = running_mean;
@@ -191,8 +224,12 @@ void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& 
   check_mask(mask, x);
   check_like("dy", dy, x);
   check_through(through, x);
+  if (through.activation.kind != ActivationKind::kNone && through.activation_mask == nullptr) {
+    check_normalizer(mean, rstd, x.sizes[1]);
+  }
   if (!u.absent()) {
     check_like("u", u, x);
+    check_output("u", u);
   }
   write_message(x, mask, message, fingerprint, [&](const SampleView& samples, std::int64_t* words) {
     const PullbackArguments pullback(through, mean, rstd, samples.channels);
@@ -206,11 +243,16 @@ void finalize_gradients(const MessageInfo& info, const std::int64_t* words, cons
                         const double* rstd, const TensorView& weight, double* coefficients,
                         const MutableTensorView& dweight, const MutableTensorView& dbias,
                         std::int64_t channels, std::int64_t count, const Execution& execution) {
+  check_channels(channels);
   check_per_channel("weight", weight, channels, Device::kCpu);
-  check_per_channel("dweight", dweight, channels, Device::kCpu);
-  check_per_channel("dbias", dbias, channels, Device::kCpu);
+  check_affine(dweight, dbias, channels);
+  check_normalizer(mean, rstd, channels);
+  check_array("coefficients", coefficients, 3 * channels);
   const bool valid = usable(info) && info.count == count;
   const int per_channel = words_per_channel(info.dtype);
+  if (valid && count > 0) {
+    check_array("words", words, channels * per_channel);
+  }
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for_each_block(channels, execution, [&](std::int64_t begin, std::int64_t end) {
     ChannelGradients gradients[kFinalizeBlock];
@@ -238,9 +280,11 @@ void affine_gradient_shares(const std::int64_t* words, DType dtype, const double
                             const double* rstd, const MutableTensorView& dweight,
                             const MutableTensorView& dbias, std::int64_t channels,
                             const Execution& execution) {
-  check_per_channel("dweight", dweight, channels, Device::kCpu);
-  check_per_channel("dbias", dbias, channels, Device::kCpu);
+  check_channels(channels);
+  check_affine(dweight, dbias, channels);
+  check_normalizer(mean, rstd, channels);
   const int per_channel = words_per_channel(dtype);
+  check_array("words", words, channels * per_channel);
   for_each_block(channels, execution, [&](std::int64_t begin, std::int64_t end) {
     ChannelGradients gradients[kFinalizeBlock];
     cpu::finalize_gradients(dtype, words + begin * per_channel, end - begin, mean + begin,
@@ -259,7 +303,10 @@ void input_gradient(const TensorView& dy, const TensorView& x, const MaskView& m
   check_mask(mask, x);
   check_like("dy", dy, x);
   check_through(through, x);
+  check_normalizer(mean, rstd, x.sizes[1]);
+  check_array("coefficients", coefficients, 3 * x.sizes[1]);
   check_like("dx", dx, x);
+  check_output("dx", dx);
   check_available(x.device);
   const SampleView samples(x, mask);
   if (samples.empty() || samples.channels == 0) {
@@ -280,9 +327,17 @@ void recover_input(const TensorView& y, const double* mean, const double* rstd,
   check_samples("y", y);
   check_per_channel("weight", weight, y.sizes[1], y.device);
   check_per_channel("bias", bias, y.sizes[1], y.device);
+  check_normalizer(mean, rstd, y.sizes[1]);
   check_like("x", x, y);
+  check_output("x", x);
   check_available(y.device);
-  if (ActivationMaskLayout(SampleView(x)).by_rows != ActivationMaskLayout(SampleView(y)).by_rows) {
+  if (negative_slope == 0 || negative_slope - negative_slope != 0) {
+    throw InvalidArgument("negative_slope: got " + std::to_string(negative_slope) +
+                          ", expected a finite number other than 0");
+  }
+  const ActivationMaskLayout layout{SampleView(y)};
+  check_array("activation_mask", activation_mask, layout.bytes);
+  if (ActivationMaskLayout(SampleView(x)).by_rows != layout.by_rows) {
     throw InvalidArgument("x: got strides of another order than y's, expected y's");
   }
   const SampleView from(y);
@@ -302,6 +357,8 @@ void evaluation_input_gradient(const TensorView& u, const MaskView& mask, const 
   check_samples("u", u);
   check_mask(mask, u);
   check_like("dx", dx, u);
+  check_output("dx", dx);
+  check_array("rstd", rstd, u.sizes[1]);
   check_per_channel("weight", weight, u.sizes[1], u.device);
   check_available(u.device);
   const SampleView samples(u, mask);

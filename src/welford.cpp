@@ -15,6 +15,8 @@
 namespace syncbn {
 
 std::int64_t welford_words(DType dtype, std::int64_t channels) {
+  check_dtype("dtype", dtype);
+  check_channels(channels);
   return 1 + channels * (dtype == DType::kFloat64 ? record_words<double>() : record_words<float>());
 }
 
@@ -23,6 +25,7 @@ void local_welford(const TensorView& x, const MaskView& mask, std::int64_t* mess
   check_samples("x", x);
   check_mask(mask, x);
   check_available(x.device);
+  check_array("message", message, kHeaderWords + welford_words(x.dtype, x.sizes[1]));
   const SampleView samples(x, mask);
   const std::int64_t count = samples.count();
   write_header(message, count, fingerprint, count == 0 ? 0 : dtype_flag(x.dtype));
@@ -39,6 +42,11 @@ void merge_welford(const MessageInfo& info, const std::int64_t* records, double*
                    double eps) {
   check_eps(eps);
   check_ranks(ranks);
+  check_channels(channels);
+  check_array("records", records, ranks);
+  check_array("mean", mean, channels);
+  check_array("var", var, channels);
+  check_array("rstd", rstd, channels);
   const cpu::FloatEnvironment environment;
   const bool wide = info.dtype == DType::kFloat64;
   const double nan = std::numeric_limits<double>::quiet_NaN();

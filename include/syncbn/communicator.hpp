@@ -42,8 +42,9 @@ class SYNCBN_API ThreadGroup {
  public:
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
 
-  /// size: 1 to 2048 ranks, otherwise InvalidArgument. timeout: how long a rank waits in one
-  /// exchange before ExchangeTimeout, which names the ranks that did not come.
+  /// size: 1 to 2048 ranks. timeout: 1 ms to 2^40 ms (34 years); how long a rank waits in one
+  /// exchange before ExchangeTimeout, which names the ranks that did not come. Other values:
+  /// InvalidArgument.
   explicit ThreadGroup(int size, std::chrono::milliseconds timeout = kDefaultTimeout);
   ~ThreadGroup();
   ThreadGroup(const ThreadGroup&) = delete;

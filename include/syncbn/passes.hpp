@@ -14,12 +14,14 @@
 /// have C entries. A mask says which elements of the tensor in front of it count: the others are
 /// left out of all sums and of the count, and y, dx and u are +0 there, whatever x and dy hold.
 /// Argument order: inputs, outputs, sizes, options, execution.
+/// What is written to has a place for each entry: no stride is 0 where there are several.
 /// All functions throw InvalidArgument before they write anything.
 namespace syncbn {
 
 /// Limits of the message format (docs/numerics.md, section 2).
 inline constexpr int kMaxRanks = 2048;
 inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 36;
+inline constexpr std::int64_t kMaxChannels = std::int64_t{1} << 31;
 
 /// Words in front of the channels' words: count, fingerprint, its square, flags.
 inline constexpr int kHeaderWords = 4;
@@ -121,8 +123,9 @@ SYNCBN_API void update_running_statistics(const MutableTensorView& running_mean,
                                           std::int64_t count, double factor);
 
 /// Sums of u and u*x over this rank's samples, u being dy come back through the activation. dy: x's
-/// shape and dtype. u: written if not absent (the residual's gradient), x's shape and dtype, may be
-/// dy. message as in local_moments.
+/// shape and dtype. mean, rstd: C entries each, read where the activation's sign is computed again.
+/// u: written if not absent (the residual's gradient), x's shape and dtype, may be dy. message as
+/// in local_moments.
 SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& mask,
                                 const double* mean, const double* rstd,
                                 const ActivationGradient& through, const MutableTensorView& u,

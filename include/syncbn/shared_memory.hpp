@@ -52,7 +52,7 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
   /// Opens the memory that the offers describe.
   ///
   /// offer: this rank's. offers: size * SharedMemoryOffer::kBytes bytes, all ranks' offers in rank
-  /// order. timeout: at least 1 ms; how long a rank waits for the others before ExchangeTimeout,
+  /// order. timeout: 1 ms to 2^40 ms; how long a rank waits for the others before ExchangeTimeout,
   /// which names the ranks that did not come. Other values: InvalidArgument.
   ///
   /// Ranks that do not see each other's memory (other nodes or containers) are not an error: the

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from ._classes import check_module
 from .errors import DivergenceError
 from .nn import SyncBatchNorm
 
@@ -17,7 +18,9 @@ def check(module: nn.Module) -> None:
 
     Raises:
         DivergenceError: names the layers, in the order of module.named_modules().
+        ValueError: `module` is none.
     """
+    check_module(module)
     layers = [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
     by_device: dict[torch.device, list[tuple[str, SyncBatchNorm]]] = {}
     for name, layer in layers:

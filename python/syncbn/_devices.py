@@ -5,6 +5,7 @@ one thread.
 """
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _baton, _exchange, _recomputation
-from ._layer import check_arguments, check_momentum, check_options, values_per_channel
+from ._layer import check_arguments, check_counter, check_options, values_per_channel
 from ._mask import check_mask
 from ._modes import check_transforms, outside_transforms, recorded
 from ._ops import message_words, ops
@@ -191,9 +192,13 @@ def _check_list(name: str, tensors, xs: Sequence[Tensor]) -> None:
         raise ValueError(f"{name}: got {given}, expected a list of {len(xs)}, one per input")
 
 
-def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> None:
+def _check_some(xs: Sequence[Tensor]) -> None:
     if not xs:
         raise ValueError("inputs: got an empty list, expected one tensor per device")
+
+
+def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> None:
+    _check_some(xs)
     if len(xs) * ranks > MAX_DEVICES:
         raise ValueError(
             f"inputs: got {len(xs)} devices in each of {ranks} processes, expected at most "
@@ -212,7 +217,7 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
         # The parameters lie on the first device and are copied to the others.
         tensors = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
         try:
-            check_arguments(x, *_on(x.device, *tensors), residuals[k], layer.eps)
+            check_arguments(x, *_on(x.device, *tensors), residuals[k])
             if masks[k] is not None:
                 check_mask(masks[k], x)
         except ValueError as error:
@@ -243,11 +248,13 @@ def train_step(
     peers = layer.peers()
     none = [None] * len(xs)
     masks = none if masks is None else masks
-    segment = _recomputation.segment(layer, residuals is not None, *xs, *masks)
+    given = [t for t in (xs, masks) if isinstance(t, (list, tuple))]  # else refused below
+    segment = _recomputation.segment(layer, residuals is not None, *itertools.chain(*given))
     again = segment is not None and segment.kept is not None
     try:
         check_options(layer)
-        check_momentum(layer.momentum, module.running_mean, module.num_batches_tracked)
+        statistics = (module.running_mean, module.running_var, module.num_batches_tracked)
+        check_counter(layer.momentum, *statistics)
         if layer.statistics != "reproducible":
             raise ValueError(
                 f"statistics: got {layer.statistics!r} for a list of inputs, expected "
@@ -303,6 +310,7 @@ def forward(
 ) -> list[Tensor]:
     """The list form of a SyncBatchNorm."""
     if not module.training:
+        _check_some(xs)
         none = [None] * len(xs)
         residuals, masks = (none if t is None else t for t in (residuals, masks))
         _check_list("residual", residuals, xs)

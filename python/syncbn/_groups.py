@@ -2,7 +2,6 @@
 
 import datetime
 import logging
-import math
 import os
 import socket
 import sys
@@ -18,6 +17,8 @@ _log = logging.getLogger("syncbn")
 
 #: Seconds that an exchange waits for the slowest rank.
 DEFAULT_TIMEOUT = 300.0
+#: Clocks count nanoseconds in 64 bits.
+_LONGEST_TIMEOUT = 1e9
 
 Group = dist.ProcessGroup | str | None
 
@@ -123,9 +124,11 @@ def sharing(
     if timeout is None:
         timeout = DEFAULT_TIMEOUT
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
-    if not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not (number and 0 < seconds <= _LONGEST_TIMEOUT):
         raise ValueError(
-            f"timeout: got {timeout!r}, expected a positive number of seconds or a timedelta"
+            f"timeout: got {timeout!r}, expected a positive number of seconds, at most 1e9, or a "
+            "timedelta"
         )
     return Sharing(group_name(group), repr(float(seconds)), engine)
 

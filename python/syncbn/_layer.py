@@ -1,6 +1,7 @@
 """The options of a layer, and the checks of what it is given."""
 
 import math
+import numbers
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from ._where import Call
 
 AFFINE_GRADS = ("share", "global")
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+#: Of the core: that of the words of a message.
+_MOST_CHANNELS = 2**31
 STATISTICS = ("reproducible", "welford")  # in the order of the core's Statistics
 _LARGEST = torch.finfo(torch.float32).max
 ACTIVATIONS = ("none", "relu", "leaky_relu")  # in the order of the core's ActivationKind
@@ -101,23 +104,32 @@ def check_like_input(name, tensor, x):
         )
 
 
+def is_number(value) -> bool:
+    return isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)
+
+
 def check_options(layer: Layer) -> None:
     """One error that names the option, what was given and what is allowed."""
+    if not (is_number(layer.eps) and 0 <= layer.eps < math.inf):
+        raise ValueError(f"eps: got {layer.eps!r}, expected a finite number of at least 0")
+    momentum = layer.momentum
+    if momentum is not None and not (is_number(momentum) and 0 <= momentum <= 1):
+        raise ValueError(f"momentum: got {momentum!r}, expected a number in [0, 1], or None")
     for name, allowed in (
         ("affine_grad", AFFINE_GRADS),
         ("activation", ACTIVATIONS),
         ("statistics", STATISTICS),
     ):
         value = getattr(layer, name)
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             raise ValueError(f"{name}: got {value!r}, expected one of {allowed}")
     for name in ("sync", "inplace"):
         value = getattr(layer, name)
         if not isinstance(value, bool):
             raise ValueError(f"{name}: got {value!r}, expected True or False")
-    if not abs(layer.negative_slope) <= _LARGEST:
+    if not (is_number(layer.negative_slope) and abs(layer.negative_slope) <= _LARGEST):
         raise ValueError(
-            f"negative_slope: got {layer.negative_slope}, expected a finite number of float32"
+            f"negative_slope: got {layer.negative_slope!r}, expected a finite number of float32"
         )
     if not layer.inplace:
         return
@@ -185,19 +197,43 @@ def check_in_place(x, weight, bias, residual, negative_slope):
         )
 
 
-def check_momentum(momentum, running_mean, num_batches_tracked):
-    if momentum is None:
-        if running_mean is not None and num_batches_tracked is None:
+def check_counter(momentum, running_mean, running_var, num_batches_tracked):
+    """Of batches, which cumulative averaging divides by."""
+    tracked = num_batches_tracked
+    reference = running_var if running_mean is None else running_mean
+    if tracked is None:
+        if momentum is None and reference is not None:
             raise ValueError(
                 "momentum: got None without num_batches_tracked, expected a number in [0, 1]"
             )
-    elif not 0 <= momentum <= 1:
-        raise ValueError(f"momentum: got {momentum}, expected a number in [0, 1], or None")
+        return
+    check_strided("num_batches_tracked", tracked)
+    device = tracked.device if reference is None else reference.device
+    if tracked.dtype != torch.int64 or tracked.numel() != 1 or tracked.device != device:
+        raise ValueError(
+            f"num_batches_tracked: got {tracked.dtype} of shape {tuple(tracked.shape)} on "
+            f"{tracked.device}, expected one torch.int64 on {device}"
+        )
+    # On a GPU nobody waits for the number.
+    if momentum is None and device.type == "cpu" and not torch.compiler.is_compiling():
+        if not 0 <= int(tracked) <= 2**53:
+            raise ValueError(f"num_batches_tracked: got {int(tracked)}, expected 0 to 2^53")
 
 
 def _check_dtype(name: str, x: Tensor) -> None:
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"{name}: got {x.dtype}, expected float16, bfloat16, float32 or float64")
+    check_dtype(name, x.dtype)
+
+
+def check_dtype(name: str, dtype) -> None:
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
+        raise ValueError(f"{name}: got {dtype}, expected float16, bfloat16, float32 or float64")
+
+
+def check_num_features(channels) -> None:
+    """Integers of other libraries too."""
+    integer = isinstance(channels, (int, numbers.Integral)) and not isinstance(channels, bool)
+    if not (integer and 0 <= channels <= _MOST_CHANNELS):
+        raise ValueError(f"num_features: got {channels!r}, expected an integer from 0 to 2^31")
 
 
 def check_input(name: str, x) -> None:
@@ -234,11 +270,19 @@ def check_per_channel(name: str, tensor, x: Tensor) -> None:
         )
 
 
-def check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
+def check_written(name: str, tensor: Tensor) -> None:
+    """Its entries have places of their own."""
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride == 0 and size > 1:
+            raise ValueError(
+                f"{name}: got strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, "
+                "expected a place for each entry, as it is written"
+            )
+
+
+def check_arguments(x, running_mean, running_var, weight, bias, residual):
     """One error that names the argument, what was given and what is allowed."""
     check_input("input", x)
-    if not eps >= 0:
-        raise ValueError(f"eps: got {eps}, expected a number of at least 0")
     for name, tensor in (
         ("running_mean", running_mean),
         ("running_var", running_var),
@@ -247,5 +291,7 @@ def check_arguments(x, running_mean, running_var, weight, bias, residual, eps):
     ):
         if tensor is not None:
             check_per_channel(name, tensor, x)
+            if name.startswith("running"):
+                check_written(name, tensor)
     if residual is not None:
         check_like_input("residual", residual, x)

@@ -7,8 +7,8 @@ from . import _exchange, _exported, _recomputation, _second
 from ._layer import (
     Layer,
     check_arguments,
+    check_counter,
     check_in_place,
-    check_momentum,
     check_options,
     values_per_channel,
 )
@@ -219,8 +219,8 @@ def train_step(
     try:
         check_transforms(layer.name, input=x, weight=weight, bias=bias, residual=residual)
         check_options(layer)
-        check_momentum(layer.momentum, running_mean, num_batches_tracked)
-        check_arguments(x, running_mean, running_var, weight, bias, residual, layer.eps)
+        check_arguments(x, running_mean, running_var, weight, bias, residual)
+        check_counter(layer.momentum, running_mean, running_var, num_batches_tracked)
         if call is not None and call.device != x.device:
             raise ValueError(
                 f"input: got a tensor on {x.device}, expected {call.device}, where the layer lies"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _baton, _devices, _groups, _mask
-from ._layer import Layer, check_options
+from ._layer import Layer, check_dtype, check_num_features, check_options, check_strided
 from ._tracing import leaf
 from ._training import train_step
 from .functional import finish
@@ -81,6 +81,9 @@ class SyncBatchNorm(_BatchNorm):
         timeout: "float | datetime.timedelta | None" = None,
         engine: str = "auto",
     ) -> None:
+        check_num_features(num_features)
+        if dtype is not None:
+            check_dtype("dtype", dtype)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
@@ -127,6 +130,8 @@ class SyncBatchNorm(_BatchNorm):
         return None if name is None else _groups.resolve(name)
 
     def _check_input_dim(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            check_strided("input", x)
         if x.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
 

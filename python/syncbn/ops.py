@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _batch_norm_cuda, _exchange, _groups
+from ._layer import check_strided, check_written, is_number
 from ._ops import ops
 from ._training import like
 from ._where import Call
@@ -197,6 +198,20 @@ class _BatchNorm(torch.autograd.Function):
         )
 
 
+def _check_kinds(tensors, is_infer, use_global_est, epsilon, momentum) -> None:
+    """What the operator's schema would refuse without naming the argument."""
+    for name, tensor in zip(_TENSORS, tensors, strict=True):
+        if not (tensor is None and name in ("scale", "bias")):
+            check_strided(name, tensor)
+    for name, value in (("is_infer", is_infer), ("use_global_est", use_global_est)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: got {value!r}, expected True or False")
+    if not is_number(epsilon):
+        raise ValueError(f"epsilon: got {epsilon!r}, expected a finite number of at least 0")
+    if not is_number(momentum):
+        raise ValueError(f"momentum: got {momentum!r}, expected a number in [0, 1]")
+
+
 def _on_cuda(tensors) -> bool:
     """Whether all tensors are on CUDA, and not on the CPU."""
     x = tensors[0]
@@ -267,8 +282,24 @@ def batch_norm(
     }
     if has_torch_function(tensors):  # a tracer's stand-ins: one node of the graph
         return handle_torch_function(batch_norm, tensors, *tensors, **options)
-    peers = None if is_infer else _groups.peers(_groups.sharing(group, None, "process_group"))
+    return _run(tensors, **options)
+
+
+def _run(
+    tensors, is_infer, use_global_est, epsilon, momentum, group, layer_name, written=False
+) -> BatchNormOutputs:
+    """batch_norm. written: the estimates will be updated in place."""
+    x, estimated_mean, estimated_var, scale, bias, batches = tensors
+    if not isinstance(layer_name, str):
+        raise ValueError(f"layer_name: got {layer_name!r}, expected a string")
+    peers = (
+        None if is_infer is True else _groups.peers(_groups.sharing(group, None, "process_group"))
+    )
     try:
+        _check_kinds(tensors, is_infer, use_global_est, epsilon, momentum)
+        if written:
+            check_written("estimated_mean", estimated_mean)
+            check_written("estimated_var", estimated_var)
         on_cuda = _on_cuda(tensors)
         if on_cuda:
             _batch_norm_cuda.check(*tensors, epsilon, momentum)
@@ -276,7 +307,7 @@ def batch_norm(
         estimates = (t for t in (estimated_mean, estimated_var) if isinstance(t, Tensor))
         parameter = next(estimates, None)
         # On the CPU the others exchange inside their operator, which compares no texts.
-        compare = (x if parameter is None else parameter).is_cuda
+        compare = getattr(x if parameter is None else parameter, "is_cuda", False)
         _exchange.reject(peers, Call(layer_name), error, compare, x=x, parameter=parameter)
         raise
     function = _batch_norm_cuda.BatchNormOnCuda if on_cuda else _BatchNorm
@@ -305,18 +336,36 @@ def batch_norm_(
     scale: Tensor | None,
     bias: Tensor | None,
     batches: Tensor,
-    **options,
+    *,
+    is_infer: bool = False,
+    use_global_est: bool = False,
+    epsilon: float = 1e-6,
+    momentum: float = 0.99,
+    group: "_groups.Group" = None,
+    layer_name: str = "batch_norm",
 ) -> BatchNormOutputs:
     """batch_norm in place: estimated_mean, estimated_var and batches are updated, and returned as
     saved_mean, saved_var and saved_batches, in their own shapes. Arguments, options and errors as
     for batch_norm."""
     tensors = (x, estimated_mean, estimated_var, scale, bias, batches)
+    options = {
+        "is_infer": is_infer,
+        "use_global_est": use_global_est,
+        "epsilon": epsilon,
+        "momentum": momentum,
+        "group": group,
+        "layer_name": layer_name,
+    }
     if has_torch_function(tensors):
         return handle_torch_function(batch_norm_, tensors, *tensors, **options)
-    outputs = batch_norm(*tensors, **options)
     variables = (estimated_mean, estimated_var, batches)
-    if not options.get("is_infer", False):
+    outputs = _run(tensors, **options, written=not is_infer)
+    if not is_infer:
+        saved = [s.view(v.shape) for v, s in zip(variables, outputs[3:], strict=True)]
         with torch.no_grad():
-            for variable, saved in zip(variables, outputs[3:], strict=True):
-                variable.copy_(saved.view(variable.shape))
+            if torch.compiler.is_compiling():
+                for variable, value in zip(variables, saved, strict=True):
+                    variable.copy_(value)
+            else:  # one call, which no interrupt divides
+                torch._foreach_copy_(variables, saved)
     return BatchNormOutputs(*outputs[:3], *variables)

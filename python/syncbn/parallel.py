@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _baton, _devices, _exchange, _groups
+from ._classes import check_module
 from ._where import Call
 from .errors import DivergenceError
 from .nn import SyncBatchNorm
@@ -165,6 +166,15 @@ def _current(device: torch.device, stream: "torch.cuda.Stream | None"):
         yield
 
 
+def _device(device: torch.device | str | int) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f'devices: got {device!r}, expected "cpu", or "cuda:0" and so on'
+        ) from None
+
+
 class SelfDataParallel(nn.Module):
     """Runs a model on the shares of several devices of this process, as one step of one batch.
 
@@ -191,9 +201,12 @@ class SelfDataParallel(nn.Module):
         replicate: bool | None = None,
     ) -> None:
         super().__init__()
+        check_module(module)
         if devices is None:
             devices = [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
-        self.devices = [torch.device(d) for d in devices]
+        if not isinstance(devices, (list, tuple)):
+            raise ValueError(f"devices: got {devices!r}, expected a list of devices, or None")
+        self.devices = [_device(d) for d in devices]
         self.devices = [torch.device("cpu") if d.type == "cpu" else d for d in self.devices]
         if not self.devices:
             raise ValueError(

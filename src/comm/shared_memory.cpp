@@ -222,10 +222,7 @@ SharedMemoryGroup::Opened SharedMemoryGroup::open(SharedMemoryOffer offer,
     throw InvalidArgument("offer: got that of process " + std::to_string(mine.content.process) +
                           ", expected this process's, " + std::to_string(getpid()));
   }
-  if (timeout < milliseconds(1)) {
-    throw InvalidArgument("timeout: got " + std::to_string(timeout.count()) +
-                          " ms, expected at least 1 ms");
-  }
+  check_timeout(timeout);
   if (offers.size() != size * kEach) {
     throw InvalidArgument("offers: got " + std::to_string(offers.size()) + " bytes, expected " +
                           std::to_string(size * kEach));

@@ -228,7 +228,12 @@ void ThreadGroup::State::Rank::enter(const void* data, std::size_t bytes, bool g
 void ThreadGroup::State::Rank::all_reduce_sum(std::span<std::int64_t> words) {
   State& s = state_;
   if (rank_ == 0) {  // nobody reads it any more: all have passed the last exchange's last barrier
-    s.sums.resize(words.size());
+    try {
+      s.sums.resize(words.size());
+    } catch (const std::exception& error) {
+      abandon(error.what());
+      throw;
+    }
   }
   enter(words.data(), words.size_bytes(), false);
   // Each rank sums a part of the words over all ranks.
@@ -266,6 +271,7 @@ void ThreadGroup::State::Rank::all_gather(std::span<const std::byte> in, std::sp
 
 ThreadGroup::ThreadGroup(int size, std::chrono::milliseconds timeout) {
   check_ranks(size);
+  check_timeout(timeout);
   state_ = std::make_unique<State>(size, timeout);
 }
 

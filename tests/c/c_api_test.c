@@ -225,6 +225,7 @@ int main(void) {
   passes_exact();
   strides_exact();
   test_errors();
+  test_bad_input();
   if (failures == 0) {
     printf("all tests passed\n");
   }

@@ -47,7 +47,8 @@ syncbn_status forward(const views* v, syncbn_batch_statistics** statistics,
                       const syncbn_batch_norm_options* options,
                       const syncbn_communicator* communicator);
 
-/* In c_api_errors_test.c. */
+/* In c_api_errors_test.c and bad_input_test.c. */
 void test_errors(void);
+void test_bad_input(void);
 
 #endif /* SYNCBN_TESTS_C_STEP_H */

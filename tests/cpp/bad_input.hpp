@@ -1,0 +1,182 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "support.hpp"
+#include "syncbn/batch_norm.hpp"
+#include "syncbn/batch_norm_op.hpp"
+
+// Tables of calls that are refused: each with a text that names the argument, what was given and
+// what is allowed.
+namespace syncbn::testing {
+
+inline constexpr DType kUnknown = static_cast<DType>(9);
+inline constexpr std::int64_t kChannels = 3;
+/// 6 words each are 2 words modulo 2^64.
+inline constexpr std::int64_t kWrapping = 3074457345618258603;
+
+/// A group that says any size of itself.
+class Sized final : public Communicator {
+ public:
+  explicit Sized(int size) : size_(size) {}
+  int rank() const override { return 0; }
+  int size() const override { return size_; }
+  void all_reduce_sum(std::span<std::int64_t>) override { ADD_FAILURE() << "an exchange"; }
+  void all_gather(std::span<const std::byte>, std::span<std::byte>) override {
+    ADD_FAILURE() << "an exchange";
+  }
+  void abandon(const std::string&) override { ++abandoned; }
+  int abandoned = 0;
+
+ private:
+  int size_;
+};
+
+/// Memory for a step and for every pass of it; cases spoil the views.
+struct Arena {
+  static Tensor samples(double first) {
+    std::vector<double> values(24);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      values[i] = first + static_cast<double>(i * i % 7);
+    }
+    return {DType::kFloat32, {2, kChannels, 4}, values};
+  }
+  Tensor x_memory = samples(1), dy_memory = samples(-3), z_memory = samples(2);
+  Tensor y_memory = samples(0), dx_memory = samples(0), dz_memory = samples(0);
+  Tensor weight_memory{DType::kFloat32, {kChannels}, {1, 2, 3}};
+  Tensor mean_memory = weight_memory, var_memory = weight_memory;
+  Tensor dweight_memory = weight_memory, dbias_memory = weight_memory;
+  Tensor batch_mean_memory = weight_memory;
+  std::vector<std::uint8_t> mask_memory = std::vector<std::uint8_t>(8, 1);
+  std::vector<std::uint8_t> bits = std::vector<std::uint8_t>(64, 1);
+  std::int64_t tracked = 7;
+  std::vector<double> mean{1, 2, 3}, var{1, 1, 1}, rstd{1, 1, 1};
+  std::vector<double> coefficients = std::vector<double>(9, 1);
+  std::vector<std::int64_t> message = std::vector<std::int64_t>(4 + 19 * 3, 0);
+  MessageInfo info{8, true, false, true, DType::kFloat32};
+
+  TensorView x = std::as_const(x_memory).view(), dy = std::as_const(dy_memory).view();
+  TensorView residual, weight = std::as_const(weight_memory).view(), bias = weight;
+  MaskView mask{mask_memory.data(), {2, 4}};
+  MutableTensorView y = y_memory.view(), dx = dx_memory.view(), dresidual;
+  MutableTensorView dweight = dweight_memory.view(), dbias = dbias_memory.view();
+  MutableTensorView batch_mean = batch_mean_memory.view();
+  RunningStatistics running{mean_memory.view(), var_memory.view(), &tracked};
+  BatchNormOptions options;
+  BatchStatistics statistics{mean, var, rstd, 8, 5};
+  AffineGradients which = AffineGradients::kGlobal;
+  BatchNormOpAttributes attributes;
+  std::int64_t batches = 2;
+  std::int64_t* saved_batches = &tracked;
+  Executor& executor = serial_executor();
+
+  void forward(Communicator& group) {
+    batch_norm_forward(x, mask, weight, bias, residual, y, running, options, group, executor);
+  }
+  void forward() { forward(*self_communicator()); }
+  void backward() {
+    batch_norm_backward(dy, x, mask, weight, bias, statistics, dx, dweight, dbias, dresidual, which,
+                        *self_communicator(), executor);
+  }
+  void evaluate() {
+    batch_norm_evaluate(x, mask, weight, bias, residual, running.mean, running.var, y, options,
+                        executor);
+  }
+  void evaluate_backward() {
+    batch_norm_evaluate_backward(dy, x, mask, weight, bias, residual, running.mean, running.var, dx,
+                                 dweight, dbias, dresidual, options, executor);
+  }
+  void op() {
+    batch_norm_op({x, running.mean, running.var, weight, bias, batches},
+                  {y, batch_mean, {}, running.mean, running.var, saved_batches}, attributes,
+                  *self_communicator(), executor);
+  }
+  void op_backward() {
+    batch_norm_op_backward(dy, x, weight, statistics, attributes, dx, dweight, dbias,
+                           *self_communicator(), executor);
+  }
+  void finalize() {
+    finalize_moments(info, message.data() + 4, mean.data(), var.data(), rstd.data(), kChannels,
+                     1e-5, executor);
+  }
+  /// Puts back what a case spoils: the views, the options, and the counter.
+  void repair() {
+    const Arena fresh;
+    x = std::as_const(x_memory).view(), dy = std::as_const(dy_memory).view();
+    residual = {}, dresidual = {};
+    mask = {mask_memory.data(), {2, 4}};
+    y = y_memory.view(), dx = dx_memory.view();
+    dweight = dweight_memory.view(), dbias = dbias_memory.view();
+    batch_mean = batch_mean_memory.view();
+    running = {mean_memory.view(), var_memory.view(), &tracked};
+    options = {}, attributes = {}, which = AffineGradients::kGlobal;
+    statistics = fresh.statistics, info = fresh.info;
+    saved_batches = &tracked, batches = fresh.batches, tracked = fresh.tracked;
+  }
+  std::vector<std::vector<double>> values() const {
+    std::vector<std::vector<double>> all{mean, var, rstd, coefficients};
+    for (const Tensor* t : {&y_memory, &dx_memory, &dz_memory, &mean_memory, &var_memory,
+                            &dweight_memory, &dbias_memory, &batch_mean_memory}) {
+      all.push_back(t->values());
+    }
+    all.emplace_back(message.begin(), message.end());
+    all.emplace_back(bits.begin(), bits.end());
+    all.push_back({static_cast<double>(tracked)});
+    return all;
+  }
+};
+
+struct Case {
+  const char* what;
+  std::function<void(Arena&)> call;
+  std::vector<std::string> parts;  ///< of the text: argument, given, allowed
+};
+
+using A = Arena&;
+
+/// All entries along an axis in one place.
+template <class View>
+void flatten(View& view, std::size_t axis) {
+  view.strides[axis] = 0;
+}
+
+/// A training step, evaluation and the operator, both directions.
+inline void good_step(A a) {
+  a.statistics = batch_norm_forward(a.x, a.mask, a.weight, a.bias, a.residual, a.y, a.running,
+                                    a.options, *self_communicator(), a.executor);
+  a.backward();
+  a.evaluate();
+  a.op();
+}
+
+/// Every case is refused and changes nothing, and the step after all of them has the bits of one
+/// that never saw them.
+inline void expect_refused(const std::vector<Case>& cases) {
+  Arena untouched;
+  const auto before = untouched.values();
+  Arena arena;
+  for (const Case& one : cases) {
+    SCOPED_TRACE(one.what);
+    const std::string text = thrown_text<InvalidArgument>([&] { one.call(arena); });
+    for (const std::string& part : one.parts) {
+      EXPECT_TRUE(contains(text, part));
+    }
+    const std::int64_t given = arena.tracked;  // some cases spoil it
+    arena.repair();
+    EXPECT_TRUE(arena.values() == before) << "something was changed";
+    EXPECT_TRUE(given == arena.tracked || contains(text, "got " + std::to_string(given)));
+  }
+  good_step(untouched);
+  good_step(arena);
+  EXPECT_TRUE(arena.values() == untouched.values());
+  EXPECT_FALSE(arena.values() == before);
+}
+
+}  // namespace syncbn::testing

@@ -1,0 +1,177 @@
+#include "bad_input.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+// What a caller of the layer and of the operator can get wrong, besides what arguments_test.cpp
+// has.
+namespace syncbn {
+namespace {
+
+using testing::A;
+using testing::Arena;
+using testing::Case;
+using testing::flatten;
+using testing::kWrapping;
+using testing::Sized;
+using testing::thrown_text;
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+const std::vector<Case> kCases = {
+    {"mask of another plane",
+     [](A a) { a.mask.sizes = {2, 5}, a.forward(); },
+     {"mask: got shape (2, 5)", "expected (2, 4)"}},
+    {"mask with channels",
+     [](A a) { a.mask.sizes = {2, 3, 4}, a.backward(); },
+     {"mask: got shape (2, 3, 4)", "expected (2, 4)"}},
+    {"mask without bytes",
+     [](A a) { a.mask.data = nullptr, a.evaluate(); },
+     {"mask: got a null pointer", "expected data"}},
+    {"mask on a GPU",
+     [](A a) { a.mask.device = Device::kCuda, a.evaluate_backward(); },
+     {"mask: got a tensor on CUDA", "expected the device of x, CPU"}},
+    {"residual of another shape",
+     [](A a) { a.residual = {a.x.data, DType::kFloat32, {2, 4, 3}}, a.forward(); },
+     {"residual: got shape (2, 4, 3)", "expected the shape of x, (2, 3, 4)"}},
+    {"residual of another dtype",
+     [](A a) { a.residual = {a.x.data, DType::kFloat16, {2, 3, 4}}, a.evaluate(); },
+     {"residual: got float16", "expected the dtype of x, float32"}},
+    {"unknown activation",
+     [](A a) { a.options.activation.kind = static_cast<ActivationKind>(9), a.forward(); },
+     {"activation: got number 9", "expected none, relu or leaky_relu"}},
+    {"infinite slope",
+     [](A a) { a.options.activation = {ActivationKind::kLeakyRelu, kInf}, a.evaluate(); },
+     {"negative_slope: got inf", "expected a finite number"}},
+    {"unknown statistics",
+     [](A a) { a.options.statistics = static_cast<Statistics>(7), a.forward(); },
+     {"statistics: got number 7", "expected reproducible or welford"}},
+    {"negative counter",
+     [](A a) { a.tracked = -5, a.options.momentum.reset(), a.forward(); },
+     {"running.num_batches_tracked: got -5", "expected 0 to 2^53"}},
+    {"counter that overflows",
+     [](A a) { a.tracked = std::numeric_limits<std::int64_t>::max(), a.forward(); },
+     {"running.num_batches_tracked: got 9223372036854775807", "expected 0 to 2^53"}},
+    {"y in one place",
+     [](A a) { flatten(a.y, 1), a.forward(); },
+     {"y: got stride 0 of axis 1 of shape (2, 3, 4)", "expected a place for each entry"}},
+    {"y of evaluation in one place",
+     [](A a) { flatten(a.y, 2), a.evaluate(); },
+     {"y: got stride 0 of axis 2", "expected a place for each entry"}},
+    {"running mean in one place",
+     [](A a) { flatten(a.running.mean, 0), a.forward(); },
+     {"running.mean: got stride 0", "expected a place for each entry"}},
+    {"running var in one place",
+     [](A a) { flatten(a.running.var, 0), a.forward(); },
+     {"running.var: got stride 0", "expected a place for each entry"}},
+    {"2^31 + 1 channels",
+     [](A a) { a.x = {nullptr, DType::kFloat32, {0, (1LL << 31) + 1}}, a.mask = {}, a.forward(); },
+     {"x: got shape (0, 2147483649)", "expected at most 2^31 channels"}},
+    {"channels whose words wrap around",
+     [](A a) { a.x = {nullptr, DType::kFloat16, {0, kWrapping}}, a.mask = {}, a.forward(); },
+     {"x: got shape (0, 3074457345618258603)", "expected at most 2^31 channels"}},
+    {"an empty batch of planes that overflow",
+     [](A a) {
+       a.x.sizes = {0, 3, 1LL << 62, 1LL << 62}, a.x.strides = {0, 0, 0, 0};
+       a.mask = {}, a.forward();
+     },
+     {"x: got shape (0, 3, 4611686018427387904", "expected at most 2^36 elements per channel"}},
+    {"dresidual of another shape",
+     [](A a) { a.dresidual = {a.dx.data, DType::kFloat32, {2, 4, 3}}, a.backward(); },
+     {"dresidual: got shape (2, 4, 3)", "expected the shape of x, (2, 3, 4)"}},
+    {"dresidual in one place",
+     [](A a) { a.dresidual = a.dz_memory.view(), flatten(a.dresidual, 0), a.backward(); },
+     {"dresidual: got stride 0 of axis 0", "expected a place for each entry"}},
+    {"dx in one place",
+     [](A a) { flatten(a.dx, 0), a.backward(); },
+     {"dx: got stride 0 of axis 0", "expected a place for each entry"}},
+    {"dx of evaluation in one place",
+     [](A a) { flatten(a.dx, 0), a.evaluate_backward(); },
+     {"dx: got stride 0 of axis 0", "expected a place for each entry"}},
+    {"dweight in one place",
+     [](A a) { flatten(a.dweight, 0), a.backward(); },
+     {"dweight: got stride 0", "expected a place for each entry"}},
+    {"dbias in one place",
+     [](A a) { flatten(a.dbias, 0), a.evaluate_backward(); },
+     {"dbias: got stride 0", "expected a place for each entry"}},
+    {"unknown gradients",
+     [](A a) { a.which = static_cast<AffineGradients>(5), a.backward(); },
+     {"which: got number 5", "expected share or global"}},
+    {"an activation mask of another input",
+     [](A a) { a.statistics.activation_mask.resize(5), a.backward(); },
+     {"statistics: got an activation mask of 5 bytes", "expected that of x's shape"}},
+    {"dx that is dy",
+     [](A a) {
+       a.residual = std::as_const(a.z_memory).view(), a.dy = a.dx;
+       a.options.activation.kind = ActivationKind::kRelu, a.evaluate_backward();
+     },
+     {"dx: got dy", "expected other memory"}},
+    {"a group of nobody",
+     [](A a) {
+       Sized nobody(0);
+       a.forward(nobody);
+     },
+     {"ranks: got 0", "expected 1 to 2048"}},
+    {"a group that is too large",
+     [](A a) {
+       Sized many(2049);
+       a.forward(many);
+     },
+     {"ranks: got 2049", "expected 1 to 2048"}},
+    {"operator without estimates",
+     [](A a) { a.running.mean = {}, a.op(); },
+     {"estimated_mean: got none", "expected one entry per channel of x"}},
+    {"operator with a negative counter",
+     [](A a) { a.batches = -1, a.op(); },
+     {"batches: got -1", "expected a number of at least 0"}},
+    {"operator without a counter",
+     [](A a) { a.saved_batches = nullptr, a.op(); },
+     {"saved_batches: got null", "expected a counter"}},
+    {"operator's epsilon",
+     [](A a) { a.attributes.epsilon = kNan, a.op(); },
+     {"epsilon: got nan", "expected a finite number of at least 0"}},
+    {"operator's momentum",
+     [](A a) { a.attributes.momentum = 1.5, a.op_backward(); },
+     {"momentum: got 1.5", "expected a number in [0, 1]"}},
+    {"operator's estimate in one place",
+     [](A a) { flatten(a.running.var, 0), a.op(); },
+     {"saved_var: got stride 0", "expected a place for each entry"}},
+    {"operator's batch mean in one place",
+     [](A a) { flatten(a.batch_mean, 0), a.op(); },
+     {"batch_mean: got stride 0", "expected a place for each entry"}},
+    {"operator's dx in one place",
+     [](A a) { flatten(a.dx, 0), a.op_backward(); },
+     {"dx: got stride 0 of axis 0", "expected a place for each entry"}},
+    {"operator's statistics of other channels",
+     [](A a) { a.statistics.rstd.pop_back(), a.op_backward(); },
+     {"statistics: got 2 channels", "expected those of x, 3"}},
+};
+
+TEST(BadInput, OfTheLayerIsRefusedExact) { testing::expect_refused(kCases); }
+
+/// A rank that refuses says so to the others.
+TEST(BadInput, TheGroupIsTold) {
+  Arena arena;
+  Sized group(2049);
+  thrown_text<InvalidArgument>([&] { arena.forward(group); });
+  EXPECT_EQ(group.abandoned, 1);
+}
+
+/// Bytes of a mask are true or false, whatever their value.
+TEST(BadInput, AnyByteButZeroCountsExact) {
+  Arena ones, others;
+  others.mask_memory.assign(8, 0x80);
+  ones.mask_memory[3] = others.mask_memory[3] = 0;
+  testing::good_step(ones);
+  testing::good_step(others);
+  EXPECT_TRUE(ones.values() == others.values());
+}
+
+}  // namespace
+}  // namespace syncbn

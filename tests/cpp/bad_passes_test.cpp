@@ -1,0 +1,198 @@
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "bad_input.hpp"
+#include "syncbn/shared_memory.hpp"
+#include "syncbn/welford.hpp"
+
+// What a caller of the passes can get wrong, and who makes groups and executors.
+namespace syncbn {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::A;
+using testing::Case;
+using testing::flatten;
+using testing::kUnknown;
+using testing::kWrapping;
+
+const std::vector<Case> kPassCases = {
+    {"no message",
+     [](A a) { local_moments(a.x, a.mask, nullptr, 0, a.executor); },
+     {"message: got a null pointer", "expected 61 entries"}},
+    {"words of nobody",
+     [](A a) {
+       finalize_moments(a.info, nullptr, a.mean.data(), a.var.data(), a.rstd.data(), 3, 1e-5,
+                        a.executor);
+     },
+     {"words: got a null pointer", "expected 57 entries"}},
+    {"no var",
+     [](A a) {
+       finalize_moments(a.info, a.message.data() + 4, a.mean.data(), nullptr, a.rstd.data(), 3,
+                        1e-5, a.executor);
+     },
+     {"var: got a null pointer", "expected 3 entries"}},
+    {"negative channels",
+     [](A a) {
+       finalize_moments(a.info, a.message.data() + 4, a.mean.data(), a.var.data(), a.rstd.data(),
+                        -1, 1e-5, a.executor);
+     },
+     {"channels: got -1", "expected 0 to 2^31"}},
+    {"header of an unknown dtype",
+     [](A a) { a.info.dtype = kUnknown, a.finalize(); },
+     {"dtype: got dtype number 9", "expected float16"}},
+    {"normalize without mean",
+     [](A a) {
+       normalize(a.x, a.mask, nullptr, a.rstd.data(), a.weight, a.bias, {}, a.y, nullptr, {},
+                 a.executor);
+     },
+     {"mean: got a null pointer", "expected 3 entries"}},
+    {"update without var",
+     [](A a) {
+       update_running_statistics(a.running.mean, a.running.var, a.mean.data(), nullptr, 3, 8, 0.5);
+     },
+     {"var: got a null pointer", "expected 3 entries"}},
+    {"update of a negative count",
+     [](A a) {
+       update_running_statistics(a.running.mean, a.running.var, a.mean.data(), a.var.data(), 3, -1,
+                                 0.5);
+     },
+     {"count: got -1", "expected 0 to 2^36"}},
+    {"update in one place",
+     [](A a) {
+       flatten(a.running.var, 0);
+       update_running_statistics(a.running.mean, a.running.var, a.mean.data(), a.var.data(), 3, 8,
+                                 0.5);
+     },
+     {"running_var: got stride 0", "expected a place for each entry"}},
+    {"gradients without rstd",
+     [](A a) {
+       const ActivationGradient through{{ActivationKind::kRelu}, a.weight, a.bias};
+       local_gradients(a.dy, a.x, a.mask, a.mean.data(), nullptr, through, {}, a.message.data(), 0,
+                       a.executor);
+     },
+     {"rstd: got a null pointer", "expected 3 entries"}},
+    {"u in one place",
+     [](A a) {
+       flatten(a.dx, 2);
+       local_gradients(a.dy, a.x, a.mask, a.mean.data(), a.rstd.data(), {}, a.dx, a.message.data(),
+                       0, a.executor);
+     },
+     {"u: got stride 0 of axis 2", "expected a place for each entry"}},
+    {"no coefficients",
+     [](A a) {
+       finalize_gradients(a.info, a.message.data() + 4, a.mean.data(), a.rstd.data(), a.weight,
+                          nullptr, a.dweight, a.dbias, 3, 8, a.executor);
+     },
+     {"coefficients: got a null pointer", "expected 9 entries"}},
+    {"shares of an unknown dtype",
+     [](A a) {
+       affine_gradient_shares(a.message.data() + 4, kUnknown, a.mean.data(), a.rstd.data(),
+                              a.dweight, a.dbias, 3, a.executor);
+     },
+     {"dtype: got dtype number 9", "expected float16"}},
+    {"shares of no words",
+     [](A a) {
+       affine_gradient_shares(nullptr, DType::kFloat32, a.mean.data(), a.rstd.data(), a.dweight,
+                              a.dbias, 3, a.executor);
+     },
+     {"words: got a null pointer", "expected 57 entries"}},
+    {"input's gradient without coefficients",
+     [](A a) {
+       input_gradient(a.dy, a.x, a.mask, a.mean.data(), a.rstd.data(), nullptr, {}, a.dx,
+                      a.executor);
+     },
+     {"coefficients: got a null pointer", "expected 9 entries"}},
+    {"recovery without a place for bits",
+     [](A a) {
+       recover_input(a.x, a.mean.data(), a.rstd.data(), a.weight, a.bias, a.dx, nullptr, 0.5,
+                     a.executor);
+     },
+     {"activation_mask: got a null pointer", "expected "}},
+    {"recovery with slope 0",
+     [](A a) {
+       recover_input(a.x, a.mean.data(), a.rstd.data(), a.weight, a.bias, a.dx, a.bits.data(), 0,
+                     a.executor);
+     },
+     {"negative_slope: got 0", "expected a finite number other than 0"}},
+    {"evaluation's gradient without rstd",
+     [](A a) { evaluation_input_gradient(a.dy, a.mask, nullptr, a.weight, a.dx, a.executor); },
+     {"rstd: got a null pointer", "expected 3 entries"}},
+    {"header of nothing",
+     [](A) { read_header(nullptr, 1); },
+     {"merged: got a null pointer", "expected 4 entries"}},
+    {"header of no ranks",
+     [](A a) { read_header(a.message.data(), 0); },
+     {"ranks: got 0", "expected 1 to 2048"}},
+    {"rejection to nowhere",
+     [](A) { rejection_header(0, nullptr); },
+     {"message: got a null pointer", "expected 4 entries"}},
+    {"words of an unknown dtype",
+     [](A) { words_per_channel(kUnknown); },
+     {"dtype: got dtype number 9", "expected float16"}},
+    {"words of negative channels",
+     [](A) { message_words(DType::kFloat32, -1); },
+     {"channels: got -1", "expected 0 to 2^31"}},
+    {"words that wrap around",
+     [](A) { message_words(DType::kFloat16, kWrapping); },
+     {"channels: got 3074457345618258603", "expected 0 to 2^31"}},
+    {"welford words that overflow",
+     [](A) { welford_words(DType::kFloat64, 1LL << 62); },
+     {"channels: got 4611686018427387904", "expected 0 to 2^31"}},
+    {"welford without a message",
+     [](A a) { local_welford(a.x, a.mask, nullptr, 0, a.executor); },
+     {"message: got a null pointer", "expected 8 entries"}},
+    {"welford without records",
+     [](A a) {
+       merge_welford(a.info, nullptr, a.mean.data(), a.var.data(), a.rstd.data(), 3, 1, 4, 1e-5);
+     },
+     {"records: got a null pointer", "expected "}},
+    {"welford of too many ranks",
+     [](A a) {
+       merge_welford(a.info, a.message.data(), a.mean.data(), a.var.data(), a.rstd.data(), 3, 2049,
+                     4, 1e-5);
+     },
+     {"ranks: got 2049", "expected 1 to 2048"}},
+};
+
+const std::vector<Case> kGroupCases = {
+    {"no time", [](A) { ThreadGroup(2, milliseconds(0)); }, {"timeout: got 0 ms", "1 ms to"}},
+    {"time that overflows",
+     [](A) { ThreadGroup(2, milliseconds::max()); },
+     {"timeout: got 9223372036854775807 ms", "expected 1 ms to 2^40 ms"}},
+    {"a rank beyond the group",
+     [](A) { ThreadGroup(2).rank(2); },
+     {"rank: got 2", "expected 0 to 1"}},
+    {"an offer of a rank beyond the group",
+     [](A) { SharedMemoryOffer(2, 2); },
+     {"rank: got 2", "expected 0 to 1"}},
+    {"an offer to nobody",
+     [](A) { SharedMemoryOffer(0, 0); },
+     {"ranks: got 0", "expected 1 to 2048"}},
+    {"shared memory without end",
+     [](A) {
+       SharedMemoryOffer offer(0, 1);
+       const std::vector<std::byte> bytes(offer.bytes().begin(), offer.bytes().end());
+       SharedMemoryGroup::open(std::move(offer), bytes, milliseconds::max());
+     },
+     {"timeout: got 9223372036854775807 ms", "expected 1 ms to 2^40 ms"}},
+    {"a gather to too little",
+     [](A a) {
+       const auto out = std::as_writable_bytes(std::span(a.message));
+       self_communicator()->all_gather(std::as_bytes(std::span(a.mean)), out.first(8));
+     },
+     {"out: got 8 bytes", "expected 24"}},
+    {"a pool without threads", [](A) { ThreadPool(0); }, {"threads: got 0", "at least 1"}},
+};
+
+TEST(BadInput, OfAPassIsRefusedExact) { testing::expect_refused(kPassCases); }
+
+TEST(BadInput, OfAGroupIsRefusedExact) { testing::expect_refused(kGroupCases); }
+
+}  // namespace
+}  // namespace syncbn

@@ -1,0 +1,265 @@
+"""What a caller can get wrong: for each case what is given, and what the error must say.
+
+A case is (name, call, text): call(layer) of a fresh layer in training mode, with 4 channels and
+leaky_relu, raises a ValueError in whose text the pattern is found: argument, given, allowed.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+
+import syncbn
+from syncbn.functional import sync_batch_norm
+from syncbn.ops import batch_norm, batch_norm_
+from syncbn.parallel import SelfDataParallel, all_reduce
+
+C = 4
+X = torch.linspace(-2, 3, 5 * C * 3).sin().view(5, C, 3)
+NAN, INF = math.nan, math.inf
+STRIDES = "expected a tensor with strides"
+FLOATS = "expected float16, bfloat16, float32 or float64"
+
+INPUTS = {
+    "input none": (None, f"^input: got NoneType, {STRIDES}"),
+    "input array": (X.numpy(), f"^input: got ndarray, {STRIDES}"),
+    "input string": ("x", f"^input: got str, {STRIDES}"),
+    "input number": (1.0, f"^input: got float, {STRIDES}"),
+    "input sparse": (X.to_sparse(), f"^input: got a tensor of layout torch.sparse_coo, {STRIDES}"),
+    "input nested": (torch.nested.nested_tensor([X[0], X[1]]), f"^input: got a nested.*{STRIDES}"),
+    "input mkldnn": (X[..., None].to_mkldnn(), f"^input: got .*torch._mkldnn, {STRIDES}"),
+    "input int": (X.int(), f"^input: got torch.int32, {FLOATS}"),
+    "input bool": (X > 0, f"^input: got torch.bool, {FLOATS}"),
+    "input complex": (X.to(torch.complex64), f"^input: got torch.complex64, {FLOATS}"),
+    "input float8": (X.to(torch.float8_e4m3fn), f"^input: got torch.float8_e4m3fn, {FLOATS}"),
+    "input quantized": (
+        torch.quantize_per_tensor(X, 0.1, 0, torch.quint8),
+        f"^input: got torch.quint8, {FLOATS}",
+    ),
+    "input meta": (X.to("meta"), "^input: got a tensor on meta, expected the CPU or CUDA"),
+    "input scalar": (X[0, 0, 0], "^input: got 0D input, expected at least 2D"),
+    "input one axis": (X[0, 0], "^input: got 1D input, expected at least 2D"),
+    "input channels": (X[:, :3], r"^running_mean: got shape \(4,\), expected \(3,\)"),
+    "input one value": (X[:1, :, 0], "^Expected more than 1 value per channel .* got 1 over all"),
+    "inputs none": ([], "^inputs: got an empty list, expected one tensor per device"),
+    "inputs nested": ([[X], X], r"^inputs\[0\]: got list, expected a tensor"),
+    "inputs dtypes": ([X, X.double()], r"^inputs\[1\]: got torch.float64, expected torch.float32"),
+    "inputs channels": ([X, X[:, :3]], r"^inputs\[1\].*got shape \(4,\), expected \(3,\)"),
+    "inputs devices": ([X, X.to("meta")], r"^inputs\[1\]: got a tensor on meta, expected cpu"),
+}
+LIKE = "expected the input's torch.float32, .* and cpu"
+RESIDUALS = {
+    "residual shape": (X[..., :2], f"^residual: got torch.float32 of shape .* {LIKE}"),
+    "residual broadcast": (X[:1], f"^residual: got torch.float32 of shape .* {LIKE}"),
+    "residual dtype": (X.double(), f"^residual: got torch.float64 of .* {LIKE}"),
+    "residual meta": (X.to("meta"), f"^residual: got .* on meta, {LIKE}"),
+    "residual number": (1.0, f"^residual: got float, {STRIDES}"),
+    "residual list": ([X], f"^residual: got list, {STRIDES}"),
+    "residual sparse": (X.to_sparse(), f"^residual: got a tensor of layout .* {STRIDES}"),
+}
+ONES = torch.ones(5, 3)
+MASK = r"expected torch.bool or torch.uint8, \(5, 3\) .* and cpu"
+MASKS = {
+    "mask shape": (X > 0, rf"^mask: got torch.bool of shape \(5, 4, 3\) on cpu, {MASK}"),
+    "mask float": (ONES, f"^mask: got torch.float32 of .* {MASK}"),
+    "mask negative": (-ONES.to(torch.int8), f"^mask: got torch.int8 of .* {MASK}"),
+    "mask long": (ONES.long(), f"^mask: got torch.int64 of .* {MASK}"),
+    "mask meta": (ONES.bool().to("meta"), f"^mask: got .* on meta, {MASK}"),
+    "mask list": ([True], f"^mask: got list, {STRIDES}"),
+    "mask true": (True, f"^mask: got bool, {STRIDES}"),
+}
+
+EPS = "expected a finite number of at least 0"
+MOMENTUM = r"expected a number in \[0, 1\], or None"
+SLOPE = "expected a finite number of float32"
+SECONDS = "expected a positive number of seconds, at most 1e9, or a timedelta"
+#: Name, value and text; for the constructor, and, where a layer has such an attribute, for a call.
+OPTIONS = [
+    *(("eps", v, f"^eps: got {v!r}, {EPS}") for v in (-1, NAN, INF, "1e-5", None, True)),
+    *(("momentum", v, f"^momentum: got {v!r}, {MOMENTUM}") for v in (-0.1, 1.5, NAN, "0.1", True)),
+    ("momentum", [0.1], rf"^momentum: got \[0.1\], {MOMENTUM}"),
+    *(("negative_slope", v, f"^negative_slope: got {v!r}, {SLOPE}") for v in ("a", None, INF)),
+    *(("activation", v, "^activation: got .*, expected one of") for v in ("gelu", None, ["relu"])),
+    ("activation", np.array(["relu", "none"]), "^activation: got .*, expected one of"),
+    ("statistics", 2, "^statistics: got 2, expected one of"),
+    ("affine_grad", "mean", "^affine_grad: got 'mean', expected one of"),
+    ("sync", 1, "^sync: got 1, expected True or False"),
+    ("inplace", None, "^inplace: got None, expected True or False"),
+    *(("timeout", v, "^timeout: got .*" + SECONDS) for v in (0, -1, NAN, INF, "5", True, 1e12)),
+    ("engine", "mpi", "^engine: got 'mpi', expected one of"),
+    *(
+        ("process_group", v, "^process_group: got .*, expected a process group, its name, or None")
+        for v in (3, [0], object())
+    ),
+    ("dtype", torch.int64, f"^dtype: got torch.int64, {FLOATS}"),
+    ("dtype", "float32", f"^dtype: got float32, {FLOATS}"),
+    *(
+        ("num_features", v, f"^num_features: got {v!r}, expected an integer from 0 to 2\\^31")
+        for v in (-1, 2.5, True, "4", None, NAN, 2**31 + 1)
+    ),
+]
+
+COUNTER = "expected one torch.int64 on cpu"
+PLACE = "expected a place for each entry, as it is written"
+PARAMETERS = ("weight", "bias", "running_mean", "running_var")
+#: A parameter or buffer, what takes its place, and the text.
+STATE = [
+    *((n, torch.ones(3), rf"^{n}: got shape \(3,\), expected \(4,\)") for n in PARAMETERS),
+    *((n, torch.ones(4, 1), rf"^{n}: got shape \(4, 1\), expected \(4,\)") for n in PARAMETERS),
+    *((n, torch.ones(4).int(), rf"^{n}: got torch.int32, {FLOATS}") for n in PARAMETERS),
+    *((n, torch.ones(4).to("meta"), rf"^{n}: got .* on meta, expected cpu") for n in PARAMETERS),
+    *((n, np.ones(4), rf"^{n}: got ndarray, {STRIDES}") for n in PARAMETERS),
+    *((n, torch.ones(1).expand(4), rf"^{n}: got strides \(0,\).*{PLACE}") for n in PARAMETERS[2:]),
+    *(
+        ("num_batches_tracked", v, f"^num_batches_tracked: got .*, {COUNTER}")
+        for v in (
+            torch.tensor(1, dtype=torch.int32),
+            torch.tensor(1.0),
+            torch.zeros(2).long(),
+            torch.zeros(0).long(),
+            torch.tensor(1, device="meta"),
+        )
+    ),
+    ("num_batches_tracked", 3, f"^num_batches_tracked: got int, {STRIDES}"),
+]
+
+
+def _cumulative(count):
+    def call(layer):
+        layer.momentum = None
+        layer.num_batches_tracked.fill_(count)
+        layer(X)
+
+    return call
+
+
+def _function(**given):
+    """of sync_batch_norm, which has no layer: of the layer's statistics and parameters."""
+
+    def call(layer):
+        own = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
+        names = ("running_mean", "running_var", "weight", "bias")
+        sync_batch_norm(**{"x": X, **dict(zip(names, own)), "training": True, **given})
+
+    return call
+
+
+def _operator(function, **given):
+    def call(layer):
+        own = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
+        names = ("estimated_mean", "estimated_var", "scale", "bias")
+        function(**{"x": X, **dict(zip(names, own)), "batches": torch.tensor([2]), **given})
+
+    return call
+
+
+OPERATOR = (
+    ({"x": None}, f"^x: got NoneType, {STRIDES}"),
+    ({"x": X.to_sparse()}, f"^x: got a tensor of layout .* {STRIDES}"),
+    ({"scale": [1]}, f"^scale: got list, {STRIDES}"),
+    ({"estimated_mean": None}, f"^estimated_mean: got NoneType, {STRIDES}"),
+    ({"batches": 1}, f"^batches: got int, {STRIDES}"),
+    ({"epsilon": "1"}, f"^epsilon: got '1', {EPS}"),
+    ({"epsilon": INF}, f"^epsilon: got inf, {EPS}"),
+    ({"momentum": None}, r"^momentum: got None, expected a number in \[0, 1\]"),
+    ({"is_infer": "no"}, "^is_infer: got 'no', expected True or False"),
+    ({"use_global_est": 1}, "^use_global_est: got 1, expected True or False"),
+    ({"layer_name": 3}, "^layer_name: got 3, expected a string"),
+    ({"group": 3}, "^process_group: got 3, expected a process group"),
+)
+
+OTHERS = {
+    "counter negative": (_cumulative(-5), r"^num_batches_tracked: got -5, expected 0 to 2\^53"),
+    "counter overflows": (_cumulative(2**63 - 1), r"^num_batches_tracked: got 9.*0 to 2\^53"),
+    "function momentum none": (
+        _function(momentum=None),
+        r"^momentum: got None without num_batches_tracked, expected a number in \[0, 1\]",
+    ),
+    "function momentum none, var alone": (
+        _function(momentum=None, running_mean=None),
+        r"^momentum: got None without num_batches_tracked, expected a number in \[0, 1\]",
+    ),
+    "function eps": (_function(eps=INF), f"^eps: got inf, {EPS}"),
+    "function group": (_function(group=3), "^process_group: got 3, expected a process group"),
+    "function weight": (_function(weight=torch.ones(3)), r"^weight: got shape \(3,\), expected"),
+    "list residual": (
+        lambda layer: layer([X, X], X),
+        "^residual: got Tensor, expected a list of 2, one per input",
+    ),
+    "list mask": (lambda layer: layer([X, X], None, 5), "^mask: got int, expected a list of 2"),
+    "list welford": (
+        lambda layer: setattr(layer, "statistics", "welford") or layer([X, X]),
+        "^statistics: got 'welford' for a list of inputs, expected 'reproducible'",
+    ),
+    "parallel module": (
+        lambda _: SelfDataParallel(None, ["cpu"]),
+        "^module: got NoneType, expected a torch.nn.Module",
+    ),
+    "parallel devices": (
+        lambda layer: SelfDataParallel(layer, "cpu"),
+        "^devices: got 'cpu', expected a list of devices, or None",
+    ),
+    "parallel device": (
+        lambda layer: SelfDataParallel(layer, [None]),
+        '^devices: got None, expected "cpu", or "cuda:0" and so on',
+    ),
+    "all_reduce string": (lambda _: all_reduce("ab"), "^x: got 'ab', expected a tensor or a list"),
+    "all_reduce shapes": (
+        lambda _: all_reduce([X, X[:2]]),
+        r"^x\[1\]: got shape \(2, 4, 3\) .*, expected \(5, 4, 3\)",
+    ),
+    "estimate in one place": (
+        _operator(batch_norm_, estimated_var=torch.ones(1).expand(4)),
+        rf"^estimated_var: got strides \(0,\) .*{PLACE}",
+    ),
+    "convert nothing": (
+        lambda _: syncbn.convert_sync_batchnorm(nn.BatchNorm1d),
+        "^module: got type, expected a torch.nn.Module",
+    ),
+    "convert statistics": (
+        lambda _: syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), statistics="x"),
+        "^statistics: got 'x', expected one of",
+    ),
+    "check nothing": (lambda _: syncbn.check(5), "^module: got int, expected a torch.nn.Module"),
+}
+
+
+def _option(name, value):
+    return lambda _: syncbn.SyncBatchNorm(**{"num_features": C, "device": "meta", name: value})
+
+
+def _changed(name, value):
+    """An option that changes after the layer was made."""
+
+    def call(layer):
+        setattr(layer, name, value)
+        layer(X)
+
+    return call
+
+
+def _state(name, value):
+    def call(layer):
+        own = layer._parameters if name in layer._parameters else layer._buffers
+        good, own[name] = own[name], value
+        try:
+            layer(X)
+        finally:
+            own[name] = good
+
+    return call
+
+
+LATER = ("eps", "momentum", "negative_slope", "activation", "statistics", "affine_grad", "inplace")
+CASES = [
+    *((n, lambda layer, x=x: layer(x), text) for n, (x, text) in INPUTS.items()),
+    *((n, lambda layer, z=z: layer(X, z), text) for n, (z, text) in RESIDUALS.items()),
+    *((n, lambda layer, m=m: layer(X, None, m), text) for n, (m, text) in MASKS.items()),
+    *((f"new {n} {v}", _option(n, v), text) for n, v, text in OPTIONS),
+    *((f"changed {n} {v}", _changed(n, v), text) for n, v, text in OPTIONS if n in LATER),
+    *((f"{n} {k}", _state(n, v), text) for k, (n, v, text) in enumerate(STATE)),
+    *((f"operator {k}", _operator(batch_norm_, **v), t) for k, (v, t) in enumerate(OPERATOR)),
+    *((f"pure operator {k}", _operator(batch_norm, **v), t) for k, (v, t) in enumerate(OPERATOR)),
+    *((n, call, text) for n, (call, text) in OTHERS.items()),
+]

@@ -1,0 +1,299 @@
+"""Bad input of every kind is one clear error that changes nothing, and the next step has the bits
+of a layer that never saw it; what is no number stays in its channel; running statistics are whole
+when an exception comes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import syncbn
+from bad_input_table import CASES, INPUTS, MASKS, RESIDUALS, C, X
+from support import available_levels, layouts_of, new_layer
+from syncbn._ops import ops
+
+
+def state_of(layer):
+    """What a refused call must not change."""
+    tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    gradients = {f"{name}.grad": p.grad for name, p in layer.named_parameters()}
+    return {k: None if t is None else t.detach().clone() for k, t in (tensors | gradients).items()}
+
+
+def equal(a, b):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        if value is None or b[name] is None:
+            assert value is b[name], name
+        else:
+            assert torch.equal(value, b[name]), name
+
+
+def make():
+    """A layer that has made a step, and so has gradients and a counter."""
+    layer = new_layer(C, activation="leaky_relu")
+    step(layer)
+    return layer
+
+
+def step(layer, x=X):
+    x = x.clone().requires_grad_()
+    y = layer(x, x.detach() * 2)
+    y.backward(torch.cos(x.detach()))
+    return {"y": y.detach(), "dx": x.grad, **state_of(layer)}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return step(make())
+
+
+@pytest.mark.parametrize("name, call, text", CASES, ids=[case[0] for case in CASES])
+def test_bad_input_is_one_error_and_changes_nothing(name, call, text, expected):
+    layer = make()
+    before, options = state_of(layer), dict(layer.__dict__)
+    with pytest.raises(ValueError, match=text) as caught:
+        call(layer)
+    assert "\n" not in str(caught.value)
+    layer.__dict__.update(options)
+    if name.startswith("counter"):  # the case's own change
+        layer.num_batches_tracked.copy_(before["num_batches_tracked"])
+    equal(state_of(layer), before)
+    equal(step(layer), expected)
+
+
+def test_the_table_is_large_enough():
+    assert len(CASES) >= 60
+    assert len({name for name, _, _ in CASES}) == len(CASES)
+
+
+EVALUATION = {
+    **{name: (x,) for name, (x, _) in INPUTS.items()},
+    **{name: (X, z) for name, (z, _) in RESIDUALS.items()},
+    **{name: (X, None, m) for name, (m, _) in MASKS.items()},
+}
+#: What PyTorch's operator, which evaluation is, can take.
+TAKEN = ("input mkldnn", "input one value", "inputs nested")
+
+
+@pytest.mark.parametrize("name", [name for name in EVALUATION if name not in TAKEN])
+def test_in_evaluation_mode(name, expected):
+    """The input's errors are PyTorch's, those of residual and mask the layer's own."""
+    layer = make().eval()
+    before = state_of(layer)
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError)) as caught:
+        layer(*EVALUATION[name])
+    if "input" not in name:
+        assert str(caught.value).startswith(name.split()[0] + ": got ")
+    equal(state_of(layer), before)
+    equal(step(layer.train()), expected)
+
+
+def test_no_features_and_eps_zero_are_no_errors():
+    assert syncbn.SyncBatchNorm(0)(torch.randn(3, 0)).shape == (3, 0)
+    assert syncbn.SyncBatchNorm(C, eps=0)(X).isfinite().all()
+
+
+@pytest.mark.parametrize("bad", (X[:, :3], X.double(), X[:4], X.int(), X[0, 0]))
+def test_operators_called_by_name_refuse_in_backward(bad):
+    """Autograd never hands on such a gradient; a caller of the operator can."""
+    message = ops.local_moments(X, 0, None, 1e-5, 0)
+    _, mean, _, rstd, info, _ = ops.normalize(
+        X, message, message, None, None, None, None, 1e-5, 1, 0, 0.0
+    )
+    rest = (X, mean, rstd, info, None, None, None, 0, 0.0, False, 0)
+    good, _ = ops.local_gradients(X, *rest)
+    with pytest.raises(RuntimeError):
+        ops.local_gradients(bad, *rest)
+    assert torch.equal(ops.local_gradients(X, *rest)[0], good)
+
+
+POISONS = {
+    "NaN": (float("nan"), float("nan"), True),
+    "+inf": (float("inf"), float("inf"), True),
+    "-inf": (float("-inf"), float("-inf"), True),
+    "both": (float("inf"), float("-inf"), True),
+    "largest": (None, None, False),
+    "denormal": (5e-324, -5e-324, False),
+    "zeros": (-0.0, 0.0, False),
+}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def put(x, channel, poison):
+    """A copy of x, in its layout, with two numbers in one channel."""
+    first, second, _ = POISONS[poison]
+    if first is None:
+        first = second = torch.finfo(x.dtype).max
+    elif poison == "denormal":
+        first = torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps
+        second = -first
+    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+    out[0, channel] = first
+    out[1, channel] = second
+    return out
+
+
+def channels_of(layer, x, dy, residual):
+    """Everything that a step gives, a channel in each row."""
+    x, z = x.detach().requires_grad_(), residual.detach().requires_grad_()
+    y = layer(x, z)
+    y.backward(dy)
+    parts = [t.detach().transpose(0, 1).flatten(1) for t in (y, x.grad, z.grad)]
+    own = (layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var)
+    return [*parts, *(t.detach()[:, None].to(x.dtype) for t in own)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("statistics", ("reproducible", "welford"))
+@pytest.mark.parametrize("activation", ("none", "leaky_relu"))
+def test_what_is_no_number_stays_in_its_channel_exact(dtype, statistics, activation):
+    """torch.equal tells no -0.0 from 0.0, so bits are compared."""
+    channels = 19
+    plain = torch.linspace(-3, 3, 3 * channels * 7).cos().view(3, channels, 7).to(dtype)
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
+    before = ops.cpu_instruction_set()
+    try:
+        for level in available_levels():
+            ops.force_cpu_instruction_set(level)
+            for layout, x in layouts_of(plain).items():
+                dy = layouts_of(plain.flip(0))[layout]
+
+                def run(x, dy):
+                    options = {"statistics": statistics, "activation": activation}
+                    layer = new_layer(channels, dtype, momentum=1.0, **options)
+                    return channels_of(layer, x, dy, plain)
+
+                clean = run(x, dy)
+                for k, poison in enumerate(POISONS):
+                    c = (5 * k + 1) % channels
+                    others = [i for i in range(channels) if i != c]
+                    for given in ((put(x, c, poison), dy), (x, put(dy, c, poison))):
+                        got = run(*given)
+                        for a, b in zip(got, clean, strict=True):
+                            same = a[others].contiguous().view(integer)
+                            assert torch.equal(same, b[others].contiguous().view(integer)), (
+                                f"{level}, {layout}, {poison}"
+                            )
+                        if given[1] is dy and POISONS[poison][2] and statistics == "reproducible":
+                            mean, var = got[-2][c], got[-1][c]
+                            wanted = torch.tensor([sum(POISONS[poison][:2])], dtype=dtype)
+                            assert torch.equal(mean.nan_to_num(1, 2, 3), wanted.nan_to_num(1, 2, 3))
+                            assert var.isnan()
+    finally:
+        ops.force_cpu_instruction_set(before)
+
+
+class Interrupt(TorchDispatchMode):
+    """Ctrl-C before or after the n-th operator."""
+
+    def __init__(self, at, late):
+        super().__init__()
+        self.at, self.late = at, late
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.at -= 1
+        if self.at == -1 and not self.late:
+            raise KeyboardInterrupt
+        out = function(*args, **(kwargs or {}))
+        if self.at == -1:
+            raise KeyboardInterrupt
+        return out
+
+
+def _list_step(layer):
+    ys = layer([X[:2].clone().requires_grad_(), X[2:].clone().requires_grad_()])
+    torch.cat(ys).cos().sum().backward()
+
+
+def _checkpointed_step(layer):
+    x = X.clone().requires_grad_()
+    checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False).sum().backward()
+
+
+def _operator_step(layer):
+    x = X.clone().requires_grad_()
+    variables = (layer.running_mean, layer.running_var)
+    counter = layer.num_batches_tracked
+    y = syncbn.ops.batch_norm_(x, *variables, layer.weight, layer.bias, counter).y
+    y.cos().sum().backward()
+
+
+STEPS = {
+    "layer": ({}, step),
+    "welford": ({"statistics": "welford"}, step),
+    "cumulative": ({"momentum": None}, step),
+    "list": ({}, _list_step),
+    "checkpointed": ({}, _checkpointed_step),
+    "operator": ({}, _operator_step),
+}
+
+
+@pytest.mark.parametrize("late", (False, True), ids=("before", "after"))
+@pytest.mark.parametrize("name", STEPS)
+def test_interrupted_steps_are_whole_or_not_at_all_exact(name, late):
+    """Running statistics, the counter and the number of the call belong together."""
+    options, run = STEPS[name]
+    buffers = ("running_mean", "running_var", "num_batches_tracked", "_call")
+
+    def statistics_of(layer):
+        return {name: getattr(layer, name).clone() for name in buffers}
+
+    whole = new_layer(C, **options)
+    before = statistics_of(whole)
+    run(whole)
+    after = statistics_of(whole)
+    for at in range(200):
+        layer = new_layer(C, **options)
+        interrupted = False
+        try:
+            with Interrupt(at, late):
+                run(layer)
+        except KeyboardInterrupt:
+            interrupted = True
+        if not interrupted:
+            break
+        # Not in the handler: the traceback holds torch's checkpoint, whose hooks then stay.
+        now = statistics_of(layer)
+        done = all(torch.equal(now[k], after[k]) for k in buffers)
+        equal(now, after if done else before)
+        if not done:
+            run(layer)
+            equal(statistics_of(layer), after)
+    assert 3 < at < 199
+
+
+@pytest.mark.parametrize("kind", ("pre", "forward", "backward"))
+def test_hooks_that_raise(kind, expected):
+    layer = make()
+    before = state_of(layer)
+
+    def hook(*_):
+        raise KeyError("hook")
+
+    register = {
+        "pre": layer.register_forward_pre_hook,
+        "forward": layer.register_forward_hook,
+        "backward": layer.register_full_backward_pre_hook,
+    }[kind]
+    handle = register(hook)
+    with pytest.raises(KeyError, match="hook"):
+        step(layer)
+    handle.remove()
+    now = state_of(layer)
+    if kind == "pre":
+        equal(now, before)
+        equal(step(layer), expected)
+    else:  # forward was made, whole
+        for name in ("running_mean", "running_var", "num_batches_tracked", "_call"):
+            assert torch.equal(now[name], expected[name]), name
+        assert torch.equal(now["weight.grad"], before["weight.grad"])
+
+
+def test_masks_of_any_bytes_count_as_true_exact():
+    ones = torch.ones(5, 3, dtype=torch.uint8)
+    ones[2, 1] = 0
+    results = [new_layer(C)(X, None, m) for m in (ones, ones * 0x80, ones.bool())]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert F.relu(results[0][2, :, 1]).count_nonzero() == 0
