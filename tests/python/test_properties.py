@@ -1,8 +1,8 @@
 """Random shapes, layouts, splits, types and options, every bit against the oracle.
 
-By default the examples are the same in each run. `SYNCBN_EXAMPLES=1000 pytest --hypothesis-seed=7`
-draws others, and more of them; `make soak` does so for as long as one likes. A failure prints the
-smallest example that was found, and a line that repeats it.
+By default the examples are the same in each run. With SYNCBN_EXAMPLES=1000 in the environment they
+are others, 1,000 of them; `make soak` draws for as long as one likes. A failure prints the smallest
+example that was found, and a line that repeats it.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from syncbn._ops import ops
 
 EXAMPLES = int(os.environ.get("SYNCBN_EXAMPLES", "0"))
 SETTINGS = hypothesis.settings(
-    max_examples=EXAMPLES or 150,
+    max_examples=EXAMPLES or 400,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,
