@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Usage: scripts/sanitize.sh VENV
+# What CI runs of the sanitizers: the C++ tests and PyTorch's operators with those of addresses and
+# undefined behaviour, what has threads with that of threads. `make asan tsan` run all C++ tests.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=$1
+export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
+export SYNCBN_CASES=100  # of the property tests
+
+"$venv/bin/cmake" --preset asan -D SYNCBN_TORCH=ON >/dev/null
+"$venv/bin/cmake" --build --preset asan --target syncbn_tests syncbn_torch_cpu
+# Left out: tests of many repetitions, whose code others run too.
+build/asan/tests/cpp/syncbn_tests --gtest_brief=1 \
+  --gtest_filter='-Scale*:*ManyPartials*:*ManyLargeAdditions*:*LargeTensors*'
+
+# The package with these operators. The sanitizer comes before all other libraries, and looks for
+# C++'s in those that came with it; Python leaks.
+package=build/asan/package/syncbn
+rm -rf "$package"
+mkdir -p "$package/lib"
+cp -r python/syncbn/. "$package"
+ln -sf "$PWD/build/asan/bindings/torch/libsyncbn_torch_cpu.so" "$package/lib/"
+cp build/asan/bindings/torch/_build.py "$package"
+preloaded="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libstdc++.so)"
+LD_PRELOAD=$preloaded ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$PWD/build/asan/package \
+  SYNCBN_EXAMPLES=60 OMP_NUM_THREADS=2 "$venv/bin/python" -m pytest -p no:cacheprovider \
+  --hypothesis-seed=1 tests/python/test_{properties,in_place,batch_norm_op}.py
+
+"$venv/bin/cmake" --preset tsan >/dev/null
+"$venv/bin/cmake" --build --preset tsan --target syncbn_tests
+build/tsan/tests/cpp/syncbn_tests --gtest_brief=1 \
+  --gtest_filter='Executor*:*ThreadGroup*:*Communicator*:*SharedMemory*:Divergence*:Properties*'
