@@ -20,7 +20,7 @@
 namespace syncbn {
 namespace {
 
-using namespace testing;  // NOLINT: this file is about nothing else
+using namespace testing;  // most of it
 
 /// The samples of each rank, in the order in which it holds them.
 using Split = std::vector<std::vector<std::int64_t>>;
