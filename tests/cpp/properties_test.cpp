@@ -106,8 +106,8 @@ struct Rank {
     }
     if (!step.mask.empty()) {
       mask = parts_of(step.mask, samples, step.plane());
-      mask_sizes = sizes;
-      mask_sizes.erase(mask_sizes.begin() + 1);
+      sizes.erase(sizes.begin() + 1);
+      mask_sizes = std::move(sizes);
     }
   }
   MaskView mask_view() const { return {mask.data(), mask_sizes}; }

@@ -22,9 +22,9 @@ constexpr std::int64_t kMostExtent = 1 << 16;
 
 /// An address at which nothing may be read or written.
 inline void* forbidden() {
-  static char* const page =
+  static char* const kPage =
       static_cast<char*>(mmap(nullptr, 1 << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  return page + (1 << 19);
+  return kPage + (1 << 19);
 }
 
 inline std::int64_t odd_number(Bytes& bytes) {
@@ -223,10 +223,10 @@ class Argument {
         device = 1;
         break;
       case 4:
-        dtype = bytes.take<std::int8_t>();
+        dtype = bytes.take<std::uint8_t>() - 8;
         break;
       case 5:  // another number of axes, with sizes and strides to read
-        ndim = bytes.take<std::int8_t>();
+        ndim = bytes.take<std::uint8_t>() - 16;
         sizes.resize(static_cast<std::size_t>(std::clamp(ndim, 0, 64)), 1);
         strides.resize(sizes.size(), 1);
         break;
@@ -269,7 +269,7 @@ class Mask {
           no_data_ = true;
           break;
         case 1:
-          device_ = bytes.take<std::int8_t>();
+          device_ = bytes.take<std::uint8_t>() - 8;
           break;
         case 2:
           sizes_.assign(sizes_.size(), odd_number(bytes));
