@@ -22,7 +22,8 @@ mkdir -p "$package/lib"
 cp -r python/syncbn/. "$package"
 ln -sf "$PWD/build/asan/bindings/torch/libsyncbn_torch_cpu.so" "$package/lib/"
 cp build/asan/bindings/torch/_build.py "$package"
-preloaded="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libstdc++.so)"
+cxx=${CXX:-c++}
+preloaded="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libstdc++.so)"
 LD_PRELOAD=$preloaded ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$PWD/build/asan/package \
   SYNCBN_EXAMPLES=60 OMP_NUM_THREADS=2 "$venv/bin/python" -m pytest -p no:cacheprovider \
   --hypothesis-seed=1 tests/python/test_{properties,in_place,batch_norm_op}.py
