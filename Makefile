@@ -1,7 +1,8 @@
 # The commands that people type; what takes more than a few lines is in scripts/.
 # Variables: TORCH=2.12.0 (another PyTorch, in an environment of its own), PYTHON, CXX, JOBS,
-# ARGS (for pytest or the demo), MINUTES, SECONDS, SEED (of soak and fuzz), SYNCBN_WERROR=ON (as CI does), SYNCBN_CUDA=OFF (the Python package
-# without kernels, where nvcc would build them; ON: an error without nvcc).
+# ARGS (for pytest or the demo), MINUTES (soak), SECONDS (fuzz), SEED (both), SYNCBN_WERROR=ON (as CI
+# does), SYNCBN_CUDA=OFF (the Python package without kernels, where nvcc would build them; ON: an error
+# without nvcc).
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
