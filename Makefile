@@ -1,8 +1,8 @@
 # The commands that people type; what takes more than a few lines is in scripts/.
 # Variables: TORCH=2.12.0 (another PyTorch, in an environment of its own), PYTHON, CXX, JOBS,
-# ARGS (for pytest or the demo), SYNCBN_WERROR=ON (as CI does), SYNCBN_CUDA=OFF (the Python package
-# without kernels, where nvcc would build them; ON: an error without nvcc), MANYLINUX=2_28 (the newest
-# system that a wheel may need).
+# ARGS (for pytest or the demo), MINUTES (soak), SECONDS (fuzz), SEED (both), SYNCBN_WERROR=ON (as CI
+# does), SYNCBN_CUDA=OFF (the Python package without kernels, where nvcc would build them; ON: an error
+# without nvcc), MANYLINUX=2_28 (the newest system that a wheel may need).
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -60,6 +60,17 @@ gpu-check:  ## on a machine with a GPU, without a network: build, test, sanitize
 asan tsan release cuda: $(VENV)/.stamp-build  ## C++ tests with this preset
 	$(cmake) --workflow --preset $@
 
+sanitize: $(test_tools)  ## what CI runs of the sanitizers: C++ tests, PyTorch's operators
+	@scripts/sanitize.sh $(VENV)
+
+soak: build-cpp $(package) $(test_tools)  ## property tests with fresh seeds, MINUTES=30 SEED=
+	$(python) scripts/soak.py $(or $(MINUTES),30) $(SEED)
+
+fuzz: $(VENV)/.stamp-build  ## fuzzers, with clang, SECONDS=60 SEED=
+	$(cmake) --preset fuzz
+	$(cmake) --build --preset fuzz
+	$(python) scripts/fuzz.py $(or $(SECONDS),60) $(SEED)
+
 lint: build $(VENV)/.stamp-lint  ## check format and style
 	@scripts/lint.sh all
 
@@ -106,4 +117,4 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp test-python demo bench bench-count bench-cpp \
-  gpu-check asan tsan release cuda lint format docs wheel clean
+  gpu-check asan tsan release cuda sanitize soak fuzz lint format docs wheel clean

@@ -35,8 +35,10 @@ check "ruff check" "$tools/ruff" check --quiet .
 check "ruff format" "$tools/ruff" format --check --quiet .
 check "clang-format" clang_format
 if [[ $mode == all ]]; then
+  fuzzers=()
+  if [[ -e build/fuzz/compile_commands.json ]]; then fuzzers=(build/fuzz); fi  # after `make fuzz`
   check "clang-tidy" "$tools/python" scripts/clang_tidy.py "$jobs" "$tools/clang-tidy" \
-    build/cpu build/wheel
+    build/cpu build/wheel "${fuzzers[@]}"
 fi
 if ((failed)); then
   echo "lint: failed; 'make format' repairs formatting" >&2

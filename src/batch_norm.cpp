@@ -238,16 +238,15 @@ void batch_norm_evaluate(const TensorView& x, const MaskView& mask, const Tensor
                          const TensorView& running_mean, const TensorView& running_var,
                          const MutableTensorView& y, const BatchNormOptions& options,
                          const Execution& execution) {
+  BatchNormOptions local = options;
+  local.momentum = 0.0;                          // nothing is updated
+  local.statistics = Statistics::kReproducible;  // nothing is exchanged
   if (!check_running(running_mean, running_var, true)) {
     const auto alone = self_communicator();
-    BatchNormOptions local = options;
-    local.momentum = 0.0;                          // nothing is updated
-    local.statistics = Statistics::kReproducible;  // nothing is exchanged
     batch_norm_forward(x, mask, weight, bias, residual, y, {}, local, *alone, execution);
     return;
   }
-  check_eps(options.eps);
-  check_samples("x", x);
+  check_forward(x, mask, weight, bias, residual, y, {}, {}, nullptr, local, 1);
   const EvaluationStatistics statistics(x, running_mean, running_var, options.eps);
   normalize(x, mask, statistics.mean.data(), statistics.rstd.data(), weight, bias, residual, y,
             nullptr, options.activation, execution);

@@ -66,8 +66,8 @@ inline void require_array(const char* name, const void* array, std::int64_t coun
 }
 
 inline void require_channels(std::int64_t channels) {
-  if (channels < 0) {
-    refuse("channels", std::to_string(channels), "at least 0");
+  if (channels < 0 || channels > kMaxChannels) {
+    refuse("channels", std::to_string(channels), "0 to 2^31");
   }
 }
 

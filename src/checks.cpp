@@ -96,12 +96,15 @@ void check_samples(const char* name, const TensorView& tensor) {
            "2 to " + std::to_string(kMaxDims) + " axes (N, C, spatial...)");
   }
   check_storage(name, tensor);
-  if (tensor.sizes[1] > kMaxChannels) {
+  if (tensor.sizes[1] > kMaxChannels) {  // also where there are no elements: messages have words
     refuse(name, "shape " + shape(tensor), "at most 2^31 channels");
   }
-  std::int64_t count = 1;  // elements per channel, without overflow; of an empty one the plane too
+  if (has_no_elements(tensor)) {
+    return;
+  }
+  std::int64_t count = 1;  // elements per channel, without overflow
   for (std::size_t i = 0; i < tensor.sizes.size(); ++i) {
-    if (i == 1 || tensor.sizes[i] == 0) {
+    if (i == 1) {
       continue;
     }
     if (count > kMaxCount / tensor.sizes[i]) {

@@ -4,6 +4,11 @@
 
 namespace syncbn {
 
+bool has_no_elements(const TensorView& tensor) {
+  const auto& sizes = tensor.sizes;
+  return sizes[0] == 0 || std::find(sizes.begin() + 2, sizes.end(), 0) != sizes.end();
+}
+
 SampleView::SampleView(const TensorView& tensor, const MaskView& which)
     : data(tensor.data),
       dtype(tensor.dtype),
@@ -13,6 +18,10 @@ SampleView::SampleView(const TensorView& tensor, const MaskView& which)
       sample_stride(tensor.strides[0]),
       channel_stride(tensor.strides[1]),
       mask(which.data) {
+  if (has_no_elements(tensor)) {
+    plane = 0;  // the other sizes may be any, and so may be the strides
+    return;
+  }
   for (std::size_t i = 2; i < tensor.sizes.size(); ++i) {
     const std::int64_t size = tensor.sizes[i];
     const std::int64_t stride = tensor.strides[i];
@@ -21,7 +30,9 @@ SampleView::SampleView(const TensorView& tensor, const MaskView& which)
       continue;
     }
     const auto last = static_cast<std::size_t>(spatial_dims) - 1;
-    if (spatial_dims > 0 && strides[last] == stride * size) {
+    // Unsigned: without channels strides may still be any.
+    const auto step = static_cast<std::uint64_t>(stride) * static_cast<std::uint64_t>(size);
+    if (spatial_dims > 0 && strides[last] == static_cast<std::int64_t>(step)) {
       sizes[last] *= size;
       strides[last] = stride;
     } else {

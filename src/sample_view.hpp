@@ -9,6 +9,9 @@ namespace syncbn {
 
 inline constexpr int kMaxDims = 64;
 
+/// N or a spatial size is 0. tensor: 2 or more axes.
+bool has_no_elements(const TensorView& tensor);
+
 /// How the elements of a plane (n, c) lie in memory.
 enum class Layout : std::uint8_t {
   kPlanes,   ///< a plane is contiguous (NCHW and slices of it)

@@ -21,6 +21,7 @@ namespace syncbn {
 /// Limits of the message format (docs/numerics.md, section 2).
 inline constexpr int kMaxRanks = 2048;
 inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 36;
+/// Keeps the length of a message far from overflow.
 inline constexpr std::int64_t kMaxChannels = std::int64_t{1} << 31;
 
 /// Words in front of the channels' words: count, fingerprint, its square, flags.

@@ -40,9 +40,9 @@ struct BasicTensorView {
         dtype(tensor_dtype),
         sizes(std::move(tensor_sizes)),
         strides(sizes.size()) {
-    std::int64_t step = 1;
-    for (std::size_t i = sizes.size(); i-- > 0; step *= sizes[i]) {
-      strides[i] = step;
+    std::uint64_t step = 1;  // unsigned: sizes are not checked yet
+    for (std::size_t i = sizes.size(); i-- > 0; step *= static_cast<std::uint64_t>(sizes[i])) {
+      strides[i] = static_cast<std::int64_t>(step);
     }
   }
 

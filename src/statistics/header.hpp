@@ -40,8 +40,11 @@ SYNCBN_HD inline MessageInfo header_info(const std::int64_t* merged, int ranks) 
   MessageInfo info;
   info.count = merged[kHeaderCount];
   const std::int64_t sum = merged[kHeaderFingerprint];
-  // Equality in Cauchy-Schwarz: all fingerprints are the same. Both sides are below 2^62.
-  info.agree = ranks * merged[kHeaderSquare] == sum * sum;
+  // Equality in Cauchy-Schwarz: all fingerprints are the same. Both sides are below 2^62, and
+  // unsigned because another program's words may be anything.
+  const auto root = static_cast<std::uint64_t>(sum);
+  const auto square = static_cast<std::uint64_t>(merged[kHeaderSquare]);
+  info.agree = static_cast<std::uint64_t>(ranks) * square == root * root;
   const std::int64_t flags = merged[kHeaderFlags];
   info.any_rejected = (flags & kCounterMask) != 0;
   for (int number = 0; number <= static_cast<int>(DType::kFloat64); ++number) {
@@ -59,9 +62,9 @@ SYNCBN_HD inline MessageInfo header_info(const std::int64_t* merged, int ranks) 
 }
 
 /// Whether what came with this header may be used: all ranks agree, none has refused, and the count
-/// is within the limit.
+/// is within the limits.
 SYNCBN_HD inline bool usable(const MessageInfo& info) {
-  return info.agree && !info.any_rejected && info.count <= kMaxCount;
+  return info.agree && !info.any_rejected && info.count >= 0 && info.count <= kMaxCount;
 }
 
 inline constexpr std::uint64_t kContractVersion = 1;

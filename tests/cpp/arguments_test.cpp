@@ -192,6 +192,11 @@ std::vector<Refused> size_cases() {
                        {"x", std::to_string(sizes[0]), null ? "" : "2^36"}});
     }
   }
+  for (const std::int64_t channels : {(1LL << 31) + 1, 1LL << 62}) {
+    cases.push_back({"too many channels, of no elements",
+                     [=](Call& c) { c.x_view = {nullptr, DType::kFloat32, {0, channels}, {0, 0}}; },
+                     {"x", std::to_string(channels), "2^31 channels"}});
+  }
   return cases;
 }
 

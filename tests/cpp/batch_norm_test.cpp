@@ -312,5 +312,30 @@ TEST(BatchNorm, NoChannels) {
   EXPECT_TRUE(s.mean.empty());
 }
 
+TEST(BatchNorm, SizesAndStridesOfNoElementsMayBeAny) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  const auto self = self_communicator();
+  for (const auto& sizes :
+       {std::vector<std::int64_t>{0, 3, kMost, kMost},
+        std::vector<std::int64_t>{kMost, 3, kMost, 0}, std::vector<std::int64_t>{2, 0, 4}}) {
+    for (const bool contiguous : {true, false}) {
+      MutableTensorView x(nullptr, DType::kFloat32, sizes);
+      if (!contiguous) {
+        x.strides.assign(sizes.size(), -kMost);
+      }
+      const std::uint8_t all[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+      const MaskView mask =
+          sizes[1] == 0 ? MaskView{all, {2, 4}} : MaskView{nullptr, {sizes[0], sizes[2], sizes[3]}};
+      const BatchStatistics statistics =
+          batch_norm_forward(x, mask, {}, {}, x, x, {}, {.activation = {ActivationKind::kRelu}},
+                             *self, serial_executor());
+      EXPECT_EQ(statistics.count, sizes[1] == 0 ? 8 : 0);
+      EXPECT_EQ(activation_mask_bytes(x), 0);
+      EXPECT_NO_THROW(batch_norm_backward(x, x, mask, {}, {}, statistics, x, {}, {}, x,
+                                          AffineGradients::kShare, *self, serial_executor()));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace syncbn

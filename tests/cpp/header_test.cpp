@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <set>
 #include <string>
 #include <vector>
@@ -42,6 +43,7 @@ TEST(Header, Sizes) {
   EXPECT_EQ(message_words(DType::kFloat64, 0), 4);
   EXPECT_EQ(kMaxRanks, 2048);
   EXPECT_EQ(kMaxCount, std::int64_t{1} << 36);
+  EXPECT_EQ(kMaxChannels, std::int64_t{1} << 31);
 }
 
 TEST(Fingerprint, TwentyBitsThatDependOnEveryInput) {
@@ -181,6 +183,21 @@ TEST(Header, RejectionReachesEveryone) {
     EXPECT_EQ(info.count, 3 * (2048 - refusing));
     EXPECT_THROW(check_header(info), DivergenceError);
   }
+}
+
+// Sums that no ranks can bring, but another program's memory can hold.
+TEST(Header, WordsMayBeAny) {
+  const std::int64_t least = std::numeric_limits<std::int64_t>::min();
+  const std::int64_t words[kHeaderWords] = {least, least, -1, 0};
+  EXPECT_FALSE(read_header(words, 2048).agree);
+  const MessageInfo info = {.count = -1, .agree = true, .any_data = true};
+  std::vector<std::int64_t> sums(19, 1);
+  sums.back() = 0;  // no flags
+  double mean = 0;
+  double var = 0;
+  double rstd = 0;
+  finalize_moments(info, sums.data(), &mean, &var, &rstd, 1, 1e-5, serial_executor());
+  EXPECT_TRUE(std::isnan(mean) && std::isnan(var) && std::isnan(rstd));
 }
 
 TEST(Header, LimitsAreNamed) {

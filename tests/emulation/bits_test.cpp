@@ -11,6 +11,7 @@
 
 #include "activation_mask.hpp"
 #include "emulator.hpp"
+#include "properties.hpp"
 #include "sample_view.hpp"
 #include "statistics/format.hpp"
 #include "support.hpp"
@@ -305,16 +306,31 @@ void expect_equal(const Results& actual, const Results& expected, const Case& c)
   EXPECT_TRUE(same_bits(actual.evaluated.values(), expected.evaluated.values())) << "evaluated";
 }
 
-void expect_same(Random& random, const Case& c) {
+void expect_same(const Case& c, const std::vector<Configuration>& configurations) {
   SCOPED_TRACE(c.text());
   const LevelScope level("reference");
   Results expected(c);
   run_on_cpu(c, expected);
-  for (const Configuration& configuration : two_configurations(random)) {
+  for (const Configuration& configuration : configurations) {
+    SCOPED_TRACE("threads in the order of seed " + std::to_string(configuration.seed));
     const ConfigurationScope scope(configuration);
     Results actual(c);
-    run_on_cuda(c, actual);
+    EXPECT_NO_THROW(run_on_cuda(c, actual));
     expect_equal(actual, expected, c);
+  }
+}
+
+void expect_same(Random& random, const Case& c) { expect_same(c, two_configurations(random)); }
+
+// Each seed is a case and an order of threads of its own. Also the one to repeat: SYNCBN_SEED.
+TEST(CudaBits, TwoHundredSeedsExact) {
+  const std::uint64_t first = testing::environment_number("SYNCBN_SEED", 1);
+  const std::uint64_t seeds = testing::environment_number("SYNCBN_CASES", 200);
+  for (std::uint64_t seed = first; seed < first + seeds && !HasFailure(); ++seed) {
+    Random random(seed);
+    const Case c(random, static_cast<int>(seed % 64), {1, 4, 17, 130, 520}, 4);
+    expect_same(c, {{seed, static_cast<int>(random.between(1, 5)),
+                     static_cast<unsigned>(random.between(1, 4))}});
   }
 }
 

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Usage: scripts/sanitize.sh VENV
+# What CI runs of the sanitizers: C++ tests that come by most of the code with all three, PyTorch's
+# operators with those of addresses and undefined behaviour. `make asan tsan` run all C++ tests.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=$1
+export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
+export SYNCBN_CASES=100  # of the property tests
+
+"$venv/bin/cmake" --preset asan -D SYNCBN_TORCH=ON >/dev/null
+"$venv/bin/cmake" --build --preset asan --target syncbn_short_tests syncbn_torch_cpu
+few='-*ManyExchanges*:*ManyPartials*:*LargeTensors*'  # without those that only repeat
+build/asan/tests/cpp/syncbn_short_tests --gtest_brief=1 --gtest_filter="$few"
+
+# The package with these operators. The sanitizer comes before all other libraries, and looks for
+# C++'s in those that came with it; Python leaks.
+package=build/asan/package/syncbn
+rm -rf "$package"
+mkdir -p "$package/lib"
+cp -r python/syncbn/. "$package"
+ln -sf "$PWD/build/asan/bindings/torch/libsyncbn_torch_cpu.so" "$package/lib/"
+cp build/asan/bindings/torch/_build.py "$package"
+cxx=${CXX:-c++}
+preloaded="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libstdc++.so)"
+LD_PRELOAD=$preloaded ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$PWD/build/asan/package \
+  SYNCBN_EXAMPLES=60 OMP_NUM_THREADS=2 "$venv/bin/python" -m pytest -p no:cacheprovider \
+  --hypothesis-seed=1 tests/python/test_{properties,in_place,batch_norm_op}.py
+
+"$venv/bin/cmake" --preset tsan >/dev/null
+"$venv/bin/cmake" --build --preset tsan --target syncbn_short_tests
+build/tsan/tests/cpp/syncbn_short_tests --gtest_brief=1 --gtest_filter="$few"

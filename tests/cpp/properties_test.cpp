@@ -1,0 +1,393 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "groups.hpp"
+#include "properties.hpp"
+#include "support.hpp"
+#include "syncbn/batch_norm.hpp"
+
+// Random steps of a layer, thousands of them: any split over ranks, layout, thread count and vector
+// code gives the bits of one rank with plain loops. CONTRIBUTING.md says how to repeat a case.
+namespace syncbn {
+namespace {
+
+using namespace testing;  // most of it
+
+/// The samples of each rank, in the order in which it holds them.
+using Split = std::vector<std::vector<std::int64_t>>;
+
+Split whole(std::int64_t samples) {
+  Split split(1, std::vector<std::int64_t>(static_cast<std::size_t>(samples)));
+  std::iota(split[0].begin(), split[0].end(), 0);
+  return split;
+}
+
+/// Shuffled samples in random parts; ranks without samples are likely.
+Split random_split(Random& random, std::int64_t samples) {
+  Split split(static_cast<std::size_t>(random.between(1, 5)));
+  std::vector<std::int64_t> order = whole(samples)[0];
+  random.shuffle(order);
+  const bool one_has_all = random.one_in(6);
+  for (const std::int64_t n : order) {
+    const auto last = static_cast<std::int64_t>(split.size()) - 1;
+    split[static_cast<std::size_t>(one_has_all ? last : random.between(0, last))].push_back(n);
+  }
+  return split;
+}
+
+/// How a rank's tensors lie in memory.
+struct Placement {
+  Memory x = Memory::kPlanes;
+  Memory dy = Memory::kPlanes;
+  Memory residual = Memory::kPlanes;
+  Memory out = Memory::kPlanes;
+  std::int64_t offset = 0;
+  bool in_place = false;           ///< y over x, dx over dy
+  bool residual_in_place = false;  ///< the residual's gradient over dy
+
+  Placement() = default;
+  explicit Placement(Random& random)
+      : x(random.pick(kMemories)), offset(random.between(0, 3)), in_place(random.one_in(4)) {
+    const auto like_x = [&] { return random.one_in(2) ? random.pick(kMemories) : x; };
+    dy = like_x();
+    residual = like_x();
+    out = like_x();
+    residual_in_place = !in_place && random.one_in(4);
+  }
+};
+
+/// What a rank has, in its own layouts.
+struct Rank {
+  Tensor x, dy, residual, y, dx, u;
+  TensorView dy_view;
+  std::vector<std::uint8_t> mask;
+  std::vector<std::int64_t> mask_sizes;
+  Tensor weight, bias, running_mean, running_var, dweight, dbias;
+  std::int64_t tracked;
+  Placement placement;
+
+  Rank(const Step& step, const std::vector<std::int64_t>& samples, const Placement& how)
+      : weight(step.weight.tensor(step.channels())),
+        bias(step.bias.tensor(step.channels())),
+        running_mean(step.running_mean.tensor(step.channels())),
+        running_var(step.running_var.tensor(step.channels())),
+        dweight(step.weight.dtype, {step.channels()}),
+        dbias(step.bias.dtype, {step.channels()}),
+        tracked(step.tracked),
+        placement(how) {
+    std::vector<std::int64_t> sizes = step.sizes;
+    sizes[0] = static_cast<std::int64_t>(samples.size());
+    const auto part = [&](const std::vector<double>& values, Memory memory) {
+      Tensor out(step.dtype, sizes, memory, how.offset);
+      out.fill(parts_of(values, samples, step.per_sample()));
+      return out;
+    };
+    x = part(step.x, how.x);
+    dy = part(step.dy, how.dy);
+    y = Tensor(step.dtype, sizes, how.out, how.offset);
+    dx = y;
+    u = y;
+    if (!step.residual.empty()) {
+      residual = part(step.residual, how.residual);
+    }
+    dy_view = std::as_const(dy).view();
+    if (step.expanded && dy.numel() > 0) {  // one element stands for all
+      std::fill(dy_view.strides.begin(), dy_view.strides.end(), 0);
+      placement.in_place = placement.residual_in_place = false;
+    }
+    if (!step.mask.empty()) {
+      mask = parts_of(step.mask, samples, step.plane());
+      sizes.erase(sizes.begin() + 1);
+      mask_sizes = std::move(sizes);
+    }
+  }
+  MaskView mask_view() const { return {mask.data(), mask_sizes}; }
+  TensorView residual_view(const Step& step) const {
+    return step.residual.empty() ? TensorView() : residual.view();
+  }
+  Tensor& y_out() { return placement.in_place ? x : y; }
+  Tensor& dx_out() { return placement.in_place ? dy : dx; }
+  Tensor& u_out() { return placement.residual_in_place ? dy : u; }
+  MutableTensorView u_view(const Step& step) {
+    return step.keep ? u_out().view() : MutableTensorView();
+  }
+  static MutableTensorView view(const Parameter& which, Tensor& of) {
+    return which.present ? of.view() : MutableTensorView();
+  }
+};
+
+/// What a step gives: whole batches, and what every rank knows.
+struct Outcome {
+  std::vector<double> y, dx, u;
+  struct Known {
+    std::vector<double> mean, var, rstd, running_mean, running_var, dweight, dbias;
+    std::int64_t count = 0;
+    std::int64_t tracked = 0;
+  };
+  std::vector<Known> ranks;
+
+  Outcome(const Step& step, std::size_t size)
+      : y(step.x.size()), dx(y), u(step.keep ? y.size() : 0), ranks(size) {}
+
+  void take(const Step& step, Rank& rank, std::size_t r, const std::vector<std::int64_t>& samples,
+            const BatchStatistics& statistics) {
+    put_back(rank.dx_out().values(), samples, dx);
+    if (step.keep) {
+      put_back(rank.u_out().values(), samples, u);
+    }
+    EXPECT_TRUE(rank.y_out().gaps_untouched() && rank.dx_out().gaps_untouched() &&
+                rank.u_out().gaps_untouched());
+    ranks[r] = {statistics.mean,
+                statistics.var,
+                statistics.rstd,
+                rank.running_mean.values(),
+                rank.running_var.values(),
+                rank.dweight.values(),
+                rank.dbias.values(),
+                statistics.count,
+                rank.tracked};
+  }
+};
+
+/// Forward, and backward from the outputs that a copy of x was overwritten with.
+BatchStatistics forward(const Step& step, Rank& rank, Communicator& communicator,
+                        Executor& executor) {
+  return batch_norm_forward(std::as_const(rank.x).view(), rank.mask_view(),
+                            Rank::view(step.weight, rank.weight), Rank::view(step.bias, rank.bias),
+                            rank.residual_view(step), rank.y_out().view(),
+                            {Rank::view(step.running_mean, rank.running_mean),
+                             Rank::view(step.running_var, rank.running_var), &rank.tracked},
+                            step.options, communicator, executor);
+}
+
+/// Each rank a thread of a group, through the layer's functions.
+Outcome run_in_group(const Step& step, const Split& split, const std::vector<Placement>& placements,
+                     GroupKind kind, Executor& executor) {
+  const auto ranks = static_cast<int>(split.size());
+  const auto group = make_group(kind, ranks);
+  Outcome out(step, split.size());
+  expect_no_errors(run_ranks(ranks, [&](int number) {
+    const auto r = static_cast<std::size_t>(number);
+    Rank rank(step, split[r], placements[r]);
+    const Tensor x = rank.x;
+    const BatchStatistics statistics = forward(step, rank, group->rank(number), executor);
+    put_back(rank.y_out().values(), split[r], out.y);
+    batch_norm_backward(rank.dy_view, x.view(), rank.mask_view(),
+                        Rank::view(step.weight, rank.weight), Rank::view(step.bias, rank.bias),
+                        statistics, rank.dx_out().view(), rank.dweight.view(), rank.dbias.view(),
+                        rank.u_view(step), AffineGradients::kGlobal, group->rank(number), executor);
+    out.take(step, rank, r, split[r], statistics);
+  }));
+  return out;
+}
+
+using Words = std::vector<std::int64_t>;
+
+void add(Words& sum, const Words& message) {
+  std::transform(sum.begin(), sum.end(), message.begin(), sum.begin(), std::plus<>());
+}
+
+/// The passes of one rank after the other, their messages added by hand.
+Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Placement>& placements,
+                    Executor& executor) {
+  const auto ranks = static_cast<int>(split.size());
+  const std::int64_t channels = step.channels();
+  Outcome out(step, split.size());
+  std::vector<Rank> all;
+  Words message(static_cast<std::size_t>(message_words(step.dtype, channels)));
+  Words merged(message.size());
+  for (std::size_t r = 0; r < split.size(); ++r) {
+    all.emplace_back(step, split[r], placements[r]);
+    local_moments(std::as_const(all[r].x).view(), all[r].mask_view(), message.data(), 5, executor);
+    add(merged, message);
+  }
+  const MessageInfo info = read_header(merged.data(), ranks);
+  check_header(info);
+  BatchStatistics s;
+  s.count = info.count;
+  for (auto* values : {&s.mean, &s.var, &s.rstd}) {
+    values->resize(static_cast<std::size_t>(channels));
+  }
+  finalize_moments(info, merged.data() + kHeaderWords, s.mean.data(), s.var.data(), s.rstd.data(),
+                   channels, step.options.eps, executor);
+  const double factor = step.options.momentum.value_or(1.0 / static_cast<double>(step.tracked + 1));
+  const bool bits = !step.residual.empty() && step.options.activation.kind != ActivationKind::kNone;
+  Words merged_gradients(message.size());
+  std::vector<Tensor> inputs;
+  std::vector<std::vector<std::uint8_t>> kept_bits(split.size());
+  const auto through = [&](std::size_t r) {
+    return ActivationGradient{step.options.activation, Rank::view(step.weight, all[r].weight),
+                              Rank::view(step.bias, all[r].bias),
+                              bits ? kept_bits[r].data() : nullptr};
+  };
+  for (std::size_t r = 0; r < split.size(); ++r) {
+    Rank& rank = all[r];
+    inputs.push_back(rank.x);
+    const TensorView x = std::as_const(inputs.back()).view();
+    kept_bits[r].resize(static_cast<std::size_t>(activation_mask_bytes(x)) + 1);
+    normalize(std::as_const(rank.x).view(), rank.mask_view(), s.mean.data(), s.rstd.data(),
+              Rank::view(step.weight, rank.weight), Rank::view(step.bias, rank.bias),
+              rank.residual_view(step), rank.y_out().view(), bits ? kept_bits[r].data() : nullptr,
+              step.options.activation, executor);
+    put_back(rank.y_out().values(), split[r], out.y);
+    update_running_statistics(Rank::view(step.running_mean, rank.running_mean),
+                              Rank::view(step.running_var, rank.running_var), s.mean.data(),
+                              s.var.data(), channels, s.count, factor);
+    rank.tracked += s.count > 0 ? 1 : 0;
+    local_gradients(rank.dy_view, x, rank.mask_view(), s.mean.data(), s.rstd.data(), through(r),
+                    rank.u_view(step), message.data(), 6, executor);
+    add(merged_gradients, message);
+  }
+  const MessageInfo back = read_header(merged_gradients.data(), ranks);
+  check_header(back);
+  std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
+  for (std::size_t r = 0; r < split.size(); ++r) {
+    Rank& rank = all[r];
+    finalize_gradients(back, merged_gradients.data() + kHeaderWords, s.mean.data(), s.rstd.data(),
+                       Rank::view(step.weight, rank.weight), coefficients.data(),
+                       rank.dweight.view(), rank.dbias.view(), channels, s.count, executor);
+    input_gradient(step.keep ? TensorView(rank.u_view(step)) : rank.dy_view,
+                   std::as_const(inputs[r]).view(), rank.mask_view(), s.mean.data(), s.rstd.data(),
+                   coefficients.data(), step.keep ? ActivationGradient() : through(r),
+                   rank.dx_out().view(), executor);
+    out.take(step, rank, r, split[r], s);
+  }
+  return out;
+}
+
+void expect_same(const Outcome& actual, const Outcome& expected) {
+  const Outcome::Known& one = expected.ranks[0];
+  for (const Outcome::Known& rank : actual.ranks) {
+    EXPECT_TRUE(same_bits(rank.mean, one.mean)) << "mean";
+    EXPECT_TRUE(same_bits(rank.var, one.var)) << "var";
+    EXPECT_TRUE(same_bits(rank.rstd, one.rstd)) << "rstd";
+    EXPECT_TRUE(same_bits(rank.running_mean, one.running_mean)) << "running mean";
+    EXPECT_TRUE(same_bits(rank.running_var, one.running_var)) << "running var";
+    EXPECT_TRUE(same_bits(rank.dweight, one.dweight)) << "dweight";
+    EXPECT_TRUE(same_bits(rank.dbias, one.dbias)) << "dbias";
+    EXPECT_EQ(rank.count, one.count);
+    EXPECT_EQ(rank.tracked, one.tracked);
+  }
+  EXPECT_TRUE(same_bits(actual.y, expected.y)) << "y";
+  EXPECT_TRUE(same_bits(actual.dx, expected.dx)) << "dx";
+  EXPECT_TRUE(same_bits(actual.u, expected.u)) << "the residual's gradient";
+}
+
+class Properties : public ::testing::Test {
+ protected:
+  Executor& executor(Random& random) {
+    return random.one_in(2)   ? serial_executor()
+           : random.one_in(2) ? static_cast<Executor&>(two_)
+                              : three_;
+  }
+  static std::vector<Placement> placements(Random& random, const Split& split) {
+    std::vector<Placement> out;
+    for (std::size_t r = 0; r < split.size(); ++r) {
+      out.emplace_back(random);
+    }
+    return out;
+  }
+  const std::vector<std::string> levels_ = available_levels();
+
+ private:
+  ThreadPool two_{2};
+  ThreadPool three_{3};
+};
+
+TEST_F(Properties, AnyStepHasTheBitsOfOneRankWithPlainLoopsExact) {
+  for_each_case([&](Random& random) {
+    const Step step(random);
+    SCOPED_TRACE(step.text());
+    const Outcome expected = [&] {
+      const LevelScope scope("reference");
+      return run_in_group(step, whole(step.sizes[0]), {Placement()}, GroupKind::kThreads,
+                          serial_executor());
+    }();
+    for (const bool by_hand : {false, true}) {
+      const LevelScope scope(random.pick(levels_));
+      const Split split = random_split(random, step.sizes[0]);
+      const std::vector<Placement> where = placements(random, split);
+      const GroupKind kind = random.one_in(8) ? GroupKind::kSharedMemory : GroupKind::kThreads;
+      Executor& threads = executor(random);
+      SCOPED_TRACE(std::string(cpu_instruction_set()) + ", ranks: " + std::to_string(split.size()) +
+                   (by_hand ? ", messages added by hand" : ""));
+      expect_same(by_hand ? run_by_hand(step, split, where, threads)
+                          : run_in_group(step, split, where, kind, threads),
+                  expected);
+    }
+  });
+}
+
+// What the welford mode does promise: one result on every rank, and the same from run to run, on
+// any threads, for the same split and layouts.
+TEST_F(Properties, WelfordStatisticsRepeatAndAreTheSameOnEveryRankExact) {
+  for_each_case(
+      [&](Random& random) {
+        Step step(random);
+        step.options.statistics = Statistics::kWelford;
+        SCOPED_TRACE(step.text());
+        const LevelScope scope(random.pick(levels_));
+        const Split split = random_split(random, step.sizes[0]);
+        const std::vector<Placement> where = placements(random, split);
+        Outcome first = run_in_group(step, split, where, GroupKind::kThreads, serial_executor());
+        expect_same(first, first);  // ranks with each other
+        expect_same(run_in_group(step, split, where, GroupKind::kThreads, executor(random)), first);
+      },
+      4);
+}
+
+TEST_F(Properties, EvaluationHasTheBitsOfPlainLoopsExact) {
+  for_each_case(
+      [&](Random& random) {
+        const Step step(random);
+        SCOPED_TRACE(step.text());
+        const bool running = step.running_mean.present && step.running_var.present;
+        const auto run = [&](const Placement& placement, Executor& threads) {
+          const std::vector<std::int64_t> samples = whole(step.sizes[0])[0];
+          Rank rank(step, samples, placement);
+          const auto optional = [&](const Parameter& which, Tensor& of) {
+            return running ? TensorView(Rank::view(which, of)) : TensorView();
+          };
+          batch_norm_evaluate(
+              std::as_const(rank.x).view(), rank.mask_view(), Rank::view(step.weight, rank.weight),
+              Rank::view(step.bias, rank.bias), rank.residual_view(step),
+              optional(step.running_mean, rank.running_mean),
+              optional(step.running_var, rank.running_var), rank.y.view(), step.options, threads);
+          std::vector<double> all = rank.y.values();
+          if (running) {
+            batch_norm_evaluate_backward(
+                rank.dy_view, std::as_const(rank.x).view(), rank.mask_view(),
+                Rank::view(step.weight, rank.weight), Rank::view(step.bias, rank.bias),
+                rank.residual_view(step), std::as_const(rank.running_mean).view(),
+                std::as_const(rank.running_var).view(), rank.dx.view(), rank.dweight.view(),
+                rank.dbias.view(), rank.u_view(step), step.options, threads);
+            for (const Tensor* tensor : {&rank.dx, &rank.u_out(), &rank.dweight, &rank.dbias}) {
+              const std::vector<double> values = tensor->values();
+              all.insert(all.end(), values.begin(), values.end());
+            }
+          }
+          return all;
+        };
+        const std::vector<double> expected = [&] {
+          const LevelScope scope("reference");
+          return run({}, serial_executor());
+        }();
+        const LevelScope scope(random.pick(levels_));
+        Placement placement(random);
+        placement.in_place = placement.residual_in_place = false;
+        EXPECT_TRUE(same_bits(run(placement, executor(random)), expected));
+      },
+      2);
+}
+
+}  // namespace
+}  // namespace syncbn

@@ -1,0 +1,299 @@
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "arguments.hpp"
+#include "bytes.hpp"
+#include "syncbn/c_api.h"
+
+// Any arguments of the C interface: what must be refused is, with a clear text and without an
+// access to the caller's memory; everything else runs within that memory.
+namespace syncbn::fuzz {
+namespace {
+
+template <class T>
+using Array = std::unique_ptr<T[]>;
+
+/// An array of this many entries, or one that must not be looked at.
+template <class T>
+T* array_of(Array<T>& memory, bool accepted, std::int64_t size) {
+  if (!accepted) {
+    return static_cast<T*>(forbidden());
+  }
+  memory.reset(new T[static_cast<std::size_t>(size)]);
+  std::fill_n(memory.get(), size, T(1));
+  return memory.get();
+}
+
+void expect(syncbn_status status, bool accepted, bool may_diverge = false) {
+  const std::string text = syncbn_last_error();
+  if (status == SYNCBN_OK || (may_diverge && status == SYNCBN_DIVERGENCE)) {
+    require(accepted, "arguments that should be refused were accepted");
+    return;
+  }
+  if (accepted) {
+    fail("refused: " + text);
+  }
+  if (status == SYNCBN_INVALID_ARGUMENT) {
+    if (text.find(": got ") == std::string::npos || text.find(", expected ") == std::string::npos) {
+      fail("an unclear text: " + text);
+    }
+  } else if (status != SYNCBN_UNAVAILABLE || text.find("CUDA") == std::string::npos) {
+    fail("status " + std::to_string(status) + ": " + text);
+  }
+}
+
+double number(Bytes& bytes, double usual) {
+  if (!bytes.seldom()) {
+    return usual;
+  }
+  const double kNumbers[] = {0, 1, -1, std::nan(""), INFINITY, 1e-300, 1.5};
+  return kNumbers[bytes.below(7)];
+}
+
+bool good_activation(const syncbn_activation& a) {
+  return is_member(a.kind, 3) && (a.kind != SYNCBN_LEAKY_RELU || std::isfinite(a.negative_slope));
+}
+bool good_eps(double eps) { return eps >= 0 && std::isfinite(eps); }
+
+syncbn_activation activation_of(Bytes& bytes) {
+  return {enumeration(bytes, 3), number(bytes, 0.1)};
+}
+
+syncbn_batch_norm_options options_of(Bytes& bytes) {
+  syncbn_batch_norm_options options;
+  syncbn_batch_norm_options_init(&options);
+  options.eps = number(bytes, 1e-5);
+  options.momentum = number(bytes, 0.1);
+  options.cumulative_average = bytes.below(4) == 3 ? 1 : 0;
+  options.statistics = enumeration(bytes, 2);
+  options.activation = activation_of(bytes);
+  return options;
+}
+
+/// x, y or dy, and what all calls have beside it.
+struct Common {
+  explicit Common(Bytes& bytes)
+      : x(Argument::samples(bytes)),
+        mask(bytes, x),
+        other(Argument::like(bytes, x)),
+        out(Argument::like(bytes, x)),
+        residual(Argument::maybe(bytes, Argument::like(bytes, x))),
+        weight(Argument::per_channel(bytes, x.channels())),
+        bias(Argument::per_channel(bytes, x.channels())),
+        a(Argument::per_channel(bytes, x.channels())),
+        b(Argument::per_channel(bytes, x.channels())) {}
+  bool good_samples() const { return x.good_samples() && mask.good(x); }
+  bool good_residual() const {
+    return residual.well_formed() && (residual.absent() || residual.good_like(x));
+  }
+  bool good_parameters() const {
+    return weight.good_per_channel(x.channels()) && bias.good_per_channel(x.channels());
+  }
+  bool good_pair() const {
+    return a.good_per_channel(x.channels()) && b.good_per_channel(x.channels());
+  }
+  /// Nothing for a fuzzer; on CUDA a message is made before the device is refused.
+  bool too_large(bool accepted) const {
+    if (!accepted) {
+      return x.device == SYNCBN_CUDA && x.channels() > kMostElements;
+    }
+    return x.large() || other.large() || out.large() || residual.large() || weight.large() ||
+           bias.large() || a.large() || b.large();
+  }
+  Argument x;
+  Mask mask;
+  Argument other, out, residual, weight, bias, a, b;
+};
+
+void forward(Bytes& bytes) {
+  Common c(bytes);
+  const syncbn_batch_norm_options options = options_of(bytes);
+  const bool counter = bytes.below(2) == 0;
+  const bool momentum = options.momentum >= 0 && options.momentum <= 1;
+  const bool cumulative = options.cumulative_average != 0;
+  const bool accepted = c.good_samples() && c.out.good_like(c.x) && c.good_residual() &&
+                        c.good_parameters() && c.good_pair() && good_eps(options.eps) &&
+                        is_member(options.statistics, 2) && good_activation(options.activation) &&
+                        (cumulative ? counter || (c.a.absent() && c.b.absent()) : momentum);
+  if (c.too_large(accepted)) {
+    return;
+  }
+  std::int64_t tracked = 3;
+  syncbn_batch_statistics* statistics = nullptr;
+  const syncbn_status status = syncbn_batch_norm_forward(
+      c.x.make(accepted), c.mask.make(accepted), c.weight.make(accepted), c.bias.make(accepted),
+      c.residual.make(accepted), c.out.make(accepted), c.a.make(accepted), c.b.make(accepted),
+      counter ? &tracked : nullptr, &statistics, &options, syncbn_self_communicator(), nullptr);
+  expect(status, accepted);
+  require((statistics != nullptr) == (status == SYNCBN_OK), "statistics without a forward");
+  require(status == SYNCBN_OK || tracked == 3, "a refused forward counted");
+  syncbn_batch_statistics_destroy(statistics);
+}
+
+/// Statistics of a batch of these sizes, or of another one if that is not possible.
+syncbn_batch_statistics* statistics_of(const Argument& x, std::int32_t activation) {
+  std::vector<std::int64_t> sizes = {2, 3};
+  if (x.good_samples() && !x.large()) {
+    sizes = x.sizes;
+  }
+  std::size_t count = 1;
+  for (const std::int64_t size : sizes) {
+    count *= static_cast<std::size_t>(size);
+  }
+  std::vector<double> values(count + 1, 0.5);
+  const syncbn_tensor tensor = {values.data(),
+                                is_member(x.dtype, 4) ? x.dtype : 0,
+                                0,
+                                static_cast<std::int32_t>(sizes.size()),
+                                sizes.data(),
+                                nullptr};
+  syncbn_batch_norm_options options;
+  syncbn_batch_norm_options_init(&options);
+  options.activation.kind = activation;
+  syncbn_batch_statistics* statistics = nullptr;
+  const syncbn_status status = syncbn_batch_norm_forward(
+      &tensor, nullptr, nullptr, nullptr, nullptr, &tensor, nullptr, nullptr, nullptr, &statistics,
+      &options, syncbn_self_communicator(), nullptr);
+  require(status == SYNCBN_OK, syncbn_last_error());
+  return statistics;
+}
+
+void backward(Bytes& bytes) {
+  Common c(bytes);
+  const std::int32_t affine = enumeration(bytes, 2);
+  const auto activation = static_cast<std::int32_t>(bytes.below(3));
+  if (c.x.good_samples() && c.x.large()) {
+    return;
+  }
+  syncbn_batch_statistics* statistics = statistics_of(c.x, activation);
+  const bool accepted = c.good_samples() && c.other.good_like(c.x) && c.out.good_like(c.x) &&
+                        c.good_residual() && c.good_parameters() && c.good_pair() &&
+                        is_member(affine, 2) &&
+                        syncbn_batch_statistics_channels(statistics) == c.x.channels();
+  if (!c.too_large(accepted)) {
+    const syncbn_status status = syncbn_batch_norm_backward(
+        c.other.make(accepted), c.x.make(accepted), c.mask.make(accepted), c.weight.make(accepted),
+        c.bias.make(accepted), statistics, c.out.make(accepted), c.a.make(accepted),
+        c.b.make(accepted), c.residual.make(accepted), affine, syncbn_self_communicator(), nullptr);
+    expect(status, accepted, true);
+  }
+  syncbn_batch_statistics_destroy(statistics);
+}
+
+void evaluate(Bytes& bytes) {
+  Common c(bytes);
+  const syncbn_batch_norm_options options = options_of(bytes);
+  const bool accepted = c.good_samples() && c.out.good_like(c.x) && c.good_residual() &&
+                        c.good_parameters() && c.good_pair() && good_eps(options.eps) &&
+                        is_member(options.statistics, 2) && good_activation(options.activation) &&
+                        c.a.absent() == c.b.absent();
+  if (c.too_large(accepted)) {
+    return;
+  }
+  expect(syncbn_batch_norm_evaluate(c.x.make(accepted), c.mask.make(accepted),
+                                    c.weight.make(accepted), c.bias.make(accepted),
+                                    c.residual.make(accepted), c.a.make(accepted),
+                                    c.b.make(accepted), c.out.make(accepted), &options, nullptr),
+         accepted);
+}
+
+/// The passes, with arrays of the caller's beside the tensors.
+void passes(Bytes& bytes) {
+  Common c(bytes);
+  const auto which = bytes.below(4);
+  const syncbn_activation activation = activation_of(bytes);
+  const bool bits = bytes.below(4) == 3;
+  bool accepted = c.good_samples();
+  if (which == 1) {
+    accepted = accepted && c.out.good_like(c.x) && c.good_residual();
+  } else if (which == 2) {
+    accepted = accepted && c.other.good_like(c.x) && c.good_residual();
+  } else if (which == 3) {
+    accepted = accepted && c.other.good_like(c.x) && c.out.good_like(c.x);
+  }
+  accepted = accepted && (which == 0 || (c.good_parameters() && good_activation(activation)));
+  if (c.too_large(accepted)) {
+    return;
+  }
+  const std::int64_t channels = accepted ? c.x.channels() : 0;
+  const syncbn_tensor* x = c.x.make(accepted);
+  std::int64_t mask_bytes = 0;
+  std::int64_t words = 0;
+  if (accepted) {
+    require(syncbn_activation_mask_bytes(x, &mask_bytes) == SYNCBN_OK, "bytes of a mask");
+    require(syncbn_message_words(c.x.dtype, channels, &words) == SYNCBN_OK, "words");
+  }
+  Array<double> memory[3];
+  const double* mean = array_of(memory[0], accepted, channels);
+  const double* rstd = array_of(memory[1], accepted, channels);
+  const double* coefficients = array_of(memory[2], accepted, 3 * channels);
+  Array<std::uint8_t> bits_memory;
+  std::uint8_t* activation_mask = bits ? array_of(bits_memory, accepted, mask_bytes) : nullptr;
+  Array<std::int64_t> message_memory;
+  std::int64_t* message = array_of(message_memory, accepted, words);
+  const syncbn_mask* mask = c.mask.make(accepted);
+  const syncbn_activation_gradient through = {activation, c.weight.make(accepted),
+                                              c.bias.make(accepted), activation_mask};
+  syncbn_status status = SYNCBN_OK;
+  if (which == 0) {
+    status = syncbn_local_moments(x, mask, message, 1, nullptr);
+  } else if (which == 1) {
+    status = syncbn_normalize(x, mask, mean, rstd, through.weight, through.bias,
+                              c.residual.make(accepted), c.out.make(accepted), activation_mask,
+                              &activation, nullptr);
+  } else if (which == 2) {
+    status = syncbn_local_gradients(c.other.make(accepted), x, mask, mean, rstd, &through,
+                                    c.residual.make(accepted), message, 1, nullptr);
+  } else {
+    status = syncbn_input_gradient(c.other.make(accepted), x, mask, mean, rstd, coefficients,
+                                   &through, c.out.make(accepted), nullptr);
+  }
+  expect(status, accepted);
+}
+
+/// Headers and sums as another program could bring them.
+void headers(Bytes& bytes) {
+  std::int64_t header[SYNCBN_HEADER_WORDS];
+  for (std::int64_t& word : header) {
+    word = bytes.take<std::int64_t>();
+  }
+  syncbn_message_info info{};
+  const auto ranks =
+      static_cast<std::int32_t>(bytes.below(3) == 2 ? bytes.take<std::int32_t>() : 2);
+  if (syncbn_read_header(header, ranks, &info) == SYNCBN_OK) {
+    require(ranks >= 1 && ranks <= 2048, "a number of ranks that should be refused");
+    syncbn_check_header(&info);
+  }
+  info = {bytes.seldom() ? odd_number(bytes) : bytes.take<std::uint16_t>(), 1, 0, 1,
+          enumeration(bytes, 4)};
+  const std::int64_t channels = bytes.below(6);
+  std::int32_t words = 0;
+  if (syncbn_words_per_channel(info.dtype, &words) != SYNCBN_OK) {
+    require(!is_member(info.dtype, 4), "a dtype was refused");
+    words = 1;
+  }
+  std::vector<std::int64_t> sums(static_cast<std::size_t>(words * channels));
+  for (std::int64_t& word : sums) {
+    word = bytes.take<std::int64_t>() >> 12;
+  }
+  std::vector<double> results(static_cast<std::size_t>(3 * channels));
+  double* const mean = results.data();
+  expect(syncbn_finalize_moments(&info, sums.data(), mean, mean + channels, mean + 2 * channels,
+                                 channels, 1e-5, nullptr),
+         is_member(info.dtype, 4));
+}
+
+}  // namespace
+}  // namespace syncbn::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  using namespace syncbn::fuzz;
+  Bytes bytes(data, size);
+  static constexpr void (*kCalls[])(Bytes&) = {forward, backward, evaluate, passes, headers};
+  kCalls[bytes.below(5)](bytes);
+  return 0;
+}
