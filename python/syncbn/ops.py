@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import _batch_norm_cuda, _exchange, _groups
+from . import _batch_norm_cuda, _exchange, _forked, _groups
 from ._ops import ops
 from ._training import like
 from ._where import Call
@@ -105,6 +105,7 @@ def _layer_number(name: str) -> int:
 @contextmanager
 def _translated(layer_name: str, peers: _groups.Peers | None):
     """The operator's error as the class that its text begins with."""
+    _forked.check()
     try:
         yield
     except RuntimeError as error:
