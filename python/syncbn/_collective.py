@@ -153,7 +153,7 @@ class _exchanging:
 
     def __exit__(self, kind, error, traceback) -> None:
         _where.leave(self.name)
-        del _threads[self.name]
+        _threads.pop(self.name, None)
         if kind is not None and not issubclass(kind, Exception):  # Ctrl-C
             _broken[self.name] = f"{self.call} was interrupted"
 

@@ -21,8 +21,8 @@ def check() -> None:
     that would take what comes through them for that process's words."""
     if _inherited is not None and dist.group.WORLD is _inherited:
         raise RuntimeError(
-            f"syncbn: process {os.getpid()} was forked from {_ranks} and has no part in its groups; "
-            "expected evaluation mode or sync=False in it, or a process that is spawned"
+            f"syncbn: process {os.getpid()} was forked from {_ranks} and has no part in its "
+            "groups; expected evaluation mode or sync=False in it, or a process that is spawned"
         )
 
 

@@ -220,9 +220,8 @@ TEST(ThreadPool, AChildForkedInTheMiddleOfAJobWorksAlone) {
   for (int round = 0; round < 20; ++round) {
     EXPECT_EQ(exit_of_child([&] {
                 std::int64_t sum = 0;
-                pool.parallel_for(0, 100, 1, [&](std::int64_t begin, std::int64_t end) {
-                  sum += end - begin;
-                });
+                pool.parallel_for(
+                    0, 100, 1, [&](std::int64_t begin, std::int64_t end) { sum += end - begin; });
                 pool.~ThreadPool();
                 return sum == 100 ? 0 : 1;
               }),

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import syncbn
 from forking import equal, held, passes_in_child, train
 from rank_cases import raises
-from syncbn import _groups
+from syncbn import _collective, _groups
 
 FORKED = "was forked from rank"
 
@@ -56,11 +56,13 @@ def case_a_forked_child_has_no_part_exact(rank, world):
         assert layer(own_samples(rank)).shape == (4, 3, 2)
         copy.deepcopy(layer)
 
-    worker = threading.Thread(target=lambda: passes_in_child(child))
+    passed = []
+    worker = threading.Thread(target=lambda: passed.append(passes_in_child(child)))
     worker.start()
     for _ in range(20):
         check_step(layer, rank, world)
     worker.join()
+    assert passed  # else the thread's error is on standard error
     passes_in_child(child)
     y.sum().backward()
     dist.barrier()
@@ -113,7 +115,7 @@ def case_second_thread_in_a_group_is_an_error(rank, world):
     if rank == 0:
         worker = threading.Thread(target=check_step, args=(layers[0], rank, world))
         worker.start()
-        while not _exchanges():
+        while not _collective._threads:
             pass
         text = "another thread exchanges in the same group"
         raises(RuntimeError, text, lambda: layers[1](own_samples(rank)))
@@ -126,17 +128,13 @@ def case_second_thread_in_a_group_is_an_error(rank, world):
     check_step(layers[1], rank, world)
 
 
-def _exchanges() -> bool:
-    from syncbn import _collective
-
-    return bool(_collective._threads)
-
-
 def case_threads_with_groups_of_their_own_exact(rank, world):
     """Four threads, each with its layer and its group, at once; then one after the other."""
     names = range(4)
     groups = [dist.new_group(list(range(world))) for _ in names]
-    layers = [syncbn.SyncBatchNorm(3, process_group=g, timeout=20 + i) for i, g in enumerate(groups)]
+    layers = [
+        syncbn.SyncBatchNorm(3, process_group=g, timeout=20 + i) for i, g in enumerate(groups)
+    ]
     again = [copy.deepcopy(layer) for layer in layers]
     for layer in layers:
         syncbn.prepare(layer)
