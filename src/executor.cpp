@@ -101,7 +101,7 @@ ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
 
 ThreadPool::~ThreadPool() {
   if (!state_->in_own_process()) {
-    (void)state_.release();  // nothing in it can be joined or destroyed
+    [[maybe_unused]] State* const left = state_.release();  // cannot be joined or destroyed
     return;
   }
   {
