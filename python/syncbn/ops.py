@@ -105,7 +105,8 @@ def _layer_number(name: str) -> int:
 @contextmanager
 def _translated(layer_name: str, peers: _groups.Peers | None):
     """The operator's error as the class that its text begins with."""
-    _forked.check()
+    if peers is not None:
+        _forked.check()
     try:
         yield
     except RuntimeError as error:

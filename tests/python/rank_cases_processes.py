@@ -42,6 +42,12 @@ def case_a_forked_child_has_no_part_exact(rank, world):
     y = layer(x)
     expected = train(alone())
 
+    def operator(is_infer):
+        mean, var, scale, bias = (torch.ones(3) for _ in range(4))
+        batches = torch.zeros(1, dtype=torch.int64)
+        x = own_samples(rank)
+        syncbn.ops.batch_norm(x, mean, var, scale, bias, batches, is_infer=is_infer)
+
     def child():
         raises(RuntimeError, FORKED, lambda: layer(own_samples(rank)))
         raises(RuntimeError, FORKED, lambda: y.sum().backward())
@@ -51,6 +57,8 @@ def case_a_forked_child_has_no_part_exact(rank, world):
         plain = nn.Sequential(nn.BatchNorm1d(3))
         raises(RuntimeError, FORKED, lambda: syncbn.convert_sync_batchnorm(plain))
         passes_in_child(lambda: raises(RuntimeError, FORKED, lambda: layer(own_samples(rank))))
+        raises(RuntimeError, FORKED, lambda: operator(is_infer=False))
+        operator(is_infer=True)
         assert equal(train(alone()), expected)
         layer.eval()
         assert layer(own_samples(rank)).shape == (4, 3, 2)
