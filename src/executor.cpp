@@ -1,5 +1,7 @@
 #include "syncbn/executor.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
@@ -34,6 +36,7 @@ Executor& serial_executor() {
 }
 
 struct __attribute__((visibility("hidden"))) ThreadPool::State {
+  const pid_t process = getpid();
   std::mutex caller;  ///< held for the whole of a parallel_for
   std::mutex mutex;
   std::condition_variable work;
@@ -49,6 +52,9 @@ struct __attribute__((visibility("hidden"))) ThreadPool::State {
   std::int64_t pieces = 0;
   int pending = 0;
   std::exception_ptr error;
+
+  /// A forked child has none of the threads, and the mutexes as they were.
+  bool in_own_process() const { return getpid() == process; }
 
   void run_piece(std::int64_t piece) {
     if (piece >= pieces) {
@@ -94,6 +100,10 @@ ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
 }
 
 ThreadPool::~ThreadPool() {
+  if (!state_->in_own_process()) {
+    [[maybe_unused]] State* const left = state_.release();  // cannot be joined or destroyed
+    return;
+  }
   {
     const std::lock_guard lock(state_->mutex);
     state_->stop = true;
@@ -111,7 +121,7 @@ void ThreadPool::parallel_for(std::int64_t begin, std::int64_t end, std::int64_t
   }
   const std::int64_t pieces =
       std::clamp<std::int64_t>((end - begin) / std::max<std::int64_t>(grain, 1), 1, concurrency());
-  if (pieces == 1) {
+  if (pieces == 1 || !state_->in_own_process()) {
     body(begin, end);
     return;
   }

@@ -29,7 +29,8 @@ class SYNCBN_API Executor {
 /// Runs everything on the calling thread.
 SYNCBN_API Executor& serial_executor();
 
-/// A small pool. One parallel_for at a time; a second caller waits.
+/// A small pool. One parallel_for at a time; a second caller waits. In a child that its process
+/// forks, everything runs on the calling thread.
 class SYNCBN_API ThreadPool final : public Executor {
  public:
   /// threads: 1 or more, the calling thread included; otherwise InvalidArgument.

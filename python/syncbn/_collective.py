@@ -1,18 +1,21 @@
 """The one operation of an exchange: int64 words summed over a group, with errors that say who is
 missing."""
 
+import threading
 import time
 
 import torch
 import torch.distributed as dist
 
-from . import _groups, _shared_memory, _where
+from . import _forked, _groups, _shared_memory, _where
 from ._ops import ops
 from ._where import Call
 from .errors import ExchangeTimeout, PeerLost
 
 # Why groups cannot be used any more.
 _broken: dict[str, str] = {}
+# The threads that exchange now, by group.
+_threads: dict[str, int] = {}
 
 #: Rounds of looking before the wait begins to sleep.
 _SPINS = 100
@@ -126,10 +129,12 @@ class _Fail:
 
 
 class _exchanging:
-    """Around an exchange of the group: notes where this rank is, and what breaks the group."""
+    """Around an exchange of the group: notes where this rank is, and what breaks the group. One
+    thread at a time: ranks pair exchanges by their order, which two threads have not in common."""
 
     def __init__(self, peers: _groups.Peers, call: Call) -> None:
         self.name, self.call, self.fail = peers.group_name, call, _Fail(peers, call)
+        _forked.check()
         if self.name in _broken:
             raise PeerLost(
                 f"{call}, {peers}: the group is broken since an earlier error "
@@ -137,11 +142,18 @@ class _exchanging:
             )
 
     def __enter__(self) -> _Fail:
+        thread = threading.get_ident()
+        if _threads.setdefault(self.name, thread) != thread:
+            raise RuntimeError(
+                f"{self.call}, {self.fail.peers}: got a call while another thread exchanges in the "
+                "same group, expected one thread for each group (process_group=)"
+            )
         _where.enter(self.name, self.call)
         return self.fail
 
     def __exit__(self, kind, error, traceback) -> None:
         _where.leave(self.name)
+        _threads.pop(self.name, None)
         if kind is not None and not issubclass(kind, Exception):  # Ctrl-C
             _broken[self.name] = f"{self.call} was interrupted"
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import _shared_memory, _where
+from . import _forked, _shared_memory, _where
 
 _log = logging.getLogger("syncbn")
 
@@ -247,6 +247,7 @@ def own_group(group_ranks: list[int], timeout: float, engine: str, cuda: str = "
     """A group of the same ranks for exchanges alone, so that one that times out does not take the
     user's group with it. Made once per set of ranks; a collective call of its members. cuda: the
     user's group, if it has NCCL."""
+    _forked.check()
     ranks = tuple(sorted(group_ranks))
     known = _own_groups.get((ranks, timeout, engine, cuda))
     if known is not None:
@@ -287,6 +288,7 @@ def named(name: str) -> Peers:
 @torch.compiler.assume_constant_result
 def peers(sharing: Sharing) -> Peers | None:
     """Whom to exchange with; None: nobody (no process group, or one rank)."""
+    _forked.check()
     if not (dist.is_available() and dist.is_initialized()):
         if sharing.name is not None:
             resolve(sharing.name)
@@ -311,6 +313,7 @@ def leave_out(ranks: Iterable[int]) -> None:
     Called by all other ranks between the same two exchanges; drops the groups made since the call
     before."""
     global _absent
+    _forked.check()
     _absent = frozenset(ranks)
     while _without_absent:
         _drop(_own_groups.pop(_without_absent.pop()))
@@ -340,6 +343,7 @@ def _drop(own: Peers) -> None:
 
 def rebuild() -> None:
     """Makes every group of this package anew; a collective call of the ranks of each."""
+    _forked.check()
     old = sorted(_own_groups.items())  # one order on all ranks, so that none waits in a circle
     _own_groups.clear()
     for (ranks, *options), own in old:

@@ -59,6 +59,7 @@ class _State(NamedTuple):
 
 _states: dict[str, _State] = {}
 _watched: dict[str, "_Watch"] = {}
+_inherited: dict[str, "_Watch"] = {}
 _stop = threading.Event()
 _thread: threading.Thread | None = None
 _lock = threading.Lock()
@@ -155,6 +156,18 @@ def _run() -> None:
                 with _lock:
                     if _watched.get(group) is one:
                         del _watched[group]
+
+
+def _forget_parent() -> None:
+    """In a forked child: the thread, and whoever may have held the lock, stayed behind; connections
+    to the store are the parent's, and are not closed either, which would be seen there."""
+    global _inherited, _watched, _stop, _thread, _lock
+    _inherited, _watched = _watched, {}
+    _stop, _thread, _lock = threading.Event(), None, threading.Lock()
+    _states.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 def others(group: str, rank: int, ranks: int) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import _batch_norm_cuda, _exchange, _groups
+from . import _batch_norm_cuda, _exchange, _forked, _groups
 from ._layer import check_strided, check_written, is_number
 from ._ops import ops
 from ._training import like
@@ -106,6 +106,8 @@ def _layer_number(name: str) -> int:
 @contextmanager
 def _translated(layer_name: str, peers: _groups.Peers | None):
     """The operator's error as the class that its text begins with."""
+    if peers is not None:
+        _forked.check()
     try:
         yield
     except RuntimeError as error:

@@ -31,6 +31,36 @@ BatchStatistics forward(const Tensor& x, Tensor& y, const RunningStatistics& run
                             serial_executor());
 }
 
+// Each with its layer, by turns on one pool and each on a pool of its own.
+TEST(BatchNorm, ThreadsWithLayersOfTheirOwnExact) {
+  constexpr int kThreads = 8;
+  std::vector<Tensor> xs;
+  std::vector<std::vector<double>> ys;
+  for (int i = 0; i < kThreads; ++i) {
+    Random random(static_cast<std::uint64_t>(i));
+    std::vector<double> values(static_cast<std::size_t>(4 * 16 * (20 + i)));
+    for (double& value : values) {
+      value = round_to(DType::kFloat32, random.signed_unit());
+    }
+    xs.emplace_back(DType::kFloat32, std::vector<std::int64_t>{4, 16, 20 + i}, values);
+    Tensor y(DType::kFloat32, {4, 16, 20 + i});
+    forward(xs.back(), y);
+    ys.push_back(y.values());
+  }
+  ThreadPool shared(3);
+  run_ranks(kThreads, [&](int i) {
+    const auto self = self_communicator();
+    const Tensor& x = xs[static_cast<std::size_t>(i)];
+    ThreadPool own(2);
+    for (int round = 0; round < 50; ++round) {
+      Tensor y(DType::kFloat32, {4, 16, 20 + i});
+      Executor& executor = round % 2 == 0 ? shared : own;
+      batch_norm_forward(x.view(), {}, {}, {}, {}, y.view(), {}, {}, *self, executor);
+      ASSERT_EQ(y.values(), ys[static_cast<std::size_t>(i)]) << "thread " << i;
+    }
+  });
+}
+
 TEST(BatchNorm, ForwardAndBackwardByHandExact) {
   const auto self = self_communicator();
   for (const DType dtype : kDtypes) {

@@ -1,10 +1,13 @@
 #include "syncbn/executor.hpp"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -173,6 +176,59 @@ TEST(ThreadPool, StartsAndStopsOften) {
       expect_cover(ranges_of(pool, 0, 7, 1), 0, 7, pool);
     }
   }
+}
+
+/// What a forked child ends with: its exit code, or -1 if it hangs or is ended by a signal.
+template <class Body>
+int exit_of_child(const Body& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(10);
+    _exit(body());
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+// The child has none of the pool's threads.
+TEST(ThreadPool, AForkedChildWorksAlone) {
+  for (const int threads : {1, 2, 4}) {
+    auto pool = std::make_unique<ThreadPool>(threads);
+    ranges_of(*pool, 0, 100, 1);
+    const int code = exit_of_child([&] {
+      const std::vector<Range> all = ranges_of(*pool, 0, 100, 1);
+      pool.reset();
+      ThreadPool fresh(threads);
+      const std::vector<Range> dealt = ranges_of(fresh, 0, 100, 1);
+      return all == std::vector<Range>({{0, 100}}) && dealt.size() == std::size_t(threads) ? 0 : 1;
+    });
+    EXPECT_EQ(code, 0) << threads << " threads";
+    expect_cover(ranges_of(*pool, 0, 100, 1), 0, 100, *pool);
+  }
+}
+
+// Its mutexes are held then, by threads that the child does not have.
+TEST(ThreadPool, AChildForkedInTheMiddleOfAJobWorksAlone) {
+  ThreadPool pool(3);
+  std::atomic<bool> stop{false};
+  std::thread other([&] {
+    while (!stop) {
+      ranges_of(pool, 0, 100, 1);
+    }
+  });
+  for (int round = 0; round < 20; ++round) {
+    EXPECT_EQ(exit_of_child([&] {
+                std::int64_t sum = 0;
+                pool.parallel_for(
+                    0, 100, 1, [&](std::int64_t begin, std::int64_t end) { sum += end - begin; });
+                pool.~ThreadPool();
+                return sum == 100 ? 0 : 1;
+              }),
+              0);
+  }
+  stop = true;
+  other.join();
 }
 
 TEST(SerialExecutor, RunsOnTheCallingThread) {

@@ -1,0 +1,184 @@
+"""Forked children, data loaders' workers, threads and many models of ranks. Run by
+test_distributed.py as rank_cases.py is."""
+
+import copy
+import gc
+import threading
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import syncbn
+from forking import equal, held, passes_in_child, train
+from rank_cases import raises
+from syncbn import _collective, _groups
+
+FORKED = "was forked from rank"
+
+
+def own_samples(rank: int) -> torch.Tensor:
+    return torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(rank))
+
+
+def check_step(layer, rank, world):
+    """One step, whose statistics are those of all ranks' samples."""
+    whole = torch.cat([own_samples(r) for r in range(world)])
+    alone = syncbn.SyncBatchNorm(3, sync=False)
+    y = layer(own_samples(rank))
+    assert torch.equal(y, alone(whole)[4 * rank : 4 * rank + 4])
+
+
+def alone(**options):
+    return syncbn.SyncBatchNorm(3, sync=False, **options)
+
+
+def case_a_forked_child_has_no_part_exact(rank, world):
+    """While the parent trains; the child's errors come at once and reach no other rank."""
+    layer = syncbn.SyncBatchNorm(3)
+    check_step(layer, rank, world)
+    x = own_samples(rank).requires_grad_()
+    y = layer(x)
+    expected = train(alone())
+
+    def operator(is_infer):
+        mean, var, scale, bias = (torch.ones(3) for _ in range(4))
+        batches = torch.zeros(1, dtype=torch.int64)
+        x = own_samples(rank)
+        syncbn.ops.batch_norm(x, mean, var, scale, bias, batches, is_infer=is_infer)
+
+    def child():
+        raises(RuntimeError, FORKED, lambda: layer(own_samples(rank)))
+        raises(RuntimeError, FORKED, lambda: y.sum().backward())
+        raises(RuntimeError, FORKED, lambda: layer(torch.zeros(3, dtype=torch.int64)))
+        raises(RuntimeError, FORKED, lambda: syncbn.reset_groups(layer))
+        raises(RuntimeError, FORKED, lambda: syncbn.parallel.all_reduce(torch.ones(2)))
+        plain = nn.Sequential(nn.BatchNorm1d(3))
+        raises(RuntimeError, FORKED, lambda: syncbn.convert_sync_batchnorm(plain))
+        passes_in_child(lambda: raises(RuntimeError, FORKED, lambda: layer(own_samples(rank))))
+        raises(RuntimeError, FORKED, lambda: operator(is_infer=False))
+        operator(is_infer=True)
+        assert equal(train(alone()), expected)
+        layer.eval()
+        assert layer(own_samples(rank)).shape == (4, 3, 2)
+        copy.deepcopy(layer)
+
+    passed = []
+    worker = threading.Thread(target=lambda: passed.append(passes_in_child(child)))
+    worker.start()
+    for _ in range(20):
+        check_step(layer, rank, world)
+    worker.join()
+    assert passed  # else the thread's error is on standard error
+    passes_in_child(child)
+    y.sum().backward()
+    dist.barrier()
+    check_step(layer, rank, world)
+
+
+class Normalized(Dataset):
+    """Samples that the workers bring through a layer."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        x = torch.full((2, 3, 2), float(i)).add_(torch.arange(2.0)[:, None, None])
+        with torch.no_grad():
+            return self.layer(x)
+
+
+def case_workers_of_a_loader_beside_training_exact(rank, world):
+    """Persistent workers, whose layers are in evaluation mode, or train without a group."""
+    layer = syncbn.SyncBatchNorm(3)
+    check_step(layer, rank, world)
+    for inside in (copy.deepcopy(layer).eval(), alone(momentum=0.0)):
+        expected = [Normalized(inside)[i] for i in range(8)]
+        loader = DataLoader(
+            Normalized(inside),
+            num_workers=2,
+            persistent_workers=True,
+            multiprocessing_context="fork",
+        )
+        for _ in range(2):
+            for i, batch in enumerate(loader):
+                assert torch.equal(batch[0], expected[i])
+                check_step(layer, rank, world)
+        del loader
+    loader = DataLoader(Normalized(layer), num_workers=1, multiprocessing_context="fork")
+    raises(RuntimeError, FORKED, lambda: list(loader))
+    check_step(layer, rank, world)
+
+
+def case_second_thread_in_a_group_is_an_error(rank, world):
+    """Where one thread waits for the other ranks, a second one is refused and changes nothing."""
+    layers = [syncbn.SyncBatchNorm(3), syncbn.SyncBatchNorm(3)]
+    for layer in layers:
+        check_step(layer, rank, world)
+    before = copy.deepcopy(layers[1].state_dict())
+    if rank == 0:
+        worker = threading.Thread(target=check_step, args=(layers[0], rank, world))
+        worker.start()
+        while not _collective._threads:
+            pass
+        text = "another thread exchanges in the same group"
+        raises(RuntimeError, text, lambda: layers[1](own_samples(rank)))
+        assert all(map(torch.equal, before.values(), layers[1].state_dict().values()))
+        dist.barrier()
+        worker.join()
+    else:
+        dist.barrier()
+        check_step(layers[0], rank, world)
+    check_step(layers[1], rank, world)
+
+
+def case_threads_with_groups_of_their_own_exact(rank, world):
+    """Four threads, each with its layer and its group, at once; then one after the other."""
+    names = range(4)
+    groups = [dist.new_group(list(range(world))) for _ in names]
+    layers = [
+        syncbn.SyncBatchNorm(3, process_group=g, timeout=20 + i) for i, g in enumerate(groups)
+    ]
+    again = [copy.deepcopy(layer) for layer in layers]
+    for layer in layers:
+        syncbn.prepare(layer)
+    results = [None] * 4
+
+    def run(i):
+        results[i] = train(layers[i], 20, seed=10 * rank + i, samples=2 + i)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in names:
+        assert equal(results[i], train(again[i], 20, seed=10 * rank + i, samples=2 + i))
+
+
+def case_many_models_share_what_a_process_holds(rank, world):
+    """200 models of 10 layers need one group; without them, nothing is left but that group."""
+    syncbn.prepare(syncbn.SyncBatchNorm(3))
+    gc.collect()
+    before, groups = held(), len(_groups._own_groups)
+    layers_before = _live_layers()
+
+    def model():
+        return nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(10)))
+
+    models = [syncbn.convert_sync_batchnorm(model()) for _ in range(200)]
+    for each in models[::10]:
+        each(own_samples(rank)).sum().backward()
+    assert len(_groups._own_groups) == groups
+    assert held() == before
+    del models, each
+    gc.collect()
+    assert held() == before and _live_layers() == layers_before
+
+
+def _live_layers() -> int:
+    return sum(issubclass(type(o), syncbn.SyncBatchNorm) for o in gc.get_objects())

@@ -1,0 +1,81 @@
+"""10,000 steps on one rank, and on two through shared memory and over Gloo: resident memory,
+descriptors and threads stay. Live tensors and objects: test_memory.py."""
+
+import gc
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import syncbn
+from forking import held
+from support import join
+from syncbn import _groups
+
+STEPS, FIRST = 10_000, 1_000
+PAGE, M_TOP_PAD = 4096, 128 * 1024
+
+
+def resident() -> int:
+    """Bytes of this process's own memory. Without what is mapped from files, and shared memory,
+    whose pages count from their first use on."""
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("RssAnon"))
+    return 1024 * int(line.split()[1])
+
+
+def train(layer: syncbn.SyncBatchNorm) -> list:
+    """Memory and what is held after FIRST steps and at the end."""
+    found = []
+    for step in range(1, STEPS + 1):
+        x = torch.randn(2 + step % 3, layer.num_features, requires_grad=True)
+        layer(x).square().sum().backward()
+        layer.zero_grad()
+        if step in (FIRST, STEPS):
+            gc.collect()
+            found.append((resident(), held()))
+    return found
+
+
+def _rank_main(rank: int, world: int, shared_memory: bool, folder: str, port: int) -> None:
+    torch.set_num_threads(1)
+    _groups.use_shared_memory = shared_memory
+    if world > 1:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    layer = syncbn.SyncBatchNorm(4, timeout=60)
+    if world > 1:
+        engine = "shared memory" if shared_memory else "gloo"
+        assert syncbn.report(layer)[0].engine == engine
+    torch.save(train(layer), f"{folder}/{rank}.pt")
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "world, shared_memory",
+    ((1, False), (2, True), (2, False)),
+    ids=("1 rank", "2 ranks, shared memory", "2 ranks, gloo"),
+)
+def test_memory_is_flat(world, shared_memory):
+    """The allocator takes memory in pieces of 132 KiB (M_TOP_PAD and a page), for each thread in a
+    heap of its own; the bound is one piece of each, 15 bytes a step and thread. Malloc's smallest
+    block has 32."""
+    context = mp.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (world, shared_memory, folder, store.port)
+        processes = [context.Process(target=_rank_main, args=(r, *arguments)) for r in range(world)]
+        for process in processes:
+            process.start()
+        join(processes, 250)
+        assert [process.exitcode for process in processes] == [0] * world
+        for rank in range(world):
+            (first, held_first), (last, held_last) = torch.load(Path(folder, f"{rank}.pt"))
+            assert held_first == held_last
+            bound = held_first["threads"] * (M_TOP_PAD + PAGE)
+            assert last - first <= bound, f"rank {rank}: {last - first} bytes more"
