@@ -8,13 +8,34 @@
 #include "cpu/packed.hpp"
 #include "statistics/finalize.hpp"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 // Deals the element-wise passes to threads and vector kernels.
 namespace syncbn::cpu {
 namespace {
 
 constexpr std::int64_t kElementsPerThread = 16384;
-/// From this many output bytes on non-temporal stores pay.
+/// From this many output bytes on non-temporal stores pay; into fresh memory, from the second on.
 constexpr std::int64_t kStreamBytes = std::int64_t{2} << 20;
+constexpr std::int64_t kStreamFreshBytes = std::int64_t{8} << 20;
+
+/// Whether the system has not given memory for these addresses yet, by a page in their middle. At
+/// the first store it clears a page, in the caches, where plain stores find it.
+bool is_fresh(const void* data, std::int64_t bytes) {
+#if defined(__linux__)
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto middle =
+      reinterpret_cast<std::uintptr_t>(data) + static_cast<std::uintptr_t>(bytes) / 2;
+  unsigned char in_memory = 1;
+  return mincore(reinterpret_cast<void*>(middle / page * page), 1, &in_memory) == 0 &&
+         (in_memory & 1) == 0;
+#else
+  return false;
+#endif
+}
 
 Layout layout_of(const SampleView& x, const SampleView* other, const SampleView& out) {
   return other == nullptr ? common_layout(x, out) : common_layout(x, *other, out);
@@ -36,7 +57,9 @@ void run(ElementPass pass, ElementsTask task, const Kernels& kernels, bool by_ro
                        (out.samples == 1 || out.sample_stride == out.channels * out.plane);
   // Long planes with a mask are looked at once more, while they are in a cache.
   const bool may_stream = by_rows || (x.plane * size < kStreamRun ? no_gaps : x.mask == nullptr);
-  task.stream = elements * size >= kStreamBytes && may_stream;
+  const std::int64_t bytes = elements * size;
+  task.stream = may_stream && bytes >= kStreamBytes &&
+                (bytes >= kStreamFreshBytes || !is_fresh(out.data, bytes));
   const std::int64_t blocks = (x.plane + kElementBlock - 1) / kElementBlock;
   const std::int64_t items = by_rows ? x.samples * x.plane : x.samples * x.channels * blocks;
   const std::int64_t grain = std::max<std::int64_t>(1, kElementsPerThread * items / elements);

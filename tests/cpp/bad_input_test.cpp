@@ -76,12 +76,6 @@ const std::vector<Case> kCases = {
     {"channels whose words wrap around",
      [](A a) { a.x = {nullptr, DType::kFloat16, {0, kWrapping}}, a.mask = {}, a.forward(); },
      {"x: got shape (0, 3074457345618258603)", "expected at most 2^31 channels"}},
-    {"an empty batch of planes that overflow",
-     [](A a) {
-       a.x.sizes = {0, 3, 1LL << 62, 1LL << 62}, a.x.strides = {0, 0, 0, 0};
-       a.mask = {}, a.forward();
-     },
-     {"x: got shape (0, 3, 4611686018427387904", "expected at most 2^36 elements per channel"}},
     {"dresidual of another shape",
      [](A a) { a.dresidual = {a.dx.data, DType::kFloat32, {2, 4, 3}}, a.backward(); },
      {"dresidual: got shape (2, 4, 3)", "expected the shape of x, (2, 3, 4)"}},
