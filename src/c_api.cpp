@@ -319,3 +319,19 @@ syncbn_status syncbn_batch_norm_evaluate(const syncbn_tensor* x, const syncbn_ma
                         samples("y", y), options_of(options), execution_of(executor));
   });
 }
+
+syncbn_status syncbn_batch_norm_evaluate_backward(
+    const syncbn_tensor* dy, const syncbn_tensor* x, const syncbn_mask* mask,
+    const syncbn_tensor* weight, const syncbn_tensor* bias, const syncbn_tensor* residual,
+    const syncbn_tensor* running_mean, const syncbn_tensor* running_var, const syncbn_tensor* dx,
+    const syncbn_tensor* dweight, const syncbn_tensor* dbias, const syncbn_tensor* dresidual,
+    const syncbn_batch_norm_options* options, syncbn_executor* executor) {
+  return guarded([&] {
+    batch_norm_evaluate_backward(
+        samples("dy", dy), samples("x", x), mask_of(mask), tensor("weight", weight),
+        tensor("bias", bias), tensor("residual", residual), tensor("running_mean", running_mean),
+        tensor("running_var", running_var), samples("dx", dx), tensor("dweight", dweight),
+        tensor("dbias", dbias), tensor("dresidual", dresidual), options_of(options),
+        execution_of(executor));
+  });
+}

@@ -1,4 +1,5 @@
 #include "c_api_arguments.hpp"
+#include "syncbn/welford.hpp"
 
 // The passes of the C interface.
 namespace syncbn::c_api {
@@ -182,5 +183,65 @@ syncbn_status syncbn_input_gradient(const syncbn_tensor* dy, const syncbn_tensor
     require_array("coefficients", coefficients, channels_of(from));
     input_gradient(samples("dy", dy), from, mask_of(mask), mean, rstd, coefficients,
                    through_of(through), samples("dx", dx), execution_of(executor));
+  });
+}
+
+syncbn_status syncbn_recover_input(const syncbn_tensor* y, const double* mean, const double* rstd,
+                                   const syncbn_tensor* weight, const syncbn_tensor* bias,
+                                   const syncbn_tensor* x, uint8_t* activation_mask,
+                                   double negative_slope, syncbn_executor* executor) {
+  return guarded([&] {
+    const TensorView from = samples("y", y);
+    require_array("mean", mean, channels_of(from));
+    require_array("rstd", rstd, channels_of(from));
+    require_array("activation_mask", activation_mask, activation_mask_bytes(from));
+    recover_input(from, mean, rstd, tensor("weight", weight), tensor("bias", bias), samples("x", x),
+                  activation_mask, negative_slope, execution_of(executor));
+  });
+}
+
+syncbn_status syncbn_evaluation_input_gradient(const syncbn_tensor* u, const syncbn_mask* mask,
+                                               const double* rstd, const syncbn_tensor* weight,
+                                               const syncbn_tensor* dx, syncbn_executor* executor) {
+  return guarded([&] {
+    const TensorView from = samples("u", u);
+    require_array("rstd", rstd, channels_of(from));
+    evaluation_input_gradient(from, mask_of(mask), rstd, tensor("weight", weight),
+                              samples("dx", dx), execution_of(executor));
+  });
+}
+
+syncbn_status syncbn_welford_words(int32_t dtype, int64_t channels, int64_t* words) {
+  return guarded([&] {
+    require_channels(channels);
+    required("words", words) = welford_words(dtype_of("dtype", dtype), channels);
+  });
+}
+
+syncbn_status syncbn_local_welford(const syncbn_tensor* x, const syncbn_mask* mask,
+                                   int64_t* message, uint32_t fingerprint,
+                                   syncbn_executor* executor) {
+  return guarded([&] {
+    local_welford(samples("x", x), mask_of(mask), &required("message", message), fingerprint,
+                  execution_of(executor));
+  });
+}
+
+syncbn_status syncbn_merge_welford(const syncbn_message_info* info, const int64_t* records,
+                                   double* mean, double* var, double* rstd, int64_t channels,
+                                   int32_t ranks, int64_t stride, double eps) {
+  return guarded([&] {
+    const MessageInfo header = info_of(info);
+    require_channels(channels);
+    require_array("records", records, ranks);
+    require_array("mean", mean, channels);
+    require_array("var", var, channels);
+    require_array("rstd", rstd, channels);
+    const std::int64_t least = welford_words(header.dtype, channels);
+    if (ranks > 1 && stride < least) {
+      refuse("stride", std::to_string(stride),
+             ("at least a record's " + std::to_string(least)).c_str());
+    }
+    merge_welford(header, records, mean, var, rstd, channels, ranks, stride, eps);
   });
 }

@@ -186,6 +186,15 @@ SYNCBN_API syncbn_status syncbn_batch_norm_evaluate(
     const syncbn_tensor* running_var, const syncbn_tensor* y,
     const syncbn_batch_norm_options* options, syncbn_executor* executor);
 
+/* Backward of syncbn_batch_norm_evaluate with running statistics: dweight and dbias are local sums.
+   mask, weight, bias, residual, dweight, dbias, dresidual: or NULL. No exchange. */
+SYNCBN_API syncbn_status syncbn_batch_norm_evaluate_backward(
+    const syncbn_tensor* dy, const syncbn_tensor* x, const syncbn_mask* mask,
+    const syncbn_tensor* weight, const syncbn_tensor* bias, const syncbn_tensor* residual,
+    const syncbn_tensor* running_mean, const syncbn_tensor* running_var, const syncbn_tensor* dx,
+    const syncbn_tensor* dweight, const syncbn_tensor* dbias, const syncbn_tensor* dresidual,
+    const syncbn_batch_norm_options* options, syncbn_executor* executor);
+
 /* ---- The passes, for those who own the exchange; see syncbn/passes.hpp ---- */
 
 SYNCBN_API syncbn_status syncbn_words_per_channel(int32_t dtype, int32_t* words);
@@ -266,6 +275,36 @@ SYNCBN_API syncbn_status syncbn_input_gradient(const syncbn_tensor* dy, const sy
                                                const double* rstd, const double* coefficients,
                                                const syncbn_activation_gradient* through,
                                                const syncbn_tensor* dx, syncbn_executor* executor);
+
+/* x from y = leaky_relu(normalized x) of syncbn_normalize, without a mask, up to rounding; x may be
+   y. weight, bias: or NULL. activation_mask: syncbn_activation_mask_bytes(y) bytes, written. */
+SYNCBN_API syncbn_status syncbn_recover_input(const syncbn_tensor* y, const double* mean,
+                                              const double* rstd, const syncbn_tensor* weight,
+                                              const syncbn_tensor* bias, const syncbn_tensor* x,
+                                              uint8_t* activation_mask, double negative_slope,
+                                              syncbn_executor* executor);
+
+/* dx = weight * rstd * u, the gradient of syncbn_normalize with constant statistics; u: dy come
+   back through the activation. mask, weight: or NULL. */
+SYNCBN_API syncbn_status syncbn_evaluation_input_gradient(
+    const syncbn_tensor* u, const syncbn_mask* mask, const double* rstd,
+    const syncbn_tensor* weight, const syncbn_tensor* dx, syncbn_executor* executor);
+
+/* ---- The passes of SYNCBN_WELFORD; see syncbn/welford.hpp ---- */
+
+/* Of a rank's record, which stands behind the message's header. */
+SYNCBN_API syncbn_status syncbn_welford_words(int32_t dtype, int64_t channels, int64_t* words);
+
+/* mask: or NULL. message: SYNCBN_HEADER_WORDS and syncbn_welford_words(dtype of x, C) words. */
+SYNCBN_API syncbn_status syncbn_local_welford(const syncbn_tensor* x, const syncbn_mask* mask,
+                                              int64_t* message, uint32_t fingerprint,
+                                              syncbn_executor* executor);
+
+/* info: of the headers' sum. records: that of rank r begins at stride * r. */
+SYNCBN_API syncbn_status syncbn_merge_welford(const syncbn_message_info* info,
+                                              const int64_t* records, double* mean, double* var,
+                                              double* rstd, int64_t channels, int32_t ranks,
+                                              int64_t stride, double eps);
 
 #ifdef __cplusplus
 }

@@ -226,6 +226,7 @@ int main(void) {
   strides_exact();
   test_errors();
   test_bad_input();
+  test_other_passes();
   if (failures == 0) {
     printf("all tests passed\n");
   }

@@ -1,6 +1,10 @@
 #include "reference.h"
 
+#include <vector>
+
 #include "syncbn/batch_norm.hpp"
+#include "syncbn/passes.hpp"
+#include "syncbn/welford.hpp"
 
 void reference_step(const layer_step* step) {
   using namespace syncbn;
@@ -31,4 +35,51 @@ void reference_step(const layer_step* step) {
                       AffineGradients::kGlobal, *self, serial_executor());
   batch_norm_evaluate(view(step->x), mask, weight, bias, {}, running_mean, running_var,
                       view(step->evaluated), options, serial_executor());
+}
+
+void reference_other_passes(const other_passes* p) {
+  using namespace syncbn;
+  const std::vector<std::int64_t> shape = {p->samples, p->channels, p->plane};
+  const TensorView x(p->x, DType::kFloat32, shape);
+  const TensorView dy(p->dy, DType::kFloat32, shape);
+  const auto entries = [&](const float* data) {
+    return TensorView(data, DType::kFloat32, {p->channels});
+  };
+  const auto written = [&](float* data) {
+    return MutableTensorView(data, DType::kFloat32, {p->channels});
+  };
+  const MaskView mask{p->mask, {p->samples, p->plane}};
+  BatchNormOptions options;
+  options.eps = 1e-3;
+  options.activation = {ActivationKind::kLeakyRelu, 0.2};
+  batch_norm_evaluate_backward(dy, x, mask, entries(p->weight), entries(p->bias), {},
+                               entries(p->running_mean), entries(p->running_var),
+                               {p->dx, DType::kFloat32, shape}, written(p->dweight),
+                               written(p->dbias), {}, options, serial_executor());
+
+  const std::int64_t stride = welford_words(DType::kFloat32, p->channels);
+  std::vector<std::int64_t> headers(kHeaderWords);
+  std::vector<std::int64_t> records;
+  for (const bool second : {false, true}) {
+    const std::int64_t begin = second ? p->first : 0;
+    const std::int64_t samples = (second ? p->samples : p->first) - begin;
+    std::vector<std::int64_t> message(static_cast<std::size_t>(kHeaderWords + stride));
+    local_welford(
+        {p->x + begin * p->channels * p->plane, DType::kFloat32, {samples, p->channels, p->plane}},
+        {p->mask + begin * p->plane, {samples, p->plane}}, message.data(), 5, serial_executor());
+    for (std::size_t i = 0; i < headers.size(); ++i) {
+      headers[i] += message[i];
+    }
+    records.insert(records.end(), message.begin() + kHeaderWords, message.end());
+  }
+  merge_welford(read_header(headers.data(), 2), records.data(), p->mean, p->var, p->rstd,
+                p->channels, 2, stride, 1e-3);
+
+  evaluation_input_gradient(dy, mask, p->rstd, entries(p->weight),
+                            {p->plain_dx, DType::kFloat32, shape}, serial_executor());
+  const MutableTensorView recovered(p->recovered, DType::kFloat32, shape);
+  normalize(x, {}, p->mean, p->rstd, entries(p->weight), entries(p->bias), {}, recovered, nullptr,
+            options.activation, serial_executor());
+  recover_input(recovered, p->mean, p->rstd, entries(p->weight), entries(p->bias), recovered,
+                p->activation_mask, 0.2, serial_executor());
 }
