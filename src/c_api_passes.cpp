@@ -237,10 +237,8 @@ syncbn_status syncbn_merge_welford(const syncbn_message_info* info, const int64_
     require_array("mean", mean, channels);
     require_array("var", var, channels);
     require_array("rstd", rstd, channels);
-    const std::int64_t least = welford_words(header.dtype, channels);
-    if (ranks > 1 && stride < least) {
-      refuse("stride", std::to_string(stride),
-             ("at least a record's " + std::to_string(least)).c_str());
+    if (ranks > 1 && stride < welford_words(header.dtype, channels)) {
+      refuse("stride", std::to_string(stride), "at least syncbn_welford_words()");
     }
     merge_welford(header, records, mean, var, rstd, channels, ranks, stride, eps);
   });

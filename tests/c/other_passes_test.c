@@ -50,7 +50,7 @@ static void merge(step_memory* m, results* r) {
   double untouched[CHANNELS] = {7, 7, 7};
   EXPECT_ERROR(syncbn_merge_welford(&info, records, untouched, r->var, r->rstd, CHANNELS, RECORDS,
                                     stride - 1, 1e-3),
-               SYNCBN_INVALID_ARGUMENT, "stride: got 3, expected at least a record's 4");
+               SYNCBN_INVALID_ARGUMENT, "stride: got 3, expected at least syncbn_welford_words()");
   EXPECT_ERROR(syncbn_merge_welford(&info, NULL, untouched, r->var, r->rstd, CHANNELS, RECORDS,
                                     stride, 1e-3),
                SYNCBN_INVALID_ARGUMENT, "records: got NULL, expected an array");
