@@ -116,18 +116,23 @@ def test_shapes_are_those_that_docs_name():
 
 
 def test_memory_is_fresh_or_reused():
-    """Page faults of the second allocation of 8 MiB: one or more per huge page, or next to none."""
+    """Page faults of allocations of 8 MiB: one or more per huge page, or next to none. A small
+    object may now and then lie in what was given back, so that a whole one no longer fits there."""
     script = f"""if True:
         import resource, sys
         sys.path.append({str(BENCHMARKS)!r})
         import torch
         import bench_layer
+
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            torch.ones(1 << 21)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
         for kind in bench_layer.MEMORY:
             bench_layer.use_memory(kind)
             torch.ones(1 << 21)
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            torch.ones(1 << 21)
-            print(kind, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+            print(kind, min(faults() for _ in range(5)))
     """
     fresh, reused = python("-c", script).splitlines()
     assert fresh.startswith("fresh ") and int(fresh.split()[1]) >= 4
