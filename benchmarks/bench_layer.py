@@ -23,11 +23,13 @@ from torch import Tensor
 import syncbn
 
 #: glibc's mallopt: allocations from 64 KiB on are mapped and unmapped, or none is, nor given back.
-TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
+#: Small pieces that are kept apart (fast bins) would keep what aligning a large allocation cuts off
+#: from growing together again, and its place from being reused.
+TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX, MXFAST = -1, -3, -4, 1
 #: In this order: what the heap was given once would serve "fresh" allocations too.
 MEMORY = {
     "fresh": {MMAP_MAX: 2**16, MMAP_THRESHOLD: 2**16},
-    "reused": {MMAP_MAX: 0, TRIM_THRESHOLD: 2**31 - 1},
+    "reused": {MMAP_MAX: 0, TRIM_THRESHOLD: 2**31 - 1, MXFAST: 0},
 }
 
 
