@@ -199,9 +199,12 @@ TEST(ThreadPool, AForkedChildWorksAlone) {
     const int code = exit_of_child([&] {
       const std::vector<Range> all = ranges_of(*pool, 0, 100, 1);
       pool.reset();
+      bool right = all == std::vector<Range>({{0, 100}});
+#if !defined(__SANITIZE_THREAD__)  // which cannot have threads that a forked child starts
       ThreadPool fresh(threads);
-      const std::vector<Range> dealt = ranges_of(fresh, 0, 100, 1);
-      return all == std::vector<Range>({{0, 100}}) && dealt.size() == std::size_t(threads) ? 0 : 1;
+      right = right && ranges_of(fresh, 0, 100, 1).size() == static_cast<std::size_t>(threads);
+#endif
+      return right ? 0 : 1;
     });
     EXPECT_EQ(code, 0) << threads << " threads";
     expect_cover(ranges_of(*pool, 0, 100, 1), 0, 100, *pool);
