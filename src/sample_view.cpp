@@ -9,13 +9,24 @@ bool has_no_elements(const TensorView& tensor) {
   return sizes[0] == 0 || std::find(sizes.begin() + 2, sizes.end(), 0) != sizes.end();
 }
 
+namespace {
+
+/// Of one sample it may be any number, with which nobody should have to compute.
+std::int64_t stride_of_samples(const TensorView& tensor) {
+  constexpr std::int64_t kLargest = std::int64_t{1} << 40;
+  const std::int64_t stride = tensor.strides[0];
+  return tensor.sizes[0] > 1 || (-kLargest < stride && stride < kLargest) ? stride : 0;
+}
+
+}  // namespace
+
 SampleView::SampleView(const TensorView& tensor, const MaskView& which)
     : data(tensor.data),
       dtype(tensor.dtype),
       samples(tensor.sizes[0]),
       channels(tensor.sizes[1]),
       plane(1),
-      sample_stride(tensor.strides[0]),
+      sample_stride(stride_of_samples(tensor)),
       channel_stride(tensor.strides[1]),
       mask(which.data) {
   if (has_no_elements(tensor)) {

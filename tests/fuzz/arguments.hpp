@@ -138,6 +138,19 @@ class Argument {
            (absent() || (has_storage() && ndim == 1 && sizes[0] == count && device == 0));
   }
 
+  /// Its entries have places of their own, so that it can be written.
+  bool good_output() const {
+    if (absent() || row_major || has_no_elements()) {
+      return true;
+    }
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      if (sizes[i] > 1 && strides[i] == 0) {
+        return false;
+      }
+    }
+    return true;
+  }
+
   /// Accepted, but too large for a fuzzer.
   bool large() const {
     if (absent() || !has_storage()) {  // or not looked at
@@ -240,8 +253,9 @@ class Argument {
   bool extent(std::int64_t& low, std::int64_t& high) const {
     std::int64_t step = 1;
     for (std::size_t i = sizes.size(); i-- > 0;) {
-      const __int128 reach = static_cast<__int128>(row_major ? step : strides[i]) * (sizes[i] - 1);
-      if (reach > kMostExtent || reach < -kMostExtent) {
+      const __int128 steps = static_cast<__int128>(sizes[i]) - 1;  // below 0: never looked at
+      const __int128 reach = steps * (row_major ? step : strides[i]);
+      if (steps < 0 || reach > kMostExtent || reach < -kMostExtent) {
         return false;
       }
       (reach < 0 ? low : high) += static_cast<std::int64_t>(reach);

@@ -116,7 +116,8 @@ void forward(Bytes& bytes) {
   const bool momentum = options.momentum >= 0 && options.momentum <= 1;
   const bool cumulative = options.cumulative_average != 0;
   const bool accepted = c.good_samples() && c.out.good_like(c.x) && c.good_residual() &&
-                        c.good_parameters() && c.good_pair() && good_eps(options.eps) &&
+                        c.good_parameters() && c.good_pair() && c.out.good_output() &&
+                        c.a.good_output() && c.b.good_output() && good_eps(options.eps) &&
                         is_member(options.statistics, 2) && good_activation(options.activation) &&
                         (cumulative ? counter || (c.a.absent() && c.b.absent()) : momentum);
   if (c.too_large(accepted)) {
@@ -172,7 +173,8 @@ void backward(Bytes& bytes) {
   syncbn_batch_statistics* statistics = statistics_of(c.x, activation);
   const bool accepted = c.good_samples() && c.other.good_like(c.x) && c.out.good_like(c.x) &&
                         c.good_residual() && c.good_parameters() && c.good_pair() &&
-                        is_member(affine, 2) &&
+                        c.out.good_output() && c.residual.good_output() && c.a.good_output() &&
+                        c.b.good_output() && is_member(affine, 2) &&
                         syncbn_batch_statistics_channels(statistics) == c.x.channels();
   if (!c.too_large(accepted)) {
     const syncbn_status status = syncbn_batch_norm_backward(
@@ -188,9 +190,9 @@ void evaluate(Bytes& bytes) {
   Common c(bytes);
   const syncbn_batch_norm_options options = options_of(bytes);
   const bool accepted = c.good_samples() && c.out.good_like(c.x) && c.good_residual() &&
-                        c.good_parameters() && c.good_pair() && good_eps(options.eps) &&
-                        is_member(options.statistics, 2) && good_activation(options.activation) &&
-                        c.a.absent() == c.b.absent();
+                        c.good_parameters() && c.good_pair() && c.out.good_output() &&
+                        good_eps(options.eps) && is_member(options.statistics, 2) &&
+                        good_activation(options.activation) && c.a.absent() == c.b.absent();
   if (c.too_large(accepted)) {
     return;
   }
@@ -209,11 +211,11 @@ void passes(Bytes& bytes) {
   const bool bits = bytes.below(4) == 3;
   bool accepted = c.good_samples();
   if (which == 1) {
-    accepted = accepted && c.out.good_like(c.x) && c.good_residual();
+    accepted = accepted && c.out.good_like(c.x) && c.out.good_output() && c.good_residual();
   } else if (which == 2) {
-    accepted = accepted && c.other.good_like(c.x) && c.good_residual();
+    accepted = accepted && c.other.good_like(c.x) && c.good_residual() && c.residual.good_output();
   } else if (which == 3) {
-    accepted = accepted && c.other.good_like(c.x) && c.out.good_like(c.x);
+    accepted = accepted && c.other.good_like(c.x) && c.out.good_like(c.x) && c.out.good_output();
   }
   accepted = accepted && (which == 0 || (c.good_parameters() && good_activation(activation)));
   if (c.too_large(accepted)) {
