@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "layer_tensors.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/batch_norm_op.hpp"
@@ -68,26 +69,8 @@ bool fails_at(std::int64_t at, const std::function<void()>& body) {
   return false;
 }
 
-constexpr std::int64_t kC = 5;
-
-struct Layer {
-  static std::vector<double> values(int seed) {
-    testing::Random random(static_cast<std::uint64_t>(seed));
-    std::vector<double> all(4 * kC * 6);
-    for (double& value : all) {
-      value = testing::round_to(DType::kFloat32, random.signed_unit());
-    }
-    return all;
-  }
-  Tensor x{DType::kFloat32, {4, kC, 6}, values(1)}, dy{DType::kFloat32, {4, kC, 6}, values(2)};
-  Tensor y = x, dx = x;
-  Tensor weight{DType::kFloat32, {kC}, {1, 2, 3, 4, 5}}, mean = weight, var = weight;
-  Tensor dweight = weight, dbias = weight;
-  std::int64_t tracked = 3;
-  BatchNormOptions options;
-  BatchNormOpAttributes attributes;
+struct Layer : testing::LayerTensors {
   bool as_op = false;
-  BatchStatistics statistics;
 
   std::vector<std::vector<double>> state() const {
     return {mean.values(), var.values(), {static_cast<double>(tracked)}};

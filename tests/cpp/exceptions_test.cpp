@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "layer_tensors.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/batch_norm_op.hpp"
@@ -70,26 +71,7 @@ class FailingExecutor final : public Executor {
   bool late_;
 };
 
-constexpr std::int64_t kC = 5;
-
-struct Layer {
-  static std::vector<double> values(int seed) {
-    testing::Random random(static_cast<std::uint64_t>(seed));
-    std::vector<double> all(4 * kC * 6);
-    for (double& value : all) {
-      value = testing::round_to(DType::kFloat32, random.signed_unit());
-    }
-    return all;
-  }
-  Tensor x{DType::kFloat32, {4, kC, 6}, values(1)}, dy{DType::kFloat32, {4, kC, 6}, values(2)};
-  Tensor y = x, dx = x;
-  Tensor weight{DType::kFloat32, {kC}, {1, 2, 3, 4, 5}}, mean = weight, var = weight;
-  Tensor dweight = weight, dbias = weight;
-  std::int64_t tracked = 3;
-  BatchNormOptions options;
-  BatchNormOpAttributes attributes;
-  BatchStatistics statistics;
-
+struct Layer : testing::LayerTensors {
   void forward(Communicator& group, Executor& executor) {
     statistics = batch_norm_forward(std::as_const(x).view(), {}, std::as_const(weight).view(),
                                     std::as_const(weight).view(), {}, y.view(),
