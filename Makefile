@@ -1,5 +1,5 @@
 # The commands that people type; what takes more than a few lines is in scripts/.
-# Variables: TORCH=2.12.0 (another PyTorch, in an environment of its own), PYTHON, CXX, JOBS,
+# Variables: TORCH=2.15.0 (another PyTorch, in an environment of its own), PYTHON, CXX, JOBS,
 # ARGS (for pytest or the demo), MINUTES (soak), SECONDS (fuzz), SEED (both), SYNCBN_WERROR=ON (as CI
 # does), SYNCBN_CUDA=OFF (the Python package without kernels, where nvcc would build them; ON: an error
 # without nvcc), MANYLINUX=2_28 (the newest system that a wheel may need).
@@ -21,8 +21,8 @@ python := $(VENV)/bin/python
 cmake := $(VENV)/bin/cmake
 package := $(VENV)/.stamp-package
 built_wheel := build/wheel-file$(if $(TORCH),-torch-$(TORCH))
-# The demo has tests, too. Versions in interop.txt are those for the PyTorch in build.txt.
-test_tools := $(VENV)/.stamp-test $(VENV)/.stamp-demo $(if $(TORCH),,$(VENV)/.stamp-interop)
+# The demo has tests, too.
+test_tools := $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-interop
 # The site needs nothing of what the package needs.
 docs_venv := .venv-docs
 docs_tools := $(docs_venv)/.stamp-docs
@@ -44,6 +44,11 @@ test-cpp: build-cpp  ## C++ tests only
 
 test-python: $(package) $(test_tools)  ## Python tests only, for example ARGS="-k convert"
 	@scripts/test.sh $(VENV) python
+
+interop: $(package) $(test_tools) $(VENV)/.stamp-frameworks  ## other people's code, all of it
+	SYNCBN_INTEROP=all OMP_WAIT_POLICY=passive $(python) -m pytest --durations 15 $(ARGS) \
+	  $(addprefix tests/python/test_,pytorchs_tests.py class_checks.py class_checks_frameworks.py \
+	    training_loops.py)
 
 demo: $(package) $(VENV)/.stamp-demo  ## train the example network, for example ARGS=--quick
 	$(python) examples/segmentation/main.py $(ARGS)
@@ -70,6 +75,9 @@ fuzz: $(VENV)/.stamp-build  ## fuzzers, with clang, SECONDS=60 SEED=
 	$(cmake) --preset fuzz
 	$(cmake) --build --preset fuzz
 	$(python) scripts/fuzz.py $(or $(SECONDS),60) $(SEED)
+
+model:  ## the protocol in shared memory as a model, in all orders of its steps, with spin
+	$(or $(PYTHON),python3) tests/model/check.py
 
 lint: build $(VENV)/.stamp-lint  ## check format and style
 	@scripts/lint.sh all
@@ -103,7 +111,7 @@ $(VENV)/.stamp-%: requirements/%.txt scripts/bootstrap.sh
 	@scripts/bootstrap.sh $(VENV) $*
 	@touch $@
 $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-interop $(VENV)/.stamp-lint \
-  $(VENV)/.stamp-bench: \
+  $(VENV)/.stamp-bench $(VENV)/.stamp-frameworks: \
   $(VENV)/.stamp-build
 
 $(docs_tools): requirements/docs.txt scripts/bootstrap.sh
@@ -117,4 +125,4 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp test-python demo bench bench-count bench-cpp \
-  gpu-check asan tsan release cuda sanitize soak fuzz lint format docs wheel clean
+  gpu-check asan tsan release cuda sanitize soak fuzz interop model lint format docs wheel clean

@@ -28,7 +28,7 @@ def measure_gloo(rounds: int) -> list[dict]:
     """All-reduce of the messages of float32 layers; bench_exchange has the other engines."""
     rows = []
     for channels in CHANNELS:
-        message = torch.zeros(4 + 19 * channels, dtype=torch.int64)
+        message = torch.zeros(8 + 19 * channels, dtype=torch.int64)
         times = []
         for i in range(-rounds // 10, rounds):
             start = time.perf_counter()

@@ -32,7 +32,7 @@ def ring(devices: int, per_node: int = 8) -> float:
 
 
 def main() -> None:
-    frame = 8 * (4 + 512 * 19) / BYTES_PER_MICROSECOND  # 512 channels of float32
+    frame = 8 * (8 + 512 * 19) / BYTES_PER_MICROSECOND  # 512 channels of float32
     print(f"Model, not measured: NCCL, 8 devices a node; a frame takes {frame:.0f} us more")
     print("devices  tree (us)  ring (us)")
     for devices in (8, 16, 128, 1024):

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/12_lightning.py
 
-Lightning's own sync_batchnorm=True converts to torch.nn.SyncBatchNorm, which takes no CPU tensors;
-it would replace these layers, too, so leave it off. Exits with 1 if the ranks' running statistics
-differ or training does not.
+Leave Lightning's own sync_batchnorm=True off: it converts to torch.nn.SyncBatchNorm, which takes no
+CPU tensors, and when training ends it makes plain layers of these. Exits with 1 if the ranks'
+running statistics differ or training does not.
 """
 
 import os

@@ -58,7 +58,9 @@ fi
 
 for group in "$@"; do
   echo "syncbn: installing requirements/$group.txt into $venv"
-  sed "${TORCH:+s/^torch==.*/torch==$TORCH/}" "requirements/$group.txt" |
+  # A release of torchvision fits one of PyTorch: pip knows which.
+  sed "${TORCH:+s/^torch==.*/torch==$TORCH/; s/^torchvision==.*/torchvision\\ntorch==$TORCH/}" \
+    "requirements/$group.txt" |
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r /dev/stdin ||
     fail "pip could not install requirements/$group.txt (see above)"
 done

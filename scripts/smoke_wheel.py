@@ -1,8 +1,9 @@
 """Installs a wheel into an environment of its own and trains with it, in a folder that is not the
-repository: python scripts/smoke_wheel.py [--with-dependencies] WHEEL
+repository: python scripts/smoke_wheel.py [--with-dependencies | --torch VERSION] WHEEL
 
 PyTorch is that of the interpreter that runs this, linked into the new environment without a syncbn
-that may lie beside it; nothing is downloaded. --with-dependencies lets pip install PyTorch, too.
+that may lie beside it; nothing is downloaded. With --with-dependencies pip installs PyTorch, too,
+and with --torch that version of it.
 """
 
 import argparse
@@ -91,13 +92,18 @@ def link_torch(site: Path, folder: Path) -> None:
     (site / "torch.pth").write_text(f"{folder}\n", encoding="utf-8")
 
 
-def smoke(wheel: Path, with_dependencies: bool, folder: Path) -> None:
+def smoke(wheel: Path, torch: str | None, folder: Path) -> None:
+    """torch: what pip is to install of PyTorch, "" for what the wheel asks for; None: nothing."""
     environment, elsewhere = folder / "venv", folder / "elsewhere"
     elsewhere.mkdir()
     python = str(environment / "bin" / "python")
-    run([sys.executable, "-m", "venv", str(environment)], elsewhere)
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if not with_dependencies:
+    # Without the setuptools that come with pip: PyTorch may need newer ones, which lie beside it.
+    run([sys.executable, "-m", "venv", "--without-pip", str(environment)], elsewhere)
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    install = [*pip, "install", "--quiet"]
+    if torch:
+        install.append(torch)
+    elif torch is None:
         (site,) = environment.glob("lib/python*/site-packages")
         link_torch(site, folder / "torch")
         install.append("--no-index")  # the torch that is there must do
@@ -116,11 +122,13 @@ def smoke(wheel: Path, with_dependencies: bool, folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--with-dependencies", action="store_true")
+    pytorch = parser.add_mutually_exclusive_group()
+    pytorch.add_argument("--with-dependencies", dest="torch", action="store_const", const="")
+    pytorch.add_argument("--torch", type=lambda version: f"torch=={version}", metavar="VERSION")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            smoke(given.wheel, given.with_dependencies, Path(folder).resolve())
+            smoke(given.wheel, given.torch, Path(folder).resolve())
         except Failed as error:
             print(f"{given.wheel.name}: {error}", file=sys.stderr)
             return 1

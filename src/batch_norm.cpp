@@ -1,9 +1,12 @@
 #include "syncbn/batch_norm.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
+#include <limits>
 #include <span>
 
+#include "agreement.hpp"
 #include "channel_values.hpp"
 #include "checks.hpp"
 #include "cpu/float_environment.hpp"
@@ -34,12 +37,19 @@ void update_running(const RunningStatistics& running, const BatchNormOptions& op
   }
 }
 
-void check_counter(const std::int64_t* num_batches_tracked) {
-  constexpr std::int64_t kMost = std::int64_t{1} << 53;  // one divided by it
-  if (num_batches_tracked != nullptr &&
-      (*num_batches_tracked < 0 || *num_batches_tracked > kMost)) {
+/// cumulative: one is divided by it.
+void check_counter(const std::int64_t* num_batches_tracked, bool cumulative) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 53;
+  if (num_batches_tracked == nullptr) {
+    return;
+  }
+  if (cumulative && (*num_batches_tracked < 0 || *num_batches_tracked > kMost)) {
     throw InvalidArgument("running.num_batches_tracked: got " +
                           std::to_string(*num_batches_tracked) + ", expected 0 to 2^53");
+  }
+  if (*num_batches_tracked == std::numeric_limits<std::int64_t>::max()) {
+    throw InvalidArgument(
+        "running.num_batches_tracked: got 9223372036854775807, expected room for one more");
   }
 }
 
@@ -63,6 +73,10 @@ struct EvaluationStatistics {
   std::vector<double> rstd;
 };
 
+bool has_elements(const TensorView& x) {
+  return std::find(x.sizes.begin(), x.sizes.end(), 0) == x.sizes.end();
+}
+
 void check_statistics(const BatchStatistics& statistics, const TensorView& x) {
   for (const auto* values : {&statistics.mean, &statistics.rstd}) {
     if (static_cast<std::int64_t>(values->size()) != x.sizes[1]) {
@@ -79,10 +93,11 @@ void check_statistics(const BatchStatistics& statistics, const TensorView& x) {
 }
 
 /// The one message of a direction: sums it over the ranks and checks that they made the same call.
-MessageInfo exchange(std::vector<std::int64_t>& message, Communicator& communicator) {
+MessageInfo exchange(std::vector<std::int64_t>& message, const AgreedCall& call,
+                     Communicator& communicator) {
   communicator.all_reduce_sum(message);
   const MessageInfo info = read_header(message.data(), communicator.size());
-  check_header(info);
+  check_agreement(info, call, communicator);
   return info;
 }
 
@@ -94,12 +109,12 @@ class ReproducibleMoments {
     message_.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
     local_moments(x, mask, message_.data(), fingerprint, execution);
   }
-  void merge(BatchStatistics& out, std::int64_t channels, double eps, Communicator& communicator,
+  void merge(BatchStatistics& out, const AgreedCall& call, Communicator& communicator,
              const Execution& execution) {
-    const MessageInfo info = exchange(message_, communicator);
+    const MessageInfo info = exchange(message_, call, communicator);
     out.count = info.count;
     finalize_moments(info, message_.data() + kHeaderWords, out.mean.data(), out.var.data(),
-                     out.rstd.data(), channels, eps, execution);
+                     out.rstd.data(), call.channels, call.options->eps, execution);
   }
 
  private:
@@ -115,7 +130,7 @@ class GatheredMoments {
     all_.resize(message_.size() * static_cast<std::size_t>(ranks));
     local_welford(x, mask, message_.data(), fingerprint, execution);
   }
-  void merge(BatchStatistics& out, std::int64_t channels, double eps, Communicator& communicator,
+  void merge(BatchStatistics& out, const AgreedCall& call, Communicator& communicator,
              const Execution&) {
     const int ranks = communicator.size();
     const std::size_t size = message_.size();
@@ -128,10 +143,11 @@ class GatheredMoments {
       }
     }
     const MessageInfo info = read_header(header.data(), ranks);
-    check_header(info);
+    check_agreement(info, call, communicator);
     out.count = info.count;
     merge_welford(info, all_.data() + kHeaderWords, out.mean.data(), out.var.data(),
-                  out.rstd.data(), channels, ranks, static_cast<std::int64_t>(size), eps);
+                  out.rstd.data(), call.channels, ranks, static_cast<std::int64_t>(size),
+                  call.options->eps);
   }
 
  private:
@@ -146,16 +162,22 @@ BatchStatistics forward_with(const TensorView& x, const MaskView& mask, const Te
                              const BatchNormOptions& options, Communicator& communicator,
                              const Execution& execution) {
   BatchStatistics statistics;
+  AgreedCall call;
   Moments moments;
   before_exchange(communicator, [&] {
     check_forward(x, mask, weight, bias, residual, y, running.mean, running.var,
                   running.num_batches_tracked, options, communicator.size());
     check_available(x.device);
-    check_counter(running.num_batches_tracked);
+    check_counter(running.num_batches_tracked, !options.momentum.has_value());
     statistics.activation = options.activation;
-    statistics.fingerprint =
-        fingerprint(layer_and_options(options, !residual.absent()), options.call,
-                    Direction::kForward, x.sizes[1], options.eps);
+    call.options = &options;
+    call.layer = statistics.layer = options.layer;
+    call.call = statistics.call = options.call;
+    call.channels = x.sizes[1];
+    call.dtype = x.dtype;
+    call.elements = has_elements(x);
+    call.residual = !residual.absent();
+    statistics.fingerprint = call.fingerprint();
     if (options.activation.kind != ActivationKind::kNone && !residual.absent()) {
       statistics.activation_mask.resize(static_cast<std::size_t>(activation_mask_bytes(x)));
     }
@@ -164,8 +186,7 @@ BatchStatistics forward_with(const TensorView& x, const MaskView& mask, const Te
     }
     moments.local(x, mask, statistics.fingerprint, communicator.size(), execution);
   });
-  const std::int64_t channels = x.sizes[1];
-  moments.merge(statistics, channels, options.eps, communicator, execution);
+  moments.merge(statistics, call, communicator, execution);
   normalize(x, mask, statistics.mean.data(), statistics.rstd.data(), weight, bias, residual, y,
             statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data(),
             options.activation, execution);
@@ -200,6 +221,7 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
   std::vector<std::int64_t> message;
   std::vector<std::int64_t> own;
   std::vector<double> coefficients;
+  AgreedCall call;
   before_exchange(communicator, [&] {
     check_backward(dy, x, mask, weight, dx, dweight, dbias, dresidual, which, communicator.size());
     check_statistics(statistics, x);
@@ -207,14 +229,21 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
                statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data()};
     coefficients.resize(static_cast<std::size_t>(3 * x.sizes[1]));
     message.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
-    local_gradients(dy, x, mask, mean, rstd, through, dresidual, message.data(),
-                    backward_fingerprint(statistics.fingerprint), execution);
+    call.direction = Direction::kBackward;
+    call.layer = statistics.layer;
+    call.call = statistics.call;
+    call.channels = x.sizes[1];
+    call.dtype = x.dtype;
+    call.elements = has_elements(x);
+    call.forward = statistics.fingerprint;
+    local_gradients(dy, x, mask, mean, rstd, through, dresidual, message.data(), call.fingerprint(),
+                    execution);
     if (!global) {
       own = message;
     }
   });
   const std::int64_t channels = x.sizes[1];
-  const MessageInfo info = exchange(message, communicator);
+  const MessageInfo info = exchange(message, call, communicator);
   if (info.count != statistics.count) {
     throw DivergenceError("backward: the ranks bring " + std::to_string(info.count) +
                           " elements per channel, forward had " + std::to_string(statistics.count));

@@ -1,5 +1,6 @@
 #include "syncbn/batch_norm_op.hpp"
 
+#include <limits>
 #include <string>
 
 #include "channel_values.hpp"
@@ -73,6 +74,9 @@ void check_forward(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& ou
   if (inputs.batches < 0) {
     throw InvalidArgument("batches: got " + std::to_string(inputs.batches) +
                           ", expected a number of at least 0");
+  }
+  if (inputs.batches == std::numeric_limits<std::int64_t>::max()) {
+    throw InvalidArgument("batches: got 2^63 - 1, expected room for one batch more");
   }
   if (outputs.saved_batches == nullptr) {
     throw InvalidArgument("saved_batches: got null, expected a counter");

@@ -130,8 +130,9 @@ void batch_norm_forward(const TensorView& x, const MaskView& mask, const TensorV
                             ", expected 0 (on CUDA running.call counts the calls)");
     }
     const Workspace w(workspace, x.dtype, x.sizes[1], gathered_ranks(options.statistics, ranks));
-    const ForwardCall call{layer_and_options(options, !residual.absent()), running.call,
-                           options.eps};
+    const ForwardCall call{
+        layer_identity(options.layer, options.activation, options.statistics, !residual.absent()),
+        running.call, options.eps};
     if (welford) {
       local_welford(x, mask, call, w.record.data(), stream);
     } else {

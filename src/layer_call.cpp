@@ -3,7 +3,6 @@
 #include <string>
 
 #include "checks.hpp"
-#include "statistics/scalar.hpp"
 
 namespace syncbn {
 namespace {
@@ -108,17 +107,6 @@ bool check_running(const TensorView& running_mean, const TensorView& running_var
     throw InvalidArgument("running_mean, running_var: got none, expected both");
   }
   return !running_mean.absent();
-}
-
-std::uint64_t layer_and_options(const BatchNormOptions& options, bool residual) {
-  const Activation& activation = options.activation;
-  std::uint64_t number = 0;
-  if (activation.kind == ActivationKind::kLeakyRelu) {
-    number = bit_copy<std::uint64_t>(activation.negative_slope);
-  }
-  number = number << 4 | static_cast<std::uint64_t>(options.statistics) << 3 |
-           static_cast<std::uint64_t>(activation.kind) << 1 | std::uint64_t{residual};
-  return options.layer ^ number * 0x9e3779b97f4a7c15u;  // 0 for a plain layer
 }
 
 }  // namespace syncbn

@@ -47,7 +47,4 @@ void check_evaluate_backward(const TensorView& dy, const TensorView& x, const Ma
 bool check_running(const TensorView& running_mean, const TensorView& running_var,
                    bool may_be_absent);
 
-/// The layer's number, with what all ranks must have in common besides.
-std::uint64_t layer_and_options(const BatchNormOptions& options, bool residual);
-
 }  // namespace syncbn

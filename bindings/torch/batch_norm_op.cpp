@@ -16,22 +16,19 @@
 namespace syncbn::torch_layer {
 namespace {
 
-void call_operator(const char* name, StableIValue* stack) {
-  // The stable ABI hands on that a call failed, but not why.
-  if (torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION) != 0) {
-    throw Error(
-        "batch_norm: the exchange over the process group failed (a rank did not come in time, or "
-        "was lost); the group's own error stands on this process's standard error");
-  }
-}
-
-/// The sum over the ranks of the process group of that name.
+/// The sum over the ranks of the process group of that name. The operator for it is in
+/// python/syncbn/ops.py: since PyTorch 2.15 the stable ABI cannot call PyTorch's own, whose
+/// arguments are of any type.
 Tensor all_reduce(const Tensor& words, const std::string& group) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
-  std::array<StableIValue, 3> stack{from(words), from(std::string("sum")), from(group)};
-  call_operator("_c10d_functional::all_reduce", stack.data());
-  call_operator("_c10d_functional::wait_tensor", stack.data());
+  std::array<StableIValue, 2> stack{from(words), from(group)};
+  // The stable ABI hands on that a call failed, but not why.
+  if (torch_call_dispatcher("syncbn::sum_over_group", "", stack.data(), TORCH_ABI_VERSION) != 0) {
+    throw Error(
+        "batch_norm: the exchange over the process group failed (a rank did not come in time, or "
+        "was lost)");
+  }
   return to<Tensor>(stack[0]);
 }
 
@@ -43,7 +40,11 @@ class GroupExchange {
   /// group: none to exchange with nobody. like: a tensor on the device of the messages.
   GroupExchange(const Tensor& like, std::int64_t channels, std::optional<std::string> group,
                 std::int64_t ranks, std::int64_t frame)
-      : like_(like), channels_(channels), group_(std::move(group)), ranks_(ranks), frame_(frame) {}
+      : like_(like),
+        channels_(channels),
+        group_(std::move(group)),
+        ranks_(ranks),
+        frame_(checked_frame(frame)) {}
 
   MessageInfo operator()(std::vector<std::int64_t>& message) {
     if (!group_.has_value()) {
@@ -53,7 +54,7 @@ class GroupExchange {
     }
     exchanged_ = true;
     const std::int64_t* first = sum(message, 0, frame_);
-    const MessageInfo info = read_header(first, static_cast<int>(ranks_));
+    const MessageInfo info = read_header(first, ranks_of(ranks_));
     check_header(info);
     // A rank without samples may be of another dtype than the group, whose length then counts.
     const std::int64_t words =

@@ -1,13 +1,16 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <limits>
 #include <tuple>
 #include <vector>
 
 #include "bindings/torch/cpu_ops.hpp"
 #include "bindings/torch/layer.hpp"
 #include "bindings/torch/new_output.hpp"
+#include "bindings/torch/resolved.hpp"
 #include "bindings/torch/tensors.hpp"
+#include "syncbn/batch_norm.hpp"
 #include "syncbn/diagnosis.hpp"
 #include "syncbn/passes.hpp"
 
@@ -19,7 +22,7 @@ namespace {
 /// A message of at least `frame` words: zeros follow the channels' words.
 Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels, std::int64_t frame) {
   const std::int64_t words = message_words(dtype, channels);
-  Tensor message = empty(x, std::max(frame, words), ScalarType::Long);
+  Tensor message = empty(x, std::max(checked_frame(frame), words), ScalarType::Long);
   std::int64_t* data = int64_data("message", message, words);
   std::fill(data + words, data + message.numel(), 0);
   return message;
@@ -28,7 +31,7 @@ Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels, std::int
 }  // namespace
 
 Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
-                     std::int64_t frame, std::optional<Tensor> mask) {
+                     std::int64_t frame, std::optional<Tensor> mask, std::int64_t backward) {
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
   const std::int64_t number = call.has_value() ? *int64_data("call", *call, 1) : 0;
@@ -39,13 +42,15 @@ Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
       fingerprint(static_cast<std::uint64_t>(layer), static_cast<std::uint64_t>(number),
                   Direction::kForward, channels, eps),
       executor);
+  int64_data("message", message, kHeaderWords)[kHeaderBackward] = backward;
   return message;
 }
 
 namespace {
 
 Tensor rejection(const Tensor& like, std::int64_t frame) {
-  Tensor message = empty(like, std::max<std::int64_t>(frame, kHeaderWords), ScalarType::Long);
+  Tensor message =
+      empty(like, std::max<std::int64_t>(checked_frame(frame), kHeaderWords), ScalarType::Long);
   std::int64_t* data = int64_data("message", message, kHeaderWords);
   std::fill(data, data + message.numel(), 0);
   rejection_header(0, data);
@@ -54,7 +59,7 @@ Tensor rejection(const Tensor& like, std::int64_t frame) {
 
 Tensor header(const Tensor& merged, std::int64_t ranks) {
   const MessageInfo info =
-      syncbn::read_header(int64_data("merged", merged, kHeaderWords), static_cast<int>(ranks));
+      syncbn::read_header(int64_data("merged", merged, kHeaderWords), ranks_of(ranks));
   Tensor out = empty(merged, 4, ScalarType::Long);
   std::int64_t* data = int64_data("out", out, 4);
   data[0] = info.count;
@@ -67,8 +72,13 @@ Tensor header(const Tensor& merged, std::int64_t ranks) {
 Tensor remaining_words(const Tensor& message, const Tensor& merged, std::int64_t ranks,
                        std::int64_t channels, std::int64_t size) {
   const MessageInfo info =
-      syncbn::read_header(int64_data("merged", merged, kHeaderWords), static_cast<int>(ranks));
+      syncbn::read_header(int64_data("merged", merged, kHeaderWords), ranks_of(ranks));
   check_header(info);
+  const std::int64_t most = message_words(DType::kFloat64, channels);
+  if (channels > message.numel() || size > most) {
+    throw InvalidArgument("channels, size: got " + std::to_string(channels) + " and " +
+                          std::to_string(size) + ", expected those of the message");
+  }
   const std::int64_t frame = merged.numel();
   if (size < 0) {
     size =
@@ -147,6 +157,9 @@ void update_running_statistics(std::optional<Tensor> running_mean,
     throw InvalidArgument(
         "momentum: got None without num_batches_tracked, expected a number in [0, 1]");
   }
+  if (tracked != nullptr && *tracked == std::numeric_limits<std::int64_t>::max()) {
+    throw InvalidArgument("num_batches_tracked: got 2^63 - 1, expected room for one batch more");
+  }
   const std::int64_t batches = tracked == nullptr ? 0 : *tracked + 1;
   const double factor = momentum.value_or(batches > 0 ? 1.0 / static_cast<double>(batches) : 0.0);
   syncbn::update_running_statistics(mutable_view("running_mean", running_mean),
@@ -157,7 +170,7 @@ void update_running_statistics(std::optional<Tensor> running_mean,
     *tracked = batches;
   }
   if (calls != nullptr) {
-    ++*calls;
+    *calls = static_cast<std::int64_t>(static_cast<std::uint64_t>(*calls) + 1);
   }
 }
 
@@ -265,8 +278,23 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
 
 std::string cpu_instruction_set() { return syncbn::cpu_instruction_set(); }
 
+/// What ranks must have in common of a layer besides eps. kind, statistics: of the core's enums.
+std::int64_t layer_identity(std::int64_t layer, std::int64_t kind, double negative_slope,
+                            std::int64_t statistics, bool residual) {
+  return static_cast<std::int64_t>(
+      syncbn::layer_identity(static_cast<std::uint64_t>(layer), activation_of(kind, negative_slope),
+                             static_cast<syncbn::Statistics>(statistics), residual));
+}
+
 bool force_cpu_instruction_set(std::string name) {
   return syncbn::force_cpu_instruction_set(name.c_str());
+}
+
+/// On every device.
+void register_written(torch::stable::detail::StableLibrary& m) {
+  m.impl("normalize_in_place", TORCH_BOX(&OnlyResolved<&normalize_in_place>::call));
+  m.impl("update_running_statistics", TORCH_BOX(&OnlyResolved<&update_running_statistics>::call));
+  m.impl("normalize_and_update", TORCH_BOX(&OnlyResolved<&normalize_and_update>::call));
 }
 
 }  // namespace
@@ -274,7 +302,8 @@ bool force_cpu_instruction_set(std::string name) {
 
 STABLE_TORCH_LIBRARY(syncbn, m) {
   m.def(
-      "local_moments(Tensor x, int layer, Tensor? call, float eps, int frame, Tensor? mask=None) "
+      "local_moments(Tensor x, int layer, Tensor? call, float eps, int frame, Tensor? mask=None, "
+      "int backward=0) "
       "-> Tensor");
   m.def("rejection(Tensor like, int frame) -> Tensor");
   m.def("header(Tensor merged, int ranks) -> Tensor");
@@ -315,6 +344,9 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "Tensor info, Tensor? weight, Tensor? bias, Tensor? activation_mask, int activation, "
       "float negative_slope, ScalarType? weight_dtype, ScalarType? bias_dtype, int ranks, "
       "Tensor? mask=None, Tensor? own=None) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "layer_identity(int layer, int activation, float negative_slope, int statistics, "
+      "bool residual) -> int");
   m.def("cpu_instruction_set() -> str");
   m.def("force_cpu_instruction_set(str name) -> bool");
 }
@@ -337,6 +369,17 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CompositeExplicitAutograd, m) {
   using namespace syncbn::torch_layer;
+  m.impl("layer_identity", TORCH_BOX(&layer_identity));
   m.impl("cpu_instruction_set", TORCH_BOX(&cpu_instruction_set));
   m.impl("force_cpu_instruction_set", TORCH_BOX(&force_cpu_instruction_set));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, Negative, m) {
+  using namespace syncbn::torch_layer;
+  register_written(m);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, Conjugate, m) {
+  using namespace syncbn::torch_layer;
+  register_written(m);
 }

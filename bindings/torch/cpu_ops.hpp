@@ -12,7 +12,7 @@ namespace syncbn::torch_layer {
 using torch::stable::Tensor;
 
 Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
-                     std::int64_t frame, std::optional<Tensor> mask);
+                     std::int64_t frame, std::optional<Tensor> mask, std::int64_t backward);
 
 std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, const Tensor& mean,
                                            const Tensor& rstd, const Tensor& info,

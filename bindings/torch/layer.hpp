@@ -19,7 +19,7 @@ class Merged {
  public:
   Merged(const Tensor& first, const std::optional<Tensor>& rest, std::int64_t ranks,
          std::int64_t channels)
-      : info(read_header(int64_data("merged", first, kHeaderWords), static_cast<int>(ranks))) {
+      : info(read_header(int64_data("merged", first, kHeaderWords), ranks_of(ranks))) {
     check_header(info);
     const std::int64_t needed = info.any_data ? message_words(info.dtype, channels) : kHeaderWords;
     if (!rest.has_value()) {

@@ -4,6 +4,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <stdexcept>
+
+#include "bindings/torch/no_memory.hpp"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -14,11 +17,17 @@ namespace syncbn::torch_layer {
 /// An uninitialized tensor like x (its dtype, and its layout where it is dense). Large ones ask for
 /// huge pages before their first store: faulting in 4 KiB pages costs more than the arithmetic.
 inline torch::stable::Tensor new_output(const torch::stable::Tensor& x) {
-  torch::stable::Tensor out = torch::stable::empty_like(x);
+  const std::uintptr_t bytes = static_cast<std::uintptr_t>(x.numel()) * x.element_size();
+  torch::stable::Tensor out = [&] {
+    try {
+      return torch::stable::empty_like(x);
+    } catch (const std::runtime_error&) {
+      throw NoMemory(bytes);
+    }
+  }();
 #if defined(MADV_HUGEPAGE)
   constexpr std::uintptr_t kPage = 4096;
   constexpr std::uintptr_t kAtLeast = std::uintptr_t{4} << 20;
-  const std::uintptr_t bytes = static_cast<std::uintptr_t>(out.numel()) * out.element_size();
   if (bytes >= kAtLeast && out.is_cpu()) {
     const auto begin =
         (reinterpret_cast<std::uintptr_t>(out.mutable_data_ptr()) + kPage - 1) / kPage * kPage;

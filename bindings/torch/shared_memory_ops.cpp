@@ -5,10 +5,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 
 #include "bindings/torch/cpu_ops.hpp"
+#include "bindings/torch/resolved.hpp"
 #include "bindings/torch/tensors.hpp"
 #include "syncbn/passes.hpp"
 #include "syncbn/shared_memory.hpp"
@@ -23,7 +25,10 @@ enum Status : std::int64_t { kDone, kPending, kTimeout, kLost, kDiverged, kUnche
 
 struct Group {
   std::unique_ptr<SharedMemoryOffer> offer;
+  /// What the exchange under way writes to; its caller may be interrupted and drop it.
+  std::optional<Tensor> pending;
   std::unique_ptr<SharedMemoryGroup> group;
+  bool left = false;  ///< by this rank, in the middle of an exchange
   std::string error;
 };
 
@@ -31,7 +36,7 @@ class Registry {
  public:
   std::int64_t add(std::unique_ptr<SharedMemoryOffer> offer) {
     const std::lock_guard lock(mutex_);
-    groups_[++last_] = std::make_shared<Group>(Group{std::move(offer), nullptr, ""});
+    groups_[++last_] = std::make_shared<Group>(Group{std::move(offer), {}, nullptr, false, ""});
     return last_;
   }
   std::shared_ptr<Group> get(std::int64_t handle) {
@@ -69,27 +74,47 @@ SharedMemoryGroup& opened(Group& entry) {
 /// Runs part of an exchange; an error becomes a status and a text.
 template <class Body>
 std::int64_t guarded(Group& entry, const Body& body) {
+  std::int64_t status = kLost;
   try {
-    return body() ? kDone : kPending;
+    status = body() ? kDone : kPending;
   } catch (const ExchangeTimeout& error) {
     entry.error = error.what();
-    return kTimeout;
+    status = kTimeout;
   } catch (const DivergenceError& error) {
     entry.error = error.what();
-    return kDiverged;
+    status = kDiverged;
   } catch (const Error& error) {
     entry.error = error.what();
-    return kLost;
   }
+  if (status != kPending) {
+    entry.pending.reset();
+  }
+  return status;
+}
+
+void check_bytes(const char* name, const Tensor& tensor, std::int64_t size) {
+  if (device_of(name, tensor) != Device::kCpu || tensor.scalar_type() != ScalarType::Byte ||
+      !tensor.is_contiguous() || tensor.numel() != size) {
+    throw InvalidArgument(std::string(name) + ": expected a contiguous uint8 tensor of " +
+                          std::to_string(size) + " entries on the CPU");
+  }
+  check_storage(name, tensor);
 }
 
 std::int64_t shm_offer(Tensor out, std::int64_t rank, std::int64_t size) {
-  if (out.numel() != SharedMemoryOffer::kBytes || out.scalar_type() != ScalarType::Byte) {
-    throw InvalidArgument("out: expected a uint8 tensor of 256 entries");
-  }
-  auto offer = std::make_unique<SharedMemoryOffer>(static_cast<int>(rank), static_cast<int>(size));
+  check_bytes("out", out, SharedMemoryOffer::kBytes);
+  auto offer = std::make_unique<SharedMemoryOffer>(ranks_of(rank), ranks_of(size));
   std::memcpy(out.mutable_data_ptr(), offer->bytes().data(), offer->bytes().size());
   return registry().add(std::move(offer));
+}
+
+std::chrono::milliseconds milliseconds_of(double timeout) {
+  constexpr double kLongest = 1e9;
+  if (!(timeout > 0 && timeout <= kLongest)) {
+    throw InvalidArgument("timeout: got " + std::to_string(timeout) +
+                          ", expected a positive number of seconds, at most 1e9");
+  }
+  return std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1e3) + 1);
 }
 
 std::string shm_open(std::int64_t handle, const Tensor& offers, double timeout) {
@@ -97,10 +122,11 @@ std::string shm_open(std::int64_t handle, const Tensor& offers, double timeout) 
   if (entry->offer == nullptr) {
     throw InvalidArgument("handle: got a group that is open already, expected a new one");
   }
+  check_bytes("offers", offers, offers.numel());
   const auto* bytes = static_cast<const std::byte*>(offers.const_data_ptr());
   SharedMemoryGroup::Opened result = SharedMemoryGroup::open(
       std::move(*entry->offer), {bytes, static_cast<std::size_t>(offers.numel())},
-      std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1e3) + 1));
+      milliseconds_of(timeout));
   entry->offer.reset();
   entry->group = std::move(result.group);
   return result.why;
@@ -112,7 +138,16 @@ void shm_abandon(std::int64_t handle, std::string reason) {
   const auto entry = registry().get(handle);
   if (entry->group != nullptr) {
     entry->group->abandon(reason);
+    if (entry->pending.has_value()) {
+      entry->pending.reset();
+      entry->left = true;
+      entry->error = reason;
+    }
   }
+}
+
+void shm_limit(std::int64_t handle, double timeout) {
+  opened(*registry().get(handle)).set_timeout(milliseconds_of(timeout));
 }
 
 Tensor copy_of(const Tensor& words) {
@@ -126,7 +161,11 @@ std::tuple<Tensor, std::int64_t> shm_sum(const Tensor& words, std::int64_t handl
                                          std::int64_t slice) {
   const auto entry = registry().get(handle);
   SharedMemoryGroup& group = opened(*entry);
+  if (entry->pending.has_value()) {
+    throw InvalidArgument("handle: got a group in the middle of an exchange, expected its end");
+  }
   Tensor out = copy_of(words);
+  entry->pending = out;
   const std::int64_t status = guarded(*entry, [&] {
     group.begin_all_reduce_sum({int64_data("out", out, 0), static_cast<std::size_t>(out.numel())});
     return group.finish(std::chrono::milliseconds(slice));
@@ -149,8 +188,9 @@ std::tuple<Tensor, std::int64_t> sum_message(const Tensor& message, std::int64_t
 std::tuple<Tensor, Tensor, std::int64_t> shm_moments(const Tensor& x, std::int64_t layer,
                                                      std::optional<Tensor> call, double eps,
                                                      std::optional<Tensor> mask,
-                                                     std::int64_t handle, std::int64_t slice) {
-  Tensor message = local_moments(x, layer, call, eps, 0, mask);
+                                                     std::int64_t backward, std::int64_t handle,
+                                                     std::int64_t slice) {
+  Tensor message = local_moments(x, layer, call, eps, 0, mask, backward);
   auto [merged, status] = sum_message(message, handle, slice);
   return {message, merged, status};
 }
@@ -168,6 +208,9 @@ std::tuple<Tensor, Tensor, Tensor, std::int64_t> shm_gradients(
 
 std::int64_t shm_finish(std::int64_t handle, std::int64_t slice) {
   const auto entry = registry().get(handle);
+  if (entry->left) {
+    return kLost;
+  }
   return guarded(*entry, [&] { return opened(*entry).finish(std::chrono::milliseconds(slice)); });
 }
 
@@ -180,11 +223,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def("shm_offer(Tensor(a!) out, int rank, int size) -> int");
   m.def("shm_open(int handle, Tensor offers, float timeout) -> str");
   m.def("shm_close(int handle) -> ()");
+  m.def("shm_limit(int handle, float timeout) -> ()");
   m.def("shm_abandon(int handle, str reason) -> ()");
   m.def("shm_sum(Tensor words, int handle, int slice) -> (Tensor, int)");
   m.def(
-      "shm_moments(Tensor x, int layer, Tensor? call, float eps, Tensor? mask, int handle, "
-      "int slice) -> (Tensor, Tensor, int)");
+      "shm_moments(Tensor x, int layer, Tensor? call, float eps, Tensor? mask, int backward, "
+      "int handle, int slice) -> (Tensor, Tensor, int)");
   m.def(
       "shm_gradients(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor info, Tensor? weight, "
       "Tensor? bias, Tensor? activation_mask, int activation, float negative_slope, bool keep, "
@@ -205,7 +249,18 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CompositeExplicitAutograd, m) {
   using namespace syncbn::torch_layer;
   m.impl("shm_close", TORCH_BOX(&shm_close));
+  m.impl("shm_limit", TORCH_BOX(&shm_limit));
   m.impl("shm_abandon", TORCH_BOX(&shm_abandon));
   m.impl("shm_finish", TORCH_BOX(&shm_finish));
   m.impl("shm_error", TORCH_BOX(&shm_error));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, Negative, m) {
+  using namespace syncbn::torch_layer;
+  m.impl("shm_offer", TORCH_BOX(&OnlyResolved<&shm_offer>::call));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, Conjugate, m) {
+  using namespace syncbn::torch_layer;
+  m.impl("shm_offer", TORCH_BOX(&OnlyResolved<&shm_offer>::call));
 }

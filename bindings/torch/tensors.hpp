@@ -5,13 +5,16 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 
 #include "bindings/torch/device.hpp"
+#include "bindings/torch/no_memory.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/executor.hpp"
 #include "syncbn/passes.hpp"
@@ -40,11 +43,31 @@ inline DType dtype_of(const char* name, const Tensor& tensor) {
   }
 }
 
+/// Throws unless the tensor's entries lie in its storage, which may have been resized.
+inline void check_storage(const char* name, const Tensor& tensor) {
+  if (tensor.numel() == 0) {
+    return;
+  }
+  std::int64_t last = tensor.storage_offset();
+  for (std::int64_t axis = 0; axis < tensor.dim(); ++axis) {
+    last += (tensor.size(axis) - 1) * tensor.stride(axis);
+  }
+  const std::int64_t needed = (last + 1) * static_cast<std::int64_t>(tensor.element_size());
+  std::int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  if (bytes < needed) {
+    throw InvalidArgument(std::string(name) + ": got a storage of " + std::to_string(bytes) +
+                          " bytes, expected at least " + std::to_string(needed));
+  }
+}
+
 inline TensorView view(const char* name, const Tensor& tensor) {
+  const Device device = device_of(name, tensor);
+  check_storage(name, tensor);
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   return TensorView(tensor.const_data_ptr(), dtype_of(name, tensor), {sizes.begin(), sizes.end()},
-                    {strides.begin(), strides.end()}, device_of(name, tensor));
+                    {strides.begin(), strides.end()}, device);
 }
 
 inline TensorView view(const char* name, const std::optional<Tensor>& tensor) {
@@ -73,6 +96,7 @@ inline MaskView mask_view(const std::optional<Tensor>& mask) {
   if (!mask->is_contiguous()) {
     throw InvalidArgument("mask: got strides with gaps, expected a contiguous tensor");
   }
+  check_storage("mask", *mask);
   const auto sizes = mask->sizes();
   return {static_cast<const std::uint8_t*>(mask->const_data_ptr()),
           {sizes.begin(), sizes.end()},
@@ -86,6 +110,9 @@ inline Activation activation_of(std::int64_t kind, double negative_slope) {
 
 /// A new contiguous tensor on x's device.
 inline Tensor empty(const Tensor& x, std::int64_t size, ScalarType dtype) {
+  if (size < 0) {
+    throw InvalidArgument("size: got " + std::to_string(size) + ", expected at least 0");
+  }
   std::int32_t device_type = 0;
   std::int32_t device_index = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
@@ -93,19 +120,31 @@ inline Tensor empty(const Tensor& x, std::int64_t size, ScalarType dtype) {
   const auto code = torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(dtype));
   const std::int64_t stride = 1;
   AtenTensorHandle out = nullptr;  // without the dispatcher's boxed call, which takes as long again
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(1, &size, &stride, code, device_type, device_index, &out));
+  if (aoti_torch_empty_strided(1, &size, &stride, code, device_type, device_index, &out) != 0) {
+    throw NoMemory(static_cast<std::uint64_t>(size) *
+                   aoti_torch_dtype_element_size(static_cast<std::int32_t>(code)));
+  }
   return Tensor(out);
+}
+
+/// How many words a message is to have at least.
+inline std::int64_t checked_frame(std::int64_t frame) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 20;
+  if (frame < 0 || frame > kMost) {
+    throw InvalidArgument("frame: got " + std::to_string(frame) + ", expected 0 to 2^20 words");
+  }
+  return frame;
 }
 
 inline std::int64_t* int64_data(const char* name, Tensor& tensor, std::int64_t at_least,
                                 Device device = Device::kCpu) {
-  if (tensor.scalar_type() != ScalarType::Long || !tensor.is_contiguous() ||
-      tensor.numel() < at_least || device_of(name, tensor) != device) {
+  if (device_of(name, tensor) != device || tensor.scalar_type() != ScalarType::Long ||
+      !tensor.is_contiguous() || tensor.numel() < at_least) {
     throw InvalidArgument(std::string(name) + ": expected a contiguous int64 tensor of at least " +
                           std::to_string(at_least) + " entries on " +
                           (device == Device::kCpu ? "the CPU" : "CUDA"));
   }
+  check_storage(name, tensor);
   return static_cast<std::int64_t*>(tensor.mutable_data_ptr());
 }
 
@@ -116,13 +155,20 @@ inline const std::int64_t* int64_data(const char* name, const Tensor& tensor, st
 
 inline const double* double_data(const char* name, const Tensor& tensor, std::int64_t size,
                                  Device device = Device::kCpu) {
-  if (tensor.scalar_type() != ScalarType::Double || !tensor.is_contiguous() ||
-      tensor.numel() != size || device_of(name, tensor) != device) {
+  if (device_of(name, tensor) != device || tensor.scalar_type() != ScalarType::Double ||
+      !tensor.is_contiguous() || tensor.numel() != size) {
     throw InvalidArgument(std::string(name) + ": expected a contiguous float64 tensor of " +
                           std::to_string(size) + " entries on " +
                           (device == Device::kCpu ? "the CPU" : "CUDA"));
   }
+  check_storage(name, tensor);
   return static_cast<const double*>(tensor.const_data_ptr());
+}
+
+/// A rank, or a number of them, for the core, which refuses what is none.
+inline int ranks_of(std::int64_t ranks) {
+  using Limits = std::numeric_limits<int>;
+  return static_cast<int>(std::clamp<std::int64_t>(ranks, Limits::min(), Limits::max()));
 }
 
 inline double* double_data(Tensor& tensor) {

@@ -12,7 +12,7 @@ namespace syncbn::torch_layer {
 namespace {
 
 Tensor local_welford(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
-                     std::optional<Tensor> mask) {
+                     std::optional<Tensor> mask, std::int64_t backward) {
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
   const std::int64_t number = call.has_value() ? *int64_data("call", *call, 1) : 0;
@@ -24,6 +24,7 @@ Tensor local_welford(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
       fingerprint(static_cast<std::uint64_t>(layer), static_cast<std::uint64_t>(number),
                   Direction::kForward, channels, eps),
       executor);
+  int64_data("message", message, kHeaderWords)[kHeaderBackward] = backward;
   return message;
 }
 
@@ -33,15 +34,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize_gathered(
     double eps, std::int64_t ranks, std::int64_t activation, double negative_slope,
     std::optional<Tensor> mask) {
   const std::int64_t channels = channels_of(x);
-  const MessageInfo info =
-      read_header(int64_data("merged", merged, kHeaderWords), static_cast<int>(ranks));
+  const MessageInfo info = read_header(int64_data("merged", merged, kHeaderWords), ranks_of(ranks));
   check_header(info);
   const DType dtype = info.any_data ? info.dtype : dtype_of("x", x);
   const std::int64_t stride = welford_words(dtype, channels);
   Statistics statistics(x, info, message);
   merge_welford(info, int64_data("records", records, ranks * stride), double_data(statistics.mean),
                 double_data(statistics.var), double_data(statistics.rstd), channels,
-                static_cast<int>(ranks), stride, eps);
+                ranks_of(ranks), stride, eps);
   return normalized(x, statistics, weight, bias, residual,
                     activation_of(activation, negative_slope), mask);
 }
@@ -50,7 +50,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize_gathered(
 }  // namespace syncbn::torch_layer
 
 STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
-  m.def("local_welford(Tensor x, int layer, Tensor? call, float eps, Tensor? mask=None) -> Tensor");
+  m.def(
+      "local_welford(Tensor x, int layer, Tensor? call, float eps, Tensor? mask=None, "
+      "int backward=0) -> Tensor");
   m.def(
       "normalize_gathered(Tensor x, Tensor message, Tensor merged, Tensor records, "
       "Tensor? weight, Tensor? bias, Tensor? residual, float eps, int ranks, int activation, "

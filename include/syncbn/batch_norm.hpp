@@ -28,6 +28,11 @@ struct BatchNormOptions {
   Statistics statistics = Statistics::kReproducible;  ///< of the forward direction
 };
 
+/// What all ranks must have in common of a layer besides channels and eps, hashed field by field: in
+/// the place of the layer's number in syncbn::fingerprint.
+SYNCBN_API std::uint64_t layer_identity(std::uint64_t layer, const Activation& activation,
+                                        Statistics statistics, bool residual);
+
 /// Buffers that training updates. mean and var: C entries of any dtype, or absent.
 /// num_batches_tracked may be null unless momentum is empty.
 struct RunningStatistics {
@@ -45,6 +50,8 @@ struct BatchStatistics {
   std::uint32_t fingerprint = 0;
   Activation activation = {};
   std::vector<std::uint8_t> activation_mask = {};  ///< if a residual was added before it
+  std::uint64_t layer = 0;                         ///< as errors of backward name it
+  std::uint64_t call = 0;
 };
 
 /// Which sum dweight and dbias hold.

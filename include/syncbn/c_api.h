@@ -54,7 +54,7 @@ enum syncbn_statistics { SYNCBN_REPRODUCIBLE = 0, SYNCBN_WELFORD = 1 };
 enum syncbn_affine_gradients { SYNCBN_SHARE = 0, SYNCBN_GLOBAL = 1 };
 
 /* Words in front of the channels' words of a message. */
-#define SYNCBN_HEADER_WORDS 4
+#define SYNCBN_HEADER_WORDS 8
 
 /* A tensor of the caller's. Functions write only to those that are outputs. */
 typedef struct syncbn_tensor {

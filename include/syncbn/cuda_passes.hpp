@@ -34,12 +34,13 @@ inline constexpr int kInfoWords = 2;
 /// after each. Passes that may run at the same time need one each.
 SYNCBN_API std::int64_t workspace_words(DType dtype, std::int64_t channels);
 
-/// What the fingerprint of a forward is made of, as in syncbn::fingerprint. call: a counter on the
-/// device, or null (0).
+/// What the header of a forward is made of. layer, call and eps: as in syncbn::fingerprint; call is
+/// a counter on the device, or null (0). backward: this rank's counters of who takes part in it.
 struct ForwardCall {
   std::uint64_t layer = 0;
   const std::int64_t* call = nullptr;
   double eps = 0;
+  std::int64_t backward = 0;
 };
 
 /// Sums of x and x*x. message: message_words(x.dtype, C) words, written whole. mask: as in

@@ -24,8 +24,12 @@ inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 36;
 /// Keeps the length of a message far from overflow.
 inline constexpr std::int64_t kMaxChannels = std::int64_t{1} << 31;
 
-/// Words in front of the channels' words: count, fingerprint, its square, flags.
-inline constexpr int kHeaderWords = 4;
+/// Words in front of the channels' words: count, fingerprint, its square, flags, who takes part in
+/// backward, and three that are 0 (docs/numerics.md, section 2).
+inline constexpr int kHeaderWords = 8;
+/// Where a forward's message says who takes part in backward, for the caller: the core writes 0 and
+/// reads nothing.
+inline constexpr int kHeaderBackward = 4;
 
 /// What runs a pass: an executor for CPU tensors, a stream (cudaStream_t) for CUDA tensors.
 struct Execution {

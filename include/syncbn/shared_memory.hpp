@@ -81,6 +81,9 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
   /// none is under way.
   bool finish(std::chrono::milliseconds slice);
 
+  /// The timeout of this rank from now on, also in an exchange that is under way.
+  void set_timeout(std::chrono::milliseconds timeout);
+
  private:
   struct State;
   explicit SharedMemoryGroup(std::unique_ptr<State> state);

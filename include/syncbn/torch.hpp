@@ -69,6 +69,11 @@ class TorchExecutor final : public Executor {
   throw InvalidArgument(std::string(name) + ": got " + got + ", expected " + expected);
 }
 
+/// As Python names it: PyTorch 2.11 returns strings, 2.15 views.
+inline std::string dtype_name(const at::Tensor& tensor) {
+  return std::string(c10::getDtypeNames(tensor.scalar_type()).first);
+}
+
 inline void check_tensor(const char* name, const at::Tensor& tensor) {
   if (!tensor.defined()) {
     refuse(name, "an undefined tensor", "a defined one");
@@ -93,8 +98,7 @@ inline DType dtype_of(const char* name, const at::Tensor& tensor) {
     case at::kDouble:
       return DType::kFloat64;
     default:
-      refuse(name, "dtype " + c10::getDtypeNames(tensor.scalar_type()).first,
-             "float16, bfloat16, float32 or float64");
+      refuse(name, "dtype " + dtype_name(tensor), "float16, bfloat16, float32 or float64");
   }
 }
 
@@ -170,8 +174,7 @@ struct Call final : ::torch::CustomClassHolder {
   std::string text(const char* direction, const at::Tensor& x) const {
     std::string text = layer_name + ", call " + std::to_string(options.call) + ", " + direction;
     if (x.defined() && x.layout() == c10::kStrided && !x.is_nested() && x.dim() > 1) {
-      text += ", " + std::to_string(x.size(1)) + " channels, " +
-              c10::getDtypeNames(x.scalar_type()).first;
+      text += ", " + std::to_string(x.size(1)) + " channels, " + dtype_name(x);
     }
     return text;
   }

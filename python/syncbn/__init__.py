@@ -1,6 +1,5 @@
 """Batch normalization whose statistics are shared by every device that trains."""
 
-from . import _traced as _traced
 from . import functional, graph, ops, parallel, testing
 from ._build import __version__
 from ._check import check

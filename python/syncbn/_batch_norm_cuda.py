@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import _exchange
-from ._layer import Layer, check_input, check_per_channel, values_per_channel
+from . import _exchange, _groups
 from ._ops import ops
+from ._options import Options, check_input, check_per_channel, values_per_channel
+from ._step_operators import operator
 from ._training import like
 from ._where import Call
 
@@ -25,6 +26,35 @@ def _(x, mean, var, weight, bias, eps):
 def _(dy, rstd, weight):
     """dx like dy, where the statistics are constants."""
     return torch.empty_like(dy)
+
+
+@operator(
+    "all_reduce_message",
+    "(Tensor message, int channels, SymInt own, str group, str layer, str direction, "
+    "ScalarType dtype, float eps) -> Tensor",
+)
+def _all_reduce_message(message, channels, own, group, layer, direction, dtype, eps):
+    call = Call(layer, None, direction, channels, dtype, Options(eps=eps))
+    return _merged(message, channels, own, _groups.named(group), call)
+
+
+@_all_reduce_message.register_fake
+def _(message, *_):
+    """int64 like message: its sum over the group of that name."""
+    return torch.empty_like(message)
+
+
+def _merged(message: Tensor, channels: int, own: int, peers, call: Call) -> Tensor:
+    """What exchange() gives of a message on CUDA. own: as for check_count()."""
+    if torch.compiler.is_compiling() and peers is not None:
+        options = (peers.group_name, call.layer, call.direction, call.dtype, call.options.eps)
+        merged = ops.all_reduce_message(message, channels, own, *options)
+        # Keeps it in the graph, as in _step_operators.
+        return torch.ops._c10d_functional.wait_tensor(merged)
+    merged, rest = _exchange.exchange(message, channels, peers, call)
+    if not torch.compiler.is_compiling():
+        _exchange.check_count(merged, own, f"ranks ({call})")
+    return merged if rest is None else torch.cat([merged, rest])
 
 
 def check(x, estimated_mean, estimated_var, scale, bias, batches, epsilon, momentum) -> None:
@@ -87,8 +117,7 @@ class BatchNormOnCuda(torch.autograd.Function):
         layer_name,
     ):
         channels = x.shape[1]
-        settings = Layer(layer_name, layer, eps=epsilon)
-        call = Call(layer_name, None, "forward", channels, x.dtype, settings)
+        call = Call(layer_name, None, "forward", channels, x.dtype, Options(eps=epsilon))
         if is_infer:
             y, mean, rstd = ops.evaluate(x, estimated_mean, estimated_var, scale, bias, epsilon)
             info = x.new_zeros(2, dtype=torch.int64)
@@ -100,14 +129,12 @@ class BatchNormOnCuda(torch.autograd.Function):
             number = layer | use_global_est << 32 | int(momentum * 2**29) << 33
             own = values_per_channel(x, None)
             message = ops.local_moments(x, number, batches, epsilon, 0, None)
-            merged, rest = _exchange.exchange(message, channels, peers, call, own)
-            sizes = f"ranks (input size {list(x.shape)} on this one)"
-            _exchange.check_count(merged, own, peers, sizes)
+            merged = _merged(message, channels, own, peers, call)
             y, mean, var, rstd, info, _ = ops.normalize(
                 x[:0] if use_global_est else x,  # without samples the statistics alone
                 message,
                 merged,
-                rest,
+                None,
                 scale,
                 bias,
                 None,
@@ -142,10 +169,10 @@ class BatchNormOnCuda(torch.autograd.Function):
         dy = like(dy, x)
         message, _ = ops.local_gradients(dy, x, mean, rstd, info, *through, False, 0, None)
         if needs_x and not ctx.constant:
-            merged, rest = _exchange.exchange(message, x.shape[1], ctx.peers, ctx.call)
+            merged = _merged(message, x.shape[1], 2, ctx.peers, ctx.call)
             ranks = 1 if ctx.peers is None else ctx.peers.ranks
             dx, dscale, dbias = ops.input_gradient(
-                dy, x, merged, rest, mean, rstd, info, *through, *dtypes, ranks, None, message
+                dy, x, merged, None, mean, rstd, info, *through, *dtypes, ranks, None, message
             )
         else:
             dx = ops.evaluation_input_gradient(dy, rstd, scale) if needs_x else None

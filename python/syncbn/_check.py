@@ -24,15 +24,14 @@ def check(module: nn.Module) -> None:
     layers = [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
     by_device: dict[torch.device, list[tuple[str, SyncBatchNorm]]] = {}
     for name, layer in layers:
-        if not layer._count.is_meta:
-            by_device.setdefault(layer._count.device, []).append((name, layer))
+        by_device.setdefault(layer.state.count.device, []).append((name, layer))
     found = {}
     for entries in by_device.values():
-        states = torch.stack([torch.cat((m._count, m._call)) for _, m in entries]).tolist()
-        for (name, layer), (count, calls) in zip(entries, states, strict=True):
+        states = torch.stack([torch.cat((m.state.count, m.state.call)) for _, m in entries])
+        for (name, layer), (count, calls) in zip(entries, states.tolist(), strict=True):
             if count < 0:
                 call = f"call {calls - 1}, {layer.num_features} channels"
-                found[name] = f"{name or layer.layer_name} ({call}, {layer.layer().options()})"
+                found[name] = f"{name or layer.state.name} ({call}, {layer.options()})"
     if found:
         texts = "; ".join(found[name] for name, _ in layers if name in found)
         raise DivergenceError(

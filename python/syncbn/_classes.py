@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
+from . import _timm
 from .nn import SyncBatchNorm
 
 #: What is converted without being registered.
@@ -58,6 +59,14 @@ def register_conversion(
     registered[cls] = Conversion(make, revert)
 
 
+def conversion_of(cls: type[nn.Module]) -> Conversion | None:
+    """What is registered for the class, or known of a library."""
+    if cls in registered:
+        return registered[cls]
+    make = _timm.conversions().get(cls)
+    return None if make is None else Conversion(make, None)
+
+
 def check_module(module: nn.Module, name: str = "module") -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(f"{name}: got {type(module).__name__}, expected a torch.nn.Module")
@@ -95,7 +104,8 @@ def holds_statistics(module: nn.Module) -> bool:
 def left_alone(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers with batch statistics that conversion neither converts nor is told to leave."""
     for path, layer in module.named_modules():
-        known = isinstance(layer, SyncBatchNorm) or class_of(layer) in (*PLAIN, *LAZY, *registered)
+        cls = class_of(layer)
+        known = isinstance(layer, SyncBatchNorm) or cls in PLAIN + LAZY or conversion_of(cls)
         if not known and holds_statistics(layer):
             yield path, layer
 

@@ -1,6 +1,8 @@
 """The one operation of an exchange: int64 words summed over a group, with errors that say who is
 missing."""
 
+import ctypes
+import datetime
 import threading
 import time
 
@@ -17,12 +19,25 @@ _broken: dict[str, str] = {}
 # The threads that exchange now, by group.
 _threads: dict[str, int] = {}
 
+# Layers, by group and direction, that have exchanged before: for the first time a rank may have to
+# compile, so that the others wait as long as for the caller's own group.
+_exchanged: set[tuple[str, str, str]] = set()
+_STEP = ("forward", "backward", "conversion")
+
 #: Rounds of looking before the wait begins to sleep.
 _SPINS = 100
 
 
+#: What PyTorch and the operators raise when an allocation fails.
+NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
+
+
 class LengthsDiffer(Exception):
     """The ranks brought messages of different lengths; raised on all of them."""
+
+
+class PassFailed(Exception):
+    """What a pass raised before its exchange began, as the cause."""
 
 
 def all_reduce(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Tensor:
@@ -35,10 +50,16 @@ def all_reduce(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.T
 
 def sum_over_gloo(x: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.Tensor:
     """The sum of tensors of any dtype, equal in shape on all ranks."""
-    total = x.clone()
     with _exchanging(peers, call) as fail:
-        _wait(_groups.resolve(peers.group_name).allreduce([total]), peers, fail)
+        total = x.clone()
+        _wait(_all_reduce(total, peers.group_name, fail), fail)
     return total
+
+
+def _all_reduce(total: torch.Tensor, group: str, fail: "_Fail") -> dist.Work:
+    options = dist.AllreduceOptions()
+    options.timeout = fail.timeout
+    return _groups.resolve(group).allreduce([total], options)
 
 
 def sum_in_stream_order(x: torch.Tensor, peers: _groups.Peers) -> torch.Tensor:
@@ -64,7 +85,7 @@ def _all_reduce_by_node(words: torch.Tensor, peers: _groups.Peers, call: Call) -
             return total
         if peers.leaders is not None:
             try:
-                _wait(_groups.resolve(peers.leaders).allreduce([total]), peers, fail)
+                _wait(_all_reduce(total, peers.leaders, fail), fail)
             except BaseException as error:
                 ops.shm_abandon(peers.shared, f"between nodes: {error}"[:200])
                 raise
@@ -91,7 +112,10 @@ def sum_of_pass(run, arguments: tuple, peers: _groups.Peers, call: Call) -> tupl
     """(What a pass gives, its message first; the message's sum, None if lengths differ; whether
     its header was seen to say that the calls agree), in one operator, through shared memory."""
     with _exchanging(peers, call) as fail:
-        *given, total, status = run(*arguments, peers.shared, _shared_memory.SLICE)
+        try:
+            *given, total, status = run(*arguments, peers.shared, _shared_memory.SLICE)
+        except Exception as error:
+            raise PassFailed from error
         if status == _shared_memory.DONE:
             return given, total, True
         status = _shared_memory.finish(peers.shared, status)
@@ -110,8 +134,10 @@ def all_gather(words: torch.Tensor, peers: _groups.Peers, call: Call) -> torch.T
         return all_reduce(places.flatten(), peers, call)
     out = words.new_empty(peers.ranks, words.numel())
     with _exchanging(peers, call) as fail:
-        work = _groups.resolve(peers.group_name).allgather([list(out)], [words])
-        _wait(work, peers, fail)
+        options = dist.distributed_c10d.AllgatherOptions()
+        options.timeout = fail.timeout
+        work = _groups.resolve(peers.group_name).allgather([list(out)], [words], options)
+        _wait(work, fail)
     return out.flatten()
 
 
@@ -120,10 +146,20 @@ class _Fail:
 
     def __init__(self, peers: _groups.Peers, call: Call) -> None:
         self.peers, self.call = peers, call
+        #: seconds that the exchange may take
+        self.limit = peers.timeout
+        if call.direction in _STEP and (peers.group_name, call[0], call[2]) not in _exchanged:
+            self.limit = max(peers.timeout, peers.patience)
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self.limit)
 
     def __call__(self, kind: type[Exception], reason: str, cause: Exception | None = None) -> None:
         peers = self.peers
         _broken[peers.group_name] = f"{self.call}: {reason}"
+        if kind is PeerLost and peers.nodes > 1:  # the other nodes do not see it
+            _where.tell(peers.group_name, f"rank {peers.rank} left the group: {reason}"[:400])
         others = _where.others(peers.group_name, peers.rank, peers.ranks)
         raise kind(f"{self.call}, {peers}: {reason}; {others}") from cause
 
@@ -135,10 +171,11 @@ class _exchanging:
     def __init__(self, peers: _groups.Peers, call: Call) -> None:
         self.name, self.call, self.fail = peers.group_name, call, _Fail(peers, call)
         _forked.check()
-        if self.name in _broken:
+        why = _broken.get(self.name) or _where.left(self.name)
+        if why is not None:
             raise PeerLost(
                 f"{call}, {peers}: the group is broken since an earlier error "
-                f"({_broken[self.name]}); call syncbn.reset_groups() on every rank to go on"
+                f"({why}); call syncbn.reset_groups() on every rank to go on"
             )
 
     def __enter__(self) -> _Fail:
@@ -148,24 +185,85 @@ class _exchanging:
                 f"{self.call}, {self.fail.peers}: got a call while another thread exchanges in the "
                 "same group, expected one thread for each group (process_group=)"
             )
+        if self.fail.peers.shared is not None:
+            _shared_memory.set_limit(self.fail.peers.shared, self.fail.limit)
         _where.enter(self.name, self.call)
         return self.fail
 
     def __exit__(self, kind, error, traceback) -> None:
+        # First: what comes now must not find the others waiting.
+        if kind is not None and not issubclass(kind, _KNOWN_TO_ALL):
+            abandon(self.fail.peers, self.call, error)
         _where.leave(self.name)
         _threads.pop(self.name, None)
-        if kind is not None and not issubclass(kind, Exception):  # Ctrl-C
-            _broken[self.name] = f"{self.call} was interrupted"
+        if kind is None and self.call.direction in _STEP:
+            _exchanged.add((self.name, self.call.layer, self.call.direction))
 
 
-def _wait(work, peers: _groups.Peers, fail: _Fail) -> None:
+#: Ways out of an exchange that the other ranks take as well, or that are no part of it.
+_KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, LengthsDiffer, PassFailed)
+
+
+def abandon(peers: _groups.Peers, call: Call, error: BaseException) -> None:
+    """Leaves the group for an error that only this rank has. The others get PeerLost: at once
+    through shared memory, after a look at the store over Gloo, whose works cannot be stopped."""
+    if isinstance(error, Exception):
+        why = f"{call}: {type(error).__name__}: {reason_of(error)}"
+    else:
+        why = f"{call} was interrupted"
+    _broken.setdefault(peers.group_name, why)
+    if peers.shared is not None:
+        ops.shm_abandon(peers.shared, why[:400])
+    if peers.shared is None or peers.nodes > 1:
+        _where.tell(peers.group_name, f"rank {peers.rank} left the group: {why}"[:400])
+        _keep(peers)
+
+
+def _keep(peers: _groups.Peers) -> None:
+    """For ever: the end of a Gloo group waits for works that nobody will finish."""
+    for name in (peers.group_name, peers.leaders):
+        if name is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(_groups.resolve(name)))
+
+
+def reason_of(error: BaseException) -> str:
+    """Its text; C++ and Python have none of their own for lack of memory."""
+    text = str(error)
+    return "memory: got none" if text in ("", "std::bad_alloc") else text
+
+
+def out_of_memory(error: BaseException, peers: _groups.Peers | None, call: Call) -> MemoryError:
+    """The same, with the name of the layer, to be raised after the others were told."""
+    place = f"{call}, {peers}" if peers is not None else str(call)
+    named = MemoryError(f"{place}: {reason_of(error)}")
+    named.told = True
+    return named
+
+
+def leave(error: BaseException, peers: _groups.Peers | None, call: Call) -> None:
+    """After an error in a step of a layer: the others hear of what ends it on this rank alone, also
+    before and after the exchange. The caller raises the error again; what lacks memory is raised
+    here, with the layer's name."""
+    no_memory = isinstance(error, NO_MEMORY)
+    if getattr(error, "told", False) or (isinstance(error, Exception) and not no_memory):
+        return
+    if peers is not None:
+        abandon(peers, call, error)
+    if no_memory:
+        raise out_of_memory(error, peers, call) from error
+
+
+def _wait(work: dist.Work, fail: _Fail) -> None:
     """Waits for a collective over Gloo, looking at it again and again, so that Ctrl-C works."""
-    late = f"not all ranks came within {peers.timeout:g} s"
+    late = f"not all ranks came within {fail.limit:g} s"
     try:
-        until = time.monotonic() + peers.timeout
+        until = time.monotonic() + fail.limit
         rounds = 0
         while not work.is_completed() and time.monotonic() <= until:
             rounds += 1
+            if rounds % _SPINS == 0 and (why := _where.left(fail.peers.group_name)) is not None:
+                _keep(fail.peers)
+                fail(PeerLost, why)
             time.sleep(0 if rounds < _SPINS else 5e-5 if rounds < 20_000 else 1e-3)
         if not work.is_completed():
             fail(ExchangeTimeout, late)
@@ -180,3 +278,4 @@ def _wait(work, peers: _groups.Peers, fail: _Fail) -> None:
 
 def forget_errors() -> None:
     _broken.clear()
+    _exchanged.clear()

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import _baton, _exchange, _recomputation
-from ._layer import check_arguments, check_counter, check_options, values_per_channel
+from . import _baton, _exchange, _paths, _recomputation
 from ._mask import check_mask
 from ._modes import check_transforms, outside_transforms, recorded
-from ._ops import message_words, ops
-from ._training import like
+from ._ops import HEADER_WORDS, message_words, ops
+from ._options import check_arguments, check_counter, check_options, values_per_channel
+from ._training import Step, like, takes_part
 
 #: The digits of a message have room for this many (docs/numerics.md).
 MAX_DEVICES = 2048
@@ -33,7 +33,7 @@ def _sum(messages: Sequence[Tensor], lead: int) -> Tensor:
     total = messages[0].clone()
     for message in messages[1:]:
         total += message.to(total.device)
-    total[1:4] = messages[lead][1:4].to(total.device)
+    total[1:HEADER_WORDS] = messages[lead][1:HEADER_WORDS].to(total.device)
     return total
 
 
@@ -49,7 +49,7 @@ class _BatchNormDevices(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weight, bias, call, layer, peers, segment, masks, *tensors):
+    def forward(ctx, weight, bias, options, state, peers, word, segment, masks, *tensors):
         devices = len(masks)
         xs, residuals = tensors[:devices], tensors[devices:]
         channels, frame = xs[0].shape[1], _exchange.frame_words(peers, xs[0].device)
@@ -58,41 +58,52 @@ class _BatchNormDevices(torch.autograd.Function):
         lead = next((k for k, (x, m) in enumerate(zip(xs, masks)) if _has_samples(x, m)), 0)
         dtype = xs[lead].dtype
         if segment is not None and segment.kept is not None:
-            where, (message, merged, rest) = segment.kept.call, segment.kept.words
+            ctx.step, (message, merged, rest) = segment.kept.step, segment.kept.words
         else:
-            number = layer.call_number(len(residuals) > 0)
-            where = layer.call_of(xs[lead], call)
+            if peers is not None and peers.group_name != state.group:
+                _paths.compare(state, peers, xs[lead], options)
+            number = options.identity(state.number, len(residuals) > 0)
+            where = state.call_of(xs[lead], options)
             messages = [
-                ops.local_moments(x.to(dtype), number, *_on(x.device, call), layer.eps, frame, m)
+                ops.local_moments(
+                    x.to(dtype),
+                    number,
+                    *_on(x.device, state.call),
+                    options.eps,
+                    frame,
+                    m,
+                    word,
+                )
                 for x, m in zip(xs, masks)
             ]
             message = _sum(messages, lead)
             own = sum(map(values_per_channel, xs, masks))
-            merged, rest = _exchange.exchange(message, channels, peers, where, own)
+            merged, rest = _exchange.exchange(message, channels, peers, where)
             sizes = f"devices (input sizes {[list(x.shape) for x in xs]})"
-            _exchange.check_count(merged, own, peers, sizes)
+            _exchange.check_count(merged, own, sizes)
+            backward = _exchange.backward_of(merged, word, peers, where)
+            bias_dtype = None if bias is None else bias.dtype
+            ctx.step = Step(state, options, peers, where.backward(), backward, bias_dtype)
             if segment is not None:
                 words = _exchange.trimmed(
                     message, merged, rest, message_words(xs[lead], masks[lead])
                 )
-                message, merged, rest = segment.keep(where, words)
-        ctx.call = where.backward()
-        ranks = 1 if peers is None else peers.ranks
+                message, merged, rest = segment.keep(ctx.step, words)
         results = [
             ops.normalize(
                 x,
                 *_on(x.device, message, merged, rest, weight, bias),
                 like(z, x) if z is not None else None,
-                layer.eps,
-                ranks,
-                layer.activation_kind,
-                layer.negative_slope,
+                options.eps,
+                ctx.step.ranks,
+                options.activation_kind,
+                options.negative_slope,
                 m,
             )
             for x, z, m in zip(xs, residuals or [None] * devices, masks)
         ]
         ys, means, variances, rstds, infos, bits = zip(*results)
-        again = layer.activation != "none" and not residuals
+        again = options.activation != "none" and not residuals
         ctx.save_for_backward(
             weight, bias if again else None, *xs, *means, *rstds, *infos, *bits, *masks
         )
@@ -100,31 +111,26 @@ class _BatchNormDevices(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.devices = devices
         ctx.lead = lead
-        ctx.peers = peers
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.layer = layer
         return *ys, means[0], variances[0], infos[0]
 
     @staticmethod
     @once_differentiable
-    @recorded(lambda ctx, *_: ctx.layer, " backward")
+    @recorded(lambda ctx, *_: ctx.step.state.name, " backward")
     def backward(ctx, *gradients):
-        devices, peers, layer = ctx.devices, ctx.peers, ctx.layer
+        devices, step, options = ctx.devices, ctx.step, ctx.step.options
+        _exchange.check_present(step.backward, step.peers, step.call)
         weight, bias, *saved = ctx.saved_tensors
         per_device = (saved[i * devices :][:devices] for i in range(6))
         xs, means, rstds, infos, bits, masks = per_device
         dys = [torch.zeros_like(x) if dy is None else like(dy, x) for x, dy in zip(xs, gradients)]
         needs_weight, needs_bias = ctx.needs_input_grad[:2]
-        needs_x = ctx.needs_input_grad[7 : 7 + devices]
-        needs_residual = ctx.needs_input_grad[7 + devices :]
+        needs_x = ctx.needs_input_grad[8 : 8 + devices]
+        needs_residual = ctx.needs_input_grad[8 + devices :]
         dtype, channels = xs[ctx.lead].dtype, xs[0].shape[1]
-        frame, ranks = (
-            _exchange.frame_words(peers, xs[0].device),
-            1 if peers is None else peers.ranks,
-        )
-        activation = (layer.activation_kind, layer.negative_slope)
+        frame = _exchange.frame_words(step.peers, xs[0].device)
+        activation = (options.activation_kind, options.negative_slope)
         masked = any(mask is not None for mask in masks)
-        keep = any(needs_residual) and (layer.activation != "none" or masked)
+        keep = any(needs_residual) and (options.activation != "none" or masked)
         messages, us = zip(
             *(
                 ops.local_gradients(
@@ -146,16 +152,16 @@ class _BatchNormDevices(torch.autograd.Function):
             dys, bits = [u.to(x.dtype) for u, x in zip(us, xs)], [None] * devices
             activation, bias = (0, 0.0), None
         message = _sum(messages, ctx.lead)
-        dtypes = (weight.dtype if needs_weight else None, ctx.bias_dtype if needs_bias else None)
-        shares = layer.affine_grad == "share"
+        dtypes = (weight.dtype if needs_weight else None, step.bias_dtype if needs_bias else None)
+        shares = options.affine_grad == "share"
         dxs = [None] * devices
         dweight = dbias = None
         if shares and (needs_weight or needs_bias):
             # The process's share, from the exact sums of its devices.
             empty = xs[0].new_empty((0, channels), dtype=dtype)
             dweight, dbias = ops.affine_gradient_shares(message, empty, means[0], rstds[0], *dtypes)
-        if any(needs_x) or not shares:
-            merged, rest = _exchange.exchange(message, channels, peers, ctx.call)
+        if step.exchanges:
+            merged, rest = _exchange.exchange(message, channels, step.peers, step.call)
             for k, (dy, x) in enumerate(zip(dys, xs)):
                 wanted = (None, None) if shares or k > 0 else dtypes
                 dxs[k], *sums = ops.input_gradient(
@@ -168,7 +174,7 @@ class _BatchNormDevices(torch.autograd.Function):
                     *_on(x.device, weight, bias, bits[k]),
                     *activation,
                     *wanted,
-                    ranks,
+                    step.ranks,
                     masks[k],
                 )
                 if not shares and k == 0:
@@ -176,7 +182,7 @@ class _BatchNormDevices(torch.autograd.Function):
         return (
             dweight if needs_weight else None,
             dbias if needs_bias else None,
-            *(None,) * 5,
+            *(None,) * 6,
             *(dx if needed else None for dx, needed in zip(dxs, needs_x)),
             *(dy if needed else None for dy, needed in zip(dys, needs_residual)),
         )
@@ -236,7 +242,7 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
             )
 
 
-@recorded(lambda module, *_: module.layer())
+@recorded(lambda module, *_: module.state.name)
 def train_step(
     module,
     xs: Sequence[Tensor],
@@ -244,42 +250,47 @@ def train_step(
     masks: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """One training forward of a SyncBatchNorm for all devices; running statistics change once."""
-    layer = module.layer()
-    peers = layer.peers()
+    options, state = module.options(), module.state
+    peers = state.peers(options)
     none = [None] * len(xs)
     masks = none if masks is None else masks
     given = [t for t in (xs, masks) if isinstance(t, (list, tuple))]  # else refused below
-    segment = _recomputation.segment(layer, residuals is not None, *itertools.chain(*given))
+    segment = _recomputation.segment(
+        state, options, residuals is not None, *itertools.chain(*given)
+    )
     again = segment is not None and segment.kept is not None
     try:
-        check_options(layer)
-        statistics = (module.running_mean, module.running_var, module.num_batches_tracked)
-        check_counter(layer.momentum, *statistics)
-        if layer.statistics != "reproducible":
+        check_options(options)
+        statistics = module._tracked()
+        check_counter(options.momentum, *statistics)
+        if options.statistics != "reproducible":
             raise ValueError(
-                f"statistics: got {layer.statistics!r} for a list of inputs, expected "
+                f"statistics: got {options.statistics!r} for a list of inputs, expected "
                 "'reproducible', which does not depend on the number of devices"
             )
-        if layer.writes_over_input:
+        if options.writes_over_input:
             raise ValueError("inplace: got True for a list of inputs, expected False")
         ranks = 1 if peers is None else peers.ranks
         _check_inputs(module, xs, none if residuals is None else residuals, masks, ranks)
         tensors = {f"inputs[{k}]": x for k, x in enumerate(xs)}
         tensors |= {f"residual[{k}]": z for k, z in enumerate(residuals or ())}
-        check_transforms(layer.name, weight=module.weight, bias=module.bias, **tensors)
+        check_transforms(state, weight=module.weight, bias=module.bias, **tensors)
+        state.move(xs[0].device)
     except Exception as error:
         if not again:
             with outside_transforms():
-                where = layer.call_of(module._call, module._call)
-                _reject(peers, module, where, error, xs[0] if xs else None)
+                _reject(peers, module, error, xs[0] if xs else None)
         raise
     masks = tuple(None if mask is None else mask.contiguous() for mask in masks)
+    parameters = (module.weight, module.bias)
+    word = takes_part(xs, parameters, residuals or (), options, segment)
     *ys, mean, var, info = _BatchNormDevices.apply(
         module.weight,
         module.bias,
-        module._call,
-        layer,
+        options,
+        state,
         peers,
+        word,
         segment,
         masks,
         *xs,
@@ -288,16 +299,14 @@ def train_step(
     if again:
         return ys
     ops.update_running_statistics(
-        module.running_mean,
-        module.running_var,
-        module.num_batches_tracked,
-        module._call,
+        *statistics,
+        state.call,
         mean,
         var,
         info,
-        layer.momentum,
+        options.momentum,
     )
-    module._count.copy_(info[:1])
+    state.note(info)
     _called_with_lists.add(module)
     return ys
 
@@ -318,7 +327,7 @@ def forward(
         return [module(*each) for each in zip(xs, residuals, masks)]
     if _baton.inside():
         raise RuntimeError(
-            f"{module.layer_name}: got a list of inputs inside SelfDataParallel, expected the one "
+            f"{module.state.name}: got a list of inputs inside SelfDataParallel, expected the one "
             "tensor of this device"
         )
     return train_step(module, xs, residuals, masks)
@@ -328,23 +337,26 @@ def check_alone(module) -> None:
     """Refuses a training call for one device's samples where the statistics are meant for all."""
     if getattr(module, "_is_replica", False):
         raise RuntimeError(
-            f"{module.layer_name}: got a call of one replica alone, as torch.nn.DataParallel "
+            f"{module.state.name}: got a call of one replica alone, as torch.nn.DataParallel "
             "makes, whose replicas cannot exchange statistics; expected "
             "syncbn.parallel.SelfDataParallel"
         )
     if module in _called_with_lists:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                f"{module.layer_name}: got one device's samples during a backward pass, expected "
+                f"{module.state.name}: got one device's samples during a backward pass, expected "
                 "those of all devices; activation checkpointing around a synchronized layer does "
                 "not work inside syncbn.parallel.SelfDataParallel"
             )
         _called_with_lists.discard(module)
 
 
-def _reject(peers, module, where, error: BaseException, x: object) -> None:
+def _reject(peers, module, error: BaseException, x: object) -> None:
     parameter = module.weight if module.running_mean is None else module.running_mean
-    _exchange.reject(peers, where, error, x=x, parameter=parameter, counter=module._call)
+    state = module.state
+    peers = _paths.way(state, peers)
+    call = state.call_of(state.call, module.options())
+    _exchange.reject(peers, call, error, x=x, parameter=parameter, counter=state.call)
 
 
 def give_up(calls: Iterable[tuple], error: BaseException) -> None:
@@ -354,7 +366,6 @@ def give_up(calls: Iterable[tuple], error: BaseException) -> None:
     """
     # The error of the device is the one to raise, whatever becomes of this.
     with contextlib.suppress(Exception):
-        groups = {module.layer().peers(): (module, x) for module, x in calls}
+        groups = {module.state.peers(module.options()): (module, x) for module, x in calls}
         for peers, (module, x) in groups.items():
-            where = module.layer().call_of(module._call, module._call)
-            _reject(peers, module, where, error, x)
+            _reject(peers, module, error, x)

@@ -2,13 +2,16 @@
 
 import contextlib
 import math
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from . import _collective, _groups
 from ._groups import Peers
-from ._ops import DTYPES, HEADER_WORDS, MESSAGE_WORDS, ops, record_words
+from ._ops import DTYPES, HEADER_BACKWARD, HEADER_WORDS, MESSAGE_WORDS, ops, record_words
 from ._where import Call
 from .errors import DivergenceError, ExchangeTimeout, PeerLost
 
@@ -37,36 +40,16 @@ def _sum_first(message: torch.Tensor, peers: Peers, call: Call) -> torch.Tensor:
         return _collective.all_reduce(message[:HEADER_WORDS], peers, call)
 
 
-def _traced(message, channels, peers, call, own) -> tuple:
-    """What the operators of traced graphs are given (_traced.py)."""
-    layer = call.settings
-    options = (layer.eps, layer.statistics, layer.activation, layer.negative_slope)
-    return message, channels, own, peers.group_name, call.layer, call.dtype, *options
-
-
-def _kept_in_graph(merged: torch.Tensor) -> torch.Tensor:
-    """A graph may not drop what other processes wait for. Marking the operator as having side
-    effects would do, but no graph with activation checkpointing may hold such a one, except
-    PyTorch's own wait, which does nothing to a tensor that is there."""
-    return torch.ops._c10d_functional.wait_tensor(merged)
-
-
 def exchange(
-    message: torch.Tensor, channels: int, peers: Peers | None, call: Call, own: int = 0
+    message: torch.Tensor, channels: int, peers: Peers | None, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sums a message over the group.
-
-    own: of a forward call, this rank's count as for check_count(), which a traced graph calls in
-    here.
 
     Returns (first part, the words beyond it or None). Raises DivergenceError on every rank if the
     calls differ.
     """
     if peers is None:
         return message, None
-    if torch.compiler.is_compiling():
-        arguments = _traced(message, channels, peers, call, own)
-        return _kept_in_graph(ops.all_reduce_message(*arguments, call.direction)), None
     if message.is_cuda:
         return _exchange_from_device(message, channels, peers, call), None
     return _rest_after(_sum_first(message, peers, call), message, channels, peers, call)
@@ -81,17 +64,22 @@ def _rest_after(first, message, channels, peers, call) -> tuple:
     return first, _collective.all_reduce(rest, peers, call)
 
 
-def _exchanged_pass(name, x: torch.Tensor, arguments: tuple, mask, peers, call, own) -> tuple:
+def _exchanged_pass(name, x: torch.Tensor, arguments: tuple, rest: tuple, peers, call) -> tuple:
     """What the operator local_`name` gives, a message first, and exchange() of the message. Through
     the shared memory of one node both are one operator."""
     channels = x.shape[1]
     shared = peers is not None and peers.any_length and not x.is_cuda
-    if not shared or torch.compiler.is_compiling():
-        given = getattr(ops, f"local_{name}")(*arguments, frame_words(peers, x.device), mask)
+    if not shared:
+        frame = frame_words(peers, x.device)
+        run = getattr(ops, f"local_{name}")
+        given = refusing(run, (*arguments, frame, *rest), x, peers, call)
         given = (given,) if isinstance(given, torch.Tensor) else given
-        return *given, *exchange(given[0], channels, peers, call, own)
+        return *given, *exchange(given[0], channels, peers, call)
     run = getattr(ops, f"shm_{name}")
-    given, merged, agree = _collective.sum_of_pass(run, (*arguments, mask), peers, call)
+    try:
+        given, merged, agree = _collective.sum_of_pass(run, (*arguments, *rest), peers, call)
+    except _collective.PassFailed as error:
+        raise _refused(error.__cause__, x, peers, call) from None
     if agree:
         return *given, merged, None
     if merged is None:
@@ -99,19 +87,36 @@ def _exchanged_pass(name, x: torch.Tensor, arguments: tuple, mask, peers, call, 
     return *given, *_rest_after(merged, given[0], channels, peers, call)
 
 
+def refusing(run, arguments: tuple, x: torch.Tensor, peers: Peers | None, call: Call):
+    """run(*arguments), a pass over x before an exchange. Its error is told to the others."""
+    try:
+        return run(*arguments)
+    except Exception as error:
+        raise _refused(error, x, peers, call) from None
+
+
+def _refused(error: Exception, x: torch.Tensor, peers: Peers | None, call: Call) -> Exception:
+    """The error to raise, which names the layer where there was no memory."""
+    if not isinstance(error, _collective.NO_MEMORY):
+        reject(peers, call, error, x=x)
+        return error
+    reject(peers, call, MemoryError(_collective.reason_of(error)), x=x)
+    return _collective.out_of_memory(error, peers, call)
+
+
 def moments(
-    arguments: tuple, mask: torch.Tensor | None, peers: Peers | None, call: Call, own: int
+    arguments: tuple, mask: torch.Tensor | None, takes_part: int, peers: Peers | None, call: Call
 ) -> tuple:
     """local_moments and its exchange(): (message, merged, rest). arguments: of the operator,
-    without frame and mask."""
-    return _exchanged_pass("moments", arguments[0], arguments, mask, peers, call, own)
+    without frame, mask and backward."""
+    return _exchanged_pass("moments", arguments[0], arguments, (mask, takes_part), peers, call)
 
 
 def gradients(
     arguments: tuple, mask: torch.Tensor | None, peers: Peers | None, call: Call
 ) -> tuple:
     """local_gradients and its exchange(): (message, u, merged, rest). arguments: as in moments."""
-    return _exchanged_pass("gradients", arguments[1], arguments, mask, peers, call, 0)
+    return _exchanged_pass("gradients", arguments[1], arguments, (mask,), peers, call)
 
 
 def _exchange_from_device(
@@ -132,13 +137,12 @@ def _exchange_from_device(
 
 
 def gather(
-    message: torch.Tensor, channels: int, peers: Peers | None, call: Call, own: int = 0
+    message: torch.Tensor, channels: int, peers: Peers | None, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Brings every rank's record of the welford mode to all ranks.
 
     Records travel in the first message of all exchanges, each rank's in a place of its own where
-    the others add zeros; if they do not fit the frame, in an all-gather after it. own: as for
-    exchange().
+    the others add zeros; if they do not fit the frame, in an all-gather after it.
 
     Returns (merged message, whose header counts; records, one after the other, on CUDA each behind
     its header). Raises DivergenceError on every rank if the calls differ.
@@ -146,10 +150,6 @@ def gather(
     record = message[HEADER_WORDS:]
     if peers is None:
         return message, message if message.is_cuda else record
-    if torch.compiler.is_compiling():
-        arguments = _traced(message, channels, peers, call, own)
-        merged, records = ops.all_gather_record(*arguments, peers.ranks)
-        return _kept_in_graph(merged), records
     if message.is_cuda:
         return _gather_from_device(message, channels, peers, call)
     size = record.numel()
@@ -189,25 +189,65 @@ def _gather_from_device(
     return merged[:HEADER_WORDS].to(message.device), messages.to(message.device)
 
 
-def check_count(merged: torch.Tensor, own: int, peers: Peers | None, sizes: str) -> None:
+def check_count(merged: torch.Tensor, own: int, sizes: str) -> None:
     """Refuses one value per channel over all ranks: it has no variance. All ranks see the same
     count, so all refuse it.
 
     own: this rank's count, known without a look at the device; 0 where it is not. Only a rank with
     at most one value looks at the sum: on a GPU it waits for that, and not in a captured graph.
     """
-    if own > 1:
+    if own > 1 or (merged.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    if torch.compiler.is_compiling():
-        count = own if peers is None else 0  # with peers the operator of the exchange looks
-    elif merged.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    else:
-        count = int(merged[0])
-    if count == 1:
+    if int(merged[0]) == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got 1 over all {sizes}"
         )
+
+
+class Backward(NamedTuple):
+    """Who takes part in the backward of a step: whether any rank wants the gradient of x, or the
+    global gradients of weight and bias, so that backward exchanges; and the ranks that cannot come
+    to it."""
+
+    x: bool
+    sums: bool
+    absent: tuple[int, ...] = ()
+
+
+#: Counters of ranks in the header's word about backward: of those that want the gradient of x, of
+#: those that want the global gradients of weight and bias, and of those that can come.
+WANTS_X, WANTS_SUMS, COMES = 1, 1 << 12, 1 << 24
+_COUNTER = (1 << 12) - 1
+
+
+def backward_of(merged: torch.Tensor, own: int, peers: Peers | None, call: Call) -> Backward:
+    """What the merged header of a forward says of its backward. own: this rank's word. If not
+    all ranks can come to an exchange that some want, they say now who cannot."""
+    if peers is None:
+        return Backward(bool(own & WANTS_X), bool(own & WANTS_SUMS))
+    if merged.is_cuda and peers.cuda:  # nobody looks at the header; every rank with a node comes
+        return Backward(True, True)
+    word = merged[HEADER_BACKWARD].item()
+    wants = (bool(word & _COUNTER), bool(word // WANTS_SUMS & _COUNTER))
+    if not any(wants) or word // COMES == peers.ranks:
+        return Backward(*wants)
+    comes = numbers_of_ranks(own // COMES, _BACKWARD_TAG, peers, call)
+    return Backward(*wants, tuple(rank for rank, number in enumerate(comes) if not number))
+
+
+#: Tells this exchange from others of the same kind.
+_BACKWARD_TAG = zlib.crc32(b"who comes to backward") & 0xFFFFF
+
+
+def check_present(backward: Backward, peers: Peers | None, call: Call) -> None:
+    """Refuses a backward to which some ranks cannot come, before it waits for them."""
+    if not backward.absent:
+        return
+    raise DivergenceError(
+        f"{call}, {peers}: {_ranks(backward.absent)} made the forward without gradients "
+        "(torch.no_grad, or neither an input nor a parameter that requires one) and cannot come to "
+        "this backward; expected gradients on all ranks or on none"
+    )
 
 
 def trimmed(
@@ -233,19 +273,27 @@ def _check(merged: torch.Tensor, peers: Peers, call: Call) -> torch.dtype | None
     _, agree, rejected, dtype = ops.header(merged, peers.ranks).tolist()
     if rejected or not agree:
         reason = "a rank refused its input" if rejected else "the ranks did not make the same call"
-        texts = _texts(call.details(), peers, call)
-        error = DivergenceError(f"{call}, {peers}: {reason}: {'; '.join(texts)}")
+        fields = [f"{name}={value}" for name, value in call.fields().items()]
+        difference = _difference(_texts(_SEPARATOR.join(fields), peers, call))
+        error = DivergenceError(f"{call}, {peers}: {reason}: {difference}")
         error.group_name = peers.group_name
         raise error
     return None if dtype < 0 else DTYPES[dtype]
 
 
-def _texts(text: str, peers: Peers, call: Call) -> list[str]:
-    """Each rank's text, "rank 0: ...", exchanged once more in the frame. All ranks see the same
-    header and come here, but those in a compiled step, which raises at once: hence the short
-    limit."""
+#: Between the fields of a call; a text without it is that of a rank that refused its input.
+_SEPARATOR = "\x1f"
+
+
+def _texts(text: str, peers: Peers, call: Call) -> dict[int, str]:
+    """Each rank's text, exchanged once more in the frame; this rank's alone if others do not come.
+    All ranks see the same header and come here, unless one was interrupted: hence the short limit.
+    A text that is too long loses the fields at its end."""
     size = (FRAME_WORDS - HEADER_WORDS) // peers.ranks
-    own = text.encode()[: 8 * size].ljust(8 * size, b"\0")
+    own = text.encode()
+    if len(own) > 8 * size:
+        own = own[: 8 * size].rpartition(_SEPARATOR.encode())[0] or own[: 8 * size]
+    own = own.ljust(8 * size, b"\0")
     frame = torch.zeros(FRAME_WORDS, dtype=torch.int64, device="cpu")
     begin = HEADER_WORDS + peers.rank * size
     frame[begin : begin + size] = torch.frombuffer(bytearray(own), dtype=torch.int64)
@@ -253,13 +301,37 @@ def _texts(text: str, peers: Peers, call: Call) -> list[str]:
         limited = peers._replace(timeout=min(peers.timeout, 5.0))
         merged = _collective.all_reduce(frame, limited, call)
     except (ExchangeTimeout, PeerLost):
-        return [f"rank {peers.rank}: {text}", "the others did not say"]
-    lines = []
-    for rank in range(peers.ranks):
-        words = merged[HEADER_WORDS + rank * size :][:size].contiguous()
-        said = words.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-        lines.append(f"rank {rank}: {said}")
-    return lines
+        return {peers.rank: text}
+    words = merged[HEADER_WORDS:][: peers.ranks * size].view(peers.ranks, size)
+    return {
+        rank: own.contiguous().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        for rank, own in enumerate(words)
+    }
+
+
+def _difference(texts: dict[int, str]) -> str:
+    """What ranks say that refused their input; else the fields of their calls that differ."""
+    refused = [f"rank {rank}: {text}" for rank, text in texts.items() if _SEPARATOR not in text]
+    if refused:
+        return "; ".join(refused)
+    if len(texts) == 1:
+        ((rank, text),) = texts.items()
+        return f"rank {rank}: {text.replace(_SEPARATOR, ', ')}; the others did not say"
+    calls = {r: dict(f.partition("=")[::2] for f in t.split(_SEPARATOR)) for r, t in texts.items()}
+    differing = []
+    for name in dict.fromkeys(name for call in calls.values() for name in call):
+        by_value: dict[str, list[int]] = {}
+        for rank, call in calls.items():
+            by_value.setdefault(call.get(name, "none"), []).append(rank)
+        if len(by_value) > 1:
+            values = (f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+            differing.append(f"{name}: {', '.join(values)}")
+    return "; ".join(differing) or "in something that their errors do not show"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" * (len(ranks) > 8))
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def sum_of_ranks(x: torch.Tensor, tag: int, peers: Peers | None, call: Call) -> torch.Tensor:
@@ -304,7 +376,7 @@ def raise_together(error: Exception | None, peers: Peers | None, call: Call) -> 
     if error is not None:
         raise error
     if any(failed):
-        raise ValueError("; ".join(text for text in texts if not text.endswith(": ")))
+        raise ValueError("; ".join(f"rank {r}: {text}" for r, text in texts.items() if text))
 
 
 def _agree(words: torch.Tensor, tag: int, peers: Peers, call: Call) -> torch.Tensor:
@@ -342,7 +414,7 @@ def reject(
     with contextlib.suppress(ExchangeTimeout, PeerLost):
         like = torch.empty(0, device="cpu")
         _sum_first(ops.rejection(like, frame_words(peers)), peers, call)
-        if compare and not torch.compiler.is_compiling():
+        if compare:
             _texts(f"{call}: {type(error).__name__}: {error}", peers, call)
 
 
@@ -354,9 +426,10 @@ def _device_of_others(
 ) -> torch.device:
     """Where the messages of ranks lie that do not refuse, which decides the way that they take:
     where the layer lies, because the input may be what is refused."""
-    for tensor in (parameter, counter):
-        if tensor is not None:
-            return tensor.device
+    if parameter is not None:
+        return parameter.device
+    if counter is not None and counter.is_cuda:  # else the layer may not have been called yet
+        return counter.device
     if _groups.is_nccl_alone(peers):
         return torch.device("cuda", torch.cuda.current_device())
     return x.device if isinstance(x, torch.Tensor) else _CPU
@@ -381,13 +454,13 @@ def _reject_in_stream_order(
         channels = 0 if x.is_nested or x.dim() < 2 else x.shape[1]
     if channels == 0:
         return
-    settings, size = call.settings, channels * MESSAGE_WORDS[x.dtype]
-    gathers = settings is not None and settings.statistics == "welford"
+    options, size = call.options, channels * MESSAGE_WORDS[x.dtype]
+    gathers = options is not None and options.statistics == "welford"
     gathers = gathers and call.direction == "forward"
     if gathers:
         size = record_words(channels, x.dtype)
     message = torch.zeros(HEADER_WORDS + size, dtype=torch.int64, device=device)
-    message[HEADER_WORDS - 1 :][:1].fill_(1)  # ranks that refuse
+    message[3:4].fill_(1)  # ranks that refuse
     if gathers:
         _collective.gather_in_stream_order(message, peers)
     else:

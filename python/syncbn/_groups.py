@@ -1,43 +1,47 @@
 """Groups of ranks that exchange statistics: made once per set of ranks, and rebuilt on demand."""
 
+import contextlib
 import datetime
 import logging
 import os
 import socket
-import sys
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from . import _forked, _shared_memory, _where
+from . import _forked, _forming, _mesh, _shared_memory, _where
+from .errors import DivergenceError
 
 _log = logging.getLogger("syncbn")
 
-#: Seconds that an exchange waits for the slowest rank.
-DEFAULT_TIMEOUT = 300.0
 #: Clocks count nanoseconds in 64 bits.
 _LONGEST_TIMEOUT = 1e9
 
-Group = dist.ProcessGroup | str | None
+Group = dist.ProcessGroup | DeviceMesh | str | None
+
+#: In the place of a name: a group that this rank is not a member of.
+OUTSIDE = "a group without this rank"
 
 
 class Sharing(NamedTuple):
     """With whom a layer shares statistics, as a module keeps it: names, not handles.
 
     name: a process group's name, None for the world. engine: "auto" takes shared memory between
-    processes of one node. limit: the timeout in seconds, as text, because torch.compile takes a
-    number that differs between layers for a variable.
+    processes of one node. limit: the timeout in seconds, None for that of the process group.
     """
 
     name: str | None = None
-    limit: str = repr(DEFAULT_TIMEOUT)
+    limit: float | None = None
     engine: str = "auto"
 
     @property
     def timeout(self) -> float:
-        return float(self.limit)
+        """In seconds; of a group that there is, or for which a limit was given."""
+        return limit_of(resolve(self.name)) if self.limit is None else self.limit
 
 
 ENGINES = ("auto", "process_group")
@@ -60,6 +64,8 @@ class Peers(NamedTuple):
     leaders: str | None = None
     #: why there is no shared memory
     note: str = ""
+    #: seconds that the first exchange of a layer waits: at least as long as the caller's group
+    patience: float = 0.0
     #: the caller's group of these ranks, if it exchanges CUDA tensors over NCCL; else "", and
     #: messages on CUDA go through the host
     cuda: str = ""
@@ -89,8 +95,10 @@ class Peers(NamedTuple):
 # The groups that this module made, by their ranks (global numbers, ascending), timeout, engine and
 # the name of the group for CUDA tensors, which takes no part in making them.
 _own_groups: dict[tuple[tuple[int, ...], float, str, str], Peers] = {}
-# How many groups were made for these ranks: part of a name that must never come twice.
-_made: dict[tuple[int, ...], int] = {}
+# The last number in a name that begins like this: a name must never come twice.
+_made: dict[str, int] = {}
+# Groups that could not be made, as in _own_groups, with the patience of each.
+_unmade: dict[tuple[tuple[int, ...], float, str, str], float] = {}
 
 # New names of groups that were made again.
 _renamed: dict[str, str] = {}
@@ -104,13 +112,20 @@ def group_name(group: Group) -> str | None:
     """The name under which torch.distributed knows the group; None stays None (the world)."""
     if group is None or isinstance(group, str):
         return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"process_group: got a DeviceMesh of {group.ndim} axes, expected one of one axis, "
+                "as mesh['name'] is"
+            )
+        member = group.get_coordinate() is not None
+        group = group.get_group() if member else dist.GroupMember.NON_GROUP_MEMBER
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "process_group: got a group that this rank is not a member of, expected one of its own"
-        )
+        return OUTSIDE
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            f"process_group: got {group!r}, expected a process group, its name, or None"
+            f"process_group: got {group!r}, expected a process group, its name, a DeviceMesh of "
+            "one axis, or None"
         )
     return group.group_name
 
@@ -122,7 +137,7 @@ def sharing(
     if engine not in ENGINES:
         raise ValueError(f"engine: got {engine!r}, expected one of {ENGINES}")
     if timeout is None:
-        timeout = DEFAULT_TIMEOUT
+        return Sharing(group_name(group), None, engine)
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
     number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not (number and 0 < seconds <= _LONGEST_TIMEOUT):
@@ -130,7 +145,7 @@ def sharing(
             f"timeout: got {timeout!r}, expected a positive number of seconds, at most 1e9, or a "
             "timedelta"
         )
-    return Sharing(group_name(group), repr(float(seconds)), engine)
+    return Sharing(group_name(group), float(seconds), engine)
 
 
 def nccl_name(group: dist.ProcessGroup) -> str:
@@ -147,10 +162,31 @@ def is_nccl_alone(peers: "Peers") -> bool:
     return "cpu:" not in config
 
 
+_limits: "weakref.WeakKeyDictionary[dist.ProcessGroup, float]" = weakref.WeakKeyDictionary()
+
+
+def limit_of(group: dist.ProcessGroup) -> float:
+    """Seconds that its own collectives wait, as it was made; PyTorch's default where no backend
+    tells."""
+    if group not in _limits:
+        _limits[group] = dist.default_pg_timeout.total_seconds()
+        for device in ("cpu", "cuda"):
+            with contextlib.suppress(RuntimeError, AttributeError):
+                backend = group._get_backend(torch.device(device))
+                _limits[group] = min(backend.options._timeout.total_seconds(), _LONGEST_TIMEOUT)
+                break
+    return _limits[group]
+
+
 def resolve(name: str | None) -> dist.ProcessGroup:
     """The process group of that name in this process; None is the world."""
     if name is None:
         return dist.group.WORLD
+    if name == OUTSIDE:
+        raise RuntimeError(
+            "process_group: got a group that this rank is not a member of, expected one of its "
+            "own for a layer that this rank trains"
+        )
     while name in _renamed:
         name = _renamed[name]
     try:
@@ -177,33 +213,6 @@ def _alive() -> list[dist.ProcessGroup]:
     return dist.distributed_c10d._world.tags_to_pg.setdefault("syncbn", [])
 
 
-def _gloo_group(ranks: tuple[int, ...], name: str, timeout: float) -> dist.ProcessGroup:
-    """A Gloo group under a name of our own. torch.distributed.new_group names a group by how many
-    groups this process has, so ranks with different numbers of groups would wait for ever."""
-    store = dist.PrefixStore(name, _where.store())
-    rank, limit = ranks.index(dist.get_rank()), datetime.timedelta(seconds=timeout)
-    backend = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=limit)
-    group = dist.ProcessGroup(store, rank, len(ranks))
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, backend)
-    group._set_group_name(name)
-    torch._C._distributed_c10d._register_process_group(name, group)
-    _alive().append(group)
-    return group
-
-
-def _by_node(group: dist.ProcessGroup) -> list[list[int]]:
-    """The group's ranks by machine, machines by their first rank."""
-    own = torch.zeros(256, dtype=torch.uint8, device="cpu")
-    text = node_identity().encode()[:256]
-    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    nodes: dict[bytes, list[int]] = {}
-    for rank, identity in enumerate(_shared_memory.gather(own, group)):
-        nodes.setdefault(bytes(identity.tolist()), []).append(rank)
-    return list(nodes.values())
-
-
 def node_identity() -> str:
     """What ranks that may share memory have in common: the machine's running system."""
     try:
@@ -213,64 +222,71 @@ def node_identity() -> str:
         return f"{socket.gethostname()}, process {os.getpid()}"
 
 
-def _with_shared_memory(own: Peers, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Peers:
-    """The same with shared memory inside nodes, if all ranks of all nodes can have it."""
-    nodes = _by_node(group)
-    mine = next(node for node in nodes if own.rank in node)
-    handle, why = None, "" if len(mine) > 1 else "it is the only rank of its node"
-    local = group
-    if len(nodes) > 1 and len(mine) > 1:
-        local_ranks = tuple(ranks[r] for r in mine)
-        local = _gloo_group(local_ranks, f"{own.group_name}/node{mine[0]}", own.timeout)
-    if len(mine) > 1:
-        handle, why = _shared_memory.open_group(local, own.timeout)
-        if why and len(nodes) > 1:
-            why = f"on its node, whose ranks count from 0: {why}"
-    if len(nodes) > 1:  # all nodes alike, or none
-        reasons = _shared_memory.gather_texts(why, group)
-        refused = next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), "")
-        if refused and handle is not None:
-            _shared_memory.close(handle)
-            handle = None
-        why = refused
-    if handle is None:
-        return own._replace(nodes=len(nodes), note=why)
-    leaders = None
-    first = tuple(ranks[node[0]] for node in nodes)
-    if len(nodes) > 1 and own.rank == mine[0]:
-        leaders = f"{own.group_name}/nodes"
-        _gloo_group(first, leaders, own.timeout)
-    return own._replace(shared=handle, nodes=len(nodes), leaders=leaders)
-
-
-def own_group(group_ranks: list[int], timeout: float, engine: str, cuda: str = "") -> Peers:
+def own_group(
+    group_ranks: list[int],
+    timeout: float,
+    engine: str,
+    cuda: str = "",
+    patience: float = 0.0,
+    who: str | Callable[[], str] = "syncbn",
+) -> Peers:
     """A group of the same ranks for exchanges alone, so that one that times out does not take the
     user's group with it. Made once per set of ranks; a collective call of its members. cuda: the
-    user's group, if it has NCCL."""
+    user's group, if it has NCCL. patience: the limit of the user's group, in seconds. who: for
+    errors, the layer or function that needs the group, or what finds out.
+
+    Raises ExchangeTimeout, PeerLost or DivergenceError on every rank if it cannot be made.
+    """
     _forked.check()
     ranks = tuple(sorted(group_ranks))
-    known = _own_groups.get((ranks, timeout, engine, cuda))
+    key = ranks, timeout, engine, cuda
+    known = _own_groups.get(key)
     if known is not None:
         if exists(known.group_name):
             return known
-        _forget(known)  # it went with destroy_process_group
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "syncbn: the group of this layer is not made yet and cannot be made while compiling: "
-            "convert the model after init_process_group, run one eager training step, or call "
-            "syncbn.prepare(model) first"
-        )
-    _made[ranks] = _made.get(ranks, 0) + 1
+        _drop(_own_groups.pop(key))  # it went with destroy_process_group
+    patience = max(timeout, patience)
+    share = engine == "auto" and len(ranks) > 1 and use_shared_memory
     members = ranks if len(ranks) <= 8 else (*ranks[:3], "...", ranks[-1], len(ranks))
-    name = f"syncbn/{'_'.join(map(str, members))}/{_made[ranks]}"
-    group = _gloo_group(ranks, name, timeout)
-    own = Peers(name, len(ranks), group.rank(), timeout, cuda=cuda)
-    if engine == "auto" and len(ranks) > 1 and use_shared_memory:
-        own = _with_shared_memory(own, group, ranks)
-        if own.note and own.rank == 0:
-            _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
-    _own_groups[ranks, timeout, engine, cuda] = own
-    _where.watch(name, own.rank, own.ranks)
+    base = f"syncbn/{'_'.join(map(str, members))}"
+    rank = ranks.index(dist.get_rank())
+    made: list[_mesh.Mesh] = []
+
+    def make(offers: list[_forming.Offer], place: str) -> tuple[str, int]:
+        number = 1 + max(offer.value[0] for offer in offers)
+        name, nodes = f"{base}/{number}", [offer.value[1] for offer in offers]
+        # Gloo's own limit must not come first: its errors name nobody.
+        limit = patience + 2 * _forming.CONNECTING
+        made.append(_mesh.make(name, place, rank, nodes, limit, share))
+        return name, number
+
+    asks = f"timeout={timeout:g}, engine={'auto' if share else 'process_group'!r}"
+    who = who() if callable(who) else who
+    offer = _forming.Offer(who, asks, (_made.get(base, 0), node_identity()))
+    _unmade[key] = patience
+    try:
+        name, number = _forming.meet("syncbn/group", ranks, rank, patience, offer, make)
+    except BaseException as error:
+        if isinstance(error, DivergenceError):  # to be asked for in another way
+            del _unmade[key]
+        for mesh in made:
+            mesh.close()
+        raise
+    del _unmade[key]
+    (mesh,) = made
+    mesh.register()
+    _limits[mesh.groups[name]] = patience
+    _alive().extend(mesh.groups.values())
+    _made[base] = number
+    own = Peers(
+        *(name, len(ranks), rank, timeout, mesh.shared, mesh.nodes, mesh.leaders, mesh.note),
+        cuda=cuda,
+        patience=patience,
+    )
+    if own.note and rank == 0:
+        _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
+    _own_groups[key] = own
+    _where.watch(name, rank, len(ranks), mesh.store)
     return own
 
 
@@ -285,9 +301,8 @@ def named(name: str) -> Peers:
     )
 
 
-@torch.compiler.assume_constant_result
-def peers(sharing: Sharing) -> Peers | None:
-    """Whom to exchange with; None: nobody (no process group, or one rank)."""
+def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | None:
+    """Whom to exchange with; None: nobody (no process group, or one rank). who: as in own_group."""
     _forked.check()
     if not (dist.is_available() and dist.is_initialized()):
         if sharing.name is not None:
@@ -296,16 +311,23 @@ def peers(sharing: Sharing) -> Peers | None:
     group = resolve(sharing.name)
     if group.size() == 1:
         return None
-    ranks, cuda = global_ranks(group), nccl_name(group)
+    ranks, cuda, patience = global_ranks(group), nccl_name(group), limit_of(group)
+    timeout = patience if sharing.limit is None else sharing.limit
     if not _absent.isdisjoint(ranks):
         ranks = sorted(set(ranks) - _absent)
         if len(ranks) == 1:
             return None
         cuda = ""  # NCCL makes no group without the ranks that are absent
-        key = tuple(ranks), sharing.timeout, sharing.engine, cuda
+        key = tuple(ranks), timeout, sharing.engine, cuda
         if key not in _own_groups:
             _without_absent.append(key)
-    return own_group(ranks, sharing.timeout, sharing.engine, cuda)
+    return own_group(ranks, timeout, sharing.engine, cuda, patience, who)
+
+
+@torch.compiler.assume_constant_result
+def peers_of(*sharing) -> Peers | None:
+    """peers() by a Sharing's fields: one that traced code has made has none in PyTorch 2.15."""
+    return peers(Sharing(*sharing))
 
 
 def leave_out(ranks: Iterable[int]) -> None:
@@ -316,7 +338,10 @@ def leave_out(ranks: Iterable[int]) -> None:
     _forked.check()
     _absent = frozenset(ranks)
     while _without_absent:
-        _drop(_own_groups.pop(_without_absent.pop()))
+        key = _without_absent.pop()
+        _unmade.pop(key, None)
+        if key in _own_groups:
+            _drop(_own_groups.pop(key))
 
 
 def global_ranks(group: dist.ProcessGroup) -> list[int]:
@@ -325,12 +350,6 @@ def global_ranks(group: dist.ProcessGroup) -> list[int]:
         if own.group_name == group.group_name:
             return list(ranks)
     return dist.get_process_group_ranks(group)
-
-
-def _forget(own: Peers) -> None:
-    if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
-        torch._dynamo.reset()  # compiled graphs hold names and handles of the group
-    _drop(own)
 
 
 def _drop(own: Peers) -> None:
@@ -342,10 +361,15 @@ def _drop(own: Peers) -> None:
 
 
 def rebuild() -> None:
-    """Makes every group of this package anew; a collective call of the ranks of each."""
+    """Makes every group of this package anew, and those that could not be made; a collective call
+    of the ranks of each."""
     _forked.check()
-    old = sorted(_own_groups.items())  # one order on all ranks, so that none waits in a circle
+    old = dict(_own_groups)
     _own_groups.clear()
-    for (ranks, *options), own in old:
-        _forget(own)
-        _renamed[own.group_name] = own_group(list(ranks), *options).group_name
+    _unmade.update((key, own.patience) for key, own in old.items())
+    for key in sorted(_unmade):  # one order on all ranks, so that none waits in a circle
+        if key in old:
+            _drop(old[key])
+        new = own_group(list(key[0]), *key[1:], _unmade[key], "syncbn.reset_groups")
+        if key in old:
+            _renamed[old[key].group_name] = new.group_name

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._layer import check_strided
+from ._options import check_strided
 
 
 def check_mask(mask: Tensor, x: Tensor) -> None:

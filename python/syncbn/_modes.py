@@ -10,17 +10,17 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad, profiler
 
-from . import _exchange
+from . import _exchange, _paths
 from ._where import Call
 
 
-def check_transforms(layer_name: str, **tensors: Tensor | None) -> None:
+def check_transforms(state, **tensors: Tensor | None) -> None:
     """Refuses forward-mode AD and the transforms of torch.func, for which there is no exchange."""
     if torch.compiler.is_compiling():
         return
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            f"{layer_name}: got a training call inside a transform of torch.func (vmap, grad, jvp, "
+            f"{state.name}: got a training call inside a transform of torch.func (vmap, grad, jvp, "
             "...), expected one outside; derivatives come from torch.autograd, also second ones, "
             "and evaluation mode takes all transforms"
         )
@@ -29,26 +29,28 @@ def check_transforms(layer_name: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
-                f"{name}: got a tensor with a forward-mode tangent in training of {layer_name}, "
+                f"{name}: got a tensor with a forward-mode tangent in training of {state.name}, "
                 "expected none; forward-mode AD works in evaluation mode"
             )
 
 
-def refuse_tracing(layer, x: Tensor, call: Tensor | None) -> None:
+def refuse_tracing(state, options, x: Tensor) -> None:
     """Refuses torch.jit.trace of a training call with an exchange, which a trace cannot hold."""
-    state = torch._C._get_tracing_state()
+    tracing = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)
     try:
-        peers = layer.peers()
+        peers = state.peers(options)
         if peers is None:
             return
         error = NotImplementedError(
-            f"{layer.name}: got torch.jit.trace of a training call on {peers.ranks} ranks, "
+            f"{state.name}: got torch.jit.trace of a training call on {peers.ranks} ranks, "
             "expected evaluation mode; torch.export takes training steps"
         )
-        _exchange.reject(peers, layer.call_of(x, call), error, x=x, counter=call)
+        peers = _paths.way(state, peers)
+        call = state.call_of(x, options)
+        _exchange.reject(peers, call, error, x=x, counter=state.call)
     finally:
-        torch._C._set_tracing_state(state)
+        torch._C._set_tracing_state(tracing)
     raise error
 
 
@@ -59,15 +61,10 @@ def outside_transforms() -> contextlib.AbstractContextManager:
     return temporarily_clear_interpreter_stack()
 
 
-def exchanges(first) -> bool:
-    """Whether the backward of a training step, by its context, takes an exchange."""
-    return first.needs_input_grad[0] or first.layer.affine_grad == "global"
-
-
-def check_not_batched(first, call: Call, gradient: Tensor, x: Tensor) -> None:
+def check_not_batched(step, call: Call, gradient: Tensor, x: Tensor) -> None:
     """Refuses a backward of many gradients at once, of which each would take an exchange.
 
-    first: the context of the training step, whose input was x.
+    step: the training step, whose input was x.
     """
     if torch.compiler.is_compiling() or not (
         # torch.autograd has a vmap of its own
@@ -79,14 +76,14 @@ def check_not_batched(first, call: Call, gradient: Tensor, x: Tensor) -> None:
         "expected one gradient at a time"
     )
     with outside_transforms():
-        _exchange.reject(first.peers if exchanges(first) else None, call, error, x=x)
+        _exchange.reject(step.peers if step.exchanges else None, call, error, x=x)
     raise error
 
 
-def recorded(layer_of: Callable, suffix: str = "") -> Callable:
+def recorded(name_of: Callable, suffix: str = "") -> Callable:
     """The function is a range of a profile, "syncbn::", the layer's name and the suffix.
 
-    layer_of: finds the Layer among the function's arguments.
+    name_of: finds the layer's name among the function's arguments.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -94,7 +91,7 @@ def recorded(layer_of: Callable, suffix: str = "") -> Callable:
         def wrapper(*args, **kwargs):
             if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:
                 return function(*args, **kwargs)
-            with profiler.record_function(f"syncbn::{layer_of(*args).name}{suffix}"):
+            with profiler.record_function(f"syncbn::{name_of(*args)}{suffix}"):
                 return function(*args, **kwargs)
 
         return wrapper

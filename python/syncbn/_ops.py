@@ -16,7 +16,9 @@ torch.ops.load_library(_LIBRARY)
 
 ops = torch.ops.syncbn
 
-HEADER_WORDS = 4
+HEADER_WORDS = 8
+#: Where a forward's message says who takes part in backward.
+HEADER_BACKWARD = 4
 #: In the order of the core's DType.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Words per channel.
@@ -43,14 +45,15 @@ def _message(x: torch.Tensor, frame: int) -> torch.Tensor:
 
 
 @_fake("syncbn::local_moments")
-def _(x, layer, call, eps, frame, mask=None):
-    """int64 message [max(frame, 4 + C * k)]: header and exact sums of x and x * x."""
+def _(x, layer, call, eps, frame, mask=None, backward=0):
+    """int64 message [max(frame, 8 + C * k)]: header and exact sums of x and x * x. backward: a word
+    of the header, handed on."""
     return _message(x, frame)
 
 
 @_fake("syncbn::rejection")
 def _(like, frame):
-    """int64 message [max(frame, 4)] of a rank that refused its input."""
+    """int64 message [max(frame, 8)] of a rank that refused its input."""
     return like.new_empty((max(frame, HEADER_WORDS),), dtype=torch.int64)
 
 
@@ -95,8 +98,8 @@ def _(x, message, merged, rest, weight, bias, residual, eps, ranks, activation, 
 
 
 @_fake("syncbn::local_welford")
-def _(x, layer, call, eps, mask=None):
-    """int64 message [4 + n]: header; count, then mean and M2 of each channel, packed."""
+def _(x, layer, call, eps, mask=None, backward=0):
+    """int64 message [8 + n]: header; count, then mean and M2 of each channel, packed."""
     return x.new_empty((HEADER_WORDS + record_words(x.shape[1], x.dtype),), dtype=torch.int64)
 
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import checkpoint
 
-from ._layer import Layer
-from ._where import Call
+from ._options import Options
+from ._state import LayerState
 
 _autograd = torch._C._autograd
 
@@ -34,10 +34,11 @@ Words = tuple[torch.Tensor | None, ...]
 
 
 class Kept(NamedTuple):
-    """The exchange of one call. key: what the call of the second run must have in common."""
+    """The exchange of one call. key: what the call of the second run must have in common. step:
+    what backward will know of it."""
 
     key: tuple
-    call: Call
+    step: Any
     words: Words
 
 
@@ -65,9 +66,9 @@ class _Record:
 
 
 def _text(key: tuple) -> str:
-    layer, residual, *inputs = key
+    state, _, residual, *inputs = key
     text = ", ".join(f"{dtype} of shape {shape}" for dtype, shape in inputs)
-    return f"a call of {layer.name} with {text}" + (" and a residual" if residual else "")
+    return f"a call of {state.name} with {text}" + (" and a residual" if residual else "")
 
 
 class Segment:
@@ -86,9 +87,9 @@ class Segment:
             # Segments inside the one that runs again are new, and will run again in their turn.
             self._keep(self.kept)
 
-    def keep(self, call: Call, words: Words) -> Words:
+    def keep(self, step: Any, words: Words) -> Words:
         """In the first run: the words, kept."""
-        self._keep(Kept(self._key, call, words))
+        self._keep(Kept(self._key, step, words))
         return words
 
     def check_in_place(self, x: torch.Tensor) -> None:
@@ -184,11 +185,12 @@ def _hooks() -> list[Any]:
     return [pack for pack, _ in found]
 
 
-def segment(layer: Layer, residual: bool, *inputs: torch.Tensor) -> Segment | None:
+def segment(
+    state: LayerState, options: Options, residual: bool, *inputs: torch.Tensor
+) -> Segment | None:
     """The segments around a training call; None outside of any. Raises RuntimeError if a
     recomputation makes another call than the first run."""
-    # A compiled segment recomputes parts of its graph, not calls.
-    names = None if torch.compiler.is_compiling() else _names()
+    names = _names()
     if names is None:
         return None
     hooks = _hooks()
@@ -218,4 +220,5 @@ def segment(layer: Layer, residual: bool, *inputs: torch.Tensor) -> Segment | No
         return None
     # momentum touches this rank's buffers alone, and is not used again.
     shapes = [(x.dtype, tuple(x.shape)) for x in inputs if torch.is_tensor(x)]
-    return Segment((layer._replace(momentum=None), residual, *shapes), owners, given, again)
+    key = (state, options._replace(momentum=None), residual, *shapes)
+    return Segment(key, owners, given, again)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _exchange
 from ._groups import Peers
-from ._modes import check_not_batched, exchanges, recorded
+from ._modes import check_not_batched, recorded
 from ._ops import ops
 from ._where import Call
 
@@ -39,7 +39,8 @@ class _SumOfRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, exchange):
         ctx.exchange = exchange
-        return _exchange.sum_of_ranks(x, exchange.tag(x), exchange.peers, exchange.call)
+        call = exchange.call._replace(direction=f"{exchange.call.direction} ({exchange.what})")
+        return _exchange.sum_of_ranks(x, exchange.tag(x), exchange.peers, call)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -85,26 +86,26 @@ class _Statistics(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-def _second_call(first) -> Call:
-    return first.call._replace(direction="second backward")
+def _second_call(step) -> Call:
+    return step.call._replace(direction="second backward")
 
 
-def _gradients(first, dy, x, weight, mean, rstd, count, positive, counting):
+def _gradients(step, dy, x, weight, mean, rstd, count, positive, counting):
     """The gradients of x (None if not wanted), weight, bias and residual, in float64.
 
-    first: the context of the training step. positive: where the activation passes dy, None for
+    step: the training step. positive: where the activation passes dy, None for
     everywhere. counting: the elements that a mask lets count, None for all. The exchanges depend on
     nothing that may differ between ranks.
     """
-    layer, shares = first.layer, first.layer.affine_grad == "share"
-    needs_x = first.needs_input_grad[0]
+    options, shares = step.options, step.options.affine_grad == "share"
+    needs_x = step.needs[0] or (step.peers is not None and step.backward.x)
 
     if counting is not None:  # the others add nothing to any sum
         dy = torch.where(counting, dy, 0)
         x = torch.where(counting, x, _channels(mean, x))
 
     def exchange(what):
-        return _Exchange(first.peers, _second_call(first), layer.number, what)
+        return _Exchange(step.peers, _second_call(step), step.state.number, what)
 
     if needs_x:
         mean, rstd = _Statistics.apply(x, mean, rstd, count, exchange("statistics"))
@@ -112,12 +113,12 @@ def _gradients(first, dy, x, weight, mean, rstd, count, positive, counting):
         weight = _SameOnAllRanks.apply(weight, exchange("weight"))
     u = dy
     if positive is not None:
-        slope = layer.negative_slope if layer.activation == "leaky_relu" else 0.0
+        slope = options.negative_slope if options.activation == "leaky_relu" else 0.0
         u = torch.where(positive, dy, slope * dy)
     axes = [0, *range(2, x.dim())]
     centered = x - _channels(mean, x)
     own = torch.stack((u.sum(axes), (u * centered).sum(axes)))
-    whole = exchange("sums").sum(own) if exchanges(first) else own
+    whole = exchange("sums").sum(own) if step.exchanges else own
     dx = None
     if needs_x:
         du, dcentered = whole / count
@@ -133,26 +134,26 @@ def _gradients(first, dy, x, weight, mean, rstd, count, positive, counting):
 class _Differentiable(torch.autograd.Function):
     """What `gradient` gives, for a backward that builds a graph.
 
-    first: the context of the training step; gradient(first, dy, *saved) gives the gradients of x,
-    weight, bias and residual.
+    step: the training step; gradient(step, dy, *saved) gives the gradients of x, weight, bias and
+    residual.
     """
 
     @staticmethod
-    def forward(ctx, first, gradient, dy, *saved):
+    def forward(ctx, step, gradient, dy, *saved):
         ctx.save_for_backward(dy, *saved)
-        ctx.first = first
-        return gradient(first, dy, *saved)
+        ctx.step = step
+        return gradient(step, dy, *saved)
 
     @staticmethod
-    @recorded(lambda ctx, *_: ctx.first.layer, " second backward")
+    @recorded(lambda ctx, *_: ctx.step.state.name, " second backward")
     def backward(ctx, *cotangents):
         dy, x, weight, bias, mean, rstd, info, activation_mask, mask = ctx.saved_tensors
-        first, layer, again = ctx.first, ctx.first.layer, torch.is_grad_enabled()
+        step, again = ctx.step, torch.is_grad_enabled()
         given = [c for c in cotangents if c is not None]
         for cotangent in given:
-            check_not_batched(first, _second_call(first), cotangent, x)
+            check_not_batched(step, _second_call(step), cotangent, x)
         positive = None
-        if layer.activation != "none":
+        if step.options.activation != "none":
             with torch.no_grad():  # relu's gradient of ones, by the very bits of forward
                 through = (weight, bias, activation_mask, 1, 0.0)
                 ones = torch.ones_like(x)
@@ -171,7 +172,7 @@ class _Differentiable(torch.autograd.Function):
                 values.append(None)
             count = info[0].clamp(min=1).double()
             counting = None if mask is None else mask.to(torch.bool).unsqueeze(1)
-            outputs = _gradients(first, *values, mean, rstd, count, positive, counting)
+            outputs = _gradients(step, *values, mean, rstd, count, positive, counting)
             # Where the step gave no gradient there is no cotangent.
             results = torch.autograd.grad(
                 [o for o, c in zip(outputs, cotangents) if c is not None],
@@ -184,10 +185,10 @@ class _Differentiable(torch.autograd.Function):
         return None, None, ddy, dx, dweight, *(None,) * 6
 
 
-def differentiable(first, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
-    """gradient(first, dy, *saved), differentiable."""
-    check_not_batched(first, first.call, dy, saved[0])
-    return _Differentiable.apply(first, gradient, dy, *saved)
+def differentiable(step, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
+    """gradient(step, dy, *saved), differentiable."""
+    check_not_batched(step, step.call, dy, saved[0])
+    return _Differentiable.apply(step, gradient, dy, *saved)
 
 
 class _Refused(torch.autograd.Function):

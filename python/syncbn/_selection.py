@@ -5,7 +5,7 @@ import socket
 
 import torch.distributed as dist
 
-from . import _groups, _where
+from . import _forming, _groups
 
 # NCCL groups that group_size and group asked for, by all ranks of the default group in parts.
 _nccl_groups: dict[tuple[tuple[int, ...], ...], str] = {}
@@ -17,9 +17,10 @@ def select(
     group: str | None,
     timeout: float | datetime.timedelta | None,
     engine: str = "auto",
+    who: str = "syncbn",
 ) -> _groups.Sharing:
     """The ranks that one of process_group, group_size and group asks for. With the latter two a
-    collective call of the default group's ranks."""
+    collective call of the default group's ranks. who: asks, as errors of that name it."""
     given = [
         f"{name}={value!r}"
         for name, value in (
@@ -42,7 +43,7 @@ def select(
         )
     rank, world = dist.get_rank(), dist.get_world_size()
     if group is not None:
-        hosts = gather_text(host_name())
+        hosts = gather_text(host_name(), who)
         parts = [[r for r in range(world) if hosts[r] == host] for host in dict.fromkeys(hosts)]
     else:
         if not isinstance(group_size, int) or group_size < 1 or world % group_size:
@@ -53,7 +54,10 @@ def select(
     if _groups.nccl_name(dist.group.WORLD):
         return chosen._replace(name=_nccl_part(parts, rank))
     ranks = next(part for part in parts if rank in part)
-    return chosen._replace(name=_groups.own_group(ranks, chosen.timeout, engine).group_name)
+    patience = _groups.limit_of(dist.group.WORLD)
+    limit = patience if chosen.limit is None else chosen.limit
+    own = _groups.own_group(ranks, limit, engine, patience=patience, who=who)
+    return chosen._replace(name=own.group_name)
 
 
 def _nccl_part(parts: list[list[int]], rank: int) -> str:
@@ -70,14 +74,8 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-_gathered = 0
-
-
-def gather_text(text: str) -> list[str]:
+def gather_text(text: str, who: str) -> list[str]:
     """Every rank's text, through the store: on every backend, without a device."""
-    global _gathered
-    _gathered += 1
-    store = _where.store()
-    keys = [f"syncbn/text/{_gathered}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[dist.get_rank()], text)
-    return [store.get(key).decode() for key in keys]
+    ranks, limit = tuple(range(dist.get_world_size())), _groups.limit_of(dist.group.WORLD)
+    offer = _forming.Offer(who, value=text)
+    return _forming.meet("syncbn/text", ranks, dist.get_rank(), limit, offer)

@@ -47,7 +47,19 @@ def open_group(group: dist.ProcessGroup, timeout: float) -> tuple[int | None, st
 
 
 def close(handle: int) -> None:
+    _limits.pop(handle, None)
     ops.shm_close(handle)
+
+
+# Seconds that exchanges wait, where they were set, by handle.
+_limits: dict[int, float] = {}
+
+
+def set_limit(handle: int, limit: float) -> None:
+    """For the exchanges from here on."""
+    if _limits.get(handle) != limit:
+        ops.shm_limit(handle, limit)
+        _limits[handle] = limit
 
 
 def all_reduce(words: torch.Tensor, handle: int) -> tuple[torch.Tensor, int]:
@@ -58,11 +70,7 @@ def all_reduce(words: torch.Tensor, handle: int) -> tuple[torch.Tensor, int]:
 
 def finish(handle: int, status: int) -> int:
     """The status at the end of an exchange that has begun. Comes back to Python 20 times a second,
-    so that Ctrl-C works; what interrupts it breaks the group."""
-    try:
-        while status == PENDING:
-            status = ops.shm_finish(handle, SLICE)
-    except BaseException:
-        ops.shm_abandon(handle, "it was interrupted")
-        raise
+    so that Ctrl-C works."""
+    while status == PENDING:
+        status = ops.shm_finish(handle, SLICE)
     return status

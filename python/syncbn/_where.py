@@ -5,13 +5,14 @@ store), and answers with what this process last did. Exchanges themselves only n
 """
 
 import atexit
-import contextlib
 import os
 import threading
 import time
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+
+from . import _apart
 
 #: Seconds between two looks at the store.
 INTERVAL = 1.0
@@ -25,7 +26,7 @@ class Call(NamedTuple):
     direction: str = "forward"
     channels: int | None = None
     dtype: Any = None
-    settings: Any = None  # the Layer; named only where ranks are compared
+    options: Any = None  # the Options; named only where ranks are compared
 
     def __str__(self) -> str:
         parts = [self.layer]
@@ -39,10 +40,19 @@ class Call(NamedTuple):
         return ", ".join(parts)
 
     def backward(self) -> "Call":
-        return Call(self.layer, self.number, "backward", self.channels, self.dtype, self.settings)
+        return Call(self.layer, self.number, "backward", self.channels, self.dtype, self.options)
 
-    def details(self) -> str:
-        return str(self) if self.settings is None else f"{self}, {self.settings.options()}"
+    def fields(self) -> dict[str, str]:
+        """What ranks must have in common, by name."""
+        own = {
+            "layer": self.layer,
+            "call": self.number,
+            "direction": self.direction,
+            "channels": self.channels,
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+        }
+        own |= {} if self.options is None else self.options.shared()
+        return {name: str(value) for name, value in own.items() if value is not None}
 
 
 class _State(NamedTuple):
@@ -58,6 +68,10 @@ class _State(NamedTuple):
 
 
 _states: dict[str, _State] = {}
+#: By group: why this rank left it, to be said; and what one of its ranks said.
+_to_tell: dict[str, str] = {}
+_left: dict[str, str] = {}
+_forgotten: set[str] = set()
 _watched: dict[str, "_Watch"] = {}
 _inherited: dict[str, "_Watch"] = {}
 _stop = threading.Event()
@@ -88,23 +102,26 @@ class _Watch:
     """One group's store, with a connection of its own: a blocked request of the main thread must
     not keep this one from answering."""
 
-    def __init__(self, group: str, rank: int, ranks: int) -> None:
+    def __init__(self, group: str, rank: int, ranks: int, own: dist.Store) -> None:
         self.group, self.rank, self.ranks = group, rank, ranks
         # By its identity: holding the store would keep its server, and with it the port.
         self.origin = id(dist.distributed_c10d._get_default_store())
-        self.store = dist.PrefixStore(f"syncbn/where/{group}", store(clone=True))
+        self.store = dist.PrefixStore(f"syncbn/where/{group}", own)
         self.answered = 0
 
     def answer(self) -> None:
+        if self.group in _to_tell:
+            self.store.set("left", _to_tell.pop(self.group))
+        elif self.group not in _left and self.store.check(["left"]):
+            _left[self.group] = self.store.get("left").decode()
         asked = self.store.add("asked", 0)
         while self.answered < asked:
             self.answered += 1
             state = _states.get(self.group, "in no exchange yet")
             self.store.set(f"{self.answered}/{self.rank}", str(state))
 
-    def ask(self, seconds: float) -> dict[int, str]:
+    def ask(self, seconds: float, found: dict[int, str]) -> None:
         number = self.store.add("asked", 1)
-        found: dict[int, str] = {}
         missing = [rank for rank in range(self.ranks) if rank != self.rank]
         until = time.monotonic() + seconds
         while missing and time.monotonic() < until:
@@ -113,14 +130,13 @@ class _Watch:
                     found[rank] = self.store.get(f"{number}/{rank}").decode()
                     missing.remove(rank)
             time.sleep(0.02)
-        return found
 
 
-def watch(group: str, rank: int, ranks: int) -> None:
-    """Answers for this group from now on. Without a store that can be cloned nobody answers."""
+def watch(group: str, rank: int, ranks: int, own: dist.Store) -> None:
+    """Answers for this group from now on. own: a connection to the store for this alone."""
     global _thread
-    with _lock, contextlib.suppress(Exception):
-        _watched[group] = _Watch(group, rank, ranks)
+    with _lock:
+        _watched[group] = _Watch(group, rank, ranks, own)
         if _thread is None:
             _thread = threading.Thread(target=_run, name="syncbn-where", daemon=True)
             _thread.start()
@@ -129,8 +145,23 @@ def watch(group: str, rank: int, ranks: int) -> None:
 
 def forget(group: str) -> None:
     with _lock:
-        _watched.pop(group, None)
         _states.pop(group, None)
+        _left.pop(group, None)
+        if group in _to_tell:  # the thread forgets it when it has told
+            _forgotten.add(group)
+        else:
+            _watched.pop(group, None)
+
+
+def tell(group: str, why: str) -> None:
+    """Has the other ranks know that this one left the group, within two looks at the store. Waits
+    for nothing."""
+    _to_tell.setdefault(group, why)
+
+
+def left(group: str) -> str | None:
+    """What a rank that left the group said, if one did."""
+    return _left.get(group)
 
 
 def stop() -> None:
@@ -152,8 +183,9 @@ def _run() -> None:
                     one.answer()
             except Exception:  # the store went with its process, or with destroy_process_group
                 lost = one.origin
-            if one.origin == lost:
+            if one.origin == lost or group in _forgotten:
                 with _lock:
+                    _forgotten.discard(group)
                     if _watched.get(group) is one:
                         del _watched[group]
 
@@ -164,7 +196,8 @@ def _forget_parent() -> None:
     global _inherited, _watched, _stop, _thread, _lock
     _inherited, _watched = _watched, {}
     _stop, _thread, _lock = threading.Event(), None, threading.Lock()
-    _states.clear()
+    for known in (_states, _to_tell, _left, _forgotten):
+        known.clear()
 
 
 os.register_at_fork(after_in_child=_forget_parent)
@@ -176,7 +209,8 @@ def others(group: str, rank: int, ranks: int) -> str:
     with _lock:
         one = _watched.get(group)
     if one is not None:
-        with contextlib.suppress(Exception):
-            answers = one.ask(2.5 * INTERVAL)
+        seconds = 2.5 * INTERVAL  # the store may be gone, or the network
+        _apart.try_for(seconds + 0.5, lambda: one.ask(seconds, answers))
+        answers = dict(answers)
     silent = "does not answer (ended, stopped, or kept from running)"
     return "; ".join(f"rank {r}: {answers.get(r, silent)}" for r in range(ranks) if r != rank)

@@ -18,32 +18,32 @@ from ._classes import (
     check_module,
     class_name,
     class_of,
+    conversion_of,
     holds_statistics,
     left_alone,
     registered,
     set_class,
     wrapper,
 )
-from ._layer import Layer, check_options
+from ._options import Options, check_options
+from ._state import UNNAMED
 from ._where import Call
 from .nn import SyncBatchNorm
+from .sharing import prepare
 
 # Attributes that SyncBatchNorm has and a plain layer has not.
 _OWN_ATTRIBUTES = (
-    "sharing",
+    "state",
     "affine_grad",
     "activation",
     "negative_slope",
     "sync",
     "statistics",
     "inplace",
-    "layer_name",
-    "layer_number",
     "_original_class",
     "_original_activation",
     "_replaced_class",
 )
-_OWN_BUFFERS = ("_call", "_count")
 
 
 def _replace(
@@ -94,11 +94,11 @@ def _check_module(module: nn.Module) -> None:
     check_module(module)
     for path, layer in module.named_modules():
         where = path or "a model"
-        text = wrapper(layer)
-        if text is not None and any(map(_may_convert, layer.modules())):
+        text = wrapper(layer) or ""
+        if text.startswith("sharded") and any(map(_may_convert, layer.modules())):
             raise ValueError(
                 f"module: got {where}, {text} already, expected the model before that: first "
-                f"convert_sync_batchnorm, then {text.split()[-1]}"
+                "convert_sync_batchnorm, then FSDP"
             )
         if class_of(layer) in LAZY:
             raise ValueError(
@@ -133,6 +133,9 @@ def _warn_of(left: list[tuple[str, nn.Module]]) -> None:
     )
 
 
+_NAME = "convert_sync_batchnorm"
+
+
 def convert_sync_batchnorm(
     module: nn.Module,
     process_group: "_groups.Group" = None,
@@ -140,33 +143,37 @@ def convert_sync_batchnorm(
     group_size: int | None = None,
     group: str | None = None,
     timeout: "float | datetime.timedelta | None" = None,
-    engine: str = "auto",
-    affine_grad: str = "share",
-    statistics: str = "reproducible",
-    sync: bool = True,
+    engine: str | None = None,
+    affine_grad: str | None = None,
+    statistics: str | None = None,
+    sync: bool | None = None,
 ) -> nn.Module:
     """Turns every torch.nn.BatchNorm1d, 2d, 3d and SyncBatchNorm in `module` into SyncBatchNorm.
 
     Layers, their parameters, buffers, hooks and parametrizations stay the same objects, so convert
-    before or after making an optimizer, but before wrapping in DistributedDataParallel, FSDP or
-    torch.compile. If torch.distributed is initialized, this is a collective call of the ranks of
-    process_group, unless sync is False: it makes their group for exchanges. Layers that are
-    synchronized already stay as they are.
+    before or after making an optimizer, DistributedDataParallel or torch.compile, but before FSDP,
+    which gives layers classes of its own. If torch.distributed is initialized, this is a collective
+    call of the ranks of process_group, unless sync is False: it makes their group for exchanges.
+
+    An argument that is given (not None) is applied to all layers, also to those that are
+    synchronized already. What is not given stays as it is in these, and is the default of
+    SyncBatchNorm in the others; a torch.nn.SyncBatchNorm keeps its process group.
 
     Layers of other classes that hold running_mean and running_var, InstanceNorm excepted, are left
-    with one UserWarning that names them, or converted as register_conversion was told.
+    with one UserWarning that names them, or converted as register_conversion was told; so are
+    timm's BatchNormAct2d and SyncBatchNormAct, without being told.
 
     Args:
         module: the model, changed in place.
-        process_group: the ranks that share statistics; None for the default group, and for a
-            torch.nn.SyncBatchNorm for the group that it has.
+        process_group: the ranks that share statistics: a group, its name, or a DeviceMesh of one
+            axis. torch.distributed.group.WORLD puts layers back on the default group.
         group_size: instead, groups of so many neighbouring ranks of the default group.
         group: instead, "node": the ranks of one machine.
-        timeout: seconds, or a timedelta, that an exchange waits for the slowest rank; None for 5
-            minutes.
-        engine: "auto" takes shared memory between processes of one node, if all ranks can have it;
-            "process_group" never does.
-        affine_grad, statistics, sync: as for SyncBatchNorm, the same for every layer converted.
+        timeout: seconds, or a timedelta, that an exchange waits for the slowest rank; that of the
+            process group if it was never given.
+        engine: "auto", the default, takes shared memory between processes of one node, if all ranks
+            can have it; "process_group" never does.
+        affine_grad, statistics, sync: as for SyncBatchNorm, the same for every layer.
             Its activation and inplace are no arguments here, nor is a residual: a plain batch norm
             has no activation to convert.
 
@@ -176,17 +183,26 @@ def convert_sync_batchnorm(
     Raises:
         ValueError: the ranks cannot be grouped like this; affine_grad, statistics or sync is not
             one of its values; `module` is, or contains, a model with layers to convert that is
-            wrapped, sharded or compiled already, or a lazy layer that has not seen an input. With
+            sharded already, or a lazy layer that has not seen an input. With
             any error `module` is as it was. On several ranks an error in converting is raised on
             all ranks of the group.
     """
     options = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
-    sharing = _selection.select(process_group, group_size, group, timeout, engine)
-    asked = not (process_group is None and group_size is None and group is None)
-    kept: set[_groups.Sharing] = set()  # groups that torch.nn.SyncBatchNorms have
-    exchanging = sync and dist.is_available() and dist.is_initialized()
+    options = {name: value for name, value in options.items() if value is not None}
+    sharing = _selection.select(process_group, group_size, group, timeout, engine or "auto", _NAME)
+    asked = {  # of layers that have a group, a timeout, an engine of their own
+        field: getattr(sharing, field)
+        for field, arguments in (
+            ("name", (process_group, group_size, group)),
+            ("limit", (timeout,)),
+            ("engine", (engine,)),
+        )
+        if any(argument is not None for argument in arguments)
+    }
+    initialized = sync is not False and dist.is_available() and dist.is_initialized()
+    exchanging = initialized and sharing.name != _groups.OUTSIDE
     if exchanging:
-        _groups.peers(sharing)
+        _groups.peers(sharing, _NAME)
 
     def synchronize(
         path: str, layer: nn.Module, cls: type[SyncBatchNorm] = SyncBatchNorm, **own
@@ -203,23 +219,23 @@ def convert_sync_batchnorm(
         layer.__dict__["_original_class"] = original
         theirs = layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm's handle
         shared = sharing
-        if issubclass(original, nn.SyncBatchNorm) and theirs is not None and not asked:
-            shared = _groups.sharing(theirs, timeout, engine)
-            kept.add(shared)
-        layer._init_sync(shared, path or "SyncBatchNorm")
+        if theirs is not None and "name" not in asked:
+            shared = sharing._replace(name=_groups.group_name(theirs))
+        layer._init_sync(path or UNNAMED, shared)
         for name, value in (options | own).items():
             if name not in _OPTIONS:
                 raise ValueError(f"{name}: got an option of that name, expected one of {_OPTIONS}")
             setattr(layer, name, value)
-        check_options(layer.layer())
+        check_options(layer.options())
         if layer.activation != "none":  # which the original class has, too
             layer.__dict__["_original_activation"] = layer.activation
         return layer
 
     def make(layer: nn.Module, path: str) -> nn.Module | None:
         cls = class_of(layer)
-        if cls in registered:
-            result = registered[cls].make(layer, functools.partial(synchronize, path))
+        conversion = conversion_of(cls)
+        if conversion is not None:
+            result = conversion.make(layer, functools.partial(synchronize, path))
             if not isinstance(result, nn.Module):
                 raise ValueError(
                     f"register_conversion: got {result!r} from make for {cls.__name__}, expected a "
@@ -228,12 +244,17 @@ def convert_sync_batchnorm(
             if result is not layer:
                 result.__dict__["_replaced_class"] = cls
             return result
+        if isinstance(layer, SyncBatchNorm):
+            layer.share(layer.state.sharing._replace(**asked))
+            for name, value in options.items():
+                setattr(layer, name, value)
+            check_options(layer.options())
         return synchronize(path, layer) if cls in PLAIN else None
 
     undo, error = None, None
     try:
         try:
-            check_options(Layer("", 0, **options))
+            check_options(Options(**options))
             _check_module(module)
             left = list(left_alone(module))
             undo = _Undo(module)
@@ -241,16 +262,19 @@ def convert_sync_batchnorm(
         except Exception as raised:
             error = raised
         if exchanging:
-            call = Call("convert_sync_batchnorm", direction="conversion")
+            call = Call(_NAME, direction="conversion")
             _exchange.raise_together(error, _groups.peers(sharing), call)
-            for shared in sorted(kept):
-                _groups.peers(shared)
         elif error is not None:
             raise error
+        if initialized:
+            prepare(result)
     except BaseException:
         if undo is not None:
             undo()
         raise
+    for path, layer in result.named_modules():
+        if isinstance(layer, SyncBatchNorm):
+            layer.state.rename(path)
     if left:
         _warn_of(left)
     return result
@@ -323,9 +347,6 @@ def revert_sync_batchnorm(
         set_class(layer, classes[layer])
         for name in _OWN_ATTRIBUTES:
             layer.__dict__.pop(name, None)
-        for name in _OWN_BUFFERS:
-            layer._buffers.pop(name)
-            layer._non_persistent_buffers_set.discard(name)
         if layer in groups:
             layer.process_group = groups[layer]
         return layer

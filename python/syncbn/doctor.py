@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import _build, _cuda
+from . import _build, _cuda, _groups
 from ._ops import ops
 from .nn import SyncBatchNorm
 
@@ -95,7 +95,7 @@ def _rank_main(rank: str, folder: str, timeout: str) -> None:
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=2, timeout=limit)
     results = []
     for engine, name in _ENGINES.items():
-        peers = SyncBatchNorm(1, timeout=float(timeout), engine=engine).layer().peers()
+        peers = _groups.peers(_groups.sharing(None, float(timeout), engine))
         differing = _differences(int(rank), engine, float(timeout))
         text = f"differs from one process in {', '.join(differing)}"
         text = text if differing else "the bits of one process"

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from . import _timm
 from ._groups import Sharing
 from .convert import original_activation, revert_sync_batchnorm
 from .nn import SyncBatchNorm
@@ -162,7 +163,7 @@ class _Uses:
 
     def host(self, norm: nn.Module) -> nn.Module | str:
         """The layer that `norm` folds into, or why there is none."""
-        if type(norm) not in _NORMS:
+        if type(norm) not in _NORMS and not _timm.fuses(norm):
             return f"is a {type(norm).__name__}"
         obstacle = self.obstacle(norm)
         if obstacle is not None:
@@ -229,8 +230,13 @@ def _expect_rows(linear: nn.Linear, inputs: tuple[Tensor, ...]) -> None:
         )
 
 
+def _is_own(norm: nn.Module) -> bool:
+    """Whether all that it computes is this package's layer."""
+    return type(norm) is SyncBatchNorm or _timm.fuses(norm)
+
+
 def _activation(norm: nn.Module) -> nn.Module | None:
-    kind = norm.activation if type(norm) is SyncBatchNorm else "none"
+    kind = norm.activation if _is_own(norm) else "none"
     if kind == "none":
         return None
     return nn.ReLU() if kind == "relu" else nn.LeakyReLU(norm.negative_slope)
@@ -238,7 +244,7 @@ def _activation(norm: nn.Module) -> nn.Module | None:
 
 def _plain(norm: SyncBatchNorm) -> nn.Module:
     """The layer in evaluation mode without this package."""
-    norm.sharing = Sharing()  # evaluation exchanges nothing
+    norm.share(Sharing())  # evaluation exchanges nothing
     plain = copy.copy(norm)
     activation = None
     if norm.activation != original_activation(norm):  # or the original class has it
@@ -308,7 +314,7 @@ def fold(model: nn.Module) -> nn.Module:
                 host.register_forward_pre_hook(_expect_rows)
             replacements[norm] = _activation(norm) or nn.Identity()
         for norm in left:
-            if type(norm) is SyncBatchNorm and uses.tie(norm) is None:
+            if _is_own(norm) and uses.tie(norm) is None:
                 replacements[norm] = _plain(norm)
     else:
         left = dict.fromkeys(norms, "has no layer before it")

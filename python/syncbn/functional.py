@@ -8,19 +8,20 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _baton, _mask
 from ._groups import Group, sharing
-from ._layer import Layer, check_like_input, check_options
+from ._options import Options, check_like_input, check_options
+from ._state import Identity
 from ._training import train_step
 
 
-def finish(y: Tensor, residual: Tensor | None, layer: Layer) -> Tensor:
+def finish(y: Tensor, residual: Tensor | None, options: Options) -> Tensor:
     """What follows PyTorch's batch norm in evaluation: its own addition and activation."""
     if residual is not None:
         check_like_input("residual", residual, y)
         y = y + residual
-    if layer.activation == "relu":
+    if options.activation == "relu":
         return F.relu(y)
-    if layer.activation == "leaky_relu":
-        return F.leaky_relu(y, layer.negative_slope)
+    if options.activation == "leaky_relu":
+        return F.leaky_relu(y, options.negative_slope)
     return y
 
 
@@ -71,10 +72,8 @@ def sync_batch_norm(
         DivergenceError: the ranks did not make the same call.
         ExchangeTimeout, PeerLost: a rank did not come, or has ended.
     """
-    layer = Layer(
-        "sync_batch_norm",
-        0,
-        sharing(group, timeout),
+    state = Identity("sync_batch_norm", sharing(group, timeout), counted=False)
+    options = Options(
         eps=eps,
         momentum=momentum,
         activation=activation,
@@ -82,7 +81,7 @@ def sync_batch_norm(
         statistics=statistics,
         inplace=inplace,
     )
-    check_options(layer)
+    check_options(options)
     tensors = (x, running_mean, running_var, weight, bias, residual, mask)
     if has_torch_function(tensors):  # a tracer's stand-ins: one node of the graph
         return handle_torch_function(
@@ -92,14 +91,14 @@ def sync_batch_norm(
             training,
             momentum,
             eps,
-            layer.sharing.name,
+            state.sharing.name,
             residual=residual,
             mask=mask,
             activation=activation,
             negative_slope=negative_slope,
             statistics=statistics,
             inplace=inplace,
-            timeout=layer.sharing.timeout,
+            timeout=state.sharing.limit,
         )
     if training:
         if _baton.running and _baton.inside():
@@ -107,12 +106,13 @@ def sync_batch_norm(
                 "sync_batch_norm: got a call inside syncbn.parallel.SelfDataParallel, where "
                 "devices meet at modules; expected a syncbn.SyncBatchNorm"
             )
-        return train_step(x, running_mean, running_var, weight, bias, residual, layer, mask=mask)
+        tensors = (x, running_mean, running_var, weight, bias, residual)
+        return train_step(*tensors, options, state, mask=mask)
 
     def normalize(x: Tensor) -> Tensor:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
 
     if mask is None:
-        return finish(normalize(x), residual, layer)
+        return finish(normalize(x), residual, options)
     y = _mask.evaluate(normalize, x, mask, local_batch=False)
-    return _mask.counting(finish(y, residual, layer), mask)
+    return _mask.counting(finish(y, residual, options), mask)

@@ -35,25 +35,25 @@ class _Inputs:
         self.ranks = sorted(_groups.global_ranks(group))
         self.layers = [m for m in self.models.modules() if isinstance(m, SyncBatchNorm)]
         for layer in (layer for layer in self.layers if layer.sync):
-            members = _groups.global_ranks(_groups.resolve(layer.sharing.name))
+            members = _groups.global_ranks(_groups.resolve(layer.state.sharing.name))
             outside = set(members).difference(self.ranks)
             if outside:
                 raise ValueError(
-                    f"models: got layer {layer.layer_name}, which shares statistics with ranks "
+                    f"models: got layer {layer.state.name}, which shares statistics with ranks "
                     f"{sorted(outside)}, expected only ranks {self.ranks}, which join"
                 )
         # The slowest layer's limit: an iteration may take as long.
-        slowest = max((m.sharing for m in self.layers), key=lambda s: s.timeout, default=None)
-        sharing = _groups.sharing(group, None) if slowest is None else slowest
-        self.peers = _groups.peers(sharing._replace(name=group.group_name))
+        sharings = [layer.state.sharing for layer in self.layers if layer.sync]
+        slowest = max(sharings, key=lambda s: s.timeout, default=_groups.Sharing())
+        limit = slowest.timeout if sharings else None
+        self.peers = _groups.peers(slowest._replace(name=group.group_name, limit=limit), _NAME)
         # What ranks must have in common for the exchange that ends the context.
-        same = [(m.layer_name, m.num_features, m.track_running_stats) for m in self.layers]
+        same = [(m.state.identity.name, m.num_features, m.track_running_stats) for m in self.layers]
         self.tag = zlib.crc32(repr(same).encode()) & 0xFFFFF
         self.call = Call(_NAME, 0, channels=sum(m.num_features for m in self.layers))
         #: iterations of each rank so far
         self.iterations = dict.fromkeys(self.ranks, 0)
         self.left = len(self.ranks)
-        self.stance: Any = None
         #: whether the error that ends the context was raised on all ranks
         self.known_error = False
         self.hooks: list[Any] = []
@@ -96,9 +96,6 @@ class _Inputs:
 
     def _go_on_without(self, absent: list[int]) -> None:
         _groups.leave_out(absent)
-        # Compiled steps hold the groups of all ranks.
-        if self.stance is None and "torch._dynamo" in sys.modules:
-            self.stance = torch.compiler.set_stance("force_eager")
         prepare(self.models)
 
     def enter(self, joined: "join") -> None:
@@ -144,8 +141,6 @@ class _Inputs:
         for model in self.ddp_models:
             model.reducer._set_forward_pass_work_handle(None, True)
         _groups.leave_out(())
-        if self.stance is not None:
-            self.stance.__exit__(None, None, None)
 
     def tell(self, error: Exception) -> None:
         """Raises on the other ranks, which may wait for this one in meet(). Not for long: where
@@ -161,7 +156,7 @@ class _Inputs:
         if len(set(self.iterations.values())) == 1:
             return
         for sharing in sharings_of(self.models):
-            peers = _groups.peers(sharing)
+            peers = _groups.peers(sharing, _NAME)
             if peers is None:
                 continue
             ranks = sorted(_groups.global_ranks(_groups.resolve(sharing.name)))
@@ -169,13 +164,13 @@ class _Inputs:
             tensors = [
                 tensor
                 for layer in self.layers
-                if layer.sync and layer.sharing == sharing
+                if layer.sync and layer.state.sharing == sharing
                 for tensor in (
                     layer.running_mean,
                     layer.running_var,
                     layer.num_batches_tracked,
-                    layer._call,
-                    layer._count,
+                    layer.state.call,
+                    layer.state.count,
                 )
                 if tensor is not None
             ]
@@ -216,7 +211,7 @@ def _check(models: tuple[Any, ...]) -> None:
                     f"models: got {type(model).__name__} with a {name} inside (at {path}), "
                     f"expected the {name} itself"
                 )
-            if isinstance(module, nn.SyncBatchNorm):
+            if isinstance(module, nn.SyncBatchNorm) and not isinstance(module, SyncBatchNorm):
                 raise ValueError(
                     f"models: got torch.nn.SyncBatchNorm (at {path}), which would wait for ranks "
                     "without inputs, expected syncbn.SyncBatchNorm; see convert_sync_batchnorm"

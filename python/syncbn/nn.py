@@ -1,16 +1,16 @@
 """Synchronized batch normalization as a module."""
 
 import datetime
-import zlib
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 
-from . import _baton, _devices, _groups, _mask
-from ._layer import Layer, check_dtype, check_num_features, check_options, check_strided
+from . import _baton, _devices, _groups, _mask, _pytorch
+from ._options import Options, check_dtype, check_num_features, check_options, check_strided
+from ._state import UNNAMED, LayerState
 from ._tracing import leaf
 from ._training import train_step
 from .functional import finish
@@ -19,7 +19,7 @@ from .functional import finish
 torch.fx.wrap("train_step")
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(nn.SyncBatchNorm):
     """Batch normalization over the batches of all ranks of a process group.
 
     A drop-in for torch.nn.SyncBatchNorm: same arguments in the same order, same defaults, same
@@ -34,8 +34,9 @@ class SyncBatchNorm(_BatchNorm):
         affine: learn weight and bias, (C,) each.
         track_running_stats: keep running statistics; without them evaluation normalizes with the
             local batch, without an exchange.
-        process_group: the ranks that share statistics; None for the default group. The module keeps
-            its name, so that it can be copied and pickled.
+        process_group: the ranks that share statistics: a group, its name, or a DeviceMesh of one
+            axis; None for the default group. The module keeps its name, so that it can be copied
+            and pickled. With a group that this rank is not a member of, training is an error.
         affine_grad: "share", gradients of weight and bias from this rank's samples, as in PyTorch
             (DDP averages them); or "global", the sums over all ranks, equal on every rank.
         activation: "none", "relu" or "leaky_relu", applied to the normalized values in the same
@@ -48,9 +49,10 @@ class SyncBatchNorm(_BatchNorm):
             input in backward: within a bound, not with the same bits; weights for which the bound
             is too large are refused (docs/activation.md). Without an activation it has no effect.
         timeout: seconds, or a timedelta, that an exchange waits for the slowest rank before
-            ExchangeTimeout; None for 5 minutes.
+            ExchangeTimeout; None for the process group's own limit.
         engine: "auto" takes shared memory between processes of one node, if all ranks can have it;
             "process_group" never does.
+        bias: False leaves the layer without a bias, as in PyTorch from 2.15 on.
 
     In evaluation mode this is PyTorch's own batch norm operator (then its own addition and
     activation).
@@ -80,6 +82,7 @@ class SyncBatchNorm(_BatchNorm):
         inplace: bool = False,
         timeout: "float | datetime.timedelta | None" = None,
         engine: str = "auto",
+        bias: bool = True,
     ) -> None:
         check_num_features(num_features)
         if dtype is not None:
@@ -87,47 +90,61 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
+        if not bias:  # PyTorch before 2.15 does not take the argument
+            self.bias = None
         sharing = _groups.sharing(process_group, timeout, engine)
-        self._init_sync(sharing, "SyncBatchNorm", device)
+        self._init_sync(UNNAMED, sharing)
         self.affine_grad = affine_grad
         self.activation = activation
         self.negative_slope = negative_slope
         self.sync = sync
         self.statistics = statistics
         self.inplace = inplace
-        check_options(self.layer())
+        check_options(self.options())
 
-    def _init_sync(self, sharing: _groups.Sharing, layer_name: str, device=None) -> None:
-        """What a layer has besides a plain one; the options at their defaults. device: of a layer
-        that has neither parameters nor running statistics."""
-        self.sharing = sharing
+    def _init_sync(self, name: str, sharing: _groups.Sharing) -> None:
+        """What a layer has besides a plain one; the options at their defaults."""
+        self.state = LayerState(name, sharing)
         self.affine_grad = "share"
         self.activation = "none"
         self.negative_slope = 0.01
         self.sync = True
         self.statistics = "reproducible"
         self.inplace = False
-        self.layer_name = layer_name
-        self.layer_number = zlib.crc32(layer_name.encode())
-        reference = self.weight if self.weight is not None else self.running_mean
-        device = device if reference is None else reference.device
-        # Which call of the layer this is; all ranks must be at the same one. Not in the state_dict.
-        call = torch.zeros(1, dtype=torch.int64, device=device)
-        self.register_buffer("_call", call, persistent=False)
-        # What report() shows of the last call: the global count, and the fingerprint.
-        self.register_buffer("_count", torch.zeros(1, dtype=torch.int64, device=device), False)
 
-    def reset_running_stats(self) -> None:
-        super().reset_running_stats()
-        if "_call" in self._buffers:  # not yet in the base class's constructor
-            self._call.zero_()
-            self._count.zero_()
+    def share(self, sharing: _groups.Sharing) -> None:
+        """Exchanges with others from now on, beginning at call 0."""
+        if sharing != self.state.sharing:
+            self.state = LayerState(self.state.identity.name, sharing)
+
+    def reset_parameters(self) -> None:
+        # As PyTorch's, which before 2.15 expects a bias beside a weight.
+        self.reset_running_stats()
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: "_groups.Group" = None):
+        """syncbn.convert_sync_batchnorm(module, process_group), as code for torch.nn.SyncBatchNorm
+        calls it. Of a subclass too it makes layers of this class, as PyTorch's makes its own."""
+        from .convert import convert_sync_batchnorm
+
+        return convert_sync_batchnorm(module, process_group)
 
     @property
     def process_group(self):
-        """The process group, None for the default one."""
-        name = self.sharing.name
+        """The process group, None for the default one. Setting it keeps timeout and engine."""
+        name = self.state.sharing.name
+        if name == _groups.OUTSIDE:
+            return dist.GroupMember.NON_GROUP_MEMBER
         return None if name is None else _groups.resolve(name)
+
+    @process_group.setter
+    def process_group(self, group: "_groups.Group") -> None:
+        if "state" in vars(self):  # not yet in the base class's constructor
+            self.share(self.state.sharing._replace(name=_groups.group_name(group)))
 
     def _check_input_dim(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
@@ -135,28 +152,21 @@ class SyncBatchNorm(_BatchNorm):
         if x.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
 
-    def layer(self) -> Layer:
+    def options(self) -> Options:
         """What is constant over calls, as the functions take it."""
-        return Layer(
-            self.layer_name,
-            self.layer_number,
-            self.sharing,
+        momentum = self.momentum
+        if isinstance(momentum, Tensor) and momentum.numel() == 1:  # as PyTorch's operator takes it
+            momentum = momentum.item()
+        return Options(
             self.sync,
             self.eps,
-            self.momentum,
+            momentum,
             self.affine_grad,
             self.activation,
             self.negative_slope,
             self.statistics,
             self.inplace,
         )
-
-    def _follow(self, x: object) -> None:
-        """Moves the counters of a layer without parameters and running statistics to a device: if
-        it was made of a layer in a model that is there already, nothing told it."""
-        if self.weight is None and self.running_mean is None and self._call.device.type == "cpu":
-            if isinstance(x, Tensor) and x.is_cuda:
-                self._call, self._count = self._call.to(x.device), self._count.to(x.device)
 
     @leaf
     def forward(
@@ -180,32 +190,48 @@ class SyncBatchNorm(_BatchNorm):
                 return _baton.wait(self, input, residual, mask)
             if not torch.compiler.is_compiling():
                 _devices.check_alone(self)
-                self._follow(input)
+            mean, var, batches = self._tracked()
             return train_step(
                 input,
-                self.running_mean,
-                self.running_var,
+                mean,
+                var,
                 self.weight,
                 self.bias,
                 residual,
-                self.layer(),
-                num_batches_tracked=self.num_batches_tracked,
-                call=self._call,
+                self.options(),
+                # A graph traced from this layer alone cannot hold an object.
+                self.state.identity if isinstance(input, torch.fx.Proxy) else self.state,
+                num_batches_tracked=batches,
                 mask=mask,
-                last_count=self._count,
             )
         self._check_input_dim(input)
         local_batch = self.running_mean is None and self.running_var is None
 
         def normalize(x: Tensor) -> Tensor:
-            statistics = (self.running_mean, self.running_var)
+            statistics = self._evaluation_statistics(x)
             parameters = self._evaluation_parameters()
             return F.batch_norm(x, *statistics, *parameters, local_batch, 0.0, self.eps)
 
         if mask is None:
-            return finish(normalize(input), residual, self.layer())
+            return finish(normalize(input), residual, self.options())
         y = _mask.evaluate(normalize, input, mask, local_batch)
-        return _mask.counting(finish(y, residual, self.layer()), mask)
+        return _mask.counting(finish(y, residual, self.options()), mask)
+
+    def _evaluation_statistics(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Copies where backward will take them: DDP writes to the buffers in the next forward."""
+        statistics = (self.running_mean, self.running_var)
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
+            return statistics
+        if not any(t is not None and t.requires_grad for t in (x, self.weight, self.bias)):
+            return statistics
+        return tuple(None if t is None else t.clone() for t in statistics)
+
+    def _tracked(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What training updates: nothing if track_running_stats was switched off later, though
+        evaluation goes on with the statistics that are there, as in PyTorch."""
+        if not self.track_running_stats:
+            return None, None, None
+        return self.running_mean, self.running_var, self.num_batches_tracked
 
     def _evaluation_parameters(self) -> tuple[Tensor | None, Tensor | None]:
         """weight and bias for PyTorch's operator, which wants them of the buffers' type. Under
@@ -218,15 +244,17 @@ class SyncBatchNorm(_BatchNorm):
     def __prepare_scriptable__(self):
         # A scriptable layer in this place would take this one's place in the user's model too.
         raise RuntimeError(
-            f"{self.layer_name}: torch.jit.script cannot compile a synchronized layer; expected "
+            f"{self.state.name}: torch.jit.script cannot compile a synchronized layer; expected "
             "torch.jit.trace of the model in evaluation mode, or a copy of the model without such "
             "layers: syncbn.revert_sync_batchnorm(copy.deepcopy(model)) or syncbn.fold(model)"
         )
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
-        if self.sharing.name is not None:
-            text += f", process_group={self.sharing.name!r}"
+        if self.bias is None and self.weight is not None and "bias=" not in text:
+            text += ", bias=False"  # PyTorch from 2.15 on says so itself
+        if self.state.sharing.name is not None:
+            text += f", process_group={self.state.sharing.name!r}"
         for name, default in (
             ("affine_grad", "share"),
             ("activation", "none"),
@@ -240,3 +268,12 @@ class SyncBatchNorm(_BatchNorm):
         if self.activation == "leaky_relu":
             text += f", negative_slope={self.negative_slope}"
         return text
+
+
+def device_of(layer: SyncBatchNorm) -> torch.device:
+    """Where the layer lies; without parameters and running statistics, where it was last called."""
+    reference = layer.weight if layer.weight is not None else layer.running_mean
+    return layer.state.call.device if reference is None else reference.device
+
+
+_pytorch.install(SyncBatchNorm)

@@ -1,6 +1,7 @@
 """Batch normalization as one operator, for graphs: training and inference are two operators that
 share their variables (docs/forked_graph.md)."""
 
+import threading
 import zlib
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -11,8 +12,9 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _batch_norm_cuda, _exchange, _forked, _groups
-from ._layer import check_strided, check_written, is_number
 from ._ops import ops
+from ._options import check_strided, check_written, is_number
+from ._step_operators import operator
 from ._training import like
 from ._where import Call
 from .errors import DivergenceError
@@ -103,21 +105,38 @@ def _layer_number(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
+#: Of this thread: why an exchange failed inside the operator.
+_failure = threading.local()
+
+
+@operator("sum_over_group", "(Tensor words, str group) -> Tensor")
+def _sum_over_group(words, group):
+    """The exchange of the operators on the CPU, which call it from C++."""
+    try:
+        merged = torch.ops._c10d_functional.all_reduce(words, "sum", group)
+        return torch.ops._c10d_functional.wait_tensor(merged)
+    except Exception as error:
+        _failure.error = error
+        raise
+
+
 @contextmanager
 def _translated(layer_name: str, peers: _groups.Peers | None):
     """The operator's error as the class that its text begins with."""
     if peers is not None:
         _forked.check()
+    _failure.error = None
     try:
         yield
     except RuntimeError as error:
         kind, _, text = str(error).partition(": ")
+        cause, _failure.error = _failure.error, None
         if kind == "ValueError":
             raise ValueError(text) from None
         if kind == "DivergenceError":
             where = f"{layer_name}, rank {peers.rank} of {peers.ranks}"
             raise DivergenceError(f"{where}: {text}") from None
-        raise
+        raise error from cause
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -295,7 +314,9 @@ def _run(
     if not isinstance(layer_name, str):
         raise ValueError(f"layer_name: got {layer_name!r}, expected a string")
     peers = (
-        None if is_infer is True else _groups.peers(_groups.sharing(group, None, "process_group"))
+        None
+        if is_infer is True
+        else _groups.peers_of(*_groups.sharing(group, None, "process_group"))
     )
     try:
         _check_kinds(tensors, is_infer, use_global_est, epsilon, momentum)

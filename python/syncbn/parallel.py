@@ -70,7 +70,7 @@ def all_reduce(
         DivergenceError: the ranks brought other shapes or dtypes. Raised on every rank.
     """
     xs = [x] if isinstance(x, Tensor) else x
-    peers = _groups.peers(_groups.sharing(group, None))
+    peers = _groups.peers(_groups.sharing(group, None), "syncbn.parallel.all_reduce")
     try:
         _check_summands(xs)
     except ValueError as error:
@@ -298,7 +298,7 @@ class _Meeting:
         self._names: dict[int, str] = {}
         for name, layer in module.named_modules():
             if isinstance(layer, SyncBatchNorm):
-                self._names[id(layer)] = name or layer.layer_name
+                self._names[id(layer)] = name or layer.state.name
         for other in modules:
             for layer, copy in zip(module.modules(), other.modules()):
                 self._originals[id(copy)] = layer
@@ -340,7 +340,7 @@ class _Meeting:
                 state = request.state
                 autocast = [f"{kind} {dtype}" for kind, on, dtype in state.autocast if on]
                 text = (
-                    f"at layer {self._names.get(id(layer), layer.layer_name)!r} (grad mode "
+                    f"at layer {self._names.get(id(layer), layer.state.name)!r} (grad mode "
                     f"{state.grad}, inference mode {state.inference}, autocast "
                     f"{', '.join(autocast) or 'off'}, "
                     f"{'no' if request.residual is None else 'a'} residual)"

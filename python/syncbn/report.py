@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from . import _collective, _cuda, _selection
-from ._classes import check_module, class_of, holds_statistics, registered
+from . import _collective, _cuda, _groups, _selection
+from ._classes import check_module, class_of, conversion_of, holds_statistics
 from ._ops import ops
-from .nn import SyncBatchNorm
+from .nn import SyncBatchNorm, device_of
 from .parallel import SelfDataParallel
 
 
@@ -69,23 +69,26 @@ def _other(path: str, layer: nn.Module) -> tuple[LayerReport, bool]:
     cls, note = _class(layer), "not synchronized by syncbn"
     if cls is nn.SyncBatchNorm:
         note += ": not converted, or replaced since by another converter"
-    elif cls in registered:
+    elif conversion_of(cls) is not None:
         note = "left as registered"
     row = LayerReport(path, _name(layer), "", 1, 0, "none", "", "", None, note)
-    return row, cls not in registered
+    return row, conversion_of(cls) is None
 
 
 def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bool]:
     """The row of a synchronized layer, and whether it cannot synchronize."""
     peers, failed, note = None, False, "" if layer.training else "evaluation mode: no exchange"
+    outside = layer.sync and layer.state.sharing.name == _groups.OUTSIDE
     try:
-        peers = layer.layer().peers()
+        peers = None if outside else layer.state.peers(layer.options())
     except RuntimeError as error:  # its group is gone
         failed, note = True, str(error)
     if failed:
         pass
     elif not layer.sync:
         note = "sync=False"
+    elif outside:
+        note = "this rank is not a member of the process group"
     elif peers is None:
         failed = not (dist.is_available() and dist.is_initialized()) and devices == 1
         note = "no process group" if failed else "one rank"
@@ -93,23 +96,22 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         failed, note = True, "broken by an earlier error: call syncbn.reset_groups()"
     elif peers.note and not note:
         note = f"no shared memory: {peers.note}"
-    device = layer._count.device
+    device = device_of(layer)
     if device.type == "cuda" and _cuda.why_not() is not None:
         failed, note = True, f"no CUDA: {_cuda.why_not()}"
     if devices > 1:
         note = f"{devices} devices in this process"
     exchanging = peers is not None
-    called = not layer._call.is_meta and int(layer._call) > 0
     row = LayerReport(
         path,
         _name(layer),
-        (layer.sharing.name or "world") if exchanging else "",
+        (layer.state.sharing.name or "world") if exchanging else "",
         peers.ranks if exchanging else 1,
         peers.rank if exchanging else 0,
         peers.engine_on(device) if exchanging else "none",
         layer.statistics,
         "cuda" if device.type == "cuda" else ops.cpu_instruction_set(),
-        int(layer._count) if called else None,
+        layer.state.count.item() if layer.state.call.item() > 0 else None,
         note,
     )
     return row, failed
@@ -120,7 +122,8 @@ def _raise(failures: list[LayerReport]) -> None:
     lines = "".join(f"\n  {row.path or 'the model'}: {row.layer}: {row.note}" for row in failures)
     texts = [lines]
     if dist.is_available() and dist.is_initialized():
-        texts = _selection.gather_text(f"-{lines}")  # no store is asked to keep an empty text
+        # No store is asked to keep an empty text.
+        texts = _selection.gather_text(f"-{lines}", "syncbn.report")
         texts = [text.removeprefix("-") for text in texts]
     if not any(texts):
         return

@@ -7,20 +7,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import _collective, _groups, _selection
+from . import _collective, _exchange, _groups, _selection
 from ._classes import check_module
-from .nn import SyncBatchNorm
+from ._where import Call
+from .nn import SyncBatchNorm, device_of
 
 
 def _layers(module: nn.Module) -> list[tuple[str, SyncBatchNorm]]:
     return [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
 
 
-def sharings_of(module: nn.Module) -> list[_groups.Sharing]:
-    """With whom its layers exchange, in one order on all ranks."""
-    return sorted(
-        {layer.sharing for _, layer in _layers(module) if layer.sync},
-        key=lambda s: (s.name or "", s.limit, s.engine),
+def _exchanges(layer: SyncBatchNorm) -> bool:
+    return layer.sync and layer.state.sharing.name != _groups.OUTSIDE
+
+
+def sharings_of(module: nn.Module) -> dict[_groups.Sharing, str]:
+    """With whom its layers exchange, in one order on all ranks; and a layer's name for each."""
+    layers = [layer for _, layer in reversed(_layers(module)) if _exchanges(layer)]
+    found = {layer.state.sharing: layer.state.name for layer in layers}
+    return dict(
+        sorted(
+            found.items(),
+            key=lambda item: (item[0].name or "", item[0].limit or 0.0, item[0].engine),
+        )
     )
 
 
@@ -39,9 +48,11 @@ def set_group(
     `module`.
     """
     check_module(module)
-    sharing = _selection.select(process_group, group_size, group, timeout, engine)
+    sharing = _selection.select(
+        process_group, group_size, group, timeout, engine, "syncbn.set_group"
+    )
     for _, layer in _layers(module):
-        layer.sharing = sharing
+        layer.share(sharing)
     return prepare(module)
 
 
@@ -51,8 +62,8 @@ def prepare(module: nn.Module) -> nn.Module:
     ranks; does nothing without torch.distributed. Returns `module`."""
     check_module(module)
     if dist.is_available() and dist.is_initialized():
-        for sharing in sharings_of(module):
-            _groups.peers(sharing)
+        for sharing, name in sharings_of(module).items():
+            _groups.peers(sharing, name)
     return module
 
 
@@ -70,13 +81,11 @@ def reset_groups(module: nn.Module | None = None) -> None:
     if module is None:
         return
     for _, layer in _layers(module):
-        peers = layer.layer().peers()
+        peers = layer.state.peers(layer.options()) if _exchanges(layer) else None
         if peers is not None:
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX
-            call = layer._call.cpu()  # the group has no way from device to device
-            _groups.resolve(peers.group_name).allreduce([call], options).wait()
-            layer._call.copy_(call)
+            call = Call(layer.state.name, direction="syncbn.reset_groups")
+            numbers = _exchange.numbers_of_ranks(layer.state.call.item(), 0, peers, call)
+            layer.state.call.fill_(max(numbers))
 
 
 def skip(module: nn.Module) -> Tensor:
@@ -94,9 +103,8 @@ def skip(module: nn.Module) -> Tensor:
     for _, layer in _layers(module):
         if not layer.training:
             continue
-        reference = layer.weight if layer.weight is not None else layer._call
-        dtype = reference.dtype if reference.is_floating_point() else torch.float32
-        x = torch.empty(0, layer.num_features, dtype=dtype, device=reference.device)
+        dtype = torch.float32 if layer.weight is None else layer.weight.dtype
+        x = torch.empty(0, layer.num_features, dtype=dtype, device=device_of(layer))
         y = layer(x.requires_grad_()).sum()
         total = y if total is None else total + y
     return torch.zeros(()) if total is None else total

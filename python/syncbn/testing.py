@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ._classes import check_module, wrapper
 from .convert import convert_sync_batchnorm
-from .nn import SyncBatchNorm
+from .nn import SyncBatchNorm, device_of
 from .parallel import SelfDataParallel
 from .report import table
 
@@ -260,7 +260,7 @@ def parity(
     layers = _layers(_prepared(model))
     if not layers:
         raise ValueError("model: got no batch norm layer in training mode, expected at least one")
-    device = next(iter(layers.values()))._call.device
+    device = device_of(next(iter(layers.values())))
     devices = [device] * ranks
     arguments = batch if isinstance(batch, tuple) else (batch,)
     shares = [_share(arguments, k, ranks) for k in range(ranks)]

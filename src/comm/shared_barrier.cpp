@@ -255,12 +255,17 @@ void SharedBarrier::abandon(const std::string& reason) {
 /// waiting: this rank waits while the group breaks; otherwise it comes to a broken group.
 void SharedBarrier::throw_broken(std::uint64_t state, bool waiting) const {
   const int breaker = breaker_of(state);
-  const RankArea& its = area(static_cast<std::size_t>(breaker));
   const std::string place = rank_of(static_cast<int>(rank_), size_);
-  if (its.cause == Cause::kTimeout && waiting) {
-    throw ExchangeTimeout(place + its.reason);
+  // What other processes write can be anything.
+  if (static_cast<std::size_t>(breaker) >= size_) {
+    throw PeerLost(place + "the memory of the group was overwritten");
   }
-  throw PeerLost(place + (its.cause == Cause::kDied ? its.reason : left_text(breaker, its.reason)));
+  const RankArea& its = area(static_cast<std::size_t>(breaker));
+  const std::string reason(its.reason, strnlen(its.reason, sizeof(its.reason)));
+  if (its.cause == Cause::kTimeout && waiting) {
+    throw ExchangeTimeout(place + reason);
+  }
+  throw PeerLost(place + (its.cause == Cause::kDied ? reason : left_text(breaker, reason)));
 }
 
 }  // namespace syncbn

@@ -57,6 +57,8 @@ class SharedBarrier {
     return segment_.memory.data() + slots_ + (2 * rank + barrier % 2) * slot_;
   }
 
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+
   /// Throws PeerLost if the group is broken, Error in a forked child.
   void check_usable() const;
   /// Throws Error in a forked child.

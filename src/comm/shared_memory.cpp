@@ -235,7 +235,7 @@ SharedMemoryGroup::Opened SharedMemoryGroup::open(SharedMemoryOffer offer,
   for (std::size_t r = 0; r < size; ++r) {
     std::memcpy(&contents[r], offers.data() + r * kEach, sizeof(OfferContent));
   }
-  Segment segment = open_segment(mine, contents);
+  Segment segment = open_segment(mine, contents, SharedBarrier::memory_bytes(mine.content.size));
   if (!segment.why.empty()) {
     return {nullptr, std::move(segment.why)};
   }
@@ -285,6 +285,11 @@ void SharedMemoryGroup::all_gather(std::span<const std::byte> in, std::span<std:
   begin_all_gather(in, out);
   while (!state_->finish(kDefaultTimeout)) {
   }
+}
+
+void SharedMemoryGroup::set_timeout(milliseconds timeout) {
+  check_timeout(timeout);
+  state_->barrier.set_timeout(timeout);
 }
 
 void SharedMemoryGroup::abandon(const std::string& reason) {

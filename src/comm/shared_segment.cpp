@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -17,6 +18,9 @@ namespace {
 
 // SYS_pidfd_open, which headers of older systems lack; the same on every architecture but Alpha.
 constexpr long kPidfdOpen = 434;
+
+/// Of the memory: its size is what the mappings rely on, and nobody changes it.
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 std::string system_text(const std::string& what, int error) {
   return what + ": " + std::generic_category().message(error);
@@ -61,7 +65,13 @@ std::string describe_process(OfferContent& content) {
 
 std::string make_memory(std::size_t bytes, LocalOffer& out) {
   OfferContent& content = out.content;
-  out.memory_file = Descriptor(memfd_create("syncbn", MFD_CLOEXEC));
+  // Beyond this limit the kernel would end the process with SIGXFSZ.
+  rlimit file_size{};
+  if (getrlimit(RLIMIT_FSIZE, &file_size) == 0 && file_size.rlim_cur < bytes) {
+    return "the limit on the size of files (ulimit -f) is " + std::to_string(file_size.rlim_cur) +
+           " bytes, expected at least " + std::to_string(bytes);
+  }
+  out.memory_file = Descriptor(memfd_create("syncbn", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (out.memory_file.get() < 0) {
     return system_text("memfd_create", errno);
   }
@@ -72,6 +82,9 @@ std::string make_memory(std::size_t bytes, LocalOffer& out) {
   } while (error == EINTR);
   if (error != 0) {
     return system_text("posix_fallocate of " + std::to_string(bytes) + " bytes", error);
+  }
+  if (fcntl(out.memory_file.get(), F_ADD_SEALS, kSeals) != 0) {
+    return system_text("F_ADD_SEALS", errno);
   }
   out.memory = Mapping(out.memory_file.get(), bytes);
   if (out.memory.data() == nullptr) {
@@ -87,8 +100,9 @@ std::string make_memory(std::size_t bytes, LocalOffer& out) {
   return "";
 }
 
-/// What speaks against a rank by its offer alone, or nothing.
-std::string objection(const OfferContent& mine, const OfferContent& other, int rank) {
+/// What speaks against a rank by its offer alone, or nothing. bytes: of rank 0's memory.
+std::string objection(const OfferContent& mine, const OfferContent& other, int rank,
+                      std::size_t bytes) {
   if (other.format != OfferContent::kFormat) {
     return "has another version of the exchange";
   }
@@ -98,13 +112,18 @@ std::string objection(const OfferContent& mine, const OfferContent& other, int r
            std::to_string(mine.size);
   }
   if (other.failure[0] != '\0') {
-    return std::string("cannot share memory: ") + other.failure.data();
+    return "cannot share memory: " +
+           std::string(other.failure.data(), strnlen(other.failure.data(), other.failure.size()));
   }
   if (other.boot_id != mine.boot_id) {
     return "is on another node";
   }
   if (other.pid_namespace != mine.pid_namespace) {
     return "is in another container (PID namespace)";
+  }
+  if (rank == 0 && other.memory_bytes != bytes) {
+    return "offers a memory of " + std::to_string(other.memory_bytes) + " bytes, expected " +
+           std::to_string(bytes);
   }
   return "";
 }
@@ -134,6 +153,9 @@ std::string map_memory(const OfferContent& offer, Mapping& memory) {
   if (fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode) ||
       static_cast<std::uint64_t>(status.st_size) != offer.memory_bytes) {
     return path + " is not its memory";
+  }
+  if (const int seals = fcntl(file.get(), F_GET_SEALS); seals < 0 || (seals & kSeals) != kSeals) {
+    return path + " is not sealed against another size";
   }
   memory = Mapping(file.get(), offer.memory_bytes);
   if (memory.data() == nullptr) {
@@ -177,12 +199,12 @@ void make_offer(int rank, int size, std::size_t bytes, LocalOffer& out) {
               content.failure.begin());
 }
 
-Segment open_segment(LocalOffer& mine, const std::vector<OfferContent>& offers) {
+Segment open_segment(LocalOffer& mine, const std::vector<OfferContent>& offers, std::size_t bytes) {
   const OfferContent& own = mine.content;
   Segment segment;
   // Everything that all ranks can see alike comes first, so that they give the same reason.
   for (std::size_t r = 0; r < offers.size() && segment.why.empty(); ++r) {
-    segment.why = objection(own, offers[r], static_cast<int>(r));
+    segment.why = objection(own, offers[r], static_cast<int>(r), bytes);
     if (!segment.why.empty()) {
       segment.why = "rank " + std::to_string(r) + " " + segment.why;
     }

@@ -102,6 +102,7 @@ struct Segment {
   std::string why;
 };
 
-Segment open_segment(LocalOffer& mine, const std::vector<OfferContent>& offers);
+/// bytes: as for make_offer.
+Segment open_segment(LocalOffer& mine, const std::vector<OfferContent>& offers, std::size_t bytes);
 
 }  // namespace syncbn

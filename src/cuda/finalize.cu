@@ -78,6 +78,9 @@ gradients_kernel(const std::int64_t* merged, int ranks, const std::int64_t* own,
   }
 }
 
+/// The counter stays there.
+constexpr std::int64_t kLastBatch = std::numeric_limits<std::int64_t>::max();
+
 SYNCBN_KERNEL(kThreads)
 running_kernel(const ChannelArray running_mean, const ChannelArray running_var,
                std::int64_t* num_batches_tracked, std::int64_t* call, const double* mean,
@@ -85,7 +88,9 @@ running_kernel(const ChannelArray running_mean, const ChannelArray running_var,
                double momentum) {
   // One block: the counter is read by all threads before the first of them raises it.
   const std::int64_t count = info[0];
-  const std::int64_t batches = num_batches_tracked == nullptr ? 0 : *num_batches_tracked + 1;
+  const std::int64_t before = num_batches_tracked == nullptr ? -1 : *num_batches_tracked;
+  const std::int64_t batches =
+      before == kLastBatch ? before : before + 1;  // nobody hears of errors
   const double factor = cumulative ? 1.0 / static_cast<double>(batches) : momentum;
   device::block_barrier();  // all have read the counter
   if (device::thread_index() == 0) {

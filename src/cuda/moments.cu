@@ -18,6 +18,7 @@ void local_moments(const TensorView& x, const MaskView& mask, const ForwardCall&
   header.layer = call.layer;
   header.call = call.call;
   header.eps = call.eps;
+  header.backward = call.backward;
   if (prepare_sums(a, samples, header, message, workspace, stream)) {
     start_sums<false>(x.dtype, Plan({&samples}, nullptr), a, stream);
   }

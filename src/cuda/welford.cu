@@ -150,6 +150,7 @@ void local_welford(const TensorView& x, const MaskView& mask, const ForwardCall&
   a.header.call = call.call;
   a.header.channels = samples.channels;
   a.header.eps = call.eps;
+  a.header.backward = call.backward;
   a.message = message;
   a.channels = samples.channels;
   a.elements = samples.samples * samples.plane;

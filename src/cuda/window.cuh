@@ -186,7 +186,7 @@ class PartialSum {
   std::int64_t flags_ = 0;
 };
 
-/// The four words in front of a message.
+/// The words in front of a message.
 struct MessageHeader {
   std::int64_t count = 0;  ///< without a mask
   DType dtype = DType::kFloat32;
@@ -196,6 +196,7 @@ struct MessageHeader {
   std::int64_t channels = 0;
   double eps = 0;
   const std::int64_t* info = nullptr;  ///< backward: the forward's
+  std::int64_t backward = 0;           ///< forward: who takes part in backward
 
   SYNCBN_DEVICE void write(std::int64_t* message, std::int64_t counted) const {
     std::uint32_t tag = 0;
@@ -205,7 +206,7 @@ struct MessageHeader {
     } else if (info != nullptr) {
       tag = backward_call_fingerprint(static_cast<std::uint32_t>(info[1]));
     }
-    write_header(message, counted, tag, counted == 0 ? 0 : dtype_flag(dtype));
+    write_header(message, counted, tag, counted == 0 ? 0 : dtype_flag(dtype), backward);
   }
 };
 

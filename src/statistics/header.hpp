@@ -6,8 +6,7 @@
 #include "statistics/scalar.hpp"
 #include "syncbn/passes.hpp"
 
-// The four words in front of a message (docs/numerics.md, section 2), all of them summed over
-// ranks.
+// The words in front of a message (docs/numerics.md, section 2), all of them summed over ranks.
 namespace syncbn {
 
 inline constexpr int kHeaderCount = 0;
@@ -27,12 +26,17 @@ SYNCBN_HD constexpr std::int64_t dtype_flag(DType dtype) {
 }
 
 SYNCBN_HD inline void write_header(std::int64_t* message, std::int64_t count,
-                                   std::uint32_t fingerprint, std::int64_t flags) {
+                                   std::uint32_t fingerprint, std::int64_t flags,
+                                   std::int64_t backward = 0) {
   const std::int64_t h = fingerprint;
   message[kHeaderCount] = count;
   message[kHeaderFingerprint] = h;
   message[kHeaderSquare] = h * h;
   message[kHeaderFlags] = flags;
+  message[kHeaderBackward] = backward;
+  for (int spare = kHeaderBackward + 1; spare < kHeaderWords; ++spare) {
+    message[spare] = 0;
+  }
 }
 
 /// Reads the header of a message summed over `ranks` ranks.
@@ -67,7 +71,7 @@ SYNCBN_HD inline bool usable(const MessageInfo& info) {
   return info.agree && !info.any_rejected && info.count >= 0 && info.count <= kMaxCount;
 }
 
-inline constexpr std::uint64_t kContractVersion = 1;
+inline constexpr std::uint64_t kContractVersion = 2;
 inline constexpr int kFingerprintBits = 20;
 
 /// SplitMix64's finalizer (Steele, Lea and Flood 2014) over a running value.
@@ -89,7 +93,7 @@ SYNCBN_HD inline std::uint32_t call_fingerprint(std::uint64_t layer, std::uint64
   state = mix(state, call);
   state = mix(state, static_cast<std::uint64_t>(direction));
   state = mix(state, static_cast<std::uint64_t>(channels));
-  return fingerprint_of(mix(state, bit_copy<std::uint64_t>(eps)));
+  return fingerprint_of(mix(state, bit_copy<std::uint64_t>(eps + 0.0)));  // -0 is 0
 }
 
 SYNCBN_HD inline std::uint32_t backward_call_fingerprint(std::uint32_t forward) {

@@ -206,7 +206,7 @@ static void bad_arguments(void) {
   EXPECT_REFUSED(syncbn_fingerprint(0, 0, 2, 1, 1e-5, &fingerprint), "direction: got 2");
   EXPECT_REFUSED(syncbn_local_moments(&good.x, NULL, NULL, 0, NULL), "message: got NULL");
   EXPECT_REFUSED(syncbn_activation_mask_bytes(NULL, &words), "x: got NULL");
-  int64_t header[SYNCBN_HEADER_WORDS] = {0, 0, 0, 0};
+  int64_t header[SYNCBN_HEADER_WORDS] = {0};
   syncbn_message_info info;
   EXPECT_REFUSED(syncbn_read_header(header, 0, &info), "ranks: got 0");
   EXPECT_REFUSED(syncbn_read_header(NULL, 1, &info), "merged: got NULL");

@@ -39,8 +39,8 @@ TEST(Header, Sizes) {
   EXPECT_EQ(words_per_channel(DType::kBFloat16), 19);
   EXPECT_EQ(words_per_channel(DType::kFloat32), 19);
   EXPECT_EQ(words_per_channel(DType::kFloat64), 83);
-  EXPECT_EQ(message_words(DType::kFloat32, 64), 4 + 64 * 19);
-  EXPECT_EQ(message_words(DType::kFloat64, 0), 4);
+  EXPECT_EQ(message_words(DType::kFloat32, 64), 8 + 64 * 19);
+  EXPECT_EQ(message_words(DType::kFloat64, 0), 8);
   EXPECT_EQ(kMaxRanks, 2048);
   EXPECT_EQ(kMaxCount, std::int64_t{1} << 36);
   EXPECT_EQ(kMaxChannels, std::int64_t{1} << 31);

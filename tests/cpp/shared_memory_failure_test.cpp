@@ -89,6 +89,16 @@ TEST(SharedMemory, AStoppedRankIsNamedAtTheTimeLimit) {
   }
 }
 
+TEST(SharedMemory, ATimeoutThatIsSetCountsFromThenOn) {
+  SharedMemoryRanks ranks(2, kLong);
+  EXPECT_THROW(ranks.rank(0).set_timeout(milliseconds(0)), InvalidArgument);
+  ranks.rank(0).set_timeout(milliseconds(50));
+  std::vector<std::int64_t> words(4, 1);
+  const std::string text =
+      thrown_text<ExchangeTimeout>([&] { ranks.rank(0).all_reduce_sum(words); });
+  EXPECT_TRUE(contains(text, "rank 1 did not come to the exchange within 50 ms")) << text;
+}
+
 TEST(SharedMemory, ARankStoppedWithinTheTimeLimitIsNoError) {
   Processes ranks(2, kLong, [](Processes::Rank rank) {
     for (std::int64_t i = 0; i < 100; ++i) {

@@ -2,11 +2,14 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstring>
@@ -25,6 +28,7 @@ namespace {
 
 using std::chrono::milliseconds;
 using testing::contains;
+using testing::Random;
 using testing::thrown_text;
 
 std::vector<std::byte> gathered(const std::vector<const SharedMemoryOffer*>& offers) {
@@ -99,7 +103,7 @@ TEST(SharedMemoryOffer, MemoryThatIsNotTheOfferedOneIsRefused) {
   EXPECT_TRUE(contains(refusal([](OfferContent& zero) { zero.nonce[5] ^= std::byte{1}; }),
                        "rank 0: its memory does not begin with what the offer says"));
   EXPECT_TRUE(contains(refusal([](OfferContent& zero) { zero.memory_bytes += 4096; }),
-                       "is not its memory"));
+                       "rank 0 offers a memory of "));
   EXPECT_TRUE(contains(refusal([](OfferContent& zero) { zero.descriptor = 1000000; }),
                        "/fd/1000000 cannot be opened: No such file or directory"));
   int ends[2];
@@ -108,6 +112,119 @@ TEST(SharedMemoryOffer, MemoryThatIsNotTheOfferedOneIsRefused) {
                        "is not its memory"));
   close(ends[0]);
   close(ends[1]);
+}
+
+/// As refusal(), for a file of that size and with those seals, which begins as rank 0's memory.
+std::string refusal_of_file(std::size_t bytes, int seals) {
+  SharedMemoryOffer zero(0, 2);
+  OfferContent content;
+  std::memcpy(&content, zero.bytes().data(), sizeof(content));
+  const Descriptor file(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  EXPECT_EQ(ftruncate(file.get(), static_cast<off_t>(bytes)), 0);
+  EXPECT_EQ(pwrite(file.get(), content.nonce.data(), content.nonce.size(), 0),
+            static_cast<ssize_t>(content.nonce.size()));
+  EXPECT_EQ(fcntl(file.get(), F_ADD_SEALS, seals), 0);
+  content.descriptor = file.get();
+  SharedMemoryOffer one(1, 2);
+  std::vector<std::byte> all = gathered({&zero, &one});
+  std::memcpy(all.data(), &content, sizeof(content));
+  return SharedMemoryGroup::open(std::move(one), all).why;
+}
+
+// Reading behind the end of a mapped file is SIGBUS.
+TEST(SharedMemoryOffer, AFileThatIsSmallerThanItsLayoutIsRefused) {
+  SharedMemoryOffer zero(0, 2);
+  OfferContent content;
+  std::memcpy(&content, zero.bytes().data(), sizeof(content));
+  constexpr int kSealed = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  EXPECT_EQ(refusal_of_file(content.memory_bytes, kSealed), "");
+  EXPECT_TRUE(contains(refusal_of_file(content.memory_bytes - 4096, kSealed), "is not its memory"));
+  EXPECT_TRUE(contains(refusal_of_file(content.memory_bytes, F_SEAL_GROW), "is not sealed"));
+  EXPECT_TRUE(contains(refusal([](OfferContent& offer) { offer.memory_bytes = 4096; }),
+                       "rank 0 offers a memory of 4096 bytes, expected "));
+}
+
+TEST(SharedMemoryOffer, TheMemoryCannotBeResized) {
+  SharedMemoryOffer zero(0, 2);
+  OfferContent content;
+  std::memcpy(&content, zero.bytes().data(), sizeof(content));
+  const auto bytes = static_cast<off_t>(content.memory_bytes);
+  for (const off_t size : {off_t{0}, bytes - 1, bytes + 1}) {
+    EXPECT_EQ(ftruncate(static_cast<int>(content.descriptor), size), -1);
+    EXPECT_EQ(errno, EPERM);
+  }
+}
+
+// The signal's default action ends the process.
+TEST(SharedMemoryOffer, ALimitOnFilesIsWhatTheSystemRefused) {
+  const auto poor = offer_of_the_dead([] {
+    signal(SIGXFSZ, SIG_DFL);
+    const rlimit little = {1 << 16, 1 << 16};
+    setrlimit(RLIMIT_FSIZE, &little);
+  });
+  EXPECT_TRUE(contains(refusal_of(poor),
+                       "rank 0 cannot share memory: the limit on the size of files (ulimit -f) is "
+                       "65536 bytes, expected at least "));
+}
+
+// Any bytes at all: a reason, a group or an error, and no crash.
+TEST(SharedMemoryOffer, GarbageIsRefusedOrHarmless) {
+  Random random(17);
+  int refused = 0;
+  for (int round = 0; round < 1000; ++round) {
+    SharedMemoryOffer zero(0, 2);
+    SharedMemoryOffer one(1, 2);
+    std::vector<std::byte> all = gathered({&zero, &one});
+    const bool anywhere = round % 2 == 0;
+    const auto changes = random.between(1, anywhere ? 256 : 3);
+    for (std::int64_t i = 0; i < changes; ++i) {
+      // Mostly behind the format and the ranks, which are looked at first.
+      const auto at = static_cast<std::size_t>(random.between(anywhere ? 0 : 16, 255));
+      all[at] = static_cast<std::byte>(random.between(0, 255));
+    }
+    const auto opened = SharedMemoryGroup::open(std::move(one), all, milliseconds(1));
+    EXPECT_NE(opened.group == nullptr, opened.why.empty());
+    refused += opened.group == nullptr ? 1 : 0;
+    if (opened.group != nullptr) {
+      std::vector<std::int64_t> words(4);
+      EXPECT_THROW(opened.group->all_reduce_sum(words), Error);
+    }
+  }
+  EXPECT_GT(refused, 500);
+}
+
+// What another process writes to the memory, whenever it likes.
+TEST(SharedMemoryOffer, GarbageInTheMemoryIsNoCrash) {
+  Random random(29);
+  for (int round = 0; round < 300; ++round) {
+    SharedMemoryOffer zero(0, 2);
+    SharedMemoryOffer one(1, 2);
+    const std::vector<std::byte> all = gathered({&zero, &one});
+    OfferContent content;
+    std::memcpy(&content, all.data(), sizeof(content));
+    const Descriptor file(dup(static_cast<int>(content.descriptor)));
+    const auto group = SharedMemoryGroup::open(std::move(one), all, milliseconds(2)).group;
+    ASSERT_NE(group, nullptr);
+    std::vector<std::byte> garbage(static_cast<std::size_t>(random.between(1, 4096)));
+    for (std::byte& byte : garbage) {
+      byte = static_cast<std::byte>(round % 3 == 0 ? 0xff : random.between(0, 255));
+    }
+    const auto write = [&] {
+      EXPECT_EQ(pwrite(file.get(), garbage.data(), garbage.size(), 16),
+                static_cast<ssize_t>(garbage.size()));
+    };
+    std::vector<std::int64_t> words(static_cast<std::size_t>(random.between(0, 40000)));
+    try {
+      if (round % 2 == 0) {
+        write();
+      }
+      group->begin_all_reduce_sum(words);
+      write();
+      while (!group->finish(milliseconds(1))) {
+      }
+    } catch (const Error&) {
+    }
+  }
 }
 
 TEST(SharedMemoryOffer, AProcessThatHasEndedIsRefused) {

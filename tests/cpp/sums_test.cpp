@@ -132,10 +132,12 @@ void expect_words(DType dtype, const std::vector<double>& dy, const std::vector<
     EXPECT_EQ(message[0], sizes[0] * sizes[2]);
     EXPECT_EQ(message[1], 9);
     EXPECT_EQ(message[2], 81);
-    EXPECT_TRUE(std::equal(moments.begin(), moments.end(), message.begin() + 4)) << "moments";
+    EXPECT_TRUE(std::equal(moments.begin(), moments.end(), message.begin() + kHeaderWords))
+        << "moments";
     local_gradients(dy_tensor.view(), x_tensor.view(), {}, nullptr, nullptr, {}, {}, message.data(),
                     9, serial_executor());
-    EXPECT_TRUE(std::equal(gradients.begin(), gradients.end(), message.begin() + 4)) << "gradients";
+    EXPECT_TRUE(std::equal(gradients.begin(), gradients.end(), message.begin() + kHeaderWords))
+        << "gradients";
   }
 }
 

@@ -99,7 +99,8 @@ BatchStatistics forward_from_records(const LayerCase& c, Tensors& t, const MaskV
                                      const TensorView& residual, const RunningStatistics& running,
                                      const BatchNormOptions& options, Communicator& communicator) {
   Executor& executor = serial_executor();
-  const std::uint64_t layer = layer_and_options(options, !residual.absent());
+  const std::uint64_t layer =
+      layer_identity(options.layer, options.activation, options.statistics, !residual.absent());
   std::vector<std::int64_t> record(size(kHeaderWords + welford_words(c.dtype, c.channels)));
   {
     const DeviceTurn turn;

@@ -15,7 +15,8 @@ def step(run, xs, dys, weight, bias, residuals, kind, mask, call):
     ranks, x, dy, z = len(xs), xs[0], dys[0], residuals[0]
     masks = [mask] + [None] * (ranks - 1)
     messages = [
-        run("local_moments", t, 7, call, 1e-3, 0, m) for t, m in zip(xs, masks, strict=True)
+        run("local_moments", t, 7, call, 1e-3, 0, m, 0x2001001)
+        for t, m in zip(xs, masks, strict=True)
     ]
     out = run(
         "normalize",
@@ -77,9 +78,9 @@ def step(run, xs, dys, weight, bias, residuals, kind, mask, call):
         run("update_running_statistics", *running, tracked, counter, mean, var, info, momentum)
         buffers += [*running, tracked, counter]
     return [
-        messages[0][:4],
+        messages[0][:8],
         *out,
-        gradients[0][:4],
+        gradients[0][:8],
         us[0],
         *shares,
         *whole,
@@ -113,7 +114,7 @@ def check_ranks_without_samples_of_another_dtype():
     x, empty = random((4, 3, 5), 0), torch.empty(0, 3, 5, dtype=torch.float16)
     message = on_cuda("local_moments", x, 1, None, 0.0, 0, None)
     merged = message.clone()
-    merged[:4] += on_cuda("local_moments", empty, 1, None, 0.0, 0, None)[:4]
+    merged[:8] += on_cuda("local_moments", empty, 1, None, 0.0, 0, None)[:8]
     nothing = (None, None, None, 0.0, 2, 0, 0.0, None)
     got = on_cuda("normalize", empty, message, merged, None, *nothing)[1:5]
     expected = on_cpu("normalize", x, message, merged, None, *nothing)[1:5]
@@ -125,7 +126,7 @@ def check_ranks_without_samples_of_another_dtype():
         for t in (x, empty)
     ]
     merged = gradients[0].clone()
-    merged[:4] += gradients[1][:4]
+    merged[:8] += gradients[1][:8]
     dx, dweight, dbias = on_cuda(
         "input_gradient",
         empty,
@@ -184,7 +185,7 @@ def check_welford():
     for dtype, ranks in itertools.product(DTYPES, (1, 3)):
         xs = [random((2 + i, 4, 3, 5), i, dtype) for i in range(ranks)]
         call = torch.tensor([3])
-        messages = [on_cuda("local_welford", x, 7, call, 1e-3, None) for x in xs]
+        messages = [on_cuda("local_welford", x, 7, call, 1e-3, None, 5) for x in xs]
         out = on_cuda(
             "normalize_gathered",
             xs[0],
@@ -200,7 +201,8 @@ def check_welford():
             0.0,
             None,
         )
-        assert_equal([messages[0][:5]], [on_cpu("local_welford", xs[0], 7, call, 1e-3)[:5]], dtype)
+        own = on_cpu("local_welford", xs[0], 7, call, 1e-3, None, 5)
+        assert_equal([messages[0][:9]], [own[:9]], dtype)
         y, mean, var, rstd, info, _ = out
         whole = torch.cat(xs).double()
         count, size = whole.numel() // 4, whole.abs().max()
@@ -281,7 +283,7 @@ def check_errors():
     refused("frame: got 9732 words", "local_moments", x, 1, None, 0.0, 9732, None)
     options = (None, None, None, 0.0, 1, 0, 0.0, None)
     refused("rest: got a tensor", "normalize", x, message, message, message, *options)
-    refused("merged: got 60 words", "normalize", x, message, message[:-1], None, *options)
+    refused("merged: got 64 words", "normalize", x, message, message[:-1], None, *options)
     refused("weight: got", "normalize", x, message, message, None, x[0, 0], *options[1:])
     refused("eps: got", "local_moments", x, 1, None, -1.0, 0, None)
     mean = torch.zeros(3, dtype=torch.float64)

@@ -89,7 +89,11 @@ OPTIONS = [
     *(("timeout", v, "^timeout: got .*" + SECONDS) for v in (0, -1, NAN, INF, "5", True, 1e12)),
     ("engine", "mpi", "^engine: got 'mpi', expected one of"),
     *(
-        ("process_group", v, "^process_group: got .*, expected a process group, its name, or None")
+        (
+            "process_group",
+            v,
+            "^process_group: got .*, expected a process group, its name, a DeviceMesh",
+        )
         for v in (3, [0], ...)
     ),
     ("dtype", torch.int64, f"^dtype: got torch.int64, {FLOATS}"),
@@ -100,7 +104,7 @@ OPTIONS = [
     ),
 ]
 
-COUNTER = "expected one torch.int64 on cpu"
+COUNTER = "expected one torch.int64, or a floating-point average, on cpu"
 PLACE = "expected a place for each entry, as it is written"
 PARAMETERS = ("weight", "bias", "running_mean", "running_var")
 #: A parameter or buffer, what takes its place, and the text.
@@ -115,7 +119,7 @@ STATE = [
         ("num_batches_tracked", v, f"^num_batches_tracked: got .*, {COUNTER}")
         for v in (
             torch.tensor(1, dtype=torch.int32),
-            torch.tensor(1.0),
+            torch.tensor(True),
             torch.zeros(2).long(),
             torch.zeros(0).long(),
             torch.tensor(1, device="meta"),
@@ -172,6 +176,14 @@ OPERATOR = (
 OTHERS = {
     "counter negative": (_cumulative(-5), r"^num_batches_tracked: got -5, expected 0 to 2\^53"),
     "counter overflows": (_cumulative(2**63 - 1), r"^num_batches_tracked: got 9.*0 to 2\^53"),
+    "counter at its end": (
+        lambda layer: layer.num_batches_tracked.fill_(2**63 - 1) and layer(X),
+        r"^num_batches_tracked: got 2\^63 - 1, expected room for one batch more",
+    ),
+    "function negative mean": (
+        _function(running_mean=torch._neg_view(torch.zeros(4))),
+        r"^running_mean: got a tensor with the negative bit, expected that of resolve_neg\(\)",
+    ),
     "function momentum none": (
         _function(momentum=None),
         r"^momentum: got None without num_batches_tracked, expected a number in \[0, 1\]",

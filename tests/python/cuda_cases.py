@@ -39,7 +39,7 @@ def case_bits_of_one_process_on_cpu_exact(rank, world):
                     assert torch.equal(a, b[part]), (dtype, shape, kind)
                 own.cpu()
                 assert_same_layers(own, alone)
-                assert own._count == shape[0] * x[0, 0].numel()
+                assert own.state.count == shape[0] * x[0, 0].numel()
 
 
 def case_engine(rank, world):
@@ -108,7 +108,7 @@ def case_welford_is_the_same_on_all_ranks(rank, world):
     run(layer, whole[shards(9, world, "uneven")[rank]].cuda(), None)
     means = [torch.zeros_like(layer.running_mean) for _ in range(world)]
     dist.all_gather(means, layer.running_mean)
-    assert torch.equal(means[0], means[1]) and layer._count == 270
+    assert torch.equal(means[0], means[1]) and layer.state.count == 270
     error = (means[0].cpu() - whole.mean((0, 2))).abs().max()
     assert error <= 2 * 3 * 270 * 2**-24 * whole.abs().max()
 

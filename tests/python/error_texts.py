@@ -12,10 +12,10 @@ from support import PROJECT
 
 GAP = "…"
 #: Functions of the package that make an error of a text, and the place of the text.
-_PYTHON_MAKERS = {"fail": 1, "refuse": 0, "shm_abandon": 1, "warning": 0}
+_PYTHON_MAKERS = {"fail": 1, "_refusal": 1, "_Over": 1, "refuse": 0, "shm_abandon": 1, "warning": 0}
 #: In these files the text of an error is in a variable, or what a function returns.
 _PYTHON_WORDS = {
-    "_collective.py": ("late", "_broken"),
+    "_collective.py": ("late", "_broken", "why", "reason_of"),
     "_cuda.py": ("why_not",),
     "_exchange.py": ("reason",),
     "parallel.py": ("_difference",),
@@ -24,6 +24,7 @@ _CPP_TEXT = re.compile(r"\bthrow\s+\w+(?=\()|(?<!void )\b(?:refuse|require|aband
 #: The same, in the core.
 _CPP_WORDS = {
     "nccl.cpp": r"\btext =",
+    "no_memory.hpp": r"\btext_\(",
     "rank_texts.hpp": r"\breturn\b",
     "torch.hpp": r"\btext =",
     "torch_process_group.hpp": r"\b(?:why|text) =",

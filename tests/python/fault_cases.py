@@ -5,6 +5,7 @@ meant to come through, and must raise otherwise. EXPECTED says, per scenario, wh
 last one) and the others end with: an error's name, or "passed".
 """
 
+import datetime
 import os
 import signal
 import time
@@ -190,6 +191,38 @@ def scenario_late_in_join(run):
             time.sleep(TIMEOUT + 2)
 
 
+def _limited_by_its_group(run, limit) -> None:
+    group = dist.new_group(timeout=limit)
+    syncbn.convert_sync_batchnorm(run.model, group)
+    syncbn.set_group(run.model, group)  # without a timeout: the group's
+    run.step()
+    dist.barrier()
+
+
+def scenario_killed_under_a_limit_of_hours(run):
+    _limited_by_its_group(run, datetime.timedelta(hours=2))
+    if run.odd:
+        run.die()
+    run.model["stem"](run.x())
+
+
+def scenario_killed_between_under_a_limit_of_hours(run):
+    """In the middle of the ranks, which know each other through a ring."""
+    _limited_by_its_group(run, datetime.timedelta(hours=2))
+    y = run.model["stem"](run.x())
+    if run.odd:
+        run.die()
+    time.sleep(1 if run.rank == 0 else 0)
+    y.sum().backward()
+
+
+def scenario_late_for_a_group_of_a_short_limit(run):
+    _limited_by_its_group(run, datetime.timedelta(seconds=TIMEOUT))
+    if run.odd:
+        time.sleep(TIMEOUT + 2)
+    run.model["stem"](run.x())
+
+
 DIVERGED, TIMED_OUT, LOST = "DivergenceError", "ExchangeTimeout", "PeerLost"
 GONE = (TIMED_OUT, LOST)
 
@@ -214,17 +247,20 @@ EXPECTED = {
     "skip_takes_part": ("passed", "passed"),
     "killed_in_join": ("killed", GONE),
     "late_in_join": (GONE, TIMED_OUT),
+    "killed_under_a_limit_of_hours": ("killed", LOST),
+    "killed_between_under_a_limit_of_hours": ("killed", LOST),
+    "late_for_a_group_of_a_short_limit": (GONE, TIMED_OUT),
 }
 
 #: scenario: what the text of an error names besides the layer's path, this rank and the ranks.
 NAMES = {
-    "skips_a_layer": "stem, call 1, .*head, call 1, ",
+    "skips_a_layer": "layer: stem on .*, head on rank",
     "skips_a_layer_and_stops": "in no exchange; its last was stem, call 0, backward",
-    "other_order": "stem, call 1, .*head, call 1, ",
+    "other_order": "layer: stem on .*, head on rank",
     "eval_mode": "in no exchange; its last was stem, call 0, backward",
-    "another_dtype_from_the_second_step_on": "float64",
-    "another_number_of_channels": "5 channels",
-    "another_mode": "statistics='welford'",
+    "another_dtype_from_the_second_step_on": "dtype: float32 on .*, float64 on rank",
+    "another_number_of_channels": "channels: 4 on .*, 5 on rank",
+    "another_mode": "statistics: reproducible on .*, welford on rank",
     "killed_in_forward": "does not answer",
     "killed_between_forward_and_backward": "does not answer",
     "runs_backward_alone": "stem, call 1, backward.*|head, call 1, forward",

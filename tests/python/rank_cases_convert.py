@@ -21,7 +21,7 @@ def case_an_error_of_one_rank_s_conversion_is_raised_on_all(rank, world):
         net[1] = nn.LazyBatchNorm1d()
     own, other = "^module: got 1, a LazyBatchNorm1d", "^rank 1: .*module: got 1, a Lazy"
     raises(ValueError, own if rank == 1 else other, lambda: syncbn.convert_sync_batchnorm(net))
-    assert type(net[0]) is nn.BatchNorm1d and "_call" not in dict(net[0].named_buffers())
+    assert type(net[0]) is nn.BatchNorm1d and "state" not in vars(net[0])
     net[1] = nn.Identity()
     assert type(syncbn.convert_sync_batchnorm(net)[0]) is syncbn.SyncBatchNorm
 
@@ -80,7 +80,7 @@ def case_strict_report_is_the_same_error_on_every_rank(rank, world):
     # On the last rank alone another converter has been at work.
     theirs = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)))
     if rank == world - 1:
-        theirs = nn.SyncBatchNorm.convert_sync_batchnorm(theirs)
+        theirs[0] = nn.SyncBatchNorm(4)
     line = f"\n  on rank {world - 1}:\n  0: torch.SyncBatchNorm: not synchronized by syncbn: .*$"
     raises(
         RuntimeError,
@@ -116,7 +116,7 @@ def case_a_group_that_pytorch_s_layer_has_is_kept(rank, world):
     )
     syncbn.convert_sync_batchnorm(net, timeout=7)
     assert [r.ranks for r in syncbn.report(net)] == [1, 1, world]
-    assert {layer.sharing.timeout for layer in net} == {7}
+    assert {layer.state.sharing.timeout for layer in net} == {7}
     syncbn.revert_sync_batchnorm(net)
     assert [type(layer) for layer in net] == [nn.SyncBatchNorm, OwnSync, nn.SyncBatchNorm]
     assert net[0].process_group is own and net[1].process_group is own

@@ -12,13 +12,13 @@ import syncbn
 from rank_cases import raises, shards
 from support import new_layer
 from syncbn import _exchange, _groups, _selection
-from syncbn._layer import Layer
 from syncbn._ops import DTYPES, HEADER_WORDS, ops
+from syncbn._options import Options
 from syncbn._where import Call
 
 
 def peers_of_world():
-    return syncbn.SyncBatchNorm(1).layer().peers()
+    return _groups.peers(_groups.Sharing())
 
 
 def message_of(x, number=0):
@@ -107,7 +107,7 @@ def refuse(x, call):
 def case_refusal_in_stream_order_reaches_the_header(rank, world):
     """Of the length that the others' messages have by the layer's parameters, whatever the shape of
     the refused input."""
-    call = Call("layer", settings=Layer("layer", 0))
+    call = Call("layer", options=Options())
     if rank == 0:
         refuse(torch.randn(2, 7), call)
         return
@@ -118,7 +118,7 @@ def case_refusal_in_stream_order_reaches_the_header(rank, world):
 
 def case_refused_welford_call_in_stream_order_reaches_the_headers(rank, world):
     """It gathers as the others do; its backward sums."""
-    call = Call("layer", settings=Layer("layer", 0, statistics="welford"))
+    call = Call("layer", options=Options(statistics="welford"))
     for dtype in DTYPES:
         x = torch.randn(2, 4).to(dtype)
         if rank == 0:

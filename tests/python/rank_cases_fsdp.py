@@ -81,7 +81,7 @@ def case_fsdp2_model_made_on_meta(rank, world):
     assert_equal_on_ranks(model, STEPS)
     # Or, for a model whose parameters and statistics come from a checkpoint:
     for layer in layers_of(model):
-        layer._call.fill_(2**47 - 7 * rank)
+        layer.state.call.fill_(2**47 - 7 * rank)
     syncbn.reset_groups(model)
     train(model, own(rank, world), steps=1)
     assert_equal_on_ranks(model, 2**47 + 1)
@@ -111,7 +111,8 @@ class Seen:
             assert x.dtype == weight.dtype == bias.dtype == dtype
             twin.weight, twin.bias = nn.Parameter(weight), nn.Parameter(bias)
             assert torch.equal(twin(x).to(BFLOAT16), y) and y.dtype == BFLOAT16
-        for name in ("running_mean", "running_var", "num_batches_tracked", "_call"):
+        assert twin.state.call == self.layer.state.call
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
             buffer = twin.get_buffer(name)
             assert torch.equal(buffer, self.layer.get_buffer(name)), name
 

@@ -85,7 +85,7 @@ def case_set_group_and_report(rank, world):
     assert close(mean_of(model, x), x.mean(0))
     assert syncbn.report(model)[0].note == "one rank"
     syncbn.set_group(model, timeout=7)
-    assert model[0].sharing.timeout == 7
+    assert model[0].state.sharing.timeout == 7
     for bad in (0, -1, float("nan"), "soon"):
         raises(ValueError, "timeout: got", lambda bad=bad: syncbn.set_group(model, timeout=bad))
 

@@ -73,7 +73,7 @@ def assert_equal_on_ranks(model: nn.Module, calls: int) -> None:
     for name, buffer in model.named_buffers():
         first, *others = on_all_ranks(buffer)
         assert all(torch.equal(first, other) for other in others), name
-    assert [int(layer._call) for layer in layers_of(model)] == [calls] * 2
+    assert [int(layer.state.call) for layer in layers_of(model)] == [calls] * 2
 
 
 def case_ddp_options(rank, world):
@@ -151,22 +151,19 @@ def case_ddp_several_forwards_before_backward(rank, world):
 
 
 def case_ddp_broadcasts_the_first_ranks_buffers(rank, world):
-    """Call counters are buffers, too, so ranks that are at different calls are at the same again;
-    without the broadcast every rank gets an error."""
+    """Only what is a buffer of PyTorch's layer: ranks that are at different calls stay there."""
     for broadcast in (True, False):
         model = syncbn.convert_sync_batchnorm(network())
         ddp = DistributedDataParallel(model, broadcast_buffers=broadcast)
         layer = model[1]
         layer.running_mean.fill_(rank + 7.0)
-        layer._call.fill_(rank + 5)
         layer.momentum = 0.0  # running statistics stay as DDP leaves them
         x = samples(0, world)[2 * rank : 2 * rank + 2]
-        if broadcast:
-            ddp(x).square().mean().backward()
-            assert layer.running_mean.eq(7.0).all() and int(layer._call) == 6
-        else:
-            text = f"rank {rank}: 1, call {rank + 5}"
-            raises(syncbn.DivergenceError, text, lambda ddp=ddp, x=x: ddp(x))
+        ddp(x).square().mean().backward()
+        assert layer.running_mean.eq(7.0 if broadcast else rank + 7.0).all()
+        layer.state.call.fill_(rank + 5)
+        text = f"same call: call: .*{rank + 5} on rank {rank}"
+        raises(syncbn.DivergenceError, text, lambda ddp=ddp, x=x: ddp(x))
 
 
 def case_ddp_broadcast_and_smaller_groups(rank, world):
@@ -188,14 +185,14 @@ def case_ddp_broadcast_and_smaller_groups(rank, world):
         torch.testing.assert_close(layer.running_mean, expected, rtol=2**-51, atol=2**-54)
 
 
-def case_pytorchs_conversion_takes_these_layers(rank, world):
-    """Any subclass of _BatchNorm becomes torch.nn.SyncBatchNorm, which on CPU DDP then refuses."""
-    model = syncbn.convert_sync_batchnorm(network())
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+def case_pytorchs_layers_are_refused_until_they_are_converted(rank, world):
+    """DDP refuses torch.nn.SyncBatchNorm on the CPU, and takes the subclass that can."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(network())
     assert type(model[1]) is nn.SyncBatchNorm
     raises(ValueError, "only work with GPU modules", lambda: DistributedDataParallel(model))
-    # This package's conversion takes them back.
-    DistributedDataParallel(syncbn.convert_sync_batchnorm(model))(samples(0, 1))
+    model = syncbn.convert_sync_batchnorm(model)
+    assert nn.SyncBatchNorm.convert_sync_batchnorm(model)[1] is model[1]
+    DistributedDataParallel(model)(samples(0, 1))
 
 
 class Branches(nn.Module):
@@ -225,7 +222,7 @@ def case_ddp_layer_that_one_rank_leaves_out(rank, world):
             ddp(x, rank != 0, True).square().mean().backward()
         if not skipping:
             here = "head.1" if rank == 0 else "branch.1"
-            pattern = f"^{here}, call 0.*rank 0: head.1, .*rank 1: branch.1, "
+            pattern = f"^{here}, call 0.*same call: layer: head.1 on rank 0, branch.1 on rank 1"
             raises(syncbn.DivergenceError, pattern, lambda ddp=ddp: ddp(x, rank != 0, False))
             continue
         assert_equal_on_ranks(model, 2)
@@ -356,7 +353,7 @@ def case_page_of_the_docs(rank, world):
     torch.manual_seed(52 + rank)
     names = run_snippets("docs/data_parallel.md")
     assert names["prediction"].dtype == torch.bfloat16
-    assert int(names["ddp"].module[1]._call) == 5  # one step, and four micro-batches
+    assert int(names["ddp"].module[1].state.call) == 5  # one step, and four micro-batches
     assert names["average"].module[1].num_batches_tracked == 3
     for model in (names["ddp"].module, names["network"]):
         first, *others = on_all_ranks(model[1].running_mean)

@@ -1,16 +1,20 @@
 """Between PyTorch tensors and the oracle's arrays; data that breaks ordinary sums; what several
 tests compare or run."""
 
+import importlib
+import os
 import re
 import time
+import types
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
 import syncbn
-from syncbn._ops import ops
+from syncbn._ops import HEADER_WORDS, ops
 
 PROJECT = Path(__file__).resolve().parents[2]
 TORCH_DTYPES = {
@@ -122,8 +126,8 @@ def run_layer(
     for share, whole in zip(shares, (dweight, dbias), strict=True):
         assert torch.equal(share.nan_to_num(), whole.nan_to_num())
     return {
-        "words": message[4:].reshape(x.shape[1], -1),
-        "gradient_words": gradients[4:].reshape(x.shape[1], -1),
+        "words": message[HEADER_WORDS:].reshape(x.shape[1], -1),
+        "gradient_words": gradients[HEADER_WORDS:].reshape(x.shape[1], -1),
         "mean": mean,
         "var": var,
         "rstd": rstd,
@@ -237,3 +241,10 @@ def run_snippets(page: str) -> dict:
     for snippet in snippets(page):
         exec(compile(snippet, page, "exec"), names)
     return names
+
+
+def library(name: str) -> types.ModuleType:
+    """The module. A test without it is skipped, unless `make interop` says that all are there."""
+    if os.environ.get("SYNCBN_INTEROP"):
+        return importlib.import_module(name)
+    return pytest.importorskip(name)

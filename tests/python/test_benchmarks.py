@@ -69,7 +69,7 @@ def test_suite_writes_every_field(tmp_path):
         *("instruction_set", "date", "load", "load_after"),
     }
 
-    engines = {("Gloo", 2, 64, 9760), ("Gloo", 2, 512, 77856), ("Gloo", 2, 2048, 311328)}
+    engines = {("Gloo", 2, 64, 9792), ("Gloo", 2, 512, 77888), ("Gloo", 2, 2048, 311360)}
     assert names(results["exchange"], "engine", "ranks", "channels", "bytes") == engines
     for row in results["exchange"]:
         assert 0 < row["microseconds"][0] <= row["microseconds"][2] <= row["p99"]

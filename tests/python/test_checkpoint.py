@@ -278,14 +278,14 @@ def live(type_name, besides=()):
     ((recomputing, "_CheckpointFrame"), (reentrant, "CheckpointFunctionBackward")),
 )
 def test_what_is_kept_dies_with_the_graph(form, owner):
-    """A call keeps two headers of 4 words and 19 words per channel, of 8 bytes each."""
+    """A call keeps two headers of 8 words and 19 words per channel, of 8 bytes each."""
     others = live(owner)  # PyTorch itself loses a frame whose recomputation raised
     net = Net(form)
     y = net(torch.randn(6, 5))
     (segment,) = live(owner, others)
     kept = [w for call in segment._syncbn.calls for w in call.words if w is not None]
     # Three calls in the segment; the fourth is outside.
-    assert sum(w.untyped_storage().nbytes() for w in kept) == 3 * 8 * (4 + 4 + 5 * 19)
+    assert sum(w.untyped_storage().nbytes() for w in kept) == 3 * 8 * (8 + 8 + 5 * 19)
     references = [weakref.ref(w) for w in (segment, *kept)]
     del kept, segment
     y.sum().backward()

@@ -49,7 +49,7 @@ def test_a_model_is_converted_in_place_once_per_layer():
     assert converted is net and net[1] is net.also
     assert [type(m) for m in (net[1], net[3][1])] == [syncbn.SyncBatchNorm] * 2
     assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
-    assert net[3][1].layer_name == "3.1"
+    assert net[3][1].state.name == "3.1"
     syncbn.revert_sync_batchnorm(net)
     assert type(net[1]) is nn.BatchNorm2d and net[1] is net.also
 
@@ -102,7 +102,7 @@ def test_revert_changes_nothing_if_a_group_is_gone():
     """torch.nn.SyncBatchNorm holds the group itself, so it must be there."""
     net = nn.Sequential(nn.BatchNorm2d(4), nn.SyncBatchNorm(4))
     syncbn.convert_sync_batchnorm(net)
-    net[1].sharing = net[1].sharing._replace(name="gone")
+    net[1].share(net[1].state.sharing._replace(name="gone"))
     layers = list(net.modules())
     with pytest.raises(RuntimeError, match="no process group named 'gone'"):
         syncbn.revert_sync_batchnorm(net)
@@ -119,11 +119,11 @@ def test_options_go_to_every_layer():
     assert len(layers) == 2
     for layer in layers:
         by_hand = syncbn.SyncBatchNorm(4, **options)
-        same = {"name": layer.layer_name, "number": layer.layer_number}
-        assert layer.layer() == by_hand.layer()._replace(**same)
+        assert layer.options() == by_hand.options()
     for layer in layers_of(syncbn.convert_sync_batchnorm(model())):
-        default = syncbn.SyncBatchNorm(4).layer()
-        assert layer.layer()._replace(name=default.name, number=default.number) == default
+        default = syncbn.SyncBatchNorm(4)
+        assert layer.options() == default.options()
+        assert layer.state.sharing == default.state.sharing
 
 
 def test_converted_with_an_option_trains_as_a_layer_made_with_it_exact():
@@ -140,7 +140,7 @@ def test_converted_with_an_option_trains_as_a_layer_made_with_it_exact():
     (
         ("affine_grad", "shares", "affine_grad: got 'shares', expected one of"),
         ("statistics", "Welford", "statistics: got 'Welford', expected one of"),
-        ("sync", None, "sync: got None, expected True or False"),
+        ("sync", 1, "sync: got 1, expected True or False"),
     ),
 )
 def test_a_wrong_option_changes_nothing(option, value, text):
@@ -155,14 +155,8 @@ def test_a_wrong_option_changes_nothing(option, value, text):
 @pytest.mark.parametrize("group", (7, [0, 1]))
 def test_something_that_is_no_group_is_refused(group):
     """torch.nn.SyncBatchNorm takes anything here and fails in the first training step."""
-    text = r"^process_group: got .*, expected a process group, its name, or None"
+    text = r"^process_group: got .*, expected a process group, its name, a DeviceMesh"
     with pytest.raises(ValueError, match=text):
         syncbn.convert_sync_batchnorm(model(), group)
     with pytest.raises(ValueError, match=text):
         syncbn.SyncBatchNorm(4, process_group=group)
-
-
-def test_a_layer_made_on_the_meta_device_starts_at_call_zero():
-    layer = syncbn.SyncBatchNorm(4, device="meta").to_empty(device="cpu")
-    layer.reset_parameters()
-    assert layer._call == 0 and layer.num_batches_tracked == 0

@@ -84,7 +84,7 @@ def test_layers_stay_the_same_objects():
     layer.register_load_state_dict_pre_hook(lambda module, *_: calls.append(module))
     syncbn.convert_sync_batchnorm(net)
     assert net["a"] is layer and net["b"][0] is layer and net.in_a_list[0] is layer
-    assert type(layer) is syncbn.SyncBatchNorm and layer.layer_name == "a"
+    assert type(layer) is syncbn.SyncBatchNorm and layer.state.name == "a"
     x = torch.randn(2, 4, 3, 3)
     layer(x)
     handle.remove()
@@ -195,17 +195,22 @@ def test_a_lazy_layer_is_refused_until_it_has_seen_an_input():
     assert net[1][0].weight.shape == (3,)
 
 
-def test_a_compiled_model_is_refused():
-    """torch.nn.SyncBatchNorm's converter converts inside it."""
-    order = "first convert_sync_batchnorm, then torch.compile"
-    net = nn.Sequential(nn.BatchNorm2d(4))
-    refused(
-        torch.compile(net), f"^module: got a model, compiled by torch.compile already, .*{order}"
-    )
-    outer = nn.Sequential(nn.BatchNorm2d(4), torch.compile(net))
-    refused(outer, f"^module: got 1, compiled by torch.compile already, .*{order}")
-    net.compile()
-    refused(net, order)
+@pytest.mark.parametrize("called", (False, True), ids=("new", "called before"))
+def test_a_compiled_model_is_converted_exact(called):
+    """As torch.nn.SyncBatchNorm's converter does. Graphs are guarded by the classes of layers."""
+    x = torch.randn(4, 4, 3, 3)
+    expected = syncbn.convert_sync_batchnorm(nn.BatchNorm2d(4))(x)
+    inner = nn.Sequential(nn.BatchNorm2d(4))
+    inner.compile(backend="eager")
+    for net in (torch.compile(nn.Sequential(nn.BatchNorm2d(4)), backend="eager"), inner):
+        if called:
+            net(x)
+        layer = next(m for m in net.modules() if isinstance(m, nn.BatchNorm2d))
+        assert syncbn.convert_sync_batchnorm(net) is net
+        assert type(layer) is syncbn.SyncBatchNorm and torch.equal(net(x), expected)
+        assert syncbn.report(net)[0].count == 36
+        syncbn.revert_sync_batchnorm(net)
+        assert type(layer) is nn.BatchNorm2d and net(x).shape == x.shape
 
 
 @pytest.fixture
@@ -216,17 +221,9 @@ def one_rank(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-def test_a_model_wrapped_for_data_parallelism_is_refused(one_rank):
-    """torch.nn.SyncBatchNorm's converter changes layers that DistributedDataParallel has already
-    taken its list of buffers from."""
+def test_a_sharded_model_is_refused(one_rank):
+    """fully_shard gives a layer a class of its own."""
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-    refused(
-        nn.parallel.DistributedDataParallel(net),
-        "wrapped by DistributedDataParallel already, expected the model before that: first "
-        "convert_sync_batchnorm, then DistributedDataParallel$",
-    )
-    replicate = torch.distributed._composable.replicate
-    refused(replicate(nn.Sequential(nn.BatchNorm2d(4))), "a model, wrapped by replicate already")
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     torch.distributed.fsdp.fully_shard(net[1], mesh=mesh)
     refused(net, "^module: got 1, sharded by FSDP already, expected .* then FSDP$")
@@ -241,6 +238,15 @@ def test_a_model_wrapped_for_data_parallelism_is_refused(one_rank):
     with pytest.raises(ValueError, match="^module: got 1, sharded by FSDP, expected it before"):
         syncbn.revert_sync_batchnorm(net)
     assert isinstance(net[1], syncbn.SyncBatchNorm)
+
+
+def test_a_model_under_replicate_is_converted(one_rank):
+    """It is DistributedDataParallel by another name."""
+    net = torch.distributed._composable.replicate(nn.Sequential(nn.BatchNorm2d(4)))
+    weight = net[0].weight
+    syncbn.convert_sync_batchnorm(net)
+    net(torch.randn(2, 4, 3, 3)).sum().backward()
+    assert isinstance(net[0], syncbn.SyncBatchNorm) and net[0].weight is weight
 
 
 @pytest.mark.parametrize(
@@ -270,7 +276,7 @@ def test_a_registered_subclass_exact():
         warnings.simplefilter("error")
         syncbn.convert_sync_batchnorm(net, statistics="welford")
     assert type(net[0]) is SyncBatchNormSilu and net[0].statistics == "welford"
-    assert net[0].layer_name == "0" and list(net.state_dict()) == list(reference.state_dict())
+    assert net[0].state.name == "0" and list(net.state_dict()) == list(reference.state_dict())
     x = torch.randn(6, 4, 5, 5)
     # y is relative to 1; a few roundings each in PyTorch's sums of 150 terms.
     torch.testing.assert_close(net[0](x), reference[0](x), rtol=0, atol=150 * 2**-23)
@@ -344,7 +350,7 @@ def test_a_registered_replacement_and_its_inverse_exact():
     frozen.running_var.fill_(3)
     syncbn.convert_sync_batchnorm(net)
     assert type(net["b"]) is syncbn.SyncBatchNorm and net["a"][0] is net["b"]
-    assert net["b"].running_var is frozen.running_var and net["b"].layer_name == "a.0"
+    assert net["b"].running_var is frozen.running_var and net["b"].state.name == "a.0"
     syncbn.revert_sync_batchnorm(net)
     assert type(net["b"]) is FrozenBatchNorm and net["a"][0] is net["b"]
     assert torch.equal(net["b"].running_var, frozen.running_var)

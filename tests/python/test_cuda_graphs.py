@@ -88,7 +88,7 @@ def test_captured_step_replays_exact():
         expected = train(reference, x)
         assert torch.equal(y, expected[0]) and torch.equal(x.grad, expected[1])
         assert_same_layers(layer, reference)
-    assert layer._call == reference._call == 5
+    assert layer.state.call == reference.state.call == 5
 
 
 @needs_gpu

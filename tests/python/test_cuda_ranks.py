@@ -12,10 +12,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import cuda_cases
+from rank_runs import _free_port
 from support import join
-from syncbn import _groups
 from test_cuda_processes import NCCL_ON_ONE_MACHINE
-from test_distributed import _free_port
 
 CASES = {name: case for name, case in vars(cuda_cases).items() if name.startswith("case_")}
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -24,7 +23,6 @@ WORLD = 2
 
 def _rank_main(rank: int, backend: str, port: int, folder: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **NCCL_ON_ONE_MACHINE)
-    _groups.DEFAULT_TIMEOUT = 20.0
     if torch.cuda.device_count() < WORLD:
         os.environ["NCCL_HOSTID"] = f"host{rank}"  # else NCCL refuses two ranks on one GPU
     torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -10,8 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncbn
-from syncbn import _cuda, _devices, _exchange, _groups, _modes, ops
-from syncbn._layer import Layer
+from syncbn import _cuda, _devices, _exchange, _groups, _modes, _training, ops
+from syncbn._options import Options
+from syncbn._state import LayerState
 from syncbn._where import Call
 
 PEERS = _groups.Peers("own", 2, 0, 1.0, cuda="of the caller")
@@ -34,12 +35,33 @@ def ways(monkeypatch):
     monkeypatch.setattr(_cuda, "_loaded", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(_groups, "is_nccl_alone", lambda peers: False)
-    monkeypatch.setattr(Layer, "peers", lambda self: PEERS)
-    # The number of the call cannot be read from a counter without memory.
-    monkeypatch.setattr(Layer, "call_of", lambda self, x, call: Call(self.name, settings=self))
-    monkeypatch.setattr(_groups, "peers", lambda sharing: PEERS)
+    # Not as where shapes alone are wanted. Counters would not follow to a device without memory.
+    monkeypatch.setattr(_training, "_is_fake", lambda x, parameter: False)
+    monkeypatch.setattr(LayerState, "move", lambda self, device: None)
+    call_of = lambda self, x, options: Call(self.name, options=options)  # noqa: E731
+    monkeypatch.setattr(LayerState, "call_of", call_of)
+    monkeypatch.setattr(_groups, "peers", lambda *_: PEERS)
     with FakeTensorMode():
         yield taken
+
+
+def exchanged(layer):
+    """The layer as after its first exchange."""
+    layer.state.numbers[PEERS.group_name] = 1
+    return layer
+
+
+def test_refused_before_the_first_exchange(ways):
+    """The other ranks compare the layer's path then, over the host."""
+    layer, x = syncbn.SyncBatchNorm(3, device="cuda"), torch.empty(4, 3, device="cuda")
+    with pytest.raises(ValueError, match="input: got torch.int32"):
+        layer(x.int())
+    with pytest.raises(ValueError, match="inputs: got an empty list"):
+        layer([])
+    _devices.give_up([(layer, x)], RuntimeError("ended"))
+    with pytest.raises(NotImplementedError, match="torch.jit.trace"):
+        _modes.refuse_tracing(layer.state, Options(), x)
+    assert ways == ["host"] * 4
 
 
 @pytest.mark.parametrize(
@@ -47,30 +69,18 @@ def ways(monkeypatch):
 )
 @pytest.mark.parametrize("place, way", (("cuda", "cuda"), ("cpu", "host")))
 def test_refused_input_on_another_device_than_the_layer(ways, place, way, options):
-    """By running statistics, weight, or the counter that every module has."""
+    """By running statistics, weight, or where it was called before."""
     other = "cpu" if place == "cuda" else "cuda"
-    layer = syncbn.SyncBatchNorm(3, device=place, **options)
-    if layer.weight is not None or layer.running_mean is not None or place == "cuda":
+    layer = exchanged(syncbn.SyncBatchNorm(3, device=place, **options))
+    if layer.weight is None and layer.running_mean is None:
+        layer.state.call = torch.zeros(1, dtype=torch.int64, device=place)
+    else:
         with pytest.raises(ValueError, match="got a tensor on (cpu|cuda:0), expected (cpu|cuda:0)"):
             layer(torch.empty(4, 3, device=other))
         assert ways.pop() == way
     with pytest.raises(ValueError, match="input: got NoneType"):
         layer(None)
     assert ways == [way]
-
-
-def test_counters_of_a_layer_without_tensors_follow_its_model(ways):
-    """Converted where the model lies on a GPU already; then it stays there. PyTorch's layer counts
-    nothing."""
-    plain = torch.nn.BatchNorm1d(3, affine=False, track_running_stats=False)
-    layer = syncbn.convert_sync_batchnorm(plain)
-    assert layer._call.device.type == "cpu"
-    with pytest.raises(ValueError, match="input: got torch.int32"):
-        layer(torch.empty(4, 3, device="cuda").int())
-    assert layer._call.is_cuda and layer._count.is_cuda
-    with pytest.raises(ValueError, match="input: got a tensor on cpu, expected cuda:0, where the"):
-        layer(torch.empty(4, 3))
-    assert ways == ["cuda", "cuda"]
 
 
 def test_without_a_tensor_of_the_layer_by_the_group_or_the_input(ways, monkeypatch):
@@ -88,21 +98,23 @@ def test_without_a_tensor_of_the_layer_by_the_group_or_the_input(ways, monkeypat
 @pytest.mark.parametrize("place, way", (("cuda", "cuda"), ("cpu", "host")))
 def test_refused_modes(ways, monkeypatch, place, way):
     """A trace, and a backward of many gradients at once."""
-    layer, x = Layer("layer", 0), torch.empty(4, 3, device=place)
+    state, x = LayerState("layer"), torch.empty(4, 3, device=place)
+    state.numbers[PEERS.group_name] = 1
     with pytest.raises(NotImplementedError, match="torch.jit.trace"):
-        _modes.refuse_tracing(layer, x, torch.zeros(1, device=place))
+        _modes.refuse_tracing(state, Options(), x)
     monkeypatch.setattr(_modes, "is_legacy_batchedtensor", lambda gradient: True)
-    monkeypatch.setattr(_modes, "exchanges", lambda first: True)
-    context = type("Context", (), {"peers": PEERS})
+    needs = (True, False, False, False)
+    backward = _exchange.Backward(True, False)
+    step = _training.Step(state, Options(), PEERS, Call("layer"), backward, None, needs)
     with pytest.raises(NotImplementedError, match="inside vmap"):
-        _modes.check_not_batched(context, Call("layer"), x, x)
+        _modes.check_not_batched(step, step.call, x, x)
     assert ways == [way, way]
 
 
 @pytest.mark.parametrize("place, way", (("cuda", "cuda"), ("cpu", "host")))
 def test_refused_lists_and_devices_that_do_not_meet(ways, place, way):
     for options in ({}, {"track_running_stats": False}):
-        layer = syncbn.SyncBatchNorm(3, device=place, **options)
+        layer = exchanged(syncbn.SyncBatchNorm(3, device=place, **options))
         with pytest.raises(ValueError, match="inputs: got an empty list"):
             layer([])
         _devices.give_up([(layer, torch.empty(4, 3, device=place))], RuntimeError("ended"))
@@ -125,7 +137,7 @@ def test_message_of_unknown_length_is_not_sent(monkeypatch):
     theirs might mix up their sums."""
     sent = []
     monkeypatch.setattr(_exchange._collective, "sum_in_stream_order", lambda *a: sent.append(a))
-    call, cpu = Call("layer", settings=Layer("layer", 0)), torch.device("cpu")
+    call, cpu = Call("layer", options=Options()), torch.device("cpu")
     for x, parameter in (
         (None, torch.ones(3)),
         (torch.ones(4, 3).int(), torch.ones(3)),

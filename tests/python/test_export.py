@@ -174,8 +174,7 @@ def test_exported_operators_meet_their_contract():
     """Fakes, aliasing and autograd registration, by PyTorch's own checks."""
     x = torch.randn(4, 5, 6, requires_grad=True)
     weight, bias = (torch.randn(5, requires_grad=True) for _ in range(2))
-    counter = torch.zeros(1, dtype=torch.int64)
-    constants = ("name", 7, None, "300.0", "auto", True, 1e-5, "share")
+    constants = (None, "name", None, 300.0, "auto", True, True, 1e-5, "share")
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     for residual, mask, mode in (
         (None, None, ("none", 0.01, "reproducible")),
@@ -184,18 +183,18 @@ def test_exported_operators_meet_their_contract():
     ):
         torch.library.opcheck(
             ops.training_step.default,
-            (x, weight, bias, residual, mask, counter, *constants, *mode),
+            (x, weight, bias, residual, mask, 0x1000001, *constants, *mode),
             test_utils=tests,
         )
         with torch.no_grad():
-            y, mean, _, rstd, info, activation_mask = ops.training_step(
-                x, weight, bias, residual, mask, counter, *constants, *mode
+            y, mean, _, rstd, info, activation_mask, backward = ops.training_step(
+                x, weight, bias, residual, mask, 0x1000001, *constants, *mode
             )
         for needs in ([True] * 3 + [residual is not None], [True, False, True, False]):
             torch.library.opcheck(
                 ops.training_step_backward.default,
                 (y, x.detach(), weight.detach(), bias.detach(), mean, rstd, info)
-                + (activation_mask, mask, torch.float32, needs, *constants, *mode),
+                + (activation_mask, mask, backward, torch.float32, needs, *constants, *mode),
                 test_utils=tests,
             )
 

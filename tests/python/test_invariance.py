@@ -10,7 +10,7 @@ import torch
 
 import oracle
 from support import assert_same_bits, available_levels, rough_samples, to_tensor
-from syncbn._ops import ops
+from syncbn._ops import HEADER_WORDS, ops
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SHAPES = ((24, 17), (24, 3, 5, 5), (24, 17, 14, 14), (24, 2, 40, 30))
@@ -145,6 +145,8 @@ def test_large_tensors_are_dealt_to_threads_exact(threads, channels_first):
             )
         finally:
             torch.set_num_threads(before)
-        np.testing.assert_array_equal(message[4:].reshape(shape[1], -1), forward.words[0])
+        np.testing.assert_array_equal(
+            message[HEADER_WORDS:].reshape(shape[1], -1), forward.words[0]
+        )
         assert_same_bits(mean, forward.mean, "mean")
         assert_same_bits(y, forward.ys[0], "y")

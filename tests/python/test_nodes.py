@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 import node_cases
 import syncbn
-from syncbn import _groups, _where
+from syncbn import _where
 
 WORLD = 4
 CASES = {n: case for n, case in vars(node_cases).items() if n.startswith("case_")}
@@ -35,12 +35,11 @@ def _start(rank: int, folder: str) -> None:
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=WORLD,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=30),
     )
 
 
 def _case_main(rank: int, folder: str) -> None:
-    _groups.DEFAULT_TIMEOUT = 30.0
     _start(rank, folder)
     placed = None
     with open(f"{folder}/hangs.{rank}.txt", "w") as traces:

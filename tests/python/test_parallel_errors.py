@@ -47,7 +47,7 @@ def x(what, channels=3):
 
 def unchanged(model, before):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert model.first._call == model.second._call == 0
+    assert model.first.state.call == model.second.state.call == 0
 
 
 @pytest.mark.parametrize("replicate", (False, True))

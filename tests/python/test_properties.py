@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import oracle
 import syncbn
 from support import TORCH_DTYPES, assert_same_bits, available_levels, rough_samples, to_tensor
-from syncbn._ops import ops
+from syncbn._ops import HEADER_WORDS, ops
 
 EXAMPLES = int(os.environ.get("SYNCBN_EXAMPLES", "0"))
 SETTINGS = hypothesis.settings(
@@ -211,7 +211,7 @@ def test_operators_on_ranks_exact(step):
 
     messages = [ops.local_moments(x, 0, None, step.eps, 0, m) for x, m in zip(xs, masks)]
     for message, words in zip(messages, forward.words, strict=True):
-        np.testing.assert_array_equal(message[4:].reshape(words.shape), words)
+        np.testing.assert_array_equal(message[HEADER_WORDS:].reshape(words.shape), words)
     merged = torch.stack(messages).sum(0)
     affine = (weight, bias)
     arguments = [

@@ -77,7 +77,7 @@ def assert_same_training(model, reference, **options):
 
 
 class Graphs:
-    """A backend that runs graphs as they are and counts them and the collectives in them."""
+    """A backend that runs graphs as they are and counts them and the layers' steps in them."""
 
     def __init__(self):
         self.forward, self.backward = [], []
@@ -89,7 +89,7 @@ class Graphs:
     def _keep(counts):
         def compiler(graph, _):
             names = [str(node.target) for node in graph.graph.nodes]
-            counts.append(sum("all_reduce" in name or "shm_sum" in name for name in names))
+            counts.append(sum("training_step" in name for name in names))
             return make_boxed_func(graph.forward)
 
         return compiler

@@ -61,6 +61,24 @@ def test_rights_and_limits(path: Path) -> None:
             assert step["with"]["persist-credentials"] is False
 
 
+def test_the_weekly_run_covers_each_pytorch_from_the_floor() -> None:
+    """One version of each minor; and the wheel that the floor built is tried on the newest."""
+    workflow = read(PROJECT / ".github" / "workflows" / "weekly.yml")
+    job = workflow["jobs"]["pytorch"]
+    versions = job["strategy"]["matrix"]["torch"]
+    minors = [int(re.fullmatch(r"2\.(\d+)\.\d+", version)[1]) for version in versions]
+    assert minors == list(range(minors[0], minors[-1] + 1))
+    project = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"torch>=2.{minors[0]}"' in project
+    assert f"torch=={versions[0]}\n" in (PROJECT / "requirements/build.txt").read_text()
+    assert f"PyTorch 2.{minors[0]} to 2.{minors[-1]}" in (PROJECT / "README.md").read_text()
+    assert job["env"]["TORCH"] == "${{ matrix.torch }}"
+    assert "make test-python" in [step.get("run") for step in job["steps"]]
+    tried = [step["run"] for step in workflow["jobs"]["wheel"]["steps"] if "run" in step]
+    smoke = f"python scripts/smoke_wheel.py --torch {versions[-1]} dist/*.whl"
+    assert tried[-2:] == ["make wheel", smoke]
+
+
 def test_only_a_tag_publishes_what_was_installed_and_tried() -> None:
     workflow = read(PROJECT / ".github" / "workflows" / "wheel.yml")
     publish = workflow["jobs"]["publish"]

@@ -78,7 +78,7 @@ std::int64_t welford_message_words(DType dtype, std::int64_t channels) {
 }
 
 Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
-                     std::int64_t frame, std::optional<Tensor> mask) {
+                     std::int64_t frame, std::optional<Tensor> mask, std::int64_t backward) {
   const OnDevice device(x, call, mask);
   check_frame(frame);
   const TensorView samples = view("x", x);
@@ -86,19 +86,21 @@ Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
   Tensor message = new_message(x, samples.dtype, channels);
   Tensor workspace = new_workspace(x, samples.dtype, channels);
   const cuda::ForwardCall forward{static_cast<std::uint64_t>(layer),
-                                  call.has_value() ? cuda_int64("call", *call, 1) : nullptr, eps};
+                                  call.has_value() ? cuda_int64("call", *call, 1) : nullptr, eps,
+                                  backward};
   cuda::local_moments(samples, mask_view(mask), forward, cuda_int64("message", message, 0),
                       cuda_int64("workspace", workspace, 0), device.stream());
   return message;
 }
 
 Tensor local_welford(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
-                     std::optional<Tensor> mask) {
+                     std::optional<Tensor> mask, std::int64_t backward) {
   const OnDevice device(x, call, mask);
   const TensorView samples = view("x", x);
   Tensor message = empty(x, welford_message_words(samples.dtype, channels_of(x)), ScalarType::Long);
   const cuda::ForwardCall forward{static_cast<std::uint64_t>(layer),
-                                  call.has_value() ? cuda_int64("call", *call, 1) : nullptr, eps};
+                                  call.has_value() ? cuda_int64("call", *call, 1) : nullptr, eps,
+                                  backward};
   cuda::local_welford(samples, mask_view(mask), forward, cuda_int64("message", message, 0),
                       device.stream());
   return message;

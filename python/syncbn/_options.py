@@ -1,5 +1,6 @@
 """The options of a layer, and the checks of what it is given."""
 
+import functools
 import math
 import numbers
 from typing import NamedTuple
@@ -8,8 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _cuda
-from ._groups import Peers, Sharing, peers
-from ._where import Call
+from ._ops import ops
 
 AFFINE_GRADS = ("share", "global")
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -20,15 +20,9 @@ _LARGEST = torch.finfo(torch.float32).max
 ACTIVATIONS = ("none", "relu", "leaky_relu")  # in the order of the core's ActivationKind
 
 
-class Layer(NamedTuple):
-    """What is constant over the calls of a layer.
+class Options(NamedTuple):
+    """What is constant over the calls of a layer. sync False: no exchange."""
 
-    number goes into the fingerprint, name into errors. sync False: no exchange.
-    """
-
-    name: str
-    number: int
-    sharing: Sharing = Sharing()
     sync: bool = True
     eps: float = 1e-5
     momentum: float | None = 0.1
@@ -38,27 +32,13 @@ class Layer(NamedTuple):
     statistics: str = "reproducible"
     inplace: bool = False
 
-    def peers(self) -> Peers | None:
-        """Whom to exchange with, if anybody."""
-        return peers(self.sharing) if self.sync else None
+    def shared(self) -> dict[str, object]:
+        """Those that ranks must have in common, by name."""
+        own = {"eps": self.eps, "statistics": self.statistics, "activation": self.activation}
+        return own | ({"negative_slope": self.negative_slope} if "leaky" in self.activation else {})
 
-    def call_of(self, x: Tensor, call: Tensor | None) -> Call:
-        """This call as errors name it. call: the counter of the layer's calls."""
-        if torch.compiler.is_compiling():
-            return Call(self.name, None, "forward", None, x.dtype, self)
-        # A counter on a GPU is not read, that would wait for the device; on meta there is none.
-        number = None if call is None or call.device.type != "cpu" else int(call)
-        if not is_strided(x):  # refused
-            return Call(self.name, number, settings=self)
-        channels = x.shape[1] if x.dim() > 1 else None
-        return Call(self.name, number, "forward", channels, x.dtype, self)
-
-    def options(self) -> str:
-        """What ranks must have in common besides the call."""
-        text = f"eps={self.eps:g}, statistics={self.statistics!r}, activation={self.activation!r}"
-        if self.activation == "leaky_relu":
-            text += f", negative_slope={self.negative_slope:g}"
-        return text
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.shared().items())
 
     @property
     def activation_kind(self) -> int:
@@ -68,14 +48,15 @@ class Layer(NamedTuple):
     def writes_over_input(self) -> bool:
         return self.inplace and self.activation != "none"
 
-    def call_number(self, residual: bool) -> int:
-        """`number` and, in bits of their own, the options that all ranks must have in common."""
-        slope = 0
-        if self.activation == "leaky_relu":  # in steps of 2^-40, modulo a prime below 2^23
-            slope = int(self.negative_slope * 2**40) % 8388593
+    def identity(self, number: int, residual: bool) -> int:
+        """What ranks must have in common of the layer of that number, besides eps: 64 bits."""
         mode = STATISTICS.index(self.statistics)
-        options = slope << 4 | mode << 3 | self.activation_kind << 1 | residual
-        return self.number | options << 32
+        return _identity(number, self.activation_kind, self.negative_slope, mode, residual)
+
+
+@functools.cache
+def _identity(*fields) -> int:
+    return ops.layer_identity(*fields)
 
 
 def values_per_channel(x: Tensor, mask: Tensor | None) -> int:
@@ -108,11 +89,11 @@ def is_number(value) -> bool:
     return isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)
 
 
-def check_options(layer: Layer) -> None:
+def check_options(options: Options) -> None:
     """One error that names the option, what was given and what is allowed."""
-    if not (is_number(layer.eps) and 0 <= layer.eps < math.inf):
-        raise ValueError(f"eps: got {layer.eps!r}, expected a finite number of at least 0")
-    momentum = layer.momentum
+    if not (is_number(options.eps) and 0 <= options.eps < math.inf):
+        raise ValueError(f"eps: got {options.eps!r}, expected a finite number of at least 0")
+    momentum = options.momentum
     if momentum is not None and not (is_number(momentum) and 0 <= momentum <= 1):
         raise ValueError(f"momentum: got {momentum!r}, expected a number in [0, 1], or None")
     for name, allowed in (
@@ -120,29 +101,31 @@ def check_options(layer: Layer) -> None:
         ("activation", ACTIVATIONS),
         ("statistics", STATISTICS),
     ):
-        value = getattr(layer, name)
+        value = getattr(options, name)
         if not isinstance(value, str) or value not in allowed:
             raise ValueError(f"{name}: got {value!r}, expected one of {allowed}")
     for name in ("sync", "inplace"):
-        value = getattr(layer, name)
+        value = getattr(options, name)
         if not isinstance(value, bool):
             raise ValueError(f"{name}: got {value!r}, expected True or False")
-    if not (is_number(layer.negative_slope) and abs(layer.negative_slope) <= _LARGEST):
+    if not (is_number(options.negative_slope) and abs(options.negative_slope) <= _LARGEST):
         raise ValueError(
-            f"negative_slope: got {layer.negative_slope!r}, expected a finite number of float32"
+            f"negative_slope: got {options.negative_slope!r}, expected a finite number of float32"
         )
-    if not layer.inplace:
+    if not options.inplace:
         return
-    if layer.activation == "relu":
+    if options.activation == "relu":
         raise ValueError(
             "inplace: got True with relu, from whose output the input cannot be recovered; "
             "expected leaky_relu"
         )
-    if layer.statistics != "reproducible":
-        raise ValueError(f"inplace: got True with statistics={layer.statistics!r}, expected False")
-    if layer.activation == "leaky_relu" and not 2**-10 <= layer.negative_slope <= 2**10:
+    if options.statistics != "reproducible":
         raise ValueError(
-            f"negative_slope: got {layer.negative_slope} with inplace=True, expected a number in "
+            f"inplace: got True with statistics={options.statistics!r}, expected False"
+        )
+    if options.activation == "leaky_relu" and not 2**-10 <= options.negative_slope <= 2**10:
+        raise ValueError(
+            f"negative_slope: got {options.negative_slope} with inplace=True, expected a number in "
             "[2^-10, 2^10]"
         )
 
@@ -197,8 +180,8 @@ def check_in_place(x, weight, bias, residual, negative_slope):
         )
 
 
-def check_counter(momentum, running_mean, running_var, num_batches_tracked):
-    """Of batches, which cumulative averaging divides by."""
+def check_counter(momentum, running_mean, running_var, num_batches_tracked, traced=False):
+    """Of batches, which cumulative averaging divides by. traced: it has no value."""
     tracked = num_batches_tracked
     reference = running_var if running_mean is None else running_mean
     if tracked is None:
@@ -209,15 +192,20 @@ def check_counter(momentum, running_mean, running_var, num_batches_tracked):
         return
     check_strided("num_batches_tracked", tracked)
     device = tracked.device if reference is None else reference.device
-    if tracked.dtype != torch.int64 or tracked.numel() != 1 or tracked.device != device:
+    known = tracked.dtype == torch.int64 or tracked.is_floating_point()
+    if not known or tracked.numel() != 1 or tracked.device != device:
         raise ValueError(
             f"num_batches_tracked: got {tracked.dtype} of shape {tuple(tracked.shape)} on "
-            f"{tracked.device}, expected one torch.int64 on {device}"
+            f"{tracked.device}, expected one torch.int64, or a floating-point average, on {device}"
         )
+    check_written("num_batches_tracked", tracked)
     # On a GPU nobody waits for the number.
-    if momentum is None and device.type == "cpu" and not torch.compiler.is_compiling():
-        if not 0 <= int(tracked) <= 2**53:
-            raise ValueError(f"num_batches_tracked: got {int(tracked)}, expected 0 to 2^53")
+    if device.type == "cpu" and not traced:
+        number = tracked.item()
+        if momentum is None and not 0 <= number <= 2**53:
+            raise ValueError(f"num_batches_tracked: got {number}, expected 0 to 2^53")
+        if number == 2**63 - 1 and tracked.dtype == torch.int64:
+            raise ValueError("num_batches_tracked: got 2^63 - 1, expected room for one batch more")
 
 
 def _check_dtype(name: str, x: Tensor) -> None:
@@ -236,13 +224,13 @@ def check_num_features(channels) -> None:
         raise ValueError(f"num_features: got {channels!r}, expected an integer from 0 to 2^31")
 
 
-def check_input(name: str, x) -> None:
-    """Of a layer, (N, C, ...); loads what its device needs."""
+def check_input(name: str, x, traced: bool = False) -> None:
+    """Of a layer, (N, C, ...); loads what its device needs. traced: it may have no values."""
     check_strided(name, x)
     kind = x.device.type
     if kind == "cuda":
         _cuda.load()
-    elif kind != "cpu":
+    elif kind != "cpu" and not (traced and kind == "meta"):
         raise ValueError(f"{name}: got a tensor on {x.device}, expected the CPU or CUDA")
     if x.dim() < 2:
         raise ValueError(f"{name}: got {x.dim()}D input, expected at least 2D (N, C, ...)")
@@ -271,7 +259,11 @@ def check_per_channel(name: str, tensor, x: Tensor) -> None:
 
 
 def check_written(name: str, tensor: Tensor) -> None:
-    """Its entries have places of their own."""
+    """Its entries have places of their own, and are what is there, not its negative."""
+    if not torch.compiler.is_compiling() and tensor.is_neg():
+        raise ValueError(
+            f"{name}: got a tensor with the negative bit, expected that of resolve_neg()"
+        )
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride == 0 and size > 1:
             raise ValueError(
@@ -280,9 +272,9 @@ def check_written(name: str, tensor: Tensor) -> None:
             )
 
 
-def check_arguments(x, running_mean, running_var, weight, bias, residual):
+def check_arguments(x, running_mean, running_var, weight, bias, residual, traced=False):
     """One error that names the argument, what was given and what is allowed."""
-    check_input("input", x)
+    check_input("input", x, traced)
     for name, tensor in (
         ("running_mean", running_mean),
         ("running_var", running_var),

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+
+#include "syncbn/batch_norm.hpp"
+
+// What the ranks of a group must have in common, and what they say when they do not.
+namespace syncbn {
+
+/// One rank's call of a layer. dtype and options: of a forward. forward: of a backward, the
+/// forward's fingerprint.
+struct AgreedCall {
+  const BatchNormOptions* options = nullptr;
+  Direction direction = Direction::kForward;
+  std::uint64_t layer = 0;
+  std::uint64_t call = 0;
+  std::int64_t channels = 0;
+  DType dtype = DType::kFloat32;
+  bool elements = false;  ///< a rank without any does not know the group's dtype
+  bool residual = false;
+  std::uint32_t forward = 0;
+
+  std::uint32_t fingerprint() const;
+};
+
+/// Throws unless the merged header says that all ranks made the same call. A DivergenceError says
+/// which of its fields differ, and on which ranks: all ranks come here, because they see the same
+/// header, and make one more all_reduce_sum.
+void check_agreement(const MessageInfo& info, const AgreedCall& own, Communicator& communicator);
+
+}  // namespace syncbn

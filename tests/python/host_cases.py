@@ -1,0 +1,104 @@
+"""What each of four ranks on two hosts runs; test_hosts.py starts them, and says what to do next by
+files: `do.N` has the name of a function and its arguments, `done.N.RANK` what came of it."""
+
+import datetime
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import syncbn
+from host_link import ADDRESSES, DEVICE
+
+PORT, WORLD, CHANNELS = 29511, 4, 5
+#: Seconds that an exchange waits, and making a group.
+LIMIT = 3.0
+_rank = 0
+_layer = None
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(3 + rank, CHANNELS, generator=generator) * 1e3
+
+
+def train(layer: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and gradient of a step."""
+    x.requires_grad_()
+    y = layer(x)
+    (y.sin() * x.detach()).sum().backward()
+    return y.detach(), x.grad
+
+
+def do_make(folder: str, timeout: float) -> str:
+    """A layer in a group of its own."""
+    global _layer
+    _layer = syncbn.SyncBatchNorm(CHANNELS, timeout=timeout)
+    syncbn.prepare(_layer)
+    return syncbn.report(_layer)[0].engine
+
+
+def do_steps(folder: str, first: int, number: int) -> str:
+    results = [train(_layer, batch(_rank, step)) for step in range(first, first + number)]
+    torch.save((results, _layer.running_mean, _layer.running_var), f"{folder}/{first}.{_rank}.pt")
+    return "passed"
+
+
+def do_reset(folder: str) -> str:
+    syncbn.reset_groups()
+    return "passed"
+
+
+def _answer(folder: str, number: int) -> None:
+    while not Path(folder, f"do.{number}").exists():
+        time.sleep(0.02)
+    name, *arguments = json.loads(Path(folder, f"do.{number}").read_text())
+    began = time.monotonic()
+    try:
+        outcome, text = globals()[f"do_{name}"](folder, *arguments), ""
+    except Exception as error:
+        outcome, text = type(error).__name__, str(error)
+    result = {"outcome": outcome, "text": text, "seconds": time.monotonic() - began}
+    place = Path(folder, f"done.{number}.{_rank}")
+    place.with_suffix(".new").write_text(json.dumps(result))
+    place.with_suffix(".new").rename(f"{place}.json")
+
+
+def _rank_main(rank: int, folder: str) -> None:
+    global _rank
+    _rank = rank
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{ADDRESSES[0]}:{PORT}",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    from syncbn import _groups
+
+    _groups._limits[dist.group.WORLD] = LIMIT  # connecting takes longer, while all start
+    for number in range(1000):
+        _answer(folder, number)
+
+
+def main(host: int, folder: str) -> None:
+    while not Path(folder, "link").exists():
+        time.sleep(0.02)
+    for rank in (2 * host, 2 * host + 1):
+        if os.fork() == 0:
+            try:
+                _rank_main(rank, folder)
+            finally:
+                os._exit(1)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

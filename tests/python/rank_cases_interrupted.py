@@ -1,0 +1,199 @@
+"""A rank that leaves an exchange, or a step around it, by an exception of its own: the others hear
+of it at once and do not wait their limit; run by test_distributed.py as rank_cases.py is."""
+
+import contextlib
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import syncbn
+from rank_cases import raises
+from syncbn import _collective, _exchange, _shared_memory, _where
+
+LIMIT = 100.0
+#: Seconds in which the others have the error. Over Gloo they look at the store meanwhile, and ask
+#: where the ranks are; the machine may be busy.
+SOON = 30.0
+_FILES = {m.__file__ for m in (_collective, _exchange, _shared_memory)}
+
+
+@contextlib.contextmanager
+def _quick_looks():
+    before, _where.INTERVAL = _where.INTERVAL, 0.1
+    try:
+        yield
+    finally:
+        _where.INTERVAL = before
+
+
+def _layer(**options):
+    return syncbn.SyncBatchNorm(4, timeout=LIMIT, **options)
+
+
+def _step(layer, backward=True):
+    y = layer(torch.linspace(0, 1, 12).view(3, 4).requires_grad_())
+    if backward:
+        y.square().sum().backward()
+
+
+@contextlib.contextmanager
+def _interrupt_at(line):
+    """Ctrl-C at the line-th line that runs in the modules of an exchange."""
+    left = [line]
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename not in _FILES:
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def _one_leaves(rank, layer, run, kind=KeyboardInterrupt) -> str:
+    """Rank 0 runs that; the others make steps until they have an error, which is returned. Then the
+    group is made anew. Returns rank 0's error; on the others whether their first exchange was
+    "whole" or "lost"; "" if rank 0 had no error."""
+    began, text = time.monotonic(), ""
+    if rank == 0:
+        try:
+            run(layer)
+        except kind as error:
+            text = f"{type(error).__name__}: {error}"
+    else:
+        with contextlib.suppress(syncbn.PeerLost):
+            _step(layer)
+            text = "whole"
+    raised = torch.tensor([bool(text)])
+    dist.broadcast(raised, 0)
+    if not raised:
+        assert text in ("", "whole")
+        return ""
+    if rank != 0:
+        if text == "whole":  # the exchange was over already; the next one fails
+            raises(syncbn.PeerLost, "rank 0 left the group", lambda: _step(layer))
+        raises(syncbn.PeerLost, "broken since", lambda: _step(layer))
+    assert time.monotonic() - began < SOON
+    if rank == 0:
+        raises(syncbn.PeerLost, "broken since", lambda: _step(layer))
+    syncbn.reset_groups(layer)
+    return text or "lost"
+
+
+def _is_shared(layer):
+    return syncbn.report(layer)[0].engine == "shared memory"
+
+
+def case_interrupts_at_every_line(rank, world):
+    """Of forward's exchange and of backward's; over Gloo, where each takes longer, at some."""
+    layer = _layer()
+    _step(layer)
+    stride = 1 if _is_shared(layer) else 9
+    with _quick_looks():
+        for line in range(0, 400, stride):
+
+            def run(layer, line=line):
+                with _interrupt_at(line):
+                    _step(layer)
+
+            if not _one_leaves(rank, layer, run):
+                break
+        else:
+            assert not _is_shared(layer)
+    _step(layer)
+
+
+def case_interrupts_by_a_signal(rank, world):
+    """While the operator waits: in its first 50 ms, where Python raises as soon as it returned, and
+    later. The others come when it is over."""
+    layer = _layer()
+    _step(layer)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with _quick_looks():
+        for delay in (0.01, 0.03, 0.2):
+            dist.barrier()
+
+            def run(layer, delay=delay):
+                signal.setitimer(signal.ITIMER_REAL, delay)
+                _step(layer)
+
+            before = signal.signal(signal.SIGALRM, interrupt)
+            time.sleep(0 if rank == 0 else delay + 0.5)
+            text = _one_leaves(rank, layer, run)
+            signal.signal(signal.SIGALRM, before)
+            if rank == 0:
+                assert text.startswith("KeyboardInterrupt")
+            else:
+                assert text != "whole" or not _is_shared(layer)
+    _step(layer)
+
+
+def _memory_left(limit):
+    """At most so many bytes more for this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + limit, hard))
+    return soft, hard
+
+
+def _without_memory(layer, x):
+    time.sleep(0.3)  # threads of earlier groups end, and give memory back
+    before = _memory_left(4 << 20)
+    try:
+        layer(x)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def case_no_memory_for_the_message(rank, world):
+    """Nothing was exchanged: the others get the error as that of a rank that refuses its input, and
+    the group goes on."""
+    small = _layer()
+    _step(small)  # makes the group
+    for statistics, channels, dtype in (
+        ("reproducible", 1 << 19, torch.float32),
+        ("welford", 1 << 21, torch.float64),
+    ):
+        layer = syncbn.SyncBatchNorm(channels, timeout=LIMIT, dtype=dtype)
+        x = torch.zeros(1, dtype=dtype).expand(2, channels)
+        layer.statistics = statistics
+        if rank == 0:
+            text = (
+                r"SyncBatchNorm, call 0, forward, .* rank 0 of .*: memory: got none for a tensor of"
+            )
+            raises(MemoryError, text, lambda layer=layer, x=x: _without_memory(layer, x))
+        else:
+            text = "a rank refused its input: rank 0: .*MemoryError: memory: got none"
+            raises(syncbn.DivergenceError, text, lambda layer=layer, x=x: layer(x))
+        assert layer.num_batches_tracked == 0 and layer.state.call == 0
+        _step(small)
+
+
+def case_no_memory_for_the_output(rank, world):
+    """The exchange was over: the others hear of it at their next one."""
+    layer = _layer()
+    _step(layer)
+
+    def run(layer):
+        _without_memory(layer, torch.zeros(1).expand(4, 4, 1024, 1024))
+
+    with _quick_looks():
+        text = _one_leaves(rank, layer, run, MemoryError)
+    if rank == 0:
+        assert "SyncBatchNorm, call 1, forward" in text and "memory: got none for a tensor" in text

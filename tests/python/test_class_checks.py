@@ -1,0 +1,256 @@
+"""Other libraries' code that asks for the classes of layers, on a model with this package's layer:
+what docs/class_checks.md says. It does what it does with torch.nn.SyncBatchNorm, and where a
+library takes that for no batch norm, the page says what to do.
+
+A library that is not installed is skipped by name; `make interop` installs all of them, also those
+of test_class_checks_frameworks.py.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import syncbn
+from support import library
+
+THEIRS = nn.SyncBatchNorm  # and not what a test puts into its place
+
+
+def fresh_network() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU()),
+        *(nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+    )
+
+
+def network() -> nn.Sequential:
+    """With running statistics that are not those at the start."""
+    torch.manual_seed(3)
+    net = fresh_network()
+    net(torch.randn(5, 3, 9, 9))
+    return net
+
+
+def both() -> tuple[nn.Module, nn.Module]:
+    """The network with PyTorch's layers, and the same with this package's."""
+    theirs = THEIRS.convert_sync_batchnorm(network())
+    return theirs, syncbn.convert_sync_batchnorm(network())
+
+
+def norms_of(net, cls=syncbn.SyncBatchNorm):
+    return [m for m in net.modules() if isinstance(m, cls)]
+
+
+def names_of(net, parameters) -> list[str]:
+    names = {id(p): name for name, p in net.named_parameters()}
+    return sorted(names[id(p)] for p in parameters)
+
+
+def evaluated(net) -> torch.Tensor:
+    torch.manual_seed(5)
+    with torch.no_grad():
+        return copy.deepcopy(net).eval()(torch.randn(2, 3, 32, 32))
+
+
+def statistics(net) -> list[torch.Tensor]:
+    return [b.clone() for b in net.buffers()]
+
+
+def trained(net) -> None:
+    torch.manual_seed(6)
+    net.train()
+    loss = net(torch.randn(4, 3, 32, 32)).square().sum()
+    if loss.requires_grad:
+        loss.backward()
+
+
+def test_the_class_is_pytorchs():
+    _, ours = both()
+    assert all(isinstance(m, THEIRS) for m in norms_of(ours, nn.modules.batchnorm._BatchNorm))
+    assert len(norms_of(ours)) == 2
+
+
+# PyTorch
+
+
+def test_torch_fuse_conv_bn_exact():
+    plain, net = network().eval(), syncbn.convert_sync_batchnorm(network()).eval()
+    expected = nn.utils.fusion.fuse_conv_bn_eval(plain[0], plain[1])
+    fused = nn.utils.fusion.fuse_conv_bn_eval(net[0], net[1])
+    assert torch.equal(fused.weight, expected.weight) and torch.equal(fused.bias, expected.bias)
+    net[1].activation = "relu"  # is lost
+    again = nn.utils.fusion.fuse_conv_bn_eval(net[0], net[1])
+    assert torch.equal(again.weight, expected.weight) and torch.equal(again.bias, expected.bias)
+
+
+def test_torch_fx_fusion_leaves_layers_unfused():
+    """It asks for exactly BatchNorm*d: results are right, not faster. fold() fuses them."""
+    from torch.fx.experimental.optimization import fuse
+
+    net = syncbn.convert_sync_batchnorm(network()).eval()
+    fused = fuse(net)
+    assert torch.equal(evaluated(fused), evaluated(net)) and len(norms_of(fused)) == 2
+    reverted = fuse(syncbn.revert_sync_batchnorm(copy.deepcopy(net)))
+    assert not norms_of(reverted, nn.modules.batchnorm._BatchNorm)
+
+
+def test_torch_quantization_s_fusion_wants_plain_layers():
+    for net in both():
+        with pytest.raises(AssertionError, match="did not find fuser method"):
+            torch.ao.quantization.fuse_modules(net.eval(), [["0", "1", "2"]])
+    reverted = syncbn.revert_sync_batchnorm(net)
+    torch.ao.quantization.fuse_modules(reverted.eval(), [["0", "1", "2"]])
+
+
+def test_torch_func_removes_running_statistics():
+    plain, net = network(), syncbn.convert_sync_batchnorm(network())
+    for model in (plain, net):
+        torch.func.replace_all_batch_norm_modules_(model)
+    assert not list(net.buffers())
+    x = torch.randn(4, 3, 9, 9)
+    for mode in (True, False):
+        torch.testing.assert_close(net.train(mode)(x), plain.train(mode)(x))
+
+
+def test_torch_update_bn():
+    plain, net = network(), syncbn.convert_sync_batchnorm(network())
+    batches = [torch.randn(4, 3, 9, 9) for _ in range(3)]
+    for model in (plain, net):
+        torch.optim.swa_utils.update_bn(batches, model)
+    for a, b in zip(statistics(net), statistics(plain), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# torchvision
+
+
+def test_torchvision_weight_decay():
+    """Its training reference takes these groups."""
+    split = library("torchvision.ops._utils").split_normalization_params
+    plain, net = network(), syncbn.convert_sync_batchnorm(network())
+    for a, b in zip(split(net), split(plain), strict=True):
+        assert names_of(net, a) == names_of(plain, b)
+
+
+# timm
+
+
+def timm_model(name="test_efficientnet"):
+    """With BatchNormAct2d layers, which have an activation."""
+    torch.manual_seed(7)
+    net = library("timm").create_model(name, num_classes=4)
+    trained(net)
+    net.zero_grad()
+    return net
+
+
+def test_timm_weight_decay():
+    factory = library("timm.optim")
+    for make in (network, timm_model):
+        plain, net = make(), syncbn.convert_sync_batchnorm(make())
+        groups = [factory.param_groups_weight_decay(m, 0.1) for m in (net, plain)]
+        for a, b in zip(*groups, strict=True):
+            assert a["weight_decay"] == b["weight_decay"]
+            assert names_of(net, a["params"]) == names_of(plain, b["params"])
+
+
+@pytest.mark.parametrize("name", ("test_resnet", "test_efficientnet", "darknet17"))
+def test_timm_freeze(name):
+    """No activation is lost, also none that was fused into a layer (darknet17's leaky ReLU)."""
+    model = library("timm.utils.model")
+    net = syncbn.convert_sync_batchnorm(timm_model(name))
+    expected = evaluated(net)
+    model.freeze(net)
+    assert not norms_of(net, nn.modules.batchnorm._BatchNorm)
+    assert not any(p.requires_grad for p in net.parameters())
+    torch.testing.assert_close(evaluated(net), expected)
+    before = statistics(net)
+    trained(net)
+    assert all(torch.equal(a, b) for a, b in zip(before, statistics(net), strict=True))
+    model.unfreeze(net)
+    assert not norms_of(net)  # timm makes nn.BatchNorm2d: convert again
+    syncbn.convert_sync_batchnorm(net)
+    assert all(isinstance(m, syncbn.SyncBatchNorm) for m in norms_of(net, nn.BatchNorm2d))
+    torch.testing.assert_close(evaluated(net), expected)
+
+
+def test_timm_freezes_a_part():
+    model = library("timm.utils.model")
+    net = syncbn.convert_sync_batchnorm(timm_model("test_resnet"))
+    count = len(norms_of(net))
+    inner = len(norms_of(net.layer1))
+    model.freeze(net, ["layer1", "bn1"])
+    assert len(norms_of(net)) == count - inner - 1 and not norms_of(net.layer1)
+
+
+def test_timm_fuses_plain_layers():
+    """A branch that is a batch norm must be BatchNorm2d."""
+    model = library("timm.utils.model")
+    torch.manual_seed(10)
+    net = library("timm").create_model("repghostnet_050", num_classes=3)
+    expected = evaluated(net)
+    for converted in (THEIRS.convert_sync_batchnorm(copy.deepcopy(net)), converted_copy(net)):
+        with pytest.raises(AssertionError):
+            model.reparameterize_model(converted.eval())
+    reverted = syncbn.revert_sync_batchnorm(converted_copy(net)).eval()
+    torch.testing.assert_close(evaluated(model.reparameterize_model(reverted)), expected)
+
+
+def converted_copy(net):
+    return syncbn.convert_sync_batchnorm(copy.deepcopy(net))
+
+
+def test_timm_converts_again():
+    """Its converter makes PyTorch's layers of these: report() shows it, a conversion mends it."""
+    layers = library("timm.layers")
+    net = layers.convert_sync_batchnorm(syncbn.convert_sync_batchnorm(network()))
+    assert not norms_of(net) and len(norms_of(net, THEIRS)) == 2
+    with pytest.raises(RuntimeError, match="not synchronized by syncbn"):
+        syncbn.report(net, strict=True)
+    assert len(norms_of(syncbn.convert_sync_batchnorm(net))) == 2
+
+
+# Lightning
+
+
+def test_lightning_freeze():
+    finetuning = library("lightning.pytorch.callbacks").BaseFinetuning
+    for train_bn in (True, False):
+        plain, net = network(), syncbn.convert_sync_batchnorm(network())
+        for model in (plain, net):
+            finetuning.freeze(model, train_bn=train_bn)
+        flags = [[p.requires_grad for p in m.parameters()] for m in (net, plain)]
+        assert flags[0] == flags[1] and any(flags[0]) == train_bn
+        before = statistics(net)
+        trained(net)
+        changed = [not torch.equal(a, b) for a, b in zip(before, statistics(net), strict=True)]
+        assert changed == [train_bn] * 6
+        finetuning.make_trainable(net)
+        trained(net)
+        assert all(p.requires_grad for p in net.parameters())
+        assert not any(map(torch.equal, before, statistics(net)))
+
+
+def test_lightning_reverts():
+    sync = library("lightning.pytorch.plugins.layer_sync").TorchSyncBatchNorm()
+    net = syncbn.convert_sync_batchnorm(network())
+    expected = evaluated(net)
+    reverted = sync.revert(net)
+    assert not norms_of(reverted, THEIRS)
+    assert torch.equal(evaluated(reverted), expected)
+
+
+# Accelerate
+
+
+def test_accelerate_empty_weights():
+    """It asks for no class. A model made without memory and loaded trains."""
+    accelerate = library("accelerate")
+    source = network()
+    with accelerate.init_empty_weights(include_buffers=True):
+        net = syncbn.convert_sync_batchnorm(fresh_network())
+    net.load_state_dict(source.state_dict(), assign=True)
+    trained(net)
+    assert [int(m.num_batches_tracked) for m in norms_of(net)] == [2, 2]

@@ -1,0 +1,223 @@
+"""What test_class_checks.py says, for transformers, Ultralytics and mmengine, which `make interop`
+installs."""
+
+import copy
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import syncbn
+from support import library
+from test_class_checks import (
+    THEIRS,
+    both,
+    converted_copy,
+    evaluated,
+    names_of,
+    network,
+    norms_of,
+)
+
+# transformers
+
+
+def resnet():
+    transformers = library("transformers")
+    config = transformers.ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=3
+    )
+    torch.manual_seed(8)
+    return transformers.ResNetForImageClassification(config)
+
+
+def test_transformers_weight_decay():
+    """By the names of parameters, so the layer's class does not matter."""
+    trainer = library("transformers").Trainer
+    plain, net = resnet(), syncbn.convert_sync_batchnorm(resnet())
+    names = [trainer.get_decay_parameter_names(None, m) for m in (net, plain)]
+    assert names[0] == names[1] and names[0]
+
+
+def test_transformers_loads_a_converted_model(tmp_path):
+    cls = library("transformers").ResNetForImageClassification
+
+    class Synchronized(cls):
+        def __init__(self, config):
+            super().__init__(config)
+            syncbn.convert_sync_batchnorm(self)
+
+    net = syncbn.convert_sync_batchnorm(resnet())
+    net.save_pretrained(tmp_path)
+    x = torch.randn(2, 3, 32, 32)
+    expected = net.eval()(pixel_values=x).logits
+    for kind in (cls, Synchronized):
+        loaded, info = kind.from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert torch.equal(loaded.eval()(pixel_values=x).logits, expected)
+    loaded.train()(pixel_values=x).logits.sum().backward()
+    assert all(int(m.num_batches_tracked) == 1 for m in norms_of(loaded))
+
+
+def test_transformers_gives_new_layers_their_values(tmp_path):
+    """It initializes BatchNorm*d that a checkpoint lacks, and no SyncBatchNorm, PyTorch's neither:
+    convert after from_pretrained."""
+    transformers = library("transformers")
+    backbone = transformers.ResNetModel(resnet().config)
+    backbone.save_pretrained(tmp_path)
+
+    class Head(transformers.ResNetPreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.resnet = transformers.ResNetModel(config)
+            self.norm = nn.BatchNorm2d(8)
+            self.post_init()
+
+    net = syncbn.convert_sync_batchnorm(Head.from_pretrained(tmp_path))
+    assert type(net.norm) is syncbn.SyncBatchNorm
+    assert (net.norm.running_var == 1).all() and (net.norm.weight == 1).all()
+
+
+def test_transformers_frozen_backbones_leave_layers_alone():
+    """DETR freezes BatchNorm2d, and no SyncBatchNorm: convert after that."""
+    detr = library("transformers.models.detr.modeling_detr")
+    for net in both():
+        detr.replace_batch_norm(net)
+        assert len(norms_of(net, THEIRS)) == 2
+    net = network()
+    detr.replace_batch_norm(net)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        syncbn.convert_sync_batchnorm(net)
+    assert not norms_of(net)
+
+
+# Ultralytics
+
+
+@pytest.fixture
+def ultralytics(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path_factory.getbasetemp()))
+    monkeypatch.setenv("YOLO_OFFLINE", "true")
+    monkeypatch.setenv("YOLO_AUTOINSTALL", "false")
+    return library("ultralytics")
+
+
+def yolo():
+    from ultralytics.nn.tasks import DetectionModel
+
+    torch.manual_seed(9)
+    return DetectionModel("yolov8n.yaml", ch=3, nc=2, verbose=False)
+
+
+def groups_of(net, name):
+    from ultralytics.engine.trainer import BaseTrainer
+
+    optimizer = BaseTrainer.build_optimizer(None, net, name=name, lr=0.01, decay=0.1)
+    groups = [(g["weight_decay"], names_of(net, g["params"])) for g in optimizer.param_groups]
+    return [group for group in groups if group[1]]
+
+
+@pytest.mark.parametrize("name", ("SGD", "AdamW", "MuSGD"))
+def test_ultralytics_weight_decay(ultralytics, name):
+    """57 weights of norms without decay, whose biases are in a group with the others."""
+    plain, net = yolo(), syncbn.convert_sync_batchnorm(yolo())
+    assert groups_of(net, name) == groups_of(plain, name)
+    assert len(norms_of(net)) == 57
+    norms = {f"{n}.weight" for n, m in net.named_modules() if isinstance(m, syncbn.SyncBatchNorm)}
+    without = {n for decay, names in groups_of(net, name) if decay == 0 for n in names}
+    assert norms <= without
+
+
+def test_ultralytics_fuse(ultralytics):
+    plain, net = yolo().eval(), syncbn.convert_sync_batchnorm(yolo()).eval()
+    for model in (plain, net):
+        model.fuse(verbose=False)
+    assert net.is_fused() and not norms_of(net)
+    for (name, a), b in zip(net.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_ultralytics_fuses_plain_branches(ultralytics):
+    from ultralytics.nn.modules.conv import RepConv
+
+    net = RepConv(4, 4, bn=True).eval()
+    x = torch.randn(1, 4, 8, 8)
+    expected = net(x)
+    for converted in (THEIRS.convert_sync_batchnorm(copy.deepcopy(net)), converted_copy(net)):
+        with pytest.raises(UnboundLocalError):
+            converted.fuse_convs()
+    reverted = syncbn.revert_sync_batchnorm(converted_copy(net))
+    reverted.fuse_convs()
+    torch.testing.assert_close(reverted.forward_fuse(x), expected)
+
+
+def test_ultralytics_keeps_eps_and_momentum(ultralytics):
+    """It sets them in BatchNorm2d layers when it builds a model, so convert afterwards."""
+    net = syncbn.convert_sync_batchnorm(yolo())
+    assert {(m.eps, m.momentum) for m in norms_of(net)} == {(1e-3, 0.03)}
+
+
+def test_ultralytics_freeze(ultralytics):
+    """Its trainer puts frozen BatchNorm2d layers into evaluation mode, but no SyncBatchNorm,
+    PyTorch's neither; the page's trainer does."""
+    from ultralytics.engine.trainer import BaseTrainer
+
+    def modes(net, cls):
+        this = types.SimpleNamespace(model=net, freeze_layer_names=["model.0.", "model.1."])
+        cls._model_train(this)
+        return [m.training for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+    plain, net = yolo(), syncbn.convert_sync_batchnorm(yolo())
+    theirs = THEIRS.convert_sync_batchnorm(yolo())
+    assert modes(plain, BaseTrainer).count(False) == 2
+    assert modes(theirs, BaseTrainer) == modes(net, BaseTrainer) == [True] * 57
+
+
+# mmengine
+
+
+def test_mmengine_weight_decay():
+    constructor = library("mmengine.optim").DefaultOptimWrapperConstructor
+    decays = []
+    for net in (network(), syncbn.convert_sync_batchnorm(network())):
+        build = constructor(
+            dict(type="OptimWrapper", optimizer=dict(type="SGD", lr=0.1, weight_decay=0.1)),
+            dict(norm_decay_mult=0.0),
+        )
+        groups = build(net).optimizer.param_groups
+        decays.append([(g["weight_decay"], names_of(net, g["params"])) for g in groups])
+    assert decays[0] == decays[1]
+    assert (0.0, ["1.weight"]) in decays[0] and (0.1, ["0.weight"]) in decays[0]
+
+
+def test_mmengine_reverts():
+    """Its runner calls this where training is not distributed."""
+    model = library("mmengine.model")
+    net = syncbn.convert_sync_batchnorm(network())
+    expected = evaluated(net)
+    reverted = model.revert_sync_batchnorm(net)
+    assert not norms_of(reverted, THEIRS)
+    assert torch.equal(evaluated(reverted), expected)
+
+
+def test_mmengine_converts_again():
+    model = library("mmengine.model")
+    net = model.convert_sync_batchnorm(syncbn.convert_sync_batchnorm(network()))
+    assert not norms_of(net) and len(norms_of(net, THEIRS)) == 2
+    with pytest.raises(RuntimeError, match="not synchronized by syncbn"):
+        syncbn.report(net, strict=True)
+
+
+@pytest.mark.parametrize("path", ("lightning.pytorch.plugins.layer_sync", "mmengine.model"))
+def test_their_reverts_lose_an_activation(path):
+    """They know torch.nn.SyncBatchNorm's attributes only. This package's revert keeps it."""
+    module = library(path)
+    make = getattr(module, "revert_sync_batchnorm", None) or module.TorchSyncBatchNorm().revert
+    layer = syncbn.SyncBatchNorm(3, activation="relu")
+    (reverted,) = make(nn.Sequential(layer))
+    x = torch.randn(4, 3, 2, 2)
+    assert torch.equal(layer.eval()(x), reverted.eval()(x).relu())
+    assert (reverted(x) < 0).any()

@@ -1,0 +1,150 @@
+"""A rank is late, dies or disagrees while the group is made: every surviving rank gets one error,
+in time, that names layer and ranks, and ranks that are alive go on. forming_cases.py has the
+scenarios."""
+
+import datetime
+import json
+import os
+import re
+import socket
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import forming_cases
+from forming_cases import LIMIT
+from syncbn import _groups
+
+SCENARIOS = {
+    name.removeprefix("scenario_"): function
+    for name, function in vars(forming_cases).items()
+    if name.startswith("scenario_")
+}
+#: From a rank's call to its error: the limit, connecting, the store's answer, and what two busy
+#: cores need.
+IN_TIME = LIMIT + 5 + 3 + 5
+#: The same for a rank that need not wait.
+AT_ONCE = 4.0
+
+
+def _rank_main(rank: int, world: int, engine: str, direct: bool, port: int, folder: str, name: str):
+    _groups.use_shared_memory = engine == "shared memory"
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=60)
+    # The ranks' store is this process's first: a rank that ends takes nobody's store with it.
+    owner = name == "store_dies" and rank == 0
+    store = dist.TCPStore("127.0.0.1", port, is_master=owner, wait_for_workers=False, timeout=limit)
+    if name == "late_by_node":
+        limit = datetime.timedelta(seconds=LIMIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=LIMIT))
+    dist.barrier()
+    run = forming_cases.Run(rank, world, group, direct)
+    began = time.monotonic()
+    text = ""
+    try:
+        SCENARIOS[name](run)
+        outcome = "passed"
+    except BaseException as error:
+        outcome, text = type(error).__name__, str(error)
+    seconds = time.monotonic() - began
+    if name in forming_cases.GO_ON:
+        dist.barrier()
+        try:
+            run.go_on()
+        except BaseException as error:
+            outcome, text = f"{outcome}, then {type(error).__name__}", f"{text}, then {error}"
+        dist.barrier()
+    result = {"outcome": outcome, "text": text, "seconds": seconds}
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    time.sleep(1)  # ending is a fault of its own
+    os._exit(0)
+
+
+#: Every scenario for conversion and for a first step, on 2 and 3 ranks and both engines by turns.
+RUNS = [
+    (name, world, direct, engine)
+    for i, name in enumerate(SCENARIOS)
+    for world, direct, engine in (
+        (2 + i % 2, False, "shared memory" if i % 4 < 2 else "gloo"),
+        (3 - i % 2, True, "gloo" if i % 4 < 2 else "shared memory"),
+    )
+    if not (direct and name == "late_by_node")
+]
+#: There two ranks are too few, or one engine.
+RUNS = [
+    (name, 3 if name == "store_dies" else w, d, "shared memory" if name == "another_engine" else e)
+    for name, w, d, e in RUNS
+]
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _run(context, name: str, world: int, direct: bool, engine: str) -> dict:
+    """What each rank wrote, None if it wrote nothing."""
+    store = None
+    if name == "store_dies":
+        port = _free_port()
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = store.port
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_rank_main, args=(r, world, engine, direct, port, folder, name))
+            for r in range(world)
+        ]
+        for process in processes:
+            process.start()
+        until = time.monotonic() + 60
+        for process in processes:
+            process.join(max(0, until - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        files = [Path(folder, f"{rank}.json") for rank in range(world)]
+        return {r: json.loads(f.read_text()) if f.exists() else None for r, f in enumerate(files)}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """All runs, eight at a time: they mostly wait. Processes are forked from one that has imported
+    the package."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["syncbn"])
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(RUNS, pool.map(lambda run: _run(context, *run), RUNS), strict=True))
+
+
+@pytest.mark.parametrize(("name", "world", "direct", "engine"), RUNS)
+def test_forming(outcomes, name, world, direct, engine):
+    results = outcomes[name, world, direct, engine]
+    odd = world - 1
+    for rank, result in results.items():
+        expected = forming_cases.EXPECTED[name][0 if rank == odd else 1]
+        if expected == "killed" or (name == "store_dies" and rank == 0):
+            assert result is None
+            continue
+        assert result is not None, f"rank {rank} hangs or died; {results}"
+        assert result["outcome"] == expected, f"rank {rank}: {result}"
+        soon = expected not in ("ExchangeTimeout", "passed")
+        limit = AT_ONCE + 2 if soon else IN_TIME  # 2: seconds that ranks are apart
+        if rank == odd and name in ("late", "late_by_node"):
+            limit = LIMIT + 3 + AT_ONCE
+        assert result["seconds"] < limit, f"rank {rank}: {result}"
+        if expected in ("DivergenceError", "ExchangeTimeout", "PeerLost"):
+            text = result["text"]
+            who = "stem" if direct else "convert_sync_batchnorm"
+            assert text.startswith(f"{who}, "), text
+            assert f"rank {rank} of {world}: " in text
+            if rank != odd or "{odd}" not in forming_cases.NAMES[name]:
+                assert re.search(forming_cases.NAMES[name].format(odd=odd), text), text

@@ -1,0 +1,102 @@
+"""No operator crashes or damages memory, whatever tensor PyTorch hands it; odd_tensors.py makes the
+calls. make sanitize runs them with the sanitizers."""
+
+import os
+
+import pytest
+import torch
+
+import odd_tensors
+import syncbn
+from odd_tensors import EPS, C, X
+from syncbn._ops import ops
+
+CALLS = int(os.environ.get("SYNCBN_EXAMPLES", "60")) * 25
+
+
+def test_the_table_has_all_operators():
+    known = set(odd_tensors.calls(odd_tensors._group())) | odd_tensors.OTHERS
+    names = torch._C._dispatch_get_all_op_names()
+    assert {n.removeprefix("syncbn::") for n in names if n.startswith("syncbn::")} == known
+
+
+def test_good_arguments_are_taken():
+    for name, arguments in odd_tensors.calls(odd_tensors._group()).items():
+        getattr(ops, name)(*arguments)
+
+
+def test_odd_arguments_are_errors_or_results():
+    table = odd_tensors.calls(odd_tensors._group())
+    before = ops.local_moments(*table["local_moments"])
+    counts = odd_tensors.run(CALLS, seed=1)
+    assert counts.keys() == table.keys()
+    assert sum(errors for _, errors in counts.values()) > CALLS / 4
+    assert torch.equal(ops.local_moments(*table["local_moments"]), before)
+
+
+def _statistics():
+    counter = torch.tensor([3])
+    return [torch.zeros(C), torch.ones(C), counter, counter.clone()]
+
+
+@pytest.mark.parametrize("odd", ("negative", "negative imaginary part", "conjugate"))
+@pytest.mark.parametrize("at", range(4))
+def test_running_statistics_with_a_pending_sign_are_refused(odd, at):
+    """PyTorch's own way with such tensors expects the operator to return what it wrote to."""
+    message = ops.local_moments(X, 0, None, EPS, 0)
+    sums = (X, message, message, None, None, None, None, EPS, 1, 0, 0.0, None)
+    _, mean, var, _, info, _ = ops.normalize(*sums)
+    good = _statistics()
+    given = list(good)
+    given[at] = odd_tensors.ODD[odd](good[at])
+    text = "negative or conjugate bit, expected those of tensor.resolve_neg()"
+    with pytest.raises(RuntimeError, match=text):
+        ops.update_running_statistics(*given, mean, var, info, 0.1)
+    with pytest.raises(RuntimeError, match=text):
+        ops.normalize_and_update(*sums, *given, None, 0.1)
+    assert all(map(torch.equal, good, _statistics()))
+
+
+def test_a_layer_takes_inputs_with_the_negative_bit_exact():
+    """As the imaginary part of a conjugate has it."""
+    layers = [syncbn.SyncBatchNorm(C, activation="relu") for _ in range(2)]
+    negative = torch.complex(X, X).conj().imag
+    assert negative.is_neg()
+    given = ((negative, -negative.clone()), (-X, X.clone()))
+    assert torch.equal(*(layer(*tensors) for layer, tensors in zip(layers, given, strict=True)))
+    assert torch.equal(layers[0].running_var, layers[1].running_var)
+
+
+@pytest.mark.parametrize("frame", (2**31 - 1, 2**20 + 1, -1))
+def test_frames_are_bounded(frame):
+    """2^31 - 1 words were 17 GB of zeros."""
+    for call in (
+        lambda: ops.rejection(X, frame),
+        lambda: ops.local_moments(X, 0, None, EPS, frame),
+    ):
+        with pytest.raises(RuntimeError, match=rf"^frame: got {frame}, expected 0 to 2\^20 words"):
+            call()
+
+
+def test_a_storage_that_is_too_small_is_refused():
+    """As FSDP leaves the parameters of a layer outside of its turn."""
+    x = X.clone()
+    x.untyped_storage().resize_(8)
+    text = r"^x: got a storage of 8 bytes, expected at least 240"
+    with pytest.raises(RuntimeError, match=text):
+        ops.local_moments(x, 0, None, EPS, 0)
+
+
+def test_the_counter_does_not_wrap():
+    good = [*_statistics()[:2], torch.tensor([2**63 - 1]), torch.tensor([5])]
+    before = [t.clone() for t in good]
+    mean = torch.ones(C, dtype=torch.float64)
+    text = r"^num_batches_tracked: got 2\^63 - 1, expected room for one batch more"
+    with pytest.raises(RuntimeError, match=text):
+        ops.update_running_statistics(*good, mean, mean, torch.tensor([7, 0]), 0.1)
+    assert all(map(torch.equal, good, before))
+
+
+def test_eps_has_one_zero():
+    messages = [ops.local_moments(X, 0, None, eps, 0) for eps in (0.0, -0.0)]
+    assert torch.equal(*messages)

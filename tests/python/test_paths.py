@@ -1,0 +1,156 @@
+"""Where layers are found among the living modules."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel
+
+import syncbn
+from syncbn import _groups, _paths
+
+
+def new_layer() -> syncbn.SyncBatchNorm:
+    return syncbn.SyncBatchNorm(3)
+
+
+def path_of(layer: nn.Module) -> str | None:
+    return _paths._paths().get(layer.state)
+
+
+def test_path_in_the_outermost_module():
+    layer = new_layer()
+    assert path_of(layer) == ""
+    block = nn.Sequential(nn.ReLU(), layer)
+    assert path_of(layer) == "1"
+    model = nn.ModuleDict({"a": block})
+    assert path_of(layer) == "a.1"
+    del model
+    gc.collect()
+    assert path_of(layer) == "1"
+    assert block[1] is layer
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    (
+        lambda model: torch.compile(model),
+        lambda model: nn.DataParallel(model),
+        AveragedModel,
+        lambda model: nn.ModuleDict({"_checkpoint_wrapped_module": model}),
+        lambda model: nn.ModuleDict({"_fsdp_wrapped_module": torch.compile(model)}),
+    ),
+    ids=("compile", "module", "average", "checkpoint", "fsdp"),
+)
+def test_wrappers_do_not_count(wrap):
+    model = nn.Sequential(new_layer())
+    wrapped = wrap(model)
+    layer = next(m for m in wrapped.modules() if isinstance(m, syncbn.SyncBatchNorm))
+    assert path_of(layer) == "0"
+
+
+def test_path_in_the_largest_model():
+    """Parts of it elsewhere, and what is left of a constructor that failed, do not matter."""
+
+    class Half(nn.Module):
+        def __init__(self, layer):
+            kept.append(self)  # before there is anything in it
+
+    kept: list = []
+    layer = new_layer()
+    part = nn.ModuleList([layer])
+    model = nn.ModuleDict({"stem": nn.ReLU(), "bn": layer, "again": layer})
+    Half(layer)
+    assert path_of(layer) == "bn"
+    assert part[0] is layer is model["bn"]
+
+
+def test_path_of_a_subclass_and_of_a_parametrized_layer():
+    class Mine(syncbn.SyncBatchNorm):
+        pass
+
+    model = nn.Sequential(Mine(3), new_layer())
+    parametrize.register_parametrization(model[1], "weight", nn.Identity())
+    assert [path_of(layer) for layer in model] == ["0", "1"]
+
+
+def test_modules_in_a_circle_have_no_path():
+    layer = new_layer()
+    a, b = nn.ModuleDict({"bn": layer}), nn.ModuleDict()
+    a["b"], b["a"] = b, a
+    assert path_of(layer) is None
+    _paths.find(layer.state)
+    assert layer.state.name == "SyncBatchNorm"
+    a.clear()
+
+
+def test_objects_are_not_asked():
+    """Proxies do things when somebody looks at their class."""
+
+    class Proxy:
+        @property
+        def __class__(self):
+            raise AssertionError("asked")
+
+    proxy, layer = [Proxy()], new_layer()
+    assert gc.is_tracked(proxy) and path_of(layer) == ""
+
+
+def test_one_pass_names_all_layers(monkeypatch):
+    model = nn.Sequential(*(new_layer() for _ in range(5)))
+    _paths.find(model[0].state)
+    monkeypatch.setattr(_paths, "_paths", None)  # no second one
+    for number, layer in enumerate(model):
+        _paths.find(layer.state)
+        assert layer.state.name == str(number)
+
+
+def test_names_that_are_found_are_not_copied_or_exported():
+    """A copy may lie elsewhere, and a program of torch.export keeps the name that it had."""
+    model = nn.Sequential(new_layer())
+    _paths.find(model[0].state)
+    assert model[0].state.name == "0" and model[0].state.identity.name == "SyncBatchNorm"
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert again[0].state.name == "SyncBatchNorm"
+    syncbn.set_group(model, timeout=7)
+    assert model[0].state.name == "SyncBatchNorm"
+
+
+def test_conversion_names_layers_that_were_made_directly():
+    model = nn.Sequential(nn.Sequential(new_layer()), nn.BatchNorm1d(3))
+    _paths.find(model[0][0].state)
+    syncbn.convert_sync_batchnorm(model)
+    assert [m.state.name for m in (model[0][0], model[1])] == ["0.0", "1"]
+    again = syncbn.convert_sync_batchnorm(nn.ModuleDict({"inner": model}))
+    assert [m.state.name for m in (model[0][0], model[1])] == ["0.0", "1"]
+    assert copy.deepcopy(again)["inner"][1].state.name == "1"
+
+
+@pytest.mark.parametrize(
+    "name, path",
+    (("SyncBatchNorm", ""), ("a.bn", "a.bn"), ("module.a._orig_mod.bn", "a.bn"), ("module", "")),
+)
+def test_path_of_a_name(name, path):
+    state = new_layer().state
+    state.name = name
+    assert _paths._path(state) == path
+
+
+def test_no_pass_for_converted_layers(monkeypatch):
+    monkeypatch.setattr(_paths, "_paths", None)
+    model = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
+    _paths.find(model[0].state)
+
+
+@pytest.mark.parametrize("ranks, room", ((2, 512), (2048, 32)))
+def test_long_paths_lose_their_beginning(ranks, room):
+    peers = _groups.Peers("", ranks, 0, 1.0)
+    for path in ("a" * 600, "\u00e9" * 600, "layer." * 300 + "bn", "x.y" * 400):
+        end = _paths._end_of(path, peers)
+        assert path.endswith(end) and room - 8 < len(end.encode()) <= room
+        assert "." not in path or path[-len(end) - 1] == "." or len(path.split(".")[-1]) > room
+    assert _paths._end_of("layer4.bn", peers) == "layer4.bn"
