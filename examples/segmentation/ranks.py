@@ -58,16 +58,16 @@ def choose_devices(wish: str, ranks: int) -> tuple[list[str], str, str]:
         raise ValueError("--device cuda: PyTorch finds no CUDA device here")
     if gpus >= ranks and dist.is_nccl_available():
         devices = [f"cuda:{rank}" for rank in range(ranks)]
-        return devices, "nccl", f"one of {gpus} CUDA devices for each rank, exchange over NCCL"
+        return devices, "nccl", f"one of {gpus} CUDA devices for each rank, DDP over NCCL"
     if wish == "cuda":  # NCCL wants a device for each rank
         devices = [f"cuda:{rank % gpus}" for rank in range(ranks)]
         return (
             devices,
             "gloo",
-            f"{ranks_text(ranks)} share {gpus} CUDA device(s), exchange over Gloo",
+            f"{ranks_text(ranks)} share {gpus} CUDA device(s), DDP over Gloo",
         )
     sentence = (
-        f"{ranks_text(ranks)} on {cores()} CPU cores, exchange over Gloo; "
+        f"{ranks_text(ranks)} on {cores()} CPU cores, DDP over Gloo; "
         f"threads: {max(1, cores() // ranks)} a rank, {threads_alone()} for (c)"
     )
     if gpus:

@@ -107,6 +107,9 @@ def train(setting: Setting, plan: Plan, source: Source, place: Place) -> Run:
     network.to(place.device)
     replica: nn.Module = network
     if place.size > 1:
+        if place.rank == 0 and setting.norm == "sync":
+            engine = syncbn.report(network)[0].engine
+            print(f"{setting.title}: the layers exchange over {engine}", flush=True)
         ids = [place.device.index] if place.device.type == "cuda" else None
         replica = DistributedDataParallel(network, device_ids=ids)
     optimizer = torch.optim.Adam(network.parameters(), lr=plan.learning_rate, fused=True)

@@ -28,8 +28,8 @@ struct BatchNormOptions {
   Statistics statistics = Statistics::kReproducible;  ///< of the forward direction
 };
 
-/// What all ranks must have in common of a layer besides channels and eps, hashed field by field: in
-/// the place of the layer's number in syncbn::fingerprint.
+/// What all ranks must have in common of a layer besides channels and eps, hashed field by field:
+/// in the place of the layer's number in syncbn::fingerprint.
 SYNCBN_API std::uint64_t layer_identity(std::uint64_t layer, const Activation& activation,
                                         Statistics statistics, bool residual);
 

@@ -3,6 +3,7 @@ missing."""
 
 import ctypes
 import datetime
+import re
 import threading
 import time
 
@@ -28,8 +29,8 @@ _STEP = ("forward", "backward", "conversion")
 _SPINS = 100
 
 
-#: What PyTorch and the operators raise when an allocation fails.
-NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
+#: In PyTorch's error for a tensor on CPU, which has no type of its own.
+_NO_MEMORY = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
 
 
 class LengthsDiffer(Exception):
@@ -226,9 +227,19 @@ def _keep(peers: _groups.Peers) -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(_groups.resolve(name)))
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether it is what PyTorch and the operators raise when an allocation fails."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+
+
 def reason_of(error: BaseException) -> str:
-    """Its text; C++ and Python have none of their own for lack of memory."""
+    """Its text; C++ and Python have none of their own for lack of memory, and PyTorch names its
+    allocator."""
     text = str(error)
+    if asked := _NO_MEMORY.search(text):
+        return f"memory: got none for a tensor of {asked[1]} bytes"
     return "memory: got none" if text in ("", "std::bad_alloc") else text
 
 
@@ -244,7 +255,7 @@ def leave(error: BaseException, peers: _groups.Peers | None, call: Call) -> None
     """After an error in a step of a layer: the others hear of what ends it on this rank alone, also
     before and after the exchange. The caller raises the error again; what lacks memory is raised
     here, with the layer's name."""
-    no_memory = isinstance(error, NO_MEMORY)
+    no_memory = lacks_memory(error)
     if getattr(error, "told", False) or (isinstance(error, Exception) and not no_memory):
         return
     if peers is not None:

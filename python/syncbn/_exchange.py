@@ -97,7 +97,7 @@ def refusing(run, arguments: tuple, x: torch.Tensor, peers: Peers | None, call: 
 
 def _refused(error: Exception, x: torch.Tensor, peers: Peers | None, call: Call) -> Exception:
     """The error to raise, which names the layer where there was no memory."""
-    if not isinstance(error, _collective.NO_MEMORY):
+    if not _collective.lacks_memory(error):
         reject(peers, call, error, x=x)
         return error
     reject(peers, call, MemoryError(_collective.reason_of(error)), x=x)
@@ -152,15 +152,8 @@ def gather(
         return message, message if message.is_cuda else record
     if message.is_cuda:
         return _gather_from_device(message, channels, peers, call)
-    size = record.numel()
-    words = frame_words(peers) or HEADER_WORDS + peers.ranks * size
-    frame = torch.zeros(words, dtype=torch.int64, device=message.device)
-    frame[:HEADER_WORDS] = message[:HEADER_WORDS]
-    # By the largest record: a rank without samples may be of another dtype than the group.
-    fits = peers.any_length or HEADER_WORDS + peers.ranks * (1 + 2 * channels) <= words
-    if fits:
-        begin = HEADER_WORDS + peers.rank * size
-        frame[begin : begin + size] = record
+    frame, fits = refusing(_placed, (message, channels, peers), message, peers, call)
+    words, size = frame.numel(), record.numel()
     first = _sum_first(frame, peers, call)
     dtype = _check(first, peers, call)
     if dtype is not None:
@@ -170,6 +163,21 @@ def gather(
     whole = torch.cat([frame[: first.numel()], record])
     record = ops.remaining_words(whole, first, peers.ranks, channels, size)
     return first, _collective.all_gather(record, peers, call)
+
+
+def _placed(message: torch.Tensor, channels: int, peers: Peers) -> tuple[torch.Tensor, bool]:
+    """The first message of gather(), and whether it has room for all records."""
+    record = message[HEADER_WORDS:]
+    size = record.numel()
+    words = frame_words(peers) or HEADER_WORDS + peers.ranks * size
+    frame = torch.zeros(words, dtype=torch.int64, device=message.device)
+    frame[:HEADER_WORDS] = message[:HEADER_WORDS]
+    # By the largest record: a rank without samples may be of another dtype than the group.
+    fits = peers.any_length or HEADER_WORDS + peers.ranks * (1 + 2 * channels) <= words
+    if fits:
+        begin = HEADER_WORDS + peers.rank * size
+        frame[begin : begin + size] = record
+    return frame, fits
 
 
 def _gather_from_device(

@@ -222,7 +222,8 @@ TEST(SharedMemoryOffer, GarbageInTheMemoryIsNoCrash) {
       write();
       while (!group->finish(milliseconds(1))) {
       }
-    } catch (const Error&) {
+    } catch (const Error& error) {
+      EXPECT_STRNE(error.what(), "");
     }
   }
 }

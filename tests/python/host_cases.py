@@ -64,9 +64,9 @@ def _answer(folder: str, number: int) -> None:
     except Exception as error:
         outcome, text = type(error).__name__, str(error)
     result = {"outcome": outcome, "text": text, "seconds": time.monotonic() - began}
-    place = Path(folder, f"done.{number}.{_rank}")
-    place.with_suffix(".new").write_text(json.dumps(result))
-    place.with_suffix(".new").rename(f"{place}.json")
+    place = f"{folder}/done.{number}.{_rank}"
+    Path(f"{place}.new").write_text(json.dumps(result))
+    os.rename(f"{place}.new", f"{place}.json")
 
 
 def _rank_main(rank: int, folder: str) -> None:
