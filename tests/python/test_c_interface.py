@@ -63,7 +63,7 @@ def tensor(t: torch.Tensor, **changes) -> Tensor:
         *(t.data_ptr(), DTYPES[t.dtype], 0, t.dim(), numbers(*t.shape), numbers(*t.stride()))
     )
     for name, value in changes.items():
-        setattr(result, name, value)
+        setattr(result, name, numbers(*value) if isinstance(value, list) else value)
     return result
 
 
@@ -199,9 +199,9 @@ def test_ranks_that_differ_get_an_error(field):
         ({"ndim": 2**31 - 1}, "x"),
         ({"data": None}, "x"),
         ({"sizes": None}, "x.sizes"),
-        ({"sizes": (c_int64 * 4)(6, 8, 3, 5)}, "y"),
-        ({"sizes": (c_int64 * 4)(-6, 7, 3, 5)}, "x"),
-        ({"sizes": (c_int64 * 4)(2**62, 7, 2**62, 5)}, "x"),
+        ({"sizes": [6, 8, 3, 5]}, "y"),
+        ({"sizes": [-6, 7, 3, 5]}, "x"),
+        ({"sizes": [2**62, 7, 2**62, 5]}, "x"),
     ],
     ids=str,
 )
