@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import syncbn
 from forking import equal, held, passes_in_child, train
 from rank_cases import raises
-from syncbn import _collective, _groups
+from syncbn.exchange import groups, transports
 
 FORKED = "was forked from rank"
 
@@ -123,7 +123,7 @@ def case_second_thread_in_a_group_is_an_error(rank, world):
     if rank == 0:
         worker = threading.Thread(target=check_step, args=(layers[0], rank, world))
         worker.start()
-        while not _collective._threads:
+        while not transports._threads:
             pass
         text = "another thread exchanges in the same group"
         raises(RuntimeError, text, lambda: layers[1](own_samples(rank)))
@@ -139,10 +139,8 @@ def case_second_thread_in_a_group_is_an_error(rank, world):
 def case_threads_with_groups_of_their_own_exact(rank, world):
     """Four threads, each with its layer and its group, at once; then one after the other."""
     names = range(4)
-    groups = [dist.new_group(list(range(world))) for _ in names]
-    layers = [
-        syncbn.SyncBatchNorm(3, process_group=g, timeout=20 + i) for i, g in enumerate(groups)
-    ]
+    own = [dist.new_group(list(range(world))) for _ in names]
+    layers = [syncbn.SyncBatchNorm(3, process_group=g, timeout=20 + i) for i, g in enumerate(own)]
     again = [copy.deepcopy(layer) for layer in layers]
     for layer in layers:
         syncbn.prepare(layer)
@@ -164,7 +162,7 @@ def case_many_models_share_what_a_process_holds(rank, world):
     """200 models of 10 layers need one group; without them, nothing is left but that group."""
     syncbn.prepare(syncbn.SyncBatchNorm(3))
     gc.collect()
-    before, groups = held(), len(_groups._own_groups)
+    before, number = held(), len(groups._own_groups)
     layers_before = _live_layers()
 
     def model():
@@ -173,7 +171,7 @@ def case_many_models_share_what_a_process_holds(rank, world):
     models = [syncbn.convert_sync_batchnorm(model()) for _ in range(200)]
     for each in models[::10]:
         each(own_samples(rank)).sum().backward()
-    assert len(_groups._own_groups) == groups
+    assert len(groups._own_groups) == number
     assert held() == before
     del models, each
     gc.collect()

@@ -23,9 +23,10 @@ from support import (
     rough_samples,
     to_tensor,
 )
-from syncbn import _build, _cuda, _training, doctor
-from syncbn._state import LayerState
+from syncbn import _build, doctor, operators_cuda
 from syncbn.ops import batch_norm
+from syncbn.step import adapters
+from syncbn.step.layer_state import LayerState
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -75,7 +76,7 @@ def test_layer_says_why_cuda_cannot_be_used(monkeypatch, built, torch_cuda, avai
     with FakeTensorMode():
         layer = syncbn.SyncBatchNorm(3, device="cuda")
         x = torch.empty(4, 3, 5, device="cuda")
-        monkeypatch.setattr(_cuda, "_loaded", False)
+        monkeypatch.setattr(operators_cuda, "_loaded", False)
         monkeypatch.setattr(_build, "cuda", built is not None)
         monkeypatch.setattr(_build, "cuda_version", built)
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
@@ -89,7 +90,7 @@ def test_layer_says_why_cuda_cannot_be_used(monkeypatch, built, torch_cuda, avai
 def fake_cuda(monkeypatch):
     """Tensors without memory that say they are on CUDA; outside of a capture if nothing else is
     said, because there is no driver to ask."""
-    monkeypatch.setattr(_cuda, "_loaded", True)
+    monkeypatch.setattr(operators_cuda, "_loaded", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with FakeTensorMode():
         yield
@@ -98,7 +99,7 @@ def fake_cuda(monkeypatch):
 def test_inplace_step_in_a_capture_reads_no_weights(fake_cuda, monkeypatch):
     """Outside it looks at the bound of the recovered input, which a fake tensor cannot tell."""
     # Not as where shapes alone are wanted. Counters would not follow to a device without memory.
-    monkeypatch.setattr(_training, "_is_fake", lambda x, parameter: False)
+    monkeypatch.setattr(adapters, "_is_fake", lambda x, parameter: False)
     monkeypatch.setattr(LayerState, "move", lambda self, device: None)
     layer = syncbn.SyncBatchNorm(3, device="cuda", activation="leaky_relu", inplace=True)
     layer.state = LayerState("layer", counted=False)
