@@ -23,7 +23,8 @@ from support import (
     rough_samples,
     to_tensor,
 )
-from syncbn import _build, doctor, operators_cuda
+from syncbn import _build, operators_cuda
+from syncbn.models import doctor
 from syncbn.ops import batch_norm
 from syncbn.step import adapters
 from syncbn.step.layer_state import LayerState
@@ -32,16 +33,16 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 WITHOUT_DRIVER = """
 import pathlib, torch, syncbn
-from syncbn import _cuda
+from syncbn import operators_cuda
 x = torch.randn(4, 3, 5, requires_grad=True)
 syncbn.SyncBatchNorm(3)(x).sum().backward()
-assert not _cuda._loaded and "libsyncbn_torch_cuda" not in open("/proc/self/maps").read()
+assert not operators_cuda._loaded and "libsyncbn_torch_cuda" not in open("/proc/self/maps").read()
 library = pathlib.Path(syncbn.__file__).parent / "lib" / "libsyncbn_torch_cuda.so"
 assert library.exists() == syncbn._build.cuda
 if library.exists():
     torch.ops.load_library(library)
     assert torch._C._dispatch_has_kernel_for_dispatch_key("syncbn::normalize", "CUDA")
-print(_cuda.why_not())
+print(operators_cuda.why_not())
 """
 
 

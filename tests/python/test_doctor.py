@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import syncbn
-from syncbn import __main__, doctor
+from syncbn import __main__
+from syncbn.models import doctor
 from syncbn.operators import ops
 
 

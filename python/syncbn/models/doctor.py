@@ -111,7 +111,7 @@ def _rank_main(rank: str, folder: str, timeout: str) -> None:
 def self_test(timeout: float = TIMEOUT) -> list[Result]:
     """Trains one layer in two processes, over Gloo and through shared memory, and compares bits
     with one process. Shared memory that is not to be had is said, and no failure."""
-    code = "import sys; from syncbn.doctor import _rank_main; _rank_main(*sys.argv[1:])"
+    code = "import sys; from syncbn.models.doctor import _rank_main; _rank_main(*sys.argv[1:])"
     until = time.monotonic() + timeout
     results = {name: [] for name in _ENGINES.values()}
     failures = []
