@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
     rank, incarnation = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
-    model = DistributedDataParallel(syncbn.convert_sync_batchnorm(model, timeout=20))
+    model = DistributedDataParallel(syncbn.convert_sync_batchnorm(model, timeout=300))
     (row,) = syncbn.report(model)
     (folder / f"started.{incarnation}.{rank}").write_text(f"{os.getpid()} {row.engine}")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

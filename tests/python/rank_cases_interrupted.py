@@ -145,16 +145,28 @@ def case_interrupts_by_a_signal(rank, world):
     _step(layer)
 
 
+def _pages():
+    return int(Path("/proc/self/statm").read_text().split()[0])
+
+
+def _settled_pages():
+    """When threads of earlier groups have ended, which gives memory back."""
+    seen = [_pages()]
+    while len(seen) < 50 and (len(seen) < 4 or len(set(seen[-4:])) > 1):
+        time.sleep(0.2)
+        seen.append(_pages())
+    return seen[-1]
+
+
 def _memory_left(limit):
     """At most so many bytes more for this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = _settled_pages()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + limit, hard))
     return soft, hard
 
 
 def _without_memory(layer, x):
-    time.sleep(0.3)  # threads of earlier groups end, and give memory back
     before = _memory_left(4 << 20)
     try:
         layer(x)

@@ -1,5 +1,5 @@
-"""Real processes, over shared memory and over Gloo alone: 2 and 3 ranks, started once each, run
-every case of the modules rank_cases*.py and device_cases.py."""
+"""Real processes over shared memory: 2 and 3 ranks, started once each, run every case of the
+modules rank_cases*.py and device_cases.py. test_distributed_gloo.py: over Gloo alone."""
 
 import importlib
 from pathlib import Path
@@ -21,12 +21,17 @@ def all_cases() -> Cases:
     return CASES
 
 
-RUNS = [(world, engine) for engine in ("shared memory", "gloo") for world in (2, 3)]
+def results_over(engine: str):
+    """A fixture."""
+
+    @pytest.fixture(scope="module", params=(2, 3), ids=lambda world: f"{world} ranks, {engine}")
+    def results(request, tmp_path_factory):
+        return run_cases(all_cases, request.param, engine, tmp_path_factory.mktemp("ranks"))
+
+    return results
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0]} ranks, {run[1]}")
-def results(request, tmp_path_factory):
-    return run_cases(all_cases, *request.param, tmp_path_factory.mktemp("ranks"))
+results = results_over("shared memory")
 
 
 @pytest.mark.parametrize("case", CASES)

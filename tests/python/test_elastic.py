@@ -31,7 +31,7 @@ def test_a_killed_rank_is_started_again_and_nothing_is_left(tmp_path):
         [*command, str(JOB), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         # Otherwise the launcher keeps its store, where the default group of the second attempt may
         # find addresses of the first.
         env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
@@ -52,5 +52,5 @@ def test_a_killed_rank_is_started_again_and_nothing_is_left(tmp_path):
     assert set(os.listdir("/dev/shm")) <= shared
     processes = [int(text.split()[0]) for text in started.values()]
     assert [p for p in processes if _start_time(p) is not None] == []
-    # Two starts of two processes, and nobody waits for the exchange's limit of 20 s.
-    assert seconds < 40, f"{seconds:.0f} s"
+    # Two starts of two processes on a busy machine, and nobody waits for the limit of 300 s.
+    assert seconds < 200, f"{seconds:.0f} s"

@@ -1,6 +1,7 @@
 """What a group of ranks exchanges through: Gloo between all of them, shared memory inside nodes."""
 
 import datetime
+import functools
 import os
 from typing import NamedTuple
 
@@ -11,8 +12,8 @@ from . import shared_memory, watch
 
 
 class Mesh(NamedTuple):
-    """groups: the groups over Gloo, by name, which torch.distributed does not know yet; store: a
-    connection of their own. The others: as of Peers."""
+    """groups: the groups over Gloo, by name, which torch.distributed does not know yet; store: the
+    connection over which they were made. The others: as of Peers."""
 
     groups: dict[str, dist.ProcessGroup]
     store: dist.Store
@@ -43,8 +44,34 @@ def _check_descriptors(number: int) -> None:
             os.close(one)
 
 
+@functools.cache
+def _devices() -> list:
+    """Of Gloo, as PyTorch chooses them. All groups share them: for a new one a name server is asked
+    for this host's address, which may take seconds."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    make = dist.ProcessGroupGloo
+    if not names:
+        return [make.create_default_device()]
+    return [make.create_device(interface=name) for name in names.split(",")]
+
+
+_inherited: list = []
+
+
+def _forget_parent() -> None:
+    """In a forked child: a device's thread stayed behind, and its end would wait for it."""
+    if _devices.cache_info().currsize:
+        _inherited.append(_devices())
+    _devices.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
 def _gloo(store: dist.Store, rank: int, size: int, limit: float) -> dist.ProcessGroup:
-    backend = dist.ProcessGroupGloo(store, rank, size, timeout=datetime.timedelta(seconds=limit))
+    options = dist.ProcessGroupGloo._Options()
+    options._devices, options._timeout = _devices(), datetime.timedelta(seconds=limit)
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
@@ -57,7 +84,8 @@ def make(name: str, key: str, rank: int, nodes: list[str], limit: float, share: 
     each rank's. limit: seconds that each step may take. share: memory, inside nodes."""
     # A connection to each rank, one to the store, and what shared memory needs.
     _check_descriptors(len(nodes) + 16)
-    store = watch.store(clone=True)
+    connection = watch.connection()
+    store = watch.store(connection)
     groups: dict[str, dist.ProcessGroup] = {}
 
     def add(part: str, ranks: list[int]) -> dist.ProcessGroup:
@@ -67,7 +95,7 @@ def make(name: str, key: str, rank: int, nodes: list[str], limit: float, share: 
 
     whole = add("", list(range(len(nodes))))
     if not share:
-        return Mesh(groups, store)
+        return Mesh(groups, connection)
     parts: dict[str, list[int]] = {}
     for r, node in enumerate(nodes):
         parts.setdefault(node, []).append(r)
@@ -87,7 +115,7 @@ def make(name: str, key: str, rank: int, nodes: list[str], limit: float, share: 
             shared_memory.close(handle)
             handle = None
         if handle is None:
-            return Mesh(groups, store, nodes=len(parts), note=why)
+            return Mesh(groups, connection, nodes=len(parts), note=why)
         leaders = None
         if several and rank == mine[0]:
             leaders = f"{name}/nodes"
@@ -96,4 +124,4 @@ def make(name: str, key: str, rank: int, nodes: list[str], limit: float, share: 
         if handle is not None:
             shared_memory.close(handle)
         raise
-    return Mesh(groups, store, handle, len(parts), leaders)
+    return Mesh(groups, connection, handle, len(parts), leaders)

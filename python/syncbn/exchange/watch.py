@@ -37,7 +37,7 @@ _to_tell: dict[str, str] = {}
 _left: dict[str, str] = {}
 _forgotten: set[str] = set()
 _watched: dict[str, "_Watch"] = {}
-_inherited: dict[str, "_Watch"] = {}
+_inherited: list = []
 _stop = threading.Event()
 _thread: threading.Thread | None = None
 _lock = threading.Lock()
@@ -54,23 +54,37 @@ def leave(group: str) -> None:
     _states[group] = _State(state.call, False, time.monotonic())
 
 
-def store(clone: bool = False) -> dist.Store:
+def store(connection: dist.Store | None = None) -> dist.Store:
     """torch.distributed's store, for keys of this attempt alone: a launcher that restarts a job may
     keep the store, and with it what the attempt before has left there."""
-    default = dist.distributed_c10d._get_default_store()
+    if connection is None:
+        connection = dist.distributed_c10d._get_default_store()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt{attempt}", default.clone() if clone else default)
+    return dist.PrefixStore(f"attempt{attempt}", connection)
+
+
+def _connections(use: str) -> list[dist.Store]:
+    """To the store, until destroy_process_group clears them: a connection left over would hold the
+    store's server, and with it a port that the next init_process_group may want."""
+    return dist.distributed_c10d._world.tags_to_pg.setdefault(f"syncbn {use}", [])
+
+
+def connection() -> dist.Store:
+    """One to the store for the caller alone: a request that waits keeps others from a connection.
+    Used ones are taken again, because PyTorch asks a name server for the address of a new one,
+    which may take seconds."""
+    free = _connections("free")
+    return free.pop() if free else dist.distributed_c10d._get_default_store().clone()
 
 
 class _Watch:
-    """One group's store, with a connection of its own: a blocked request of the main thread must
-    not keep this one from answering."""
+    """One group's keys in the store. own: a connection on which no request waits."""
 
     def __init__(self, group: str, rank: int, ranks: int, own: dist.Store) -> None:
         self.group, self.rank, self.ranks = group, rank, ranks
         # By its identity: holding the store would keep its server, and with it the port.
         self.origin = id(dist.distributed_c10d._get_default_store())
-        self.store = dist.PrefixStore(f"syncbn/where/{group}", own)
+        self.store = dist.PrefixStore(f"syncbn/where/{group}", store(own))
         self.answered = 0
 
     def answer(self) -> None:
@@ -96,11 +110,13 @@ class _Watch:
             time.sleep(0.02)
 
 
-def watch(group: str, rank: int, ranks: int, own: dist.Store) -> None:
-    """Answers for this group from now on. own: a connection to the store for this alone."""
+def watch(group: str, rank: int, ranks: int, used: dist.Store) -> None:
+    """Answers for this group from now on. used: a connection() that the caller needs no more."""
     global _thread
     with _lock:
-        _watched[group] = _Watch(group, rank, ranks, own)
+        own = _connections("watch")
+        (_connections("free") if own else own).append(used)
+        _watched[group] = _Watch(group, rank, ranks, own[0])
         if _thread is None:
             _thread = threading.Thread(target=_run, name="syncbn-where", daemon=True)
             _thread.start()
@@ -158,7 +174,10 @@ def _forget_parent() -> None:
     """In a forked child: the thread, and whoever may have held the lock, stayed behind; connections
     to the store are the parent's, and are not closed either, which would be seen there."""
     global _inherited, _watched, _stop, _thread, _lock
-    _inherited, _watched = _watched, {}
+    _inherited = [_watched]
+    if dist.is_available():
+        _inherited += map(list, dist.distributed_c10d._world.tags_to_pg.values())
+    _watched = {}
     _stop, _thread, _lock = threading.Event(), None, threading.Lock()
     for known in (_states, _to_tell, _left, _forgotten):
         known.clear()
