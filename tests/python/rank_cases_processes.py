@@ -3,7 +3,9 @@ test_distributed.py as rank_cases.py is."""
 
 import copy
 import gc
+import os
 import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -90,6 +92,29 @@ class Normalized(Dataset):
         x = torch.full((2, 3, 2), float(i)).add_(torch.arange(2.0)[:, None, None])
         with torch.no_grad():
             return self.layer(x)
+
+
+def case_a_fork_during_an_exchange_exact(rank, world):
+    """By another thread, while this one waits for rank 0. The child ends before the exchange does,
+    or after it."""
+    layer = syncbn.SyncBatchNorm(3)
+    check_step(layer, rank, world)
+    for lives in (0.0, 0.4):
+
+        def fork(lives=lives):
+            time.sleep(0.1)
+            child = os.fork()
+            if child == 0:
+                time.sleep(lives)
+                os._exit(0)
+            os.waitpid(child, 0)
+
+        thread = threading.Thread(target=fork)
+        thread.start()
+        time.sleep(0.3 if rank == 0 else 0)
+        check_step(layer, rank, world)
+        thread.join()
+        check_step(layer, rank, world)
 
 
 def case_workers_of_a_loader_beside_training_exact(rank, world):
