@@ -62,6 +62,8 @@ FAULTS = {
 }
 CONTROLS = list(FAULTS)[:3]
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "interrupted": signal.SIGINT}
+#: By index: what comes at any time is drawn twice as often.
+ORDER = (*FAULTS, *SIGNALS)
 #: What an error begins with.
 CALL = (
     r"(stem|middle|head), (call \d+, (forward|backward), |while the group is made, )"
@@ -71,7 +73,7 @@ CALL = (
 
 def draw(seed: int, index: int) -> Round:
     chosen = random.Random(f"{seed}/{index}")
-    fault = list(FAULTS)[index % len(FAULTS)]
+    fault = ORDER[index % len(ORDER)]
     world, layers, forming = chosen.choice((2, 3)), chosen.choice((2, 3)), chosen.random() < 0.4
     step = 0 if forming else chosen.randint(1, 6)
     moments, delay = ("start", "forward", "between", "backward"), 0.0
@@ -203,7 +205,10 @@ def faults_of(told: dict) -> list[str]:
             if one["seconds"] > IN_TIME and rank != drawn.odd:
                 found.append(f"rank {rank}: after {one['seconds']:.1f} s")
     others = [one for rank, one in outcomes.items() if one is not None and rank != drawn.odd]
-    if drawn.engine == "shared memory" and len({(o["forwards"], o["backwards"]) for o in others}) > 1:
+    if (
+        drawn.engine == "shared memory"
+        and len({(o["forwards"], o["backwards"]) for o in others}) > 1
+    ):
         found.append("the ranks do not agree on which exchanges succeeded")
     after = {rank: one for rank, one in told["after"].items() if one is None or one["wrong"]}
     found += [f"after reset_groups, rank {rank}: {one}" for rank, one in after.items()]
@@ -241,7 +246,9 @@ def table(log: list[dict]) -> str:
         for rank, one in told["outcomes"].items():
             if one is not None and int(rank) != drawn["odd"] and one["outcome"] in OURS:
                 slowest[drawn["fault"]] = max(slowest[drawn["fault"]], one["seconds"])
-    places = [(forming, engine) for forming in (True, False) for engine in ("shared memory", "gloo")]
+    places = [
+        (forming, engine) for forming in (True, False) for engine in ("shared memory", "gloo")
+    ]
     drawn = [told["round"] for told in log]
     lines = []
     for name in ("world", "engine", "direct", "forming"):
@@ -272,7 +279,7 @@ def rounds():
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["syncbn"])
-    drawn = [draw(SEED, FIRST + i) for i in range(ASKED or 2 * len(FAULTS))]
+    drawn = [draw(SEED, FIRST + i) for i in range(ASKED or 2 * len(ORDER))]
 
     def play(one: Round) -> dict:
         told = json.loads(json.dumps(Play(context, one).run()))
