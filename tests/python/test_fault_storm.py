@@ -67,7 +67,7 @@ ORDER = (*FAULTS, *SIGNALS)
 #: What an error begins with.
 CALL = (
     r"(stem|middle|head), (call \d+, (forward|backward), |while the group is made, )"
-    r"|convert_sync_batchnorm, while the group is made, "
+    r"|convert_sync_batchnorm, (conversion|while the group is made), "
 )
 
 
@@ -96,8 +96,8 @@ def draw(seed: int, index: int) -> Round:
         forming=forming,
         layers=layers,
         step=step,
-        # A signal of any time may come after the last step.
-        steps=step + (20 if moment == "any" else chosen.randint(1, 3)),
+        # A signal of any time may come after the last step, other faults may not.
+        steps=step + (20 if moment == "any" else chosen.randint(2, 4)),
         moment=moment,
         # A second call of the first layer after a step is the first call of the next step.
         layer=chosen.randrange(int(moment == "after"), layers),
