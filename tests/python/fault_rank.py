@@ -6,8 +6,8 @@ all ranks have an outcome: before that none of them ends.
 """
 
 import datetime
-import os
 import re
+import signal
 import time
 
 import torch
@@ -94,7 +94,7 @@ class Rank:
             self.signal(drawn.fault, drawn.delay if drawn.moment == "any" else None)
         elif drawn.fault == "raises":
             raise OwnError("of this rank alone")
-        elif drawn.fault in ("late", "late within the limit"):
+        elif drawn.fault.startswith("late"):
             time.sleep(drawn.delay)
 
     # The training.
@@ -248,9 +248,7 @@ class Rank:
 
 
 def main(drawn: Round, rank: int, port: int, pipe) -> None:
-    # PyTorch asks for the name of the store's address at each connection; a name server that does
-    # not answer must not take the time of the faults.
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     _groups.use_shared_memory = drawn.engine == "shared memory"
     _where.INTERVAL = 0.3
     torch.set_num_threads(1)

@@ -46,7 +46,7 @@ FAULTS = {
     "killed": ((None,), (*GONE, PASSED)),
     "stopped": ((*GONE, PASSED), (*GONE, PASSED)),
     "interrupted": (("KeyboardInterrupt",), (*GONE, PASSED)),
-    "late": (GONE, GONE),
+    "late beyond the limit": (GONE, GONE),
     "raises": (("OwnError",), GONE),
     "skips a layer": ((DIVERGED,), (DIVERGED,)),
     "other order": ((DIVERGED,), (DIVERGED,)),
@@ -79,7 +79,8 @@ def draw(seed: int, index: int) -> Round:
         moments = (*moments, *("any",) * (12 if forming else 4))
         delay = chosen.uniform(0, 0.15 if forming else 0.05)
     elif fault.startswith("late"):
-        delay = LIMIT + 1.5 if fault == "late" else chosen.uniform(0.1, 0.4) * LIMIT
+        within = chosen.uniform(0.1, 0.4) * LIMIT
+        delay = within if fault == "late within the limit" else LIMIT + 1.5
     elif fault == "extra call":
         moments = ("forward", "after")
     moment = chosen.choice(moments)

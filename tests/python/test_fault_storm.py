@@ -1,10 +1,10 @@
 """Random faults on one rank, at random moments: every other rank ends in one error, in time, that
 names layer and ranks, with statistics that are whole, or comes through with the right bits.
 
-By default one or two rounds of each fault, the same in each run. SYNCBN_FAULT_ROUNDS=1000 draws others
-from SYNCBN_SEED, or from a fresh seed, and prints a table of what came of them; SYNCBN_FAULT_LOG
-names a file to which rounds are added, and whose rounds are all in the table. A failure names the
-variables that repeat the round. fault_rounds.py has what is drawn and what must come of it,
+By default one or two rounds of each fault, the same in each run. SYNCBN_FAULT_ROUNDS=1000 draws
+others from SYNCBN_SEED, or from a fresh seed, and prints a table of what came of them;
+SYNCBN_FAULT_LOG names a file to which rounds are added, and whose rounds are all in the table. A
+failure names the variables that repeat the round. fault_rounds.py has what is drawn and what must come of it,
 fault_rank.py what a rank does.
 """
 
@@ -25,13 +25,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fault_rank import main
-from fault_rounds import FAULTS, IN_TIME, LIMIT, ORDER, OURS, SIGNALS, Round, draw, faults_of
+from fault_rounds import FAULTS, IN_TIME, LIMIT, OURS, SIGNALS, Round, draw, faults_of
 
 ASKED = int(os.environ.get("SYNCBN_FAULT_ROUNDS", "0"))
 SEED = int(os.environ.get("SYNCBN_SEED", secrets.randbelow(2**31) if ASKED else 1))
 FIRST = int(os.environ.get("SYNCBN_FAULT_FIRST", "0"))
 AT_ONCE = int(os.environ.get("SYNCBN_FAULT_AT_ONCE", "5"))
 LOG = os.environ.get("SYNCBN_FAULT_LOG")
+# PyTorch asks for the name of the store's address at each connection. A name server that does not
+# answer must not take the time of the faults; what forks the processes reads this once.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 #: From the outcomes to the end of a step in new groups.
 GO_ON = 20
 
@@ -117,40 +120,40 @@ class Play:
             self.stopped_at = None
 
 
+LETTERS = {"DivergenceError": "D", "ExchangeTimeout": "T", "PeerLost": "L", "passed": "P"}
+
+
 def kind(told: dict) -> str:
     """What the ranks without the fault ended with."""
     odd = str(told["round"]["odd"])
-    kinds = {one and one["outcome"] for rank, one in told["outcomes"].items() if str(rank) != odd}
-    return " and ".join(sorted(map(str, kinds)))
+    kinds = {one["outcome"] for rank, one in told["outcomes"].items() if one and rank != odd}
+    return "+".join(sorted(LETTERS.get(name, name) for name in kinds))
 
 
 def table(log: list[dict]) -> str:
-    """In Markdown."""
-    cells = collections.defaultdict(collections.Counter)
-    slowest = collections.Counter()
+    """In Markdown, as docs/guarantees.md has it."""
+    cells, slowest = collections.defaultdict(collections.Counter), collections.Counter()
     for told in log:
         drawn = told["round"]
         cells[drawn["fault"], drawn["forming"], drawn["engine"]][kind(told)] += 1
         for rank, one in told["outcomes"].items():
             if one is not None and int(rank) != drawn["odd"] and one["outcome"] in OURS:
                 slowest[drawn["fault"]] = max(slowest[drawn["fault"]], one["seconds"])
-    places = list(itertools.product((True, False), ("shared memory", "gloo")))
-    drawn = [told["round"] for told in log]
     lines = []
     for name in ("world", "engine", "direct", "forming"):
-        counts = collections.Counter(one[name] for one in drawn).items()
+        counts = collections.Counter(told["round"][name] for told in log).items()
         lines.append(f"{name}: {', '.join(f'{value} {n}' for value, n in sorted(counts))}")
     lines += [
         "",
         "| Fault on one rank | Forming, shared memory | Forming, Gloo | Later, shared memory "
-        "| Later, Gloo | Slowest error |",
+        "| Later, Gloo | Last error after |",
         "|---|---|---|---|---|---|",
     ]
     for fault in FAULTS:
         row = [fault]
-        for place in places:
-            counts = cells[(fault, *place)]
-            row.append(", ".join(f"{name} {n}" for name, n in counts.most_common()))
+        for place in itertools.product((True, False), ("shared memory", "gloo")):
+            counts = cells[(fault, *place)].most_common()
+            row.append(", ".join(f"{letter} {n}" for letter, n in counts))
         row.append(f"{slowest[fault]:.1f} s" if slowest[fault] else "")
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
