@@ -4,8 +4,8 @@ names layer and ranks, with statistics that are whole, or comes through with the
 By default one or two rounds of each fault, the same in each run. SYNCBN_FAULT_ROUNDS=1000 draws
 others from SYNCBN_SEED, or from a fresh seed, and prints a table of what came of them;
 SYNCBN_FAULT_LOG names a file to which rounds are added, and whose rounds are all in the table. A
-failure names the variables that repeat the round. fault_rounds.py has what is drawn and what must come of it,
-fault_rank.py what a rank does.
+failure names the variables that repeat the round. fault_rounds.py has what is drawn and what must
+come of it, fault_rank.py what a rank does.
 """
 
 import collections
