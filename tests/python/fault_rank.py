@@ -269,8 +269,7 @@ def main(drawn: Round, rank: int, port: int, pipe) -> None:
     result |= {"forwards": own.forwards(), "backwards": own.backwards}
     result["trained"] = time.monotonic() - began
     _report(result, own.check)
-    gone = outcome in ("ExchangeTimeout", "PeerLost")
-    if gone and "while the group is made" not in text:
+    if outcome in ("ExchangeTimeout", "PeerLost") and re.match(r"\w+, call", text):
         _report(result, own.stays_broken)
     pipe.send(("outcome", result))
     while (word := pipe.recv()) == "sent":  # which an interrupt kept from being read
