@@ -100,10 +100,9 @@ class Rank:
     # The training.
 
     def form(self) -> None:
-        """Converts, if that is still to be done."""
-        if not all(isinstance(m, syncbn.SyncBatchNorm) for m in self.model.children()):
+        """Converts, on all ranks together."""
+        if not self.drawn.direct:
             syncbn.convert_sync_batchnorm(self.model, self.group, timeout=LIMIT)
-            self.own = dict(self.model._modules)
 
     def train(self) -> None:
         drawn = self.drawn
@@ -234,7 +233,7 @@ class Rank:
             setattr(self.model, path, layer)
             layer.eps = 1e-5
         self.model.train()
-        if not self.drawn.direct:
+        if self.drawn.forming and not self.drawn.direct:
             syncbn.reset_groups()
             self.form()
         syncbn.reset_groups(self.model)
