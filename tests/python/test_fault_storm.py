@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
@@ -39,6 +40,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 GO_ON = 20
 
 
+#: Starting a process looks for others that have ended, whose exit code can be read once.
+_processes = threading.Lock()
+
+
 class Play:
     """A round: its processes, what they say, and who is dead."""
 
@@ -50,7 +55,8 @@ class Play:
             pipe, theirs = context.Pipe()
             arguments = (drawn, rank, self.store.port, theirs)
             self.processes.append(context.Process(target=main, args=arguments))
-            self.processes[rank].start()
+            with _processes:
+                self.processes[rank].start()
             theirs.close()
             self.pipes[rank] = pipe
 
@@ -66,15 +72,21 @@ class Play:
                 self.say("go on")
                 told["after"] = self.gather("after", GO_ON)
             self.say("end")
-            for process in self.processes:
-                process.join(10)
-            told["codes"] = [process.exitcode for process in self.processes]
+            told["codes"] = self.end(10)
             return told
         finally:
-            for process in self.processes:
-                if process.is_alive():
+            with _processes:
+                for process in self.processes:
                     process.kill()
-                process.join()
+            self.end(60)
+
+    def end(self, seconds: float) -> list[int | None]:
+        """Waits until the processes have ended: their exit codes."""
+        until = time.monotonic() + seconds
+        for process in self.processes:
+            connection.wait([process.sentinel], max(0, until - time.monotonic()))
+        with _processes:
+            return [process.exitcode for process in self.processes]
 
     def say(self, word: str) -> None:
         for pipe in self.pipes.values():
