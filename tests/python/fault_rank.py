@@ -233,7 +233,7 @@ class Rank:
             setattr(self.model, path, layer)
             layer.eps = 1e-5
         self.model.train()
-        if self.drawn.forming and not self.drawn.direct:
+        if not self.drawn.direct:
             syncbn.reset_groups()
             self.form()
         syncbn.reset_groups(self.model)
