@@ -1,4 +1,4 @@
-"""Run the property tests with fresh seeds until the time is up or one fails.
+"""Run the property tests and random faults with fresh seeds until the time is up or one fails.
 
 python scripts/soak.py MINUTES [SEED]
 
@@ -34,6 +34,11 @@ def main() -> int:
                 {"SYNCBN_EXAMPLES": "500"},
                 [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
                 + [f"--hypothesis-seed={seed}", "tests/python/test_properties.py"],
+            ),
+            (
+                {"SYNCBN_SEED": str(seed), "SYNCBN_FAULT_ROUNDS": "100"},
+                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+                + ["tests/python/test_fault_storm.py"],
             ),
         )
         for variables, command in runs:

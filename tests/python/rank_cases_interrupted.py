@@ -180,8 +180,8 @@ def case_no_memory_for_the_message(rank, world):
     small = _layer()
     _step(small)  # makes the group
     for statistics, channels, dtype in (
-        ("reproducible", 1 << 19, torch.float32),
-        ("welford", 1 << 21, torch.float64),
+        ("reproducible", 1 << 20, torch.float32),
+        ("welford", 1 << 23, torch.float64),
     ):
         layer = syncbn.SyncBatchNorm(channels, timeout=LIMIT, dtype=dtype)
         x = torch.zeros(1, dtype=dtype).expand(2, channels)
