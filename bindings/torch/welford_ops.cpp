@@ -7,7 +7,7 @@
 #include "syncbn/welford.hpp"
 
 // The operators of the welford mode's forward direction. Shapes and dtypes stand beside their fakes
-// in python/syncbn/_ops.py.
+// in python/syncbn/operators.py.
 namespace syncbn::torch_layer {
 namespace {
 

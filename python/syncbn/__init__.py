@@ -2,16 +2,16 @@
 
 from . import functional, graph, ops, parallel, testing
 from ._build import __version__
-from ._check import check
-from ._classes import register_conversion
-from ._ops import ops as _ops
-from .convert import convert_sync_batchnorm, revert_sync_batchnorm
 from .errors import DivergenceError, ExchangeTimeout, PeerLost
-from .fold import fold
-from .join import join
+from .models.check import check
+from .models.classes import register_conversion
+from .models.convert import convert_sync_batchnorm, revert_sync_batchnorm
+from .models.fold import fold
+from .models.join import join
+from .models.report import report
+from .models.sharing import prepare, reset_groups, set_group, skip
 from .nn import SyncBatchNorm
-from .report import report
-from .sharing import prepare, reset_groups, set_group, skip
+from .operators import ops as _ops
 
 __all__ = [
     "DivergenceError",

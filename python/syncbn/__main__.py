@@ -7,7 +7,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from . import doctor
+from .models import doctor
 
 
 def _seconds(text: str) -> float:

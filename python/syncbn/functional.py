@@ -6,11 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import _baton, _mask
-from ._groups import Group, sharing
-from ._options import Options, check_like_input, check_options
-from ._state import Identity
-from ._training import train_step
+from .devices import baton
+from .exchange.groups import Group, sharing
+from .step import masks
+from .step.adapters import train_step
+from .step.layer_state import Identity
+from .step.options import Options, check_like_input, check_options
 
 
 def finish(y: Tensor, residual: Tensor | None, options: Options) -> Tensor:
@@ -101,7 +102,7 @@ def sync_batch_norm(
             timeout=state.sharing.limit,
         )
     if training:
-        if _baton.running and _baton.inside():
+        if baton.running and baton.inside():
             raise RuntimeError(
                 "sync_batch_norm: got a call inside syncbn.parallel.SelfDataParallel, where "
                 "devices meet at modules; expected a syncbn.SyncBatchNorm"
@@ -114,5 +115,5 @@ def sync_batch_norm(
 
     if mask is None:
         return finish(normalize(x), residual, options)
-    y = _mask.evaluate(normalize, x, mask, local_batch=False)
-    return _mask.counting(finish(y, residual, options), mask)
+    y = masks.evaluate(normalize, x, mask, local_batch=False)
+    return masks.counting(finish(y, residual, options), mask)

@@ -1,19 +1,22 @@
 """Synchronized batch normalization as a module."""
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import _baton, _devices, _groups, _mask, _pytorch
-from ._options import Options, check_dtype, check_num_features, check_options, check_strided
-from ._state import UNNAMED, LayerState
-from ._tracing import leaf
-from ._training import train_step
+from . import pytorch
+from .devices import baton, lists
+from .exchange import groups
 from .functional import finish
+from .fx import leaf
+from .step import masks
+from .step.adapters import train_step
+from .step.layer_state import UNNAMED, LayerState
+from .step.options import Options, check_dtype, check_num_features, check_options, check_strided
 
 # A graph traced from a layer on its own holds one call of train_step.
 torch.fx.wrap("train_step")
@@ -70,7 +73,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: "_groups.Group" = None,
+        process_group: "groups.Group" = None,
         device=None,
         dtype=None,
         *,
@@ -92,7 +95,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         )
         if not bias:  # PyTorch before 2.15 does not take the argument
             self.bias = None
-        sharing = _groups.sharing(process_group, timeout, engine)
+        sharing = groups.sharing(process_group, timeout, engine)
         self._init_sync(UNNAMED, sharing)
         self.affine_grad = affine_grad
         self.activation = activation
@@ -102,7 +105,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self.inplace = inplace
         check_options(self.options())
 
-    def _init_sync(self, name: str, sharing: _groups.Sharing) -> None:
+    def _init_sync(self, name: str, sharing: groups.Sharing) -> None:
         """What a layer has besides a plain one; the options at their defaults."""
         self.state = LayerState(name, sharing)
         self.affine_grad = "share"
@@ -112,7 +115,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self.statistics = "reproducible"
         self.inplace = False
 
-    def share(self, sharing: _groups.Sharing) -> None:
+    def share(self, sharing: groups.Sharing) -> None:
         """Exchanges with others from now on, beginning at call 0."""
         if sharing != self.state.sharing:
             self.state = LayerState(self.state.identity.name, sharing)
@@ -125,26 +128,27 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    #: convert_sync_batchnorm, which is made of this class and puts itself here.
+    _convert: Callable[..., nn.Module]
+
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, process_group: "_groups.Group" = None):
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: "groups.Group" = None):
         """syncbn.convert_sync_batchnorm(module, process_group), as code for torch.nn.SyncBatchNorm
         calls it. Of a subclass too it makes layers of this class, as PyTorch's makes its own."""
-        from .convert import convert_sync_batchnorm
-
-        return convert_sync_batchnorm(module, process_group)
+        return cls._convert(module, process_group)
 
     @property
     def process_group(self):
         """The process group, None for the default one. Setting it keeps timeout and engine."""
         name = self.state.sharing.name
-        if name == _groups.OUTSIDE:
+        if name == groups.OUTSIDE:
             return dist.GroupMember.NON_GROUP_MEMBER
-        return None if name is None else _groups.resolve(name)
+        return None if name is None else groups.resolve(name)
 
     @process_group.setter
-    def process_group(self, group: "_groups.Group") -> None:
+    def process_group(self, group: "groups.Group") -> None:
         if "state" in vars(self):  # not yet in the base class's constructor
-            self.share(self.state.sharing._replace(name=_groups.group_name(group)))
+            self.share(self.state.sharing._replace(name=groups.group_name(group)))
 
     def _check_input_dim(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
@@ -184,12 +188,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         outputs; in training the statistics are those of all of them (and of all ranks).
         """
         if isinstance(input, (list, tuple)):
-            return _devices.forward(self, input, residual, mask)
+            return lists.forward(self, input, residual, mask)
         if self.training:
-            if _baton.running and _baton.inside():
-                return _baton.wait(self, input, residual, mask)
+            if baton.running and baton.inside():
+                return baton.wait(self, input, residual, mask)
             if not torch.compiler.is_compiling():
-                _devices.check_alone(self)
+                lists.check_alone(self)
             mean, var, batches = self._tracked()
             return train_step(
                 input,
@@ -214,8 +218,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
         if mask is None:
             return finish(normalize(input), residual, self.options())
-        y = _mask.evaluate(normalize, input, mask, local_batch)
-        return _mask.counting(finish(y, residual, self.options()), mask)
+        y = masks.evaluate(normalize, input, mask, local_batch)
+        return masks.counting(finish(y, residual, self.options()), mask)
 
     def _evaluation_statistics(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Copies where backward will take them: DDP writes to the buffers in the next forward."""
@@ -276,4 +280,4 @@ def device_of(layer: SyncBatchNorm) -> torch.device:
     return layer.state.call.device if reference is None else reference.device
 
 
-_pytorch.install(SyncBatchNorm)
+pytorch.install(SyncBatchNorm)

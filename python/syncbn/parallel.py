@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _baton, _devices, _exchange, _groups
-from ._classes import check_module
-from ._where import Call
+from .devices import baton, lists
 from .errors import DivergenceError
+from .exchange import agreement, groups, merging
+from .exchange.call import Call
+from .models.classes import check_module
 from .nn import SyncBatchNorm
 
 __all__ = ["AllReduce", "SelfDataParallel", "all_reduce"]
@@ -42,7 +43,7 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group, *xs):
         ctx.group = group
-        total = _exchange.sum_of_ranks(_total(xs), _tag(xs[0]), group, Call("all_reduce"))
+        total = merging.sum_of_ranks(_total(xs), _tag(xs[0]), group, Call("all_reduce"))
         return total, *(total.to(x.device, copy=True) for x in xs[1:])
 
     @staticmethod
@@ -50,9 +51,7 @@ class AllReduce(torch.autograd.Function):
         return None, *AllReduce.apply(ctx.group, *gradients)
 
 
-def all_reduce(
-    x: Tensor | Sequence[Tensor], group: "_groups.Group" = None
-) -> Tensor | list[Tensor]:
+def all_reduce(x: Tensor | Sequence[Tensor], group: "groups.Group" = None) -> Tensor | list[Tensor]:
     """The sum of x over the devices of this process and the ranks of a process group.
 
     Args:
@@ -70,11 +69,11 @@ def all_reduce(
         DivergenceError: the ranks brought other shapes or dtypes. Raised on every rank.
     """
     xs = [x] if isinstance(x, Tensor) else x
-    peers = _groups.peers(_groups.sharing(group, None), "syncbn.parallel.all_reduce")
+    peers = groups.peers(groups.sharing(group, None), "syncbn.parallel.all_reduce")
     try:
         _check_summands(xs)
     except ValueError as error:
-        _exchange.reject(peers, Call("all_reduce"), error)
+        agreement.reject(peers, Call("all_reduce"), error)
         raise
     sums = AllReduce.apply(peers, *xs)
     return sums[0] if isinstance(x, Tensor) else list(sums)
@@ -240,7 +239,7 @@ class SelfDataParallel(nn.Module):
             DivergenceError: the devices did not reach the same layer. What a device raises itself
                 is raised as it is. The exchange that failed updates nothing.
         """
-        if _baton.inside():
+        if baton.inside():
             raise RuntimeError("SelfDataParallel: got a call inside another one, expected none")
         arguments = self._scatter(inputs)
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
@@ -261,7 +260,7 @@ class SelfDataParallel(nn.Module):
             functools.partial(self._run, *each)
             for each in zip(modules, arguments, self.devices, streams)
         ]
-        return _baton.run(calls, meeting.meet, meeting.give_up)
+        return baton.run(calls, meeting.meet, meeting.give_up)
 
     @staticmethod
     def _run(module, arguments, device, stream):
@@ -306,7 +305,7 @@ class _Meeting:
     def _original(self, layer: nn.Module) -> SyncBatchNorm:
         return self._originals.get(id(layer), layer)
 
-    def meet(self, requests: list[_baton.Request | None]) -> list[Tensor]:
+    def meet(self, requests: list[baton.Request | None]) -> list[Tensor]:
         first = requests[0]
         if any(self._place(r) != self._place(first) for r in requests):
             error = DivergenceError(self._difference(requests))
@@ -314,24 +313,24 @@ class _Meeting:
             raise error
         with first.state.entered():
             residuals = [r.residual for r in requests]
-            return _devices.train_step(
+            return lists.train_step(
                 self._original(first.layer),
                 [r.x for r in requests],
                 None if first.residual is None else residuals,
                 [r.mask for r in requests],
             )
 
-    def give_up(self, requests: list[_baton.Request | None], error: BaseException) -> None:
+    def give_up(self, requests: list[baton.Request | None], error: BaseException) -> None:
         waiting = [r for r in requests if r is not None]
-        _devices.give_up([(self._original(r.layer), r.x) for r in waiting], error)
+        lists.give_up([(self._original(r.layer), r.x) for r in waiting], error)
 
-    def _place(self, request: _baton.Request | None):
+    def _place(self, request: baton.Request | None):
         if request is None:
             return None
         residual = request.residual is not None
         return id(self._original(request.layer)), request.state, residual
 
-    def _difference(self, requests: list[_baton.Request | None]) -> str:
+    def _difference(self, requests: list[baton.Request | None]) -> str:
         places: dict[str, list[str]] = {}
         for k, request in enumerate(requests):
             text = "finished"

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ._classes import check_module, wrapper
-from .convert import convert_sync_batchnorm
+from .models.classes import check_module, wrapper
+from .models.convert import convert_sync_batchnorm
+from .models.report import table
 from .nn import SyncBatchNorm, device_of
 from .parallel import SelfDataParallel
-from .report import table
 
 __all__ = ["LayerParity", "Parity", "parity"]
 

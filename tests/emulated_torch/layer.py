@@ -20,8 +20,9 @@ sys.modules["syncbn._build"] = build
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python"))
 with mock.patch.object(torch.ops, "load_library"):
     import syncbn
-    from syncbn import _batch_norm_cuda, _exchange, _training
-    from syncbn.ops import batch_norm
+    from syncbn.exchange import agreement, merging
+    from syncbn.ops import batch_norm, cuda_step
+    from syncbn.step import training
 
 
 class OnCuda:
@@ -62,7 +63,7 @@ def check_layers():
             residual = random(shape, 3, dtype) if with_residual else None
             mask = random((shape[0], *shape[2:]), 6) > -0.5 if with_mask else None
             results = []
-            for modules in ((_training, _exchange), ()):
+            for modules in ((training, merging, agreement), ()):
                 layer = syncbn.SyncBatchNorm(6, **options)
                 with torch.no_grad():  # away from 0, from where no input is recovered
                     layer.weight.copy_(1 + random(6, 7).abs())
@@ -91,7 +92,7 @@ def assert_operator(x, dy, variables, wanted=(True, True, True), **options):
     before = [None if t is None else t.clone() for t in variables]
     expected = run_operator(x, dy, variables, wanted, **options)
     with (
-        emulated(_batch_norm_cuda),
+        emulated(cuda_step),
         mock.patch.object(syncbn.ops, "_on_cuda", lambda _: True),
     ):
         got = run_operator(x, dy, variables, wanted, **options)
@@ -135,8 +136,8 @@ def check_batch_norm_of_ranks_that_disagree():
 
     for mode in ({}, {"use_global_est": True}):
         with (
-            emulated(_batch_norm_cuda),
-            mock.patch.object(_exchange, "exchange", exchange),
+            emulated(cuda_step),
+            mock.patch.object(merging, "exchange", exchange),
             mock.patch.object(syncbn.ops, "_on_cuda", lambda _: True),
         ):
             out = batch_norm(x, *variables, **mode)

@@ -15,9 +15,9 @@ GAP = "…"
 _PYTHON_MAKERS = {"fail": 1, "_refusal": 1, "_Over": 1, "refuse": 0, "shm_abandon": 1, "warning": 0}
 #: In these files the text of an error is in a variable, or what a function returns.
 _PYTHON_WORDS = {
-    "_collective.py": ("late", "_broken", "why", "reason_of"),
-    "_cuda.py": ("why_not",),
-    "_exchange.py": ("reason",),
+    "transports.py": ("late", "_broken", "why", "reason_of"),
+    "operators_cuda.py": ("why_not",),
+    "agreement.py": ("reason",),
     "parallel.py": ("_difference",),
 }
 _CPP_TEXT = re.compile(r"\bthrow\s+\w+(?=\()|(?<!void )\b(?:refuse|require|abandon|break_at)(?=\()")
@@ -142,7 +142,7 @@ def _cpp_texts(path: Path) -> Iterator[tuple[int, str]]:
 def error_texts() -> dict[str, list[str]]:
     """Where each text is raised, "file:line"."""
     found: dict[str, list[str]] = {}
-    for path in sorted((PROJECT / "python" / "syncbn").glob("*.py")):
+    for path in sorted((PROJECT / "python" / "syncbn").rglob("*.py")):
         for line, text in _python_texts(path):
             found.setdefault(tidy(text), []).append(f"{path.relative_to(PROJECT)}:{line}")
     for folder in ("include", "src", "bindings"):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import syncbn
 from fault_rounds import LIMIT, Round
-from syncbn import _groups, _where
+from syncbn.exchange import groups, watch
 
 CHANNELS = 4
 PATHS = ("stem", "middle", "head")
@@ -248,8 +248,8 @@ class Rank:
 
 def main(drawn: Round, rank: int, port: int, pipe) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    _groups.use_shared_memory = drawn.engine == "shared memory"
-    _where.INTERVAL = 0.3
+    groups.use_shared_memory = drawn.engine == "shared memory"
+    watch.INTERVAL = 0.3
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)
     # The test's process holds the store: a rank that ends takes nobody's store with it.

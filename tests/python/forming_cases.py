@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
-from syncbn import _forming
+from syncbn.exchange import meeting
 
 #: Seconds of the process group, and so of making a group.
 LIMIT = 3.0
@@ -60,13 +60,13 @@ class Run:
 
 def when_it_has_come(function) -> None:
     """Runs it in the thread that has announced this rank."""
-    come = _forming._Attempt._come
+    come = meeting._Attempt._come
 
     def then(attempt, stage):
         come(attempt, stage)
         function()
 
-    _forming._Attempt._come = then
+    meeting._Attempt._come = then
 
 
 def interrupt() -> None:
@@ -111,13 +111,13 @@ def scenario_stopped_when_it_has_come(run):
 
 
 def scenario_interrupted(run):
-    come = _forming._Attempt._come
+    come = meeting._Attempt._come
     if run.odd:
         when_it_has_come(interrupt)
     try:
         run.form()
     finally:
-        _forming._Attempt._come = come
+        meeting._Attempt._come = come
 
 
 def scenario_another_timeout(run):

@@ -81,9 +81,9 @@ def _rank_main(rank: int, folder: str) -> None:
         world_size=WORLD,
         timeout=datetime.timedelta(seconds=60),
     )
-    from syncbn import _groups
+    from syncbn.exchange import groups
 
-    _groups._limits[dist.group.WORLD] = LIMIT  # connecting takes longer, while all start
+    groups._limits[dist.group.WORLD] = LIMIT  # connecting takes longer, while all start
     for number in range(1000):
         _answer(folder, number)
 

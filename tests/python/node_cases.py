@@ -22,7 +22,7 @@ import rank_cases_refused
 import syncbn
 from rank_cases import check_layer, raises, unchanged
 from support import rough_samples
-from syncbn import _groups, _shared_memory
+from syncbn.exchange import groups, shared_memory
 
 #: The node of each of four ranks.
 LAYOUTS = {"in blocks": "AABB", "interleaved": "ABAB", "uneven": "AAAB"}
@@ -31,14 +31,14 @@ BETWEEN_NODES = "shared memory, gloo between nodes"
 
 def place(nodes: str, rank: int) -> None:
     """From now on groups are made as if each rank ran on its own of these nodes."""
-    _groups.node_identity = lambda: f"node {nodes[rank]}"
+    groups.node_identity = lambda: f"node {nodes[rank]}"
     forget_groups()
 
 
 def forget_groups() -> None:
-    for own in _groups._own_groups.values():
-        _groups._drop(own)
-    _groups._own_groups.clear()
+    for own in groups._own_groups.values():
+        groups._drop(own)
+    groups._own_groups.clear()
 
 
 class LogLines(logging.Handler):
@@ -66,7 +66,7 @@ def engine_and_note() -> tuple[str, str]:
 
 def nodes_of_ranks(world: int) -> list[str]:
     nodes = [None] * world
-    dist.all_gather_object(nodes, _groups.node_identity())
+    dist.all_gather_object(nodes, groups.node_identity())
     return nodes
 
 
@@ -198,13 +198,13 @@ def _without_files(operator):
 
 @contextlib.contextmanager
 def _cannot_share_memory(refusing: bool, how: str):
-    ops = _shared_memory.ops
+    ops = shared_memory.ops
     if refusing:
-        _shared_memory.ops = _Failing(ops, how)
+        shared_memory.ops = _Failing(ops, how)
     try:
         yield
     finally:
-        _shared_memory.ops = ops
+        shared_memory.ops = ops
 
 
 #: What goes wrong, and what the log says of it.

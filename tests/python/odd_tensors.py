@@ -8,7 +8,7 @@ import sys
 import torch
 
 import syncbn.ops  # noqa: F401  its operators
-from syncbn._ops import ops
+from syncbn.operators import ops
 
 C = 4
 X = torch.linspace(-2, 3, 60).sin().view(5, C, 3)

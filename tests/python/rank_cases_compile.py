@@ -19,8 +19,8 @@ import syncbn
 from rank_cases import raises, unchanged
 from rank_cases_groups import check_interrupted
 from support import assert_same_layers
-from syncbn import _groups
-from syncbn._ops import ops
+from syncbn.exchange import groups
+from syncbn.operators import ops
 
 
 def net(**options) -> nn.Module:
@@ -70,7 +70,7 @@ def case_compiled_dynamic_batches_exact(rank, world):
 def case_inductor_exact(rank, world):
     """One layer alone is as in eager mode bit for bit; convolutions of another compiler are not.
     A first compilation costs half a minute: for one of the runs only."""
-    if world != 2 or not _groups.use_shared_memory:
+    if world != 2 or not groups.use_shared_memory:
         return
     layers = [syncbn.SyncBatchNorm(4) for _ in range(2)]
     step = torch.compile(layers[1], fullgraph=True, dynamic=True, mode="reduce-overhead")

@@ -7,7 +7,7 @@ from torch import nn
 
 import syncbn
 from rank_cases import raises
-from syncbn import _groups
+from syncbn.exchange import groups
 
 
 class OwnBatchNorm(nn.BatchNorm1d):
@@ -128,7 +128,7 @@ def case_a_group_that_pytorch_s_layer_has_is_kept(rank, world):
     pair = dist.new_group([0, 1])
     theirs = nn.SyncBatchNorm(4, process_group=pair if rank < 2 else own)
     syncbn.convert_sync_batchnorm(theirs)
-    made = len(_groups._own_groups)
+    made = len(groups._own_groups)
     syncbn.prepare(theirs)
-    assert len(_groups._own_groups) == made
+    assert len(groups._own_groups) == made
     dist.barrier()

@@ -11,14 +11,14 @@ import torch.distributed as dist
 import syncbn
 from rank_cases import raises, shards
 from support import new_layer
-from syncbn import _exchange, _groups, _selection
-from syncbn._ops import DTYPES, HEADER_WORDS, ops
-from syncbn._options import Options
-from syncbn._where import Call
+from syncbn.exchange import agreement, groups, merging, selection
+from syncbn.exchange.call import Call
+from syncbn.operators import DTYPES, HEADER_WORDS, ops
+from syncbn.step.options import Options
 
 
 def peers_of_world():
-    return _groups.peers(_groups.Sharing())
+    return groups.peers(groups.Sharing())
 
 
 def message_of(x, number=0):
@@ -36,7 +36,7 @@ def case_messages_through_the_host_exact(rank, world):
             x = whole[shards(9, world, "empty first")[rank]]
             if rank == 0:
                 x = x.to(torch.float64 if dtype == torch.float16 else torch.float16)
-            got = _exchange._exchange_from_device(message_of(x), channels, peers, call)
+            got = merging._exchange_from_device(message_of(x), channels, peers, call)
             expected = message_of(whole)
             assert got.shape == expected.shape and got[0] == 9, (dtype, channels)
             # Digits are summed without carries, so moments are compared, not words.
@@ -49,14 +49,14 @@ def case_messages_through_the_host_exact(rank, world):
 
 def case_empty_messages_through_the_host(rank, world):
     x = torch.empty(0, 5, dtype=DTYPES[rank % len(DTYPES)])
-    got = _exchange._exchange_from_device(message_of(x), 5, peers_of_world(), Call("layer"))
+    got = merging._exchange_from_device(message_of(x), 5, peers_of_world(), Call("layer"))
     assert got[0] == 0 and got.numel() == message_of(x).numel()
 
 
 def case_messages_that_differ_through_the_host_are_an_error(rank, world):
     def exchange():
         message = message_of(torch.randn(2, 3), number=rank)
-        _exchange._exchange_from_device(message, 3, peers_of_world(), Call("layer"))
+        merging._exchange_from_device(message, 3, peers_of_world(), Call("layer"))
 
     raises(syncbn.DivergenceError, "did not make the same call", exchange)
 
@@ -72,14 +72,14 @@ def case_messages_in_stream_order_exact(rank, world):
     whole = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
     own = message_of(whole[shards(9, world, "uneven")[rank]])
     kept = own.clone()
-    got = _exchange._exchange_from_device(own, 4, peers, call)
+    got = merging._exchange_from_device(own, 4, peers, call)
     assert torch.equal(own, kept)
     a, b = (
         ops.normalize(whole, m, m, None, None, None, None, 1e-5, ranks, 0, 0.0)[1:4]
         for m, ranks in ((got, world), (message_of(whole), 1))
     )
     assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-    differing = _exchange._exchange_from_device(
+    differing = merging._exchange_from_device(
         message_of(torch.randn(2, 4), number=rank), 4, peers, call
     )
     _, agree, rejected, _ = ops.header(differing, world).tolist()
@@ -91,7 +91,7 @@ def case_welford_messages_exact(rank, world):
     whole = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
     own = ops.local_welford(whole[shards(9, world, "empty first")[rank]], 3, None, 1e-5)
     for peers in (in_stream_order(), peers_of_world()):
-        merged, messages = _exchange._gather_from_device(own, 4, peers, Call("layer"))
+        merged, messages = merging._gather_from_device(own, 4, peers, Call("layer"))
         rows = messages.view(world, -1)
         assert torch.equal(rows[rank, HEADER_WORDS:], own[HEADER_WORDS:])
         assert torch.equal(rows[:, :HEADER_WORDS].sum(0), merged) and rows[rank, 0] == own[0]
@@ -101,7 +101,7 @@ def case_welford_messages_exact(rank, world):
 
 def refuse(x, call):
     cpu = torch.device("cpu")
-    _exchange._reject_in_stream_order(x, torch.ones(4), in_stream_order(), call, cpu)
+    agreement._reject_in_stream_order(x, torch.ones(4), in_stream_order(), call, cpu)
 
 
 def case_refusal_in_stream_order_reaches_the_header(rank, world):
@@ -112,7 +112,7 @@ def case_refusal_in_stream_order_reaches_the_header(rank, world):
         refuse(torch.randn(2, 7), call)
         return
     message = message_of(torch.randn(2, 4))
-    got = _exchange._exchange_from_device(message, 4, in_stream_order(), call)
+    got = merging._exchange_from_device(message, 4, in_stream_order(), call)
     assert ops.header(got, world)[2] == 1 and got.numel() == HEADER_WORDS + 4 * 19
 
 
@@ -126,9 +126,9 @@ def case_refused_welford_call_in_stream_order_reaches_the_headers(rank, world):
             refuse(x, call._replace(direction="backward"))
             continue
         own = ops.local_welford(x, 3, None, 1e-5)
-        merged, messages = _exchange._gather_from_device(own, 4, in_stream_order(), call)
+        merged, messages = merging._gather_from_device(own, 4, in_stream_order(), call)
         assert ops.header(merged, world)[2] == 1 and messages.numel() == world * own.numel()
-        summed = _exchange._exchange_from_device(message_of(x), 4, in_stream_order(), call)
+        summed = merging._exchange_from_device(message_of(x), 4, in_stream_order(), call)
         assert ops.header(summed, world)[2] == 1
 
 
@@ -136,9 +136,9 @@ def case_sums_in_stream_order(rank, world):
     """Of second derivatives: the sum, or NaN where the ranks' tags differ."""
     peers = in_stream_order()
     x = torch.full((2, 3), 0.1 * (rank + 1), dtype=torch.float64)
-    got = _exchange._tagged_sum(x, 2**20 - 1, peers)
+    got = merging._tagged_sum(x, 2**20 - 1, peers)
     torch.testing.assert_close(got, x / (rank + 1) * sum(range(1, world + 1)))
-    assert _exchange._tagged_sum(x, 2**20 - 1 - rank, peers).isnan().all()
+    assert merging._tagged_sum(x, 2**20 - 1 - rank, peers).isnan().all()
 
 
 def case_nccl_is_taken_where_the_group_has_it(rank, world):
@@ -154,18 +154,18 @@ def case_nccl_is_taken_where_the_group_has_it(rank, world):
     try:
         peers = peers_of_world()
         assert peers.cuda == group.group_name and peers.engine_on(torch.device("cuda")) == "nccl"
-        assert _groups.named(peers.group_name) == peers
-        assert not _groups.is_nccl_alone(peers)
+        assert groups.named(peers.group_name) == peers
+        assert not groups.is_nccl_alone(peers)
         backends[group] = "cuda:nccl"
-        assert _groups.is_nccl_alone(peers) and not _groups.is_nccl_alone(peers._replace(cuda=""))
+        assert groups.is_nccl_alone(peers) and not groups.is_nccl_alone(peers._replace(cuda=""))
         # The groups of group_size are PyTorch's then, made by all ranks, and once.
         parts = [
-            _selection.select(None, group_size=1, group=None, timeout=None).name for _ in range(2)
+            selection.select(None, group_size=1, group=None, timeout=None).name for _ in range(2)
         ]
-        assert parts[0] == parts[1] and _groups.resolve(parts[0]).size() == 1
+        assert parts[0] == parts[1] and groups.resolve(parts[0]).size() == 1
     finally:
         backends[group] = before
-        _selection._nccl_groups.clear()
+        selection._nccl_groups.clear()
 
 
 def case_own_share_with_the_input_gradient_exact(rank, world):

@@ -13,7 +13,7 @@ from torch import nn
 import syncbn
 from rank_cases import CountCollectives, raises
 from support import run_snippets
-from syncbn import _groups, _selection
+from syncbn.exchange import groups, selection
 
 
 def mean_of(model, x) -> torch.Tensor:
@@ -57,12 +57,12 @@ def case_group_size(rank, world):
 def case_group_by_node(rank, world):
     """Two machines, of which the first has one rank: names decide, not a launcher's variables."""
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
-    host_name = _selection.host_name
+    host_name = selection.host_name
     try:
-        _selection.host_name = lambda: "first" if rank == 0 else "second"
+        selection.host_name = lambda: "first" if rank == 0 else "second"
         model = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)), group="node")
     finally:
-        _selection.host_name = host_name
+        selection.host_name = host_name
     ranks = [0] if rank == 0 else range(1, world)
     assert close(mean_of(model, x), expected_mean(x, ranks))
     # The real machine is one.
@@ -113,10 +113,10 @@ def case_prepare_makes_the_group_for_a_compiled_first_step(rank, world):
 
 
 def case_one_group_per_set_of_ranks(rank, world):
-    before = len(_groups._own_groups)
+    before = len(groups._own_groups)
     for _ in range(3):
         syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), timeout=43)
-    assert len(_groups._own_groups) == before + 1
+    assert len(groups._own_groups) == before + 1
 
 
 def case_interrupted_within_a_second(rank, world):

@@ -13,22 +13,22 @@ import torch.distributed as dist
 
 import syncbn
 from rank_cases import raises
-from syncbn import _collective, _exchange, _shared_memory, _where
+from syncbn.exchange import agreement, frames, merging, shared_memory, transports, watch
 
 LIMIT = 100.0
 #: Seconds in which the others have the error. Over Gloo they look at the store meanwhile, and ask
 #: where the ranks are; the machine may be busy.
 SOON = 30.0
-_FILES = {m.__file__ for m in (_collective, _exchange, _shared_memory)}
+_FILES = {m.__file__ for m in (agreement, frames, merging, shared_memory, transports)}
 
 
 @contextlib.contextmanager
 def _quick_looks():
-    before, _where.INTERVAL = _where.INTERVAL, 0.1
+    before, watch.INTERVAL = watch.INTERVAL, 0.1
     try:
         yield
     finally:
-        _where.INTERVAL = before
+        watch.INTERVAL = before
 
 
 def _layer(**options):

@@ -15,7 +15,7 @@ import syncbn
 from rank_cases import CountCollectives, raises
 from rank_cases_join import Network, batch, run_steps
 from support import assert_same_layers, new_layer
-from syncbn import _groups
+from syncbn.exchange import groups
 
 
 def case_join_costs_one_exchange_per_iteration(rank, world):
@@ -30,11 +30,11 @@ def case_join_costs_one_exchange_per_iteration(rank, world):
 def case_join_leaves_nothing_behind(rank, world):
     model = DistributedDataParallel(Network())
     run_steps(model, rank, 1)
-    before = set(_groups._own_groups)
+    before = set(groups._own_groups)
     for _ in range(2):  # epochs
         with syncbn.join(model):
             run_steps(model, rank, 1 + rank)
-    assert set(_groups._own_groups) == before
+    assert set(groups._own_groups) == before
     assert not model._join_config.enable  # torch's Join leaves it enabled
     assert not model._forward_pre_hooks
     layer = new_layer(4)

@@ -18,7 +18,7 @@ import syncbn
 from rank_cases import CountCollectives, raises
 from rank_cases_join import Network, batch, check_uneven, numbers_of_batches, run_steps
 from support import assert_same_layers, new_layer
-from syncbn import _groups
+from syncbn.exchange import groups
 
 
 def in_join(model):
@@ -124,7 +124,7 @@ def case_joinable_leaves_nothing_behind(rank, world):
     """torch's Join leaves DistributedDataParallel notifying; after an error too."""
     model = DistributedDataParallel(Network())
     run_steps(model, rank, 1)
-    before = set(_groups._own_groups)
+    before = set(groups._own_groups)
 
     def loop(joined, steps, fail):
         with Join([joined]):
@@ -140,7 +140,7 @@ def case_joinable_leaves_nothing_behind(rank, world):
                 raises(KeyError, "sample 7", lambda: loop(joined, 2, True))
             else:
                 loop(joined, steps, False)
-            assert set(_groups._own_groups) == before
+            assert set(groups._own_groups) == before
             assert not model._join_config.enable
             assert not model._forward_pre_hooks
             new_layer(4)(batch(rank, 0))  # of no context: all ranks

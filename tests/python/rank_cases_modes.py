@@ -11,7 +11,7 @@ import oracle
 import syncbn
 from rank_cases import CountCollectives, raises, shards, unchanged
 from support import assert_same_bits, rough_samples, to_tensor
-from syncbn import _groups
+from syncbn.exchange import groups
 
 
 def parameters(layer, seed):
@@ -175,7 +175,7 @@ def case_welford_one_exchange_per_direction(rank, world):
         layer = welford_layer(channels)
         x = torch.randn(2, channels, requires_grad=True)
         layer(x)
-        wide = channels > 512 and not _groups.use_shared_memory
+        wide = channels > 512 and not groups.use_shared_memory
         with CountCollectives() as count:
             y = layer(x)
         assert count.names == ["all_reduce", *(["all_gather"] if wide else [])], count.names

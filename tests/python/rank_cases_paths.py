@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import syncbn
 from rank_cases import CountCollectives, raises, unchanged
 from support import assert_same_layers
-from syncbn import _exchange, _groups, _paths
-from syncbn._where import Call
+from syncbn.exchange import agreement, groups
+from syncbn.exchange.call import Call
+from syncbn.step import paths
 
 
 class Twins(nn.Module):
@@ -89,8 +90,8 @@ def case_converted_layers_swapped_from_the_first_step(rank, world):
     layers = [model.backbone["block"]["bn"], model.head["bn"]]
     for own in range(2):
         mine = layers[own if rank == 0 else 1 - own]
-        paths = ("block.bn; rank 1: bn", "bn; rank 1: block.bn")[own]
-        text = f"the ranks call different layers: rank 0: {paths}"
+        both = ("block.bn; rank 1: bn", "bn; rank 1: block.bn")[own]
+        text = f"the ranks call different layers: rank 0: {both}"
         raises(syncbn.DivergenceError, text, lambda mine=mine: mine(share(rank)))
     for layer in layers:
         layer(share(rank))
@@ -287,11 +288,11 @@ def case_a_rank_at_another_call_than_one_that_compares(rank, world):
     """A later call of another layer, its backward, a sum of numbers."""
     known = Twins()
     y = known(share(rank).requires_grad_())
-    peers = _groups.peers(known.first.state.sharing)
+    peers = groups.peers(known.first.state.sharing)
     others = (
         lambda: known(share(rank)),
         lambda: y.sum().backward(retain_graph=True),
-        lambda: _exchange.numbers_of_ranks(1, 5, peers, Call("numbers")),
+        lambda: agreement.numbers_of_ranks(1, 5, peers, Call("numbers")),
     )
     for other in others:
         model = Twins()
@@ -332,11 +333,11 @@ def case_input_refused_in_the_first_exchange(rank, world):
 def case_refused_over_the_host_before_the_first_exchange(rank, world):
     """Where messages on CUDA go in stream order: the others compare over the host."""
     layer = syncbn.SyncBatchNorm(3)
-    state, peers = layer.state, _groups.peers(layer.state.sharing)
+    state, peers = layer.state, groups.peers(layer.state.sharing)
     cuda = peers._replace(cuda=dist.group.WORLD.group_name)
-    assert _paths.way(state, cuda) == peers and _paths.way(state, None) is None
-    _paths.compare(state, cuda, share(rank), layer.options())
-    assert _paths.way(state, cuda) is cuda
+    assert paths.way(state, cuda) == peers and paths.way(state, None) is None
+    paths.compare(state, cuda, share(rank), layer.options())
+    assert paths.way(state, cuda) is cuda
 
 
 def case_skip_and_join_with_paths(rank, world):
@@ -368,17 +369,17 @@ def case_traced_layers_keep_their_names(rank, world):
     """A program of torch.export has no path to compare."""
     model = Twins()
     program = torch.export.export(model, (share(rank),)).module()
-    with mock.patch.object(_paths, "_agreed"):  # what it gives is no number
+    with mock.patch.object(paths, "_agreed"):  # what it gives is no number
         program(share(rank))
 
 
 def case_a_capture_without_a_step_before_is_an_error(rank, world):
     model = Twins()
-    peers, options = _groups.peers(model.first.state.sharing), model.first.options()
+    peers, options = groups.peers(model.first.state.sharing), model.first.options()
     x = mock.Mock(is_cuda=True)  # as much of a tensor as is looked at
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
         expected = "^first: got its first exchange in a group while a CUDA graph is captured"
-        compare = functools.partial(_paths.compare, model.first.state, peers, x, options)
+        compare = functools.partial(paths.compare, model.first.state, peers, x, options)
         raises(RuntimeError, expected, compare)
     model(share(rank))
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):

@@ -3,7 +3,9 @@ test_distributed.py as rank_cases.py is."""
 
 import copy
 import gc
+import os
 import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import syncbn
 from forking import equal, held, passes_in_child, train
 from rank_cases import raises
-from syncbn import _collective, _groups
+from syncbn.exchange import groups, transports
 
 FORKED = "was forked from rank"
 
@@ -92,6 +94,29 @@ class Normalized(Dataset):
             return self.layer(x)
 
 
+def case_a_fork_during_an_exchange_exact(rank, world):
+    """By another thread, while this one waits for rank 0. The child ends before the exchange does,
+    or after it."""
+    layer = syncbn.SyncBatchNorm(3)
+    check_step(layer, rank, world)
+    for lives in (0.0, 0.4):
+
+        def fork(lives=lives):
+            time.sleep(0.1)
+            child = os.fork()
+            if child == 0:
+                time.sleep(lives)
+                os._exit(0)
+            os.waitpid(child, 0)
+
+        thread = threading.Thread(target=fork)
+        thread.start()
+        time.sleep(0.3 if rank == 0 else 0)
+        check_step(layer, rank, world)
+        thread.join()
+        check_step(layer, rank, world)
+
+
 def case_workers_of_a_loader_beside_training_exact(rank, world):
     """Persistent workers, whose layers are in evaluation mode, or train without a group."""
     layer = syncbn.SyncBatchNorm(3)
@@ -123,7 +148,7 @@ def case_second_thread_in_a_group_is_an_error(rank, world):
     if rank == 0:
         worker = threading.Thread(target=check_step, args=(layers[0], rank, world))
         worker.start()
-        while not _collective._threads:
+        while not transports._threads:
             pass
         text = "another thread exchanges in the same group"
         raises(RuntimeError, text, lambda: layers[1](own_samples(rank)))
@@ -139,10 +164,8 @@ def case_second_thread_in_a_group_is_an_error(rank, world):
 def case_threads_with_groups_of_their_own_exact(rank, world):
     """Four threads, each with its layer and its group, at once; then one after the other."""
     names = range(4)
-    groups = [dist.new_group(list(range(world))) for _ in names]
-    layers = [
-        syncbn.SyncBatchNorm(3, process_group=g, timeout=20 + i) for i, g in enumerate(groups)
-    ]
+    own = [dist.new_group(list(range(world))) for _ in names]
+    layers = [syncbn.SyncBatchNorm(3, process_group=g, timeout=20 + i) for i, g in enumerate(own)]
     again = [copy.deepcopy(layer) for layer in layers]
     for layer in layers:
         syncbn.prepare(layer)
@@ -164,7 +187,7 @@ def case_many_models_share_what_a_process_holds(rank, world):
     """200 models of 10 layers need one group; without them, nothing is left but that group."""
     syncbn.prepare(syncbn.SyncBatchNorm(3))
     gc.collect()
-    before, groups = held(), len(_groups._own_groups)
+    before, number = held(), len(groups._own_groups)
     layers_before = _live_layers()
 
     def model():
@@ -173,7 +196,7 @@ def case_many_models_share_what_a_process_holds(rank, world):
     models = [syncbn.convert_sync_batchnorm(model()) for _ in range(200)]
     for each in models[::10]:
         each(own_samples(rank)).sum().backward()
-    assert len(_groups._own_groups) == groups
+    assert len(groups._own_groups) == number
     assert held() == before
     del models, each
     gc.collect()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from syncbn import _groups
+from syncbn.exchange import groups
 
 #: Of the group, and of the layers' exchanges.
 TIMEOUT = datetime.timedelta(seconds=30)
@@ -25,7 +25,7 @@ Cases = dict[str, Callable[[int, int], None]]
 def _rank_main(
     rank: int, world: int, engine: str, port: int, results: Path, load: Callable[[], Cases]
 ) -> None:
-    _groups.use_shared_memory = engine == "shared memory"
+    groups.use_shared_memory = engine == "shared memory"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=TIMEOUT)

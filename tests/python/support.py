@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import syncbn
-from syncbn._ops import HEADER_WORDS, ops
+from syncbn.operators import HEADER_WORDS, ops
 
 PROJECT = Path(__file__).resolve().parents[2]
 TORCH_DTYPES = {

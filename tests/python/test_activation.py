@@ -18,7 +18,7 @@ from support import (
     run_layer,
     to_tensor,
 )
-from syncbn._ops import ops
+from syncbn.operators import ops
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ACTIVATIONS = (("none", 0.01), ("relu", 0.01), ("leaky_relu", 0.01), ("leaky_relu", -1.5))
@@ -297,7 +297,7 @@ SLOPES = (0.01, 128.01, 0.0, -0.01, 0.0100076, 5e-324, 3e38)
 
 def test_slopes_that_differ_give_different_calls():
     """All bits of the slope count, and so does every other option."""
-    from syncbn._options import Options
+    from syncbn.step.options import Options
 
     numbers = [
         Options(activation=a, negative_slope=s, statistics=m).identity(5, r)

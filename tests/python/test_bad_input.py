@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import syncbn
 from bad_input_table import CASES, INPUTS, MASKS, RESIDUALS, C, X
 from support import available_levels, layouts_of, new_layer
-from syncbn._ops import ops
+from syncbn.operators import ops
 
 
 def state_of(layer):

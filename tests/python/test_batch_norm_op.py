@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
 from support import TORCH_DTYPES, layouts_of, run_layer
-from syncbn import _groups
+from syncbn.exchange import groups
 from syncbn.ops import batch_norm, batch_norm_
 
 UNIT = 2.0**-53
@@ -381,8 +381,8 @@ def test_refused_counter_changes_nothing(counter):
 
 
 def test_failed_exchange_has_the_process_groups_error_as_its_cause(monkeypatch):
-    nobody = _groups.Peers("nobody", 2, 0, 1.0)
-    monkeypatch.setattr(_groups, "peers_of", lambda *_: nobody)
+    nobody = groups.Peers("nobody", 2, 0, 1.0)
+    monkeypatch.setattr(groups, "peers_of", lambda *_: nobody)
     with pytest.raises(RuntimeError, match="the exchange over the process group failed") as caught:
         batch_norm(samples(), *variables())
     assert "nobody" in str(caught.value.__cause__)

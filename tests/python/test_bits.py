@@ -15,7 +15,7 @@ from support import (
     run_layer,
     to_tensor,
 )
-from syncbn._ops import ops
+from syncbn.operators import ops
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LEVELS = available_levels()

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 import syncbn
 from checkpoint_support import FORMS, Net, assert_same_steps, plain, recomputing, reentrant
 from support import assert_same_layers
-from syncbn import _recomputation
+from syncbn.step import recomputation
 
 
 class CountPasses(TorchDispatchMode):
@@ -294,9 +294,9 @@ def test_what_is_kept_dies_with_the_graph(form, owner):
 
 
 def test_names_of_pytorch_are_known():
-    """Fails when PyTorch organizes its checkpointing in another way: _recomputation.py must follow,
+    """Fails when PyTorch organizes its checkpointing in another way: recomputation.py must follow,
     or layers in a checkpointed segment exchange twice."""
-    names = _recomputation.find_names()
+    names = recomputation.find_names()
     assert names.unpack.co_name == "unpack_hook"
     assert names.first_pack is not names.second_pack
 
@@ -304,9 +304,7 @@ def test_names_of_pytorch_are_known():
 def test_an_unknown_pytorch_warns_once(monkeypatch):
     """Then a segment updates twice, as PyTorch's batch norm does."""
     monkeypatch.delattr(torch.utils.checkpoint, "_recomputation_hook")
-    monkeypatch.setattr(
-        _recomputation, "_names", functools.cache(_recomputation._names.__wrapped__)
-    )
+    monkeypatch.setattr(recomputation, "_names", functools.cache(recomputation._names.__wrapped__))
     layer = syncbn.SyncBatchNorm(5)
     x = torch.randn(6, 5, requires_grad=True)
     with pytest.warns(UserWarning, match="another activation checkpointing") as caught:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import syncbn
-from syncbn._classes import registered
+from syncbn.models.classes import registered
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import syncbn
-from syncbn._classes import registered
+from syncbn.models.classes import registered
 
 
 class OwnBatchNorm(nn.BatchNorm2d):

@@ -23,24 +23,26 @@ from support import (
     rough_samples,
     to_tensor,
 )
-from syncbn import _build, _cuda, _training, doctor
-from syncbn._state import LayerState
+from syncbn import _build, operators_cuda
+from syncbn.models import doctor
 from syncbn.ops import batch_norm
+from syncbn.step import adapters
+from syncbn.step.layer_state import LayerState
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 WITHOUT_DRIVER = """
 import pathlib, torch, syncbn
-from syncbn import _cuda
+from syncbn import operators_cuda
 x = torch.randn(4, 3, 5, requires_grad=True)
 syncbn.SyncBatchNorm(3)(x).sum().backward()
-assert not _cuda._loaded and "libsyncbn_torch_cuda" not in open("/proc/self/maps").read()
+assert not operators_cuda._loaded and "libsyncbn_torch_cuda" not in open("/proc/self/maps").read()
 library = pathlib.Path(syncbn.__file__).parent / "lib" / "libsyncbn_torch_cuda.so"
 assert library.exists() == syncbn._build.cuda
 if library.exists():
     torch.ops.load_library(library)
     assert torch._C._dispatch_has_kernel_for_dispatch_key("syncbn::normalize", "CUDA")
-print(_cuda.why_not())
+print(operators_cuda.why_not())
 """
 
 
@@ -75,7 +77,7 @@ def test_layer_says_why_cuda_cannot_be_used(monkeypatch, built, torch_cuda, avai
     with FakeTensorMode():
         layer = syncbn.SyncBatchNorm(3, device="cuda")
         x = torch.empty(4, 3, 5, device="cuda")
-        monkeypatch.setattr(_cuda, "_loaded", False)
+        monkeypatch.setattr(operators_cuda, "_loaded", False)
         monkeypatch.setattr(_build, "cuda", built is not None)
         monkeypatch.setattr(_build, "cuda_version", built)
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
@@ -89,7 +91,7 @@ def test_layer_says_why_cuda_cannot_be_used(monkeypatch, built, torch_cuda, avai
 def fake_cuda(monkeypatch):
     """Tensors without memory that say they are on CUDA; outside of a capture if nothing else is
     said, because there is no driver to ask."""
-    monkeypatch.setattr(_cuda, "_loaded", True)
+    monkeypatch.setattr(operators_cuda, "_loaded", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with FakeTensorMode():
         yield
@@ -98,7 +100,7 @@ def fake_cuda(monkeypatch):
 def test_inplace_step_in_a_capture_reads_no_weights(fake_cuda, monkeypatch):
     """Outside it looks at the bound of the recovered input, which a fake tensor cannot tell."""
     # Not as where shapes alone are wanted. Counters would not follow to a device without memory.
-    monkeypatch.setattr(_training, "_is_fake", lambda x, parameter: False)
+    monkeypatch.setattr(adapters, "_is_fake", lambda x, parameter: False)
     monkeypatch.setattr(LayerState, "move", lambda self, device: None)
     layer = syncbn.SyncBatchNorm(3, device="cuda", activation="leaky_relu", inplace=True)
     layer.state = LayerState("layer", counted=False)

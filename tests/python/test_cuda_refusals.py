@@ -10,12 +10,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncbn
-from syncbn import _cuda, _devices, _exchange, _groups, _modes, _training, ops
-from syncbn._options import Options
-from syncbn._state import LayerState
-from syncbn._where import Call
+from syncbn import operators_cuda, ops
+from syncbn.devices import lists
+from syncbn.exchange import agreement, groups, merging
+from syncbn.exchange.call import Call
+from syncbn.step import adapters, modes, training
+from syncbn.step.layer_state import LayerState
+from syncbn.step.options import Options
 
-PEERS = _groups.Peers("own", 2, 0, 1.0, cuda="of the caller")
+PEERS = groups.Peers("own", 2, 0, 1.0, cuda="of the caller")
 
 
 @pytest.fixture
@@ -30,17 +33,17 @@ def ways(monkeypatch):
         taken.append("host")
         raise syncbn.PeerLost("nobody is there")
 
-    monkeypatch.setattr(_exchange, "_reject_in_stream_order", in_stream_order)
-    monkeypatch.setattr(_exchange, "_sum_first", through_the_host)
-    monkeypatch.setattr(_cuda, "_loaded", True)
+    monkeypatch.setattr(agreement, "_reject_in_stream_order", in_stream_order)
+    monkeypatch.setattr(agreement, "sum_first", through_the_host)
+    monkeypatch.setattr(operators_cuda, "_loaded", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(_groups, "is_nccl_alone", lambda peers: False)
+    monkeypatch.setattr(groups, "is_nccl_alone", lambda peers: False)
     # Not as where shapes alone are wanted. Counters would not follow to a device without memory.
-    monkeypatch.setattr(_training, "_is_fake", lambda x, parameter: False)
+    monkeypatch.setattr(adapters, "_is_fake", lambda x, parameter: False)
     monkeypatch.setattr(LayerState, "move", lambda self, device: None)
     call_of = lambda self, x, options: Call(self.name, options=options)  # noqa: E731
     monkeypatch.setattr(LayerState, "call_of", call_of)
-    monkeypatch.setattr(_groups, "peers", lambda *_: PEERS)
+    monkeypatch.setattr(groups, "peers", lambda *_: PEERS)
     with FakeTensorMode():
         yield taken
 
@@ -58,9 +61,9 @@ def test_refused_before_the_first_exchange(ways):
         layer(x.int())
     with pytest.raises(ValueError, match="inputs: got an empty list"):
         layer([])
-    _devices.give_up([(layer, x)], RuntimeError("ended"))
+    lists.give_up([(layer, x)], RuntimeError("ended"))
     with pytest.raises(NotImplementedError, match="torch.jit.trace"):
-        _modes.refuse_tracing(layer.state, Options(), x)
+        modes.refuse_tracing(layer.state, Options(), x)
     assert ways == ["host"] * 4
 
 
@@ -89,7 +92,7 @@ def test_without_a_tensor_of_the_layer_by_the_group_or_the_input(ways, monkeypat
         with pytest.raises(ValueError, match="input: got torch.int32"):
             function(torch.empty(4, 3, device=place).int(), None, None, training=True)
         assert ways.pop() == way
-    monkeypatch.setattr(_groups, "is_nccl_alone", lambda peers: True)
+    monkeypatch.setattr(groups, "is_nccl_alone", lambda peers: True)
     with pytest.raises(ValueError, match="input: got torch.int32"):
         function(torch.empty(4, 3).int(), None, None, training=True)
     assert ways == ["cuda"]
@@ -101,13 +104,13 @@ def test_refused_modes(ways, monkeypatch, place, way):
     state, x = LayerState("layer"), torch.empty(4, 3, device=place)
     state.numbers[PEERS.group_name] = 1
     with pytest.raises(NotImplementedError, match="torch.jit.trace"):
-        _modes.refuse_tracing(state, Options(), x)
-    monkeypatch.setattr(_modes, "is_legacy_batchedtensor", lambda gradient: True)
+        modes.refuse_tracing(state, Options(), x)
+    monkeypatch.setattr(modes, "is_legacy_batchedtensor", lambda gradient: True)
     needs = (True, False, False, False)
-    backward = _exchange.Backward(True, False)
-    step = _training.Step(state, Options(), PEERS, Call("layer"), backward, None, needs)
+    backward = agreement.Backward(True, False)
+    step = training.Step(state, Options(), PEERS, Call("layer"), backward, None, needs)
     with pytest.raises(NotImplementedError, match="inside vmap"):
-        _modes.check_not_batched(step, step.call, x, x)
+        modes.check_not_batched(step, step.call, x, x)
     assert ways == [way, way]
 
 
@@ -117,7 +120,7 @@ def test_refused_lists_and_devices_that_do_not_meet(ways, place, way):
         layer = exchanged(syncbn.SyncBatchNorm(3, device=place, **options))
         with pytest.raises(ValueError, match="inputs: got an empty list"):
             layer([])
-        _devices.give_up([(layer, torch.empty(4, 3, device=place))], RuntimeError("ended"))
+        lists.give_up([(layer, torch.empty(4, 3, device=place))], RuntimeError("ended"))
     assert ways == [way] * 4
 
 
@@ -136,16 +139,16 @@ def test_message_of_unknown_length_is_not_sent(monkeypatch):
     derivative: they wait for NCCL, this rank raises at once. A message of another length than
     theirs might mix up their sums."""
     sent = []
-    monkeypatch.setattr(_exchange._collective, "sum_in_stream_order", lambda *a: sent.append(a))
+    monkeypatch.setattr(merging.transports, "sum_in_stream_order", lambda *a: sent.append(a))
     call, cpu = Call("layer", options=Options()), torch.device("cpu")
     for x, parameter in (
         (None, torch.ones(3)),
         (torch.ones(4, 3).int(), torch.ones(3)),
         (torch.ones(4), None),
     ):
-        _exchange._reject_in_stream_order(x, parameter, PEERS, call, cpu)
+        agreement._reject_in_stream_order(x, parameter, PEERS, call, cpu)
     second = call._replace(direction="second backward")
-    _exchange._reject_in_stream_order(torch.ones(4, 3), torch.ones(3), PEERS, second, cpu)
+    agreement._reject_in_stream_order(torch.ones(4, 3), torch.ones(3), PEERS, second, cpu)
     assert sent == []
-    _exchange._reject_in_stream_order(torch.ones(4), torch.ones(3), PEERS, call, cpu)
+    agreement._reject_in_stream_order(torch.ones(4), torch.ones(3), PEERS, call, cpu)
     assert len(sent) == 1

@@ -55,11 +55,11 @@ ELSEWHERE = {"the others did not say"}
 
 def test_error_texts_are_found_in_the_ways_that_sources_write_them(tmp_path, monkeypatch):
     """The collection itself, on a text of each kind."""
-    python = tmp_path / "python" / "syncbn"
+    python = tmp_path / "python" / "syncbn" / "exchange"
     core = tmp_path / "src"
     python.mkdir(parents=True)
     core.mkdir()
-    (python / "_exchange.py").write_text(
+    (python / "agreement.py").write_text(
         'raise ValueError(f"x: got {x!r}, expected "\n    f"a {kind}" + " of text")\n'
         'reason = "one" if a else f"two {b}"\nfail(kind, "three parts")\n'
     )
@@ -70,10 +70,10 @@ def test_error_texts_are_found_in_the_ways_that_sources_write_them(tmp_path, mon
     monkeypatch.setattr("error_texts.PROJECT", tmp_path)
     found = error_texts()
     assert found == {
-        f"x: got {GAP}, expected a {GAP} of text": ["python/syncbn/_exchange.py:1"],
-        "one": ["python/syncbn/_exchange.py:3"],
-        "two": ["python/syncbn/_exchange.py:3"],
-        "three parts": ["python/syncbn/_exchange.py:4"],
+        f"x: got {GAP}, expected a {GAP} of text": ["python/syncbn/exchange/agreement.py:1"],
+        "one": ["python/syncbn/exchange/agreement.py:3"],
+        "two": ["python/syncbn/exchange/agreement.py:3"],
+        "three parts": ["python/syncbn/exchange/agreement.py:4"],
         f"y: got {GAP} entries, expected": ["src/b.cpp:1"],
         f"eps: got {GAP}, expected a number": ["src/b.cpp:4"],
     }

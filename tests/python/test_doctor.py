@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import syncbn
-from syncbn import __main__, doctor
-from syncbn._ops import ops
+from syncbn import __main__
+from syncbn.models import doctor
+from syncbn.operators import ops
 
 
 def test_doctor_prints_what_is_active_and_passes():

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 import syncbn
 from support import assert_same_layers
-from syncbn._ops import ops
+from syncbn.operators import ops
 
 
 def plain_net() -> nn.Module:

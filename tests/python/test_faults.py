@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import fault_cases
-from syncbn import _groups, _where
+from syncbn.exchange import groups, watch
 
 SCENARIOS = {
     name.removeprefix("scenario_"): function
@@ -30,8 +30,8 @@ IN_TIME = fault_cases.TIMEOUT + 12
 
 
 def _rank_main(rank: int, world: int, engine: str, folder: str, name: str) -> None:
-    _groups.use_shared_memory = engine == "shared memory"
-    _where.INTERVAL = 0.3
+    groups.use_shared_memory = engine == "shared memory"
+    watch.INTERVAL = 0.3
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 import syncbn
 from forking import held
 from support import join
-from syncbn import _groups
+from syncbn.exchange import groups
 
 STEPS, FIRST = 10_000, 1_000
 PAGE, M_TOP_PAD = 4096, 128 * 1024
@@ -42,7 +42,7 @@ def train(layer: syncbn.SyncBatchNorm) -> list:
 
 def _rank_main(rank: int, world: int, shared_memory: bool, folder: str, port: int) -> None:
     torch.set_num_threads(1)
-    _groups.use_shared_memory = shared_memory
+    groups.use_shared_memory = shared_memory
     if world > 1:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)

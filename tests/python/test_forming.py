@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 import forming_cases
 from forming_cases import LIMIT
-from syncbn import _groups
+from syncbn.exchange import groups
 
 SCENARIOS = {
     name.removeprefix("scenario_"): function
@@ -34,7 +34,7 @@ AT_ONCE = 4.0
 
 
 def _rank_main(rank: int, world: int, engine: str, direct: bool, port: int, folder: str, name: str):
-    _groups.use_shared_memory = engine == "shared memory"
+    groups.use_shared_memory = engine == "shared memory"
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)
     # The ranks' store is this process's first: a rank that ends takes nobody's store with it.

@@ -5,8 +5,8 @@ import torch
 
 import syncbn
 from support import layouts_of
-from syncbn._ops import ops
-from syncbn._options import RECOVERY_LIMIT, recovery_bound
+from syncbn.operators import ops
+from syncbn.step.options import RECOVERY_LIMIT, recovery_bound
 
 UNITS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24, torch.float64: 2**-53}
 SLOPE = 0.01

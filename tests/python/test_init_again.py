@@ -1,10 +1,11 @@
-"""init_process_group again, on the same port, after destroy_process_group: nothing of the layers'
-groups may hold the old store."""
+"""init_process_group again, on the same port, after destroy_process_group, with as many ranks or
+another number: nothing of the layers' groups may hold the old store."""
 
 import socket
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -12,29 +13,36 @@ import torch.multiprocessing as mp
 import syncbn
 
 
-def _rank(rank: int, port: int, folder: str) -> None:
+def _batch(rank: int, turn: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * turn + rank))
+
+
+def _rank(rank: int, port: int, worlds: tuple[int, ...], folder: str) -> None:
     layer = syncbn.convert_sync_batchnorm(torch.nn.BatchNorm1d(4))
-    for seed in range(3):
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-        )
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed + rank))
-        layer(x.requires_grad_()).square().sum().backward()
-        assert syncbn.report(layer)[0].ranks == 2
-        means = [torch.empty(4) for _ in range(2)]
-        dist.all_gather(means, layer.running_mean)
-        assert torch.equal(*means)
-        dist.barrier()
-        dist.destroy_process_group()
-        assert syncbn.report(layer)[0].note == "no process group"
-        # Or a rank may find the other's old store, which is about to close.
-        Path(folder, f"{seed}.{rank}").touch()
-        while not Path(folder, f"{seed}.{1 - rank}").exists():
+    for turn, world in enumerate(worlds):
+        if rank < world:
+            dist.init_process_group(
+                "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+            )
+            if len(set(worlds)) > 1:  # a rank was away, and made fewer calls
+                syncbn.reset_groups(layer)
+            layer(_batch(rank, turn).requires_grad_()).square().sum().backward()
+            assert syncbn.report(layer)[0].ranks == world
+            whole = torch.cat([_batch(r, turn) for r in range(world)])
+            expected = syncbn.SyncBatchNorm(4, sync=False)(whole)[3 * rank :][:3]
+            assert torch.equal(layer(_batch(rank, turn)), expected)
+            dist.barrier()
+            dist.destroy_process_group()
+            assert syncbn.report(layer)[0].note == "no process group"
+        # Or a rank may find another's old store, which is about to close.
+        Path(folder, f"{turn}.{rank}").touch()
+        while not all(Path(folder, f"{turn}.{r}").exists() for r in range(max(worlds))):
             time.sleep(0.01)
 
 
-def test_same_port_three_times(tmp_path):
+@pytest.mark.parametrize("worlds", ((2, 2, 2), (3, 2, 3)), ids=str)
+def test_same_port_three_times(tmp_path, worlds):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(_rank, (port, str(tmp_path)), nprocs=2)
+    mp.spawn(_rank, (port, worlds, str(tmp_path)), nprocs=max(worlds))

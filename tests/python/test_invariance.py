@@ -10,7 +10,7 @@ import torch
 
 import oracle
 from support import assert_same_bits, available_levels, rough_samples, to_tensor
-from syncbn._ops import HEADER_WORDS, ops
+from syncbn.operators import HEADER_WORDS, ops
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SHAPES = ((24, 17), (24, 3, 5, 5), (24, 17, 14, 14), (24, 2, 40, 30))

@@ -12,7 +12,7 @@ from torch import nn
 
 import syncbn
 from support import assert_near_pytorch
-from syncbn._ops import ops
+from syncbn.operators import ops
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -19,7 +19,7 @@ import torch
 
 import syncbn
 from support import PROJECT, layouts_of, rough_samples, to_tensor
-from syncbn._ops import ops
+from syncbn.operators import ops
 
 SAMPLES = 7
 PLANES = {2: (), 3: (17,), 4: (5, 7), 5: (3, 4, 3)}  # by the number of axes

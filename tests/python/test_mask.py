@@ -19,7 +19,7 @@ from support import (
     run_layer,
     to_tensor,
 )
-from syncbn._ops import ops
+from syncbn.operators import ops
 
 DTYPES = tuple(TORCH_DTYPES)
 # Planes of 1, 49, 513 and 1300 elements.

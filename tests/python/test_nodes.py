@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 import node_cases
 import syncbn
-from syncbn import _where
+from syncbn.exchange import watch
 
 WORLD = 4
 CASES = {n: case for n, case in vars(node_cases).items() if n.startswith("case_")}
@@ -61,7 +61,7 @@ def _case_main(rank: int, folder: str) -> None:
 
 def _lost_main(rank: int, folder: str, layout: str, lost: int) -> None:
     """A step, and one in which rank `lost` is killed between forward and backward."""
-    _where.INTERVAL = 0.3
+    watch.INTERVAL = 0.3
     node_cases.place(node_cases.LAYOUTS[layout], rank)
     _start(rank, folder)
     layer = syncbn.SyncBatchNorm(4, timeout=TIMEOUT)

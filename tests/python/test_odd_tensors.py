@@ -9,7 +9,7 @@ import torch
 import odd_tensors
 import syncbn
 from odd_tensors import EPS, C, X
-from syncbn._ops import ops
+from syncbn.operators import ops
 
 CALLS = int(os.environ.get("SYNCBN_EXAMPLES", "60")) * 25
 

@@ -11,7 +11,10 @@ from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import syncbn
-from syncbn import _groups, _paths
+from syncbn.exchange import groups
+from syncbn.step import layer_state, paths
+from syncbn.step.layer_state import LayerState
+from syncbn.step.living_modules import paths_of_living
 
 
 def new_layer() -> syncbn.SyncBatchNorm:
@@ -19,7 +22,7 @@ def new_layer() -> syncbn.SyncBatchNorm:
 
 
 def path_of(layer: nn.Module) -> str | None:
-    return _paths._paths().get(layer.state)
+    return paths_of_living(LayerState).get(layer.state)
 
 
 def test_path_in_the_outermost_module():
@@ -83,7 +86,7 @@ def test_modules_in_a_circle_have_no_path():
     a, b = nn.ModuleDict({"bn": layer}), nn.ModuleDict()
     a["b"], b["a"] = b, a
     assert path_of(layer) is None
-    _paths.find(layer.state)
+    layer.state.find_path()
     assert layer.state.name == "SyncBatchNorm"
     a.clear()
 
@@ -102,17 +105,17 @@ def test_objects_are_not_asked():
 
 def test_one_pass_names_all_layers(monkeypatch):
     model = nn.Sequential(*(new_layer() for _ in range(5)))
-    _paths.find(model[0].state)
-    monkeypatch.setattr(_paths, "_paths", None)  # no second one
+    model[0].state.find_path()
+    monkeypatch.setattr(layer_state, "paths_of_living", None)  # no second one
     for number, layer in enumerate(model):
-        _paths.find(layer.state)
+        layer.state.find_path()
         assert layer.state.name == str(number)
 
 
 def test_names_that_are_found_are_not_copied_or_exported():
     """A copy may lie elsewhere, and a program of torch.export keeps the name that it had."""
     model = nn.Sequential(new_layer())
-    _paths.find(model[0].state)
+    model[0].state.find_path()
     assert model[0].state.name == "0" and model[0].state.identity.name == "SyncBatchNorm"
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert again[0].state.name == "SyncBatchNorm"
@@ -122,7 +125,7 @@ def test_names_that_are_found_are_not_copied_or_exported():
 
 def test_conversion_names_layers_that_were_made_directly():
     model = nn.Sequential(nn.Sequential(new_layer()), nn.BatchNorm1d(3))
-    _paths.find(model[0][0].state)
+    model[0][0].state.find_path()
     syncbn.convert_sync_batchnorm(model)
     assert [m.state.name for m in (model[0][0], model[1])] == ["0.0", "1"]
     again = syncbn.convert_sync_batchnorm(nn.ModuleDict({"inner": model}))
@@ -137,20 +140,20 @@ def test_conversion_names_layers_that_were_made_directly():
 def test_path_of_a_name(name, path):
     state = new_layer().state
     state.name = name
-    assert _paths._path(state) == path
+    assert paths._path(state) == path
 
 
 def test_no_pass_for_converted_layers(monkeypatch):
-    monkeypatch.setattr(_paths, "_paths", None)
+    monkeypatch.setattr(layer_state, "paths_of_living", None)
     model = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
-    _paths.find(model[0].state)
+    model[0].state.find_path()
 
 
 @pytest.mark.parametrize("ranks, room", ((2, 512), (2048, 32)))
 def test_long_paths_lose_their_beginning(ranks, room):
-    peers = _groups.Peers("", ranks, 0, 1.0)
+    peers = groups.Peers("", ranks, 0, 1.0)
     for path in ("a" * 600, "\u00e9" * 600, "layer." * 300 + "bn", "x.y" * 400):
-        end = _paths._end_of(path, peers)
+        end = paths._end_of(path, peers)
         assert path.endswith(end) and room - 8 < len(end.encode()) <= room
         assert "." not in path or path[-len(end) - 1] == "." or len(path.split(".")[-1]) > room
-    assert _paths._end_of("layer4.bn", peers) == "layer4.bn"
+    assert paths._end_of("layer4.bn", peers) == "layer4.bn"

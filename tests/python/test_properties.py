@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import oracle
 import syncbn
 from support import TORCH_DTYPES, assert_same_bits, available_levels, rough_samples, to_tensor
-from syncbn._ops import HEADER_WORDS, ops
+from syncbn.operators import HEADER_WORDS, ops
 
 EXAMPLES = int(os.environ.get("SYNCBN_EXAMPLES", "0"))
 SETTINGS = hypothesis.settings(

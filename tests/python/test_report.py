@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import syncbn
-from syncbn._classes import Conversion, registered
+from syncbn.models.classes import Conversion, registered
 from syncbn.parallel import SelfDataParallel
 
 

@@ -6,8 +6,8 @@ import gc
 import pytest
 import torch
 
-from syncbn._ops import ops
-from syncbn._shared_memory import DONE, LOST, PENDING
+from syncbn.exchange.shared_memory import DONE, LOST, PENDING
+from syncbn.operators import ops
 
 
 def new_offer() -> torch.Tensor:

@@ -228,11 +228,11 @@ def test_regional_compilation_with_checkpointing_exact():
 
 
 def test_compiled_graph_of_a_layer_that_is_gone_says_so():
-    from syncbn import _state
+    from syncbn.step import layer_state
 
     handle = syncbn.SyncBatchNorm(4).state.handle
     with pytest.raises(RuntimeError, match="layer .* gone"):
-        _state.of_handle(handle)
+        layer_state.of_handle(handle)
 
 
 @pytest.mark.parametrize("kind", ("meta", "fake"))

@@ -1,0 +1,1 @@
+"""What ranks exchange: messages, the ways that they take, groups, and errors that name ranks."""

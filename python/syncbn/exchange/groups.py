@@ -1,0 +1,384 @@
+"""Groups of ranks that exchange statistics: made once per set of ranks, and rebuilt on demand."""
+
+import contextlib
+import datetime
+import logging
+import os
+import socket
+import weakref
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import DivergenceError
+from . import after_fork, meeting, mesh, shared_memory, watch
+
+_log = logging.getLogger("syncbn")
+
+#: Clocks count nanoseconds in 64 bits.
+_LONGEST_TIMEOUT = 1e9
+
+Group = dist.ProcessGroup | DeviceMesh | str | None
+
+#: In the place of a name: a group that this rank is not a member of.
+OUTSIDE = "a group without this rank"
+
+
+class Sharing(NamedTuple):
+    """With whom a layer shares statistics, as a module keeps it: names, not handles.
+
+    name: a process group's name, None for the world. engine: "auto" takes shared memory between
+    processes of one node. limit: the timeout in seconds, None for that of the process group.
+    """
+
+    name: str | None = None
+    limit: float | None = None
+    engine: str = "auto"
+
+    @property
+    def timeout(self) -> float:
+        """In seconds; of a group that there is, or for which a limit was given."""
+        return limit_of(resolve(self.name)) if self.limit is None else self.limit
+
+
+ENGINES = ("auto", "process_group")
+
+#: False: "auto" is "process_group", for tests of the framing over Gloo.
+use_shared_memory = True
+
+
+class Peers(NamedTuple):
+    """The ranks that share a layer's statistics: a group of this package's own, by name."""
+
+    group_name: str
+    ranks: int
+    rank: int  # this process's
+    timeout: float
+    #: shared memory of the ranks on this node, and the group of the nodes' first ranks, if there
+    #: are several nodes and this rank is such a one
+    shared: int | None = None
+    nodes: int = 1
+    leaders: str | None = None
+    #: why there is no shared memory
+    note: str = ""
+    #: seconds that the first exchange of a layer waits: at least as long as the caller's group
+    patience: float = 0.0
+    #: the caller's group of these ranks, if it exchanges CUDA tensors over NCCL; else "", and
+    #: messages on CUDA go through the host
+    cuda: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.ranks}"
+
+    @property
+    def any_length(self) -> bool:
+        """Whether a message's length need not be agreed before: shared memory tells all ranks
+        alike that lengths differ, where Gloo ends the process."""
+        return self.shared is not None and self.nodes == 1
+
+    @property
+    def engine(self) -> str:
+        if self.shared is None:
+            return "gloo" if self.nodes == 1 else "gloo between nodes"
+        return "shared memory" if self.nodes == 1 else "shared memory, gloo between nodes"
+
+    def engine_on(self, device: torch.device) -> str:
+        """The engine of messages on that device."""
+        if device.type != "cuda":
+            return self.engine
+        return "nccl" if self.cuda else f"{self.engine}, through the host"
+
+
+# The groups that this module made, by their ranks (global numbers, ascending), timeout, engine and
+# the name of the group for CUDA tensors, which takes no part in making them.
+_own_groups: dict[tuple[tuple[int, ...], float, str, str], Peers] = {}
+# The last number in a name that begins like this: a name must never come twice.
+_made: dict[str, int] = {}
+# Groups that could not be made, as in _own_groups, with the patience of each.
+_unmade: dict[tuple[tuple[int, ...], float, str, str], float] = {}
+
+# New names of groups that were made again.
+_renamed: dict[str, str] = {}
+
+# Ranks (global numbers) that take part in no exchange for now, and the groups without them.
+_absent: frozenset[int] = frozenset()
+_without_absent: list[tuple[tuple[int, ...], float, str, str]] = []
+
+
+def group_name(group: Group) -> str | None:
+    """The name under which torch.distributed knows the group; None stays None (the world)."""
+    if group is None or isinstance(group, str):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"process_group: got a DeviceMesh of {group.ndim} axes, expected one of one axis, "
+                "as mesh['name'] is"
+            )
+        member = group.get_coordinate() is not None
+        group = group.get_group() if member else dist.GroupMember.NON_GROUP_MEMBER
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        return OUTSIDE
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"process_group: got {group!r}, expected a process group, its name, a DeviceMesh of "
+            "one axis, or None"
+        )
+    return group.group_name
+
+
+def sharing(
+    group: Group, timeout: float | datetime.timedelta | None, engine: str = "auto"
+) -> Sharing:
+    """Checked."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine: got {engine!r}, expected one of {ENGINES}")
+    if timeout is None:
+        return Sharing(group_name(group), None, engine)
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not (number and 0 < seconds <= _LONGEST_TIMEOUT):
+        raise ValueError(
+            f"timeout: got {timeout!r}, expected a positive number of seconds, at most 1e9, or a "
+            "timedelta"
+        )
+    return Sharing(group_name(group), float(seconds), engine)
+
+
+def nccl_name(group: dist.ProcessGroup) -> str:
+    """The group's name if CUDA tensors go over NCCL in it, else ""."""
+    backends = dist.distributed_c10d._world.pg_backend_config.get(group, "")
+    return group.group_name if "cuda:nccl" in backends else ""
+
+
+def is_nccl_alone(peers: "Peers") -> bool:
+    """Whether the caller's group takes no other tensors than those on CUDA."""
+    if not peers.cuda:
+        return False
+    config = dist.distributed_c10d._world.pg_backend_config.get(resolve(peers.cuda), "")
+    return "cpu:" not in config
+
+
+_limits: "weakref.WeakKeyDictionary[dist.ProcessGroup, float]" = weakref.WeakKeyDictionary()
+
+
+def limit_of(group: dist.ProcessGroup) -> float:
+    """Seconds that its own collectives wait, as it was made; PyTorch's default where no backend
+    tells."""
+    if group not in _limits:
+        _limits[group] = dist.default_pg_timeout.total_seconds()
+        for device in ("cpu", "cuda"):
+            with contextlib.suppress(RuntimeError, AttributeError):
+                backend = group._get_backend(torch.device(device))
+                _limits[group] = min(backend.options._timeout.total_seconds(), _LONGEST_TIMEOUT)
+                break
+    return _limits[group]
+
+
+def resolve(name: str | None) -> dist.ProcessGroup:
+    """The process group of that name in this process; None is the world."""
+    if name is None:
+        return dist.group.WORLD
+    if name == OUTSIDE:
+        raise RuntimeError(
+            "process_group: got a group that this rank is not a member of, expected one of its "
+            "own for a layer that this rank trains"
+        )
+    while name in _renamed:
+        name = _renamed[name]
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)
+    except (RuntimeError, ValueError, LookupError) as error:
+        raise RuntimeError(
+            f"process_group: no process group named {name!r} in this process; was it destroyed, or "
+            "the layer loaded in another job? Convert the model again with the group to use, or "
+            "call syncbn.set_group"
+        ) from error
+
+
+def exists(name: str) -> bool:
+    try:
+        dist.distributed_c10d._resolve_process_group(name)
+    except (RuntimeError, ValueError, LookupError):
+        return False
+    return True
+
+
+def _alive() -> list[dist.ProcessGroup]:
+    """Keeps the groups, until destroy_process_group clears it: a group left over would hold the
+    store's server, and with it a port that the next init_process_group may want."""
+    return dist.distributed_c10d._world.tags_to_pg.setdefault("syncbn", [])
+
+
+def node_identity() -> str:
+    """What ranks that may share memory have in common: the machine's running system."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return f"{socket.gethostname()}, process {os.getpid()}"
+
+
+def own_group(
+    group_ranks: list[int],
+    timeout: float,
+    engine: str,
+    cuda: str = "",
+    patience: float = 0.0,
+    who: str | Callable[[], str] = "syncbn",
+) -> Peers:
+    """A group of the same ranks for exchanges alone, so that one that times out does not take the
+    user's group with it. Made once per set of ranks; a collective call of its members. cuda: the
+    user's group, if it has NCCL. patience: the limit of the user's group, in seconds. who: for
+    errors, the layer or function that needs the group, or what finds out.
+
+    Raises ExchangeTimeout, PeerLost or DivergenceError on every rank if it cannot be made.
+    """
+    after_fork.check()
+    ranks = tuple(sorted(group_ranks))
+    key = ranks, timeout, engine, cuda
+    known = _own_groups.get(key)
+    if known is not None:
+        if exists(known.group_name):
+            return known
+        _drop(_own_groups.pop(key))  # it went with destroy_process_group
+    patience = max(timeout, patience)
+    share = engine == "auto" and len(ranks) > 1 and use_shared_memory
+    members = ranks if len(ranks) <= 8 else (*ranks[:3], "...", ranks[-1], len(ranks))
+    base = f"syncbn/{'_'.join(map(str, members))}"
+    rank = ranks.index(dist.get_rank())
+    made: list[mesh.Mesh] = []
+
+    def make(offers: list[meeting.Offer], place: str) -> tuple[str, int]:
+        number = 1 + max(offer.value[0] for offer in offers)
+        name, nodes = f"{base}/{number}", [offer.value[1] for offer in offers]
+        # Gloo's own limit must not come first: its errors name nobody.
+        limit = patience + 2 * meeting.CONNECTING
+        made.append(mesh.make(name, place, rank, nodes, limit, share))
+        return name, number
+
+    asks = f"timeout={timeout:g}, engine={'auto' if share else 'process_group'!r}"
+    who = who() if callable(who) else who
+    offer = meeting.Offer(who, asks, (_made.get(base, 0), node_identity()))
+    _unmade[key] = patience
+    try:
+        name, number = meeting.meet("syncbn/group", ranks, rank, patience, offer, make)
+    except BaseException as error:
+        if isinstance(error, DivergenceError):  # to be asked for in another way
+            del _unmade[key]
+        for one in made:
+            one.close()
+        raise
+    del _unmade[key]
+    (formed,) = made
+    formed.register()
+    _limits[formed.groups[name]] = patience
+    _alive().extend(formed.groups.values())
+    _made[base] = number
+    own = Peers(
+        *(
+            name,
+            len(ranks),
+            rank,
+            timeout,
+            formed.shared,
+            formed.nodes,
+            formed.leaders,
+            formed.note,
+        ),
+        cuda=cuda,
+        patience=patience,
+    )
+    if own.note and rank == 0:
+        _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
+    _own_groups[key] = own
+    watch.watch(name, rank, len(ranks), formed.store)
+    return own
+
+
+def named(name: str) -> Peers:
+    """The group of this package with that name, as traced graphs hold it."""
+    for own in _own_groups.values():
+        if own.group_name == name:
+            return own
+    raise RuntimeError(
+        f"syncbn: a graph was traced with the group {name!r}, which this process does not have; "
+        "expected tracing after convert_sync_batchnorm or syncbn.prepare(model) in this process"
+    )
+
+
+def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | None:
+    """Whom to exchange with; None: nobody (no process group, or one rank). who: as in own_group."""
+    after_fork.check()
+    if not (dist.is_available() and dist.is_initialized()):
+        if sharing.name is not None:
+            resolve(sharing.name)
+        return None
+    group = resolve(sharing.name)
+    if group.size() == 1:
+        return None
+    ranks, cuda, patience = global_ranks(group), nccl_name(group), limit_of(group)
+    timeout = patience if sharing.limit is None else sharing.limit
+    if not _absent.isdisjoint(ranks):
+        ranks = sorted(set(ranks) - _absent)
+        if len(ranks) == 1:
+            return None
+        cuda = ""  # NCCL makes no group without the ranks that are absent
+        key = tuple(ranks), timeout, sharing.engine, cuda
+        if key not in _own_groups:
+            _without_absent.append(key)
+    return own_group(ranks, timeout, sharing.engine, cuda, patience, who)
+
+
+@torch.compiler.assume_constant_result
+def peers_of(*sharing) -> Peers | None:
+    """peers() by a Sharing's fields: one that traced code has made has none in PyTorch 2.15."""
+    return peers(Sharing(*sharing))
+
+
+def leave_out(ranks: Iterable[int]) -> None:
+    """From now on peers() are those of a layer's group that are not in `ranks` (global numbers).
+    Called by all other ranks between the same two exchanges; drops the groups made since the call
+    before."""
+    global _absent
+    after_fork.check()
+    _absent = frozenset(ranks)
+    while _without_absent:
+        key = _without_absent.pop()
+        _unmade.pop(key, None)
+        if key in _own_groups:
+            _drop(_own_groups.pop(key))
+
+
+def global_ranks(group: dist.ProcessGroup) -> list[int]:
+    """Its members' global numbers."""
+    for (ranks, *_), own in _own_groups.items():
+        if own.group_name == group.group_name:
+            return list(ranks)
+    return dist.get_process_group_ranks(group)
+
+
+def _drop(own: Peers) -> None:
+    watch.forget(own.group_name)
+    if own.shared is not None:
+        shared_memory.close(own.shared)
+    inside = f"{own.group_name}/"  # a node's, and that between nodes
+    _alive()[:] = [g for g in _alive() if not f"{g.group_name}/".startswith(inside)]
+
+
+def rebuild() -> None:
+    """Makes every group of this package anew, and those that could not be made; a collective call
+    of the ranks of each."""
+    after_fork.check()
+    old = dict(_own_groups)
+    _own_groups.clear()
+    _unmade.update((key, own.patience) for key, own in old.items())
+    for key in sorted(_unmade):  # one order on all ranks, so that none waits in a circle
+        if key in old:
+            _drop(old[key])
+        new = own_group(list(key[0]), *key[1:], _unmade[key], "syncbn.reset_groups")
+        if key in old:
+            _renamed[old[key].group_name] = new.group_name

@@ -1,0 +1,245 @@
+"""Ranks that make a group meet in the store first.
+
+Gloo connects all ranks with all others, and names nobody who does not come. So each rank announces
+itself in the store and waits until all have; then they make the group, and each says that it has.
+Both waits end with one verdict for all ranks: that all came, or the first rank's reason why not.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ..errors import DivergenceError, ExchangeTimeout, PeerLost
+from . import apart, watch
+
+#: Seconds that connecting has at least, once all ranks have come.
+CONNECTING = 5.0
+#: Seconds beyond the limit, for the store to answer.
+_GRACE = 3.0
+#: Seconds between two looks for ranks that have ended, and how many announcements one look reads:
+#: all ranks of a large job ask the same store.
+_LOOK = 0.3
+_READ_AT_ONCE = 8
+
+_ALL = "all"
+_KINDS = {kind.__name__: kind for kind in (ExchangeTimeout, PeerLost)}
+
+
+class Offer(NamedTuple):
+    """What a rank announces. who: the layer or function that needs the group. asks: what all ranks
+    must ask for alike, as a text. value: what the others need of this rank."""
+
+    who: str
+    asks: str = ""
+    value: Any = None
+    process: tuple = ()
+
+
+class _Over(Exception):
+    """The attempt has failed, on all ranks; arguments: the kind of error, and its text."""
+
+
+def _process() -> tuple[int, str, str]:
+    """This process, as others on its node can find it."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            space += file.read().strip()
+        return os.getpid(), _started(os.getpid())[1], space
+    except OSError:
+        return os.getpid(), "", ""
+
+
+def _started(process: int) -> tuple[str, str]:
+    """Its state, and when it started."""
+    with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+def _has_ended(process: tuple) -> bool:
+    """Whether it is known to have ended: that is not seen from another node or PID namespace."""
+    number, started, space = process
+    if not space or space != _process()[2]:
+        return False
+    try:
+        os.kill(number, 0)
+        state, since = _started(number)
+        return state in "ZX" or since != started
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's, or hidden
+        return False
+
+
+def _refusal(kind: type[Exception], text: str) -> str:
+    return json.dumps([kind.__name__, text])
+
+
+class _Attempt:
+    """One attempt of these ranks to meet. Its keys lie under a number that all ranks agree on: a
+    rank that is in an earlier attempt of its own goes on to the next, where the others find it."""
+
+    def __init__(self, topic: str, ranks: tuple[int, ...], rank: int, limit: float, offer: Offer):
+        self.ranks, self.rank = ranks, rank
+        self.limit, self.until = limit, time.monotonic() + limit
+        self.offer = offer._replace(process=_process())
+        self.topic = f"{topic}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+        self.offers: dict[int, Offer] = {}
+        #: why this rank goes, if it does
+        self.left = ""
+        self._missing = [r for r in range(len(ranks)) if r != rank]
+        self._looked = time.monotonic()
+
+    def run(self, make: Callable | None) -> Any:
+        self.store = dist.PrefixStore(self.topic, watch.store())
+        number = self._swap("now", "", "1")
+        while self.store.check([f"{number}/came/{self.rank}"]):
+            number = self._swap("now", number, str(int(number) + 1))
+        if self.left:  # while the store did not answer
+            raise _Over(PeerLost, self.left)
+        self.store = dist.PrefixStore(f"{self.topic}/{number}", watch.store())
+        self.store.set(f"came/{self.rank}", json.dumps(self.offer))
+        self._come("came")
+        self._wait("came", None)
+        texts = self.store.multi_get([f"came/{r}" for r in range(len(self.ranks))])
+        self.offers = {r: Offer(*json.loads(text)) for r, text in enumerate(texts)}
+        offers = list(self.offers.values())
+        if len({offer.asks for offer in offers}) > 1:
+            lines = (f"rank {r}: {offer.who}, {offer.asks}" for r, offer in enumerate(offers))
+            lines = "; ".join(lines)
+            raise _Over(DivergenceError, f"the ranks ask for different exchanges: {lines}")
+        if make is None:
+            return [offer.value for offer in offers]
+        self.until = max(self.until, time.monotonic() + CONNECTING)
+        making = apart.begin(lambda: make(offers, f"{self.topic}/{number}"))
+        self._wait("made", making)
+        return making.result()
+
+    def _swap(self, key: str, expected: str, value: str) -> str:
+        return self.store.compare_set(key, expected, value).decode()
+
+    def _come(self, stage: str) -> None:
+        if stage != "came":
+            self.store.set(f"{stage}/{self.rank}", "yes")
+        if self.store.add(stage, 1) == len(self.ranks):
+            self._swap(f"{stage}/verdict", "", _ALL)
+
+    def _wait(self, stage: str, making: Future | None) -> None:
+        """Until there is a verdict. Looks again and again: a request that waits in the store would
+        keep the store from other threads, and Ctrl-C from this rank."""
+        key, pause = f"{stage}/verdict", 0.001
+        while True:
+            verdict = self.store.get(key).decode() if self.store.check([key]) else ""
+            if not verdict:
+                reason = self._reason()
+                if making is not None and making.done():
+                    error = making.exception()
+                    making = None
+                    if error is None:
+                        self._come(stage)
+                        continue
+                    reason = self._leaves(f"{type(error).__name__}: {error}")
+                if reason:
+                    verdict = self._swap(key, "", reason)
+            if verdict == _ALL:
+                return
+            if verdict:
+                kind, text = json.loads(verdict)
+                raise _Over(_KINDS[kind], f"{text}; {self._others(stage)}")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+    def _leaves(self, why: str) -> str:
+        return _refusal(PeerLost, f"rank {self.rank} left the group: {why}")
+
+    def _reason(self) -> str:
+        """A verdict, if this rank waits no longer."""
+        if self.left:
+            return self._leaves(self.left)
+        now = time.monotonic()
+        if now > self.until:
+            return _refusal(ExchangeTimeout, f"not all ranks came within {self.limit:g} s")
+        if now > self._looked + _LOOK:
+            self._looked = now
+            self._read(_READ_AT_ONCE)
+            ended = [r for r, offer in self.offers.items() if _has_ended(offer.process)]
+            if ended:
+                return _refusal(PeerLost, f"rank {ended[0]} ended while the group was made")
+        return ""
+
+    def _read(self, number: int) -> None:
+        """Looks for announcements that are new, of at most `number` ranks."""
+        looked, self._missing = self._missing[:number], self._missing[number:]
+        for rank in looked:
+            key = f"came/{rank}"
+            if self.store.check([key]):
+                self.offers[rank] = Offer(*json.loads(self.store.get(key)))
+            else:
+                self._missing.append(rank)
+
+    def _others(self, stage: str) -> str:
+        """A line for each of the other ranks."""
+        if stage == "came":
+            self._read(len(self._missing))
+        lines = []
+        for rank in range(len(self.ranks)):
+            if rank == self.rank:
+                continue
+            offer = self.offers.get(rank)
+            if offer is None:
+                line = "has not come (ended, stopped, or elsewhere)"
+            elif _has_ended(offer.process):
+                line = "has ended"
+            elif stage != "came" and not self.store.check([f"{stage}/{rank}"]):
+                line = f"came, for {offer.who}, and is not connected"
+            else:
+                line = f"came, for {offer.who}"
+            lines.append(f"rank {rank}: {line}")
+        return "; ".join(lines)
+
+
+def meet(
+    topic: str,
+    ranks: tuple[int, ...],
+    rank: int,
+    limit: float,
+    offer: Offer,
+    make: Callable[[list[Offer], str], Any] | None = None,
+) -> Any:
+    """Waits for all of `ranks` (global numbers, of which this process is the one at place `rank`),
+    then runs make(the ranks' offers, a key of the store that is this attempt's), in another
+    thread. Returns what it gives, or without it the values that ranks offer.
+
+    Raises ExchangeTimeout, PeerLost or DivergenceError on every rank, after `limit` seconds and a
+    few at most.
+    """
+    place = f"{offer.who}, while the group is made, rank {rank} of {len(ranks)}"
+    attempt = _Attempt(topic, ranks, rank, limit, offer)
+    result = apart.begin(lambda: attempt.run(make))
+    try:
+        while not apart.is_done(result, attempt.until + _GRACE - time.monotonic()):
+            if time.monotonic() > attempt.until + _GRACE:
+                raise ExchangeTimeout(
+                    f"{place}: not all ranks came within {limit:g} s, and the store of "
+                    "torch.distributed does not answer"
+                )
+    except BaseException as error:
+        attempt.left = "it was interrupted" if not isinstance(error, Exception) else "it gave up"
+        raise
+    try:
+        return result.result()
+    except _Over as over:
+        kind, text = over.args
+        raise kind(f"{place}: {text}") from None
+    except dist.DistError as error:
+        raise PeerLost(
+            f"{place}: the store of torch.distributed is gone; did the process end that holds it "
+            f"(rank 0, or the launcher)? {error}"
+        ) from error

@@ -1,0 +1,127 @@
+"""What a group of ranks exchanges through: Gloo between all of them, shared memory inside nodes."""
+
+import datetime
+import functools
+import os
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from . import shared_memory, watch
+
+
+class Mesh(NamedTuple):
+    """groups: the groups over Gloo, by name, which torch.distributed does not know yet; store: the
+    connection over which they were made. The others: as of Peers."""
+
+    groups: dict[str, dist.ProcessGroup]
+    store: dist.Store
+    shared: int | None = None
+    nodes: int = 1
+    leaders: str | None = None
+    note: str = ""
+
+    def register(self) -> None:
+        for name, group in self.groups.items():
+            group._set_group_name(name)
+            torch._C._distributed_c10d._register_process_group(name, group)
+
+    def close(self) -> None:
+        if self.shared is not None:
+            shared_memory.close(self.shared)
+
+
+def _check_descriptors(number: int) -> None:
+    """Raises OSError where this process cannot open so many files more: Gloo and the store try
+    again until their time is up, or end the process."""
+    opened = []
+    try:
+        for _ in range(number):
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    finally:
+        for one in opened:
+            os.close(one)
+
+
+@functools.cache
+def _devices() -> list:
+    """Of Gloo, as PyTorch chooses them. All groups share them: for a new one a name server is asked
+    for this host's address, which may take seconds."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    make = dist.ProcessGroupGloo
+    if not names:
+        return [make.create_default_device()]
+    return [make.create_device(interface=name) for name in names.split(",")]
+
+
+_inherited: list = []
+
+
+def _forget_parent() -> None:
+    """In a forked child: a device's thread stayed behind, and its end would wait for it."""
+    if _devices.cache_info().currsize:
+        _inherited.append(_devices())
+    _devices.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+def _gloo(store: dist.Store, rank: int, size: int, limit: float) -> dist.ProcessGroup:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices, options._timeout = _devices(), datetime.timedelta(seconds=limit)
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return group
+
+
+def make(name: str, key: str, rank: int, nodes: list[str], limit: float, share: bool) -> Mesh:
+    """A collective call of ranks that are all there. key: of the store, for this call alone. nodes:
+    each rank's. limit: seconds that each step may take. share: memory, inside nodes."""
+    # A connection to each rank, one to the store, and what shared memory needs.
+    _check_descriptors(len(nodes) + 16)
+    connection = watch.connection()
+    store = watch.store(connection)
+    groups: dict[str, dist.ProcessGroup] = {}
+
+    def add(part: str, ranks: list[int]) -> dist.ProcessGroup:
+        place = dist.PrefixStore(f"{key}{part}", store)
+        groups[name + part] = _gloo(place, ranks.index(rank), len(ranks), limit)
+        return groups[name + part]
+
+    whole = add("", list(range(len(nodes))))
+    if not share:
+        return Mesh(groups, connection)
+    parts: dict[str, list[int]] = {}
+    for r, node in enumerate(nodes):
+        parts.setdefault(node, []).append(r)
+    mine = parts[nodes[rank]]
+    several = len(parts) > 1
+    handle, why = None, "" if len(mine) > 1 else "it is the only rank of its node"
+    try:
+        if len(mine) > 1:
+            local = add(f"/node{mine[0]}", mine) if several else whole
+            handle, why = shared_memory.open_group(local, limit)
+            if why and several:
+                why = f"on its node, whose ranks count from 0: {why}"
+        if several:  # all nodes alike, or none
+            reasons = shared_memory.gather_texts(why, whole)
+            why = next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), "")
+        if why and handle is not None:
+            shared_memory.close(handle)
+            handle = None
+        if handle is None:
+            return Mesh(groups, connection, nodes=len(parts), note=why)
+        leaders = None
+        if several and rank == mine[0]:
+            leaders = f"{name}/nodes"
+            add("/nodes", [ranks[0] for ranks in parts.values()])
+    except BaseException:
+        if handle is not None:
+            shared_memory.close(handle)
+        raise
+    return Mesh(groups, connection, handle, len(parts), leaders)

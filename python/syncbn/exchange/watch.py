@@ -1,0 +1,199 @@
+"""Where each rank of a group is, told to the others when one of them has waited too long.
+
+A thread per process looks every second whether some rank asks (one small request to the group's
+store), and answers with what this process last did. Exchanges themselves only note what they do.
+"""
+
+import atexit
+import os
+import threading
+import time
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from . import apart
+from .call import Call
+
+#: Seconds between two looks at the store.
+INTERVAL = 1.0
+
+
+class _State(NamedTuple):
+    call: Call
+    inside: bool
+    since: float
+
+    def __str__(self) -> str:
+        for_seconds = f"{time.monotonic() - self.since:.1f} s"
+        if self.inside:
+            return f"waits in {self.call}, for {for_seconds}"
+        return f"in no exchange; its last was {self.call}, {for_seconds} ago"
+
+
+_states: dict[str, _State] = {}
+#: By group: why this rank left it, to be said; and what one of its ranks said.
+_to_tell: dict[str, str] = {}
+_left: dict[str, str] = {}
+_forgotten: set[str] = set()
+_watched: dict[str, "_Watch"] = {}
+_inherited: list = []
+_stop = threading.Event()
+_thread: threading.Thread | None = None
+_lock = threading.Lock()
+
+
+def enter(group: str, call: Call) -> None:
+    """Notes that this process waits in an exchange of the group."""
+    _states[group] = _State(call, True, time.monotonic())
+
+
+def leave(group: str) -> None:
+    """Notes that the exchange has ended."""
+    state = _states[group]
+    _states[group] = _State(state.call, False, time.monotonic())
+
+
+def store(connection: dist.Store | None = None) -> dist.Store:
+    """torch.distributed's store, for keys of this attempt alone: a launcher that restarts a job may
+    keep the store, and with it what the attempt before has left there."""
+    if connection is None:
+        connection = dist.distributed_c10d._get_default_store()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt{attempt}", connection)
+
+
+def _connections(use: str) -> list[dist.Store]:
+    """To the store, until destroy_process_group clears them: a connection left over would hold the
+    store's server, and with it a port that the next init_process_group may want."""
+    return dist.distributed_c10d._world.tags_to_pg.setdefault(f"syncbn {use}", [])
+
+
+def connection() -> dist.Store:
+    """One to the store for the caller alone: a request that waits keeps others from a connection.
+    Used ones are taken again, because PyTorch asks a name server for the address of a new one,
+    which may take seconds."""
+    free = _connections("free")
+    return free.pop() if free else dist.distributed_c10d._get_default_store().clone()
+
+
+class _Watch:
+    """One group's keys in the store. own: a connection on which no request waits."""
+
+    def __init__(self, group: str, rank: int, ranks: int, own: dist.Store) -> None:
+        self.group, self.rank, self.ranks = group, rank, ranks
+        # By its identity: holding the store would keep its server, and with it the port.
+        self.origin = id(dist.distributed_c10d._get_default_store())
+        self.store = dist.PrefixStore(f"syncbn/where/{group}", store(own))
+        self.answered = 0
+
+    def answer(self) -> None:
+        if self.group in _to_tell:
+            self.store.set("left", _to_tell.pop(self.group))
+        elif self.group not in _left and self.store.check(["left"]):
+            _left[self.group] = self.store.get("left").decode()
+        asked = self.store.add("asked", 0)
+        while self.answered < asked:
+            self.answered += 1
+            state = _states.get(self.group, "in no exchange yet")
+            self.store.set(f"{self.answered}/{self.rank}", str(state))
+
+    def ask(self, seconds: float, found: dict[int, str]) -> None:
+        number = self.store.add("asked", 1)
+        missing = [rank for rank in range(self.ranks) if rank != self.rank]
+        until = time.monotonic() + seconds
+        while missing and time.monotonic() < until:
+            for rank in list(missing):
+                if self.store.check([f"{number}/{rank}"]):
+                    found[rank] = self.store.get(f"{number}/{rank}").decode()
+                    missing.remove(rank)
+            time.sleep(0.02)
+
+
+def watch(group: str, rank: int, ranks: int, used: dist.Store) -> None:
+    """Answers for this group from now on. used: a connection() that the caller needs no more."""
+    global _thread
+    with _lock:
+        own = _connections("watch")
+        (_connections("free") if own else own).append(used)
+        _watched[group] = _Watch(group, rank, ranks, own[0])
+        if _thread is None:
+            _thread = threading.Thread(target=_run, name="syncbn-where", daemon=True)
+            _thread.start()
+            atexit.register(stop)
+
+
+def forget(group: str) -> None:
+    with _lock:
+        _states.pop(group, None)
+        _left.pop(group, None)
+        if group in _to_tell:  # the thread forgets it when it has told
+            _forgotten.add(group)
+        else:
+            _watched.pop(group, None)
+
+
+def tell(group: str, why: str) -> None:
+    """Has the other ranks know that this one left the group, within two looks at the store. Waits
+    for nothing."""
+    _to_tell.setdefault(group, why)
+
+
+def left(group: str) -> str | None:
+    """What a rank that left the group said, if one did."""
+    return _left.get(group)
+
+
+def stop() -> None:
+    """Ends the thread; a daemon thread that is inside the store when the interpreter ends may take
+    the process down."""
+    _stop.set()
+    if _thread is not None:
+        _thread.join(2)
+
+
+def _run() -> None:
+    while not _stop.wait(INTERVAL):
+        with _lock:
+            watched = list(_watched.items())
+        lost = None
+        for group, one in watched:
+            try:
+                if one.origin != lost:
+                    one.answer()
+            except Exception:  # the store went with its process, or with destroy_process_group
+                lost = one.origin
+            if one.origin == lost or group in _forgotten:
+                with _lock:
+                    _forgotten.discard(group)
+                    if _watched.get(group) is one:
+                        del _watched[group]
+
+
+def _forget_parent() -> None:
+    """In a forked child: the thread, and whoever may have held the lock, stayed behind; connections
+    to the store are the parent's, and are not closed either, which would be seen there."""
+    global _inherited, _watched, _stop, _thread, _lock
+    _inherited = [_watched]
+    if dist.is_available():
+        _inherited += map(list, dist.distributed_c10d._world.tags_to_pg.values())
+    _watched = {}
+    _stop, _thread, _lock = threading.Event(), None, threading.Lock()
+    for known in (_states, _to_tell, _left, _forgotten):
+        known.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+def others(group: str, rank: int, ranks: int) -> str:
+    """A line for each of the other ranks."""
+    answers: dict[int, str] = {}
+    with _lock:
+        one = _watched.get(group)
+    if one is not None:
+        seconds = 2.5 * INTERVAL  # the store may be gone, or the network
+        apart.try_for(seconds + 0.5, lambda: one.ask(seconds, answers))
+        answers = dict(answers)
+    silent = "does not answer (ended, stopped, or kept from running)"
+    return "; ".join(f"rank {r}: {answers.get(r, silent)}" for r in range(ranks) if r != rank)

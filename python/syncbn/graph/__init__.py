@@ -1,0 +1,270 @@
+"""Networks that fork at their batch normalization: one graph with a training and an inference
+branch, which share all parameters and variables and are run by target (docs/forked_graph.md)."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..exchange import groups
+from .layer import BatchNorm, BatchNormAttributes, from_plain
+from .network import Fork
+
+__all__ = ["BatchNorm", "BatchNormAttributes", "Network", "batch_norm_layer"]
+
+
+class _Tracer(fx.Tracer):
+    # Otherwise what a model computes from its buffers would happen now, and once.
+    proxy_buffer_attributes = True
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, (BatchNorm, _BatchNorm)) or super().is_leaf_module(
+            m, module_qualified_name
+        )
+
+
+def _trace(model: nn.Module) -> fx.Graph:
+    """Raises ValueError where the model assigns to a buffer, which a graph cannot; it keeps its
+    buffers."""
+    buffers = [
+        (module, path, name, buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+    ]
+    assigned = []
+    try:
+        graph = _Tracer().trace(model)
+    finally:
+        for module, path, name, buffer in buffers:
+            if module._buffers[name] is not buffer:
+                module._buffers[name] = buffer
+                assigned.append(f"{path}.{name}".lstrip("."))
+    if assigned:
+        raise ValueError(
+            f"model: got an assignment to the buffer {assigned[0]!r}, expected one that is written "
+            "in place, as by copy_()"
+        )
+    return graph
+
+
+class Network:
+    """A model with a training and an inference branch.
+
+    What comes before the first operation that depends on the mode (a batch normalization, dropout)
+    is common to both branches; everything from there on exists twice and never merges again. The
+    branches share every parameter and variable. A run computes what its target depends on, and what
+    the model writes in place. Copies are networks of their own.
+
+    Args:
+        model: an nn.Module that torch.fx can trace, with BatchNorm layers; None for an empty
+            network that input(), append(), batch_norm_layer() and output() fill.
+        loss: function or module (output, target) -> loss; then the loss is the training target.
+        data: batches for train() without arguments: an iterable, started again when it ends, of
+            tuples (arguments of train), dicts (keyword arguments) or tensors.
+        convert: take torch.nn.BatchNorm1d, 2d, 3d, SyncBatchNorm and syncbn.SyncBatchNorm as
+            BatchNorm with the same parameters and buffers. The model is not changed.
+        group: the process group of converted layers; None for their own, or the default one.
+
+    Raises:
+        ValueError: a layer is not a BatchNorm and convert is not given, or cannot be converted;
+            the model assigns to a buffer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        loss: Callable | None = None,
+        data: Iterable | None = None,
+        convert: bool = False,
+        group: "groups.Group" = None,
+    ) -> None:
+        if isinstance(model, _BatchNorm):  # as a layer of a model, which can be taken over
+            model = nn.Sequential(model)
+        self.module = nn.Module() if model is None else model
+        self._loss = loss
+        self._data = data
+        self._batches = None
+        self._convert = convert
+        self._group = group
+        self._converted: dict[str, BatchNorm] = {}
+        self._fork: Fork | None = None
+        if model is None:
+            self._source = fx.Graph()
+            self._proxies = fx.proxy.GraphAppendingTracer(self._source)
+        else:
+            self._source = _trace(model)
+            self._complete()
+
+    # Building a network node by node.
+
+    def input(self, name: str = "x") -> fx.Proxy:
+        """A new input of the network."""
+        self._refuse_if_complete()
+        if any(n.op == "placeholder" and n.target == name for n in self._source.nodes):
+            raise ValueError(f"name: got {name!r}, expected one that is not taken")
+        return self._proxies.create_proxy("placeholder", name, (), {})
+
+    def append(self, operation: Callable, *args, name: str | None = None, **kwargs) -> fx.Proxy:
+        """Adds an operation, a module or a function, on nodes and constants.
+
+        Returns:
+            The node of its result. Functions of torch and operators also take nodes directly.
+        """
+        self._refuse_if_complete()
+        if not isinstance(operation, nn.Module):
+            name = name or getattr(operation, "__name__", type(operation).__name__)
+            return self._proxies.create_proxy("call_function", operation, args, kwargs, name=name)
+        target = name or type(operation).__name__.lower()
+        number = 0
+        while target in self.module._modules and self.module._modules[target] is not operation:
+            if name is not None:
+                raise ValueError(f"name: got {name!r}, expected one that is not taken")
+            number += 1
+            target = f"{type(operation).__name__.lower()}_{number}"
+        self.module.add_module(target, operation)
+        return self._proxies.create_proxy("call_module", target, args, kwargs, name=target)
+
+    def output(self, node: fx.Proxy) -> None:
+        """Completes the network: `node` is its result, and the network forks."""
+        self._refuse_if_complete()
+        self._proxies.create_proxy("output", "output", (node,), {})
+        self._complete()
+
+    def _refuse_if_complete(self) -> None:
+        if self._fork is not None:
+            raise RuntimeError("the network is complete; nothing can be added")
+
+    def _complete(self) -> None:
+        self._fork = Fork(self._source, self.module, self._layer_at, self._loss)
+
+    # A copy forks anew, so that its converted layers hold the buffers of its own model.
+
+    def __getstate__(self) -> dict:
+        self._forked()
+        state = {**self.__dict__, "_converted": {}}
+        for name in ("_fork", "_batches", "_proxies"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state, _batches=None)
+        self._complete()
+
+    def _forked(self) -> Fork:
+        if self._fork is None:
+            raise RuntimeError("the network has no output yet")
+        return self._fork
+
+    # Running it.
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """The parameters of the model and of the loss, each once."""
+        return self._forked().root.parameters()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph with both branches."""
+        return self._forked().graph
+
+    def __str__(self) -> str:
+        return str(self._forked())
+
+    def train(self, *inputs, **named_inputs):
+        """Runs the training branch on the next batch of `data`, or on the given inputs (`target` is
+        the loss's second argument). Returns the loss, or the output of a network without one."""
+        if not inputs and not named_inputs:
+            batch = self._next_batch()
+            if isinstance(batch, dict):
+                named_inputs = batch
+            else:
+                inputs = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        return self.run("train", *inputs, **named_inputs)
+
+    @torch.no_grad()
+    def infer(self, *inputs, **named_inputs):
+        """Runs the inference branch, without gradients and without updating a layer's variable."""
+        return self.run("infer", *inputs, **named_inputs)
+
+    def run(self, target: str, /, *inputs, **named_inputs):
+        """Computes one node by name (see print(network)) as it is at its place in the model, and
+        what it depends on.
+
+        inputs: by position, in the order of those inputs that the target depends on, or by name.
+        """
+        fork = self._forked()
+        plan = fork.plan(target)
+        placeholders = [node for node in plan.nodes if node.op == "placeholder"]
+        names = [node.target for node in placeholders]
+        defaults = {node.target: node.args[0] for node in placeholders if node.args}
+        given = dict(zip(names, inputs, strict=False))
+        values = {**defaults, **given, **named_inputs}
+        if len(inputs) > len(names) or given.keys() & named_inputs or values.keys() != set(names):
+            raise ValueError(
+                f"inputs of {target!r}: got {len(inputs)} by position and {list(named_inputs)} by "
+                f"name, expected {names}"
+            )
+        values = [values[name] for name in names]
+        return fx.Interpreter(fork.root, graph=plan).run(*values, enable_io_processing=False)
+
+    def _next_batch(self):
+        if self._data is None:
+            raise ValueError(
+                "data: got none, expected a source of batches, or arguments of train()"
+            )
+        if self._batches is None:
+            self._batches = iter(self._data)
+        for _ in range(2):
+            for batch in self._batches:
+                return batch
+            self._batches = iter(self._data)
+        raise ValueError("data: got no batch, expected at least one")
+
+    def _layer_at(self, path: str) -> nn.Module:
+        module = self.module.get_submodule(path)
+        if not isinstance(module, _BatchNorm):
+            return module
+        if not self._convert:
+            raise ValueError(
+                f"model: got {type(module).__name__} at {path!r}, expected syncbn.graph.BatchNorm, "
+                "or convert=True"
+            )
+        if path not in self._converted:
+            self._converted[path] = from_plain(module, path, self._group)
+        return self._converted[path]
+
+
+def batch_norm_layer(
+    net: Network,
+    input: fx.Proxy,
+    scale: nn.Parameter,
+    bias: nn.Parameter,
+    use_global_est: bool = False,
+    epsilon: float = 1e-6,
+    momentum: float = 0.99,
+    group: "groups.Group" = None,
+    name: str | None = None,
+) -> fx.Proxy:
+    """Adds a batch normalization to a network, with new variables estimated_mean, estimated_var and
+    batches, which its training and its inference operator share.
+
+    Args:
+        net: a network that is not complete yet.
+        input: the node to normalize.
+        scale, bias: parameters (C,).
+        use_global_est, epsilon, momentum, group: as for syncbn.ops.batch_norm.
+        name: the layer's name in the graph and in net.module.
+
+    Returns:
+        The node of the output.
+    """
+    for argument, value in (("scale", scale), ("bias", bias)):
+        if not isinstance(value, nn.Parameter) or value.dim() != 1 or len(value) != len(scale):
+            got = f"shape {tuple(value.shape)}" if isinstance(value, nn.Parameter) else type(value)
+            raise ValueError(f"{argument}: got {got}, expected a parameter, one entry per channel")
+    layer = BatchNorm(
+        len(scale), use_global_est, epsilon, momentum, group, device=scale.device, dtype=scale.dtype
+    )
+    layer.scale, layer.bias = scale, bias
+    return net.append(layer, input, name=name)

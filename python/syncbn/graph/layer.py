@@ -1,0 +1,112 @@
+"""The layer of a forking network: variables that a training and an inference operator share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..exchange import groups
+from ..ops import batch_norm_
+
+#: The inputs of an operator besides x, in its order.
+VARIABLES = ("estimated_mean", "estimated_var", "scale", "bias", "batches")
+
+
+@dataclass(frozen=True)
+class BatchNormAttributes:
+    """What both operators of a layer have in common, fixed when the layer is made."""
+
+    use_global_est: bool = False
+    epsilon: float = 1e-6
+    momentum: float = 0.99
+    #: a process group's name; None for the default group
+    group: str | None = None
+
+
+class BatchNorm(nn.Module):
+    """The variables of a batch normalization, and the attributes of its operators.
+
+    Args:
+        num_features: C of an input (N, C, *spatial).
+        use_global_est, epsilon, momentum, group: as for syncbn.ops.batch_norm; afterwards
+            read-only, as `attributes`.
+        affine: have scale and bias, parameters of shape (C,).
+
+    In a Network it is two operators. Called as a module, it runs the one for its mode.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        use_global_est: bool = False,
+        epsilon: float = 1e-6,
+        momentum: float = 0.99,
+        group: "groups.Group" = None,
+        affine: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"momentum: got {momentum}, expected a number in [0, 1]")
+        if not 0 <= epsilon < float("inf"):
+            raise ValueError(f"epsilon: got {epsilon}, expected a finite number of at least 0")
+        self._attributes = BatchNormAttributes(
+            use_global_est, epsilon, momentum, groups.group_name(group)
+        )
+        like = {"device": device, "dtype": dtype}
+        self.scale = nn.Parameter(torch.ones(num_features, **like)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(num_features, **like)) if affine else None
+        self.register_buffer("estimated_mean", torch.zeros(num_features, **like))
+        self.register_buffer("estimated_var", torch.ones(num_features, **like))
+        self.register_buffer("batches", torch.zeros(1, dtype=torch.int64, device=device))
+
+    @property
+    def attributes(self) -> BatchNormAttributes:
+        """Fixed when the layer was made; setting one raises AttributeError."""
+        return self._attributes
+
+    def operator_attributes(self, is_infer: bool, layer_name: str) -> dict[str, Any]:
+        """Keyword arguments of this layer's operator for training or for inference."""
+        return {"is_infer": is_infer, **vars(self.attributes), "layer_name": layer_name}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (N, C, *spatial). Returns a tensor like x."""
+        variables = (getattr(self, name) for name in VARIABLES)
+        return batch_norm_(
+            x, *variables, **self.operator_attributes(not self.training, "BatchNorm")
+        ).y
+
+    def extra_repr(self) -> str:
+        attributes = ", ".join(f"{k}={v!r}" for k, v in vars(self.attributes).items())
+        return f"{self.estimated_mean.numel()}, {attributes}"
+
+
+def from_plain(layer: _BatchNorm, path: str, group: "groups.Group") -> BatchNorm:
+    """A BatchNorm with the parameters and buffers of a layer of PyTorch or of syncbn.nn."""
+    if layer.momentum is None:
+        raise ValueError(f"momentum of {path}: got None, expected a number in [0, 1]")
+    if layer.running_mean is None:
+        raise ValueError(
+            f"track_running_stats of {path}: got False, expected True; inference needs estimates"
+        )
+    for option, value in (
+        ("affine_grad", "share"),
+        ("activation", "none"),
+        ("sync", True),
+        ("statistics", "reproducible"),
+    ):
+        if getattr(layer, option, value) != value:
+            given = getattr(layer, option)
+            raise ValueError(f"{option} of {path}: got {given!r}, expected {value!r}")
+    if group is None:
+        group = getattr(layer, "process_group", None)
+    made = BatchNorm(
+        0, epsilon=layer.eps, momentum=1 - layer.momentum, group=group, affine=layer.affine
+    )
+    made.scale, made.bias = layer.weight, layer.bias
+    made.estimated_mean, made.estimated_var = layer.running_mean, layer.running_var
+    made.batches = layer.num_batches_tracked.view(1)  # the same memory
+    return made

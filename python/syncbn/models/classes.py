@@ -1,0 +1,129 @@
+"""Turning a layer into another class in place, finding layers by class, and the registry of
+conversions."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils import parametrize
+
+from ..nn import SyncBatchNorm
+from . import timm_classes
+
+#: What is converted without being registered.
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
+
+
+class Conversion(NamedTuple):
+    """How layers of a registered class are converted, and back."""
+
+    make: Callable[..., nn.Module]
+    revert: Callable[[nn.Module], nn.Module] | None
+
+
+registered: dict[type[nn.Module], Conversion] = {}
+
+
+def register_conversion(
+    cls: type[nn.Module],
+    make: Callable[..., nn.Module],
+    revert: Callable[[nn.Module], nn.Module] | None = None,
+) -> None:
+    """Teaches convert_sync_batchnorm what to do with layers of a class of your own or a library's.
+
+    Args:
+        cls: the class; not its subclasses. Registering it again replaces what was registered.
+        make: called as make(layer, sync), returns what takes the layer's place.
+            sync(layer, cls=SyncBatchNorm, **options) turns a layer derived from PyTorch's batch
+            norm classes into SyncBatchNorm, or a subclass of it, in place, and returns it; options
+            are activation, negative_slope and the like. A subclass's __init__ is not called. To
+            leave the layer as it is, without a warning, return it.
+        revert: called by revert_sync_batchnorm with what make returned; returns a layer of `cls`.
+            Not needed for a layer that went through sync: it gets its class back.
+
+    Raises:
+        ValueError: an argument is not of its type, or cls is a SyncBatchNorm of this package.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ValueError(f"cls: got {cls!r}, expected a subclass of torch.nn.Module")
+    if issubclass(cls, SyncBatchNorm):
+        raise ValueError(f"cls: got {cls.__name__}, which is synchronized already")
+    if not callable(make):
+        raise ValueError(f"make: got {make!r}, expected a function of a layer and of sync")
+    if revert is not None and not callable(revert):
+        raise ValueError(f"revert: got {revert!r}, expected a function of a layer, or None")
+    registered[cls] = Conversion(make, revert)
+
+
+def conversion_of(cls: type[nn.Module]) -> Conversion | None:
+    """What is registered for the class, or known of a library."""
+    if cls in registered:
+        return registered[cls]
+    make = timm_classes.conversions().get(cls)
+    return None if make is None else Conversion(make, None)
+
+
+def check_module(module: nn.Module, name: str = "module") -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{name}: got {type(module).__name__}, expected a torch.nn.Module")
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The module's class, without what torch.nn.utils.parametrize derives from it."""
+    return parametrize.type_before_parametrizations(module)
+
+
+def class_name(module: nn.Module) -> str:
+    cls = class_of(module)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
+    """Turns the layer into another class: it stays the same object, with its parameters, buffers,
+    hooks and flags, for all that refer to it."""
+    layer.__class__ = cls
+    if "parametrizations" in layer._modules:  # they live in a class of the layer's own
+        parametrize._inject_new_class(layer)
+        for name in layer.parametrizations:
+            parametrize._inject_property(layer, name)
+
+
+def holds_statistics(module: nn.Module) -> bool:
+    """Whether the module is a batch norm, by its class or by its buffers."""
+    if isinstance(module, _BatchNorm):
+        return True
+    if isinstance(module, _InstanceNorm):
+        return False
+    return "running_mean" in module._buffers and "running_var" in module._buffers
+
+
+def left_alone(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers with batch statistics that conversion neither converts nor is told to leave."""
+    for path, layer in module.named_modules():
+        cls = class_of(layer)
+        known = isinstance(layer, SyncBatchNorm) or cls in PLAIN + LAZY or conversion_of(cls)
+        if not known and holds_statistics(layer):
+            yield path, layer
+
+
+def wrapper(module: nn.Module) -> str | None:
+    """What has been done to the module that must come after conversion, if anything.
+
+    What is not imported cannot have wrapped anything.
+    """
+    for text, package, cls in (
+        ("wrapped by DistributedDataParallel", "torch.nn.parallel", "DistributedDataParallel"),
+        ("wrapped by replicate", "torch.distributed._composable.replicate", "DDP"),
+        ("sharded by FSDP", "torch.distributed.fsdp", "FullyShardedDataParallel"),
+        ("sharded by FSDP", "torch.distributed.fsdp", "FSDPModule"),
+        ("compiled by torch.compile", "torch._dynamo.eval_frame", "OptimizedModule"),
+    ):
+        found = getattr(sys.modules.get(package), cls, None)
+        if found is not None and isinstance(module, found):
+            return text
+    # Of Module.compile(), which changes the module in place.
+    return None if module._compiled_call_impl is None else "compiled by torch.compile"

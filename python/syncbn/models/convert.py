@@ -1,0 +1,362 @@
+"""From plain batch norm layers to synchronized ones, and back."""
+
+import copy
+import datetime
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..exchange import agreement, groups, selection
+from ..exchange.call import Call
+from ..nn import SyncBatchNorm
+from ..step.layer_state import UNNAMED
+from ..step.options import Options, check_options
+from .classes import (
+    LAZY,
+    PLAIN,
+    check_module,
+    class_name,
+    class_of,
+    conversion_of,
+    holds_statistics,
+    left_alone,
+    registered,
+    set_class,
+    wrapper,
+)
+from .sharing import prepare
+
+# Attributes that SyncBatchNorm has and a plain layer has not.
+_OWN_ATTRIBUTES = (
+    "state",
+    "affine_grad",
+    "activation",
+    "negative_slope",
+    "sync",
+    "statistics",
+    "inplace",
+    "_original_class",
+    "_original_activation",
+    "_replaced_class",
+)
+
+
+def _replace(
+    module: nn.Module, path: str, make: Callable[[nn.Module, str], nn.Module | None], done: dict
+) -> nn.Module:
+    """Depth first; a module that occurs twice is replaced by one and the same module."""
+    if id(module) in done:
+        return done[id(module)][1]
+    result = make(module, path) or module
+    done[id(module)] = module, result  # holds the module, so that nothing else gets its id
+    if result is not module:  # what is in it is make's choice
+        return result
+    for name, child in list(module._modules.items()):  # named_children skips second mentions
+        if child is None:
+            continue
+        changed = _replace(child, f"{path}.{name}" if path else name, make, done)
+        if changed is not child:
+            setattr(module, name, changed)
+    return module
+
+
+class _Undo:
+    """What the modules of a tree are, to make them so again. Containers are remembered by their
+    contents, because they stay the same objects."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = []
+        for m in module.modules():
+            if isinstance(m, torch.jit.ScriptModule):  # nothing in it is converted
+                continue
+            contents = {v: copy.copy(vars(m)[v]) for v in _CONTAINERS}
+            self._before.append((m, m.__class__, dict(vars(m)), contents))
+
+    def __call__(self) -> None:
+        for module, cls, attributes, contents in self._before:
+            module.__class__ = cls
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, content in contents.items():
+                attributes[name].clear()
+                attributes[name].update(content)
+
+
+_CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def _check_module(module: nn.Module) -> None:
+    check_module(module)
+    for path, layer in module.named_modules():
+        where = path or "a model"
+        text = wrapper(layer) or ""
+        if text.startswith("sharded") and any(map(_may_convert, layer.modules())):
+            raise ValueError(
+                f"module: got {where}, {text} already, expected the model before that: first "
+                "convert_sync_batchnorm, then FSDP"
+            )
+        if class_of(layer) in LAZY:
+            raise ValueError(
+                f"module: got {where}, a {type(layer).__name__} that has not seen an input, "
+                "expected initialized layers: first call the model once, then "
+                "convert_sync_batchnorm"
+            )
+
+
+def _may_convert(layer: nn.Module) -> bool:
+    # Not by its exact class: fully_shard gives a layer another one.
+    return holds_statistics(layer) and not isinstance(layer, SyncBatchNorm)
+
+
+def _check_not_sharded(module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        text = wrapper(part) or ""
+        if "FSDP" in text and any(isinstance(m, SyncBatchNorm) for m in part.modules()):
+            raise ValueError(f"module: got {path or 'a model'}, {text}, expected it before that")
+
+
+def _warn_of(left: list[tuple[str, nn.Module]]) -> None:
+    paths: dict[str, list[str]] = {}
+    for path, layer in left:
+        paths.setdefault(class_name(layer), []).append(path or "the model")
+    lines = "".join(f"\n  {name}: {', '.join(where)}" for name, where in paths.items())
+    warnings.warn(
+        "convert_sync_batchnorm left these layers as they are, because their classes are not those "
+        f"of torch.nn and may compute something else:{lines}\n"
+        "syncbn.register_conversion says how to convert a class, or that it is to be left.",
+        stacklevel=3,
+    )
+
+
+_NAME = "convert_sync_batchnorm"
+
+
+def convert_sync_batchnorm(
+    module: nn.Module,
+    process_group: "groups.Group" = None,
+    *,
+    group_size: int | None = None,
+    group: str | None = None,
+    timeout: "float | datetime.timedelta | None" = None,
+    engine: str | None = None,
+    affine_grad: str | None = None,
+    statistics: str | None = None,
+    sync: bool | None = None,
+) -> nn.Module:
+    """Turns every torch.nn.BatchNorm1d, 2d, 3d and SyncBatchNorm in `module` into SyncBatchNorm.
+
+    Layers, their parameters, buffers, hooks and parametrizations stay the same objects, so convert
+    before or after making an optimizer, DistributedDataParallel or torch.compile, but before FSDP,
+    which gives layers classes of its own. If torch.distributed is initialized, this is a collective
+    call of the ranks of process_group, unless sync is False: it makes their group for exchanges.
+
+    An argument that is given (not None) is applied to all layers, also to those that are
+    synchronized already. What is not given stays as it is in these, and is the default of
+    SyncBatchNorm in the others; a torch.nn.SyncBatchNorm keeps its process group.
+
+    Layers of other classes that hold running_mean and running_var, InstanceNorm excepted, are left
+    with one UserWarning that names them, or converted as register_conversion was told; so are
+    timm's BatchNormAct2d and SyncBatchNormAct, without being told.
+
+    Args:
+        module: the model, changed in place.
+        process_group: the ranks that share statistics: a group, its name, or a DeviceMesh of one
+            axis. torch.distributed.group.WORLD puts layers back on the default group.
+        group_size: instead, groups of so many neighbouring ranks of the default group.
+        group: instead, "node": the ranks of one machine.
+        timeout: seconds, or a timedelta, that an exchange waits for the slowest rank; that of the
+            process group if it was never given.
+        engine: "auto", the default, takes shared memory between processes of one node, if all ranks
+            can have it; "process_group" never does.
+        affine_grad, statistics, sync: as for SyncBatchNorm, the same for every layer.
+            Its activation and inplace are no arguments here, nor is a residual: a plain batch norm
+            has no activation to convert.
+
+    Returns:
+        `module`, or what a registered conversion put in its place.
+
+    Raises:
+        ValueError: the ranks cannot be grouped like this; affine_grad, statistics or sync is not
+            one of its values; `module` is, or contains, a model with layers to convert that is
+            sharded already, or a lazy layer that has not seen an input. With
+            any error `module` is as it was. On several ranks an error in converting is raised on
+            all ranks of the group.
+    """
+    options = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
+    options = {name: value for name, value in options.items() if value is not None}
+    sharing = selection.select(process_group, group_size, group, timeout, engine or "auto", _NAME)
+    asked = {  # of layers that have a group, a timeout, an engine of their own
+        field: getattr(sharing, field)
+        for field, arguments in (
+            ("name", (process_group, group_size, group)),
+            ("limit", (timeout,)),
+            ("engine", (engine,)),
+        )
+        if any(argument is not None for argument in arguments)
+    }
+    initialized = sync is not False and dist.is_available() and dist.is_initialized()
+    exchanging = initialized and sharing.name != groups.OUTSIDE
+    if exchanging:
+        groups.peers(sharing, _NAME)
+
+    def synchronize(
+        path: str, layer: nn.Module, cls: type[SyncBatchNorm] = SyncBatchNorm, **own
+    ) -> SyncBatchNorm:
+        if not isinstance(layer, _BatchNorm):
+            raise ValueError(
+                f"layer: got {class_name(layer)} for {path or 'the model'}, expected a layer "
+                "derived from torch.nn's batch norm classes"
+            )
+        if not (isinstance(cls, type) and issubclass(cls, SyncBatchNorm)):
+            raise ValueError(f"cls: got {cls!r}, expected syncbn.SyncBatchNorm or a subclass")
+        original = class_of(layer)
+        set_class(layer, cls)
+        layer.__dict__["_original_class"] = original
+        theirs = layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm's handle
+        shared = sharing
+        if theirs is not None and "name" not in asked:
+            shared = sharing._replace(name=groups.group_name(theirs))
+        layer._init_sync(path or UNNAMED, shared)
+        for name, value in (options | own).items():
+            if name not in _OPTIONS:
+                raise ValueError(f"{name}: got an option of that name, expected one of {_OPTIONS}")
+            setattr(layer, name, value)
+        check_options(layer.options())
+        if layer.activation != "none":  # which the original class has, too
+            layer.__dict__["_original_activation"] = layer.activation
+        return layer
+
+    def make(layer: nn.Module, path: str) -> nn.Module | None:
+        cls = class_of(layer)
+        conversion = conversion_of(cls)
+        if conversion is not None:
+            result = conversion.make(layer, functools.partial(synchronize, path))
+            if not isinstance(result, nn.Module):
+                raise ValueError(
+                    f"register_conversion: got {result!r} from make for {cls.__name__}, expected a "
+                    "module"
+                )
+            if result is not layer:
+                result.__dict__["_replaced_class"] = cls
+            return result
+        if isinstance(layer, SyncBatchNorm):
+            layer.share(layer.state.sharing._replace(**asked))
+            for name, value in options.items():
+                setattr(layer, name, value)
+            check_options(layer.options())
+        return synchronize(path, layer) if cls in PLAIN else None
+
+    undo, error = None, None
+    try:
+        try:
+            check_options(Options(**options))
+            _check_module(module)
+            left = list(left_alone(module))
+            undo = _Undo(module)
+            result = _replace(module, "", make, {})
+        except Exception as raised:
+            error = raised
+        if exchanging:
+            call = Call(_NAME, direction="conversion")
+            agreement.raise_together(error, groups.peers(sharing), call)
+        elif error is not None:
+            raise error
+        if initialized:
+            prepare(result)
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
+    for path, layer in result.named_modules():
+        if isinstance(layer, SyncBatchNorm):
+            layer.state.rename(path)
+    if left:
+        _warn_of(left)
+    return result
+
+
+_OPTIONS = ("affine_grad", "activation", "negative_slope", "sync", "statistics", "inplace")
+
+
+SyncBatchNorm._convert = staticmethod(convert_sync_batchnorm)
+
+
+def original_activation(layer: SyncBatchNorm) -> str:
+    """The activation that the class has which the layer was converted from."""
+    return vars(layer).get("_original_activation", "none")
+
+
+def _reverts(module: nn.Module) -> Callable[[nn.Module], nn.Module] | None:
+    """What was registered for a module that a registered conversion put in a layer's place."""
+    cls = vars(module).get("_replaced_class")
+    return registered[cls].revert if cls in registered else None
+
+
+def revert_sync_batchnorm(
+    module: nn.Module, default: type[nn.Module] = nn.BatchNorm2d
+) -> nn.Module:
+    """Turns every layer in `module` that was converted back into what it was converted from.
+
+    Args:
+        module: the model, changed in place.
+        default: the class for SyncBatchNorms that were not made by convert_sync_batchnorm.
+
+    Returns:
+        `module`, or what a registered conversion puts in its place. Layers, parameters and buffers
+        stay the same objects.
+
+    Raises:
+        ValueError: a layer has a fused activation, which would be lost, or is sharded by FSDP;
+            default is no batch norm class of PyTorch, or one derived from them.
+        RuntimeError: the process group of a layer that was a torch.nn.SyncBatchNorm is gone. With
+            any error `module` is as it was.
+    """
+    check_module(module)
+    if not (isinstance(default, type) and issubclass(default, _BatchNorm)) or issubclass(
+        default, (SyncBatchNorm, *LAZY)
+    ):
+        raise ValueError(
+            f"default: got {default!r}, expected torch.nn.BatchNorm1d, 2d, 3d, SyncBatchNorm, or a "
+            "class derived from them"
+        )
+    _check_not_sharded(module)
+    classes, given = {}, {}
+    for path, layer in module.named_modules():
+        cls = vars(layer).get(
+            "_original_class", default if class_of(layer) is SyncBatchNorm else None
+        )
+        if cls is None or not isinstance(layer, SyncBatchNorm) or _reverts(layer):
+            continue
+        if layer.activation != original_activation(layer):
+            raise ValueError(
+                f"{path or 'module'}: got a layer with activation {layer.activation!r}, which a "
+                f"{cls.__name__} has not; expected {original_activation(layer)!r}"
+            )
+        classes[layer] = cls
+        if issubclass(cls, nn.SyncBatchNorm):
+            given[layer] = layer.process_group
+
+    def make(layer: nn.Module, path: str) -> nn.Module | None:
+        revert = _reverts(layer)
+        if revert is not None:
+            return revert(layer)
+        if layer not in classes:
+            return None
+        set_class(layer, classes[layer])
+        for name in _OWN_ATTRIBUTES:
+            layer.__dict__.pop(name, None)
+        if layer in given:
+            layer.process_group = given[layer]
+        return layer
+
+    undo = _Undo(module)
+    try:
+        return _replace(module, "", make, {})
+    except BaseException:
+        undo()
+        raise

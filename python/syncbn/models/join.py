@@ -1,0 +1,385 @@
+"""Uneven numbers of batches: ranks that have none left go out of the exchanges."""
+
+import sys
+import zlib
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import DivergenceError
+from ..exchange import agreement, groups, transports
+from ..exchange.call import Call
+from ..nn import SyncBatchNorm
+from .sharing import prepare, sharings_of
+
+_NAME = "syncbn.join"
+_OFF = _JoinConfig.construct_disabled_join_config()
+_ON = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=False)
+_active: "_Inputs | None" = None
+
+
+class _Inputs:
+    """Which ranks still have inputs: agreed once per iteration, by all ranks."""
+
+    def __init__(self, models: tuple[Any, ...], group: dist.ProcessGroup, throw: bool) -> None:
+        self.models = nn.ModuleList(model for model in models if isinstance(model, nn.Module))
+        self.joinables = [model for model in models if isinstance(model, Joinable)]
+        self.ddp_models = [m for m in self.models if isinstance(m, DistributedDataParallel)]
+        self.throw = throw
+        self.ranks = sorted(groups.global_ranks(group))
+        self.layers = [m for m in self.models.modules() if isinstance(m, SyncBatchNorm)]
+        for layer in (layer for layer in self.layers if layer.sync):
+            members = groups.global_ranks(groups.resolve(layer.state.sharing.name))
+            outside = set(members).difference(self.ranks)
+            if outside:
+                raise ValueError(
+                    f"models: got layer {layer.state.name}, which shares statistics with ranks "
+                    f"{sorted(outside)}, expected only ranks {self.ranks}, which join"
+                )
+        # The slowest layer's limit: an iteration may take as long.
+        sharings = [layer.state.sharing for layer in self.layers if layer.sync]
+        slowest = max(sharings, key=lambda s: s.timeout, default=groups.Sharing())
+        limit = slowest.timeout if sharings else None
+        self.peers = groups.peers(slowest._replace(name=group.group_name, limit=limit), _NAME)
+        # What ranks must have in common for the exchange that ends the context.
+        same = [(m.state.identity.name, m.num_features, m.track_running_stats) for m in self.layers]
+        self.tag = zlib.crc32(repr(same).encode()) & 0xFFFFF
+        self.call = Call(_NAME, 0, channels=sum(m.num_features for m in self.layers))
+        #: iterations of each rank so far
+        self.iterations = dict.fromkeys(self.ranks, 0)
+        self.left = len(self.ranks)
+        #: whether the error that ends the context was raised on all ranks
+        self.known_error = False
+        self.hooks: list[Any] = []
+
+    def meet(self, has_input: bool) -> int:
+        """How many ranks have an input for the next iteration. A collective call of all ranks."""
+        what = "next input" if has_input else "no more inputs"
+        self.call = self.call._replace(number=self.call.number + 1, direction=what)
+        try:
+            numbers = agreement.numbers_of_ranks(int(has_input), self.tag, self.peers, self.call)
+            present = [rank for rank, number in zip(self.ranks, numbers, strict=True) if number]
+            absent = [rank for rank in self.ranks if rank not in present]
+            if self.throw and present and absent:
+                raise RuntimeError(
+                    f"{self.call}: ranks {absent} have exhausted their inputs, ranks {present} "
+                    "have not (throw_on_early_termination)"
+                )
+        except Exception:
+            self.known_error = True
+            raise
+        for rank in present:
+            self.iterations[rank] += 1
+        if has_input and len(present) < self.left:
+            self._go_on_without(absent)
+        self.left = len(present)
+        return self.left
+
+    def refuse_compiled_around(self) -> None:
+        """A compiled caller of the first model goes on with the group of all ranks."""
+        if self.call.number or "torch._dynamo" not in sys.modules:
+            return
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name == "compile_wrapper":
+                raise RuntimeError(
+                    "syncbn.join: got a call of the first model from compiled code, expected "
+                    "torch.compile inside of it: DistributedDataParallel(torch.compile(module))"
+                )
+            frame = frame.f_back
+
+    def _go_on_without(self, absent: list[int]) -> None:
+        groups.leave_out(absent)
+        prepare(self.models)
+
+    def enter(self, joined: "join") -> None:
+        """From now on an iteration begins with the ranks' agreement."""
+
+        def begin(model: nn.Module, _args: Any) -> None:
+            self.refuse_compiled_around()
+            # A model that evaluates exchanges nothing, unless it is one that notifies nevertheless.
+            if isinstance(model, Joinable) or any(layer.training for layer in self.layers):
+                work = Join.notify_join_context(joined)  # torch's Join, if the first of its list
+                self.meet(has_input=True)
+                if work is not None:
+                    work.wait()
+                self._divide_by_number_of_ranks()
+
+        if "torch._dynamo" in sys.modules:
+            begin = torch.compiler.disable(begin)
+        self.hooks = [self.models[0].register_forward_pre_hook(begin, prepend=True)]
+        self.hooks += [
+            model.register_forward_pre_hook(_refuse_without_backward, prepend=True)
+            for model in self.ddp_models
+        ]
+
+    def _divide_by_number_of_ranks(self) -> None:
+        """DistributedDataParallel takes the number from what it believes to be a notification."""
+        for model in self.ddp_models:
+            if not model._divide_by_initial_world_size:
+                future: torch.futures.Future = torch.futures.Future()
+                future.set_result([torch.tensor([float(self.left)])])
+                model.reducer._set_forward_pass_work_handle(_create_work_from_future(future), False)
+
+    def leave(self) -> None:
+        """All as before the context. Join itself leaves its joinables notifying ranks that do not
+        listen any more, and DDP dividing by the number of ranks in the last iteration."""
+        global _active
+        if _active is not self:
+            return
+        _active = None
+        for hook in self.hooks:
+            hook.remove()
+        for joinable in self.joinables:
+            joinable._join_config = _OFF
+        for model in self.ddp_models:
+            model.reducer._set_forward_pass_work_handle(None, True)
+        groups.leave_out(())
+
+    def tell(self, error: Exception) -> None:
+        """Raises on the other ranks, which may wait for this one in meet(). Not for long: where
+        they wait is not known."""
+        if self.peers is None or self.known_error:
+            return
+        if not isinstance(error, DivergenceError) or error.group_name != self.peers.group_name:
+            soon = self.peers._replace(timeout=min(self.peers.timeout, 5.0))
+            agreement.reject(soon, self.call, error)
+
+    def share_statistics(self) -> None:
+        """Brings what the layers of a group have recorded to its ranks that went out."""
+        if len(set(self.iterations.values())) == 1:
+            return
+        for sharing in sharings_of(self.models):
+            peers = groups.peers(sharing, _NAME)
+            if peers is None:
+                continue
+            ranks = sorted(groups.global_ranks(groups.resolve(sharing.name)))
+            source = max(ranks, key=lambda rank: (self.iterations[rank], rank))
+            tensors = [
+                tensor
+                for layer in self.layers
+                if layer.sync and layer.state.sharing == sharing
+                for tensor in (
+                    layer.running_mean,
+                    layer.running_var,
+                    layer.num_batches_tracked,
+                    layer.state.call,
+                    layer.state.count,
+                )
+                if tensor is not None
+            ]
+            words = torch.cat([_words(tensor) for tensor in tensors])
+            if ranks[peers.rank] != source:
+                words.zero_()
+            words = transports.all_reduce(words, peers, self.call._replace(direction="end"))
+            sizes = [tensor.numel() for tensor in tensors]
+            for tensor, part in zip(tensors, words.split(sizes), strict=True):
+                values = part.view(torch.float64) if tensor.is_floating_point() else part
+                tensor.copy_(values.view_as(tensor))
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """int64, one per element: the sum with zeros is exact for them."""
+    values = tensor.detach().flatten().cpu()
+    return values.double().view(torch.int64) if values.is_floating_point() else values
+
+
+def _check(models: tuple[Any, ...]) -> None:
+    if not models or not isinstance(models[0], nn.Module):
+        got = type(models[0]).__name__ if models else "nothing"
+        raise ValueError(f"models: got {got} first, expected the model that each iteration calls")
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    for model in models:
+        if not isinstance(model, (nn.Module, Joinable)):
+            raise ValueError(f"models: got {type(model).__name__}, expected modules and Joinables")
+        for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
+            name = type(module).__name__
+            if isinstance(module, sharded):
+                raise ValueError(
+                    f"models: got {name}, which has no join hook, expected DistributedDataParallel "
+                    "or a plain module"
+                )
+            if isinstance(module, Joinable) and module is not model:
+                raise ValueError(
+                    f"models: got {type(model).__name__} with a {name} inside (at {path}), "
+                    f"expected the {name} itself"
+                )
+            if isinstance(module, nn.SyncBatchNorm) and not isinstance(module, SyncBatchNorm):
+                raise ValueError(
+                    f"models: got torch.nn.SyncBatchNorm (at {path}), which would wait for ranks "
+                    "without inputs, expected syncbn.SyncBatchNorm; see convert_sync_batchnorm"
+                )
+
+
+def _refuse_without_backward(model: DistributedDataParallel, _args: Any) -> None:
+    if not torch.is_grad_enabled() and model.require_backward_grad_sync:
+        raise RuntimeError(
+            "syncbn.join: got a forward pass of DistributedDataParallel without gradients, "
+            "expected one of model.module, or model.no_sync(): ranks without inputs would wait "
+            "for its backward pass"
+        )
+
+
+class _Hook(JoinHook):
+    """Lives as long as the context."""
+
+    def __init__(self, inputs: _Inputs, options: dict[str, Any]) -> None:
+        self.inputs = inputs
+        self.hooks = [joinable.join_hook(**options) for joinable in inputs.joinables]
+
+    def main_hook(self) -> None:
+        try:
+            self.inputs.meet(has_input=False)
+            self.shadow()
+        except Exception:
+            self.inputs.leave()
+            raise
+
+    def shadow(self) -> None:
+        """The collectives of the joinables in one iteration."""
+        for hook in self.hooks:
+            hook.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        try:
+            for hook in self.hooks:
+                hook.post_hook(is_last_joiner)
+        finally:
+            self.inputs.leave()
+        self.inputs.share_statistics()
+
+    def __del__(self) -> None:
+        # torch's Join calls no hook when the loop has raised.
+        self.inputs.leave()
+
+
+class join(Joinable):
+    """Context manager for a training loop in which ranks have different numbers of batches.
+
+    Takes the place of torch's Join and of DistributedDataParallel.join for models with
+    synchronized layers. Ranks whose loop has ended go out of the layers' exchanges; the others
+    exchange among themselves, with the bits of a job that has only them. An iteration is one
+    forward call of the first model. A collective call of the ranks of the process group, at the
+    beginning, at the end, and once per iteration.
+
+    It is a Joinable too: `Join([ddp_model, optimizer])` becomes
+    `Join([syncbn.join(ddp_model), optimizer])`. In torch's Join errors of one rank reach the others
+    later (docs/uneven_inputs.md).
+
+    Args:
+        models: the model that each iteration calls; then other models, and other Joinables, such
+            as ZeroRedundancyOptimizer. DistributedDataParallel's own collectives are shadowed as
+            in torch's Join.
+        enable: False does nothing; so does the absence of a process group.
+        throw_on_early_termination: instead of going on, RuntimeError on every rank at the first
+            iteration for which some ranks have an input and some have not.
+        options: for the join hooks of all Joinables, such as divide_by_initial_world_size. In
+            torch's Join this one and the two above are given to that.
+
+    At the end running statistics are those of the ranks that were the last of each group to have
+    inputs, on all its ranks.
+
+    Raises:
+        ValueError: a model that cannot be joined: FullyShardedDataParallel, one with a
+            torch.nn.SyncBatchNorm, one that holds a DistributedDataParallel (give that itself), or
+            a layer that shares statistics with ranks outside the process group; Joinables of
+            different process groups.
+        RuntimeError: a context inside another one; a forward pass of DistributedDataParallel under
+            torch.no_grad, whose backward pass ranks without inputs would wait for.
+        DivergenceError, ExchangeTimeout, PeerLost: the models differ between ranks, a rank has
+            raised an error (which is quoted), does not come, or has ended.
+    """
+
+    def __init__(
+        self,
+        *models: nn.Module | Joinable,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **options: Any,
+    ) -> None:
+        _check(models)
+        self._models, self._options = models, options
+        self._enable, self._throw = enable, throw_on_early_termination
+        self._inputs: _Inputs | None = None
+        self._hook: _Hook | None = None
+        super().__init__()
+
+    @property
+    def _join_config(self) -> _JoinConfig:
+        return self._config
+
+    @_join_config.setter
+    def _join_config(self, config: _JoinConfig) -> None:
+        """Set by torch's Join after join_hook(). This object notifies in the stead of its own."""
+        self._config = config
+        if self._inputs is None:
+            return
+        for joinable in self._inputs.joinables:
+            joinable._join_config = config._replace(is_first_joinable=False)
+        if config.enable:
+            self._inputs.enter(self)
+        else:
+            self._inputs.leave()
+
+    def _begin(self, throw: bool, options: dict[str, Any]) -> _Hook:
+        global _active
+        if _active is not None:
+            raise RuntimeError(f"{_NAME}: got a context inside another one, expected one for all")
+        self._inputs = _active = _Inputs(self._models, self.join_process_group, throw)
+        return _Hook(self._inputs, options)
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """For torch's Join."""
+        if not self._enable or self._throw or self._options:
+            raise ValueError(
+                f"{_NAME}: got options for the context inside of torch's Join, expected them there"
+            )
+        return self._begin(False, options)
+
+    @property
+    def join_device(self) -> torch.device:
+        for model in self._models:
+            if isinstance(model, Joinable):
+                return model.join_device
+        tensors = chain(self._models[0].parameters(), self._models[0].buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The world if there is no Joinable."""
+        given = [m.join_process_group for m in self._models if isinstance(m, Joinable)]
+        if any(group != given[0] for group in given):
+            raise ValueError("models: got Joinables of several process groups, expected one")
+        return given[0] if given else dist.distributed_c10d._get_default_group()
+
+    def __enter__(self) -> None:
+        if self._enable and dist.is_available() and dist.is_initialized():
+            self._hook = self._begin(self._throw, self._options)
+            self._join_config = _ON
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        hook, self._hook = self._hook, None
+        if hook is None:
+            return
+        inputs = hook.inputs
+        try:
+            if error is None:
+                is_last_joiner = True
+                while inputs.meet(has_input=False):
+                    is_last_joiner = False
+                    hook.shadow()
+                hook.post_hook(is_last_joiner)
+        except Exception as at_the_end:
+            error = at_the_end
+            raise
+        finally:
+            inputs.leave()
+            if isinstance(error, Exception):
+                inputs.tell(error)

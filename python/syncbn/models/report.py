@@ -1,0 +1,176 @@
+"""A table of what each batch norm layer of a model does."""
+
+import sys
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from .. import operators_cuda
+from ..exchange import groups, selection, transports
+from ..nn import SyncBatchNorm, device_of
+from ..operators import ops
+from ..parallel import SelfDataParallel
+from .classes import check_module, class_of, conversion_of, holds_statistics
+
+
+class LayerReport(NamedTuple):
+    """One row of a report."""
+
+    path: str
+    layer: str
+    #: the process group's name, "world" for the default one, "" without one
+    group: str
+    #: how many ranks share statistics, and this rank's number among them
+    ranks: int
+    rank: int
+    #: "none" (nobody to exchange with), "shared memory", "gloo", or the former two between nodes;
+    #: of layers on CUDA "nccl", or one of the others "through the host"
+    engine: str
+    statistics: str
+    #: vector code of this processor, or "cuda"
+    kernels: str
+    #: elements per channel over all ranks in the last training call; None before the first
+    count: int | None
+    note: str
+
+
+def table(rows: list[tuple]) -> str:
+    """The rows, the first one a heading, in columns; None is an empty cell."""
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells
+    )
+
+
+class Report(list):
+    """LayerReports; prints as a table."""
+
+    def __str__(self) -> str:
+        return table([LayerReport._fields, *self])
+
+
+def _class(layer: nn.Module) -> type[nn.Module]:
+    """The layer's class, without what fully_shard derives from it."""
+    cls = class_of(layer)
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return (
+        next(base for base in cls.__bases__ if base is not fsdp) if fsdp in cls.__bases__ else cls
+    )
+
+
+def _name(layer: nn.Module) -> str:
+    cls = _class(layer)
+    return f"{cls.__module__.split('.')[0]}.{cls.__name__}"
+
+
+def _other(path: str, layer: nn.Module) -> tuple[LayerReport, bool]:
+    """The row of a layer that is not this package's, and whether strict refuses it."""
+    cls, note = _class(layer), "not synchronized by syncbn"
+    if cls is nn.SyncBatchNorm:
+        note += ": not converted, or replaced since by another converter"
+    elif conversion_of(cls) is not None:
+        note = "left as registered"
+    row = LayerReport(path, _name(layer), "", 1, 0, "none", "", "", None, note)
+    return row, conversion_of(cls) is None
+
+
+def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bool]:
+    """The row of a synchronized layer, and whether it cannot synchronize."""
+    peers, failed, note = None, False, "" if layer.training else "evaluation mode: no exchange"
+    outside = layer.sync and layer.state.sharing.name == groups.OUTSIDE
+    try:
+        peers = None if outside else layer.state.peers(layer.options())
+    except RuntimeError as error:  # its group is gone
+        failed, note = True, str(error)
+    if failed:
+        pass
+    elif not layer.sync:
+        note = "sync=False"
+    elif outside:
+        note = "this rank is not a member of the process group"
+    elif peers is None:
+        failed = not (dist.is_available() and dist.is_initialized()) and devices == 1
+        note = "no process group" if failed else "one rank"
+    elif peers.group_name in transports._broken:
+        failed, note = True, "broken by an earlier error: call syncbn.reset_groups()"
+    elif peers.note and not note:
+        note = f"no shared memory: {peers.note}"
+    device = device_of(layer)
+    if device.type == "cuda" and operators_cuda.why_not() is not None:
+        failed, note = True, f"no CUDA: {operators_cuda.why_not()}"
+    if devices > 1:
+        note = f"{devices} devices in this process"
+    exchanging = peers is not None
+    row = LayerReport(
+        path,
+        _name(layer),
+        (layer.state.sharing.name or "world") if exchanging else "",
+        peers.ranks if exchanging else 1,
+        peers.rank if exchanging else 0,
+        peers.engine_on(device) if exchanging else "none",
+        layer.statistics,
+        "cuda" if device.type == "cuda" else ops.cpu_instruction_set(),
+        layer.state.count.item() if layer.state.call.item() > 0 else None,
+        note,
+    )
+    return row, failed
+
+
+def _raise(failures: list[LayerReport]) -> None:
+    """One error for all ranks of the default group if any of them has failures."""
+    lines = "".join(f"\n  {row.path or 'the model'}: {row.layer}: {row.note}" for row in failures)
+    texts = [lines]
+    if dist.is_available() and dist.is_initialized():
+        # No store is asked to keep an empty text.
+        texts = selection.gather_text(f"-{lines}", "syncbn.report")
+        texts = [text.removeprefix("-") for text in texts]
+    if not any(texts):
+        return
+    if len(set(texts)) > 1:
+        texts = [f"\n  on rank {rank}:{text}" for rank, text in enumerate(texts) if text]
+    raise RuntimeError(
+        "synchronization cannot happen in these layers (syncbn.convert_sync_batchnorm, after "
+        "init_process_group, converts; syncbn.register_conversion tells what to leave):"
+        + "".join(dict.fromkeys(texts))
+    )
+
+
+def report(module: nn.Module, strict: bool = False) -> Report:
+    """What each batch norm layer of `module` does: one row per layer.
+
+    Rows are of all layers derived from PyTorch's batch norm and those that hold running_mean and
+    running_var, InstanceNorm excepted. Counts are read from the layers' device.
+
+    A collective call of the ranks if their groups are not made yet; with `strict` one of all ranks
+    of the default group.
+
+    Args:
+        module: the model; wrapped in SelfDataParallel, its devices count.
+        strict: raise if a layer is to share statistics and cannot.
+
+    Raises:
+        RuntimeError: with `strict`, on all ranks alike: a layer is not converted (nor registered to
+            be left), or was replaced by another converter; there is no process group, or a layer's
+            group is gone or broken by an earlier error. Layers with sync=False are as asked for.
+    """
+    check_module(module)
+    devices: dict[nn.Module, int] = {}
+    for part in module.modules():
+        if isinstance(part, SelfDataParallel):
+            devices.update(dict.fromkeys(part.modules(), len(part.devices)))
+    rows, failures = Report(), []
+    for path, layer in module.named_modules():
+        if not holds_statistics(layer):
+            continue
+        if isinstance(layer, SyncBatchNorm):
+            row, failed = _own(path, layer, devices.get(layer, 1))
+        else:
+            row, failed = _other(path, layer)
+        rows.append(row)
+        if failed:
+            failures.append(row)
+    if strict:
+        _raise(failures)
+    return rows

@@ -1,0 +1,110 @@
+"""With whom layers share statistics: choosing, preparing and rebuilding groups; taking part without
+data."""
+
+import datetime
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..exchange import agreement, groups, selection, transports
+from ..exchange.call import Call
+from ..nn import SyncBatchNorm, device_of
+from .classes import check_module
+
+
+def _layers(module: nn.Module) -> list[tuple[str, SyncBatchNorm]]:
+    return [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
+
+
+def _exchanges(layer: SyncBatchNorm) -> bool:
+    return layer.sync and layer.state.sharing.name != groups.OUTSIDE
+
+
+def sharings_of(module: nn.Module) -> dict[groups.Sharing, str]:
+    """With whom its layers exchange, in one order on all ranks; and a layer's name for each."""
+    layers = [layer for _, layer in reversed(_layers(module)) if _exchanges(layer)]
+    found = {layer.state.sharing: layer.state.name for layer in layers}
+    return dict(
+        sorted(
+            found.items(),
+            key=lambda item: (item[0].name or "", item[0].limit or 0.0, item[0].engine),
+        )
+    )
+
+
+def set_group(
+    module: nn.Module,
+    process_group: "groups.Group" = None,
+    *,
+    group_size: int | None = None,
+    group: str | None = None,
+    timeout: float | datetime.timedelta | None = None,
+    engine: str = "auto",
+) -> nn.Module:
+    """Changes with whom the synchronized layers of `module` share statistics.
+
+    Arguments and errors as for convert_sync_batchnorm; a collective call as that is. Returns
+    `module`.
+    """
+    check_module(module)
+    sharing = selection.select(
+        process_group, group_size, group, timeout, engine, "syncbn.set_group"
+    )
+    for _, layer in _layers(module):
+        layer.share(sharing)
+    return prepare(module)
+
+
+def prepare(module: nn.Module) -> nn.Module:
+    """Makes the groups that the layers of `module` exchange on, which otherwise the first eager
+    training step does: needed before a first step that is compiled. A collective call of their
+    ranks; does nothing without torch.distributed. Returns `module`."""
+    check_module(module)
+    if dist.is_available() and dist.is_initialized():
+        for sharing, name in sharings_of(module).items():
+            groups.peers(sharing, name)
+    return module
+
+
+def reset_groups(module: nn.Module | None = None) -> None:
+    """Makes the groups of all layers anew, to go on after an ExchangeTimeout or PeerLost with all
+    ranks alive: every rank calls it, then all go on at the same layer. A collective call.
+
+    module: a model whose layers' call counters are set to the largest of all ranks, for ranks that
+    are not at the same call.
+    """
+    if module is not None:
+        check_module(module)
+    transports.forget_errors()
+    groups.rebuild()
+    if module is None:
+        return
+    for _, layer in _layers(module):
+        peers = layer.state.peers(layer.options()) if _exchanges(layer) else None
+        if peers is not None:
+            call = Call(layer.state.name, direction="syncbn.reset_groups")
+            numbers = agreement.numbers_of_ranks(layer.state.call.item(), 0, peers, call)
+            layer.state.call.fill_(max(numbers))
+
+
+def skip(module: nn.Module) -> Tensor:
+    """Takes part in one call of each synchronized layer of `module`, without data.
+
+    For a rank that leaves out a layer, or a model, which the others call (a branch that depends on
+    the data, a shorter epoch). Layers are called in the order of module.modules(), each once.
+
+    Returns:
+        A scalar 0. Add it to the loss: its backward takes part in the others' backward exchanges,
+        in reverse order. Without a loss of its own the rank calls skip(...).backward().
+    """
+    check_module(module)
+    total: Tensor | None = None
+    for _, layer in _layers(module):
+        if not layer.training:
+            continue
+        dtype = torch.float32 if layer.weight is None else layer.weight.dtype
+        x = torch.empty(0, layer.num_features, dtype=dtype, device=device_of(layer))
+        y = layer(x.requires_grad_()).sum()
+        total = y if total is None else total + y
+    return torch.zeros(()) if total is None else total

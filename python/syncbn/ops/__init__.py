@@ -1,0 +1,393 @@
+"""Batch normalization as one operator, for graphs: training and inference are two operators that
+share their variables (docs/forked_graph.md)."""
+
+import threading
+import zlib
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ..errors import DivergenceError
+from ..exchange import after_fork, agreement, frames, groups
+from ..exchange.call import Call
+from ..operators import ops
+from ..step.as_operator import operator
+from ..step.options import check_strided, check_written, is_number
+from ..step.training import like
+from . import cuda_step
+
+_TENSORS = ("x", "estimated_mean", "estimated_var", "scale", "bias", "batches")
+
+
+class BatchNormOutputs(NamedTuple):
+    """What batch_norm returns; only y has a gradient."""
+
+    #: like x
+    y: Tensor
+    #: float64 (C,): mean and biased variance of the batch over all ranks, or, in inference, the
+    #: estimates
+    batch_mean: Tensor
+    batch_var: Tensor
+    #: (C,) like the estimates: the updated estimates
+    saved_mean: Tensor
+    saved_var: Tensor
+    #: int64 (1,): the updated counter
+    saved_batches: Tensor
+
+
+@torch.library.register_fake("syncbn::batch_norm")
+def _(
+    x,
+    estimated_mean,
+    estimated_var,
+    scale,
+    bias,
+    batches,
+    is_infer=False,
+    use_global_est=False,
+    epsilon=1e-6,
+    momentum=0.99,
+    layer=0,
+    group=None,
+    ranks=1,
+    frame=0,
+):
+    """BatchNormOutputs, then float64 [2 C]: mean and rstd that normalized; int64 [2]: count and
+    fingerprint."""
+    channels = x.shape[1]
+
+    def new(size, dtype):
+        return x.new_empty((size,), dtype=dtype)
+
+    return (
+        torch.empty_like(x),
+        new(channels, torch.float64),
+        new(channels, torch.float64),
+        new(channels, estimated_mean.dtype),
+        new(channels, estimated_var.dtype),
+        new(1, torch.int64),
+        new(2 * channels, torch.float64),
+        new(2, torch.int64),
+    )
+
+
+@torch.library.register_fake("syncbn::batch_norm_backward")
+def _(
+    dy,
+    x,
+    scale,
+    mean_rstd,
+    info,
+    constant,
+    needs_x,
+    scale_dtype,
+    bias_dtype,
+    group=None,
+    ranks=1,
+    frame=0,
+):
+    """dx like x, or empty; dscale and dbias [C] of this rank's samples, or empty."""
+    return (
+        torch.empty_like(x) if needs_x else x.new_empty((0,)),
+        *(
+            x.new_empty((0 if dtype is None else x.shape[1],), dtype=dtype or torch.float32)
+            for dtype in (scale_dtype, bias_dtype)
+        ),
+    )
+
+
+@torch.compiler.assume_constant_result
+def _layer_number(name: str) -> int:
+    """A layer's name as the number that ranks compare."""
+    return zlib.crc32(name.encode())
+
+
+#: Of this thread: why an exchange failed inside the operator.
+_failure = threading.local()
+
+
+@operator("sum_over_group", "(Tensor words, str group) -> Tensor")
+def _sum_over_group(words, group):
+    """The exchange of the operators on the CPU, which call it from C++."""
+    try:
+        merged = torch.ops._c10d_functional.all_reduce(words, "sum", group)
+        return torch.ops._c10d_functional.wait_tensor(merged)
+    except Exception as error:
+        _failure.error = error
+        raise
+
+
+@contextmanager
+def _translated(layer_name: str, peers: groups.Peers | None):
+    """The operator's error as the class that its text begins with."""
+    if peers is not None:
+        after_fork.check()
+    _failure.error = None
+    try:
+        yield
+    except RuntimeError as error:
+        kind, _, text = str(error).partition(": ")
+        cause, _failure.error = _failure.error, None
+        if kind == "ValueError":
+            raise ValueError(text) from None
+        if kind == "DivergenceError":
+            where = f"{layer_name}, rank {peers.rank} of {peers.ranks}"
+            raise DivergenceError(f"{where}: {text}") from None
+        raise error from cause
+
+
+class _BatchNorm(torch.autograd.Function):
+    """The operator with its gradient; the last two inputs are whom to exchange with and a name."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x,
+        scale,
+        bias,
+        estimated_mean,
+        estimated_var,
+        batches,
+        is_infer,
+        use_global_est,
+        epsilon,
+        momentum,
+        layer,
+        peers,
+        layer_name,
+    ):
+        ctx.exchange = (None, 1, 0)
+        if peers is not None:
+            ctx.exchange = (peers.group_name, peers.ranks, frames.FRAME_WORDS)
+        arguments = (
+            x,
+            estimated_mean,
+            estimated_var,
+            scale,
+            bias,
+            batches,
+            is_infer,
+            use_global_est,
+            epsilon,
+            momentum,
+            layer,
+            *ctx.exchange,
+        )
+        if torch.compiler.is_compiling():
+            *outputs, mean_rstd, info = ops.batch_norm(*arguments)
+        else:
+            with _translated(layer_name, peers):
+                *outputs, mean_rstd, info = ops.batch_norm(*arguments)
+        ctx.save_for_backward(x, scale, mean_rstd, info)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.constant = is_infer or use_global_est
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.peers, ctx.layer_name = peers, layer_name
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, *_):
+        x, scale, mean_rstd, info = ctx.saved_tensors
+        needs_x, needs_scale, needs_bias = ctx.needs_input_grad[:3]
+        dy = like(dy, x)
+        arguments = (
+            dy,
+            x,
+            scale,
+            mean_rstd,
+            info,
+            ctx.constant,
+            needs_x,
+            scale.dtype if needs_scale else None,
+            ctx.bias_dtype if needs_bias else None,
+            *ctx.exchange,
+        )
+        if torch.compiler.is_compiling():
+            dx, dscale, dbias = ops.batch_norm_backward(*arguments)
+        else:
+            with _translated(ctx.layer_name, ctx.peers):
+                dx, dscale, dbias = ops.batch_norm_backward(*arguments)
+        return (
+            dx if needs_x else None,
+            dscale if needs_scale else None,
+            dbias if needs_bias else None,
+            *(None,) * 10,
+        )
+
+
+def _check_kinds(tensors, is_infer, use_global_est, epsilon, momentum) -> None:
+    """What the operator's schema would refuse without naming the argument."""
+    for name, tensor in zip(_TENSORS, tensors, strict=True):
+        if not (tensor is None and name in ("scale", "bias")):
+            check_strided(name, tensor)
+    for name, value in (("is_infer", is_infer), ("use_global_est", use_global_est)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: got {value!r}, expected True or False")
+    if not is_number(epsilon):
+        raise ValueError(f"epsilon: got {epsilon!r}, expected a finite number of at least 0")
+    if not is_number(momentum):
+        raise ValueError(f"momentum: got {momentum!r}, expected a number in [0, 1]")
+
+
+def _on_cuda(tensors) -> bool:
+    """Whether all tensors are on CUDA, and not on the CPU."""
+    x = tensors[0]
+    for name, tensor in zip(_TENSORS, tensors, strict=True):
+        if tensor is None:
+            continue
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name}: got a tensor on {tensor.device}, expected the CPU or CUDA")
+        if tensor.device != x.device:
+            raise ValueError(
+                f"{name}: got a tensor on {tensor.device}, expected {x.device}, the device of x"
+            )
+    return x.is_cuda
+
+
+def batch_norm(
+    x: Tensor,
+    estimated_mean: Tensor,
+    estimated_var: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    batches: Tensor,
+    *,
+    is_infer: bool = False,
+    use_global_est: bool = False,
+    epsilon: float = 1e-6,
+    momentum: float = 0.99,
+    group: "groups.Group" = None,
+    layer_name: str = "batch_norm",
+) -> BatchNormOutputs:
+    """Normalizes x by the statistics of the batch over all ranks, or by the estimates.
+
+    In training, estimate <- momentum * estimate + (1 - momentum) * batch value; the first batch
+    (batches = 0) is assigned, and a batch without elements changes nothing. The variance is biased
+    everywhere. Changes none of its inputs; batch_norm_ does.
+
+    Args:
+        x: (N, C, *spatial), float16, bfloat16, float32 or float64, any strides, on the CPU or
+            CUDA, as the others. N may differ between ranks and may be 0.
+        estimated_mean, estimated_var: (C,), any of these dtypes.
+        scale, bias: (C,), any of these dtypes; None for 1 and 0.
+        batches: int64 with one entry, how many batches the estimates hold; equal on all ranks.
+        is_infer: normalize with the given estimates. No exchange; the outputs besides y are copies
+            of the inputs.
+        use_global_est: in training normalize with the updated estimates, which are then constants
+            of the gradient: backward exchanges nothing.
+        epsilon: added to the variance.
+        momentum: share of the old estimate, in [0, 1]; PyTorch's momentum is 1 minus this one.
+        group: a process group or its name; None for the default group, or this process alone.
+        layer_name: stands in errors; ranks that meet under different names diverge.
+
+    Returns:
+        BatchNormOutputs. Gradients of scale and bias are this rank's own share, as in PyTorch.
+
+    Raises:
+        ValueError: an argument is refused, or all ranks together have one value per channel.
+        DivergenceError: the ranks did not make the same call. Over NCCL nobody looks: y, batch_mean
+            and batch_var are NaN then, and the estimates stay.
+    """
+    tensors = (x, estimated_mean, estimated_var, scale, bias, batches)
+    options = {
+        "is_infer": is_infer,
+        "use_global_est": use_global_est,
+        "epsilon": epsilon,
+        "momentum": momentum,
+        "group": group,
+        "layer_name": layer_name,
+    }
+    if has_torch_function(tensors):  # a tracer's stand-ins: one node of the graph
+        return handle_torch_function(batch_norm, tensors, *tensors, **options)
+    return _run(tensors, **options)
+
+
+def _run(
+    tensors, is_infer, use_global_est, epsilon, momentum, group, layer_name, written=False
+) -> BatchNormOutputs:
+    """batch_norm. written: the estimates will be updated in place."""
+    x, estimated_mean, estimated_var, scale, bias, batches = tensors
+    if not isinstance(layer_name, str):
+        raise ValueError(f"layer_name: got {layer_name!r}, expected a string")
+    peers = (
+        None if is_infer is True else groups.peers_of(*groups.sharing(group, None, "process_group"))
+    )
+    try:
+        _check_kinds(tensors, is_infer, use_global_est, epsilon, momentum)
+        if written:
+            check_written("estimated_mean", estimated_mean)
+            check_written("estimated_var", estimated_var)
+        on_cuda = _on_cuda(tensors)
+        if on_cuda:
+            cuda_step.check(*tensors, epsilon, momentum)
+    except Exception as error:
+        estimates = (t for t in (estimated_mean, estimated_var) if isinstance(t, Tensor))
+        parameter = next(estimates, None)
+        # On the CPU the others exchange inside their operator, which compares no texts.
+        compare = getattr(x if parameter is None else parameter, "is_cuda", False)
+        agreement.reject(peers, Call(layer_name), error, compare, x=x, parameter=parameter)
+        raise
+    function = cuda_step.BatchNormOnCuda if on_cuda else _BatchNorm
+    outputs = function.apply(
+        x,
+        scale,
+        bias,
+        estimated_mean,
+        estimated_var,
+        batches,
+        is_infer,
+        use_global_est,
+        epsilon,
+        momentum,
+        _layer_number(layer_name),
+        peers,
+        layer_name,
+    )
+    return BatchNormOutputs(*outputs)
+
+
+def batch_norm_(
+    x: Tensor,
+    estimated_mean: Tensor,
+    estimated_var: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    batches: Tensor,
+    *,
+    is_infer: bool = False,
+    use_global_est: bool = False,
+    epsilon: float = 1e-6,
+    momentum: float = 0.99,
+    group: "groups.Group" = None,
+    layer_name: str = "batch_norm",
+) -> BatchNormOutputs:
+    """batch_norm in place: estimated_mean, estimated_var and batches are updated, and returned as
+    saved_mean, saved_var and saved_batches, in their own shapes. Arguments, options and errors as
+    for batch_norm."""
+    tensors = (x, estimated_mean, estimated_var, scale, bias, batches)
+    options = {
+        "is_infer": is_infer,
+        "use_global_est": use_global_est,
+        "epsilon": epsilon,
+        "momentum": momentum,
+        "group": group,
+        "layer_name": layer_name,
+    }
+    if has_torch_function(tensors):
+        return handle_torch_function(batch_norm_, tensors, *tensors, **options)
+    variables = (estimated_mean, estimated_var, batches)
+    outputs = _run(tensors, **options, written=not is_infer)
+    if not is_infer:
+        saved = [s.view(v.shape) for v, s in zip(variables, outputs[3:], strict=True)]
+        with torch.no_grad():
+            if torch.compiler.is_compiling():
+                for variable, value in zip(variables, saved, strict=True):
+                    variable.copy_(value)
+            else:  # one call, which no interrupt divides
+                torch._foreach_copy_(variables, saved)
+    return BatchNormOutputs(*outputs[:3], *variables)

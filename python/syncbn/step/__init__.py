@@ -1,0 +1,1 @@
+"""One training step of a layer: options, passes, the exchange between them, gradients."""

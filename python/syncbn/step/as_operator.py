@@ -1,0 +1,225 @@
+"""The training step as one operator of a graph: of torch.compile, torch.export, and where tensors
+are fake. It does what eager mode does when the graph runs. So it waits, reports and raises as eager
+mode does, and knows by then which layer it is, with whom it exchanges, and at which call it is."""
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint
+
+from .. import operators_cuda
+from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
+from ..exchange.call import Call
+from ..exchange.groups import Sharing
+from ..operators import _normalized, _parameter_gradients, ops
+from . import layer_state, training
+from .layer_state import Identity, LayerState
+from .options import ACTIVATIONS, Options
+
+# handle: of a layer's state, in compiled graphs; else None, and the next five tell which. Then the
+# options: momentum and inplace are not the operators' concern.
+_LAYER = (
+    "Tensor? handle, str name, str? group, float? limit, str engine, bool counted, bool sync, "
+    "float eps, str affine_grad, str activation, float negative_slope, str statistics"
+)
+
+
+def _constants(identity: Identity, options: Options) -> tuple:
+    sync, eps, _, affine_grad, activation, slope, statistics, _ = options
+    name, sharing, counted = identity
+    return name, *sharing, counted, sync, eps, affine_grad, activation, slope, statistics
+
+
+def _layer(
+    handle, name, group, limit, engine, counted, sync, eps, affine_grad, activation, slope, mode
+) -> tuple[LayerState, Options]:
+    options = Options(sync, eps, None, affine_grad, activation, slope, mode)
+    if handle is not None:
+        return layer_state.of_handle(handle), options
+    return layer_state.named(Identity(name, Sharing(group, limit, engine), counted)), options
+
+
+def operator(name: str, schema: str):
+    """An operator in Python. It may wait for the device, or for other ranks over the host: inductor
+    leaves it out of the CUDA graphs that it captures by itself."""
+    return torch.library.custom_op(
+        f"syncbn::{name}",
+        mutates_args=(),
+        device_types=("cpu", "cuda"),
+        schema=schema,
+        tags=(torch.Tag.cudagraph_unsafe,),
+    )
+
+
+@operator(
+    "training_step",
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mask, int takes_part, "
+    f"{_LAYER}) -> (Tensor y, Tensor mean, Tensor var, Tensor rstd, Tensor info, "
+    "Tensor activation_mask, Tensor backward)",
+)
+def _training_step(x, weight, bias, residual, mask, takes_part, *layer):
+    if x.is_cuda:
+        operators_cuda.load()  # a program that was loaded from a file may be the first to need it
+    state, options = _layer(*layer)
+    state.move(x.device)
+    given = training.Inputs(
+        x, weight, bias, residual, mask, options, state, state.peers(options), takes_part
+    )
+    step, (y, mean, var, info), saved = training.forward(given)
+    *_, rstd, _, activation_mask, _ = saved
+    ops.update_running_statistics(None, None, None, state.call, mean, var, info, None)
+    state.note(info)
+    return y, mean, var, rstd, info, activation_mask, _words_of(step.backward)
+
+
+@_training_step.register_fake
+def _(x, weight, bias, residual, mask, takes_part, *layer):
+    """y like x; statistics and activation mask as of normalize; backward int64 [2] on the CPU: who
+    takes part in it."""
+    words = torch.empty(2, dtype=torch.int64, device="cpu")
+    return *_normalized(x, residual, ACTIVATIONS.index(layer[-3])), words
+
+
+def _words_of(backward: Backward) -> Tensor:
+    """What is wanted, in two bits; the absent ranks as bits, as many as there is room for."""
+    absent = sum(1 << rank for rank in backward.absent if rank < 62)
+    absent |= (1 << 62) * (len(backward.absent) > 0 and max(backward.absent) >= 62)
+    return torch.tensor([backward.x + 2 * backward.sums, absent], dtype=torch.int64, device="cpu")
+
+
+def _backward_of(words: Tensor) -> Backward:
+    wants, absent = words.tolist()
+    return Backward(wants % 2 == 1, wants > 1, tuple(r for r in range(63) if absent >> r & 1))
+
+
+def _save(mode, function, types, args=(), kwargs=None):
+    """In a checkpoint, traced or selective: saves what the operator returns. To compute it again
+    would exchange again; from PyTorch 2.15 on the body of an autograd function would be, too."""
+    policy, mode.policy_fn = mode.policy_fn, lambda *_, **__: checkpoint.CheckpointPolicy.MUST_SAVE
+    try:
+        return mode.__torch_dispatch__(function, types, args, kwargs)
+    finally:
+        mode.policy_fn = policy
+
+
+_training_step.register_torch_dispatch(checkpoint._CachingTorchDispatchMode, _save)
+
+
+@operator(
+    "training_step_backward",
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor info, "
+    "Tensor activation_mask, Tensor? mask, Tensor backward, ScalarType? bias_dtype, bool[] needs, "
+    f"{_LAYER}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _training_step_backward(dy, x, *arguments):
+    *saved, backward, bias_dtype, needs = arguments[:10]
+    state, options = _layer(*arguments[10:])
+    call = Call(state.name, None, "backward", x.shape[1], x.dtype, options)
+    known = (state.peers(options), call, _backward_of(backward), bias_dtype, tuple(needs))
+    step = training.Step(state, options, *known)
+    dx, dweight, dbias, dresidual = training.backward(step, dy, x, *saved)
+    if dresidual is dy:  # an operator's output is a tensor of its own
+        dresidual = dy.clone()
+    return tuple(x.new_empty(0) if g is None else g for g in (dx, dweight, dbias, dresidual))
+
+
+@_training_step_backward.register_fake
+def _(dy, x, weight, bias, mean, rstd, info, bits, mask, backward, bias_dtype, needs, *_):
+    """Gradients of x, weight, bias and residual; those that are not needed are empty."""
+    dtypes = (weight.dtype if needs[1] else None, bias_dtype if needs[2] else None)
+    dx, dresidual = (torch.empty_like(x) if need else x.new_empty(0) for need in needs[::3])
+    return dx, *_parameter_gradients(x, *dtypes), dresidual
+
+
+def _keep(ctx, inputs, output):
+    """For backward, of a step with these inputs and outputs."""
+    x, weight, bias, residual, mask, _, handle, *ctx.layer = inputs
+    _, mean, _, rstd, info, activation_mask, backward = output
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    # Without an activation mask, the activation's sign is computed again, which takes the bias.
+    again = ctx.layer[-3] != "none" and residual is None
+    ctx.save_for_backward(
+        x,
+        weight,
+        bias if again else None,
+        mean,
+        rstd,
+        info,
+        activation_mask,
+        mask,
+        backward,
+        handle,
+    )
+
+
+def _gradients(ctx, dy) -> tuple:
+    *saved, handle = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:4])
+    gradients = ops.training_step_backward(dy, *saved, ctx.bias_dtype, needs, handle, *ctx.layer)
+    gradients = [g if need else None for g, need in zip(gradients, needs)]
+    return *gradients, None, None, None, *(None for _ in ctx.layer)
+
+
+@torch._disable_dynamo
+def _setup_context(ctx, inputs, output):
+    _keep(ctx, inputs, output)
+
+
+@torch._disable_dynamo
+def _backward(ctx, dy, *_):
+    return _gradients(ctx, dy)
+
+
+_training_step.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _TrainingStep(torch.autograd.Function):
+    """The operator in a compiled graph. A compiled checkpoint would recompute an operator that is
+    differentiable itself, with its exchange; torch.export, however, keeps of an autograd function
+    its forward alone, so that its graph would train without gradients."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = ops.training_step(*inputs)
+        _keep(ctx, inputs, output)
+        y, mean, var, _, info, *_ = output
+        # A graph may not drop what other processes wait for. Marking the operator as having side
+        # effects would do, but no graph with activation checkpointing may hold such a one, except
+        # PyTorch's own wait, which does nothing to a tensor that is there.
+        info = torch.ops._c10d_functional.wait_tensor(info)
+        ctx.mark_non_differentiable(mean, var, info)
+        return y, mean, var, info
+
+    @staticmethod
+    def backward(ctx, dy, *_):
+        return _gradients(ctx, dy)
+
+
+@torch.compiler.assume_constant_result
+def _exporting() -> bool:
+    """torch.compile takes torch.compiler.is_exporting for true while it traces, but not in here."""
+    return torch.compiler.is_exporting()
+
+
+def training_step(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    mask: Tensor | None,
+    options: Options,
+    state: LayerState | Identity,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, mean, var and info of a step in a graph. The call is counted by the operator."""
+    tensors = (x, weight, bias, residual, mask)
+    if torch.compiler.is_compiling() and not _exporting():
+        handle, identity = None, state
+        if isinstance(state, LayerState):
+            handle, identity = state.handle, Identity("")
+        takes_part = training.takes_part((x,), (weight, bias), (residual,), options)
+        return _TrainingStep.apply(*tensors, takes_part, handle, *_constants(identity, options))
+    identity = state.identity if isinstance(state, LayerState) else state
+    # Whether gradients will be wanted is not known yet.
+    takes_part = WANTS_X + COMES + (options.affine_grad == "global") * WANTS_SUMS
+    constants = _constants(identity, options)
+    y, mean, var, _, info, *_ = ops.training_step(*tensors, takes_part, None, *constants)
+    return y, mean, var, info

@@ -1,0 +1,152 @@
+"""What a layer has besides the tensors of a batch norm: its name, its group, and its call number.
+
+None of it is a buffer: code that copies, moves, broadcasts or materializes the buffers of a model
+meets exactly those of PyTorch's layer. None of it is a constant of a compiled graph either: the
+graph holds a tensor with the state's id, so that equal layers share one graph.
+"""
+
+import itertools
+import weakref
+import zlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..exchange import groups
+from ..exchange.call import Call
+from ..exchange.groups import Peers, Sharing
+from .living_modules import paths_of_living
+from .options import Options, is_strided
+
+_WORLD = Sharing()
+#: The name of a layer that was made directly.
+UNNAMED = "SyncBatchNorm"
+
+
+class Identity(NamedTuple):
+    """A state as a graph of torch.export or torch.fx holds it: constants that find the state in
+    whichever process runs the graph. counted: whether it has a call number."""
+
+    name: str
+    sharing: Sharing = _WORLD
+    counted: bool = True
+
+
+def _number(value: int) -> Tensor:
+    """int64 [1] on the CPU: real, whatever mode makes tensors fake, meta or of inference."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        return torch.tensor([value], dtype=torch.int64, device="cpu")
+
+
+class LayerState:
+    """The state of one layer. A copy, by deepcopy or pickle, begins at call 0 under the same name.
+
+    call: int64 [1], which call of the layer is next; all ranks must be at the same one. count:
+    int64 [1], elements per channel over all ranks in the last call; -1 where ranks disagreed on
+    CUDA. Both lie where the layer was last called; None for a function, which has no calls of its
+    own. handle: int64 [1] on the CPU, the id by which operators of compiled graphs find the state.
+    number: what stands for the layer in the fingerprint, 32 bits; agreed on in each group
+    (step/paths.py) where compares is true.
+    """
+
+    def __init__(
+        self, name: str, sharing: Sharing = _WORLD, counted: bool = True, compares: bool = True
+    ) -> None:
+        self.name = name
+        #: whether the layer, which was given no name, was sought among the living modules; the name
+        #: is then where it was found, if a module holds it
+        self.sought = False
+        self.sharing = sharing
+        self.call: Tensor | None = _number(0) if counted else None
+        self.count: Tensor | None = _number(0) if counted else None
+        self.compares = compares
+        self.number = zlib.crc32(name.encode())
+        self.numbers: dict[str, int] = {}  # by group
+        self.group = ""  # to which number belongs
+        self.made = next(_ids)
+        self.handle = _number(self.made)
+        _states[self.made] = self
+
+    def __reduce__(self) -> tuple:
+        return LayerState, tuple(self.identity)
+
+    @property
+    def identity(self) -> Identity:
+        name = UNNAMED if self.sought else self.name
+        return Identity(name, self.sharing, self.call is not None)
+
+    def rename(self, path: str) -> None:
+        """Gives a layer that was made directly its path in a model that is converted."""
+        if path and self.identity.name == UNNAMED:
+            self.name, self.sought = path, False
+
+    def peers(self, options: Options) -> Peers | None:
+        """Whom to exchange with, if anybody."""
+        return groups.peers(self.sharing, self.find_path) if options.sync else None
+
+    def find_path(self) -> str:
+        """The name. A layer that was made directly, and all others of them, get the path where they
+        lie first."""
+        if self.name == UNNAMED and not self.sought:
+            paths = paths_of_living(LayerState)
+            for other in living():
+                if other.name == UNNAMED and not other.sought:
+                    other.sought, other.name = True, paths.get(other) or UNNAMED
+        return self.name
+
+    def move(self, device: torch.device) -> None:
+        """Brings the counters to the device of a call."""
+        if self.call is None or self.call.device == device:
+            return
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.name}: got its first call on {device} while a CUDA graph is captured, "
+                "expected an eager training step before"
+            )
+        with _disable_current_modes(), torch.inference_mode(False):
+            self.call, self.count = self.call.to(device), self.count.to(device)
+
+    def note(self, info: Tensor) -> None:
+        """Keeps the global count of a call, which stands first in info."""
+        if self.count is not None:
+            self.count.copy_(info[:1])
+
+    def call_of(self, x: object, options: Options) -> Call:
+        """The next call with that input, as errors name it."""
+        # A counter on a GPU is not read, that would wait for the device.
+        known = self.call is not None and self.call.device.type == "cpu"
+        number = self.call.item() if known else None
+        if not is_strided(x):  # refused
+            return Call(self.name, number, options=options)
+        channels = x.shape[1] if x.dim() > 1 else None
+        return Call(self.name, number, "forward", channels, x.dtype, options)
+
+
+_ids = itertools.count(1)
+_states: "weakref.WeakValueDictionary[int, LayerState]" = weakref.WeakValueDictionary()
+_by_identity: dict[Identity, LayerState] = {}
+
+
+def living() -> list[LayerState]:
+    """All states of this process."""
+    return list(_states.values())
+
+
+def named(identity: Identity) -> LayerState:
+    """The state of that identity in this process, made when it is first asked for."""
+    state = _by_identity.get(identity)
+    if state is None:
+        state = _by_identity.setdefault(identity, LayerState(*identity, compares=False))
+    return state
+
+
+def of_handle(handle: Tensor) -> LayerState:
+    state = _states.get(handle.item())
+    if state is None:
+        raise RuntimeError(
+            "syncbn: the layer of a compiled graph is gone; expected the model to live as long as "
+            "what was compiled of it"
+        )
+    return state

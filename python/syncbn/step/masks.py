@@ -1,0 +1,43 @@
+"""Masks: which elements of an input count, shared by all channels."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .options import check_strided
+
+
+def check_mask(mask: Tensor, x: Tensor) -> None:
+    """A mask is bool or uint8, of shape (N, *spatial), on the input's device."""
+    check_strided("mask", mask)
+    shape = (*x.shape[:1], *x.shape[2:])
+    if (
+        mask.dtype not in (torch.bool, torch.uint8)
+        or mask.shape != shape
+        or mask.device != x.device
+    ):
+        raise ValueError(
+            f"mask: got {mask.dtype} of shape {tuple(mask.shape)} on {mask.device}, expected "
+            f"torch.bool or torch.uint8, {tuple(shape)} (the input's shape without its channels) "
+            f"and {x.device}"
+        )
+
+
+def counting(x: Tensor, mask: Tensor) -> Tensor:
+    """x, and 0 where an element does not count."""
+    return torch.where(mask.to(torch.bool).unsqueeze(1), x, 0)
+
+
+def evaluate(
+    normalize: Callable[[Tensor], Tensor], x: Tensor, mask: Tensor, local_batch: bool
+) -> Tensor:
+    """PyTorch's batch norm of the elements that count. local_batch: it takes its statistics from
+    x, so it is given those elements alone."""
+    check_mask(mask, x)
+    if not local_batch:
+        # Zeros go in too: a NaN that does not count would reach the weight's gradient.
+        return counting(normalize(counting(x, mask)), mask)
+    rows, counts = x.movedim(1, -1), mask.to(torch.bool)
+    packed = normalize(rows[counts])
+    return torch.zeros_like(rows).index_put((counts,), packed).movedim(-1, 1)

@@ -1,0 +1,289 @@
+"""The options of a layer, and the checks of what it is given."""
+
+import functools
+import math
+import numbers
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import operators_cuda
+from ..operators import ops
+
+AFFINE_GRADS = ("share", "global")
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+#: Of the core: that of the words of a message.
+_MOST_CHANNELS = 2**31
+STATISTICS = ("reproducible", "welford")  # in the order of the core's Statistics
+_LARGEST = torch.finfo(torch.float32).max
+ACTIVATIONS = ("none", "relu", "leaky_relu")  # in the order of the core's ActivationKind
+
+
+class Options(NamedTuple):
+    """What is constant over the calls of a layer. sync False: no exchange."""
+
+    sync: bool = True
+    eps: float = 1e-5
+    momentum: float | None = 0.1
+    affine_grad: str = "share"
+    activation: str = "none"
+    negative_slope: float = 0.01
+    statistics: str = "reproducible"
+    inplace: bool = False
+
+    def shared(self) -> dict[str, object]:
+        """Those that ranks must have in common, by name."""
+        own = {"eps": self.eps, "statistics": self.statistics, "activation": self.activation}
+        return own | ({"negative_slope": self.negative_slope} if "leaky" in self.activation else {})
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.shared().items())
+
+    @property
+    def activation_kind(self) -> int:
+        return ACTIVATIONS.index(self.activation)
+
+    @property
+    def writes_over_input(self) -> bool:
+        return self.inplace and self.activation != "none"
+
+    def identity(self, number: int, residual: bool) -> int:
+        """What ranks must have in common of the layer of that number, besides eps: 64 bits."""
+        mode = STATISTICS.index(self.statistics)
+        return _identity(number, self.activation_kind, self.negative_slope, mode, residual)
+
+
+@functools.cache
+def _identity(*fields) -> int:
+    return ops.layer_identity(*fields)
+
+
+def values_per_channel(x: Tensor, mask: Tensor | None) -> int:
+    """As far as it is known without reading a mask: 0 where there is one."""
+    return x.shape[0] * math.prod(x.shape[2:]) if mask is None else 0
+
+
+def is_strided(x) -> bool:
+    """Whether it is a tensor with one stride per axis."""
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
+
+
+def check_strided(name: str, x) -> None:
+    if not is_strided(x):
+        got = f"a tensor of layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+        got = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else got
+        raise ValueError(f"{name}: got {got}, expected a tensor with strides")
+
+
+def check_like_input(name, tensor, x):
+    check_strided(name, tensor)
+    if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.device != x.device:
+        raise ValueError(
+            f"{name}: got {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, "
+            f"expected the input's {x.dtype}, {tuple(x.shape)} and {x.device}"
+        )
+
+
+def is_number(value) -> bool:
+    return isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)
+
+
+def check_options(options: Options) -> None:
+    """One error that names the option, what was given and what is allowed."""
+    if not (is_number(options.eps) and 0 <= options.eps < math.inf):
+        raise ValueError(f"eps: got {options.eps!r}, expected a finite number of at least 0")
+    momentum = options.momentum
+    if momentum is not None and not (is_number(momentum) and 0 <= momentum <= 1):
+        raise ValueError(f"momentum: got {momentum!r}, expected a number in [0, 1], or None")
+    for name, allowed in (
+        ("affine_grad", AFFINE_GRADS),
+        ("activation", ACTIVATIONS),
+        ("statistics", STATISTICS),
+    ):
+        value = getattr(options, name)
+        if not isinstance(value, str) or value not in allowed:
+            raise ValueError(f"{name}: got {value!r}, expected one of {allowed}")
+    for name in ("sync", "inplace"):
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: got {value!r}, expected True or False")
+    if not (is_number(options.negative_slope) and abs(options.negative_slope) <= _LARGEST):
+        raise ValueError(
+            f"negative_slope: got {options.negative_slope!r}, expected a finite number of float32"
+        )
+    if not options.inplace:
+        return
+    if options.activation == "relu":
+        raise ValueError(
+            "inplace: got True with relu, from whose output the input cannot be recovered; "
+            "expected leaky_relu"
+        )
+    if options.statistics != "reproducible":
+        raise ValueError(
+            f"inplace: got True with statistics={options.statistics!r}, expected False"
+        )
+    if options.activation == "leaky_relu" and not 2**-10 <= options.negative_slope <= 2**10:
+        raise ValueError(
+            f"negative_slope: got {options.negative_slope} with inplace=True, expected a number in "
+            "[2^-10, 2^10]"
+        )
+
+
+#: Largest error of a recovered input, in standard deviations, at one deviation from the mean.
+RECOVERY_LIMIT = 2**-7
+
+
+def recovery_bound(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, negative_slope: float
+) -> float:
+    """Bound of the error of an input that backward recovers from an in-place output, at one
+    standard deviation from the mean and in units of it: k (1 + |bias / weight|) + underflow with
+    k = 11 u32 + u and underflow = eta / (min(1, slope) |weight|) (docs/activation.md), the largest
+    of all channels."""
+    info = torch.finfo(x.dtype)
+    unit = info.eps / 2
+    factor = 11 * min(unit, 2.0**-24) + unit
+    underflow = info.smallest_normal * info.eps / 2 / min(1.0, negative_slope)
+    if x.shape[1] == 0:
+        return 0.0
+    shift = x.new_zeros(1, dtype=torch.float64) if bias is None else bias.detach().double().abs()
+    scale = x.new_ones(1, dtype=torch.float64) if weight is None else weight.detach().double().abs()
+    bound = factor * (1 + shift / scale) + underflow / scale
+    # Below this the scale, a weight by 1 / deviation, and its reciprocal may leave binary32.
+    return float(bound.masked_fill(scale < 2.0**-40, math.inf).max())
+
+
+def check_in_place(x, weight, bias, residual, negative_slope):
+    if residual is not None:
+        raise ValueError("inplace: got True with a residual, expected False")
+    if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        raise ValueError(
+            "input: got a leaf that requires a gradient with inplace=True, expected an "
+            "intermediate result"
+        )
+    if x._is_view():
+        raise ValueError("input: got a view of another tensor with inplace=True, expected none")
+    if not (x.numel() == 0 or x.is_contiguous() or x.movedim(1, -1).is_contiguous()):
+        raise ValueError(
+            f"input: got strides {x.stride()} with inplace=True, expected contiguous or "
+            "channels-last memory"
+        )
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # the bound is a number on the device
+    bound = recovery_bound(x, weight, bias, negative_slope)
+    if not bound <= RECOVERY_LIMIT:
+        raise ValueError(
+            f"weight: got entries so small, alone or beside the bias, that backward would recover "
+            f"the input with an error of up to {bound:.2g} standard deviations, expected at most "
+            f"{RECOVERY_LIMIT:.2g}; use inplace=False"
+        )
+
+
+def check_counter(momentum, running_mean, running_var, num_batches_tracked, traced=False):
+    """Of batches, which cumulative averaging divides by. traced: it has no value."""
+    tracked = num_batches_tracked
+    reference = running_var if running_mean is None else running_mean
+    if tracked is None:
+        if momentum is None and reference is not None:
+            raise ValueError(
+                "momentum: got None without num_batches_tracked, expected a number in [0, 1]"
+            )
+        return
+    check_strided("num_batches_tracked", tracked)
+    device = tracked.device if reference is None else reference.device
+    known = tracked.dtype == torch.int64 or tracked.is_floating_point()
+    if not known or tracked.numel() != 1 or tracked.device != device:
+        raise ValueError(
+            f"num_batches_tracked: got {tracked.dtype} of shape {tuple(tracked.shape)} on "
+            f"{tracked.device}, expected one torch.int64, or a floating-point average, on {device}"
+        )
+    check_written("num_batches_tracked", tracked)
+    # On a GPU nobody waits for the number.
+    if device.type == "cpu" and not traced:
+        number = tracked.item()
+        if momentum is None and not 0 <= number <= 2**53:
+            raise ValueError(f"num_batches_tracked: got {number}, expected 0 to 2^53")
+        if number == 2**63 - 1 and tracked.dtype == torch.int64:
+            raise ValueError("num_batches_tracked: got 2^63 - 1, expected room for one batch more")
+
+
+def _check_dtype(name: str, x: Tensor) -> None:
+    check_dtype(name, x.dtype)
+
+
+def check_dtype(name: str, dtype) -> None:
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
+        raise ValueError(f"{name}: got {dtype}, expected float16, bfloat16, float32 or float64")
+
+
+def check_num_features(channels) -> None:
+    """Integers of other libraries too."""
+    integer = isinstance(channels, (int, numbers.Integral)) and not isinstance(channels, bool)
+    if not (integer and 0 <= channels <= _MOST_CHANNELS):
+        raise ValueError(f"num_features: got {channels!r}, expected an integer from 0 to 2^31")
+
+
+def check_input(name: str, x, traced: bool = False) -> None:
+    """Of a layer, (N, C, ...); loads what its device needs. traced: it may have no values."""
+    check_strided(name, x)
+    kind = x.device.type
+    if kind == "cuda":
+        operators_cuda.load()
+    elif kind != "cpu" and not (traced and kind == "meta"):
+        raise ValueError(f"{name}: got a tensor on {x.device}, expected the CPU or CUDA")
+    if x.dim() < 2:
+        raise ValueError(f"{name}: got {x.dim()}D input, expected at least 2D (N, C, ...)")
+    _check_dtype(name, x)
+
+
+def check_per_channel(name: str, tensor, x: Tensor) -> None:
+    if (  # mostly, and quickly; what follows says what is wrong
+        is_strided(tensor)
+        and tensor.shape == x.shape[1:2]
+        and tensor.dtype in _DTYPES
+        and tensor.device == x.device
+    ):
+        return
+    check_strided(name, tensor)
+    _check_dtype(name, tensor)
+    if tensor.shape != (x.shape[1],):
+        raise ValueError(
+            f"{name}: got shape {tuple(tensor.shape)}, expected ({x.shape[1]},), one entry per "
+            f"channel of the input {tuple(x.shape)}"
+        )
+    if tensor.device != x.device:
+        raise ValueError(
+            f"{name}: got a tensor on {tensor.device}, expected {x.device}, the input's device"
+        )
+
+
+def check_written(name: str, tensor: Tensor) -> None:
+    """Its entries have places of their own, and are what is there, not its negative."""
+    if not torch.compiler.is_compiling() and tensor.is_neg():
+        raise ValueError(
+            f"{name}: got a tensor with the negative bit, expected that of resolve_neg()"
+        )
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride == 0 and size > 1:
+            raise ValueError(
+                f"{name}: got strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, "
+                "expected a place for each entry, as it is written"
+            )
+
+
+def check_arguments(x, running_mean, running_var, weight, bias, residual, traced=False):
+    """One error that names the argument, what was given and what is allowed."""
+    check_input("input", x, traced)
+    for name, tensor in (
+        ("running_mean", running_mean),
+        ("running_var", running_var),
+        ("weight", weight),
+        ("bias", bias),
+    ):
+        if tensor is not None:
+            check_per_channel(name, tensor, x)
+            if name.startswith("running"):
+                check_written(name, tensor)
+    if residual is not None:
+        check_like_input("residual", residual, x)

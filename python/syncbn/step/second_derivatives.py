@@ -1,0 +1,211 @@
+"""The gradient of a training step as a function that can itself be differentiated, any number of
+times: the formula of docs/second_derivatives.md in PyTorch's own operators and float64."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..exchange import merging
+from ..exchange.call import Call
+from ..exchange.groups import Peers
+from ..operators import ops
+from .modes import check_not_batched, recorded
+
+
+class _Exchange(NamedTuple):
+    """One exchange of second derivatives: with whom, of which call, and which of its sums."""
+
+    peers: Peers | None
+    call: Call
+    number: int  # the layer's
+    what: str
+
+    def tag(self, x: Tensor) -> int:
+        """20 bits of what ranks must agree on. Not the input's dtype: an empty rank may have
+        another one, and sums are float64 everywhere."""
+        parts = (self.number, self.call.number, self.what, tuple(x.shape))
+        return zlib.crc32(repr(parts).encode()) & 0xFFFFF
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x if self.peers is None else _SumOfRanks.apply(x, self)
+
+
+class _SumOfRanks(torch.autograd.Function):
+    """The sum over the group on every rank, whose gradient is the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx, x, exchange):
+        ctx.exchange = exchange
+        call = exchange.call._replace(direction=f"{exchange.call.direction} ({exchange.what})")
+        return merging.sum_of_ranks(x, exchange.tag(x), exchange.peers, call)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        exchange = ctx.exchange._replace(what=f"gradient of {ctx.exchange.what}")
+        return exchange.sum(gradient), None
+
+
+class _SameOnAllRanks(torch.autograd.Function):
+    """A weight as it is, whose gradient is the sum over the ranks: affine_grad "global"."""
+
+    @staticmethod
+    def forward(ctx, weight, exchange):
+        ctx.exchange = exchange
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.exchange.sum(gradient), None
+
+
+def _channels(values: Tensor, x: Tensor) -> Tensor:
+    """One value per channel, to be broadcast over x."""
+    return values.view(1, -1, *(1,) * (x.dim() - 2))
+
+
+class _Statistics(torch.autograd.Function):
+    """mean and rstd, which forward has found exactly, as functions of the x of all ranks."""
+
+    @staticmethod
+    def forward(ctx, x, mean, rstd, count, exchange):
+        mean, rstd = mean.clone(), rstd.clone()
+        ctx.save_for_backward(x, mean, rstd, count)
+        ctx.exchange = exchange
+        return mean, rstd
+
+    @staticmethod
+    def backward(ctx, dmean, drstd):
+        x, mean, rstd, count = ctx.saved_tensors
+        dmean, drstd = ctx.exchange.sum(torch.stack((dmean, drstd))) / count
+        # rstd = (var + eps)^(-1/2), and the gradient of var is 2 (x - mean) / count.
+        centered = x - _channels(mean, x)
+        dx = _channels(dmean, x) - centered * _channels(drstd * rstd**3, x)
+        return dx, None, None, None, None
+
+
+def _second_call(step) -> Call:
+    return step.call._replace(direction="second backward")
+
+
+def _gradients(step, dy, x, weight, mean, rstd, count, positive, counting):
+    """The gradients of x (None if not wanted), weight, bias and residual, in float64.
+
+    step: the training step. positive: where the activation passes dy, None for
+    everywhere. counting: the elements that a mask lets count, None for all. The exchanges depend on
+    nothing that may differ between ranks.
+    """
+    options, shares = step.options, step.options.affine_grad == "share"
+    needs_x = step.needs[0] or (step.peers is not None and step.backward.x)
+
+    if counting is not None:  # the others add nothing to any sum
+        dy = torch.where(counting, dy, 0)
+        x = torch.where(counting, x, _channels(mean, x))
+
+    def exchange(what):
+        return _Exchange(step.peers, _second_call(step), step.state.number, what)
+
+    if needs_x:
+        mean, rstd = _Statistics.apply(x, mean, rstd, count, exchange("statistics"))
+    if weight is not None and not shares:
+        weight = _SameOnAllRanks.apply(weight, exchange("weight"))
+    u = dy
+    if positive is not None:
+        slope = options.negative_slope if options.activation == "leaky_relu" else 0.0
+        u = torch.where(positive, dy, slope * dy)
+    axes = [0, *range(2, x.dim())]
+    centered = x - _channels(mean, x)
+    own = torch.stack((u.sum(axes), (u * centered).sum(axes)))
+    whole = exchange("sums").sum(own) if step.exchanges else own
+    dx = None
+    if needs_x:
+        du, dcentered = whole / count
+        scale = rstd if weight is None else weight * rstd
+        dx = u - _channels(du, x) - centered * _channels(dcentered * rstd**2, x)
+        dx = dx * _channels(scale, x)
+        if counting is not None:
+            dx = torch.where(counting, dx, 0)
+    dbias, dcentered = own if shares else whole
+    return dx, dcentered * rstd, dbias, u
+
+
+class _Differentiable(torch.autograd.Function):
+    """What `gradient` gives, for a backward that builds a graph.
+
+    step: the training step; gradient(step, dy, *saved) gives the gradients of x, weight, bias and
+    residual.
+    """
+
+    @staticmethod
+    def forward(ctx, step, gradient, dy, *saved):
+        ctx.save_for_backward(dy, *saved)
+        ctx.step = step
+        return gradient(step, dy, *saved)
+
+    @staticmethod
+    @recorded(lambda ctx, *_: ctx.step.state.name, " second backward")
+    def backward(ctx, *cotangents):
+        dy, x, weight, bias, mean, rstd, info, activation_mask, mask = ctx.saved_tensors
+        step, again = ctx.step, torch.is_grad_enabled()
+        given = [c for c in cotangents if c is not None]
+        for cotangent in given:
+            check_not_batched(step, _second_call(step), cotangent, x)
+        positive = None
+        if step.options.activation != "none":
+            with torch.no_grad():  # relu's gradient of ones, by the very bits of forward
+                through = (weight, bias, activation_mask, 1, 0.0)
+                ones = torch.ones_like(x)
+                _, kept = ops.local_gradients(ones, x, mean, rstd, info, *through, True, 0, mask)
+                positive = kept != 0
+        with torch.enable_grad():
+            # Aliases, so that a dy which depends on x is not differentiated through. All of them
+            # take part whatever this rank needs: other ranks may need more, and exchange.
+            sources = [
+                t.view_as(t) if again and t.requires_grad else t.detach().requires_grad_()
+                for t in (dy, x, weight)
+                if t is not None
+            ]
+            values = [t.double() for t in sources]
+            if weight is None:
+                values.append(None)
+            count = info[0].clamp(min=1).double()
+            counting = None if mask is None else mask.to(torch.bool).unsqueeze(1)
+            outputs = _gradients(step, *values, mean, rstd, count, positive, counting)
+            # Where the step gave no gradient there is no cotangent.
+            results = torch.autograd.grad(
+                [o for o, c in zip(outputs, cotangents) if c is not None],
+                sources,
+                [c.double() for c in given],
+                create_graph=again,
+                allow_unused=True,
+            )
+        ddy, dx, dweight = results if weight is not None else (*results, None)
+        return None, None, ddy, dx, dweight, *(None,) * 6
+
+
+def differentiable(step, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
+    """gradient(step, dy, *saved), differentiable."""
+    check_not_batched(step, step.call, dy, saved[0])
+    return _Differentiable.apply(step, gradient, dy, *saved)
+
+
+class _Refused(torch.autograd.Function):
+    """Tensors as they are, whose gradient is an error."""
+
+    @staticmethod
+    def forward(ctx, text, *tensors):
+        ctx.text = text
+        return tuple(None if t is None else t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(ctx.text)
+
+
+def refuse(text: str, gradients: tuple) -> tuple:
+    """The gradients, whose differentiation raises `text`."""
+    return _Refused.apply(
+        text, *(None if t is None else t.detach().requires_grad_() for t in gradients)
+    )
