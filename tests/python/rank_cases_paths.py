@@ -5,6 +5,7 @@ torch.nn.SyncBatchNorm compares nothing: layers called in another order mix thei
 """
 
 import copy
+import datetime
 import functools
 import pickle
 import time
@@ -304,12 +305,13 @@ def case_a_rank_at_another_call_than_one_that_compares(rank, world):
 
 def case_a_rank_that_evaluates_while_others_compare(rank, world):
     """A time-out with the layer's path, on the ranks that came."""
-    model = Twins(lambda: syncbn.SyncBatchNorm(3, timeout=1.625))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=4))  # of a first exchange, too
+    model = Twins(lambda: syncbn.SyncBatchNorm(3, process_group=group))
     syncbn.prepare(model)
     dist.barrier()
     if rank == 0:
         model.eval()(share(rank))
-        time.sleep(2)
+        time.sleep(5)
     else:
         expected = f"^first, call 0, forward, .*, rank {rank} of {world}: "
         kinds = (syncbn.ExchangeTimeout, syncbn.PeerLost)

@@ -158,6 +158,7 @@ class _Fail:
 
     def __call__(self, kind: type[Exception], reason: str, cause: Exception | None = None) -> None:
         peers = self.peers
+        reason = reason.removeprefix(f"{peers}: ")  # C++ names the rank, too
         _broken[peers.group_name] = f"{self.call}: {reason}"
         if kind is PeerLost and peers.nodes > 1:  # the other nodes do not see it
             watch.tell(peers.group_name, f"rank {peers.rank} left the group: {reason}"[:400])
