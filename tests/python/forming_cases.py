@@ -197,7 +197,8 @@ NAMES = {
     "killed_before": "not all ranks came within 3 s; .*rank {odd}: has not come",
     "killed_when_it_has_come": "rank {odd} ended while the group was made; .*rank {odd}: has ended",
     "stopped_when_it_has_come": "not all ranks came within 3 s; .*rank {odd}: came, for ",
-    "interrupted": "rank {odd} left the group: it was interrupted",
+    # The group may just have been made.
+    "interrupted": "rank {odd} left the group: it was interrupted|rank {odd}: does not answer",
     "another_timeout": "rank 0: .*timeout=5, .*rank {odd}: .*timeout=7, ",
     "another_engine": "rank 0: .*engine='auto'.*rank {odd}: .*engine='process_group'",
     "no_descriptors": "rank {odd} left the group: OSError: .*Too many open files",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import syncbn
-from forking import equal, held, passes_in_child, train
+from forking import equal, passes_in_child, settled_held, train
 from rank_cases import raises
 from syncbn.exchange import groups, transports
 
@@ -145,11 +145,12 @@ def case_second_thread_in_a_group_is_an_error(rank, world):
     for layer in layers:
         check_step(layer, rank, world)
     before = copy.deepcopy(layers[1].state_dict())
+    group = groups.peers(layers[0].state.sharing).group_name
     if rank == 0:
         worker = threading.Thread(target=check_step, args=(layers[0], rank, world))
         worker.start()
-        while not transports._threads:
-            pass
+        while group not in transports._threads:
+            time.sleep(0.001)
         text = "another thread exchanges in the same group"
         raises(RuntimeError, text, lambda: layers[1](own_samples(rank)))
         assert all(map(torch.equal, before.values(), layers[1].state_dict().values()))
@@ -187,7 +188,7 @@ def case_many_models_share_what_a_process_holds(rank, world):
     """200 models of 10 layers need one group; without them, nothing is left but that group."""
     syncbn.prepare(syncbn.SyncBatchNorm(3))
     gc.collect()
-    before, number = held(), len(groups._own_groups)
+    before, number = settled_held(), len(groups._own_groups)
     layers_before = _live_layers()
 
     def model():
@@ -197,10 +198,10 @@ def case_many_models_share_what_a_process_holds(rank, world):
     for each in models[::10]:
         each(own_samples(rank)).sum().backward()
     assert len(groups._own_groups) == number
-    assert held() == before
+    assert settled_held() == before
     del models, each
     gc.collect()
-    assert held() == before and _live_layers() == layers_before
+    assert settled_held() == before and _live_layers() == layers_before
 
 
 def _live_layers() -> int:

@@ -373,10 +373,16 @@ def rebuild() -> None:
     """Makes every group of this package anew, and those that could not be made; a collective call
     of the ranks of each."""
     after_fork.check()
-    old = dict(_own_groups)
+    old = {key: own for key, own in _own_groups.items() if exists(own.group_name)}
+    for key, own in _own_groups.items():
+        if key not in old:  # it went with destroy_process_group
+            _drop(own)
     _own_groups.clear()
     _unmade.update((key, own.patience) for key, own in old.items())
     for key in sorted(_unmade):  # one order on all ranks, so that none waits in a circle
+        if max(key[0]) >= dist.get_world_size():  # of a process group with more ranks
+            del _unmade[key]
+            continue
         if key in old:
             _drop(old[key])
         new = own_group(list(key[0]), *key[1:], _unmade[key], "syncbn.reset_groups")
