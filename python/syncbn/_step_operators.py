@@ -10,7 +10,7 @@ from . import _cuda, _state, _training
 from ._exchange import COMES, WANTS_SUMS, WANTS_X, Backward
 from ._groups import Sharing
 from ._ops import _normalized, _parameter_gradients, ops
-from ._options import ACTIVATIONS, Options
+from ._options import Options, activation_of
 from ._state import Identity, LayerState
 from ._where import Call
 
@@ -75,7 +75,7 @@ def _(x, weight, bias, residual, mask, takes_part, *layer):
     """y like x; statistics and activation mask as of normalize; backward int64 [2] on the CPU: who
     takes part in it."""
     words = torch.empty(2, dtype=torch.int64, device="cpu")
-    return *_normalized(x, residual, ACTIVATIONS.index(layer[-3])), words
+    return *_normalized(x, residual, activation_of(layer[-3]).number), words
 
 
 def _words_of(backward: Backward) -> Tensor:

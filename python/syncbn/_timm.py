@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from torch import nn
 
+from ._options import ACTIVATIONS
 from .nn import SyncBatchNorm
 
 _MODULE = "timm.layers.norm_act"
-_FUSED = {nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu"}
+_FUSED = {a.module: name for name, a in ACTIVATIONS.items() if name != "none"}
 
 
 def fuses(layer: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _baton, _mask
 from ._groups import Group, sharing
-from ._options import Options, check_like_input, check_options
+from ._options import Options, activation_of, check_like_input, check_options
 from ._state import Identity
 from ._training import train_step
 
@@ -18,11 +18,8 @@ def finish(y: Tensor, residual: Tensor | None, options: Options) -> Tensor:
     if residual is not None:
         check_like_input("residual", residual, y)
         y = y + residual
-    if options.activation == "relu":
-        return F.relu(y)
-    if options.activation == "leaky_relu":
-        return F.leaky_relu(y, options.negative_slope)
-    return y
+    activation = activation_of(options.activation)
+    return activation.function(y, *activation.arguments(options.negative_slope))
 
 
 def sync_batch_norm(
@@ -58,10 +55,8 @@ def sync_batch_norm(
             torch.distributed, this process alone.
         residual: added to the normalized values, of x's shape and dtype.
         mask: (N, *spatial), bool or uint8; as for SyncBatchNorm.forward.
-        activation: "none", "relu" or "leaky_relu", applied last.
-        negative_slope: of leaky_relu.
+        activation, negative_slope, inplace, timeout: as for SyncBatchNorm.
         statistics: "reproducible", or "welford" (docs/welford.md).
-        inplace, timeout: as for SyncBatchNorm.
 
     Returns:
         y like x. The gradients of weight and bias are this rank's own share, as in PyTorch: DDP

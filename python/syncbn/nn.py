@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _baton, _devices, _groups, _mask, _pytorch
-from ._options import Options, check_dtype, check_num_features, check_options, check_strided
+from ._options import (
+    Options,
+    activation_of,
+    check_dtype,
+    check_num_features,
+    check_options,
+    check_strided,
+)
 from ._state import UNNAMED, LayerState
 from ._tracing import leaf
 from ._training import train_step
@@ -265,7 +272,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             value = getattr(self, name)
             if value != default:
                 text += f", {name}={value!r}"
-        if self.activation == "leaky_relu":
+        if activation_of(self.activation).slope is None:
             text += f", negative_slope={self.negative_slope}"
         return text
 

@@ -1,4 +1,4 @@
-"""Rules about the text of the core: python source_rules.py {wall,manners} PROJECT_DIR."""
+"""Rules about the text of the core: python source_rules.py {wall,manners,kinds} PROJECT_DIR."""
 
 import re
 import sys
@@ -21,6 +21,10 @@ MANNERS = {
     "exits or aborts": re.compile(r"\b(?:_?exit|_Exit|quick_exit|abort|terminate)\s*\("),
     "reads the environment": re.compile(r"\b(?:secure_getenv|getenv|setenv|putenv|environ)\b"),
 }
+# float32 is what a view has before it is given another one.
+KIND = re.compile(r"\b(?:DType::k(?!Float32\b)\w+|ActivationKind::k(?!None\b)\w+)")
+# What knows the kinds: the enumerations, and the traits through which everything else does.
+KNOWS_KINDS = {"tensor.hpp", "passes.hpp", "dtype.hpp", "activation.hpp"}
 
 
 def core_files(project: Path) -> list[Path]:
@@ -53,11 +57,22 @@ def manners(text: str) -> Iterator[tuple[int, str]]:
             yield match.start(), f"{what}: {match[0].strip()}"
 
 
+def kinds(text: str) -> Iterator[tuple[int, str]]:
+    """Only the traits tell dtypes and activations apart, so that a new one has one place."""
+    for match in KIND.finditer(NOT_CODE.sub(blank, text)):
+        yield (
+            match.start(),
+            f"names a kind: {match[0]}; ask src/statistics/ for what it needs of it",
+        )
+
+
 def main() -> int:
-    rule = {"wall": wall, "manners": manners}[sys.argv[1]]
+    rule = {"wall": wall, "manners": manners, "kinds": kinds}[sys.argv[1]]
     project = Path(sys.argv[2])
     found = 0
     for path in core_files(project):
+        if rule is kinds and path.name in KNOWS_KINDS:
+            continue
         text = path.read_text(encoding="utf-8")
         for offset, message in rule(text):
             line = text.count("\n", 0, offset) + 1
