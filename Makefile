@@ -42,6 +42,9 @@ test: build-cpp $(package) $(test_tools)  ## C++ and Python tests, closing with 
 test-cpp: build-cpp  ## C++ tests only
 	@scripts/test.sh $(VENV) cpp
 
+check-cpp:  ## try a C++ change: the core and its tests, with cmake alone, without PyTorch
+	cmake --workflow --preset check
+
 test-python: $(package) $(test_tools)  ## Python tests only, for example ARGS="-k convert"
 	@scripts/test.sh $(VENV) python
 
@@ -124,5 +127,5 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	$(python) -m pip install --quiet --no-deps --force-reinstall $(built_wheel)/*.whl
 	@touch $@
 
-.PHONY: help setup build build-cpp test test-cpp test-python demo bench bench-count bench-cpp \
+.PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo bench bench-count bench-cpp \
   gpu-check asan tsan release cuda sanitize soak fuzz interop model lint format docs wheel clean

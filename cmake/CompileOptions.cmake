@@ -10,6 +10,7 @@ function(syncbn_compile_options)
       POSITION_INDEPENDENT_CODE ON)
     set(options
       -Wall -Wextra -Wconversion
+      -Werror=switch  # who adds a dtype or an activation is told all places that need it
       $<$<BOOL:${SYNCBN_WERROR}>:-Werror>
       # The same bits from every compiler: a*b+c is fused only where the source says fma.
       -ffp-contract=off

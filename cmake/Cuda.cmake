@@ -54,7 +54,7 @@ function(syncbn_cuda_options target)
     CUDA_EXTENSIONS OFF
     CUDA_VISIBILITY_PRESET hidden)
   string(CONCAT host_options
-    "-Wall,-Wextra,-ffp-contract=off,-fvisibility=hidden,-fvisibility-inlines-hidden,"
+    "-Wall,-Wextra,-Werror=switch,-ffp-contract=off,-fvisibility=hidden,-fvisibility-inlines-hidden,"
     "-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=,-ffile-prefix-map=${PROJECT_BINARY_DIR}=.")
   target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CUDA>:

@@ -58,7 +58,7 @@ def expected_files(info: str, cuda: bool) -> set[str]:
     sources = ROOT / "python" / "syncbn"
     modules = [path for path in sources.rglob("*") if path.suffix in (".py", ".pyi")]
     modules += [*sources.glob("py.typed"), sources / "_build.py"]
-    headers = (ROOT / "include" / "syncbn").iterdir()
+    headers = (*ROOT.glob("include/syncbn/*"), *ROOT.glob("bindings/libtorch/syncbn/*"))
     return {
         *(f"syncbn/{path.relative_to(sources)}" for path in modules),
         *(f"syncbn/include/syncbn/{path.name}" for path in headers),

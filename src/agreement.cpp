@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "statistics/activation.hpp"
 #include "statistics/header.hpp"
 #include "statistics/scalar.hpp"
 #include "syncbn/error.hpp"
@@ -29,14 +30,14 @@ std::string direction_text(std::int64_t word) {
   return word == static_cast<std::int64_t>(Direction::kForward) ? "forward" : "backward";
 }
 
+// A rank with another version of the library may say anything.
 std::string dtype_text(std::int64_t word) {
-  return word < 0 ? "any" : name(static_cast<DType>(word));
+  return word < 0 ? "any" : word < kDtypeCount ? name(static_cast<DType>(word)) : "unknown";
 }
 
 std::string activation_text(std::int64_t word) {
-  constexpr std::array<const char*, 3> kNames = {"none", "relu", "leaky_relu"};
-  return word >= 0 && word < std::int64_t{kNames.size()} ? kNames[static_cast<std::size_t>(word)]
-                                                         : "unknown";
+  const bool known = word >= 0 && word < kActivationCount;
+  return known ? traits_of(static_cast<ActivationKind>(word)).name : "unknown";
 }
 
 std::string statistics_text(std::int64_t word) {
@@ -70,15 +71,16 @@ using Words = std::array<std::int64_t, kFields.size()>;
 Words words_of(const AgreedCall& call) {
   const BatchNormOptions none;
   const BatchNormOptions& options = call.options == nullptr ? none : *call.options;
-  const bool leaky = options.activation.kind == ActivationKind::kLeakyRelu;
+  const Activation& activation = options.activation;
+  const bool scaled = traits_of(activation.kind).scaled;
   return {static_cast<std::int64_t>(call.layer),
           static_cast<std::int64_t>(call.call),
           static_cast<std::int64_t>(call.direction),
           call.channels,
           call.elements ? static_cast<std::int64_t>(call.dtype) : -1,
           bit_copy<std::int64_t>(options.eps + 0.0),
-          static_cast<std::int64_t>(options.activation.kind),
-          bit_copy<std::int64_t>(leaky ? options.activation.negative_slope + 0.0 : 0.0),
+          static_cast<std::int64_t>(activation.kind),
+          bit_copy<std::int64_t>(scaled ? activation.negative_slope + 0.0 : 0.0),
           static_cast<std::int64_t>(options.statistics),
           std::int64_t{call.residual},
           std::int64_t{call.forward}};
@@ -118,7 +120,7 @@ std::string difference(const Field& field, std::size_t at, const std::vector<std
 std::uint64_t layer_identity(std::uint64_t layer, const Activation& activation,
                              Statistics statistics, bool residual) {
   std::uint64_t state = mix(layer, static_cast<std::uint64_t>(activation.kind));
-  if (activation.kind == ActivationKind::kLeakyRelu) {
+  if (traits_of(activation.kind).scaled) {
     state = mix(state, bit_copy<std::uint64_t>(activation.negative_slope + 0.0));  // -0 is 0
   }
   state = mix(state, static_cast<std::uint64_t>(statistics));

@@ -7,7 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "checks.hpp"
 #include "sample_view.hpp"
+#include "statistics/activation.hpp"
 #include "syncbn/c_api.h"
 #include "syncbn/error.hpp"
 #include "syncbn/passes.hpp"
@@ -80,9 +82,25 @@ Enum enum_of(const char* name, std::int32_t value, Enum last, const char* expect
   return static_cast<Enum>(value);
 }
 
+/// The same for one with `count` members that have names, which in C are in capitals.
+template <class Enum, class Name>
+Enum named_enum_of(const char* name, std::int32_t value, int count, const Name& name_of) {
+  if (value < 0 || value >= count) {
+    const std::string names = listed(count, [&](int i) {
+      std::string text = "SYNCBN_";
+      for (const char* c = name_of(static_cast<Enum>(i)); *c != '\0'; ++c) {
+        text += *c >= 'a' && *c <= 'z' ? static_cast<char>(*c - 'a' + 'A') : *c;
+      }
+      return text;
+    });
+    refuse(name, std::to_string(value), names.c_str());
+  }
+  return static_cast<Enum>(value);
+}
+
 inline DType dtype_of(const char* name, std::int32_t dtype) {
-  return enum_of(name, dtype, DType::kFloat64,
-                 "SYNCBN_FLOAT16, SYNCBN_BFLOAT16, SYNCBN_FLOAT32 or SYNCBN_FLOAT64");
+  static_assert(kDtypeCount == SYNCBN_FLOAT64 + 1, "each has a name in C");
+  return named_enum_of<DType>(name, dtype, kDtypeCount, syncbn::name);
 }
 
 inline Device device_of(const char* name, std::int32_t device) {
@@ -129,8 +147,9 @@ inline MaskView mask_of(const syncbn_mask* given) {
 }
 
 inline Activation activation_of(const syncbn_activation& given) {
-  return {enum_of("activation", given.kind, ActivationKind::kLeakyRelu,
-                  "SYNCBN_NONE, SYNCBN_RELU or SYNCBN_LEAKY_RELU"),
+  static_assert(kActivationCount == SYNCBN_LEAKY_RELU + 1, "each has a name in C");
+  const auto name_of = [](ActivationKind kind) { return traits_of(kind).name; };
+  return {named_enum_of<ActivationKind>("activation", given.kind, kActivationCount, name_of),
           given.negative_slope};
 }
 

@@ -3,40 +3,19 @@
 #include <cstdint>
 #include <vector>
 
-#include "statistics/scalar.hpp"
+#include "statistics/dtype.hpp"
 #include "syncbn/tensor.hpp"
 
 namespace syncbn {
 
 /// Entry i of a one-axis tensor of any dtype, as binary64 (exact).
 inline double channel_value(const TensorView& tensor, std::int64_t i) {
-  i *= tensor.strides[0];
-  switch (tensor.dtype) {
-    case DType::kFloat16:
-      return to_double(static_cast<const Half*>(tensor.data)[i]);
-    case DType::kBFloat16:
-      return to_double(static_cast<const BFloat16*>(tensor.data)[i]);
-    case DType::kFloat32:
-      return to_double(static_cast<const float*>(tensor.data)[i]);
-    case DType::kFloat64:
-      break;
-  }
-  return static_cast<const double*>(tensor.data)[i];
+  return load_entry(tensor.dtype, tensor.data, i * tensor.strides[0]);
 }
 
 /// Rounds once to the tensor's dtype.
 inline void set_channel_value(const MutableTensorView& tensor, std::int64_t i, double value) {
-  i *= tensor.strides[0];
-  switch (tensor.dtype) {
-    case DType::kFloat16:
-      return from_double(value, static_cast<Half*>(tensor.data)[i]);
-    case DType::kBFloat16:
-      return from_double(value, static_cast<BFloat16*>(tensor.data)[i]);
-    case DType::kFloat32:
-      return from_double(value, static_cast<float*>(tensor.data)[i]);
-    case DType::kFloat64:
-      return from_double(value, static_cast<double*>(tensor.data)[i]);
-  }
+  store_entry(tensor.dtype, tensor.data, i * tensor.strides[0], value);
 }
 
 /// All entries as binary64; `absent_value` for each if the tensor is absent.

@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <charconv>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "sample_view.hpp"
+#include "statistics/activation.hpp"
+#include "statistics/dtype.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/passes.hpp"
@@ -54,16 +57,35 @@ void check_storage(const char* name, const TensorView& tensor) {
   }
 }
 
+// The counts beside the enumerations are those of the kinds that have traits.
+template <int kNumber>
+concept IsDtype = requires {
+  typename std::bool_constant<(size_of(static_cast<DType>(kNumber)) > 0)>;
+  typename std::bool_constant<(format_of(static_cast<DType>(kNumber)).words() > 0)>;
+};
+static_assert(IsDtype<kDtypeCount - 1> && !IsDtype<kDtypeCount>);
+
+template <int kNumber>
+concept IsActivation = requires {
+  typename std::bool_constant<traits_of(static_cast<ActivationKind>(kNumber)).name != nullptr>;
+};
+static_assert(IsActivation<kActivationCount - 1> && !IsActivation<kActivationCount>);
+
 /// What a number of milliseconds may be: added to a clock's nanoseconds it must not overflow.
 constexpr std::int64_t kMaxTimeout = std::int64_t{1} << 40;
 
 }  // namespace
 
 void check_dtype(const char* name, DType dtype) {
-  if (dtype > DType::kFloat64) {
+  if (static_cast<int>(dtype) >= kDtypeCount) {
     refuse(name, "dtype number " + std::to_string(static_cast<int>(dtype)),
-           "float16, bfloat16, float32 or float64");
+           listed(kDtypeCount, [](int i) { return syncbn::name(static_cast<DType>(i)); }));
   }
+}
+
+void refuse_dtype(DType dtype) {
+  throw InvalidArgument("dtype: got number " + std::to_string(static_cast<int>(dtype)) +
+                        ", expected less than " + std::to_string(kDtypeCount));
 }
 
 void check_channels(std::int64_t channels) {
@@ -180,14 +202,16 @@ void check_eps(double eps, const char* name) {
 }
 
 void check_activation(const Activation& activation) {
-  if (activation.kind > ActivationKind::kLeakyRelu) {
-    refuse("activation", "number " + std::to_string(static_cast<int>(activation.kind)),
-           "none, relu or leaky_relu");
-  }
-  if (activation.kind == ActivationKind::kLeakyRelu &&
+  if (traits_of(activation.kind).scaled &&
       activation.negative_slope - activation.negative_slope != 0) {
     refuse("activation.negative_slope", number(activation.negative_slope), "a finite number");
   }
+}
+
+void refuse_activation(ActivationKind kind) {
+  refuse("activation", "number " + std::to_string(static_cast<int>(kind)),
+         listed(kActivationCount,
+                [](int i) { return traits_of(static_cast<ActivationKind>(i)).name; }));
 }
 
 void check_ranks(int ranks) {

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <string>
 
 #include "statistics/header.hpp"
 #include "syncbn/passes.hpp"
@@ -12,6 +13,16 @@
 namespace syncbn {
 
 void check_dtype(const char* name, DType dtype);
+
+/// "a, b or c", the names of kinds 0 to count - 1.
+template <class Name>
+std::string listed(int count, const Name& name) {
+  std::string text;
+  for (int i = 0; i < count; ++i) {
+    text += (i == 0 ? "" : i < count - 1 ? ", " : " or ") + std::string(name(i));
+  }
+  return text;
+}
 
 /// 0 to kMaxChannels.
 void check_channels(std::int64_t channels);

@@ -3,23 +3,13 @@
 #include <string>
 
 #include "checks.hpp"
-#include "statistics/format.hpp"
+#include "statistics/dtype.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/passes.hpp"
 
 namespace syncbn {
 const char* name(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat64:
-      return "float64";
-  }
-  return "unknown";
+  return dispatch_dtype(dtype, [](auto type) { return ElementTraits<decltype(type)>::kName; });
 }
 
 int words_per_channel(DType dtype) {

@@ -17,7 +17,7 @@ namespace syncbn {
 std::int64_t welford_words(DType dtype, std::int64_t channels) {
   check_dtype("dtype", dtype);
   check_channels(channels);
-  return 1 + channels * (dtype == DType::kFloat64 ? record_words<double>() : record_words<float>());
+  return 1 + channels * record_words(dtype);
 }
 
 void local_welford(const TensorView& x, const MaskView& mask, std::int64_t* message,
@@ -48,13 +48,13 @@ void merge_welford(const MessageInfo& info, const std::int64_t* records, double*
   check_array("var", var, channels);
   check_array("rstd", rstd, channels);
   const cpu::FloatEnvironment environment;
-  const bool wide = info.dtype == DType::kFloat64;
+  const std::int64_t of_channel = record_words(info.dtype);
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (std::int64_t c = 0; c < channels; ++c) {
     WelfordMoments<double> all;
     for (int r = 0; r < ranks; ++r) {
       const std::int64_t* record = records + r * stride;
-      all.merge(read_record(record + 1 + c * (wide ? 2 : 1), record[0], wide));
+      all.merge(read_record(record + 1 + c * of_channel, record[0], of_channel == 2));
     }
     const bool valid = usable(info);
     mean[c] = valid ? all.mean : nan;

@@ -105,6 +105,10 @@ inline MaskView mask_view(const std::optional<Tensor>& mask) {
 
 /// kind: the number of an ActivationKind.
 inline Activation activation_of(std::int64_t kind, double negative_slope) {
+  if (kind < 0 || kind >= kActivationCount) {
+    throw InvalidArgument("activation: got number " + std::to_string(kind) +
+                          ", expected less than " + std::to_string(kActivationCount));
+  }
   return {static_cast<ActivationKind>(kind), negative_slope};
 }
 

@@ -39,6 +39,7 @@ struct Execution {
 };
 
 enum class ActivationKind : std::uint8_t { kNone, kRelu, kLeakyRelu };
+inline constexpr int kActivationCount = 3;  ///< how many there are
 
 /// What is applied to the normalized value, after a residual has been added.
 struct Activation {

@@ -2,24 +2,37 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "syncbn/error.hpp"
 #include "syncbn/export.hpp"
 
 namespace syncbn {
 
 /// Element types. bfloat16 and float16 are passed as their 16-bit patterns.
 enum class DType : std::uint8_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
+inline constexpr int kDtypeCount = 4;  ///< how many there are
 
 enum class Device : std::uint8_t { kCpu, kCuda };
 
-/// "float16", "bfloat16", "float32" or "float64".
+/// "float16", "bfloat16", "float32" or "float64"; throws InvalidArgument for another number.
 SYNCBN_API const char* name(DType dtype);
 
-/// Bytes per element.
+/// Bytes per element; throws InvalidArgument for another number.
 constexpr std::size_t size_of(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+  switch (dtype) {
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kFloat32:
+      return 4;
+    case DType::kFloat64:
+      return 8;
+  }
+  throw InvalidArgument("dtype: got number " + std::to_string(static_cast<int>(dtype)) +
+                        ", expected less than " + std::to_string(kDtypeCount));
 }
 
 /// A tensor that somebody else owns: a pointer to element (0, ..., 0), the sizes, and the strides

@@ -11,7 +11,7 @@ from .exchange.groups import Group, sharing
 from .step import masks
 from .step.adapters import train_step
 from .step.layer_state import Identity
-from .step.options import Options, check_like_input, check_options
+from .step.options import Options, activation_of, check_like_input, check_options
 
 
 def finish(y: Tensor, residual: Tensor | None, options: Options) -> Tensor:
@@ -19,11 +19,8 @@ def finish(y: Tensor, residual: Tensor | None, options: Options) -> Tensor:
     if residual is not None:
         check_like_input("residual", residual, y)
         y = y + residual
-    if options.activation == "relu":
-        return F.relu(y)
-    if options.activation == "leaky_relu":
-        return F.leaky_relu(y, options.negative_slope)
-    return y
+    activation = activation_of(options.activation)
+    return activation.function(y, *activation.arguments(options.negative_slope))
 
 
 def sync_batch_norm(
@@ -59,10 +56,8 @@ def sync_batch_norm(
             torch.distributed, this process alone.
         residual: added to the normalized values, of x's shape and dtype.
         mask: (N, *spatial), bool or uint8; as for SyncBatchNorm.forward.
-        activation: "none", "relu" or "leaky_relu", applied last.
-        negative_slope: of leaky_relu.
+        activation, negative_slope, inplace, timeout: as for SyncBatchNorm.
         statistics: "reproducible", or "welford" (docs/welford.md).
-        inplace, timeout: as for SyncBatchNorm.
 
     Returns:
         y like x. The gradients of weight and bias are this rank's own share, as in PyTorch: DDP

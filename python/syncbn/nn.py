@@ -16,7 +16,14 @@ from .fx import leaf
 from .step import masks
 from .step.adapters import train_step
 from .step.layer_state import UNNAMED, LayerState
-from .step.options import Options, check_dtype, check_num_features, check_options, check_strided
+from .step.options import (
+    Options,
+    activation_of,
+    check_dtype,
+    check_num_features,
+    check_options,
+    check_strided,
+)
 
 # A graph traced from a layer on its own holds one call of train_step.
 torch.fx.wrap("train_step")
@@ -269,7 +276,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             value = getattr(self, name)
             if value != default:
                 text += f", {name}={value!r}"
-        if self.activation == "leaky_relu":
+        if activation_of(self.activation).slope is None:
             text += f", negative_slope={self.negative_slope}"
         return text
 

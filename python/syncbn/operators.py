@@ -19,10 +19,9 @@ ops = torch.ops.syncbn
 HEADER_WORDS = 8
 #: Where a forward's message says who takes part in backward.
 HEADER_BACKWARD = 4
-#: In the order of the core's DType.
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-#: Words per channel.
+#: Words per channel, in the order of the core's DType.
 MESSAGE_WORDS = {torch.float16: 6, torch.bfloat16: 19, torch.float32: 19, torch.float64: 83}
+DTYPES = tuple(MESSAGE_WORDS)
 
 _fake = torch.library.register_fake
 
@@ -36,7 +35,7 @@ def message_words(x: torch.Tensor, mask: torch.Tensor | None) -> int:
 
 def record_words(channels: int, dtype: torch.dtype) -> int:
     """How many words a rank's record of the welford mode has behind its header."""
-    return 1 + channels * (2 if dtype == torch.float64 else 1)
+    return 1 + channels * (2 if dtype.itemsize == 8 else 1)
 
 
 def _message(x: torch.Tensor, frame: int) -> torch.Tensor:

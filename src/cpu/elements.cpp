@@ -6,6 +6,8 @@
 #include "cpu/float_environment.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/packed.hpp"
+#include "statistics/activation.hpp"
+#include "statistics/dtype.hpp"
 #include "statistics/finalize.hpp"
 
 #if defined(__linux__)
@@ -115,7 +117,7 @@ ElementConstants PackedConstants::view() {
 
 bool vectorizable(const Kernels* kernels, const SampleView& x, Layout layout,
                   const std::uint8_t* activation_mask) {
-  return kernels != nullptr && x.dtype != DType::kFloat64 && layout != Layout::kStrided &&
+  return kernels != nullptr && is_vectorized(x.dtype) && layout != Layout::kStrided &&
          (activation_mask == nullptr ||
           ActivationMaskLayout(x).by_rows == (layout == Layout::kRows));
 }
@@ -127,10 +129,8 @@ ActivationMaskOperand activation_mask_operand(const SampleView& x,
 }
 
 ActivationConstants activation_constants(const Activation& activation) {
-  return {activation.kind == ActivationKind::kRelu,
-          activation.kind == ActivationKind::kLeakyRelu
-              ? static_cast<float>(activation.negative_slope)
-              : 1.0f};
+  const ActivationTraits traits = traits_of(activation.kind);
+  return {traits.zero, traits.scaled ? static_cast<float>(activation.negative_slope) : 1.0f};
 }
 
 void normalize(const SampleView& x, const SampleView* residual, const SampleView& y,

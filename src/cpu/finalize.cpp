@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/kernels.hpp"
+#include "statistics/dtype.hpp"
 
 // Vector code rounds the channels whose rounding it can be certain of, integers the others.
 namespace syncbn::cpu {
@@ -12,34 +13,20 @@ constexpr std::int64_t kBlock = 64;
 
 /// Null if only the integers serve.
 const Kernels* rounding_kernels(DType dtype) {
-  return dtype == DType::kFloat64 ? nullptr : active_kernels();
+  return is_vectorized(dtype) ? active_kernels() : nullptr;
 }
 
-// bfloat16 shares float32's format.
 ChannelMoments moments_of(DType dtype, const std::int64_t* words, std::int64_t count, double eps) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return finalize_channel<DType::kFloat16>(words, count, eps);
-    case DType::kFloat64:
-      return finalize_channel<DType::kFloat64>(words, count, eps);
-    case DType::kBFloat16:
-    case DType::kFloat32:
-      break;
-  }
-  return finalize_channel<DType::kFloat32>(words, count, eps);
+  return dispatch_dtype(dtype, [&](auto type) {
+    return finalize_channel<typename ElementTraits<decltype(type)>::SameFormat>(words, count, eps);
+  });
 }
 
 ChannelGradients gradients_of(DType dtype, const std::int64_t* words, double mean, double rstd) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return finalize_channel_gradients<DType::kFloat16>(words, mean, rstd);
-    case DType::kFloat64:
-      return finalize_channel_gradients<DType::kFloat64>(words, mean, rstd);
-    case DType::kBFloat16:
-    case DType::kFloat32:
-      break;
-  }
-  return finalize_channel_gradients<DType::kFloat32>(words, mean, rstd);
+  return dispatch_dtype(dtype, [&](auto type) {
+    return finalize_channel_gradients<typename ElementTraits<decltype(type)>::SameFormat>(
+        words, mean, rstd);
+  });
 }
 
 }  // namespace

@@ -39,9 +39,9 @@ struct ElementConstants {
   const float* power = nullptr;
 };
 
-/// negative_slope 1 and not relu: no activation.
+/// An activation that gives 0 below 0, or negative_slope times the value; 1: no activation.
 struct ActivationConstants {
-  bool relu = false;
+  bool zero = false;
   float negative_slope = 1.0f;
 };
 

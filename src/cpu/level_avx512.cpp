@@ -4,8 +4,7 @@
 
 #include "cpu/kernels.hpp"
 #include "cpu/windows.hpp"
-#include "statistics/format.hpp"
-#include "statistics/scalar.hpp"
+#include "statistics/dtype.hpp"
 
 namespace syncbn::cpu {
 namespace {

@@ -28,19 +28,19 @@ inline void store_bits(std::uint8_t* to, unsigned bits, std::int64_t n = kFloatL
 
 struct ActivationV {
   explicit ActivationV(const ActivationConstants& k)
-      : slope(broadcast(k.negative_slope)), zero(broadcast(0.0f)), relu(mask_of(k.relu)) {}
-  /// Where the gradient passes unchanged: v > 0, and for relu also where v is NaN.
-  MaskV passes(FloatV v) const { return is_positive(v) | (is_nan(v) & relu); }
+      : slope(broadcast(k.negative_slope)), zero(broadcast(0.0f)), to_zero(mask_of(k.zero)) {}
+  /// Where the gradient passes unchanged: v > 0, and with 0 below also where v is NaN.
+  MaskV passes(FloatV v) const { return is_positive(v) | (is_nan(v) & to_zero); }
   FloatV value(FloatV v, MaskV passing) const {
-    return select(passing, v, select(relu, zero, v * slope));
+    return select(passing, v, select(to_zero, zero, v * slope));
   }
   template <class T>
   FloatV gradient(FloatV dy, MaskV passing, T type) const {
-    return select(passing, dy, select(relu, zero, rounded(dy * slope, type)));
+    return select(passing, dy, select(to_zero, zero, rounded(dy * slope, type)));
   }
   FloatV slope;
   FloatV zero;
-  MaskV relu;
+  MaskV to_zero;
 };
 
 /// Channel constants of the vector lanes at hand.

@@ -12,15 +12,6 @@ constexpr std::int64_t kExactRows = 64;
 constexpr std::int64_t kExactChannels = 256;
 constexpr std::int64_t kRowsTogether = 8;
 
-/// Bits of a type's significand after the leading one: |x| >= 2^e makes x a multiple of
-/// 2^(e - kFraction).
-template <class T>
-constexpr int kFraction = 23;
-template <>
-constexpr int kFraction<Half> = 10;
-template <>
-constexpr int kFraction<BFloat16> = 7;
-
 struct ExactBlock {
   alignas(64) double first[kExactChannels];
   alignas(64) double high[kExactChannels];  ///< of the second sum
@@ -136,10 +127,12 @@ inline bool was_exact(const ExactBlock& block, const WindowArrays& w, std::int64
     smallest[k] = _mm256_and_pd(
         widened(_mm_add_epi32(four(block.smallest[from] + c), _mm_set1_epi32(1))), exponent);
   }
-  // The units of the limbs that the lowest bits have to reach, over the bounds.
-  constexpr double kFirstStep = 1.0 / static_cast<double>(1LL << (kHighBits - kFraction<T>));
+  // The units of the limbs that the lowest bits have to reach, over the bounds: |x| >= 2^e makes x
+  // a multiple of 2^(e - kFraction).
+  constexpr int kFraction = ElementTraits<T>::kFraction;
+  constexpr double kFirstStep = 1.0 / static_cast<double>(1LL << (kHighBits - kFraction));
   constexpr double kSecondStep =
-      1.0 / static_cast<double>(1LL << (kHighBits + kLowBits - 2 * kFraction<T> - 30)) /
+      1.0 / static_cast<double>(1LL << (kHighBits + kLowBits - 2 * kFraction - 30)) /
       static_cast<double>(1LL << 30);
   const __m256d first_bound = _mm256_load_pd(w.bound[0] + channel + c);
   const __m256d second_bound = _mm256_load_pd(w.bound[1] + channel + c);

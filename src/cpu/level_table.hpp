@@ -23,14 +23,10 @@ void map_rows_of(const ElementsTask& task) {
 }
 
 void sum_planes_any(DType dtype, const SumsTask& task, Windows& windows, const WindowArrays& w) {
-  dtype == DType::kFloat32   ? sum_planes_of<float>(task, windows, w)
-  : dtype == DType::kFloat16 ? sum_planes_of<Half>(task, windows, w)
-                             : sum_planes_of<BFloat16>(task, windows, w);
+  dispatch_vectorized(dtype, [&](auto type) { sum_planes_of<decltype(type)>(task, windows, w); });
 }
 void sum_rows_any(DType dtype, const SumsTask& task, Windows& windows, const WindowArrays& w) {
-  dtype == DType::kFloat32   ? sum_rows_of<float>(task, windows, w)
-  : dtype == DType::kFloat16 ? sum_rows_of<Half>(task, windows, w)
-                             : sum_rows_of<BFloat16>(task, windows, w);
+  dispatch_vectorized(dtype, [&](auto type) { sum_rows_of<decltype(type)>(task, windows, w); });
 }
 
 using MapTask = void (*)(const ElementsTask&);
@@ -77,14 +73,10 @@ MapTask map_rows_for(ElementPass pass) {
 }
 
 void map_planes_any(DType dtype, ElementPass pass, const ElementsTask& task) {
-  (dtype == DType::kFloat32   ? map_planes_for<float>(pass)
-   : dtype == DType::kFloat16 ? map_planes_for<Half>(pass)
-                              : map_planes_for<BFloat16>(pass))(task);
+  dispatch_vectorized(dtype, [&](auto type) { map_planes_for<decltype(type)>(pass)(task); });
 }
 void map_rows_any(DType dtype, ElementPass pass, const ElementsTask& task) {
-  (dtype == DType::kFloat32   ? map_rows_for<float>(pass)
-   : dtype == DType::kFloat16 ? map_rows_for<Half>(pass)
-                              : map_rows_for<BFloat16>(pass))(task);
+  dispatch_vectorized(dtype, [&](auto type) { map_rows_for<decltype(type)>(pass)(task); });
 }
 
 constexpr Kernels kernels_named(const char* name) {

@@ -6,9 +6,9 @@
 #include "activation_mask.hpp"
 #include "cpu/cpu_passes.hpp"
 #include "cpu/float_environment.hpp"
+#include "statistics/dtype.hpp"
 #include "statistics/elements.hpp"
 #include "statistics/finalize.hpp"
-#include "statistics/format.hpp"
 #include "statistics/lanes.hpp"
 #include "statistics/slots.hpp"
 
@@ -169,21 +169,6 @@ void gradient_plane(const SampleView& dy, const SampleView& x, const SampleView&
                [&](std::int64_t e, T u, T v) { return gradient(pull(n, e, u, v), v); });
 }
 
-/// Calls function with a value of the element type.
-template <class Function>
-void by_type(DType dtype, const Function& function) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return function(Half{});
-    case DType::kBFloat16:
-      return function(BFloat16{});
-    case DType::kFloat32:
-      return function(float{});
-    case DType::kFloat64:
-      return function(double{});
-  }
-}
-
 }  // namespace
 
 void moment_sums(const SampleView& x, std::int64_t* words, Executor& executor) {
@@ -197,7 +182,7 @@ void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* 
     const FloatEnvironment environment;
     std::vector<std::int64_t> slots(static_cast<std::size_t>(format.slots()));
     for (std::int64_t c = begin; c < end; ++c) {
-      by_type(x.dtype, [&](auto type) {
+      dispatch_dtype(x.dtype, [&](auto type) {
         using T = decltype(type);
         const PullbackOf<T> pull(pullback, x, c);
         channel_sums<T>(dy, x, c, format, slots.data(), words + c * format.words(), pull);
@@ -213,7 +198,7 @@ void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* 
 void normalize(const SampleView& x, const SampleView* residual, const SampleView& y,
                std::uint8_t* activation_mask, const NormalizeConstants& constants,
                const Activation& activation, Executor& executor) {
-  by_type(x.dtype, [&](auto type) {
+  dispatch_dtype(x.dtype, [&](auto type) {
     // Neighbouring channels may share a byte of the activation mask: then whole samples go to a
     // thread.
     const std::int64_t at_once = activation_mask == nullptr ? 1 : x.channels;
@@ -226,7 +211,7 @@ void normalize(const SampleView& x, const SampleView* residual, const SampleView
 void input_gradient(const SampleView& dy, const SampleView& x, const SampleView& dx,
                     const GradientConstants& constants, const Pullback& pullback,
                     Executor& executor) {
-  by_type(x.dtype, [&](auto type) {
+  dispatch_dtype(x.dtype, [&](auto type) {
     for_each_plane(x, 1, executor, [&](std::int64_t n, std::int64_t c) {
       gradient_plane<decltype(type)>(dy, x, dx, constants, pullback, n, c);
     });
@@ -235,7 +220,7 @@ void input_gradient(const SampleView& dy, const SampleView& x, const SampleView&
 
 void evaluation_input_gradient(const SampleView& u, const SampleView& dx, const double* c1,
                                Executor& executor) {
-  by_type(u.dtype, [&](auto type) {
+  dispatch_dtype(u.dtype, [&](auto type) {
     using T = decltype(type);
     for_each_plane(u, 1, executor, [&](std::int64_t n, std::int64_t c) {
       const auto w = static_cast<Wide<T>>(c1[c]);
@@ -247,7 +232,7 @@ void evaluation_input_gradient(const SampleView& u, const SampleView& dx, const 
 
 void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* activation_mask,
                    const NormalizeConstants& constants, double negative_slope, Executor& executor) {
-  by_type(y.dtype, [&](auto type) {
+  dispatch_dtype(y.dtype, [&](auto type) {
     using T = decltype(type);
     const Wide<T> factor = 1 / static_cast<Wide<T>>(negative_slope);
     const ActivationMaskLayout layout(y);

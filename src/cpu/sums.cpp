@@ -8,8 +8,7 @@
 #include "cpu/kernels.hpp"
 #include "cpu/packed.hpp"
 #include "cpu/windows.hpp"
-#include "statistics/format.hpp"
-#include "statistics/scalar.hpp"
+#include "statistics/dtype.hpp"
 
 // Deals the sums of a tensor to threads and vector kernels, and merges their windows. How it is
 // dealt never affects a bit: partials are defined by the contract and added exactly.
@@ -77,15 +76,9 @@ void place_windows(Windows& windows, const SampleView& u, const SampleView& v,
 
 void place_windows(Windows& windows, const SampleView& u, const SampleView& v,
                    std::int64_t channel_begin, std::int64_t sample) {
-  switch (u.dtype) {
-    case DType::kFloat16:
-      return place_windows<Half>(windows, u, v, channel_begin, sample);
-    case DType::kBFloat16:
-      return place_windows<BFloat16>(windows, u, v, channel_begin, sample);
-    case DType::kFloat32:
-    case DType::kFloat64:  // not summed here
-      return place_windows<float>(windows, u, v, channel_begin, sample);
-  }
+  dispatch_vectorized(u.dtype, [&](auto type) {
+    place_windows<decltype(type)>(windows, u, v, channel_begin, sample);
+  });
 }
 
 Operand operand(const SampleView& view, std::int64_t channel) {

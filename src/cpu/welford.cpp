@@ -1,11 +1,11 @@
 #include <algorithm>
 #include <array>
-#include <type_traits>
 #include <vector>
 
 #include "cpu/cpu_passes.hpp"
 #include "cpu/float_environment.hpp"
-#include "statistics/scalar.hpp"
+#include "statistics/dtype.hpp"
+#include "statistics/elements.hpp"
 #include "statistics/welford.hpp"
 
 // Welford's recurrence, in binary32 for inputs of at most 32 bits: along a channel in 16 lanes, or
@@ -16,15 +16,6 @@ namespace {
 constexpr std::int64_t kLanes = 16;
 constexpr std::int64_t kBuffer = 1024;
 constexpr std::int64_t kBlockChannels = 64;
-
-template <class T>
-using Real = std::conditional_t<sizeof(T) == 8, double, float>;
-
-inline double real(double v) { return v; }
-template <class T>
-float real(T v) {
-  return to_float(v);
-}
 
 /// mean and M2 of `kSize` streams side by side, which have taken `count` numbers each.
 template <class R, std::int64_t kSize>
@@ -46,7 +37,7 @@ struct Streams {
 /// One channel: its elements go through a buffer into the lanes.
 template <class T>
 void channel_record(const SampleView& x, std::int64_t c, std::int64_t* record) {
-  using R = Real<T>;
+  using R = Wide<T>;
   const T* data = static_cast<const T*>(x.data);
   Streams<R, kLanes> lanes;
   std::array<std::int64_t, kLanes> counts{};
@@ -68,7 +59,7 @@ void channel_record(const SampleView& x, std::int64_t c, std::int64_t* record) {
       if (!x.counts(n, e)) {
         continue;
       }
-      buffer[static_cast<std::size_t>(filled++)] = real(data[at.offset()]);
+      buffer[static_cast<std::size_t>(filled++)] = widened(data[at.offset()]);
       if (filled == kBuffer) {
         drain();
       }
@@ -86,7 +77,7 @@ void channel_record(const SampleView& x, std::int64_t c, std::int64_t* record) {
 template <class T>
 void rows_records(const SampleView& x, std::int64_t begin, std::int64_t end,
                   std::int64_t* records) {
-  using R = Real<T>;
+  using R = Wide<T>;
   constexpr std::int64_t kWords = record_words<R>();
   const T* data = static_cast<const T*>(x.data);
   for (std::int64_t c = begin; c < end; c += kBlockChannels) {
@@ -101,7 +92,7 @@ void rows_records(const SampleView& x, std::int64_t begin, std::int64_t end,
         }
         const T* from = data + n * x.sample_stride + e * x.element_stride + c;
         for (std::int64_t i = 0; i < channels; ++i) {
-          row[static_cast<std::size_t>(i)] = real(from[i]);
+          row[static_cast<std::size_t>(i)] = widened(from[i]);
         }
         streams.add(row.data(), channels, count++);
       }
@@ -128,7 +119,7 @@ void records_of(const SampleView& x, std::int64_t* records, Executor& executor) 
                             return;
                           }
                           for (std::int64_t c = begin; c < last; ++c) {
-                            channel_record<T>(x, c, records + c * record_words<Real<T>>());
+                            channel_record<T>(x, c, records + c * record_words<Wide<T>>());
                           }
                         });
 }
@@ -136,16 +127,7 @@ void records_of(const SampleView& x, std::int64_t* records, Executor& executor) 
 }  // namespace
 
 void welford_records(const SampleView& x, std::int64_t* records, Executor& executor) {
-  switch (x.dtype) {
-    case DType::kFloat16:
-      return records_of<Half>(x, records, executor);
-    case DType::kBFloat16:
-      return records_of<BFloat16>(x, records, executor);
-    case DType::kFloat32:
-      return records_of<float>(x, records, executor);
-    case DType::kFloat64:
-      return records_of<double>(x, records, executor);
-  }
+  dispatch_dtype(x.dtype, [&](auto type) { records_of<decltype(type)>(x, records, executor); });
 }
 
 }  // namespace syncbn::cpu

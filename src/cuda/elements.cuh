@@ -281,7 +281,7 @@ inline constexpr int kMapRowVector = std::min(kWidest<T>, Pass::kMostChannels);
 /// Loads what start_elements starts.
 template <template <class> class Pass>
 void load_elements(DType dtype) {
-  by_type(dtype, [](auto type) {
+  dispatch_dtype(dtype, [](auto type) {
     using T = decltype(type);
     load(&map_strided<Pass<T>, T>, &map_rows<Pass<T>, T, 1>,
          &map_rows<Pass<T>, T, kMapRowVector<Pass<T>, T>>, &map_planes<Pass<T>, T, 1>,
@@ -292,7 +292,7 @@ void load_elements(DType dtype) {
 template <template <class> class Pass>
 void start_elements(const char* name, DType dtype, const Plan& plan, ElementArguments& a,
                     const Stream& stream) {
-  by_type(dtype, [&](auto type) {
+  dispatch_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     if (plan.layout == Layout::kStrided) {
       const bool by_rows = a.written.by_rows;

@@ -3,6 +3,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/loading.hpp"
+#include "statistics/dtype.hpp"
 #include "statistics/finalize.hpp"
 #include "statistics/header.hpp"
 
@@ -19,11 +20,11 @@ SYNCBN_DEVICE std::int64_t thread_number() {
 }
 SYNCBN_DEVICE std::int64_t thread_count() { return std::int64_t{device::grid_size()} * kThreads; }
 
-template <DType kDtype>
+template <class T>
 SYNCBN_KERNEL(kThreads)
 moments_kernel(const std::int64_t* merged, int ranks, double* mean, double* var, double* rstd,
                std::int64_t* info, std::int64_t channels, double eps) {
-  constexpr int kWords = FormatTraits<kDtype>::kWords;
+  constexpr int kWords = FormatTraits<T>::kWords;
   const MessageInfo header = header_info(merged, ranks);
   const bool valid = usable(header);
   if (thread_number() == 0) {
@@ -34,7 +35,7 @@ moments_kernel(const std::int64_t* merged, int ranks, double* mean, double* var,
     const double none = valid ? 0.0 : std::numeric_limits<double>::quiet_NaN();
     ChannelMoments moments{none, none, none};
     if (valid && header.count > 0) {
-      moments = finalize_channel<kDtype>(merged + kHeaderWords + c * kWords, header.count, eps);
+      moments = finalize_channel<T>(merged + kHeaderWords + c * kWords, header.count, eps);
     }
     mean[c] = moments.mean;
     var[c] = moments.var;
@@ -43,13 +44,13 @@ moments_kernel(const std::int64_t* merged, int ranks, double* mean, double* var,
 }
 
 /// `own`: whose sums dweight and dbias come from, if it is not the merged message.
-template <DType kDtype>
+template <class T>
 SYNCBN_KERNEL(kThreads)
 gradients_kernel(const std::int64_t* merged, int ranks, const std::int64_t* own,
                  const std::int64_t* info, const double* mean, const double* rstd,
                  const ChannelArray weight, double* coefficients, const ChannelArray dweight,
                  const ChannelArray dbias, std::int64_t channels) {
-  constexpr int kWords = FormatTraits<kDtype>::kWords;
+  constexpr int kWords = FormatTraits<T>::kWords;
   const MessageInfo header = header_info(merged, ranks);
   const std::int64_t count = info == nullptr ? header.count : info[0];
   const bool valid = usable(header) && header.count == count;
@@ -63,7 +64,7 @@ gradients_kernel(const std::int64_t* merged, int ranks, const std::int64_t* own,
         gradients = {nan, nan, nan, nan, true};
       } else if (pass == 1 || count > 0) {
         gradients =
-            finalize_channel_gradients<kDtype>((pass == 0 ? merged : own) + at, mean[c], rstd[c]);
+            finalize_channel_gradients<T>((pass == 0 ? merged : own) + at, mean[c], rstd[c]);
       }
       if (pass == 0) {
         const Coefficients k =
@@ -123,27 +124,14 @@ evaluation_kernel(const ChannelArray running_mean, const ChannelArray running_va
   }
 }
 
-/// Calls function with the format's dtype as a constant; bfloat16 shares float32's format.
-template <class Function>
-void by_format(DType dtype, const Function& function) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return function(std::integral_constant<DType, DType::kFloat16>{});
-    case DType::kFloat64:
-      return function(std::integral_constant<DType, DType::kFloat64>{});
-    case DType::kBFloat16:
-    case DType::kFloat32:
-      return function(std::integral_constant<DType, DType::kFloat32>{});
-  }
-}
-
 }  // namespace
 
 void require_built() {}
 
 void load_finalize(DType dtype) {
-  by_format(dtype, [](auto format) {
-    load(&moments_kernel<format()>, &gradients_kernel<format()>, &running_kernel);
+  dispatch_dtype(dtype, [](auto type) {
+    using T = typename ElementTraits<decltype(type)>::SameFormat;
+    load(&moments_kernel<T>, &gradients_kernel<T>, &running_kernel);
   });
 }
 
@@ -152,9 +140,10 @@ void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double
                       const Stream& stream) {
   check_eps(eps);
   check_ranks(ranks);
-  by_format(dtype, [&](auto format) {
-    start("finalize_moments", &moments_kernel<format()>, grid_for(channels, kThreads, stream),
-          kThreads, 0, stream, merged, ranks, mean, var, rstd, info, channels, eps);
+  dispatch_dtype(dtype, [&](auto type) {
+    using T = typename ElementTraits<decltype(type)>::SameFormat;
+    start("finalize_moments", &moments_kernel<T>, grid_for(channels, kThreads, stream), kThreads, 0,
+          stream, merged, ranks, mean, var, rstd, info, channels, eps);
   });
 }
 
@@ -167,8 +156,9 @@ void finalize_gradients(const std::int64_t* merged, DType dtype, int ranks, cons
   check_per_channel("weight", weight, channels, Device::kCuda);
   check_per_channel("dweight", dweight, channels, Device::kCuda);
   check_per_channel("dbias", dbias, channels, Device::kCuda);
-  by_format(dtype, [&](auto format) {
-    start("finalize_gradients", &gradients_kernel<format()>, grid_for(channels, kThreads, stream),
+  dispatch_dtype(dtype, [&](auto type) {
+    using T = typename ElementTraits<decltype(type)>::SameFormat;
+    start("finalize_gradients", &gradients_kernel<T>, grid_for(channels, kThreads, stream),
           kThreads, 0, stream, merged, ranks, own, info, mean, rstd, channel_array(weight, 1.0),
           coefficients, channel_array(dweight, 0.0), channel_array(dbias, 0.0), channels);
   });

@@ -148,19 +148,4 @@ void load(Kernels... kernels) {
   (require("loading a kernel", device::load(kernels)), ...);
 }
 
-/// Calls function with a value of the element type.
-template <class Function>
-void by_type(DType dtype, const Function& function) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return function(Half{});
-    case DType::kBFloat16:
-      return function(BFloat16{});
-    case DType::kFloat32:
-      return function(float{});
-    case DType::kFloat64:
-      return function(double{});
-  }
-}
-
 }  // namespace syncbn::cuda

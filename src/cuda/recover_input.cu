@@ -18,7 +18,7 @@ struct RecoverPass {
                                const Channel& channel, unsigned, T y, T, bool& passes) {
     const Wide<T> v = widened(y);
     passes = v > 0;
-    const Wide<T> factor = 1 / static_cast<Wide<T>>(a.pullback.activation.negative_slope);
+    const Wide<T> factor = 1 / static_cast<Wide<T>>(a.pullback.activation.slope);
     return channel.affine.inverse(passes ? v : v * factor);
   }
 };
@@ -45,7 +45,7 @@ void recover_input(const TensorView& y, const double* mean, const double* rstd,
   a.x = operand("y", from);
   a.out = operand("x", to);
   a.written = mask_bits(activation_mask, from);
-  a.pullback.activation.negative_slope = negative_slope;
+  a.pullback.activation.slope = negative_slope;
   a.pullback.affine = {mean, rstd, channel_array(weight, 1.0), channel_array(bias, 0.0)};
   a.samples = from.samples;
   a.channels = from.channels;

@@ -69,7 +69,7 @@ void start_columns(SumsArguments& a, const Stream& stream) {
 
 template <bool kGradient>
 void start_sums(DType dtype, const Plan& plan, SumsArguments& a, const Stream& stream) {
-  by_type(dtype, [&](auto type) {
+  dispatch_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     if (plan.layout == Layout::kStrided) {
       start_planes<T, kGradient, 1, true>(a, stream);
@@ -88,7 +88,7 @@ void start_sums(DType dtype, const Plan& plan, SumsArguments& a, const Stream& s
 /// Loads what start_sums starts.
 template <bool kGradient>
 void load_sums(DType dtype) {
-  by_type(dtype, [](auto type) {
+  dispatch_dtype(dtype, [](auto type) {
     using T = decltype(type);
     load(&sum_planes<T, 1, kGradient, true>, &sum_planes<T, 1, kGradient, false>,
          &sum_planes<T, kWidest<T>, kGradient, false>, &sum_rows<T, 1, kGradient>,

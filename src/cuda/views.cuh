@@ -1,14 +1,13 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "activation_mask.hpp"
 #include "cuda/device/primitives.cuh"
 #include "cuda/divisor.cuh"
 #include "sample_view.hpp"
+#include "statistics/dtype.hpp"
 #include "statistics/elements.hpp"
-#include "statistics/format.hpp"
 #include "syncbn/passes.hpp"
 
 // What kernels are given: tensors, per-channel arrays and the activation, by value.
@@ -55,35 +54,12 @@ struct ChannelArray {
   double absent = 0.0;
 
   SYNCBN_DEVICE double get(std::int64_t c) const {
-    if (data == nullptr) {
-      return absent;
-    }
-    switch (dtype) {
-      case DType::kFloat16:
-        return to_double(static_cast<const Half*>(data)[c * stride]);
-      case DType::kBFloat16:
-        return to_double(static_cast<const BFloat16*>(data)[c * stride]);
-      case DType::kFloat32:
-        return to_double(static_cast<const float*>(data)[c * stride]);
-      case DType::kFloat64:
-        break;
-    }
-    return static_cast<const double*>(data)[c * stride];
+    return data == nullptr ? absent : load_entry(dtype, data, c * stride);
   }
   /// Rounds once to the dtype.
   SYNCBN_DEVICE void set(std::int64_t c, double value) const {
-    if (data == nullptr) {
-      return;
-    }
-    switch (dtype) {
-      case DType::kFloat16:
-        return from_double(value, static_cast<Half*>(data)[c * stride]);
-      case DType::kBFloat16:
-        return from_double(value, static_cast<BFloat16*>(data)[c * stride]);
-      case DType::kFloat32:
-        return from_double(value, static_cast<float*>(data)[c * stride]);
-      case DType::kFloat64:
-        return from_double(value, static_cast<double*>(data)[c * stride]);
+    if (data != nullptr) {
+      store_entry(dtype, data, c * stride, value);
     }
   }
 };
@@ -118,9 +94,9 @@ struct MaskBits {
   }
 };
 
-/// How dy comes back through the activation; kNone: as it is.
+/// How dy comes back through the activation.
 struct PullbackArrays {
-  Activation activation;
+  AppliedActivation activation;
   AffineArrays affine;  ///< without a mask
   MaskBits mask;
 };
@@ -130,7 +106,7 @@ template <class T>
 class ChannelPullback {
  public:
   SYNCBN_DEVICE ChannelPullback(const PullbackArrays& arrays, std::int64_t c) {
-    if (arrays.activation.kind != ActivationKind::kNone && arrays.mask.data == nullptr) {
+    if (arrays.activation.changes() && arrays.mask.data == nullptr) {
       affine_ = arrays.affine.channel<T>(c);
     }
   }
@@ -138,7 +114,7 @@ class ChannelPullback {
   /// `bits`: the mask's, if there is one, that of this element lowest.
   SYNCBN_DEVICE T operator()(const PullbackArrays& arrays, const ActivationOf<T>& activation,
                              unsigned bits, T dy, T x) const {
-    if (arrays.activation.kind == ActivationKind::kNone) {
+    if (!arrays.activation.changes()) {
       return dy;
     }
     return activation.gradient(
@@ -168,12 +144,6 @@ SYNCBN_DEVICE unsigned counted_bits(const std::uint8_t* counts, std::int64_t ele
   }
   return bits;
 }
-
-template <class T>
-inline constexpr DType kDtypeOf = std::is_same_v<T, Half>       ? DType::kFloat16
-                                  : std::is_same_v<T, BFloat16> ? DType::kBFloat16
-                                  : std::is_same_v<T, float>    ? DType::kFloat32
-                                                                : DType::kFloat64;
 
 /// Elements of a 16-byte access.
 template <class T>

@@ -128,7 +128,7 @@ void start_welford(WelfordArguments& a, const Stream& stream) {
 }  // namespace
 
 void load_welford(DType dtype) {
-  by_type(dtype, [](auto type) {
+  dispatch_dtype(dtype, [](auto type) {
     using T = decltype(type);
     load(&welford_kernel<T, 1>, &welford_kernel<T, kRowColumns>, &merge_kernel);
   });
@@ -155,7 +155,7 @@ void local_welford(const TensorView& x, const MaskView& mask, const ForwardCall&
   a.channels = samples.channels;
   a.elements = samples.samples * samples.plane;
   a.plane = Divisor(std::max<std::int64_t>(1, samples.plane));
-  by_type(x.dtype, [&](auto type) {
+  dispatch_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
     if (common_layout(samples, samples) == Layout::kRows) {
       start_welford<T, kRowColumns>(a, stream);
@@ -171,7 +171,7 @@ void merge_welford(const std::int64_t* messages, DType dtype, int ranks, double*
   check_eps(eps);
   check_ranks(ranks);
   start("merge_welford", &merge_kernel, grid_for(channels, kThreads, stream), kThreads, 0, stream,
-        messages, kHeaderWords + welford_words(dtype, channels), ranks, dtype == DType::kFloat64,
+        messages, kHeaderWords + welford_words(dtype, channels), ranks, record_words(dtype) == 2,
         mean, var, rstd, info, channels, eps);
 }
 

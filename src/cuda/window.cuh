@@ -125,7 +125,7 @@ inline constexpr int kPartials = Lane<T>::kPair ? 4 : 2;
 /// The scratch memory of a channel: slots of both sums, flags, and how many are done with it.
 template <class T>
 struct ChannelScratch {
-  static constexpr Format kFormat = format_of(kDtypeOf<T>);
+  static constexpr Format kFormat = ElementTraits<T>::kFormat;
   static constexpr int kMessageWords = kFormat.words();
   static constexpr int kFirstSlots = kFormat.first.slots;
   static constexpr int kSecondSlots = kFormat.second.slots;

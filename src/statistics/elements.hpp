@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "statistics/activation.hpp"
 #include "statistics/finalize.hpp"
 #include "statistics/host_device.hpp"
 #include "statistics/scalar.hpp"
@@ -74,27 +75,28 @@ class Affine {
 template <class T>
 class ActivationOf {
  public:
-  SYNCBN_HD explicit ActivationOf(const Activation& activation)
-      : kind_(activation.kind), slope_(static_cast<Wide<T>>(activation.negative_slope)) {}
+  SYNCBN_HD explicit ActivationOf(const AppliedActivation& activation)
+      : changes_(activation.changes()),
+        zero_(activation.zero),
+        slope_(static_cast<Wide<T>>(activation.slope)) {}
   /// Where the gradient passes unchanged.
-  SYNCBN_HD bool passes(Wide<T> v) const {
-    return kind_ == ActivationKind::kRelu ? !(v <= 0) : v > 0;
-  }
+  SYNCBN_HD bool passes(Wide<T> v) const { return zero_ ? !(v <= 0) : v > 0; }
   SYNCBN_HD Wide<T> value(Wide<T> v) const {
-    if (kind_ == ActivationKind::kNone || passes(v)) {
+    if (!changes_ || passes(v)) {
       return v;
     }
-    return kind_ == ActivationKind::kRelu ? Wide<T>(0) : v * slope_;
+    return zero_ ? Wide<T>(0) : v * slope_;
   }
   SYNCBN_HD T gradient(T dy, bool passing) const {
-    if (kind_ == ActivationKind::kNone || passing) {
+    if (!changes_ || passing) {
       return dy;
     }
-    return rounded<T>(kind_ == ActivationKind::kRelu ? Wide<T>(0) : widened(dy) * slope_);
+    return rounded<T>(zero_ ? Wide<T>(0) : widened(dy) * slope_);
   }
 
  private:
-  ActivationKind kind_;
+  bool changes_;
+  bool zero_;
   Wide<T> slope_;
 };
 

@@ -5,17 +5,17 @@
 #include <limits>
 
 #include "statistics/big_uint.hpp"
-#include "statistics/format.hpp"
+#include "statistics/dtype.hpp"
 #include "statistics/host_device.hpp"
 #include "statistics/scalar.hpp"
 
 // docs/numerics.md, sections 3, 5 and 6: from exact sums to statistics and gradients' coefficients.
 namespace syncbn {
 
-/// Sizes of one format as types, so that the integers are no larger than they need to be.
-template <DType kDtype>
+/// Sizes of an element type's format, so that the integers are no larger than they need to be.
+template <class T>
 struct FormatTraits {
-  static constexpr Format kFormat = format_of(kDtype);
+  static constexpr Format kFormat = ElementTraits<T>::kFormat;
   static constexpr int kWords = kFormat.words();
   static constexpr int kFirstLimbs = (kFormat.first.digits * kDigitBits + 12 + 63) / 64;
   static constexpr int kSecondLimbs = (kFormat.second.digits * kDigitBits + 12 + 63) / 64;
@@ -65,10 +65,10 @@ struct ChannelMoments {
 };
 
 /// Section 3. words: one channel's, summed over ranks. count >= 1.
-template <DType kDtype>
+template <class T>
 SYNCBN_HD inline ChannelMoments finalize_channel(const std::int64_t* words, std::int64_t count,
                                                  double eps) {
-  using Traits = FormatTraits<kDtype>;
+  using Traits = FormatTraits<T>;
   constexpr Format kFormat = Traits::kFormat;
   std::int64_t digits[kFormat.second.digits];
   const double n = static_cast<double>(count);
@@ -126,10 +126,10 @@ SYNCBN_HD inline ChannelGradients channel_gradients(double sum, double product_s
   return out;
 }
 
-template <DType kDtype>
+template <class T>
 SYNCBN_HD inline ChannelGradients finalize_channel_gradients(const std::int64_t* words, double mean,
                                                              double rstd) {
-  using Traits = FormatTraits<kDtype>;
+  using Traits = FormatTraits<T>;
   constexpr Format kFormat = Traits::kFormat;
   std::int64_t digits[kFormat.second.digits];
 

@@ -4,7 +4,6 @@
 
 #include "statistics/host_device.hpp"
 #include "statistics/scalar.hpp"
-#include "syncbn/tensor.hpp"
 
 // The fixed units and sizes of docs/numerics.md, section 2.
 namespace syncbn {
@@ -27,12 +26,6 @@ struct Format {
 inline constexpr Format kHalfFormat{{24, 2, 3}, {48, 3, 4}};
 inline constexpr Format kSingleFormat{{149, 6, 10}, {298, 12, 19}};
 inline constexpr Format kDoubleFormat{{1074, 41, 67}, {1074, 41, 67}};
-
-constexpr const Format& format_of(DType dtype) {
-  return dtype == DType::kFloat16   ? kHalfFormat
-         : dtype == DType::kFloat64 ? kDoubleFormat
-                                    : kSingleFormat;
-}
 
 /// Bits of a flags word; each is the lowest bit of a 15-bit counter of ranks.
 inline constexpr std::int64_t kFirstNan = std::int64_t{1} << 0;

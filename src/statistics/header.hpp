@@ -20,6 +20,7 @@ inline constexpr int kHeaderFlags = 3;
 inline constexpr int kCounterBits = 12;
 inline constexpr std::int64_t kCounterMask = (std::int64_t{1} << kCounterBits) - 1;
 inline constexpr std::int64_t kRejected = 1;
+static_assert((1 + kDtypeCount) * kCounterBits < 64, "a counter for each dtype");
 
 SYNCBN_HD constexpr std::int64_t dtype_flag(DType dtype) {
   return std::int64_t{1} << (kCounterBits * (1 + static_cast<int>(dtype)));
@@ -51,7 +52,7 @@ SYNCBN_HD inline MessageInfo header_info(const std::int64_t* merged, int ranks) 
   info.agree = static_cast<std::uint64_t>(ranks) * square == root * root;
   const std::int64_t flags = merged[kHeaderFlags];
   info.any_rejected = (flags & kCounterMask) != 0;
-  for (int number = 0; number <= static_cast<int>(DType::kFloat64); ++number) {
+  for (int number = 0; number < kDtypeCount; ++number) {
     const auto dtype = static_cast<DType>(number);
     if ((flags & (dtype_flag(dtype) * kCounterMask)) == 0) {
       continue;

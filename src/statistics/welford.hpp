@@ -2,8 +2,9 @@
 
 #include <cstdint>
 
+#include "statistics/dtype.hpp"
+#include "statistics/elements.hpp"
 #include "statistics/host_device.hpp"
-#include "statistics/scalar.hpp"
 
 // Count, mean and M2 of a set of numbers, and how two sets are joined (Chan, Golub and LeVeque,
 // "Algorithms for computing the sample variance", 1983).
@@ -42,6 +43,9 @@ struct WelfordMoments {
 template <class R>
 SYNCBN_HD constexpr std::int64_t record_words() {
   return sizeof(R) == 8 ? 2 : 1;
+}
+inline std::int64_t record_words(DType dtype) {
+  return dispatch_dtype(dtype, [](auto type) { return record_words<Wide<decltype(type)>>(); });
 }
 
 SYNCBN_HD inline void write_record(const WelfordMoments<double>& moments, std::int64_t* record) {

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "statistics/dtype.hpp"
 #include "support.hpp"
 #include "wide_integer.hpp"
 
@@ -14,6 +15,7 @@
 namespace syncbn {
 namespace {
 
+using testing::ElementOf;
 using testing::Random;
 using testing::same_bits;
 using testing::Wide;
@@ -45,8 +47,8 @@ std::vector<std::int64_t> moments_of(const std::vector<double>& values) {
 
 template <DType kDtype>
 ChannelMoments finalized(const std::vector<double>& values, double eps = 0.0) {
-  return finalize_channel<kDtype>(moments_of<kDtype>(values).data(),
-                                  static_cast<std::int64_t>(values.size()), eps);
+  return finalize_channel<ElementOf<kDtype>>(moments_of<kDtype>(values).data(),
+                                             static_cast<std::int64_t>(values.size()), eps);
 }
 
 template <class Tag>
@@ -102,7 +104,7 @@ TYPED_TEST(Finalize, NegativeVarianceIsZeroExact) {
   // Sums of partials that were rounded upwards can give N * Q < S^2.
   const auto words = words_of<kDtype>(Wide::in_units(2, format_of(kDtype).first.unit),
                                       Wide::in_units(3, format_of(kDtype).second.unit));
-  const ChannelMoments m = finalize_channel<kDtype>(words.data(), 1, 1e-5);
+  const ChannelMoments m = finalize_channel<ElementOf<kDtype>>(words.data(), 1, 1e-5);
   EXPECT_EQ(m.mean, 2.0);
   EXPECT_TRUE(same_bits(m.var, 0.0));
 }
@@ -116,7 +118,7 @@ TYPED_TEST(Finalize, ManyRanksWithTheSameWordsExact) {
     for (std::int64_t& word : words) {
       word *= ranks;
     }
-    const ChannelMoments all = finalize_channel<kDtype>(words.data(), 7 * ranks, 1e-5);
+    const ChannelMoments all = finalize_channel<ElementOf<kDtype>>(words.data(), 7 * ranks, 1e-5);
     EXPECT_EQ(all.mean, one.mean);
     EXPECT_EQ(all.var, one.var);
     EXPECT_EQ(all.rstd, one.rstd);
@@ -129,7 +131,8 @@ TYPED_TEST(Finalize, LargestCountExact) {
   const Wide first = Wide::in_units(0x1p36, format_of(kDtype).first.unit);
   const Wide second = Wide::in_units(10 * 0x1p35, format_of(kDtype).second.unit);
   const auto words = words_of<kDtype>(first, second);
-  const ChannelMoments m = finalize_channel<kDtype>(words.data(), std::int64_t{1} << 36, 0);
+  const ChannelMoments m =
+      finalize_channel<ElementOf<kDtype>>(words.data(), std::int64_t{1} << 36, 0);
   EXPECT_EQ(m.mean, 1.0);
   EXPECT_EQ(m.var, 4.0);
 }
@@ -160,13 +163,14 @@ TYPED_TEST(Finalize, FlagRulesExact) {
   for (const auto& one : cases) {
     auto words = moments_of<kDtype>({0, 1, 2});
     words.back() = one.flags;
-    const ChannelMoments m = finalize_channel<kDtype>(words.data(), 3, 1e-5);
+    const ChannelMoments m = finalize_channel<ElementOf<kDtype>>(words.data(), 3, 1e-5);
     EXPECT_TRUE(same_bits(m.mean, one.mean)) << one.flags;
     EXPECT_TRUE(same_bits(m.var, one.var)) << one.flags;
     const double rstd = one.var == kInf ? 0.0 : 1 / std::sqrt(one.var + 1e-5);
     EXPECT_TRUE(same_bits(m.rstd, rstd)) << one.flags;
 
-    const ChannelGradients g = finalize_channel_gradients<kDtype>(words.data(), 0.5, 2.0);
+    const ChannelGradients g =
+        finalize_channel_gradients<ElementOf<kDtype>>(words.data(), 0.5, 2.0);
     const bool first = one.flags != 0 && !same_bits(one.mean, 1.0);
     EXPECT_TRUE(same_bits(g.dweight, one.flags == 0 ? 2 * (-0.5 * 3 + 5) : kNan)) << one.flags;
     EXPECT_TRUE(same_bits(g.dbias, first ? one.mean : 3.0)) << one.flags;
@@ -212,7 +216,8 @@ TEST(FinalizeHalf, RandomSumsAgainst128BitIntegersExact) {
         (Wide(static_cast<std::int64_t>(squares >> 62)) << 62) +
         Wide(static_cast<std::int64_t>(squares & ((static_cast<unsigned __int128>(1) << 62) - 1)));
     const auto words = words_of<DType::kFloat16>(Wide(sum), wide_squares);
-    const ChannelMoments m = finalize_channel<DType::kFloat16>(words.data(), count, 1e-3);
+    const ChannelMoments m =
+        finalize_channel<ElementOf<DType::kFloat16>>(words.data(), count, 1e-3);
 
     const auto n = static_cast<double>(count);
     int k = 0;
@@ -266,7 +271,8 @@ TYPED_TEST(Finalize, GradientsExact) {
                                       Wide::in_units(10.25, format_of(kDtype).second.unit));
   const double mean = 1.0 / 3;
   const double rstd = 0.7;
-  const ChannelGradients g = finalize_channel_gradients<kDtype>(words.data(), mean, rstd);
+  const ChannelGradients g =
+      finalize_channel_gradients<ElementOf<kDtype>>(words.data(), mean, rstd);
   EXPECT_EQ(g.sum, -2.5);
   EXPECT_EQ(g.g, std::fma(-mean, -2.5, 10.25));
   EXPECT_EQ(g.dweight, rstd * g.g);
@@ -282,7 +288,8 @@ TYPED_TEST(Finalize, GradientsExact) {
   EXPECT_TRUE(same_bits(none.c1, 0.0) && same_bits(none.c2, 0.0) && same_bits(none.c3, 0.0));
 
   const auto zero = words_of<kDtype>(Wide(), Wide());
-  const ChannelGradients empty = finalize_channel_gradients<kDtype>(zero.data(), mean, rstd);
+  const ChannelGradients empty =
+      finalize_channel_gradients<ElementOf<kDtype>>(zero.data(), mean, rstd);
   EXPECT_TRUE(same_bits(empty.dweight, 0.0));
   EXPECT_TRUE(same_bits(empty.dbias, 0.0));
 }
@@ -291,7 +298,8 @@ TEST(FinalizeSingle, GradientSumsAreRoundedOnceExact) {
   // A = 2^53 + 1 units: a tie, to even; B = -(2^53 + 3) units: a tie, to even.
   const auto words =
       words_of<DType::kFloat32>((Wide(1) << 53) + Wide(1), -((Wide(1) << 53) + Wide(3)));
-  const ChannelGradients g = finalize_channel_gradients<DType::kFloat32>(words.data(), 0.0, 1.0);
+  const ChannelGradients g =
+      finalize_channel_gradients<ElementOf<DType::kFloat32>>(words.data(), 0.0, 1.0);
   EXPECT_EQ(g.dbias, std::ldexp(0x1p53, -149));
   EXPECT_EQ(g.dweight, std::ldexp(-0x1p53 - 4, -298));
 }

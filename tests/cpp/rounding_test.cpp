@@ -8,6 +8,7 @@
 #include "cpu/finalize.hpp"
 #include "cpu/float_environment.hpp"
 #include "cpu/kernels.hpp"
+#include "statistics/dtype.hpp"
 #include "statistics/finalize.hpp"
 #include "support.hpp"
 #include "wide_integer.hpp"
@@ -17,6 +18,7 @@ namespace syncbn {
 namespace {
 
 using testing::available_levels;
+using testing::ElementOf;
 using testing::LevelScope;
 using testing::Random;
 using testing::same_bits;
@@ -141,8 +143,8 @@ void expect_bits_of_integers(Random& random, const std::string& level, bool grad
     cpu::finalize_gradients(kDtype, words.data(), channels, mean.data(), rstd.data(),
                             actual.data());
     for (std::size_t c = 0; c < n; ++c) {
-      const ChannelGradients expected =
-          finalize_channel_gradients<kDtype>(words.data() + c * per_channel, mean[c], rstd[c]);
+      const ChannelGradients expected = finalize_channel_gradients<ElementOf<kDtype>>(
+          words.data() + c * per_channel, mean[c], rstd[c]);
       ASSERT_TRUE(same_bits(actual[c].sum, expected.sum)) << level << ", channel " << c;
       ASSERT_TRUE(same_bits(actual[c].g, expected.g)) << level << ", channel " << c;
       ASSERT_TRUE(same_bits(actual[c].dweight, expected.dweight)) << level << ", channel " << c;
@@ -158,7 +160,7 @@ void expect_bits_of_integers(Random& random, const std::string& level, bool grad
                         rstd.data());
   for (std::size_t c = 0; c < n; ++c) {
     const ChannelMoments expected =
-        finalize_channel<kDtype>(words.data() + c * per_channel, count, eps);
+        finalize_channel<ElementOf<kDtype>>(words.data() + c * per_channel, count, eps);
     ASSERT_TRUE(same_bits(mean[c], expected.mean)) << level << ", channel " << c;
     ASSERT_TRUE(same_bits(var[c], expected.var)) << level << ", channel " << c;
     ASSERT_TRUE(same_bits(rstd[c], expected.rstd)) << level << ", channel " << c;
@@ -203,7 +205,8 @@ TEST(Rounding, TwoThousandRanksExact) {
       double var[4];
       double rstd[4];
       cpu::finalize_moments(DType::kFloat32, words.data(), 4, 2048, 0.0, mean, var, rstd);
-      const ChannelMoments expected = finalize_channel<DType::kFloat32>(words.data(), 2048, 0.0);
+      const ChannelMoments expected =
+          finalize_channel<ElementOf<DType::kFloat32>>(words.data(), 2048, 0.0);
       for (int c = 0; c < 4; ++c) {
         EXPECT_TRUE(same_bits(mean[c], expected.mean)) << level;
         EXPECT_TRUE(same_bits(var[c], expected.var)) << level;

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "statistics/big_uint.hpp"
+#include "statistics/dtype.hpp"
 #include "statistics/finalize.hpp"
-#include "statistics/format.hpp"
 #include "support.hpp"
 #include "wide_integer.hpp"
 

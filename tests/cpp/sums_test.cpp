@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "statistics/format.hpp"
+#include "statistics/dtype.hpp"
 #include "support.hpp"
 #include "syncbn/passes.hpp"
 #include "wide_integer.hpp"

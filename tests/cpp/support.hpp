@@ -12,6 +12,7 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,11 @@
 #include "syncbn/tensor.hpp"
 
 namespace syncbn::testing {
+
+/// The type of a dtype's elements.
+template <DType kDtype>
+using ElementOf = std::tuple_element_t<static_cast<std::size_t>(kDtype),
+                                       std::tuple<Half, BFloat16, float, double>>;
 
 inline constexpr DType kDtypes[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32,
                                     DType::kFloat64};

@@ -13,7 +13,7 @@
 #include "emulator.hpp"
 #include "properties.hpp"
 #include "sample_view.hpp"
-#include "statistics/format.hpp"
+#include "statistics/dtype.hpp"
 #include "support.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/executor.hpp"

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "emulator.hpp"
-#include "statistics/format.hpp"
+#include "statistics/dtype.hpp"
 #include "statistics/slots.hpp"
 #include "support.hpp"
 #include "syncbn/cuda_passes.hpp"

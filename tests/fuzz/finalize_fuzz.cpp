@@ -7,6 +7,7 @@
 
 #include "bytes.hpp"
 #include "cpu/finalize.hpp"
+#include "statistics/dtype.hpp"
 #include "statistics/finalize.hpp"
 #include "syncbn/diagnosis.hpp"
 #include "syncbn/passes.hpp"

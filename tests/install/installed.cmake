@@ -10,7 +10,7 @@ endfunction()
 run(${CMAKE_COMMAND} --install ${build_dir} --prefix ${first} --config ${config})
 file(RENAME ${first} ${prefix})
 
-# The headers are the ones of include/syncbn; nothing of src/ and no test is installed.
+# The headers are those of include/syncbn and bindings/libtorch; nothing of src/ and no test is installed.
 file(GLOB_RECURSE headers RELATIVE ${prefix}/include ${prefix}/include/*)
 list(FILTER headers EXCLUDE REGEX "^syncbn/[a-z0-9_]+\\.(h|hpp)$")
 if(headers)

@@ -81,7 +81,8 @@ def test_holds_headers_and_the_cmake_package_and_no_other_build_files() -> None:
     rest = [name for name in names if not re.match(r"syncbn/(include/syncbn|cmake)/[^/]+$", name)]
     assert not [name for name in rest if name.endswith((".in", ".cmake", ".h", ".hpp", ".cpp"))]
     headers = {name.rpartition("/")[2] for name in names if name.startswith("syncbn/include/")}
-    assert headers == {path.name for path in (PROJECT / "include" / "syncbn").iterdir()}
+    folders = ("include/syncbn", "bindings/libtorch/syncbn")
+    assert headers == {path.name for folder in folders for path in (PROJECT / folder).iterdir()}
 
 
 def test_cmake_builds_against_the_installed_package(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_other_files_are_refused(package: Files, tmp_path: Path, name: str) -> N
         "syncbn/nn.py",
         "syncbn/_build.py",
         "syncbn/include/syncbn/passes.hpp",
+        "syncbn/include/syncbn/torch.hpp",
         "syncbn/cmake/syncbn-config.cmake",
         "syncbn/lib/libsyncbn_torch_cpu.so",
     ),

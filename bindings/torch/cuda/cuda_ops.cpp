@@ -63,8 +63,11 @@ template <class Words>
 DType dtype_of_messages(const char* name, std::int64_t length, const Tensor& x,
                         const Words& words) {
   const std::int64_t channels = channels_of(x);
-  for (const DType dtype : {dtype_of("x", x), DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
-    if (length == words(dtype, channels)) {
+  if (const DType dtype = dtype_of("x", x); length == words(dtype, channels)) {
+    return dtype;
+  }
+  for (int number = 0; number < kDtypeCount; ++number) {
+    if (const auto dtype = static_cast<DType>(number); length == words(dtype, channels)) {
       return dtype;
     }
   }

@@ -13,6 +13,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from ..exchange.groups import Sharing
 from ..nn import SyncBatchNorm
+from ..step.options import activation_of
 from . import timm_classes
 from .convert import original_activation, revert_sync_batchnorm
 
@@ -235,18 +236,18 @@ def _is_own(norm: nn.Module) -> bool:
     return type(norm) is SyncBatchNorm or timm_classes.fuses(norm)
 
 
-def _activation(norm: nn.Module) -> nn.Module | None:
-    kind = norm.activation if _is_own(norm) else "none"
-    if kind == "none":
-        return None
-    return nn.ReLU() if kind == "relu" else nn.LeakyReLU(norm.negative_slope)
+def _activation(norm: nn.Module) -> nn.Module:
+    if not _is_own(norm):
+        return nn.Identity()
+    activation = activation_of(norm.activation)
+    return activation.module(*activation.arguments(norm.negative_slope))
 
 
 def _plain(norm: SyncBatchNorm) -> nn.Module:
     """The layer in evaluation mode without this package."""
     norm.share(Sharing())  # evaluation exchanges nothing
     plain = copy.copy(norm)
-    activation = None
+    activation: nn.Module = nn.Identity()
     if norm.activation != original_activation(norm):  # or the original class has it
         activation = _activation(norm)
         plain.activation = "none"
@@ -254,7 +255,7 @@ def _plain(norm: SyncBatchNorm) -> nn.Module:
             vars(plain).pop("_original_class")
     # torch.nn.SyncBatchNorm, as a layer that was not converted, takes any number of axes.
     plain = revert_sync_batchnorm(plain, default=nn.SyncBatchNorm)
-    return plain if activation is None else nn.Sequential(plain, activation)
+    return plain if type(activation) is nn.Identity else nn.Sequential(plain, activation)
 
 
 def _become(module: nn.Module, other: nn.Module) -> None:
@@ -312,7 +313,7 @@ def fold(model: nn.Module) -> nn.Module:
             host.weight, host.bias = weight, bias
             if type(host) is nn.Linear:
                 host.register_forward_pre_hook(_expect_rows)
-            replacements[norm] = _activation(norm) or nn.Identity()
+            replacements[norm] = _activation(norm)
         for norm in left:
             if _is_own(norm) and uses.tie(norm) is None:
                 replacements[norm] = _plain(norm)

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from torch import nn
 
 from ..nn import SyncBatchNorm
+from ..step.options import ACTIVATIONS
 
 _MODULE = "timm.layers.norm_act"
-_FUSED = {nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu"}
+_FUSED = {a.module: name for name, a in ACTIVATIONS.items() if name != "none"}
 
 
 def fuses(layer: nn.Module) -> bool:

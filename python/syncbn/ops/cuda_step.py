@@ -49,7 +49,7 @@ def _merged(message: Tensor, channels: int, own: int, peers, call: Call) -> Tens
     if torch.compiler.is_compiling() and peers is not None:
         options = (peers.group_name, call.layer, call.direction, call.dtype, call.options.eps)
         merged = ops.all_reduce_message(message, channels, own, *options)
-        # Keeps it in the graph, as in _step_operators.
+        # Keeps it in the graph, as in as_operator.
         return torch.ops._c10d_functional.wait_tensor(merged)
     merged, rest = merging.exchange(message, channels, peers, call)
     if not torch.compiler.is_compiling():

@@ -13,7 +13,7 @@ from ..exchange.groups import Sharing
 from ..operators import _normalized, _parameter_gradients, ops
 from . import layer_state, training
 from .layer_state import Identity, LayerState
-from .options import ACTIVATIONS, Options
+from .options import Options, activation_of
 
 # handle: of a layer's state, in compiled graphs; else None, and the next five tell which. Then the
 # options: momentum and inplace are not the operators' concern.
@@ -76,7 +76,7 @@ def _(x, weight, bias, residual, mask, takes_part, *layer):
     """y like x; statistics and activation mask as of normalize; backward int64 [2] on the CPU: who
     takes part in it."""
     words = torch.empty(2, dtype=torch.int64, device="cpu")
-    return *_normalized(x, residual, ACTIVATIONS.index(layer[-3])), words
+    return *_normalized(x, residual, activation_of(layer[-3]).number), words
 
 
 def _words_of(backward: Backward) -> Tensor:

@@ -3,21 +3,47 @@
 import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from .. import operators_cuda
-from ..operators import ops
+from ..operators import DTYPES, ops
 
 AFFINE_GRADS = ("share", "global")
-_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 #: Of the core: that of the words of a message.
 _MOST_CHANNELS = 2**31
 STATISTICS = ("reproducible", "welford")  # in the order of the core's Statistics
 _LARGEST = torch.finfo(torch.float32).max
-ACTIVATIONS = ("none", "relu", "leaky_relu")  # in the order of the core's ActivationKind
+
+
+class Activation(NamedTuple):
+    """What the layer ends with. Where it does not hand its input on, it multiplies by a slope."""
+
+    number: int  #: of the core's ActivationKind
+    slope: float | None  #: None: the option negative_slope
+    function: Callable[..., Tensor]  #: PyTorch's; with the option negative_slope, it is an argument
+    module: Callable[..., nn.Module]  #: the same as a module
+
+    def arguments(self, negative_slope: float) -> tuple[float, ...]:
+        """Of function and module, besides the input."""
+        return (negative_slope,) if self.slope is None else ()
+
+
+ACTIVATIONS = {
+    "none": Activation(0, 1.0, lambda y: y, nn.Identity),
+    "relu": Activation(1, 0.0, F.relu, nn.ReLU),
+    "leaky_relu": Activation(2, None, F.leaky_relu, nn.LeakyReLU),
+}
+
+
+def activation_of(name: str) -> Activation:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise ValueError(f"activation: got {name!r}, expected one of {tuple(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 class Options(NamedTuple):
@@ -35,14 +61,15 @@ class Options(NamedTuple):
     def shared(self) -> dict[str, object]:
         """Those that ranks must have in common, by name."""
         own = {"eps": self.eps, "statistics": self.statistics, "activation": self.activation}
-        return own | ({"negative_slope": self.negative_slope} if "leaky" in self.activation else {})
+        sloped = activation_of(self.activation).slope is None
+        return own | ({"negative_slope": self.negative_slope} if sloped else {})
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.shared().items())
 
     @property
     def activation_kind(self) -> int:
-        return ACTIVATIONS.index(self.activation)
+        return activation_of(self.activation).number
 
     @property
     def writes_over_input(self) -> bool:
@@ -96,11 +123,8 @@ def check_options(options: Options) -> None:
     momentum = options.momentum
     if momentum is not None and not (is_number(momentum) and 0 <= momentum <= 1):
         raise ValueError(f"momentum: got {momentum!r}, expected a number in [0, 1], or None")
-    for name, allowed in (
-        ("affine_grad", AFFINE_GRADS),
-        ("activation", ACTIVATIONS),
-        ("statistics", STATISTICS),
-    ):
+    activation = activation_of(options.activation)
+    for name, allowed in (("affine_grad", AFFINE_GRADS), ("statistics", STATISTICS)):
         value = getattr(options, name)
         if not isinstance(value, str) or value not in allowed:
             raise ValueError(f"{name}: got {value!r}, expected one of {allowed}")
@@ -114,16 +138,16 @@ def check_options(options: Options) -> None:
         )
     if not options.inplace:
         return
-    if options.activation == "relu":
+    if activation.slope is not None and options.activation != "none":
         raise ValueError(
-            "inplace: got True with relu, from whose output the input cannot be recovered; "
-            "expected leaky_relu"
+            f"inplace: got True with {options.activation}, from whose output the input cannot be "
+            "recovered; expected leaky_relu"
         )
     if options.statistics != "reproducible":
         raise ValueError(
             f"inplace: got True with statistics={options.statistics!r}, expected False"
         )
-    if options.activation == "leaky_relu" and not 2**-10 <= options.negative_slope <= 2**10:
+    if activation.slope is None and not 2**-10 <= options.negative_slope <= 2**10:
         raise ValueError(
             f"negative_slope: got {options.negative_slope} with inplace=True, expected a number in "
             "[2^-10, 2^10]"
@@ -213,7 +237,7 @@ def _check_dtype(name: str, x: Tensor) -> None:
 
 
 def check_dtype(name: str, dtype) -> None:
-    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ValueError(f"{name}: got {dtype}, expected float16, bfloat16, float32 or float64")
 
 
@@ -241,7 +265,7 @@ def check_per_channel(name: str, tensor, x: Tensor) -> None:
     if (  # mostly, and quickly; what follows says what is wrong
         is_strided(tensor)
         and tensor.shape == x.shape[1:2]
-        and tensor.dtype in _DTYPES
+        and tensor.dtype in DTYPES
         and tensor.device == x.device
     ):
         return

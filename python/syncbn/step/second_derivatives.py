@@ -13,6 +13,7 @@ from ..exchange.call import Call
 from ..exchange.groups import Peers
 from ..operators import ops
 from .modes import check_not_batched, recorded
+from .options import activation_of
 
 
 class _Exchange(NamedTuple):
@@ -113,8 +114,8 @@ def _gradients(step, dy, x, weight, mean, rstd, count, positive, counting):
         weight = _SameOnAllRanks.apply(weight, exchange("weight"))
     u = dy
     if positive is not None:
-        slope = options.negative_slope if options.activation == "leaky_relu" else 0.0
-        u = torch.where(positive, dy, slope * dy)
+        slope = activation_of(options.activation).slope
+        u = torch.where(positive, dy, (options.negative_slope if slope is None else slope) * dy)
     axes = [0, *range(2, x.dim())]
     centered = x - _channels(mean, x)
     own = torch.stack((u.sum(axes), (u * centered).sum(axes)))
@@ -155,7 +156,8 @@ class _Differentiable(torch.autograd.Function):
         positive = None
         if step.options.activation != "none":
             with torch.no_grad():  # relu's gradient of ones, by the very bits of forward
-                through = (weight, bias, activation_mask, 1, 0.0)
+                relu = activation_of("relu").number
+                through = (weight, bias, activation_mask, relu, 0.0)
                 ones = torch.ones_like(x)
                 _, kept = ops.local_gradients(ones, x, mean, rstd, info, *through, True, 0, mask)
                 positive = kept != 0

@@ -1,0 +1,109 @@
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "channel_values.hpp"
+#include "cpu/cpu_passes.hpp"
+#include "cpu/finalize.hpp"
+#include "cpu/kernels.hpp"
+#include "cpu/packed.hpp"
+#include "statistics/activation.hpp"
+#include "statistics/dtype.hpp"
+#include "support.hpp"
+#include "syncbn/batch_norm.hpp"
+#include "syncbn/welford.hpp"
+
+// A dtype and an activation that nobody knows: each place that depends on them refuses them, and
+// takes them for no other one. What happens to an enumeration that grows: tests/rules.
+namespace syncbn {
+namespace {
+
+constexpr auto kMadeUpDtype = static_cast<DType>(kDtypeCount);
+constexpr auto kMadeUpActivation = static_cast<ActivationKind>(kActivationCount);
+
+template <class T>
+concept HasTraits = requires { ElementTraits<T>::kName; };
+static_assert(HasTraits<Half> && HasTraits<double> && !HasTraits<int>);
+
+void expect_refused(const char* what, const std::function<void()>& body) {
+  EXPECT_TRUE(testing::contains(testing::thrown_text<InvalidArgument>(body), what));
+}
+
+/// A view of a dtype that no check has seen.
+SampleView samples_of(DType dtype, const float* data) {
+  SampleView view(TensorView(data, DType::kFloat32, {1, 1, 2}));
+  view.dtype = dtype;
+  return view;
+}
+
+TEST(Kinds, EveryPlaceRefusesAMadeUpDtype) {
+  const std::vector<float> data{1.0f, 2.0f};
+  std::vector<std::int64_t> words(200);
+  double number = 0;
+  const SampleView x = samples_of(kMadeUpDtype, data.data());
+  Executor& executor = serial_executor();
+  const std::vector<std::function<void()>> places{
+      [&] { size_of(kMadeUpDtype); },
+      [&] { name(kMadeUpDtype); },
+      [&] { words_per_channel(kMadeUpDtype); },
+      [&] { welford_words(kMadeUpDtype, 1); },
+      [&] { format_of(kMadeUpDtype); },
+      [&] { is_vectorized(kMadeUpDtype); },
+      [&] { channel_value(TensorView(data.data(), kMadeUpDtype, {2}), 0); },
+      [&] { set_channel_value(MutableTensorView(&number, kMadeUpDtype, {1}), 0, 1.0); },
+      [&] { cpu::moment_sums(x, words.data(), executor); },
+      [&] { cpu::reference::moment_sums(x, words.data(), executor); },
+      [&] { cpu::welford_records(x, words.data(), executor); },
+      [&] {
+        cpu::finalize_moments(kMadeUpDtype, words.data(), 1, 1, 0, &number, &number, &number);
+      },
+  };
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    SCOPED_TRACE(i);
+    expect_refused("dtype", places[i]);
+  }
+}
+
+TEST(Kinds, VectorKernelsRefuseWhatTheyHaveNoCodeFor) {
+  const cpu::Kernels* kernels = cpu::active_kernels();
+  if (kernels == nullptr) {
+    GTEST_SKIP() << "no vector kernels here";
+  }
+  for (const DType dtype : {DType::kFloat64, kMadeUpDtype}) {
+    cpu::Windows windows(kSingleFormat, 1);
+    const cpu::WindowArrays arrays = windows.arrays();
+    const cpu::ElementPass pass = cpu::ElementPass::kNormalize;
+    expect_refused("dtype", [&] { kernels->sum_planes(dtype, {}, windows, arrays); });
+    expect_refused("dtype", [&] { kernels->sum_rows(dtype, {}, windows, arrays); });
+    expect_refused("dtype", [&] { kernels->map_planes(dtype, pass, {}); });
+    expect_refused("dtype", [&] { kernels->map_rows(dtype, pass, {}); });
+  }
+}
+
+TEST(Kinds, EveryPlaceRefusesAMadeUpActivation) {
+  const Activation made_up{kMadeUpActivation};
+  const std::vector<float> data{1.0f, 2.0f};
+  std::vector<float> out(2);
+  const double one = 1;
+  const SampleView x = samples_of(DType::kFloat32, data.data());
+  const SampleView y = samples_of(DType::kFloat32, out.data());
+  const cpu::NormalizeConstants constants{&one, &one, &one, &one};
+  Executor& executor = serial_executor();
+  const std::vector<std::function<void()>> places{
+      [&] { traits_of(kMadeUpActivation); },
+      [&] { AppliedActivation{made_up}; },
+      [&] { layer_identity(1, made_up, Statistics::kReproducible, false); },
+      [&] { cpu::activation_constants(made_up); },
+      [&] { cpu::normalize(x, nullptr, y, nullptr, constants, made_up, executor); },
+      [&] { cpu::reference::normalize(x, nullptr, y, nullptr, constants, made_up, executor); },
+  };
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    SCOPED_TRACE(i);
+    expect_refused("activation: got number 3, expected none, relu or leaky_relu", places[i]);
+  }
+}
+
+}  // namespace
+}  // namespace syncbn
