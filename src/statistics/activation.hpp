@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+
 #include "statistics/host_device.hpp"
 #include "syncbn/passes.hpp"
 
@@ -29,18 +31,22 @@ constexpr ActivationTraits traits_of(ActivationKind kind) {
   refuse_activation(kind);
 }
 
+/// What becomes of values that are not positive. One value, not two flags: kernels have few
+/// registers left.
+enum class NotPositive : std::uint8_t { kKept, kZero, kScaled };
+
 /// An activation as kernels are given it, which then know no kinds.
 struct AppliedActivation {
-  bool zero = false;
-  bool scaled = false;
+  NotPositive rest = NotPositive::kKept;
   double slope = 1.0;
 
   AppliedActivation() = default;
   /* implicit */ AppliedActivation(const Activation& activation)
-      : zero(traits_of(activation.kind).zero),
-        scaled(traits_of(activation.kind).scaled),
+      : rest(traits_of(activation.kind).zero     ? NotPositive::kZero
+             : traits_of(activation.kind).scaled ? NotPositive::kScaled
+                                                 : NotPositive::kKept),
         slope(activation.negative_slope) {}
-  SYNCBN_HD bool changes() const { return zero || scaled; }
+  SYNCBN_HD bool changes() const { return rest != NotPositive::kKept; }
 };
 
 }  // namespace syncbn

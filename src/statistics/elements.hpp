@@ -76,27 +76,24 @@ template <class T>
 class ActivationOf {
  public:
   SYNCBN_HD explicit ActivationOf(const AppliedActivation& activation)
-      : changes_(activation.changes()),
-        zero_(activation.zero),
-        slope_(static_cast<Wide<T>>(activation.slope)) {}
+      : rest_(activation.rest), slope_(static_cast<Wide<T>>(activation.slope)) {}
   /// Where the gradient passes unchanged.
-  SYNCBN_HD bool passes(Wide<T> v) const { return zero_ ? !(v <= 0) : v > 0; }
+  SYNCBN_HD bool passes(Wide<T> v) const { return rest_ == NotPositive::kZero ? !(v <= 0) : v > 0; }
   SYNCBN_HD Wide<T> value(Wide<T> v) const {
-    if (!changes_ || passes(v)) {
+    if (rest_ == NotPositive::kKept || passes(v)) {
       return v;
     }
-    return zero_ ? Wide<T>(0) : v * slope_;
+    return rest_ == NotPositive::kZero ? Wide<T>(0) : v * slope_;
   }
   SYNCBN_HD T gradient(T dy, bool passing) const {
-    if (!changes_ || passing) {
+    if (rest_ == NotPositive::kKept || passing) {
       return dy;
     }
-    return rounded<T>(zero_ ? Wide<T>(0) : widened(dy) * slope_);
+    return rounded<T>(rest_ == NotPositive::kZero ? Wide<T>(0) : widened(dy) * slope_);
   }
 
  private:
-  bool changes_;
-  bool zero_;
+  NotPositive rest_;
   Wide<T> slope_;
 };
 
