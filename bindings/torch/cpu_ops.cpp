@@ -15,7 +15,8 @@
 #include "syncbn/passes.hpp"
 
 // The operators on CPU: the core's passes with PyTorch's tensors and threads. Functional, but for
-// update_running_statistics. Shapes and dtypes stand beside their fakes in python/syncbn/operators.py.
+// update_running_statistics. Shapes and dtypes stand beside their fakes in
+// python/syncbn/operators.py.
 namespace syncbn::torch_layer {
 namespace {
 

@@ -15,8 +15,8 @@
 #include "syncbn/passes.hpp"
 #include "syncbn/shared_memory.hpp"
 
-// Groups of processes on one node, for python/syncbn/exchange/shared_memory.py. Python holds a number for
-// each, and comes back between slices of a wait, so that signals reach it.
+// Groups of processes on one node, for python/syncbn/exchange/shared_memory.py. Python holds a
+// number for each, and comes back between slices of a wait, so that signals reach it.
 namespace syncbn::torch_layer {
 namespace {
 
