@@ -251,6 +251,7 @@ def own_group(
     base = f"syncbn/{'_'.join(map(str, members))}"
     rank = ranks.index(dist.get_rank())
     made: list[mesh.Mesh] = []
+    given_up: list[bool] = []
 
     def make(offers: list[meeting.Offer], place: str) -> tuple[str, int]:
         number = 1 + max(offer.value[0] for offer in offers)
@@ -258,6 +259,8 @@ def own_group(
         # Gloo's own limit must not come first: its errors name nobody.
         limit = patience + 2 * meeting.CONNECTING
         made.append(mesh.make(name, place, rank, nodes, limit, share))
+        if given_up:  # meanwhile, and nobody takes it
+            made.pop().close()
         return name, number
 
     asks = f"timeout={timeout:g}, engine={'auto' if share else 'process_group'!r}"
@@ -269,8 +272,9 @@ def own_group(
     except BaseException as error:
         if isinstance(error, DivergenceError):  # to be asked for in another way
             del _unmade[key]
-        for one in made:
-            one.close()
+        given_up.append(True)
+        while made:
+            made.pop().close()
         raise
     del _unmade[key]
     (formed,) = made

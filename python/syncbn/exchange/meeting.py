@@ -142,10 +142,11 @@ class _Attempt:
                 if making is not None and making.done():
                     error = making.exception()
                     making = None
-                    if error is None:
+                    if error is not None:
+                        reason = self._leaves(f"{type(error).__name__}: {error}")
+                    elif not reason:
                         self._come(stage)
                         continue
-                    reason = self._leaves(f"{type(error).__name__}: {error}")
                 if reason:
                     verdict = self._swap(key, "", reason)
             if verdict == _ALL:
