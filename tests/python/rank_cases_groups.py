@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -145,6 +146,20 @@ def check_interrupted(rank, layer, step):
     dist.barrier()
     syncbn.reset_groups(layer)
     layer(torch.randn(3, 4))
+
+
+def case_later_groups_ask_no_name_server(rank, world):
+    """PyTorch does for each new connection to the store, and for each new device of Gloo."""
+    layer = syncbn.SyncBatchNorm(3)
+    syncbn.prepare(layer)
+    syncbn.reset_groups(layer)  # the first connection answers others, the second makes groups
+    refused = mock.Mock(side_effect=AssertionError("a new one"))
+    gloo = dist.ProcessGroupGloo
+    with mock.patch.object(type(dist.distributed_c10d._get_default_store()), "clone", refused):
+        with mock.patch.object(gloo, "create_default_device", refused):
+            syncbn.reset_groups(layer)
+    assert not refused.called
+    layer(torch.ones(2, 3))
 
 
 def case_checks_cost_no_collective(rank, world):
