@@ -198,7 +198,8 @@ def case_many_models_share_what_a_process_holds(rank, world):
     for each in models[::10]:
         each(own_samples(rank)).sum().backward()
     assert len(groups._own_groups) == number
-    assert settled_held() == before
+    held = settled_held()
+    assert held == before, f"{held} are held, {before} before"
     del models, each
     gc.collect()
     assert settled_held() == before and _live_layers() == layers_before
