@@ -1,7 +1,9 @@
-"""Real processes over shared memory: 2 and 3 ranks, started once each, run every case of the
-modules rank_cases*.py and device_cases.py. test_distributed_gloo.py: over Gloo alone."""
+"""Real processes, started once, run every case of the modules rank_cases*.py and device_cases.py:
+here 2 ranks over shared memory, in test_distributed_gloo.py 3 ranks over Gloo alone. SYNCBN_WORLDS,
+for example "2 3", takes other numbers of ranks for both, as the weekly run does."""
 
 import importlib
+import os
 from pathlib import Path
 
 import pytest
@@ -21,17 +23,18 @@ def all_cases() -> Cases:
     return CASES
 
 
-def results_over(engine: str):
+def results_over(engine: str, world: int):
     """A fixture."""
+    worlds = [int(word) for word in os.environ.get("SYNCBN_WORLDS", str(world)).split()]
 
-    @pytest.fixture(scope="module", params=(2, 3), ids=lambda world: f"{world} ranks, {engine}")
+    @pytest.fixture(scope="module", params=worlds, ids=lambda world: f"{world} ranks, {engine}")
     def results(request, tmp_path_factory):
         return run_cases(all_cases, request.param, engine, tmp_path_factory.mktemp("ranks"))
 
     return results
 
 
-results = results_over("shared memory")
+results = results_over("shared memory", 2)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,4 +2,4 @@
 
 from test_distributed import results_over, test_ranks  # noqa: F401
 
-results = results_over("gloo")
+results = results_over("gloo", 3)

@@ -232,7 +232,10 @@ def lacks_memory(error: BaseException) -> bool:
     """Whether it is what PyTorch and the operators raise when an allocation fails."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)  # PyTorch 2.15 does not hand on the type of the operators' error
+    return text.startswith("memory: got none") or bool(_NO_MEMORY.search(text))
 
 
 def reason_of(error: BaseException) -> str:
