@@ -15,7 +15,8 @@ GAP = "…"
 _PYTHON_MAKERS = {"fail": 1, "_refusal": 1, "_Over": 1, "refuse": 0, "shm_abandon": 1, "warning": 0}
 #: In these files the text of an error is in a variable, or what a function returns.
 _PYTHON_WORDS = {
-    "transports.py": ("late", "_broken", "why", "reason_of"),
+    "attempt.py": ("_broken", "why", "reason_of"),
+    "transports.py": ("late",),
     "operators_cuda.py": ("why_not",),
     "agreement.py": ("reason",),
     "parallel.py": ("_difference",),

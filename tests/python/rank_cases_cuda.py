@@ -11,14 +11,19 @@ import torch.distributed as dist
 import syncbn
 from rank_cases import raises, shards
 from support import new_layer
-from syncbn.exchange import agreement, groups, merging, selection
+from syncbn.exchange import groups, selection
 from syncbn.exchange.call import Call
+from syncbn.exchange.ways import InStream, ThroughHost, way_of
 from syncbn.operators import DTYPES, HEADER_WORDS, ops
 from syncbn.step.options import Options
 
 
 def peers_of_world():
     return groups.peers(groups.Sharing())
+
+
+def through_host():
+    return ThroughHost(peers_of_world())
 
 
 def message_of(x, number=0):
@@ -29,14 +34,14 @@ def case_messages_through_the_host_exact(rank, world):
     """In one piece and of the group's length, also beyond the frame and on ranks without samples,
     which autocast may have left with another dtype; the sum is that of one rank with all of them.
     """
-    peers, call = peers_of_world(), Call("layer")
+    way, call = through_host(), Call("layer")
     for dtype in DTYPES:
         for channels in (3, 700):
             whole = torch.randn(9, channels, generator=torch.Generator().manual_seed(1)).to(dtype)
             x = whole[shards(9, world, "empty first")[rank]]
             if rank == 0:
                 x = x.to(torch.float64 if dtype == torch.float16 else torch.float16)
-            got = merging._exchange_from_device(message_of(x), channels, peers, call)
+            got = way.exchange(message_of(x), channels, call)[0]
             expected = message_of(whole)
             assert got.shape == expected.shape and got[0] == 9, (dtype, channels)
             # Digits are summed without carries, so moments are compared, not words.
@@ -49,39 +54,41 @@ def case_messages_through_the_host_exact(rank, world):
 
 def case_empty_messages_through_the_host(rank, world):
     x = torch.empty(0, 5, dtype=DTYPES[rank % len(DTYPES)])
-    got = merging._exchange_from_device(message_of(x), 5, peers_of_world(), Call("layer"))
+    got = through_host().exchange(message_of(x), 5, Call("layer"))[0]
     assert got[0] == 0 and got.numel() == message_of(x).numel()
 
 
 def case_messages_that_differ_through_the_host_are_an_error(rank, world):
     def exchange():
         message = message_of(torch.randn(2, 3), number=rank)
-        merging._exchange_from_device(message, 3, peers_of_world(), Call("layer"))
+        through_host().exchange(message, 3, Call("layer"))
 
     raises(syncbn.DivergenceError, "did not make the same call", exchange)
 
 
-def in_stream_order():
+def peers_with_nccl():
     """The world's own group in the place of an NCCL group."""
     return peers_of_world()._replace(cuda=dist.group.WORLD.group_name)
 
 
+def in_stream_order():
+    return InStream(peers_with_nccl(), torch.device("cpu"))
+
+
 def case_messages_in_stream_order_exact(rank, world):
     """The host learns nothing, the header tells the device; this rank's message stays as it is."""
-    peers, call = in_stream_order(), Call("layer")
+    way, call = in_stream_order(), Call("layer")
     whole = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
     own = message_of(whole[shards(9, world, "uneven")[rank]])
     kept = own.clone()
-    got = merging._exchange_from_device(own, 4, peers, call)
+    got = way.exchange(own, 4, call)[0]
     assert torch.equal(own, kept)
     a, b = (
         ops.normalize(whole, m, m, None, None, None, None, 1e-5, ranks, 0, 0.0)[1:4]
         for m, ranks in ((got, world), (message_of(whole), 1))
     )
     assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-    differing = merging._exchange_from_device(
-        message_of(torch.randn(2, 4), number=rank), 4, peers, call
-    )
+    differing, _ = way.exchange(message_of(torch.randn(2, 4), number=rank), 4, call)
     _, agree, rejected, _ = ops.header(differing, world).tolist()
     assert not agree and not rejected
 
@@ -90,8 +97,8 @@ def case_welford_messages_exact(rank, world):
     """Every rank's record behind a header of its own; the headers add up to the group's."""
     whole = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
     own = ops.local_welford(whole[shards(9, world, "empty first")[rank]], 3, None, 1e-5)
-    for peers in (in_stream_order(), peers_of_world()):
-        merged, messages = merging._gather_from_device(own, 4, peers, Call("layer"))
+    for way in (in_stream_order(), through_host()):
+        merged, messages = way.gather(own, 4, Call("layer"))
         rows = messages.view(world, -1)
         assert torch.equal(rows[rank, HEADER_WORDS:], own[HEADER_WORDS:])
         assert torch.equal(rows[:, :HEADER_WORDS].sum(0), merged) and rows[rank, 0] == own[0]
@@ -100,8 +107,7 @@ def case_welford_messages_exact(rank, world):
 
 
 def refuse(x, call):
-    cpu = torch.device("cpu")
-    agreement._reject_in_stream_order(x, torch.ones(4), in_stream_order(), call, cpu)
+    in_stream_order().reject(call, ValueError("refused"), x=x, parameter=torch.ones(4))
 
 
 def case_refusal_in_stream_order_reaches_the_header(rank, world):
@@ -112,7 +118,7 @@ def case_refusal_in_stream_order_reaches_the_header(rank, world):
         refuse(torch.randn(2, 7), call)
         return
     message = message_of(torch.randn(2, 4))
-    got = merging._exchange_from_device(message, 4, in_stream_order(), call)
+    got = in_stream_order().exchange(message, 4, call)[0]
     assert ops.header(got, world)[2] == 1 and got.numel() == HEADER_WORDS + 4 * 19
 
 
@@ -126,26 +132,30 @@ def case_refused_welford_call_in_stream_order_reaches_the_headers(rank, world):
             refuse(x, call._replace(direction="backward"))
             continue
         own = ops.local_welford(x, 3, None, 1e-5)
-        merged, messages = merging._gather_from_device(own, 4, in_stream_order(), call)
+        merged, messages = in_stream_order().gather(own, 4, call)
         assert ops.header(merged, world)[2] == 1 and messages.numel() == world * own.numel()
-        summed = merging._exchange_from_device(message_of(x), 4, in_stream_order(), call)
+        summed = in_stream_order().exchange(message_of(x), 4, call)[0]
         assert ops.header(summed, world)[2] == 1
 
 
 def case_sums_in_stream_order(rank, world):
     """Of second derivatives: the sum, or NaN where the ranks' tags differ."""
-    peers = in_stream_order()
+    way, call = in_stream_order(), Call("layer")
     x = torch.full((2, 3), 0.1 * (rank + 1), dtype=torch.float64)
-    got = merging._tagged_sum(x, 2**20 - 1, peers)
+    got = way.sum(x, 2**20 - 1, call)
     torch.testing.assert_close(got, x / (rank + 1) * sum(range(1, world + 1)))
-    assert merging._tagged_sum(x, 2**20 - 1 - rank, peers).isnan().all()
+    assert way.sum(x, 2**20 - 1 - rank, call).isnan().all()
+
+
+def engine_of(peers):
+    return way_of(peers, torch.device("cuda")).engine
 
 
 def case_nccl_is_taken_where_the_group_has_it(rank, world):
     """By what init_process_group was asked for; a Gloo group has none."""
     backends = dist.distributed_c10d._world.pg_backend_config
     group = dist.group.WORLD
-    assert peers_of_world().cuda == "" and peers_of_world().engine_on(torch.device("cuda")) in (
+    assert peers_of_world().cuda == "" and engine_of(peers_of_world()) in (
         "gloo, through the host",
         "shared memory, through the host",
     )
@@ -153,7 +163,7 @@ def case_nccl_is_taken_where_the_group_has_it(rank, world):
     backends[group] = "cpu:gloo,cuda:nccl"
     try:
         peers = peers_of_world()
-        assert peers.cuda == group.group_name and peers.engine_on(torch.device("cuda")) == "nccl"
+        assert peers.cuda == group.group_name and engine_of(peers) == "nccl"
         assert groups.named(peers.group_name) == peers
         assert not groups.is_nccl_alone(peers)
         backends[group] = "cuda:nccl"

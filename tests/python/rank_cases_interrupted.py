@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 import syncbn
 from rank_cases import raises
-from syncbn.exchange import agreement, frames, merging, shared_memory, transports, watch
+from syncbn.exchange import agreement, attempt, shared_memory, transports, watch, ways
 
 LIMIT = 100.0
 #: Seconds in which the others have the error. Over Gloo they look at the store meanwhile, and ask
 #: where the ranks are; the machine may be busy.
 SOON = 30.0
-_FILES = {m.__file__ for m in (agreement, frames, merging, shared_memory, transports)}
+_FILES = {m.__file__ for m in (agreement, attempt, ways, shared_memory, transports)}
 
 
 @contextlib.contextmanager

@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import syncbn
 from syncbn import operators_cuda, ops
 from syncbn.devices import lists
-from syncbn.exchange import agreement, groups, merging
+from syncbn.exchange import agreement, groups
 from syncbn.exchange.call import Call
+from syncbn.exchange.transports import Gloo
+from syncbn.exchange.ways import InStream
 from syncbn.step import adapters, modes, training
 from syncbn.step.layer_state import LayerState
 from syncbn.step.options import Options
@@ -26,15 +28,15 @@ def ways(monkeypatch):
     """The ways of messages that were taken: the device of those in stream order, or "host"."""
     taken = []
 
-    def in_stream_order(x, parameter, peers, call, device):
-        taken.append(device.type)
+    def in_stream_order(way, *_):
+        taken.append(way.device.type)
 
-    def through_the_host(message, peers, call):
+    def through_the_host(transport, message, call):
         taken.append("host")
         raise syncbn.PeerLost("nobody is there")
 
-    monkeypatch.setattr(agreement, "_reject_in_stream_order", in_stream_order)
-    monkeypatch.setattr(agreement, "sum_first", through_the_host)
+    monkeypatch.setattr(InStream, "reject", in_stream_order)
+    monkeypatch.setattr(Gloo, "sum_first", through_the_host)
     monkeypatch.setattr(operators_cuda, "_loaded", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(groups, "is_nccl_alone", lambda peers: False)
@@ -139,16 +141,17 @@ def test_message_of_unknown_length_is_not_sent(monkeypatch):
     derivative: they wait for NCCL, this rank raises at once. A message of another length than
     theirs might mix up their sums."""
     sent = []
-    monkeypatch.setattr(merging.transports, "sum_in_stream_order", lambda *a: sent.append(a))
-    call, cpu = Call("layer", options=Options()), torch.device("cpu")
+    monkeypatch.setattr(InStream, "exchange", lambda *a: sent.append(a))
+    call, way = Call("layer", options=Options()), InStream(PEERS, torch.device("cpu"))
+    error = ValueError("refused")
     for x, parameter in (
         (None, torch.ones(3)),
         (torch.ones(4, 3).int(), torch.ones(3)),
         (torch.ones(4), None),
     ):
-        agreement._reject_in_stream_order(x, parameter, PEERS, call, cpu)
+        way.reject(call, error, x=x, parameter=parameter)
     second = call._replace(direction="second backward")
-    agreement._reject_in_stream_order(torch.ones(4, 3), torch.ones(3), PEERS, second, cpu)
+    way.reject(second, error, x=torch.ones(4, 3), parameter=torch.ones(3))
     assert sent == []
-    agreement._reject_in_stream_order(torch.ones(4), torch.ones(3), PEERS, call, cpu)
+    way.reject(call, error, x=torch.ones(4), parameter=torch.ones(3))
     assert len(sent) == 1

@@ -1,8 +1,4 @@
-"""The layer with the inputs of several devices of one process: one autograd node for all of them.
-
-K nodes that wait for each other would deadlock: one backward() visits the nodes of CPU tensors in
-one thread.
-"""
+"""The layer with the inputs of several devices of one process."""
 
 import contextlib
 import itertools
@@ -11,15 +7,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..exchange import agreement, frames, merging
-from ..operators import HEADER_WORDS, message_words, ops
+from ..exchange import ways
 from ..step import paths, recomputation
+from ..step.adapters import apply_step
 from ..step.masks import check_mask
 from ..step.modes import check_transforms, outside_transforms, recorded
-from ..step.options import check_arguments, check_counter, check_options, values_per_channel
-from ..step.training import Step, like, takes_part
+from ..step.options import check_arguments, check_counter, check_options
+from ..step.training import has_samples, takes_part
 from . import baton
 
 #: The digits of a message have room for this many (docs/numerics.md).
@@ -27,169 +22,6 @@ MAX_DEVICES = 2048
 
 # Layers whose last training call had a list of inputs.
 _called_with_lists: weakref.WeakSet = weakref.WeakSet()
-
-
-def _sum(messages: Sequence[Tensor], lead: int) -> Tensor:
-    """One message for the process, which speaks in the header as one rank: the elements of all
-    devices, the rest from a device that has samples, if any has."""
-    total = messages[0].clone()
-    for message in messages[1:]:
-        total += message.to(total.device)
-    total[1:HEADER_WORDS] = messages[lead][1:HEADER_WORDS].to(total.device)
-    return total
-
-
-def _on(device: torch.device, *tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.to(device) for t in tensors]
-
-
-class _BatchNormDevices(torch.autograd.Function):
-    """ys, then mean, var (float64, biased) and info (count, fingerprint) of a training step.
-
-    masks: of all devices. tensors: the inputs of all devices, then their residuals, if there are
-    any.
-    """
-
-    @staticmethod
-    def forward(ctx, weight, bias, options, state, peers, word, segment, masks, *tensors):
-        devices = len(masks)
-        xs, residuals = tensors[:devices], tensors[devices:]
-        channels, frame = xs[0].shape[1], frames.frame_words(peers, xs[0].device)
-        # A device without samples sends zeros in the format of the others: autocast may have given
-        # it another dtype.
-        lead = next((k for k, (x, m) in enumerate(zip(xs, masks)) if _has_samples(x, m)), 0)
-        dtype = xs[lead].dtype
-        if segment is not None and segment.kept is not None:
-            ctx.step, (message, merged, rest) = segment.kept.step, segment.kept.words
-        else:
-            if peers is not None and peers.group_name != state.group:
-                paths.compare(state, peers, xs[lead], options)
-            number = options.identity(state.number, len(residuals) > 0)
-            where = state.call_of(xs[lead], options)
-            messages = [
-                ops.local_moments(
-                    x.to(dtype),
-                    number,
-                    *_on(x.device, state.call),
-                    options.eps,
-                    frame,
-                    m,
-                    word,
-                )
-                for x, m in zip(xs, masks)
-            ]
-            message = _sum(messages, lead)
-            own = sum(map(values_per_channel, xs, masks))
-            merged, rest = merging.exchange(message, channels, peers, where)
-            sizes = f"devices (input sizes {[list(x.shape) for x in xs]})"
-            agreement.check_count(merged, own, sizes)
-            backward = agreement.backward_of(merged, word, peers, where)
-            bias_dtype = None if bias is None else bias.dtype
-            ctx.step = Step(state, options, peers, where.backward(), backward, bias_dtype)
-            if segment is not None:
-                words = merging.trimmed(message, merged, rest, message_words(xs[lead], masks[lead]))
-                message, merged, rest = segment.keep(ctx.step, words)
-        results = [
-            ops.normalize(
-                x,
-                *_on(x.device, message, merged, rest, weight, bias),
-                like(z, x) if z is not None else None,
-                options.eps,
-                ctx.step.ranks,
-                options.activation_kind,
-                options.negative_slope,
-                m,
-            )
-            for x, z, m in zip(xs, residuals or [None] * devices, masks)
-        ]
-        ys, means, variances, rstds, infos, bits = zip(*results)
-        again = options.activation != "none" and not residuals
-        ctx.save_for_backward(
-            weight, bias if again else None, *xs, *means, *rstds, *infos, *bits, *masks
-        )
-        ctx.mark_non_differentiable(means[0], variances[0], infos[0])
-        ctx.set_materialize_grads(False)
-        ctx.devices = devices
-        ctx.lead = lead
-        return *ys, means[0], variances[0], infos[0]
-
-    @staticmethod
-    @once_differentiable
-    @recorded(lambda ctx, *_: ctx.step.state.name, " backward")
-    def backward(ctx, *gradients):
-        devices, step, options = ctx.devices, ctx.step, ctx.step.options
-        agreement.check_present(step.backward, step.peers, step.call)
-        weight, bias, *saved = ctx.saved_tensors
-        per_device = (saved[i * devices :][:devices] for i in range(6))
-        xs, means, rstds, infos, bits, masks = per_device
-        dys = [torch.zeros_like(x) if dy is None else like(dy, x) for x, dy in zip(xs, gradients)]
-        needs_weight, needs_bias = ctx.needs_input_grad[:2]
-        needs_x = ctx.needs_input_grad[8 : 8 + devices]
-        needs_residual = ctx.needs_input_grad[8 + devices :]
-        dtype, channels = xs[ctx.lead].dtype, xs[0].shape[1]
-        frame = frames.frame_words(step.peers, xs[0].device)
-        activation = (options.activation_kind, options.negative_slope)
-        masked = any(mask is not None for mask in masks)
-        keep = any(needs_residual) and (options.activation != "none" or masked)
-        messages, us = zip(
-            *(
-                ops.local_gradients(
-                    dy.to(dtype),
-                    x.to(dtype),
-                    mean,
-                    rstd,
-                    info,
-                    *_on(x.device, weight, bias, b),
-                    *activation,
-                    keep,
-                    frame,
-                    m,
-                )
-                for dy, x, mean, rstd, info, b, m in zip(dys, xs, means, rstds, infos, bits, masks)
-            )
-        )
-        if keep:  # what comes back is there already
-            dys, bits = [u.to(x.dtype) for u, x in zip(us, xs)], [None] * devices
-            activation, bias = (0, 0.0), None
-        message = _sum(messages, ctx.lead)
-        dtypes = (weight.dtype if needs_weight else None, step.bias_dtype if needs_bias else None)
-        shares = options.affine_grad == "share"
-        dxs = [None] * devices
-        dweight = dbias = None
-        if shares and (needs_weight or needs_bias):
-            # The process's share, from the exact sums of its devices.
-            empty = xs[0].new_empty((0, channels), dtype=dtype)
-            dweight, dbias = ops.affine_gradient_shares(message, empty, means[0], rstds[0], *dtypes)
-        if step.exchanges:
-            merged, rest = merging.exchange(message, channels, step.peers, step.call)
-            for k, (dy, x) in enumerate(zip(dys, xs)):
-                wanted = (None, None) if shares or k > 0 else dtypes
-                dxs[k], *sums = ops.input_gradient(
-                    dy,
-                    x,
-                    *_on(x.device, merged, rest),
-                    means[k],
-                    rstds[k],
-                    infos[k],
-                    *_on(x.device, weight, bias, bits[k]),
-                    *activation,
-                    *wanted,
-                    step.ranks,
-                    masks[k],
-                )
-                if not shares and k == 0:
-                    dweight, dbias = sums
-        return (
-            dweight if needs_weight else None,
-            dbias if needs_bias else None,
-            *(None,) * 6,
-            *(dx if needed else None for dx, needed in zip(dxs, needs_x)),
-            *(dy if needed else None for dy, needed in zip(dys, needs_residual)),
-        )
-
-
-def _has_samples(x: Tensor, mask: Tensor | None) -> bool:
-    return x.numel() > 0 and (mask is None or bool(mask.any()))
 
 
 def _check_list(name: str, tensors, xs: Sequence[Tensor]) -> None:
@@ -223,7 +55,9 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
         # The parameters lie on the first device and are copied to the others.
         tensors = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
         try:
-            check_arguments(x, *_on(x.device, *tensors), residuals[k])
+            check_arguments(
+                x, *(None if t is None else t.to(x.device) for t in tensors), residuals[k]
+            )
             if masks[k] is not None:
                 check_mask(masks[k], x)
         except ValueError as error:
@@ -233,7 +67,7 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
                 f"inputs[{k}]: got {x.shape[1]} channels, expected {xs[0].shape[1]}, those of "
                 "inputs[0]"
             )
-    filled = [k for k, x in enumerate(xs) if _has_samples(x, masks[k])]
+    filled = [k for k, x in enumerate(xs) if has_samples(x, masks[k])]
     for k in filled:
         if xs[k].dtype != xs[filled[0]].dtype:
             raise ValueError(
@@ -256,6 +90,7 @@ def train_step(
     masks = none if masks is None else masks
     given = [t for t in (xs, masks) if isinstance(t, (list, tuple))]  # else refused below
     segment = recomputation.segment(state, options, residuals is not None, *itertools.chain(*given))
+    residuals = none if residuals is None else residuals
     again = segment is not None and segment.kept is not None
     try:
         check_options(options)
@@ -269,9 +104,9 @@ def train_step(
         if options.writes_over_input:
             raise ValueError("inplace: got True for a list of inputs, expected False")
         ranks = 1 if peers is None else peers.ranks
-        _check_inputs(module, xs, none if residuals is None else residuals, masks, ranks)
+        _check_inputs(module, xs, residuals, masks, ranks)
         tensors = {f"inputs[{k}]": x for k, x in enumerate(xs)}
-        tensors |= {f"residual[{k}]": z for k, z in enumerate(residuals or ())}
+        tensors |= {f"residual[{k}]": z for k, z in enumerate(residuals)}
         check_transforms(state, weight=module.weight, bias=module.bias, **tensors)
         state.move(xs[0].device)
     except Exception as error:
@@ -279,33 +114,12 @@ def train_step(
             with outside_transforms():
                 _reject(peers, module, error, xs[0] if xs else None)
         raise
-    masks = tuple(None if mask is None else mask.contiguous() for mask in masks)
-    parameters = (module.weight, module.bias)
-    word = takes_part(xs, parameters, residuals or (), options, segment)
-    *ys, mean, var, info = _BatchNormDevices.apply(
-        module.weight,
-        module.bias,
-        options,
-        state,
-        peers,
-        word,
-        segment,
-        masks,
-        *xs,
-        *(residuals or ()),
-    )
-    if again:
-        return ys
-    ops.update_running_statistics(
-        *statistics,
-        state.call,
-        mean,
-        var,
-        info,
-        options.momentum,
-    )
-    state.note(info)
-    _called_with_lists.add(module)
+    masks = [None if mask is None else mask.contiguous() for mask in masks]
+    word = takes_part(xs, (module.weight, module.bias), residuals, options, segment)
+    given = (options, state, peers, word, segment)
+    ys = apply_step(xs, module.weight, module.bias, residuals, masks, given, statistics)
+    if not again:
+        _called_with_lists.add(module)
     return ys
 
 
@@ -354,7 +168,7 @@ def _reject(peers, module, error: BaseException, x: object) -> None:
     state = module.state
     peers = paths.way(state, peers)
     call = state.call_of(state.call, module.options())
-    agreement.reject(peers, call, error, x=x, parameter=parameter, counter=state.call)
+    ways.reject(peers, call, error, x=x, parameter=parameter, counter=state.call)
 
 
 def give_up(calls: Iterable[tuple], error: BaseException) -> None:

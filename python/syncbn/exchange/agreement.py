@@ -1,6 +1,5 @@
 """What ranks must have in common, and what they say when they do not."""
 
-import contextlib
 import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,23 +7,20 @@ from typing import NamedTuple
 import torch
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from ..operators import DTYPES, HEADER_BACKWARD, HEADER_WORDS, MESSAGE_WORDS, ops, record_words
-from . import groups, transports
+from ..operators import DTYPES, HEADER_BACKWARD, HEADER_WORDS, ops
 from .call import Call
-from .frames import CPU, FRAME_WORDS, frame_words, sum_first
 from .groups import Peers
+from .transports import FRAME_WORDS, Transport, transport_of
 
 
-def check_header(merged: torch.Tensor, peers: Peers, call: Call) -> torch.dtype | None:
-    """The dtype of the ranks with samples, if any; raises if the calls differ. On a GPU the passes
-    look at the header, where it lies: nobody waits, and calls that differ give NaN."""
-    if merged.is_cuda:
-        return None
+def check_header(merged: torch.Tensor, transport: Transport, call: Call) -> torch.dtype | None:
+    """The dtype of the ranks with samples, if any; raises if the calls differ."""
+    peers = transport.peers
     _, agree, rejected, dtype = ops.header(merged, peers.ranks).tolist()
     if rejected or not agree:
         reason = "a rank refused its input" if rejected else "the ranks did not make the same call"
         fields = [f"{name}={value}" for name, value in call.fields().items()]
-        difference = _difference(_texts(_SEPARATOR.join(fields), peers, call))
+        difference = _difference(_texts(_SEPARATOR.join(fields), transport, call))
         error = DivergenceError(f"{call}, {peers}: {reason}: {difference}")
         error.group_name = peers.group_name
         raise error
@@ -35,10 +31,11 @@ def check_header(merged: torch.Tensor, peers: Peers, call: Call) -> torch.dtype 
 _SEPARATOR = "\x1f"
 
 
-def _texts(text: str, peers: Peers, call: Call) -> dict[int, str]:
+def _texts(text: str, transport: Transport, call: Call) -> dict[int, str]:
     """Each rank's text, exchanged once more in the frame; this rank's alone if others do not come.
     All ranks see the same header and come here, unless one was interrupted: hence the short limit.
     A text that is too long loses the fields at its end."""
+    peers = transport.peers
     size = (FRAME_WORDS - HEADER_WORDS) // peers.ranks
     own = text.encode()
     if len(own) > 8 * size:
@@ -49,7 +46,7 @@ def _texts(text: str, peers: Peers, call: Call) -> dict[int, str]:
     frame[begin : begin + size] = torch.frombuffer(bytearray(own), dtype=torch.int64)
     try:
         limited = peers._replace(timeout=min(peers.timeout, 5.0))
-        merged = transports.all_reduce(frame, limited, call)
+        merged = transport_of(limited).sum(frame, call)
     except (ExchangeTimeout, PeerLost):
         return {peers.rank: text}
     words = merged[HEADER_WORDS:][: peers.ranks * size].view(peers.ranks, size)
@@ -99,7 +96,8 @@ def raise_together(error: Exception | None, peers: Peers | None, call: Call) -> 
     collective call, also where there is no error."""
     failed = numbers_of_ranks(int(error is not None), 0, peers, call)
     if peers is not None and any(failed):
-        texts = _texts("" if error is None else f"{call}: {error}", peers, call)
+        own = "" if error is None else f"{call}: {error}"
+        texts = _texts(own, transport_of(peers), call)
     if error is not None:
         raise error
     if any(failed):
@@ -108,90 +106,19 @@ def raise_together(error: Exception | None, peers: Peers | None, call: Call) -> 
 
 def agree(words: torch.Tensor, tag: int, peers: Peers, call: Call) -> torch.Tensor:
     """The sum of a few words over ranks with equal tags, in a first message."""
-    size = HEADER_WORDS + words.numel()
-    words_in_all = max(frame_words(peers), size)
+    transport, size = transport_of(peers), HEADER_WORDS + words.numel()
+    words_in_all = max(transport.frame_words, size)
     message = torch.zeros(words_in_all, dtype=torch.int64, device="cpu")
     message[1], message[2] = tag, tag * tag
     message[HEADER_WORDS:size] = words
-    merged = sum_first(message, peers, call)
-    check_header(merged, peers, call)
+    merged = transport.sum_first(message, call)
+    check_header(merged, transport, call)
     return merged[HEADER_WORDS:size]
 
 
-def reject(
-    peers: Peers | None,
-    call: Call,
-    error: Exception,
-    compare: bool = True,
-    x: object = None,
-    parameter: torch.Tensor | None = None,
-    counter: torch.Tensor | None = None,
-) -> None:
-    """Takes part in an exchange with the word that this rank cannot, so that the others get its
-    error now and not when their time is up. compare: the others are in exchange() or gather().
-    x: this rank's input. parameter: one that has the layer's number of channels. counter: a tensor
-    of any shape that lies where the layer does."""
-    if peers is None:
-        return
-    device = _device_of_others(peers, x, parameter, counter)
-    if device.type == "cuda" and peers.cuda:
-        _reject_in_stream_order(x, parameter, peers, call, device)
-        return
-    # This rank's own error is the one to raise, whatever becomes of the exchange.
-    with contextlib.suppress(ExchangeTimeout, PeerLost):
-        like = torch.empty(0, device="cpu")
-        sum_first(ops.rejection(like, frame_words(peers)), peers, call)
-        if compare:
-            _texts(f"{call}: {type(error).__name__}: {error}", peers, call)
-
-
-def _device_of_others(
-    peers: Peers,
-    x: object,
-    parameter: torch.Tensor | None,
-    counter: torch.Tensor | None,
-) -> torch.device:
-    """Where the messages of ranks lie that do not refuse, which decides the way that they take:
-    where the layer lies, because the input may be what is refused."""
-    if parameter is not None:
-        return parameter.device
-    if counter is not None and counter.is_cuda:  # else the layer may not have been called yet
-        return counter.device
-    if groups.is_nccl_alone(peers):
-        return torch.device("cuda", torch.cuda.current_device())
-    return x.device if isinstance(x, torch.Tensor) else CPU
-
-
-def _reject_in_stream_order(
-    x: object,
-    parameter: torch.Tensor | None,
-    peers: Peers,
-    call: Call,
-    device: torch.device,
-) -> None:
-    """NaN for the others, if the length of their messages can be known: their channels, and by x
-    their dtype. Else, and where they are in sum_of_ranks(), they wait for NCCL's time limit."""
-    if not isinstance(x, torch.Tensor) or x.dtype not in MESSAGE_WORDS:
-        return
-    if call.direction not in ("forward", "backward"):
-        return
-    if parameter is not None:
-        channels = parameter.numel()
-    else:
-        channels = 0 if x.is_nested or x.dim() < 2 else x.shape[1]
-    if channels == 0:
-        return
-    options, size = call.options, channels * MESSAGE_WORDS[x.dtype]
-    gathers = options is not None and options.statistics == "welford"
-    gathers = gathers and call.direction == "forward"
-    if gathers:
-        size = record_words(channels, x.dtype)
-    message = torch.zeros(HEADER_WORDS + size, dtype=torch.int64, device=device)
-    message[3:4].fill_(1)  # ranks that refuse
-    if gathers:
-        transports.gather_in_stream_order(message, peers)
-    else:
-        transports.sum_in_stream_order(message, peers)
+def tell_error(transport: Transport, call: Call, error: Exception) -> None:
+    """The text of a rank that refused its input, for the others."""
+    _texts(f"{call}: {type(error).__name__}: {error}", transport, call)
 
 
 def check_count(merged: torch.Tensor, own: int, sizes: str) -> None:
@@ -225,13 +152,9 @@ WANTS_X, WANTS_SUMS, COMES = 1, 1 << 12, 1 << 24
 _COUNTER = (1 << 12) - 1
 
 
-def backward_of(merged: torch.Tensor, own: int, peers: Peers | None, call: Call) -> Backward:
+def backward_of(merged: torch.Tensor, own: int, peers: Peers, call: Call) -> Backward:
     """What the merged header of a forward says of its backward. own: this rank's word. If not
     all ranks can come to an exchange that some want, they say now who cannot."""
-    if peers is None:
-        return Backward(bool(own & WANTS_X), bool(own & WANTS_SUMS))
-    if merged.is_cuda and peers.cuda:  # nobody looks at the header; every rank with a node comes
-        return Backward(True, True)
     word = merged[HEADER_BACKWARD].item()
     wants = (bool(word & _COUNTER), bool(word // WANTS_SUMS & _COUNTER))
     if not any(wants) or word // COMES == peers.ranks:

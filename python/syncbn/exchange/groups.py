@@ -73,23 +73,9 @@ class Peers(NamedTuple):
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ranks}"
 
-    @property
-    def any_length(self) -> bool:
-        """Whether a message's length need not be agreed before: shared memory tells all ranks
-        alike that lengths differ, where Gloo ends the process."""
-        return self.shared is not None and self.nodes == 1
-
-    @property
-    def engine(self) -> str:
-        if self.shared is None:
-            return "gloo" if self.nodes == 1 else "gloo between nodes"
-        return "shared memory" if self.nodes == 1 else "shared memory, gloo between nodes"
-
-    def engine_on(self, device: torch.device) -> str:
-        """The engine of messages on that device."""
-        if device.type != "cuda":
-            return self.engine
-        return "nccl" if self.cuda else f"{self.engine}, through the host"
+    def over_host(self) -> "Peers":
+        """The same ranks, whose messages on CUDA go through the host."""
+        return self._replace(cuda="")
 
 
 # The groups that this module made, by their ranks (global numbers, ascending), timeout, engine and

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from .. import _build, operators_cuda
 from ..exchange import groups
+from ..exchange.transports import transport_of
 from ..nn import SyncBatchNorm
 from ..operators import ops
 
@@ -100,8 +101,9 @@ def _rank_main(rank: str, folder: str, timeout: str) -> None:
         differing = _differences(int(rank), engine, float(timeout))
         text = f"differs from one process in {', '.join(differing)}"
         text = text if differing else "the bits of one process"
-        if peers.engine != name:
-            text += f" (over {peers.engine}; no {name}: {peers.note})"
+        engine = transport_of(peers).engine
+        if engine != name:
+            text += f" (over {engine}; no {name}: {peers.note})"
         results.append(Result(name, not differing, text))
     dist.barrier()
     dist.destroy_process_group()

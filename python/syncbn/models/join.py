@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import DivergenceError
-from ..exchange import agreement, groups, transports
+from ..exchange import agreement, groups, transports, ways
 from ..exchange.call import Call
 from ..nn import SyncBatchNorm
 from .sharing import prepare, sharings_of
@@ -149,7 +149,7 @@ class _Inputs:
             return
         if not isinstance(error, DivergenceError) or error.group_name != self.peers.group_name:
             soon = self.peers._replace(timeout=min(self.peers.timeout, 5.0))
-            agreement.reject(soon, self.call, error)
+            ways.reject(soon, self.call, error)
 
     def share_statistics(self) -> None:
         """Brings what the layers of a group have recorded to its ranks that went out."""
@@ -177,7 +177,8 @@ class _Inputs:
             words = torch.cat([_words(tensor) for tensor in tensors])
             if ranks[peers.rank] != source:
                 words.zero_()
-            words = transports.all_reduce(words, peers, self.call._replace(direction="end"))
+            end = self.call._replace(direction="end")
+            words = transports.transport_of(peers).sum(words, end)
             sizes = [tensor.numel() for tensor in tensors]
             for tensor, part in zip(tensors, words.split(sizes), strict=True):
                 values = part.view(torch.float64) if tensor.is_floating_point() else part

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import operators_cuda
-from ..exchange import groups, selection, transports
+from ..exchange import attempt, groups, selection, ways
 from ..nn import SyncBatchNorm, device_of
 from ..operators import ops
 from ..parallel import SelfDataParallel
@@ -93,7 +93,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
     elif peers is None:
         failed = not (dist.is_available() and dist.is_initialized()) and devices == 1
         note = "no process group" if failed else "one rank"
-    elif peers.group_name in transports._broken:
+    elif attempt.is_broken(peers.group_name):
         failed, note = True, "broken by an earlier error: call syncbn.reset_groups()"
     elif peers.note and not note:
         note = f"no shared memory: {peers.note}"
@@ -109,7 +109,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         (layer.state.sharing.name or "world") if exchanging else "",
         peers.ranks if exchanging else 1,
         peers.rank if exchanging else 0,
-        peers.engine_on(device) if exchanging else "none",
+        ways.way_of(peers, device).engine,
         layer.statistics,
         "cuda" if device.type == "cuda" else ops.cpu_instruction_set(),
         layer.state.count.item() if layer.state.call.item() > 0 else None,

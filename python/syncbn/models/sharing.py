@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..exchange import agreement, groups, selection, transports
+from ..exchange import agreement, attempt, groups, selection
 from ..exchange.call import Call
 from ..nn import SyncBatchNorm, device_of
 from .classes import check_module
@@ -76,7 +76,7 @@ def reset_groups(module: nn.Module | None = None) -> None:
     """
     if module is not None:
         check_module(module)
-    transports.forget_errors()
+    attempt.forget_errors()
     groups.rebuild()
     if module is None:
         return

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import DivergenceError
-from ..exchange import after_fork, agreement, frames, groups
+from ..exchange import after_fork, groups, transports, ways
 from ..exchange.call import Call
 from ..operators import ops
 from ..step.as_operator import operator
@@ -162,7 +162,7 @@ class _BatchNorm(torch.autograd.Function):
     ):
         ctx.exchange = (None, 1, 0)
         if peers is not None:
-            ctx.exchange = (peers.group_name, peers.ranks, frames.FRAME_WORDS)
+            ctx.exchange = (peers.group_name, peers.ranks, transports.FRAME_WORDS)
         arguments = (
             x,
             estimated_mean,
@@ -330,7 +330,7 @@ def _run(
         parameter = next(estimates, None)
         # On the CPU the others exchange inside their operator, which compares no texts.
         compare = getattr(x if parameter is None else parameter, "is_cuda", False)
-        agreement.reject(peers, Call(layer_name), error, compare, x=x, parameter=parameter)
+        ways.reject(peers, Call(layer_name), error, compare, x=x, parameter=parameter)
         raise
     function = cuda_step.BatchNormOnCuda if on_cuda else _BatchNorm
     outputs = function.apply(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..exchange import agreement, groups, merging
+from ..exchange import agreement, groups, ways
 from ..exchange.call import Call
 from ..operators import ops
 from ..step.as_operator import operator
@@ -51,7 +51,7 @@ def _merged(message: Tensor, channels: int, own: int, peers, call: Call) -> Tens
         merged = ops.all_reduce_message(message, channels, own, *options)
         # Keeps it in the graph, as in as_operator.
         return torch.ops._c10d_functional.wait_tensor(merged)
-    merged, rest = merging.exchange(message, channels, peers, call)
+    merged, rest = ways.way_of(peers, message.device).exchange(message, channels, call)
     if not torch.compiler.is_compiling():
         agreement.check_count(merged, own, f"ranks ({call})")
     return merged if rest is None else torch.cat([merged, rest])

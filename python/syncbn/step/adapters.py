@@ -5,7 +5,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..exchange import agreement
+from ..exchange import ways
 from ..operators import ops
 from . import as_operator, layer_state, paths, recomputation, second_derivatives
 from .layer_state import Identity, LayerState
@@ -16,25 +16,43 @@ from .training import Inputs, backward, forward, leave, shared_sums, takes_part
 
 
 class _BatchNormTraining(torch.autograd.Function):
-    """What forward() gives besides saved tensors; y alone if it makes the updates."""
+    """What forward() gives besides saved tensors; y alone if it makes the updates. tensors: K xs,
+    weight, bias, K residuals, K masks. One node for all: nodes that wait for each other would
+    deadlock, because one backward() visits the nodes of CPU tensors in one thread."""
 
     @staticmethod
     def forward(ctx, given, updates, *tensors):
-        ctx.step, (y, *statistics), saved = forward(Inputs(*tensors, *given), updates)
+        k = len(tensors) // 3
+        xs, (weight, bias) = tensors[:k], tensors[k : k + 2]
+        parts = xs, weight, bias, tensors[k + 2 : 2 * k + 2], tensors[2 * k + 2 :]
+        ctx.step, outputs, saved = forward(Inputs(*parts, *given), updates)
         ctx.save_for_backward(*saved)
+        ctx.inputs = k
         if updates:
-            return y
-        ctx.mark_non_differentiable(*statistics)
-        return y, *statistics
+            return outputs[0]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[k:])
+        return outputs
 
     @staticmethod
-    def backward(ctx, dy, *_):
-        step = ctx.step._replace(needs=ctx.needs_input_grad[2:6])
-        if torch.is_grad_enabled():  # create_graph=True
-            gradients = second_derivatives.differentiable(step, backward, dy, *ctx.saved_tensors)
+    def backward(ctx, *gradients):
+        k, needs = ctx.inputs, ctx.needs_input_grad[2:]
+        if k > 1:
+            needs = any(needs[:k]), *needs[k : k + 2], any(needs[k + 2 : 2 * k + 2])
+        step, dys = ctx.step._replace(needs=needs[:4]), gradients[:k]
+        if not torch.is_grad_enabled():
+            results = backward(step, dys, *ctx.saved_tensors)
+        elif k == 1:  # create_graph=True
+            results = second_derivatives.differentiable(step, backward, dys[0], *ctx.saved_tensors)
         else:
-            gradients = backward(step, dy, *ctx.saved_tensors)
-        return None, None, *gradients, None
+            with torch.no_grad():
+                results = backward(step, dys, *ctx.saved_tensors)
+            results = second_derivatives.refuse(
+                f"{step.state.name}: got a second derivative of a list of inputs, expected one "
+                "input",
+                results,
+            )
+        return None, None, *results, *(None,) * k
 
 
 class _BatchNormInPlace(torch.autograd.Function):
@@ -42,7 +60,9 @@ class _BatchNormInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, given, _updates, *tensors):
-        x, weight, bias, _, _, options, *_ = inputs = Inputs(*tensors, *given)
+        x, weight, bias, residual, mask = tensors
+        inputs = Inputs((x,), weight, bias, (residual,), (mask,), *given)
+        options = inputs.options
         try:
             ctx.step, exchanged = shared_sums(inputs)
             mean, var, rstd, info = ops.normalize_in_place(
@@ -64,7 +84,7 @@ class _BatchNormInPlace(torch.autograd.Function):
             slope = step.options.negative_slope
             x, bits = ops.recover_input(y, mean, rstd, weight, bias, slope)
             # The sign is y's: computed again from x it could differ next to 0.
-            gradients = backward(step, dy, x, weight, None, mean, rstd, info, bits, None)
+            gradients = backward(step, (dy,), x, weight, None, mean, rstd, info, bits, None)
         if torch.is_grad_enabled():
             gradients = second_derivatives.refuse(
                 f"{step.state.name}: got a second derivative with inplace=True, which keeps no "
@@ -138,7 +158,7 @@ def train_step(
             with outside_transforms():
                 tensors = {"x": x, "parameter": parameter, "counter": state.call}
                 peers = paths.way(state, peers)
-                agreement.reject(peers, state.call_of(x, options), error, **tensors)
+                ways.reject(peers, state.call_of(x, options), error, **tensors)
         raise
     if mask is not None:
         mask = mask.contiguous()
@@ -148,29 +168,51 @@ def train_step(
             None if t is None else t.resolve_neg() for t in (x, weight, bias, residual)
         )
     tensors = (x, weight, bias, residual, mask)
-    tracked, momentum = num_batches_tracked, options.momentum
-    averaged = tracked is not None and tracked.is_floating_point()
-    if averaged:  # of a checkpoint; the core counts in integers
-        momentum = 1.0 / (tracked.item() + 1.0) if momentum is None else momentum
-        tracked = None
-    statistics = (running_mean, running_var, tracked)
+    running = (running_mean, running_var, num_batches_tracked)
     if traced:
-        y, mean, var, info = as_operator.training_step(*tensors, options, state)
-        call = None
-    else:
-        function = _BatchNormInPlace if inplace else _BatchNormTraining
-        word = takes_part((x,), (weight, bias), (residual,), options, segment)
-        given, call = (options, state, peers, word, segment), state.call
-        # Both runs of a checkpointed segment take the same operators.
-        apart = inplace or averaged or segment is not None or options.statistics == "welford"
-        if not apart:
-            return function.apply(given, (*statistics, call, state.count, momentum), *tensors)
-        y, mean, var, info = function.apply(given, (), *tensors)
-        if again:
-            return y
-        state.note(info)
-    if any(t is not None for t in (*statistics, call)):
-        ops.update_running_statistics(*statistics, call, mean, var, info, momentum)
-    if averaged:
-        num_batches_tracked.add_(info[0] > 0)
+        y, *statistics = as_operator.training_step(*tensors, options, state)
+        _update(running, None, statistics, options.momentum)
+        return y
+    word = takes_part((x,), (weight, bias), (residual,), options, segment)
+    given = (options, state, peers, word, segment)
+    # Both runs of a checkpointed segment take the same operators.
+    apart = inplace or segment is not None or options.statistics == "welford"
+    if not (apart or _is_average(num_batches_tracked)):
+        updates = (*running, state.call, state.count, options.momentum)
+        return _BatchNormTraining.apply(given, updates, *tensors)
+    if not inplace:
+        return apply_step((x,), weight, bias, (residual,), (mask,), given, running)[0]
+    y, *statistics = _BatchNormInPlace.apply(given, (), *tensors)
+    if not again:
+        state.note(statistics[-1])
+        _update(running, state.call, statistics, options.momentum)
     return y
+
+
+def apply_step(xs, weight, bias, residuals, masks, given: tuple, running: tuple) -> list[Tensor]:
+    """The ys of K inputs, checked. given: as Inputs has them behind the masks. running: mean,
+    variance and number of batches, which are updated once."""
+    options, state, _, _, segment = given
+    tensors = (*xs, weight, bias, *residuals, *masks)
+    *ys, mean, var, info = _BatchNormTraining.apply(given, (), *tensors)
+    if segment is None or segment.kept is None:
+        state.note(info)
+        _update(running, state.call, (mean, var, info), options.momentum)
+    return ys
+
+
+def _is_average(tracked: Tensor | None) -> bool:
+    """Whether it is a number of batches as averaged checkpoints have it; the core counts in
+    integers."""
+    return tracked is not None and tracked.is_floating_point()
+
+
+def _update(running: tuple, call: Tensor | None, statistics, momentum: float | None) -> None:
+    *averages, tracked = running
+    if averaged := _is_average(tracked):
+        momentum = 1.0 / (tracked.item() + 1.0) if momentum is None else momentum
+    counters = (None if averaged else tracked, call)
+    if any(t is not None for t in (*averages, *counters)):
+        ops.update_running_statistics(*averages, *counters, *statistics, momentum)
+    if averaged:
+        tracked.add_(statistics[-1][0] > 0)

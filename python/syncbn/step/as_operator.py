@@ -62,7 +62,7 @@ def _training_step(x, weight, bias, residual, mask, takes_part, *layer):
     state, options = _layer(*layer)
     state.move(x.device)
     given = training.Inputs(
-        x, weight, bias, residual, mask, options, state, state.peers(options), takes_part
+        (x,), weight, bias, (residual,), (mask,), options, state, state.peers(options), takes_part
     )
     step, (y, mean, var, info), saved = training.forward(given)
     *_, rstd, _, activation_mask, _ = saved
@@ -116,7 +116,7 @@ def _training_step_backward(dy, x, *arguments):
     call = Call(state.name, None, "backward", x.shape[1], x.dtype, options)
     known = (state.peers(options), call, _backward_of(backward), bias_dtype, tuple(needs))
     step = training.Step(state, options, *known)
-    dx, dweight, dbias, dresidual = training.backward(step, dy, x, *saved)
+    dx, dweight, dbias, dresidual = training.backward(step, (dy,), x, *saved)
     if dresidual is dy:  # an operator's output is a tensor of its own
         dresidual = dy.clone()
     return tuple(x.new_empty(0) if g is None else g for g in (dx, dweight, dbias, dresidual))

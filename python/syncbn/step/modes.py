@@ -10,7 +10,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad, profiler
 
-from ..exchange import agreement
+from ..exchange import ways
 from ..exchange.call import Call
 from . import paths
 
@@ -49,7 +49,7 @@ def refuse_tracing(state, options, x: Tensor) -> None:
         )
         peers = paths.way(state, peers)
         call = state.call_of(x, options)
-        agreement.reject(peers, call, error, x=x, counter=state.call)
+        ways.reject(peers, call, error, x=x, counter=state.call)
     finally:
         torch._C._set_tracing_state(tracing)
     raise error
@@ -77,7 +77,7 @@ def check_not_batched(step, call: Call, gradient: Tensor, x: Tensor) -> None:
         "expected one gradient at a time"
     )
     with outside_transforms():
-        agreement.reject(step.peers if step.exchanges else None, call, error, x=x)
+        ways.reject(step.peers if step.exchanges else None, call, error, x=x)
     raise error
 
 

@@ -8,7 +8,7 @@ import zlib
 import torch
 
 from ..errors import DivergenceError
-from ..exchange import agreement, frames, groups
+from ..exchange import agreement, groups, transports
 from ..exchange.call import Call
 from ..exchange.groups import Peers
 from ..operators import HEADER_WORDS
@@ -55,7 +55,7 @@ def way(state: LayerState, peers: Peers | None) -> Peers | None:
     if peers is None or not state.compares or peers.group_name in state.numbers:
         return peers
     state.find_path()  # for the error's text
-    return peers._replace(cuda="")
+    return peers.over_host()
 
 
 def _agreed(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) -> int:
@@ -115,7 +115,7 @@ def _has(path: str, peers: Peers) -> bool:
 
 def _size(peers: Peers) -> int:
     """How many words of the message a rank has."""
-    return min(_WORDS, (frames.FRAME_WORDS - HEADER_WORDS) // peers.ranks)
+    return min(_WORDS, (transports.FRAME_WORDS - HEADER_WORDS) // peers.ranks)
 
 
 def _end_of(path: str, peers: Peers) -> str:

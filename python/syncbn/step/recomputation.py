@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import checkpoint
 
+from ..operators import HEADER_WORDS
 from .layer_state import LayerState
 from .options import Options
 
@@ -87,8 +88,25 @@ class Segment:
             # Segments inside the one that runs again are new, and will run again in their turn.
             self._keep(self.kept)
 
-    def keep(self, step: Any, words: Words) -> Words:
-        """In the first run: the words, kept."""
+    def keep(
+        self,
+        step: Any,
+        message: torch.Tensor,
+        merged: torch.Tensor,
+        rest: torch.Tensor | None,
+        needed: int,
+    ) -> Words:
+        """In the first run: what an exchange gave, without what statistics are not made of, this
+        rank's own words and what lies behind the first `needed` merged words. It is kept, in memory
+        of its own."""
+
+        def compact(words: torch.Tensor, size: int) -> torch.Tensor:
+            words = words[:size]
+            return words.clone() if words.untyped_storage().nbytes() > words.nbytes else words
+
+        if rest is not None:
+            rest = compact(rest, rest.numel())
+        words = compact(message, HEADER_WORDS), compact(merged, needed), rest
         self._keep(Kept(self._key, step, words))
         return words
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..exchange import merging
 from ..exchange.call import Call
 from ..exchange.groups import Peers
+from ..exchange.ways import way_of
 from ..operators import ops
 from .modes import check_not_batched, recorded
 from .options import activation_of
@@ -41,7 +41,7 @@ class _SumOfRanks(torch.autograd.Function):
     def forward(ctx, x, exchange):
         ctx.exchange = exchange
         call = exchange.call._replace(direction=f"{exchange.call.direction} ({exchange.what})")
-        return merging.sum_of_ranks(x, exchange.tag(x), exchange.peers, call)
+        return way_of(exchange.peers, x.device).sum(x, exchange.tag(x), call)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -135,15 +135,15 @@ def _gradients(step, dy, x, weight, mean, rstd, count, positive, counting):
 class _Differentiable(torch.autograd.Function):
     """What `gradient` gives, for a backward that builds a graph.
 
-    step: the training step; gradient(step, dy, *saved) gives the gradients of x, weight, bias and
-    residual.
+    step: the training step; gradient(step, (dy,), *saved) gives the gradients of x, weight, bias
+    and residual.
     """
 
     @staticmethod
     def forward(ctx, step, gradient, dy, *saved):
         ctx.save_for_backward(dy, *saved)
         ctx.step = step
-        return gradient(step, dy, *saved)
+        return gradient(step, (dy,), *saved)
 
     @staticmethod
     @recorded(lambda ctx, *_: ctx.step.state.name, " second backward")
@@ -188,7 +188,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def differentiable(step, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
-    """gradient(step, dy, *saved), differentiable."""
+    """gradient(step, (dy,), *saved), differentiable."""
     check_not_batched(step, step.call, dy, saved[0])
     return _Differentiable.apply(step, gradient, dy, *saved)
 

@@ -1,15 +1,17 @@
-"""One training step of a layer: the passes, the exchange between them, and their gradient."""
+"""One training step of a layer: the passes, the exchange between them, and their gradient. It has K
+inputs, one for each device of this process; mostly K is 1."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..exchange import agreement, merging, transports
+from ..exchange import agreement
 from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
 from ..exchange.call import Call
 from ..exchange.groups import Peers
+from ..exchange.ways import Alone, Way, way_of
 from ..operators import HEADER_WORDS, message_words, ops
 from . import paths
 from .layer_state import LayerState
@@ -22,7 +24,8 @@ class Step(NamedTuple):
     """What backward knows of a training step besides tensors.
 
     call: as errors in backward name it. backward: who takes part in it. bias_dtype: None without a
-    bias. needs: whether this rank wants the gradients of x, weight, bias and residual.
+    bias. needs: whether this rank wants the gradients of any x, of weight, of bias and of any
+    residual. lead: the input that speaks for all in headers.
     """
 
     state: LayerState
@@ -32,6 +35,7 @@ class Step(NamedTuple):
     backward: Backward
     bias_dtype: torch.dtype | None
     needs: tuple[bool, ...] = (False,) * 4
+    lead: int = 0
 
     @property
     def ranks(self) -> int:
@@ -43,16 +47,20 @@ class Step(NamedTuple):
         alone = self.peers is None and self.needs[0]
         return alone or self.backward.x or self.backward.sums
 
+    def way(self, x: Tensor) -> Way:
+        """Of backward's exchange."""
+        return way_of(self.peers if self.exchanges else None, x.device)
+
 
 class Inputs(NamedTuple):
-    """What forward is given. takes_part: this rank's word about backward.
-    segment: the checkpointed segments around the call, if any."""
+    """What forward is given. xs, residuals, masks: K each. takes_part: this rank's word about
+    backward. segment: the checkpointed segments around the call, if any."""
 
-    x: Tensor
+    xs: Sequence[Tensor]
     weight: Tensor | None
     bias: Tensor | None
-    residual: Tensor | None
-    mask: Tensor | None
+    residuals: Sequence[Tensor | None]
+    masks: Sequence[Tensor | None]
     options: Options
     state: LayerState
     peers: Peers | None
@@ -60,35 +68,65 @@ class Inputs(NamedTuple):
     segment: Segment | None = None
 
 
+def has_samples(x: Tensor, mask: Tensor | None) -> bool:
+    return x.numel() > 0 and (mask is None or bool(mask.any()))
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _lead(xs: Sequence[Tensor], masks: Sequence[Tensor | None]) -> int:
+    """The first input with samples: autocast may have given one without another dtype."""
+    if len(xs) == 1:
+        return 0
+    return next((k for k, (x, m) in enumerate(zip(xs, masks)) if has_samples(x, m)), 0)
+
+
+def _placed(xs: Sequence[Tensor], *tensors: Tensor | None) -> Iterable[Sequence[Tensor | None]]:
+    """The tensors, for each x on its device."""
+    if len(xs) == 1:
+        return (tensors,)
+    return ([None if t is None else t.to(x.device) for t in tensors] for x in xs)
+
+
 def shared_sums(given: Inputs) -> tuple[Step, tuple]:
     """What backward will know; and (message, merged, rest or records), this rank's part and what
     all ranks share. In a checkpointed segment the header alone of this rank's part, and no more
     than is needed."""
-    x, _, bias, residual, mask, options, state, peers, word, segment = given
+    xs, _, bias, residuals, masks, options, state, peers, word, segment = given
     if segment is not None and segment.kept is not None:
         return segment.kept.step, segment.kept.words
+    lead = _lead(xs, masks)
+    x = xs[lead]
     if peers is not None and peers.group_name != state.group:
         paths.compare(state, peers, x, options)
-    call = state.call_of(x, options)
-    number, channels = options.identity(state.number, residual is not None), x.shape[1]
-    own = values_per_channel(x, mask)
+    call, way = state.call_of(x, options), way_of(peers, xs[0].device)
+    number, channels = options.identity(state.number, residuals[0] is not None), x.shape[1]
     if options.statistics == "welford":
-        sums = (x, number, state.call, options.eps, mask, word)
-        message = merging.refusing(ops.local_welford, sums, x, peers, call)
-        merged = merging.gather(message, channels, peers, call)
+        sums = (x, number, state.call, options.eps, masks[0], word)
+        message = way.refusing(ops.local_welford, sums, x, call)
+        merged = way.gather(message, channels, call)
     else:
-        sums = (x, number, state.call, options.eps)
-        message, *merged = merging.moments(sums, mask, word, peers, call)
+        passes = [
+            ((_cast(z, x.dtype), number, counter, options.eps), (mask, word))
+            for z, mask, (counter,) in zip(xs, masks, _placed(xs, state.call))
+        ]
+        message, _, *merged = way.sums_of("moments", passes, lead, channels, call)
+    own = sum(map(values_per_channel, xs, masks))
     if own <= 1:  # or unknown
-        sizes = f"ranks (input size {list(x.shape)} on this one)"
-        agreement.check_count(merged[0], own, sizes)
-    backward = agreement.backward_of(merged[0], word, peers, call)
+        sizes = [list(z.shape) for z in xs]
+        where = f"ranks (input size {sizes[0]} on this one)"
+        if len(xs) > 1:
+            where = f"devices (input sizes {sizes})"
+        agreement.check_count(merged[0], own, where)
+    backward = way.backward_of(merged[0], word, call)
     bias_dtype = None if bias is None else bias.dtype
-    step = Step(state, options, peers, call.backward(), backward, bias_dtype)
+    step = Step(state, options, peers, call.backward(), backward, bias_dtype, lead=lead)
     if segment is None:
         return step, (message, *merged)
-    needed = HEADER_WORDS if options.statistics == "welford" else message_words(x, mask)
-    return step, segment.keep(step, merging.trimmed(message, *merged, needed))
+    needed = HEADER_WORDS if options.statistics == "welford" else message_words(x, masks[lead])
+    return step, segment.keep(step, message, *merged, needed)
 
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
@@ -96,23 +134,18 @@ def like(tensor: Tensor, x: Tensor) -> Tensor:
     return tensor if tensor.stride() == x.stride() else torch.empty_like(x).copy_(tensor)
 
 
-def _waiting(peers: Peers | None, x: Tensor) -> Peers | None:
-    """Those who wait for this rank's host."""
-    return None if peers is not None and peers.cuda and x.is_cuda else peers
-
-
 def leave(error: BaseException, given: Inputs) -> None:
-    x, peers = given.x, _waiting(given.peers, given.x)
-    if given.segment is not None and given.segment.kept is not None:
-        peers = None
-    transports.leave(error, peers, given.state.call_of(x, given.options))
+    again = given.segment is not None and given.segment.kept is not None
+    way = Alone() if again else way_of(given.peers, given.xs[0].device)
+    way.leave(error, given.state.call_of(given.xs[0], given.options))
 
 
 def forward(given: Inputs, updates: tuple = ()) -> tuple[Step, tuple, tuple]:
-    """What backward will know; y, mean, var (float64, biased) and info (count, fingerprint); and
+    """What backward will know; K y, mean, var (float64, biased) and info (count, fingerprint); and
     the tensors that backward takes.
 
-    updates: what normalize_and_update takes besides, if it is to update the running statistics.
+    updates: what normalize_and_update takes besides, if it is to update the running statistics;
+    with one x alone.
     """
     try:
         return _forward(given, updates)
@@ -122,7 +155,7 @@ def forward(given: Inputs, updates: tuple = ()) -> tuple[Step, tuple, tuple]:
 
 
 def _forward(given: Inputs, updates: tuple) -> tuple[Step, tuple, tuple]:
-    x, weight, bias, residual, mask, options, *_ = given
+    xs, weight, bias, residuals, masks, options, *_ = given
     step, exchanged = shared_sums(given)
     if updates:
         normalize = ops.normalize_and_update
@@ -130,71 +163,112 @@ def _forward(given: Inputs, updates: tuple) -> tuple[Step, tuple, tuple]:
         normalize = ops.normalize_gathered
     else:
         normalize = ops.normalize
-    y, mean, var, rstd, info, activation_mask = normalize(
-        x,
-        *exchanged,
-        weight,
-        bias,
-        None if residual is None else like(residual, x),
-        options.eps,
-        step.ranks,
-        options.activation_kind,
-        options.negative_slope,
-        mask,
-        *updates,
-    )
+    results = [
+        normalize(
+            x,
+            *placed,
+            None if residual is None else like(residual, x),
+            options.eps,
+            step.ranks,
+            options.activation_kind,
+            options.negative_slope,
+            mask,
+            *updates,
+        )
+        for x, residual, mask, placed in zip(
+            xs, residuals, masks, _placed(xs, *exchanged, weight, bias)
+        )
+    ]
+    ys, means, variances, rstds, infos, activation_masks = zip(*results)
     # Without an activation mask, the activation's sign is computed again, which takes the bias.
-    again = options.activation != "none" and residual is None
-    saved = (x, weight, bias if again else None, mean, rstd, info, activation_mask, mask)
-    return step, (y, mean, var, info), saved
+    again = options.activation != "none" and residuals[0] is None
+    saved = (
+        *xs,
+        weight,
+        bias if again else None,
+        *means,
+        *rstds,
+        *infos,
+        *activation_masks,
+        *masks,
+    )
+    return step, (*ys, means[0], variances[0], infos[0]), saved
 
 
 @recorded(lambda step, *_: step.state.name, " backward")
-def backward(step: Step, dy, x, *saved) -> tuple:
-    """Gradients of x, weight, bias and residual. saved: what forward() gave for it, behind x."""
+def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
+    """Gradients of K x, weight, bias and K residuals. saved: what forward() gave for it."""
     try:
-        return _backward(step, dy, x, *saved)
+        return _backward(step, dys, *saved)
     except BaseException as error:
-        peers = _waiting(step.peers, x) if step.exchanges else None
-        transports.leave(error, peers, step.call)
+        step.way(saved[0]).leave(error, step.call)
         raise
 
 
-def _backward(step: Step, dy, x, weight, bias, mean, rstd, info, activation_mask, mask) -> tuple:
-    options, peers = step.options, step.peers
+def _backward(step: Step, dys, *saved) -> tuple:
+    options, inputs = step.options, len(dys)
+    xs, (weight, bias) = saved[:inputs], saved[inputs : inputs + 2]
+    parts = (saved[i : i + inputs] for i in range(inputs + 2, len(saved), inputs))
+    means, rstds, infos, activation_masks, masks = parts
     needs_x, needs_weight, needs_bias, needs_residual = step.needs
-    check_not_batched(step, step.call, dy, x)
-    agreement.check_present(step.backward, peers, step.call)
+    dys = [torch.zeros_like(x) if dy is None else dy for dy, x in zip(dys, xs)]
+    for dy, x in zip(dys, xs):
+        check_not_batched(step, step.call, dy, x)
+    agreement.check_present(step.backward, step.peers, step.call)
     dtypes = (
         weight.dtype if needs_weight else None,
         step.bias_dtype if needs_bias else None,
     )
-    dy = like(dy, x)
-    through = (weight, bias, activation_mask, options.activation_kind, options.negative_slope)
-    keep = needs_residual and (options.activation != "none" or mask is not None)
-    arguments = (dy, x, mean, rstd, info, *through, keep)
-    if step.exchanges:
-        message, u, merged, rest = merging.gradients(arguments, mask, peers, step.call)
-    else:
-        message, u = ops.local_gradients(*arguments, 0, mask)
+    dys = list(map(like, dys, xs))
+    activated = any(mask is not None for mask in masks) or options.activation != "none"
+    keep = needs_residual and activated
+    x, lead = xs[step.lead], step.lead
+    through = [
+        (w, b, activation_mask, options.activation_kind, options.negative_slope)
+        for (w, b), activation_mask in zip(_placed(xs, weight, bias), activation_masks)
+    ]
+    passes = [
+        ((_cast(dy, x.dtype), _cast(z, x.dtype), mean, rstd, info, *after, keep), (mask,))
+        for dy, z, mean, rstd, info, after, mask in zip(
+            dys, xs, means, rstds, infos, through, masks
+        )
+    ]
+    way, channels = step.way(x), x.shape[1]
+    message, us, merged, rest = way.sums_of("gradients", passes, lead, channels, step.call)
     if keep:  # what comes back is there already
-        dy, through = u, (weight, None, None, 0, 0.0)
-    dx = dweight = dbias = None
+        dys = [_cast(u, z.dtype) for u, z in zip(us, xs)]
+        through = [(w, None, None, 0, 0.0) for w, *_ in through]
+    dxs, dweight, dbias = [None] * inputs, None, None
     # One rank's share is the whole, and comes with dx.
-    shares = options.affine_grad == "share" and not (peers is None and needs_x)
+    shares = options.affine_grad == "share" and not (step.peers is None and needs_x)
     shares = shares and (needs_weight or needs_bias)
     if step.exchanges:
-        own = message if shares else None
-        dx, dweight, dbias = ops.input_gradient(
-            dy, x, merged, rest, mean, rstd, info, *through, *dtypes, step.ranks, mask, own
-        )
+        for k, placed in enumerate(_placed(xs, merged, rest)):
+            leads = k == lead
+            dxs[k], *sums = ops.input_gradient(
+                dys[k],
+                xs[k],
+                *placed,
+                means[k],
+                rstds[k],
+                infos[k],
+                *through[k],
+                *(dtypes if leads else (None, None)),
+                step.ranks,
+                masks[k],
+                message if leads and shares else None,
+            )
+            if leads:
+                dweight, dbias = sums
     elif shares:
-        dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
+        dweight, dbias = ops.affine_gradient_shares(message, x, means[lead], rstds[lead], *dtypes)
+    if lead > 0:  # parameters lie where the first x does
+        dweight, dbias = next(iter(_placed(xs, dweight, dbias)))
     return (
-        dx if needs_x else None,
+        *(dx if needs_x else None for dx in dxs),
         dweight if needs_weight else None,
         dbias if needs_bias else None,
-        dy if needs_residual else None,
+        *(dy if needs_residual else None for dy in dys),
     )
 
 

@@ -1,0 +1,169 @@
+"""One attempt to exchange in a group: what broke the group before, who exchanges now, for how long
+it may take, and what the other ranks hear when it fails."""
+
+import datetime
+import re
+import threading
+from typing import Protocol
+
+import torch
+
+from ..errors import ExchangeTimeout, PeerLost
+from . import after_fork, watch
+from .call import Call
+from .groups import Peers
+
+# Why groups cannot be used any more.
+_broken: dict[str, str] = {}
+# The threads that exchange now, by group.
+_threads: dict[str, int] = {}
+
+# Layers, by group and direction, that have exchanged before: for the first time a rank may have to
+# compile, so that the others wait as long as for the caller's own group.
+_exchanged: set[tuple[str, str, str]] = set()
+_STEP = ("forward", "backward", "conversion")
+
+#: In PyTorch's error for a tensor on CPU, which has no type of its own.
+_NO_MEMORY = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
+
+
+class LengthsDiffer(Exception):
+    """The ranks brought messages of different lengths; raised on all of them."""
+
+
+class PassFailed(Exception):
+    """What a pass raised before its exchange began, as the cause."""
+
+
+#: Ways out of an exchange that the other ranks take as well, or that are no part of it.
+_KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, LengthsDiffer, PassFailed)
+
+
+class Waiting(Protocol):
+    """What an attempt asks of a transport."""
+
+    peers: Peers
+
+    def set_limit(self, limit: float) -> None: ...
+
+    def pass_on(self, why: str) -> None: ...
+
+    def abandon(self, why: str) -> None: ...
+
+
+class Attempt:
+    """Around an exchange of the transport's group: notes where this rank is, and what breaks the
+    group. One thread at a time: ranks pair exchanges by their order, which two threads have not in
+    common.
+
+    limit: seconds that the exchange may take.
+    """
+
+    def __init__(self, transport: Waiting, call: Call) -> None:
+        peers = transport.peers
+        self.transport, self.peers, self.call = transport, peers, call
+        self.limit = peers.timeout
+        if call.direction in _STEP and (peers.group_name, call[0], call[2]) not in _exchanged:
+            self.limit = max(peers.timeout, peers.patience)
+        after_fork.check()
+        why = _broken.get(peers.group_name) or watch.left(peers.group_name)
+        if why is not None:
+            raise PeerLost(
+                f"{call}, {peers}: the group is broken since an earlier error "
+                f"({why}); call syncbn.reset_groups() on every rank to go on"
+            )
+
+    def __enter__(self) -> "Attempt":
+        name, thread = self.peers.group_name, threading.get_ident()
+        if _threads.setdefault(name, thread) != thread:
+            raise RuntimeError(
+                f"{self.call}, {self.peers}: got a call while another thread exchanges in the "
+                "same group, expected one thread for each group (process_group=)"
+            )
+        self.transport.set_limit(self.limit)
+        watch.enter(name, self.call)
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        name = self.peers.group_name
+        # First: what comes now must not find the others waiting.
+        if kind is not None and not issubclass(kind, _KNOWN_TO_ALL):
+            abandon(self.transport, self.call, error)
+        watch.leave(name)
+        _threads.pop(name, None)
+        if kind is None and self.call.direction in _STEP:
+            _exchanged.add((name, self.call.layer, self.call.direction))
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self.limit)
+
+    def fail(self, kind: type[Exception], reason: str, cause: Exception | None = None) -> None:
+        """Raises what the exchange ends with, and says where the other ranks are."""
+        peers = self.peers
+        reason = reason.removeprefix(f"{peers}: ")  # C++ names the rank, too
+        _broken[peers.group_name] = f"{self.call}: {reason}"
+        if kind is PeerLost:
+            self.transport.pass_on(f"rank {peers.rank} left the group: {reason}")
+        others = watch.others(peers.group_name, peers.rank, peers.ranks)
+        raise kind(f"{self.call}, {peers}: {reason}; {others}") from cause
+
+
+def abandon(transport: Waiting, call: Call, error: BaseException) -> None:
+    """Leaves the group for an error that only this rank has. The others get PeerLost."""
+    if isinstance(error, Exception):
+        why = f"{call}: {type(error).__name__}: {reason_of(error)}"
+    else:
+        why = f"{call} was interrupted"
+    _broken.setdefault(transport.peers.group_name, why)
+    transport.abandon(why)
+
+
+def leave(error: BaseException, transport: Waiting | None, call: Call, who: str) -> None:
+    """After an error in a step of a layer: the others hear of what ends it on this rank alone, also
+    before and after the exchange. The caller raises the error again; what lacks memory is raised
+    here, with the layer's name. transport: None where nobody waits for this rank. who: this rank.
+    """
+    no_memory = lacks_memory(error)
+    if getattr(error, "told", False) or (isinstance(error, Exception) and not no_memory):
+        return
+    if transport is not None:
+        abandon(transport, call, error)
+    if no_memory:
+        raise out_of_memory(error, call, who) from error
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether it is what PyTorch and the operators raise when an allocation fails."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)  # PyTorch 2.15 does not hand on the type of the operators' error
+    return text.startswith("memory: got none") or bool(_NO_MEMORY.search(text))
+
+
+def reason_of(error: BaseException) -> str:
+    """Its text; C++ and Python have none of their own for lack of memory, and PyTorch names its
+    allocator."""
+    text = str(error)
+    if asked := _NO_MEMORY.search(text):
+        return f"memory: got none for a tensor of {asked[1]} bytes"
+    return "memory: got none" if text in ("", "std::bad_alloc") else text
+
+
+def out_of_memory(error: BaseException, call: Call, who: str) -> MemoryError:
+    """The same, with the names of the layer and of this rank, to be raised after the others were
+    told."""
+    named = MemoryError(f"{call}{who}: {reason_of(error)}")
+    named.told = True
+    return named
+
+
+def is_broken(group: str) -> bool:
+    return group in _broken
+
+
+def forget_errors() -> None:
+    _broken.clear()
+    _exchanged.clear()
