@@ -2,13 +2,14 @@
 modules rank_cases*.py and device_cases.py. test_distributed_gloo.py: over Gloo alone."""
 
 import importlib
-from pathlib import Path
 
 import pytest
 
 from rank_runs import Cases, check_case, run_cases
+from support import PROJECT
 
-MODULES = ("device_cases", *sorted(p.stem for p in Path(__file__).parent.glob("rank_cases*.py")))
+FILES = (PROJECT / "tests" / "python").glob("*/rank_cases*.py")
+MODULES = ("device_cases", *sorted(path.stem for path in FILES))
 CASES = {
     name: case
     for module in map(importlib.import_module, MODULES)
