@@ -50,8 +50,8 @@ test-python: $(package) $(test_tools)  ## Python tests only, for example ARGS="-
 
 interop: $(package) $(test_tools) $(VENV)/.stamp-frameworks  ## other people's code, all of it
 	SYNCBN_INTEROP=all OMP_WAIT_POLICY=passive $(python) -m pytest --durations 15 $(ARGS) \
-	  $(addprefix tests/python/test_,pytorchs_tests.py class_checks.py class_checks_frameworks.py \
-	    training_loops.py)
+	  $(addprefix tests/python/interop/test_,pytorchs_tests.py class_checks.py \
+	    class_checks_frameworks.py training_loops.py)
 
 demo: $(package) $(VENV)/.stamp-demo  ## train the example network, for example ARGS=--quick
 	$(python) examples/segmentation/main.py $(ARGS)

@@ -34,7 +34,7 @@ CUDA_TESTS = BUILD / "tests" / "cuda" / "syncbn_cuda_tests"
 SYSTEM = Path("/usr")
 PREFIXES = (Path(sys.prefix), SYSTEM / "local", SYSTEM)
 TOTAL_SECONDS = 540
-# Each of their processes is waited for by itself: tests/python/support.py, join().
+# Each of their processes is waited for by itself: join() of tests/python/support/support.py.
 SEVERAL_PROCESSES = ("test_cuda_processes", "test_cuda_ranks")
 NO_GOOGLE_TEST = "not built: no GoogleTest (GOOGLETEST=folder names its sources)"
 SANITIZED = "CudaBatchNorm.FewRandomStepsExact:CudaBatchNorm.Disagreement*"
@@ -148,8 +148,7 @@ def no_cpp_tests() -> str:
 
 def python_environment() -> dict[str, str]:
     given = filter(None, [os.environ.get("PYTHONPATH")])
-    folders = [str(OVERLAY), str(PROJECT / "tests" / "python"), *given]
-    return {"PYTHONPATH": os.pathsep.join(folders)}
+    return {"PYTHONPATH": os.pathsep.join([str(OVERLAY), *given])}
 
 
 def python_stage(name: str, seconds: int, files: list[Path]) -> Stage:
@@ -194,7 +193,7 @@ def sanitizer_stage(tool: str) -> Stage:
 
 def stages(architectures: str) -> list[Stage]:
     """Such that one that takes its whole time leaves some for the more important others."""
-    tests = sorted((PROJECT / "tests" / "python").glob("test_cuda*.py"))
+    tests = sorted((PROJECT / "tests" / "python" / "cuda").glob("test_*.py"))
     several = [path for path in tests if path.stem in SEVERAL_PROCESSES]
     one = [path for path in tests if path not in several]
     build, build_cpp = build_stages(architectures)

@@ -26,8 +26,9 @@ cxx=${CXX:-c++}
 preloaded="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libstdc++.so)"
 LD_PRELOAD=$preloaded ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$PWD/build/asan/package \
   SYNCBN_EXAMPLES=60 OMP_NUM_THREADS=2 "$venv/bin/python" -m pytest -p no:cacheprovider \
-  --hypothesis-seed=1 tests/python/test_{properties,in_place,batch_norm_op}.py \
-  tests/python/test_{odd_tensors,shared_memory_ops}.py
+  --hypothesis-seed=1 tests/python/bits/test_properties.py tests/python/step/test_in_place.py \
+  tests/python/ops/test_{batch_norm_op,odd_tensors}.py \
+  tests/python/exchange/test_shared_memory_ops.py
 
 "$venv/bin/cmake" --preset tsan >/dev/null
 "$venv/bin/cmake" --build --preset tsan --target syncbn_short_tests

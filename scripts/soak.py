@@ -33,12 +33,12 @@ def main() -> int:
             (
                 {"SYNCBN_EXAMPLES": "500"},
                 [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-                + [f"--hypothesis-seed={seed}", "tests/python/test_properties.py"],
+                + [f"--hypothesis-seed={seed}", "tests/python/bits/test_properties.py"],
             ),
             (
                 {"SYNCBN_SEED": str(seed), "SYNCBN_FAULT_ROUNDS": "100"},
                 [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-                + ["tests/python/test_fault_storm.py"],
+                + ["tests/python/exchange/test_fault_storm.py"],
             ),
         )
         for variables, command in runs:

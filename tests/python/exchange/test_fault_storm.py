@@ -24,10 +24,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from fault_rank import main
 from fault_rounds import FAULTS, IN_TIME, LIMIT, OURS, SIGNALS, Round, draw, faults_of
+from rank_runs import quick_context
 
 ASKED = int(os.environ.get("SYNCBN_FAULT_ROUNDS", "0"))
 SEED = int(os.environ.get("SYNCBN_SEED", secrets.randbelow(2**31) if ASKED else 1))
@@ -175,10 +175,8 @@ def table(log: list[dict]) -> str:
 
 @pytest.fixture(scope="module")
 def rounds():
-    """All rounds, several at a time: they mostly wait. Processes are forked from one that has
-    imported the package."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["syncbn"])
+    """All rounds, several at a time: they mostly wait."""
+    context = quick_context()
     drawn = [draw(SEED, FIRST + i) for i in range(ASKED or 30)]
 
     def play(one: Round) -> dict:

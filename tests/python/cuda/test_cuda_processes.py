@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from rank_runs import run_ranks
 from support import assert_same_layers, join, new_layer
 
 WORLD = 2
@@ -145,14 +146,7 @@ def _rank_main(rank: int, backend: str, device: str, folder: Path) -> None:
 
 
 def run(backend: str, device: str, folder: Path) -> None:
-    context = mp.get_context("spawn")
-    processes = [
-        context.Process(target=_rank_main, args=(rank, backend, device, folder))
-        for rank in range(WORLD)
-    ]
-    for process in processes:
-        process.start()
-    join(processes, 60)
+    run_ranks(mp.get_context("spawn"), _rank_main, WORLD, (backend, device, folder), 60)
     problems = []
     for case in CASES[backend]:
         for rank in range(WORLD):

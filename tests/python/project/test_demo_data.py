@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from support import PROJECT
+
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 Image = pytest.importorskip("PIL.Image")
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "segmentation"
+DEMO = PROJECT / "examples" / "segmentation"
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,15 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-PROJECT = Path(__file__).resolve().parents[2]
+from support import PROJECT
+
 sys.path.insert(0, str(PROJECT / "benchmarks"))
-import bench_gpu  # noqa: E402
+import bench_gpu
 
 ROUNDS = 3
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import node_cases
 import syncbn
+from rank_runs import quick_context, run_ranks, written
 from syncbn.exchange import watch
 
 WORLD = 4
@@ -86,34 +86,14 @@ def _lost_main(rank: int, folder: str, layout: str, lost: int) -> None:
 
 @pytest.fixture(scope="module")
 def context():
-    """Processes that start fast: forked from one that has imported the package. (It does not look
-    for modules beside the tests.)"""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["syncbn"])
-    return context
-
-
-def _run(context, target, folder: str, *arguments, limit: float) -> list[int]:
-    """The exit codes of four ranks."""
-    processes = [
-        context.Process(target=target, args=(rank, folder, *arguments)) for rank in range(WORLD)
-    ]
-    for process in processes:
-        process.start()
-    until = time.monotonic() + limit
-    for process in processes:
-        process.join(max(0, until - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-    return [process.exitcode for process in processes]
+    return quick_context()
 
 
 @pytest.fixture(scope="module")
 def results(context):
     """{"layout.case.rank": "passed" or a traceback}; all cases in one start of the processes."""
     with tempfile.TemporaryDirectory() as folder:
-        codes = _run(context, _case_main, folder, limit=240)
+        codes = run_ranks(context, _case_main, WORLD, (folder,), 240)
         found = {path.stem: path.read_text() for path in Path(folder).glob("*.txt")}
     return found | {"exit codes": codes}
 
@@ -133,16 +113,13 @@ def test_two_nodes(results, layout, case):
 def test_a_killed_rank_ends_all_others_in_time(context, layout, lost):
     """Rank 0 speaks for its node, rank 3 does not."""
     with tempfile.TemporaryDirectory() as folder:
-        _run(context, _lost_main, folder, layout, lost, limit=60)
-        for rank in range(WORLD):
-            file = Path(folder, f"{rank}.json")
-            if rank == lost:
-                assert not file.exists()
-                continue
-            assert file.exists(), f"rank {rank} hangs or died"
-            result = json.loads(file.read_text())
-            assert result["outcome"] in ("PeerLost", "ExchangeTimeout"), f"rank {rank}: {result}"
-            # Two waits, inside the node and between nodes; the question where the others are; and
-            # what two busy cores need.
-            assert result["seconds"] < TIMEOUT + 12, f"rank {rank}: {result}"
-            assert f"rank {lost}: does not answer" in result["text"], f"rank {rank}: {result}"
+        run_ranks(context, _lost_main, WORLD, (folder, layout, lost), 60)
+        results = written(folder, WORLD)
+    assert results.pop(lost) is None
+    for rank, result in results.items():
+        assert result is not None, f"rank {rank} hangs or died"
+        assert result["outcome"] in ("PeerLost", "ExchangeTimeout"), f"rank {rank}: {result}"
+        # Two waits, inside the node and between nodes; the question where the others are; and what
+        # two busy cores need.
+        assert result["seconds"] < TIMEOUT + 12, f"rank {rank}: {result}"
+        assert f"rank {lost}: does not answer" in result["text"], f"rank {rank}: {result}"

@@ -1,5 +1,5 @@
-"""Starts processes, one per rank, that run many cases one after the other, and reads what came of
-each: a start costs seconds for importing PyTorch."""
+"""Starts processes, one per rank, waits for them and reads what came of each. run_cases: many cases
+one after the other, as a start costs seconds for importing PyTorch."""
 
 import datetime
 import faulthandler
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from support import join
 from syncbn.exchange import groups
 
 #: Of the group, and of the layers' exchanges.
@@ -46,34 +47,49 @@ def _rank_main(
     dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def quick_context():
+    """Of processes that start fast: forked from one that has imported the package. (It does not
+    look for modules beside the tests.)"""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["syncbn"])
+    return context
+
+
+def run_ranks(context, target: Callable, world: int, arguments: tuple, seconds: float) -> list:
+    """Runs target(rank, *arguments) on each rank, and ends those that are there after so long; the
+    exit codes."""
+    processes = [context.Process(target=target, args=(rank, *arguments)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    join(processes, seconds)
+    return [process.exitcode for process in processes]
+
+
+def written(folder: str, world: int) -> dict:
+    """What each rank wrote into RANK.json, None if it wrote nothing."""
+    files = [Path(folder, f"{rank}.json") for rank in range(world)]
+    return {r: json.loads(f.read_text()) if f.exists() else None for r, f in enumerate(files)}
 
 
 def run_cases(load: Callable[[], Cases], world: int, engine: str, folder: Path) -> dict:
     """{case: {rank: "passed", "skipped: why" or a traceback}}. load: a function of a module, called
     on each rank; it returns functions case(rank, world), which raise if something is wrong there.
     """
-    context = mp.get_context("spawn")
-    arguments = (world, engine, _free_port(), folder, load)
-    processes = [
-        context.Process(target=_rank_main, args=(rank, *arguments)) for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(900)
-        if process.is_alive():
-            process.kill()
+    arguments = (world, engine, free_port(), folder, load)
+    codes = run_ranks(mp.get_context("spawn"), _rank_main, world, arguments, 900)
     found: dict = {}
     hangs = [path for path in folder.iterdir() if path.name.startswith("hangs.")]
     found["hangs"] = "\n".join(path.read_text() for path in hangs)
     for path in set(folder.iterdir()) - set(hangs):
         name, rank = path.name.rsplit(".", 1)
         found.setdefault(name, {})[int(rank)] = json.loads(path.read_text())
-    found["exit codes"] = [process.exitcode for process in processes]
+    found["exit codes"] = codes
     found["world"] = world
     return found
 

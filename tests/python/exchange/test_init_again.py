@@ -1,7 +1,6 @@
 """init_process_group again, on the same port, after destroy_process_group, with as many ranks or
 another number: nothing of the layers' groups may hold the old store."""
 
-import socket
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import syncbn
+from rank_runs import free_port
 
 
 def _batch(rank: int, turn: int) -> torch.Tensor:
@@ -42,7 +42,4 @@ def _rank(rank: int, port: int, worlds: tuple[int, ...], folder: str) -> None:
 
 @pytest.mark.parametrize("worlds", ((2, 2, 2), (3, 2, 3)), ids=str)
 def test_same_port_three_times(tmp_path, worlds):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_rank, (port, worlds, str(tmp_path)), nprocs=max(worlds))
+    mp.spawn(_rank, (free_port(), worlds, str(tmp_path)), nprocs=max(worlds))

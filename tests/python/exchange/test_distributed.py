@@ -4,13 +4,14 @@ for example "2 3", takes other numbers of ranks for both, as the weekly run does
 
 import importlib
 import os
-from pathlib import Path
 
 import pytest
 
 from rank_runs import Cases, check_case, run_cases
+from support import PROJECT
 
-MODULES = ("device_cases", *sorted(p.stem for p in Path(__file__).parent.glob("rank_cases*.py")))
+FILES = (PROJECT / "tests" / "python").glob("*/rank_cases*.py")
+MODULES = ("device_cases", *sorted(path.stem for path in FILES))
 CASES = {
     name: case
     for module in map(importlib.import_module, MODULES)

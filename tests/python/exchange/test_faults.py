@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import fault_cases
+from rank_runs import quick_context, run_ranks, written
 from syncbn.exchange import groups, watch
 
 SCENARIOS = {
@@ -68,29 +68,15 @@ RUNS += [(n, 4, "shared memory") for n in ("other_order", "killed_in_forward", "
 
 
 def _run(context, name: str, world: int, engine: str) -> dict:
-    """What each rank wrote, None if it wrote nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_rank_main, args=(rank, world, engine, folder, name))
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(60)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        files = [Path(folder, f"{rank}.json") for rank in range(world)]
-        return {r: json.loads(f.read_text()) if f.exists() else None for r, f in enumerate(files)}
+        run_ranks(context, _rank_main, world, (world, engine, folder, name), 60)
+        return written(folder, world)
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """All runs, five at a time: they mostly wait. Processes are forked from one that has imported
-    the package."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["syncbn"])  # it does not look beside the tests
+    """All runs, five at a time: they mostly wait."""
+    context = quick_context()
     with ThreadPoolExecutor(5) as pool:
         return dict(zip(RUNS, pool.map(lambda run: _run(context, *run), RUNS), strict=True))
 

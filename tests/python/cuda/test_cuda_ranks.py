@@ -12,8 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import cuda_cases
-from rank_runs import _free_port
-from support import join
+from rank_runs import free_port, run_ranks
 from test_cuda_processes import NCCL_ON_ONE_MACHINE
 
 CASES = {name: case for name, case in vars(cuda_cases).items() if name.startswith("case_")}
@@ -42,12 +41,8 @@ def _rank_main(rank: int, backend: str, port: int, folder: Path) -> None:
 def results(request, tmp_path_factory):
     """{case: [one outcome per rank]}."""
     folder = tmp_path_factory.mktemp("ranks")
-    context = mp.get_context("spawn")
-    arguments = (request.param, _free_port(), folder)
-    processes = [context.Process(target=_rank_main, args=(r, *arguments)) for r in range(WORLD)]
-    for process in processes:
-        process.start()
-    join(processes, 90)
+    arguments = (request.param, free_port(), folder)
+    run_ranks(mp.get_context("spawn"), _rank_main, WORLD, arguments, 90)
     paths = {name: [folder / f"{name}.{rank}" for rank in range(WORLD)] for name in CASES}
     return {
         name: [p.read_text() if p.exists() else "did not end" for p in outcomes]

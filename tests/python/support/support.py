@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import syncbn
 from syncbn.operators import HEADER_WORDS, ops
 
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[3]
 TORCH_DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,

@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import re
-import socket
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import forming_cases
 from forming_cases import LIMIT
+from rank_runs import free_port, quick_context, run_ranks, written
 from syncbn.exchange import groups
 
 SCENARIOS = {
@@ -84,43 +83,22 @@ RUNS = [
 ]
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def _run(context, name: str, world: int, direct: bool, engine: str) -> dict:
-    """What each rank wrote, None if it wrote nothing."""
     store = None
     if name == "store_dies":
-        port = _free_port()
+        port = free_port()
     else:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = store.port
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_rank_main, args=(r, world, engine, direct, port, folder, name))
-            for r in range(world)
-        ]
-        for process in processes:
-            process.start()
-        until = time.monotonic() + 60
-        for process in processes:
-            process.join(max(0, until - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-        files = [Path(folder, f"{rank}.json") for rank in range(world)]
-        return {r: json.loads(f.read_text()) if f.exists() else None for r, f in enumerate(files)}
+        run_ranks(context, _rank_main, world, (world, engine, direct, port, folder, name), 60)
+        return written(folder, world)
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """All runs, eight at a time: they mostly wait. Processes are forked from one that has imported
-    the package."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["syncbn"])
+    """All runs, eight at a time: they mostly wait."""
+    context = quick_context()
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(RUNS, pool.map(lambda run: _run(context, *run), RUNS), strict=True))
 

@@ -8,11 +8,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from support import PROJECT
+
+BENCHMARKS = PROJECT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import count  # noqa: E402
 

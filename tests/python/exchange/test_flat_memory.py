@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 import syncbn
 from forking import held
-from support import join
+from rank_runs import run_ranks
 from syncbn.exchange import groups
 
 STEPS, FIRST = 10_000, 1_000
@@ -65,15 +65,11 @@ def test_memory_is_flat(world, shared_memory):
     """The allocator takes memory in pieces of 132 KiB (M_TOP_PAD and a page), for each thread in a
     heap of its own; the bound is one piece of each, 15 bytes a step and thread. Malloc's smallest
     block has 32."""
-    context = mp.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world, shared_memory, folder, store.port)
-        processes = [context.Process(target=_rank_main, args=(r, *arguments)) for r in range(world)]
-        for process in processes:
-            process.start()
-        join(processes, 250)
-        assert [process.exitcode for process in processes] == [0] * world
+        codes = run_ranks(mp.get_context("spawn"), _rank_main, world, arguments, 250)
+        assert codes == [0] * world
         for rank in range(world):
             (first, held_first), (last, held_last) = torch.load(Path(folder, f"{rank}.pt"))
             assert held_first == held_last

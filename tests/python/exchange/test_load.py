@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import syncbn
+from rank_runs import quick_context, run_ranks
 
 WORLD, STEPS, CHANNELS = 16, 1000, 8
 
@@ -37,23 +37,10 @@ def _rank_main(rank: int, folder: str, port: int) -> None:
 
 @pytest.fixture(scope="module")
 def results():
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["syncbn"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_rank_main, args=(rank, folder, store.port))
-            for rank in range(WORLD)
-        ]
-        for process in processes:
-            process.start()
-        until = time.monotonic() + 300
-        for process in processes:
-            process.join(max(0, until - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-        assert [process.exitcode for process in processes] == [0] * WORLD
+        codes = run_ranks(quick_context(), _rank_main, WORLD, (folder, store.port), 300)
+        assert codes == [0] * WORLD
         return [torch.load(Path(folder, f"{rank}.pt")) for rank in range(WORLD)]
 
 

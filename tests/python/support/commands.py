@@ -3,9 +3,8 @@
 import os
 import re
 import shlex
-from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[2]
+from support import PROJECT
 
 #: make's `package` runs the latter; the former differs in where pip finds the build's tools.
 PIP = {"pip install .", "pip install --no-build-isolation --no-deps ."}

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
+from support import PROJECT
+
 sys.path.insert(0, str(PROJECT / "scripts"))
-import gpu_check  # noqa: E402
+import gpu_check
 
 JUNIT = '<testsuites><testsuite tests="{}" skipped="{}" failures="0"/></testsuites>'
 
@@ -127,7 +128,7 @@ def test_every_stage_names_what_exists():
     files = [word for word in commands if word.endswith(".py")]
     assert files and all(Path(file).is_file() for file in files)
     tests = [Path(file).name for file in files if "test_cuda" in file]
-    every = sorted(path.name for path in (PROJECT / "tests" / "python").glob("test_cuda*.py"))
+    every = sorted(path.name for path in (PROJECT / "tests" / "python" / "cuda").glob("test_*.py"))
     assert sorted(tests) == every
 
 
