@@ -223,7 +223,8 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
         # The parameters lie on the first device and are copied to the others.
         tensors = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
         try:
-            check_arguments(x, *_on(x.device, *tensors), residuals[k])
+            own = _on(x.device, *tensors)
+            check_arguments(x, *own, residuals[k])  # type: ignore[arg-type, call-arg]  # own: four
             if masks[k] is not None:
                 check_mask(masks[k], x)
         except ValueError as error:
@@ -246,7 +247,7 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
 def train_step(
     module,
     xs: Sequence[Tensor],
-    residuals: Sequence[Tensor] | None = None,
+    residuals: Sequence[Tensor | None] | None = None,
     masks: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """One training forward of a SyncBatchNorm for all devices; running statistics change once."""
@@ -270,7 +271,7 @@ def train_step(
             raise ValueError("inplace: got True for a list of inputs, expected False")
         ranks = 1 if peers is None else peers.ranks
         _check_inputs(module, xs, none if residuals is None else residuals, masks, ranks)
-        tensors = {f"inputs[{k}]": x for k, x in enumerate(xs)}
+        tensors: dict[str, Tensor | None] = {f"inputs[{k}]": x for k, x in enumerate(xs)}
         tensors |= {f"residual[{k}]": z for k, z in enumerate(residuals or ())}
         check_transforms(state, weight=module.weight, bias=module.bias, **tensors)
         state.move(xs[0].device)
@@ -312,7 +313,7 @@ def train_step(
 def forward(
     module,
     xs: Sequence[Tensor],
-    residuals: Sequence[Tensor] | None = None,
+    residuals: Sequence[Tensor | None] | None = None,
     masks: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """The list form of a SyncBatchNorm."""

@@ -3,7 +3,7 @@
 import contextlib
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -121,7 +121,7 @@ def agree(words: torch.Tensor, tag: int, peers: Peers, call: Call) -> torch.Tens
 def reject(
     peers: Peers | None,
     call: Call,
-    error: Exception,
+    error: BaseException,
     compare: bool = True,
     x: object = None,
     parameter: torch.Tensor | None = None,
@@ -232,7 +232,7 @@ def backward_of(merged: torch.Tensor, own: int, peers: Peers | None, call: Call)
         return Backward(bool(own & WANTS_X), bool(own & WANTS_SUMS))
     if merged.is_cuda and peers.cuda:  # nobody looks at the header; every rank with a node comes
         return Backward(True, True)
-    word = merged[HEADER_BACKWARD].item()
+    word: Any = merged[HEADER_BACKWARD].item()
     wants = (bool(word & _COUNTER), bool(word // WANTS_SUMS & _COUNTER))
     if not any(wants) or word // COMES == peers.ranks:
         return Backward(*wants)

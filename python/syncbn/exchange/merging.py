@@ -1,6 +1,7 @@
 """The messages of a step, one from each rank, become one: their sum, or all records."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,8 @@ def _exchanged_pass(name, x: torch.Tensor, arguments: tuple, rest: tuple, peers,
     try:
         given, merged, alike = transports.sum_of_pass(run, (*arguments, *rest), peers, call)
     except transports.PassFailed as error:
-        raise _refused(error.__cause__, x, peers, call) from None
+        cause: Any = error.__cause__
+        raise _refused(cause, x, peers, call) from None
     if alike:
         return *given, merged, None
     if merged is None:

@@ -248,7 +248,7 @@ def out_of_memory(error: BaseException, peers: groups.Peers | None, call: Call) 
     """The same, with the name of the layer, to be raised after the others were told."""
     place = f"{call}, {peers}" if peers is not None else str(call)
     named = MemoryError(f"{place}: {reason_of(error)}")
-    named.told = True
+    named.told = True  # type: ignore[attr-defined]  # for leave()
     return named
 
 

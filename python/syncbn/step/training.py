@@ -1,7 +1,7 @@
 """One training step of a layer: the passes, the exchange between them, and their gradient."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,8 @@ def shared_sums(given: Inputs) -> tuple[Step, tuple]:
     call = state.call_of(x, options)
     number, channels = options.identity(state.number, residual is not None), x.shape[1]
     own = values_per_channel(x, mask)
+    sums: tuple[Any, ...]
+    merged: Sequence[Any]
     if options.statistics == "welford":
         sums = (x, number, state.call, options.eps, mask, word)
         message = merging.refusing(ops.local_welford, sums, x, peers, call)
@@ -88,7 +90,8 @@ def shared_sums(given: Inputs) -> tuple[Step, tuple]:
     if segment is None:
         return step, (message, *merged)
     needed = HEADER_WORDS if options.statistics == "welford" else message_words(x, mask)
-    return step, segment.keep(step, merging.trimmed(message, *merged, needed))
+    trimmed = merging.trimmed(message, *merged, needed)  # type: ignore[call-arg]  # merged: two
+    return step, segment.keep(step, trimmed)
 
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
