@@ -107,16 +107,17 @@ def train_step(
     """
     parameter = next((t for t in (running_mean, weight, bias) if t is not None), None)
     traced = torch.compiler.is_compiling() or _is_fake(x, parameter)
-    if isinstance(state, Identity) and not traced:
-        state = layer_state.named(state)
+    live = None  # a graph finds the state when it runs
+    if not traced:
+        state = live = layer_state.named(state) if isinstance(state, Identity) else state
     if torch.jit.is_tracing():
         refuse_tracing(state, options, x)
     # A compiler plans memory by itself, and cannot trace this.
     inplace = options.writes_over_input and not traced
     peers = segment = None
-    if not traced:
-        peers = state.peers(options)
-        segment = recomputation.segment(state, options, residual is not None, x, mask)
+    if live is not None:
+        peers = live.peers(options)
+        segment = recomputation.segment(live, options, residual is not None, x, mask)
     again = segment is not None and segment.kept is not None
     try:
         check_transforms(state, input=x, weight=weight, bias=bias, residual=residual)
@@ -131,46 +132,51 @@ def train_step(
             check_mask(mask, x)
             if options.writes_over_input:
                 raise ValueError("mask: got one with inplace=True, expected None")
-        if not traced:
-            state.move(x.device)
+        if live is not None:
+            live.move(x.device)
     except Exception as error:
-        if not (again or traced):
+        if live is not None and not again:
             with outside_transforms():
-                tensors = {"x": x, "parameter": parameter, "counter": state.call}
-                peers = paths.way(state, peers)
-                agreement.reject(peers, state.call_of(x, options), error, **tensors)
+                peers, call = paths.way(live, peers), live.call_of(x, options)
+                agreement.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
         raise
     if mask is not None:
         mask = mask.contiguous()
     if not traced and any(t is not None and t.is_neg() for t in (x, weight, bias, residual)):
         # An operator that writes to some arguments takes none with the negative bit.
-        x, weight, bias, residual = (
-            None if t is None else t.resolve_neg() for t in (x, weight, bias, residual)
+        x = x.resolve_neg()
+        weight, bias, residual = (
+            None if t is None else t.resolve_neg() for t in (weight, bias, residual)
         )
     tensors = (x, weight, bias, residual, mask)
-    tracked, momentum = num_batches_tracked, options.momentum
-    averaged = tracked is not None and tracked.is_floating_point()
-    if averaged:  # of a checkpoint; the core counts in integers
+    tracked, averaged, momentum = num_batches_tracked, None, options.momentum
+    if tracked is not None and tracked.is_floating_point():
+        # Of a checkpoint; the core counts in integers.
         momentum = 1.0 / (tracked.item() + 1.0) if momentum is None else momentum
-        tracked = None
+        tracked, averaged = None, tracked
     statistics = (running_mean, running_var, tracked)
-    if traced:
+    counter = None
+    if live is None:
         y, mean, var, info = as_operator.training_step(*tensors, options, state)
-        call = None
     else:
         function = _BatchNormInPlace if inplace else _BatchNormTraining
         word = takes_part((x,), (weight, bias), (residual,), options, segment)
-        given, call = (options, state, peers, word, segment), state.call
+        given, counter = (options, live, peers, word, segment), live.call
         # Both runs of a checkpointed segment take the same operators.
-        apart = inplace or averaged or segment is not None or options.statistics == "welford"
+        apart = (
+            inplace
+            or averaged is not None
+            or segment is not None
+            or options.statistics == "welford"
+        )
         if not apart:
-            return function.apply(given, (*statistics, call, state.count, momentum), *tensors)
+            return function.apply(given, (*statistics, counter, live.count, momentum), *tensors)
         y, mean, var, info = function.apply(given, (), *tensors)
         if again:
             return y
-        state.note(info)
-    if any(t is not None for t in (*statistics, call)):
-        ops.update_running_statistics(*statistics, call, mean, var, info, momentum)
-    if averaged:
-        num_batches_tracked.add_(info[0] > 0)
+        live.note(info)
+    if any(t is not None for t in (*statistics, counter)):
+        ops.update_running_statistics(*statistics, counter, mean, var, info, momentum)
+    if averaged is not None:
+        averaged.add_(info[0] > 0)
     return y

@@ -18,7 +18,7 @@ knows how to tell:
 import functools
 import sys
 import warnings
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -186,7 +186,7 @@ def _hooks() -> list[Any]:
 
 
 def segment(
-    state: LayerState, options: Options, residual: bool, *inputs: torch.Tensor
+    state: LayerState, options: Options, residual: bool, *inputs: torch.Tensor | None
 ) -> Segment | None:
     """The segments around a training call; None outside of any. Raises RuntimeError if a
     recomputation makes another call than the first run."""
@@ -199,7 +199,7 @@ def segment(
     if not hooks and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
         return None
     owners, given, again = [], [], None
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and again is None:
         code = frame.f_code
         if code is names.forward:
@@ -211,11 +211,11 @@ def segment(
             again = frame.f_locals["frame"], frame.f_locals["gid"]
         frame = frame.f_back
     for pack in hooks:
-        code = getattr(pack, "__code__", None)
-        if code is names.second_pack:
+        packing = getattr(pack, "__code__", None)
+        if packing is names.second_pack:
             break
-        if code is names.first_pack:
-            owners.append(pack.__closure__[code.co_freevars.index("frame")].cell_contents)
+        if packing is names.first_pack:
+            owners.append(pack.__closure__[packing.co_freevars.index("frame")].cell_contents)
     if not owners and again is None:
         return None
     # momentum touches this rank's buffers alone, and is not used again.
