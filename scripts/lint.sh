@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Usage: scripts/lint.sh {all|quick|format}
-# quick: formatting and ruff. all: also clang-tidy, which needs `make build`. format: repair instead.
+# quick: formatting and ruff. all: also mypy and clang-tidy, which need `make build`. format: repair
+# instead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -35,6 +36,10 @@ check "ruff check" "$tools/ruff" check --quiet .
 check "ruff format" "$tools/ruff" format --check --quiet .
 check "clang-format" clang_format
 if [[ $mode == all ]]; then
+  check "mypy" "$tools/mypy" --no-error-summary
+  # A user's program with the package as it is installed, without this project's configuration.
+  check "mypy of a user's program" "$tools/mypy" --no-error-summary --config-file= \
+    --python-version 3.10 --strict tests/typing
   fuzzers=()
   if [[ -e build/fuzz/compile_commands.json ]]; then fuzzers=(build/fuzz); fi  # after `make fuzz`
   check "clang-tidy" "$tools/python" scripts/clang_tidy.py "$jobs" "$tools/clang-tidy" \

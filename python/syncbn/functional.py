@@ -11,7 +11,14 @@ from .exchange.groups import Group, sharing
 from .step import masks
 from .step.adapters import train_step
 from .step.layer_state import Identity
-from .step.options import Options, activation_of, check_like_input, check_options
+from .step.options import (
+    ActivationName,
+    Options,
+    Statistics,
+    activation_of,
+    check_like_input,
+    check_options,
+)
 
 
 def finish(y: Tensor, residual: Tensor | None, options: Options) -> Tensor:
@@ -36,9 +43,9 @@ def sync_batch_norm(
     *,
     residual: Tensor | None = None,
     mask: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     negative_slope: float = 0.01,
-    statistics: str = "reproducible",
+    statistics: Statistics = "reproducible",
     inplace: bool = False,
     timeout: "float | datetime.timedelta | None" = None,
 ) -> Tensor:
@@ -102,8 +109,7 @@ def sync_batch_norm(
                 "sync_batch_norm: got a call inside syncbn.parallel.SelfDataParallel, where "
                 "devices meet at modules; expected a syncbn.SyncBatchNorm"
             )
-        tensors = (x, running_mean, running_var, weight, bias, residual)
-        return train_step(*tensors, options, state, mask=mask)
+        return train_step(*tensors[:6], options, state, mask=mask)
 
     def normalize(x: Tensor) -> Tensor:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)

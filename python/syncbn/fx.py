@@ -2,11 +2,14 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from torch import fx, nn
 
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
-def leaf(forward: Callable) -> Callable:
+
+def leaf(forward: _Forward) -> _Forward:
     """A module's forward that a symbolic tracer records as a call of the module.
 
     Tracers take modules of torch.nn alone for leaves. Within this layer they would meet an
@@ -14,7 +17,7 @@ def leaf(forward: Callable) -> Callable:
     """
 
     @functools.wraps(forward)
-    def wrapper(self: nn.Module, *args, **kwargs):
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
             # An argument may be a list of tensors, one per device.
             for part in value if isinstance(value, (list, tuple)) else (value,):
@@ -25,4 +28,4 @@ def leaf(forward: Callable) -> Callable:
                     return tracer.create_proxy("call_module", path, args, kwargs)
         return forward(self, *args, **kwargs)
 
-    return wrapper
+    return cast(_Forward, wrapper)

@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,19 @@ from .step import masks
 from .step.adapters import train_step
 from .step.layer_state import UNNAMED, LayerState
 from .step.options import (
+    ActivationName,
+    AffineGrad,
     Options,
+    Statistics,
     activation_of,
     check_dtype,
     check_num_features,
     check_options,
     check_strided,
 )
+
+#: A model that stays of its type.
+Model = TypeVar("Model", bound=nn.Module)
 
 # A graph traced from a layer on its own holds one call of train_step.
 torch.fx.wrap("train_step")
@@ -68,10 +75,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     activation).
     """
 
-    def __init_subclass__(cls, **options) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "forward" in vars(cls):  # one call for a tracer, which would else record the inner one
-            cls.forward = leaf(cls.forward)
+            cls.forward = leaf(cls.forward)  # type: ignore[method-assign]  # on purpose
 
     def __init__(
         self,
@@ -81,17 +88,17 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         affine: bool = True,
         track_running_stats: bool = True,
         process_group: "groups.Group" = None,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
-        affine_grad: str = "share",
-        activation: str = "none",
+        affine_grad: AffineGrad = "share",
+        activation: ActivationName = "none",
         negative_slope: float = 0.01,
         sync: bool = True,
-        statistics: str = "reproducible",
+        statistics: Statistics = "reproducible",
         inplace: bool = False,
         timeout: "float | datetime.timedelta | None" = None,
-        engine: str = "auto",
+        engine: groups.Engine = "auto",
         bias: bool = True,
     ) -> None:
         check_num_features(num_features)
@@ -101,7 +108,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
         if not bias:  # PyTorch before 2.15 does not take the argument
-            self.bias = None
+            self.register_parameter("bias", None)
         sharing = groups.sharing(process_group, timeout, engine)
         self._init_sync(UNNAMED, sharing)
         self.affine_grad = affine_grad
@@ -136,16 +143,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             nn.init.zeros_(self.bias)
 
     #: convert_sync_batchnorm, which is made of this class and puts itself here.
-    _convert: Callable[..., nn.Module]
+    _convert: Callable[..., Any]
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, process_group: "groups.Group" = None):
+    def convert_sync_batchnorm(cls, module: Model, process_group: "groups.Group" = None) -> Model:
         """syncbn.convert_sync_batchnorm(module, process_group), as code for torch.nn.SyncBatchNorm
         calls it. Of a subclass too it makes layers of this class, as PyTorch's makes its own."""
         return cls._convert(module, process_group)
 
     @property
-    def process_group(self):
+    def process_group(self) -> Any:
         """The process group, None for the default one. Setting it keeps timeout and engine."""
         name = self.state.sharing.name
         if name == groups.OUTSIDE:
@@ -179,13 +186,21 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self.inplace,
         )
 
-    @leaf
+    @overload
+    def forward(
+        self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor: ...
+
+    @overload
     def forward(
         self,
-        input: Tensor | Sequence[Tensor],
-        residual: Tensor | Sequence[Tensor] | None = None,
-        mask: Tensor | Sequence[Tensor | None] | None = None,
-    ) -> Tensor | list[Tensor]:
+        input: Sequence[Tensor],
+        residual: Sequence[Tensor] | None = None,
+        mask: Sequence[Tensor | None] | None = None,
+    ) -> list[Tensor]: ...
+
+    @leaf
+    def forward(self, input: Any, residual: Any = None, mask: Any = None) -> Any:
         """input: (N, num_features, *spatial). residual: like it, added before the activation.
         mask: (N, *spatial), bool or uint8; elements where it is False count neither in statistics
         nor in gradients, and are 0 in the output and in the gradients of input and residual.
@@ -235,7 +250,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             return statistics
         if not any(t is not None and t.requires_grad for t in (x, self.weight, self.bias)):
             return statistics
-        return tuple(None if t is None else t.clone() for t in statistics)
+        mean, var = (None if t is None else t.clone() for t in statistics)
+        return mean, var
 
     def _tracked(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """What training updates: nothing if track_running_stats was switched off later, though
@@ -250,9 +266,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         parameters, mean = (self.weight, self.bias), self.running_mean
         if mean is None or self.weight is None or self.weight.dtype == mean.dtype:
             return parameters
-        return tuple(None if p is None else p.to(mean.dtype) for p in parameters)
+        weight, bias = (None if p is None else p.to(mean.dtype) for p in parameters)
+        return weight, bias
 
-    def __prepare_scriptable__(self):
+    def __prepare_scriptable__(self) -> NoReturn:
         # A scriptable layer in this place would take this one's place in the user's model too.
         raise RuntimeError(
             f"{self.state.name}: torch.jit.script cannot compile a synchronized layer; expected "

@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +41,22 @@ class AllReduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, group, *xs):
+    def forward(ctx: Any, group: groups.Peers | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
         total = ways.way_of(group, xs[0].device).sum(_total(xs), _tag(xs[0]), Call("all_reduce"))
         return total, *(total.to(x.device, copy=True) for x in xs[1:])
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         return None, *AllReduce.apply(ctx.group, *gradients)
+
+
+@overload
+def all_reduce(x: Tensor, group: "groups.Group" = None) -> Tensor: ...
+
+
+@overload
+def all_reduce(x: Sequence[Tensor], group: "groups.Group" = None) -> list[Tensor]: ...
 
 
 def all_reduce(x: Tensor | Sequence[Tensor], group: "groups.Group" = None) -> Tensor | list[Tensor]:
@@ -96,13 +104,13 @@ class _Replicate(torch.autograd.Function):
     """Copies of n tensors on K devices, device by device; gradients are summed in device order."""
 
     @staticmethod
-    def forward(ctx, devices, *tensors):
+    def forward(ctx: Any, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.homes = [t.device for t in tensors]
         return tuple(t.to(device, copy=True) for device in devices for t in tensors)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         totals: list[Tensor | None] = [None] * len(ctx.homes)
         for position, gradient in enumerate(gradients):
             if gradient is not None:
@@ -156,7 +164,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 @contextlib.contextmanager
-def _current(device: torch.device, stream: "torch.cuda.Stream | None"):
+def _current(device: torch.device, stream: "torch.cuda.Stream | None") -> Iterator[None]:
     """On CUDA the device and the caller's stream, which belong to a thread."""
     if stream is None:
         yield
@@ -263,7 +271,12 @@ class SelfDataParallel(nn.Module):
         return baton.run(calls, meeting.meet, meeting.give_up)
 
     @staticmethod
-    def _run(module, arguments, device, stream):
+    def _run(
+        module: nn.Module,
+        arguments: tuple[Any, ...],
+        device: torch.device,
+        stream: "torch.cuda.Stream | None",
+    ) -> Any:
         with _current(device, stream):
             return module(*arguments)
 
@@ -300,33 +313,34 @@ class _Meeting:
                 self._names[id(layer)] = name or layer.state.name
         for other in modules:
             for layer, copy in zip(module.modules(), other.modules()):
-                self._originals[id(copy)] = layer
+                if isinstance(layer, SyncBatchNorm):
+                    self._originals[id(copy)] = layer
 
-    def _original(self, layer: nn.Module) -> SyncBatchNorm:
+    def _original(self, layer: SyncBatchNorm) -> SyncBatchNorm:
         return self._originals.get(id(layer), layer)
 
     def meet(self, requests: list[baton.Request | None]) -> list[Tensor]:
-        first = requests[0]
-        if any(self._place(r) != self._place(first) for r in requests):
+        waiting = [r for r in requests if r is not None]
+        ended = len(waiting) < len(requests)
+        if ended or any(self._place(r) != self._place(waiting[0]) for r in waiting):
             error = DivergenceError(self._difference(requests))
             self.give_up(requests, error)
             raise error
+        first = waiting[0]
         with first.state.entered():
-            residuals = [r.residual for r in requests]
+            residuals = [r.residual for r in waiting if r.residual is not None]
             return lists.train_step(
                 self._original(first.layer),
-                [r.x for r in requests],
-                None if first.residual is None else residuals,
-                [r.mask for r in requests],
+                [r.x for r in waiting],
+                residuals or None,
+                [r.mask for r in waiting],
             )
 
     def give_up(self, requests: list[baton.Request | None], error: BaseException) -> None:
         waiting = [r for r in requests if r is not None]
         lists.give_up([(self._original(r.layer), r.x) for r in waiting], error)
 
-    def _place(self, request: baton.Request | None):
-        if request is None:
-            return None
+    def _place(self, request: baton.Request) -> tuple[int, baton.ThreadState, bool]:
         residual = request.residual is not None
         return id(self._original(request.layer)), request.state, residual
 

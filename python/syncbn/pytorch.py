@@ -2,7 +2,8 @@
 torch.nn.SyncBatchNorm (docs/design.md). All other layers go through PyTorch's own functions."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,10 +15,10 @@ class _Without:
     def __init__(self, module: nn.Module, cls: type[nn.Module]) -> None:
         self._module, self._cls = module, cls
 
-    def modules(self):
+    def modules(self) -> Iterator[nn.Module]:
         return (m for m in self._module.modules() if not isinstance(m, self._cls))
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
 
@@ -25,7 +26,7 @@ def _admitting(check: Callable, cls: type[nn.Module]) -> Callable:
     """DistributedDataParallel's refusal of torch.nn.SyncBatchNorm on the CPU, which `cls` can."""
 
     @functools.wraps(check)
-    def admitting(self, module):
+    def admitting(self: DistributedDataParallel, module: nn.Module) -> Any:
         return check(self, _Without(module, cls))
 
     return admitting
@@ -36,7 +37,7 @@ def _leaving(convert: Callable, cls: type[nn.Module]) -> Callable:
     the call names becomes its group."""
 
     @functools.wraps(convert)
-    def leaving(theirs, module, process_group=None):
+    def leaving(theirs: type, module: nn.Module, process_group: Any = None) -> nn.Module:
         if not isinstance(module, cls):
             return convert(theirs, module, process_group)
         if process_group is not None:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +33,17 @@ class LayerParity(NamedTuple):
     gradient_drift: float | None
 
 
-class Parity(list):
+class Parity(list[LayerParity]):
     """LayerParities; prints as a table. Losses and gradient_drift (the largest difference of the
     parameters' gradients, relative to their largest entry) are of the whole network."""
 
-    def __init__(self, rows, ranks: int, losses: tuple[float, float], gradient_drift: float):
+    def __init__(
+        self,
+        rows: Iterable[LayerParity],
+        ranks: int,
+        losses: tuple[float, float],
+        gradient_drift: float,
+    ) -> None:
         super().__init__(rows)
         self.ranks = ranks
         self.losses = losses
@@ -49,10 +55,10 @@ class Parity(list):
         return all(not any((r.statistics, r.output, r.input_gradient)) for r in self)
 
     def __str__(self) -> str:
-        def cell(difference):
-            return difference if difference is None else f"{difference:.2g}"
+        def cell(difference: float | None) -> str | None:
+            return None if difference is None else f"{difference:.2g}"
 
-        rows = [LayerParity._fields]
+        rows: list[tuple[object, ...]] = [LayerParity._fields]
         for row in self:
             exact = ("same bits" if d == 0 else cell(d) for d in row[3:6])
             shape = "x".join(map(str, row.shape))
@@ -85,15 +91,19 @@ def _layers(model: nn.Module) -> dict[str, SyncBatchNorm]:
     return {name: layer for name, layer in found.items() if layer.training}
 
 
-def _run(model: nn.Module, call: Callable[[], list], loss) -> tuple[dict[str, list[_Call]], float]:
+def _run(
+    model: nn.Module, call: Callable[[], list[Any]], loss: Callable[[Any], Tensor]
+) -> tuple[dict[str, list[_Call]], float]:
     """The calls of each layer, device after device, and the loss."""
     calls: dict[str, list[_Call]] = {}
 
-    def record(name):
-        def hook(layer, arguments, options, y):
-            names = ("input", "residual", "mask")
-            given = dict(zip(names, arguments)) | options
-            calls.setdefault(name, []).append(_Call(*map(given.get, names), y))
+    def record(name: str) -> Callable[..., None]:
+        def hook(
+            layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], y: Tensor
+        ) -> None:
+            given = dict(zip(("input", "residual", "mask"), arguments)) | options
+            call = _Call(given["input"], given.get("residual"), given.get("mask"), y)
+            calls.setdefault(name, []).append(call)
 
         return hook
 
@@ -146,13 +156,14 @@ def _difference(a: Tensor, b: Tensor) -> float:
 def _step(layer: nn.Module, calls: list[_Call]) -> tuple[Tensor, Tensor]:
     """Output and input gradient; one call per device."""
     xs = [call.x.clone().requires_grad_() for call in calls]
-    arguments = [(x, c.residual, c.mask) for x, c in zip(xs, calls)]
+    arguments: list[tuple[Any, ...]] = [(x, c.residual, c.mask) for x, c in zip(xs, calls)]
     while arguments[0][-1] is None:  # a subclass may take fewer
         arguments = [given[:-1] for given in arguments]
     with torch.enable_grad():
         ys = layer(arguments) if len(calls) > 1 else [layer(*arguments[0])]
         torch.autograd.backward(ys, [call.dy for call in calls])
-    return torch.cat([y.detach() for y in ys]), torch.cat([x.grad for x in xs])
+    dxs: list[Any] = [x.grad for x in xs]
+    return torch.cat([y.detach() for y in ys]), torch.cat(dxs)
 
 
 def _split(call: _Call, devices: int) -> list[_Call]:
@@ -180,16 +191,17 @@ def _exact(layer: SyncBatchNorm, call: _Call, devices: list) -> tuple[float, flo
     statistics = 0.0
     if layer.running_mean is not None:
         statistics = max(
-            _difference(layers[0].running_mean, layers[1].running_mean),
-            _difference(layers[0].running_var, layers[1].running_var),
+            _difference(*(getattr(each, name) for each in layers))
+            for name in ("running_mean", "running_var")
         )
     return statistics, _difference(y, ys), _difference(dx, dxs)
 
 
 def _drift(whole: Tensor, parts: list[Tensor]) -> float | None:
     joined = torch.cat(parts) if parts else None
-    comparable = joined is not None and joined.shape == whole.shape
-    return _difference(whole, joined) if comparable else None
+    if joined is None or joined.shape != whole.shape:
+        return None
+    return _difference(whole, joined)
 
 
 def _prepared(model: nn.Module) -> nn.Module:

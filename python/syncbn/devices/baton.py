@@ -9,11 +9,11 @@ order.
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 #: How many runs are in progress in this process: an integer, so that torch.compile can guard on it.
 running = 0
@@ -40,7 +40,7 @@ class ThreadState(NamedTuple):
         )
 
     @contextlib.contextmanager
-    def entered(self):
+    def entered(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -54,7 +54,7 @@ class ThreadState(NamedTuple):
 class Request(NamedTuple):
     """A device that waits at a layer."""
 
-    layer: nn.Module
+    layer: Any  #: a SyncBatchNorm
     x: Tensor
     residual: Tensor | None
     mask: Tensor | None
@@ -96,10 +96,10 @@ class _Device:
             self._answers.put(answer)
         self._stops.get()
 
-    def wait(self, layer: nn.Module, *tensors: Tensor | None) -> Tensor:
+    def wait(self, layer: Any, x: Tensor, residual: Tensor | None, mask: Tensor | None) -> Tensor:
         """In the device's thread: gives the baton away until the layer's output is there."""
         if not self.abandoned:
-            self.request = Request(layer, *tensors, ThreadState.current())
+            self.request = Request(layer, x, residual, mask, ThreadState.current())
             self._stops.put(None)
             answer = self._answers.get()
         # Also a model that swallows the first error gets no further.
@@ -122,7 +122,7 @@ def inside() -> bool:
 
 
 @torch.compiler.disable
-def wait(layer: nn.Module, x: Tensor, residual: Tensor | None, mask: Tensor | None) -> Tensor:
+def wait(layer: Any, x: Tensor, residual: Tensor | None, mask: Tensor | None) -> Tensor:
     """The layer's output for this device, once all devices have reached the layer."""
     return _local.device.wait(layer, x, residual, mask)
 
@@ -143,7 +143,7 @@ def run(
     devices = [_Device(call, state) for call in calls]
     with _running_lock:
         running += 1
-    answers: list[Tensor | None] = [None] * len(devices)
+    answers: Sequence[Tensor | None] = [None] * len(devices)
     try:
         while True:
             for device, answer in zip(devices, answers):

@@ -55,9 +55,8 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
         # The parameters lie on the first device and are copied to the others.
         tensors = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
         try:
-            check_arguments(
-                x, *(None if t is None else t.to(x.device) for t in tensors), residuals[k]
-            )
+            mean, var, weight, bias = (None if t is None else t.to(x.device) for t in tensors)
+            check_arguments(x, mean, var, weight, bias, residuals[k])
             if masks[k] is not None:
                 check_mask(masks[k], x)
         except ValueError as error:
@@ -80,7 +79,7 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
 def train_step(
     module,
     xs: Sequence[Tensor],
-    residuals: Sequence[Tensor] | None = None,
+    residuals: Sequence[Tensor | None] | None = None,
     masks: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """One training forward of a SyncBatchNorm for all devices; running statistics change once."""
@@ -88,8 +87,10 @@ def train_step(
     peers = state.peers(options)
     none = [None] * len(xs)
     masks = none if masks is None else masks
-    given = [t for t in (xs, masks) if isinstance(t, (list, tuple))]  # else refused below
-    segment = recomputation.segment(state, options, residuals is not None, *itertools.chain(*given))
+    inputs = [t for t in (xs, masks) if isinstance(t, (list, tuple))]  # else refused below
+    segment = recomputation.segment(
+        state, options, residuals is not None, *itertools.chain(*inputs)
+    )
     residuals = none if residuals is None else residuals
     again = segment is not None and segment.kept is not None
     try:
@@ -105,7 +106,7 @@ def train_step(
             raise ValueError("inplace: got True for a list of inputs, expected False")
         ranks = 1 if peers is None else peers.ranks
         _check_inputs(module, xs, residuals, masks, ranks)
-        tensors = {f"inputs[{k}]": x for k, x in enumerate(xs)}
+        tensors: dict[str, Tensor | None] = {f"inputs[{k}]": x for k, x in enumerate(xs)}
         tensors |= {f"residual[{k}]": z for k, z in enumerate(residuals)}
         check_transforms(state, weight=module.weight, bias=module.bias, **tensors)
         state.move(xs[0].device)
@@ -126,7 +127,7 @@ def train_step(
 def forward(
     module,
     xs: Sequence[Tensor],
-    residuals: Sequence[Tensor] | None = None,
+    residuals: Sequence[Tensor | None] | None = None,
     masks: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """The list form of a SyncBatchNorm."""

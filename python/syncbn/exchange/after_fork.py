@@ -11,8 +11,8 @@ _ranks = ""
 
 def _note() -> None:
     global _inherited, _ranks
-    if dist.is_available() and dist.is_initialized():
-        _inherited = dist.group.WORLD
+    _inherited = dist.group.WORLD if dist.is_available() else None
+    if _inherited is not None:
         _ranks = f"rank {_inherited.rank()} of {_inherited.size()}"
 
 

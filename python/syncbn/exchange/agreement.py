@@ -116,7 +116,7 @@ def agree(words: torch.Tensor, tag: int, peers: Peers, call: Call) -> torch.Tens
     return merged[HEADER_WORDS:size]
 
 
-def tell_error(transport: Transport, call: Call, error: Exception) -> None:
+def tell_error(transport: Transport, call: Call, error: BaseException) -> None:
     """The text of a rank that refused its input, for the others."""
     _texts(f"{call}: {type(error).__name__}: {error}", transport, call)
 
@@ -155,7 +155,7 @@ _COUNTER = (1 << 12) - 1
 def backward_of(merged: torch.Tensor, own: int, peers: Peers, call: Call) -> Backward:
     """What the merged header of a forward says of its backward. own: this rank's word. If not
     all ranks can come to an exchange that some want, they say now who cannot."""
-    word = merged[HEADER_BACKWARD].item()
+    word = int(merged[HEADER_BACKWARD].item())
     wants = (bool(word & _COUNTER), bool(word // WANTS_SUMS & _COUNTER))
     if not any(wants) or word // COMES == peers.ranks:
         return Backward(*wants)

@@ -32,7 +32,10 @@ class LengthsDiffer(Exception):
 
 
 class PassFailed(Exception):
-    """What a pass raised before its exchange began, as the cause."""
+    """What a pass raised before its exchange began."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 #: Ways out of an exchange that the other ranks take as well, or that are no part of it.
@@ -156,7 +159,7 @@ def out_of_memory(error: BaseException, call: Call, who: str) -> MemoryError:
     """The same, with the names of the layer and of this rank, to be raised after the others were
     told."""
     named = MemoryError(f"{call}{who}: {reason_of(error)}")
-    named.told = True
+    named.told = True  # type: ignore[attr-defined]  # for leave()
     return named
 
 

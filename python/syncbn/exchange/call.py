@@ -8,6 +8,12 @@ import torch
 class Shared(Protocol):
     """Options of a layer, of which ranks must have some in common."""
 
+    @property
+    def eps(self) -> float: ...
+
+    @property
+    def statistics(self) -> str: ...
+
     def shared(self) -> dict[str, object]: ...
 
 
@@ -37,7 +43,7 @@ class Call(NamedTuple):
 
     def fields(self) -> dict[str, str]:
         """What ranks must have in common, by name."""
-        own = {
+        own: dict[str, object] = {
             "layer": self.layer,
             "call": self.number,
             "direction": self.direction,

@@ -7,7 +7,7 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,10 @@ _LONGEST_TIMEOUT = 1e9
 
 Group = dist.ProcessGroup | DeviceMesh | str | None
 
+#: "auto" takes shared memory between processes of one node, "process_group" never does.
+Engine = Literal["auto", "process_group"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+
 #: In the place of a name: a group that this rank is not a member of.
 OUTSIDE = "a group without this rank"
 
@@ -30,21 +34,19 @@ OUTSIDE = "a group without this rank"
 class Sharing(NamedTuple):
     """With whom a layer shares statistics, as a module keeps it: names, not handles.
 
-    name: a process group's name, None for the world. engine: "auto" takes shared memory between
-    processes of one node. limit: the timeout in seconds, None for that of the process group.
+    name: a process group's name, None for the world. limit: the timeout in seconds, None for that
+    of the process group.
     """
 
     name: str | None = None
     limit: float | None = None
-    engine: str = "auto"
+    engine: Engine = "auto"
 
     @property
     def timeout(self) -> float:
         """In seconds; of a group that there is, or for which a limit was given."""
         return limit_of(resolve(self.name)) if self.limit is None else self.limit
 
-
-ENGINES = ("auto", "process_group")
 
 #: False: "auto" is "process_group", for tests of the framing over Gloo.
 use_shared_memory = True
@@ -105,7 +107,8 @@ def group_name(group: Group) -> str | None:
                 "as mesh['name'] is"
             )
         member = group.get_coordinate() is not None
-        group = group.get_group() if member else dist.GroupMember.NON_GROUP_MEMBER
+        outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # to the stubs a number, and no group
+        group = group.get_group() if member else outside
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return OUTSIDE
     if not isinstance(group, dist.ProcessGroup):
@@ -117,7 +120,7 @@ def group_name(group: Group) -> str | None:
 
 
 def sharing(
-    group: Group, timeout: float | datetime.timedelta | None, engine: str = "auto"
+    group: Group, timeout: float | datetime.timedelta | None, engine: Engine = "auto"
 ) -> Sharing:
     """Checked."""
     if engine not in ENGINES:
@@ -167,7 +170,7 @@ def limit_of(group: dist.ProcessGroup) -> float:
 def resolve(name: str | None) -> dist.ProcessGroup:
     """The process group of that name in this process; None is the world."""
     if name is None:
-        return dist.group.WORLD
+        return dist.group.WORLD  # type: ignore[return-value]  # where there is one
     if name == OUTSIDE:
         raise RuntimeError(
             "process_group: got a group that this rank is not a member of, expected one of its "
@@ -176,7 +179,7 @@ def resolve(name: str | None) -> dist.ProcessGroup:
     while name in _renamed:
         name = _renamed[name]
     try:
-        return dist.distributed_c10d._resolve_process_group(name)
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a str
     except (RuntimeError, ValueError, LookupError) as error:
         raise RuntimeError(
             f"process_group: no process group named {name!r} in this process; was it destroyed, or "
@@ -187,7 +190,7 @@ def resolve(name: str | None) -> dist.ProcessGroup:
 
 def exists(name: str) -> bool:
     try:
-        dist.distributed_c10d._resolve_process_group(name)
+        dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a str
     except (RuntimeError, ValueError, LookupError):
         return False
     return True

@@ -113,8 +113,8 @@ class _Attempt:
         offers = list(self.offers.values())
         if len({offer.asks for offer in offers}) > 1:
             lines = (f"rank {r}: {offer.who}, {offer.asks}" for r, offer in enumerate(offers))
-            lines = "; ".join(lines)
-            raise _Over(DivergenceError, f"the ranks ask for different exchanges: {lines}")
+            text = "; ".join(lines)
+            raise _Over(DivergenceError, f"the ranks ask for different exchanges: {text}")
         if make is None:
             return [offer.value for offer in offers]
         self.until = max(self.until, time.monotonic() + CONNECTING)

@@ -3,7 +3,7 @@
 import datetime
 import functools
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,9 @@ class Mesh(NamedTuple):
 
     def register(self) -> None:
         for name, group in self.groups.items():
-            group._set_group_name(name)
-            torch._C._distributed_c10d._register_process_group(name, group)
+            group_name: Any = name  # to PyTorch's stubs more than a string
+            group._set_group_name(group_name)
+            torch._C._distributed_c10d._register_process_group(group_name, group)
 
     def close(self) -> None:
         if self.shared is not None:
@@ -69,7 +70,7 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _gloo(store: dist.Store, rank: int, size: int, limit: float) -> dist.ProcessGroup:
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
     options._devices, options._timeout = _devices(), datetime.timedelta(seconds=limit)
     backend = dist.ProcessGroupGloo(store, rank, size, options)
     group = dist.ProcessGroup(store, rank, size)

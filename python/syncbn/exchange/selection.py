@@ -2,10 +2,14 @@
 
 import datetime
 import socket
+from typing import Literal
 
 import torch.distributed as dist
 
 from . import groups, meeting
+
+#: Which ranks of the default group share statistics: those of one machine.
+Part = Literal["node"]
 
 # NCCL groups that group_size and group asked for, by all ranks of the default group in parts.
 _nccl_groups: dict[tuple[tuple[int, ...], ...], str] = {}
@@ -14,9 +18,9 @@ _nccl_groups: dict[tuple[tuple[int, ...], ...], str] = {}
 def select(
     process_group: groups.Group,
     group_size: int | None,
-    group: str | None,
+    group: Part | None,
     timeout: float | datetime.timedelta | None,
-    engine: str = "auto",
+    engine: groups.Engine = "auto",
     who: str = "syncbn",
 ) -> groups.Sharing:
     """The ranks that one of process_group, group_size and group asks for. With the latter two a
@@ -51,10 +55,10 @@ def select(
                 f"group_size: got {group_size!r}, expected a divisor of the {world} ranks"
             )
         parts = [list(range(r, r + group_size)) for r in range(0, world, group_size)]
-    if groups.nccl_name(dist.group.WORLD):
+    if groups.nccl_name(groups.resolve(None)):
         return chosen._replace(name=_nccl_part(parts, rank))
     ranks = next(part for part in parts if rank in part)
-    patience = groups.limit_of(dist.group.WORLD)
+    patience = groups.limit_of(groups.resolve(None))
     limit = patience if chosen.limit is None else chosen.limit
     own = groups.own_group(ranks, limit, engine, patience=patience, who=who)
     return chosen._replace(name=own.group_name)
@@ -76,6 +80,6 @@ def host_name() -> str:
 
 def gather_text(text: str, who: str) -> list[str]:
     """Every rank's text, through the store: on every backend, without a device."""
-    ranks, limit = tuple(range(dist.get_world_size())), groups.limit_of(dist.group.WORLD)
+    ranks, limit = tuple(range(dist.get_world_size())), groups.limit_of(groups.resolve(None))
     offer = meeting.Offer(who, value=text)
     return meeting.meet("syncbn/text", ranks, dist.get_rank(), limit, offer)

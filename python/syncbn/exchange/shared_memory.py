@@ -62,13 +62,13 @@ def set_limit(handle: int, limit: float) -> None:
         _limits[handle] = limit
 
 
-def all_reduce(words: torch.Tensor, handle: int) -> tuple[torch.Tensor, int]:
+def all_reduce(words: torch.Tensor, handle: int | None) -> tuple[torch.Tensor, int]:
     """The sum over the group, and a status."""
     total, status = ops.shm_sum(words, handle, SLICE)
     return total, finish(handle, status)
 
 
-def finish(handle: int, status: int) -> int:
+def finish(handle: int | None, status: int) -> int:
     """The status at the end of an exchange that has begun. Comes back to Python 20 times a second,
     so that Ctrl-C works."""
     while status == PENDING:

@@ -65,7 +65,7 @@ class Transport:
         try:
             given = getattr(ops, f"local_{name}")(*arguments, self.frame_words, *rest)
         except Exception as error:
-            raise PassFailed from error
+            raise PassFailed(error) from error
         given = (given,) if isinstance(given, torch.Tensor) else given
         return given, self.sum_first(given[0], call), False
 
@@ -150,7 +150,7 @@ class SharedMemory(Transport):
             try:
                 *given, total, status = run(*arguments, *rest, handle, shared_memory.SLICE)
             except Exception as error:
-                raise PassFailed from error
+                raise PassFailed(error) from error
             if status == shared_memory.DONE:
                 return given, total, True
             status = shared_memory.finish(handle, status)

@@ -8,7 +8,7 @@ import atexit
 import os
 import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -66,7 +66,8 @@ def store(connection: dist.Store | None = None) -> dist.Store:
 def _connections(use: str) -> list[dist.Store]:
     """To the store, until destroy_process_group clears them: a connection left over would hold the
     store's server, and with it a port that the next init_process_group may want."""
-    return dist.distributed_c10d._world.tags_to_pg.setdefault(f"syncbn {use}", [])
+    kept: Any = dist.distributed_c10d._world.tags_to_pg  # to the stubs for groups alone
+    return kept.setdefault(f"syncbn {use}", [])
 
 
 def connection() -> dist.Store:
@@ -74,7 +75,10 @@ def connection() -> dist.Store:
     Used ones are taken again, because PyTorch asks a name server for the address of a new one,
     which may take seconds."""
     free = _connections("free")
-    return free.pop() if free else dist.distributed_c10d._get_default_store().clone()
+    if free:
+        return free.pop()
+    used: Any = dist.distributed_c10d._get_default_store()  # PyTorch's stubs have no clone()
+    return used.clone()
 
 
 class _Watch:

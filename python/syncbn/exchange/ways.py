@@ -30,7 +30,6 @@ def way_of(peers: Peers | None, device: torch.device) -> "Way":
 class Way:
     """Errors of an exchange are raised on every rank that takes part, and name the call."""
 
-    peers: Peers | None = None
     #: Words that a message has at least.
     frame_words = 0
 
@@ -71,7 +70,7 @@ class Way:
     def reject(
         self,
         call: Call,
-        error: Exception,
+        error: BaseException,
         compare: bool = True,
         x: object = None,
         parameter: torch.Tensor | None = None,
@@ -115,7 +114,8 @@ class Way:
 
     @property
     def _who(self) -> str:
-        return "" if self.peers is None else f", {self.peers}"
+        """This rank, as errors name it."""
+        return ""
 
 
 class Alone(Way):
@@ -139,11 +139,22 @@ class Alone(Way):
         """Nobody waits."""
 
 
-class OnHost(Way):
-    """Messages on the host."""
+class Together(Way):
+    """Several ranks."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
+
+    @property
+    def _who(self):
+        return f", {self.peers}"
+
+
+class OnHost(Together):
+    """Messages on the host."""
+
+    def __init__(self, peers: Peers) -> None:
+        super().__init__(peers)
         self.transport = transport_of(peers)
         self.frame_words = self.transport.frame_words
 
@@ -170,7 +181,7 @@ class OnHost(Way):
         try:
             (message, *us), first, alike = self.transport.sum_of_pass(name, arguments, rest, call)
         except attempt.PassFailed as error:
-            raise self._refused(error.__cause__, arguments[0], call) from None
+            raise self._refused(error.error, arguments[0], call) from None
         if alike:
             return message, us, first, None
         return message, us, *self._rest_after(first, message, channels, call)
@@ -262,14 +273,15 @@ class ThroughHost(OnHost):
         return merged[:HEADER_WORDS].to(message.device), messages.to(message.device)
 
 
-class InStream(Way):
+class InStream(Together):
     """Messages on CUDA over the caller's own NCCL group. The host waits for nothing and knows of no
     error: they are NCCL's and its watchdog's. device: of the messages."""
 
     engine = "nccl"
 
     def __init__(self, peers: Peers, device: torch.device) -> None:
-        self.peers, self.device = peers, device
+        super().__init__(peers)
+        self.device = device
 
     def exchange(self, message, channels, call):
         return self._sum(message), None
@@ -334,7 +346,7 @@ def _total(messages: Sequence[torch.Tensor], lead: int) -> torch.Tensor:
 def reject(
     peers: Peers | None,
     call: Call,
-    error: Exception,
+    error: BaseException,
     compare: bool = True,
     x: object = None,
     parameter: torch.Tensor | None = None,

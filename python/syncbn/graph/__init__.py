@@ -1,7 +1,8 @@
 """Networks that fork at their batch normalization: one graph with a training and an inference
 branch, which share all parameters and variables and are run by target (docs/forked_graph.md)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -85,7 +86,7 @@ class Network:
         self.module = nn.Module() if model is None else model
         self._loss = loss
         self._data = data
-        self._batches = None
+        self._batches: Iterator | None = None
         self._convert = convert
         self._group = group
         self._converted: dict[str, BatchNorm] = {}
@@ -106,7 +107,9 @@ class Network:
             raise ValueError(f"name: got {name!r}, expected one that is not taken")
         return self._proxies.create_proxy("placeholder", name, (), {})
 
-    def append(self, operation: Callable, *args, name: str | None = None, **kwargs) -> fx.Proxy:
+    def append(
+        self, operation: Callable[..., Any], *args: Any, name: str | None = None, **kwargs: Any
+    ) -> fx.Proxy:
         """Adds an operation, a module or a function, on nodes and constants.
 
         Returns:
@@ -171,7 +174,7 @@ class Network:
     def __str__(self) -> str:
         return str(self._forked())
 
-    def train(self, *inputs, **named_inputs):
+    def train(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Runs the training branch on the next batch of `data`, or on the given inputs (`target` is
         the loss's second argument). Returns the loss, or the output of a network without one."""
         if not inputs and not named_inputs:
@@ -183,11 +186,11 @@ class Network:
         return self.run("train", *inputs, **named_inputs)
 
     @torch.no_grad()
-    def infer(self, *inputs, **named_inputs):
+    def infer(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Runs the inference branch, without gradients and without updating a layer's variable."""
         return self.run("infer", *inputs, **named_inputs)
 
-    def run(self, target: str, /, *inputs, **named_inputs):
+    def run(self, target: str, /, *inputs: Any, **named_inputs: Any) -> Any:
         """Computes one node by name (see print(network)) as it is at its place in the model, and
         what it depends on.
 
@@ -205,10 +208,10 @@ class Network:
                 f"inputs of {target!r}: got {len(inputs)} by position and {list(named_inputs)} by "
                 f"name, expected {names}"
             )
-        values = [values[name] for name in names]
-        return fx.Interpreter(fork.root, graph=plan).run(*values, enable_io_processing=False)
+        ordered = [values[name] for name in names]
+        return fx.Interpreter(fork.root, graph=plan).run(*ordered, enable_io_processing=False)
 
-    def _next_batch(self):
+    def _next_batch(self) -> Any:
         if self._data is None:
             raise ValueError(
                 "data: got none, expected a source of batches, or arguments of train()"

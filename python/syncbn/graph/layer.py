@@ -45,8 +45,8 @@ class BatchNorm(nn.Module):
         momentum: float = 0.99,
         group: "groups.Group" = None,
         affine: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if not 0 <= momentum <= 1:
@@ -56,12 +56,15 @@ class BatchNorm(nn.Module):
         self._attributes = BatchNormAttributes(
             use_global_est, epsilon, momentum, groups.group_name(group)
         )
-        like = {"device": device, "dtype": dtype}
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.scale = nn.Parameter(torch.ones(num_features, **like)) if affine else None
         self.bias = nn.Parameter(torch.zeros(num_features, **like)) if affine else None
         self.register_buffer("estimated_mean", torch.zeros(num_features, **like))
         self.register_buffer("estimated_var", torch.ones(num_features, **like))
         self.register_buffer("batches", torch.zeros(1, dtype=torch.int64, device=device))
+        self.estimated_mean: Tensor
+        self.estimated_var: Tensor
+        self.batches: Tensor
 
     @property
     def attributes(self) -> BatchNormAttributes:
@@ -103,6 +106,7 @@ def from_plain(layer: _BatchNorm, path: str, group: "groups.Group") -> BatchNorm
             raise ValueError(f"{option} of {path}: got {given!r}, expected {value!r}")
     if group is None:
         group = getattr(layer, "process_group", None)
+    assert layer.running_var is not None and layer.num_batches_tracked is not None  # all or none
     made = BatchNorm(
         0, epsilon=layer.eps, momentum=1 - layer.momentum, group=group, affine=layer.affine
     )

@@ -21,10 +21,10 @@ _FUNCTIONS = {getattr(operator, name) for name in _WRITERS}
 _METHODS = {f"__{name}__" for name in _WRITERS}
 
 
-def signature_of(function: Callable) -> inspect.Signature | None:
+def signature_of(function: Callable | str) -> inspect.Signature | None:
     """None for most of what is written in C++."""
     try:
-        return inspect.signature(function)
+        return None if isinstance(function, str) else inspect.signature(function)
     except (TypeError, ValueError):
         return None
 
@@ -51,7 +51,7 @@ class Memory:
         attributes: dict[str, fx.Node] = {}
         for node in nodes:
             if node.op == "get_attr":
-                self._join(node, attributes.setdefault(node.target, node))
+                self._join(node, attributes.setdefault(str(node.target), node))
             elif not self._makes_new_memory(node):
                 for source in node.all_input_nodes:
                     self._join(node, source)
@@ -75,14 +75,16 @@ class Memory:
 
     def _makes_new_memory(self, node: fx.Node) -> bool:
         if node.op == "call_module":
-            return isinstance(self._module_at(node.target), _NEW)
+            return isinstance(self._module_at(str(node.target)), _NEW)
         return node.op == "call_function" and node.target in (batch_norm, batch_norm_)
 
     def _writes(self, node: fx.Node) -> bool:
         if node.op == "call_module":
-            return any(getattr(m, "inplace", False) for m in self._module_at(node.target).modules())
+            module = self._module_at(str(node.target))
+            return any(getattr(m, "inplace", False) for m in module.modules())
         if node.op == "call_method":
-            return _is_in_place_name(node.target) or node.target in _METHODS or "out" in node.kwargs
+            name = str(node.target)
+            return _is_in_place_name(name) or name in _METHODS or "out" in node.kwargs
         # A layer's update of its variables is its own: a layer that nobody needs does not run.
         if node.op != "call_function" or node.target is batch_norm_:
             return False

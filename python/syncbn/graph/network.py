@@ -1,6 +1,7 @@
 """From one graph of a model to one graph with a training and an inference branch."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -37,11 +38,15 @@ def _mode_argument(node: fx.Node) -> str | None:
     return "training" if signature is not None and "training" in signature.parameters else None
 
 
-def _with_mode(function: Callable, argument: str, training: bool, args: tuple, kwargs: dict):
+def _with_mode(
+    function: Callable | str, argument: str, training: bool, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
     """args and kwargs of a call in that mode."""
     if argument == "is_infer":
         return args, {**kwargs, argument: not training}
-    bound = signature_of(function).bind(*args, **kwargs)
+    signature = signature_of(function)
+    assert signature is not None  # it has the argument
+    bound = signature.bind(*args, **kwargs)
     bound.arguments[argument] = training
     return bound.args, bound.kwargs
 
@@ -82,7 +87,7 @@ class Fork:
             self.root.add_module(name, nn.Module())
         self.root.add_module("module", module)
         #: the nodes that a branch returns
-        self.results = {}
+        self.results: dict[str, Any] = {}
         self._layer_at = layer_at
         self._variables: dict[fx.Node, list[fx.Node | None]] = {}
         self._plans: dict[str, fx.Graph] = {}
@@ -117,18 +122,22 @@ class Fork:
 
     def _depends_on_mode(self, node: fx.Node) -> bool:
         if node.op == "call_module":
-            return any(isinstance(m, _MODAL) for m in self._layer_at(node.target).modules())
+            return any(isinstance(m, _MODAL) for m in self._layer_at(str(node.target)).modules())
         return _mode_argument(node) is not None
 
-    def _add(self, branch: str | None, op: str, target, args: tuple, kwargs: dict, name: str):
+    def _add(
+        self, branch: str | None, op: str, target: Any, args: Any, kwargs: Any, name: str
+    ) -> fx.Node:
         """A new node of the graph; branch None is what the branches have in common."""
         node = self.graph.create_node(op, target, args, kwargs, name=name)
         node.meta["branch"] = branch
         return node
 
-    def _add_module(self, branch: str | None, module, args: tuple, kwargs: dict, name: str):
+    def _add_module(
+        self, branch: str | None, module: nn.Module, args: Any, kwargs: Any, name: str
+    ) -> fx.Node:
         node = self._add(branch, "call_module", "", args, kwargs, name)
-        self.root.operations.add_module(node.name, module)
+        self.root.get_submodule("operations").add_module(node.name, module)
         node.target = f"operations.{node.name}"
         return node
 
@@ -157,7 +166,7 @@ class Fork:
         elif node.op == "get_attr":
             target = f"module.{target}"
         elif node.op == "call_module":
-            module = self._layer_at(target)
+            module = self._layer_at(str(target))
             if isinstance(module, BatchNorm):
                 inputs = (*args, *kwargs.values())
                 if len(inputs) != 1:
@@ -170,10 +179,10 @@ class Fork:
             return self._add_module(branch, module, args, kwargs, name)
         return self._add(branch, node.op, target, args, kwargs, name)
 
-    def _operator(self, node: fx.Node, layer: BatchNorm, x: fx.Node, branch: str) -> fx.Node:
+    def _operator(self, node: fx.Node, layer: BatchNorm, x: Any, branch: str | None) -> fx.Node:
         """One branch's operator of a layer, on variables that both branches' operators share."""
         if node not in self._variables:
-            self.root.variables.add_module(node.name, layer)
+            self.root.get_submodule("variables").add_module(node.name, layer)
             self._variables[node] = [
                 None
                 if getattr(layer, variable) is None
@@ -188,7 +197,7 @@ class Fork:
                 for variable in VARIABLES
             ]
         args = (x, *self._variables[node])
-        attributes = layer.operator_attributes(branch == "infer", node.target)
+        attributes = layer.operator_attributes(branch == "infer", str(node.target))
         name = f"{node.name}_{branch}"
         made = self._add(branch, "call_function", batch_norm_, args, attributes, name)
         return self._add(branch, "call_function", getattr, (made, "y"), {}, f"{name}_y")
@@ -223,7 +232,8 @@ class Fork:
                 w for w in writers if w not in needed and not needed.isdisjoint(memory.seen_by(w))
             ]:
                 needed |= _with_inputs(missing)
-        plan, copies = fx.Graph(), {}
+        plan = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
             if node in needed:
                 copies[node] = plan.node_copy(node, copies.__getitem__)
@@ -243,9 +253,9 @@ class Fork:
         return "\n".join(lines)
 
     def _line(self, node: fx.Node) -> str:
-        def show(value) -> str:
+        def show(value: Any) -> str:
             is_variable = isinstance(value, fx.Node) and value.op == "get_attr"
-            return value.target.split(".", 1)[1] if is_variable else repr(value)
+            return str(value.target).split(".", 1)[1] if is_variable else repr(value)
 
         args = [show(a) for a in node.args]
         if node.op == "placeholder":
@@ -253,7 +263,7 @@ class Fork:
         if node.target is getattr:
             return f"{node.name} = {args[0]}.{node.args[1]}"
         if node.op == "call_module":
-            called = type(self.root.get_submodule(node.target)).__name__
+            called = type(self.root.get_submodule(str(node.target))).__name__
         elif node.op == "call_method":
             called = f"{args.pop(0)}.{node.target}"
         else:

@@ -3,7 +3,7 @@ conversions."""
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,6 +16,8 @@ from . import timm_classes
 #: What is converted without being registered.
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
+
+_Layer = TypeVar("_Layer", bound=nn.Module)
 
 
 class Conversion(NamedTuple):
@@ -82,14 +84,16 @@ def class_name(module: nn.Module) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
+def set_class(layer: nn.Module, cls: type[_Layer]) -> _Layer:
     """Turns the layer into another class: it stays the same object, with its parameters, buffers,
-    hooks and flags, for all that refer to it."""
+    hooks and flags, for all that refer to it. Returns it."""
     layer.__class__ = cls
-    if "parametrizations" in layer._modules:  # they live in a class of the layer's own
+    parametrized = layer._modules.get("parametrizations")
+    if isinstance(parametrized, nn.ModuleDict):  # they live in a class of the layer's own
         parametrize._inject_new_class(layer)
-        for name in layer.parametrizations:
+        for name in parametrized:
             parametrize._inject_property(layer, name)
+    return cast(_Layer, layer)
 
 
 def holds_statistics(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ import datetime
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..exchange import agreement, groups, selection
 from ..exchange.call import Call
-from ..nn import SyncBatchNorm
+from ..nn import Model, SyncBatchNorm
 from ..step.layer_state import UNNAMED
-from ..step.options import Options, check_options
+from ..step.options import ActivationName, AffineGrad, Options, Statistics, check_options
 from .classes import (
     LAZY,
     PLAIN,
@@ -48,7 +49,7 @@ _OWN_ATTRIBUTES = (
 
 def _replace(
     module: nn.Module, path: str, make: Callable[[nn.Module, str], nn.Module | None], done: dict
-) -> nn.Module:
+) -> Any:
     """Depth first; a module that occurs twice is replaced by one and the same module."""
     if id(module) in done:
         return done[id(module)][1]
@@ -137,17 +138,17 @@ _NAME = "convert_sync_batchnorm"
 
 
 def convert_sync_batchnorm(
-    module: nn.Module,
+    module: Model,
     process_group: "groups.Group" = None,
     *,
     group_size: int | None = None,
-    group: str | None = None,
+    group: selection.Part | None = None,
     timeout: "float | datetime.timedelta | None" = None,
-    engine: str | None = None,
-    affine_grad: str | None = None,
-    statistics: str | None = None,
+    engine: groups.Engine | None = None,
+    affine_grad: AffineGrad | None = None,
+    statistics: Statistics | None = None,
     sync: bool | None = None,
-) -> nn.Module:
+) -> Model:
     """Turns every torch.nn.BatchNorm1d, 2d, 3d and SyncBatchNorm in `module` into SyncBatchNorm.
 
     Layers, their parameters, buffers, hooks and parametrizations stay the same objects, so convert
@@ -178,7 +179,8 @@ def convert_sync_batchnorm(
             has no activation to convert.
 
     Returns:
-        `module`, or what a registered conversion put in its place.
+        `module`, or what a registered conversion put in its place. (A type checker takes it to be
+        of the type of `module`.)
 
     Raises:
         ValueError: the ranks cannot be grouped like this; affine_grad, statistics or sync is not
@@ -187,8 +189,8 @@ def convert_sync_batchnorm(
             any error `module` is as it was. On several ranks an error in converting is raised on
             all ranks of the group.
     """
-    options = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
-    options = {name: value for name, value in options.items() if value is not None}
+    given = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     sharing = selection.select(process_group, group_size, group, timeout, engine or "auto", _NAME)
     asked = {  # of layers that have a group, a timeout, an engine of their own
         field: getattr(sharing, field)
@@ -205,7 +207,7 @@ def convert_sync_batchnorm(
         groups.peers(sharing, _NAME)
 
     def synchronize(
-        path: str, layer: nn.Module, cls: type[SyncBatchNorm] = SyncBatchNorm, **own
+        path: str, layer: nn.Module, cls: type[SyncBatchNorm] = SyncBatchNorm, **own: Any
     ) -> SyncBatchNorm:
         if not isinstance(layer, _BatchNorm):
             raise ValueError(
@@ -215,7 +217,7 @@ def convert_sync_batchnorm(
         if not (isinstance(cls, type) and issubclass(cls, SyncBatchNorm)):
             raise ValueError(f"cls: got {cls!r}, expected syncbn.SyncBatchNorm or a subclass")
         original = class_of(layer)
-        set_class(layer, cls)
+        layer = set_class(layer, cls)
         layer.__dict__["_original_class"] = original
         theirs = layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm's handle
         shared = sharing
@@ -286,7 +288,7 @@ _OPTIONS = ("affine_grad", "activation", "negative_slope", "sync", "statistics",
 SyncBatchNorm._convert = staticmethod(convert_sync_batchnorm)
 
 
-def original_activation(layer: SyncBatchNorm) -> str:
+def original_activation(layer: SyncBatchNorm) -> ActivationName:
     """The activation that the class has which the layer was converted from."""
     return vars(layer).get("_original_activation", "none")
 
@@ -297,9 +299,7 @@ def _reverts(module: nn.Module) -> Callable[[nn.Module], nn.Module] | None:
     return registered[cls].revert if cls in registered else None
 
 
-def revert_sync_batchnorm(
-    module: nn.Module, default: type[nn.Module] = nn.BatchNorm2d
-) -> nn.Module:
+def revert_sync_batchnorm(module: Model, default: type[nn.Module] = nn.BatchNorm2d) -> Model:
     """Turns every layer in `module` that was converted back into what it was converted from.
 
     Args:

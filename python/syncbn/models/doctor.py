@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from ..operators import ops
 
 #: Seconds that the two processes of the self-test have, with the time to start Python twice.
 TIMEOUT = 60.0
-_ENGINES = {"process_group": "gloo", "auto": "shared memory"}
+_ENGINES: dict[groups.Engine, str] = {"process_group": "gloo", "auto": "shared memory"}
 
 
 def _instruction_sets() -> str:
@@ -74,13 +74,13 @@ def _step(layer: SyncBatchNorm, x: torch.Tensor, dy: torch.Tensor) -> dict[str, 
     }
 
 
-def _differences(rank: int, engine: str, timeout: float) -> list[str]:
+def _differences(rank: int, engine: groups.Engine, timeout: float) -> list[str]:
     """What has not the bits of one process with the whole batch: 2 samples on rank 0, 3 on rank 1,
     with exponents over 60 binades, where ordinary sums depend on their order."""
     random = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(5, 8, 6, 6, generator=random) for _ in range(2))
     x = x * torch.exp2(torch.randint(-30, 31, x.shape, generator=random))
-    options = {"affine_grad": "global", "timeout": timeout, "engine": engine}
+    options: dict[str, Any] = {"affine_grad": "global", "timeout": timeout, "engine": engine}
     whole = _step(SyncBatchNorm(8, sync=False, **options), x, dy)
     share = slice(0, 2) if rank == 0 else slice(2, 5)
     own = _step(SyncBatchNorm(8, **options), x[share], dy[share])
@@ -98,12 +98,12 @@ def _rank_main(rank: str, folder: str, timeout: str) -> None:
     results = []
     for engine, name in _ENGINES.items():
         peers = groups.peers(groups.sharing(None, float(timeout), engine))
+        assert peers is not None  # there are two
         differing = _differences(int(rank), engine, float(timeout))
         text = f"differs from one process in {', '.join(differing)}"
         text = text if differing else "the bits of one process"
-        engine = transport_of(peers).engine
-        if engine != name:
-            text += f" (over {engine}; no {name}: {peers.note})"
+        if (used := transport_of(peers).engine) != name:
+            text += f" (over {used}; no {name}: {peers.note})"
         results.append(Result(name, not differing, text))
     dist.barrier()
     dist.destroy_process_group()
@@ -115,7 +115,7 @@ def self_test(timeout: float = TIMEOUT) -> list[Result]:
     with one process. Shared memory that is not to be had is said, and no failure."""
     code = "import sys; from syncbn.models.doctor import _rank_main; _rank_main(*sys.argv[1:])"
     until = time.monotonic() + timeout
-    results = {name: [] for name in _ENGINES.values()}
+    results: dict[str, list[tuple[bool, str]]] = {name: [] for name in _ENGINES.values()}
     failures = []
     with tempfile.TemporaryDirectory() as folder:
         processes = [

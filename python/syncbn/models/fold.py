@@ -4,7 +4,8 @@ import contextlib
 import copy
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
@@ -12,13 +13,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from ..exchange.groups import Sharing
-from ..nn import SyncBatchNorm
+from ..nn import Model, SyncBatchNorm
 from ..step.options import activation_of
 from . import timm_classes
 from .convert import original_activation, revert_sync_batchnorm
 
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_HOSTS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, nn.Linear)
+_TRANSPOSED: tuple[type[nn.Module], ...] = (
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+_HOSTS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, nn.Linear)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
 
 # What every layer has; reading it does not need a batch norm.
@@ -29,13 +34,13 @@ _COMMON_ATTRIBUTES = frozenset(dir(nn.Identity()))
 def _noting_reads(read: set[nn.Module]) -> Iterator[None]:
     """Within, adds batch norms to `read` whose own attributes (weight, eps, ...) code asks for."""
 
-    def noting(self: nn.Module, name: str):
+    def noting(self: Any, name: str) -> Any:
         if name not in _COMMON_ATTRIBUTES:
             read.add(self)
         return object.__getattribute__(self, name)
 
     # torch.fx sees tensors alone, and does not enter the layers themselves.
-    _BatchNorm.__getattribute__ = noting
+    _BatchNorm.__getattribute__ = noting  # type: ignore[method-assign]  # until the trace ends
     try:
         yield
     finally:
@@ -55,7 +60,13 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self.opaque or super().is_leaf_module(m, module_qualified_name)
 
-    def call_module(self, m, forward, args, kwargs):
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -130,11 +141,11 @@ class _Uses:
                             reason += f", which torch.fx cannot trace ({opaque[module]})"
                         self.inside[part] = reason
             elif node.op == "get_attr":
-                parent, _, name = node.target.rpartition(".")
+                parent, _, name = str(node.target).rpartition(".")
                 self.read.add(id(getattr(model.get_submodule(parent), name)))
 
     def module_of(self, node: fx.Node) -> nn.Module:
-        return self.model.get_submodule(node.target)
+        return self.model.get_submodule(str(node.target))
 
     def tie(self, module: nn.Module) -> str | None:
         """Why no other layer of one input can take the module's place."""
@@ -162,7 +173,7 @@ class _Uses:
             return f"is called {len(self.calls[module])} times"
         return tie
 
-    def host(self, norm: nn.Module) -> nn.Module | str:
+    def host(self, norm: _BatchNorm) -> nn.Module | str:
         """The layer that `norm` folds into, or why there is none."""
         if type(norm) not in _NORMS and not timm_classes.fuses(norm):
             return f"is a {type(norm).__name__}"
@@ -172,7 +183,11 @@ class _Uses:
         if norm.running_mean is None or norm.running_var is None:
             return "has no running statistics"
         before = _input(self.calls[norm][0])
-        if before.op != "call_module" or type(self.module_of(before)) not in _HOSTS:
+        if (
+            before is None
+            or before.op != "call_module"
+            or type(self.module_of(before)) not in _HOSTS
+        ):
             return "does not directly follow a convolution or linear layer"
         host = self.module_of(before)
         name = before.target
@@ -187,11 +202,11 @@ class _Uses:
         return host
 
 
-def _double(tensor: Tensor | None) -> Tensor | None:
+def _double(tensor: Any) -> Any:
     return None if tensor is None else tensor.detach().double()
 
 
-def _folded(host: nn.Module, norm: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
+def _folded(host: Any, norm: _BatchNorm) -> tuple[nn.Parameter, nn.Parameter]:
     """Weight and bias of both layers in one, computed in float64 and rounded once."""
 
     def exchange_axes(weight: Tensor) -> Tensor:
@@ -203,7 +218,7 @@ def _folded(host: nn.Module, norm: nn.Module) -> tuple[nn.Parameter, nn.Paramete
 
     # This function serves linear layers too, and those without an affine part; PyTorch's own for
     # linear layers does not.
-    weight, bias = fuse_conv_bn_weights(
+    exact_weight, exact_bias = fuse_conv_bn_weights(
         exchange_axes(_double(host.weight)),
         _double(host.bias),
         _double(norm.running_mean),
@@ -212,14 +227,10 @@ def _folded(host: nn.Module, norm: nn.Module) -> tuple[nn.Parameter, nn.Paramete
         _double(norm.weight),
         _double(norm.bias),
     )
-    like = host.weight.detach()
-    return tuple(
-        nn.Parameter(value, requires_grad=host.weight.requires_grad)
-        for value in (
-            torch.empty_like(like).copy_(exchange_axes(weight.detach())),
-            bias.detach().to(like.dtype),
-        )
-    )
+    like, learned = host.weight.detach(), host.weight.requires_grad
+    weight = torch.empty_like(like).copy_(exchange_axes(exact_weight.detach()))
+    bias = exact_bias.detach().to(like.dtype)
+    return nn.Parameter(weight, learned), nn.Parameter(bias, learned)
 
 
 def _expect_rows(linear: nn.Linear, inputs: tuple[Tensor, ...]) -> None:
@@ -231,7 +242,7 @@ def _expect_rows(linear: nn.Linear, inputs: tuple[Tensor, ...]) -> None:
         )
 
 
-def _is_own(norm: nn.Module) -> bool:
+def _is_own(norm: nn.Module) -> TypeGuard[SyncBatchNorm]:
     """Whether all that it computes is this package's layer."""
     return type(norm) is SyncBatchNorm or timm_classes.fuses(norm)
 
@@ -254,8 +265,8 @@ def _plain(norm: SyncBatchNorm) -> nn.Module:
         if vars(plain).pop("_original_activation", None):
             vars(plain).pop("_original_class")
     # torch.nn.SyncBatchNorm, as a layer that was not converted, takes any number of axes.
-    plain = revert_sync_batchnorm(plain, default=nn.SyncBatchNorm)
-    return plain if type(activation) is nn.Identity else nn.Sequential(plain, activation)
+    reverted = revert_sync_batchnorm(plain, default=nn.SyncBatchNorm)
+    return reverted if type(activation) is nn.Identity else nn.Sequential(reverted, activation)
 
 
 def _become(module: nn.Module, other: nn.Module) -> None:
@@ -264,7 +275,7 @@ def _become(module: nn.Module, other: nn.Module) -> None:
     module.__dict__ = vars(other)
 
 
-def fold(model: nn.Module) -> nn.Module:
+def fold(model: Model) -> Model:
     """Folds batch norm into the convolution or linear layer before it.
 
     Folded is every torch.nn.BatchNorm1d, 2d, 3d, SyncBatchNorm and syncbn.SyncBatchNorm with
@@ -297,7 +308,7 @@ def fold(model: nn.Module) -> nn.Module:
     groups = [m.process_group for m in model.modules() if type(m) is nn.SyncBatchNorm]
     result = copy.deepcopy(model, {id(group): group for group in groups}).eval()
     norms = {m: name for name, m in result.named_modules() if isinstance(m, _BatchNorm)}
-    left: dict[nn.Module, str] = {}
+    left: dict[_BatchNorm, str] = {}
     replacements: dict[nn.Module, nn.Module] = {}
     if norms and result not in norms:
         uses = _Uses(result, *_trace(result))
@@ -319,8 +330,8 @@ def fold(model: nn.Module) -> nn.Module:
                 replacements[norm] = _plain(norm)
     else:
         left = dict.fromkeys(norms, "has no layer before it")
-    for norm, replacement in replacements.items():
-        _become(norm, replacement.eval())
+    for module, replacement in replacements.items():
+        _become(module, replacement.eval())
     if left:
         reasons = "".join(f"\n  {norms[norm] or 'the model'} {why}" for norm, why in left.items())
         warnings.warn(

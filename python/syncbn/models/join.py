@@ -3,12 +3,15 @@
 import sys
 import zlib
 from itertools import chain
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # not in the stubs
+    _create_work_from_future,
+)
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,7 +64,7 @@ class _Inputs:
     def meet(self, has_input: bool) -> int:
         """How many ranks have an input for the next iteration. A collective call of all ranks."""
         what = "next input" if has_input else "no more inputs"
-        self.call = self.call._replace(number=self.call.number + 1, direction=what)
+        self.call = self.call._replace(number=(self.call.number or 0) + 1, direction=what)
         try:
             numbers = agreement.numbers_of_ranks(int(has_input), self.tag, self.peers, self.call)
             present = [rank for rank, number in zip(self.ranks, numbers, strict=True) if number]
@@ -85,7 +88,7 @@ class _Inputs:
         """A compiled caller of the first model goes on with the group of all ranks."""
         if self.call.number or "torch._dynamo" not in sys.modules:
             return
-        frame = sys._getframe()
+        frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code.co_name == "compile_wrapper":
                 raise RuntimeError(
@@ -139,7 +142,8 @@ class _Inputs:
         for joinable in self.joinables:
             joinable._join_config = _OFF
         for model in self.ddp_models:
-            model.reducer._set_forward_pass_work_handle(None, True)
+            none: Any = None  # as PyTorch itself passes it, which its stubs do not know
+            model.reducer._set_forward_pass_work_handle(none, True)
         groups.leave_out(())
 
     def tell(self, error: Exception) -> None:
@@ -349,7 +353,8 @@ class join(Joinable):
         for model in self._models:
             if isinstance(model, Joinable):
                 return model.join_device
-        tensors = chain(self._models[0].parameters(), self._models[0].buffers())
+        first = cast(nn.Module, self._models[0])
+        tensors = chain(first.parameters(), first.buffers())
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     @property

@@ -1,6 +1,7 @@
 """A table of what each batch norm layer of a model does."""
 
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -31,11 +32,11 @@ class LayerReport(NamedTuple):
     #: vector code of this processor, or "cuda"
     kernels: str
     #: elements per channel over all ranks in the last training call; None before the first
-    count: int | None
+    count: int | None  # type: ignore[assignment]  # a tuple's count() is not needed
     note: str
 
 
-def table(rows: list[tuple]) -> str:
+def table(rows: Sequence[tuple[object, ...]]) -> str:
     """The rows, the first one a heading, in columns; None is an empty cell."""
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
@@ -44,7 +45,7 @@ def table(rows: list[tuple]) -> str:
     )
 
 
-class Report(list):
+class Report(list[LayerReport]):
     """LayerReports; prints as a table."""
 
     def __str__(self) -> str:
@@ -78,7 +79,8 @@ def _other(path: str, layer: nn.Module) -> tuple[LayerReport, bool]:
 
 def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bool]:
     """The row of a synchronized layer, and whether it cannot synchronize."""
-    peers, failed, note = None, False, "" if layer.training else "evaluation mode: no exchange"
+    peers: groups.Peers | None = None
+    failed, note = False, "" if layer.training else "evaluation mode: no exchange"
     outside = layer.sync and layer.state.sharing.name == groups.OUTSIDE
     try:
         peers = None if outside else layer.state.peers(layer.options())
@@ -102,17 +104,16 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         failed, note = True, f"no CUDA: {operators_cuda.why_not()}"
     if devices > 1:
         note = f"{devices} devices in this process"
-    exchanging = peers is not None
     row = LayerReport(
         path,
         _name(layer),
-        (layer.state.sharing.name or "world") if exchanging else "",
-        peers.ranks if exchanging else 1,
-        peers.rank if exchanging else 0,
+        "" if peers is None else layer.state.sharing.name or "world",
+        1 if peers is None else peers.ranks,
+        0 if peers is None else peers.rank,
         ways.way_of(peers, device).engine,
         layer.statistics,
         "cuda" if device.type == "cuda" else ops.cpu_instruction_set(),
-        layer.state.count.item() if layer.state.call.item() > 0 else None,
+        int(layer.state.count.item()) if layer.state.call.item() > 0 else None,
         note,
     )
     return row, failed

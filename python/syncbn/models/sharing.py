@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..exchange import agreement, attempt, groups, selection
 from ..exchange.call import Call
-from ..nn import SyncBatchNorm, device_of
+from ..nn import Model, SyncBatchNorm, device_of
 from .classes import check_module
 
 
@@ -34,14 +34,14 @@ def sharings_of(module: nn.Module) -> dict[groups.Sharing, str]:
 
 
 def set_group(
-    module: nn.Module,
+    module: Model,
     process_group: "groups.Group" = None,
     *,
     group_size: int | None = None,
-    group: str | None = None,
+    group: selection.Part | None = None,
     timeout: float | datetime.timedelta | None = None,
-    engine: str = "auto",
-) -> nn.Module:
+    engine: groups.Engine = "auto",
+) -> Model:
     """Changes with whom the synchronized layers of `module` share statistics.
 
     Arguments and errors as for convert_sync_batchnorm; a collective call as that is. Returns
@@ -56,7 +56,7 @@ def set_group(
     return prepare(module)
 
 
-def prepare(module: nn.Module) -> nn.Module:
+def prepare(module: Model) -> Model:
     """Makes the groups that the layers of `module` exchange on, which otherwise the first eager
     training step does: needed before a first step that is compiled. A collective call of their
     ranks; does nothing without torch.distributed. Returns `module`."""
@@ -84,7 +84,7 @@ def reset_groups(module: nn.Module | None = None) -> None:
         peers = layer.state.peers(layer.options()) if _exchanges(layer) else None
         if peers is not None:
             call = Call(layer.state.name, direction="syncbn.reset_groups")
-            numbers = agreement.numbers_of_ranks(layer.state.call.item(), 0, peers, call)
+            numbers = agreement.numbers_of_ranks(int(layer.state.call.item()), 0, peers, call)
             layer.state.call.fill_(max(numbers))
 
 

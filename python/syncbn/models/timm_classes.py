@@ -5,14 +5,17 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from ..nn import SyncBatchNorm
-from ..step.options import ACTIVATIONS
+from ..step.options import ACTIVATIONS, ActivationName
 
 _MODULE = "timm.layers.norm_act"
-_FUSED = {a.module: name for name, a in ACTIVATIONS.items() if name != "none"}
+_FUSED: dict[object, ActivationName] = {
+    a.module: name for name, a in ACTIVATIONS.items() if name != "none"
+}
 
 
 def fuses(layer: nn.Module) -> bool:
@@ -25,14 +28,14 @@ def _class(theirs: type[nn.Module]) -> type[SyncBatchNorm]:
     """What converted layers become: timm's synchronized class too, whose forward calls this
     package's and then drop and act, and which timm freezes together with them."""
 
-    def forward(self, x):
+    def forward(self: nn.Module, x: Any) -> Any:
         return (SyncBatchNorm if fuses(self) else theirs).forward(self, x)
 
     body = {"forward": forward, "__module__": __name__}
     return type("SyncBatchNormAct", (theirs, SyncBatchNorm), body)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> type[SyncBatchNorm]:
     """For pickle, which asks for the class by its name."""
     if name != "SyncBatchNormAct":
         raise AttributeError(name)

@@ -3,8 +3,9 @@ share their variables (docs/forked_graph.md)."""
 
 import threading
 import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from ..step.options import check_strided, check_written, is_number
 from ..step.training import like
 from . import cuda_step
 
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
 _TENSORS = ("x", "estimated_mean", "estimated_var", "scale", "bias", "batches")
 
 
@@ -40,27 +42,12 @@ class BatchNormOutputs(NamedTuple):
 
 
 @torch.library.register_fake("syncbn::batch_norm")
-def _(
-    x,
-    estimated_mean,
-    estimated_var,
-    scale,
-    bias,
-    batches,
-    is_infer=False,
-    use_global_est=False,
-    epsilon=1e-6,
-    momentum=0.99,
-    layer=0,
-    group=None,
-    ranks=1,
-    frame=0,
-):
+def _(x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *_: Any) -> tuple[Tensor, ...]:
     """BatchNormOutputs, then float64 [2 C]: mean and rstd that normalized; int64 [2]: count and
     fingerprint."""
     channels = x.shape[1]
 
-    def new(size, dtype):
+    def new(size: int, dtype: torch.dtype) -> Tensor:
         return x.new_empty((size,), dtype=dtype)
 
     return (
@@ -77,19 +64,19 @@ def _(
 
 @torch.library.register_fake("syncbn::batch_norm_backward")
 def _(
-    dy,
-    x,
-    scale,
-    mean_rstd,
-    info,
-    constant,
-    needs_x,
-    scale_dtype,
-    bias_dtype,
-    group=None,
-    ranks=1,
-    frame=0,
-):
+    dy: Tensor,
+    x: Tensor,
+    scale: Tensor | None,
+    mean_rstd: Tensor,
+    info: Tensor,
+    constant: bool,
+    needs_x: bool,
+    scale_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+    group: str | None = None,
+    ranks: int = 1,
+    frame: int = 0,
+) -> tuple[Tensor, ...]:
     """dx like x, or empty; dscale and dbias [C] of this rank's samples, or empty."""
     return (
         torch.empty_like(x) if needs_x else x.new_empty((0,)),
@@ -111,7 +98,7 @@ _failure = threading.local()
 
 
 @operator("sum_over_group", "(Tensor words, str group) -> Tensor")
-def _sum_over_group(words, group):
+def _sum_over_group(words: Tensor, group: str) -> Tensor:
     """The exchange of the operators on the CPU, which call it from C++."""
     try:
         merged = torch.ops._c10d_functional.all_reduce(words, "sum", group)
@@ -122,7 +109,7 @@ def _sum_over_group(words, group):
 
 
 @contextmanager
-def _translated(layer_name: str, peers: groups.Peers | None):
+def _translated(layer_name: str, peers: groups.Peers | None) -> Iterator[None]:
     """The operator's error as the class that its text begins with."""
     if peers is not None:
         after_fork.check()
@@ -135,8 +122,7 @@ def _translated(layer_name: str, peers: groups.Peers | None):
         if kind == "ValueError":
             raise ValueError(text) from None
         if kind == "DivergenceError":
-            where = f"{layer_name}, rank {peers.rank} of {peers.ranks}"
-            raise DivergenceError(f"{where}: {text}") from None
+            raise DivergenceError(f"{layer_name}, {peers}: {text}") from None
         raise error from cause
 
 
@@ -145,21 +131,21 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x,
-        scale,
-        bias,
-        estimated_mean,
-        estimated_var,
-        batches,
-        is_infer,
-        use_global_est,
-        epsilon,
-        momentum,
-        layer,
-        peers,
-        layer_name,
-    ):
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        estimated_mean: Tensor,
+        estimated_var: Tensor,
+        batches: Tensor,
+        is_infer: bool,
+        use_global_est: bool,
+        epsilon: float,
+        momentum: float,
+        layer: int,
+        peers: groups.Peers | None,
+        layer_name: str,
+    ) -> tuple[Tensor, ...]:
         ctx.exchange = (None, 1, 0)
         if peers is not None:
             ctx.exchange = (peers.group_name, peers.ranks, transports.FRAME_WORDS)
@@ -191,7 +177,7 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, *_):
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         x, scale, mean_rstd, info = ctx.saved_tensors
         needs_x, needs_scale, needs_bias = ctx.needs_input_grad[:3]
         dy = like(dy, x)
@@ -220,7 +206,9 @@ class _BatchNorm(torch.autograd.Function):
         )
 
 
-def _check_kinds(tensors, is_infer, use_global_est, epsilon, momentum) -> None:
+def _check_kinds(
+    tensors: _Tensors, is_infer: bool, use_global_est: bool, epsilon: float, momentum: float
+) -> None:
     """What the operator's schema would refuse without naming the argument."""
     for name, tensor in zip(_TENSORS, tensors, strict=True):
         if not (tensor is None and name in ("scale", "bias")):
@@ -234,7 +222,7 @@ def _check_kinds(tensors, is_infer, use_global_est, epsilon, momentum) -> None:
         raise ValueError(f"momentum: got {momentum!r}, expected a number in [0, 1]")
 
 
-def _on_cuda(tensors) -> bool:
+def _on_cuda(tensors: _Tensors) -> bool:
     """Whether all tensors are on CUDA, and not on the CPU."""
     x = tensors[0]
     for name, tensor in zip(_TENSORS, tensors, strict=True):
@@ -294,7 +282,7 @@ def batch_norm(
             and batch_var are NaN then, and the estimates stay.
     """
     tensors = (x, estimated_mean, estimated_var, scale, bias, batches)
-    options = {
+    options: dict[str, Any] = {
         "is_infer": is_infer,
         "use_global_est": use_global_est,
         "epsilon": epsilon,
@@ -308,7 +296,14 @@ def batch_norm(
 
 
 def _run(
-    tensors, is_infer, use_global_est, epsilon, momentum, group, layer_name, written=False
+    tensors: _Tensors,
+    is_infer: bool,
+    use_global_est: bool,
+    epsilon: float,
+    momentum: float,
+    group: "groups.Group",
+    layer_name: str,
+    written: bool = False,
 ) -> BatchNormOutputs:
     """batch_norm. written: the estimates will be updated in place."""
     x, estimated_mean, estimated_var, scale, bias, batches = tensors
@@ -370,7 +365,7 @@ def batch_norm_(
     saved_mean, saved_var and saved_batches, in their own shapes. Arguments, options and errors as
     for batch_norm."""
     tensors = (x, estimated_mean, estimated_var, scale, bias, batches)
-    options = {
+    options: dict[str, Any] = {
         "is_infer": is_infer,
         "use_global_est": use_global_est,
         "epsilon": epsilon,

@@ -2,6 +2,7 @@
 where the operator for the CPU exchanges inside of itself. Its bits are the same."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def _(message, *_):
     return torch.empty_like(message)
 
 
-def _merged(message: Tensor, channels: int, own: int, peers, call: Call) -> Tensor:
+def _merged(message: Tensor, channels: int, own: int, peers: Any, call: Any) -> Tensor:
     """What exchange() gives of a message on CUDA. own: as for check_count()."""
     if torch.compiler.is_compiling() and peers is not None:
         options = (peers.group_name, call.layer, call.direction, call.dtype, call.options.eps)

@@ -127,16 +127,17 @@ def train_step(
     """
     parameter = next((t for t in (running_mean, weight, bias) if t is not None), None)
     traced = torch.compiler.is_compiling() or _is_fake(x, parameter)
-    if isinstance(state, Identity) and not traced:
-        state = layer_state.named(state)
+    live = None  # a graph finds the state when it runs
+    if not traced:
+        state = live = layer_state.named(state) if isinstance(state, Identity) else state
     if torch.jit.is_tracing():
         refuse_tracing(state, options, x)
     # A compiler plans memory by itself, and cannot trace this.
     inplace = options.writes_over_input and not traced
     peers = segment = None
-    if not traced:
-        peers = state.peers(options)
-        segment = recomputation.segment(state, options, residual is not None, x, mask)
+    if live is not None:
+        peers = live.peers(options)
+        segment = recomputation.segment(live, options, residual is not None, x, mask)
     again = segment is not None and segment.kept is not None
     try:
         check_transforms(state, input=x, weight=weight, bias=bias, residual=residual)
@@ -151,41 +152,41 @@ def train_step(
             check_mask(mask, x)
             if options.writes_over_input:
                 raise ValueError("mask: got one with inplace=True, expected None")
-        if not traced:
-            state.move(x.device)
+        if live is not None:
+            live.move(x.device)
     except Exception as error:
-        if not (again or traced):
+        if live is not None and not again:
             with outside_transforms():
-                tensors = {"x": x, "parameter": parameter, "counter": state.call}
-                peers = paths.way(state, peers)
-                ways.reject(peers, state.call_of(x, options), error, **tensors)
+                peers, call = paths.way(live, peers), live.call_of(x, options)
+                ways.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
         raise
     if mask is not None:
         mask = mask.contiguous()
     if not traced and any(t is not None and t.is_neg() for t in (x, weight, bias, residual)):
         # An operator that writes to some arguments takes none with the negative bit.
-        x, weight, bias, residual = (
-            None if t is None else t.resolve_neg() for t in (x, weight, bias, residual)
+        x = x.resolve_neg()
+        weight, bias, residual = (
+            None if t is None else t.resolve_neg() for t in (weight, bias, residual)
         )
     tensors = (x, weight, bias, residual, mask)
     running = (running_mean, running_var, num_batches_tracked)
-    if traced:
+    if live is None:
         y, *statistics = as_operator.training_step(*tensors, options, state)
         _update(running, None, statistics, options.momentum)
         return y
     word = takes_part((x,), (weight, bias), (residual,), options, segment)
-    given = (options, state, peers, word, segment)
+    given = (options, live, peers, word, segment)
     # Both runs of a checkpointed segment take the same operators.
     apart = inplace or segment is not None or options.statistics == "welford"
     if not (apart or _is_average(num_batches_tracked)):
-        updates = (*running, state.call, state.count, options.momentum)
+        updates = (*running, live.call, live.count, options.momentum)
         return _BatchNormTraining.apply(given, updates, *tensors)
     if not inplace:
         return apply_step((x,), weight, bias, (residual,), (mask,), given, running)[0]
     y, *statistics = _BatchNormInPlace.apply(given, (), *tensors)
     if not again:
-        state.note(statistics[-1])
-        _update(running, state.call, statistics, options.momentum)
+        live.note(statistics[-1])
+        _update(running, live.call, statistics, options.momentum)
     return y
 
 

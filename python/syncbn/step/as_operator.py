@@ -212,9 +212,11 @@ def training_step(
     """y, mean, var and info of a step in a graph. The call is counted by the operator."""
     tensors = (x, weight, bias, residual, mask)
     if torch.compiler.is_compiling() and not _exporting():
-        handle, identity = None, state
+        handle: Tensor | None = None
         if isinstance(state, LayerState):
             handle, identity = state.handle, Identity("")
+        else:
+            identity = state
         takes_part = training.takes_part((x,), (weight, bias), (residual,), options)
         return _TrainingStep.apply(*tensors, takes_part, handle, *_constants(identity, options))
     identity = state.identity if isinstance(state, LayerState) else state

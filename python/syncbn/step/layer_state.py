@@ -8,7 +8,7 @@ graph holds a tensor with the state's id, so that equal layers share one graph.
 import itertools
 import weakref
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,8 +59,8 @@ class LayerState:
         #: is then where it was found, if a module holds it
         self.sought = False
         self.sharing = sharing
-        self.call: Tensor | None = _number(0) if counted else None
-        self.count: Tensor | None = _number(0) if counted else None
+        self.call: Tensor | Any = _number(0) if counted else None
+        self.count: Tensor | Any = _number(0) if counted else None
         self.compares = compares
         self.number = zlib.crc32(name.encode())
         self.numbers: dict[str, int] = {}  # by group
@@ -117,7 +117,7 @@ class LayerState:
         """The next call with that input, as errors name it."""
         # A counter on a GPU is not read, that would wait for the device.
         known = self.call is not None and self.call.device.type == "cpu"
-        number = self.call.item() if known else None
+        number = int(self.call.item()) if known else None
         if not is_strided(x):  # refused
             return Call(self.name, number, options=options)
         channels = x.shape[1] if x.dim() > 1 else None
@@ -143,7 +143,7 @@ def named(identity: Identity) -> LayerState:
 
 
 def of_handle(handle: Tensor) -> LayerState:
-    state = _states.get(handle.item())
+    state = _states.get(int(handle.item()))
     if state is None:
         raise RuntimeError(
             "syncbn: the layer of a compiled graph is gone; expected the model to live as long as "

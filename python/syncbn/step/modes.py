@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch.autograd import forward_ad, profiler
 from ..exchange import ways
 from ..exchange.call import Call
 from . import paths
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def check_transforms(state, **tensors: Tensor | None) -> None:
@@ -38,7 +41,7 @@ def check_transforms(state, **tensors: Tensor | None) -> None:
 def refuse_tracing(state, options, x: Tensor) -> None:
     """Refuses torch.jit.trace of a training call with an exchange, which a trace cannot hold."""
     tracing = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # not in the stubs
     try:
         peers = state.peers(options)
         if peers is None:
@@ -51,7 +54,7 @@ def refuse_tracing(state, options, x: Tensor) -> None:
         call = state.call_of(x, options)
         ways.reject(peers, call, error, x=x, counter=state.call)
     finally:
-        torch._C._set_tracing_state(tracing)
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]  # nor here
     raise error
 
 
@@ -81,20 +84,20 @@ def check_not_batched(step, call: Call, gradient: Tensor, x: Tensor) -> None:
     raise error
 
 
-def recorded(name_of: Callable, suffix: str = "") -> Callable:
+def recorded(name_of: Callable[..., str], suffix: str = "") -> Callable[[_Function], _Function]:
     """The function is a range of a profile, "syncbn::", the layer's name and the suffix.
 
     name_of: finds the layer's name among the function's arguments.
     """
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
-        def wrapper(*args, **kwargs):
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:
                 return function(*args, **kwargs)
             with profiler.record_function(f"syncbn::{name_of(*args)}{suffix}"):
                 return function(*args, **kwargs)
 
-        return wrapper
+        return cast(_Function, wrapper)
 
     return decorate

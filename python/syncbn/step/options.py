@@ -4,7 +4,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from .. import operators_cuda
 from ..operators import DTYPES, ops
 
-AFFINE_GRADS = ("share", "global")
+AffineGrad = Literal["share", "global"]
+Statistics = Literal["reproducible", "welford"]  # in the order of the core's Statistics
+ActivationName = Literal["none", "relu", "leaky_relu"]
+
+AFFINE_GRADS: tuple[AffineGrad, ...] = get_args(AffineGrad)
+STATISTICS: tuple[Statistics, ...] = get_args(Statistics)
 #: Of the core: that of the words of a message.
 _MOST_CHANNELS = 2**31
-STATISTICS = ("reproducible", "welford")  # in the order of the core's Statistics
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -33,14 +37,14 @@ class Activation(NamedTuple):
         return (negative_slope,) if self.slope is None else ()
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[ActivationName, Activation] = {
     "none": Activation(0, 1.0, lambda y: y, nn.Identity),
     "relu": Activation(1, 0.0, F.relu, nn.ReLU),
     "leaky_relu": Activation(2, None, F.leaky_relu, nn.LeakyReLU),
 }
 
 
-def activation_of(name: str) -> Activation:
+def activation_of(name: ActivationName) -> Activation:
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"activation: got {name!r}, expected one of {tuple(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -52,17 +56,22 @@ class Options(NamedTuple):
     sync: bool = True
     eps: float = 1e-5
     momentum: float | None = 0.1
-    affine_grad: str = "share"
-    activation: str = "none"
+    affine_grad: AffineGrad = "share"
+    activation: ActivationName = "none"
     negative_slope: float = 0.01
-    statistics: str = "reproducible"
+    statistics: Statistics = "reproducible"
     inplace: bool = False
 
     def shared(self) -> dict[str, object]:
         """Those that ranks must have in common, by name."""
-        own = {"eps": self.eps, "statistics": self.statistics, "activation": self.activation}
-        sloped = activation_of(self.activation).slope is None
-        return own | ({"negative_slope": self.negative_slope} if sloped else {})
+        own: dict[str, object] = {
+            "eps": self.eps,
+            "statistics": self.statistics,
+            "activation": self.activation,
+        }
+        if activation_of(self.activation).slope is None:
+            own["negative_slope"] = self.negative_slope
+        return own
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.shared().items())
@@ -82,7 +91,7 @@ class Options(NamedTuple):
 
 
 @functools.cache
-def _identity(*fields) -> int:
+def _identity(*fields: Any) -> int:
     return ops.layer_identity(*fields)
 
 
@@ -91,19 +100,19 @@ def values_per_channel(x: Tensor, mask: Tensor | None) -> int:
     return x.shape[0] * math.prod(x.shape[2:]) if mask is None else 0
 
 
-def is_strided(x) -> bool:
+def is_strided(x: object) -> TypeGuard[Tensor]:
     """Whether it is a tensor with one stride per axis."""
     return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
 
 
-def check_strided(name: str, x) -> None:
+def check_strided(name: str, x: object) -> None:
     if not is_strided(x):
         got = f"a tensor of layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
         got = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else got
         raise ValueError(f"{name}: got {got}, expected a tensor with strides")
 
 
-def check_like_input(name, tensor, x):
+def check_like_input(name: str, tensor: Tensor, x: Tensor) -> None:
     check_strided(name, tensor)
     if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.device != x.device:
         raise ValueError(
@@ -112,7 +121,7 @@ def check_like_input(name, tensor, x):
         )
 
 
-def is_number(value) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)
 
 
@@ -178,7 +187,13 @@ def recovery_bound(
     return float(bound.masked_fill(scale < 2.0**-40, math.inf).max())
 
 
-def check_in_place(x, weight, bias, residual, negative_slope):
+def check_in_place(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    negative_slope: float,
+) -> None:
     if residual is not None:
         raise ValueError("inplace: got True with a residual, expected False")
     if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
@@ -204,7 +219,13 @@ def check_in_place(x, weight, bias, residual, negative_slope):
         )
 
 
-def check_counter(momentum, running_mean, running_var, num_batches_tracked, traced=False):
+def check_counter(
+    momentum: float | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    traced: bool = False,
+) -> None:
     """Of batches, which cumulative averaging divides by. traced: it has no value."""
     tracked = num_batches_tracked
     reference = running_var if running_mean is None else running_mean
@@ -236,19 +257,19 @@ def _check_dtype(name: str, x: Tensor) -> None:
     check_dtype(name, x.dtype)
 
 
-def check_dtype(name: str, dtype) -> None:
+def check_dtype(name: str, dtype: object) -> None:
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ValueError(f"{name}: got {dtype}, expected float16, bfloat16, float32 or float64")
 
 
-def check_num_features(channels) -> None:
+def check_num_features(channels: int) -> None:
     """Integers of other libraries too."""
     integer = isinstance(channels, (int, numbers.Integral)) and not isinstance(channels, bool)
     if not (integer and 0 <= channels <= _MOST_CHANNELS):
         raise ValueError(f"num_features: got {channels!r}, expected an integer from 0 to 2^31")
 
 
-def check_input(name: str, x, traced: bool = False) -> None:
+def check_input(name: str, x: Tensor, traced: bool = False) -> None:
     """Of a layer, (N, C, ...); loads what its device needs. traced: it may have no values."""
     check_strided(name, x)
     kind = x.device.type
@@ -261,7 +282,7 @@ def check_input(name: str, x, traced: bool = False) -> None:
     _check_dtype(name, x)
 
 
-def check_per_channel(name: str, tensor, x: Tensor) -> None:
+def check_per_channel(name: str, tensor: Tensor, x: Tensor) -> None:
     if (  # mostly, and quickly; what follows says what is wrong
         is_strided(tensor)
         and tensor.shape == x.shape[1:2]
@@ -296,7 +317,15 @@ def check_written(name: str, tensor: Tensor) -> None:
             )
 
 
-def check_arguments(x, running_mean, running_var, weight, bias, residual, traced=False):
+def check_arguments(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    traced: bool = False,
+) -> None:
     """One error that names the argument, what was given and what is allowed."""
     check_input("input", x, traced)
     for name, tensor in (

@@ -85,8 +85,8 @@ def _agreed(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) 
         if same:
             others = f"of {len(made)} others of that path"
             texts = [f"{text}, made after {place} {others}" for text, place in zip(texts, places)]
-        texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-        error = DivergenceError(f"{call}, {peers}: the ranks call different layers: {texts}")
+        lines = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        error = DivergenceError(f"{call}, {peers}: the ranks call different layers: {lines}")
         error.group_name = peers.group_name
         raise error
     group.count += 1

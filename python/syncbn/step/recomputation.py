@@ -18,7 +18,7 @@ knows how to tell:
 import functools
 import sys
 import warnings
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +66,14 @@ class _Record:
         return made
 
 
+def _compact(words: torch.Tensor | None, size: int) -> torch.Tensor | None:
+    """The first words, in memory that holds nothing else."""
+    if words is None:
+        return None
+    words = words[:size]
+    return words.clone() if words.untyped_storage().nbytes() > words.nbytes else words
+
+
 def _text(key: tuple) -> str:
     state, _, residual, *inputs = key
     text = ", ".join(f"{dtype} of shape {shape}" for dtype, shape in inputs)
@@ -88,25 +96,13 @@ class Segment:
             # Segments inside the one that runs again are new, and will run again in their turn.
             self._keep(self.kept)
 
-    def keep(
-        self,
-        step: Any,
-        message: torch.Tensor,
-        merged: torch.Tensor,
-        rest: torch.Tensor | None,
-        needed: int,
-    ) -> Words:
-        """In the first run: what an exchange gave, without what statistics are not made of, this
-        rank's own words and what lies behind the first `needed` merged words. It is kept, in memory
-        of its own."""
-
-        def compact(words: torch.Tensor, size: int) -> torch.Tensor:
-            words = words[:size]
-            return words.clone() if words.untyped_storage().nbytes() > words.nbytes else words
-
-        if rest is not None:
-            rest = compact(rest, rest.numel())
-        words = compact(message, HEADER_WORDS), compact(merged, needed), rest
+    def keep(self, step: Any, words: Words, needed: int) -> Words:
+        """In the first run: what an exchange gave (message, merged, rest) without what statistics
+        are not made of: this rank's own words and what lies behind the first `needed` merged ones.
+        It is kept, in memory of its own."""
+        message, merged, rest = words
+        size = 0 if rest is None else rest.numel()
+        words = tuple(map(_compact, (message, merged, rest), (HEADER_WORDS, needed, size)))
         self._keep(Kept(self._key, step, words))
         return words
 
@@ -204,7 +200,7 @@ def _hooks() -> list[Any]:
 
 
 def segment(
-    state: LayerState, options: Options, residual: bool, *inputs: torch.Tensor
+    state: LayerState, options: Options, residual: bool, *inputs: torch.Tensor | None
 ) -> Segment | None:
     """The segments around a training call; None outside of any. Raises RuntimeError if a
     recomputation makes another call than the first run."""
@@ -217,7 +213,7 @@ def segment(
     if not hooks and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
         return None
     owners, given, again = [], [], None
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and again is None:
         code = frame.f_code
         if code is names.forward:
@@ -229,11 +225,11 @@ def segment(
             again = frame.f_locals["frame"], frame.f_locals["gid"]
         frame = frame.f_back
     for pack in hooks:
-        code = getattr(pack, "__code__", None)
-        if code is names.second_pack:
+        packing = getattr(pack, "__code__", None)
+        if packing is names.second_pack:
             break
-        if code is names.first_pack:
-            owners.append(pack.__closure__[code.co_freevars.index("frame")].cell_contents)
+        if packing is names.first_pack:
+            owners.append(pack.__closure__[packing.co_freevars.index("frame")].cell_contents)
     if not owners and again is None:
         return None
     # momentum touches this rank's buffers alone, and is not used again.

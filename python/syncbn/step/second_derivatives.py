@@ -170,11 +170,10 @@ class _Differentiable(torch.autograd.Function):
                 if t is not None
             ]
             values = [t.double() for t in sources]
-            if weight is None:
-                values.append(None)
+            through_layer = values[0], values[1], None if weight is None else values[2]
             count = info[0].clamp(min=1).double()
             counting = None if mask is None else mask.to(torch.bool).unsqueeze(1)
-            outputs = _gradients(step, *values, mean, rstd, count, positive, counting)
+            outputs = _gradients(step, *through_layer, mean, rstd, count, positive, counting)
             # Where the step gave no gradient there is no cotangent.
             results = torch.autograd.grad(
                 [o for o, c in zip(outputs, cotangents) if c is not None],

@@ -103,6 +103,7 @@ def shared_sums(given: Inputs) -> tuple[Step, tuple]:
         paths.compare(state, peers, x, options)
     call, way = state.call_of(x, options), way_of(peers, xs[0].device)
     number, channels = options.identity(state.number, residuals[0] is not None), x.shape[1]
+    merged: Sequence[Tensor | None]
     if options.statistics == "welford":
         sums = (x, number, state.call, options.eps, masks[0], word)
         message = way.refusing(ops.local_welford, sums, x, call)
@@ -126,7 +127,7 @@ def shared_sums(given: Inputs) -> tuple[Step, tuple]:
     if segment is None:
         return step, (message, *merged)
     needed = HEADER_WORDS if options.statistics == "welford" else message_words(x, masks[lead])
-    return step, segment.keep(step, message, *merged, needed)
+    return step, segment.keep(step, (message, *merged), needed)
 
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
