@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "statistics/dtype.hpp"
 #include "statistics/scalar.hpp"
 #include "syncbn/diagnosis.hpp"
 #include "syncbn/tensor.hpp"
@@ -65,31 +66,15 @@ class Random {
   std::uint64_t state_;
 };
 
-/// Calls function with a value of the element type.
-template <class Function>
-auto with_type(DType dtype, const Function& function) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return function(Half{});
-    case DType::kBFloat16:
-      return function(BFloat16{});
-    case DType::kFloat32:
-      return function(float{});
-    case DType::kFloat64:
-      break;
-  }
-  return function(double{});
-}
-
 inline double read_element(DType dtype, const std::byte* from) {
-  return with_type(dtype, [&](auto type) {
+  return dispatch_dtype(dtype, [&](auto type) {
     std::memcpy(&type, from, sizeof(type));
     return to_double(type);
   });
 }
 
 inline void write_element(DType dtype, std::byte* to, double value) {
-  with_type(dtype, [&](auto type) {
+  dispatch_dtype(dtype, [&](auto type) {
     from_double(value, type);
     std::memcpy(to, &type, sizeof(type));
   });
@@ -160,7 +145,7 @@ class Tensor {
     write_element(dtype_, storage_.data() + position(i), value);
   }
   void fill(const std::vector<double>& values) {
-    with_type(dtype_, [&](auto type) {
+    dispatch_dtype(dtype_, [&](auto type) {
       for_each_position([&](std::size_t i, std::size_t at) {
         from_double(values[i], type);
         std::memcpy(storage_.data() + at, &type, sizeof(type));
@@ -169,7 +154,7 @@ class Tensor {
   }
   std::vector<double> values() const {
     std::vector<double> out(static_cast<std::size_t>(numel()));
-    with_type(dtype_, [&](auto type) {
+    dispatch_dtype(dtype_, [&](auto type) {
       for_each_position([&](std::size_t i, std::size_t at) {
         std::memcpy(&type, storage_.data() + at, sizeof(type));
         out[i] = to_double(type);

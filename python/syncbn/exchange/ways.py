@@ -88,14 +88,16 @@ class Way:
         """(Message, what else the passes give, merged, rest): runs the operator local_`name` on
         each of the inputs of this process, and exchange() on the sum of their messages. passes: the
         arguments before and behind the frame's words. lead: the input that speaks for all."""
-        run, x = getattr(ops, f"local_{name}"), passes[lead][0][0]
-        given = [
-            self.refusing(run, (*arguments, self.frame_words, *rest), x, call)
-            for arguments, rest in passes
-        ]
-        messages, *others = zip(*((g,) if isinstance(g, torch.Tensor) else g for g in given))
+        run, messages, others = getattr(ops, f"local_{name}"), [], []
+        for arguments, rest in passes:
+            given = self.refusing(
+                run, (*arguments, self.frame_words, *rest), passes[lead][0][0], call
+            )
+            message, *other = (given,) if isinstance(given, torch.Tensor) else given
+            messages.append(message)
+            others += other
         message = messages[0] if len(messages) == 1 else _total(messages, lead)
-        return message, *(others or [()]), *self.exchange(message, channels, call)
+        return message, others, *self.exchange(message, channels, call)
 
     def refusing(self, run, arguments: tuple, x: torch.Tensor, call: Call):
         """run(*arguments), a pass over x before an exchange. Its error is told to the others."""

@@ -84,7 +84,7 @@ class _BatchNormInPlace(torch.autograd.Function):
             slope = step.options.negative_slope
             x, bits = ops.recover_input(y, mean, rstd, weight, bias, slope)
             # The sign is y's: computed again from x it could differ next to 0.
-            gradients = backward(step, (dy,), x, weight, None, mean, rstd, info, bits, None)
+            gradients = backward(step, (dy,), weight, None, x, mean, rstd, info, bits, None)
         if torch.is_grad_enabled():
             gradients = second_derivatives.refuse(
                 f"{step.state.name}: got a second derivative with inplace=True, which keeps no "

@@ -110,13 +110,13 @@ _training_step.register_torch_dispatch(checkpoint._CachingTorchDispatchMode, _sa
     "Tensor activation_mask, Tensor? mask, Tensor backward, ScalarType? bias_dtype, bool[] needs, "
     f"{_LAYER}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _training_step_backward(dy, x, *arguments):
-    *saved, backward, bias_dtype, needs = arguments[:10]
-    state, options = _layer(*arguments[10:])
+def _training_step_backward(dy, x, weight, bias, *arguments):
+    *saved, backward, bias_dtype, needs = arguments[:8]
+    state, options = _layer(*arguments[8:])
     call = Call(state.name, None, "backward", x.shape[1], x.dtype, options)
     known = (state.peers(options), call, _backward_of(backward), bias_dtype, tuple(needs))
     step = training.Step(state, options, *known)
-    dx, dweight, dbias, dresidual = training.backward(step, (dy,), x, *saved)
+    dx, dweight, dbias, dresidual = training.backward(step, (dy,), weight, bias, x, *saved)
     if dresidual is dy:  # an operator's output is a tensor of its own
         dresidual = dy.clone()
     return tuple(x.new_empty(0) if g is None else g for g in (dx, dweight, dbias, dresidual))

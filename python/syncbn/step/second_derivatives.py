@@ -148,7 +148,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     @recorded(lambda ctx, *_: ctx.step.state.name, " second backward")
     def backward(ctx, *cotangents):
-        dy, x, weight, bias, mean, rstd, info, activation_mask, mask = ctx.saved_tensors
+        dy, weight, bias, x, mean, rstd, info, activation_mask, mask = ctx.saved_tensors
         step, again = ctx.step, torch.is_grad_enabled()
         given = [c for c in cotangents if c is not None]
         for cotangent in given:
@@ -183,12 +183,12 @@ class _Differentiable(torch.autograd.Function):
                 allow_unused=True,
             )
         ddy, dx, dweight = results if weight is not None else (*results, None)
-        return None, None, ddy, dx, dweight, *(None,) * 6
+        return None, None, ddy, dweight, None, dx, *(None,) * 5
 
 
 def differentiable(step, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
     """gradient(step, (dy,), *saved), differentiable."""
-    check_not_batched(step, step.call, dy, saved[0])
+    check_not_batched(step, step.call, dy, saved[2])
     return _Differentiable.apply(step, gradient, dy, *saved)
 
 

@@ -143,7 +143,8 @@ def leave(error: BaseException, given: Inputs) -> None:
 
 def forward(given: Inputs, updates: tuple = ()) -> tuple[Step, tuple, tuple]:
     """What backward will know; K y, mean, var (float64, biased) and info (count, fingerprint); and
-    the tensors that backward takes.
+    the tensors that backward takes: weight, bias, and of each input x, mean, rstd, info, activation
+    mask and mask.
 
     updates: what normalize_and_update takes besides, if it is to update the running statistics;
     with one x alone.
@@ -164,8 +165,12 @@ def _forward(given: Inputs, updates: tuple) -> tuple[Step, tuple, tuple]:
         normalize = ops.normalize_gathered
     else:
         normalize = ops.normalize
-    results = [
-        normalize(
+    # Without an activation mask, the activation's sign is computed again, which takes the bias.
+    again = options.activation != "none" and residuals[0] is None
+    ys, statistics, saved = [], [], [weight, bias if again else None]
+    for k, placed in enumerate(_placed(xs, *exchanged, weight, bias)):
+        x, residual, mask = xs[k], residuals[k], masks[k]
+        y, mean, var, rstd, info, activation_mask = normalize(
             x,
             *placed,
             None if residual is None else like(residual, x),
@@ -176,24 +181,10 @@ def _forward(given: Inputs, updates: tuple) -> tuple[Step, tuple, tuple]:
             mask,
             *updates,
         )
-        for x, residual, mask, placed in zip(
-            xs, residuals, masks, _placed(xs, *exchanged, weight, bias)
-        )
-    ]
-    ys, means, variances, rstds, infos, activation_masks = zip(*results)
-    # Without an activation mask, the activation's sign is computed again, which takes the bias.
-    again = options.activation != "none" and residuals[0] is None
-    saved = (
-        *xs,
-        weight,
-        bias if again else None,
-        *means,
-        *rstds,
-        *infos,
-        *activation_masks,
-        *masks,
-    )
-    return step, (*ys, means[0], variances[0], infos[0]), saved
+        ys.append(y)
+        saved += (x, mean, rstd, info, activation_mask, mask)
+        statistics = statistics or [mean, var, info]
+    return step, (*ys, *statistics), tuple(saved)
 
 
 @recorded(lambda step, *_: step.state.name, " backward")
@@ -202,74 +193,65 @@ def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
     try:
         return _backward(step, dys, *saved)
     except BaseException as error:
-        step.way(saved[0]).leave(error, step.call)
+        step.way(saved[2]).leave(error, step.call)
         raise
 
 
 def _backward(step: Step, dys, *saved) -> tuple:
-    options, inputs = step.options, len(dys)
-    xs, (weight, bias) = saved[:inputs], saved[inputs : inputs + 2]
-    parts = (saved[i : i + inputs] for i in range(inputs + 2, len(saved), inputs))
-    means, rstds, infos, activation_masks, masks = parts
+    options, (weight, bias), xs = step.options, saved[:2], saved[2::6]
+    lead, x = step.lead, xs[step.lead]
     needs_x, needs_weight, needs_bias, needs_residual = step.needs
-    dys = [torch.zeros_like(x) if dy is None else dy for dy, x in zip(dys, xs)]
-    for dy, x in zip(dys, xs):
-        check_not_batched(step, step.call, dy, x)
     agreement.check_present(step.backward, step.peers, step.call)
     dtypes = (
         weight.dtype if needs_weight else None,
         step.bias_dtype if needs_bias else None,
     )
-    dys = list(map(like, dys, xs))
-    activated = any(mask is not None for mask in masks) or options.activation != "none"
-    keep = needs_residual and activated
-    x, lead = xs[step.lead], step.lead
-    through = [
-        (w, b, activation_mask, options.activation_kind, options.negative_slope)
-        for (w, b), activation_mask in zip(_placed(xs, weight, bias), activation_masks)
-    ]
-    passes = [
-        ((_cast(dy, x.dtype), _cast(z, x.dtype), mean, rstd, info, *after, keep), (mask,))
-        for dy, z, mean, rstd, info, after, mask in zip(
-            dys, xs, means, rstds, infos, through, masks
-        )
-    ]
+    masked = any(mask is not None for mask in saved[7::6])
+    keep = needs_residual and (options.activation != "none" or masked)
+    gradients, through, passes = [], [], []
+    for k, (w, b) in enumerate(_placed(xs, weight, bias)):
+        z, *statistics, activation_mask, mask = saved[2 + 6 * k : 8 + 6 * k]
+        dy = torch.zeros_like(z) if dys[k] is None else dys[k]
+        check_not_batched(step, step.call, dy, z)
+        dy = like(dy, z)
+        after = (w, b, activation_mask, options.activation_kind, options.negative_slope)
+        arguments = (_cast(dy, x.dtype), _cast(z, x.dtype), *statistics, *after, keep)
+        gradients.append(dy)
+        through.append(after)
+        passes.append((arguments, (mask,)))
     way, channels = step.way(x), x.shape[1]
     message, us, merged, rest = way.sums_of("gradients", passes, lead, channels, step.call)
     if keep:  # what comes back is there already
-        dys = [_cast(u, z.dtype) for u, z in zip(us, xs)]
+        gradients = [_cast(u, z.dtype) for u, z in zip(us, xs)]
         through = [(w, None, None, 0, 0.0) for w, *_ in through]
-    dxs, dweight, dbias = [None] * inputs, None, None
+    dxs, dweight, dbias = [], None, None
     # One rank's share is the whole, and comes with dx.
     shares = options.affine_grad == "share" and not (step.peers is None and needs_x)
     shares = shares and (needs_weight or needs_bias)
     if step.exchanges:
         for k, placed in enumerate(_placed(xs, merged, rest)):
+            z, mean, rstd, info, _, mask = saved[2 + 6 * k : 8 + 6 * k]
             leads = k == lead
-            dxs[k], *sums = ops.input_gradient(
-                dys[k],
-                xs[k],
-                *placed,
-                means[k],
-                rstds[k],
-                infos[k],
-                *through[k],
-                *(dtypes if leads else (None, None)),
-                step.ranks,
-                masks[k],
-                message if leads and shares else None,
+            wanted = dtypes if leads else (None, None)
+            own = message if leads and shares else None
+            dx, *sums = ops.input_gradient(
+                *(gradients[k], z, *placed, mean, rstd, info, *through[k], *wanted),
+                *(step.ranks, mask, own),
             )
+            dxs.append(dx)
             if leads:
                 dweight, dbias = sums
     elif shares:
-        dweight, dbias = ops.affine_gradient_shares(message, x, means[lead], rstds[lead], *dtypes)
+        mean, rstd = saved[3 + 6 * lead : 5 + 6 * lead]
+        dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
     if lead > 0:  # parameters lie where the first x does
         dweight, dbias = next(iter(_placed(xs, dweight, dbias)))
+    none = [None] * len(xs)
     return (
-        *(dx if needs_x else None for dx in dxs),
+        *(dxs if needs_x else none),
         dweight if needs_weight else None,
         dbias if needs_bias else None,
-        *(dy if needs_residual else None for dy in dys),
+        *(gradients if needs_residual else none),
     )
 
 
