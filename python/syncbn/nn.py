@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import pytorch
+from . import pytorch_patches
 from .devices import baton, lists
 from .exchange import groups
 from .functional import finish
@@ -98,7 +98,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         statistics: Statistics = "reproducible",
         inplace: bool = False,
         timeout: "float | datetime.timedelta | None" = None,
-        engine: groups.Engine = "auto",
+        engine: groups.EngineName = "auto",
         bias: bool = True,
     ) -> None:
         check_num_features(num_features)
@@ -304,4 +304,4 @@ def device_of(layer: SyncBatchNorm) -> torch.device:
     return layer.state.call.device if reference is None else reference.device
 
 
-pytorch.install(SyncBatchNorm)
+pytorch_patches.install(SyncBatchNorm)

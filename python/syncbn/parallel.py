@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .devices import baton, lists
 from .errors import DivergenceError
-from .exchange import groups, ways
+from .exchange import groups, transports
 from .exchange.call import Call
 from .models.classes import check_module
 from .nn import SyncBatchNorm
@@ -43,7 +43,9 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: groups.Peers | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        total = ways.way_of(group, xs[0].device).sum(_total(xs), _tag(xs[0]), Call("all_reduce"))
+        total = transports.transport_of(group, xs[0].device).sum(
+            _total(xs), _tag(xs[0]), Call("all_reduce")
+        )
         return total, *(total.to(x.device, copy=True) for x in xs[1:])
 
     @staticmethod
@@ -81,7 +83,7 @@ def all_reduce(x: Tensor | Sequence[Tensor], group: "groups.Group" = None) -> Te
     try:
         _check_summands(xs)
     except ValueError as error:
-        ways.reject(peers, Call("all_reduce"), error)
+        transports.reject(peers, Call("all_reduce"), error)
         raise
     sums = AllReduce.apply(peers, *xs)
     return sums[0] if isinstance(x, Tensor) else list(sums)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..exchange import ways
+from ..exchange import transports
 from ..step import paths, recomputation
 from ..step.adapters import apply_step
 from ..step.masks import check_mask
@@ -169,7 +169,7 @@ def _reject(peers, module, error: BaseException, x: object) -> None:
     state = module.state
     peers = paths.way(state, peers)
     call = state.call_of(state.call, module.options())
-    ways.reject(peers, call, error, x=x, parameter=parameter, counter=state.call)
+    transports.reject(peers, call, error, x=x, parameter=parameter, counter=state.call)
 
 
 def give_up(calls: Iterable[tuple], error: BaseException) -> None:

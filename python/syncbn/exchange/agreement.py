@@ -9,18 +9,18 @@ import torch
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import DTYPES, HEADER_BACKWARD, HEADER_WORDS, ops
 from .call import Call
+from .engines import FRAME_WORDS, Engine, engine_of
 from .groups import Peers
-from .transports import FRAME_WORDS, Transport, transport_of
 
 
-def check_header(merged: torch.Tensor, transport: Transport, call: Call) -> torch.dtype | None:
+def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtype | None:
     """The dtype of the ranks with samples, if any; raises if the calls differ."""
-    peers = transport.peers
+    peers = engine.peers
     _, agree, rejected, dtype = ops.header(merged, peers.ranks).tolist()
     if rejected or not agree:
         reason = "a rank refused its input" if rejected else "the ranks did not make the same call"
         fields = [f"{name}={value}" for name, value in call.fields().items()]
-        difference = _difference(_texts(_SEPARATOR.join(fields), transport, call))
+        difference = _difference(_texts(_SEPARATOR.join(fields), engine, call))
         error = DivergenceError(f"{call}, {peers}: {reason}: {difference}")
         error.group_name = peers.group_name
         raise error
@@ -31,11 +31,11 @@ def check_header(merged: torch.Tensor, transport: Transport, call: Call) -> torc
 _SEPARATOR = "\x1f"
 
 
-def _texts(text: str, transport: Transport, call: Call) -> dict[int, str]:
+def _texts(text: str, engine: Engine, call: Call) -> dict[int, str]:
     """Each rank's text, exchanged once more in the frame; this rank's alone if others do not come.
     All ranks see the same header and come here, unless one was interrupted: hence the short limit.
     A text that is too long loses the fields at its end."""
-    peers = transport.peers
+    peers = engine.peers
     size = (FRAME_WORDS - HEADER_WORDS) // peers.ranks
     own = text.encode()
     if len(own) > 8 * size:
@@ -46,7 +46,7 @@ def _texts(text: str, transport: Transport, call: Call) -> dict[int, str]:
     frame[begin : begin + size] = torch.frombuffer(bytearray(own), dtype=torch.int64)
     try:
         limited = peers._replace(timeout=min(peers.timeout, 5.0))
-        merged = transport_of(limited).sum(frame, call)
+        merged = engine_of(limited).sum(frame, call)
     except (ExchangeTimeout, PeerLost):
         return {peers.rank: text}
     words = merged[HEADER_WORDS:][: peers.ranks * size].view(peers.ranks, size)
@@ -97,7 +97,7 @@ def raise_together(error: Exception | None, peers: Peers | None, call: Call) -> 
     failed = numbers_of_ranks(int(error is not None), 0, peers, call)
     if peers is not None and any(failed):
         own = "" if error is None else f"{call}: {error}"
-        texts = _texts(own, transport_of(peers), call)
+        texts = _texts(own, engine_of(peers), call)
     if error is not None:
         raise error
     if any(failed):
@@ -106,19 +106,19 @@ def raise_together(error: Exception | None, peers: Peers | None, call: Call) -> 
 
 def agree(words: torch.Tensor, tag: int, peers: Peers, call: Call) -> torch.Tensor:
     """The sum of a few words over ranks with equal tags, in a first message."""
-    transport, size = transport_of(peers), HEADER_WORDS + words.numel()
-    words_in_all = max(transport.frame_words, size)
+    engine, size = engine_of(peers), HEADER_WORDS + words.numel()
+    words_in_all = max(engine.frame_words, size)
     message = torch.zeros(words_in_all, dtype=torch.int64, device="cpu")
     message[1], message[2] = tag, tag * tag
     message[HEADER_WORDS:size] = words
-    merged = transport.sum_first(message, call)
-    check_header(merged, transport, call)
+    merged = engine.sum_first(message, call)
+    check_header(merged, engine, call)
     return merged[HEADER_WORDS:size]
 
 
-def tell_error(transport: Transport, call: Call, error: BaseException) -> None:
+def tell_error(engine: Engine, call: Call, error: BaseException) -> None:
     """The text of a rank that refused its input, for the others."""
-    _texts(f"{call}: {type(error).__name__}: {error}", transport, call)
+    _texts(f"{call}: {type(error).__name__}: {error}", engine, call)
 
 
 def check_count(merged: torch.Tensor, own: int, sizes: str) -> None:

@@ -43,7 +43,7 @@ _KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, LengthsDiffer, PassFailed)
 
 
 class Waiting(Protocol):
-    """What an attempt asks of a transport."""
+    """What an attempt asks of an engine."""
 
     peers: Peers
 
@@ -55,16 +55,16 @@ class Waiting(Protocol):
 
 
 class Attempt:
-    """Around an exchange of the transport's group: notes where this rank is, and what breaks the
+    """Around an exchange of the engine's group: notes where this rank is, and what breaks the
     group. One thread at a time: ranks pair exchanges by their order, which two threads have not in
     common.
 
     limit: seconds that the exchange may take.
     """
 
-    def __init__(self, transport: Waiting, call: Call) -> None:
-        peers = transport.peers
-        self.transport, self.peers, self.call = transport, peers, call
+    def __init__(self, engine: Waiting, call: Call) -> None:
+        peers = engine.peers
+        self.engine, self.peers, self.call = engine, peers, call
         self.limit = peers.timeout
         if call.direction in _STEP and (peers.group_name, call[0], call[2]) not in _exchanged:
             self.limit = max(peers.timeout, peers.patience)
@@ -83,7 +83,7 @@ class Attempt:
                 f"{self.call}, {self.peers}: got a call while another thread exchanges in the "
                 "same group, expected one thread for each group (process_group=)"
             )
-        self.transport.set_limit(self.limit)
+        self.engine.set_limit(self.limit)
         watch.enter(name, self.call)
         return self
 
@@ -91,7 +91,7 @@ class Attempt:
         name = self.peers.group_name
         # First: what comes now must not find the others waiting.
         if kind is not None and not issubclass(kind, _KNOWN_TO_ALL):
-            abandon(self.transport, self.call, error)
+            abandon(self.engine, self.call, error)
         watch.leave(name)
         _threads.pop(name, None)
         if kind is None and self.call.direction in _STEP:
@@ -107,31 +107,31 @@ class Attempt:
         reason = reason.removeprefix(f"{peers}: ")  # C++ names the rank, too
         _broken[peers.group_name] = f"{self.call}: {reason}"
         if kind is PeerLost:
-            self.transport.pass_on(f"rank {peers.rank} left the group: {reason}")
+            self.engine.pass_on(f"rank {peers.rank} left the group: {reason}")
         others = watch.others(peers.group_name, peers.rank, peers.ranks)
         raise kind(f"{self.call}, {peers}: {reason}; {others}") from cause
 
 
-def abandon(transport: Waiting, call: Call, error: BaseException) -> None:
+def abandon(engine: Waiting, call: Call, error: BaseException) -> None:
     """Leaves the group for an error that only this rank has. The others get PeerLost."""
     if isinstance(error, Exception):
         why = f"{call}: {type(error).__name__}: {reason_of(error)}"
     else:
         why = f"{call} was interrupted"
-    _broken.setdefault(transport.peers.group_name, why)
-    transport.abandon(why)
+    _broken.setdefault(engine.peers.group_name, why)
+    engine.abandon(why)
 
 
-def leave(error: BaseException, transport: Waiting | None, call: Call, who: str) -> None:
+def leave(error: BaseException, engine: Waiting | None, call: Call, who: str) -> None:
     """After an error in a step of a layer: the others hear of what ends it on this rank alone, also
     before and after the exchange. The caller raises the error again; what lacks memory is raised
-    here, with the layer's name. transport: None where nobody waits for this rank. who: this rank.
+    here, with the layer's name. engine: None where nobody waits for this rank. who: this rank.
     """
     no_memory = lacks_memory(error)
     if getattr(error, "told", False) or (isinstance(error, Exception) and not no_memory):
         return
-    if transport is not None:
-        abandon(transport, call, error)
+    if engine is not None:
+        abandon(engine, call, error)
     if no_memory:
         raise out_of_memory(error, call, who) from error
 

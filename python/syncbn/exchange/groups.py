@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import DivergenceError
-from . import after_fork, meeting, mesh, shared_memory, watch
+from . import after_fork, connections, meeting, shared_memory, watch
 
 _log = logging.getLogger("syncbn")
 
@@ -24,8 +24,8 @@ _LONGEST_TIMEOUT = 1e9
 Group = dist.ProcessGroup | DeviceMesh | str | None
 
 #: "auto" takes shared memory between processes of one node, "process_group" never does.
-Engine = Literal["auto", "process_group"]
-ENGINES: tuple[Engine, ...] = get_args(Engine)
+EngineName = Literal["auto", "process_group"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 #: In the place of a name: a group that this rank is not a member of.
 OUTSIDE = "a group without this rank"
@@ -40,7 +40,7 @@ class Sharing(NamedTuple):
 
     name: str | None = None
     limit: float | None = None
-    engine: Engine = "auto"
+    engine: EngineName = "auto"
 
     @property
     def timeout(self) -> float:
@@ -120,7 +120,7 @@ def group_name(group: Group) -> str | None:
 
 
 def sharing(
-    group: Group, timeout: float | datetime.timedelta | None, engine: Engine = "auto"
+    group: Group, timeout: float | datetime.timedelta | None, engine: EngineName = "auto"
 ) -> Sharing:
     """Checked."""
     if engine not in ENGINES:
@@ -239,7 +239,7 @@ def own_group(
     members = ranks if len(ranks) <= 8 else (*ranks[:3], "...", ranks[-1], len(ranks))
     base = f"syncbn/{'_'.join(map(str, members))}"
     rank = ranks.index(dist.get_rank())
-    made: list[mesh.Mesh] = []
+    made: list[connections.Connections] = []
     given_up: list[bool] = []
 
     def make(offers: list[meeting.Offer], place: str) -> tuple[str, int]:
@@ -247,7 +247,7 @@ def own_group(
         name, nodes = f"{base}/{number}", [offer.value[1] for offer in offers]
         # Gloo's own limit must not come first: its errors name nobody.
         limit = patience + 2 * meeting.CONNECTING
-        made.append(mesh.make(name, place, rank, nodes, limit, share))
+        made.append(connections.make(name, place, rank, nodes, limit, share))
         if given_up:  # meanwhile, and nobody takes it
             made.pop().close()
         return name, number

@@ -20,7 +20,7 @@ def select(
     group_size: int | None,
     group: Part | None,
     timeout: float | datetime.timedelta | None,
-    engine: groups.Engine = "auto",
+    engine: groups.EngineName = "auto",
     who: str = "syncbn",
 ) -> groups.Sharing:
     """The ranks that one of process_group, group_size and group asks for. With the latter two a

@@ -144,7 +144,7 @@ def convert_sync_batchnorm(
     group_size: int | None = None,
     group: selection.Part | None = None,
     timeout: "float | datetime.timedelta | None" = None,
-    engine: groups.Engine | None = None,
+    engine: groups.EngineName | None = None,
     affine_grad: AffineGrad | None = None,
     statistics: Statistics | None = None,
     sync: bool | None = None,

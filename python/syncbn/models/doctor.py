@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from .. import _build, operators_cuda
 from ..exchange import groups
-from ..exchange.transports import transport_of
+from ..exchange.engines import engine_of
 from ..nn import SyncBatchNorm
 from ..operators import ops
 
 #: Seconds that the two processes of the self-test have, with the time to start Python twice.
 TIMEOUT = 60.0
-_ENGINES: dict[groups.Engine, str] = {"process_group": "gloo", "auto": "shared memory"}
+_ENGINES: dict[groups.EngineName, str] = {"process_group": "gloo", "auto": "shared memory"}
 
 
 def _instruction_sets() -> str:
@@ -74,7 +74,7 @@ def _step(layer: SyncBatchNorm, x: torch.Tensor, dy: torch.Tensor) -> dict[str, 
     }
 
 
-def _differences(rank: int, engine: groups.Engine, timeout: float) -> list[str]:
+def _differences(rank: int, engine: groups.EngineName, timeout: float) -> list[str]:
     """What has not the bits of one process with the whole batch: 2 samples on rank 0, 3 on rank 1,
     with exponents over 60 binades, where ordinary sums depend on their order."""
     random = torch.Generator().manual_seed(0)
@@ -102,7 +102,7 @@ def _rank_main(rank: str, folder: str, timeout: str) -> None:
         differing = _differences(int(rank), engine, float(timeout))
         text = f"differs from one process in {', '.join(differing)}"
         text = text if differing else "the bits of one process"
-        if (used := transport_of(peers).engine) != name:
+        if (used := engine_of(peers).name) != name:
             text += f" (over {used}; no {name}: {peers.note})"
         results.append(Result(name, not differing, text))
     dist.barrier()

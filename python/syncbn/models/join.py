@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import DivergenceError
-from ..exchange import agreement, groups, transports, ways
+from ..exchange import agreement, engines, groups, transports
 from ..exchange.call import Call
 from ..nn import SyncBatchNorm
 from .sharing import prepare, sharings_of
@@ -153,7 +153,7 @@ class _Inputs:
             return
         if not isinstance(error, DivergenceError) or error.group_name != self.peers.group_name:
             soon = self.peers._replace(timeout=min(self.peers.timeout, 5.0))
-            ways.reject(soon, self.call, error)
+            transports.reject(soon, self.call, error)
 
     def share_statistics(self) -> None:
         """Brings what the layers of a group have recorded to its ranks that went out."""
@@ -182,7 +182,7 @@ class _Inputs:
             if ranks[peers.rank] != source:
                 words.zero_()
             end = self.call._replace(direction="end")
-            words = transports.transport_of(peers).sum(words, end)
+            words = engines.engine_of(peers).sum(words, end)
             sizes = [tensor.numel() for tensor in tensors]
             for tensor, part in zip(tensors, words.split(sizes), strict=True):
                 values = part.view(torch.float64) if tensor.is_floating_point() else part

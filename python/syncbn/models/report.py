@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import operators_cuda
-from ..exchange import attempt, groups, selection, ways
+from ..exchange import attempt, groups, selection, transports
 from ..nn import SyncBatchNorm, device_of
 from ..operators import ops
 from ..parallel import SelfDataParallel
@@ -110,7 +110,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         "" if peers is None else layer.state.sharing.name or "world",
         1 if peers is None else peers.ranks,
         0 if peers is None else peers.rank,
-        ways.way_of(peers, device).engine,
+        transports.transport_of(peers, device).name,
         layer.statistics,
         "cuda" if device.type == "cuda" else ops.cpu_instruction_set(),
         int(layer.state.count.item()) if layer.state.call.item() > 0 else None,

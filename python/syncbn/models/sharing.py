@@ -40,7 +40,7 @@ def set_group(
     group_size: int | None = None,
     group: selection.Part | None = None,
     timeout: float | datetime.timedelta | None = None,
-    engine: groups.Engine = "auto",
+    engine: groups.EngineName = "auto",
 ) -> Model:
     """Changes with whom the synchronized layers of `module` share statistics.
 

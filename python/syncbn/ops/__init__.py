@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import DivergenceError
-from ..exchange import after_fork, groups, transports, ways
+from ..exchange import after_fork, engines, groups, transports
 from ..exchange.call import Call
 from ..operators import ops
 from ..step.as_operator import operator
@@ -148,7 +148,7 @@ class _BatchNorm(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.exchange = (None, 1, 0)
         if peers is not None:
-            ctx.exchange = (peers.group_name, peers.ranks, transports.FRAME_WORDS)
+            ctx.exchange = (peers.group_name, peers.ranks, engines.FRAME_WORDS)
         arguments = (
             x,
             estimated_mean,
@@ -325,7 +325,7 @@ def _run(
         parameter = next(estimates, None)
         # On the CPU the others exchange inside their operator, which compares no texts.
         compare = getattr(x if parameter is None else parameter, "is_cuda", False)
-        ways.reject(peers, Call(layer_name), error, compare, x=x, parameter=parameter)
+        transports.reject(peers, Call(layer_name), error, compare, x=x, parameter=parameter)
         raise
     function = cuda_step.BatchNormOnCuda if on_cuda else _BatchNorm
     outputs = function.apply(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..exchange import agreement, groups, ways
+from ..exchange import agreement, groups, transports
 from ..exchange.call import Call
 from ..operators import ops
 from ..step.as_operator import operator
@@ -52,7 +52,7 @@ def _merged(message: Tensor, channels: int, own: int, peers: Any, call: Any) -> 
         merged = ops.all_reduce_message(message, channels, own, *options)
         # Keeps it in the graph, as in as_operator.
         return torch.ops._c10d_functional.wait_tensor(merged)
-    merged, rest = ways.way_of(peers, message.device).exchange(message, channels, call)
+    merged, rest = transports.transport_of(peers, message.device).exchange(message, channels, call)
     if not torch.compiler.is_compiling():
         agreement.check_count(merged, own, f"ranks ({call})")
     return merged if rest is None else torch.cat([merged, rest])

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..exchange import ways
+from ..exchange import transports
 from ..operators import ops
 from . import as_operator, layer_state, paths, recomputation, second_derivatives
 from .layer_state import Identity, LayerState
@@ -158,7 +158,7 @@ def train_step(
         if live is not None and not again:
             with outside_transforms():
                 peers, call = paths.way(live, peers), live.call_of(x, options)
-                ways.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
+                transports.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
         raise
     if mask is not None:
         mask = mask.contiguous()

@@ -11,7 +11,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad, profiler
 
-from ..exchange import ways
+from ..exchange import transports
 from ..exchange.call import Call
 from . import paths
 
@@ -52,7 +52,7 @@ def refuse_tracing(state, options, x: Tensor) -> None:
         )
         peers = paths.way(state, peers)
         call = state.call_of(x, options)
-        ways.reject(peers, call, error, x=x, counter=state.call)
+        transports.reject(peers, call, error, x=x, counter=state.call)
     finally:
         torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]  # nor here
     raise error
@@ -80,7 +80,7 @@ def check_not_batched(step, call: Call, gradient: Tensor, x: Tensor) -> None:
         "expected one gradient at a time"
     )
     with outside_transforms():
-        ways.reject(step.peers if step.exchanges else None, call, error, x=x)
+        transports.reject(step.peers if step.exchanges else None, call, error, x=x)
     raise error
 
 

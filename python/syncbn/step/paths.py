@@ -8,7 +8,7 @@ import zlib
 import torch
 
 from ..errors import DivergenceError
-from ..exchange import agreement, groups, transports
+from ..exchange import agreement, engines, groups
 from ..exchange.call import Call
 from ..exchange.groups import Peers
 from ..operators import HEADER_WORDS
@@ -115,7 +115,7 @@ def _has(path: str, peers: Peers) -> bool:
 
 def _size(peers: Peers) -> int:
     """How many words of the message a rank has."""
-    return min(_WORDS, (transports.FRAME_WORDS - HEADER_WORDS) // peers.ranks)
+    return min(_WORDS, (engines.FRAME_WORDS - HEADER_WORDS) // peers.ranks)
 
 
 def _end_of(path: str, peers: Peers) -> str:

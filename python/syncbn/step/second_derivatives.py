@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..exchange.call import Call
 from ..exchange.groups import Peers
-from ..exchange.ways import way_of
+from ..exchange.transports import transport_of
 from ..operators import ops
 from .modes import check_not_batched, recorded
 from .options import activation_of
@@ -41,7 +41,7 @@ class _SumOfRanks(torch.autograd.Function):
     def forward(ctx, x, exchange):
         ctx.exchange = exchange
         call = exchange.call._replace(direction=f"{exchange.call.direction} ({exchange.what})")
-        return way_of(exchange.peers, x.device).sum(x, exchange.tag(x), call)
+        return transport_of(exchange.peers, x.device).sum(x, exchange.tag(x), call)
 
     @staticmethod
     def backward(ctx, gradient):

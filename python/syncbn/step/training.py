@@ -11,7 +11,7 @@ from ..exchange import agreement
 from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
 from ..exchange.call import Call
 from ..exchange.groups import Peers
-from ..exchange.ways import Alone, Way, way_of
+from ..exchange.transports import Alone, Transport, transport_of
 from ..operators import HEADER_WORDS, message_words, ops
 from . import paths
 from .layer_state import LayerState
@@ -47,9 +47,9 @@ class Step(NamedTuple):
         alone = self.peers is None and self.needs[0]
         return alone or self.backward.x or self.backward.sums
 
-    def way(self, x: Tensor) -> Way:
+    def transport(self, x: Tensor) -> Transport:
         """Of backward's exchange."""
-        return way_of(self.peers if self.exchanges else None, x.device)
+        return transport_of(self.peers if self.exchanges else None, x.device)
 
 
 class Inputs(NamedTuple):
@@ -101,19 +101,19 @@ def shared_sums(given: Inputs) -> tuple[Step, tuple]:
     x = xs[lead]
     if peers is not None and peers.group_name != state.group:
         paths.compare(state, peers, x, options)
-    call, way = state.call_of(x, options), way_of(peers, xs[0].device)
+    call, transport = state.call_of(x, options), transport_of(peers, xs[0].device)
     number, channels = options.identity(state.number, residuals[0] is not None), x.shape[1]
     merged: Sequence[Tensor | None]
     if options.statistics == "welford":
         sums = (x, number, state.call, options.eps, masks[0], word)
-        message = way.refusing(ops.local_welford, sums, x, call)
-        merged = way.gather(message, channels, call)
+        message = transport.refusing(ops.local_welford, sums, x, call)
+        merged = transport.gather(message, channels, call)
     else:
         passes = [
             ((_cast(z, x.dtype), number, counter, options.eps), (mask, word))
             for z, mask, (counter,) in zip(xs, masks, _placed(xs, state.call))
         ]
-        message, _, *merged = way.sums_of("moments", passes, lead, channels, call)
+        message, _, *merged = transport.sums_of("moments", passes, lead, channels, call)
     own = sum(map(values_per_channel, xs, masks))
     if own <= 1:  # or unknown
         sizes = [list(z.shape) for z in xs]
@@ -121,7 +121,7 @@ def shared_sums(given: Inputs) -> tuple[Step, tuple]:
         if len(xs) > 1:
             where = f"devices (input sizes {sizes})"
         agreement.check_count(merged[0], own, where)
-    backward = way.backward_of(merged[0], word, call)
+    backward = transport.backward_of(merged[0], word, call)
     bias_dtype = None if bias is None else bias.dtype
     step = Step(state, options, peers, call.backward(), backward, bias_dtype, lead=lead)
     if segment is None:
@@ -137,8 +137,8 @@ def like(tensor: Tensor, x: Tensor) -> Tensor:
 
 def leave(error: BaseException, given: Inputs) -> None:
     again = given.segment is not None and given.segment.kept is not None
-    way = Alone() if again else way_of(given.peers, given.xs[0].device)
-    way.leave(error, given.state.call_of(given.xs[0], given.options))
+    transport = Alone() if again else transport_of(given.peers, given.xs[0].device)
+    transport.leave(error, given.state.call_of(given.xs[0], given.options))
 
 
 def forward(given: Inputs, updates: tuple = ()) -> tuple[Step, tuple, tuple]:
@@ -167,7 +167,9 @@ def _forward(given: Inputs, updates: tuple) -> tuple[Step, tuple, tuple]:
         normalize = ops.normalize
     # Without an activation mask, the activation's sign is computed again, which takes the bias.
     again = options.activation != "none" and residuals[0] is None
-    ys, statistics, saved = [], [], [weight, bias if again else None]
+    ys: list[Tensor] = []
+    statistics: tuple[Tensor, ...] = ()
+    saved = [weight, bias if again else None]
     for k, placed in enumerate(_placed(xs, *exchanged, weight, bias)):
         x, residual, mask = xs[k], residuals[k], masks[k]
         y, mean, var, rstd, info, activation_mask = normalize(
@@ -183,7 +185,7 @@ def _forward(given: Inputs, updates: tuple) -> tuple[Step, tuple, tuple]:
         )
         ys.append(y)
         saved += (x, mean, rstd, info, activation_mask, mask)
-        statistics = statistics or [mean, var, info]
+        statistics = statistics or (mean, var, info)
     return step, (*ys, *statistics), tuple(saved)
 
 
@@ -193,7 +195,7 @@ def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
     try:
         return _backward(step, dys, *saved)
     except BaseException as error:
-        step.way(saved[2]).leave(error, step.call)
+        step.transport(saved[2]).leave(error, step.call)
         raise
 
 
@@ -219,8 +221,8 @@ def _backward(step: Step, dys, *saved) -> tuple:
         gradients.append(dy)
         through.append(after)
         passes.append((arguments, (mask,)))
-    way, channels = step.way(x), x.shape[1]
-    message, us, merged, rest = way.sums_of("gradients", passes, lead, channels, step.call)
+    transport, channels = step.transport(x), x.shape[1]
+    message, us, merged, rest = transport.sums_of("gradients", passes, lead, channels, step.call)
     if keep:  # what comes back is there already
         gradients = [_cast(u, z.dtype) for u, z in zip(us, xs)]
         through = [(w, None, None, 0, 0.0) for w, *_ in through]

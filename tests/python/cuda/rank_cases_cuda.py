@@ -13,7 +13,7 @@ from rank_cases import raises, shards
 from support import new_layer
 from syncbn.exchange import groups, selection
 from syncbn.exchange.call import Call
-from syncbn.exchange.ways import InStream, ThroughHost, way_of
+from syncbn.exchange.transports import InStream, ThroughHost, transport_of
 from syncbn.operators import DTYPES, HEADER_WORDS, ops
 from syncbn.step.options import Options
 
@@ -148,7 +148,7 @@ def case_sums_in_stream_order(rank, world):
 
 
 def engine_of(peers):
-    return way_of(peers, torch.device("cuda")).engine
+    return transport_of(peers, torch.device("cuda")).name
 
 
 def case_nccl_is_taken_where_the_group_has_it(rank, world):

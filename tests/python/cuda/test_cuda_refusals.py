@@ -14,8 +14,8 @@ from syncbn import operators_cuda, ops
 from syncbn.devices import lists
 from syncbn.exchange import agreement, groups
 from syncbn.exchange.call import Call
-from syncbn.exchange.transports import Gloo
-from syncbn.exchange.ways import InStream
+from syncbn.exchange.engines import Gloo
+from syncbn.exchange.transports import InStream
 from syncbn.step import adapters, modes, training
 from syncbn.step.layer_state import LayerState
 from syncbn.step.options import Options
@@ -31,7 +31,7 @@ def ways(monkeypatch):
     def in_stream_order(way, *_):
         taken.append(way.device.type)
 
-    def through_the_host(transport, message, call):
+    def through_the_host(engine, message, call):
         taken.append("host")
         raise syncbn.PeerLost("nobody is there")
 

@@ -16,7 +16,7 @@ _PYTHON_MAKERS = {"fail": 1, "_refusal": 1, "_Over": 1, "refuse": 0, "shm_abando
 #: In these files the text of an error is in a variable, or what a function returns.
 _PYTHON_WORDS = {
     "attempt.py": ("_broken", "why", "reason_of"),
-    "transports.py": ("late",),
+    "engines.py": ("late",),
     "operators_cuda.py": ("why_not",),
     "agreement.py": ("reason",),
     "parallel.py": ("_difference",),

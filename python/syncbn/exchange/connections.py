@@ -11,7 +11,7 @@ import torch.distributed as dist
 from . import shared_memory, watch
 
 
-class Mesh(NamedTuple):
+class Connections(NamedTuple):
     """groups: the groups over Gloo, by name, which torch.distributed does not know yet; store: the
     connection over which they were made. The others: as of Peers."""
 
@@ -80,7 +80,9 @@ def _gloo(store: dist.Store, rank: int, size: int, limit: float) -> dist.Process
     return group
 
 
-def make(name: str, key: str, rank: int, nodes: list[str], limit: float, share: bool) -> Mesh:
+def make(
+    name: str, key: str, rank: int, nodes: list[str], limit: float, share: bool
+) -> Connections:
     """A collective call of ranks that are all there. key: of the store, for this call alone. nodes:
     each rank's. limit: seconds that each step may take. share: memory, inside nodes."""
     # A connection to each rank, one to the store, and what shared memory needs.
@@ -96,7 +98,7 @@ def make(name: str, key: str, rank: int, nodes: list[str], limit: float, share: 
 
     whole = add("", list(range(len(nodes))))
     if not share:
-        return Mesh(groups, connection)
+        return Connections(groups, connection)
     parts: dict[str, list[int]] = {}
     for r, node in enumerate(nodes):
         parts.setdefault(node, []).append(r)
@@ -116,7 +118,7 @@ def make(name: str, key: str, rank: int, nodes: list[str], limit: float, share: 
             shared_memory.close(handle)
             handle = None
         if handle is None:
-            return Mesh(groups, connection, nodes=len(parts), note=why)
+            return Connections(groups, connection, nodes=len(parts), note=why)
         leaders = None
         if several and rank == mine[0]:
             leaders = f"{name}/nodes"
@@ -125,4 +127,4 @@ def make(name: str, key: str, rank: int, nodes: list[str], limit: float, share: 
         if handle is not None:
             shared_memory.close(handle)
         raise
-    return Mesh(groups, connection, handle, len(parts), leaders)
+    return Connections(groups, connection, handle, len(parts), leaders)

@@ -1,0 +1,247 @@
+"""How int64 words are summed over the ranks of a group on the host: a class for each engine."""
+
+import ctypes
+import time
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ExchangeTimeout, PeerLost
+from ..operators import HEADER_WORDS, ops
+from . import groups, shared_memory, watch
+from .attempt import Attempt, LengthsDiffer, PassFailed
+from .call import Call
+from .groups import Peers
+
+#: Words of the first message of an exchange over Gloo, the same for every call of the group: Gloo
+#: ends the process when ranks bring different lengths, so lengths may differ only after the first
+#: message has shown that the calls agree. 512 channels of float32 fit.
+FRAME_WORDS = HEADER_WORDS + 512 * 19
+
+#: Rounds of looking before the wait for Gloo begins to sleep.
+_SPINS = 100
+
+
+def engine_of(peers: Peers) -> "Engine":
+    """The one that the group was made with."""
+    if peers.shared is None:
+        return Gloo(peers)
+    return SharedMemory(peers) if peers.nodes == 1 else SharedMemoryAndGloo(peers)
+
+
+class Engine:
+    """Of a group. Errors name the call, and where the other ranks are."""
+
+    #: Words that a first message has at least; 0: it may have any length, also a wrong one.
+    frame_words = FRAME_WORDS
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+
+    @property
+    def name(self) -> str:
+        """Its name, as report() shows it."""
+        raise NotImplementedError
+
+    def sum(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        """Over the ranks, a tensor of its own: backward needs the rank's own words too."""
+        raise NotImplementedError
+
+    def gather(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        """The words of all ranks, one after the other; of equal length on all ranks."""
+        raise NotImplementedError
+
+    def abandon(self, why: str) -> None:
+        """Tells the other ranks, who may wait for this one, that it does not come."""
+        raise NotImplementedError
+
+    def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
+        """The sum of what goes first: the frame."""
+        return self.sum(message[: self.frame_words], call)
+
+    def sum_of_pass(self, name: str, arguments: tuple, rest: tuple, call: Call) -> tuple:
+        """(What the pass local_`name` gives, its message first; the sum of what goes first; whether
+        its header was seen to say that the calls agree). Raises PassFailed."""
+        try:
+            given = getattr(ops, f"local_{name}")(*arguments, self.frame_words, *rest)
+        except Exception as error:
+            raise PassFailed(error) from error
+        given = (given,) if isinstance(given, torch.Tensor) else given
+        return given, self.sum_first(given[0], call), False
+
+    def sum_of_numbers(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        """The sum of tensors of any dtype, equal in shape on all ranks."""
+        with Attempt(self, call) as attempt:
+            return _sum_over_gloo(x.clone(), self.peers.group_name, attempt)
+
+    def set_limit(self, limit: float) -> None:
+        """Seconds, of the exchanges from here on, where the engine itself waits."""
+
+    def pass_on(self, why: str) -> None:
+        """Tells the ranks that do not see by themselves that one is lost."""
+
+
+class Gloo(Engine):
+    @property
+    def name(self) -> str:
+        return "gloo" if self.peers.nodes == 1 else "gloo between nodes"
+
+    def sum(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        return self.sum_of_numbers(words, call)
+
+    def gather(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        out = words.new_empty(self.peers.ranks, words.numel())
+        with Attempt(self, call) as attempt:
+            options = dist.distributed_c10d.AllgatherOptions()
+            options.timeout = attempt.timeout
+            group = groups.resolve(self.peers.group_name)
+            _wait(group.allgather([list(out)], [words], options), attempt)
+        return out.flatten()
+
+    def abandon(self, why: str) -> None:
+        """They look at the store: works of Gloo cannot be stopped."""
+        _tell(self.peers, f"rank {self.peers.rank} left the group: {why}")
+        _keep(self.peers)
+
+    def pass_on(self, why: str) -> None:
+        if self.peers.nodes > 1:
+            _tell(self.peers, why)
+
+
+class SharedMemory(Engine):
+    """Between processes of one node."""
+
+    name = "shared memory"
+    frame_words = 0
+
+    @property
+    def _handle(self) -> int:
+        assert self.peers.shared is not None
+        return self.peers.shared
+
+    def sum(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        """Raises LengthsDiffer on all ranks."""
+        with Attempt(self, call) as attempt:
+            return self._sum_inside(words, attempt)
+
+    def _sum_inside(self, words: torch.Tensor, attempt: Attempt) -> torch.Tensor:
+        total, status = shared_memory.all_reduce(words, self._handle)
+        if status == shared_memory.DIVERGED:
+            raise LengthsDiffer(ops.shm_error(self._handle))
+        self._fail_unless_done(status, attempt)
+        return total
+
+    def _fail_unless_done(self, status: int, attempt: Attempt) -> None:
+        if status != shared_memory.DONE:
+            kind = ExchangeTimeout if status == shared_memory.TIMEOUT else PeerLost
+            attempt.fail(kind, ops.shm_error(self._handle))
+
+    def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
+        """The whole message; if lengths differ the header alone, which tells why."""
+        try:
+            return self.sum(message, call)
+        except LengthsDiffer:
+            return self.sum(message[:HEADER_WORDS], call)
+
+    def sum_of_pass(self, name: str, arguments: tuple, rest: tuple, call: Call) -> tuple:
+        """Both in one operator."""
+        run, handle = getattr(ops, f"shm_{name}"), self._handle
+        with Attempt(self, call) as attempt:
+            try:
+                *given, total, status = run(*arguments, *rest, handle, shared_memory.SLICE)
+            except Exception as error:
+                raise PassFailed(error) from error
+            if status == shared_memory.DONE:
+                return given, total, True
+            status = shared_memory.finish(handle, status)
+            if status not in (shared_memory.DIVERGED, shared_memory.UNCHECKED):
+                self._fail_unless_done(status, attempt)
+        if status == shared_memory.DIVERGED:
+            total = self.sum(given[0][:HEADER_WORDS], call)
+        return given, total, False
+
+    def gather(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        places = words.new_zeros(self.peers.ranks, words.numel())
+        places[self.peers.rank] = words
+        return self.sum(places.flatten(), call)
+
+    def set_limit(self, limit: float) -> None:
+        shared_memory.set_limit(self._handle, limit)
+
+    def abandon(self, why: str) -> None:
+        """At once."""
+        ops.shm_abandon(self._handle, why[:400])
+
+
+class SharedMemoryAndGloo(SharedMemory):
+    """Between the processes of each node; then between the nodes' first ranks, who bring the sum to
+    the others."""
+
+    name = "shared memory, gloo between nodes"
+    frame_words = FRAME_WORDS
+    sum_first = Engine.sum_first
+    sum_of_pass = Engine.sum_of_pass
+
+    def sum(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        with Attempt(self, call) as attempt:
+            total = self._sum_inside(words, attempt)
+            if self.peers.leaders is None:
+                total.zero_()
+            else:
+                try:
+                    total = _sum_over_gloo(total, self.peers.leaders, attempt)
+                except BaseException as error:
+                    ops.shm_abandon(self._handle, f"between nodes: {error}"[:200])
+                    raise
+            return self._sum_inside(total, attempt)
+
+    def abandon(self, why: str) -> None:
+        super().abandon(why)
+        self.pass_on(f"rank {self.peers.rank} left the group: {why}")
+        _keep(self.peers)
+
+    def pass_on(self, why: str) -> None:
+        """The other nodes do not see it."""
+        _tell(self.peers, why)
+
+
+def _tell(peers: Peers, why: str) -> None:
+    watch.tell(peers.group_name, why[:400])
+
+
+def _keep(peers: Peers) -> None:
+    """For ever: the end of a Gloo group waits for works that nobody will finish."""
+    for name in (peers.group_name, peers.leaders):
+        if name is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups.resolve(name)))
+
+
+def _sum_over_gloo(total: torch.Tensor, group: str, attempt: Attempt) -> torch.Tensor:
+    """In place."""
+    options = dist.AllreduceOptions()
+    options.timeout = attempt.timeout
+    _wait(groups.resolve(group).allreduce([total], options), attempt)
+    return total
+
+
+def _wait(work: dist.Work, attempt: Attempt) -> None:
+    """Waits for a collective over Gloo, looking at it again and again, so that Ctrl-C works."""
+    late = f"not all ranks came within {attempt.limit:g} s"
+    try:
+        until = time.monotonic() + attempt.limit
+        rounds = 0
+        while not work.is_completed() and time.monotonic() <= until:
+            rounds += 1
+            if rounds % _SPINS == 0 and (why := watch.left(attempt.peers.group_name)) is not None:
+                _keep(attempt.peers)
+                attempt.fail(PeerLost, why)
+            time.sleep(0 if rounds < _SPINS else 5e-5 if rounds < 20_000 else 1e-3)
+        if not work.is_completed():
+            attempt.fail(ExchangeTimeout, late)
+        work.wait()  # for its error
+    except (ExchangeTimeout, PeerLost):
+        raise
+    except RuntimeError as error:
+        if "timed out" in str(error).lower():
+            attempt.fail(ExchangeTimeout, late, error)
+        attempt.fail(PeerLost, "a rank has ended, or closed its connections", error)
