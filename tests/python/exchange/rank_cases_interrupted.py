@@ -99,8 +99,8 @@ def _is_shared(layer):
 
 
 def case_interrupts_at_lines(rank, world):
-    """Of forward's exchange and of backward's; at every one in the weekly run, on 2 ranks that share
-    memory: each takes a group of its own, elsewhere longer."""
+    """Of forward's exchange and of backward's; at every one in the weekly run, on 2 ranks that
+    share memory: each takes a group of its own, elsewhere longer."""
     layer = _layer()
     _step(layer)
     weekly = "SYNCBN_WORLDS" in os.environ
