@@ -4,6 +4,7 @@
 // instructions).
 
 inline std::int64_t minimum(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+inline std::int64_t maximum(std::int64_t a, std::int64_t b) { return a < b ? b : a; }
 
 template <class T>
 inline const T* plane_of(const Operand& operand, std::int64_t sample, std::int64_t channel) {
@@ -15,14 +16,27 @@ inline T* output_of(const Operand& operand, std::int64_t sample, std::int64_t ch
   return const_cast<T*>(plane_of<T>(operand, sample, channel));
 }
 
-/// Bytes of the activation mask bits of a vector, or of its first n lanes.
-inline unsigned load_bits(const std::uint8_t* from, std::int64_t n = kFloatLanes) {
-  return kFloatLanes == 16 && n > 8 ? from[0] | static_cast<unsigned>(from[1]) << 8 : from[0];
+/// Bits [i, i + n) of a run's activation mask, n at most 16; those above the lowest n are garbage.
+inline unsigned load_bits(const std::uint8_t* run, std::int64_t i, std::int64_t n) {
+  unsigned bits = 0;
+  for (std::int64_t byte = (i + n - 1) / 8; byte >= i / 8; --byte) {
+    bits = bits << 8 | run[byte];
+  }
+  return bits >> i % 8;
 }
-inline void store_bits(std::uint8_t* to, unsigned bits, std::int64_t n = kFloatLanes) {
-  to[0] = static_cast<std::uint8_t>(bits);
-  if (kFloatLanes == 16 && n > 8) {
-    to[1] = static_cast<std::uint8_t>(bits >> 8);
+/// Leaves the bits around them as they are.
+inline void store_bits(std::uint8_t* run, std::int64_t i, std::int64_t n, unsigned bits) {
+  run += i / 8;
+  if (i % 8 == 0 && n == kFloatLanes) {
+    for (int byte = 0; byte < kFloatLanes / 8; ++byte) {
+      run[byte] = static_cast<std::uint8_t>(bits >> 8 * byte);
+    }
+    return;
+  }
+  unsigned own = ((1u << n) - 1) << i % 8;
+  bits <<= i % 8;
+  for (; own != 0; ++run, own >>= 8, bits >>= 8) {
+    *run = static_cast<std::uint8_t>((*run & ~own) | (bits & own));
   }
 }
 
@@ -52,6 +66,10 @@ template <class Get>
 inline AffineV affine(const ElementConstants& k, const Get& get) {
   return {get(k.mean_high), get(k.mean_low), get(k.scale), get(k.shift)};
 }
+inline AffineV select(MaskV m, const AffineV& yes, const AffineV& no) {
+  return {select(m, yes.mean_high, no.mean_high), select(m, yes.mean_low, no.mean_low),
+          select(m, yes.scale, no.scale), select(m, yes.shift, no.shift)};
+}
 struct GradientV {
   FloatV mean_high, mean_low, c1, c2, c3, power;
   FloatV operator()(FloatV x, FloatV u) const {
@@ -61,6 +79,14 @@ struct GradientV {
 template <class Get>
 inline GradientV gradient(const ElementConstants& k, const Get& get) {
   return {get(k.mean_high), get(k.mean_low), get(k.c1), get(k.c2), get(k.c3), get(k.power)};
+}
+inline GradientV select(MaskV m, const GradientV& yes, const GradientV& no) {
+  return {select(m, yes.mean_high, no.mean_high),
+          select(m, yes.mean_low, no.mean_low),
+          select(m, yes.c1, no.c1),
+          select(m, yes.c2, no.c2),
+          select(m, yes.c3, no.c3),
+          select(m, yes.power, no.power)};
 }
 
 // A pass maps x and `other` to a result. kActivationMask: activation mask bits go in with `bits`,
@@ -113,6 +139,9 @@ struct InputGradientActivated {
   struct Constants {
     AffineV affine;
     GradientV gradient;
+    friend Constants select(MaskV m, const Constants& yes, const Constants& no) {
+      return {select(m, yes.affine, no.affine), select(m, yes.gradient, no.gradient)};
+    }
   };
   static constexpr bool kOther = true;
   static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kNone;

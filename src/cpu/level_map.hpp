@@ -1,19 +1,19 @@
 // Walks over planes and rows with the passes of level_elements.hpp, whose rules hold here too.
 
 constexpr std::int64_t kElementsAhead = 1024;  // bytes, as kSumsAhead
+constexpr std::int64_t kMapPiece = std::int64_t{64} << 10;
 
-/// Whole vectors (n == kFloatLanes) or the first n lanes at index i.
+/// Whole vectors (n == kFloatLanes) or the first n lanes at index i. bits: of the activation mask.
+/// Where `counts` has no bit the result is +0.
 template <class T, class Pass, bool kStream, bool kWhole>
-inline void map_vector(const T* x, const T* other, T* out, std::uint8_t* activation_mask,
-                       std::int64_t i, std::int64_t n, const typename Pass::Constants& k,
-                       const ActivationV& activation) {
+inline void map_vector(const T* x, const T* other, T* out, std::int64_t i, std::int64_t n,
+                       const typename Pass::Constants& k, const ActivationV& activation,
+                       unsigned& bits, unsigned counts = kAllLanes) {
   const FloatV a = kWhole ? load(x + i) : load_partial(x + i, n);
   const FloatV b = !Pass::kOther ? a : kWhole ? load(other + i) : load_partial(other + i, n);
-  unsigned bits =
-      Pass::kActivationMask == ActivationMaskUse::kRead ? load_bits(activation_mask + i / 8, n) : 0;
-  const FloatV result = Pass::apply(a, b, k, activation, bits, T{});
-  if (Pass::kActivationMask == ActivationMaskUse::kWrite && activation_mask != nullptr) {
-    store_bits(activation_mask + i / 8, bits, n);
+  FloatV result = Pass::apply(a, b, k, activation, bits, T{});
+  if (counts != kAllLanes) {
+    result = select(mask_from_bits(counts), result, broadcast(0.0f));
   }
   if (!kWhole) {
     store_partial(out + i, result, n);
@@ -24,38 +24,42 @@ inline void map_vector(const T* x, const T* other, T* out, std::uint8_t* activat
   }
 }
 
-/// `count` contiguous elements with the same constants.
-template <class T, class Pass, bool kStream>
-inline void map_contiguous(const T* x, const T* other, T* out, std::uint8_t* activation_mask,
-                           std::int64_t count, const typename Pass::Constants& k,
-                           const ActivationV& activation) {
-  std::int64_t i = 0;
-  if (kStream) {  // up to an aligned address first
-    constexpr std::uintptr_t kAlignment = kFloatLanes * sizeof(T);
-    const auto past = reinterpret_cast<std::uintptr_t>(out) % kAlignment / sizeof(T);
-    if (past != 0 &&
-        activation_mask != nullptr) {  // vectors have to begin at a byte of the activation mask
-      map_contiguous<T, Pass, false>(x, other, out, activation_mask, count, k, activation);
-      return;
-    }
-    if (past != 0) {
-      i = minimum(count, kFloatLanes - static_cast<std::int64_t>(past));
-      map_vector<T, Pass, kStream, false>(x, other, out, activation_mask, 0, i, k, activation);
-    }
+/// What goes with one plane, or one row of channels: activation mask and mask, or null.
+struct Companions {
+  std::uint8_t* bits = nullptr;
+  const std::uint8_t* mask = nullptr;
+};
+
+/// n lanes from index i on. kWhole: n == kFloatLanes, and the companions are those of all lanes.
+template <class T, class Pass, bool kStream, bool kWhole>
+inline void map_lanes(const T* x, const T* other, T* out, const Companions& with, std::int64_t i,
+                      std::int64_t n, const typename Pass::Constants& k,
+                      const ActivationV& activation) {
+  unsigned bits =
+      Pass::kActivationMask == ActivationMaskUse::kRead ? load_bits(with.bits, i, n) : 0;
+  const unsigned counts = with.mask == nullptr ? kAllLanes
+                          : kWhole             ? bits_of(nonzero_bytes(with.mask + i))
+                                               : counting(with.mask + i, n);
+  map_vector<T, Pass, kStream, kWhole>(x, other, out, i, n, k, activation, bits, counts);
+  if (Pass::kActivationMask == ActivationMaskUse::kWrite && with.bits != nullptr) {
+    store_bits(with.bits, i, n, bits);
   }
+}
+
+/// The whole vectors of one plane from element i on that end at `stop` or before; where they end.
+template <class T, class Pass, bool kStream>
+inline std::int64_t map_inside(const T* x, const T* other, T* out, const Companions& with,
+                               std::int64_t i, std::int64_t stop, const typename Pass::Constants& k,
+                               const ActivationV& activation) {
 #pragma GCC unroll 2
-  for (; i + kFloatLanes <= count; i += kFloatLanes) {
+  for (; i + kFloatLanes <= stop; i += kFloatLanes) {
     prefetch(reinterpret_cast<const char*>(x + i) + kElementsAhead);
     if (Pass::kOther) {
       prefetch(reinterpret_cast<const char*>(other + i) + kElementsAhead);
     }
-    map_vector<T, Pass, kStream, true>(x, other, out, activation_mask, i, kFloatLanes, k,
-                                       activation);
+    map_lanes<T, Pass, kStream, true>(x, other, out, with, i, kFloatLanes, k, activation);
   }
-  if (i < count) {
-    map_vector<T, Pass, kStream, false>(x, other, out, activation_mask, i, count - i, k,
-                                        activation);
-  }
+  return i;
 }
 
 /// Rows of neighbouring channels, `step` elements (of the activation mask: bytes) apart.
@@ -93,10 +97,11 @@ inline void map_some_rows(const Rows<T>& rows, std::int64_t channels,
           prefetch(other - kRows * rows.other_step + c);
         }
       }
+      const Companions with{activation_mask};
       if (whole) {
-        map_vector<T, Pass, kStream, true>(x, other, out, activation_mask, c, n, k, activation);
+        map_lanes<T, Pass, kStream, true>(x, other, out, with, c, n, k, activation);
       } else {
-        map_vector<T, Pass, kStream, false>(x, other, out, activation_mask, c, n, k, activation);
+        map_lanes<T, Pass, kStream, false>(x, other, out, with, c, n, k, activation);
       }
     }
   }
@@ -110,85 +115,152 @@ inline std::uint8_t* mask_run(const ActivationMaskOperand& activation_mask, std:
                    run * activation_mask.run_bytes;
 }
 
-// Both walk backwards in runs: what the sums read last is still in a cache.
-
-/// Item `item` of map_planes into `out`.
-template <class T, class Pass, bool kStream>
-inline void map_plane(const ElementsTask& task, std::int64_t item, std::int64_t blocks,
-                      const ActivationV& activation, T* out) {
-  const std::int64_t channel = item / blocks % task.channels;
-  const std::int64_t sample = item / blocks / task.channels;
-  const std::int64_t offset = item % blocks * kElementBlock;
-  const std::int64_t count = minimum(kElementBlock, task.plane - offset);
-  const T* x = plane_of<T>(task.x, sample, channel) + offset;
-  const T* other = Pass::kOther ? plane_of<T>(task.other, sample, channel) + offset : x;
-  std::uint8_t* activation_mask = mask_run(task.activation_mask, sample, channel);
-  const auto k = Pass::constants(task.constants,
-                                 [&](const float* array) { return broadcast(array[channel]); });
-  map_contiguous<T, Pass, kStream>(
-      x, other, out, activation_mask == nullptr ? activation_mask : activation_mask + offset / 8,
-      count, k, activation);
-  if (task.mask != nullptr) {  // while the block is in a cache
-    keep_counting(out, out, task.mask + sample * task.plane + offset, count);
-  }
+/// Elements between p and the multiple of kBytes before it.
+template <class T, std::size_t kBytes>
+inline std::int64_t elements_past(const T* p) {
+  return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(p) % kBytes / sizeof(T));
 }
 
+// Both walk backwards in pieces: what the sums read last is still in a cache.
+
+/// The plane at hand of planes that follow each other; elements are counted from the first one's
+/// beginning.
+struct PlaneAt {
+  PlaneAt(const ElementsTask& task, std::int64_t plane, std::int64_t offset)
+      : sample(plane / task.channels),
+        channel(plane % task.channels),
+        begin(offset),
+        end(offset + task.plane) {
+    find(task);
+  }
+  void next(const ElementsTask& task) {
+    if (++channel == task.channels) {
+      channel = 0;
+      ++sample;
+    }
+    begin = end;
+    end += task.plane;
+    find(task);
+  }
+  void find(const ElementsTask& task) {
+    with.bits = mask_run(task.activation_mask, sample, channel);
+    with.mask = task.mask == nullptr ? nullptr : task.mask + sample * task.plane;
+  }
+  std::int64_t sample;
+  std::int64_t channel;
+  std::int64_t begin;
+  std::int64_t end;
+  Companions with;
+};
+
+/// Planes that follow each other without gaps, the first of which is number `first` of the task.
 template <class T>
-inline void copy_some(const T* from, T* to, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    to[i] = from[i];
-  }
-}
+struct PlaneRun {
+  const T* x = nullptr;
+  const T* other = nullptr;
+  T* out = nullptr;
+  std::int64_t first = 0;
+};
 
-/// Short planes that follow each other in memory, written to a buffer in the first cache and from
-/// there past the caches: alone they would end in the middle of a cache line too often.
-template <class T, class Pass>
-void map_short_planes(const ElementsTask& task) {
-  constexpr std::int64_t kLine = kCacheLine / static_cast<std::int64_t>(sizeof(T));
-  constexpr std::int64_t kRoom = 2 * kStreamRun / static_cast<std::int64_t>(sizeof(T));
-  alignas(kCacheLine) T buffer[kRoom + kLine];
-  const ActivationV activation(task.activation);
-  const std::int64_t at_once = kRoom / task.plane;
-  for (std::int64_t end = task.end; end > task.begin;) {
-    const std::int64_t begin = end - minimum(at_once, end - task.begin);
-    T* out = output_of<T>(task.out, 0, 0) + begin * task.plane;
-    const auto past = reinterpret_cast<std::uintptr_t>(out) % kCacheLine / sizeof(T);
-    T* from = buffer + past;
-    for (std::int64_t item = begin; item < end; ++item) {
-      map_plane<T, Pass, false>(task, item, 1, activation, from + (item - begin) * task.plane);
+/// Elements [begin, end) of a run. Planes may end inside of vectors, which take each lane's
+/// constants then: streamed stores have to be whole, and at multiples of their size.
+template <class T, class Pass, bool kStream>
+void map_run(const ElementsTask& task, const PlaneRun<T>& run, std::int64_t begin, std::int64_t end,
+             const ActivationV& activation) {
+  constexpr bool kReads = Pass::kActivationMask == ActivationMaskUse::kRead;
+  const auto constants_at = [&](const PlaneAt& plane) {
+    return Pass::constants(task.constants,
+                           [&](const float* array) { return broadcast(array[plane.channel]); });
+  };
+  const std::int64_t skipped = begin / task.plane;
+  PlaneAt at(task, run.first + skipped, skipped * task.plane);
+  auto k = constants_at(at);
+  for (std::int64_t i = begin; i < end;) {
+    if (i == at.end) {
+      at.next(task);
+      k = constants_at(at);
     }
-    const std::int64_t count = (end - begin) * task.plane;
-    std::int64_t i = past == 0 ? 0 : minimum(count, kLine - static_cast<std::int64_t>(past));
-    copy_some(from, out, i);
-    for (; i + kLine <= count; i += kLine) {
-      stream_line(from + i, out + i);
+    const auto past = kStream ? elements_past<T, kFloatLanes * sizeof(T)>(run.out + i) : 0;
+    if (past == 0) {
+      const std::int64_t stop = minimum(end, at.end);
+      i = at.begin + map_inside<T, Pass, kStream>(run.x + at.begin, run.other + at.begin,
+                                                  run.out + at.begin, at.with, i - at.begin,
+                                                  stop - at.begin, k, activation);
+      if (i == stop) {
+        continue;
+      }
     }
-    copy_some(from + i, out + i, count - i);
-    end = begin;
+    // The vector in which this plane ends, with short ones after it, or where the elements do.
+    const std::int64_t n = minimum(end - i, kFloatLanes - past);
+    const PlaneAt before = at;
+    unsigned bits = 0;
+    unsigned counts = task.mask == nullptr ? kAllLanes : 0;
+    auto mixed = k;
+    const auto for_each_part = [&](PlaneAt& plane, const auto& body) {
+      for (std::int64_t lane = 0;;) {
+        const std::int64_t e = i + lane - plane.begin;
+        const std::int64_t part = minimum(n - lane, task.plane - e);
+        body(lane, e, part);
+        lane += part;
+        if (lane == n) {
+          return;
+        }
+        plane.next(task);
+      }
+    };
+    for_each_part(at, [&](std::int64_t lane, std::int64_t e, std::int64_t part) {
+      if (lane > 0) {
+        k = constants_at(at);
+        mixed = select(mask_from_bits(kAllLanes << lane), k, mixed);
+      }
+      if (kReads) {
+        bits |= (load_bits(at.with.bits, e, part) & ((1u << part) - 1)) << lane;
+      }
+      if (task.mask != nullptr) {
+        counts |= counting(at.with.mask + e, part) << lane;
+      }
+    });
+    if (n == kFloatLanes) {
+      map_vector<T, Pass, kStream, true>(run.x, run.other, run.out, i, n, mixed, activation, bits,
+                                         counts);
+    } else {
+      map_vector<T, Pass, kStream, false>(run.x, run.other, run.out, i, n, mixed, activation, bits,
+                                          counts);
+    }
+    if (Pass::kActivationMask == ActivationMaskUse::kWrite && before.with.bits != nullptr) {
+      PlaneAt plane = before;
+      for_each_part(plane, [&](std::int64_t lane, std::int64_t e, std::int64_t part) {
+        store_bits(plane.with.bits, e, part, bits >> lane);
+      });
+    }
+    i += n;
   }
 }
 
 template <class T, class Pass, bool kStream>
 void map_planes(const ElementsTask& task) {
+  constexpr std::int64_t kPiece = kMapPiece / static_cast<std::int64_t>(sizeof(T));
   const ActivationV activation(task.activation);
-  const std::int64_t bytes = task.plane * static_cast<std::int64_t>(sizeof(T));
-  const bool whole_lines =
-      bytes % kCacheLine == 0 && reinterpret_cast<std::uintptr_t>(task.out.data) % kCacheLine == 0;
-  if (kStream && bytes < kStreamRun && (!whole_lines || task.mask != nullptr)) {
-    map_short_planes<T, Pass>(task);
-  } else {
-    const std::int64_t blocks = (task.plane + kElementBlock - 1) / kElementBlock;
-    const std::int64_t at_once = 1 + kStreamRun / bytes;
-    for (std::int64_t end = task.end; end > task.begin;) {
-      const std::int64_t begin = end - minimum(at_once, end - task.begin);
-      for (std::int64_t item = begin; item < end; ++item) {
-        const std::int64_t plane = item / blocks;
-        T* out = output_of<T>(task.out, plane / task.channels, plane % task.channels);
-        map_plane<T, Pass, kStream>(task, item, blocks, activation,
-                                    out + item % blocks * kElementBlock);
-      }
-      end = begin;
-    }
+  const std::int64_t blocks = (task.plane + kElementBlock - 1) / kElementBlock;
+  const auto element_of = [&](std::int64_t item) {
+    return item / blocks * task.plane + item % blocks * kElementBlock;
+  };
+  const std::int64_t run_length = task.run * task.plane;
+  const std::int64_t first = element_of(task.begin);
+  for (std::int64_t end = element_of(task.end); end > first;) {
+    const std::int64_t origin = (end - 1) / run_length * run_length;
+    PlaneRun<T> run;
+    run.first = origin / task.plane;
+    const std::int64_t sample = run.first / task.channels;
+    const std::int64_t channel = run.first % task.channels;
+    run.x = plane_of<T>(task.x, sample, channel);
+    run.other = Pass::kOther ? plane_of<T>(task.other, sample, channel) : run.x;
+    run.out = output_of<T>(task.out, sample, channel);
+    // Pieces begin at cache lines.
+    const std::int64_t past = elements_past<T, kCacheLine>(run.out + (end - origin));
+    const std::int64_t begin = maximum(end - kPiece - past, maximum(origin, first));
+    map_run<T, Pass, kStream>(task, run, begin - origin, end - origin, activation);
+    end = begin;
   }
   if (kStream) {
     _mm_sfence();

@@ -4,17 +4,27 @@
 // too.
 
 /// u come back through the activation, into `target`: one segment of a plane.
+template <class T, class Pass>
+inline void pull_segment_by(const SumsTask& task, const T* dy, const T* x, T* target,
+                            std::uint8_t* activation_mask, std::int64_t length,
+                            std::int64_t channel) {
+  const ActivationV activation(task.activation);
+  const Companions with{activation_mask};
+  const AffineV k =
+      affine(*task.constants, [&](const float* array) { return broadcast(array[channel]); });
+  const std::int64_t i = map_inside<T, Pass, false>(x, dy, target, with, 0, length, k, activation);
+  if (i < length) {
+    map_lanes<T, Pass, false, false>(x, dy, target, with, i, length - i, k, activation);
+  }
+}
 template <class T>
 inline void pull_segment(const SumsTask& task, const T* dy, const T* x, T* target,
                          std::uint8_t* activation_mask, std::int64_t length, std::int64_t channel) {
-  const ActivationV activation(task.activation);
-  const auto here = [&](const float* array) { return broadcast(array[channel]); };
-  const AffineV k = affine(*task.constants, here);
   if (activation_mask == nullptr) {
-    map_contiguous<T, Upstream, false>(x, dy, target, activation_mask, length, k, activation);
+    pull_segment_by<T, Upstream>(task, dy, x, target, activation_mask, length, channel);
   } else {
-    map_contiguous<T, UpstreamActivationMask, false>(x, dy, target, activation_mask, length, k,
-                                                     activation);
+    pull_segment_by<T, UpstreamActivationMask>(task, dy, x, target, activation_mask, length,
+                                               channel);
   }
 }
 

@@ -68,13 +68,6 @@ template <class T>
 inline void stream(T* p, FloatV a) {
   _mm_stream_si128(reinterpret_cast<__m128i*>(p), narrow(a.v, T{}));
 }
-/// One cache line; both pointers at its beginning.
-inline void stream_line(const void* from, void* to) {
-  const auto* f = static_cast<const __m256i*>(from);
-  auto* t = static_cast<__m256i*>(to);
-  _mm256_stream_si256(t, _mm256_load_si256(f));
-  _mm256_stream_si256(t + 1, _mm256_load_si256(f + 1));
-}
 inline void store_partial(float* p, FloatV a, std::int64_t n) {
   _mm256_maskstore_ps(p, lane_mask(n), a.v);
 }

@@ -60,10 +60,6 @@ template <class T>
 inline void stream(T* p, FloatV a) {
   _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(a.v, T{}));
 }
-/// One cache line; both pointers at its beginning.
-inline void stream_line(const void* from, void* to) {
-  _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_load_si512(from));
-}
 inline void store_partial(float* p, FloatV a, std::int64_t n) {
   _mm512_mask_storeu_ps(p, lane_mask(n), a.v);
 }
