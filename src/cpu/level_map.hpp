@@ -2,6 +2,8 @@
 
 constexpr std::int64_t kElementsAhead = 1024;  // bytes, as kSumsAhead
 constexpr std::int64_t kMapPiece = std::int64_t{64} << 10;
+constexpr std::int64_t kRowsPiece = std::int64_t{256} << 10;
+constexpr int kMapRows = 4;  // at a time
 
 /// Whole vectors (n == kFloatLanes) or the first n lanes at index i. bits: of the activation mask.
 /// Where `counts` has no bit the result is +0.
@@ -73,35 +75,39 @@ struct Rows {
   std::int64_t other_step = 0;
   std::int64_t out_step = 0;
   std::int64_t activation_mask_step = 0;
+
+  void advance(std::int64_t rows) {
+    x += rows * x_step;
+    other += rows * other_step;
+    out += rows * out_step;
+    if (activation_mask != nullptr) {
+      activation_mask += rows * activation_mask_step;
+    }
+  }
 };
 
-/// kRows rows at a time take the channels' constants from memory once.
+/// kRows rows at a time take the channels' constants from memory once. Several ask for what lies
+/// `ahead` bytes further.
 template <class T, class Pass, bool kStream, int kRows>
-inline void map_some_rows(const Rows<T>& rows, std::int64_t channels,
+inline void map_some_rows(const Rows<T>& rows, std::int64_t channels, std::int64_t ahead,
                           const ElementConstants& constants, const ActivationV& activation) {
   for (std::int64_t c = 0; c < channels; c += kFloatLanes) {
     const std::int64_t n = minimum(kFloatLanes, channels - c);
-    const bool whole = n == kFloatLanes;
     const auto k = Pass::constants(constants, [&](const float* array) { return load(array + c); });
+    Rows<T> row = rows;
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      const T* x = rows.x + r * rows.x_step;
-      const T* other = rows.other + r * rows.other_step;
-      T* out = rows.out + r * rows.out_step;
-      std::uint8_t* activation_mask = rows.activation_mask == nullptr
-                                          ? nullptr
-                                          : rows.activation_mask + r * rows.activation_mask_step;
-      if (kRows > 1) {  // the rows that come next
-        prefetch(x - kRows * rows.x_step + c);
+    for (int r = 0; r < kRows; ++r, row.advance(1)) {
+      if (kRows > 1) {
+        prefetch(reinterpret_cast<const char*>(row.x + c) + ahead);
         if (Pass::kOther) {
-          prefetch(other - kRows * rows.other_step + c);
+          prefetch(reinterpret_cast<const char*>(row.other + c) + ahead);
         }
       }
-      const Companions with{activation_mask};
-      if (whole) {
-        map_lanes<T, Pass, kStream, true>(x, other, out, with, c, n, k, activation);
+      const Companions with{row.activation_mask};
+      if (n == kFloatLanes) {
+        map_lanes<T, Pass, kStream, true>(row.x, row.other, row.out, with, c, n, k, activation);
       } else {
-        map_lanes<T, Pass, kStream, false>(x, other, out, with, c, n, k, activation);
+        map_lanes<T, Pass, kStream, false>(row.x, row.other, row.out, with, c, n, k, activation);
       }
     }
   }
@@ -267,54 +273,66 @@ void map_planes(const ElementsTask& task) {
   }
 }
 
+/// Rows [begin, end), four together in the order of memory.
+template <class T, class Pass, bool kStream>
+void map_row_piece(const ElementsTask& task, Rows<T> rows, const std::uint8_t* mask,
+                   std::int64_t begin, std::int64_t end, const ActivationV& activation) {
+  constexpr std::int64_t kAhead = 8192;  // bytes, of all rows together
+  const bool short_rows = kMapRows * task.channels * static_cast<std::int64_t>(sizeof(T)) <= kAhead;
+  const std::int64_t ahead = short_rows ? kAhead : kAhead / kMapRows;
+  rows.advance(begin);
+  for (std::int64_t row = begin; row < end;) {
+    const bool several = mask == nullptr && end - row >= kMapRows;
+    if (mask != nullptr && mask[row] == 0) {
+      clear(rows.out, task.channels);
+    } else if (several) {
+      map_some_rows<T, Pass, kStream, kMapRows>(rows, task.channels, ahead, task.constants,
+                                                activation);
+    } else {
+      map_some_rows<T, Pass, kStream, 1>(rows, task.channels, ahead, task.constants, activation);
+    }
+    rows.advance(several ? kMapRows : 1);
+    row += several ? kMapRows : 1;
+  }
+}
+
+/// Whether every vector of every row can be streamed.
+template <class T>
+bool rows_aligned(const Operand& out) {
+  return elements_past<T, kFloatLanes * sizeof(T)>(static_cast<const T*>(out.data)) == 0 &&
+         out.element_stride % kFloatLanes == 0 && out.sample_stride % kFloatLanes == 0;
+}
+
 template <class T, class Pass, bool kStream>
 void map_rows(const ElementsTask& task) {
-  constexpr int kRows = 4;
   const ActivationV activation(task.activation);
-  // Streaming needs every vector of every row aligned.
-  constexpr std::int64_t kAlignment = kFloatLanes * static_cast<std::int64_t>(sizeof(T));
-  const bool aligned =
-      kStream && reinterpret_cast<std::uintptr_t>(task.out.data) % kAlignment == 0 &&
-      task.out.element_stride % kFloatLanes == 0 && task.out.sample_stride % kFloatLanes == 0;
-  // Rows of one element a sample follow each other like those of one sample.
-  const bool single = task.plane == 1;
-  const std::int64_t plane = single ? task.end : task.plane;
-  const auto step_of = [&](const Operand& operand) {
-    return single ? operand.sample_stride : operand.element_stride;
+  // Samples without gaps between them, and such of one row, are one.
+  const auto joins = [&](const Operand& operand) {
+    return task.plane == 1 || operand.sample_stride == task.plane * operand.element_stride;
   };
-  Rows<T> rows;
-  rows.x_step = step_of(task.x);
-  rows.other_step = Pass::kOther ? step_of(task.other) : rows.x_step;
-  rows.out_step = step_of(task.out);
-  rows.activation_mask_step =
-      single ? task.activation_mask.sample_bytes : task.activation_mask.run_bytes;
+  const auto step_of = [&](const Operand& operand) {
+    return task.plane == 1 ? operand.sample_stride : operand.element_stride;
+  };
+  const bool joined = joins(task.x) && joins(task.out) && (!Pass::kOther || joins(task.other));
+  const std::int64_t plane = joined ? task.end : task.plane;
+  const std::int64_t row_bytes = task.channels * static_cast<std::int64_t>(sizeof(T));
+  const std::int64_t piece = maximum(1, kRowsPiece / row_bytes / kMapRows) * kMapRows;
   for (std::int64_t end = task.end; end > task.begin;) {
     const std::int64_t sample = (end - 1) / plane;
     const std::int64_t origin = sample * plane;
-    const std::int64_t begin = origin > task.begin ? origin : task.begin;
-    while (end > begin) {
-      const bool several = task.mask == nullptr && end - begin >= kRows;
-      end -= several ? kRows : 1;
-      const std::int64_t e = end - origin;
-      rows.x = plane_of<T>(task.x, sample, 0) + e * rows.x_step;
-      rows.other = Pass::kOther ? plane_of<T>(task.other, sample, 0) + e * rows.other_step : rows.x;
-      rows.out = output_of<T>(task.out, sample, 0) + e * rows.out_step;
-      rows.activation_mask = mask_run(task.activation_mask, sample, 0);
-      if (rows.activation_mask != nullptr) {
-        rows.activation_mask += e * rows.activation_mask_step;
-      }
-      if (task.mask != nullptr && task.mask[end] == 0) {
-        clear(rows.out, task.channels);
-      } else if (several && aligned) {
-        map_some_rows<T, Pass, kStream, kRows>(rows, task.channels, task.constants, activation);
-      } else if (several) {
-        map_some_rows<T, Pass, false, kRows>(rows, task.channels, task.constants, activation);
-      } else if (aligned) {
-        map_some_rows<T, Pass, kStream, 1>(rows, task.channels, task.constants, activation);
-      } else {
-        map_some_rows<T, Pass, false, 1>(rows, task.channels, task.constants, activation);
-      }
-    }
+    const std::int64_t begin = maximum(end - piece, maximum(origin, task.begin));
+    Rows<T> rows;
+    rows.x = plane_of<T>(task.x, sample, 0);
+    rows.other = Pass::kOther ? plane_of<T>(task.other, sample, 0) : rows.x;
+    rows.out = output_of<T>(task.out, sample, 0);
+    rows.activation_mask = mask_run(task.activation_mask, sample, 0);
+    rows.x_step = step_of(task.x);
+    rows.other_step = Pass::kOther ? step_of(task.other) : rows.x_step;
+    rows.out_step = step_of(task.out);
+    rows.activation_mask_step = task.activation_mask.run_bytes;
+    map_row_piece<T, Pass, kStream>(task, rows, task.mask == nullptr ? nullptr : task.mask + origin,
+                                    begin - origin, end - origin, activation);
+    end = begin;
   }
   if (kStream) {
     _mm_sfence();

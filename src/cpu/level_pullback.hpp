@@ -44,10 +44,10 @@ inline void pull_row(const SumsTask& task, std::int64_t sample, std::int64_t e,
   std::uint8_t* activation_mask = mask_run(task.activation_mask, sample, e);
   Rows<T> row{x, dy, target, activation_mask};
   if (activation_mask == nullptr) {
-    map_some_rows<T, Upstream, false, 1>(row, channels, k, activation);
+    map_some_rows<T, Upstream, false, 1>(row, channels, 0, k, activation);
   } else {
     row.activation_mask += channel / 8;
-    map_some_rows<T, UpstreamActivationMask, false, 1>(row, channels, k, activation);
+    map_some_rows<T, UpstreamActivationMask, false, 1>(row, channels, 0, k, activation);
   }
 }
 
