@@ -90,7 +90,7 @@ void set_tensors(ElementsTask& task, const SampleView& x, const SampleView* othe
 }
 
 PackedConstants::PackedConstants(std::int64_t channels)
-    : padded_((channels + kChannelPadding - 1) / kChannelPadding * kChannelPadding),
+    : padded_((channels + 2 * kChannelPadding - 1) / kChannelPadding * kChannelPadding),
       values_(static_cast<std::size_t>(kArrays * padded_)) {}
 
 void PackedConstants::set_affine(const NormalizeConstants& constants, std::int64_t channels) {

@@ -25,7 +25,8 @@ struct ActivationMaskOperand {
   std::int64_t run_bytes = 0;
 };
 
-/// Per-channel constants of the element-wise passes, arrays padded to kChannelPadding.
+/// Per-channel constants of the element-wise passes, with room for 32 from any multiple of
+/// kChannelPadding on.
 /// v = fma(scale, t, shift)      t = (x - mean_high) - mean_low
 /// dx = fma(c1, u, fma(c2, t * power, c3))
 struct ElementConstants {

@@ -5,24 +5,27 @@ constexpr std::int64_t kMapPiece = std::int64_t{64} << 10;
 constexpr std::int64_t kRowsPiece = std::int64_t{256} << 10;
 constexpr int kMapRows = 4;  // at a time
 
-/// Whole vectors (n == kFloatLanes) or the first n lanes at index i. bits: of the activation mask.
+template <class T, class Pass>
+using ConstantsOf = typename Pass::template Constants<T>;
+
+/// Whole vectors (n == kLanesOf<T>) or the first n lanes at index i. bits: of the activation mask.
 /// Where `counts` has no bit the result is +0.
 template <class T, class Pass, bool kStream, bool kWhole>
 inline void map_vector(const T* x, const T* other, T* out, std::int64_t i, std::int64_t n,
-                       const typename Pass::Constants& k, const ActivationV& activation,
-                       unsigned& bits, unsigned counts = kAllLanes) {
-  const FloatV a = kWhole ? load(x + i) : load_partial(x + i, n);
-  const FloatV b = !Pass::kOther ? a : kWhole ? load(other + i) : load_partial(other + i, n);
-  FloatV result = Pass::apply(a, b, k, activation, bits, T{});
-  if (counts != kAllLanes) {
-    result = select(mask_from_bits(counts), result, broadcast(0.0f));
+                       const ConstantsOf<T, Pass>& k, const ActivationV<T>& activation,
+                       unsigned& bits, unsigned counts = kAllLanesOf<T>) {
+  const VectorOf<T> a = kWhole ? load_lanes(x + i) : load_some_lanes(x + i, n);
+  const VectorOf<T> b = !Pass::kOther ? a
+                        : kWhole      ? load_lanes(other + i)
+                                      : load_some_lanes(other + i, n);
+  VectorOf<T> result = Pass::template apply<T>(a, b, k, activation, bits);
+  if (counts != kAllLanesOf<T>) {
+    result = select(mask_for<T>(counts), result, all_lanes<T>(0.0f));
   }
-  if (!kWhole) {
-    store_partial(out + i, result, n);
-  } else if (kStream) {
-    stream(out + i, result);
+  if (kWhole) {
+    kStream ? stream(out + i, result) : store(out + i, result);
   } else {
-    store(out + i, result);
+    kStream ? stream_some(out + i, result, n) : store_partial(out + i, result, n);
   }
 }
 
@@ -32,15 +35,15 @@ struct Companions {
   const std::uint8_t* mask = nullptr;
 };
 
-/// n lanes from index i on. kWhole: n == kFloatLanes, and the companions are those of all lanes.
+/// n lanes from index i on. kWhole: n == kLanesOf<T>, and the companions are those of all lanes.
 template <class T, class Pass, bool kStream, bool kWhole>
 inline void map_lanes(const T* x, const T* other, T* out, const Companions& with, std::int64_t i,
-                      std::int64_t n, const typename Pass::Constants& k,
-                      const ActivationV& activation) {
+                      std::int64_t n, const ConstantsOf<T, Pass>& k,
+                      const ActivationV<T>& activation) {
   unsigned bits =
       Pass::kActivationMask == ActivationMaskUse::kRead ? load_bits(with.bits, i, n) : 0;
-  const unsigned counts = with.mask == nullptr ? kAllLanes
-                          : kWhole             ? bits_of(nonzero_bytes(with.mask + i))
+  const unsigned counts = with.mask == nullptr ? kAllLanesOf<T>
+                          : kWhole             ? counting_lanes<T>(with.mask + i)
                                                : counting(with.mask + i, n);
   map_vector<T, Pass, kStream, kWhole>(x, other, out, i, n, k, activation, bits, counts);
   if (Pass::kActivationMask == ActivationMaskUse::kWrite && with.bits != nullptr) {
@@ -48,18 +51,23 @@ inline void map_lanes(const T* x, const T* other, T* out, const Companions& with
   }
 }
 
+template <class T, class Pass>
+inline void ask_ahead(const T* x, const T* other) {
+  prefetch(reinterpret_cast<const char*>(x) + kElementsAhead);
+  if (Pass::kOther) {
+    prefetch(reinterpret_cast<const char*>(other) + kElementsAhead);
+  }
+}
+
 /// The whole vectors of one plane from element i on that end at `stop` or before; where they end.
 template <class T, class Pass, bool kStream>
 inline std::int64_t map_inside(const T* x, const T* other, T* out, const Companions& with,
-                               std::int64_t i, std::int64_t stop, const typename Pass::Constants& k,
-                               const ActivationV& activation) {
+                               std::int64_t i, std::int64_t stop, const ConstantsOf<T, Pass>& k,
+                               const ActivationV<T>& activation) {
 #pragma GCC unroll 2
-  for (; i + kFloatLanes <= stop; i += kFloatLanes) {
-    prefetch(reinterpret_cast<const char*>(x + i) + kElementsAhead);
-    if (Pass::kOther) {
-      prefetch(reinterpret_cast<const char*>(other + i) + kElementsAhead);
-    }
-    map_lanes<T, Pass, kStream, true>(x, other, out, with, i, kFloatLanes, k, activation);
+  for (; i + kLanesOf<T> <= stop; i += kLanesOf<T>) {
+    ask_ahead<T, Pass>(x + i, other + i);
+    map_lanes<T, Pass, kStream, true>(x, other, out, with, i, kLanesOf<T>, k, activation);
   }
   return i;
 }
@@ -90,10 +98,11 @@ struct Rows {
 /// `ahead` bytes further.
 template <class T, class Pass, bool kStream, int kRows>
 inline void map_some_rows(const Rows<T>& rows, std::int64_t channels, std::int64_t ahead,
-                          const ElementConstants& constants, const ActivationV& activation) {
-  for (std::int64_t c = 0; c < channels; c += kFloatLanes) {
-    const std::int64_t n = minimum(kFloatLanes, channels - c);
-    const auto k = Pass::constants(constants, [&](const float* array) { return load(array + c); });
+                          const ElementConstants& constants, const ActivationV<T>& activation) {
+  for (std::int64_t c = 0; c < channels; c += kLanesOf<T>) {
+    const std::int64_t n = minimum(kLanesOf<T>, channels - c);
+    const auto k = Pass::template constants<T>(
+        constants, [&](const float* array) { return lanes_from<T>(array + c); });
     Rows<T> row = rows;
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r, row.advance(1)) {
@@ -104,7 +113,7 @@ inline void map_some_rows(const Rows<T>& rows, std::int64_t channels, std::int64
         }
       }
       const Companions with{row.activation_mask};
-      if (n == kFloatLanes) {
+      if (n == kLanesOf<T>) {
         map_lanes<T, Pass, kStream, true>(row.x, row.other, row.out, with, c, n, k, activation);
       } else {
         map_lanes<T, Pass, kStream, false>(row.x, row.other, row.out, with, c, n, k, activation);
@@ -172,11 +181,13 @@ struct PlaneRun {
 /// constants then: streamed stores have to be whole, and at multiples of their size.
 template <class T, class Pass, bool kStream>
 void map_run(const ElementsTask& task, const PlaneRun<T>& run, std::int64_t begin, std::int64_t end,
-             const ActivationV& activation) {
+             const ActivationV<T>& activation) {
   constexpr bool kReads = Pass::kActivationMask == ActivationMaskUse::kRead;
+  const ElementConstants constants = task.constants;
+  const bool alone = task.activation_mask.data == nullptr && task.mask == nullptr;
   const auto constants_at = [&](const PlaneAt& plane) {
-    return Pass::constants(task.constants,
-                           [&](const float* array) { return broadcast(array[plane.channel]); });
+    return Pass::template constants<T>(
+        constants, [&](const float* array) { return all_lanes<T>(array[plane.channel]); });
   };
   const std::int64_t skipped = begin / task.plane;
   PlaneAt at(task, run.first + skipped, skipped * task.plane);
@@ -186,7 +197,7 @@ void map_run(const ElementsTask& task, const PlaneRun<T>& run, std::int64_t begi
       at.next(task);
       k = constants_at(at);
     }
-    const auto past = kStream ? elements_past<T, kFloatLanes * sizeof(T)>(run.out + i) : 0;
+    const auto past = kStream ? elements_past<T, kLanesOf<T> * sizeof(T)>(run.out + i) : 0;
     if (past == 0) {
       const std::int64_t stop = minimum(end, at.end);
       i = at.begin + map_inside<T, Pass, kStream>(run.x + at.begin, run.other + at.begin,
@@ -196,11 +207,24 @@ void map_run(const ElementsTask& task, const PlaneRun<T>& run, std::int64_t begi
         continue;
       }
     }
+    if (alone && past == 0 && i + kLanesOf<T> <= minimum(end, at.end + task.plane)) {
+      // The same as below for a whole vector of two planes and no more.
+      const auto mask = mask_for<T>(kAllLanesOf<T> << (at.end - i));
+      at.next(task);
+      const auto next = constants_at(at);
+      unsigned none = 0;
+      ask_ahead<T, Pass>(run.x + i, run.other + i);
+      map_vector<T, Pass, kStream, true>(run.x, run.other, run.out, i, kLanesOf<T>,
+                                         select(mask, next, k), activation, none);
+      k = next;
+      i += kLanesOf<T>;
+      continue;
+    }
     // The vector in which this plane ends, with short ones after it, or where the elements do.
-    const std::int64_t n = minimum(end - i, kFloatLanes - past);
+    const std::int64_t n = minimum(end - i, kLanesOf<T> - past);
     const PlaneAt before = at;
     unsigned bits = 0;
-    unsigned counts = task.mask == nullptr ? kAllLanes : 0;
+    unsigned counts = task.mask == nullptr ? kAllLanesOf<T> : 0;
     auto mixed = k;
     const auto for_each_part = [&](PlaneAt& plane, const auto& body) {
       for (std::int64_t lane = 0;;) {
@@ -217,7 +241,7 @@ void map_run(const ElementsTask& task, const PlaneRun<T>& run, std::int64_t begi
     for_each_part(at, [&](std::int64_t lane, std::int64_t e, std::int64_t part) {
       if (lane > 0) {
         k = constants_at(at);
-        mixed = select(mask_from_bits(kAllLanes << lane), k, mixed);
+        mixed = select(mask_for<T>(kAllLanesOf<T> << lane), k, mixed);
       }
       if (kReads) {
         bits |= (load_bits(at.with.bits, e, part) & ((1u << part) - 1)) << lane;
@@ -226,7 +250,7 @@ void map_run(const ElementsTask& task, const PlaneRun<T>& run, std::int64_t begi
         counts |= counting(at.with.mask + e, part) << lane;
       }
     });
-    if (n == kFloatLanes) {
+    if (n == kLanesOf<T>) {
       map_vector<T, Pass, kStream, true>(run.x, run.other, run.out, i, n, mixed, activation, bits,
                                          counts);
     } else {
@@ -246,7 +270,7 @@ void map_run(const ElementsTask& task, const PlaneRun<T>& run, std::int64_t begi
 template <class T, class Pass, bool kStream>
 void map_planes(const ElementsTask& task) {
   constexpr std::int64_t kPiece = kMapPiece / static_cast<std::int64_t>(sizeof(T));
-  const ActivationV activation(task.activation);
+  const ActivationV<T> activation(task.activation);
   const std::int64_t blocks = (task.plane + kElementBlock - 1) / kElementBlock;
   const auto element_of = [&](std::int64_t item) {
     return item / blocks * task.plane + item % blocks * kElementBlock;
@@ -276,7 +300,7 @@ void map_planes(const ElementsTask& task) {
 /// Rows [begin, end), four together in the order of memory.
 template <class T, class Pass, bool kStream>
 void map_row_piece(const ElementsTask& task, Rows<T> rows, const std::uint8_t* mask,
-                   std::int64_t begin, std::int64_t end, const ActivationV& activation) {
+                   std::int64_t begin, std::int64_t end, const ActivationV<T>& activation) {
   constexpr std::int64_t kAhead = 8192;  // bytes, of all rows together
   const bool short_rows = kMapRows * task.channels * static_cast<std::int64_t>(sizeof(T)) <= kAhead;
   const std::int64_t ahead = short_rows ? kAhead : kAhead / kMapRows;
@@ -296,7 +320,7 @@ void map_row_piece(const ElementsTask& task, Rows<T> rows, const std::uint8_t* m
   }
 }
 
-/// Whether every vector of every row can be streamed.
+/// Whether every vector of every row can be streamed, as halves at least.
 template <class T>
 bool rows_aligned(const Operand& out) {
   return elements_past<T, kFloatLanes * sizeof(T)>(static_cast<const T*>(out.data)) == 0 &&
@@ -305,7 +329,7 @@ bool rows_aligned(const Operand& out) {
 
 template <class T, class Pass, bool kStream>
 void map_rows(const ElementsTask& task) {
-  const ActivationV activation(task.activation);
+  const ActivationV<T> activation(task.activation);
   // Samples without gaps between them, and such of one row, are one.
   const auto joins = [&](const Operand& operand) {
     return task.plane == 1 || operand.sample_stride == task.plane * operand.element_stride;

@@ -27,6 +27,16 @@ inline unsigned counting(const std::uint8_t* mask, std::int64_t n) {
   return bits;
 }
 
+/// Bit i: mask[i] != 0, for a whole vector of T.
+template <class T>
+inline unsigned counting_lanes(const std::uint8_t* mask) {
+  unsigned bits = 0;
+  for (int i = 0; i < kLanesOf<T>; i += kFloatLanes) {
+    bits |= bits_of(nonzero_bytes(mask + i)) << i;
+  }
+  return bits;
+}
+
 /// to = from where an element counts, else +0. to may be from.
 template <class T>
 inline void keep_counting(const T* from, T* to, const std::uint8_t* mask, std::int64_t count) {
