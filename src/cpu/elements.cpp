@@ -43,22 +43,21 @@ Layout layout_of(const SampleView& x, const SampleView* other, const SampleView&
   return other == nullptr ? common_layout(x, out) : common_layout(x, *other, out);
 }
 
+/// As ElementsTask::run, of one tensor.
+std::int64_t planes_without_gaps(const SampleView& view) {
+  if (view.channels > 1 && view.channel_stride != view.plane) {
+    return 1;
+  }
+  const bool whole = view.samples == 1 || view.sample_stride == view.channels * view.plane;
+  return whole ? view.samples * view.channels : view.channels;
+}
+
 void run(ElementPass pass, ElementsTask task, const Kernels& kernels, bool by_rows,
          const SampleView& x, const SampleView* other, const SampleView& out, Executor& executor) {
-  task.x = operand(x);
-  if (other != nullptr) {
-    task.other = operand(*other);
-  }
-  task.out = operand(out);
-  task.channels = x.channels;
-  task.plane = x.plane;
+  set_tensors(task, x, other, out);
   const std::int64_t elements = x.samples * x.channels * x.plane;
   const auto size = static_cast<std::int64_t>(size_of(x.dtype));
-  task.mask = x.mask;
-  const bool no_gaps = out.channel_stride == out.plane &&
-                       (out.samples == 1 || out.sample_stride == out.channels * out.plane);
-  // Long planes with a mask are looked at once more, while they are in a cache.
-  const bool may_stream = by_rows || (x.plane * size < kStreamRun ? no_gaps : x.mask == nullptr);
+  const bool may_stream = by_rows || task.run * x.plane * size >= kStreamRun;
   const std::int64_t bytes = elements * size;
   task.stream = may_stream && bytes >= kStreamBytes &&
                 (bytes >= kStreamFreshBytes || !is_fresh(out.data, bytes));
@@ -76,8 +75,22 @@ void run(ElementPass pass, ElementsTask task, const Kernels& kernels, bool by_ro
 
 }  // namespace
 
+void set_tensors(ElementsTask& task, const SampleView& x, const SampleView* other,
+                 const SampleView& out) {
+  task.x = operand(x);
+  if (other != nullptr) {
+    task.other = operand(*other);
+  }
+  task.out = operand(out);
+  task.channels = x.channels;
+  task.plane = x.plane;
+  task.mask = x.mask;
+  task.run = std::min({planes_without_gaps(x), planes_without_gaps(out),
+                       planes_without_gaps(other == nullptr ? x : *other)});
+}
+
 PackedConstants::PackedConstants(std::int64_t channels)
-    : padded_((channels + kChannelPadding - 1) / kChannelPadding * kChannelPadding),
+    : padded_((channels + 2 * kChannelPadding - 1) / kChannelPadding * kChannelPadding),
       values_(static_cast<std::size_t>(kArrays * padded_)) {}
 
 void PackedConstants::set_affine(const NormalizeConstants& constants, std::int64_t channels) {

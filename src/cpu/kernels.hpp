@@ -25,7 +25,8 @@ struct ActivationMaskOperand {
   std::int64_t run_bytes = 0;
 };
 
-/// Per-channel constants of the element-wise passes, arrays padded to kChannelPadding.
+/// Per-channel constants of the element-wise passes, with room for 32 from any multiple of
+/// kChannelPadding on.
 /// v = fma(scale, t, shift)      t = (x - mean_high) - mean_low
 /// dx = fma(c1, u, fma(c2, t * power, c3))
 struct ElementConstants {
@@ -77,13 +78,14 @@ struct ElementsTask {
   std::int64_t begin = 0;
   std::int64_t end = 0;
   const std::uint8_t* mask = nullptr;  ///< as in SampleView
-  /// Use non-temporal stores; out's planes of less than kStreamRun bytes have no gaps between them.
-  bool stream = false;
+  /// Planes, from the first on in the order (n, c), that follow each other without gaps in all
+  /// operands: 1, all of a sample, or all.
+  std::int64_t run = 1;
+  bool stream = false;  ///< use non-temporal stores
 };
 inline constexpr std::int64_t kElementBlock = 16384;
 inline constexpr std::int64_t kCacheLine = 64;
-/// Runs of fewer bytes end in the middle of a cache line too often for non-temporal stores, unless
-/// they are made of whole ones.
+/// Runs of fewer bytes end in the middle of a cache line too often for non-temporal stores.
 inline constexpr std::int64_t kStreamRun = 8192;
 
 enum class ElementPass : std::uint8_t {

@@ -11,6 +11,7 @@ namespace {
 
 #include "cpu/simd_avx2.hpp"
 // clang-format off: the passes need the vector type above
+#include "cpu/level_pair.hpp"
 #include "cpu/level_mask.hpp"
 #include "cpu/level_elements.hpp"
 #include "cpu/level_map.hpp"

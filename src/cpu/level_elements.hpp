@@ -4,6 +4,7 @@
 // instructions).
 
 inline std::int64_t minimum(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+inline std::int64_t maximum(std::int64_t a, std::int64_t b) { return a < b ? b : a; }
 
 template <class T>
 inline const T* plane_of(const Operand& operand, std::int64_t sample, std::int64_t channel) {
@@ -15,52 +16,95 @@ inline T* output_of(const Operand& operand, std::int64_t sample, std::int64_t ch
   return const_cast<T*>(plane_of<T>(operand, sample, channel));
 }
 
-/// Bytes of the activation mask bits of a vector, or of its first n lanes.
-inline unsigned load_bits(const std::uint8_t* from, std::int64_t n = kFloatLanes) {
-  return kFloatLanes == 16 && n > 8 ? from[0] | static_cast<unsigned>(from[1]) << 8 : from[0];
+/// Bits [i, i + n) of a run's activation mask, n at most 32; those above the lowest n are garbage.
+inline unsigned load_bits(const std::uint8_t* run, std::int64_t i, std::int64_t n) {
+  std::uint64_t bits = 0;
+  for (std::int64_t byte = (i + n - 1) / 8; byte >= i / 8; --byte) {
+    bits = bits << 8 | run[byte];
+  }
+  return static_cast<unsigned>(bits >> i % 8);
 }
-inline void store_bits(std::uint8_t* to, unsigned bits, std::int64_t n = kFloatLanes) {
-  to[0] = static_cast<std::uint8_t>(bits);
-  if (kFloatLanes == 16 && n > 8) {
-    to[1] = static_cast<std::uint8_t>(bits >> 8);
+/// Leaves the bits around them as they are.
+inline void store_bits(std::uint8_t* run, std::int64_t i, std::int64_t n, unsigned bits) {
+  run += i / 8;
+  if (i % 8 == 0 && n % 8 == 0) {
+    for (; n > 0; n -= 8, bits >>= 8) {
+      *run++ = static_cast<std::uint8_t>(bits);
+    }
+    return;
+  }
+  std::uint64_t own = ((std::uint64_t{1} << n) - 1) << i % 8;
+  std::uint64_t shifted = static_cast<std::uint64_t>(bits) << i % 8;
+  for (; own != 0; ++run, own >>= 8, shifted >>= 8) {
+    *run = static_cast<std::uint8_t>((*run & ~own) | (shifted & own));
   }
 }
 
+template <class T>
 struct ActivationV {
+  using V = VectorOf<T>;
+  using Mask = typename VectorFor<T>::Mask;
   explicit ActivationV(const ActivationConstants& k)
-      : slope(broadcast(k.negative_slope)), zero(broadcast(0.0f)), to_zero(mask_of(k.zero)) {}
+      : slope(all_lanes<T>(k.negative_slope)),
+        zero(all_lanes<T>(0.0f)),
+        to_zero(mask_for<T>(k.zero ? kAllLanesOf<T> : 0)) {}
   /// Where the gradient passes unchanged: v > 0, and with 0 below also where v is NaN.
-  MaskV passes(FloatV v) const { return is_positive(v) | (is_nan(v) & to_zero); }
-  FloatV value(FloatV v, MaskV passing) const {
-    return select(passing, v, select(to_zero, zero, v * slope));
+  Mask passes(V v) const { return is_positive(v) | (is_nan(v) & to_zero); }
+  V value(V v, Mask passing) const { return select(passing, v, select(to_zero, zero, v * slope)); }
+  V gradient(V dy, Mask passing) const {
+    return select(passing, dy, select(to_zero, zero, rounded(dy * slope, T{})));
   }
-  template <class T>
-  FloatV gradient(FloatV dy, MaskV passing, T type) const {
-    return select(passing, dy, select(to_zero, zero, rounded(dy * slope, type)));
-  }
-  FloatV slope;
-  FloatV zero;
-  MaskV to_zero;
+  V slope;
+  V zero;
+  Mask to_zero;
 };
 
 /// Channel constants of the vector lanes at hand.
+template <class T>
 struct AffineV {
-  FloatV mean_high, mean_low, scale, shift;
-  FloatV operator()(FloatV x) const { return fused(scale, (x - mean_high) - mean_low, shift); }
+  VectorOf<T> mean_high, mean_low, scale, shift;
+  VectorOf<T> operator()(VectorOf<T> x) const {
+    return fused(scale, (x - mean_high) - mean_low, shift);
+  }
 };
-template <class Get>
-inline AffineV affine(const ElementConstants& k, const Get& get) {
+template <class T, class Get>
+inline AffineV<T> affine(const ElementConstants& k, const Get& get) {
   return {get(k.mean_high), get(k.mean_low), get(k.scale), get(k.shift)};
 }
+template <class T, class Mask>
+inline AffineV<T> select(Mask m, const AffineV<T>& yes, const AffineV<T>& no) {
+  return {select(m, yes.mean_high, no.mean_high), select(m, yes.mean_low, no.mean_low),
+          select(m, yes.scale, no.scale), select(m, yes.shift, no.shift)};
+}
+template <class T>
 struct GradientV {
-  FloatV mean_high, mean_low, c1, c2, c3, power;
-  FloatV operator()(FloatV x, FloatV u) const {
+  VectorOf<T> mean_high, mean_low, c1, c2, c3, power;
+  VectorOf<T> operator()(VectorOf<T> x, VectorOf<T> u) const {
     return fused(c1, u, fused(c2, ((x - mean_high) - mean_low) * power, c3));
   }
 };
-template <class Get>
-inline GradientV gradient(const ElementConstants& k, const Get& get) {
+template <class T, class Get>
+inline GradientV<T> gradient(const ElementConstants& k, const Get& get) {
   return {get(k.mean_high), get(k.mean_low), get(k.c1), get(k.c2), get(k.c3), get(k.power)};
+}
+template <class T, class Mask>
+inline GradientV<T> select(Mask m, const GradientV<T>& yes, const GradientV<T>& no) {
+  return {select(m, yes.mean_high, no.mean_high),
+          select(m, yes.mean_low, no.mean_low),
+          select(m, yes.c1, no.c1),
+          select(m, yes.c2, no.c2),
+          select(m, yes.c3, no.c3),
+          select(m, yes.power, no.power)};
+}
+template <class T>
+struct AffineAndGradientV {
+  AffineV<T> affine;
+  GradientV<T> gradient;
+};
+template <class T, class Mask>
+inline AffineAndGradientV<T> select(Mask m, const AffineAndGradientV<T>& yes,
+                                    const AffineAndGradientV<T>& no) {
+  return {select(m, yes.affine, no.affine), select(m, yes.gradient, no.gradient)};
 }
 
 // A pass maps x and `other` to a result. kActivationMask: activation mask bits go in with `bits`,
@@ -68,15 +112,17 @@ inline GradientV gradient(const ElementConstants& k, const Get& get) {
 enum class ActivationMaskUse : std::uint8_t { kNone, kRead, kWrite };
 
 struct Normalize {
-  using Constants = AffineV;
+  template <class T>
+  using Constants = AffineV<T>;
   static constexpr bool kOther = false;
   static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kNone;
-  template <class Get>
-  static Constants constants(const ElementConstants& k, const Get& get) {
-    return affine(k, get);
+  template <class T, class Get>
+  static Constants<T> constants(const ElementConstants& k, const Get& get) {
+    return affine<T>(k, get);
   }
   template <class T>
-  static FloatV apply(FloatV x, FloatV, const Constants& k, const ActivationV&, unsigned&, T) {
+  static VectorOf<T> apply(VectorOf<T> x, VectorOf<T>, const Constants<T>& k, const ActivationV<T>&,
+                           unsigned&) {
     return k(x);
   }
 };
@@ -86,53 +132,53 @@ struct NormalizeActivated : Normalize {
   static constexpr bool kOther = kResidual;
   static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kWrite;
   template <class T>
-  static FloatV apply(FloatV x, FloatV other, const Constants& k, const ActivationV& activation,
-                      unsigned& bits, T) {
-    const FloatV v = kResidual ? k(x) + other : k(x);
-    const MaskV passing = activation.passes(v);
+  static VectorOf<T> apply(VectorOf<T> x, VectorOf<T> other, const Constants<T>& k,
+                           const ActivationV<T>& activation, unsigned& bits) {
+    const VectorOf<T> v = kResidual ? k(x) + other : k(x);
+    const auto passing = activation.passes(v);
     bits = bits_of(passing);
     return activation.value(v, passing);
   }
 };
 
 struct InputGradient {
-  using Constants = GradientV;
+  template <class T>
+  using Constants = GradientV<T>;
   static constexpr bool kOther = true;
   static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kNone;
-  template <class Get>
-  static Constants constants(const ElementConstants& k, const Get& get) {
-    return gradient(k, get);
+  template <class T, class Get>
+  static Constants<T> constants(const ElementConstants& k, const Get& get) {
+    return gradient<T>(k, get);
   }
   template <class T>
-  static FloatV apply(FloatV x, FloatV dy, const Constants& k, const ActivationV&, unsigned&, T) {
+  static VectorOf<T> apply(VectorOf<T> x, VectorOf<T> dy, const Constants<T>& k,
+                           const ActivationV<T>&, unsigned&) {
     return k(x, dy);
   }
 };
 
 struct InputGradientActivated {
-  struct Constants {
-    AffineV affine;
-    GradientV gradient;
-  };
+  template <class T>
+  using Constants = AffineAndGradientV<T>;
   static constexpr bool kOther = true;
   static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kNone;
-  template <class Get>
-  static Constants constants(const ElementConstants& k, const Get& get) {
-    return {affine(k, get), gradient(k, get)};
+  template <class T, class Get>
+  static Constants<T> constants(const ElementConstants& k, const Get& get) {
+    return {affine<T>(k, get), gradient<T>(k, get)};
   }
   template <class T>
-  static FloatV apply(FloatV x, FloatV dy, const Constants& k, const ActivationV& activation,
-                      unsigned&, T type) {
-    return k.gradient(x, activation.gradient(dy, activation.passes(k.affine(x)), type));
+  static VectorOf<T> apply(VectorOf<T> x, VectorOf<T> dy, const Constants<T>& k,
+                           const ActivationV<T>& activation, unsigned&) {
+    return k.gradient(x, activation.gradient(dy, activation.passes(k.affine(x))));
   }
 };
 
 struct InputGradientActivationMask : InputGradient {
   static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kRead;
   template <class T>
-  static FloatV apply(FloatV x, FloatV dy, const Constants& k, const ActivationV& activation,
-                      unsigned& bits, T type) {
-    return k(x, activation.gradient(dy, mask_from_bits(bits), type));
+  static VectorOf<T> apply(VectorOf<T> x, VectorOf<T> dy, const Constants<T>& k,
+                           const ActivationV<T>& activation, unsigned& bits) {
+    return k(x, activation.gradient(dy, mask_for<T>(bits)));
   }
 };
 
@@ -140,17 +186,17 @@ struct InputGradientActivationMask : InputGradient {
 struct Upstream : Normalize {
   static constexpr bool kOther = true;
   template <class T>
-  static FloatV apply(FloatV x, FloatV dy, const Constants& k, const ActivationV& activation,
-                      unsigned&, T type) {
-    return activation.gradient(dy, activation.passes(k(x)), type);
+  static VectorOf<T> apply(VectorOf<T> x, VectorOf<T> dy, const Constants<T>& k,
+                           const ActivationV<T>& activation, unsigned&) {
+    return activation.gradient(dy, activation.passes(k(x)));
   }
 };
 struct UpstreamActivationMask : Upstream {
   static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kRead;
   template <class T>
-  static FloatV apply(FloatV, FloatV dy, const Constants&, const ActivationV& activation,
-                      unsigned& bits, T type) {
-    return activation.gradient(dy, mask_from_bits(bits), type);
+  static VectorOf<T> apply(VectorOf<T>, VectorOf<T> dy, const Constants<T>&,
+                           const ActivationV<T>& activation, unsigned& bits) {
+    return activation.gradient(dy, mask_for<T>(bits));
   }
 };
 
@@ -159,11 +205,11 @@ struct UpstreamActivationMask : Upstream {
 struct Recover : Normalize {
   static constexpr ActivationMaskUse kActivationMask = ActivationMaskUse::kWrite;
   template <class T>
-  static FloatV apply(FloatV y, FloatV, const Constants& k, const ActivationV& activation,
-                      unsigned& bits, T) {
-    const MaskV passing = activation.passes(y);
+  static VectorOf<T> apply(VectorOf<T> y, VectorOf<T>, const Constants<T>& k,
+                           const ActivationV<T>& activation, unsigned& bits) {
+    const auto passing = activation.passes(y);
     bits = bits_of(passing);
-    const FloatV v = activation.value(y, passing);
+    const VectorOf<T> v = activation.value(y, passing);
     return fused(k.scale, v - k.shift, k.mean_low) + k.mean_high;
   }
 };

@@ -1,61 +1,75 @@
 // Walks over planes and rows with the passes of level_elements.hpp, whose rules hold here too.
 
 constexpr std::int64_t kElementsAhead = 1024;  // bytes, as kSumsAhead
+constexpr std::int64_t kMapPiece = std::int64_t{64} << 10;
+constexpr std::int64_t kRowsPiece = std::int64_t{256} << 10;
+constexpr int kMapRows = 4;  // at a time
 
-/// Whole vectors (n == kFloatLanes) or the first n lanes at index i.
+template <class T, class Pass>
+using ConstantsOf = typename Pass::template Constants<T>;
+
+/// Whole vectors (n == kLanesOf<T>) or the first n lanes at index i. bits: of the activation mask.
+/// Where `counts` has no bit the result is +0.
 template <class T, class Pass, bool kStream, bool kWhole>
-inline void map_vector(const T* x, const T* other, T* out, std::uint8_t* activation_mask,
-                       std::int64_t i, std::int64_t n, const typename Pass::Constants& k,
-                       const ActivationV& activation) {
-  const FloatV a = kWhole ? load(x + i) : load_partial(x + i, n);
-  const FloatV b = !Pass::kOther ? a : kWhole ? load(other + i) : load_partial(other + i, n);
-  unsigned bits =
-      Pass::kActivationMask == ActivationMaskUse::kRead ? load_bits(activation_mask + i / 8, n) : 0;
-  const FloatV result = Pass::apply(a, b, k, activation, bits, T{});
-  if (Pass::kActivationMask == ActivationMaskUse::kWrite && activation_mask != nullptr) {
-    store_bits(activation_mask + i / 8, bits, n);
+inline void map_vector(const T* x, const T* other, T* out, std::int64_t i, std::int64_t n,
+                       const ConstantsOf<T, Pass>& k, const ActivationV<T>& activation,
+                       unsigned& bits, unsigned counts = kAllLanesOf<T>) {
+  const VectorOf<T> a = kWhole ? load_lanes(x + i) : load_some_lanes(x + i, n);
+  const VectorOf<T> b = !Pass::kOther ? a
+                        : kWhole      ? load_lanes(other + i)
+                                      : load_some_lanes(other + i, n);
+  VectorOf<T> result = Pass::template apply<T>(a, b, k, activation, bits);
+  if (counts != kAllLanesOf<T>) {
+    result = select(mask_for<T>(counts), result, all_lanes<T>(0.0f));
   }
-  if (!kWhole) {
-    store_partial(out + i, result, n);
-  } else if (kStream) {
-    stream(out + i, result);
+  if (kWhole) {
+    kStream ? stream(out + i, result) : store(out + i, result);
   } else {
-    store(out + i, result);
+    kStream ? stream_some(out + i, result, n) : store_partial(out + i, result, n);
   }
 }
 
-/// `count` contiguous elements with the same constants.
+/// What goes with one plane, or one row of channels: activation mask and mask, or null.
+struct Companions {
+  std::uint8_t* bits = nullptr;
+  const std::uint8_t* mask = nullptr;
+};
+
+/// n lanes from index i on. kWhole: n == kLanesOf<T>, and the companions are those of all lanes.
+template <class T, class Pass, bool kStream, bool kWhole>
+inline void map_lanes(const T* x, const T* other, T* out, const Companions& with, std::int64_t i,
+                      std::int64_t n, const ConstantsOf<T, Pass>& k,
+                      const ActivationV<T>& activation) {
+  unsigned bits =
+      Pass::kActivationMask == ActivationMaskUse::kRead ? load_bits(with.bits, i, n) : 0;
+  const unsigned counts = with.mask == nullptr ? kAllLanesOf<T>
+                          : kWhole             ? counting_lanes<T>(with.mask + i)
+                                               : counting(with.mask + i, n);
+  map_vector<T, Pass, kStream, kWhole>(x, other, out, i, n, k, activation, bits, counts);
+  if (Pass::kActivationMask == ActivationMaskUse::kWrite && with.bits != nullptr) {
+    store_bits(with.bits, i, n, bits);
+  }
+}
+
+template <class T, class Pass>
+inline void ask_ahead(const T* x, const T* other) {
+  prefetch(reinterpret_cast<const char*>(x) + kElementsAhead);
+  if (Pass::kOther) {
+    prefetch(reinterpret_cast<const char*>(other) + kElementsAhead);
+  }
+}
+
+/// The whole vectors of one plane from element i on that end at `stop` or before; where they end.
 template <class T, class Pass, bool kStream>
-inline void map_contiguous(const T* x, const T* other, T* out, std::uint8_t* activation_mask,
-                           std::int64_t count, const typename Pass::Constants& k,
-                           const ActivationV& activation) {
-  std::int64_t i = 0;
-  if (kStream) {  // up to an aligned address first
-    constexpr std::uintptr_t kAlignment = kFloatLanes * sizeof(T);
-    const auto past = reinterpret_cast<std::uintptr_t>(out) % kAlignment / sizeof(T);
-    if (past != 0 &&
-        activation_mask != nullptr) {  // vectors have to begin at a byte of the activation mask
-      map_contiguous<T, Pass, false>(x, other, out, activation_mask, count, k, activation);
-      return;
-    }
-    if (past != 0) {
-      i = minimum(count, kFloatLanes - static_cast<std::int64_t>(past));
-      map_vector<T, Pass, kStream, false>(x, other, out, activation_mask, 0, i, k, activation);
-    }
-  }
+inline std::int64_t map_inside(const T* x, const T* other, T* out, const Companions& with,
+                               std::int64_t i, std::int64_t stop, const ConstantsOf<T, Pass>& k,
+                               const ActivationV<T>& activation) {
 #pragma GCC unroll 2
-  for (; i + kFloatLanes <= count; i += kFloatLanes) {
-    prefetch(reinterpret_cast<const char*>(x + i) + kElementsAhead);
-    if (Pass::kOther) {
-      prefetch(reinterpret_cast<const char*>(other + i) + kElementsAhead);
-    }
-    map_vector<T, Pass, kStream, true>(x, other, out, activation_mask, i, kFloatLanes, k,
-                                       activation);
+  for (; i + kLanesOf<T> <= stop; i += kLanesOf<T>) {
+    ask_ahead<T, Pass>(x + i, other + i);
+    map_lanes<T, Pass, kStream, true>(x, other, out, with, i, kLanesOf<T>, k, activation);
   }
-  if (i < count) {
-    map_vector<T, Pass, kStream, false>(x, other, out, activation_mask, i, count - i, k,
-                                        activation);
-  }
+  return i;
 }
 
 /// Rows of neighbouring channels, `step` elements (of the activation mask: bytes) apart.
@@ -69,34 +83,40 @@ struct Rows {
   std::int64_t other_step = 0;
   std::int64_t out_step = 0;
   std::int64_t activation_mask_step = 0;
+
+  void advance(std::int64_t rows) {
+    x += rows * x_step;
+    other += rows * other_step;
+    out += rows * out_step;
+    if (activation_mask != nullptr) {
+      activation_mask += rows * activation_mask_step;
+    }
+  }
 };
 
-/// kRows rows at a time take the channels' constants from memory once.
+/// kRows rows at a time take the channels' constants from memory once. Several ask for what lies
+/// `ahead` bytes further.
 template <class T, class Pass, bool kStream, int kRows>
-inline void map_some_rows(const Rows<T>& rows, std::int64_t channels,
-                          const ElementConstants& constants, const ActivationV& activation) {
-  for (std::int64_t c = 0; c < channels; c += kFloatLanes) {
-    const std::int64_t n = minimum(kFloatLanes, channels - c);
-    const bool whole = n == kFloatLanes;
-    const auto k = Pass::constants(constants, [&](const float* array) { return load(array + c); });
+inline void map_some_rows(const Rows<T>& rows, std::int64_t channels, std::int64_t ahead,
+                          const ElementConstants& constants, const ActivationV<T>& activation) {
+  for (std::int64_t c = 0; c < channels; c += kLanesOf<T>) {
+    const std::int64_t n = minimum(kLanesOf<T>, channels - c);
+    const auto k = Pass::template constants<T>(
+        constants, [&](const float* array) { return lanes_from<T>(array + c); });
+    Rows<T> row = rows;
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      const T* x = rows.x + r * rows.x_step;
-      const T* other = rows.other + r * rows.other_step;
-      T* out = rows.out + r * rows.out_step;
-      std::uint8_t* activation_mask = rows.activation_mask == nullptr
-                                          ? nullptr
-                                          : rows.activation_mask + r * rows.activation_mask_step;
-      if (kRows > 1) {  // the rows that come next
-        prefetch(x - kRows * rows.x_step + c);
+    for (int r = 0; r < kRows; ++r, row.advance(1)) {
+      if (kRows > 1) {
+        prefetch(reinterpret_cast<const char*>(row.x + c) + ahead);
         if (Pass::kOther) {
-          prefetch(other - kRows * rows.other_step + c);
+          prefetch(reinterpret_cast<const char*>(row.other + c) + ahead);
         }
       }
-      if (whole) {
-        map_vector<T, Pass, kStream, true>(x, other, out, activation_mask, c, n, k, activation);
+      const Companions with{row.activation_mask};
+      if (n == kLanesOf<T>) {
+        map_lanes<T, Pass, kStream, true>(row.x, row.other, row.out, with, c, n, k, activation);
       } else {
-        map_vector<T, Pass, kStream, false>(x, other, out, activation_mask, c, n, k, activation);
+        map_lanes<T, Pass, kStream, false>(row.x, row.other, row.out, with, c, n, k, activation);
       }
     }
   }
@@ -110,139 +130,233 @@ inline std::uint8_t* mask_run(const ActivationMaskOperand& activation_mask, std:
                    run * activation_mask.run_bytes;
 }
 
-// Both walk backwards in runs: what the sums read last is still in a cache.
-
-/// Item `item` of map_planes into `out`.
-template <class T, class Pass, bool kStream>
-inline void map_plane(const ElementsTask& task, std::int64_t item, std::int64_t blocks,
-                      const ActivationV& activation, T* out) {
-  const std::int64_t channel = item / blocks % task.channels;
-  const std::int64_t sample = item / blocks / task.channels;
-  const std::int64_t offset = item % blocks * kElementBlock;
-  const std::int64_t count = minimum(kElementBlock, task.plane - offset);
-  const T* x = plane_of<T>(task.x, sample, channel) + offset;
-  const T* other = Pass::kOther ? plane_of<T>(task.other, sample, channel) + offset : x;
-  std::uint8_t* activation_mask = mask_run(task.activation_mask, sample, channel);
-  const auto k = Pass::constants(task.constants,
-                                 [&](const float* array) { return broadcast(array[channel]); });
-  map_contiguous<T, Pass, kStream>(
-      x, other, out, activation_mask == nullptr ? activation_mask : activation_mask + offset / 8,
-      count, k, activation);
-  if (task.mask != nullptr) {  // while the block is in a cache
-    keep_counting(out, out, task.mask + sample * task.plane + offset, count);
-  }
+/// Elements between p and the multiple of kBytes before it.
+template <class T, std::size_t kBytes>
+inline std::int64_t elements_past(const T* p) {
+  return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(p) % kBytes / sizeof(T));
 }
 
+// Both walk backwards in pieces: what the sums read last is still in a cache.
+
+/// The plane at hand of planes that follow each other; elements are counted from the first one's
+/// beginning.
+struct PlaneAt {
+  PlaneAt(const ElementsTask& task, std::int64_t plane, std::int64_t offset)
+      : sample(plane / task.channels),
+        channel(plane % task.channels),
+        begin(offset),
+        end(offset + task.plane) {
+    find(task);
+  }
+  void next(const ElementsTask& task) {
+    if (++channel == task.channels) {
+      channel = 0;
+      ++sample;
+    }
+    begin = end;
+    end += task.plane;
+    find(task);
+  }
+  void find(const ElementsTask& task) {
+    with.bits = mask_run(task.activation_mask, sample, channel);
+    with.mask = task.mask == nullptr ? nullptr : task.mask + sample * task.plane;
+  }
+  std::int64_t sample;
+  std::int64_t channel;
+  std::int64_t begin;
+  std::int64_t end;
+  Companions with;
+};
+
+/// Planes that follow each other without gaps, the first of which is number `first` of the task.
 template <class T>
-inline void copy_some(const T* from, T* to, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    to[i] = from[i];
-  }
-}
+struct PlaneRun {
+  const T* x = nullptr;
+  const T* other = nullptr;
+  T* out = nullptr;
+  std::int64_t first = 0;
+};
 
-/// Short planes that follow each other in memory, written to a buffer in the first cache and from
-/// there past the caches: alone they would end in the middle of a cache line too often.
-template <class T, class Pass>
-void map_short_planes(const ElementsTask& task) {
-  constexpr std::int64_t kLine = kCacheLine / static_cast<std::int64_t>(sizeof(T));
-  constexpr std::int64_t kRoom = 2 * kStreamRun / static_cast<std::int64_t>(sizeof(T));
-  alignas(kCacheLine) T buffer[kRoom + kLine];
-  const ActivationV activation(task.activation);
-  const std::int64_t at_once = kRoom / task.plane;
-  for (std::int64_t end = task.end; end > task.begin;) {
-    const std::int64_t begin = end - minimum(at_once, end - task.begin);
-    T* out = output_of<T>(task.out, 0, 0) + begin * task.plane;
-    const auto past = reinterpret_cast<std::uintptr_t>(out) % kCacheLine / sizeof(T);
-    T* from = buffer + past;
-    for (std::int64_t item = begin; item < end; ++item) {
-      map_plane<T, Pass, false>(task, item, 1, activation, from + (item - begin) * task.plane);
+/// Elements [begin, end) of a run. Planes may end inside of vectors, which take each lane's
+/// constants then: streamed stores have to be whole, and at multiples of their size.
+template <class T, class Pass, bool kStream>
+void map_run(const ElementsTask& task, const PlaneRun<T>& run, std::int64_t begin, std::int64_t end,
+             const ActivationV<T>& activation) {
+  constexpr bool kReads = Pass::kActivationMask == ActivationMaskUse::kRead;
+  const ElementConstants constants = task.constants;
+  const bool alone = task.activation_mask.data == nullptr && task.mask == nullptr;
+  const auto constants_at = [&](const PlaneAt& plane) {
+    return Pass::template constants<T>(
+        constants, [&](const float* array) { return all_lanes<T>(array[plane.channel]); });
+  };
+  const std::int64_t skipped = begin / task.plane;
+  PlaneAt at(task, run.first + skipped, skipped * task.plane);
+  auto k = constants_at(at);
+  for (std::int64_t i = begin; i < end;) {
+    if (i == at.end) {
+      at.next(task);
+      k = constants_at(at);
     }
-    const std::int64_t count = (end - begin) * task.plane;
-    std::int64_t i = past == 0 ? 0 : minimum(count, kLine - static_cast<std::int64_t>(past));
-    copy_some(from, out, i);
-    for (; i + kLine <= count; i += kLine) {
-      stream_line(from + i, out + i);
+    const auto past = kStream ? elements_past<T, kLanesOf<T> * sizeof(T)>(run.out + i) : 0;
+    if (past == 0) {
+      const std::int64_t stop = minimum(end, at.end);
+      i = at.begin + map_inside<T, Pass, kStream>(run.x + at.begin, run.other + at.begin,
+                                                  run.out + at.begin, at.with, i - at.begin,
+                                                  stop - at.begin, k, activation);
+      if (i == stop) {
+        continue;
+      }
     }
-    copy_some(from + i, out + i, count - i);
-    end = begin;
+    if (alone && past == 0 && i + kLanesOf<T> <= minimum(end, at.end + task.plane)) {
+      // The same as below for a whole vector of two planes and no more.
+      const auto mask = mask_for<T>(kAllLanesOf<T> << (at.end - i));
+      at.next(task);
+      const auto next = constants_at(at);
+      unsigned none = 0;
+      ask_ahead<T, Pass>(run.x + i, run.other + i);
+      map_vector<T, Pass, kStream, true>(run.x, run.other, run.out, i, kLanesOf<T>,
+                                         select(mask, next, k), activation, none);
+      k = next;
+      i += kLanesOf<T>;
+      continue;
+    }
+    // The vector in which this plane ends, with short ones after it, or where the elements do.
+    const std::int64_t n = minimum(end - i, kLanesOf<T> - past);
+    const PlaneAt before = at;
+    unsigned bits = 0;
+    unsigned counts = task.mask == nullptr ? kAllLanesOf<T> : 0;
+    auto mixed = k;
+    const auto for_each_part = [&](PlaneAt& plane, const auto& body) {
+      for (std::int64_t lane = 0;;) {
+        const std::int64_t e = i + lane - plane.begin;
+        const std::int64_t part = minimum(n - lane, task.plane - e);
+        body(lane, e, part);
+        lane += part;
+        if (lane == n) {
+          return;
+        }
+        plane.next(task);
+      }
+    };
+    for_each_part(at, [&](std::int64_t lane, std::int64_t e, std::int64_t part) {
+      if (lane > 0) {
+        k = constants_at(at);
+        mixed = select(mask_for<T>(kAllLanesOf<T> << lane), k, mixed);
+      }
+      if (kReads) {
+        bits |= (load_bits(at.with.bits, e, part) & ((1u << part) - 1)) << lane;
+      }
+      if (task.mask != nullptr) {
+        counts |= counting(at.with.mask + e, part) << lane;
+      }
+    });
+    if (n == kLanesOf<T>) {
+      map_vector<T, Pass, kStream, true>(run.x, run.other, run.out, i, n, mixed, activation, bits,
+                                         counts);
+    } else {
+      map_vector<T, Pass, kStream, false>(run.x, run.other, run.out, i, n, mixed, activation, bits,
+                                          counts);
+    }
+    if (Pass::kActivationMask == ActivationMaskUse::kWrite && before.with.bits != nullptr) {
+      PlaneAt plane = before;
+      for_each_part(plane, [&](std::int64_t lane, std::int64_t e, std::int64_t part) {
+        store_bits(plane.with.bits, e, part, bits >> lane);
+      });
+    }
+    i += n;
   }
 }
 
 template <class T, class Pass, bool kStream>
 void map_planes(const ElementsTask& task) {
-  const ActivationV activation(task.activation);
-  const std::int64_t bytes = task.plane * static_cast<std::int64_t>(sizeof(T));
-  const bool whole_lines =
-      bytes % kCacheLine == 0 && reinterpret_cast<std::uintptr_t>(task.out.data) % kCacheLine == 0;
-  if (kStream && bytes < kStreamRun && (!whole_lines || task.mask != nullptr)) {
-    map_short_planes<T, Pass>(task);
-  } else {
-    const std::int64_t blocks = (task.plane + kElementBlock - 1) / kElementBlock;
-    const std::int64_t at_once = 1 + kStreamRun / bytes;
-    for (std::int64_t end = task.end; end > task.begin;) {
-      const std::int64_t begin = end - minimum(at_once, end - task.begin);
-      for (std::int64_t item = begin; item < end; ++item) {
-        const std::int64_t plane = item / blocks;
-        T* out = output_of<T>(task.out, plane / task.channels, plane % task.channels);
-        map_plane<T, Pass, kStream>(task, item, blocks, activation,
-                                    out + item % blocks * kElementBlock);
-      }
-      end = begin;
-    }
+  constexpr std::int64_t kPiece = kMapPiece / static_cast<std::int64_t>(sizeof(T));
+  const ActivationV<T> activation(task.activation);
+  const std::int64_t blocks = (task.plane + kElementBlock - 1) / kElementBlock;
+  const auto element_of = [&](std::int64_t item) {
+    return item / blocks * task.plane + item % blocks * kElementBlock;
+  };
+  const std::int64_t run_length = task.run * task.plane;
+  const std::int64_t first = element_of(task.begin);
+  for (std::int64_t end = element_of(task.end); end > first;) {
+    const std::int64_t origin = (end - 1) / run_length * run_length;
+    PlaneRun<T> run;
+    run.first = origin / task.plane;
+    const std::int64_t sample = run.first / task.channels;
+    const std::int64_t channel = run.first % task.channels;
+    run.x = plane_of<T>(task.x, sample, channel);
+    run.other = Pass::kOther ? plane_of<T>(task.other, sample, channel) : run.x;
+    run.out = output_of<T>(task.out, sample, channel);
+    // Pieces begin at cache lines.
+    const std::int64_t past = elements_past<T, kCacheLine>(run.out + (end - origin));
+    const std::int64_t begin = maximum(end - kPiece - past, maximum(origin, first));
+    map_run<T, Pass, kStream>(task, run, begin - origin, end - origin, activation);
+    end = begin;
   }
   if (kStream) {
     _mm_sfence();
   }
 }
 
+/// Rows [begin, end), four together in the order of memory.
+template <class T, class Pass, bool kStream>
+void map_row_piece(const ElementsTask& task, Rows<T> rows, const std::uint8_t* mask,
+                   std::int64_t begin, std::int64_t end, const ActivationV<T>& activation) {
+  constexpr std::int64_t kAhead = 8192;  // bytes, of all rows together
+  const bool short_rows = kMapRows * task.channels * static_cast<std::int64_t>(sizeof(T)) <= kAhead;
+  const std::int64_t ahead = short_rows ? kAhead : kAhead / kMapRows;
+  rows.advance(begin);
+  for (std::int64_t row = begin; row < end;) {
+    const bool several = mask == nullptr && end - row >= kMapRows;
+    if (mask != nullptr && mask[row] == 0) {
+      clear(rows.out, task.channels);
+    } else if (several) {
+      map_some_rows<T, Pass, kStream, kMapRows>(rows, task.channels, ahead, task.constants,
+                                                activation);
+    } else {
+      map_some_rows<T, Pass, kStream, 1>(rows, task.channels, ahead, task.constants, activation);
+    }
+    rows.advance(several ? kMapRows : 1);
+    row += several ? kMapRows : 1;
+  }
+}
+
+/// Whether every vector of every row can be streamed, as halves at least.
+template <class T>
+bool rows_aligned(const Operand& out) {
+  return elements_past<T, kFloatLanes * sizeof(T)>(static_cast<const T*>(out.data)) == 0 &&
+         out.element_stride % kFloatLanes == 0 && out.sample_stride % kFloatLanes == 0;
+}
+
 template <class T, class Pass, bool kStream>
 void map_rows(const ElementsTask& task) {
-  constexpr int kRows = 4;
-  const ActivationV activation(task.activation);
-  // Streaming needs every vector of every row aligned.
-  constexpr std::int64_t kAlignment = kFloatLanes * static_cast<std::int64_t>(sizeof(T));
-  const bool aligned =
-      kStream && reinterpret_cast<std::uintptr_t>(task.out.data) % kAlignment == 0 &&
-      task.out.element_stride % kFloatLanes == 0 && task.out.sample_stride % kFloatLanes == 0;
-  // Rows of one element a sample follow each other like those of one sample.
-  const bool single = task.plane == 1;
-  const std::int64_t plane = single ? task.end : task.plane;
-  const auto step_of = [&](const Operand& operand) {
-    return single ? operand.sample_stride : operand.element_stride;
+  const ActivationV<T> activation(task.activation);
+  // Samples without gaps between them, and such of one row, are one.
+  const auto joins = [&](const Operand& operand) {
+    return task.plane == 1 || operand.sample_stride == task.plane * operand.element_stride;
   };
-  Rows<T> rows;
-  rows.x_step = step_of(task.x);
-  rows.other_step = Pass::kOther ? step_of(task.other) : rows.x_step;
-  rows.out_step = step_of(task.out);
-  rows.activation_mask_step =
-      single ? task.activation_mask.sample_bytes : task.activation_mask.run_bytes;
+  const auto step_of = [&](const Operand& operand) {
+    return task.plane == 1 ? operand.sample_stride : operand.element_stride;
+  };
+  const bool joined = joins(task.x) && joins(task.out) && (!Pass::kOther || joins(task.other));
+  const std::int64_t plane = joined ? task.end : task.plane;
+  const std::int64_t row_bytes = task.channels * static_cast<std::int64_t>(sizeof(T));
+  const std::int64_t piece = maximum(1, kRowsPiece / row_bytes / kMapRows) * kMapRows;
   for (std::int64_t end = task.end; end > task.begin;) {
     const std::int64_t sample = (end - 1) / plane;
     const std::int64_t origin = sample * plane;
-    const std::int64_t begin = origin > task.begin ? origin : task.begin;
-    while (end > begin) {
-      const bool several = task.mask == nullptr && end - begin >= kRows;
-      end -= several ? kRows : 1;
-      const std::int64_t e = end - origin;
-      rows.x = plane_of<T>(task.x, sample, 0) + e * rows.x_step;
-      rows.other = Pass::kOther ? plane_of<T>(task.other, sample, 0) + e * rows.other_step : rows.x;
-      rows.out = output_of<T>(task.out, sample, 0) + e * rows.out_step;
-      rows.activation_mask = mask_run(task.activation_mask, sample, 0);
-      if (rows.activation_mask != nullptr) {
-        rows.activation_mask += e * rows.activation_mask_step;
-      }
-      if (task.mask != nullptr && task.mask[end] == 0) {
-        clear(rows.out, task.channels);
-      } else if (several && aligned) {
-        map_some_rows<T, Pass, kStream, kRows>(rows, task.channels, task.constants, activation);
-      } else if (several) {
-        map_some_rows<T, Pass, false, kRows>(rows, task.channels, task.constants, activation);
-      } else if (aligned) {
-        map_some_rows<T, Pass, kStream, 1>(rows, task.channels, task.constants, activation);
-      } else {
-        map_some_rows<T, Pass, false, 1>(rows, task.channels, task.constants, activation);
-      }
-    }
+    const std::int64_t begin = maximum(end - piece, maximum(origin, task.begin));
+    Rows<T> rows;
+    rows.x = plane_of<T>(task.x, sample, 0);
+    rows.other = Pass::kOther ? plane_of<T>(task.other, sample, 0) : rows.x;
+    rows.out = output_of<T>(task.out, sample, 0);
+    rows.activation_mask = mask_run(task.activation_mask, sample, 0);
+    rows.x_step = step_of(task.x);
+    rows.other_step = Pass::kOther ? step_of(task.other) : rows.x_step;
+    rows.out_step = step_of(task.out);
+    rows.activation_mask_step = task.activation_mask.run_bytes;
+    map_row_piece<T, Pass, kStream>(task, rows, task.mask == nullptr ? nullptr : task.mask + origin,
+                                    begin - origin, end - origin, activation);
+    end = begin;
   }
   if (kStream) {
     _mm_sfence();

@@ -18,6 +18,25 @@ inline bool all_count(const std::uint8_t* mask, std::int64_t count) {
   return all;
 }
 
+/// Bit i: mask[i] != 0. n is at most that of lanes.
+inline unsigned counting(const std::uint8_t* mask, std::int64_t n) {
+  unsigned bits = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    bits |= static_cast<unsigned>(mask[i] != 0) << i;
+  }
+  return bits;
+}
+
+/// Bit i: mask[i] != 0, for a whole vector of T.
+template <class T>
+inline unsigned counting_lanes(const std::uint8_t* mask) {
+  unsigned bits = 0;
+  for (int i = 0; i < kLanesOf<T>; i += kFloatLanes) {
+    bits |= bits_of(nonzero_bytes(mask + i)) << i;
+  }
+  return bits;
+}
+
 /// to = from where an element counts, else +0. to may be from.
 template <class T>
 inline void keep_counting(const T* from, T* to, const std::uint8_t* mask, std::int64_t count) {

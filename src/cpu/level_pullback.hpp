@@ -4,17 +4,27 @@
 // too.
 
 /// u come back through the activation, into `target`: one segment of a plane.
+template <class T, class Pass>
+inline void pull_segment_by(const SumsTask& task, const T* dy, const T* x, T* target,
+                            std::uint8_t* activation_mask, std::int64_t length,
+                            std::int64_t channel) {
+  const ActivationV<T> activation(task.activation);
+  const Companions with{activation_mask};
+  const AffineV<T> k =
+      affine<T>(*task.constants, [&](const float* array) { return all_lanes<T>(array[channel]); });
+  const std::int64_t i = map_inside<T, Pass, false>(x, dy, target, with, 0, length, k, activation);
+  if (i < length) {
+    map_lanes<T, Pass, false, false>(x, dy, target, with, i, length - i, k, activation);
+  }
+}
 template <class T>
 inline void pull_segment(const SumsTask& task, const T* dy, const T* x, T* target,
                          std::uint8_t* activation_mask, std::int64_t length, std::int64_t channel) {
-  const ActivationV activation(task.activation);
-  const auto here = [&](const float* array) { return broadcast(array[channel]); };
-  const AffineV k = affine(*task.constants, here);
   if (activation_mask == nullptr) {
-    map_contiguous<T, Upstream, false>(x, dy, target, activation_mask, length, k, activation);
+    pull_segment_by<T, Upstream>(task, dy, x, target, activation_mask, length, channel);
   } else {
-    map_contiguous<T, UpstreamActivationMask, false>(x, dy, target, activation_mask, length, k,
-                                                     activation);
+    pull_segment_by<T, UpstreamActivationMask>(task, dy, x, target, activation_mask, length,
+                                               channel);
   }
 }
 
@@ -22,7 +32,7 @@ inline void pull_segment(const SumsTask& task, const T* dy, const T* x, T* targe
 template <class T>
 inline void pull_row(const SumsTask& task, std::int64_t sample, std::int64_t e,
                      std::int64_t channel, std::int64_t channels, T* target) {
-  const ActivationV activation(task.activation);
+  const ActivationV<T> activation(task.activation);
   const T* dy = plane_of<T>(task.u, sample, 0) + e * task.u.element_stride + channel;
   const T* x = plane_of<T>(task.v, sample, 0) + e * task.v.element_stride + channel;
   const ElementConstants& all = *task.constants;
@@ -34,10 +44,10 @@ inline void pull_row(const SumsTask& task, std::int64_t sample, std::int64_t e,
   std::uint8_t* activation_mask = mask_run(task.activation_mask, sample, e);
   Rows<T> row{x, dy, target, activation_mask};
   if (activation_mask == nullptr) {
-    map_some_rows<T, Upstream, false, 1>(row, channels, k, activation);
+    map_some_rows<T, Upstream, false, 1>(row, channels, 0, k, activation);
   } else {
     row.activation_mask += channel / 8;
-    map_some_rows<T, UpstreamActivationMask, false, 1>(row, channels, k, activation);
+    map_some_rows<T, UpstreamActivationMask, false, 1>(row, channels, 0, k, activation);
   }
 }
 

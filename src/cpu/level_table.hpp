@@ -19,7 +19,8 @@ void map_planes_of(const ElementsTask& task) {
 }
 template <class T, class Pass>
 void map_rows_of(const ElementsTask& task) {
-  task.stream ? map_rows<T, Pass, true>(task) : map_rows<T, Pass, false>(task);
+  task.stream&& rows_aligned<T>(task.out) ? map_rows<T, Pass, true>(task)
+                                          : map_rows<T, Pass, false>(task);
 }
 
 void sum_planes_any(DType dtype, const SumsTask& task, Windows& windows, const WindowArrays& w) {

@@ -31,6 +31,10 @@ inline Operand operand(const SampleView& view) {
   return {view.data, view.sample_stride, view.channel_stride, view.element_stride};
 }
 
+/// All of a task that tensors tell. other: null if there is none.
+void set_tensors(ElementsTask& task, const SampleView& x, const SampleView* other,
+                 const SampleView& out);
+
 /// Whether the kernels can do it: a type and layout of theirs, and activation mask bits in the same
 /// order.
 bool vectorizable(const Kernels* kernels, const SampleView& x, Layout layout,

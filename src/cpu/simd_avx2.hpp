@@ -28,14 +28,18 @@ inline __m256 widen(__m128i bits, BFloat16) {
 inline __m128i narrow(__m256 v, Half) {
   return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// Round to nearest even on the bits; NaN keeps its top bits and turns quiet.
-inline __m128i narrow(__m256 v, BFloat16) {
+// Round to nearest even on the bits, the upper half of which is meant; NaN keeps its top bits and
+// turns quiet.
+inline __m256i rounded_bits(__m256 v) {
   const __m256i b = _mm256_castps_si256(v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(b, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   const __m256i quiet = _mm256_or_si256(b, _mm256_set1_epi32(0x400000));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-  const __m256i wide = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+  return _mm256_blendv_epi8(rounded, quiet, nan);
+}
+inline __m128i narrow(__m256 v, BFloat16) {
+  const __m256i wide = _mm256_srli_epi32(rounded_bits(v), 16);
   const __m256i packed = _mm256_packus_epi32(wide, wide);
   return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 }
@@ -67,13 +71,6 @@ inline void stream(float* p, FloatV a) { _mm256_stream_ps(p, a.v); }
 template <class T>
 inline void stream(T* p, FloatV a) {
   _mm_stream_si128(reinterpret_cast<__m128i*>(p), narrow(a.v, T{}));
-}
-/// One cache line; both pointers at its beginning.
-inline void stream_line(const void* from, void* to) {
-  const auto* f = static_cast<const __m256i*>(from);
-  auto* t = static_cast<__m256i*>(to);
-  _mm256_stream_si256(t, _mm256_load_si256(f));
-  _mm256_stream_si256(t + 1, _mm256_load_si256(f + 1));
 }
 inline void store_partial(float* p, FloatV a, std::int64_t n) {
   _mm256_maskstore_ps(p, lane_mask(n), a.v);
@@ -182,4 +179,83 @@ inline BitsV smaller(BitsV a, BitsV b) { return {_mm256_min_epu32(a.v, b.v)}; }
 inline QuadV fold_to_quad(const DoubleV (&lanes)[4]) {
   return {
       _mm256_add_pd(_mm256_add_pd(lanes[0].v, lanes[2].v), _mm256_add_pd(lanes[1].v, lanes[3].v))};
+}
+
+/// Elements 0, 2, 4 ... and 1, 3, 5 ... of a piece of memory (level_pair.hpp).
+struct PairV {
+  FloatV even;
+  FloatV odd;
+};
+struct PairMaskV {
+  MaskV even;
+  MaskV odd;
+};
+inline PairV widen_pair(__m256i words) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  return {{_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))},
+          {_mm256_castsi256_ps(_mm256_and_si256(words, high))}};
+}
+inline __m256i narrow_pair(PairV a) {
+  return _mm256_blend_epi16(_mm256_srli_epi32(rounded_bits(a.even.v), 16), rounded_bits(a.odd.v),
+                            0xaa);
+}
+inline PairV load_pair(const BFloat16* p) {
+  return widen_pair(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline PairV load_pair_partial(const BFloat16* p, std::int64_t n) {
+  alignas(32) BFloat16 buffer[2 * kFloatLanes] = {};
+  for (std::int64_t i = 0; i < n; ++i) {
+    buffer[i] = p[i];
+  }
+  return load_pair(buffer);
+}
+inline void store(BFloat16* p, PairV a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_pair(a));
+}
+inline void store_partial(BFloat16* p, PairV a, std::int64_t n) {
+  alignas(32) BFloat16 buffer[2 * kFloatLanes];
+  store(buffer, a);
+  for (std::int64_t i = 0; i < n; ++i) {
+    p[i] = buffer[i];
+  }
+}
+/// The first kFloatLanes elements.
+inline void stream_half(BFloat16* p, PairV a) {
+  _mm_stream_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(narrow_pair(a)));
+}
+/// p: at a multiple of half a vector.
+inline void stream(BFloat16* p, PairV a) {
+  const __m256i words = narrow_pair(a);
+  if (reinterpret_cast<std::uintptr_t>(p) % 32 == 0) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), words);
+  } else {
+    auto* halves = reinterpret_cast<__m128i*>(p);
+    _mm_stream_si128(halves, _mm256_castsi256_si128(words));
+    _mm_stream_si128(halves + 1, _mm256_extracti128_si256(words, 1));
+  }
+}
+inline PairV load_floats_as_pair(const float* p) {
+  const auto in_order = [](__m256 v) {  // lanes 0 1 4 5 are the first four, 2 3 6 7 the others
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8));
+  };
+  const __m256 a = _mm256_loadu_ps(p);
+  const __m256 b = _mm256_loadu_ps(p + 8);
+  return {{in_order(_mm256_shuffle_ps(a, b, 0x88))}, {in_order(_mm256_shuffle_ps(a, b, 0xdd))}};
+}
+inline PairMaskV pair_mask_from_bits(unsigned bits) {
+  const __m256i even =
+      _mm256_setr_epi32(1, 1 << 2, 1 << 4, 1 << 6, 1 << 8, 1 << 10, 1 << 12, 1 << 14);
+  const __m256i odd = _mm256_slli_epi32(even, 1);
+  const __m256i all = _mm256_set1_epi32(static_cast<int>(bits));
+  const auto has = [&](__m256i lane) {
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, lane), lane));
+  };
+  return {{has(even)}, {has(odd)}};
+}
+inline unsigned bits_of(PairMaskV a) {
+  const __m256i words =
+      _mm256_blend_epi16(_mm256_castps_si256(a.even.v), _mm256_castps_si256(a.odd.v), 0xaa);
+  const __m128i bytes =
+      _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  return static_cast<unsigned>(_mm_movemask_epi8(bytes));
 }

@@ -26,14 +26,17 @@ inline __m512 widen(__m256i bits, BFloat16) {
 inline __m256i narrow(__m512 v, Half) {
   return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// Round to nearest even on the bits; NaN keeps its top bits and turns quiet.
-inline __m256i narrow(__m512 v, BFloat16) {
+// Round to nearest even on the bits, the upper half of which is meant; NaN keeps its top bits and
+// turns quiet.
+inline __m512i rounded_bits(__m512 v) {
   const __m512i b = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(b, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-  const __m512i chosen = _mm512_mask_or_epi32(rounded, nan, b, _mm512_set1_epi32(0x400000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16));
+  return _mm512_mask_or_epi32(rounded, nan, b, _mm512_set1_epi32(0x400000));
+}
+inline __m256i narrow(__m512 v, BFloat16) {
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(v), 16));
 }
 
 inline FloatV load(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -59,10 +62,6 @@ inline void stream(float* p, FloatV a) { _mm512_stream_ps(p, a.v); }
 template <class T>
 inline void stream(T* p, FloatV a) {
   _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(a.v, T{}));
-}
-/// One cache line; both pointers at its beginning.
-inline void stream_line(const void* from, void* to) {
-  _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_load_si512(from));
 }
 inline void store_partial(float* p, FloatV a, std::int64_t n) {
   _mm512_mask_storeu_ps(p, lane_mask(n), a.v);
@@ -161,4 +160,65 @@ inline BitsV smaller(BitsV a, BitsV b) { return {_mm512_min_epu32(a.v, b.v)}; }
 inline QuadV fold_to_quad(const DoubleV (&lanes)[2]) {
   const __m512d eight = _mm512_add_pd(lanes[0].v, lanes[1].v);
   return {_mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1))};
+}
+
+/// Elements 0, 2, 4 ... and 1, 3, 5 ... of a piece of memory (level_pair.hpp).
+struct PairV {
+  FloatV even;
+  FloatV odd;
+};
+struct PairMaskV {
+  MaskV even;
+  MaskV odd;
+};
+inline PairV widen_pair(__m512i words) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  return {{_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))},
+          {_mm512_castsi512_ps(_mm512_and_si512(words, high))}};
+}
+inline __m512i narrow_pair(PairV a) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(rounded_bits(a.even.v), 16),
+                                 rounded_bits(a.odd.v));
+}
+inline __mmask32 pair_lane_mask(std::int64_t n) {
+  return static_cast<__mmask32>(n >= 32 ? ~0u : (1u << n) - 1u);
+}
+inline PairV load_pair(const BFloat16* p) { return widen_pair(_mm512_loadu_si512(p)); }
+inline PairV load_pair_partial(const BFloat16* p, std::int64_t n) {
+  return widen_pair(_mm512_maskz_loadu_epi16(pair_lane_mask(n), p));
+}
+inline void store(BFloat16* p, PairV a) { _mm512_storeu_si512(p, narrow_pair(a)); }
+inline void store_partial(BFloat16* p, PairV a, std::int64_t n) {
+  _mm512_mask_storeu_epi16(p, pair_lane_mask(n), narrow_pair(a));
+}
+/// The first kFloatLanes elements.
+inline void stream_half(BFloat16* p, PairV a) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(narrow_pair(a)));
+}
+/// p: at a multiple of half a vector.
+inline void stream(BFloat16* p, PairV a) {
+  const __m512i words = narrow_pair(a);
+  if (reinterpret_cast<std::uintptr_t>(p) % 64 == 0) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), words);
+  } else {
+    auto* halves = reinterpret_cast<__m256i*>(p);
+    _mm256_stream_si256(halves, _mm512_castsi512_si256(words));
+    _mm256_stream_si256(halves + 1, _mm512_extracti64x4_epi64(words, 1));
+  }
+}
+inline PairV load_floats_as_pair(const float* p) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  const __m512 a = _mm512_loadu_ps(p);
+  const __m512 b = _mm512_loadu_ps(p + 16);
+  return {{_mm512_permutex2var_ps(a, even, b)}, {_mm512_permutex2var_ps(a, odd, b)}};
+}
+inline PairMaskV pair_mask_from_bits(unsigned bits) {
+  const __m512i words = _mm512_movm_epi16(bits);
+  return {{_mm512_test_epi32_mask(words, _mm512_set1_epi32(0xffff))},
+          {_mm512_test_epi32_mask(words, _mm512_set1_epi32(static_cast<int>(0xffff0000u)))}};
+}
+inline unsigned bits_of(PairMaskV a) {
+  return _mm512_movepi16_mask(_mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_movm_epi32(a.even.v),
+                                                      _mm512_movm_epi32(a.odd.v)));
 }
