@@ -181,20 +181,19 @@ struct LaneSums {
   alignas(64) double sums[kLanes][2][kBlockChannels];
 };
 
-/// Folds the lanes of four channels and merges the four partials.
+/// Folds the lanes of kDoubleLanes channels and merges the partials.
 inline void merge_lanes(Windows& windows, const WindowArrays& w, const LaneSums& of,
                         std::int64_t channel, std::int64_t c, int sum) {
-  __m256d lane[8];
+  DoubleV lane[8];
   for (int l = 0; l < 8; ++l) {
-    lane[l] =
-        _mm256_add_pd(_mm256_load_pd(of.sums[l][sum] + c), _mm256_load_pd(of.sums[l + 8][sum] + c));
+    lane[l] = load_double(of.sums[l][sum] + c) + load_double(of.sums[l + 8][sum] + c);
   }
   for (int h = 4; h >= 1; h /= 2) {
     for (int l = 0; l < h; ++l) {
-      lane[l] = _mm256_add_pd(lane[l], lane[l + h]);
+      lane[l] = lane[l] + lane[l + h];
     }
   }
-  merge_channels(windows, w, channel + c, sum, {lane[0]});
+  merge_channels(windows, w, channel + c, sum, lane[0]);
 }
 
 template <class T, SumsOf kOf>
@@ -253,7 +252,7 @@ void sum_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
     if (block.left > block.rows) {
       continue;
     }
-    for (std::int64_t c = 0; c < block.channels; c += 4) {
+    for (std::int64_t c = 0; c < block.channels; c += kDoubleLanes) {
       merge_lanes(windows, w, lanes, block.channel, c, 0);
       merge_lanes(windows, w, lanes, block.channel, c, 1);
     }

@@ -152,13 +152,6 @@ inline bool was_exact(const ExactBlock& block, const WindowArrays& w, std::int64
          15;
 }
 
-/// Adds what an accumulator holds beyond its magic number to four channels' limbs.
-inline void add_to_limbs(std::int64_t* limbs, const double* sums, const double* magic) {
-  auto* to = reinterpret_cast<__m256i*>(limbs);
-  _mm256_store_si256(to, _mm256_add_epi64(_mm256_load_si256(to),
-                                          limb(_mm256_load_pd(sums), _mm256_load_pd(magic))));
-}
-
 /// Merges the elements of a few rows, kDoubleLanes channels from channel + c on, one by one.
 template <class T, bool kProduct>
 __attribute__((noinline)) void merge_elements(Windows& windows, const WindowArrays& w,
@@ -166,7 +159,6 @@ __attribute__((noinline)) void merge_elements(Windows& windows, const WindowArra
                                               std::int64_t channels, std::int64_t rows, const T* u,
                                               std::int64_t u_step, const T* v, std::int64_t v_step,
                                               const std::uint8_t* mask) {
-  alignas(64) double values[2][kDoubleLanes];
   const std::int64_t left = channels - c;
   for (std::int64_t k = 0; k < rows; ++k) {
     if (mask != nullptr && mask[k] == 0) {
@@ -178,12 +170,8 @@ __attribute__((noinline)) void merge_elements(Windows& windows, const WindowArra
     const DoubleV x = whole ? load_double(from) : load_double_partial(from, left);
     const DoubleV y = !kProduct ? x : whole ? load_double(other) : load_double_partial(other, left);
     // Adding to +0 turns -0 into +0, as a lane does.
-    store_double(values[0], zero_double() + x);
-    store_double(values[1], fused(x, y, zero_double()));
-    for (int i = 0; i < kDoubleLanes && i < left; i += 4) {
-      merge_channels(windows, w, channel + c + i, 0, {_mm256_load_pd(values[0] + i)});
-      merge_channels(windows, w, channel + c + i, 1, {_mm256_load_pd(values[1] + i)});
-    }
+    merge_channels(windows, w, channel + c, 0, zero_double() + x);
+    merge_channels(windows, w, channel + c, 1, fused(x, y, zero_double()));
   }
 }
 
@@ -242,11 +230,14 @@ void sum_single_rows(const SumsTask& task, Windows& windows, const WindowArrays&
                                       mask);
           continue;
         }
-        for (std::int64_t i = c; i < c + kDoubleLanes; i += 4) {
-          add_to_limbs(w.high[0] + channel + i, block.first + i, w.magic_high[0] + channel + i);
-          add_to_limbs(w.high[1] + channel + i, block.high + i, w.magic_high[1] + channel + i);
-          add_to_limbs(w.low[1] + channel + i, block.low + i, w.magic_low[1] + channel + i);
-        }
+        const auto add_to_limbs = [&](std::int64_t* limbs, const double* sums,
+                                      const double* magic) {
+          add_difference(limbs + channel + c, load_double(sums + c),
+                         load_double(magic + channel + c));
+        };
+        add_to_limbs(w.high[0], block.first, w.magic_high[0]);
+        add_to_limbs(w.high[1], block.high, w.magic_high[1]);
+        add_to_limbs(w.low[1], block.low, w.magic_low[1]);
       }
     }
   }

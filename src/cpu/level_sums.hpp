@@ -3,29 +3,16 @@
 
 constexpr int kParts = kLanes / kDoubleLanes;
 
-inline QuadV zero_quad() { return {_mm256_setzero_pd()}; }
-
-// Four quads, one per partial, to the four partials: the folds h = 2 and h = 1.
-inline QuadV fold_quads(QuadV a, QuadV b, QuadV c, QuadV d) {
-  const __m256d ab_even = _mm256_unpacklo_pd(a.v, b.v);
-  const __m256d ab_odd = _mm256_unpackhi_pd(a.v, b.v);
-  const __m256d cd_even = _mm256_unpacklo_pd(c.v, d.v);
-  const __m256d cd_odd = _mm256_unpackhi_pd(c.v, d.v);
-  const __m256d even = _mm256_add_pd(_mm256_permute2f128_pd(ab_even, cd_even, 0x20),
-                                     _mm256_permute2f128_pd(ab_even, cd_even, 0x31));
-  const __m256d odd = _mm256_add_pd(_mm256_permute2f128_pd(ab_odd, cd_odd, 0x20),
-                                    _mm256_permute2f128_pd(ab_odd, cd_odd, 0x31));
-  return {_mm256_add_pd(even, odd)};
-}
-
 // How far ahead contiguous passes ask for memory, in bytes: one core's hardware prefetchers stop at
-// every page.
-constexpr std::int64_t kSumsAhead = 2048;
+// every page. Further for two tensors, and lines were gone from the first cache before their use.
+constexpr std::int64_t kSumsAhead = 8192;
+constexpr std::int64_t kProductsAhead = 6144;
 
-/// Lane sums of one contiguous segment, folded to four lanes. kProduct: second = u*v, else u*u.
+/// Lane sums of one contiguous segment, folded to a vector. kProduct: second = u*v, else u*u.
 template <class T, bool kProduct>
-SYNCBN_INLINE void sum_segment(const T* u, const T* v, std::int64_t length, QuadV& first,
-                               QuadV& second) {
+SYNCBN_INLINE void sum_segment(const T* u, const T* v, std::int64_t length, DoubleV& first,
+                               DoubleV& second) {
+  constexpr std::int64_t kAhead = kProduct ? kProductsAhead : kSumsAhead;
   DoubleV a[kParts];
   DoubleV b[kParts];
   for (int p = 0; p < kParts; ++p) {
@@ -34,9 +21,9 @@ SYNCBN_INLINE void sum_segment(const T* u, const T* v, std::int64_t length, Quad
   }
   std::int64_t i = 0;
   for (; i + kLanes <= length; i += kLanes) {
-    prefetch(reinterpret_cast<const char*>(u + i) + kSumsAhead);
+    prefetch(reinterpret_cast<const char*>(u + i) + kAhead);
     if (kProduct) {
-      prefetch(reinterpret_cast<const char*>(v + i) + kSumsAhead);
+      prefetch(reinterpret_cast<const char*>(v + i) + kAhead);
     }
 #pragma GCC unroll 4
     for (int p = 0; p < kParts; ++p) {
@@ -56,22 +43,20 @@ SYNCBN_INLINE void sum_segment(const T* u, const T* v, std::int64_t length, Quad
       b[p] = fused(x, y, b[p]);
     }
   }
-  first = fold_to_quad(a);
-  second = fold_to_quad(b);
+  first = fold_segment(a);
+  second = fold_segment(b);
 }
 
-/// Four partials of both sums, each in the four lanes that are left of it.
+/// Both sums of kDoubleLanes segments, each in the lanes that are left of it.
 struct Partials {
-  QuadV first[4];
-  QuadV second[4];
+  DoubleV first[kDoubleLanes];
+  DoubleV second[kDoubleLanes];
   void clear_from(std::int64_t i) {
-    for (; i < 4; ++i) {
-      first[i] = zero_quad();
-      second[i] = zero_quad();
+    for (; i < kDoubleLanes; ++i) {
+      first[i] = zero_double();
+      second[i] = zero_double();
     }
   }
-  QuadV folded_first() const { return fold_quads(first[0], first[1], first[2], first[3]); }
-  QuadV folded_second() const { return fold_quads(second[0], second[1], second[2], second[3]); }
 };
 
 template <int>
@@ -118,20 +103,20 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
         sum_segment<T, kOf == SumsOf::kProduct>(u, v, length, to.first[i], to.second[i]);
       }
     };
-    // The same segment of four channels at a time, read in the order of memory.
+    // The same segment of several channels at a time, read in the order of memory.
     const auto sum_channels = [&]<int kSegments>(Count<kSegments>) {
-      for (std::int64_t c = 0; c < task.channels; c += 4) {
+      for (std::int64_t c = 0; c < task.channels; c += kDoubleLanes) {
         Partials partials[kSegments];
-        const std::int64_t some = minimum(4, task.channels - c);
+        const std::int64_t some = minimum(kDoubleLanes, task.channels - c);
         for (std::int64_t i = 0; i < some; ++i) {
           for (int s = 0; s < kSegments; ++s) {
             sum_one(c + i, begin + s, partials[s], i);
           }
         }
-        for (Partials& four : partials) {
-          four.clear_from(some);
-          merge_channels(windows, w, c, 0, four.folded_first());
-          merge_channels(windows, w, c, 1, four.folded_second());
+        for (Partials& all : partials) {
+          all.clear_from(some);
+          merge_channels(windows, w, c, 0, fold_segments(all.first));
+          merge_channels(windows, w, c, 1, fold_segments(all.second));
         }
       }
     };
@@ -140,15 +125,15 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
       continue;
     }
     for (std::int64_t c = 0; c < task.channels; ++c) {
-      for (std::int64_t s = begin; s < end; s += 4) {
-        Partials four;
-        const std::int64_t some = minimum(4, end - s);
-        four.clear_from(some);
+      for (std::int64_t s = begin; s < end; s += kDoubleLanes) {
+        Partials all;
+        const std::int64_t some = minimum(kDoubleLanes, end - s);
+        all.clear_from(some);
         for (std::int64_t i = 0; i < some; ++i) {
-          sum_one(c, s + i, four, i);
+          sum_one(c, s + i, all, i);
         }
-        merge_segments(windows, w, c, 0, four.folded_first());
-        merge_segments(windows, w, c, 1, four.folded_second());
+        merge_segments(windows, w, c, 0, fold_segments(all.first));
+        merge_segments(windows, w, c, 1, fold_segments(all.second));
       }
     }
   }

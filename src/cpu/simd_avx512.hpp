@@ -10,9 +10,6 @@ struct FloatV {
 struct DoubleV {
   __m512d v;
 };
-struct QuadV {
-  __m256d v;
-};
 
 inline __mmask16 lane_mask(std::int64_t n) {
   return static_cast<__mmask16>(n >= 16 ? 0xffffu : (1u << n) - 1u);
@@ -79,7 +76,10 @@ inline FloatV rounded(FloatV a, T type) {
   return {widen(narrow(a.v, type), type)};
 }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Always inline: GCC drops calls of a function that does nothing else.
+__attribute__((always_inline)) inline void prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
 
 inline FloatV broadcast(float v) { return {_mm512_set1_ps(v)}; }
 inline FloatV operator+(FloatV a, FloatV b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -157,8 +157,30 @@ inline BitsV minus_one(BitsV a) { return {_mm512_add_epi32(a.v, _mm512_set1_epi3
 inline BitsV larger(BitsV a, BitsV b) { return {_mm512_max_epu32(a.v, b.v)}; }
 inline BitsV smaller(BitsV a, BitsV b) { return {_mm512_min_epu32(a.v, b.v)}; }
 
-// Lanes 0..15 of a segment: the folds h = 8 and h = 4.
-inline QuadV fold_to_quad(const DoubleV (&lanes)[2]) {
-  const __m512d eight = _mm512_add_pd(lanes[0].v, lanes[1].v);
-  return {_mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1))};
+inline DoubleV broadcast(double v) { return {_mm512_set1_pd(v)}; }
+inline DoubleV magnitude(DoubleV a) { return {_mm512_abs_pd(a.v)}; }
+/// Where a < b and c == d; as bits, lane 0 lowest.
+inline unsigned less_and_equal(DoubleV a, DoubleV b, DoubleV c, DoubleV d) {
+  return _mm512_mask_cmp_pd_mask(_mm512_cmp_pd_mask(a.v, b.v, _CMP_LT_OQ), c.v, d.v, _CMP_EQ_OQ);
+}
+/// to[i] += bits of a - bits of b, as integers.
+inline void add_difference(std::int64_t* to, DoubleV a, DoubleV b) {
+  const __m512i difference = _mm512_sub_epi64(_mm512_castpd_si512(a.v), _mm512_castpd_si512(b.v));
+  _mm512_store_si512(to, _mm512_add_epi64(_mm512_load_si512(to), difference));
+}
+
+/// Lanes 0..15 of a segment to a vector of lanes: the fold h = 8.
+inline DoubleV fold_segment(const DoubleV (&lanes)[2]) { return lanes[0] + lanes[1]; }
+/// That of each of eight segments to their partials: the folds h = 4, h = 2 and h = 1.
+inline DoubleV fold_segments(const DoubleV (&of)[8]) {
+  const auto four = [](DoubleV a, DoubleV b) {
+    return _mm512_add_pd(_mm512_shuffle_f64x2(a.v, b.v, 0x44),
+                         _mm512_shuffle_f64x2(a.v, b.v, 0xee));
+  };
+  const auto two = [](__m512d a, __m512d b) {
+    return _mm512_add_pd(_mm512_shuffle_f64x2(a, b, 0x88), _mm512_shuffle_f64x2(a, b, 0xdd));
+  };
+  const __m512d even = two(four(of[0], of[2]), four(of[4], of[6]));
+  const __m512d odd = two(four(of[1], of[3]), four(of[5], of[7]));
+  return {_mm512_add_pd(_mm512_unpacklo_pd(even, odd), _mm512_unpackhi_pd(even, odd))};
 }
