@@ -10,7 +10,6 @@
 
 constexpr std::int64_t kLaneRows = 4;
 constexpr std::int64_t kBlockRows = kLaneRows * kLanes;
-constexpr std::int64_t kBlockChannels = 64;
 constexpr std::int64_t kColumn = 16;  ///< channels at a time
 
 /// Rows of one segment, for neighbouring channels.
@@ -44,52 +43,6 @@ struct RowBlock {
   std::int64_t left;     ///< rows of the segment from `row` on
   std::int64_t rows;
   std::int64_t channels;
-};
-
-/// Asks for a block, of two tensors if kBoth, a row for each column of each lane that is summed.
-template <class T, bool kBoth>
-class Ahead {
- public:
-  Ahead(const SumsTask& task, const RowBlock& block) {
-    if (block.unit == task.unit_end) {
-      return;
-    }
-    rows_ = block.rows;
-    u_ = block.of<T>(task.u);
-    u_step_ = step(task.u, block);
-    if (kBoth) {
-      v_ = block.of<T>(task.v);
-      v_step_ = step(task.v, block);
-    }
-  }
-  SYNCBN_INLINE void ask() {
-    if (rows_ == 0) {
-      return;
-    }
-    --rows_;
-#pragma GCC unroll 4
-    for (std::int64_t i = 0; i < kBlockChannels; i += kLine) {
-      _mm_prefetch(u_ + i, _MM_HINT_T1);
-      if (kBoth) {
-        _mm_prefetch(v_ + i, _MM_HINT_T1);
-      }
-    }
-    u_ += u_step_;
-    v_ += kBoth ? v_step_ : 0;
-  }
-
- private:
-  static constexpr std::int64_t kLine = kCacheLine / static_cast<std::int64_t>(sizeof(T));
-  /// Several rows where they are short and follow one another.
-  static std::int64_t step(const Operand& operand, const RowBlock& block) {
-    return operand.element_stride == block.channels ? kBlockChannels : operand.element_stride;
-  }
-
-  std::int64_t rows_ = 0;
-  const T* u_ = nullptr;
-  const T* v_ = nullptr;
-  std::int64_t u_step_ = 0;
-  std::int64_t v_step_ = 0;
 };
 
 /// Adds kRows rows of one lane, `u_step` and `v_step` elements apart, for `channels` channels.
@@ -209,7 +162,15 @@ void sum_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
   while (next.unit < task.unit_end) {
     const RowBlock block = next;
     next = block.next(task);
-    Ahead<T, kProduct> ahead(task, next);
+    Ahead<T, kProduct> ahead;
+    if (next.unit < task.unit_end) {
+      ahead = {next.of<T>(task.u),
+               task.u.element_stride,
+               kProduct ? next.of<T>(task.v) : nullptr,
+               task.v.element_stride,
+               next.rows,
+               next.channels};
+    }
     const std::uint8_t* mask =
         task.mask == nullptr ? nullptr
                              : task.mask + block.sample * task.plane + block.segment + block.row;
