@@ -73,3 +73,24 @@ SYNCBN_INLINE void merge_segments(Windows& windows, const WindowArrays& w, std::
     p = push_outside(windows, channel, 0, sum, p, s.fits);
   }
 }
+
+/// Adds 2 * kDoubleLanes elements u, and u*v (or u*u), to both sums, in load_pair's order; of the
+/// first n of them unless kWhole.
+template <class T, bool kProduct, bool kWhole>
+SYNCBN_INLINE void add_pair(const T* u, const T* v, std::int64_t n, DoubleV* first,
+                            DoubleV* second) {
+  const auto load = [n](const T* p, DoubleV(&to)[2]) __attribute__((always_inline)) {
+    kWhole ? load_pair(p, to[0], to[1]) : load_pair_partial(p, n, to[0], to[1]);
+  };
+  DoubleV x[2];
+  load(u, x);
+  DoubleV y[2] = {x[0], x[1]};
+  if (kProduct) {
+    load(v, y);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    first[i] = first[i] + x[i];
+    second[i] = fused(x[i], y[i], second[i]);
+  }
+}

@@ -65,11 +65,9 @@ inline void add_rows(const T* u, std::int64_t u_step, const T* v, std::int64_t v
 #pragma GCC unroll 4
     for (int k = 0; k < kRows; ++k) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kVectors; ++i) {
-        const DoubleV x = load_double(u + k * u_step + c + i * kDoubleLanes);
-        const DoubleV y = kProduct ? load_double(v + k * v_step + c + i * kDoubleLanes) : x;
-        a[i] = a[i] + x;
-        b[i] = fused(x, y, b[i]);
+      for (int i = 0; i < kVectors; i += 2) {
+        const std::int64_t at = c + i * kDoubleLanes;
+        add_pair<T, kProduct, true>(u + k * u_step + at, v + k * v_step + at, 0, a + i, b + i);
       }
     }
 #pragma GCC unroll 4
@@ -129,14 +127,13 @@ __attribute__((noinline)) void add_counting_rows(const std::uint8_t* mask, std::
   }
 }
 
-/// Accumulators of a block; [lane][sum][channel].
+/// Accumulators of a block; [lane][sum][channel], whole columns in load_pair's order.
 struct LaneSums {
   alignas(64) double sums[kLanes][2][kBlockChannels];
 };
 
-/// Folds the lanes of kDoubleLanes channels and merges the partials.
-inline void merge_lanes(Windows& windows, const WindowArrays& w, const LaneSums& of,
-                        std::int64_t channel, std::int64_t c, int sum) {
+/// Folds the lanes of kDoubleLanes channels.
+inline DoubleV fold_lanes(const LaneSums& of, std::int64_t c, int sum) {
   DoubleV lane[8];
   for (int l = 0; l < 8; ++l) {
     lane[l] = load_double(of.sums[l][sum] + c) + load_double(of.sums[l + 8][sum] + c);
@@ -146,7 +143,26 @@ inline void merge_lanes(Windows& windows, const WindowArrays& w, const LaneSums&
       lane[l] = lane[l] + lane[l + h];
     }
   }
-  merge_channels(windows, w, channel + c, sum, lane[0]);
+  return lane[0];
+}
+
+/// Merges the partials of a block's channels.
+template <class T>
+inline void merge_lanes(Windows& windows, const WindowArrays& w, const LaneSums& of,
+                        std::int64_t channel, std::int64_t channels) {
+  for (int sum = 0; sum < 2; ++sum) {
+    std::int64_t c = 0;
+    for (; c + 2 * kDoubleLanes <= channels / kColumn * kColumn; c += 2 * kDoubleLanes) {
+      DoubleV a = fold_lanes(of, c, sum);
+      DoubleV b = fold_lanes(of, c + kDoubleLanes, sum);
+      in_order(a, b, T{});
+      merge_channels(windows, w, channel + c, sum, a);
+      merge_channels(windows, w, channel + c + kDoubleLanes, sum, b);
+    }
+    for (; c < channels; c += kDoubleLanes) {
+      merge_channels(windows, w, channel + c, sum, fold_lanes(of, c, sum));
+    }
+  }
 }
 
 template <class T, SumsOf kOf>
@@ -213,9 +229,6 @@ void sum_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
     if (block.left > block.rows) {
       continue;
     }
-    for (std::int64_t c = 0; c < block.channels; c += kDoubleLanes) {
-      merge_lanes(windows, w, lanes, block.channel, c, 0);
-      merge_lanes(windows, w, lanes, block.channel, c, 1);
-    }
+    merge_lanes<T>(windows, w, lanes, block.channel, block.channels);
   }
 }

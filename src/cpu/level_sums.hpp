@@ -26,22 +26,19 @@ SYNCBN_INLINE void sum_segment(const T* u, const T* v, std::int64_t length, Doub
       prefetch(reinterpret_cast<const char*>(v + i) + kAhead);
     }
 #pragma GCC unroll 4
-    for (int p = 0; p < kParts; ++p) {
-      const DoubleV x = load_double(u + i + p * kDoubleLanes);
-      const DoubleV y = kProduct ? load_double(v + i + p * kDoubleLanes) : x;
-      a[p] = a[p] + x;
-      b[p] = fused(x, y, b[p]);
+    for (int p = 0; p < kParts; p += 2) {
+      const std::int64_t at = i + p * kDoubleLanes;
+      add_pair<T, kProduct, true>(u + at, v + at, 0, a + p, b + p);
     }
   }
 #pragma GCC unroll 4
-  for (int p = 0; p < kParts; ++p) {
-    const std::int64_t left = length - i - p * kDoubleLanes;
-    if (left > 0) {
-      const DoubleV x = load_double_partial(u + i + p * kDoubleLanes, left);
-      const DoubleV y = kProduct ? load_double_partial(v + i + p * kDoubleLanes, left) : x;
-      a[p] = a[p] + x;
-      b[p] = fused(x, y, b[p]);
+  for (int p = 0; p < kParts; p += 2) {
+    const std::int64_t at = i + p * kDoubleLanes;
+    if (at < length) {
+      add_pair<T, kProduct, false>(u + at, v + at, length - at, a + p, b + p);
     }
+    in_order(a[p], a[p + 1], T{});
+    in_order(b[p], b[p + 1], T{});
   }
   first = fold_segment(a);
   second = fold_segment(b);

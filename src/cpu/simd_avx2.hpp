@@ -139,11 +139,11 @@ inline DoubleV load_double_partial(const float* p, std::int64_t n) {
 }
 template <class T>
 inline DoubleV load_double_partial(const T* p, std::int64_t n) {
-  T buffer[kDoubleLanes] = {};
+  std::uint64_t words = 0;  // a load of what narrower stores wrote would have to wait for them
   for (std::int64_t i = 0; i < n && i < kDoubleLanes; ++i) {
-    buffer[i] = p[i];
+    words |= std::uint64_t{p[i].bits} << (16 * i);
   }
-  return load_double(buffer);
+  return load_double(reinterpret_cast<const T*>(&words));
 }
 
 inline DoubleV zero_double() { return {_mm256_setzero_pd()}; }
@@ -193,6 +193,21 @@ inline void add_difference(std::int64_t* to, DoubleV a, DoubleV b) {
   const __m256i difference = _mm256_sub_epi64(_mm256_castpd_si256(a.v), _mm256_castpd_si256(b.v));
   _mm256_store_si256(at, _mm256_add_epi64(_mm256_load_si256(at), difference));
 }
+
+/// 2 * kDoubleLanes elements, here in their order.
+template <class T>
+inline void load_pair(const T* p, DoubleV& a, DoubleV& b) {
+  a = load_double(p);
+  b = load_double(p + kDoubleLanes);
+}
+/// The first n > 0 of them, and +0.
+template <class T>
+inline void load_pair_partial(const T* p, std::int64_t n, DoubleV& a, DoubleV& b) {
+  a = load_double_partial(p, n);
+  b = n > kDoubleLanes ? load_double_partial(p + kDoubleLanes, n - kDoubleLanes) : zero_double();
+}
+template <class T>
+inline void in_order(DoubleV&, DoubleV&, T) {}
 
 /// Lanes 0..15 of a segment to a vector of lanes: the folds h = 8 and h = 4.
 inline DoubleV fold_segment(const DoubleV (&lanes)[4]) {

@@ -169,6 +169,41 @@ inline void add_difference(std::int64_t* to, DoubleV a, DoubleV b) {
   _mm512_store_si512(to, _mm512_add_epi64(_mm512_load_si512(to), difference));
 }
 
+/// 2 * kDoubleLanes elements in an order that is quick to make; in_order undoes it. bfloat16: those
+/// at even and at odd places, which a shift and an and take out of words without a shuffle.
+template <class T>
+inline void load_pair(const T* p, DoubleV& a, DoubleV& b) {
+  a = load_double(p);
+  b = load_double(p + kDoubleLanes);
+}
+inline void split_words(__m256i words, DoubleV& even, DoubleV& odd) {
+  asm("" : "+v"(words));  // or GCC loads them twice
+  const __m256i high = _mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  even = {_mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)))};
+  odd = {_mm512_cvtps_pd(_mm256_castsi256_ps(high))};
+}
+inline void load_pair(const BFloat16* p, DoubleV& even, DoubleV& odd) {
+  split_words(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), even, odd);
+}
+/// The first n > 0 of them, and +0.
+template <class T>
+inline void load_pair_partial(const T* p, std::int64_t n, DoubleV& a, DoubleV& b) {
+  a = load_double_partial(p, n);
+  b = n > kDoubleLanes ? load_double_partial(p + kDoubleLanes, n - kDoubleLanes) : zero_double();
+}
+inline void load_pair_partial(const BFloat16* p, std::int64_t n, DoubleV& even, DoubleV& odd) {
+  split_words(_mm256_maskz_loadu_epi16(lane_mask(n), p), even, odd);
+}
+template <class T>
+inline void in_order(DoubleV&, DoubleV&, T) {}
+inline void in_order(DoubleV& a, DoubleV& b, BFloat16) {
+  const __m512i low = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+  const __m512i high = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
+  const DoubleV even = a;
+  a = {_mm512_permutex2var_pd(even.v, low, b.v)};
+  b = {_mm512_permutex2var_pd(even.v, high, b.v)};
+}
+
 /// Lanes 0..15 of a segment to a vector of lanes: the fold h = 8.
 inline DoubleV fold_segment(const DoubleV (&lanes)[2]) { return lanes[0] + lanes[1]; }
 /// That of each of eight segments to their partials: the folds h = 4, h = 2 and h = 1.
