@@ -19,6 +19,7 @@ namespace {
 #include "cpu/level_merge.hpp"
 #include "cpu/level_single_rows.hpp"
 #include "cpu/level_sums.hpp"
+#include "cpu/level_row_sums.hpp"
 #include "cpu/level_finalize.hpp"
 #include "cpu/level_table.hpp"
 // clang-format on

@@ -6,80 +6,91 @@
 // much else there is in the file.
 #define SYNCBN_INLINE __attribute__((always_inline)) inline
 
-/// A partial split into the two limbs of a window, and whether it fits.
+/// Partials split into the two limbs of windows, and which of them fit.
 struct Split {
-  __m256d high;
-  __m256d low;
-  int fits;
+  DoubleV high;
+  DoubleV low;
+  unsigned fits;
 };
+constexpr unsigned kAllFit = (1u << kDoubleLanes) - 1;
 
-inline Split split(__m256d p, __m256d magic_high, __m256d magic_low, __m256d bound) {
-  const __m256d magnitude =
-      _mm256_and_pd(p, _mm256_castsi256_pd(_mm256_set1_epi64x(0x7fffffffffffffffLL)));
+inline Split split(DoubleV p, DoubleV magic_high, DoubleV magic_low, DoubleV bound) {
   Split s;
-  s.high = _mm256_add_pd(p, magic_high);
-  const __m256d rest = _mm256_sub_pd(p, _mm256_sub_pd(s.high, magic_high));
-  s.low = _mm256_add_pd(rest, magic_low);
-  const __m256d exact = _mm256_cmp_pd(_mm256_sub_pd(s.low, magic_low), rest, _CMP_EQ_OQ);
-  s.fits = _mm256_movemask_pd(_mm256_and_pd(exact, _mm256_cmp_pd(magnitude, bound, _CMP_LT_OQ)));
+  s.high = p + magic_high;
+  const DoubleV rest = p - (s.high - magic_high);
+  s.low = rest + magic_low;
+  s.fits = less_and_equal(magnitude(p), bound, s.low - magic_low, rest);
   return s;
 }
 
-inline __m256i limb(__m256d sum, __m256d magic) {
-  return _mm256_sub_epi64(_mm256_castpd_si256(sum), _mm256_castpd_si256(magic));
-}
-
 /// Hands over the partials that do not fit and takes them out of p.
-__attribute__((noinline)) __m256d push_outside(Windows& windows, std::int64_t channel, int step,
-                                               int sum, __m256d p, int fits) {
-  alignas(32) double values[4];
-  _mm256_store_pd(values, p);
-  for (int i = 0; i < 4; ++i) {
+__attribute__((noinline)) DoubleV push_outside(Windows& windows, std::int64_t channel, int step,
+                                               int sum, DoubleV p, unsigned fits) {
+  alignas(64) double values[kDoubleLanes];
+  store_double(values, p);
+  for (int i = 0; i < kDoubleLanes; ++i) {
     if ((fits >> i & 1) == 0) {
       add_outside_window(windows, channel + i * step, sum, values[i]);
       values[i] = 0.0;
     }
   }
-  return _mm256_load_pd(values);
+  return load_double(values);
 }
 
-/// Merges one partial of each of four neighbouring channels.
+/// Merges one partial of each of kDoubleLanes neighbouring channels.
 SYNCBN_INLINE void merge_channels(Windows& windows, const WindowArrays& w, std::int64_t channel,
-                                  int sum, QuadV partials) {
-  __m256d p = partials.v;
+                                  int sum, DoubleV p) {
   while (true) {
-    const __m256d magic_high = _mm256_load_pd(w.magic_high[sum] + channel);
-    const __m256d magic_low = _mm256_load_pd(w.magic_low[sum] + channel);
-    const Split s = split(p, magic_high, magic_low, _mm256_load_pd(w.bound[sum] + channel));
-    if (__builtin_expect(s.fits == 15, 1)) {
-      auto* high = reinterpret_cast<__m256i*>(w.high[sum] + channel);
-      auto* low = reinterpret_cast<__m256i*>(w.low[sum] + channel);
-      _mm256_store_si256(high, _mm256_add_epi64(_mm256_load_si256(high), limb(s.high, magic_high)));
-      _mm256_store_si256(low, _mm256_add_epi64(_mm256_load_si256(low), limb(s.low, magic_low)));
+    const DoubleV magic_high = load_double(w.magic_high[sum] + channel);
+    const DoubleV magic_low = load_double(w.magic_low[sum] + channel);
+    const Split s = split(p, magic_high, magic_low, load_double(w.bound[sum] + channel));
+    if (__builtin_expect(static_cast<long>(s.fits == kAllFit), 1) != 0) {
+      add_difference(w.high[sum] + channel, s.high, magic_high);
+      add_difference(w.low[sum] + channel, s.low, magic_low);
       return;
     }
     p = push_outside(windows, channel, 1, sum, p, s.fits);
   }
 }
 
-inline std::int64_t horizontal_sum(__m256i v) {
-  const __m128i s = _mm_add_epi64(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-  return _mm_extract_epi64(s, 0) + _mm_extract_epi64(s, 1);
-}
-
-/// Merges four partials of one channel.
+/// Merges kDoubleLanes partials of one channel.
 SYNCBN_INLINE void merge_segments(Windows& windows, const WindowArrays& w, std::int64_t channel,
-                                  int sum, QuadV partials) {
-  __m256d p = partials.v;
+                                  int sum, DoubleV p) {
   while (true) {
-    const __m256d magic_high = _mm256_set1_pd(w.magic_high[sum][channel]);
-    const __m256d magic_low = _mm256_set1_pd(w.magic_low[sum][channel]);
-    const Split s = split(p, magic_high, magic_low, _mm256_set1_pd(w.bound[sum][channel]));
-    if (__builtin_expect(s.fits == 15, 1)) {
-      w.high[sum][channel] += horizontal_sum(limb(s.high, magic_high));
-      w.low[sum][channel] += horizontal_sum(limb(s.low, magic_low));
+    const DoubleV magic_high = broadcast(w.magic_high[sum][channel]);
+    const DoubleV magic_low = broadcast(w.magic_low[sum][channel]);
+    const Split s = split(p, magic_high, magic_low, broadcast(w.bound[sum][channel]));
+    if (__builtin_expect(static_cast<long>(s.fits == kAllFit), 1) != 0) {
+      alignas(64) std::int64_t limbs[2][kDoubleLanes] = {};
+      add_difference(limbs[0], s.high, magic_high);
+      add_difference(limbs[1], s.low, magic_low);
+      for (int i = 0; i < kDoubleLanes; ++i) {
+        w.high[sum][channel] += limbs[0][i];
+        w.low[sum][channel] += limbs[1][i];
+      }
       return;
     }
     p = push_outside(windows, channel, 0, sum, p, s.fits);
+  }
+}
+
+/// Adds 2 * kDoubleLanes elements u, and u*v (or u*u), to both sums, in load_pair's order; of the
+/// first n of them unless kWhole.
+template <class T, bool kProduct, bool kWhole>
+SYNCBN_INLINE void add_pair(const T* u, const T* v, std::int64_t n, DoubleV* first,
+                            DoubleV* second) {
+  const auto load = [n](const T* p, DoubleV(&to)[2]) __attribute__((always_inline)) {
+    kWhole ? load_pair(p, to[0], to[1]) : load_pair_partial(p, n, to[0], to[1]);
+  };
+  DoubleV x[2];
+  load(u, x);
+  DoubleV y[2] = {x[0], x[1]};
+  if (kProduct) {
+    load(v, y);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    first[i] = first[i] + x[i];
+    second[i] = fused(x[i], y[i], second[i]);
   }
 }

@@ -9,33 +9,61 @@
 
 // 2^6 lower limbs of at most 2^(kLowBits - 1) each stay within the magic number's binade.
 constexpr std::int64_t kExactRows = 64;
-constexpr std::int64_t kExactChannels = 256;
-constexpr std::int64_t kRowsTogether = 8;
+/// Channels that kernels of rows take at a time.
+constexpr std::int64_t kBlockChannels = 64;
 
-struct ExactBlock {
-  alignas(64) double first[kExactChannels];
-  alignas(64) double high[kExactChannels];  ///< of the second sum
-  alignas(64) double low[kExactChannels];
-  /// Of |u| and |v|, as bits; the smallest nonzero less one, so that 0 comes last.
-  alignas(64) std::uint32_t largest[2][kExactChannels];
-  alignas(64) std::uint32_t smallest[2][kExactChannels];
+/// Asks for a block of rows, of two tensors if kBoth, row after row and into the second cache: what
+/// hardware prefetchers do not do where kernels go through the block in columns or lanes.
+template <class T, bool kBoth>
+class Ahead {
+ public:
+  Ahead() = default;
+  Ahead(const T* u, std::int64_t u_step, const T* v, std::int64_t v_step, std::int64_t rows,
+        std::int64_t channels)
+      : rows_(rows),
+        u_(u),
+        v_(v),
+        u_step_(step(u_step, channels)),
+        v_step_(step(v_step, channels)) {}
+  /// The next row.
+  SYNCBN_INLINE void ask() {
+    if (rows_ == 0) {
+      return;
+    }
+    --rows_;
+#pragma GCC unroll 4
+    for (std::int64_t i = 0; i < kBlockChannels; i += kLine) {
+      _mm_prefetch(u_ + i, _MM_HINT_T1);
+      if (kBoth) {
+        _mm_prefetch(v_ + i, _MM_HINT_T1);
+      }
+    }
+    u_ += u_step_;
+    v_ += kBoth ? v_step_ : 0;
+  }
+
+ private:
+  static constexpr std::int64_t kLine = kCacheLine / static_cast<std::int64_t>(sizeof(T));
+  /// Several rows where they are short and follow one another.
+  static std::int64_t step(std::int64_t stride, std::int64_t channels) {
+    return stride == channels ? kBlockChannels : stride;
+  }
+
+  std::int64_t rows_ = 0;
+  const T* u_ = nullptr;
+  const T* v_ = nullptr;
+  std::int64_t u_step_ = 0;
+  std::int64_t v_step_ = 0;
 };
 
-inline void begin_block(ExactBlock& block, const WindowArrays& w, std::int64_t channel,
-                        std::int64_t channels) {
-  const std::int64_t padded = (channels + kFloatLanes - 1) / kFloatLanes * kFloatLanes;
-  for (std::int64_t c = 0; c < padded; c += kDoubleLanes) {
-    store_double(block.first + c, load_double(w.magic_high[0] + channel + c));
-    store_double(block.high + c, load_double(w.magic_high[1] + channel + c));
-    store_double(block.low + c, load_double(w.magic_low[1] + channel + c));
-  }
-  for (std::int64_t c = 0; c < channels; c += kFloatLanes) {
-    for (int k = 0; k < 2; ++k) {
-      store_bits_of(block.largest[k] + c, broadcast_bits(0));
-      store_bits_of(block.smallest[k] + c, broadcast_bits(0xffffffffu));
-    }
-  }
-}
+struct ExactBlock {
+  alignas(64) double first[kBlockChannels];
+  alignas(64) double high[kBlockChannels];  ///< of the second sum
+  alignas(64) double low[kBlockChannels];
+  /// Of |u| and |v|, as bits; the smallest nonzero less one, so that 0 comes last.
+  alignas(64) std::uint32_t largest[2][kBlockChannels];
+  alignas(64) std::uint32_t smallest[2][kBlockChannels];
+};
 
 /// The second sum of half a vector of floats.
 struct SecondSum {
@@ -48,6 +76,9 @@ struct SecondSum {
   }
 };
 
+/// Rows of a vector for one row of the next block that is asked for.
+constexpr std::int64_t kRowsAsked = kBlockChannels / kFloatLanes;
+
 struct Extremes {
   BitsV largest;
   BitsV smallest;
@@ -58,32 +89,35 @@ struct Extremes {
   }
 };
 
-/// Adds `rows` rows of one vector of channels.
+/// Adds `rows` rows of one vector of channels, of which w is the windows'.
 template <class T, bool kProduct, bool kWhole>
-SYNCBN_INLINE void add_exactly(ExactBlock& block, std::int64_t c, std::int64_t channels,
-                               std::int64_t rows, const T* u, std::int64_t u_step, const T* v,
-                               std::int64_t v_step, const std::uint8_t* mask) {
+SYNCBN_INLINE void add_exactly(ExactBlock& block, const WindowArrays& w, std::int64_t channel,
+                               std::int64_t c, std::int64_t channels, std::int64_t rows, const T* u,
+                               std::int64_t u_step, const T* v, std::int64_t v_step,
+                               const std::uint8_t* mask, Ahead<T, kProduct>& ahead) {
   DoubleV first[2];
   SecondSum second[2];
-  Extremes of_u{load_bits_of(block.largest[0] + c), load_bits_of(block.smallest[0] + c)};
-  Extremes of_v{load_bits_of(block.largest[1] + c), load_bits_of(block.smallest[1] + c)};
+  Extremes of_u{broadcast_bits(0), broadcast_bits(0xffffffffu)};
+  Extremes of_v = of_u;
   for (int i = 0; i < 2; ++i) {
-    first[i] = load_double(block.first + c + i * kDoubleLanes);
-    second[i].high = load_double(block.high + c + i * kDoubleLanes);
-    second[i].low = load_double(block.low + c + i * kDoubleLanes);
+    const std::int64_t at = channel + c + i * kDoubleLanes;
+    first[i] = load_double(w.magic_high[0] + at);
+    second[i].high = load_double(w.magic_high[1] + at);
+    second[i].low = load_double(w.magic_low[1] + at);
   }
   for (std::int64_t k = 0; k < rows; ++k) {
+    if (k % kRowsAsked == 0) {
+      ahead.ask();
+    }
     if (mask != nullptr && mask[k] == 0) {
       continue;
     }
     const T* from = u + k * u_step + c;
-    prefetch(from + kRowsTogether * u_step);
     const FloatV x = kWhole ? load(from) : load_partial(from, channels - c);
     of_u.take(x);
     FloatV y = x;
     if (kProduct) {
       const T* other = v + k * v_step + c;
-      prefetch(other + kRowsTogether * v_step);
       y = kWhole ? load(other) : load_partial(other, channels - c);
       of_v.take(y);
     }
@@ -152,13 +186,6 @@ inline bool was_exact(const ExactBlock& block, const WindowArrays& w, std::int64
          15;
 }
 
-/// Adds what an accumulator holds beyond its magic number to four channels' limbs.
-inline void add_to_limbs(std::int64_t* limbs, const double* sums, const double* magic) {
-  auto* to = reinterpret_cast<__m256i*>(limbs);
-  _mm256_store_si256(to, _mm256_add_epi64(_mm256_load_si256(to),
-                                          limb(_mm256_load_pd(sums), _mm256_load_pd(magic))));
-}
-
 /// Merges the elements of a few rows, kDoubleLanes channels from channel + c on, one by one.
 template <class T, bool kProduct>
 __attribute__((noinline)) void merge_elements(Windows& windows, const WindowArrays& w,
@@ -166,7 +193,6 @@ __attribute__((noinline)) void merge_elements(Windows& windows, const WindowArra
                                               std::int64_t channels, std::int64_t rows, const T* u,
                                               std::int64_t u_step, const T* v, std::int64_t v_step,
                                               const std::uint8_t* mask) {
-  alignas(64) double values[2][kDoubleLanes];
   const std::int64_t left = channels - c;
   for (std::int64_t k = 0; k < rows; ++k) {
     if (mask != nullptr && mask[k] == 0) {
@@ -178,12 +204,8 @@ __attribute__((noinline)) void merge_elements(Windows& windows, const WindowArra
     const DoubleV x = whole ? load_double(from) : load_double_partial(from, left);
     const DoubleV y = !kProduct ? x : whole ? load_double(other) : load_double_partial(other, left);
     // Adding to +0 turns -0 into +0, as a lane does.
-    store_double(values[0], zero_double() + x);
-    store_double(values[1], fused(x, y, zero_double()));
-    for (int i = 0; i < kDoubleLanes && i < left; i += 4) {
-      merge_channels(windows, w, channel + c + i, 0, {_mm256_load_pd(values[0] + i)});
-      merge_channels(windows, w, channel + c + i, 1, {_mm256_load_pd(values[1] + i)});
-    }
+    merge_channels(windows, w, channel + c, 0, zero_double() + x);
+    merge_channels(windows, w, channel + c, 1, fused(x, y, zero_double()));
   }
 }
 
@@ -192,20 +214,20 @@ enum class SumsOf : std::uint8_t { kSquare, kProduct, kActivated, kMasked };
 template <class T, SumsOf kOf>
 void sum_single_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
   constexpr bool kProduct = kOf != SumsOf::kSquare;
-  alignas(64) T buffer[kOf == SumsOf::kActivated ? kExactRows * kExactChannels : 1];
+  alignas(64) T buffer[kOf == SumsOf::kActivated ? kExactRows * kBlockChannels : 1];
   ExactBlock block;
   for (std::int64_t n = task.unit_begin; n < task.unit_end; n += kExactRows) {
     const std::int64_t rows = minimum(kExactRows, task.unit_end - n);
     const std::uint8_t* mask = task.mask == nullptr ? nullptr : task.mask + n;
-    for (std::int64_t channel = 0; channel < task.channels; channel += kExactChannels) {
-      const std::int64_t channels = minimum(kExactChannels, task.channels - channel);
+    for (std::int64_t channel = 0; channel < task.channels; channel += kBlockChannels) {
+      const std::int64_t channels = minimum(kBlockChannels, task.channels - channel);
       const T* u = plane_of<T>(task.u, n, 0) + channel;
       std::int64_t u_step = task.u.sample_stride;
       const T* v = kProduct ? plane_of<T>(task.v, n, 0) + channel : u;
       const std::int64_t v_step = kProduct ? task.v.sample_stride : u_step;
       if (kOf == SumsOf::kActivated) {
         const bool keep = task.out.data != nullptr;
-        u_step = keep ? task.out.sample_stride : kExactChannels;
+        u_step = keep ? task.out.sample_stride : kBlockChannels;
         T* target = keep ? output_of<T>(task.out, n, 0) + channel : buffer;
         for (std::int64_t k = 0; k < rows; ++k) {
           if (mask != nullptr && mask[k] == 0) {
@@ -216,23 +238,28 @@ void sum_single_rows(const SumsTask& task, Windows& windows, const WindowArrays&
         }
         u = target;
       }
-      begin_block(block, w, channel, channels);
-      for (std::int64_t k = 0; k < rows; k += kRowsTogether) {
-        const std::int64_t some = minimum(kRowsTogether, rows - k);
-        const std::uint8_t* some_mask = mask == nullptr ? nullptr : mask + k;
-        const T* u_rows = u + k * u_step;
-        const T* v_rows = v + k * v_step;
-        std::int64_t c = 0;
-        for (; c + kFloatLanes <= channels; c += kFloatLanes) {
-          add_exactly<T, kProduct, true>(block, c, channels, some, u_rows, u_step, v_rows, v_step,
-                                         some_mask);
-        }
-        if (c < channels) {
-          add_exactly<T, kProduct, false>(block, c, channels, some, u_rows, u_step, v_rows, v_step,
-                                          some_mask);
-        }
+      Ahead<T, kProduct> ahead;
+      const bool last = channel + kBlockChannels >= task.channels;
+      if (!last || n + rows < task.unit_end) {
+        const std::int64_t next_n = last ? n + rows : n;
+        const std::int64_t next = last ? 0 : channel + kBlockChannels;
+        ahead = {plane_of<T>(task.u, next_n, 0) + next,
+                 task.u.sample_stride,
+                 kProduct ? plane_of<T>(task.v, next_n, 0) + next : nullptr,
+                 task.v.sample_stride,
+                 minimum(kExactRows, task.unit_end - next_n),
+                 minimum(kBlockChannels, task.channels - next)};
       }
-      for (std::int64_t c = 0; c < channels; c += kDoubleLanes) {
+      std::int64_t c = 0;
+      for (; c + kFloatLanes <= channels; c += kFloatLanes) {
+        add_exactly<T, kProduct, true>(block, w, channel, c, channels, rows, u, u_step, v, v_step,
+                                       mask, ahead);
+      }
+      if (c < channels) {
+        add_exactly<T, kProduct, false>(block, w, channel, c, channels, rows, u, u_step, v, v_step,
+                                        mask, ahead);
+      }
+      for (c = 0; c < channels; c += kDoubleLanes) {
         bool exact = true;
         for (int i = 0; i < kDoubleLanes; i += 4) {
           exact = exact && was_exact<T, kProduct>(block, w, channel, c + i);
@@ -242,11 +269,14 @@ void sum_single_rows(const SumsTask& task, Windows& windows, const WindowArrays&
                                       mask);
           continue;
         }
-        for (std::int64_t i = c; i < c + kDoubleLanes; i += 4) {
-          add_to_limbs(w.high[0] + channel + i, block.first + i, w.magic_high[0] + channel + i);
-          add_to_limbs(w.high[1] + channel + i, block.high + i, w.magic_high[1] + channel + i);
-          add_to_limbs(w.low[1] + channel + i, block.low + i, w.magic_low[1] + channel + i);
-        }
+        const auto add_to_limbs = [&](std::int64_t* limbs, const double* sums,
+                                      const double* magic) {
+          add_difference(limbs + channel + c, load_double(sums + c),
+                         load_double(magic + channel + c));
+        };
+        add_to_limbs(w.high[0], block.first, w.magic_high[0]);
+        add_to_limbs(w.high[1], block.high, w.magic_high[1]);
+        add_to_limbs(w.low[1], block.low, w.magic_low[1]);
       }
     }
   }

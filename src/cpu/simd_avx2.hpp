@@ -10,9 +10,6 @@ struct FloatV {
 struct DoubleV {
   __m256d v;
 };
-struct QuadV {
-  __m256d v;
-};
 
 // All ones in the first n of 8 lanes.
 inline __m256i lane_mask(std::int64_t n) {
@@ -91,7 +88,10 @@ inline FloatV rounded(FloatV a, T type) {
   return {widen(narrow(a.v, type), type)};
 }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Always inline: GCC drops calls of a function that does nothing else.
+__attribute__((always_inline)) inline void prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
 
 inline FloatV broadcast(float v) { return {_mm256_set1_ps(v)}; }
 inline FloatV operator+(FloatV a, FloatV b) { return {_mm256_add_ps(a.v, b.v)}; }
@@ -136,11 +136,11 @@ inline DoubleV load_double_partial(const float* p, std::int64_t n) {
 }
 template <class T>
 inline DoubleV load_double_partial(const T* p, std::int64_t n) {
-  T buffer[kDoubleLanes] = {};
+  std::uint64_t words = 0;  // a load of what narrower stores wrote would have to wait for them
   for (std::int64_t i = 0; i < n && i < kDoubleLanes; ++i) {
-    buffer[i] = p[i];
+    words |= std::uint64_t{p[i].bits} << (16 * i);
   }
-  return load_double(buffer);
+  return load_double(reinterpret_cast<const T*>(&words));
 }
 
 inline DoubleV zero_double() { return {_mm256_setzero_pd()}; }
@@ -175,10 +175,53 @@ inline BitsV minus_one(BitsV a) { return {_mm256_add_epi32(a.v, _mm256_set1_epi3
 inline BitsV larger(BitsV a, BitsV b) { return {_mm256_max_epu32(a.v, b.v)}; }
 inline BitsV smaller(BitsV a, BitsV b) { return {_mm256_min_epu32(a.v, b.v)}; }
 
-// Lanes 0..15 of a segment: the folds h = 8 and h = 4.
-inline QuadV fold_to_quad(const DoubleV (&lanes)[4]) {
+inline DoubleV broadcast(double v) { return {_mm256_set1_pd(v)}; }
+inline DoubleV magnitude(DoubleV a) {
+  return {_mm256_and_pd(a.v, _mm256_castsi256_pd(_mm256_set1_epi64x(0x7fffffffffffffffLL)))};
+}
+/// Where a < b and c == d; as bits, lane 0 lowest.
+inline unsigned less_and_equal(DoubleV a, DoubleV b, DoubleV c, DoubleV d) {
+  return static_cast<unsigned>(_mm256_movemask_pd(
+      _mm256_and_pd(_mm256_cmp_pd(a.v, b.v, _CMP_LT_OQ), _mm256_cmp_pd(c.v, d.v, _CMP_EQ_OQ))));
+}
+/// to[i] += bits of a - bits of b, as integers.
+inline void add_difference(std::int64_t* to, DoubleV a, DoubleV b) {
+  auto* at = reinterpret_cast<__m256i*>(to);
+  const __m256i difference = _mm256_sub_epi64(_mm256_castpd_si256(a.v), _mm256_castpd_si256(b.v));
+  _mm256_store_si256(at, _mm256_add_epi64(_mm256_load_si256(at), difference));
+}
+
+/// 2 * kDoubleLanes elements, here in their order.
+template <class T>
+inline void load_pair(const T* p, DoubleV& a, DoubleV& b) {
+  a = load_double(p);
+  b = load_double(p + kDoubleLanes);
+}
+/// The first n > 0 of them, and +0.
+template <class T>
+inline void load_pair_partial(const T* p, std::int64_t n, DoubleV& a, DoubleV& b) {
+  a = load_double_partial(p, n);
+  b = n > kDoubleLanes ? load_double_partial(p + kDoubleLanes, n - kDoubleLanes) : zero_double();
+}
+template <class T>
+inline void in_order(DoubleV&, DoubleV&, T) {}
+
+/// Lanes 0..15 of a segment to a vector of lanes: the folds h = 8 and h = 4.
+inline DoubleV fold_segment(const DoubleV (&lanes)[4]) {
   return {
       _mm256_add_pd(_mm256_add_pd(lanes[0].v, lanes[2].v), _mm256_add_pd(lanes[1].v, lanes[3].v))};
+}
+/// That of each of four segments to their partials: the folds h = 2 and h = 1.
+inline DoubleV fold_segments(const DoubleV (&of)[4]) {
+  const __m256d ab_even = _mm256_unpacklo_pd(of[0].v, of[1].v);
+  const __m256d ab_odd = _mm256_unpackhi_pd(of[0].v, of[1].v);
+  const __m256d cd_even = _mm256_unpacklo_pd(of[2].v, of[3].v);
+  const __m256d cd_odd = _mm256_unpackhi_pd(of[2].v, of[3].v);
+  const __m256d even = _mm256_add_pd(_mm256_permute2f128_pd(ab_even, cd_even, 0x20),
+                                     _mm256_permute2f128_pd(ab_even, cd_even, 0x31));
+  const __m256d odd = _mm256_add_pd(_mm256_permute2f128_pd(ab_odd, cd_odd, 0x20),
+                                    _mm256_permute2f128_pd(ab_odd, cd_odd, 0x31));
+  return {_mm256_add_pd(even, odd)};
 }
 
 /// Elements 0, 2, 4 ... and 1, 3, 5 ... of a piece of memory (level_pair.hpp).

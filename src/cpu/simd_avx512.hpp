@@ -10,9 +10,6 @@ struct FloatV {
 struct DoubleV {
   __m512d v;
 };
-struct QuadV {
-  __m256d v;
-};
 
 inline __mmask16 lane_mask(std::int64_t n) {
   return static_cast<__mmask16>(n >= 16 ? 0xffffu : (1u << n) - 1u);
@@ -78,7 +75,10 @@ inline FloatV rounded(FloatV a, T type) {
   return {widen(narrow(a.v, type), type)};
 }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Always inline: GCC drops calls of a function that does nothing else.
+__attribute__((always_inline)) inline void prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
 
 inline FloatV broadcast(float v) { return {_mm512_set1_ps(v)}; }
 inline FloatV operator+(FloatV a, FloatV b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -156,10 +156,67 @@ inline BitsV minus_one(BitsV a) { return {_mm512_add_epi32(a.v, _mm512_set1_epi3
 inline BitsV larger(BitsV a, BitsV b) { return {_mm512_max_epu32(a.v, b.v)}; }
 inline BitsV smaller(BitsV a, BitsV b) { return {_mm512_min_epu32(a.v, b.v)}; }
 
-// Lanes 0..15 of a segment: the folds h = 8 and h = 4.
-inline QuadV fold_to_quad(const DoubleV (&lanes)[2]) {
-  const __m512d eight = _mm512_add_pd(lanes[0].v, lanes[1].v);
-  return {_mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1))};
+inline DoubleV broadcast(double v) { return {_mm512_set1_pd(v)}; }
+inline DoubleV magnitude(DoubleV a) { return {_mm512_abs_pd(a.v)}; }
+/// Where a < b and c == d; as bits, lane 0 lowest.
+inline unsigned less_and_equal(DoubleV a, DoubleV b, DoubleV c, DoubleV d) {
+  return _mm512_mask_cmp_pd_mask(_mm512_cmp_pd_mask(a.v, b.v, _CMP_LT_OQ), c.v, d.v, _CMP_EQ_OQ);
+}
+/// to[i] += bits of a - bits of b, as integers.
+inline void add_difference(std::int64_t* to, DoubleV a, DoubleV b) {
+  const __m512i difference = _mm512_sub_epi64(_mm512_castpd_si512(a.v), _mm512_castpd_si512(b.v));
+  _mm512_store_si512(to, _mm512_add_epi64(_mm512_load_si512(to), difference));
+}
+
+/// 2 * kDoubleLanes elements in an order that is quick to make; in_order undoes it. bfloat16: those
+/// at even and at odd places, which a shift and an and take out of words without a shuffle.
+template <class T>
+inline void load_pair(const T* p, DoubleV& a, DoubleV& b) {
+  a = load_double(p);
+  b = load_double(p + kDoubleLanes);
+}
+inline void split_words(__m256i words, DoubleV& even, DoubleV& odd) {
+  asm("" : "+v"(words));  // or GCC loads them twice
+  const __m256i high = _mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  even = {_mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)))};
+  odd = {_mm512_cvtps_pd(_mm256_castsi256_ps(high))};
+}
+inline void load_pair(const BFloat16* p, DoubleV& even, DoubleV& odd) {
+  split_words(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), even, odd);
+}
+/// The first n > 0 of them, and +0.
+template <class T>
+inline void load_pair_partial(const T* p, std::int64_t n, DoubleV& a, DoubleV& b) {
+  a = load_double_partial(p, n);
+  b = n > kDoubleLanes ? load_double_partial(p + kDoubleLanes, n - kDoubleLanes) : zero_double();
+}
+inline void load_pair_partial(const BFloat16* p, std::int64_t n, DoubleV& even, DoubleV& odd) {
+  split_words(_mm256_maskz_loadu_epi16(lane_mask(n), p), even, odd);
+}
+template <class T>
+inline void in_order(DoubleV&, DoubleV&, T) {}
+inline void in_order(DoubleV& a, DoubleV& b, BFloat16) {
+  const __m512i low = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+  const __m512i high = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
+  const DoubleV even = a;
+  a = {_mm512_permutex2var_pd(even.v, low, b.v)};
+  b = {_mm512_permutex2var_pd(even.v, high, b.v)};
+}
+
+/// Lanes 0..15 of a segment to a vector of lanes: the fold h = 8.
+inline DoubleV fold_segment(const DoubleV (&lanes)[2]) { return lanes[0] + lanes[1]; }
+/// That of each of eight segments to their partials: the folds h = 4, h = 2 and h = 1.
+inline DoubleV fold_segments(const DoubleV (&of)[8]) {
+  const auto four = [](DoubleV a, DoubleV b) {
+    return _mm512_add_pd(_mm512_shuffle_f64x2(a.v, b.v, 0x44),
+                         _mm512_shuffle_f64x2(a.v, b.v, 0xee));
+  };
+  const auto two = [](__m512d a, __m512d b) {
+    return _mm512_add_pd(_mm512_shuffle_f64x2(a, b, 0x88), _mm512_shuffle_f64x2(a, b, 0xdd));
+  };
+  const __m512d even = two(four(of[0], of[2]), four(of[4], of[6]));
+  const __m512d odd = two(four(of[1], of[3]), four(of[5], of[7]));
+  return {_mm512_add_pd(_mm512_unpacklo_pd(even, odd), _mm512_unpackhi_pd(even, odd))};
 }
 
 /// Elements 0, 2, 4 ... and 1, 3, 5 ... of a piece of memory (level_pair.hpp).

@@ -1,6 +1,7 @@
 #include <algorithm>
-#include <cmath>
+#include <limits>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/cpu_passes.hpp"
@@ -21,12 +22,17 @@ constexpr std::int64_t kChannelStep = kChannelPadding;
 /// Neighbouring channels of a row that one thread reads at least, where others read the rest.
 constexpr std::int64_t kRowPiece = 512;
 
-/// The exponent e with largest < 2^e; 1 if there is nothing to go by.
-int exponent_above(double largest) {
-  if (largest == 0 || !is_finite(largest)) {
-    return 1;
-  }
-  return static_cast<int>(bit_copy<std::uint64_t>(largest) >> 52) - 1022;
+/// Magnitudes as integers, which are ordered alike.
+template <class T>
+using Magnitude = std::conditional_t<sizeof(T) == 2, std::int16_t, std::int32_t>;
+
+/// The exponent e with magnitude < 2^e; 1 if there is nothing to go by.
+template <class T>
+std::int32_t exponent_above(Magnitude<T> magnitude) {
+  constexpr int kFraction = ElementTraits<T>::kFraction;
+  constexpr std::int32_t kNotFinite = std::numeric_limits<Magnitude<T>>::max() >> kFraction;
+  const std::int32_t exponent = magnitude >> kFraction;
+  return magnitude == 0 || exponent == kNotFinite ? 1 : exponent - kNotFinite / 2 + 1;
 }
 
 /// Guesses where partials will lie from the first few elements of each channel.
@@ -34,43 +40,46 @@ template <class T>
 void place_windows(Windows& windows, const SampleView& u, const SampleView& v,
                    std::int64_t channel_begin, std::int64_t sample) {
   constexpr std::int64_t kProbes = 6;
-  int log_length = 0;
+  constexpr std::int64_t kBlock = 64;
+  std::int32_t log_length = 0;
   while ((std::int64_t{1} << log_length) < std::min<std::int64_t>(u.plane, kSegment)) {
     ++log_length;
   }
   const bool along_plane = u.plane > 1;
   const std::int64_t probes = std::min(kProbes, along_plane ? u.plane : u.samples - sample);
-  const std::int64_t u_step = along_plane ? u.element_stride : u.sample_stride;
-  const std::int64_t v_step = along_plane ? v.element_stride : v.sample_stride;
-  const T* u_data = static_cast<const T*>(u.data) + sample * u.sample_stride;
-  const T* v_data = static_cast<const T*>(v.data) + sample * v.sample_stride;
-  constexpr std::int64_t kBlock = 64;
   for (std::int64_t begin = 0; begin < windows.channels(); begin += kBlock) {
     const std::int64_t some = std::min(kBlock, windows.channels() - begin);
-    const T* u_block = u_data + (channel_begin + begin) * u.channel_stride;
-    const T* v_block = v_data + (channel_begin + begin) * v.channel_stride;
-    double largest[kBlock] = {};
-    double largest_product[kBlock] = {};
-    for (std::int64_t p = 0; p < probes; ++p) {
-      const auto probe = [&](std::int64_t u_channel, std::int64_t v_channel) {
+    const auto probe = [&](const SampleView& of, Magnitude<T>(&largest)[kBlock]) {
+      const T* data = static_cast<const T*>(of.data) + sample * of.sample_stride +
+                      (channel_begin + begin) * of.channel_stride;
+      const std::int64_t step = along_plane ? of.element_stride : of.sample_stride;
+      const auto take = [&](std::int64_t p, std::int64_t channel_step) {
         for (std::int64_t i = 0; i < some; ++i) {
-          const double magnitude = std::fabs(to_double(u_block[p * u_step + i * u_channel]));
-          const double product =
-              magnitude * std::fabs(to_double(v_block[p * v_step + i * v_channel]));
+          const auto bits = bit_copy<Magnitude<T>>(data[p * step + i * channel_step]);
+          const auto magnitude =
+              static_cast<Magnitude<T>>(bits & std::numeric_limits<Magnitude<T>>::max());
           largest[i] = magnitude > largest[i] ? magnitude : largest[i];
-          largest_product[i] = product > largest_product[i] ? product : largest_product[i];
         }
       };
-      if (u.channel_stride == 1 && v.channel_stride == 1) {  // what a compiler turns into vectors
-        probe(1, 1);
-      } else {
-        probe(u.channel_stride, v.channel_stride);
+      for (std::int64_t p = 0; p < probes; ++p) {
+        of.channel_stride == 1 ? take(p, 1)  // what a compiler turns into vectors
+                               : take(p, of.channel_stride);
       }
+    };
+    Magnitude<T> largest[2][kBlock] = {};
+    probe(u, largest[0]);
+    if (&v != &u) {
+      probe(v, largest[1]);
     }
-    for (std::int64_t i = 0; i < some; ++i) {
-      windows.place(begin + i, 0, exponent_above(largest[i]) + log_length + 4);
-      windows.place(begin + i, 1, exponent_above(largest_product[i]) + log_length + 6);
+    const auto& of_v = largest[&v == &u ? 0 : 1];
+    std::int32_t tops[2][kBlock];
+    for (std::int64_t i = 0; i < kBlock; ++i) {
+      const std::int32_t above = exponent_above<T>(largest[0][i]);
+      tops[0][i] = above + log_length + 4;
+      tops[1][i] = above + exponent_above<T>(of_v[i]) + log_length + 6;
     }
+    windows.place(begin, begin + some, 0, tops[0]);
+    windows.place(begin, begin + some, 1, tops[1]);
   }
 }
 

@@ -86,8 +86,8 @@ Windows::Windows(const Format& format, std::int64_t channels)
       channels_(channels),
       padded_((channels + kChannelPadding - 1) / kChannelPadding * kChannelPadding) {
   const auto n = static_cast<std::size_t>(padded_);
-  // Ten arrays of 8-byte entries, then three of 4-byte entries.
-  const std::size_t bytes = n * (10 * 8 + 3 * 4);
+  // Ten arrays of 8-byte entries, then one of 4-byte entries.
+  const std::size_t bytes = n * (10 * 8 + 4);
   storage_.reset(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
   if (storage_ == nullptr) {
     throw std::bad_alloc();
@@ -104,10 +104,6 @@ Windows::Windows(const Format& format, std::int64_t channels)
       next += n * 8;
     }
   }
-  for (int k = 0; k < 2; ++k) {
-    unit_[k] = reinterpret_cast<int*>(next);
-    next += n * 4;
-  }
   misses_ = reinterpret_cast<std::int32_t*>(next);
   std::memset(misses_, 0, n * 4);
   for (int k = 0; k < 2; ++k) {
@@ -117,13 +113,23 @@ Windows::Windows(const Format& format, std::int64_t channels)
   }
 }
 
-void Windows::place(std::int64_t channel, int sum, int top) {
-  top = std::clamp(top, kLowestTop, kHighestTop);
-  const int unit = top - kHighBits;
-  unit_[sum][channel] = unit;
-  arrays_.magic_high[sum][channel] = 1.5 * power_of_two(unit + 52);
-  arrays_.magic_low[sum][channel] = 1.5 * power_of_two(unit - kLowBits + 52);
-  arrays_.bound[sum][channel] = power_of_two(top);
+void Windows::place(std::int64_t begin, std::int64_t end, int sum, const std::int32_t* tops) {
+  // In integers that compilers turn into vectors: 2^e is e + 1023 in the exponent's bits.
+  constexpr std::uint64_t kHighAbove = 52 - kHighBits;
+  constexpr std::uint64_t kLowBelow = kHighBits + kLowBits - 52;
+  constexpr std::uint64_t kHalf = std::uint64_t{1} << 51;
+  for (std::int64_t c = begin; c < end; ++c) {
+    const std::int32_t top = std::clamp(tops[c - begin], kLowestTop, kHighestTop);
+    const auto exponent = static_cast<std::uint64_t>(top + 1023);
+    arrays_.magic_high[sum][c] = bit_copy<double>((exponent + kHighAbove) << 52 | kHalf);
+    arrays_.magic_low[sum][c] = bit_copy<double>((exponent - kLowBelow) << 52 | kHalf);
+    arrays_.bound[sum][c] = bit_copy<double>(exponent << 52);
+  }
+}
+
+int Windows::unit(std::int64_t channel, int sum) const {
+  const auto bits = bit_copy<std::uint64_t>(arrays_.bound[sum][channel]);
+  return static_cast<int>(bits >> 52) - 1023 - kHighBits;
 }
 
 std::int64_t* Windows::slots(std::int64_t channel, int sum) {
@@ -165,7 +171,7 @@ void Windows::add_limbs(std::int64_t channel, int sum, std::int64_t high, std::i
 void Windows::flush_one(std::int64_t channel, int sum) {
   std::int64_t& high = arrays_.high[sum][channel];
   std::int64_t& low = arrays_.low[sum][channel];
-  add_limbs(channel, sum, high, low, unit_[sum][channel]);
+  add_limbs(channel, sum, high, low, unit(channel, sum));
   high = 0;
   low = 0;
 }
@@ -198,7 +204,7 @@ void Windows::add_outside(std::int64_t channel, int sum, double partial) {
 void Windows::absorb(const Windows& other, std::int64_t begin, std::int64_t end) {
   for (std::int64_t c = begin; c < end; ++c) {
     for (int k = 0; k < 2; ++k) {
-      if (unit_[k][c] == other.unit_[k][c]) {
+      if (unit(c, k) == other.unit(c, k)) {
         // Cannot overflow: both stay below 2^60 between flushes; the sum is flushed when large.
         arrays_.high[k][c] += other.arrays_.high[k][c];
         arrays_.low[k][c] += other.arrays_.low[k][c];
@@ -207,7 +213,7 @@ void Windows::absorb(const Windows& other, std::int64_t begin, std::int64_t end)
           flush_one(c, k);
         }
       } else {
-        add_limbs(c, k, other.arrays_.high[k][c], other.arrays_.low[k][c], other.unit_[k][c]);
+        add_limbs(c, k, other.arrays_.high[k][c], other.arrays_.low[k][c], other.unit(c, k));
       }
     }
     if (other.outside_ != nullptr && other.used_[static_cast<std::size_t>(c)]) {
@@ -230,8 +236,8 @@ void Windows::write_words(std::int64_t channel, std::int64_t* words) {
       return (static_cast<__int128>(arrays_.high[k][channel]) << kLowBits) +
              arrays_.low[k][channel];
     };
-    const int first_position = unit_[0][channel] - kLowBits + format_.first.unit;
-    const int second_position = unit_[1][channel] - kLowBits + format_.second.unit;
+    const int first_position = unit(channel, 0) - kLowBits + format_.first.unit;
+    const int second_position = unit(channel, 1) - kLowBits + format_.second.unit;
     if (first_digits == kSingleFormat.first.digits) {
       limbs_to_digits<kSingleFormat.first.digits>(limbs(0), first_position, words);
       limbs_to_digits<kSingleFormat.second.digits>(limbs(1), second_position, words + first_digits);

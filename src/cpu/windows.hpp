@@ -35,8 +35,12 @@ class Windows {
   WindowArrays& arrays() { return arrays_; }
   std::int64_t channels() const { return channels_; }
 
-  /// Places the window for partials below about 2^top. Only while it is empty.
-  void place(std::int64_t channel, int sum, int top);
+  /// Places windows for partials below about 2^top, one of `tops` for each of the channels [begin,
+  /// end). Only while they are empty.
+  void place(std::int64_t begin, std::int64_t end, int sum, const std::int32_t* tops);
+  void place(std::int64_t channel, int sum, std::int32_t top) {
+    place(channel, channel + 1, sum, &top);
+  }
   /// Adds a partial that does not fit; may move the window.
   void add_outside(std::int64_t channel, int sum, double partial);
   /// Empties the limbs of channels [begin, end) into the slots.
@@ -50,12 +54,12 @@ class Windows {
   void flush_one(std::int64_t channel, int sum);
   void add_limbs(std::int64_t channel, int sum, std::int64_t high, std::int64_t low, int unit);
   std::int64_t* slots(std::int64_t channel, int sum);
+  int unit(std::int64_t channel, int sum) const;  ///< exponent of the high limb's unit
 
   Format format_;
   std::int64_t channels_;
   std::int64_t padded_;
   WindowArrays arrays_;
-  int* unit_[2];  ///< exponent of the high limb's unit
   std::int32_t* misses_;
   struct Free {
     void operator()(void* p) const;
