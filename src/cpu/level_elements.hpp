@@ -24,15 +24,24 @@ inline unsigned load_bits(const std::uint8_t* run, std::int64_t i, std::int64_t 
   }
   return static_cast<unsigned>(bits >> i % 8);
 }
+/// Of a whole vector whose bits begin with a byte, as they mostly do.
+template <std::int64_t kBits>
+inline unsigned load_whole_bits(const std::uint8_t* from) {
+  unsigned bits = 0;
+  for (std::int64_t byte = 0; byte < kBits / 8; ++byte) {
+    bits |= static_cast<unsigned>(from[byte]) << 8 * byte;
+  }
+  return bits;
+}
+template <std::int64_t kBits>
+inline void store_whole_bits(std::uint8_t* to, unsigned bits) {
+  for (std::int64_t byte = 0; byte < kBits / 8; ++byte) {
+    to[byte] = static_cast<std::uint8_t>(bits >> 8 * byte);
+  }
+}
 /// Leaves the bits around them as they are.
 inline void store_bits(std::uint8_t* run, std::int64_t i, std::int64_t n, unsigned bits) {
   run += i / 8;
-  if (i % 8 == 0 && n % 8 == 0) {
-    for (; n > 0; n -= 8, bits >>= 8) {
-      *run++ = static_cast<std::uint8_t>(bits);
-    }
-    return;
-  }
   std::uint64_t own = ((std::uint64_t{1} << n) - 1) << i % 8;
   std::uint64_t shifted = static_cast<std::uint64_t>(bits) << i % 8;
   for (; own != 0; ++run, own >>= 8, shifted >>= 8) {

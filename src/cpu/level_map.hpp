@@ -1,6 +1,6 @@
 // Walks over planes and rows with the passes of level_elements.hpp, whose rules hold here too.
 
-constexpr std::int64_t kElementsAhead = 1024;  // bytes, as kSumsAhead
+constexpr std::int64_t kElementsAhead = 1024;  // bytes
 constexpr std::int64_t kMapPiece = std::int64_t{64} << 10;
 constexpr std::int64_t kRowsPiece = std::int64_t{256} << 10;
 constexpr int kMapRows = 4;  // at a time
@@ -40,14 +40,22 @@ template <class T, class Pass, bool kStream, bool kWhole>
 inline void map_lanes(const T* x, const T* other, T* out, const Companions& with, std::int64_t i,
                       std::int64_t n, const ConstantsOf<T, Pass>& k,
                       const ActivationV<T>& activation) {
-  unsigned bits =
-      Pass::kActivationMask == ActivationMaskUse::kRead ? load_bits(with.bits, i, n) : 0;
+  const bool whole_bytes = kWhole && i % 8 == 0;
+  unsigned bits = 0;
+  if (Pass::kActivationMask == ActivationMaskUse::kRead) {
+    bits =
+        whole_bytes ? load_whole_bits<kLanesOf<T>>(with.bits + i / 8) : load_bits(with.bits, i, n);
+  }
   const unsigned counts = with.mask == nullptr ? kAllLanesOf<T>
                           : kWhole             ? counting_lanes<T>(with.mask + i)
                                                : counting(with.mask + i, n);
   map_vector<T, Pass, kStream, kWhole>(x, other, out, i, n, k, activation, bits, counts);
   if (Pass::kActivationMask == ActivationMaskUse::kWrite && with.bits != nullptr) {
-    store_bits(with.bits, i, n, bits);
+    if (whole_bytes) {
+      store_whole_bits<kLanesOf<T>>(with.bits + i / 8, bits);
+    } else {
+      store_bits(with.bits, i, n, bits);
+    }
   }
 }
 
