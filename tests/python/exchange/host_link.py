@@ -5,7 +5,7 @@ import fcntl
 import heapq
 import os
 import random
-import select
+import selectors
 import shutil
 import struct
 import subprocess
@@ -63,9 +63,13 @@ class Link:
         waiting: list[tuple[float, int, int, bytes]] = []
         number = 0
         other = dict(zip(self._devices, reversed(self._devices), strict=True))
+        readable = selectors.DefaultSelector()  # any number of descriptors, unlike select()
+        for device in self._devices:
+            readable.register(device, selectors.EVENT_READ)
         while not self._ended:
             pause = min(0.2, max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.2)
-            for device in select.select(self._devices, [], [], pause)[0]:
+            for key, _ in readable.select(pause):
+                device = key.fd
                 packet = os.read(device, 65536)
                 if self._random.random() >= self.loss:
                     number += 1
