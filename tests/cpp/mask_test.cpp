@@ -11,7 +11,7 @@
 #include "syncbn/batch_norm.hpp"
 
 // Masked samples do not exist: whatever they hold, the rest has the bits of a batch without them.
-// Masks inside of planes: levels_test.cpp, and the oracle's tests in tests/python/step/test_mask.py.
+// Masks inside of planes: levels_test.cpp, and the oracle's tests in test_mask.py.
 namespace syncbn {
 namespace {
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -125,13 +126,14 @@ void expect_reference_words(const Case& c, const std::vector<Memory>& memories, 
     const std::int64_t offset = random.between(0, 16);
     const Sums actual = sums_of(c, memory, offset,
                                 random.one_in(3) ? static_cast<Executor&>(two) : serial_executor());
-    std::string shape;
+    std::ostringstream text;
+    text << level << ", " << name(c.dtype) << ", sizes";
     for (const std::int64_t size : c.sizes) {
-      shape += std::to_string(size) + " ";
+      text << " " << size;
     }
-    SCOPED_TRACE(level + ", " + name(c.dtype) + " (" + shape + "), memory " +
-                 std::to_string(static_cast<int>(memory)) + (c.mask.empty() ? "" : ", mask") +
-                 ", activation " + std::to_string(static_cast<int>(c.activation.kind)));
+    text << ", memory " << static_cast<int>(memory) << (c.mask.empty() ? "" : ", mask")
+         << ", activation " << static_cast<int>(c.activation.kind);
+    SCOPED_TRACE(text.str());
     ASSERT_EQ(actual.moments, expected.moments);
     ASSERT_EQ(actual.gradients, expected.gradients);
     ASSERT_TRUE(testing::same_bits(actual.u, expected.u));
