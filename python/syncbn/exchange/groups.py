@@ -366,6 +366,7 @@ def rebuild() -> None:
     """Makes every group of this package anew, and those that could not be made; a collective call
     of the ranks of each."""
     after_fork.check()
+    meeting.skip_failed = True
     old = {key: own for key, own in _own_groups.items() if exists(own.group_name)}
     for key, own in _own_groups.items():
         if key not in old:  # it went with destroy_process_group
