@@ -23,20 +23,6 @@ void before_exchange(Group& communicator, const Body& body) {
   }
 }
 
-/// The arguments of a training forward. running_mean, running_var, num_batches_tracked: those of a
-/// RunningStatistics.
-void check_forward(const TensorView& x, const MaskView& mask, const TensorView& weight,
-                   const TensorView& bias, const TensorView& residual, const MutableTensorView& y,
-                   const MutableTensorView& running_mean, const MutableTensorView& running_var,
-                   const std::int64_t* num_batches_tracked, const BatchNormOptions& options,
-                   int ranks);
-
-/// The arguments of a training backward.
-void check_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                    const TensorView& weight, const MutableTensorView& dx,
-                    const MutableTensorView& dweight, const MutableTensorView& dbias,
-                    const MutableTensorView& dresidual, AffineGradients which, int ranks);
-
 /// The arguments of a backward with constant statistics.
 void check_evaluate_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
                              const TensorView& residual, const MutableTensorView& dx,

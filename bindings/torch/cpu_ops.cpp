@@ -18,9 +18,6 @@
 // update_running_statistics. Shapes and dtypes stand beside their fakes in
 // python/syncbn/operators.py.
 namespace syncbn::torch_layer {
-namespace {
-
-/// A message of at least `frame` words: zeros follow the channels' words.
 Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels, std::int64_t frame) {
   const std::int64_t words = message_words(dtype, channels);
   Tensor message = empty(x, std::max(checked_frame(frame), words), ScalarType::Long);
@@ -28,8 +25,6 @@ Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels, std::int
   std::fill(data + words, data + message.numel(), 0);
   return message;
 }
-
-}  // namespace
 
 Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
                      std::int64_t frame, std::optional<Tensor> mask, std::int64_t backward) {
@@ -143,36 +138,63 @@ std::tuple<Tensor, Tensor> recover_input(const Tensor& y, const Tensor& mean, co
   return {x, activation_mask};
 }
 
+}  // namespace
+
+Updates::Updates(std::optional<Tensor>& mean, std::optional<Tensor>& var,
+                 std::optional<Tensor>& batches, std::optional<Tensor>& call,
+                 std::optional<double> momentum)
+    : running_mean(mutable_view("running_mean", mean)),
+      running_var(mutable_view("running_var", var)),
+      num_batches_tracked(batches.has_value() ? int64_data("num_batches_tracked", *batches, 1)
+                                              : nullptr),
+      call_(call.has_value() ? int64_data("call", *call, 1) : nullptr),
+      momentum_(momentum) {
+  if (!momentum.has_value() && num_batches_tracked == nullptr && mean.has_value()) {
+    throw InvalidArgument(
+        "momentum: got None without num_batches_tracked, expected a number in [0, 1]");
+  }
+  if (num_batches_tracked == nullptr) {
+    return;
+  }
+  if (batches->numel() != 1) {
+    throw InvalidArgument("num_batches_tracked: got " + std::to_string(batches->numel()) +
+                          " numbers, expected one");
+  }
+  constexpr std::int64_t kMost = std::int64_t{1} << 53;  // what a quotient is made of
+  const std::int64_t batches_before = *num_batches_tracked;
+  if (!momentum.has_value() && (batches_before < 0 || batches_before > kMost)) {
+    throw InvalidArgument("num_batches_tracked: got " + std::to_string(batches_before) +
+                          ", expected 0 to 2^53");
+  }
+  if (batches_before == std::numeric_limits<std::int64_t>::max()) {
+    throw InvalidArgument("num_batches_tracked: got 2^63 - 1, expected room for one batch more");
+  }
+}
+
+void Updates::apply(const double* mean, const double* var, std::int64_t channels,
+                    std::int64_t count) {
+  const std::int64_t batches = num_batches_tracked == nullptr ? 0 : *num_batches_tracked + 1;
+  const double factor = momentum_.value_or(batches > 0 ? 1.0 / static_cast<double>(batches) : 0.0);
+  syncbn::update_running_statistics(running_mean, running_var, mean, var, channels, count, factor);
+  if (num_batches_tracked != nullptr && count > 0) {
+    *num_batches_tracked = batches;
+  }
+  if (call_ != nullptr) {
+    *call_ = static_cast<std::int64_t>(static_cast<std::uint64_t>(*call_) + 1);
+  }
+}
+
+namespace {
+
 void update_running_statistics(std::optional<Tensor> running_mean,
                                std::optional<Tensor> running_var,
                                std::optional<Tensor> num_batches_tracked,
                                std::optional<Tensor> call, const Tensor& mean, const Tensor& var,
                                const Tensor& info, std::optional<double> momentum) {
   const std::int64_t channels = mean.numel();
-  const std::int64_t count = int64_data("info", info, 2)[0];
-  std::int64_t* tracked = num_batches_tracked.has_value()
-                              ? int64_data("num_batches_tracked", *num_batches_tracked, 1)
-                              : nullptr;
-  std::int64_t* calls = call.has_value() ? int64_data("call", *call, 1) : nullptr;
-  if (!momentum.has_value() && tracked == nullptr && running_mean.has_value()) {
-    throw InvalidArgument(
-        "momentum: got None without num_batches_tracked, expected a number in [0, 1]");
-  }
-  if (tracked != nullptr && *tracked == std::numeric_limits<std::int64_t>::max()) {
-    throw InvalidArgument("num_batches_tracked: got 2^63 - 1, expected room for one batch more");
-  }
-  const std::int64_t batches = tracked == nullptr ? 0 : *tracked + 1;
-  const double factor = momentum.value_or(batches > 0 ? 1.0 / static_cast<double>(batches) : 0.0);
-  syncbn::update_running_statistics(mutable_view("running_mean", running_mean),
-                                    mutable_view("running_var", running_var),
-                                    double_data("mean", mean, channels),
-                                    double_data("var", var, channels), channels, count, factor);
-  if (tracked != nullptr && count > 0) {
-    *tracked = batches;
-  }
-  if (calls != nullptr) {
-    *calls = static_cast<std::int64_t>(static_cast<std::uint64_t>(*calls) + 1);
-  }
+  Updates(running_mean, running_var, num_batches_tracked, call, momentum)
+      .apply(double_data("mean", mean, channels), double_data("var", var, channels), channels,
+             int64_data("info", info, 2)[0]);
 }
 
 /// The one operator after the exchange of an eager step.

@@ -20,9 +20,6 @@
 namespace syncbn::torch_layer {
 namespace {
 
-/// What a wait ended with; the texts are those of shm_error.
-enum Status : std::int64_t { kDone, kPending, kTimeout, kLost, kDiverged, kUnchecked };
-
 struct Group {
   std::unique_ptr<SharedMemoryOffer> offer;
   /// What the exchange under way writes to; its caller may be interrupted and drop it.
@@ -173,39 +170,6 @@ std::tuple<Tensor, std::int64_t> shm_sum(const Tensor& words, std::int64_t handl
   return {out, status};
 }
 
-/// As shm_sum, for a message: done only if its header says that the calls agree.
-std::tuple<Tensor, std::int64_t> sum_message(const Tensor& message, std::int64_t handle,
-                                             std::int64_t slice) {
-  auto [merged, status] = shm_sum(message, handle, slice);
-  if (status == kDone) {
-    const MessageInfo info = read_header(int64_data("merged", merged, kHeaderWords),
-                                         registry().get(handle)->group->size());
-    status = info.agree && !info.any_rejected ? kDone : kUnchecked;
-  }
-  return {merged, status};
-}
-
-std::tuple<Tensor, Tensor, std::int64_t> shm_moments(const Tensor& x, std::int64_t layer,
-                                                     std::optional<Tensor> call, double eps,
-                                                     std::optional<Tensor> mask,
-                                                     std::int64_t backward, std::int64_t handle,
-                                                     std::int64_t slice) {
-  Tensor message = local_moments(x, layer, call, eps, 0, mask, backward);
-  auto [merged, status] = sum_message(message, handle, slice);
-  return {message, merged, status};
-}
-
-std::tuple<Tensor, Tensor, Tensor, std::int64_t> shm_gradients(
-    const Tensor& dy, const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& info,
-    std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> activation_mask,
-    std::int64_t activation, double negative_slope, bool keep, std::optional<Tensor> mask,
-    std::int64_t handle, std::int64_t slice) {
-  auto [message, u] = local_gradients(dy, x, mean, rstd, info, weight, bias, activation_mask,
-                                      activation, negative_slope, keep, 0, mask);
-  auto [merged, status] = sum_message(message, handle, slice);
-  return {message, u, merged, status};
-}
-
 std::int64_t shm_finish(std::int64_t handle, std::int64_t slice) {
   const auto entry = registry().get(handle);
   if (entry->left) {
@@ -217,6 +181,20 @@ std::int64_t shm_finish(std::int64_t handle, std::int64_t slice) {
 std::string shm_error(std::int64_t handle) { return registry().get(handle)->error; }
 
 }  // namespace
+
+std::tuple<Tensor, std::int64_t> sum_message(const Tensor& message, std::int64_t handle,
+                                             std::int64_t slice) {
+  auto [merged, status] = shm_sum(message, handle, slice);
+  if (status == kDone) {
+    const MessageInfo info =
+        read_header(int64_data("merged", merged, kHeaderWords), ranks_of_group(handle));
+    status = info.agree && !info.any_rejected ? kDone : kUnchecked;
+  }
+  return {merged, status};
+}
+
+int ranks_of_group(std::int64_t handle) { return opened(*registry().get(handle)).size(); }
+
 }  // namespace syncbn::torch_layer
 
 STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
@@ -226,13 +204,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def("shm_limit(int handle, float timeout) -> ()");
   m.def("shm_abandon(int handle, str reason) -> ()");
   m.def("shm_sum(Tensor words, int handle, int slice) -> (Tensor, int)");
-  m.def(
-      "shm_moments(Tensor x, int layer, Tensor? call, float eps, Tensor? mask, int backward, "
-      "int handle, int slice) -> (Tensor, Tensor, int)");
-  m.def(
-      "shm_gradients(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor info, Tensor? weight, "
-      "Tensor? bias, Tensor? activation_mask, int activation, float negative_slope, bool keep, "
-      "Tensor? mask, int handle, int slice) -> (Tensor, Tensor, Tensor, int)");
   m.def("shm_finish(int handle, int slice) -> int");
   m.def("shm_error(int handle) -> str");
 }
@@ -242,8 +213,6 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
   m.impl("shm_offer", TORCH_BOX(&shm_offer));
   m.impl("shm_open", TORCH_BOX(&shm_open));
   m.impl("shm_sum", TORCH_BOX(&shm_sum));
-  m.impl("shm_moments", TORCH_BOX(&shm_moments));
-  m.impl("shm_gradients", TORCH_BOX(&shm_gradients));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CompositeExplicitAutograd, m) {

@@ -86,6 +86,22 @@ SYNCBN_API void batch_norm_backward(const TensorView& dy, const TensorView& x, c
                                     const MutableTensorView& dresidual, AffineGradients which,
                                     Communicator& communicator, const Execution& execution);
 
+/// The checks of batch_norm_forward's arguments, for those who own the exchange themselves: what
+/// passes them is not refused later. Throws InvalidArgument.
+SYNCBN_API void check_forward(const TensorView& x, const MaskView& mask, const TensorView& weight,
+                              const TensorView& bias, const TensorView& residual,
+                              const MutableTensorView& y, const MutableTensorView& running_mean,
+                              const MutableTensorView& running_var,
+                              const std::int64_t* num_batches_tracked,
+                              const BatchNormOptions& options, int ranks);
+
+/// The same for batch_norm_backward.
+SYNCBN_API void check_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                               const TensorView& weight, const MutableTensorView& dx,
+                               const MutableTensorView& dweight, const MutableTensorView& dbias,
+                               const MutableTensorView& dresidual, AffineGradients which,
+                               int ranks);
+
 /// Evaluation: normalizes with running_mean and running_var (C entries each) or, when both are
 /// absent, with the statistics of the local batch. No exchange. Of the options, eps and activation
 /// count.

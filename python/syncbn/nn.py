@@ -217,12 +217,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             if not torch.compiler.is_compiling():
                 lists.check_alone(self)
             mean, var, batches = self._tracked()
+            weight, bias = self._affine()
             return train_step(
                 input,
                 mean,
                 var,
-                self.weight,
-                self.bias,
+                weight,
+                bias,
                 residual,
                 self.options(),
                 # A graph traced from this layer alone cannot hold an object.
@@ -258,7 +259,17 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         evaluation goes on with the statistics that are there, as in PyTorch."""
         if not self.track_running_stats:
             return None, None, None
-        return self.running_mean, self.running_var, self.num_batches_tracked
+        try:  # without the search that attributes of modules take
+            own = self._buffers
+            return own["running_mean"], own["running_var"], own["num_batches_tracked"]
+        except KeyError:  # they are something else in this copy
+            return self.running_mean, self.running_var, self.num_batches_tracked
+
+    def _affine(self) -> tuple[Tensor | None, Tensor | None]:
+        try:  # as in _tracked()
+            return self._parameters["weight"], self._parameters["bias"]
+        except KeyError:
+            return self.weight, self.bias
 
     def _evaluation_parameters(self) -> tuple[Tensor | None, Tensor | None]:
         """weight and bias for PyTorch's operator, which wants them of the buffers' type. Under

@@ -148,7 +148,7 @@ def forward(
 
 def check_alone(module) -> None:
     """Refuses a training call for one device's samples where the statistics are meant for all."""
-    if getattr(module, "_is_replica", False):
+    if vars(module).get("_is_replica"):
         raise RuntimeError(
             f"{module.state.name}: got a call of one replica alone, as torch.nn.DataParallel "
             "makes, whose replicas cannot exchange statistics; expected "

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from ..operators import DTYPES, HEADER_BACKWARD, HEADER_WORDS, ops
+from ..operators import DTYPES, HEADER_WORDS, ops
 from .call import Call
 from .engines import FRAME_WORDS, Engine, engine_of
 from .groups import Peers
@@ -152,10 +152,9 @@ WANTS_X, WANTS_SUMS, COMES = 1, 1 << 12, 1 << 24
 _COUNTER = (1 << 12) - 1
 
 
-def backward_of(merged: torch.Tensor, own: int, peers: Peers, call: Call) -> Backward:
-    """What the merged header of a forward says of its backward. own: this rank's word. If not
+def backward_of(word: int, own: int, peers: Peers, call: Call) -> Backward:
+    """What a forward's merged header says of its backward, in a word. own: this rank's. If not
     all ranks can come to an exchange that some want, they say now who cannot."""
-    word = int(merged[HEADER_BACKWARD].item())
     wants = (bool(word & _COUNTER), bool(word // WANTS_SUMS & _COUNTER))
     if not any(wants) or word // COMES == peers.ranks:
         return Backward(*wants)

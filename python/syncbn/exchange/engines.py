@@ -2,6 +2,7 @@
 
 import ctypes
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -59,15 +60,14 @@ class Engine:
         """The sum of what goes first: the frame."""
         return self.sum(message[: self.frame_words], call)
 
-    def sum_of_pass(self, name: str, arguments: tuple, rest: tuple, call: Call) -> tuple:
-        """(What the pass local_`name` gives, its message first; the sum of what goes first; whether
-        its header was seen to say that the calls agree). Raises PassFailed."""
-        try:
-            given = getattr(ops, f"local_{name}")(*arguments, self.frame_words, *rest)
-        except Exception as error:
-            raise PassFailed(error) from error
-        given = (given,) if isinstance(given, torch.Tensor) else given
-        return given, self.sum_first(given[0], call), False
+    #: Whether there is step().
+    takes_steps = False
+
+    def step(self, run: Callable[..., tuple], arguments: tuple, call: Call) -> tuple:
+        """Runs an operator of a whole direction. Returns (what it gives, None, None), or where it
+        could not go on (what it gives, this rank's message, the sum of what goes first). Raises
+        PassFailed where it refuses its arguments."""
+        raise NotImplementedError
 
     def sum_of_numbers(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The sum of tensors of any dtype, equal in shape on all ranks."""
@@ -143,22 +143,23 @@ class SharedMemory(Engine):
         except LengthsDiffer:
             return self.sum(message[:HEADER_WORDS], call)
 
-    def sum_of_pass(self, name: str, arguments: tuple, rest: tuple, call: Call) -> tuple:
-        """Both in one operator."""
-        run, handle = getattr(ops, f"shm_{name}"), self._handle
+    takes_steps = True
+
+    def step(self, run: Callable[..., tuple], arguments: tuple, call: Call) -> tuple:
+        handle = self._handle
         with Attempt(self, call) as attempt:
             try:
-                *given, total, status = run(*arguments, *rest, handle, shared_memory.SLICE)
+                *given, message, total, status = run(*arguments, handle, shared_memory.SLICE)
             except Exception as error:
                 raise PassFailed(error) from error
             if status == shared_memory.DONE:
-                return given, total, True
+                return given, None, None
             status = shared_memory.finish(handle, status)
             if status not in (shared_memory.DIVERGED, shared_memory.UNCHECKED):
                 self._fail_unless_done(status, attempt)
         if status == shared_memory.DIVERGED:
-            total = self.sum(given[0][:HEADER_WORDS], call)
-        return given, total, False
+            total = self.sum(message[:HEADER_WORDS], call)
+        return given, message, total
 
     def gather(self, words: torch.Tensor, call: Call) -> torch.Tensor:
         places = words.new_zeros(self.peers.ranks, words.numel())
@@ -180,7 +181,7 @@ class SharedMemoryAndGloo(SharedMemory):
     name = "shared memory, gloo between nodes"
     frame_words = FRAME_WORDS
     sum_first = Engine.sum_first
-    sum_of_pass = Engine.sum_of_pass
+    takes_steps = False
 
     def sum(self, words: torch.Tensor, call: Call) -> torch.Tensor:
         with Attempt(self, call) as attempt:

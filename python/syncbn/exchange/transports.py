@@ -10,8 +10,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..errors import ExchangeTimeout, PeerLost
-from ..operators import DTYPES, HEADER_WORDS, MESSAGE_WORDS, ops, record_words
-from . import agreement, attempt, groups
+from ..operators import (
+    DTYPES,
+    HEADER_BACKWARD,
+    HEADER_WORDS,
+    MESSAGE_WORDS,
+    ops,
+    record_words,
+)
+from . import agreement, attempt, groups, shared_memory
 from .agreement import WANTS_SUMS, WANTS_X, Backward
 from .call import Call
 from .engines import engine_of
@@ -64,7 +71,22 @@ class Transport:
         raise NotImplementedError
 
     def backward_of(self, merged: torch.Tensor, own: int, call: Call) -> Backward:
+        """As agreement.backward_of(), of a merged message."""
+        return self.backward_of_word(int(merged[HEADER_BACKWARD].item()), own, call)
+
+    def backward_of_word(self, word: int, own: int, call: Call) -> Backward:
         """As agreement.backward_of()."""
+        raise NotImplementedError
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether there is step()."""
+        return False
+
+    def step(self, run, arguments: tuple, call: Call) -> tuple:
+        """Runs an operator of a whole direction. Returns (what it gives; None, or where it could
+        not go on this rank's message and what exchange() returns of it). Raises PassFailed where
+        it refuses its arguments."""
         raise NotImplementedError
 
     def reject(
@@ -138,6 +160,20 @@ class Alone(Transport):
     def backward_of(self, merged, own, call):
         return Backward(bool(own & WANTS_X), bool(own & WANTS_SUMS))
 
+    def backward_of_word(self, word, own, call):
+        return Backward(True, True)
+
+    takes_steps = True
+
+    def step(self, run, arguments, call):
+        try:
+            *given, _, _, status = run(*arguments, -1, 0)
+        except Exception as error:
+            raise attempt.PassFailed(error) from error
+        if status != shared_memory.DONE:  # one value per channel
+            raise attempt.PassFailed(ValueError("refused"))
+        return given, None
+
     def reject(self, call, error, compare=True, x=None, parameter=None):
         """Nobody waits."""
 
@@ -177,17 +213,15 @@ class OnHost(Together):
             return first, None
         return first, self.engine.sum(rest, call)
 
-    def sums_of(self, name, passes, lead, channels, call):
-        if len(passes) > 1:
-            return super().sums_of(name, passes, lead, channels, call)
-        ((arguments, rest),) = passes
-        try:
-            (message, *us), first, alike = self.engine.sum_of_pass(name, arguments, rest, call)
-        except attempt.PassFailed as error:
-            raise self._refused(error.error, arguments[0], call) from None
-        if alike:
-            return message, us, first, None
-        return message, us, *self._rest_after(first, message, channels, call)
+    @property
+    def takes_steps(self):
+        return self.engine.takes_steps
+
+    def step(self, run, arguments, call):
+        given, message, first = self.engine.step(run, arguments, call)
+        if message is None:
+            return given, None
+        return given, (message, *self._rest_after(first, message, call.channels, call))
 
     def gather(self, message, channels, call):
         """Records travel in the first message of all exchanges, each rank's in a place of its own
@@ -224,8 +258,8 @@ class OnHost(Together):
         agreement.agree(torch.empty(0, dtype=torch.int64, device="cpu"), tag, self.peers, call)
         return self.engine.sum_of_numbers(x.cpu().contiguous(), call).to(x.device)
 
-    def backward_of(self, merged, own, call):
-        return agreement.backward_of(merged, own, self.peers, call)
+    def backward_of_word(self, word, own, call):
+        return agreement.backward_of(word, own, self.peers, call)
 
     def reject(self, call, error, compare=True, x=None, parameter=None):
         # This rank's own error is the one to raise, whatever becomes of the exchange.
@@ -249,9 +283,6 @@ class ThroughHost(OnHost):
     @property
     def name(self):
         return f"{self.engine.name}, through the host"
-
-    def sums_of(self, name, passes, lead, channels, call):
-        return Transport.sums_of(self, name, passes, lead, channels, call)
 
     def exchange(self, message, channels, call):
         """The merged message in one piece."""

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..exchange import transports
 from ..operators import ops
-from . import as_operator, layer_state, paths, recomputation, second_derivatives
+from . import as_operator, in_one, layer_state, paths, recomputation, second_derivatives
 from .layer_state import Identity, LayerState
 from .masks import check_mask
 from .modes import check_transforms, outside_transforms, recorded, refuse_tracing
@@ -125,6 +125,11 @@ def train_step(
     options.momentum None: cumulative averaging by num_batches_tracked. state: its call number is
     advanced by one, and its count becomes the global one.
     """
+    running = (running_mean, running_var, num_batches_tracked)
+    if not torch.compiler.is_compiling():
+        y = in_one.train_step(x, running, weight, bias, residual, mask, options, state)
+        if y is not None:
+            return y
     parameter = next((t for t in (running_mean, weight, bias) if t is not None), None)
     traced = torch.compiler.is_compiling() or _is_fake(x, parameter)
     live = None  # a graph finds the state when it runs
@@ -169,7 +174,6 @@ def train_step(
             None if t is None else t.resolve_neg() for t in (weight, bias, residual)
         )
     tensors = (x, weight, bias, residual, mask)
-    running = (running_mean, running_var, num_batches_tracked)
     if live is None:
         y, *statistics = as_operator.training_step(*tensors, options, state)
         _update(running, None, statistics, options.momentum)

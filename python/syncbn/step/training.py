@@ -90,10 +90,10 @@ def _placed(xs: Sequence[Tensor], *tensors: Tensor | None) -> Iterable[Sequence[
     return ([None if t is None else t.to(x.device) for t in tensors] for x in xs)
 
 
-def shared_sums(given: Inputs) -> tuple[Step, tuple]:
+def shared_sums(given: Inputs, exchanged: tuple | None = None) -> tuple[Step, tuple]:
     """What backward will know; and (message, merged, rest or records), this rank's part and what
     all ranks share. In a checkpointed segment the header alone of this rank's part, and no more
-    than is needed."""
+    than is needed. exchanged: the same, where it is there already."""
     xs, _, bias, residuals, masks, options, state, peers, word, segment = given
     if segment is not None and segment.kept is not None:
         return segment.kept.step, segment.kept.words
@@ -104,7 +104,9 @@ def shared_sums(given: Inputs) -> tuple[Step, tuple]:
     call, transport = state.call_of(x, options), transport_of(peers, xs[0].device)
     number, channels = options.identity(state.number, residuals[0] is not None), x.shape[1]
     merged: Sequence[Tensor | None]
-    if options.statistics == "welford":
+    if exchanged is not None:
+        message, *merged = exchanged
+    elif options.statistics == "welford":
         sums = (x, number, state.call, options.eps, masks[0], word)
         message = transport.refusing(ops.local_welford, sums, x, call)
         merged = transport.gather(message, channels, call)
@@ -141,24 +143,26 @@ def leave(error: BaseException, given: Inputs) -> None:
     transport.leave(error, given.state.call_of(given.xs[0], given.options))
 
 
-def forward(given: Inputs, updates: tuple = ()) -> tuple[Step, tuple, tuple]:
+def forward(
+    given: Inputs, updates: tuple = (), exchanged: tuple | None = None
+) -> tuple[Step, tuple, tuple]:
     """What backward will know; K y, mean, var (float64, biased) and info (count, fingerprint); and
     the tensors that backward takes: weight, bias, and of each input x, mean, rstd, info, activation
     mask and mask.
 
     updates: what normalize_and_update takes besides, if it is to update the running statistics;
-    with one x alone.
+    with one x alone. exchanged: as in shared_sums().
     """
     try:
-        return _forward(given, updates)
+        return _forward(given, updates, exchanged)
     except BaseException as error:
         leave(error, given)
         raise
 
 
-def _forward(given: Inputs, updates: tuple) -> tuple[Step, tuple, tuple]:
+def _forward(given: Inputs, updates: tuple, exchanged: tuple | None) -> tuple[Step, tuple, tuple]:
     xs, weight, bias, residuals, masks, options, *_ = given
-    step, exchanged = shared_sums(given)
+    step, exchanged = shared_sums(given, exchanged)
     if updates:
         normalize = ops.normalize_and_update
     elif options.statistics == "welford":
@@ -190,16 +194,19 @@ def _forward(given: Inputs, updates: tuple) -> tuple[Step, tuple, tuple]:
 
 
 @recorded(lambda step, *_: step.state.name, " backward")
-def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
-    """Gradients of K x, weight, bias and K residuals. saved: what forward() gave for it."""
+def backward(
+    step: Step, dys: Sequence[Tensor | None], *saved, exchanged: tuple | None = None
+) -> tuple:
+    """Gradients of K x, weight, bias and K residuals. saved: what forward() gave for it. exchanged:
+    what sums_of() gives, where it is there already."""
     try:
-        return _backward(step, dys, *saved)
+        return _backward(step, dys, *saved, exchanged=exchanged)
     except BaseException as error:
         step.transport(saved[2]).leave(error, step.call)
         raise
 
 
-def _backward(step: Step, dys, *saved) -> tuple:
+def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
     options, (weight, bias), xs = step.options, saved[:2], saved[2::6]
     lead, x = step.lead, xs[step.lead]
     needs_x, needs_weight, needs_bias, needs_residual = step.needs
@@ -221,8 +228,10 @@ def _backward(step: Step, dys, *saved) -> tuple:
         gradients.append(dy)
         through.append(after)
         passes.append((arguments, (mask,)))
-    transport, channels = step.transport(x), x.shape[1]
-    message, us, merged, rest = transport.sums_of("gradients", passes, lead, channels, step.call)
+    if exchanged is None:
+        transport = step.transport(x)
+        exchanged = transport.sums_of("gradients", passes, lead, x.shape[1], step.call)
+    message, us, merged, rest = exchanged
     if keep:  # what comes back is there already
         gradients = [_cast(u, z.dtype) for u, z in zip(us, xs)]
         through = [(w, None, None, 0, 0.0) for w, *_ in through]

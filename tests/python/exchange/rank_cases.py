@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import oracle
 import syncbn
 from support import assert_same_bits, rough_samples, to_tensor
+from syncbn.exchange import watch
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -229,6 +230,18 @@ class CountCollectives(TorchDispatchMode):
             known = [kind for kind in kinds if plain.startswith(kind.replace("_", ""))]
             self.names.append(*known or [func._opname])
         return func(*args, **(kwargs or {}))
+
+
+def case_the_usual_step_makes_one_exchange_per_direction(rank, world):
+    layer = syncbn.SyncBatchNorm(64)
+    layer(torch.randn(2, 64, requires_grad=True))  # makes the group, and compares paths
+    entered, enter = [], watch.enter
+    watch.enter = lambda group, call: (entered.append(call.direction), enter(group, call))
+    try:
+        layer(torch.randn(2, 64, requires_grad=True)).square().sum().backward()
+    finally:
+        watch.enter = enter
+    assert entered == ["forward", "backward"], entered
 
 
 def case_one_exchange_per_direction(rank, world):

@@ -15,12 +15,21 @@ import torch.distributed as dist
 import syncbn
 from rank_cases import raises
 from syncbn.exchange import agreement, attempt, engines, shared_memory, transports, watch
+from syncbn.step import in_one
 
 LIMIT = 100.0
 #: Seconds in which the others have the error. Over Gloo they look at the store meanwhile, and ask
 #: where the ranks are; the machine may be busy.
 SOON = 30.0
 _FILES = {m.__file__ for m in (agreement, attempt, transports, shared_memory, engines)}
+_CODES = {
+    function.__code__
+    for function in (
+        in_one._train_step,
+        in_one._BatchNormTraining.forward,
+        in_one._back.__wrapped__,
+    )
+}
 
 
 @contextlib.contextmanager
@@ -44,11 +53,11 @@ def _step(layer, backward=True):
 
 @contextlib.contextmanager
 def _interrupt_at(line):
-    """Ctrl-C at the line-th line that runs in the modules of an exchange."""
+    """Ctrl-C at the line-th line that runs in the modules of an exchange, or in a step around."""
     left = [line]
 
     def trace(frame, event, _):
-        if frame.f_code.co_filename not in _FILES:
+        if frame.f_code.co_filename not in _FILES and frame.f_code not in _CODES:
             return None
         if event == "line":
             left[0] -= 1

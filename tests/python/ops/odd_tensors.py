@@ -152,8 +152,14 @@ def calls(handle: int) -> dict:
         "shm_offer": (offer.clone(), 0, 1),
         "shm_open": (opening, offer, 5.0),
         "shm_sum": (message, handle, 1),
-        "shm_moments": (x, 0, call, EPS, mask, 0, handle, 1),
-        "shm_gradients": (*local, mask, handle, 1),
+        "forward_step": (
+            *(x, *running[:3], weight, bias, residual, mask, call, call.clone(), 0, EPS, 0.1),
+            *(1, 0.5, 0, handle, 1),
+        ),
+        "backward_step": (
+            *(y, x, torch.cat([mean, rstd]), weight, bias, bits, mask, *info.tolist(), 1, 0.5),
+            *(True, *dtypes, True, handle, 1),
+        ),
     }
 
 
@@ -197,7 +203,8 @@ def run(number: int, seed: int, say=None) -> dict:
         arguments = list(table[name])
         kinds = {}
         for i in draw.sample(range(len(arguments)), draw.choice((1, 1, 2))):
-            if not (name.startswith("shm_") and name != "shm_offer" and i >= len(arguments) - 1):
+            waits = name.endswith("_step") or (name.startswith("shm_") and name != "shm_offer")
+            if not (waits and i >= len(arguments) - 1):
                 arguments[i], kinds[i] = odd(arguments[i], draw)
         if say is not None:
             say(f"{name} {kinds}")
