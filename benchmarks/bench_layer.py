@@ -1,10 +1,12 @@
 """Forward and backward of one layer on one rank, against PyTorch's own batch norm.
 
-One round has them in all types and numbers of threads, each after a warm-up of its own, so that
-they meet the same machine and find in the caches what their own steps leave there. Results are
-compared before they are timed. Both kinds of memory are forced on the C library's allocator, which
-otherwise mixes them: "reused" outputs lie where earlier ones lay, "fresh" outputs in pages that the
-system has to hand out first.
+One round has all types, each after a warm-up of its own, so that they meet the same machine and
+find in the caches what their own steps leave there. Numbers of threads follow each other: on a busy
+machine two threads that wait for each other would use up the time slice that one begins with.
+Results are compared before they are timed.
+
+Both kinds of memory are forced on the C library's allocator, which otherwise mixes them: "reused"
+outputs lie where earlier ones lay, "fresh" outputs in pages that the system has to hand out first.
 """
 
 import ctypes
@@ -58,17 +60,22 @@ def measure_case(
         outputs = take((*place, "forward"), lambda: [layer(x) for _ in calls])
         take((*place, "backward"), lambda: [torch.autograd.grad(y, inputs, dy) for y in outputs])
 
-    def play(clock: common.Clock) -> None:
-        for number, dtype, take in itertools.product(threads, DTYPES, (common.Clock(), clock)):
-            torch.set_num_threads(number)
+    def play(number: int, clock: common.Clock) -> None:
+        for dtype, take in itertools.product(DTYPES, (common.Clock(), clock)):
             for name in layers[dtype]:
                 step(take, number, dtype, name)
 
-    start = time.perf_counter()
-    play(common.Clock())
     clock = common.Clock()
-    for _ in range(common.rounds_for(seconds, time.perf_counter() - start, least, 100)):
-        play(clock)
+    rounds = 0
+    for number in threads:
+        torch.set_num_threads(number)
+        start = time.perf_counter()
+        play(number, common.Clock())
+        # Equally many for each number, so that they make pairs.
+        spent = time.perf_counter() - start
+        rounds = rounds or common.rounds_for(seconds, spent, least, 100)
+        for _ in range(rounds):
+            play(number, clock)
     times = {key: [t / len(calls) for t in values] for key, values in clock.times.items()}
     for place in itertools.product(threads, DTYPES, ("syncbn", "PyTorch")):
         both = zip(times[(*place, "forward")], times[(*place, "backward")])

@@ -103,8 +103,8 @@ double quartile(Times times, std::size_t which) {
 /// What is timed in reused and in fresh memory, by name; copies as "memcpy" and "stream".
 using Measured = std::map<std::string, Times>;
 
-/// One round; pages() makes memory for an output. Fresh pages are the
-/// caller's to make: what the system takes for handing out addresses is not timed, faults are.
+/// One round; pages() makes memory for an output, which is not timed: what the system takes for
+/// handing out addresses does not count, faults do.
 void run_round(LayerPasses& layer, Executor& executor, Measured& out, bool keep,
                const auto& pages) {
   const auto time = [&](const char* name, const auto& work) {

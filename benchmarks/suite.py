@@ -50,8 +50,8 @@ class Form(NamedTuple):
 
 QUICK_SHAPES = [(8, 64, 56, 56), (16, 512, 14, 14), (64, 2048)]
 FORMS = {
-    "full": Form(common.SHAPES, 1.5, 0.8, 12, 7, 1000, bench_step.BATCHES),
-    "quick": Form(QUICK_SHAPES, 0.15, 0.3, 1, 3, 200, {"ResNet-20": [8]}, (2,)),
+    "full": Form(common.SHAPES, 1.0, 0.8, 12, 7, 1000, bench_step.BATCHES),
+    "quick": Form(QUICK_SHAPES, 0.1, 0.2, 1, 3, 200, {"ResNet-20": [8]}, (2,), (1,)),
     # Says nothing about speed; for the test of the suite itself.
     "tiny": Form([(2, 8, 3, 5)], 0, 0, 0, 2, 10, {"ResNet-20": [1]}, (2,), (1,)),
 }
@@ -85,7 +85,7 @@ def run_program(path: Path, *arguments: str, ranks: int = 0) -> list | dict:
 
 
 def shape_options(form: Form) -> list[str]:
-    return [f"--seconds={form.seconds / 2}", *map(common.text_of, form.shapes)]
+    return [f"--seconds={form.seconds}", *map(common.text_of, form.shapes)]
 
 
 def passes(form: Form, programs: Path) -> list | dict:
