@@ -1,15 +1,15 @@
 """The tables and the plot of a run of the suite, and the page that shows them.
 
-python benchmarks/report.py [RESULTS.json] [--write]
+python benchmarks/report.py [RESULTS.json]
 
-Prints the tables. --write makes those of docs/performance.md and its plot anew. Without a file it
-takes docs/performance.json, which `make bench ARGS=--write` replaces.
+Prints the tables and draws the plot beside the file. Without a file it takes docs/performance.json,
+which `make bench ARGS=--write` replaces, and makes docs/performance.md and its plot anew.
 """
 
-import argparse
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -215,14 +215,15 @@ def draw(results: dict, path: Path) -> None:
     plt.close(figure)
 
 
-def report(results: dict, path: Path, write: bool) -> None:
+def report(results: dict, path: Path) -> None:
     """path: the results'."""
     for part, pivot in PIVOTS.items():
         print(f"\n{pivot.title}\n\n{pivot_table(results, part)}")
     print(f"\n{machine_text(results)}\n\n{targets_table(results)}\n")
-    if write:
+    plot = path.with_suffix(".png")
+    if path == STORED:
         PAGE.write_text(page(PAGE.read_text(), results))
-    plot = PLOT if write else path.with_suffix(".png")
+        plot = PLOT
     try:
         draw(results, plot)
         print(f"results: {path}, plot: {plot}")
@@ -230,14 +231,6 @@ def report(results: dict, path: Path, write: bool) -> None:
         print(f"no plot: {error} (requirements/bench.txt has it)")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="?", default=STORED)
-    parser.add_argument("--write", action="store_true", help="docs/performance.md and its plot")
-    arguments = parser.parse_args()
-    path = arguments.results
-    report(json.loads(path.read_text()), path, arguments.write)
-
-
 if __name__ == "__main__":
-    main()
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else STORED
+    report(json.loads(file.read_text()), file)

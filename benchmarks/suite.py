@@ -159,7 +159,7 @@ def main() -> None:
     path = report.STORED if arguments.write else arguments.out
     path.parent.mkdir(parents=True, exist_ok=True)
     common.write_json(path, results)
-    report.report(results, path, arguments.write)
+    report.report(results, path)
 
 
 if __name__ == "__main__":

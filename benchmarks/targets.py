@@ -17,6 +17,10 @@ OVER = {
 SPEED_UPS = ("float32", "one thread")  # of these more is better
 
 
+def case(**fields: object) -> Callable[[dict], bool]:
+    return lambda f: fields.items() <= f.items()
+
+
 class Target(NamedTuple):
     name: str
     over: str
@@ -24,75 +28,54 @@ class Target(NamedTuple):
     includes: Callable[[dict], bool]  # of the figures over the same
 
 
-def limits(forward: float, backward: float) -> dict[str, float]:
-    return {"forward": forward, "backward": backward}
+def target(name: str, over: str, forward: float, backward: float, includes: Callable) -> Target:
+    return Target(name, over, {"forward": forward, "backward": backward}, includes)
 
 
-def planes(layout: str, least: int, most: float = math.inf) -> Callable[[dict], bool]:
-    return lambda f: f["layout"] == layout and least <= f["plane"] <= most
+def copies(layout: str, planes: str, forward: float, backward: float) -> Target:
+    """planes: a number of elements, or "... and more"."""
+    least, more = int(planes.split()[0]), planes.endswith("more")
+    return target(
+        f"{layout}, planes of {planes}",
+        "copy",
+        forward,
+        backward,
+        lambda f: f["layout"] == layout and (f["plane"] >= least if more else f["plane"] == least),
+    )
 
 
-def case(**fields: object) -> Callable[[dict], bool]:
-    return lambda f: fields.items() <= f.items()
+def step(batch: int, limit: float) -> Target:
+    name = f"ResNet-20's step, 2 processes, batch {batch}"
+    return Target(name, "plain", {"step": limit}, case(network="ResNet-20", batch=batch))
 
 
 def is_other(f: dict) -> bool:
     """Large, and without a target of its own."""
-    own = f["shape"] == "64x2048" or (f["shape"], f["memory"]) == ("4096x2048", "reused")
-    return f["large"] and not own
+    return f["large"] and not ROWS(f) and not MANY_ROWS(f)
 
 
-SMALL = case(shape="8x16x8x8", layout="contiguous", dtype="float32", threads=1, memory="reused")
-ONE = {"threads": 1, "memory": "reused", "large": True}
+ROWS, MANY_ROWS = case(shape="64x2048"), case(shape="4096x2048", memory="reused")
+ONE = {"threads": 1, "memory": "reused"}
+NEAR, FAR = case(beyond=False, large=True, **ONE), case(beyond=True, **ONE)
+TWO = case(beyond=True, threads=2, memory="reused", dtype="float32")
+SMALL = case(shape="8x16x8x8", layout="contiguous", dtype="float32", **ONE)
 TARGETS = [
-    Target(
-        "contiguous, planes of 784 and more", "copy", limits(1.25, 2.0), planes("contiguous", 784)
-    ),
-    Target("contiguous, planes of 196", "copy", limits(1.45, 2.3), planes("contiguous", 196, 196)),
-    Target("contiguous, planes of 49", "copy", limits(2.6, 3.8), planes("contiguous", 49, 49)),
-    Target(
-        "channels-last, planes of 784 and more",
-        "copy",
-        limits(1.8, 2.8),
-        planes("channels-last", 784),
-    ),
-    Target(
-        "channels-last, planes of 196", "copy", limits(1.9, 3.0), planes("channels-last", 196, 196)
-    ),
-    Target(
-        "channels-last, planes of 49", "copy", limits(3.2, 5.0), planes("channels-last", 49, 49)
-    ),
-    Target("(64, 2048)", "PyTorch", limits(1.1, 1.1), case(shape="64x2048")),
-    Target(
-        "(4096, 2048), reused memory",
-        "PyTorch",
-        limits(0.9, 0.9),
-        case(shape="4096x2048", memory="reused"),
-    ),
-    Target("every other shape of 256 KiB and more", "PyTorch", limits(0.8, 0.8), is_other),
-    Target(
-        "16-bit types beyond the last cache", "float32", limits(1.5, 1.5), case(beyond=True, **ONE)
-    ),
-    Target("16-bit types inside it", "float32", limits(1.0, 1.0), case(beyond=False, **ONE)),
-    Target(
-        "two threads beyond the last cache",
-        "one thread",
-        limits(1.7, 1.7),
-        case(beyond=True, threads=2, dtype="float32", memory="reused"),
-    ),
-    Target("(8, 16, 8, 8), eager, one rank", "PyTorch", limits(0.9, 1.15) | {"both": 1.0}, SMALL),
-    Target(
-        "ResNet-20's step, 2 processes, batch 8",
-        "plain",
-        {"step": 1.10},
-        case(network="ResNet-20", batch=8),
-    ),
-    Target(
-        "ResNet-20's step, 2 processes, batch 32",
-        "plain",
-        {"step": 1.03},
-        case(network="ResNet-20", batch=32),
-    ),
+    copies("contiguous", "784 and more", 1.25, 2.0),
+    copies("contiguous", "196", 1.45, 2.3),
+    copies("contiguous", "49", 2.6, 3.8),
+    copies("channels-last", "784 and more", 1.8, 2.8),
+    copies("channels-last", "196", 1.9, 3.0),
+    copies("channels-last", "49", 3.2, 5.0),
+    target("(64, 2048)", "PyTorch", 1.1, 1.1, ROWS),
+    target("(4096, 2048), reused memory", "PyTorch", 0.9, 0.9, MANY_ROWS),
+    target("every other shape of 256 KiB and more", "PyTorch", 0.8, 0.8, is_other),
+    target("16-bit types beyond the last cache", "float32", 1.5, 1.5, FAR),
+    target("16-bit types inside it", "float32", 1.0, 1.0, NEAR),
+    target("two threads beyond the last cache", "one thread", 1.7, 1.7, TWO),
+    target("(8, 16, 8, 8), eager, one rank", "PyTorch", 0.9, 1.15, SMALL),
+    Target("(8, 16, 8, 8), eager, one rank", "PyTorch", {"both": 1.0}, SMALL),
+    step(8, 1.10),
+    step(32, 1.03),
 ]
 
 

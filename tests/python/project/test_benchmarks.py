@@ -119,7 +119,9 @@ def test_shapes_are_those_of_the_targets():
 
 
 def test_targets_are_all_there():
-    found = {(t.name, t.over): tuple(t.limits.items()) for t in targets.TARGETS}
+    found: dict[tuple, tuple] = {}
+    for t in targets.TARGETS:
+        found[t.name, t.over] = found.get((t.name, t.over), ()) + tuple(t.limits.items())
 
     def both(forward: float, backward: float) -> tuple:
         return ("forward", forward), ("backward", backward)
@@ -169,7 +171,7 @@ def test_each_figure_is_in_its_target():
     assert targets_of(shape="64x2048", memory="fresh", threads=2) == ["(64, 2048)"]
     assert targets_of(shape="4096x2048") == ["(4096, 2048), reused memory"]
     assert targets_of(shape="4096x2048", memory="fresh") == [other]
-    assert targets_of(shape="8x16x8x8") == ["(8, 16, 8, 8), eager, one rank"]
+    assert set(targets_of(shape="8x16x8x8")) == {"(8, 16, 8, 8), eager, one rank"}
     assert targets_of(shape="8x16x8x8", memory="fresh") == []
     assert targets_of(shape="8x16x8x8", dtype="bfloat16") == []
 
@@ -249,7 +251,7 @@ def test_targets_say_reached_or_the_distance():
 def test_page_is_made_of_the_stored_results():
     text = report.PAGE.read_text(encoding="utf-8")
     results = json.loads(report.STORED.read_text(encoding="utf-8"))
-    assert text == report.page(text, results), "python benchmarks/report.py --write makes it anew"
+    assert text == report.page(text, results), "python benchmarks/report.py makes it anew"
     for part in ("machine", "targets", "passes", "steps", "exchange"):
         assert f"<!-- {part}: made by benchmarks/report.py -->" in text
     assert report.PLOT.exists()
