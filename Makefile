@@ -56,7 +56,7 @@ interop: $(package) $(test_tools) $(VENV)/.stamp-frameworks  ## other people's c
 demo: $(package) $(VENV)/.stamp-demo  ## train the example network, for example ARGS=--quick
 	$(python) examples/segmentation/main.py $(ARGS)
 
-bench: $(package) bench-cpp $(VENV)/.stamp-bench  ## all CPU benchmarks, 6 minutes; ARGS=--quick
+bench: $(package) bench-cpp $(VENV)/.stamp-bench  ## all CPU benchmarks, 7 minutes; ARGS=--quick, or --write for docs/
 	$(python) benchmarks/suite.py $(ARGS)
 
 bench-count: bench-cpp  ## instructions of each pass against stored counts; ARGS=--update stores

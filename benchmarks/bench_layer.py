@@ -1,24 +1,20 @@
-"""Forward and backward of one layer on one rank, against PyTorch's own batch norm and a copy.
+"""Forward and backward of one layer on one rank, against PyTorch's own batch norm.
 
-All run in turn within each round, so that they meet the same machine; medians and quartiles over
-the rounds. Results are compared before they are timed. Both kinds of memory are forced on the C
-library's allocator, which otherwise mixes them: "reused" outputs lie where earlier ones lay,
-"fresh" outputs in pages that the system has to hand out first.
+One round has all types, each after a warm-up of its own, so that they meet the same machine and
+find in the caches what their own steps leave there. Numbers of threads follow each other: on a busy
+machine two threads that wait for each other would use up the time slice that one begins with.
+Results are compared before they are timed.
 
-oneDNN is what PyTorch calls for 4-D tensors in oneDNN's own layout (x.to_mkldnn()), which a network
-has between oneDNN's convolutions; changing layouts is not timed. PyTorch's batch norm for plain
-tensors does not use oneDNN.
+Both kinds of memory are forced on the C library's allocator, which otherwise mixes them: "reused"
+outputs lie where earlier ones lay, "fresh" outputs in pages that the system has to hand out first.
 """
 
-import argparse
 import ctypes
 import itertools
 import time
-from pathlib import Path
 
 import common
 import torch
-from torch import Tensor
 
 import syncbn
 
@@ -31,6 +27,10 @@ MEMORY = {
     "fresh": {MMAP_MAX: 2**16, MMAP_THRESHOLD: 2**16},
     "reused": {MMAP_MAX: 0, TRIM_THRESHOLD: 2**31 - 1, MXFAST: 0},
 }
+DTYPES = ("float32", "bfloat16", "float16")
+#: Where a call costs more than its elements.
+SMALL = (8, 16, 8, 8)
+SMALL_CALLS = 20
 
 
 def use_memory(kind: str) -> None:
@@ -42,105 +42,70 @@ def use_memory(kind: str) -> None:
             raise SystemExit(f"mallopt refused {option} = {value}")
 
 
-def to_onednn(x: Tensor) -> Tensor:
-    return x.detach().to_mkldnn(x.dtype) if x.dtype != torch.float32 else x.detach().to_mkldnn()
+def measure_case(
+    shape: common.Shape, layout: str, threads: tuple[int, ...], seconds: float, least: int
+) -> list[dict]:
+    layers, tensors = {}, {}
+    for dtype in DTYPES:
+        x, dy = tensors[dtype] = common.make(shape, getattr(torch, dtype), layout)
+        ours, theirs = syncbn.SyncBatchNorm(shape[1]), common.plain_layer(shape)
+        common.check_close(common.step(ours, x, dy), common.step(theirs, x, dy))
+        layers[dtype] = {"syncbn": ours, "PyTorch": theirs}
+    calls = range(SMALL_CALLS if shape == SMALL else 1)
 
+    def step(take: common.Clock, number: int, dtype: str, name: str) -> None:
+        (x, dy), layer = tensors[dtype], layers[dtype][name]
+        inputs = [x, layer.weight, layer.bias]
+        place = number, dtype, name
+        outputs = take((*place, "forward"), lambda: [layer(x) for _ in calls])
+        take((*place, "backward"), lambda: [torch.autograd.grad(y, inputs, dy) for y in outputs])
 
-def has_onednn(x: Tensor) -> bool:
-    if x.dim() != 4 or not torch.backends.mkldnn.is_available():
-        return False
-    return x.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    def play(number: int, clock: common.Clock) -> None:
+        for dtype, take in itertools.product(DTYPES, (common.Clock(), clock)):
+            for name in layers[dtype]:
+                step(take, number, dtype, name)
 
-
-def candidates(x: Tensor, dy: Tensor) -> dict[str, tuple[torch.nn.Module, Tensor, Tensor]]:
-    """A layer with its x and dy, by name; all give the same results."""
-    shape = tuple(x.shape)
-    found = {
-        "syncbn": (syncbn.SyncBatchNorm(shape[1]), x, dy),
-        "PyTorch": (common.plain_layer(shape), x, dy),
-    }
-    if has_onednn(x):
-        own = to_onednn(x).requires_grad_(), to_onednn(dy)
-        found["oneDNN"] = (common.plain_layer(shape), *own)
-    expected = common.step(*found["PyTorch"])
-    for name in found.keys() - {"PyTorch"}:
-        results = common.step(*found[name])
-        common.check_close([r.to_dense() if r.is_mkldnn else r for r in results], expected)
-    return found
-
-
-def measure(x: Tensor, dy: Tensor, seconds: float, least: int) -> list[dict]:
-    layers = candidates(x, dy)
-    source = x.detach()
-    target = torch.empty_like(source)
-
-    def play(clock: common.Clock) -> None:
-        clock("copy", target.copy_, source)
-        clock("copy to new memory", lambda: torch.empty_like(source).copy_(source))
-        for name, (layer, its_x, its_dy) in layers.items():
-            y = clock(f"{name} forward", layer, its_x)
-            inputs = [its_x, layer.weight, layer.bias]
-            clock(f"{name} backward", torch.autograd.grad, y, inputs, its_dy)
-            del y
-
-    start = time.perf_counter()
-    play(common.Clock())
     clock = common.Clock()
-    for _ in range(common.rounds_for(seconds, time.perf_counter() - start, least, 60)):
-        play(clock)
-    base_of = {
-        f"{name} {direction}": f"PyTorch {direction}"
-        for name in layers
-        for direction in ("forward", "backward")
-    }
-    return common.summarize(clock.times, base_of)
+    rounds = 0
+    for number in threads:
+        torch.set_num_threads(number)
+        start = time.perf_counter()
+        play(number, common.Clock())
+        # Equally many for each number, so that they make pairs.
+        spent = time.perf_counter() - start
+        rounds = rounds or common.rounds_for(seconds, spent, least, 100)
+        for _ in range(rounds):
+            play(number, clock)
+    times = {key: [t / len(calls) for t in values] for key, values in clock.times.items()}
+    for place in itertools.product(threads, DTYPES, ("syncbn", "PyTorch")):
+        both = zip(times[(*place, "forward")], times[(*place, "backward")])
+        times[(*place, "both")] = [sum(pair) for pair in both]
+
+    rows = []
+    for number, dtype, direction in itertools.product(
+        threads, DTYPES, ("forward", "backward", "both")
+    ):
+        ours, theirs = (times[number, dtype, n, direction] for n in ("syncbn", "PyTorch"))
+        ratios = {"PyTorch": common.ratio(ours, theirs)}
+        if dtype != "float32":
+            ratios["float32"] = common.ratio(times[number, "float32", "syncbn", direction], ours)
+        if number > 1 and 1 in threads:
+            ratios["one thread"] = common.ratio(times[1, dtype, "syncbn", direction], ours)
+        row = {"threads": number, "dtype": dtype, "direction": direction, "rounds": len(ours)}
+        medians = {"syncbn": common.quartiles(ours), "PyTorch": common.quartiles(theirs)}
+        rows.append(row | {"milliseconds": medians, "ratios": ratios})
+    return rows
 
 
-def line(place: dict, rows: list[dict]) -> str:
-    of = {row["variant"]: row for row in rows}
-    words = [f"{place['shape']:14} {place['dtype']:9}{place['layout']:13}"]
-    words.append(f"{of['copy to new memory']['milliseconds'][1]:7.2f}")
-    for direction in ("forward", "backward"):
-        ours = of[f"syncbn {direction}"]
-        low, middle, high = ours["speedup"]
-        words.append(f"| {ours['milliseconds'][1]:8.2f}")
-        for other in ("PyTorch", "oneDNN"):
-            row = of.get(f"{other} {direction}")
-            words.append(f"{row['milliseconds'][1]:8.2f}" if row else f"{'-':>8}")
-        words.append(f" {middle:.2f} [{low:.2f}, {high:.2f}]")
-    return " ".join(words)
-
-
-HEADING = """Medians in ms; [quartiles] of PyTorch's time / syncbn's: above 1, syncbn is faster.
-shape          dtype    layout          copy | forward:        PyTorch   oneDNN\
-  speed-up           | backward:       PyTorch   oneDNN  speed-up"""
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", type=common.parse_shape, default=common.SHAPES)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--seconds", type=float, default=1.0, help="per line, about")
-    parser.add_argument("--rounds", type=int, default=5, help="per line, at least")
-    parser.add_argument("--json", type=Path, help="write all figures there")
-    arguments = parser.parse_args()
-
-    lines = []
-    for memory in MEMORY:
+def measure_layers(
+    shapes: list[common.Shape], threads: tuple[int, ...], seconds: float, least: int
+) -> list[dict]:
+    """Sets the process's allocator and number of threads."""
+    rows = []
+    for memory, shape in itertools.product(MEMORY, shapes):
         use_memory(memory)
-        for threads in dict.fromkeys(arguments.threads):
-            torch.set_num_threads(threads)
-            print(f"\nthreads: {threads}, {memory} memory. {HEADING}")
-            for shape, dtype in itertools.product(arguments.shapes, ("float32", "bfloat16")):
-                for layout in common.layouts_of(shape):
-                    x, dy = common.make(shape, getattr(torch, dtype), layout)
-                    place = {"memory": memory, "threads": threads}
-                    place |= {"shape": common.text_of(shape), "dtype": dtype, "layout": layout}
-                    rows = measure(x, dy, arguments.seconds, arguments.rounds)
-                    lines += [place | row for row in rows]
-                    print(line(place, rows), flush=True)
-    common.write_json(arguments.json, lines)
-
-
-if __name__ == "__main__":
-    main()
+        for layout in common.layouts_of(shape):
+            place = {"shape": common.text_of(shape), "layout": layout, "memory": memory}
+            rows += [place | r for r in measure_case(shape, layout, threads, seconds, least)]
+            print(".", end="", flush=True)
+    return rows

@@ -5,12 +5,12 @@
 //   bench_passes $(cat benchmarks/shapes.txt)
 //
 // Everything takes turns within each round, so that other programs on the machine touch all of it:
-// the copy, forward and backward as the layer runs them (its passes one after the other, each timed
-// there), with outputs in memory that is used again and in fresh memory. A time is divided by the
-// copy's of the same round and the same kind of memory; medians and quartiles are over the rounds.
-// The copy is memcpy or a loop of non-temporal stores, whichever had the lower median. Before they
-// are timed, results are compared bit for bit with those of the plain loops. --seconds: for each
-// shape, dtype, layout and number of threads, about.
+// the copy, forward and backward in one call each, then the passes that they are made of, one after
+// the other, with outputs in memory that is used again and in fresh memory. A time is divided by
+// the copy's of the same round and the same kind of memory; medians and quartiles are over the
+// rounds. The copy is memcpy or a loop of non-temporal stores, whichever had the lower median.
+// Before they are timed, results are compared bit for bit with those of the plain loops. --seconds:
+// for each shape, dtype, layout and number of threads, about.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -103,39 +103,33 @@ double quartile(Times times, std::size_t which) {
 /// What is timed in reused and in fresh memory, by name; copies as "memcpy" and "stream".
 using Measured = std::map<std::string, Times>;
 
-void run_direction(const char* direction, Measured& out, bool keep, const auto& passes) {
-  double sum = 0;
-  passes([&](const char* name, const auto& pass) {
-    const double time = microseconds(pass);
-    sum += time;
-    if (keep) {
-      out[name].push_back(time);
-    }
-  });
-  if (keep) {
-    out[direction].push_back(sum);
-  }
-}
-
-/// One round with outputs in `first` and `second` (dx, the target of the copy). Fresh pages are the
-/// caller's to make: what the system takes for handing out addresses is not timed, faults are.
+/// One round; pages() makes memory for an output, which is not timed: what the system takes for
+/// handing out addresses does not count, faults do.
 void run_round(LayerPasses& layer, Executor& executor, Measured& out, bool keep,
                const auto& pages) {
+  const auto time = [&](const char* name, const auto& work) {
+    const double took = microseconds(work);
+    if (keep) {
+      out[name].push_back(took);
+    }
+  };
   for (const bool stream : {false, true}) {
     if (!stream || can_stream()) {
       const auto to = pages();
-      const double time = microseconds([&] { copy(*to, layer.x_memory(), stream, executor); });
-      if (keep) {
-        out[stream ? "stream" : "memcpy"].push_back(time);
-      }
+      time(stream ? "stream" : "memcpy", [&] { copy(*to, layer.x_memory(), stream, executor); });
     }
   }
+  syncbn::BatchStatistics statistics;
+  {
+    const auto y = pages();
+    time("forward", [&] { statistics = layer.layer_forward(y->data(), executor); });
+    const auto dx = pages();
+    time("backward", [&] { layer.layer_backward(statistics, dx->data(), executor); });
+  }
   const auto y = pages();
-  run_direction("forward", out, keep,
-                [&](const auto& hook) { layer.forward(y->data(), executor, hook); });
+  layer.forward(y->data(), executor, time);
   const auto dx = pages();
-  run_direction("backward", out, keep,
-                [&](const auto& hook) { layer.backward(dx->data(), executor, hook); });
+  layer.backward(dx->data(), executor, time);
 }
 
 /// What is measured, and how often.

@@ -1,15 +1,11 @@
 """What synchronizing costs in a training step under DistributedDataParallel.
 
-python benchmarks/bench_step.py [--ranks 2] [--seconds 3]
-
 Networks: the demo's (12 batch norms, 64 x 64 pictures) and ResNet-20 (19, 32 x 32). Ranks are
 processes of one thread each. Variants take turns within each round, so that other programs on the
 machine touch all of them; medians and quartiles over the rounds.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
 import common
 import processes
@@ -67,35 +63,8 @@ def measure_steps(batches: dict[str, list[int]], seconds: float, least: int) -> 
                 clock(name, trainer.step)
 
         times = processes.in_turns(play, seconds, least)
-        found = common.summarize(times, dict.fromkeys(VARIANTS, PLAIN))
-        rows += [{"network": network, "batch": batch} | row for row in found]
+        for name, values in times.items():
+            row = {"network": network, "batch": batch, "variant": name, "rounds": len(values)}
+            row["milliseconds"] = common.quartiles(values)
+            rows.append(row | {"ratio": common.ratio(values, times[PLAIN])})
     return rows
-
-
-def table(rows: list[dict]) -> str:
-    lines = []
-    title = None
-    for row in rows:
-        if (row["network"], row["batch"]) != title:
-            title = row["network"], row["batch"]
-            lines.append(f"\nranks: {row['ranks']}, {title[0]}, batch {title[1]} a rank: ms a step")
-        low, median, high = row["milliseconds"]
-        more = 100 * (1 / row["speedup"][1] - 1)
-        lines.append(f"{row['variant']:38}{median:9.1f} [{low:.1f}, {high:.1f}]  {more:+.0f} %")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=3.0, help="per network and batch, about")
-    parser.add_argument("--json", type=Path, help="write all figures there")
-    arguments = parser.parse_args()
-    options = {"batches": BATCHES, "seconds": arguments.seconds, "least": 9}
-    rows = processes.run(arguments.ranks, [(measure_steps, options)])
-    print(table(rows))
-    common.write_json(arguments.json, rows)
-
-
-if __name__ == "__main__":
-    main()

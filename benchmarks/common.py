@@ -20,8 +20,8 @@ import syncbn
 FOLDER = Path(__file__).resolve().parent
 
 Shape = tuple[int, ...]
-#: Milliseconds of each round, by name.
-Times = dict[str, list[float]]
+#: Milliseconds of each round, by what was timed.
+Times = dict[Any, list[float]]
 
 
 def parse_shape(text: str) -> Shape:
@@ -74,7 +74,7 @@ class Clock:
     def __init__(self) -> None:
         self.times: Times = {}
 
-    def __call__(self, name: str, function: Callable[..., Any], *arguments: object) -> Any:
+    def __call__(self, name: object, function: Callable[..., Any], *arguments: object) -> Any:
         """The function's result, which the caller keeps while the next one is timed."""
         start = time.perf_counter()
         result = function(*arguments)
@@ -87,17 +87,9 @@ def quartiles(values: list[float]) -> list[float]:
     return [float(f"{q:.5g}") for q in statistics.quantiles(values, n=4, method="inclusive")]
 
 
-def summarize(times: Times, base_of: dict[str, str]) -> list[dict]:
-    """One row a variant. speedup: how many times faster than its base, round by round."""
-    rows = []
-    for name, values in times.items():
-        row = {"variant": name, "rounds": len(values), "milliseconds": quartiles(values)}
-        base = base_of.get(name)
-        if base in times:
-            speedups = [b / a for a, b in zip(values, times[base], strict=True)]
-            row |= {"base": base, "speedup": quartiles(speedups)}
-        rows.append(row)
-    return rows
+def ratio(times: list[float], base: list[float]) -> list[float]:
+    """Quartiles of the ratios, round by round."""
+    return quartiles([a / b for a, b in zip(times, base, strict=True)])
 
 
 def rounds_for(seconds: float, one_round: float, least: int, most: int) -> int:
@@ -112,6 +104,16 @@ def processor() -> str:
     return next((n.split(":")[1].strip() for n in text.splitlines() if "model name" in n), "")
 
 
+def caches() -> dict[str, int]:
+    """Bytes of the first core's, like L2: 1048576."""
+    found = {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = ((folder / n).read_text().strip() for n in ("level", "type", "size"))
+        if kind != "Instruction":
+            found[f"L{level}"] = int(size.removesuffix("K")) * 1024
+    return found
+
+
 def machine() -> dict:
     """Where and with what results are made. load: processes that wanted to run, over a minute."""
     command = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty"]
@@ -123,6 +125,7 @@ def machine() -> dict:
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
+        "caches": caches(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -134,6 +137,12 @@ def machine() -> dict:
     }
 
 
-def write_json(path: Path | None, results: object) -> None:
-    if path is not None:
-        path.write_text(json.dumps(results) + "\n")
+def write_json(path: Path, results: dict) -> None:
+    """A line for each row, so that versions can be compared."""
+    parts = []
+    for name, part in results.items():
+        text = json.dumps(part)
+        if isinstance(part, list) and part:
+            text = "[\n" + ",\n".join(json.dumps(row) for row in part) + "\n]"
+        parts.append(f"{json.dumps(name)}: {text}")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")

@@ -10,8 +10,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <string>
+#include <syncbn/batch_norm.hpp>
+#include <syncbn/communicator.hpp>
 #include <syncbn/diagnosis.hpp>
 #include <syncbn/passes.hpp>
 #include <syncbn/tensor.hpp>
@@ -146,6 +149,17 @@ class LayerPasses {
     hook("normalize", [&] { normalize_with({}, y, executor); });
   }
 
+  /// Both directions as a layer's caller runs them, each in one call.
+  BatchStatistics layer_forward(void* y, Executor& executor) {
+    return batch_norm_forward(x(), {}, floats(weight_), floats(bias_), {}, output(y),
+                              {floats(running_mean_), floats(running_var_)}, {}, *alone_, executor);
+  }
+  void layer_backward(const BatchStatistics& statistics, void* dx, Executor& executor) {
+    batch_norm_backward(dy(), x(), {}, floats(weight_), floats(bias_), statistics, output(dx),
+                        floats(dweight_), floats(dbias_), {}, AffineGradients::kShare, *alone_,
+                        executor);
+  }
+
   /// After forward. The parameters' gradients are the rank's own share, the layer's default.
   template <class Hook>
   void backward(void* dx, Executor& executor, const Hook& hook) {
@@ -254,6 +268,10 @@ class LayerPasses {
     for (const auto* values : {&mean_, &var_, &rstd_, &coefficients_}) {
       add(values->data(), 8 * values->size());
     }
+    const auto statistics = layer_forward(out, executor);
+    add(out, bytes());
+    layer_backward(statistics, out, executor);
+    add(out, bytes());
     for (const auto* values : {&dweight_, &dbias_}) {
       add(values->data(), 4 * values->size());
     }
@@ -277,6 +295,7 @@ class LayerPasses {
   std::vector<float> running_var_;
   std::vector<float> dweight_;
   std::vector<float> dbias_;
+  std::unique_ptr<Communicator> alone_ = self_communicator();
 };
 
 }  // namespace syncbn::bench

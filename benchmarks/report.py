@@ -1,111 +1,236 @@
-"""The table of the passes and the plot of a suite's results.
+"""The tables and the plot of a run of the suite, and the page that shows them.
 
-python benchmarks/report.py RESULTS.json     prints the one and draws the other beside the file
+python benchmarks/report.py [RESULTS.json]
+
+Prints the tables and draws the plot beside the file. Without a file it takes docs/performance.json,
+which `make bench ARGS=--write` replaces, and makes docs/performance.md and its plot anew.
 """
 
 import json
+import math
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-PASSES = (
-    ("forward", ("local_moments", "finalize_moments", "normalize")),
-    ("backward", ("local_gradients", "finalize_gradients", "input_gradient")),
-)
-HEADING = """\
-The passes' times, in times the fastest copy of the input in the same run (medians).
-forward = moments + finalize + normalize, at least 1.5 where memory bounds it;
-backward = gradients + finalize + input gradient, at least 2.5. fresh: in fresh output memory.
-shape          dtype     layout         threads | copy GB/s | forward = mom. + fin. + norm.  fresh\
- | backward = grad. + fin. + inp.  fresh"""
+from targets import OVER, SPEED_UPS, TARGETS, Target, case, figures
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE, STORED = DOCS / "performance.md", DOCS / "performance.json"
+PLOT = DOCS / "images" / "performance.png"
 
 
-def passes_table(rows: list[dict]) -> str:
-    lines = [HEADING]
-    cases: dict[tuple, dict] = {}
-    for row in rows:
-        case = cases.setdefault(tuple(row[k] for k in ("shape", "dtype", "layout", "threads")), {})
-        case["copy" if row["pass"].startswith("copy") else row["pass"], row["memory"]] = row
-    for (shape, dtype, layout, threads), case in cases.items():
-
-        def ratio(name: str, memory: str = "reused", case=case) -> float:
-            return case[name, memory]["times_copy"][1]
-
-        line = f"{shape:14} {dtype:9} {layout:14} {threads:7} | "
-        line += f"{case['copy', 'reused']['gigabytes_per_second']:9.1f}"
-        for name, parts in PASSES:
-            line += f" | {ratio(name):8.2f} ="
-            line += " + ".join(f"{ratio(part):5.2f}" for part in parts)
-            line += f"  {ratio(name, 'fresh'):5.2f}"
-        lines.append(line)
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    lines = [
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths))} |"
+        for line in (head, ["-" * width for width in widths], *rows)
+    ]
     return "\n".join(lines)
 
 
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def shape_text(shape: str) -> str:
+    return f"({shape.replace('x', ', ')})"
+
+
+def where(figure: dict) -> str:
+    if "shape" not in figure:
+        return ""
+    words = [figure["layout"]] * (figure["layout"] != "contiguous")
+    words += [figure["dtype"]] * (figure["dtype"] != "float32")
+    words += [f"{figure['memory']} memory"] * (figure["memory"] != "reused")
+    words += [f"{figure['threads']} threads"] * (figure["threads"] != 1)
+    return ", ".join([shape_text(figure["shape"]), *words])
+
+
+def target_row(target: Target, direction: str, all_figures: list[dict]) -> list[str]:
+    limit, over, speed_up = target.limits[direction], target.over, target.over in SPEED_UPS
+    begin = [target.name, direction, f"{'≥' if speed_up else '≤'} {limit:g} {OVER[over]}"]
+    kind = case(over=over, direction=direction)
+    found = [f for f in all_figures if kind(f) and target.includes(f)]
+    if not found:
+        return [*begin, "not measured", "", ""]
+    # How many times the limit each is off: above 1 it is missed.
+    off = [limit / f["ratio"][1] if speed_up else f["ratio"][1] / limit for f in found]
+    worst = found[off.index(max(off))]
+    low, median, high = worst["ratio"]
+    state = "reached" if max(off) <= 1 else f"{math.ceil(100 * (max(off) - 1))} % to go"
+    if len(found) > 1 and max(off) > 1:
+        state += f", {sum(o <= 1 for o in off)} of {len(found)} reached"
+    return [*begin, f"{median:.2f} [{low:.2f}, {high:.2f}]", where(worst), state]
+
+
+def targets_table(results: dict) -> str:
+    found = list(figures(results))
+    rows = [target_row(t, direction, found) for t in TARGETS for direction in t.limits]
+    return markdown(
+        ["Target", "Direction", "Limit", "Worst case [quartiles]", "Where", "Reached"], rows
+    )
+
+
+class Pivot(NamedTuple):
+    """A table of a part of the results: a line for equal keys, columns for what differs."""
+
+    title: str
+    keys: list[str]
+    column: str
+    cell: Callable[[dict], str]
+    includes: Callable[[dict], bool] = lambda row: True
+
+
+def milliseconds(row: dict) -> str:
+    return number(row["milliseconds"][1])
+
+
+def pass_cell(row: dict) -> str:
+    is_copy = row["pass"].startswith("copy")
+    return f"{row['gigabytes_per_second']:.0f} GB/s" if is_copy else f"{row['times_copy'][1]:.2f}"
+
+
+PIVOTS = {
+    "passes": Pivot(
+        "Times of the passes over the fastest copy's; float32, one thread, reused memory",
+        ["shape", "layout"],
+        "pass",
+        pass_cell,
+        case(dtype="float32", threads=1, memory="reused"),
+    ),
+    "layers": Pivot(
+        "One layer in one process: milliseconds of ours / of PyTorch's",
+        ["shape", "layout", "dtype", "memory", "threads"],
+        "direction",
+        lambda row: " / ".join(number(row["milliseconds"][n][1]) for n in ("syncbn", "PyTorch")),
+    ),
+    "exchange": Pivot(
+        "One all-reduce of a float32 layer's message: microseconds, median / 99th percentile",
+        ["ranks", "channels"],
+        "engine",
+        lambda row: f"{number(row['microseconds'][1])} / {number(row['p99'])}",
+    ),
+    "threads": Pivot(
+        "Time of two ranks that are threads over that of two threads that exchange nothing",
+        ["shape"],
+        "direction",
+        lambda row: f"{row['ratio'][1]:.2f}",
+    ),
+    "ranks": Pivot(
+        "One float32 layer on each of several processes: milliseconds",
+        ["ranks", "shape", "direction"],
+        "variant",
+        milliseconds,
+    ),
+    "steps": Pivot(
+        "A training step under DistributedDataParallel: milliseconds (over plain batch norm's)",
+        ["ranks", "network", "batch"],
+        "variant",
+        lambda row: f"{milliseconds(row)} ({row['ratio'][1]:.2f})",
+    ),
+}
+
+
+def pivot_table(results: dict, part: str) -> str:
+    _, keys, column, cell, includes = PIVOTS[part]
+    lines: dict[tuple, dict[str, str]] = {}
+    for row in filter(includes, results[part]):
+        key = tuple(shape_text(row[k]) if k == "shape" else str(row[k]) for k in keys)
+        lines.setdefault(key, {})[row[column].split(" (")[0]] = cell(row)
+    columns = list(dict.fromkeys(c for line in lines.values() for c in line))
+    rows = [[*key, *(line.get(c, "") for c in columns)] for key, line in lines.items()]
+    head = [word.replace("_", " ") for word in (*keys, *columns)]
+    return markdown(head, rows) if rows else "Not measured."
+
+
+def machine_text(results: dict) -> str:
+    """What was measured where, as a list."""
+    m = results["machine"]
+    caches = ", ".join(f"{name} {size // 1024:,} KiB" for name, size in m["caches"].items())
+    lines = [
+        f"Processor: {m['processor']}, {m['cores']} cores, {m['instruction_set']}; {caches}.",
+        f"Versions: syncbn {m['syncbn']} (commit {m['commit']}), PyTorch {m['torch']}, "
+        f"Python {m['python']}; {m['build'] or 'no C++ programs'}.",
+        f"The {results['form']} run of {m['date']} took {results['seconds']} seconds. The load was "
+        f"{m['load']:.1f} before it and {m['load_after']:.1f} after it.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def page(text: str, results: dict) -> str:
+    """The text with its parts between the marks made anew."""
+
+    def part(match: re.Match) -> str:
+        makers = {"machine": machine_text, "targets": targets_table}
+        name = match[1]
+        made = makers[name](results) if name in makers else pivot_table(results, name)
+        return f"<!-- {name}: made by benchmarks/report.py -->\n\n{made}\n\n<!-- end -->"
+
+    pattern = r"<!-- (\w+): made by benchmarks/report.py -->.*?<!-- end -->"
+    return re.sub(pattern, part, text, flags=re.DOTALL)
+
+
 def draw(results: dict, path: Path) -> None:
-    """One thread, float32: a layer against others and the copy; a training step."""
+    """Times over PyTorch's: a layer on one thread, and a training step. Quartiles are lines."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(3, 1, figsize=(11, 13), layout="constrained")
-    machine = results["machine"]
-    figure.suptitle(
-        f"syncbn {machine['syncbn']}, PyTorch {machine['torch']}; {machine['processor']}"
-    )
-    chosen = {"threads": 1, "dtype": "float32", "memory": "fresh"}
-    rows = [r for r in results["layers"] if all(r[k] == v for k, v in chosen.items())]
-    cases = list(dict.fromkeys((r["shape"], r["layout"]) for r in rows))
-    time = {(r["shape"], r["layout"], r["variant"]): r["milliseconds"] for r in rows}
-    for plot, direction in zip(axes, ("forward", "backward")):
-        for i, name in enumerate(("syncbn", "PyTorch", "oneDNN")):
-            own = f"{name} {direction}"
-            where = [at for at, case in enumerate(cases) if (*case, own) in time]
-            scale = [time[(*cases[at], "copy to new memory")][1] for at in where]
-            times = [time[(*cases[at], own)] for at in where]
-            bars(plot, where, i, 3, times, scale, name)
-        plot.set_title(f"One layer's {direction}: float32, one thread, fresh memory")
-        plot.set_ylabel("time / copy to fresh memory")
-        plot.set_xticks(range(len(cases)), [f"{s}\n{x}" for s, x in cases], fontsize=6)
+
+    def bars(plot, title: str, rows: list[tuple[str, str, list[float]]]) -> None:
+        """rows: place on the axis, colour, quartiles."""
+        places, colours = (list(dict.fromkeys(row[i] for row in rows)) for i in (0, 1))
+        for i, colour in enumerate(colours):
+            own = [(places.index(place), q) for place, c, q in rows if c == colour]
+            x = [at + (i - (len(colours) - 1) / 2) * 0.8 / len(colours) for at, _ in own]
+            errors = [[q[1] - q[0] for _, q in own], [q[2] - q[1] for _, q in own]]
+            heights = [q[1] for _, q in own]
+            style = {"error_kw": {"linewidth": 0.7}, "label": colour}
+            plot.bar(x, heights, 0.8 / len(colours), yerr=errors, **style)
+        plot.set_title(title)
+        plot.set_ylabel("time / plain PyTorch's")
+        plot.set_xticks(range(len(places)), places, fontsize=6)
         plot.axhline(1, color="gray", linewidth=0.5)
         plot.legend()
-    steps = results["steps"]
-    cases = list(dict.fromkeys((r["network"], r["batch"]) for r in steps))
-    names = list(dict.fromkeys(r["variant"] for r in steps))
-    for i, name in enumerate(names):
-        own = [r for r in steps if r["variant"] == name]
-        plain = [r for r in steps if r["variant"] == names[0]]
-        times = [r["milliseconds"] for r in own]
-        scale = [r["milliseconds"][1] for r in plain]
-        bars(axes[2], list(range(len(cases))), i, len(names), times, scale, name)
-    axes[2].set_title("A training step of 2 processes")
-    axes[2].set_ylabel("time / the network that is not synchronized")
-    axes[2].set_xticks(range(len(cases)), [f"{n}, batch {b}" for n, b in cases])
-    axes[2].legend()
-    figure.savefig(path, dpi=120)
+
+    for plot, direction in zip(axes, ("forward", "backward")):
+        chosen = filter(case(threads=1, direction=direction), results["layers"])
+        rows = [
+            (
+                f"{shape_text(r['shape'])}\n{r['layout']}",
+                f"{r['dtype']}, {r['memory']} memory",
+                r["ratios"]["PyTorch"],
+            )
+            for r in chosen
+            if r["dtype"] != "float16"
+        ]
+        bars(plot, f"One layer's {direction}, one thread", rows)
+    rows = [(f"{r['network']}, {r['batch']}", r["variant"], r["ratio"]) for r in results["steps"]]
+    bars(axes[2], "A training step of 2 processes, by pictures a rank", rows)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
-def bars(plot, places, index, of, times, scale, name) -> None:
-    """Medians, with the quartiles as error bars."""
-    width = 0.8 / of
-    medians = [t[1] / s for t, s in zip(times, scale)]
-    errors = [[(t[1] - t[0]) / s for t, s in zip(times, scale)]]
-    errors.append([(t[2] - t[1]) / s for t, s in zip(times, scale)])
-    where = [p + (index - (of - 1) / 2) * width for p in places]
-    plot.bar(where, medians, width, yerr=errors, error_kw={"linewidth": 0.7}, label=name)
-
-
 def report(results: dict, path: Path) -> None:
-    """path: the plot's."""
-    if results["passes"] is not None:
-        print("\n" + passes_table(results["passes"]["passes"]))
+    """path: the results'."""
+    for part, pivot in PIVOTS.items():
+        print(f"\n{pivot.title}\n\n{pivot_table(results, part)}")
+    print(f"\n{machine_text(results)}\n\n{targets_table(results)}\n")
+    plot = path.with_suffix(".png")
+    if path == STORED:
+        PAGE.write_text(page(PAGE.read_text(), results))
+        plot = PLOT
     try:
-        draw(results, path)
-        print(f"\nplot: {path}")
+        draw(results, plot)
+        print(f"results: {path}, plot: {plot}")
     except ModuleNotFoundError as error:
-        print(f"\nno plot: {error} (requirements/bench.txt has it)")
+        print(f"no plot: {error} (requirements/bench.txt has it)")
 
 
 if __name__ == "__main__":
-    file = Path(sys.argv[1])
-    report(json.loads(file.read_text()), file.with_suffix(".png"))
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else STORED
+    report(json.loads(file.read_text()), file)

@@ -1,32 +1,33 @@
 """All CPU benchmarks in one run: one JSON, tables and a plot.
 
-python benchmarks/suite.py [--quick]     (`make bench` builds what it needs; ARGS=--quick)
+python benchmarks/suite.py [--quick] [--only PART...] [--shapes SHAPE...] [--write]
 
-passes    bench_passes: each pass against the fastest copy
+`make bench` builds what it needs; options are in ARGS, for example ARGS=--quick.
+
+passes    bench_passes: a layer's forward and backward, and each pass, against the fastest copy
 exchange  bench_exchange (threads, shared memory, MPI where it is built) and Gloo: one all-reduce
 threads   bench_thread_ranks: one layer of 2 threads that are ranks, or alone
-layers    bench_layer: one layer against PyTorch's and oneDNN's batch norm, one process
+layers    bench_layer: one layer against PyTorch's batch norm, one process
 ranks     bench_ranks: one layer of 2 and 4 processes against the usual recipe
 steps     bench_step: training steps of 2 processes
 
-Results are benchmarks/results/cpu-<processor>-<date>.json and .png; git keeps chosen ones only
-(git add --force). Times are [lower quartile, median, upper quartile]. Run it on a quiet machine:
-the load before and after the run is in the JSON. --quick takes a minute: three shapes and
-2 processes.
+Times are [lower quartile, median, upper quartile]. Run it on a quiet machine: the load before and
+after the run is in the JSON. --quick takes a minute: three shapes and 2 processes. --write stores
+the JSON as docs/performance.json and makes docs/performance.md and its plot of it; otherwise the
+JSON and the plot are build/bench/results.*.
 """
 
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+import bench_layer
 import bench_ranks
 import bench_step
 import common
@@ -37,8 +38,9 @@ import report
 
 class Form(NamedTuple):
     shapes: list[common.Shape]
-    seconds: float  # for each line of bench_passes and bench_layer
-    rank_seconds: float  # for each shape or network of several processes
+    seconds: float  # for each line of bench_passes and each case of bench_layer
+    rank_seconds: float  # for each shape of several processes
+    step_seconds: float  # for each network and batch
     rounds: int  # at least, of each line
     exchanges: int
     batches: dict[str, list[int]]
@@ -48,12 +50,11 @@ class Form(NamedTuple):
 
 QUICK_SHAPES = [(8, 64, 56, 56), (16, 512, 14, 14), (64, 2048)]
 FORMS = {
-    "full": Form(common.SHAPES, 0.5, 0.8, 5, 1000, bench_step.BATCHES),
-    "quick": Form(QUICK_SHAPES, 0.15, 0.3, 3, 200, {"demo": [4], "ResNet-20": [8]}, (2,)),
+    "full": Form(common.SHAPES, 1.0, 0.8, 12, 7, 1000, bench_step.BATCHES),
+    "quick": Form(QUICK_SHAPES, 0.1, 0.2, 1, 3, 200, {"ResNet-20": [8]}, (2,), (1,)),
     # Says nothing about speed; for the test of the suite itself.
-    "tiny": Form([(2, 8, 3, 5)], 0, 0, 2, 10, {"ResNet-20": [1]}, (2,), (1,)),
+    "tiny": Form([(2, 8, 3, 5)], 0, 0, 0, 2, 10, {"ResNet-20": [1]}, (2,), (1,)),
 }
-
 
 #: For Open MPI: as root, more ranks than cores, and no copies between processes, which containers
 #: may forbid. Others do not look at these.
@@ -66,70 +67,63 @@ MPI_ENVIRONMENT = {
 }
 
 
-def run_program(name: str, path: Path, *arguments: str, quiet: bool = False, ranks: int = 0):
-    """What a program of the suite wrote to its JSON. ranks: of MPI."""
+def run_program(path: Path, *arguments: str, ranks: int = 0) -> list | dict:
+    """What a C++ program wrote to its JSON; nothing if it is not built. ranks: of MPI."""
+    launcher = ["mpiexec", "-n", str(ranks)] if ranks else []
+    if not path.exists() or not shutil.which((launcher or ["true"])[0]):
+        print(f"{path.name} is not built (make bench-cpp): not measured")
+        return []
     with tempfile.TemporaryDirectory() as folder:
-        target = f"{folder}/results.json"
-        out = subprocess.DEVNULL if quiet else None
-        command = [sys.executable, path] if path.suffix == ".py" else [path]
-        if ranks:
-            command = ["mpiexec", "-n", str(ranks), *command]
-        print(f"\n== {name}", flush=True)
+        target = Path(folder) / "results.json"
         subprocess.run(
-            [*command, *arguments, f"--json={target}"],
+            [*launcher, path, *arguments, f"--json={target}"],
             env=os.environ | MPI_ENVIRONMENT,
-            stdout=out,
+            stdout=subprocess.DEVNULL,
             check=True,
         )
-        return json.loads(Path(target).read_text())
+        return json.loads(target.read_text())
 
 
-def run_all(form: Form, programs: Path) -> dict:
-    shapes = [common.text_of(shape) for shape in form.shapes]
-    threads = [str(t) for t in form.threads]
-    results = {"format": 1, "machine": common.machine(), "passes": None}
-    results |= {"exchange": [], "threads": []}
-    if (programs / "bench_passes").exists():
-        options = [f"--seconds={form.seconds}", f"--threads={','.join(threads)}", *shapes]
-        results["passes"] = run_program("passes", programs / "bench_passes", *options, quiet=True)
-        rounds = f"--rounds={form.exchanges}"
-        results["exchange"] = run_program("exchange", programs / "bench_exchange", rounds)
-        mpi = programs / "bench_exchange_mpi"
-        for ranks in form.ranks if mpi.exists() and shutil.which("mpiexec") else ():
-            results["exchange"] += run_program("exchange, MPI", mpi, rounds, ranks=ranks)
-        options = [f"--seconds={form.seconds}", *shapes]
-        results["threads"] = run_program("threads", programs / "bench_thread_ranks", *options)
-    else:
-        print(f"no passes, no exchange of threads: {programs} has no bench_passes (make bench-cpp)")
-    options = ["--seconds", str(form.seconds), "--rounds", str(form.rounds)]
-    options += ["--threads", *threads, "--shapes", *shapes]
-    results["layers"] = run_program("layers", common.FOLDER / "bench_layer.py", *options)
+def shape_options(form: Form) -> list[str]:
+    return [f"--seconds={form.seconds}", *map(common.text_of, form.shapes)]
 
-    results |= {"ranks": [], "steps": []}
+
+def passes(form: Form, programs: Path) -> list | dict:
+    return run_program(programs / "bench_passes", "--threads=1", *shape_options(form))
+
+
+def exchange(form: Form, programs: Path) -> list[dict]:
+    rounds = f"--rounds={form.exchanges}"
+    rows = run_program(programs / "bench_exchange", rounds)
+    for ranks in form.ranks:
+        rows += run_program(programs / "bench_exchange_mpi", rounds, ranks=ranks)
+        gloo = (bench_ranks.measure_gloo, {"rounds": form.exchanges // 3})
+        rows += processes.run(ranks, [gloo])
+    return rows
+
+
+def threads(form: Form, programs: Path) -> list[dict]:
+    return run_program(programs / "bench_thread_ranks", *shape_options(form))
+
+
+def layers(form: Form, programs: Path) -> list[dict]:
+    shapes = [*form.shapes, bench_layer.SMALL]
+    return bench_layer.measure_layers(shapes, form.threads, form.seconds, form.rounds)
+
+
+def ranks(form: Form, programs: Path) -> list[dict]:
     limits = {"seconds": form.rank_seconds, "least": form.rounds}
-    works = [
-        (bench_ranks.measure_gloo, {"rounds": form.exchanges // 3}),
-        (bench_ranks.measure_layers, {"shapes": form.shapes} | limits),
-        (bench_step.measure_steps, {"batches": form.batches} | limits),
-    ]
-    for number in form.ranks:
-        print(f"\n== {number} processes", flush=True)
-        rows = processes.run(number, works if number == 2 else works[:2])
-        steps = [row for row in rows if "network" in row]
-        others = [row for row in rows if "network" not in row]
-        results["exchange"] += [row for row in others if "engine" in row]
-        results["ranks"] += [row for row in others if "engine" not in row]
-        results["steps"] += steps
-        print(bench_ranks.table(others))
-        if steps:
-            print(bench_step.table(steps))
-    return results
+    work = (bench_ranks.measure_layers, {"shapes": form.shapes} | limits)
+    return [row for number in form.ranks for row in processes.run(number, [work])]
 
 
-def name_of(machine: dict) -> str:
-    words = re.sub(r"\(.*?\)|\bCPU\b|\bProcessor\b|@.*", " ", machine["processor"]) or "unknown"
-    words = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
-    return f"cpu-{words}-{machine['date'][:10]}"
+def steps(form: Form, programs: Path) -> list[dict]:
+    limits = {"seconds": form.step_seconds, "least": form.rounds}
+    return processes.run(2, [(bench_step.measure_steps, {"batches": form.batches} | limits)])
+
+
+#: Layers first: before anything else has touched the allocator whose kinds of memory they choose.
+PARTS = {part.__name__: part for part in (layers, passes, exchange, threads, ranks, steps)}
 
 
 def main() -> None:
@@ -137,22 +131,35 @@ def main() -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--quick", dest="form", action="store_const", const="quick", default="full")
     form.add_argument("--tiny", dest="form", action="store_const", const="tiny")
-    built = common.FOLDER.parent / "build" / "bench" / "benchmarks"
-    parser.add_argument("--programs", type=Path, default=built, help="where bench_passes is")
-    parser.add_argument("--out", type=Path, default=common.FOLDER / "results", help="a folder")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--shapes", nargs="+", type=common.parse_shape)
+    parser.add_argument("--write", action="store_true", help="the stored results and their page")
+    built = common.FOLDER.parent / "build" / "bench"
+    parser.add_argument("--programs", type=Path, default=built / "benchmarks", help="a folder")
+    parser.add_argument("--out", type=Path, default=built / "results.json")
     arguments = parser.parse_args()
 
-    if os.getloadavg()[0] > 0.5:
-        print(f"The machine is not quiet: its load is {os.getloadavg()[0]:.1f}.")
+    machine = common.machine()
+    if machine["load"] > 0.5:
+        print(f"The machine is not quiet: its load is {machine['load']:.1f}.")
+    form = FORMS[arguments.form]
+    if arguments.shapes:
+        form = form._replace(shapes=arguments.shapes)
     start = time.monotonic()
-    results = run_all(FORMS[arguments.form], arguments.programs)
-    results |= {"form": arguments.form, "seconds": round(time.monotonic() - start)}
-    results["machine"]["load_after"] = os.getloadavg()[0]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"{name_of(results['machine'])}.json"
-    path.write_text(json.dumps(results) + "\n")
-    report.report(results, path.with_suffix(".png"))
-    print(f"results: {path} ({results['seconds']} s)")
+    parts = {}
+    for name, part in PARTS.items():
+        began = time.monotonic()
+        parts[name] = part(form, arguments.programs) if name in arguments.only else []
+        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+    found = parts["passes"] or {"build": None, "passes": []}
+    machine |= {"build": found["build"], "load_after": os.getloadavg()[0]}
+    parts["passes"] = found["passes"]
+    results = {"format": 2, "form": arguments.form, "seconds": round(time.monotonic() - start)}
+    results |= {"machine": machine, **parts}
+    path = report.STORED if arguments.write else arguments.out
+    path.parent.mkdir(parents=True, exist_ok=True)
+    common.write_json(path, results)
+    report.report(results, path)
 
 
 if __name__ == "__main__":
