@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..exchange import agreement, groups, selection
+from ..exchange import agreement, groups, subgroups
 from ..exchange.call import Call
 from ..nn import Model, SyncBatchNorm
 from ..step.layer_state import UNNAMED
@@ -142,7 +142,7 @@ def convert_sync_batchnorm(
     process_group: "groups.Group" = None,
     *,
     group_size: int | None = None,
-    group: selection.Part | None = None,
+    group: subgroups.Part | None = None,
     timeout: "float | datetime.timedelta | None" = None,
     engine: groups.EngineName | None = None,
     affine_grad: AffineGrad | None = None,
@@ -191,7 +191,7 @@ def convert_sync_batchnorm(
     """
     given = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    sharing = selection.select(process_group, group_size, group, timeout, engine or "auto", _NAME)
+    sharing = subgroups.choose(process_group, group_size, group, timeout, engine or "auto", _NAME)
     asked = {  # of layers that have a group, a timeout, an engine of their own
         field: getattr(sharing, field)
         for field, arguments in (

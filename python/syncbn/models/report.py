@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import operators_cuda
-from ..exchange import attempt, groups, selection, transports
+from ..exchange import attempt, groups, subgroups, transports
 from ..nn import SyncBatchNorm, device_of
 from ..operators import ops
 from ..parallel import SelfDataParallel
@@ -125,7 +125,7 @@ def _raise(failures: list[LayerReport]) -> None:
     texts = [lines]
     if dist.is_available() and dist.is_initialized():
         # No store is asked to keep an empty text.
-        texts = selection.gather_text(f"-{lines}", "syncbn.report")
+        texts = subgroups.gather_text(f"-{lines}", "syncbn.report")
         texts = [text.removeprefix("-") for text in texts]
     if not any(texts):
         return

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..exchange import agreement, attempt, groups, selection
+from ..exchange import agreement, attempt, groups, subgroups
 from ..exchange.call import Call
 from ..nn import Model, SyncBatchNorm, device_of
 from .classes import check_module
@@ -38,7 +38,7 @@ def set_group(
     process_group: "groups.Group" = None,
     *,
     group_size: int | None = None,
-    group: selection.Part | None = None,
+    group: subgroups.Part | None = None,
     timeout: float | datetime.timedelta | None = None,
     engine: groups.EngineName = "auto",
 ) -> Model:
@@ -48,7 +48,7 @@ def set_group(
     `module`.
     """
     check_module(module)
-    sharing = selection.select(
+    sharing = subgroups.choose(
         process_group, group_size, group, timeout, engine, "syncbn.set_group"
     )
     for _, layer in _layers(module):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import syncbn
 from rank_cases import raises, shards
 from support import new_layer
-from syncbn.exchange import groups, selection
+from syncbn.exchange import groups, subgroups
 from syncbn.exchange.call import Call
 from syncbn.exchange.transports import InStream, ThroughHost, transport_of
 from syncbn.operators import DTYPES, HEADER_WORDS, ops
@@ -170,12 +170,12 @@ def case_nccl_is_taken_where_the_group_has_it(rank, world):
         assert groups.is_nccl_alone(peers) and not groups.is_nccl_alone(peers._replace(cuda=""))
         # The groups of group_size are PyTorch's then, made by all ranks, and once.
         parts = [
-            selection.select(None, group_size=1, group=None, timeout=None).name for _ in range(2)
+            subgroups.choose(None, group_size=1, group=None, timeout=None).name for _ in range(2)
         ]
         assert parts[0] == parts[1] and groups.resolve(parts[0]).size() == 1
     finally:
         backends[group] = before
-        selection._nccl_groups.clear()
+        subgroups._nccl_groups.clear()
 
 
 def case_own_share_with_the_input_gradient_exact(rank, world):

@@ -14,7 +14,7 @@ from torch import nn
 import syncbn
 from rank_cases import CountCollectives, raises
 from support import run_snippets
-from syncbn.exchange import groups, selection
+from syncbn.exchange import groups, subgroups
 
 
 def mean_of(model, x) -> torch.Tensor:
@@ -58,12 +58,12 @@ def case_group_size(rank, world):
 def case_group_by_node(rank, world):
     """Two machines, of which the first has one rank: names decide, not a launcher's variables."""
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
-    host_name = selection.host_name
+    host_name = subgroups.host_name
     try:
-        selection.host_name = lambda: "first" if rank == 0 else "second"
+        subgroups.host_name = lambda: "first" if rank == 0 else "second"
         model = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)), group="node")
     finally:
-        selection.host_name = host_name
+        subgroups.host_name = host_name
     ranks = [0] if rank == 0 else range(1, world)
     assert close(mean_of(model, x), expected_mean(x, ranks))
     # The real machine is one.

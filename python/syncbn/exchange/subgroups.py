@@ -15,7 +15,7 @@ Part = Literal["node"]
 _nccl_groups: dict[tuple[tuple[int, ...], ...], str] = {}
 
 
-def select(
+def choose(
     process_group: groups.Group,
     group_size: int | None,
     group: Part | None,
