@@ -11,6 +11,7 @@
 #include "checks.hpp"
 #include "cpu/float_environment.hpp"
 #include "layer_call.hpp"
+#include "sample_view.hpp"
 #include "statistics/finalize.hpp"
 #include "statistics/scalar.hpp"
 #include "syncbn/welford.hpp"
@@ -155,6 +156,26 @@ class GatheredMoments {
   std::vector<std::int64_t> all_;
 };
 
+/// Those of a group of one, which sends nothing.
+class OwnMoments {
+ public:
+  void local(const TensorView& x, const MaskView& mask, std::uint32_t, int, const Execution&) {
+    x_ = &x;
+    mask_ = &mask;
+  }
+  void merge(BatchStatistics& out, const AgreedCall& call, Communicator&,
+             const Execution& execution) {
+    const MessageInfo info = moments_of_one_rank(*x_, *mask_, out.mean.data(), out.var.data(),
+                                                 out.rstd.data(), call.options->eps, execution);
+    check_header(info);
+    out.count = info.count;
+  }
+
+ private:
+  const TensorView* x_ = nullptr;
+  const MaskView* mask_ = nullptr;
+};
+
 template <class Moments>
 BatchStatistics forward_with(const TensorView& x, const MaskView& mask, const TensorView& weight,
                              const TensorView& bias, const TensorView& residual,
@@ -202,9 +223,9 @@ BatchStatistics batch_norm_forward(const TensorView& x, const MaskView& mask,
                                    const RunningStatistics& running,
                                    const BatchNormOptions& options, Communicator& communicator,
                                    const Execution& execution) {
-  const auto forward = options.statistics == Statistics::kWelford
-                           ? forward_with<GatheredMoments>
-                           : forward_with<ReproducibleMoments>;
+  const auto forward = options.statistics == Statistics::kWelford ? forward_with<GatheredMoments>
+                       : communicator.size() == 1 ? forward_with<OwnMoments>
+                                                  : forward_with<ReproducibleMoments>;
   return forward(x, mask, weight, bias, residual, y, running, options, communicator, execution);
 }
 
@@ -218,6 +239,14 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
   const double* rstd = statistics.rstd.data();
   ActivationGradient through;
   const bool global = which == AffineGradients::kGlobal;
+  const bool alone = communicator.size() == 1;
+  const auto check_count = [&](std::int64_t count) {
+    if (count != statistics.count) {
+      throw DivergenceError("backward: the ranks bring " + std::to_string(count) +
+                            " elements per channel, forward had " +
+                            std::to_string(statistics.count));
+    }
+  };
   std::vector<std::int64_t> message;
   std::vector<std::int64_t> own;
   std::vector<double> coefficients;
@@ -228,6 +257,9 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
     through = {statistics.activation, weight, bias,
                statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data()};
     coefficients.resize(static_cast<std::size_t>(3 * x.sizes[1]));
+    if (alone) {
+      return;
+    }
     message.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
     call.direction = Direction::kBackward;
     call.layer = statistics.layer;
@@ -243,17 +275,20 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
     }
   });
   const std::int64_t channels = x.sizes[1];
-  const MessageInfo info = exchange(message, call, communicator);
-  if (info.count != statistics.count) {
-    throw DivergenceError("backward: the ranks bring " + std::to_string(info.count) +
-                          " elements per channel, forward had " + std::to_string(statistics.count));
-  }
-  finalize_gradients(info, message.data() + kHeaderWords, mean, rstd, weight, coefficients.data(),
-                     global ? dweight : MutableTensorView(), global ? dbias : MutableTensorView(),
-                     channels, statistics.count, execution);
-  if (!global) {
-    affine_gradient_shares(own.data() + kHeaderWords, x.dtype, mean, rstd, dweight, dbias, channels,
-                           execution);
+  if (alone) {
+    check_count(SampleView(x, mask).count());
+    gradients_of_one_rank(dy, x, mask, mean, rstd, through, weight, dresidual, coefficients.data(),
+                          dweight, dbias, statistics.count, execution);
+  } else {
+    const MessageInfo info = exchange(message, call, communicator);
+    check_count(info.count);
+    finalize_gradients(info, message.data() + kHeaderWords, mean, rstd, weight, coefficients.data(),
+                       global ? dweight : MutableTensorView(), global ? dbias : MutableTensorView(),
+                       channels, statistics.count, execution);
+    if (!global) {
+      affine_gradient_shares(own.data() + kHeaderWords, x.dtype, mean, rstd, dweight, dbias,
+                             channels, execution);
+    }
   }
   if (dresidual.absent()) {
     input_gradient(dy, x, mask, mean, rstd, coefficients.data(), through, dx, execution);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -18,15 +19,42 @@ inline void set_channel_value(const MutableTensorView& tensor, std::int64_t i, d
   store_entry(tensor.dtype, tensor.data, i * tensor.strides[0], value);
 }
 
-/// All entries as binary64; `absent_value` for each if the tensor is absent.
+/// `count` entries from `begin` on as binary64; `absent_value` for each if the tensor is absent.
+inline void load_channel_values(const TensorView& tensor, std::int64_t begin, std::int64_t count,
+                                double absent_value, double* values) {
+  if (tensor.absent()) {
+    std::fill_n(values, count, absent_value);
+    return;
+  }
+  dispatch_dtype(tensor.dtype, [&](auto type) {
+    const auto* from = static_cast<const decltype(type)*>(tensor.data);
+    const std::int64_t stride = tensor.strides[0];
+    for (std::int64_t i = 0; i < count; ++i) {
+      values[i] = to_double(from[(begin + i) * stride]);
+    }
+  });
+}
+
+/// The other way round: each is rounded once to the tensor's dtype, if there is a tensor.
+inline void store_channel_values(const MutableTensorView& tensor, std::int64_t begin,
+                                 std::int64_t count, const double* values) {
+  if (tensor.absent()) {
+    return;
+  }
+  dispatch_dtype(tensor.dtype, [&](auto type) {
+    auto* to = static_cast<decltype(type)*>(tensor.data);
+    const std::int64_t stride = tensor.strides[0];
+    for (std::int64_t i = 0; i < count; ++i) {
+      from_double(values[i], to[(begin + i) * stride]);
+    }
+  });
+}
+
+/// All entries.
 inline std::vector<double> channel_values(const TensorView& tensor, std::int64_t channels,
                                           double absent_value) {
-  std::vector<double> values(static_cast<std::size_t>(channels), absent_value);
-  if (!tensor.absent()) {
-    for (std::int64_t i = 0; i < channels; ++i) {
-      values[static_cast<std::size_t>(i)] = channel_value(tensor, i);
-    }
-  }
+  std::vector<double> values(static_cast<std::size_t>(channels));
+  load_channel_values(tensor, 0, channels, absent_value, values.data());
   return values;
 }
 

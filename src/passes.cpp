@@ -1,29 +1,20 @@
 #include "syncbn/passes.hpp"
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "activation_mask.hpp"
 #include "channel_values.hpp"
-#include "checks.hpp"
-#include "cpu/cpu_passes.hpp"
 #include "cpu/finalize.hpp"
-#include "cpu/float_environment.hpp"
-#include "sample_view.hpp"
+#include "pass_arguments.hpp"
 #include "statistics/header.hpp"
 #include "syncbn/error.hpp"
 
 // Argument checks and choice of the backend; the arithmetic is elsewhere.
 namespace syncbn {
 namespace {
-
-/// Channels per thread at which finalizing in parallel pays.
-constexpr std::int64_t kFinalizeGrain = 256;
-/// Channels whose gradients are held between two steps.
-constexpr std::int64_t kFinalizeBlock = 64;
 
 /// This rank's header, and words that sums(samples, words) writes unless there are no elements.
 template <class Sums>
@@ -39,79 +30,6 @@ void write_message(const TensorView& x, const MaskView& mask, std::int64_t* mess
   } else if (samples.channels > 0) {
     sums(samples, message + kHeaderWords);
   }
-}
-
-/// The pass's arguments in the backend's form; keeps the parameters that it points to.
-class PullbackArguments {
- public:
-  PullbackArguments(const ActivationGradient& through, const double* mean, const double* rstd,
-                    std::int64_t channels)
-      : activation_(through.activation),
-        mean_(mean),
-        rstd_(rstd),
-        activation_mask_(through.activation_mask) {
-    if (activation_.kind != ActivationKind::kNone && activation_mask_ == nullptr) {
-      scale_ = channel_values(through.weight, channels, 1.0);
-      shift_ = channel_values(through.bias, channels, 0.0);
-    }
-  }
-  cpu::Pullback view() const {
-    return {activation_, {mean_, rstd_, scale_.data(), shift_.data()}, activation_mask_};
-  }
-
- private:
-  Activation activation_;
-  const double* mean_;
-  const double* rstd_;
-  const std::uint8_t* activation_mask_;
-  std::vector<double> scale_;
-  std::vector<double> shift_;
-};
-
-/// The statistics that a pass reads.
-void check_normalizer(const double* mean, const double* rstd, std::int64_t channels) {
-  check_array("mean", mean, channels);
-  check_array("rstd", rstd, channels);
-}
-
-void check_through(const ActivationGradient& through, const TensorView& x) {
-  check_activation(through.activation);
-  check_per_channel("weight", through.weight, x.sizes[1], x.device);
-  check_per_channel("bias", through.bias, x.sizes[1], x.device);
-}
-
-/// Runs body(begin, end) for blocks of channels with the contract's floating-point environment.
-template <class Body>
-void for_each_block(std::int64_t channels, const Execution& execution, const Body& body) {
-  execution.executor->parallel_for(0, channels, kFinalizeGrain,
-                                   [&](std::int64_t begin, std::int64_t end) {
-                                     const cpu::FloatEnvironment environment;
-                                     for (std::int64_t c = begin; c < end; c += kFinalizeBlock) {
-                                       body(c, std::min(end, c + kFinalizeBlock));
-                                     }
-                                   });
-}
-
-void check_affine(const MutableTensorView& dweight, const MutableTensorView& dbias,
-                  std::int64_t channels) {
-  check_per_channel("dweight", dweight, channels, Device::kCpu);
-  check_per_channel("dbias", dbias, channels, Device::kCpu);
-  check_output("dweight", dweight);
-  check_output("dbias", dbias);
-}
-
-void store_affine(const ChannelGradients& gradients, const MutableTensorView& dweight,
-                  const MutableTensorView& dbias, std::int64_t c) {
-  if (!dweight.absent()) {
-    set_channel_value(dweight, c, gradients.dweight);
-  }
-  if (!dbias.absent()) {
-    set_channel_value(dbias, c, gradients.dbias);
-  }
-}
-
-std::optional<SampleView> optional_view(const TensorView& tensor) {
-  return tensor.absent() ? std::nullopt : std::optional<SampleView>(tensor);
 }
 
 }  // namespace
@@ -136,16 +54,11 @@ void finalize_moments(const MessageInfo& info, const std::int64_t* words, double
     check_array("words", words, channels * words_per_channel(info.dtype));
   }
   if (!usable(info) || info.count == 0) {
-    const double value = usable(info) ? 0.0 : std::numeric_limits<double>::quiet_NaN();
-    for (double* array : {mean, var, rstd}) {
-      std::fill_n(array, channels, value);
-    }
+    fill_moments(usable(info), mean, var, rstd, channels);
     return;
   }
-  const int per_channel = words_per_channel(info.dtype);
-  for_each_block(channels, execution, [&](std::int64_t begin, std::int64_t end) {
-    cpu::finalize_moments(info.dtype, words + begin * per_channel, end - begin, info.count, eps,
-                          mean + begin, var + begin, rstd + begin);
+  for_each_channel(channels, execution, [&](std::int64_t begin, std::int64_t end) {
+    cpu::finalize_moments(info.dtype, words, begin, end, {info.count, eps, mean, var, rstd});
   });
 }
 
@@ -201,18 +114,11 @@ void update_running_statistics(const MutableTensorView& running_mean,
   check_array("mean", mean, running_mean.absent() ? 0 : channels);
   check_array("var", var, running_var.absent() ? 0 : channels);
   const cpu::FloatEnvironment environment;
-  // Views to read through are made once: each holds vectors of its own.
-  const TensorView old_mean = running_mean;
-  const TensorView old_var = running_var;
-  for (std::int64_t c = 0; c < channels; ++c) {
-    if (!running_mean.absent()) {
-      set_channel_value(running_mean, c,
-                        running_update(channel_value(old_mean, c), mean[c], factor));
-    }
-    if (!running_var.absent()) {
-      set_channel_value(running_var, c,
-                        running_update(channel_value(old_var, c), unbiased(var[c], count), factor));
-    }
+  if (!running_mean.absent()) {
+    cpu::update_running(running_mean, mean, channels, factor, 1.0);
+  }
+  if (!running_var.absent()) {
+    cpu::update_running(running_var, var, channels, factor, unbiased_factor(count));
   }
 }
 
@@ -220,16 +126,9 @@ void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& 
                      const double* mean, const double* rstd, const ActivationGradient& through,
                      const MutableTensorView& u, std::int64_t* message, std::uint32_t fingerprint,
                      const Execution& execution) {
-  check_samples("x", x);
-  check_mask(mask, x);
-  check_like("dy", dy, x);
-  check_through(through, x);
+  check_gradient_inputs(dy, x, mask, through, u);
   if (through.activation.kind != ActivationKind::kNone && through.activation_mask == nullptr) {
     check_normalizer(mean, rstd, x.sizes[1]);
-  }
-  if (!u.absent()) {
-    check_like("u", u, x);
-    check_output("u", u);
   }
   write_message(x, mask, message, fingerprint, [&](const SampleView& samples, std::int64_t* words) {
     const PullbackArguments pullback(through, mean, rstd, samples.channels);
@@ -249,30 +148,17 @@ void finalize_gradients(const MessageInfo& info, const std::int64_t* words, cons
   check_normalizer(mean, rstd, channels);
   check_array("coefficients", coefficients, 3 * channels);
   const bool valid = usable(info) && info.count == count;
-  const int per_channel = words_per_channel(info.dtype);
   if (valid && count > 0) {
-    check_array("words", words, channels * per_channel);
+    check_array("words", words, channels * words_per_channel(info.dtype));
   }
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  for_each_block(channels, execution, [&](std::int64_t begin, std::int64_t end) {
-    ChannelGradients gradients[kFinalizeBlock];
-    if (!valid) {
-      std::fill_n(gradients, end - begin, ChannelGradients{nan, nan, nan, nan, true});
-    } else if (count > 0) {
-      cpu::finalize_gradients(info.dtype, words + begin * per_channel, end - begin, mean + begin,
-                              rstd + begin, gradients);
-    } else {
-      std::fill_n(gradients, end - begin, ChannelGradients{0.0, 0.0, 0.0, 0.0, false});
-    }
-    for (std::int64_t c = begin; c < end; ++c) {
-      const ChannelGradients& g = gradients[c - begin];
-      const Coefficients k = coefficients_of(g, weight.absent() ? 1.0 : channel_value(weight, c),
-                                             rstd[c], valid ? count : 1);
-      coefficients[c] = k.c1;
-      coefficients[channels + c] = k.c2;
-      coefficients[2 * channels + c] = k.c3;
-      store_affine(g, dweight, dbias, c);
-    }
+  const cpu::Gradients to{valid ? count : 1, mean,    rstd,  weight,
+                          coefficients,      dweight, dbias, channels};
+  if (!valid || count == 0) {
+    fill_gradients(valid, to);
+    return;
+  }
+  for_each_channel(channels, execution, [&](std::int64_t begin, std::int64_t end) {
+    cpu::finalize_gradients(info.dtype, words, begin, end, to);
   });
 }
 
@@ -283,15 +169,10 @@ void affine_gradient_shares(const std::int64_t* words, DType dtype, const double
   check_channels(channels);
   check_affine(dweight, dbias, channels);
   check_normalizer(mean, rstd, channels);
-  const int per_channel = words_per_channel(dtype);
-  check_array("words", words, channels * per_channel);
-  for_each_block(channels, execution, [&](std::int64_t begin, std::int64_t end) {
-    ChannelGradients gradients[kFinalizeBlock];
-    cpu::finalize_gradients(dtype, words + begin * per_channel, end - begin, mean + begin,
-                            rstd + begin, gradients);
-    for (std::int64_t c = begin; c < end; ++c) {
-      store_affine(gradients[c - begin], dweight, dbias, c);
-    }
+  check_array("words", words, channels * words_per_channel(dtype));
+  const cpu::Gradients to{1, mean, rstd, {}, nullptr, dweight, dbias, channels};
+  for_each_channel(channels, execution, [&](std::int64_t begin, std::int64_t end) {
+    cpu::finalize_gradients(dtype, words, begin, end, to);
   });
 }
 

@@ -23,29 +23,22 @@ constexpr std::int64_t kAlone = -1;
 struct Exchange {
   std::optional<Tensor> message, merged;
   std::int64_t status = kDone;
-  MessageInfo info;
+  MessageInfo info;  ///< of the sum, once it is done
 
   /// Sums what `sums` writes to a message.
   template <class Sums>
-  Exchange(const Tensor& x, std::int64_t handle, std::int64_t slice, const Sums& sums) {
+  void run(const Tensor& x, std::int64_t handle, std::int64_t slice, const Sums& sums) {
     message = new_message(x, dtype_of("x", x), channels_of(x), 0);
     sums(int64_data("message", *message, kHeaderWords));
-    int ranks = 1;
-    if (handle == kAlone) {
-      merged = message;
-    } else {
-      ranks = ranks_of_group(handle);
-      std::tie(merged, status) = sum_message(*message, handle, slice);
-    }
+    std::tie(merged, status) = sum_message(*message, handle, slice);
     if (status == kDone) {
-      info = read_header(words(*merged), ranks);
+      info = read_header(words(*merged), ranks_of_group(handle));
     }
   }
 
   static const std::int64_t* words(const Tensor& message) {
     return int64_data("message", message, kHeaderWords);
   }
-  const std::int64_t* merged_words() const { return words(*merged) + kHeaderWords; }
 
   /// Once all is done nobody needs them.
   void drop() {
@@ -93,18 +86,27 @@ forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<
   const std::uint32_t tag =
       fingerprint(static_cast<std::uint64_t>(layer), static_cast<std::uint64_t>(number),
                   Direction::kForward, channels, eps);
-  Exchange exchange(x, handle, slice, [&](std::int64_t* message) {
-    syncbn::local_moments(samples, counted, message, tag, executor);
-    message[kHeaderBackward] = backward;
-  });
+  const bool alone = handle == kAlone;
+  Exchange exchange;
+  if (alone) {
+    exchange.info = moments_of_one_rank(samples, counted, mean, var.data(), rstd, eps, executor);
+  } else {
+    exchange.run(x, handle, slice, [&](std::int64_t* message) {
+      syncbn::local_moments(samples, counted, message, tag, executor);
+      message[kHeaderBackward] = backward;
+    });
+  }
   if (exchange.status == kDone && exchange.info.count == 1) {
     exchange.status = kUnchecked;
   }
   std::int64_t word = 0;
   if (exchange.status == kDone) {
-    word = Exchange::words(*exchange.merged)[kHeaderBackward];
-    finalize_moments(exchange.info, exchange.merged_words(), mean, var.data(), rstd, channels, eps,
-                     executor);
+    if (!alone) {
+      const std::int64_t* words = Exchange::words(*exchange.merged);
+      word = words[kHeaderBackward];
+      finalize_moments(exchange.info, words + kHeaderWords, mean, var.data(), rstd, channels, eps,
+                       executor);
+    }
     syncbn::normalize(samples, counted, mean, rstd, scale, shift, added, out,
                       activation_mask.has_value() ? byte_data(*activation_mask) : nullptr,
                       options.activation, executor);
@@ -154,19 +156,29 @@ backward_step(const Tensor& dy, const Tensor& x, const Tensor& statistics,
   std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
 
   TorchExecutor executor;
-  Exchange exchange(x, handle, slice, [&](std::int64_t* message) {
-    syncbn::local_gradients(gradient, samples, counted, mean, rstd, back, kept, message,
-                            backward_fingerprint(static_cast<std::uint32_t>(tag)), executor);
-  });
+  const bool alone = handle == kAlone;
+  Exchange exchange;
+  if (alone) {
+    exchange.info =
+        gradients_of_one_rank(gradient, samples, counted, mean, rstd, back, scale, kept,
+                              coefficients.data(), out_weight, out_bias, count, executor);
+  } else {
+    exchange.run(x, handle, slice, [&](std::int64_t* message) {
+      syncbn::local_gradients(gradient, samples, counted, mean, rstd, back, kept, message,
+                              backward_fingerprint(static_cast<std::uint32_t>(tag)), executor);
+    });
+  }
   if (exchange.status == kDone && exchange.info.count != count) {
     exchange.status = kUnchecked;
   }
   if (exchange.status == kDone) {
-    const bool own = share && handle != kAlone;  // else it is the whole
-    finalize_gradients(exchange.info, exchange.merged_words(), mean, rstd, scale,
-                       coefficients.data(), own ? MutableTensorView() : out_weight,
-                       own ? MutableTensorView() : out_bias, channels, count, executor);
-    if (own) {
+    if (!alone) {
+      const MutableTensorView none;
+      finalize_gradients(exchange.info, Exchange::words(*exchange.merged) + kHeaderWords, mean,
+                         rstd, scale, coefficients.data(), share ? none : out_weight,
+                         share ? none : out_bias, channels, count, executor);
+    }
+    if (!alone && share) {
       syncbn::affine_gradient_shares(Exchange::words(*exchange.message) + kHeaderWords,
                                      samples.dtype, mean, rstd, out_weight, out_bias, channels,
                                      executor);

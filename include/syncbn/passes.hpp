@@ -162,6 +162,24 @@ SYNCBN_API void input_gradient(const TensorView& dy, const TensorView& x, const 
                                const ActivationGradient& through, const MutableTensorView& dx,
                                const Execution& execution);
 
+// A group of one rank sends nothing, so its statistics need no message. Bits are those of the
+// functions above. CPU tensors.
+
+/// local_moments, read_header and finalize_moments in one.
+SYNCBN_API MessageInfo moments_of_one_rank(const TensorView& x, const MaskView& mask, double* mean,
+                                           double* var, double* rstd, double eps,
+                                           const Execution& execution);
+
+/// local_gradients, read_header and finalize_gradients in one. On one rank the global gradients of
+/// weight and bias are its own share, too.
+SYNCBN_API MessageInfo gradients_of_one_rank(const TensorView& dy, const TensorView& x,
+                                             const MaskView& mask, const double* mean,
+                                             const double* rstd, const ActivationGradient& through,
+                                             const TensorView& weight, const MutableTensorView& u,
+                                             double* coefficients, const MutableTensorView& dweight,
+                                             const MutableTensorView& dbias, std::int64_t count,
+                                             const Execution& execution);
+
 /// For a forward that wrote y = leaky_relu((x - mean) * rstd * weight + bias) over x: gives back x,
 /// up to rounding (docs/activation.md has the bound), and the activation mask. x: like y, may be y.
 /// activation_mask: activation_mask_bytes(x) bytes. Weights and negative_slope must not be 0.

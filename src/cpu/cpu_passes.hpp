@@ -11,6 +11,9 @@
 // evaluation_input_gradient) says which elements count.
 namespace syncbn::cpu {
 
+struct Moments;  // cpu/finalize.hpp
+struct Gradients;
+
 /// Words of the sums of x and x*x per channel.
 void moment_sums(const SampleView& x, std::int64_t* words, Executor& executor);
 
@@ -40,6 +43,11 @@ struct Pullback {
 /// Words of the sums of u and u*x, u being dy pulled back; stored in u if not null.
 void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* u,
                    std::int64_t* words, const Pullback& pullback, Executor& executor);
+
+/// The statistics of one rank, without words. An element counts at least.
+void moments_of_one_rank(const SampleView& x, const Moments& to, Executor& executor);
+void gradients_of_one_rank(const SampleView& dy, const SampleView& x, const SampleView* u,
+                           const Pullback& pullback, const Gradients& to, Executor& executor);
 
 struct GradientConstants {
   const double* mean;

@@ -93,38 +93,30 @@ PackedConstants::PackedConstants(std::int64_t channels)
     : padded_((channels + 2 * kChannelPadding - 1) / kChannelPadding * kChannelPadding),
       values_(static_cast<std::size_t>(kArrays * padded_)) {}
 
-void PackedConstants::set_affine(const NormalizeConstants& constants, std::int64_t channels) {
-  for (std::int64_t c = 0; c < channels; ++c) {
-    const AffineF32 p =
-        affine_f32(constants.mean[c], constants.rstd[c], constants.weight[c], constants.bias[c]);
-    array(0)[c] = p.mean_high;
-    array(1)[c] = p.mean_low;
-    array(2)[c] = p.a;
-    array(3)[c] = p.b;
-  }
+void PackedConstants::set_affine(const NormalizeConstants& from, std::int64_t begin,
+                                 std::int64_t end) {
+  float* arrays[kArrays];
+  arrays_from(begin, arrays);
+  active_kernels()->pack_affine(from.mean + begin, from.rstd + begin, from.weight + begin,
+                                from.bias + begin, end - begin, arrays);
 }
 
-void PackedConstants::set_inverse(const NormalizeConstants& constants, std::int64_t channels) {
-  set_affine(constants, channels);
+void PackedConstants::set_inverse(const NormalizeConstants& from, std::int64_t channels) {
+  set_affine(from, 0, channels);
   for (std::int64_t c = 0; c < channels; ++c) {
     array(2)[c] = 1.0f / array(2)[c];
   }
 }
 
-void PackedConstants::set_gradient(const GradientConstants& constants, std::int64_t channels) {
-  for (std::int64_t c = 0; c < channels; ++c) {
-    const GradientF32 p = gradient_f32(constants.mean[c], constants.rstd[c],
-                                       {constants.c1[c], constants.c2[c], constants.c3[c]});
-    array(0)[c] = p.mean_high;
-    array(1)[c] = p.mean_low;
-    array(4)[c] = p.c1;
-    array(5)[c] = p.c2;
-    array(6)[c] = p.c3;
-    array(7)[c] = p.power;
-  }
+void PackedConstants::set_gradient(const GradientConstants& from, std::int64_t begin,
+                                   std::int64_t end) {
+  float* arrays[kArrays];
+  arrays_from(begin, arrays);
+  active_kernels()->pack_gradient(from.mean + begin, from.rstd + begin, from.c1 + begin,
+                                  from.c2 + begin, from.c3 + begin, end - begin, arrays);
 }
 
-ElementConstants PackedConstants::view() {
+ElementConstants PackedConstants::view() const {
   return {array(0), array(1), array(2), array(3), array(4), array(5), array(6), array(7)};
 }
 
@@ -157,7 +149,7 @@ void normalize(const SampleView& x, const SampleView* residual, const SampleView
   }
   const FloatEnvironment environment;
   PackedConstants packed(x.channels);
-  packed.set_affine(constants, x.channels);
+  packed.set_affine(constants, 0, x.channels);
   ElementsTask task;
   task.constants = packed.view();
   task.activation = activation_constants(activation);
@@ -180,7 +172,7 @@ void input_gradient(const SampleView& dy, const SampleView& x, const SampleView&
   }
   const FloatEnvironment environment;
   PackedConstants packed(x.channels);
-  packed.set_gradient(constants, x.channels);
+  packed.set_gradient(constants, 0, x.channels);
   ElementsTask task;
   task.activation = activation_constants(pullback.activation);
   ElementPass pass = ElementPass::kGradient;
@@ -189,7 +181,7 @@ void input_gradient(const SampleView& dy, const SampleView& x, const SampleView&
                                                : ElementPass::kGradientActivated;
     task.activation_mask = activation_mask_operand(x, pullback.activation_mask);
     if (pullback.activation_mask == nullptr) {
-      packed.set_affine(pullback.affine, x.channels);
+      packed.set_affine(pullback.affine, 0, x.channels);
     }
   }
   task.constants = packed.view();

@@ -2,15 +2,47 @@
 
 #include <cstdint>
 
+#include "cpu/windows.hpp"
 #include "statistics/finalize.hpp"
 #include "syncbn/tensor.hpp"
 
+// From exact sums, as words or in windows, to what the passes give. count >= 1.
 namespace syncbn::cpu {
 
-/// Words of neighbouring channels to statistics; count >= 1.
-void finalize_moments(DType dtype, const std::int64_t* words, std::int64_t channels,
-                      std::int64_t count, double eps, double* mean, double* var, double* rstd);
-void finalize_gradients(DType dtype, const std::int64_t* words, std::int64_t channels,
-                        const double* mean, const double* rstd, ChannelGradients* out);
+/// Arrays of all channels.
+struct Moments {
+  std::int64_t count;
+  double eps;
+  double* mean;
+  double* var;
+  double* rstd;
+};
+/// words: of channel 0 of all.
+void finalize_moments(DType dtype, const std::int64_t* words, std::int64_t begin, std::int64_t end,
+                      const Moments& moments);
+/// windows: of the channels from `begin` on.
+void finalize_moments(DType dtype, Windows& windows, std::int64_t begin, const Moments& moments);
+
+/// Arrays of all channels, coefficients as finalize_gradients of passes.hpp gives them, or null.
+struct Gradients {
+  std::int64_t count;
+  const double* mean;
+  const double* rstd;
+  TensorView weight;
+  double* coefficients;
+  MutableTensorView dweight;
+  MutableTensorView dbias;
+  std::int64_t channels;
+
+  void store(const ChannelGradients& of, std::int64_t channel) const;
+};
+void finalize_gradients(DType dtype, const std::int64_t* words, std::int64_t begin,
+                        std::int64_t end, const Gradients& gradients);
+void finalize_gradients(DType dtype, Windows& windows, std::int64_t begin,
+                        const Gradients& gradients);
+
+/// running <- the contract's update with values[c] * correction.
+void update_running(const MutableTensorView& running, const double* values, std::int64_t channels,
+                    double factor, double correction);
 
 }  // namespace syncbn::cpu

@@ -38,6 +38,12 @@ struct ElementConstants {
   const float* c2 = nullptr;
   const float* c3 = nullptr;
   const float* power = nullptr;
+
+  /// Those of channels from `channel` on.
+  ElementConstants from(std::int64_t channel) const {
+    return {mean_high + channel, mean_low + channel, scale + channel, shift + channel,
+            c1 + channel,        c2 + channel,       c3 + channel,    power + channel};
+  }
 };
 
 /// An activation that gives 0 below 0, or negative_slope times the value; 1: no activation.
@@ -99,20 +105,52 @@ enum class ElementPass : std::uint8_t {
              ///< written
 };
 
+/// Sums of neighbouring channels from `channel` on: in the limbs of windows, or, without any, as
+/// words.
+struct SumsAt {
+  const Format* format = nullptr;
+  const std::int64_t* words = nullptr;
+  const WindowArrays* windows = nullptr;
+  std::int64_t channel = 0;
+};
+
+/// Per channel, rounded sums of u and u*x and what docs/numerics.md, section 6, makes of them.
+struct CoefficientArrays {
+  const double* first;
+  const double* second;
+  const double* mean;
+  const double* rstd;
+  const double* weight;
+  double* c1;
+  double* c2;
+  double* c3;
+  double* dweight;
+};
+
 struct Kernels {
   const char* name;
   void (*sum_planes)(DType, const SumsTask&, Windows&, const WindowArrays&);
   void (*sum_rows)(DType, const SumsTask&, Windows&, const WindowArrays&);
   void (*map_planes)(DType, ElementPass, const ElementsTask&);
   void (*map_rows)(DType, ElementPass, const ElementsTask&);
-  /// Mean, variance and rstd from the words of neighbouring channels (formats half and single).
-  /// done[c]: whether channel c's were certain; if not, its outputs mean nothing.
-  void (*round_moments)(const Format&, const std::int64_t* words, std::int64_t channels,
-                        double count, double eps, double* mean, double* var, double* rstd,
-                        bool* done);
+  /// Mean, variance and rstd of neighbouring channels (formats half and single). done[c]: whether
+  /// channel c's were certain; if not, its outputs mean nothing.
+  void (*round_moments)(const SumsAt&, std::int64_t channels, double count, double eps,
+                        double* mean, double* var, double* rstd, bool* done);
   /// The same for both sums.
-  void (*round_sums)(const Format&, const std::int64_t* words, std::int64_t channels, double* first,
-                     double* second, bool* done);
+  void (*round_sums)(const SumsAt&, std::int64_t channels, double* first, double* second,
+                     bool* done);
+  /// count: elements per channel.
+  void (*coefficients)(const CoefficientArrays&, std::int64_t channels, std::int64_t count);
+  /// running[c] takes values[c] * correction.
+  void (*update_running)(float* running, const double* values, std::int64_t channels, double factor,
+                         double correction);
+  /// ElementConstants in floats, to arrays in its order: mean_high, mean_low, scale and shift, or
+  /// the others beside the same mean.
+  void (*pack_affine)(const double* mean, const double* rstd, const double* weight,
+                      const double* bias, std::int64_t channels, float* const* arrays);
+  void (*pack_gradient)(const double* mean, const double* rstd, const double* c1, const double* c2,
+                        const double* c3, std::int64_t channels, float* const* arrays);
 };
 
 extern const Kernels* const kAvx2Kernels;  ///< null where this build has none

@@ -1,5 +1,6 @@
-// Rounding merged sums, four channels at a time. Included inside a level file's unnamed namespace;
-// the rules of level_elements.hpp hold here too.
+// Rounding merged sums, four channels at a time, and what follows per channel. Included inside a
+// level file's unnamed namespace; the rules of level_elements.hpp hold here too, but for functions
+// that are always in place.
 //
 // A sum is kept as high + low, to which everything is added without error as long as it fits. What
 // does not fit is bounded, and a result counts only if the bound leaves one number to round to;
@@ -53,6 +54,17 @@ SYNCBN_INLINE __m256d rounded(const Expansion& sum, __m256d& certain) {
   return high;
 }
 
+/// Four int64 as doubles, rounded, and what that leaves.
+SYNCBN_INLINE __m256d widened_integers(__m256i v, __m256d& rest) {
+  const __m256d top = _mm256_set1_pd(0x1p84 + 0x1p63);
+  const __m256i low_bits = _mm256_blend_epi32(v, _mm256_castpd_si256(_mm256_set1_pd(0x1p52)), 0xaa);
+  const __m256i high_bits = _mm256_xor_si256(_mm256_srli_epi64(v, 32), _mm256_castpd_si256(top));
+  const __m256d low = _mm256_sub_pd(_mm256_castsi256_pd(low_bits), _mm256_set1_pd(0x1p52));
+  __m256d value = _mm256_sub_pd(_mm256_castsi256_pd(high_bits), top);
+  rest = two_sum_into(value, low);
+  return value;
+}
+
 /// One word of each of four channels.
 inline __m256i four_words(const std::int64_t* words, std::int64_t step) {
   return _mm256_set_epi64x(words[3 * step], words[2 * step], words[step], words[0]);
@@ -93,6 +105,29 @@ SYNCBN_INLINE Expansion sum_of_digits(const std::int64_t* words, std::int64_t st
   return sum;
 }
 
+/// The sums of a window, as long as nothing lies outside of it.
+SYNCBN_INLINE Expansion sum_of_window(const WindowArrays& w, int sum, std::int64_t channel) {
+  const auto limbs = [channel](const std::int64_t* of) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(of + channel));
+  };
+  const __m256d high_unit = _mm256_mul_pd(_mm256_loadu_pd(w.bound[sum] + channel),
+                                          _mm256_set1_pd(1.0 / (std::int64_t{1} << kHighBits)));
+  const __m256d low_unit =
+      _mm256_mul_pd(high_unit, _mm256_set1_pd(1.0 / (std::int64_t{1} << kLowBits)));
+  __m256d high_rest;
+  __m256d low_rest;
+  Expansion out;
+  out.high = _mm256_mul_pd(widened_integers(limbs(w.high[sum]), high_rest), high_unit);
+  const __m256d low = widened_integers(limbs(w.low[sum]), low_rest);
+  out.low = two_sum_into(out.high, _mm256_mul_pd(low, low_unit));
+  const __m256i rests = _mm256_castpd_si256(_mm256_or_pd(high_rest, low_rest));
+  if (__builtin_expect(static_cast<long>(_mm256_testz_si256(rests, rests)), 1) == 0) {
+    add_to(out, _mm256_mul_pd(high_rest, high_unit));
+    add_to(out, _mm256_mul_pd(low_rest, low_unit));
+  }
+  return out;
+}
+
 inline __m256d without_flags(const std::int64_t* flags, std::int64_t step) {
   return _mm256_castsi256_pd(_mm256_cmpeq_epi64(four_words(flags, step), _mm256_setzero_si256()));
 }
@@ -104,18 +139,33 @@ inline void store_certain(__m256d certain, bool* done) {
   }
 }
 
-void round_moments(const Format& format, const std::int64_t* words, std::int64_t channels,
-                   double count, double eps, double* mean, double* var, double* rstd, bool* done) {
-  const int first = format.first.digits;
-  const int second = format.second.digits;
+/// Both sums of four channels. Takes lanes whose words nobody can have sent out of `certain`.
+struct SumsPair {
+  Expansion first;
+  Expansion second;
+};
+SYNCBN_INLINE SumsPair sums_of(const SumsAt& at, std::int64_t c, __m256d& certain) {
+  if (at.windows != nullptr) {
+    certain = _mm256_castsi256_pd(_mm256_set1_epi64x(-1));
+    return {sum_of_window(*at.windows, 0, at.channel + c),
+            sum_of_window(*at.windows, 1, at.channel + c)};
+  }
+  const int first = at.format->first.digits;
+  const int second = at.format->second.digits;
   const std::int64_t step = first + second + 1;
+  const std::int64_t* here = at.words + (at.channel + c) * step;
+  certain = without_flags(here + first + second, step);
+  const Expansion s = sum_of_digits(here, step, first, at.format->first.unit, certain);
+  return {s, sum_of_digits(here + first, step, second, at.format->second.unit, certain)};
+}
+
+void round_moments(const SumsAt& at, std::int64_t channels, double count, double eps, double* mean,
+                   double* var, double* rstd, bool* done) {
   const __m256d n = _mm256_set1_pd(count);
   const __m256d zero = _mm256_setzero_pd();
   for (std::int64_t c = 0; c + 4 <= channels; c += 4) {
-    const std::int64_t* here = words + c * step;
-    __m256d certain = without_flags(here + first + second, step);
-    const Expansion s = sum_of_digits(here, step, first, format.first.unit, certain);
-    const Expansion q = sum_of_digits(here + first, step, second, format.second.unit, certain);
+    __m256d certain;
+    const auto [s, q] = sums_of(at, c, certain);
     certain = _mm256_and_pd(certain, _mm256_cmp_pd(s.error, zero, _CMP_EQ_OQ));
     const __m256d minus_high = _mm256_sub_pd(zero, s.high);
     Expansion spread;  // N*Q - S^2
@@ -136,18 +186,75 @@ void round_moments(const Format& format, const std::int64_t* words, std::int64_t
   }
 }
 
-void round_sums(const Format& format, const std::int64_t* words, std::int64_t channels,
-                double* first_sum, double* second_sum, bool* done) {
-  const int first = format.first.digits;
-  const int second = format.second.digits;
-  const std::int64_t step = first + second + 1;
+void round_sums(const SumsAt& at, std::int64_t channels, double* first, double* second,
+                bool* done) {
   for (std::int64_t c = 0; c + 4 <= channels; c += 4) {
-    const std::int64_t* here = words + c * step;
-    __m256d certain = without_flags(here + first + second, step);
-    const Expansion a = sum_of_digits(here, step, first, format.first.unit, certain);
-    const Expansion b = sum_of_digits(here + first, step, second, format.second.unit, certain);
-    _mm256_storeu_pd(first_sum + c, rounded(a, certain));
-    _mm256_storeu_pd(second_sum + c, rounded(b, certain));
+    __m256d certain;
+    const auto [a, b] = sums_of(at, c, certain);
+    _mm256_storeu_pd(first + c, rounded(a, certain));
+    _mm256_storeu_pd(second + c, rounded(b, certain));
     store_certain(certain, done + c);
+  }
+}
+
+// The formulas of statistics/finalize.hpp in loops that compilers turn into vectors.
+
+void coefficients(const CoefficientArrays& of, std::int64_t channels, std::int64_t count) {
+  const CoefficientArrays a = of;
+  double* __restrict c1 = a.c1;
+  double* __restrict c2 = a.c2;
+  double* __restrict c3 = a.c3;
+  double* __restrict dweight = a.dweight;
+  for (std::int64_t c = 0; c < channels; ++c) {
+    const ChannelGradients g =
+        channel_gradients(a.first[c], a.second[c], {0}, a.mean[c], a.rstd[c]);
+    const Coefficients k = coefficients_of(g, a.weight[c], a.rstd[c], count);
+    dweight[c] = g.dweight;
+    c1[c] = k.c1;
+    c2[c] = k.c2;
+    c3[c] = k.c3;
+  }
+}
+
+void update_running(float* running, const double* values, std::int64_t channels, double factor,
+                    double correction) {
+  float* __restrict to = running;
+  for (std::int64_t c = 0; c < channels; ++c) {
+    to[c] = static_cast<float>(
+        running_update(static_cast<double>(to[c]), values[c] * correction, factor));
+  }
+}
+
+void pack_affine(const double* mean, const double* rstd, const double* weight, const double* bias,
+                 std::int64_t channels, float* const* arrays) {
+  float* __restrict mean_high = arrays[0];
+  float* __restrict mean_low = arrays[1];
+  float* __restrict scale = arrays[2];
+  float* __restrict shift = arrays[3];
+  for (std::int64_t c = 0; c < channels; ++c) {
+    const AffineF32 p = affine_f32(mean[c], rstd[c], weight[c], bias[c]);
+    mean_high[c] = p.mean_high;
+    mean_low[c] = p.mean_low;
+    scale[c] = p.a;
+    shift[c] = p.b;
+  }
+}
+
+void pack_gradient(const double* mean, const double* rstd, const double* c1, const double* c2,
+                   const double* c3, std::int64_t channels, float* const* arrays) {
+  float* __restrict mean_high = arrays[0];
+  float* __restrict mean_low = arrays[1];
+  float* __restrict to_c1 = arrays[4];
+  float* __restrict to_c2 = arrays[5];
+  float* __restrict to_c3 = arrays[6];
+  float* __restrict power = arrays[7];
+  for (std::int64_t c = 0; c < channels; ++c) {
+    const GradientF32 p = gradient_f32(mean[c], rstd[c], {c1[c], c2[c], c3[c]});
+    mean_high[c] = p.mean_high;
+    mean_low[c] = p.mean_low;
+    to_c1[c] = p.c1;
+    to_c2[c] = p.c2;
+    to_c3[c] = p.c3;
+    power[c] = p.power;
   }
 }

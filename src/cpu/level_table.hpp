@@ -81,6 +81,6 @@ void map_rows_any(DType dtype, ElementPass pass, const ElementsTask& task) {
 }
 
 constexpr Kernels kernels_named(const char* name) {
-  return {name,         sum_planes_any, sum_rows_any, map_planes_any,
-          map_rows_any, round_moments,  round_sums};
+  return {name,       sum_planes_any, sum_rows_any,   map_planes_any, map_rows_any, round_moments,
+          round_sums, coefficients,   update_running, pack_affine,    pack_gradient};
 }

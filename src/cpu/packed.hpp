@@ -10,19 +10,25 @@
 // Arguments of the passes in the form that the vector kernels take.
 namespace syncbn::cpu {
 
-/// The arrays of ElementConstants in one allocation.
+/// The arrays of ElementConstants in one allocation, filled by vector kernels.
 class PackedConstants {
  public:
   explicit PackedConstants(std::int64_t channels);
-  void set_affine(const NormalizeConstants& constants, std::int64_t channels);
+  void set_affine(const NormalizeConstants& from, std::int64_t begin, std::int64_t end);
   /// As set_affine, with the reciprocal of the scale.
-  void set_inverse(const NormalizeConstants& constants, std::int64_t channels);
-  void set_gradient(const GradientConstants& constants, std::int64_t channels);
-  ElementConstants view();
+  void set_inverse(const NormalizeConstants& from, std::int64_t channels);
+  void set_gradient(const GradientConstants& from, std::int64_t begin, std::int64_t end);
+  ElementConstants view() const;
 
  private:
   static constexpr int kArrays = 8;
   float* array(int i) { return values_.data() + i * padded_; }
+  const float* array(int i) const { return values_.data() + i * padded_; }
+  void arrays_from(std::int64_t channel, float** to) {
+    for (int i = 0; i < kArrays; ++i) {
+      to[i] = array(i) + channel;
+    }
+  }
   std::int64_t padded_;
   std::vector<float> values_;
 };

@@ -1,14 +1,12 @@
+#include "cpu/sums.hpp"
+
 #include <algorithm>
 #include <limits>
 #include <memory>
 #include <type_traits>
 #include <vector>
 
-#include "cpu/cpu_passes.hpp"
 #include "cpu/float_environment.hpp"
-#include "cpu/kernels.hpp"
-#include "cpu/packed.hpp"
-#include "cpu/windows.hpp"
 #include "statistics/dtype.hpp"
 
 // Deals the sums of a tensor to threads and vector kernels, and merges their windows. How it is
@@ -97,157 +95,161 @@ Operand operand(const SampleView& view, std::int64_t channel) {
   return out;
 }
 
-/// What the kernels sum: u and u*v (v = u if null), or u = `u` pulled back with input v.
-struct Sums {
-  const SampleView* u;
-  const SampleView* v = nullptr;
-  const SampleView* out = nullptr;
-  ElementConstants constants;
-  const Pullback* pullback = nullptr;
-};
-
-/// The task for channels from `channel` on; constants: room for the task's.
-SumsTask task_of(const Sums& sums, std::int64_t channel, ElementConstants& constants) {
-  SumsTask task;
-  task.u = operand(*sums.u, channel);
-  task.plane = sums.u->plane;
-  task.mask = (sums.v == nullptr ? *sums.u : *sums.v).mask;
-  if (sums.v != nullptr) {
-    task.v = operand(*sums.v, channel);
-  }
-  if (sums.out != nullptr) {
-    task.out = operand(*sums.out, channel);
-  }
-  if (sums.pullback != nullptr) {
-    constants = {sums.constants.mean_high + channel, sums.constants.mean_low + channel,
-                 sums.constants.scale + channel, sums.constants.shift + channel};
-    task.constants = &constants;
-    task.activation = activation_constants(sums.pullback->activation);
-    task.activation_mask = activation_mask_operand(*sums.v, sums.pullback->activation_mask);
-    if (task.activation_mask.data != nullptr) {  // kChannelStep keeps this at a whole byte
-      task.activation_mask.data += ActivationMaskLayout(*sums.v).bit(0, channel, 0) / 8;
-    }
-  }
-  return task;
-}
+}  // namespace
 
 /// One thread's share: channels [c0, c1) x units [u0, u1).
-struct Share {
+struct VectorSums::Share {
   std::int64_t channel_begin;
   std::int64_t channel_end;
   std::int64_t unit_begin;
   std::int64_t unit_end;
 };
 
-std::unique_ptr<Windows> sum_share(const Kernels& kernels, bool rows, const Sums& sums,
-                                   const Share& share) {
-  const SampleView& u = *sums.u;
-  const std::int64_t segments = (u.plane + kSegment - 1) / kSegment;
+/// For channels from `channel` on; constants: room for the task's.
+SumsTask VectorSums::task(std::int64_t channel, ElementConstants& constants) const {
+  SumsTask task;
+  task.u = operand(*u_, channel);
+  task.plane = u_->plane;
+  task.mask = (v_ == nullptr ? *u_ : *v_).mask;
+  if (v_ != nullptr) {
+    task.v = operand(*v_, channel);
+  }
+  if (out_ != nullptr) {
+    task.out = operand(*out_, channel);
+  }
+  if (pullback_ != nullptr) {
+    constants = packed_->view().from(channel);
+    task.constants = &constants;
+    task.activation = activation_constants(pullback_->activation);
+    task.activation_mask = activation_mask_operand(*v_, pullback_->activation_mask);
+    if (task.activation_mask.data != nullptr) {  // kChannelStep keeps this at a whole byte
+      task.activation_mask.data += ActivationMaskLayout(*v_).bit(0, channel, 0) / 8;
+    }
+  }
+  return task;
+}
+
+std::unique_ptr<Windows> VectorSums::sum(const Share& share) const {
+  const std::int64_t segments = (u_->plane + kSegment - 1) / kSegment;
   const std::int64_t channels = share.channel_end - share.channel_begin;
-  auto windows = std::make_unique<Windows>(format_of(u.dtype), channels);
-  place_windows(*windows, u, sums.v == nullptr ? u : *sums.v, share.channel_begin,
+  auto windows = std::make_unique<Windows>(format_of(u_->dtype), channels);
+  place_windows(*windows, *u_, v_ == nullptr ? *u_ : *v_, share.channel_begin,
                 share.unit_begin / segments);
   ElementConstants constants;
-  SumsTask task = task_of(sums, share.channel_begin, constants);
-  task.channels = channels;
+  SumsTask part = task(share.channel_begin, constants);
+  part.channels = channels;
   for (std::int64_t unit = share.unit_begin; unit < share.unit_end; unit += kFlushInterval) {
     if (unit > share.unit_begin) {
       windows->flush(0, channels);
     }
-    task.unit_begin = unit;
-    task.unit_end = std::min(unit + kFlushInterval, share.unit_end);
-    (rows ? kernels.sum_rows : kernels.sum_planes)(u.dtype, task, *windows, windows->arrays());
+    part.unit_begin = unit;
+    part.unit_end = std::min(unit + kFlushInterval, share.unit_end);
+    (rows_ ? kernels_->sum_rows : kernels_->sum_planes)(u_->dtype, part, *windows,
+                                                        windows->arrays());
   }
   return windows;
 }
 
-std::vector<Share> deal(const SampleView& u, bool rows, int threads) {
-  const std::int64_t units = u.samples * ((u.plane + kSegment - 1) / kSegment);
+void VectorSums::run(SumsSink& sink, Executor& executor) const {
+  const std::int64_t units = u_->samples * ((u_->plane + kSegment - 1) / kSegment);
+  const std::int64_t elements = u_->samples * u_->channels * u_->plane;
   const std::int64_t most = std::max<std::int64_t>(
-      1, std::min<std::int64_t>(threads, u.samples * u.channels * u.plane / kElementsPerThread));
-  const std::int64_t blocks = (u.channels + kChannelStep - 1) / kChannelStep;
+      1, std::min<std::int64_t>(executor.concurrency(), elements / kElementsPerThread));
+  const std::int64_t blocks = (u_->channels + kChannelStep - 1) / kChannelStep;
   // Channels need no merge afterwards; rows are read in long pieces, or whole.
-  const bool long_pieces = u.channels >= most * kRowPiece || (units < most && blocks > units);
-  const bool by_channel = rows ? long_pieces : blocks >= most;
+  const bool long_pieces = u_->channels >= most * kRowPiece || (units < most && blocks > units);
+  const bool by_channel = most == 1 || (rows_ ? long_pieces : blocks >= most);
   const std::int64_t pieces = std::min(most, by_channel ? blocks : units);
-  std::vector<Share> shares;
-  for (std::int64_t i = 0; i < pieces; ++i) {
-    if (by_channel) {
-      shares.push_back({blocks * i / pieces * kChannelStep,
-                        std::min(u.channels, blocks * (i + 1) / pieces * kChannelStep), 0, units});
-    } else {
-      shares.push_back({0, u.channels, units * i / pieces, units * (i + 1) / pieces});
+  const auto share = [&](std::int64_t i) {
+    return by_channel
+               ? Share{blocks * i / pieces * kChannelStep,
+                       std::min(u_->channels, blocks * (i + 1) / pieces * kChannelStep), 0, units}
+               : Share{0, u_->channels, units * i / pieces, units * (i + 1) / pieces};
+  };
+  std::vector<std::unique_ptr<Windows>> windows(static_cast<std::size_t>(by_channel ? 0 : pieces));
+  executor.parallel_for(0, pieces, 1, [&](std::int64_t begin, std::int64_t end) {
+    const FloatEnvironment environment;
+    for (std::int64_t i = begin; i < end; ++i) {
+      std::unique_ptr<Windows> of_share = sum(share(i));
+      if (by_channel) {
+        sink.publish(*of_share, share(i).channel_begin);
+      } else {
+        windows[static_cast<std::size_t>(i)] = std::move(of_share);
+      }
     }
-  }
-  return shares;
-}
-
-void run(const Kernels& kernels, bool rows, const Sums& sums, std::int64_t* words,
-         Executor& executor) {
-  const SampleView& u = *sums.u;
-  const int word_count = format_of(u.dtype).words();
-  const std::vector<Share> shares = deal(u, rows, executor.concurrency());
-  const bool by_channel = shares.size() == 1 || shares.front().channel_end < u.channels;
-  std::vector<std::unique_ptr<Windows>> windows(shares.size());
-  executor.parallel_for(
-      0, static_cast<std::int64_t>(shares.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-        const FloatEnvironment environment;
-        for (std::int64_t i = begin; i < end; ++i) {
-          const auto s = static_cast<std::size_t>(i);
-          windows[s] = sum_share(kernels, rows, sums, shares[s]);
-          for (std::int64_t c = 0; by_channel && c < windows[s]->channels(); ++c) {
-            windows[s]->write_words(c, words + (shares[s].channel_begin + c) * word_count);
-          }
-        }
-      });
+  });
   if (by_channel) {
     return;
   }
+  const FloatEnvironment environment;
   for (std::size_t i = 1; i < windows.size(); ++i) {
-    windows[0]->absorb(*windows[i], 0, u.channels);
+    windows[0]->absorb(*windows[i], 0, u_->channels);
   }
-  for (std::int64_t c = 0; c < u.channels; ++c) {
-    windows[0]->write_words(c, words + c * word_count);
+  sink.publish(*windows[0], 0);
+}
+
+VectorSums::VectorSums(const SampleView& x) : kernels_(active_kernels()), u_(&x) {
+  const Layout layout = common_layout(x, x);
+  rows_ = layout == Layout::kRows;
+  possible_ = vectorizable(kernels_, x, layout, nullptr);
+}
+
+VectorSums::VectorSums(const SampleView& dy, const SampleView& x, const SampleView* u,
+                       const Pullback& pullback)
+    : kernels_(active_kernels()), u_(&dy), v_(&x), out_(u) {
+  const Layout layout = u == nullptr ? common_layout(dy, x) : common_layout(dy, x, *u);
+  rows_ = layout == Layout::kRows;
+  possible_ = vectorizable(kernels_, x, layout, pullback.activation_mask);
+  const bool activated = pullback.activation.kind != ActivationKind::kNone;
+  if (possible_ && (activated || u != nullptr)) {
+    pullback_ = &pullback;
+    packed_.emplace(x.channels);
+    if (activated && pullback.activation_mask == nullptr) {
+      const FloatEnvironment environment;
+      packed_->set_affine(pullback.affine, 0, x.channels);
+    }
   }
 }
+
+namespace {
+
+/// A message's words.
+class IntoWords final : public SumsSink {
+ public:
+  IntoWords(DType dtype, std::int64_t* words)
+      : per_channel_(format_of(dtype).words()), words_(words) {}
+  void publish(Windows& windows, std::int64_t begin) override {
+    for (std::int64_t c = 0; c < windows.channels(); ++c) {
+      windows.write_words(c, words_ + (begin + c) * per_channel_);
+    }
+  }
+
+ private:
+  int per_channel_;
+  std::int64_t* words_;
+};
 
 }  // namespace
 
 void moment_sums(const SampleView& x, std::int64_t* words, Executor& executor) {
-  const Kernels* kernels = active_kernels();
-  const Layout layout = common_layout(x, x);
-  if (!vectorizable(kernels, x, layout, nullptr)) {
+  const VectorSums sums(x);
+  if (!sums.possible()) {
     reference::moment_sums(x, words, executor);
     return;
   }
-  Sums sums;
-  sums.u = &x;
-  run(*kernels, layout == Layout::kRows, sums, words, executor);
+  IntoWords sink(x.dtype, words);
+  sums.run(sink, executor);
 }
 
 void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* u,
                    std::int64_t* words, const Pullback& pullback, Executor& executor) {
-  const Kernels* kernels = active_kernels();
-  const Layout layout = u == nullptr ? common_layout(dy, x) : common_layout(dy, x, *u);
-  if (!vectorizable(kernels, x, layout, pullback.activation_mask)) {
+  const VectorSums sums(dy, x, u, pullback);
+  if (!sums.possible()) {
     reference::gradient_sums(dy, x, u, words, pullback, executor);
     return;
   }
-  Sums sums;
-  sums.u = &dy;
-  sums.v = &x;
-  const FloatEnvironment environment;
-  PackedConstants packed(x.channels);
-  const bool activated = pullback.activation.kind != ActivationKind::kNone;
-  if (activated || u != nullptr) {
-    sums.out = u;
-    sums.pullback = &pullback;
-    if (activated && pullback.activation_mask == nullptr) {
-      packed.set_affine(pullback.affine, x.channels);
-    }
-    sums.constants = packed.view();
-  }
-  run(*kernels, layout == Layout::kRows, sums, words, executor);
+  IntoWords sink(x.dtype, words);
+  sums.run(sink, executor);
 }
 
 }  // namespace syncbn::cpu

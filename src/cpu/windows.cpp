@@ -216,7 +216,7 @@ void Windows::absorb(const Windows& other, std::int64_t begin, std::int64_t end)
         add_limbs(c, k, other.arrays_.high[k][c], other.arrays_.low[k][c], other.unit(c, k));
       }
     }
-    if (other.outside_ != nullptr && other.used_[static_cast<std::size_t>(c)]) {
+    if (other.has_slots(c)) {
       const int count = format_.slots();
       const std::int64_t* from = other.outside_.get() + c * (count + 1);
       std::int64_t* to = slots(c, 0);
@@ -231,7 +231,7 @@ void Windows::absorb(const Windows& other, std::int64_t begin, std::int64_t end)
 void Windows::write_words(std::int64_t channel, std::int64_t* words) {
   const int first_digits = format_.first.digits;
   const int second_digits = format_.second.digits;
-  if (outside_ == nullptr || !used_[static_cast<std::size_t>(channel)]) {
+  if (!has_slots(channel)) {
     const auto limbs = [&](int k) {
       return (static_cast<__int128>(arrays_.high[k][channel]) << kLowBits) +
              arrays_.low[k][channel];

@@ -47,6 +47,10 @@ class Windows {
   void flush(std::int64_t begin, std::int64_t end);
   /// Adds the sums of another object for channels [begin, end).
   void absorb(const Windows& other, std::int64_t begin, std::int64_t end);
+  /// Whether the limbs do not hold all of the channel's sums.
+  bool has_slots(std::int64_t channel) const {
+    return outside_ != nullptr && used_[static_cast<std::size_t>(channel)];
+  }
   /// The channel's words.
   void write_words(std::int64_t channel, std::int64_t* words);
 

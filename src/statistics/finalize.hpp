@@ -29,13 +29,15 @@ struct FormatTraits {
 /// Merged flags of one channel.
 struct Flags {
   std::int64_t word;
-  SYNCBN_HD bool nan() const { return (word & (kFlagCounter * kFirstNan)) != 0; }
-  SYNCBN_HD bool plus_inf() const { return (word & (kFlagCounter * kFirstPlusInf)) != 0; }
-  SYNCBN_HD bool minus_inf() const { return (word & (kFlagCounter * kFirstMinusInf)) != 0; }
-  SYNCBN_HD bool second() const { return (word & (kFlagCounter * kSecondNonFinite)) != 0; }
-  SYNCBN_HD bool first() const { return nan() || plus_inf() || minus_inf(); }
+  SYNCBN_HD_IN_PLACE bool nan() const { return (word & (kFlagCounter * kFirstNan)) != 0; }
+  SYNCBN_HD_IN_PLACE bool plus_inf() const { return (word & (kFlagCounter * kFirstPlusInf)) != 0; }
+  SYNCBN_HD_IN_PLACE bool minus_inf() const {
+    return (word & (kFlagCounter * kFirstMinusInf)) != 0;
+  }
+  SYNCBN_HD_IN_PLACE bool second() const { return (word & (kFlagCounter * kSecondNonFinite)) != 0; }
+  SYNCBN_HD_IN_PLACE bool first() const { return nan() || plus_inf() || minus_inf(); }
   /// What the first sum became: NaN or an infinity. Only if first().
-  SYNCBN_HD double first_value() const {
+  SYNCBN_HD_IN_PLACE double first_value() const {
     if (nan() || (plus_inf() && minus_inf())) {
       return std::numeric_limits<double>::quiet_NaN();
     }
@@ -109,8 +111,8 @@ struct ChannelGradients {
   bool flagged;
 };
 
-SYNCBN_HD inline ChannelGradients channel_gradients(double sum, double product_sum, Flags flags,
-                                                    double mean, double rstd) {
+SYNCBN_HD_IN_PLACE ChannelGradients channel_gradients(double sum, double product_sum, Flags flags,
+                                                      double mean, double rstd) {
   ChannelGradients out;
   out.sum = sum;
   out.g = std::fma(-mean, sum, product_sum);
@@ -154,8 +156,8 @@ struct Coefficients {
   double c3;
 };
 
-SYNCBN_HD inline Coefficients coefficients_of(const ChannelGradients& gradients, double weight,
-                                              double rstd, std::int64_t count) {
+SYNCBN_HD_IN_PLACE Coefficients coefficients_of(const ChannelGradients& gradients, double weight,
+                                                double rstd, std::int64_t count) {
   if (count == 0) {
     return {0.0, 0.0, 0.0};
   }
@@ -168,16 +170,16 @@ SYNCBN_HD inline Coefficients coefficients_of(const ChannelGradients& gradients,
   return {w, -((w * rstd * rstd) * (gradients.g / n)), -(w * (gradients.sum / n))};
 }
 
-/// Section 5. The batch variance as the running statistics take it.
-SYNCBN_HD inline double unbiased(double var, std::int64_t count) {
-  if (count <= 1) {
-    return var;
-  }
+/// Section 5. By what the batch variance is multiplied before the running statistics take it.
+SYNCBN_HD inline double unbiased_factor(std::int64_t count) {
   const double n = static_cast<double>(count);
-  return var * (n / (n - 1.0));
+  return count <= 1 ? 1.0 : n / (n - 1.0);
+}
+SYNCBN_HD inline double unbiased(double var, std::int64_t count) {
+  return var * unbiased_factor(count);
 }
 
-SYNCBN_HD inline double running_update(double running, double value, double factor) {
+SYNCBN_HD_IN_PLACE double running_update(double running, double value, double factor) {
   return std::fma(factor, value, (1.0 - factor) * running);
 }
 
@@ -190,12 +192,13 @@ struct AffineF32 {
   float b;
 };
 
-SYNCBN_HD inline void split_mean(double mean, float& high, float& low) {
+SYNCBN_HD_IN_PLACE void split_mean(double mean, float& high, float& low) {
   high = static_cast<float>(mean);
-  low = is_finite(high) ? static_cast<float>(mean - static_cast<double>(high)) : 0.0f;
+  const auto rest = static_cast<float>(mean - static_cast<double>(high));
+  low = is_finite(high) ? rest : 0.0f;
 }
 
-SYNCBN_HD inline AffineF32 affine_f32(double mean, double rstd, double weight, double bias) {
+SYNCBN_HD_IN_PLACE AffineF32 affine_f32(double mean, double rstd, double weight, double bias) {
   AffineF32 out;
   split_mean(mean, out.mean_high, out.mean_low);
   out.a = static_cast<float>(weight * rstd);
@@ -215,15 +218,14 @@ struct GradientF32 {
 };
 
 /// floor(log2 v) clamped to the exponents of normal binary32 numbers; 0 for 0, infinities and NaN.
-SYNCBN_HD inline int clamped_exponent(double v) {
-  if (!(v > 0) || !is_finite(v)) {
-    return 0;
-  }
+SYNCBN_HD_IN_PLACE int clamped_exponent(double v) {
+  // Infinities have the exponent 1024. Without branches, so that compilers can make vectors of it.
   const int exponent = static_cast<int>(bit_copy<std::uint64_t>(v) >> 52 & 0x7ff) - 1023;
-  return exponent < -126 ? -126 : exponent > 127 ? 127 : exponent;
+  const int clamped = exponent < -126 ? -126 : exponent > 127 ? 127 : exponent;
+  return (static_cast<int>(v > 0) & static_cast<int>(exponent < 1024)) != 0 ? clamped : 0;
 }
 
-SYNCBN_HD inline GradientF32 gradient_f32(double mean, double rstd, const Coefficients& c) {
+SYNCBN_HD_IN_PLACE GradientF32 gradient_f32(double mean, double rstd, const Coefficients& c) {
   GradientF32 out;
   split_mean(mean, out.mean_high, out.mean_low);
   const int exponent = clamped_exponent(rstd);

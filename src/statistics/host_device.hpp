@@ -10,6 +10,14 @@
 #define SYNCBN_CALLS_ANY
 #endif
 
+// Functions that files compiled for one instruction set call, too: always in place, because such a
+// file must not hold a copy that the linker could take for everybody.
+#if defined(__CUDACC__)
+#define SYNCBN_HD_IN_PLACE __host__ __device__ __forceinline__
+#else
+#define SYNCBN_HD_IN_PLACE __attribute__((always_inline)) inline
+#endif
+
 // The end of a switch over kinds: an error on the host, which checks what it gives to kernels.
 #if defined(__CUDA_ARCH__)
 #define SYNCBN_NO_SUCH_KIND(refusal) __builtin_unreachable()

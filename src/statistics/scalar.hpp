@@ -11,7 +11,7 @@
 namespace syncbn {
 
 template <class To, class From>
-SYNCBN_HD inline To bit_copy(const From& from) {
+SYNCBN_HD_IN_PLACE To bit_copy(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
   std::memcpy(&to, &from, sizeof(To));
@@ -108,7 +108,7 @@ SYNCBN_HD inline void from_double(double v, float& out) { out = static_cast<floa
 SYNCBN_HD inline void from_double(double v, double& out) { out = v; }
 
 /// 2^exponent, exponent in -1022..1023.
-SYNCBN_HD inline double power_of_two(int exponent) {
+SYNCBN_HD_IN_PLACE double power_of_two(int exponent) {
   return bit_copy<double>(static_cast<std::uint64_t>(exponent + 1023) << 52);
 }
 
@@ -136,8 +136,8 @@ SYNCBN_HD inline int leading_zeros(std::uint64_t v) {
 #endif
 }
 
-SYNCBN_HD inline bool is_finite(double v) { return v - v == 0; }
-SYNCBN_HD inline bool is_finite(float v) { return v - v == 0; }
+SYNCBN_HD_IN_PLACE bool is_finite(double v) { return v - v == 0; }
+SYNCBN_HD_IN_PLACE bool is_finite(float v) { return v - v == 0; }
 
 /// Knuth's TwoSum: sum + error == a + b.
 struct TwoSumResult {

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "cpu/cpu_passes.hpp"
+#include "cpu/kernels.hpp"
+#include "cpu/packed.hpp"
+#include "cpu/windows.hpp"
+
+namespace syncbn::cpu {
+
+/// Where the sums of channels become what the caller wants of them, with those of other ranks or
+/// without. Several threads call it, for channels of their own.
+class SumsSink {
+ public:
+  virtual ~SumsSink() = default;
+  /// windows: all that this rank has of the channels from `begin` on.
+  virtual void publish(Windows& windows, std::int64_t begin) = 0;
+  /// Until the results of these channels are there.
+  virtual void wait(std::int64_t /*begin*/, std::int64_t /*end*/) {}
+};
+
+/// Sums of u and u*v by the vector kernels. What is given must outlive this.
+class VectorSums {
+ public:
+  /// Of x and x*x.
+  explicit VectorSums(const SampleView& x);
+  /// Of u and u*x, u being dy pulled back; stored in u if not null.
+  VectorSums(const SampleView& dy, const SampleView& x, const SampleView* u,
+             const Pullback& pullback);
+
+  /// Whether the kernels can do it.
+  bool possible() const { return possible_; }
+  /// All channels, dealt to threads.
+  void run(SumsSink& sink, Executor& executor) const;
+
+ private:
+  struct Share;
+  std::unique_ptr<Windows> sum(const Share& share) const;
+  SumsTask task(std::int64_t channel, ElementConstants& constants) const;
+
+  const Kernels* kernels_;
+  const SampleView* u_;
+  const SampleView* v_ = nullptr;  ///< null: u
+  const SampleView* out_ = nullptr;
+  const Pullback* pullback_ = nullptr;  ///< null: u is summed as it is
+  bool rows_;
+  bool possible_;
+  std::optional<PackedConstants> packed_;
+};
+
+}  // namespace syncbn::cpu

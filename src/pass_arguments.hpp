@@ -1,0 +1,109 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "channel_values.hpp"
+#include "checks.hpp"
+#include "cpu/cpu_passes.hpp"
+#include "cpu/finalize.hpp"
+#include "cpu/float_environment.hpp"
+#include "sample_view.hpp"
+
+// Arguments of the CPU's passes: checks, and the backend's form of them.
+namespace syncbn {
+
+/// The pass's arguments in the backend's form; keeps the parameters that it points to.
+class PullbackArguments {
+ public:
+  PullbackArguments(const ActivationGradient& through, const double* mean, const double* rstd,
+                    std::int64_t channels)
+      : activation_(through.activation),
+        mean_(mean),
+        rstd_(rstd),
+        activation_mask_(through.activation_mask) {
+    if (activation_.kind != ActivationKind::kNone && activation_mask_ == nullptr) {
+      scale_ = channel_values(through.weight, channels, 1.0);
+      shift_ = channel_values(through.bias, channels, 0.0);
+    }
+  }
+  cpu::Pullback view() const {
+    return {activation_, {mean_, rstd_, scale_.data(), shift_.data()}, activation_mask_};
+  }
+
+ private:
+  Activation activation_;
+  const double* mean_;
+  const double* rstd_;
+  const std::uint8_t* activation_mask_;
+  std::vector<double> scale_;
+  std::vector<double> shift_;
+};
+
+/// The statistics that a pass reads.
+inline void check_normalizer(const double* mean, const double* rstd, std::int64_t channels) {
+  check_array("mean", mean, channels);
+  check_array("rstd", rstd, channels);
+}
+
+inline void check_through(const ActivationGradient& through, const TensorView& x) {
+  check_activation(through.activation);
+  check_per_channel("weight", through.weight, x.sizes[1], x.device);
+  check_per_channel("bias", through.bias, x.sizes[1], x.device);
+}
+
+/// What is summed in backward. u may be absent.
+inline void check_gradient_inputs(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                                  const ActivationGradient& through, const MutableTensorView& u) {
+  check_samples("x", x);
+  check_mask(mask, x);
+  check_like("dy", dy, x);
+  check_through(through, x);
+  if (!u.absent()) {
+    check_like("u", u, x);
+    check_output("u", u);
+  }
+}
+
+inline void check_affine(const MutableTensorView& dweight, const MutableTensorView& dbias,
+                         std::int64_t channels) {
+  check_per_channel("dweight", dweight, channels, Device::kCpu);
+  check_per_channel("dbias", dbias, channels, Device::kCpu);
+  check_output("dweight", dweight);
+  check_output("dbias", dbias);
+}
+
+inline std::optional<SampleView> optional_view(const TensorView& tensor) {
+  return tensor.absent() ? std::nullopt : std::optional<SampleView>(tensor);
+}
+
+/// Runs body(begin, end) for channels with the contract's floating-point environment.
+template <class Body>
+void for_each_channel(std::int64_t channels, const Execution& execution, const Body& body) {
+  constexpr std::int64_t kGrain = 256;  // at which a second thread pays
+  execution.executor->parallel_for(0, channels, kGrain, [&](std::int64_t begin, std::int64_t end) {
+    const cpu::FloatEnvironment environment;
+    body(begin, end);
+  });
+}
+
+/// What stands for statistics where there are none: zeros of no elements, or NaN of ranks that
+/// disagree.
+inline void fill_moments(bool agree, double* mean, double* var, double* rstd,
+                         std::int64_t channels) {
+  for (double* array : {mean, var, rstd}) {
+    std::fill_n(array, channels, agree ? 0.0 : std::numeric_limits<double>::quiet_NaN());
+  }
+}
+inline void fill_gradients(bool agree, const cpu::Gradients& to) {
+  const cpu::FloatEnvironment environment;
+  const double v = agree ? 0.0 : std::numeric_limits<double>::quiet_NaN();
+  for (std::int64_t c = 0; c < to.channels; ++c) {
+    to.store({v, v, v, v, !agree}, c);
+  }
+}
+
+}  // namespace syncbn

@@ -1,0 +1,220 @@
+#include "one_rank.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "cpu/finalize.hpp"
+#include "syncbn/error.hpp"
+
+// A group of one rank needs no message: its functions have the bits of those with one.
+namespace syncbn {
+namespace {
+
+using namespace testing;  // most of it
+
+class OneRankStatistics : public ::testing::Test {
+ protected:
+  /// Compares on every level and some thread counts with messages and plain loops.
+  void compare(const OneRank& layer) {
+    OneRank expected = layer;
+    {
+      const LevelScope scope("reference");
+      expected.moments(serial_executor());
+      expected.gradients(serial_executor());
+    }
+    for (const std::string& level : levels_) {
+      const LevelScope scope(level);
+      SCOPED_TRACE(level);
+      for (Executor* executor : {&serial_executor(), static_cast<Executor*>(&three_)}) {
+        OneRank actual = layer;
+        actual.moments_alone(*executor);
+        expect_same_statistics(actual, expected);
+        actual.gradients_alone(*executor);
+        expect_same_gradients(actual, expected);
+        EXPECT_TRUE(actual.u.gaps_untouched());
+      }
+    }
+  }
+  const std::vector<std::string> levels_ = available_levels();
+  ThreadPool three_{3};
+};
+
+TEST_F(OneRankStatistics, HaveTheBitsOfMessagesExact) {
+  Random random(1);
+  const std::vector<std::vector<std::int64_t>> shapes = {
+      {1, 1},      {3, 5},          {70, 130},   {4, 600},    {300, 3},      {2, 16, 49},
+      {3, 7, 513}, {1, 3, 10, 100}, {2, 600, 1}, {9, 4, 196}, {5, 33, 2, 8}, {2, 1, 1000}};
+  for (const DType dtype : kDtypes) {
+    for (const auto& sizes : shapes) {
+      for (const Memory memory : {Memory::kPlanes, Memory::kRows, Memory::kOdd}) {
+        for (const std::int64_t special : {0, 2000}) {
+          OneRank layer(random, dtype, sizes, memory, random.between(0, 3), special);
+          layer.activation = {static_cast<ActivationKind>(random.between(0, 2)), 0.01};
+          layer.keep = random.one_in(2);
+          if (random.one_in(3)) {
+            layer.choose_mask(random);
+          }
+          SCOPED_TRACE(std::string(name(dtype)) + " N " + std::to_string(sizes[0]) + " C " +
+                       std::to_string(sizes[1]) + " axes " + std::to_string(sizes.size()) +
+                       " memory " + std::to_string(static_cast<int>(memory)));
+          compare(layer);
+        }
+      }
+    }
+  }
+}
+
+// One kind of data for each: windows that hold all of it, and vectors that are certain of their
+// rounding. Limbs of constants grow with the number of partials, beyond 2^53.
+TEST_F(OneRankStatistics, OfPlainDataHaveTheBitsOfMessagesExact) {
+  Random random(2);
+  const std::function<double()> kinds[] = {
+      [&] { return random.signed_unit(); },
+      [&] { return 1e4 + random.signed_unit(); },
+      [] { return -0.3; },
+      [] { return 0.0; },
+      [&] { return std::ldexp(random.signed_unit(), -140); },
+      [&] { return std::ldexp(random.signed_unit(), 120); },
+  };
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32}) {
+    for (const auto& sizes : {std::vector<std::int64_t>{3000, 9}, {40, 5, 700}, {20000, 4}}) {
+      for (const auto& kind : kinds) {
+        OneRank layer(random, dtype, sizes, Memory::kPlanes, 0);
+        for (Tensor* tensor : {&layer.x, &layer.dy}) {
+          std::vector<double> values(static_cast<std::size_t>(tensor->numel()));
+          for (double& value : values) {
+            value = round_to(dtype, kind());
+          }
+          tensor->fill(values);
+        }
+        compare(layer);
+      }
+    }
+  }
+}
+
+/// Limbs of all lengths; sums near ties of the rounding are likely.
+std::int64_t any_limb(Random& random) {
+  const auto power = std::int64_t{1} << random.between(0, 60);
+  const std::int64_t near = power + random.between(-1, 1);
+  const std::int64_t limb =
+      random.one_in(3) ? near : random.between(-power, power) & -(power >> random.between(0, 20));
+  return random.one_in(4) ? 0 : random.one_in(2) ? limb : -limb;
+}
+
+TEST_F(OneRankStatistics, OfAnyLimbsHaveTheBitsOfWordsExact) {
+  Random random(6);
+  const std::int64_t channels = 64;
+  const auto c = static_cast<std::size_t>(channels);
+  for (int round = 0; round < 400; ++round) {
+    const DType dtype = random.one_in(4) ? DType::kFloat16 : DType::kFloat32;
+    const Format& format = format_of(dtype);
+    const std::int32_t reach = dtype == DType::kFloat16 ? 10 : 60;
+    cpu::Windows windows(format, channels);
+    for (std::int64_t i = 0; i < channels; ++i) {
+      const auto lowest = static_cast<std::int32_t>(cpu::kHighBits + cpu::kLowBits);
+      windows.place(i, 0, lowest - format.first.unit + static_cast<int>(random.between(0, reach)));
+      windows.place(i, 1, lowest - format.second.unit + static_cast<int>(random.between(0, reach)));
+      // A sum of squares is not negative.
+      windows.arrays().high[0][i] = any_limb(random) >> 30;
+      windows.arrays().low[0][i] = any_limb(random);
+      windows.arrays().high[1][i] = std::abs(any_limb(random));
+      windows.arrays().low[1][i] = std::abs(any_limb(random)) >> 20;
+    }
+    std::vector<std::int64_t> words(c * static_cast<std::size_t>(format.words()));
+    for (std::int64_t i = 0; i < channels; ++i) {
+      windows.write_words(i, words.data() + i * format.words());
+    }
+    const std::int64_t count = random.between(1, 5000);
+    std::vector<double> moments[2];
+    std::vector<double> gradients[2];
+    Tensor dweight(DType::kFloat64, {channels});
+    Tensor dbias = dweight;
+    const auto finalize = [&](int which, auto&... sums) {
+      moments[which].assign(3 * c, 0);
+      gradients[which].assign(3 * c, 0);
+      double* mean = moments[which].data();
+      const cpu::Moments to{count, 1e-5, mean, mean + c, mean + 2 * c};
+      cpu::finalize_moments(dtype, sums..., to);
+      const cpu::Gradients all{
+          count,          mean,         mean + 2 * c, {}, gradients[which].data(),
+          dweight.view(), dbias.view(), channels};
+      cpu::finalize_gradients(dtype, sums..., all);
+      for (const Tensor* tensor : {&dweight, &dbias}) {
+        const std::vector<double> values = tensor->values();
+        gradients[which].insert(gradients[which].end(), values.begin(), values.end());
+      }
+    };
+    const std::int64_t begin = 0;
+    {
+      const LevelScope scope("reference");
+      const std::int64_t* const from = words.data();
+      finalize(0, from, begin, channels);
+    }
+    for (const std::string& level : levels_) {
+      const LevelScope scope(level);
+      finalize(1, windows, begin);
+      ASSERT_TRUE(same_bits(moments[1], moments[0])) << level << " moments, round " << round;
+      ASSERT_TRUE(same_bits(gradients[1], gradients[0])) << level << " gradients, round " << round;
+    }
+  }
+}
+
+TEST_F(OneRankStatistics, OfNothingAreZerosExact) {
+  Random random(3);
+  for (const auto& sizes : {std::vector<std::int64_t>{0, 5}, {4, 5, 0}, {3, 0, 7}}) {
+    OneRank layer(random, DType::kFloat32, sizes, Memory::kPlanes, 0);
+    compare(layer);
+  }
+  OneRank masked(random, DType::kFloat32, {4, 5, 6}, Memory::kPlanes, 0);
+  masked.choose_mask(random);
+  std::fill(masked.mask.begin(), masked.mask.end(), 0);
+  masked.keep = true;
+  compare(masked);
+}
+
+TEST_F(OneRankStatistics, AreNaNWhereForwardHadAnotherCountExact) {
+  Random random(4);
+  OneRank layer(random, DType::kFloat32, {4, 5, 6}, Memory::kPlanes, 0);
+  layer.moments(serial_executor());
+  layer.forward_info.count = 23;
+  OneRank expected = layer;
+  expected.gradients(serial_executor());
+  layer.gradients_alone(serial_executor());
+  expect_same_gradients(layer, expected);
+  EXPECT_TRUE(std::isnan(layer.coefficients[0]));
+}
+
+TEST_F(OneRankStatistics, RefuseBadArgumentsBeforeTheyWrite) {
+  Random random(5);
+  OneRank layer(random, DType::kFloat32, {4, 5, 6}, Memory::kPlanes, 0);
+  const auto moments = [&](double* mean, double eps) {
+    return thrown_text<InvalidArgument>([&] {
+      moments_of_one_rank(layer.x_view(), {}, mean, layer.var.data(), layer.rstd.data(), eps,
+                          serial_executor());
+    });
+  };
+  EXPECT_TRUE(contains(moments(nullptr, 0), "mean"));
+  EXPECT_TRUE(contains(moments(layer.mean.data(), -1), "eps"));
+  const auto gradients = [&](const TensorView& dy, double* coefficients) {
+    return thrown_text<InvalidArgument>([&] {
+      gradients_of_one_rank(dy, layer.x_view(), {}, layer.mean.data(), layer.rstd.data(), {}, {},
+                            {}, coefficients, layer.dweight.view(), layer.dbias.view(), 24,
+                            serial_executor());
+    });
+  };
+  EXPECT_TRUE(contains(gradients(layer.weight.view(), layer.coefficients.data()), "dy"));
+  EXPECT_TRUE(contains(gradients(layer.dy.view(), nullptr), "coefficients"));
+  EXPECT_EQ(layer.var, std::vector<double>(5, -1));
+  EXPECT_EQ(layer.coefficients, std::vector<double>(15, -1));
+}
+
+}  // namespace
+}  // namespace syncbn
