@@ -135,7 +135,11 @@ std::string watch(const OfferContent& offer, std::vector<Peer>& peers) {
   if (alive.get() < 0) {
     return system_text("process " + process + " cannot be watched", errno);
   }
-  if (start_time(process) != offer.start_time) {
+  const std::uint64_t started = start_time(process);
+  if (started == 0) {
+    return "process " + process + " cannot be seen in /proc (hidepid?)";
+  }
+  if (started != offer.start_time) {
     return "process " + process + " is not the one that made the offer";
   }
   peers.push_back({offer.rank, static_cast<pid_t>(offer.process), std::move(alive)});

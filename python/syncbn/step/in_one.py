@@ -62,24 +62,10 @@ def train_step(
     state: object,
 ) -> Tensor | None:
     """As adapters.train_step(); None, and nothing has happened, where it does not take the call."""
-    try:
-        return _train_step(x, running, weight, bias, residual, mask, options, state)
-    except PassFailed:
-        return None
-    except BaseException as error:
-        if is_strided(x) and isinstance(state, LayerState):
-            peers = state.peers(options)
-            transport_of(peers, x.device).leave(error, state.call_of(x, options))
-        raise
-
-
-def _train_step(x, running, weight, bias, residual, mask, options, state) -> Tensor | None:
     if not (_is_usual(x) and type(state) is LayerState):
         return None
-    if residual is not None:
-        if not (type(residual) is Tensor and residual.shape == x.shape):
-            return None
-        residual = like(residual, x)
+    if residual is not None and not (type(residual) is Tensor and residual.shape == x.shape):
+        return None
     try:
         kind = _activation_of(*options)
     except (TypeError, ValueError):
@@ -87,9 +73,21 @@ def _train_step(x, running, weight, bias, residual, mask, options, state) -> Ten
     peers = state.peers(options)
     if kind is None or (peers is not None and peers.group_name != state.group):
         return None  # the operators do not know the options, or the paths were not compared yet
+    try:
+        return _step(x, running, weight, bias, residual, mask, options, state, peers, kind)
+    except PassFailed:
+        return None
+    except BaseException as error:
+        transport_of(peers, x.device).leave(error, state.call_of(x, options))
+        raise
+
+
+def _step(x, running, weight, bias, residual, mask, options, state, peers, kind) -> Tensor | None:
     transport = transport_of(peers, x.device)
     if not transport.takes_steps:
         return None
+    if residual is not None:
+        residual = like(residual, x)
     word = 0 if peers is None else takes_part((x,), (weight, bias), (residual,), options)
     given = options, state, peers, transport, word, kind, running
     return _apply(given, x, weight, bias, residual, mask)

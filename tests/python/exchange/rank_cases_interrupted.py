@@ -25,7 +25,7 @@ _FILES = {m.__file__ for m in (agreement, attempt, transports, shared_memory, en
 _CODES = {
     function.__code__
     for function in (
-        in_one._train_step,
+        in_one._step,
         in_one._BatchNormTraining.forward,
         in_one._back.__wrapped__,
     )
