@@ -32,9 +32,24 @@ inline __m512i rounded_bits(__m512 v) {
   const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
   return _mm512_mask_or_epi32(rounded, nan, b, _mm512_set1_epi32(0x400000));
 }
-inline __m256i narrow(__m512 v, BFloat16) {
+inline __m256i narrow_bits(__m512 v) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(v), 16));
 }
+#if defined(__AVX512BF16__)
+constexpr bool kBFloat16Pairs = false;  // conversion is quick, and fewer constants are at hand
+// The instruction takes subnormal numbers for zeros; all others it rounds as above, NaN included.
+inline __m256i narrow(__m512 v, BFloat16) {
+  constexpr int kSubnormal = 0x20;
+  const __mmask16 subnormal = _mm512_fpclass_ps_mask(v, kSubnormal);
+  if (__builtin_expect(static_cast<long>(subnormal), 0) != 0) {
+    return narrow_bits(v);
+  }
+  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
+}
+#else
+constexpr bool kBFloat16Pairs = true;
+inline __m256i narrow(__m512 v, BFloat16) { return narrow_bits(v); }
+#endif
 
 inline FloatV load(const float* p) { return {_mm512_loadu_ps(p)}; }
 template <class T>
