@@ -123,8 +123,8 @@ extern const Kernels* const kAvx512Bf16Kernels;
 /// means the reference.
 const Kernels* active_kernels();
 
-/// "avx512_bf16", "avx512", "avx2" or "reference"; false if this build or processor does not have it. For tests
-/// and diagnosis; not to be called while a pass runs.
+/// "avx512_bf16", "avx512", "avx2" or "reference"; false if this build or processor does not have
+/// it. For tests and diagnosis; not to be called while a pass runs.
 bool force_instruction_set(const char* name);
 const char* instruction_set();
 
