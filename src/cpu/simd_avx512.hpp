@@ -1,5 +1,5 @@
-// The vector type of level_passes.hpp on AVX-512 (F, DQ, VL, BW). Included by one level file only,
-// inside its unnamed namespace.
+// The vector type of level_passes.hpp on AVX-512 (F, DQ, VL, BW), with and without BF16. Included
+// by the level files of either, inside their unnamed namespaces.
 
 constexpr int kFloatLanes = 16;
 constexpr int kDoubleLanes = 8;
