@@ -37,12 +37,14 @@ inline __m256i narrow_bits(__m512 v) {
 }
 #if defined(__AVX512BF16__)
 constexpr bool kBFloat16Pairs = false;  // conversion is quick, and fewer constants are at hand
+// Not inline, or its constants would take registers from the loops that hardly ever come here.
+__attribute__((noinline)) inline __m256i narrow_bits_apart(__m512 v) { return narrow_bits(v); }
 // The instruction takes subnormal numbers for zeros; all others it rounds as above, NaN included.
 inline __m256i narrow(__m512 v, BFloat16) {
   constexpr int kSubnormal = 0x20;
   const __mmask16 subnormal = _mm512_fpclass_ps_mask(v, kSubnormal);
   if (__builtin_expect(static_cast<long>(subnormal), 0) != 0) {
-    return narrow_bits(v);
+    return narrow_bits_apart(v);
   }
   return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
 }
