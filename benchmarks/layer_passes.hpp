@@ -231,13 +231,6 @@ class LayerPasses {
       if (dtype_ == DType::kBFloat16) {
         const auto high = static_cast<std::uint16_t>(bits >> 16);
         std::memcpy(static_cast<std::byte*>(pages.data()) + 2 * i, &high, 2);
-      } else if (dtype_ == DType::kFloat16) {
-        // The exponent's bias is smaller by 112; what is below the normal numbers becomes 0.
-        const std::uint32_t magnitude = bits << 1 >> 14;
-        const std::uint32_t sign = bits >> 31 << 15;
-        const auto half = static_cast<std::uint16_t>(
-            sign | (magnitude > (113U << 10) ? magnitude - (112U << 10) : 0));
-        std::memcpy(static_cast<std::byte*>(pages.data()) + 2 * i, &half, 2);
       } else {
         std::memcpy(static_cast<std::byte*>(pages.data()) + 4 * i, &bits, 4);
       }
