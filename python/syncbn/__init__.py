@@ -40,5 +40,8 @@ __all__ = [
 
 
 def cpu_instruction_set() -> str:
-    """The vector code in use: "avx512", "avx2" or "reference". Results never depend on it."""
+    """The vector code in use: "avx512_bf16", "avx512", "avx2" or "reference".
+
+    Results never depend on it.
+    """
     return _ops.cpu_instruction_set()

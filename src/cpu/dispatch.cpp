@@ -13,13 +13,21 @@ namespace cpu {
 namespace {
 
 #if defined(__x86_64__)
-/// __builtin_cpu_supports does not know the name in clang 14.
+// __builtin_cpu_supports does not know these names in clang 14.
 bool has_f16c() {
   unsigned int eax = 0;
   unsigned int ebx = 0;
   unsigned int ecx = 0;
   unsigned int edx = 0;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+bool has_avx512_bf16() {
+  constexpr unsigned int kBit = 1U << 5;
+  unsigned int eax = 0;
+  unsigned int ebx = 0;
+  unsigned int ecx = 0;
+  unsigned int edx = 0;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & kBit) != 0;
 }
 #endif
 
@@ -32,8 +40,10 @@ bool processor_has(const Kernels* kernels) {
   if (kernels == kAvx2Kernels) {
     return avx2;
   }
-  return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512bw");
+  return avx512 && (kernels == kAvx512Kernels || has_avx512_bf16());
 #else
   (void)kernels;
   return false;
@@ -41,9 +51,10 @@ bool processor_has(const Kernels* kernels) {
 }
 
 const Kernels* best_kernels() {
-  return processor_has(kAvx512Kernels) ? kAvx512Kernels
-         : processor_has(kAvx2Kernels) ? kAvx2Kernels
-                                       : nullptr;
+  return processor_has(kAvx512Bf16Kernels) ? kAvx512Bf16Kernels
+         : processor_has(kAvx512Kernels)   ? kAvx512Kernels
+         : processor_has(kAvx2Kernels)     ? kAvx2Kernels
+                                           : nullptr;
 }
 
 std::atomic<const Kernels*>& chosen() {
@@ -60,7 +71,7 @@ bool force_instruction_set(const char* name) {
     chosen() = nullptr;
     return true;
   }
-  for (const Kernels* kernels : {kAvx2Kernels, kAvx512Kernels}) {
+  for (const Kernels* kernels : {kAvx2Kernels, kAvx512Kernels, kAvx512Bf16Kernels}) {
     if (processor_has(kernels) && std::strcmp(name, kernels->name) == 0) {
       chosen() = kernels;
       return true;

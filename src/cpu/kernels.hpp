@@ -155,13 +155,14 @@ struct Kernels {
 
 extern const Kernels* const kAvx2Kernels;  ///< null where this build has none
 extern const Kernels* const kAvx512Kernels;
+extern const Kernels* const kAvx512Bf16Kernels;
 
 /// The kernels in use: the best that this processor has, or what force_instruction_set chose; null
 /// means the reference.
 const Kernels* active_kernels();
 
-/// "avx512", "avx2" or "reference"; false if this build or processor does not have it. For tests
-/// and diagnosis; not to be called while a pass runs.
+/// "avx512_bf16", "avx512", "avx2" or "reference"; false if this build or processor does not have
+/// it. For tests and diagnosis; not to be called while a pass runs.
 bool force_instruction_set(const char* name);
 const char* instruction_set();
 

@@ -4,4 +4,5 @@
 namespace syncbn::cpu {
 const Kernels* const kAvx2Kernels = nullptr;
 const Kernels* const kAvx512Kernels = nullptr;
+const Kernels* const kAvx512Bf16Kernels = nullptr;
 }  // namespace syncbn::cpu

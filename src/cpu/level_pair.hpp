@@ -1,5 +1,6 @@
-// Two vectors of floats as one, for 16-bit elements: a 32-bit word of memory holds an even and an
-// odd element, so that the even ones are one vector and the odd ones another without shuffles.
+// Two vectors of floats as one, for bfloat16 where it is rounded by integers: a 32-bit word of
+// memory holds an even and an odd element, so that the even ones are one vector and the odd ones
+// another without shuffles.
 // Included inside a level file's unnamed namespace, after the vector type (simd_*.hpp).
 
 inline PairV operator+(PairV a, PairV b) { return {a.even + b.even, a.odd + b.odd}; }
@@ -19,6 +20,8 @@ inline PairV select(PairMaskV m, PairV yes, PairV no) {
   return {select(m.even, yes.even, no.even), select(m.odd, yes.odd, no.odd)};
 }
 
+template <class T>
+constexpr bool kInPairs = kBFloat16Pairs && std::is_same_v<T, BFloat16>;
 /// The vector in which the element-wise passes take elements of type T.
 template <class T>
 struct VectorFor {
@@ -26,8 +29,9 @@ struct VectorFor {
   using Mask = MaskV;
   static constexpr int kLanes = kFloatLanes;
 };
-template <>
-struct VectorFor<BFloat16> {
+template <class T>
+  requires kInPairs<T>
+struct VectorFor<T> {
   using Type = PairV;
   using Mask = PairMaskV;
   static constexpr int kLanes = 2 * kFloatLanes;
@@ -69,17 +73,23 @@ inline VectorOf<T> lanes_from(const float* p) {
   return vector;
 }
 
-// Elements in memory; T other than BFloat16 has these in simd_*.hpp by other names.
+// Elements in memory; simd_*.hpp have these by other names.
 template <class T>
-inline FloatV load_lanes(const T* p) {
-  return load(p);
+inline VectorOf<T> load_lanes(const T* p) {
+  if constexpr (kInPairs<T>) {
+    return load_pair(p);
+  } else {
+    return load(p);
+  }
 }
-inline PairV load_lanes(const BFloat16* p) { return load_pair(p); }
 template <class T>
-inline FloatV load_some_lanes(const T* p, std::int64_t n) {
-  return load_partial(p, n);
+inline VectorOf<T> load_some_lanes(const T* p, std::int64_t n) {
+  if constexpr (kInPairs<T>) {
+    return load_pair_partial(p, n);
+  } else {
+    return load_partial(p, n);
+  }
 }
-inline PairV load_some_lanes(const BFloat16* p, std::int64_t n) { return load_pair_partial(p, n); }
 /// The first n lanes, past the caches where half a vector can go there.
 template <class T>
 inline void stream_some(T* p, FloatV a, std::int64_t n) {

@@ -35,6 +35,7 @@ inline __m256i rounded_bits(__m256 v) {
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
   return _mm256_blendv_epi8(rounded, quiet, nan);
 }
+constexpr bool kBFloat16Pairs = true;
 inline __m128i narrow(__m256 v, BFloat16) {
   const __m256i wide = _mm256_srli_epi32(rounded_bits(v), 16);
   const __m256i packed = _mm256_packus_epi32(wide, wide);

@@ -1,5 +1,5 @@
-// The vector type of level_passes.hpp on AVX-512 (F, DQ, VL, BW). Included by one level file only,
-// inside its unnamed namespace.
+// The vector type of level_passes.hpp on AVX-512 (F, DQ, VL, BW), with and without BF16. Included
+// by the level files of either, inside their unnamed namespaces.
 
 constexpr int kFloatLanes = 16;
 constexpr int kDoubleLanes = 8;
@@ -32,9 +32,26 @@ inline __m512i rounded_bits(__m512 v) {
   const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
   return _mm512_mask_or_epi32(rounded, nan, b, _mm512_set1_epi32(0x400000));
 }
-inline __m256i narrow(__m512 v, BFloat16) {
+inline __m256i narrow_bits(__m512 v) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(v), 16));
 }
+#if defined(__AVX512BF16__)
+constexpr bool kBFloat16Pairs = false;  // conversion is quick, and fewer constants are at hand
+// Not inline, or its constants would take registers from the loops that hardly ever come here.
+__attribute__((noinline)) inline __m256i narrow_bits_apart(__m512 v) { return narrow_bits(v); }
+// The instruction takes subnormal numbers for zeros; all others it rounds as above, NaN included.
+inline __m256i narrow(__m512 v, BFloat16) {
+  constexpr int kSubnormal = 0x20;
+  const __mmask16 subnormal = _mm512_fpclass_ps_mask(v, kSubnormal);
+  if (__builtin_expect(static_cast<long>(subnormal), 0) != 0) {
+    return narrow_bits_apart(v);
+  }
+  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
+}
+#else
+constexpr bool kBFloat16Pairs = true;
+inline __m256i narrow(__m512 v, BFloat16) { return narrow_bits(v); }
+#endif
 
 inline FloatV load(const float* p) { return {_mm512_loadu_ps(p)}; }
 template <class T>

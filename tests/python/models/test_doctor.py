@@ -27,7 +27,7 @@ def test_doctor_prints_what_is_active_and_passes():
     names = [line[:16].strip() for line in lines[:8]]
     assert names == list(doctor.facts())
     assert syncbn.__version__ in lines[0] and torch.__version__ in lines[1]
-    assert lines[4].split()[1] in ("reference", "avx2", "avx512")
+    assert lines[4].split()[1] in ("reference", "avx2", "avx512", "avx512_bf16")
     gloo, shared = lines[9:]
     assert gloo == "  gloo          passed: the bits of one process"
     assert shared.startswith("  shared memory passed: the bits of one process")
