@@ -6,6 +6,7 @@
 #include "cpu/kernels.hpp"
 #include "cpu/windows.hpp"
 #include "statistics/dtype.hpp"
+#include "statistics/finalize.hpp"
 
 namespace syncbn::cpu {
 namespace {
