@@ -6,11 +6,12 @@
 //
 // Everything takes turns within each round, so that other programs on the machine touch all of it:
 // the copy, forward and backward as the layer runs them (its passes one after the other, each timed
-// there), with outputs in memory that is used again and in fresh memory. A time is divided by the
-// copy's of the same round and the same kind of memory; medians and quartiles are over the rounds.
-// The copy is memcpy or a loop of non-temporal stores, whichever had the lower median. Before they
-// are timed, results are compared bit for bit with those of the plain loops. --seconds: for each
-// shape, dtype, layout and number of threads, about.
+// there; "one rank": as a group of one has them, without messages), with outputs in memory that is
+// used again and in fresh memory. A time is divided by the copy's of the same round and the same
+// kind of memory; medians and quartiles are over the rounds. The copy is memcpy or a loop of
+// non-temporal stores, whichever had the lower median. Before they are timed, results are compared
+// bit for bit with those of the plain loops. --seconds: for each shape, dtype, layout and number of
+// threads, about.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -133,9 +134,17 @@ void run_round(LayerPasses& layer, Executor& executor, Measured& out, bool keep,
   const auto y = pages();
   run_direction("forward", out, keep,
                 [&](const auto& hook) { layer.forward(y->data(), executor, hook); });
+  const auto alone = [&](const char* name, const auto& pass) {
+    const double time = microseconds(pass);
+    if (keep) {
+      out[name].push_back(time);
+    }
+  };
+  layer.forward_alone(y->data(), executor, alone);
   const auto dx = pages();
   run_direction("backward", out, keep,
                 [&](const auto& hook) { layer.backward(dx->data(), executor, hook); });
+  layer.backward_alone(dx->data(), executor, alone);
 }
 
 /// What is measured, and how often.
@@ -184,6 +193,8 @@ void add_results(const LayerPasses& layer, const Measured& measured, const std::
       add(passes[i], passes[i], layer.moved(passes[i]));
     }
     add(passes[0], passes[0], all);
+    const std::string alone = passes[0] + ", one rank";
+    add(alone, alone, layer.moved(alone));
   }
 }
 

@@ -128,6 +128,12 @@ class LayerPasses {
     if (pass == "local_gradients") {
       return 2 * bytes() + words;
     }
+    if (pass == "forward, one rank") {  // two passes of its own, as the others
+      return 3 * bytes() + 5 * vector;
+    }
+    if (pass == "backward, one rank") {
+      return 5 * bytes() + 8 * vector;
+    }
     if (pass == "finalize_gradients") {
       return 2 * words + 8 * vector;
     }
@@ -158,6 +164,26 @@ class LayerPasses {
                              floats(dbias_), channels(), executor);
     });
     hook("input_gradient", [&] { input_gradient_with({}, dx, executor); });
+  }
+
+  /// The same directions as a group of one rank has them, without messages.
+  template <class Hook>
+  void forward_alone(void* y, Executor& executor, const Hook& hook) {
+    hook("forward, one rank", [&] {
+      const MessageInfo of =
+          forward_of_one_rank(x(), {}, floats(weight_), floats(bias_), {}, output(y), nullptr,
+                              mean_.data(), var_.data(), rstd_.data(), 1e-5, {}, executor);
+      update_running_statistics(floats(running_mean_), floats(running_var_), mean_.data(),
+                                var_.data(), channels(), of.count, 0.1);
+    });
+  }
+  template <class Hook>
+  void backward_alone(void* dx, Executor& executor, const Hook& hook) {
+    hook("backward, one rank", [&] {
+      backward_of_one_rank(dy(), x(), {}, mean_.data(), rstd_.data(),
+                           {{}, floats(weight_), floats(bias_)}, floats(weight_), {}, output(dx),
+                           floats(dweight_), floats(dbias_), info().count, executor);
+    });
   }
 
   /// After backward: what fused activations and the other modes add.
