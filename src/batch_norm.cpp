@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <limits>
 #include <span>
+#include <type_traits>
 
 #include "agreement.hpp"
 #include "channel_values.hpp"
@@ -156,24 +157,9 @@ class GatheredMoments {
   std::vector<std::int64_t> all_;
 };
 
-/// Those of a group of one, which sends nothing.
-class OwnMoments {
- public:
-  void local(const TensorView& x, const MaskView& mask, std::uint32_t, int, const Execution&) {
-    x_ = &x;
-    mask_ = &mask;
-  }
-  void merge(BatchStatistics& out, const AgreedCall& call, Communicator&,
-             const Execution& execution) {
-    const MessageInfo info = moments_of_one_rank(*x_, *mask_, out.mean.data(), out.var.data(),
-                                                 out.rstd.data(), call.options->eps, execution);
-    check_header(info);
-    out.count = info.count;
-  }
-
- private:
-  const TensorView* x_ = nullptr;
-  const MaskView* mask_ = nullptr;
+/// A group of one sends nothing.
+struct OwnMoments {
+  void local(const TensorView&, const MaskView&, std::uint32_t, int, const Execution&) {}
 };
 
 template <class Moments>
@@ -207,10 +193,19 @@ BatchStatistics forward_with(const TensorView& x, const MaskView& mask, const Te
     }
     moments.local(x, mask, statistics.fingerprint, communicator.size(), execution);
   });
-  moments.merge(statistics, call, communicator, execution);
-  normalize(x, mask, statistics.mean.data(), statistics.rstd.data(), weight, bias, residual, y,
-            statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data(),
-            options.activation, execution);
+  double* const mean = statistics.mean.data();
+  double* const rstd = statistics.rstd.data();
+  std::uint8_t* const bits =
+      statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data();
+  if constexpr (std::is_same_v<Moments, OwnMoments>) {
+    statistics.count =
+        forward_of_one_rank(x, mask, weight, bias, residual, y, bits, mean, statistics.var.data(),
+                            rstd, options.eps, options.activation, execution)
+            .count;
+  } else {
+    moments.merge(statistics, call, communicator, execution);
+    normalize(x, mask, mean, rstd, weight, bias, residual, y, bits, options.activation, execution);
+  }
   update_running(running, options, statistics);
   return statistics;
 }
@@ -256,10 +251,10 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
     check_statistics(statistics, x);
     through = {statistics.activation, weight, bias,
                statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data()};
-    coefficients.resize(static_cast<std::size_t>(3 * x.sizes[1]));
     if (alone) {
       return;
     }
+    coefficients.resize(static_cast<std::size_t>(3 * x.sizes[1]));
     message.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
     call.direction = Direction::kBackward;
     call.layer = statistics.layer;
@@ -277,18 +272,18 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
   const std::int64_t channels = x.sizes[1];
   if (alone) {
     check_count(SampleView(x, mask).count());
-    gradients_of_one_rank(dy, x, mask, mean, rstd, through, weight, dresidual, coefficients.data(),
-                          dweight, dbias, statistics.count, execution);
-  } else {
-    const MessageInfo info = exchange(message, call, communicator);
-    check_count(info.count);
-    finalize_gradients(info, message.data() + kHeaderWords, mean, rstd, weight, coefficients.data(),
-                       global ? dweight : MutableTensorView(), global ? dbias : MutableTensorView(),
-                       channels, statistics.count, execution);
-    if (!global) {
-      affine_gradient_shares(own.data() + kHeaderWords, x.dtype, mean, rstd, dweight, dbias,
-                             channels, execution);
-    }
+    backward_of_one_rank(dy, x, mask, mean, rstd, through, weight, dresidual, dx, dweight, dbias,
+                         statistics.count, execution);
+    return;
+  }
+  const MessageInfo info = exchange(message, call, communicator);
+  check_count(info.count);
+  finalize_gradients(info, message.data() + kHeaderWords, mean, rstd, weight, coefficients.data(),
+                     global ? dweight : MutableTensorView(), global ? dbias : MutableTensorView(),
+                     channels, statistics.count, execution);
+  if (!global) {
+    affine_gradient_shares(own.data() + kHeaderWords, x.dtype, mean, rstd, dweight, dbias, channels,
+                           execution);
   }
   if (dresidual.absent()) {
     input_gradient(dy, x, mask, mean, rstd, coefficients.data(), through, dx, execution);

@@ -55,6 +55,31 @@ inline void check_through(const ActivationGradient& through, const TensorView& x
   check_per_channel("bias", through.bias, x.sizes[1], x.device);
 }
 
+/// What normalize takes, but for the statistics.
+inline void check_normalize(const TensorView& x, const MaskView& mask, const TensorView& weight,
+                            const TensorView& bias, const TensorView& residual,
+                            const MutableTensorView& y, const Activation& activation) {
+  check_samples("x", x);
+  check_mask(mask, x);
+  check_like("y", y, x);
+  check_output("y", y);
+  check_per_channel("weight", weight, x.sizes[1], x.device);
+  check_per_channel("bias", bias, x.sizes[1], x.device);
+  if (!residual.absent()) {
+    check_like("residual", residual, x);
+  }
+  check_activation(activation);
+  check_available(x.device);
+}
+
+inline void check_moments(const double* mean, const double* var, const double* rstd, double eps,
+                          std::int64_t channels) {
+  check_eps(eps);
+  check_array("mean", mean, channels);
+  check_array("var", var, channels);
+  check_array("rstd", rstd, channels);
+}
+
 /// What is summed in backward. u may be absent.
 inline void check_gradient_inputs(const TensorView& dy, const TensorView& x, const MaskView& mask,
                                   const ActivationGradient& through, const MutableTensorView& u) {

@@ -45,11 +45,8 @@ void local_moments(const TensorView& x, const MaskView& mask, std::int64_t* mess
 
 void finalize_moments(const MessageInfo& info, const std::int64_t* words, double* mean, double* var,
                       double* rstd, std::int64_t channels, double eps, const Execution& execution) {
-  check_eps(eps);
   check_channels(channels);
-  check_array("mean", mean, channels);
-  check_array("var", var, channels);
-  check_array("rstd", rstd, channels);
+  check_moments(mean, var, rstd, eps, channels);
   if (usable(info) && info.count > 0) {
     check_array("words", words, channels * words_per_channel(info.dtype));
   }
@@ -71,18 +68,8 @@ void normalize(const TensorView& x, const MaskView& mask, const double* mean, co
                const TensorView& weight, const TensorView& bias, const TensorView& residual,
                const MutableTensorView& y, std::uint8_t* activation_mask,
                const Activation& activation, const Execution& execution) {
-  check_samples("x", x);
-  check_mask(mask, x);
-  check_like("y", y, x);
-  check_output("y", y);
+  check_normalize(x, mask, weight, bias, residual, y, activation);
   check_normalizer(mean, rstd, x.sizes[1]);
-  check_per_channel("weight", weight, x.sizes[1], x.device);
-  check_per_channel("bias", bias, x.sizes[1], x.device);
-  if (!residual.absent()) {
-    check_like("residual", residual, x);
-  }
-  check_activation(activation);
-  check_available(x.device);
   const SampleView from(x, mask);
   if (from.empty() || from.channels == 0) {
     return;

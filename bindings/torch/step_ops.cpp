@@ -36,6 +36,13 @@ struct Exchange {
     }
   }
 
+  /// Leaves the rest to the general way, which has the words for what is wrong.
+  void refuse_if(bool wrong) {
+    if (status == kDone && wrong) {
+      status = kUnchecked;
+    }
+  }
+
   static const std::int64_t* words(const Tensor& message) {
     return int64_data("message", message, kHeaderWords);
   }
@@ -86,30 +93,29 @@ forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<
   const std::uint32_t tag =
       fingerprint(static_cast<std::uint64_t>(layer), static_cast<std::uint64_t>(number),
                   Direction::kForward, channels, eps);
-  const bool alone = handle == kAlone;
+  std::uint8_t* bits = activation_mask.has_value() ? byte_data(*activation_mask) : nullptr;
   Exchange exchange;
-  if (alone) {
-    exchange.info = moments_of_one_rank(samples, counted, mean, var.data(), rstd, eps, executor);
+  std::int64_t word = 0;
+  if (handle == kAlone) {
+    exchange.info = forward_of_one_rank(samples, counted, scale, shift, added, out, bits, mean,
+                                        var.data(), rstd, eps, options.activation, executor);
+    exchange.refuse_if(exchange.info.count == 1);
   } else {
     exchange.run(x, handle, slice, [&](std::int64_t* message) {
       syncbn::local_moments(samples, counted, message, tag, executor);
       message[kHeaderBackward] = backward;
     });
-  }
-  if (exchange.status == kDone && exchange.info.count == 1) {
-    exchange.status = kUnchecked;
-  }
-  std::int64_t word = 0;
-  if (exchange.status == kDone) {
-    if (!alone) {
+    exchange.refuse_if(exchange.info.count == 1);
+    if (exchange.status == kDone) {
       const std::int64_t* words = Exchange::words(*exchange.merged);
       word = words[kHeaderBackward];
       finalize_moments(exchange.info, words + kHeaderWords, mean, var.data(), rstd, channels, eps,
                        executor);
+      syncbn::normalize(samples, counted, mean, rstd, scale, shift, added, out, bits,
+                        options.activation, executor);
     }
-    syncbn::normalize(samples, counted, mean, rstd, scale, shift, added, out,
-                      activation_mask.has_value() ? byte_data(*activation_mask) : nullptr,
-                      options.activation, executor);
+  }
+  if (exchange.status == kDone) {
     updates.apply(mean, var.data(), channels, exchange.info.count);
     if (count != nullptr) {
       *count = exchange.info.count;
@@ -153,32 +159,26 @@ backward_step(const Tensor& dy, const Tensor& x, const Tensor& statistics,
   check_backward(gradient, samples, counted, scale, out, out_weight, out_bias, kept,
                  share ? AffineGradients::kShare : AffineGradients::kGlobal,
                  ranks_of_handle(handle));
-  std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
-
   TorchExecutor executor;
-  const bool alone = handle == kAlone;
   Exchange exchange;
-  if (alone) {
-    exchange.info =
-        gradients_of_one_rank(gradient, samples, counted, mean, rstd, back, scale, kept,
-                              coefficients.data(), out_weight, out_bias, count, executor);
-  } else {
-    exchange.run(x, handle, slice, [&](std::int64_t* message) {
-      syncbn::local_gradients(gradient, samples, counted, mean, rstd, back, kept, message,
-                              backward_fingerprint(static_cast<std::uint32_t>(tag)), executor);
-    });
+  if (handle == kAlone) {
+    exchange.info = backward_of_one_rank(gradient, samples, counted, mean, rstd, back, scale, kept,
+                                         out, out_weight, out_bias, count, executor);
+    exchange.refuse_if(exchange.info.count != count);
+    return {dx, dweight, dbias, u, exchange.message, exchange.merged, exchange.status};
   }
-  if (exchange.status == kDone && exchange.info.count != count) {
-    exchange.status = kUnchecked;
-  }
+  exchange.run(x, handle, slice, [&](std::int64_t* message) {
+    syncbn::local_gradients(gradient, samples, counted, mean, rstd, back, kept, message,
+                            backward_fingerprint(static_cast<std::uint32_t>(tag)), executor);
+  });
+  exchange.refuse_if(exchange.info.count != count);
   if (exchange.status == kDone) {
-    if (!alone) {
-      const MutableTensorView none;
-      finalize_gradients(exchange.info, Exchange::words(*exchange.merged) + kHeaderWords, mean,
-                         rstd, scale, coefficients.data(), share ? none : out_weight,
-                         share ? none : out_bias, channels, count, executor);
-    }
-    if (!alone && share) {
+    const MutableTensorView none;
+    std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
+    finalize_gradients(exchange.info, Exchange::words(*exchange.merged) + kHeaderWords, mean, rstd,
+                       scale, coefficients.data(), share ? none : out_weight,
+                       share ? none : out_bias, channels, count, executor);
+    if (share) {
       syncbn::affine_gradient_shares(Exchange::words(*exchange.message) + kHeaderWords,
                                      samples.dtype, mean, rstd, out_weight, out_bias, channels,
                                      executor);

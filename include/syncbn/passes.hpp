@@ -163,7 +163,7 @@ SYNCBN_API void input_gradient(const TensorView& dy, const TensorView& x, const 
                                const Execution& execution);
 
 // A group of one rank sends nothing, so its statistics need no message. Bits are those of the
-// functions above. CPU tensors.
+// functions above; more than kMaxCount elements per channel are an InvalidArgument. CPU tensors.
 
 /// local_moments, read_header and finalize_moments in one.
 SYNCBN_API MessageInfo moments_of_one_rank(const TensorView& x, const MaskView& mask, double* mean,
@@ -179,6 +179,24 @@ SYNCBN_API MessageInfo gradients_of_one_rank(const TensorView& dy, const TensorV
                                              double* coefficients, const MutableTensorView& dweight,
                                              const MutableTensorView& dbias, std::int64_t count,
                                              const Execution& execution);
+
+/// Whole directions. Where it pays, sums of some channels are taken while the results of those
+/// before them are on their way to memory.
+///
+/// moments_of_one_rank and normalize in one.
+SYNCBN_API MessageInfo forward_of_one_rank(const TensorView& x, const MaskView& mask,
+                                           const TensorView& weight, const TensorView& bias,
+                                           const TensorView& residual, const MutableTensorView& y,
+                                           std::uint8_t* activation_mask, double* mean, double* var,
+                                           double* rstd, double eps, const Activation& activation,
+                                           const Execution& execution);
+
+/// gradients_of_one_rank and input_gradient in one, the latter from u if there is one.
+SYNCBN_API MessageInfo backward_of_one_rank(
+    const TensorView& dy, const TensorView& x, const MaskView& mask, const double* mean,
+    const double* rstd, const ActivationGradient& through, const TensorView& weight,
+    const MutableTensorView& u, const MutableTensorView& dx, const MutableTensorView& dweight,
+    const MutableTensorView& dbias, std::int64_t count, const Execution& execution);
 
 /// For a forward that wrote y = leaky_relu((x - mean) * rstd * weight + bias) over x: gives back x,
 /// up to rounding (docs/activation.md has the bound), and the activation mask. x: like y, may be y.

@@ -49,6 +49,15 @@ void moments_of_one_rank(const SampleView& x, const Moments& to, Executor& execu
 void gradients_of_one_rank(const SampleView& dy, const SampleView& x, const SampleView* u,
                            const Pullback& pullback, const Gradients& to, Executor& executor);
 
+/// Those and the element-wise pass that follows, from u if it is not null. weight and bias as
+/// binary64; to.coefficients: room.
+void forward_of_one_rank(const SampleView& x, const SampleView* residual, const SampleView& y,
+                         std::uint8_t* activation_mask, const double* weight, const double* bias,
+                         const Activation& activation, const Moments& to, Executor& executor);
+void backward_of_one_rank(const SampleView& dy, const SampleView& x, const SampleView* u,
+                          const SampleView& dx, const Pullback& pullback, const Gradients& to,
+                          Executor& executor);
+
 struct GradientConstants {
   const double* mean;
   const double* rstd;

@@ -1,14 +1,11 @@
-#include <algorithm>
-#include <cmath>
-#include <vector>
+#include "cpu/elements.hpp"
 
-#include "cpu/cpu_passes.hpp"
+#include <algorithm>
+#include <cstddef>
+
 #include "cpu/float_environment.hpp"
-#include "cpu/kernels.hpp"
-#include "cpu/packed.hpp"
 #include "statistics/activation.hpp"
 #include "statistics/dtype.hpp"
-#include "statistics/finalize.hpp"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -52,25 +49,18 @@ std::int64_t planes_without_gaps(const SampleView& view) {
   return whole ? view.samples * view.channels : view.channels;
 }
 
-void run(ElementPass pass, ElementsTask task, const Kernels& kernels, bool by_rows,
-         const SampleView& x, const SampleView* other, const SampleView& out, Executor& executor) {
-  set_tensors(task, x, other, out);
-  const std::int64_t elements = x.samples * x.channels * x.plane;
-  const auto size = static_cast<std::int64_t>(size_of(x.dtype));
-  const bool may_stream = by_rows || task.run * x.plane * size >= kStreamRun;
-  const std::int64_t bytes = elements * size;
-  task.stream = may_stream && bytes >= kStreamBytes &&
-                (bytes >= kStreamFreshBytes || !is_fresh(out.data, bytes));
-  const std::int64_t blocks = (x.plane + kElementBlock - 1) / kElementBlock;
-  const std::int64_t items = by_rows ? x.samples * x.plane : x.samples * x.channels * blocks;
-  const std::int64_t grain = std::max<std::int64_t>(1, kElementsPerThread * items / elements);
-  executor.parallel_for(0, items, grain, [&](std::int64_t begin, std::int64_t end) {
-    const FloatEnvironment environment;
-    ElementsTask part = task;
-    part.begin = begin;
-    part.end = end;
-    (by_rows ? kernels.map_rows : kernels.map_planes)(x.dtype, pass, part);
-  });
+/// Whether stores that go past the caches pay.
+bool pays_to_stream(const ElementsTask& task, bool by_rows, const SampleView& out) {
+  const auto size = static_cast<std::int64_t>(size_of(out.dtype));
+  const std::int64_t bytes = out.samples * out.channels * out.plane * size;
+  return (by_rows || task.run * out.plane * size >= kStreamRun) && bytes >= kStreamBytes &&
+         (bytes >= kStreamFreshBytes || !is_fresh(out.data, bytes));
+}
+
+ElementPass gradient_pass(const Pullback& pullback) {
+  return pullback.activation.kind == ActivationKind::kNone ? ElementPass::kGradient
+         : pullback.activation_mask != nullptr             ? ElementPass::kGradientActivationMask
+                                                           : ElementPass::kGradientActivated;
 }
 
 }  // namespace
@@ -138,54 +128,107 @@ ActivationConstants activation_constants(const Activation& activation) {
   return {traits.zero, traits.scaled ? static_cast<float>(activation.negative_slope) : 1.0f};
 }
 
+VectorMap::VectorMap(ElementPass pass, const SampleView& x, const SampleView* other,
+                     const SampleView& out, const std::uint8_t* activation_mask,
+                     const ActivationConstants& activation)
+    : kernels_(active_kernels()), pass_(pass), x_(&x), packed_(x.channels) {
+  const Layout layout = layout_of(x, other, out);
+  rows_ = layout == Layout::kRows;
+  possible_ = vectorizable(kernels_, x, layout, activation_mask);
+  if (possible_) {
+    set_tensors(task_, x, other, out);
+    task_.constants = packed_.view();
+    task_.activation = activation;
+    task_.activation_mask = activation_mask_operand(x, activation_mask);
+    task_.stream = pays_to_stream(task_, rows_, out);
+  }
+}
+
+VectorMap::VectorMap(const SampleView& x, const SampleView* residual, const SampleView& y,
+                     const std::uint8_t* activation_mask, const Activation& activation)
+    : VectorMap(residual != nullptr                        ? ElementPass::kNormalizeResidual
+                : activation.kind != ActivationKind::kNone ? ElementPass::kNormalizeActivated
+                                                           : ElementPass::kNormalize,
+                x, residual, y, activation_mask, activation_constants(activation)) {}
+
+VectorMap::VectorMap(const SampleView& dy, const SampleView& x, const SampleView& dx,
+                     const Pullback& pullback)
+    : VectorMap(
+          gradient_pass(pullback), x, &dy, dx,
+          pullback.activation.kind == ActivationKind::kNone ? nullptr : pullback.activation_mask,
+          activation_constants(pullback.activation)) {
+  if (possible_ && pass_ == ElementPass::kGradientActivated) {
+    const FloatEnvironment environment;
+    packed_.set_affine(pullback.affine, 0, x.channels);
+  }
+}
+
+VectorMap::VectorMap(const SampleView& y, const SampleView& x, std::uint8_t* activation_mask,
+                     const NormalizeConstants& constants, double negative_slope)
+    : VectorMap(ElementPass::kRecover, y, nullptr, x, activation_mask,
+                {false, 1.0f / static_cast<float>(negative_slope)}) {
+  if (possible_) {
+    const FloatEnvironment environment;
+    packed_.set_inverse(constants, y.channels);
+  }
+}
+
+void VectorMap::run(Executor& executor) const {
+  const std::int64_t elements = x_->samples * x_->channels * x_->plane;
+  const std::int64_t blocks = (x_->plane + kElementBlock - 1) / kElementBlock;
+  const std::int64_t items = x_->samples * (rows_ ? x_->plane : x_->channels * blocks);
+  const std::int64_t grain = std::max<std::int64_t>(1, kElementsPerThread * items / elements);
+  executor.parallel_for(0, items, grain, [&](std::int64_t begin, std::int64_t end) {
+    const FloatEnvironment environment;
+    ElementsTask part = task_;
+    part.begin = begin;
+    part.end = end;
+    run(part);
+  });
+}
+
+ElementsTask VectorMap::task(std::int64_t begin, std::int64_t end) const {
+  ElementsTask part = task_;
+  const auto size = static_cast<std::int64_t>(size_of(x_->dtype));
+  for (Operand* tensor : {&part.x, &part.other, &part.out}) {
+    if (tensor->data != nullptr) {
+      tensor->data =
+          static_cast<const std::byte*>(tensor->data) + begin * tensor->channel_stride * size;
+    }
+  }
+  part.constants = part.constants.from(begin);
+  if (part.activation_mask.data != nullptr) {
+    part.activation_mask.data += begin * part.activation_mask.run_bytes;
+  }
+  part.channels = end - begin;
+  part.run = part.run == 1 ? 1 : part.channels;
+  return part;
+}
+
 void normalize(const SampleView& x, const SampleView* residual, const SampleView& y,
                std::uint8_t* activation_mask, const NormalizeConstants& constants,
                const Activation& activation, Executor& executor) {
-  const Kernels* kernels = active_kernels();
-  const Layout layout = layout_of(x, residual, y);
-  if (!vectorizable(kernels, x, layout, activation_mask)) {
+  VectorMap map(x, residual, y, activation_mask, activation);
+  if (!map.possible()) {
     reference::normalize(x, residual, y, activation_mask, constants, activation, executor);
     return;
   }
   const FloatEnvironment environment;
-  PackedConstants packed(x.channels);
-  packed.set_affine(constants, 0, x.channels);
-  ElementsTask task;
-  task.constants = packed.view();
-  task.activation = activation_constants(activation);
-  task.activation_mask = activation_mask_operand(x, activation_mask);
-  const ElementPass pass = residual != nullptr ? ElementPass::kNormalizeResidual
-                           : activation.kind != ActivationKind::kNone
-                               ? ElementPass::kNormalizeActivated
-                               : ElementPass::kNormalize;
-  run(pass, task, *kernels, layout == Layout::kRows, x, residual, y, executor);
+  map.constants().set_affine(constants, 0, x.channels);
+  map.run(executor);
 }
 
 void input_gradient(const SampleView& dy, const SampleView& x, const SampleView& dx,
                     const GradientConstants& constants, const Pullback& pullback,
                     Executor& executor) {
-  const Kernels* kernels = active_kernels();
-  const Layout layout = layout_of(x, &dy, dx);
-  if (!vectorizable(kernels, x, layout, pullback.activation_mask)) {
+  VectorMap map(dy, x, dx, pullback);
+  if (!map.possible()) {
     reference::input_gradient(dy, x, dx, constants, pullback, executor);
     return;
   }
   const FloatEnvironment environment;
-  PackedConstants packed(x.channels);
-  packed.set_gradient(constants, 0, x.channels);
-  ElementsTask task;
-  task.activation = activation_constants(pullback.activation);
-  ElementPass pass = ElementPass::kGradient;
-  if (pullback.activation.kind != ActivationKind::kNone) {
-    pass = pullback.activation_mask != nullptr ? ElementPass::kGradientActivationMask
-                                               : ElementPass::kGradientActivated;
-    task.activation_mask = activation_mask_operand(x, pullback.activation_mask);
-    if (pullback.activation_mask == nullptr) {
-      packed.set_affine(pullback.affine, 0, x.channels);
-    }
-  }
-  task.constants = packed.view();
-  run(pass, task, *kernels, layout == Layout::kRows, x, &dy, dx, executor);
+  map.constants().set_gradient(constants, 0, x.channels);
+  map.run(executor);
 }
 
 // Evaluation in training code is rare and off the critical path: the plain loops serve it.
@@ -196,20 +239,12 @@ void evaluation_input_gradient(const SampleView& u, const SampleView& dx, const 
 
 void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* activation_mask,
                    const NormalizeConstants& constants, double negative_slope, Executor& executor) {
-  const Kernels* kernels = active_kernels();
-  const Layout layout = common_layout(y, x);
-  if (!vectorizable(kernels, y, layout, activation_mask)) {
+  const VectorMap map(y, x, activation_mask, constants, negative_slope);
+  if (!map.possible()) {
     reference::recover_input(y, x, activation_mask, constants, negative_slope, executor);
     return;
   }
-  const FloatEnvironment environment;
-  PackedConstants packed(y.channels);
-  packed.set_inverse(constants, y.channels);
-  ElementsTask task;
-  task.constants = packed.view();
-  task.activation = {false, 1.0f / static_cast<float>(negative_slope)};
-  task.activation_mask = activation_mask_operand(y, activation_mask);
-  run(ElementPass::kRecover, task, *kernels, layout == Layout::kRows, y, nullptr, x, executor);
+  map.run(executor);
 }
 
 }  // namespace syncbn::cpu

@@ -52,6 +52,12 @@ struct ActivationConstants {
   float negative_slope = 1.0f;
 };
 
+/// What a kernel of sums does a bit of after each segment that it has read, of so many elements.
+struct Meanwhile {
+  void (*step)(void* state, std::int64_t elements);
+  void* state;
+};
+
 /// Sums of u and u*v over units [unit_begin, unit_end), a unit being one segment of one sample, for
 /// `channels` channels. v.data == nullptr: v = u. With `constants` (else null), u is dy of a fused
 /// activation with input v: what is summed is u come back through it, which is written to `out` if
@@ -67,7 +73,8 @@ struct SumsTask {
   ActivationConstants activation;
   ActivationMaskOperand activation_mask;
   Operand out;
-  const std::uint8_t* mask = nullptr;  ///< as in SampleView
+  const std::uint8_t* mask = nullptr;    ///< as in SampleView
+  const Meanwhile* meanwhile = nullptr;  ///< planes
 };
 
 /// Planes: items are blocks of at most kElementBlock elements of a plane, in the order (n, c,
@@ -88,6 +95,11 @@ struct ElementsTask {
   /// operands: 1, all of a sample, or all.
   std::int64_t run = 1;
   bool stream = false;  ///< use non-temporal stores
+  /// Planes: items are elements of one run, counted from a plane that has the first of them.
+  /// Stores are not fenced.
+  bool piecemeal = false;
+  std::int64_t sample = 0;
+  std::int64_t channel = 0;
 };
 inline constexpr std::int64_t kElementBlock = 16384;
 inline constexpr std::int64_t kCacheLine = 64;

@@ -149,11 +149,9 @@ inline std::int64_t elements_past(const T* p) {
 /// The plane at hand of planes that follow each other; elements are counted from the first one's
 /// beginning.
 struct PlaneAt {
-  PlaneAt(const ElementsTask& task, std::int64_t plane, std::int64_t offset)
-      : sample(plane / task.channels),
-        channel(plane % task.channels),
-        begin(offset),
-        end(offset + task.plane) {
+  PlaneAt(const ElementsTask& task, std::int64_t of_sample, std::int64_t of_channel,
+          std::int64_t offset)
+      : sample(of_sample), channel(of_channel), begin(offset), end(offset + task.plane) {
     find(task);
   }
   void next(const ElementsTask& task) {
@@ -176,20 +174,24 @@ struct PlaneAt {
   Companions with;
 };
 
-/// Planes that follow each other without gaps, the first of which is number `first` of the task.
-template <class T>
+/// Planes that follow each other without gaps, from this one on.
+template <class T, class Pass>
 struct PlaneRun {
-  const T* x = nullptr;
-  const T* other = nullptr;
-  T* out = nullptr;
-  std::int64_t first = 0;
+  PlaneRun(const ElementsTask& task, std::int64_t sample, std::int64_t channel)
+      : x(plane_of<T>(task.x, sample, channel)),
+        other(Pass::kOther ? plane_of<T>(task.other, sample, channel) : x),
+        out(output_of<T>(task.out, sample, channel)) {}
+  const T* x;
+  const T* other;
+  T* out;
 };
 
-/// Elements [begin, end) of a run. Planes may end inside of vectors, which take each lane's
-/// constants then: streamed stores have to be whole, and at multiples of their size.
+/// Elements [begin, end) of a run, the first of them in the plane `at`. Planes may end inside of
+/// vectors, which take each lane's constants then: streamed stores have to be whole, and at
+/// multiples of their size.
 template <class T, class Pass, bool kStream>
-void map_run(const ElementsTask& task, const PlaneRun<T>& run, std::int64_t begin, std::int64_t end,
-             const ActivationV<T>& activation) {
+void map_run(const ElementsTask& task, const PlaneRun<T, Pass>& run, PlaneAt at, std::int64_t begin,
+             std::int64_t end, const ActivationV<T>& activation) {
   constexpr bool kReads = Pass::kActivationMask == ActivationMaskUse::kRead;
   const ElementConstants constants = task.constants;
   const bool alone = task.activation_mask.data == nullptr && task.mask == nullptr;
@@ -197,8 +199,6 @@ void map_run(const ElementsTask& task, const PlaneRun<T>& run, std::int64_t begi
     return Pass::template constants<T>(
         constants, [&](const float* array) { return all_lanes<T>(array[plane.channel]); });
   };
-  const std::int64_t skipped = begin / task.plane;
-  PlaneAt at(task, run.first + skipped, skipped * task.plane);
   auto k = constants_at(at);
   for (std::int64_t i = begin; i < end;) {
     if (i == at.end) {
@@ -279,6 +279,12 @@ template <class T, class Pass, bool kStream>
 void map_planes(const ElementsTask& task) {
   constexpr std::int64_t kPiece = kMapPiece / static_cast<std::int64_t>(sizeof(T));
   const ActivationV<T> activation(task.activation);
+  if (task.piecemeal) {
+    map_run<T, Pass, kStream>(task, {task, task.sample, task.channel},
+                              {task, task.sample, task.channel, 0}, task.begin, task.end,
+                              activation);
+    return;
+  }
   const std::int64_t blocks = (task.plane + kElementBlock - 1) / kElementBlock;
   const auto element_of = [&](std::int64_t item) {
     return item / blocks * task.plane + item % blocks * kElementBlock;
@@ -287,17 +293,15 @@ void map_planes(const ElementsTask& task) {
   const std::int64_t first = element_of(task.begin);
   for (std::int64_t end = element_of(task.end); end > first;) {
     const std::int64_t origin = (end - 1) / run_length * run_length;
-    PlaneRun<T> run;
-    run.first = origin / task.plane;
-    const std::int64_t sample = run.first / task.channels;
-    const std::int64_t channel = run.first % task.channels;
-    run.x = plane_of<T>(task.x, sample, channel);
-    run.other = Pass::kOther ? plane_of<T>(task.other, sample, channel) : run.x;
-    run.out = output_of<T>(task.out, sample, channel);
+    const std::int64_t first_plane = origin / task.plane;
+    const PlaneRun<T, Pass> run(task, first_plane / task.channels, first_plane % task.channels);
     // Pieces begin at cache lines.
     const std::int64_t past = elements_past<T, kCacheLine>(run.out + (end - origin));
     const std::int64_t begin = maximum(end - kPiece - past, maximum(origin, first));
-    map_run<T, Pass, kStream>(task, run, begin - origin, end - origin, activation);
+    const std::int64_t plane = begin / task.plane;
+    const PlaneAt at(task, plane / task.channels, plane % task.channels,
+                     plane * task.plane - origin);
+    map_run<T, Pass, kStream>(task, run, at, begin - origin, end - origin, activation);
     end = begin;
   }
   if (kStream) {

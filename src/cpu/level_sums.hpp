@@ -99,6 +99,9 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
       } else {
         sum_segment<T, kOf == SumsOf::kProduct>(u, v, length, to.first[i], to.second[i]);
       }
+      if (task.meanwhile != nullptr) {
+        task.meanwhile->step(task.meanwhile->state, length);
+      }
     };
     // The same segment of several channels at a time, read in the order of memory.
     const auto sum_channels = [&]<int kSegments>(Count<kSegments>) {

@@ -1,5 +1,6 @@
 #include <vector>
 
+#include "cpu/blocks.hpp"
 #include "cpu/cpu_passes.hpp"
 #include "cpu/finalize.hpp"
 #include "cpu/float_environment.hpp"
@@ -47,10 +48,7 @@ void by_words(const SampleView& x, const Sum& sum, const Finalize& finalize, Exe
   });
 }
 
-}  // namespace
-
-void moments_of_one_rank(const SampleView& x, const Moments& to, Executor& executor) {
-  const VectorSums sums(x);
+void moments(const VectorSums& sums, const SampleView& x, const Moments& to, Executor& executor) {
   if (sums.possible()) {
     MomentsSink sink(x.dtype, to);
     sums.run(sink, executor);
@@ -64,9 +62,9 @@ void moments_of_one_rank(const SampleView& x, const Moments& to, Executor& execu
       executor);
 }
 
-void gradients_of_one_rank(const SampleView& dy, const SampleView& x, const SampleView* u,
-                           const Pullback& pullback, const Gradients& to, Executor& executor) {
-  const VectorSums sums(dy, x, u, pullback);
+void gradients(const VectorSums& sums, const SampleView& dy, const SampleView& x,
+               const SampleView* u, const Pullback& pullback, const Gradients& to,
+               Executor& executor) {
   if (sums.possible()) {
     GradientsSink sink(x.dtype, to);
     sums.run(sink, executor);
@@ -79,6 +77,75 @@ void gradients_of_one_rank(const SampleView& dy, const SampleView& x, const Samp
         finalize_gradients(x.dtype, words, begin, end, to);
       },
       executor);
+}
+
+}  // namespace
+
+void moments_of_one_rank(const SampleView& x, const Moments& to, Executor& executor) {
+  moments(VectorSums(x), x, to, executor);
+}
+
+void gradients_of_one_rank(const SampleView& dy, const SampleView& x, const SampleView* u,
+                           const Pullback& pullback, const Gradients& to, Executor& executor) {
+  gradients(VectorSums(dy, x, u, pullback), dy, x, u, pullback, to, executor);
+}
+
+void forward_of_one_rank(const SampleView& x, const SampleView* residual, const SampleView& y,
+                         std::uint8_t* activation_mask, const double* weight, const double* bias,
+                         const Activation& activation, const Moments& to, Executor& executor) {
+  const NormalizeConstants constants{to.mean, to.rstd, weight, bias};
+  const VectorSums sums(x);
+  VectorMap map(x, residual, y, activation_mask, activation);
+  const auto set_constants = [&](std::int64_t begin, std::int64_t end) {
+    map.constants().set_affine(constants, begin, end);
+  };
+  const std::int64_t block =
+      may_overlap(x, y) ? 0
+                        : block_channels(x, sums, map, Direction::kForward, executor.concurrency());
+  if (block != 0) {
+    MomentsSink sink(x.dtype, to);
+    run_in_blocks(x, sums, map, sink, block, set_constants, executor);
+    return;
+  }
+  moments(sums, x, to, executor);
+  if (map.possible()) {
+    const FloatEnvironment environment;
+    set_constants(0, x.channels);
+    map.run(executor);
+  } else {
+    reference::normalize(x, residual, y, activation_mask, constants, activation, executor);
+  }
+}
+
+void backward_of_one_rank(const SampleView& dy, const SampleView& x, const SampleView* u,
+                          const SampleView& dx, const Pullback& pullback, const Gradients& to,
+                          Executor& executor) {
+  // What came back through the activation is in u, if that is there.
+  const SampleView& from = u == nullptr ? dy : *u;
+  const Pullback rest = u == nullptr ? pullback : Pullback{{}, {}, nullptr};
+  const double* c = to.coefficients;
+  const GradientConstants constants{to.mean, to.rstd, c, c + to.channels, c + 2 * to.channels};
+  const VectorSums sums(dy, x, u, pullback);
+  VectorMap map(from, x, dx, rest);
+  const auto set_constants = [&](std::int64_t begin, std::int64_t end) {
+    map.constants().set_gradient(constants, begin, end);
+  };
+  const bool overlap = may_overlap(dx, x) || may_overlap(dx, dy) || may_overlap(dx, from);
+  const std::int64_t block =
+      overlap ? 0 : block_channels(x, sums, map, Direction::kBackward, executor.concurrency());
+  if (block != 0) {
+    GradientsSink sink(x.dtype, to);
+    run_in_blocks(x, sums, map, sink, block, set_constants, executor);
+    return;
+  }
+  gradients(sums, dy, x, u, pullback, to, executor);
+  if (map.possible()) {
+    const FloatEnvironment environment;
+    set_constants(0, x.channels);
+    map.run(executor);
+  } else {
+    reference::input_gradient(from, x, dx, constants, rest, executor);
+  }
 }
 
 }  // namespace syncbn::cpu

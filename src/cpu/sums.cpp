@@ -129,7 +129,17 @@ SumsTask VectorSums::task(std::int64_t channel, ElementConstants& constants) con
   return task;
 }
 
-std::unique_ptr<Windows> VectorSums::sum(const Share& share) const {
+/// Of all samples.
+std::int64_t VectorSums::units() const {
+  return u_->samples * ((u_->plane + kSegment - 1) / kSegment);
+}
+
+std::unique_ptr<Windows> VectorSums::sum(std::int64_t begin, std::int64_t end,
+                                         const Meanwhile* meanwhile) const {
+  return sum({begin, end, 0, units()}, meanwhile);
+}
+
+std::unique_ptr<Windows> VectorSums::sum(const Share& share, const Meanwhile* meanwhile) const {
   const std::int64_t segments = (u_->plane + kSegment - 1) / kSegment;
   const std::int64_t channels = share.channel_end - share.channel_begin;
   auto windows = std::make_unique<Windows>(format_of(u_->dtype), channels);
@@ -138,6 +148,7 @@ std::unique_ptr<Windows> VectorSums::sum(const Share& share) const {
   ElementConstants constants;
   SumsTask part = task(share.channel_begin, constants);
   part.channels = channels;
+  part.meanwhile = meanwhile;
   for (std::int64_t unit = share.unit_begin; unit < share.unit_end; unit += kFlushInterval) {
     if (unit > share.unit_begin) {
       windows->flush(0, channels);
@@ -151,7 +162,7 @@ std::unique_ptr<Windows> VectorSums::sum(const Share& share) const {
 }
 
 void VectorSums::run(SumsSink& sink, Executor& executor) const {
-  const std::int64_t units = u_->samples * ((u_->plane + kSegment - 1) / kSegment);
+  const std::int64_t units = this->units();
   const std::int64_t elements = u_->samples * u_->channels * u_->plane;
   const std::int64_t most = std::max<std::int64_t>(
       1, std::min<std::int64_t>(executor.concurrency(), elements / kElementsPerThread));

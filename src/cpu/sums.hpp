@@ -33,12 +33,17 @@ class VectorSums {
 
   /// Whether the kernels can do it.
   bool possible() const { return possible_; }
+  bool in_rows() const { return rows_; }
   /// All channels, dealt to threads.
   void run(SumsSink& sink, Executor& executor) const;
+  /// Planes: channels [begin, end) on this thread, while it does something else, if not null.
+  std::unique_ptr<Windows> sum(std::int64_t begin, std::int64_t end,
+                               const Meanwhile* meanwhile) const;
 
  private:
   struct Share;
-  std::unique_ptr<Windows> sum(const Share& share) const;
+  std::unique_ptr<Windows> sum(const Share& share, const Meanwhile* meanwhile = nullptr) const;
+  std::int64_t units() const;
   SumsTask task(std::int64_t channel, ElementConstants& constants) const;
 
   const Kernels* kernels_;

@@ -140,6 +140,18 @@ struct OneRank {
     forward_info = moments_of_one_rank(x_view(), mask_view(), mean.data(), var.data(), rstd.data(),
                                        kEps, executor);
   }
+  void forward_alone(Executor& executor) {
+    forward_info =
+        forward_of_one_rank(x_view(), mask_view(), std::as_const(weight).view(),
+                            std::as_const(bias).view(), residual_view(), y.view(), bits_data(),
+                            mean.data(), var.data(), rstd.data(), kEps, activation, executor);
+  }
+  void backward_alone(Executor& executor) {
+    backward_info =
+        backward_of_one_rank(std::as_const(dy).view(), x_view(), mask_view(), mean.data(),
+                             rstd.data(), through(), std::as_const(weight).view(), u_view(),
+                             dx.view(), dweight.view(), dbias.view(), forward_info.count, executor);
+  }
   void gradients_alone(Executor& executor) {
     backward_info = gradients_of_one_rank(
         std::as_const(dy).view(), x_view(), mask_view(), mean.data(), rstd.data(), through(),
@@ -161,6 +173,21 @@ inline void expect_same_statistics(const OneRank& actual, const OneRank& expecte
   EXPECT_TRUE(same_bits(actual.var, expected.var)) << "var";
   EXPECT_TRUE(same_bits(actual.rstd, expected.rstd)) << "rstd";
   expect_same_info(actual.forward_info, expected.forward_info);
+}
+
+/// All that whole directions write.
+inline void expect_same_layer(const OneRank& actual, const OneRank& expected) {
+  expect_same_statistics(actual, expected);
+  expect_same_info(actual.backward_info, expected.backward_info);
+  const std::pair<const char*, Tensor OneRank::*> all[] = {{"y", &OneRank::y},
+                                                           {"dx", &OneRank::dx},
+                                                           {"u", &OneRank::u},
+                                                           {"dweight", &OneRank::dweight},
+                                                           {"dbias", &OneRank::dbias}};
+  for (const auto& [name, member] : all) {
+    EXPECT_TRUE(same_bits((actual.*member).values(), (expected.*member).values())) << name;
+    EXPECT_TRUE((actual.*member).gaps_untouched()) << name;
+  }
 }
 
 inline void expect_same_gradients(const OneRank& actual, const OneRank& expected) {

@@ -203,6 +203,13 @@ TEST_F(OneRankStatistics, RefuseBadArgumentsBeforeTheyWrite) {
   };
   EXPECT_TRUE(contains(moments(nullptr, 0), "mean"));
   EXPECT_TRUE(contains(moments(layer.mean.data(), -1), "eps"));
+  const TensorView endless{layer.x_view().data, DType::kFloat32, {kMaxCount + 1, 5}, {0, 1}};
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
+                         moments_of_one_rank(endless, {}, layer.mean.data(), layer.var.data(),
+                                             layer.rstd.data(), 0, serial_executor());
+                       }),
+                       "2^36"));
+  EXPECT_EQ(layer.mean, std::vector<double>(5, -1));
   const auto gradients = [&](const TensorView& dy, double* coefficients) {
     return thrown_text<InvalidArgument>([&] {
       gradients_of_one_rank(dy, layer.x_view(), {}, layer.mean.data(), layer.rstd.data(), {}, {},

@@ -1,0 +1,166 @@
+#include "cpu/blocks.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <utility>
+
+#include "cpu/float_environment.hpp"
+
+// Sums and the element-wise pass of one direction in turns, block of channels by block.
+namespace syncbn::cpu {
+namespace {
+
+/// Channels that kernels merge at once.
+constexpr std::int64_t kBlockStep = 8;
+/// Elements of a turn. Fewer cost more calls, more leave stores waiting.
+constexpr std::int64_t kTurn = 2048;
+
+/// The map of one block, a few elements at a time.
+class Turns {
+ public:
+  Turns(const VectorMap& map, std::int64_t samples, std::int64_t element_size)
+      : map_(map), samples_(samples), size_(element_size) {}
+
+  void begin(const ElementsTask& task) {
+    task_ = task;
+    task_.piecemeal = true;
+    task_.sample = 0;
+    task_.channel = 0;
+    task_.end = 0;
+    owed_ = 0;
+  }
+  void step(std::int64_t elements) {
+    owed_ += elements;
+    if (owed_ >= kTurn) {
+      map(owed_);
+      owed_ = 0;
+    }
+  }
+  void finish() {
+    while (task_.sample < samples_) {
+      map(task_.channels * task_.plane);
+    }
+  }
+
+ private:
+  /// The next elements, about so many; pieces end where cache lines do, or runs.
+  void map(std::int64_t elements) {
+    if (task_.sample == samples_) {
+      return;
+    }
+    task_.begin = task_.end;
+    task_.end += elements;
+    const std::int64_t run = task_.plane * (task_.run == 1 ? 1 : task_.channels - task_.channel);
+    if (task_.end < run) {
+      const std::int64_t first =
+          task_.sample * task_.out.sample_stride + task_.channel * task_.out.channel_stride;
+      const auto stop = reinterpret_cast<std::uintptr_t>(task_.out.data) +
+                        static_cast<std::uintptr_t>((first + task_.end) * size_);
+      task_.end -= static_cast<std::int64_t>(stop % kCacheLine) / size_;
+    } else {
+      task_.end = run;
+    }
+    if (task_.end > task_.begin) {
+      map_.run(task_);
+    }
+    while (task_.end >= task_.plane) {
+      task_.end -= task_.plane;
+      if (++task_.channel == task_.channels) {
+        task_.channel = 0;
+        ++task_.sample;
+      }
+    }
+  }
+
+  const VectorMap& map_;
+  std::int64_t samples_;
+  std::int64_t size_;
+  std::int64_t owed_ = 0;
+  ElementsTask task_;  ///< its end is where the next piece begins, in its plane
+};
+
+/// Addresses from the first byte to behind the last.
+std::pair<std::uintptr_t, std::uintptr_t> extent(const SampleView& view) {
+  std::int64_t lowest = 0;
+  std::int64_t highest = 0;
+  const auto take = [&](std::int64_t size, std::int64_t stride) {
+    (stride < 0 ? lowest : highest) += (size - 1) * stride;
+  };
+  take(view.samples, view.sample_stride);
+  take(view.channels, view.channel_stride);
+  if (view.spatial_dims <= 1) {
+    take(view.plane, view.element_stride);
+  } else {
+    for (std::size_t d = 0; d < static_cast<std::size_t>(view.spatial_dims); ++d) {
+      take(view.sizes[d], view.strides[d]);
+    }
+  }
+  const auto size = static_cast<std::int64_t>(size_of(view.dtype));
+  const auto data = reinterpret_cast<std::uintptr_t>(view.data);
+  return {data + static_cast<std::uintptr_t>(lowest * size),
+          data + static_cast<std::uintptr_t>((highest + 1) * size)};
+}
+
+}  // namespace
+
+bool may_overlap(const SampleView& a, const SampleView& b) {
+  const auto [a_begin, a_end] = extent(a);
+  const auto [b_begin, b_end] = extent(b);
+  return a_begin < b_end && b_begin < a_end;
+}
+
+std::int64_t block_channels(const SampleView& x, const VectorSums& sums, const VectorMap& map,
+                            Direction direction, int threads) {
+  constexpr std::int64_t kBlocks = 4;                      // of a thread, at least
+  constexpr std::int64_t kPiece = std::int64_t{96} << 10;  // bytes that follow each other, about
+  constexpr std::int64_t kBeyondCaches = std::int64_t{8} << 20;  // bytes of one tensor
+  const auto size = static_cast<std::int64_t>(size_of(x.dtype));
+  const bool planes = sums.possible() && map.possible() && !sums.in_rows() && !map.in_rows();
+  // Sums of forward fill the time of stores, but converting 16-bit types keeps the core busy as it
+  // is. Those of backward take longer than the stores: blocks spare reading beyond the caches.
+  const bool pays = direction == Direction::kForward
+                        ? x.dtype == DType::kFloat32
+                        : x.samples * x.channels * x.plane * size >= kBeyondCaches;
+  if (!planes || !pays || !map.streams() || x.plane < kSegment) {
+    return 0;
+  }
+  const std::int64_t step = kBlockStep * x.plane * size;
+  const std::int64_t channels = (kPiece + step - 1) / step * kBlockStep;
+  return channels * kBlocks * threads <= x.channels ? channels : 0;
+}
+
+void run_in_blocks(const SampleView& x, const VectorSums& sums, VectorMap& map, SumsSink& sink,
+                   std::int64_t block,
+                   const std::function<void(std::int64_t, std::int64_t)>& set_constants,
+                   Executor& executor) {
+  const std::int64_t blocks = (x.channels + block - 1) / block;
+  const std::int64_t shares = std::min<std::int64_t>(executor.concurrency(), blocks);
+  executor.parallel_for(0, shares, 1, [&](std::int64_t first, std::int64_t last) {
+    const FloatEnvironment environment;
+    Turns turns(map, x.samples, static_cast<std::int64_t>(size_of(x.dtype)));
+    const Meanwhile meanwhile{
+        [](void* state, std::int64_t elements) { static_cast<Turns*>(state)->step(elements); },
+        &turns};
+    const Meanwhile* others = nullptr;  // the first block's sums are alone
+    for (std::int64_t b = blocks * first / shares; b < blocks * last / shares; ++b) {
+      const std::int64_t begin = b * block;
+      const std::int64_t end = std::min(begin + block, x.channels);
+      const std::unique_ptr<Windows> windows = sums.sum(begin, end, others);
+      if (others != nullptr) {
+        turns.finish();
+      }
+      sink.publish(*windows, begin);
+      sink.wait(begin, end);
+      set_constants(begin, end);
+      turns.begin(map.task(begin, end));
+      others = &meanwhile;
+    }
+    if (others != nullptr) {
+      turns.finish();
+      map.run(map.task(0, 0));  // fences the stores
+    }
+  });
+}
+
+}  // namespace syncbn::cpu

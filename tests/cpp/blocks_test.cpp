@@ -1,0 +1,256 @@
+#include "cpu/blocks.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "channel_values.hpp"
+#include "cpu/finalize.hpp"
+#include "one_rank.hpp"
+
+// One rank's directions, whole or in blocks of channels: the bits of one pass after the other.
+namespace syncbn {
+namespace {
+
+using namespace testing;  // most of it
+using cpu::SumsSink;
+using cpu::VectorMap;
+using cpu::VectorSums;
+using cpu::Windows;
+
+/// Publishes as one rank does; counts what it is asked for.
+struct Sink final : SumsSink {
+  explicit Sink(std::function<void(Windows&, std::int64_t)> how) : finalize(std::move(how)) {}
+  void publish(Windows& windows, std::int64_t begin) override { finalize(windows, begin); }
+  std::function<void(Windows&, std::int64_t)> finalize;
+};
+
+/// forward_of_one_rank with blocks of so many channels; false if the kernels cannot do it.
+bool forward_in_blocks(OneRank& layer, std::int64_t block, Executor& executor) {
+  const SampleView x(layer.x_view(), layer.mask_view());
+  const std::optional<SampleView> residual =
+      layer.with_residual ? std::optional<SampleView>(layer.residual_view()) : std::nullopt;
+  const SampleView y{TensorView(layer.y.view())};
+  const VectorSums sums(x);
+  VectorMap map(x, residual ? &*residual : nullptr, y, layer.bits_data(), layer.activation);
+  if (!sums.possible() || !map.possible() || sums.in_rows() || map.in_rows() || x.count() == 0) {
+    return false;
+  }
+  const cpu::Moments to{x.count(), OneRank::kEps, layer.mean.data(), layer.var.data(),
+                        layer.rstd.data()};
+  const std::vector<double> weight =
+      channel_values(std::as_const(layer.weight).view(), x.channels, 1.0);
+  const std::vector<double> bias =
+      channel_values(std::as_const(layer.bias).view(), x.channels, 0.0);
+  Sink sink([&](Windows& windows, std::int64_t begin) {
+    cpu::finalize_moments(layer.dtype, windows, begin, to);
+  });
+  cpu::run_in_blocks(
+      x, sums, map, sink, block,
+      [&](std::int64_t begin, std::int64_t end) {
+        map.constants().set_affine({to.mean, to.rstd, weight.data(), bias.data()}, begin, end);
+      },
+      executor);
+  layer.forward_info = {x.count(), true, false, true, layer.dtype};
+  return true;
+}
+
+void backward_in_blocks(OneRank& layer, std::int64_t block, Executor& executor) {
+  const SampleView x(layer.x_view(), layer.mask_view());
+  const SampleView dy(std::as_const(layer.dy).view());
+  const SampleView u{TensorView(layer.u.view())};
+  const SampleView dx{TensorView(layer.dx.view())};
+  const std::vector<double> weight =
+      channel_values(std::as_const(layer.weight).view(), x.channels, 1.0);
+  const std::vector<double> bias =
+      channel_values(std::as_const(layer.bias).view(), x.channels, 0.0);
+  const double* mean = layer.mean.data();
+  const double* rstd = layer.rstd.data();
+  const cpu::Pullback pullback{
+      layer.activation, {mean, rstd, weight.data(), bias.data()}, layer.bits_data()};
+  const cpu::Pullback rest = layer.keep ? cpu::Pullback{{}, {}, nullptr} : pullback;
+  const VectorSums sums(dy, x, layer.keep ? &u : nullptr, pullback);
+  VectorMap map(layer.keep ? u : dy, x, dx, rest);
+  const double* c = layer.coefficients.data();
+  const cpu::Gradients to{x.count(),
+                          mean,
+                          rstd,
+                          std::as_const(layer.weight).view(),
+                          layer.coefficients.data(),
+                          layer.dweight.view(),
+                          layer.dbias.view(),
+                          x.channels};
+  Sink sink([&](Windows& windows, std::int64_t begin) {
+    cpu::finalize_gradients(layer.dtype, windows, begin, to);
+  });
+  cpu::run_in_blocks(
+      x, sums, map, sink, block,
+      [&](std::int64_t begin, std::int64_t end) {
+        map.constants().set_gradient({mean, rstd, c, c + x.channels, c + 2 * x.channels}, begin,
+                                     end);
+      },
+      executor);
+  layer.backward_info = layer.forward_info;
+}
+
+class OneRankLayer : public ::testing::Test {
+ protected:
+  Executor& executor(Random& random) {
+    return random.one_in(2)   ? serial_executor()
+           : random.one_in(2) ? static_cast<Executor&>(two_)
+                              : three_;
+  }
+  /// A layer with all that a direction may have.
+  static OneRank layer(Random& random, DType dtype, std::vector<std::int64_t> sizes,
+                       Memory memory) {
+    OneRank out(random, dtype, std::move(sizes), memory, random.between(0, 15),
+                random.one_in(3) ? 3000 : 0);
+    out.activation = {static_cast<ActivationKind>(random.between(0, 2)), 0.01};
+    out.with_residual = random.one_in(3);
+    out.keep = random.one_in(3);
+    if (random.one_in(4)) {
+      out.choose_mask(random);
+    }
+    return out;
+  }
+  static OneRank expected_of(const OneRank& layer) {
+    OneRank expected = layer;
+    const LevelScope scope("reference");
+    expected.forward(serial_executor());
+    expected.backward(serial_executor());
+    return expected;
+  }
+  const std::vector<std::string> levels_ = available_levels();
+  ThreadPool two_{2};
+  ThreadPool three_{3};
+};
+
+TEST_F(OneRankLayer, InBlocksHasTheBitsOfPassesExact) {
+  Random random(11);
+  const std::vector<std::int64_t> planes = {1, 7, 15, 16, 17, 49, 196, 511, 512, 513, 1000, 3136};
+  int compared = 0;
+  for (int round = 0; round < 300; ++round) {
+    const std::int64_t plane = random.one_in(3) ? random.between(1, 1000) : random.pick(planes);
+    const std::int64_t channels = random.between(1, random.one_in(4) ? 600 : 40);
+    const std::int64_t most = std::max<std::int64_t>(1, 20000 / (plane * channels));
+    const OneRank given =
+        layer(random, kDtypes[random.between(0, 2)],
+              {random.between(1, std::min<std::int64_t>(most, 5)), channels, plane},
+              random.one_in(3) ? Memory::kPlanesSlice : Memory::kPlanes);
+    const OneRank expected = expected_of(given);
+    const std::int64_t block = 8 * random.between(1, 4);
+    for (const std::string& level : levels_) {
+      const LevelScope scope(level);
+      SCOPED_TRACE(level + ", round " + std::to_string(round) + " plane " + std::to_string(plane) +
+                   " channels " + std::to_string(channels));
+      OneRank actual = given;
+      Executor& threads = executor(random);
+      if (forward_in_blocks(actual, block, threads)) {
+        backward_in_blocks(actual, block, threads);
+        expect_same_layer(actual, expected);
+        ++compared;
+      }
+    }
+    if (HasFailure()) {
+      return;
+    }
+  }
+  EXPECT_TRUE(compared > 200 || levels_.size() == 1);
+}
+
+TEST_F(OneRankLayer, HasTheBitsOfPassesExact) {
+  Random random(12);
+  const std::vector<std::vector<std::int64_t>> shapes = {
+      {70, 130}, {3, 5}, {2, 16, 49}, {3, 7, 513}, {9, 4, 196}, {2, 600, 3}, {2, 33, 1000}};
+  for (const DType dtype : kDtypes) {
+    for (const auto& sizes : shapes) {
+      for (const Memory memory : kMemories) {
+        const OneRank given = layer(random, dtype, sizes, memory);
+        const OneRank expected = expected_of(given);
+        for (const std::string& level : levels_) {
+          const LevelScope scope(level);
+          OneRank actual = given;
+          Executor& threads = executor(random);
+          actual.forward_alone(threads);
+          actual.backward_alone(threads);
+          expect_same_layer(actual, expected);
+        }
+      }
+    }
+  }
+}
+
+// Large enough for blocks and stores that go past the caches.
+TEST_F(OneRankLayer, OfLargeTensorsHasTheBitsOfPassesExact) {
+  Random random(13);
+  const std::pair<DType, std::vector<std::int64_t>> shapes[] = {
+      {DType::kFloat32, {2, 100, 3137}},
+      {DType::kFloat32, {1, 132, 16391}},
+      {DType::kFloat32, {3, 260, 2800}},
+      {DType::kBFloat16, {2, 130, 16390}},
+  };
+  for (const auto& [dtype, sizes] : shapes) {
+    for (const Memory memory : {Memory::kPlanes, Memory::kPlanesSlice}) {
+      const OneRank given = layer(random, dtype, sizes, memory);
+      const OneRank expected = expected_of(given);
+      for (const std::string& level : levels_) {
+        const LevelScope scope(level);
+        SCOPED_TRACE(level + " channels " + std::to_string(sizes[1]));
+        OneRank actual = given;
+        Executor& threads = executor(random);
+        actual.forward_alone(threads);
+        actual.backward_alone(threads);
+        expect_same_layer(actual, expected);
+      }
+    }
+  }
+}
+
+TEST_F(OneRankLayer, InPlaceHasTheBitsOfPassesExact) {
+  Random random(14);
+  for (const auto& sizes : {std::vector<std::int64_t>{3, 9, 50}, {2, 100, 3137}}) {
+    const OneRank given(random, DType::kFloat32, sizes, Memory::kPlanes, 1);
+    const OneRank expected = expected_of(given);
+    for (const std::string& level : levels_) {
+      const LevelScope scope(level);
+      OneRank actual = given;
+      const MutableTensorView over_x = actual.x.view();
+      const Tensor x = actual.x;
+      actual.forward_info = forward_of_one_rank(
+          actual.x_view(), {}, std::as_const(actual.weight).view(),
+          std::as_const(actual.bias).view(), {}, over_x, nullptr, actual.mean.data(),
+          actual.var.data(), actual.rstd.data(), OneRank::kEps, {}, two_);
+      EXPECT_TRUE(same_bits(actual.x.values(), expected.y.values()));
+      backward_of_one_rank(std::as_const(actual.dy).view(), x.view(), {}, actual.mean.data(),
+                           actual.rstd.data(), {}, std::as_const(actual.weight).view(), {},
+                           actual.dy.view(), actual.dweight.view(), actual.dbias.view(),
+                           actual.forward_info.count, two_);
+      EXPECT_TRUE(same_bits(actual.dy.values(), expected.dx.values()));
+    }
+  }
+}
+
+TEST_F(OneRankLayer, OfNothingHasTheBitsOfPassesExact) {
+  Random random(15);
+  for (const auto& sizes : {std::vector<std::int64_t>{0, 5}, {4, 5, 0}, {3, 0, 7}, {4, 5, 6}}) {
+    OneRank given(random, DType::kFloat32, sizes, Memory::kPlanes, 0);
+    if (sizes.back() == 6) {
+      given.choose_mask(random);
+      std::fill(given.mask.begin(), given.mask.end(), 0);
+    }
+    const OneRank expected = expected_of(given);
+    OneRank actual = given;
+    actual.forward_alone(two_);
+    actual.backward_alone(two_);
+    expect_same_layer(actual, expected);
+  }
+}
+
+}  // namespace
+}  // namespace syncbn
