@@ -1,5 +1,6 @@
 #include <torch/csrc/stable/library.h>
 
+#include <new>
 #include <tuple>
 #include <vector>
 
@@ -47,10 +48,20 @@ struct Exchange {
     return int64_data("message", message, kHeaderWords);
   }
 
-  /// Once all is done nobody needs them.
-  void drop() {
-    message.reset();
-    merged.reset();
+  /// What follows the exchange. Where memory is lacking the general way goes on from here: to begin
+  /// again would exchange again.
+  template <class Body>
+  void finish(const Body& body) {
+    if (status != kDone) {
+      return;
+    }
+    try {
+      body();
+      message.reset();
+      merged.reset();
+    } catch (const std::bad_alloc&) {
+      status = kUnchecked;
+    }
   }
 };
 
@@ -106,7 +117,9 @@ forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<
       message[kHeaderBackward] = backward;
     });
     exchange.refuse_if(exchange.info.count == 1);
-    if (exchange.status == kDone) {
+  }
+  exchange.finish([&] {
+    if (handle != kAlone) {
       const std::int64_t* words = Exchange::words(*exchange.merged);
       word = words[kHeaderBackward];
       finalize_moments(exchange.info, words + kHeaderWords, mean, var.data(), rstd, channels, eps,
@@ -114,14 +127,11 @@ forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<
       syncbn::normalize(samples, counted, mean, rstd, scale, shift, added, out, bits,
                         options.activation, executor);
     }
-  }
-  if (exchange.status == kDone) {
     updates.apply(mean, var.data(), channels, exchange.info.count);
     if (count != nullptr) {
       *count = exchange.info.count;
     }
-    exchange.drop();
-  }
+  });
   return {y,    statistics,       activation_mask, exchange.info.count, tag,
           word, exchange.message, exchange.merged, exchange.status};
 }
@@ -172,7 +182,7 @@ backward_step(const Tensor& dy, const Tensor& x, const Tensor& statistics,
                             backward_fingerprint(static_cast<std::uint32_t>(tag)), executor);
   });
   exchange.refuse_if(exchange.info.count != count);
-  if (exchange.status == kDone) {
+  exchange.finish([&] {
     const MutableTensorView none;
     std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
     finalize_gradients(exchange.info, Exchange::words(*exchange.merged) + kHeaderWords, mean, rstd,
@@ -185,8 +195,7 @@ backward_step(const Tensor& dy, const Tensor& x, const Tensor& statistics,
     }
     syncbn::input_gradient(keep ? TensorView(kept) : gradient, samples, counted, mean, rstd,
                            coefficients.data(), keep ? ActivationGradient{} : back, out, executor);
-    exchange.drop();
-  }
+  });
   return {dx, dweight, dbias, u, exchange.message, exchange.merged, exchange.status};
 }
 
