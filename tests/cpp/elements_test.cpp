@@ -231,8 +231,8 @@ void Job::check_level(const Kernels& kernels) {
   if (pass == ElementPass::kRecover) {
     packed.set_inverse(affine, shape.channels);
   } else {
-    packed.set_affine(affine, shape.channels);
-    packed.set_gradient(slopes, shape.channels);
+    packed.set_affine(affine, 0, shape.channels);
+    packed.set_gradient(slopes, 0, shape.channels);
   }
   ElementsTask task;
   const SampleView second_view = second.view();
