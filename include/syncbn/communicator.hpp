@@ -12,7 +12,8 @@
 namespace syncbn {
 
 /// One rank's end of a group that exchanges statistics. Every rank of the group makes the same
-/// sequence of calls. Calls on one communicator come from one thread at a time.
+/// sequence of calls. Calls on one communicator come from one thread at a time. On the CPU
+/// batch_norm_forward and batch_norm_backward ask a group of one rank for no sum.
 class SYNCBN_API Communicator {
  public:
   virtual ~Communicator();

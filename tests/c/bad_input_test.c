@@ -129,10 +129,12 @@ static syncbn_status evaluation_of_half(arena* a) {
   return run_evaluate(a, &a->options);
 }
 static syncbn_status forward_of_a_lost_group(arena* a) {
+  a->group.size = 2;
   a->group.all_reduce_sum = lost;
   return run_forward(a);
 }
 static syncbn_status backward_of_a_late_group(arena* a) {
+  a->group.size = 2;
   a->group.all_reduce_sum = late;
   return run_backward(a, SYNCBN_SHARE);
 }

@@ -183,6 +183,7 @@ static void bad_arguments(void) {
   EXPECT_REFUSED(forward(&good, &statistics, &options, &odd), "communicator.all_gather: got NULL");
   options = options_of_reference();
   odd = *self;
+  odd.size = 2;
   odd.all_reduce_sum = fails_oddly;
   EXPECT_ERROR(forward(&good, &statistics, &options, &odd), SYNCBN_ERROR, "the network is down");
 

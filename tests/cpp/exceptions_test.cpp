@@ -23,20 +23,29 @@ using testing::run_ranks;
 using testing::Tensor;
 using testing::text_of;
 
-/// Throws at the n-th exchange, counted from 0, before or after it.
+/// A rank of two that do the same. Throws at the n-th exchange, counted from 0, before or after it.
 class Failing final : public Communicator {
  public:
   Failing(int at, bool late) : at_(at), late_(late) {}
   int rank() const override { return 0; }
-  int size() const override { return 1; }
-  void all_reduce_sum(std::span<std::int64_t>) override { exchange(); }
+  int size() const override { return 2; }
+  void all_reduce_sum(std::span<std::int64_t> words) override {
+    exchange([&] {
+      for (std::int64_t& word : words) {
+        word *= 2;
+      }
+    });
+  }
   void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override {
-    exchange([&] { self_communicator()->all_gather(in, out); });
+    exchange([&] {
+      std::copy(in.begin(), in.end(), out.begin());
+      std::copy(in.begin(), in.end(), out.begin() + static_cast<std::ptrdiff_t>(in.size()));
+    });
   }
   void abandon(const std::string&) override {}
 
  private:
-  void exchange(const std::function<void()>& whole = [] {}) {
+  void exchange(const std::function<void()>& whole) {
     const bool fails = at_-- == 0;
     if (fails && !late_) {
       throw std::runtime_error("no network");
@@ -127,22 +136,21 @@ std::vector<std::pair<std::string, std::function<Layer()>>> layers() {
 
 /// A step that fails as `fail(layer)` makes it, then a good one, against a good one alone.
 void expect_whole_or_not(const std::function<Layer()>& make, Pass forward, Pass backward,
-                         const std::function<void(Layer&)>& fail) {
-  const auto self = self_communicator();
+                         Communicator& group, const std::function<void(Layer&)>& fail) {
   Layer expected = make();
   const auto before = expected.state();
-  (expected.*forward)(*self, serial_executor());
+  (expected.*forward)(group, serial_executor());
   const auto after = expected.state();
-  (expected.*backward)(*self, serial_executor());
+  (expected.*backward)(group, serial_executor());
   ASSERT_NE(before, after);
 
   Layer layer = make();
   EXPECT_ANY_THROW(fail(layer));
   EXPECT_TRUE(layer.state() == before || layer.state() == after) << "updated in part";
   if (layer.state() == before) {
-    (layer.*forward)(*self, serial_executor());
+    (layer.*forward)(group, serial_executor());
   }
-  (layer.*backward)(*self, serial_executor());
+  (layer.*backward)(group, serial_executor());
   EXPECT_TRUE(layer.state() == after);
   EXPECT_TRUE(layer.results() == expected.results());
 }
@@ -159,7 +167,8 @@ TEST(Exceptions, OfACommunicatorExact) {
           if (exchange == 1 && forward == &Layer::op && make().attributes.use_global_est) {
             continue;  // its backward has none
           }
-          expect_whole_or_not(make, forward, backward, [&](Layer& layer) {
+          Failing good(-1, false);
+          expect_whole_or_not(make, forward, backward, good, [&](Layer& layer) {
             Failing group(exchange, late);
             (layer.*forward)(group, serial_executor());
             (layer.*backward)(group, serial_executor());
@@ -172,30 +181,33 @@ TEST(Exceptions, OfACommunicatorExact) {
 
 TEST(Exceptions, OfAnExecutorExact) {
   const auto self = self_communicator();
-  for (const auto& [name, make] : layers()) {
-    for (const auto& [forward, backward] : kPasses) {
-      for (const bool late : {false, true}) {
-        int loops = 0;
-        for (bool thrown = true; thrown; ++loops) {
-          FailingExecutor probe(loops, late);
-          Layer layer = make();
-          thrown = false;
-          try {
-            (layer.*forward)(*self, probe);
-            (layer.*backward)(*self, probe);
-          } catch (int) {
-            thrown = true;
+  Failing twins(-1, false);
+  for (Communicator* group : {self.get(), static_cast<Communicator*>(&twins)}) {
+    for (const auto& [name, make] : layers()) {
+      for (const auto& [forward, backward] : kPasses) {
+        for (const bool late : {false, true}) {
+          int loops = 0;
+          for (bool thrown = true; thrown; ++loops) {
+            FailingExecutor probe(loops, late);
+            Layer layer = make();
+            thrown = false;
+            try {
+              (layer.*forward)(*group, probe);
+              (layer.*backward)(*group, probe);
+            } catch (int) {
+              thrown = true;
+            }
+            if (thrown) {
+              SCOPED_TRACE(name + ", loop " + std::to_string(loops));
+              expect_whole_or_not(make, forward, backward, *group, [&](Layer& again) {
+                FailingExecutor executor(loops, late);
+                (again.*forward)(*group, executor);
+                (again.*backward)(*group, executor);
+              });
+            }
           }
-          if (thrown) {
-            SCOPED_TRACE(name + ", loop " + std::to_string(loops));
-            expect_whole_or_not(make, forward, backward, [&](Layer& again) {
-              FailingExecutor executor(loops, late);
-              (again.*forward)(*self, executor);
-              (again.*backward)(*self, executor);
-            });
-          }
+          EXPECT_GT(loops, 4);
         }
-        EXPECT_GT(loops, 4);
       }
     }
   }

@@ -57,7 +57,8 @@ TEST(Kinds, EveryPlaceRefusesAMadeUpDtype) {
       [&] { cpu::reference::moment_sums(x, words.data(), executor); },
       [&] { cpu::welford_records(x, words.data(), executor); },
       [&] {
-        cpu::finalize_moments(kMadeUpDtype, words.data(), 1, 1, 0, &number, &number, &number);
+        const std::int64_t* from = words.data();
+        cpu::finalize_moments(kMadeUpDtype, from, 0, 1, {1, 0, &number, &number, &number});
       },
   };
   for (std::size_t i = 0; i < places.size(); ++i) {

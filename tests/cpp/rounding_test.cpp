@@ -139,25 +139,32 @@ void expect_bits_of_integers(Random& random, const std::string& level, bool grad
       mean[c] = random.signed_unit();
       rstd[c] = 1 + random.signed_unit();
     }
-    std::vector<ChannelGradients> actual(n);
-    cpu::finalize_gradients(kDtype, words.data(), channels, mean.data(), rstd.data(),
-                            actual.data());
+    std::vector<double> actual(5 * n);  // c1, c2, c3, dweight, dbias
+    const auto place = [&](std::size_t i) {
+      return MutableTensorView(actual.data() + i * n, DType::kFloat64, {channels});
+    };
+    const std::int64_t* from = words.data();
+    cpu::finalize_gradients(
+        kDtype, from, 0, channels,
+        {count, mean.data(), rstd.data(), {}, actual.data(), place(3), place(4), channels});
     for (std::size_t c = 0; c < n; ++c) {
       const ChannelGradients expected = finalize_channel_gradients<ElementOf<kDtype>>(
           words.data() + c * per_channel, mean[c], rstd[c]);
-      ASSERT_TRUE(same_bits(actual[c].sum, expected.sum)) << level << ", channel " << c;
-      ASSERT_TRUE(same_bits(actual[c].g, expected.g)) << level << ", channel " << c;
-      ASSERT_TRUE(same_bits(actual[c].dweight, expected.dweight)) << level << ", channel " << c;
-      ASSERT_TRUE(same_bits(actual[c].dbias, expected.dbias)) << level << ", channel " << c;
-      ASSERT_EQ(actual[c].flagged, expected.flagged) << level << ", channel " << c;
+      const Coefficients k = coefficients_of(expected, 1.0, rstd[c], count);
+      ASSERT_TRUE(same_bits(actual[c], k.c1)) << level << ", channel " << c;
+      ASSERT_TRUE(same_bits(actual[n + c], k.c2)) << level << ", channel " << c;
+      ASSERT_TRUE(same_bits(actual[2 * n + c], k.c3)) << level << ", channel " << c;
+      ASSERT_TRUE(same_bits(actual[3 * n + c], expected.dweight)) << level << ", channel " << c;
+      ASSERT_TRUE(same_bits(actual[4 * n + c], expected.dbias)) << level << ", channel " << c;
     }
     return;
   }
   std::vector<double> mean(n, -1);
   std::vector<double> var(n, -1);
   std::vector<double> rstd(n, -1);
-  cpu::finalize_moments(kDtype, words.data(), channels, count, eps, mean.data(), var.data(),
-                        rstd.data());
+  const std::int64_t* from = words.data();
+  cpu::finalize_moments(kDtype, from, 0, channels,
+                        {count, eps, mean.data(), var.data(), rstd.data()});
   for (std::size_t c = 0; c < n; ++c) {
     const ChannelMoments expected =
         finalize_channel<ElementOf<kDtype>>(words.data() + c * per_channel, count, eps);
@@ -204,7 +211,8 @@ TEST(Rounding, TwoThousandRanksExact) {
       double mean[4];
       double var[4];
       double rstd[4];
-      cpu::finalize_moments(DType::kFloat32, words.data(), 4, 2048, 0.0, mean, var, rstd);
+      const std::int64_t* from = words.data();
+      cpu::finalize_moments(DType::kFloat32, from, 0, 4, {2048, 0.0, mean, var, rstd});
       const ChannelMoments expected =
           finalize_channel<ElementOf<DType::kFloat32>>(words.data(), 2048, 0.0);
       for (int c = 0; c < 4; ++c) {
@@ -238,10 +246,10 @@ TEST(Rounding, VectorsServeOrdinarySums) {
     }
     double out[3][64];
     bool done[64] = {};
-    kernels->round_moments(kSingleFormat, words.data(), 64, 50.0, 1e-5, out[0], out[1], out[2],
-                           done);
+    const cpu::SumsAt at{&kSingleFormat, words.data(), nullptr, 0};
+    kernels->round_moments(at, 64, 50.0, 1e-5, out[0], out[1], out[2], done);
     bool sums_done[64] = {};
-    kernels->round_sums(kSingleFormat, words.data(), 64, out[0], out[1], sums_done);
+    kernels->round_sums(at, 64, out[0], out[1], sums_done);
     for (int c = 0; c < 64; ++c) {
       EXPECT_TRUE(done[c]) << level << ", channel " << c;
       EXPECT_TRUE(sums_done[c]) << level << ", channel " << c;

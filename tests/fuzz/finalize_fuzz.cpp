@@ -159,8 +159,10 @@ void check_moments(Bytes& bytes, DType dtype, std::int64_t channels) {
   std::vector<double> var(n);
   std::vector<double> rstd(n);
   with_each_level([&] {
-    cpu::finalize_moments(dtype, words.data(), channels, std::max<std::int64_t>(1, count), eps,
-                          mean.data(), var.data(), rstd.data());
+    const std::int64_t* from = words.data();
+    cpu::finalize_moments(
+        dtype, from, 0, channels,
+        {std::max<std::int64_t>(1, count), eps, mean.data(), var.data(), rstd.data()});
     for (std::size_t c = 0; c < n; ++c) {
       require_same(mean[c], expected[c].mean, "mean");
       require_same(var[c], expected[c].var, "var");
@@ -194,18 +196,26 @@ void check_gradients(Bytes& bytes, DType dtype, std::int64_t channels) {
     const double b = round53(channel.second, k);
     rounded.back().b = std::ldexp(b, k - format.second.unit);
   }
-  std::vector<ChannelGradients> out(n);
+  constexpr std::int64_t kCount = 24;
+  std::vector<double> out(5 * n);  // c1, c2, c3, dweight, dbias
+  const auto place = [&](std::size_t i) {
+    return MutableTensorView(out.data() + i * n, DType::kFloat64, {channels});
+  };
   with_each_level([&] {
-    cpu::finalize_gradients(dtype, words.data(), channels, mean.data(), rstd.data(), out.data());
+    const std::int64_t* from = words.data();
+    cpu::finalize_gradients(
+        dtype, from, 0, channels,
+        {kCount, mean.data(), rstd.data(), {}, out.data(), place(3), place(4), channels});
     for (std::size_t c = 0; c < n; ++c) {
       const auto [a, b] = rounded[c];
       const double g = std::fma(-mean[c], a, b);
+      const double w = rstd[c];
       const bool any = sums[c].flags != 0;
-      require_same(out[c].sum, a, "A64");
-      require_same(out[c].g, g, "G");
-      require_same(out[c].dweight, any ? std::nan("") : rstd[c] * g, "dweight");
-      require_same(out[c].dbias, flagged(sums[c].flags, a), "dbias");
-      require(out[c].flagged == any, "another flag");
+      require_same(out[c], any ? std::nan("") : w, "c1");
+      require_same(out[n + c], any ? std::nan("") : -(w * w * w * (g / kCount)), "c2");
+      require_same(out[2 * n + c], any ? std::nan("") : -(w * (a / kCount)), "c3");
+      require_same(out[3 * n + c], any ? std::nan("") : w * g, "dweight");
+      require_same(out[4 * n + c], flagged(sums[c].flags, a), "dbias");
     }
   });
 }
