@@ -48,7 +48,7 @@ Elements every_pattern(DType dtype, const std::vector<std::int64_t>& sizes, std:
   const auto count = static_cast<std::uint64_t>(TensorView(nullptr, dtype, sizes).numel());
   for (std::uint64_t i = 0; i < count; ++i) {
     auto bits = static_cast<std::uint16_t>(i * step % kPatterns);
-    std::byte element[2];
+    std::byte element[sizeof(double)];  // as read_element may read
     std::memcpy(element, &bits, 2);
     auto value = static_cast<float>(read_element(dtype, element));
     if (finite && !std::isfinite(value)) {
