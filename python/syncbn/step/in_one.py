@@ -17,7 +17,7 @@ from ..operators import ops
 from . import second_derivatives
 from .layer_state import LayerState
 from .modes import recorded
-from .options import Options, check_options, is_strided
+from .options import Options, check_like_input, check_options, is_strided
 from .training import Inputs, Step, backward, forward, like, takes_part
 
 _forward = ops.forward_step.default
@@ -64,10 +64,10 @@ def train_step(
     """As adapters.train_step(); None, and nothing has happened, where it does not take the call."""
     if not (_is_usual(x) and type(state) is LayerState):
         return None
-    if residual is not None and not (type(residual) is Tensor and residual.shape == x.shape):
-        return None
     try:
         kind = _activation_of(*options)
+        if residual is not None:
+            check_like_input("residual", residual, x)
     except (TypeError, ValueError):
         return None
     peers = state.peers(options)

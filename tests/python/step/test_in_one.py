@@ -124,6 +124,9 @@ def test_a_refusal_changes_nothing_and_has_the_general_words():
     before = [*(t.clone() for t in layer.buffers()), layer.state.call.clone()]
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         layer(torch.ones(1, C, requires_grad=True))
+    for residual in (random(dtype=torch.float64), random().to_sparse(), random((1, C, 7, 3))):
+        with pytest.raises(ValueError, match="residual: got "):
+            layer(random(), residual)
     layer.weight = torch.nn.Parameter(torch.ones(C + 1))
     with pytest.raises(ValueError, match=r"weight: got shape \(6,\), expected \(5,\)"):
         layer(random())
