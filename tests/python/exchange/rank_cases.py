@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import oracle
 import syncbn
@@ -242,6 +243,22 @@ def case_the_usual_step_makes_one_exchange_per_direction(rank, world):
     finally:
         watch.enter = enter
     assert entered == ["forward", "backward"], entered
+
+
+def case_ranks_that_go_different_ways_exact(rank, world):
+    """Rank 0 by one operator for each direction, the others in a checkpointed segment."""
+    layer, alone = syncbn.SyncBatchNorm(4), syncbn.SyncBatchNorm(4, sync=False)
+    share = [torch.randn(3, 4, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    for number in range(3):
+        x = (share[rank] + number).requires_grad_()
+        y = layer(x) if rank == 0 else checkpoint(layer, x, use_reentrant=False)
+        y.square().sum().backward()
+        whole = (torch.cat(share) + number).requires_grad_()
+        expected = alone(whole)
+        expected.square().sum().backward()
+        own = slice(3 * rank, 3 * rank + 3)
+        assert torch.equal(y, expected[own]) and torch.equal(x.grad, whole.grad[own])
+    assert torch.equal(layer.running_var, alone.running_var)
 
 
 def case_one_exchange_per_direction(rank, world):
