@@ -153,12 +153,12 @@ Updates::Updates(std::optional<Tensor>& mean, std::optional<Tensor>& var,
     throw InvalidArgument(
         "momentum: got None without num_batches_tracked, expected a number in [0, 1]");
   }
-  if (num_batches_tracked == nullptr) {
-    return;
-  }
-  if (batches->numel() != 1) {
+  if (batches.has_value() && batches->numel() != 1) {
     throw InvalidArgument("num_batches_tracked: got " + std::to_string(batches->numel()) +
                           " numbers, expected one");
+  }
+  if (num_batches_tracked == nullptr) {
+    return;
   }
   constexpr std::int64_t kMost = std::int64_t{1} << 53;  // what a quotient is made of
   const std::int64_t batches_before = *num_batches_tracked;

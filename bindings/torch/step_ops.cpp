@@ -29,12 +29,15 @@ struct Exchange {
   /// Sums what `sums` writes to a message.
   template <class Sums>
   void run(const Tensor& x, std::int64_t handle, std::int64_t slice, const Sums& sums) {
-    message = new_message(x, dtype_of("x", x), channels_of(x), 0);
-    sums(int64_data("message", *message, kHeaderWords));
-    std::tie(merged, status) = sum_message(*message, handle, slice);
+    Tensor own = new_message(x, dtype_of("x", x), channels_of(x), 0);
+    sums(int64_data("message", own, kHeaderWords));
+    auto [sum, ended] = sum_message(own, handle, slice);
+    status = ended;
     if (status == kDone) {
-      info = read_header(words(*merged), ranks_of_group(handle));
+      info = read_header(words(sum), ranks_of_group(handle));
     }
+    message = own;
+    merged = sum;
   }
 
   /// Leaves the rest to the general way, which has the words for what is wrong.
