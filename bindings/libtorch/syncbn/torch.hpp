@@ -114,6 +114,14 @@ inline MutableTensorView view(const char* name, const at::Tensor& tensor) {
                            {strides.begin(), strides.end()});
 }
 
+/// Elements per channel over all ranks: on every rank the same error.
+inline void check_count(std::int64_t count) {
+  if (count == 1) {
+    throw InvalidArgument(
+        "x: got 1 value per channel over all ranks, expected more than 1 when training");
+  }
+}
+
 /// One exchange of a layer: over the process group if there is one.
 class LayerExchange final : public Communicator {
  public:
@@ -133,9 +141,8 @@ class LayerExchange final : public Communicator {
     if (group_ != nullptr && !info.agree) {
       group_->diverge();
     }
-    if (forward_ && info.count == 1) {  // on every rank: the count is global
-      throw InvalidArgument(
-          "x: got 1 value per channel over all ranks, expected more than 1 when training");
+    if (forward_) {
+      check_count(info.count);
     }
   }
   void all_gather(std::span<const std::byte>, std::span<std::byte>) override {
@@ -195,6 +202,9 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
     try {
       x = input.resolve_neg();
       x_view = view("input", x);
+      if (exchange.size() == 1 && x.dim() > 1 && x.size(1) > 0) {  // nothing is summed
+        check_count(x.numel() / x.size(1));
+      }
       y = at::empty_like(x);
       y_view = view("y", y);
       weight_view = view("weight", weight);
