@@ -117,7 +117,7 @@ SumsTask VectorSums::task(std::int64_t channel, ElementConstants& constants) con
   if (out_ != nullptr) {
     task.out = operand(*out_, channel);
   }
-  if (pullback_ != nullptr) {
+  if (packed_.has_value()) {  // with pullback_
     constants = packed_->view().from(channel);
     task.constants = &constants;
     task.activation = activation_constants(pullback_->activation);
