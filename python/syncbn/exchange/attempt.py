@@ -31,15 +31,12 @@ class LengthsDiffer(Exception):
     """The ranks brought messages of different lengths; raised on all of them."""
 
 
-class PassFailed(Exception):
-    """What a pass raised before its exchange began."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+class Refused(Exception):
+    """An operator of a whole direction took no such arguments; its exchange did not begin."""
 
 
 #: Ways out of an exchange that the other ranks take as well, or that are no part of it.
-_KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, LengthsDiffer, PassFailed)
+_KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, LengthsDiffer, Refused)
 
 
 class Waiting(Protocol):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..errors import ExchangeTimeout, PeerLost
 from ..operators import HEADER_WORDS, ops
 from . import groups, shared_memory, watch
-from .attempt import Attempt, LengthsDiffer, PassFailed
+from .attempt import Attempt, LengthsDiffer, Refused
 from .call import Call
 from .groups import Peers
 
@@ -66,7 +66,7 @@ class Engine:
     def step(self, run: Callable[..., tuple], arguments: tuple, call: Call) -> tuple:
         """Runs an operator of a whole direction. Returns (what it gives, None, None), or where it
         could not go on (what it gives, this rank's message, the sum of what goes first). Raises
-        PassFailed where it refuses its arguments."""
+        Refused where it refuses its arguments."""
         raise NotImplementedError
 
     def sum_of_numbers(self, x: torch.Tensor, call: Call) -> torch.Tensor:
@@ -151,7 +151,7 @@ class SharedMemory(Engine):
             try:
                 *given, message, total, status = run(*arguments, handle, shared_memory.SLICE)
             except Exception as error:
-                raise PassFailed(error) from error
+                raise Refused from error
             if status == shared_memory.DONE:
                 return given, None, None
             status = shared_memory.finish(handle, status)

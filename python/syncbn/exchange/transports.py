@@ -85,7 +85,7 @@ class Transport:
 
     def step(self, run, arguments: tuple, call: Call) -> tuple:
         """Runs an operator of a whole direction. Returns (what it gives; None, or where it could
-        not go on this rank's message and what exchange() returns of it). Raises PassFailed where
+        not go on this rank's message and what exchange() returns of it). Raises Refused where
         it refuses its arguments."""
         raise NotImplementedError
 
@@ -169,9 +169,9 @@ class Alone(Transport):
         try:
             *given, _, _, status = run(*arguments, -1, 0)
         except Exception as error:
-            raise attempt.PassFailed(error) from error
+            raise attempt.Refused from error
         if status != shared_memory.DONE:  # one value per channel
-            raise attempt.PassFailed(ValueError("refused"))
+            raise attempt.Refused
         return given, None
 
     def reject(self, call, error, compare=True, x=None, parameter=None):

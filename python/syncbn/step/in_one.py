@@ -10,14 +10,14 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
-from ..exchange.attempt import PassFailed
-from ..exchange.call import Call
+from ..exchange.attempt import Refused
 from ..exchange.transports import transport_of
 from ..operators import ops
 from . import second_derivatives
 from .layer_state import LayerState
 from .modes import recorded
 from .options import Options, check_like_input, check_options, is_strided
+from .recomputation import surely_outside
 from .training import Inputs, Step, backward, forward, like, takes_part
 
 _forward = ops.forward_step.default
@@ -41,9 +41,7 @@ def _is_usual(x: object) -> bool:
         and x.is_cpu
         and is_strided(x)
         and x.dim() > 1
-        and torch.is_grad_enabled()
-        and torch._C._current_graph_task_id() == -1
-        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        and surely_outside()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None
         and not _in_transform()
@@ -75,7 +73,7 @@ def train_step(
         return None  # the operators do not know the options, or the paths were not compared yet
     try:
         return _step(x, running, weight, bias, residual, mask, options, state, peers, kind)
-    except PassFailed:
+    except Refused:
         return None
     except BaseException as error:
         transport_of(peers, x.device).leave(error, state.call_of(x, options))
@@ -97,8 +95,7 @@ class _BatchNormTraining(torch.autograd.Function):
     @staticmethod
     def forward(ctx, given, x, weight, bias, residual, mask):
         options, state, peers, transport, word, kind, running = given
-        number = None if state.call is None else int(state.call.item())
-        call = Call(state.name, number, "forward", x.shape[1], x.dtype, options)
+        call = state.call_of(x, options)
         identity = options.identity(state.number, residual is not None)
         arguments = (
             *(x, *running, weight, bias, residual, mask, state.call, state.count, identity),
@@ -161,7 +158,7 @@ def _back(step: Step, made: tuple, dy: Tensor, saved: tuple) -> tuple[tuple | No
             *(step.bias_dtype if needs_bias else None, options.affine_grad == "share"),
         )
         (dx, dweight, dbias, u), exchanged = transport.step(_backward, arguments, step.call)
-    except PassFailed:
+    except Refused:
         return None, None
     except BaseException as error:
         transport.leave(error, step.call)

@@ -116,7 +116,7 @@ class LayerState:
     def call_of(self, x: object, options: Options) -> Call:
         """The next call with that input, as errors name it."""
         # A counter on a GPU is not read, that would wait for the device.
-        known = self.call is not None and self.call.device.type == "cpu"
+        known = self.call is not None and self.call.is_cpu
         number = int(self.call.item()) if known else None
         if not is_strided(x):  # refused
             return Call(self.name, number, options=options)

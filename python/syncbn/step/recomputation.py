@@ -199,19 +199,26 @@ def _hooks() -> list[Any]:
     return [pack for pack, _ in found]
 
 
+def surely_outside() -> bool:
+    """Whether there is no segment around, by a quick look. Code that switches gradients on in the
+    first run of a reentrant segment is missed; its second run is an error."""
+    return _names() is None or (
+        torch.is_grad_enabled()
+        and torch._C._current_graph_task_id() == -1
+        and _autograd._top_saved_tensors_default_hooks(False) is None
+    )
+
+
 def segment(
     state: LayerState, options: Options, residual: bool, *inputs: torch.Tensor | None
 ) -> Segment | None:
     """The segments around a training call; None outside of any. Raises RuntimeError if a
     recomputation makes another call than the first run."""
     names = _names()
-    if names is None:
+    # Looking through the stack costs microseconds, so not in a plain step.
+    if names is None or surely_outside():
         return None
     hooks = _hooks()
-    # Looking through the stack costs microseconds, so not in a plain step. Code that switches
-    # gradients on in the first run of a reentrant segment is missed; its second run is an error.
-    if not hooks and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-        return None
     owners, given, again = [], [], None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and again is None:
