@@ -4,8 +4,8 @@
 #include <array>
 #include <cstddef>
 #include <limits>
+#include <optional>
 #include <span>
-#include <type_traits>
 
 #include "agreement.hpp"
 #include "channel_values.hpp"
@@ -15,6 +15,7 @@
 #include "sample_view.hpp"
 #include "statistics/finalize.hpp"
 #include "statistics/scalar.hpp"
+#include "syncbn/group_passes.hpp"
 #include "syncbn/welford.hpp"
 
 // Checks, passes and exchange in their order; the arithmetic is elsewhere.
@@ -94,33 +95,92 @@ void check_statistics(const BatchStatistics& statistics, const TensorView& x) {
   }
 }
 
-/// The one message of a direction: sums it over the ranks and checks that they made the same call.
-MessageInfo exchange(std::vector<std::int64_t>& message, const AgreedCall& call,
-                     Communicator& communicator) {
-  communicator.all_reduce_sum(message);
-  const MessageInfo info = read_header(message.data(), communicator.size());
-  check_agreement(info, call, communicator);
-  return info;
-}
-
-/// Exact sums, summed over the ranks.
-class ReproducibleMoments {
+/// The one exchange of a direction.
+class LayerSum final : public SumInParts {
  public:
-  void local(const TensorView& x, const MaskView& mask, std::uint32_t fingerprint, int,
-             const Execution& execution) {
-    message_.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
-    local_moments(x, mask, message_.data(), fingerprint, execution);
+  LayerSum(const TensorView& x, const AgreedCall& call, Communicator& communicator)
+      : communicator_(communicator),
+        parts_(communicator.parts()),
+        message_(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1]))),
+        merged_(message_.size()) {
+    group_.sum = this;
+    group_.in_parts = parts_ != nullptr;
+    group_.ranks = communicator.size();
+    group_.message = message_;
+    group_.merged = merged_;
+    group_.fingerprint = call.fingerprint();
   }
-  void merge(BatchStatistics& out, const AgreedCall& call, Communicator& communicator,
-             const Execution& execution) {
-    const MessageInfo info = exchange(message_, call, communicator);
-    out.count = info.count;
-    finalize_moments(info, message_.data() + kHeaderWords, out.mean.data(), out.var.data(),
-                     out.rstd.data(), call.channels, call.options->eps, execution);
+
+  /// run(GroupSum): the direction. An error that the others do not see is told to them.
+  template <class Run>
+  std::int64_t run(const AgreedCall& call, const Run& run) {
+    Reached reached{};
+    try {
+      reached = run(group_);
+    } catch (const std::exception& error) {
+      give_up(error.what());
+      throw;
+    } catch (...) {
+      give_up("an exception of an unknown type");
+      throw;
+    }
+    if (reached != Reached::kOutput) {
+      check_agreement(group_.info, call, communicator_);
+    }
+    return group_.info.count;
+  }
+
+  void open(std::span<const std::int64_t>, std::span<std::int64_t>) override {
+    watched([&] {
+      if (parts_ != nullptr) {
+        parts_->open(message_, merged_);
+      }
+    });
+  }
+  void publish(std::size_t words) override {
+    watched([&] {
+      if (parts_ != nullptr) {
+        parts_->publish(words);
+      }
+    });
+  }
+  /// To the end.
+  bool wait(std::size_t words, std::chrono::milliseconds slice) override {
+    watched([&] {
+      if (parts_ != nullptr) {
+        while (!parts_->wait(words, slice)) {
+        }
+      } else if (!over_) {
+        merged_ = message_;
+        communicator_.all_reduce_sum(merged_);
+      }
+    });
+    over_ = over_ || words == message_.size();
+    return true;
   }
 
  private:
+  template <class Body>
+  void watched(const Body& body) {
+    try {
+      body();
+    } catch (...) {
+      over_ = true;  // the others know
+      throw;
+    }
+  }
+  void give_up(const std::string& reason) {
+    if (!over_) {
+      communicator_.abandon(reason);
+    }
+  }
+
+  Communicator& communicator_;
+  SumInParts* parts_;
   std::vector<std::int64_t> message_;
+  std::vector<std::int64_t> merged_;
+  GroupSum group_;
+  bool over_ = false;
 };
 
 /// Mean and M2 of every rank, gathered; headers are summed here.
@@ -132,8 +192,7 @@ class GatheredMoments {
     all_.resize(message_.size() * static_cast<std::size_t>(ranks));
     local_welford(x, mask, message_.data(), fingerprint, execution);
   }
-  void merge(BatchStatistics& out, const AgreedCall& call, Communicator& communicator,
-             const Execution&) {
+  void merge(BatchStatistics& out, const AgreedCall& call, Communicator& communicator) {
     const int ranks = communicator.size();
     const std::size_t size = message_.size();
     communicator.all_gather(std::as_bytes(std::span(message_)),
@@ -157,20 +216,19 @@ class GatheredMoments {
   std::vector<std::int64_t> all_;
 };
 
-/// A group of one sends nothing.
-struct OwnMoments {
-  void local(const TensorView&, const MaskView&, std::uint32_t, int, const Execution&) {}
-};
+}  // namespace
 
-template <class Moments>
-BatchStatistics forward_with(const TensorView& x, const MaskView& mask, const TensorView& weight,
-                             const TensorView& bias, const TensorView& residual,
-                             const MutableTensorView& y, const RunningStatistics& running,
-                             const BatchNormOptions& options, Communicator& communicator,
-                             const Execution& execution) {
+BatchStatistics batch_norm_forward(const TensorView& x, const MaskView& mask,
+                                   const TensorView& weight, const TensorView& bias,
+                                   const TensorView& residual, const MutableTensorView& y,
+                                   const RunningStatistics& running,
+                                   const BatchNormOptions& options, Communicator& communicator,
+                                   const Execution& execution) {
+  const bool welford = options.statistics == Statistics::kWelford;
   BatchStatistics statistics;
   AgreedCall call;
-  Moments moments;
+  GatheredMoments gathered;
+  std::optional<LayerSum> sum;
   before_exchange(communicator, [&] {
     check_forward(x, mask, weight, bias, residual, y, running.mean, running.var,
                   running.num_batches_tracked, options, communicator.size());
@@ -191,37 +249,33 @@ BatchStatistics forward_with(const TensorView& x, const MaskView& mask, const Te
     for (auto* values : {&statistics.mean, &statistics.var, &statistics.rstd}) {
       values->resize(static_cast<std::size_t>(x.sizes[1]));
     }
-    moments.local(x, mask, statistics.fingerprint, communicator.size(), execution);
+    if (welford) {
+      gathered.local(x, mask, statistics.fingerprint, communicator.size(), execution);
+    } else if (communicator.size() > 1) {
+      sum.emplace(x, call, communicator);
+    }
   });
   double* const mean = statistics.mean.data();
+  double* const var = statistics.var.data();
   double* const rstd = statistics.rstd.data();
   std::uint8_t* const bits =
       statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data();
-  if constexpr (std::is_same_v<Moments, OwnMoments>) {
-    statistics.count =
-        forward_of_one_rank(x, mask, weight, bias, residual, y, bits, mean, statistics.var.data(),
-                            rstd, options.eps, options.activation, execution)
-            .count;
-  } else {
-    moments.merge(statistics, call, communicator, execution);
+  if (welford) {
+    gathered.merge(statistics, call, communicator);
     normalize(x, mask, mean, rstd, weight, bias, residual, y, bits, options.activation, execution);
+  } else if (sum.has_value()) {
+    statistics.count = sum->run(call, [&](GroupSum& group) {
+      return forward_in_group(x, mask, weight, bias, residual, y, bits, mean, var, rstd,
+                              options.eps, options.activation, group, execution);
+    });
+  } else {
+    statistics.count =
+        forward_of_one_rank(x, mask, weight, bias, residual, y, bits, mean, var, rstd, options.eps,
+                            options.activation, execution)
+            .count;
   }
   update_running(running, options, statistics);
   return statistics;
-}
-
-}  // namespace
-
-BatchStatistics batch_norm_forward(const TensorView& x, const MaskView& mask,
-                                   const TensorView& weight, const TensorView& bias,
-                                   const TensorView& residual, const MutableTensorView& y,
-                                   const RunningStatistics& running,
-                                   const BatchNormOptions& options, Communicator& communicator,
-                                   const Execution& execution) {
-  const auto forward = options.statistics == Statistics::kWelford ? forward_with<GatheredMoments>
-                       : communicator.size() == 1 ? forward_with<OwnMoments>
-                                                  : forward_with<ReproducibleMoments>;
-  return forward(x, mask, weight, bias, residual, y, running, options, communicator, execution);
 }
 
 void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
@@ -233,8 +287,8 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
   const double* mean = statistics.mean.data();
   const double* rstd = statistics.rstd.data();
   ActivationGradient through;
-  const bool global = which == AffineGradients::kGlobal;
-  const bool alone = communicator.size() == 1;
+  AgreedCall call;
+  std::optional<LayerSum> sum;
   const auto check_count = [&](std::int64_t count) {
     if (count != statistics.count) {
       throw DivergenceError("backward: the ranks bring " + std::to_string(count) +
@@ -242,20 +296,11 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
                             std::to_string(statistics.count));
     }
   };
-  std::vector<std::int64_t> message;
-  std::vector<std::int64_t> own;
-  std::vector<double> coefficients;
-  AgreedCall call;
   before_exchange(communicator, [&] {
     check_backward(dy, x, mask, weight, dx, dweight, dbias, dresidual, which, communicator.size());
     check_statistics(statistics, x);
     through = {statistics.activation, weight, bias,
                statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data()};
-    if (alone) {
-      return;
-    }
-    coefficients.resize(static_cast<std::size_t>(3 * x.sizes[1]));
-    message.resize(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1])));
     call.direction = Direction::kBackward;
     call.layer = statistics.layer;
     call.call = statistics.call;
@@ -263,32 +308,20 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
     call.dtype = x.dtype;
     call.elements = has_elements(x);
     call.forward = statistics.fingerprint;
-    local_gradients(dy, x, mask, mean, rstd, through, dresidual, message.data(), call.fingerprint(),
-                    execution);
-    if (!global) {
-      own = message;
+    if (communicator.size() > 1) {
+      sum.emplace(x, call, communicator);
     }
   });
-  const std::int64_t channels = x.sizes[1];
-  if (alone) {
+  if (sum.has_value()) {
+    check_count(sum->run(call, [&](GroupSum& group) {
+      return backward_in_group(dy, x, mask, mean, rstd, through, weight, dresidual, dx, dweight,
+                               dbias, which == AffineGradients::kShare, statistics.count, group,
+                               execution);
+    }));
+  } else {
     check_count(SampleView(x, mask).count());
     backward_of_one_rank(dy, x, mask, mean, rstd, through, weight, dresidual, dx, dweight, dbias,
                          statistics.count, execution);
-    return;
-  }
-  const MessageInfo info = exchange(message, call, communicator);
-  check_count(info.count);
-  finalize_gradients(info, message.data() + kHeaderWords, mean, rstd, weight, coefficients.data(),
-                     global ? dweight : MutableTensorView(), global ? dbias : MutableTensorView(),
-                     channels, statistics.count, execution);
-  if (!global) {
-    affine_gradient_shares(own.data() + kHeaderWords, x.dtype, mean, rstd, dweight, dbias, channels,
-                           execution);
-  }
-  if (dresidual.absent()) {
-    input_gradient(dy, x, mask, mean, rstd, coefficients.data(), through, dx, execution);
-  } else {  // what came back through the activation is there already
-    input_gradient(dresidual, x, mask, mean, rstd, coefficients.data(), {}, dx, execution);
   }
 }
 

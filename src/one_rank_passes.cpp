@@ -19,16 +19,6 @@ MessageInfo info_of(const SampleView& samples) {
   return info;
 }
 
-/// What follows sums in backward.
-void check_finalize_gradients(const TensorView& x, const double* mean, const double* rstd,
-                              const TensorView& weight, const MutableTensorView& dweight,
-                              const MutableTensorView& dbias) {
-  check_available(x.device);
-  check_normalizer(mean, rstd, x.sizes[1]);
-  check_per_channel("weight", weight, x.sizes[1], x.device);
-  check_affine(dweight, dbias, x.sizes[1]);
-}
-
 }  // namespace
 
 MessageInfo moments_of_one_rank(const TensorView& x, const MaskView& mask, double* mean,
@@ -70,7 +60,7 @@ MessageInfo gradients_of_one_rank(const TensorView& dy, const TensorView& x, con
                                to, *execution.executor);
   }
   if (!valid || count == 0) {
-    fill_gradients(valid, to);
+    fill_gradients(valid, to, 0, channels);
   }
   return info;
 }

@@ -101,6 +101,16 @@ inline void check_affine(const MutableTensorView& dweight, const MutableTensorVi
   check_output("dbias", dbias);
 }
 
+/// What follows sums in backward.
+inline void check_finalize_gradients(const TensorView& x, const double* mean, const double* rstd,
+                                     const TensorView& weight, const MutableTensorView& dweight,
+                                     const MutableTensorView& dbias) {
+  check_available(x.device);
+  check_normalizer(mean, rstd, x.sizes[1]);
+  check_per_channel("weight", weight, x.sizes[1], x.device);
+  check_affine(dweight, dbias, x.sizes[1]);
+}
+
 inline std::optional<SampleView> optional_view(const TensorView& tensor) {
   return tensor.absent() ? std::nullopt : std::optional<SampleView>(tensor);
 }
@@ -123,10 +133,11 @@ inline void fill_moments(bool agree, double* mean, double* var, double* rstd,
     std::fill_n(array, channels, agree ? 0.0 : std::numeric_limits<double>::quiet_NaN());
   }
 }
-inline void fill_gradients(bool agree, const cpu::Gradients& to) {
+inline void fill_gradients(bool agree, const cpu::Gradients& to, std::int64_t begin,
+                           std::int64_t end) {
   const cpu::FloatEnvironment environment;
   const double v = agree ? 0.0 : std::numeric_limits<double>::quiet_NaN();
-  for (std::int64_t c = 0; c < to.channels; ++c) {
+  for (std::int64_t c = begin; c < end; ++c) {
     to.store({v, v, v, v, !agree}, c);
   }
 }

@@ -55,7 +55,7 @@ void finalize_moments(const MessageInfo& info, const std::int64_t* words, double
     return;
   }
   for_each_channel(channels, execution, [&](std::int64_t begin, std::int64_t end) {
-    cpu::finalize_moments(info.dtype, words, begin, end, {info.count, eps, mean, var, rstd});
+    cpu::finalize(info.dtype, words, begin, end, {info.count, eps, mean, var, rstd});
   });
 }
 
@@ -141,11 +141,11 @@ void finalize_gradients(const MessageInfo& info, const std::int64_t* words, cons
   const cpu::Gradients to{valid ? count : 1, mean,    rstd,  weight,
                           coefficients,      dweight, dbias, channels};
   if (!valid || count == 0) {
-    fill_gradients(valid, to);
+    fill_gradients(valid, to, 0, channels);
     return;
   }
   for_each_channel(channels, execution, [&](std::int64_t begin, std::int64_t end) {
-    cpu::finalize_gradients(info.dtype, words, begin, end, to);
+    cpu::finalize(info.dtype, words, begin, end, to);
   });
 }
 
@@ -159,7 +159,7 @@ void affine_gradient_shares(const std::int64_t* words, DType dtype, const double
   check_array("words", words, channels * words_per_channel(dtype));
   const cpu::Gradients to{1, mean, rstd, {}, nullptr, dweight, dbias, channels};
   for_each_channel(channels, execution, [&](std::int64_t begin, std::int64_t end) {
-    cpu::finalize_gradients(dtype, words, begin, end, to);
+    cpu::finalize(dtype, words, begin, end, to);
   });
 }
 

@@ -3,9 +3,11 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <tuple>
 
+#include "syncbn/group_passes.hpp"
 #include "syncbn/tensor.hpp"
 
 // Operators on CPU, and parts of them, that others are made of.
@@ -13,13 +15,14 @@ namespace syncbn::torch_layer {
 
 using torch::stable::Tensor;
 
-/// What a wait for other ranks ended with. kUnchecked: the exchange is complete, and its header
-/// says that the calls differ.
-enum Status : std::int64_t { kDone, kPending, kTimeout, kLost, kDiverged, kUnchecked };
+/// What an exchange has come to. kUnchecked: it is complete, and what follows is left to the caller.
+/// kNoMemory: this rank lacked memory, and has left the group.
+enum Status : std::int64_t { kDone, kPending, kTimeout, kLost, kDiverged, kUnchecked, kNoMemory };
 
-/// The sum of a message over the group of that number, and a Status.
-std::tuple<Tensor, std::int64_t> sum_message(const Tensor& message, std::int64_t handle,
-                                             std::int64_t slice);
+/// Runs a whole direction over the group of that number, whose sum is that of `message`. Its Status;
+/// kDone if the output is there. An error before the exchange is thrown.
+std::int64_t run_in_group(std::int64_t handle, const Tensor& message, const Tensor& merged,
+                          const std::function<Reached(SumInParts&)>& direction);
 
 /// How many ranks that group has.
 int ranks_of_group(std::int64_t handle);

@@ -6,8 +6,10 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "bindings/torch/cpu_ops.hpp"
 #include "bindings/torch/resolved.hpp"
@@ -22,8 +24,8 @@ namespace {
 
 struct Group {
   std::unique_ptr<SharedMemoryOffer> offer;
-  /// What the exchange under way writes to; its caller may be interrupted and drop it.
-  std::optional<Tensor> pending;
+  /// What the exchange under way reads and writes; its caller may be interrupted and drop it.
+  std::optional<std::pair<Tensor, Tensor>> pending;
   std::unique_ptr<SharedMemoryGroup> group;
   bool left = false;  ///< by this rank, in the middle of an exchange
   std::string error;
@@ -147,25 +149,33 @@ void shm_limit(std::int64_t handle, double timeout) {
   opened(*registry().get(handle)).set_timeout(milliseconds_of(timeout));
 }
 
-Tensor copy_of(const Tensor& words) {
-  Tensor out = empty(words, words.numel(), ScalarType::Long);
-  const std::int64_t* from = int64_data("words", words, words.numel());
-  std::copy(from, from + words.numel(), int64_data("out", out, 0));
-  return out;
+std::span<std::int64_t> words_of(const Tensor& tensor) {
+  return {int64_data("words", tensor, 0), static_cast<std::size_t>(tensor.numel())};
+}
+
+void begin_exchange(Group& entry, const Tensor& words, const Tensor& out) {
+  if (entry.pending.has_value()) {
+    throw InvalidArgument("handle: got a group in the middle of an exchange, expected its end");
+  }
+  entry.pending.emplace(words, out);
+}
+
+bool wait_for_all(Group& entry, std::int64_t slice) {
+  const auto words = static_cast<std::size_t>(entry.pending->second.numel());
+  return opened(entry).parts()->wait(words, std::chrono::milliseconds(slice));
 }
 
 std::tuple<Tensor, std::int64_t> shm_sum(const Tensor& words, std::int64_t handle,
                                          std::int64_t slice) {
   const auto entry = registry().get(handle);
-  SharedMemoryGroup& group = opened(*entry);
-  if (entry->pending.has_value()) {
-    throw InvalidArgument("handle: got a group in the middle of an exchange, expected its end");
-  }
-  Tensor out = copy_of(words);
-  entry->pending = out;
+  SumInParts& sum = *opened(*entry).parts();
+  const std::span<std::int64_t> in = words_of(words);
+  Tensor out = empty(words, words.numel(), ScalarType::Long);
+  begin_exchange(*entry, words, out);
   const std::int64_t status = guarded(*entry, [&] {
-    group.begin_all_reduce_sum({int64_data("out", out, 0), static_cast<std::size_t>(out.numel())});
-    return group.finish(std::chrono::milliseconds(slice));
+    sum.open(in, words_of(out));
+    sum.publish(in.size());
+    return wait_for_all(*entry, slice);
   });
   return {out, status};
 }
@@ -175,22 +185,61 @@ std::int64_t shm_finish(std::int64_t handle, std::int64_t slice) {
   if (entry->left) {
     return kLost;
   }
-  return guarded(*entry, [&] { return opened(*entry).finish(std::chrono::milliseconds(slice)); });
+  return guarded(*entry, [&] { return !entry->pending.has_value() || wait_for_all(*entry, slice); });
 }
+
+/// Notes how far a sum has come.
+class Watched final : public SumInParts {
+ public:
+  explicit Watched(SumInParts& sum) : sum_(sum) {}
+  void open(std::span<const std::int64_t> in, std::span<std::int64_t> out) override {
+    sum_.open(in, out);
+    opened = true;
+    words_ = out.size();
+  }
+  void publish(std::size_t words) override { sum_.publish(words); }
+  bool wait(std::size_t words, std::chrono::milliseconds slice) override {
+    const bool there = sum_.wait(words, slice);
+    complete = complete || (there && words == words_);
+    return there;
+  }
+  bool opened = false;
+  bool complete = false;
+
+ private:
+  SumInParts& sum_;
+  std::size_t words_ = 0;
+};
 
 std::string shm_error(std::int64_t handle) { return registry().get(handle)->error; }
 
 }  // namespace
 
-std::tuple<Tensor, std::int64_t> sum_message(const Tensor& message, std::int64_t handle,
-                                             std::int64_t slice) {
-  auto [merged, status] = shm_sum(message, handle, slice);
-  if (status == kDone) {
-    const MessageInfo info =
-        read_header(int64_data("merged", merged, kHeaderWords), ranks_of_group(handle));
-    status = info.agree && !info.any_rejected ? kDone : kUnchecked;
+std::int64_t run_in_group(std::int64_t handle, const Tensor& message, const Tensor& merged,
+                          const std::function<Reached(SumInParts&)>& direction) {
+  const auto entry = registry().get(handle);
+  SharedMemoryGroup& group = opened(*entry);
+  Watched sum(*group.parts());
+  begin_exchange(*entry, message, merged);
+  Reached reached{};
+  std::int64_t status = kUnchecked;
+  try {
+    status = guarded(*entry, [&] {
+      reached = direction(sum);
+      return reached != Reached::kPublished;
+    });
+  } catch (const std::bad_alloc& error) {
+    entry->pending.reset();
+    if (!sum.opened) {
+      throw;
+    }
+    if (!sum.complete) {
+      entry->error = error.what();
+      group.abandon(entry->error);
+      status = kNoMemory;
+    }
   }
-  return {merged, status};
+  return status == kDone && reached != Reached::kOutput ? kUnchecked : status;
 }
 
 int ranks_of_group(std::int64_t handle) { return opened(*registry().get(handle)).size(); }

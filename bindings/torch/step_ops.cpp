@@ -1,6 +1,8 @@
 #include <torch/csrc/stable/library.h>
 
-#include <new>
+#include <chrono>
+#include <optional>
+#include <span>
 #include <tuple>
 #include <vector>
 
@@ -9,6 +11,7 @@
 #include "bindings/torch/resolved.hpp"
 #include "bindings/torch/tensors.hpp"
 #include "syncbn/batch_norm.hpp"
+#include "syncbn/group_passes.hpp"
 #include "syncbn/passes.hpp"
 
 // A whole direction of a training step in one operator, for python/syncbn/step/in_one.py: checks,
@@ -20,53 +23,47 @@ namespace {
 /// In the place of a group's number: one rank, with nobody to exchange with.
 constexpr std::int64_t kAlone = -1;
 
-/// This rank's message, and the sum of all ranks' messages.
-struct Exchange {
+/// What a direction has come to, and its messages where it did not come to its end.
+struct Outcome {
   std::optional<Tensor> message, merged;
   std::int64_t status = kDone;
-  MessageInfo info;  ///< of the sum, once it is done
+  MessageInfo info;
+  std::int64_t backward = 0;  ///< the merged header's word
 
-  /// Sums what `sums` writes to a message.
-  template <class Sums>
-  void run(const Tensor& x, std::int64_t handle, std::int64_t slice, const Sums& sums) {
-    Tensor own = new_message(x, dtype_of("x", x), channels_of(x), 0);
-    sums(int64_data("message", own, kHeaderWords));
-    auto [sum, ended] = sum_message(own, handle, slice);
-    status = ended;
+  /// One rank's. What is refused is left to the general way, which has the words for it.
+  Outcome(const MessageInfo& of_one_rank, bool refused)
+      : status(refused ? kUnchecked : kDone), info(of_one_rank) {}
+
+  /// A group's; direction(GroupSum): the rest of it.
+  template <class Direction>
+  Outcome(const Tensor& x, std::int64_t handle, std::int64_t slice, GroupSum group,
+          const Direction& direction)
+      : message(new_message(x, dtype_of("x", x), channels_of(x), 0)),
+        merged(empty(x, message->numel(), ScalarType::Long)) {
+    group.ranks = ranks_of_group(handle);
+    group.message = words(*message);
+    group.merged = words(*merged);
+    group.slice = std::chrono::milliseconds(slice);
+    status = run_in_group(handle, *message, *merged, [&](SumInParts& sum) {
+      group.sum = &sum;
+      return direction(group);
+    });
+    info = group.info;
+    backward = group.merged[kHeaderBackward];
     if (status == kDone) {
-      info = read_header(words(sum), ranks_of_group(handle));
-    }
-    message = own;
-    merged = sum;
-  }
-
-  /// Leaves the rest to the general way, which has the words for what is wrong.
-  void refuse_if(bool wrong) {
-    if (status == kDone && wrong) {
-      status = kUnchecked;
-    }
-  }
-
-  static const std::int64_t* words(const Tensor& message) {
-    return int64_data("message", message, kHeaderWords);
-  }
-
-  /// What follows the exchange. Where memory is lacking the general way goes on from here: to begin
-  /// again would exchange again.
-  template <class Body>
-  void finish(const Body& body) {
-    if (status != kDone) {
-      return;
-    }
-    try {
-      body();
       message.reset();
       merged.reset();
-    } catch (const std::bad_alloc&) {
-      status = kUnchecked;
     }
   }
+
+ private:
+  static std::span<std::int64_t> words(const Tensor& tensor) {
+    return {int64_data("message", tensor, kHeaderWords), static_cast<std::size_t>(tensor.numel())};
+  }
 };
+
+/// PyTorch's layer refuses one value per channel.
+bool is_no_single_value(const MessageInfo& info) { return info.count != 1; }
 
 int ranks_of_handle(std::int64_t handle) { return handle == kAlone ? 1 : ranks_of_group(handle); }
 
@@ -108,35 +105,34 @@ forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<
       fingerprint(static_cast<std::uint64_t>(layer), static_cast<std::uint64_t>(number),
                   Direction::kForward, channels, eps);
   std::uint8_t* bits = activation_mask.has_value() ? byte_data(*activation_mask) : nullptr;
-  Exchange exchange;
-  std::int64_t word = 0;
-  if (handle == kAlone) {
-    exchange.info = forward_of_one_rank(samples, counted, scale, shift, added, out, bits, mean,
-                                        var.data(), rstd, eps, options.activation, executor);
-    exchange.refuse_if(exchange.info.count == 1);
-  } else {
-    exchange.run(x, handle, slice, [&](std::int64_t* message) {
-      syncbn::local_moments(samples, counted, message, tag, executor);
-      message[kHeaderBackward] = backward;
+  Outcome outcome = [&] {
+    if (handle == kAlone) {
+      const MessageInfo info =
+          forward_of_one_rank(samples, counted, scale, shift, added, out, bits, mean, var.data(),
+                              rstd, eps, options.activation, executor);
+      return Outcome(info, !is_no_single_value(info));
+    }
+    const GroupSum group{.fingerprint = tag, .backward = backward, .accept = is_no_single_value};
+    return Outcome(x, handle, slice, group, [&](GroupSum& sum) {
+      return forward_in_group(samples, counted, scale, shift, added, out, bits, mean, var.data(),
+                              rstd, eps, options.activation, sum, executor);
     });
-    exchange.refuse_if(exchange.info.count == 1);
-  }
-  exchange.finish([&] {
-    if (handle != kAlone) {
-      const std::int64_t* words = Exchange::words(*exchange.merged);
-      word = words[kHeaderBackward];
-      finalize_moments(exchange.info, words + kHeaderWords, mean, var.data(), rstd, channels, eps,
-                       executor);
-      syncbn::normalize(samples, counted, mean, rstd, scale, shift, added, out, bits,
-                        options.activation, executor);
-    }
-    updates.apply(mean, var.data(), channels, exchange.info.count);
+  }();
+  if (outcome.status == kDone) {
+    updates.apply(mean, var.data(), channels, outcome.info.count);
     if (count != nullptr) {
-      *count = exchange.info.count;
+      *count = outcome.info.count;
     }
-  });
-  return {y,    statistics,       activation_mask, exchange.info.count, tag,
-          word, exchange.message, exchange.merged, exchange.status};
+  }
+  return {y,
+          statistics,
+          activation_mask,
+          outcome.info.count,
+          tag,
+          outcome.backward,
+          outcome.message,
+          outcome.merged,
+          outcome.status};
 }
 
 /// An output that may not be wanted.
@@ -173,33 +169,20 @@ backward_step(const Tensor& dy, const Tensor& x, const Tensor& statistics,
                  share ? AffineGradients::kShare : AffineGradients::kGlobal,
                  ranks_of_handle(handle));
   TorchExecutor executor;
-  Exchange exchange;
-  if (handle == kAlone) {
-    exchange.info = backward_of_one_rank(gradient, samples, counted, mean, rstd, back, scale, kept,
-                                         out, out_weight, out_bias, count, executor);
-    exchange.refuse_if(exchange.info.count != count);
-    return {dx, dweight, dbias, u, exchange.message, exchange.merged, exchange.status};
-  }
-  exchange.run(x, handle, slice, [&](std::int64_t* message) {
-    syncbn::local_gradients(gradient, samples, counted, mean, rstd, back, kept, message,
-                            backward_fingerprint(static_cast<std::uint32_t>(tag)), executor);
-  });
-  exchange.refuse_if(exchange.info.count != count);
-  exchange.finish([&] {
-    const MutableTensorView none;
-    std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
-    finalize_gradients(exchange.info, Exchange::words(*exchange.merged) + kHeaderWords, mean, rstd,
-                       scale, coefficients.data(), share ? none : out_weight,
-                       share ? none : out_bias, channels, count, executor);
-    if (share) {
-      syncbn::affine_gradient_shares(Exchange::words(*exchange.message) + kHeaderWords,
-                                     samples.dtype, mean, rstd, out_weight, out_bias, channels,
-                                     executor);
+  Outcome outcome = [&] {
+    if (handle == kAlone) {
+      const MessageInfo info =
+          backward_of_one_rank(gradient, samples, counted, mean, rstd, back, scale, kept, out,
+                               out_weight, out_bias, count, executor);
+      return Outcome(info, info.count != count);
     }
-    syncbn::input_gradient(keep ? TensorView(kept) : gradient, samples, counted, mean, rstd,
-                           coefficients.data(), keep ? ActivationGradient{} : back, out, executor);
-  });
-  return {dx, dweight, dbias, u, exchange.message, exchange.merged, exchange.status};
+    const GroupSum group{.fingerprint = backward_fingerprint(static_cast<std::uint32_t>(tag))};
+    return Outcome(x, handle, slice, group, [&](GroupSum& sum) {
+      return backward_in_group(gradient, samples, counted, mean, rstd, back, scale, kept, out,
+                               out_weight, out_bias, share, count, sum, executor);
+    });
+  }();
+  return {dx, dweight, dbias, u, outcome.message, outcome.merged, outcome.status};
 }
 
 }  // namespace

@@ -68,7 +68,8 @@ enum class AffineGradients : std::uint8_t {
 /// group's dtype. Updates `running` unless the global count is 0. Makes one all_reduce_sum, or one
 /// all_gather with Statistics::kWelford.
 /// Throws on every rank: InvalidArgument on the rank whose argument is refused and PeerLost on the
-/// others; DivergenceError when the ranks' calls do not match. Nothing is changed then.
+/// others; DivergenceError when the ranks' calls do not match. Nothing is changed then. After
+/// ExchangeTimeout and PeerLost `y` holds anything, and `running` what it held.
 SYNCBN_API BatchStatistics batch_norm_forward(
     const TensorView& x, const MaskView& mask, const TensorView& weight, const TensorView& bias,
     const TensorView& residual, const MutableTensorView& y, const RunningStatistics& running,

@@ -11,6 +11,26 @@
 
 namespace syncbn {
 
+/// A sum over the ranks of a group whose words come and go in parts: a rank goes on computing while
+/// others exchange, and can look after other things while it waits. The ranks need not publish the
+/// same parts. Nothing is allocated.
+class SYNCBN_API SumInParts {
+ public:
+  virtual ~SumInParts();
+
+  /// Begins a sum; waits for nobody. in.size() == out.size(); both stay valid until all words of
+  /// out are there, a call throws, or the group was abandoned. out may be in. Throws Error when one
+  /// is under way already; what the calls throw are otherwise the errors of all_reduce_sum.
+  virtual void open(std::span<const std::int64_t> in, std::span<std::int64_t> out) = 0;
+
+  /// The first `words` of `in` change no more: all of them, in the end. Waits for nobody.
+  virtual void publish(std::size_t words) = 0;
+
+  /// Waits until the first `words` of `out` are there, which have to be published, for at most
+  /// about `slice` (0: only looks). Whether they are.
+  virtual bool wait(std::size_t words, std::chrono::milliseconds slice) = 0;
+};
+
 /// One rank's end of a group that exchanges statistics. Every rank of the group makes the same
 /// sequence of calls. Calls on one communicator come from one thread at a time. On the CPU
 /// batch_norm_forward and batch_norm_backward ask a group of one rank for no sum.
@@ -25,6 +45,9 @@ class SYNCBN_API Communicator {
   /// every rank. Throws on every rank: DivergenceError when lengths differ, ExchangeTimeout when a
   /// rank does not come in time, PeerLost when one has left.
   virtual void all_reduce_sum(std::span<std::int64_t> words) = 0;
+
+  /// all_reduce_sum in parts, or null where words travel only at once.
+  virtual SumInParts* parts() { return nullptr; }
 
   /// Concatenates every rank's bytes in rank order; out.size() == size() * in.size(). Errors as for
   /// all_reduce_sum.

@@ -70,16 +70,7 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
   void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
   void abandon(const std::string& reason) override;
 
-  /// The two exchanges for callers that must look after other things while they wait: begin, then
-  /// finish until it returns true. The memory stays valid and untouched until then. Errors are
-  /// those of the whole call, from either part; Error when an exchange is under way already. A
-  /// caller that gives up in between calls abandon.
-  void begin_all_reduce_sum(std::span<std::int64_t> words);
-  void begin_all_gather(std::span<const std::byte> in, std::span<std::byte> out);
-
-  /// Waits for at most about `slice` (0: only looks); true when the exchange is complete, also when
-  /// none is under way.
-  bool finish(std::chrono::milliseconds slice);
+  SumInParts* parts() override;
 
   /// The timeout of this rank from now on, also in an exchange that is under way.
   void set_timeout(std::chrono::milliseconds timeout);

@@ -6,6 +6,7 @@
 namespace syncbn {
 
 Communicator::~Communicator() = default;
+SumInParts::~SumInParts() = default;
 
 namespace {
 

@@ -61,33 +61,39 @@ struct SharedBarrier::Control {
   }
 };
 
-std::size_t SharedBarrier::memory_bytes(int ranks) {
-  const auto n = static_cast<std::size_t>(ranks);
-  return Control::bytes_with_areas(n) + n * 2 * slot_bytes(n);
+std::size_t SharedBarrier::control_bytes(int ranks) {
+  return Control::bytes_with_areas(static_cast<std::size_t>(ranks));
 }
 
-SharedBarrier::SharedBarrier(Segment segment, int rank, int size, milliseconds timeout)
-    : segment_(std::move(segment)),
+std::size_t SharedBarrier::memory_bytes(int ranks) {
+  const auto n = static_cast<std::size_t>(ranks);
+  return control_bytes(ranks) + n * 2 * slot_bytes(n);
+}
+
+SharedBarrier::SharedBarrier(std::byte* memory, std::vector<Peer> peers, int rank, int size,
+                             milliseconds timeout, pid_t process)
+    : memory_(memory),
+      peers_(std::move(peers)),
       rank_(static_cast<std::size_t>(rank)),
       size_(static_cast<std::size_t>(size)),
       timeout_(timeout),
       slots_(Control::bytes_with_areas(size_)),
       slot_(slot_bytes(size_)),
-      process_(getpid()) {
-  for (const Peer& peer : segment_.peers) {
+      process_(process) {
+  for (const Peer& peer : peers_) {
     alive_.push_back({peer.alive.get(), POLLIN, 0});
   }
 }
 
 SharedBarrier::Control& SharedBarrier::control() const {
-  return *reinterpret_cast<Control*>(segment_.memory.data());
+  return *reinterpret_cast<Control*>(memory_);
 }
 
 RankArea& SharedBarrier::area(std::size_t rank) const {
-  return reinterpret_cast<RankArea*>(segment_.memory.data() + sizeof(Control))[rank];
+  return reinterpret_cast<RankArea*>(memory_ + sizeof(Control))[rank];
 }
 
-bool SharedBarrier::in_own_process() const { return getpid() == process_; }
+bool SharedBarrier::in_own_process() const { return process_ == 0 || getpid() == process_; }
 
 void SharedBarrier::check_process() const {
   if (!in_own_process()) {
@@ -107,6 +113,7 @@ void SharedBarrier::check_usable() const {
 void SharedBarrier::arrive() {
   ++number_;
   arrived_at_ = Clock::now();
+  waited_before_ = waited_;
   area(rank_).arrived.store(number_);
   try_meet();
 }
@@ -148,14 +155,16 @@ bool SharedBarrier::wait(milliseconds slice) {
     }
   }
   const auto begin = Clock::now();
+  const milliseconds before = waited_;
   for (bool slept = false;; slept = true) {
     try_meet();
     if (met()) {
       return true;
     }
     const auto now = Clock::now();
-    const auto waited = duration_cast<milliseconds>(now - arrived_at_);
     const auto left = slice - duration_cast<milliseconds>(now - begin);
+    const auto waited = waited_before_ + duration_cast<milliseconds>(now - arrived_at_);
+    waited_ = before + slice - left;
     if (slept || left <= milliseconds(0)) {
       look_at_peers();
     }
@@ -192,7 +201,7 @@ void SharedBarrier::look_at_peers() {
     return;
   }
   for (std::size_t i = 0; i < alive_.size(); ++i) {
-    const Peer& peer = segment_.peers[i];
+    const Peer& peer = peers_[i];
     // One that came to this barrier before it ended has done its part of it.
     const auto r = static_cast<std::size_t>(peer.rank);
     if (alive_[i].revents != 0 && area(r).arrived.load() < number_) {

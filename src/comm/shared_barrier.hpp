@@ -11,7 +11,7 @@
 
 #include "comm/shared_segment.hpp"
 
-// The barriers of a group in shared memory, and the slots that ranks fill for them.
+// The barriers of a group in memory that its ranks share, and the slots that they fill for them.
 namespace syncbn {
 
 /// What a rank brings to one barrier; longer messages go in pieces. The L2 cache holds a few.
@@ -26,8 +26,9 @@ struct alignas(64) RankArea {
   std::atomic<std::uint64_t> arrived;  ///< number of the barrier that it has reached
   struct {
     std::uint64_t bytes;
+    std::uint64_t end;  ///< of what its slot holds
     ExchangeKind kind;
-  } message[2];  ///< as slots; written for the first barrier of an exchange
+  } message[2];  ///< as slots
   /// Why it has broken the group; written once, before `state` says so.
   alignas(64) Cause cause;
   char reason[508];
@@ -41,20 +42,24 @@ struct alignas(64) RankArea {
 /// barrier is met for all ranks or for none.
 class SharedBarrier {
  public:
-  SharedBarrier(Segment segment, int rank, int size, std::chrono::milliseconds timeout);
+  /// memory: memory_bytes(size) bytes, zero where slots do not lie; outlives this. peers: the ranks
+  /// in other processes. process: the only one that may use this, or 0.
+  SharedBarrier(std::byte* memory, std::vector<Peer> peers, int rank, int size,
+                std::chrono::milliseconds timeout, pid_t process);
 
   static std::size_t memory_bytes(int ranks);
+  /// Without the slots.
+  static std::size_t control_bytes(int ranks);
 
   std::size_t rank() const { return rank_; }
   std::size_t size() const { return size_; }
-  /// The barrier that this rank has reached last, and when.
+  /// The barrier that this rank has reached last.
   std::uint64_t number() const { return number_; }
-  std::chrono::steady_clock::time_point arrived_at() const { return arrived_at_; }
   bool in_own_process() const;
   RankArea& area(std::size_t rank) const;
   /// A rank's slot for a barrier: kPieceBytes, behind them one size()-th of that.
   std::byte* slot(std::size_t rank, std::uint64_t barrier) const {
-    return segment_.memory.data() + slots_ + (2 * rank + barrier % 2) * slot_;
+    return memory_ + slots_ + (2 * rank + barrier % 2) * slot_;
   }
 
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
@@ -63,10 +68,16 @@ class SharedBarrier {
   void check_usable() const;
   /// Throws Error in a forked child.
   void check_process() const;
+  /// From here on waits share one time limit.
+  void begin_waits() { waited_ = std::chrono::milliseconds(0); }
+  /// How long this rank has waited since, but for waits that ended at once.
+  std::chrono::milliseconds waited() const { return waited_; }
   /// Comes to the next barrier.
   void arrive();
-  /// Waits for the others for about `slice`; whether all have come. Throws ExchangeTimeout or
-  /// PeerLost if the group breaks, which it does at the time limit and when a missing rank is dead.
+  /// Whether all have come. Throws ExchangeTimeout or PeerLost if the group broke before.
+  bool met() const;
+  /// Waits for the others for about `slice`; whether all have come. Errors as of met(); the group
+  /// breaks at the time limit and when a missing rank is dead.
   bool wait(std::chrono::milliseconds slice);
   void abandon(const std::string& reason);
 
@@ -75,7 +86,6 @@ class SharedBarrier {
   using Cause = RankArea::Cause;
 
   Control& control() const;
-  bool met() const;
   void try_meet();
   void look_at_peers();
   void look_at_clock(std::chrono::milliseconds waited);
@@ -84,8 +94,9 @@ class SharedBarrier {
   bool break_at(std::uint64_t last_met, Cause cause, const std::string& text);
   [[noreturn]] void throw_broken(std::uint64_t state, bool waiting) const;
 
-  Segment segment_;
-  std::vector<pollfd> alive_;  ///< of segment_.peers
+  std::byte* memory_;
+  std::vector<Peer> peers_;
+  std::vector<pollfd> alive_;  ///< of peers_
   std::size_t rank_;
   std::size_t size_;
   std::chrono::milliseconds timeout_;
@@ -94,6 +105,8 @@ class SharedBarrier {
   pid_t process_;
   std::uint64_t number_ = 0;
   std::chrono::steady_clock::time_point arrived_at_;
+  std::chrono::milliseconds waited_{0};
+  std::chrono::milliseconds waited_before_{0};  ///< this barrier
 };
 
 }  // namespace syncbn

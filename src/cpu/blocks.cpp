@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "cpu/float_environment.hpp"
 
@@ -130,37 +131,109 @@ std::int64_t block_channels(const SampleView& x, const VectorSums& sums, const V
   return channels * kBlocks * threads <= x.channels ? channels : 0;
 }
 
+namespace {
+
+struct Channels {
+  std::int64_t begin;
+  std::int64_t end;
+  bool empty() const { return begin >= end; }
+};
+
+/// One thread's part in turns.
+class Lane {
+ public:
+  Lane(const SampleView& x, const VectorSums& sums, const VectorMap& map, SumsSink& sink,
+       const SetConstants& set_constants)
+      : sums_(sums),
+        map_(map),
+        sink_(sink),
+        set_constants_(set_constants),
+        turns_(map, x.samples, static_cast<std::int64_t>(size_of(x.dtype))) {}
+
+  /// Sums of some channels, and the map of others; each may be empty.
+  void step(const Channels& to_sum, const Channels& to_map) {
+    const Meanwhile meanwhile{
+        [](void* turns, std::int64_t elements) { static_cast<Turns*>(turns)->step(elements); },
+        &turns_};
+    if (!to_map.empty()) {
+      set_constants_(to_map.begin, to_map.end);
+      turns_.begin(map_.task(to_map.begin, to_map.end));
+    }
+    if (!to_sum.empty()) {
+      sink_.publish(*sums_.sum(to_sum.begin, to_sum.end, to_map.empty() ? nullptr : &meanwhile),
+                    to_sum.begin);
+    }
+    if (!to_map.empty()) {
+      turns_.finish();
+    }
+  }
+  /// After the last map on this thread.
+  void fence_stores() const { map_.run(map_.task(0, 0)); }
+
+ private:
+  const VectorSums& sums_;
+  const VectorMap& map_;
+  SumsSink& sink_;
+  const SetConstants& set_constants_;
+  Turns turns_;
+};
+
+}  // namespace
+
 void run_in_blocks(const SampleView& x, const VectorSums& sums, VectorMap& map, SumsSink& sink,
-                   std::int64_t block,
-                   const std::function<void(std::int64_t, std::int64_t)>& set_constants,
-                   Executor& executor) {
+                   std::int64_t block, const SetConstants& set_constants, Executor& executor) {
   const std::int64_t blocks = (x.channels + block - 1) / block;
   const std::int64_t shares = std::min<std::int64_t>(executor.concurrency(), blocks);
   executor.parallel_for(0, shares, 1, [&](std::int64_t first, std::int64_t last) {
     const FloatEnvironment environment;
-    Turns turns(map, x.samples, static_cast<std::int64_t>(size_of(x.dtype)));
-    const Meanwhile meanwhile{
-        [](void* state, std::int64_t elements) { static_cast<Turns*>(state)->step(elements); },
-        &turns};
-    const Meanwhile* others = nullptr;  // the first block's sums are alone
+    Lane lane(x, sums, map, sink, set_constants);
+    Channels before{0, 0};
     for (std::int64_t b = blocks * first / shares; b < blocks * last / shares; ++b) {
-      const std::int64_t begin = b * block;
-      const std::int64_t end = std::min(begin + block, x.channels);
-      const std::unique_ptr<Windows> windows = sums.sum(begin, end, others);
-      if (others != nullptr) {
-        turns.finish();
-      }
-      sink.publish(*windows, begin);
-      sink.wait(begin, end);
-      set_constants(begin, end);
-      turns.begin(map.task(begin, end));
-      others = &meanwhile;
+      const Channels here{b * block, std::min((b + 1) * block, x.channels)};
+      lane.step(here, before);
+      before = here;
     }
-    if (others != nullptr) {
-      turns.finish();
-      map.run(map.task(0, 0));  // fences the stores
-    }
+    lane.step({0, 0}, before);
+    lane.fence_stores();
   });
+}
+
+bool run_in_waves(const SampleView& x, const VectorSums& sums, VectorMap& map, SumsSink& sink,
+                  std::int64_t block, GroupSums& group, const SetConstants& set_constants,
+                  Executor& executor) {
+  const std::int64_t blocks = (x.channels + block - 1) / block;
+  const std::int64_t threads = std::min<std::int64_t>(executor.concurrency(), blocks);
+  const std::int64_t waves = (blocks + threads - 1) / threads;
+  const auto channels_of = [&](std::int64_t wave, std::int64_t thread) {
+    const std::int64_t begin = (wave * threads + thread) * block;
+    return wave < 0 ? Channels{0, 0} : Channels{begin, std::min(begin + block, x.channels)};
+  };
+  const auto end_of = [&](std::int64_t wave) {
+    return std::min((wave + 1) * threads * block, x.channels);
+  };
+  std::vector<Lane> lanes;
+  lanes.reserve(static_cast<std::size_t>(threads));
+  for (std::int64_t t = 0; t < threads; ++t) {
+    lanes.emplace_back(x, sums, map, sink, set_constants);
+  }
+  bool come = true;  // what was waited for
+  for (std::int64_t wave = 0; wave < waves + 2 && (come || wave < waves); ++wave) {
+    executor.parallel_for(0, threads, 1, [&](std::int64_t first, std::int64_t last) {
+      const FloatEnvironment environment;
+      for (std::int64_t t = first; t < last; ++t) {
+        Lane& lane = lanes[static_cast<std::size_t>(t)];
+        lane.step(channels_of(wave, t), channels_of(come ? wave - 2 : -1, t));
+        lane.fence_stores();
+      }
+    });
+    if (wave < waves) {
+      group.publish(end_of(wave));
+    }
+    if (come && wave >= 1 && wave <= waves) {
+      come = group.wait(end_of(wave - 1));
+    }
+  }
+  return come;
 }
 
 }  // namespace syncbn::cpu

@@ -58,6 +58,31 @@ void backward_of_one_rank(const SampleView& dy, const SampleView& x, const Sampl
                           const SampleView& dx, const Pullback& pullback, const Gradients& to,
                           Executor& executor);
 
+/// How the sums of a group's ranks come together, from channel 0 on.
+class GroupSums {
+ public:
+  virtual ~GroupSums() = default;
+  /// Whether parts travel while others are computed.
+  virtual bool streams() const = 0;
+  /// This rank's words of the channels below `end` are there.
+  virtual void publish(std::int64_t end) = 0;
+  /// Whether those of all ranks are. If not, nothing further may be made of them now, but all words
+  /// of this rank have to be published.
+  virtual bool wait(std::int64_t end) = 0;
+  /// Makes statistics of them. Several threads call it, for channels of their own.
+  virtual void finalize(std::int64_t begin, std::int64_t end) = 0;
+};
+
+/// Whole directions of a rank of a group, by `group`; to: where that puts the statistics. words: of
+/// this rank, of all channels. Whether the statistics and the output are there.
+bool forward_in_group(const SampleView& x, const SampleView* residual, const SampleView& y,
+                      std::uint8_t* activation_mask, const double* weight, const double* bias,
+                      const Activation& activation, const Moments& to, std::int64_t* words,
+                      GroupSums& group, Executor& executor);
+bool backward_in_group(const SampleView& dy, const SampleView& x, const SampleView* u,
+                       const SampleView& dx, const Pullback& pullback, const Gradients& to,
+                       std::int64_t* words, GroupSums& group, Executor& executor);
+
 struct GradientConstants {
   const double* mean;
   const double* rstd;

@@ -129,24 +129,24 @@ void Gradients::store(const ChannelGradients& of, std::int64_t channel) const {
   store_channel_values(dbias, channel, 1, &of.dbias);
 }
 
-void finalize_moments(DType dtype, const std::int64_t* words, std::int64_t begin, std::int64_t end,
+void finalize(DType dtype, const std::int64_t* words, std::int64_t begin, std::int64_t end,
                       const Moments& to) {
   round_moments(dtype, InWords(dtype, words + begin * format_of(dtype).words()), end - begin,
                 {to.count, to.eps, to.mean + begin, to.var + begin, to.rstd + begin});
 }
 
-void finalize_moments(DType dtype, Windows& windows, std::int64_t begin, const Moments& to) {
+void finalize(DType dtype, Windows& windows, std::int64_t begin, const Moments& to) {
   round_moments(dtype, InWindows(dtype, windows), windows.channels(),
                 {to.count, to.eps, to.mean + begin, to.var + begin, to.rstd + begin});
 }
 
-void finalize_gradients(DType dtype, const std::int64_t* words, std::int64_t begin,
+void finalize(DType dtype, const std::int64_t* words, std::int64_t begin,
                         std::int64_t end, const Gradients& to) {
   round_gradients(dtype, InWords(dtype, words + begin * format_of(dtype).words()), begin,
                   end - begin, to);
 }
 
-void finalize_gradients(DType dtype, Windows& windows, std::int64_t begin, const Gradients& to) {
+void finalize(DType dtype, Windows& windows, std::int64_t begin, const Gradients& to) {
   round_gradients(dtype, InWindows(dtype, windows), begin, windows.channels(), to);
 }
 

@@ -18,10 +18,10 @@ struct Moments {
   double* rstd;
 };
 /// words: of channel 0 of all.
-void finalize_moments(DType dtype, const std::int64_t* words, std::int64_t begin, std::int64_t end,
+void finalize(DType dtype, const std::int64_t* words, std::int64_t begin, std::int64_t end,
                       const Moments& moments);
 /// windows: of the channels from `begin` on.
-void finalize_moments(DType dtype, Windows& windows, std::int64_t begin, const Moments& moments);
+void finalize(DType dtype, Windows& windows, std::int64_t begin, const Moments& moments);
 
 /// Arrays of all channels, coefficients as finalize_gradients of passes.hpp gives them, or null.
 struct Gradients {
@@ -36,9 +36,9 @@ struct Gradients {
 
   void store(const ChannelGradients& of, std::int64_t channel) const;
 };
-void finalize_gradients(DType dtype, const std::int64_t* words, std::int64_t begin,
+void finalize(DType dtype, const std::int64_t* words, std::int64_t begin,
                         std::int64_t end, const Gradients& gradients);
-void finalize_gradients(DType dtype, Windows& windows, std::int64_t begin,
+void finalize(DType dtype, Windows& windows, std::int64_t begin,
                         const Gradients& gradients);
 
 /// running <- the contract's update with values[c] * correction.

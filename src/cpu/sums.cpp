@@ -222,33 +222,13 @@ VectorSums::VectorSums(const SampleView& dy, const SampleView& x, const SampleVi
   }
 }
 
-namespace {
-
-/// A message's words.
-class IntoWords final : public SumsSink {
- public:
-  IntoWords(DType dtype, std::int64_t* words)
-      : per_channel_(format_of(dtype).words()), words_(words) {}
-  void publish(Windows& windows, std::int64_t begin) override {
-    for (std::int64_t c = 0; c < windows.channels(); ++c) {
-      windows.write_words(c, words_ + (begin + c) * per_channel_);
-    }
-  }
-
- private:
-  int per_channel_;
-  std::int64_t* words_;
-};
-
-}  // namespace
-
 void moment_sums(const SampleView& x, std::int64_t* words, Executor& executor) {
   const VectorSums sums(x);
   if (!sums.possible()) {
     reference::moment_sums(x, words, executor);
     return;
   }
-  IntoWords sink(x.dtype, words);
+  WordsSink sink(x.dtype, words);
   sums.run(sink, executor);
 }
 
@@ -259,7 +239,7 @@ void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* 
     reference::gradient_sums(dy, x, u, words, pullback, executor);
     return;
   }
-  IntoWords sink(x.dtype, words);
+  WordsSink sink(x.dtype, words);
   sums.run(sink, executor);
 }
 

@@ -8,18 +8,32 @@
 #include "cpu/kernels.hpp"
 #include "cpu/packed.hpp"
 #include "cpu/windows.hpp"
+#include "statistics/dtype.hpp"
 
 namespace syncbn::cpu {
 
-/// Where the sums of channels become what the caller wants of them, with those of other ranks or
-/// without. Several threads call it, for channels of their own.
+/// Where the sums of channels become what the caller wants of them. Several threads call it, for channels of their own.
 class SumsSink {
  public:
   virtual ~SumsSink() = default;
   /// windows: all that this rank has of the channels from `begin` on.
   virtual void publish(Windows& windows, std::int64_t begin) = 0;
-  /// Until the results of these channels are there.
-  virtual void wait(std::int64_t /*begin*/, std::int64_t /*end*/) {}
+};
+
+/// A message's words, of all channels.
+class WordsSink final : public SumsSink {
+ public:
+  WordsSink(DType dtype, std::int64_t* words)
+      : per_channel_(format_of(dtype).words()), words_(words) {}
+  void publish(Windows& windows, std::int64_t begin) override {
+    for (std::int64_t c = 0; c < windows.channels(); ++c) {
+      windows.write_words(c, words_ + (begin + c) * per_channel_);
+    }
+  }
+
+ private:
+  int per_channel_;
+  std::int64_t* words_;
 };
 
 /// Sums of u and u*v by the vector kernels. What is given must outlive this.

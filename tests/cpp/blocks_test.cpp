@@ -14,7 +14,7 @@
 #include "cpu/finalize.hpp"
 #include "one_rank.hpp"
 
-// One rank's directions, whole or in blocks of channels: the bits of one pass after the other.
+// Directions, whole or in blocks of channels: the bits of one pass after the other.
 namespace syncbn {
 namespace {
 
@@ -24,44 +24,100 @@ using cpu::VectorMap;
 using cpu::VectorSums;
 using cpu::Windows;
 
-/// Publishes as one rank does; counts what it is asked for.
+/// Statistics straight from windows, as one rank has them.
 struct Sink final : SumsSink {
   explicit Sink(std::function<void(Windows&, std::int64_t)> how) : finalize(std::move(how)) {}
   void publish(Windows& windows, std::int64_t begin) override { finalize(windows, begin); }
   std::function<void(Windows&, std::int64_t)> finalize;
 };
 
-/// forward_of_one_rank with blocks of so many channels; false if the kernels cannot do it.
-bool forward_in_blocks(OneRank& layer, std::int64_t block, Executor& executor) {
+/// A group whose other ranks bring zeros; from the wait `late` on they have not come.
+struct Words final : cpu::GroupSums {
+  Words(const SampleView& x, int number)
+      : words(static_cast<std::size_t>(x.channels * words_per_channel(x.dtype))), late(number) {}
+  bool streams() const override { return true; }
+  void publish(std::int64_t end) override {
+    EXPECT_GT(end, published);
+    published = end;
+  }
+  bool wait(std::int64_t end) override {
+    EXPECT_LE(end, published);
+    EXPECT_GT(late, 0) << "a wait after one that was in vain";
+    come = --late > 0 ? end : come;
+    return late > 0;
+  }
+  void finalize(std::int64_t, std::int64_t end) override { EXPECT_LE(end, come); }
+
+  std::vector<std::int64_t> words;
+  std::int64_t published = 0;
+  std::int64_t come = 0;
+  int late;
+};
+constexpr int kNeverLate = 1 << 30;
+
+/// How a direction goes through blocks: on one rank, or in a group.
+struct Way {
+  std::int64_t block;  ///< channels
+  bool waves = false;
+  int late = kNeverLate;
+};
+
+/// Runs the blocks; false if the kernels cannot do it.
+template <class Statistics, class SetConstants>
+bool run_way(const Way& way, const OneRank& layer, const SampleView& x, const VectorSums& sums,
+             VectorMap& map, const Statistics& to, const SetConstants& set_constants,
+             Executor& executor) {
+  if (!sums.possible() || !map.possible() || sums.in_rows() || map.in_rows() || x.count() == 0) {
+    return false;
+  }
+  if (!way.waves) {
+    Sink sink([&](Windows& windows, std::int64_t begin) {
+      cpu::finalize(layer.dtype, windows, begin, to);
+    });
+    cpu::run_in_blocks(x, sums, map, sink, way.block, set_constants, executor);
+    return true;
+  }
+  Words group(x, way.late);
+  cpu::WordsSink sink(layer.dtype, group.words.data());
+  const bool complete = cpu::run_in_waves(
+      x, sums, map, sink, way.block, group,
+      [&](std::int64_t begin, std::int64_t end) {
+        group.finalize(begin, end);
+        cpu::finalize(layer.dtype, group.words.data(), begin, end, to);
+        set_constants(begin, end);
+      },
+      executor);
+  EXPECT_EQ(complete, group.late > 0);
+  EXPECT_EQ(group.published, x.channels);
+  if (!complete) {  // all words are there, and so is what can be made of them
+    cpu::finalize(layer.dtype, group.words.data(), 0, x.channels, to);
+    set_constants(0, x.channels);
+    map.run(executor);
+  }
+  return true;
+}
+
+bool forward_in_blocks(OneRank& layer, const Way& way, Executor& executor) {
   const SampleView x(layer.x_view(), layer.mask_view());
   const std::optional<SampleView> residual =
       layer.with_residual ? std::optional<SampleView>(layer.residual_view()) : std::nullopt;
   const SampleView y{TensorView(layer.y.view())};
   const VectorSums sums(x);
   VectorMap map(x, residual ? &*residual : nullptr, y, layer.bits_data(), layer.activation);
-  if (!sums.possible() || !map.possible() || sums.in_rows() || map.in_rows() || x.count() == 0) {
-    return false;
-  }
   const cpu::Moments to{x.count(), OneRank::kEps, layer.mean.data(), layer.var.data(),
                         layer.rstd.data()};
   const std::vector<double> weight =
       channel_values(std::as_const(layer.weight).view(), x.channels, 1.0);
   const std::vector<double> bias =
       channel_values(std::as_const(layer.bias).view(), x.channels, 0.0);
-  Sink sink([&](Windows& windows, std::int64_t begin) {
-    cpu::finalize_moments(layer.dtype, windows, begin, to);
-  });
-  cpu::run_in_blocks(
-      x, sums, map, sink, block,
-      [&](std::int64_t begin, std::int64_t end) {
-        map.constants().set_affine({to.mean, to.rstd, weight.data(), bias.data()}, begin, end);
-      },
-      executor);
+  const auto set_constants = [&](std::int64_t begin, std::int64_t end) {
+    map.constants().set_affine({to.mean, to.rstd, weight.data(), bias.data()}, begin, end);
+  };
   layer.forward_info = {x.count(), true, false, true, layer.dtype};
-  return true;
+  return run_way(way, layer, x, sums, map, to, set_constants, executor);
 }
 
-void backward_in_blocks(OneRank& layer, std::int64_t block, Executor& executor) {
+void backward_in_blocks(OneRank& layer, const Way& way, Executor& executor) {
   const SampleView x(layer.x_view(), layer.mask_view());
   const SampleView dy(std::as_const(layer.dy).view());
   const SampleView u{TensorView(layer.u.view())};
@@ -86,16 +142,10 @@ void backward_in_blocks(OneRank& layer, std::int64_t block, Executor& executor) 
                           layer.dweight.view(),
                           layer.dbias.view(),
                           x.channels};
-  Sink sink([&](Windows& windows, std::int64_t begin) {
-    cpu::finalize_gradients(layer.dtype, windows, begin, to);
-  });
-  cpu::run_in_blocks(
-      x, sums, map, sink, block,
-      [&](std::int64_t begin, std::int64_t end) {
-        map.constants().set_gradient({mean, rstd, c, c + x.channels, c + 2 * x.channels}, begin,
-                                     end);
-      },
-      executor);
+  const auto set_constants = [&](std::int64_t begin, std::int64_t end) {
+    map.constants().set_gradient({mean, rstd, c, c + x.channels, c + 2 * x.channels}, begin, end);
+  };
+  EXPECT_TRUE(run_way(way, layer, x, sums, map, to, set_constants, executor));
   layer.backward_info = layer.forward_info;
 }
 
@@ -144,15 +194,16 @@ TEST_F(OneRankLayer, InBlocksHasTheBitsOfPassesExact) {
               {random.between(1, std::min<std::int64_t>(most, 5)), channels, plane},
               random.one_in(3) ? Memory::kPlanesSlice : Memory::kPlanes);
     const OneRank expected = expected_of(given);
-    const std::int64_t block = 8 * random.between(1, 4);
+    const Way way{8 * random.between(1, 4), random.one_in(2),
+                  random.one_in(3) ? static_cast<int>(random.between(1, 5)) : kNeverLate};
     for (const std::string& level : levels_) {
       const LevelScope scope(level);
       SCOPED_TRACE(level + ", round " + std::to_string(round) + " plane " + std::to_string(plane) +
                    " channels " + std::to_string(channels));
       OneRank actual = given;
       Executor& threads = executor(random);
-      if (forward_in_blocks(actual, block, threads)) {
-        backward_in_blocks(actual, block, threads);
+      if (forward_in_blocks(actual, way, threads)) {
+        backward_in_blocks(actual, way, threads);
         expect_same_layer(actual, expected);
         ++compared;
       }

@@ -259,6 +259,25 @@ TEST_P(Invariance, ShapesExact) {
   }
 }
 
+// Large enough for blocks of channels on some ranks, while others go through one pass after the
+// other, or have nothing.
+TEST(Streaming, LargeTensorsExact) {
+  ThreadPool two(2);
+  ThreadPool three(3);
+  Random random(74);
+  const Data data(random, DType::kFloat32, {8, 140, 3137}, true);
+  const Outcome expected = one_rank(data);
+  for (const Split& split : {Split{{6, 0, 3, 1, 7, 5, 2, 4}}, Split{{6, 0, 3, 1, 7}, {5, 2, 4}},
+                             Split{{4}, {6, 0, 3, 1, 7}, {}, {5, 2}}}) {
+    SCOPED_TRACE(std::to_string(split.size()) + " ranks");
+    expect_same(run(data, split,
+                    {{Memory::kPlanes, Memory::kPlanes, Memory::kPlanes, &two},
+                     {Memory::kPlanes, Memory::kPlanes, Memory::kPlanes, &serial_executor()},
+                     {Memory::kPlanes, Memory::kRows, Memory::kPlanes, &three}}),
+                expected);
+  }
+}
+
 // Why the data above has teeth: binary64 sums of it, sample by sample, depend on the order.
 TEST_P(Invariance, PlainSumsOfThisDataAreNotInvariant) {
   Random random(72);

@@ -58,7 +58,7 @@ TEST(Kinds, EveryPlaceRefusesAMadeUpDtype) {
       [&] { cpu::welford_records(x, words.data(), executor); },
       [&] {
         const std::int64_t* from = words.data();
-        cpu::finalize_moments(kMadeUpDtype, from, 0, 1, {1, 0, &number, &number, &number});
+        cpu::finalize(kMadeUpDtype, from, 0, 1, {1, 0, &number, &number, &number});
       },
   };
   for (std::size_t i = 0; i < places.size(); ++i) {

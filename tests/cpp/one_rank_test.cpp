@@ -142,11 +142,11 @@ TEST_F(OneRankStatistics, OfAnyLimbsHaveTheBitsOfWordsExact) {
       gradients[which].assign(3 * c, 0);
       double* mean = moments[which].data();
       const cpu::Moments to{count, 1e-5, mean, mean + c, mean + 2 * c};
-      cpu::finalize_moments(dtype, sums..., to);
+      cpu::finalize(dtype, sums..., to);
       const cpu::Gradients all{
           count,          mean,         mean + 2 * c, {}, gradients[which].data(),
           dweight.view(), dbias.view(), channels};
-      cpu::finalize_gradients(dtype, sums..., all);
+      cpu::finalize(dtype, sums..., all);
       for (const Tensor* tensor : {&dweight, &dbias}) {
         const std::vector<double> values = tensor->values();
         gradients[which].insert(gradients[which].end(), values.begin(), values.end());

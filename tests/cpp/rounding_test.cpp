@@ -144,7 +144,7 @@ void expect_bits_of_integers(Random& random, const std::string& level, bool grad
       return MutableTensorView(actual.data() + i * n, DType::kFloat64, {channels});
     };
     const std::int64_t* from = words.data();
-    cpu::finalize_gradients(
+    cpu::finalize(
         kDtype, from, 0, channels,
         {count, mean.data(), rstd.data(), {}, actual.data(), place(3), place(4), channels});
     for (std::size_t c = 0; c < n; ++c) {
@@ -163,7 +163,7 @@ void expect_bits_of_integers(Random& random, const std::string& level, bool grad
   std::vector<double> var(n, -1);
   std::vector<double> rstd(n, -1);
   const std::int64_t* from = words.data();
-  cpu::finalize_moments(kDtype, from, 0, channels,
+  cpu::finalize(kDtype, from, 0, channels,
                         {count, eps, mean.data(), var.data(), rstd.data()});
   for (std::size_t c = 0; c < n; ++c) {
     const ChannelMoments expected =
@@ -212,7 +212,7 @@ TEST(Rounding, TwoThousandRanksExact) {
       double var[4];
       double rstd[4];
       const std::int64_t* from = words.data();
-      cpu::finalize_moments(DType::kFloat32, from, 0, 4, {2048, 0.0, mean, var, rstd});
+      cpu::finalize(DType::kFloat32, from, 0, 4, {2048, 0.0, mean, var, rstd});
       const ChannelMoments expected =
           finalize_channel<ElementOf<DType::kFloat32>>(words.data(), 2048, 0.0);
       for (int c = 0; c < 4; ++c) {

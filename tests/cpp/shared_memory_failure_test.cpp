@@ -155,17 +155,5 @@ TEST(SharedMemory, AbandonReachesOtherProcessesAndCutsLongReasons) {
   EXPECT_EQ(got.size() % 2, 23u % 2);  // whole characters of two bytes behind 23 of one
 }
 
-TEST(SharedMemory, AnExchangeGivenUpIsAnErrorOfTheOthers) {
-  SharedMemoryRanks group(3, kLong);
-  std::vector<std::int64_t> first(4);
-  std::vector<std::int64_t> second(4);
-  group.rank(0).begin_all_reduce_sum(first);
-  group.rank(1).begin_all_reduce_sum(second);
-  group.rank(0).abandon("interrupted");
-  EXPECT_TRUE(group.rank(0).finish(milliseconds(0)));  // nothing is under way
-  EXPECT_TRUE(contains(thrown_text<PeerLost>([&] { group.rank(1).finish(kLong); }), "interrupted"));
-  EXPECT_TRUE(group.rank(1).finish(milliseconds(0)));
-}
-
 }  // namespace
 }  // namespace syncbn

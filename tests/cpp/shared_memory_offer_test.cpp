@@ -218,9 +218,11 @@ TEST(SharedMemoryOffer, GarbageInTheMemoryIsNoCrash) {
       if (round % 2 == 0) {
         write();
       }
-      group->begin_all_reduce_sum(words);
+      group->parts()->open(words, words);
+      group->parts()->publish(words.size() / 2);
       write();
-      while (!group->finish(milliseconds(1))) {
+      group->parts()->publish(words.size());
+      while (!group->parts()->wait(words.size(), milliseconds(1))) {
       }
     } catch (const Error& error) {
       EXPECT_STRNE(error.what(), "");

@@ -138,7 +138,8 @@ TEST(SharedMemory, AForkedChildHasNoPartAndDoesNoHarm) {
         rank.group.all_gather(std::as_bytes(std::span(words)),
                               std::as_writable_bytes(std::span(all)));
       });
-      expect_error([&] { rank.group.finish(milliseconds(0)); });
+      expect_error([&] { rank.group.parts()->publish(4); });
+      expect_error([&] { rank.group.parts()->wait(4, milliseconds(0)); });
       expect_error([&] { rank.group.abandon("it is a child"); });
       rank.group.~SharedMemoryGroup();
       _exit(wrong);
@@ -149,60 +150,6 @@ TEST(SharedMemory, AForkedChildHasNoPartAndDoesNoHarm) {
     sum(rank.group, 100, 1);
   });
   ranks.expect_success();
-}
-
-/// Ends an exchange of two ranks whose calls one thread makes.
-void finish_both(SharedMemoryRanks& group) {
-  for (bool done = false; !done;) {
-    const bool first = group.rank(0).finish(milliseconds(0));
-    const bool second = group.rank(1).finish(milliseconds(0));
-    done = first && second;
-  }
-}
-
-TEST(SharedMemory, TheSplitFormComesBack) {
-  SharedMemoryRanks group(2, kLong);
-  for (const std::int64_t length : {0, 4, 100003}) {
-    std::vector<std::int64_t> first(static_cast<std::size_t>(length), 1);
-    std::vector<std::int64_t> second(static_cast<std::size_t>(length), 2);
-    EXPECT_TRUE(group.rank(0).finish(milliseconds(0)));
-    group.rank(0).begin_all_reduce_sum(first);
-    EXPECT_FALSE(group.rank(0).finish(milliseconds(0)));
-    const auto begin = steady_clock::now();
-    EXPECT_FALSE(group.rank(0).finish(milliseconds(60)));
-    EXPECT_GE(steady_clock::now() - begin, milliseconds(60));
-    EXPECT_TRUE(contains(thrown_text<Error>([&] { group.rank(0).begin_all_reduce_sum(first); }),
-                         "under way"));
-    group.rank(1).begin_all_reduce_sum(second);
-    finish_both(group);
-    const std::vector<std::int64_t> expected(static_cast<std::size_t>(length), 3);
-    EXPECT_TRUE(first == expected);
-    EXPECT_TRUE(second == expected);
-
-    std::vector<std::int64_t> all(2 * first.size());
-    std::vector<std::int64_t> other(2 * first.size());
-    group.rank(1).begin_all_gather(std::as_bytes(std::span(first)),
-                                   std::as_writable_bytes(std::span(all)));
-    EXPECT_FALSE(group.rank(1).finish(milliseconds(0)));
-    group.rank(0).begin_all_gather(std::as_bytes(std::span(second)),
-                                   std::as_writable_bytes(std::span(other)));
-    finish_both(group);
-    EXPECT_TRUE(all == std::vector<std::int64_t>(all.size(), 3));
-    EXPECT_TRUE(other == all);
-  }
-}
-
-TEST(SharedMemory, FinishKeepsTheTimeLimitWhenOnlyPolled) {
-  SharedMemoryRanks group(2, milliseconds(50));
-  std::vector<std::int64_t> words(4);
-  group.rank(0).begin_all_reduce_sum(words);
-  const auto begin = steady_clock::now();
-  const std::string text = thrown_text<ExchangeTimeout>([&] {
-    while (!group.rank(0).finish(milliseconds(0))) {
-    }
-  });
-  EXPECT_GE(steady_clock::now() - begin, milliseconds(50));
-  EXPECT_TRUE(contains(text, "rank 1 did not come"));
 }
 
 /// Names in /dev/shm; other programs of the machine have theirs there.

@@ -36,11 +36,13 @@ class Run(NamedTuple):
 ALIKE = "assertion violated ((outcome["  # an exchange ends alike on all ranks
 BLOCKED = "invalid end state"  # a live rank waits for ever
 LIMIT = "assertion violated (rounds<="  # a wait goes on though there is an end to see
-SLOTS = "assertion violated ((step=="  # a slot is read that is not whole
+SLOTS = "assertion violated ((brought=="  # a slot is read that is not whole
+SAID = "assertion violated (((message["  # and so is what it says of itself
 BROKEN = "assertion violated ((state&7)==0)"  # a broken group is changed
 REASON = "assertion violated (reason["  # a reason is read that is not whole
 DEFECTS = {
-    "ONE_SLOT": SLOTS,
+    "ONE_SLOT": SAID,
+    "OWN_END": ALIKE,
     "ARRIVES_BEFORE_IT_FILLS": SLOTS,
     "STATE_WITHOUT_COMPARING": BROKEN,
     "ARRIVALS_DECIDE": ALIKE,

@@ -1,4 +1,4 @@
-// The exchange of src/comm/shared_barrier.cpp and shared_memory.cpp as a model: check.py lets spin
+// The exchange of src/comm/shared_barrier.cpp and slot_exchange.cpp as a model: check.py lets spin
 // go through every order of the ranks' steps, with a fault between any two. An inline part has the
 // name of the function that it stands for.
 //
@@ -42,7 +42,7 @@ bool asleep[RANKS];
 #endif
 
 // RankArea and slots. A slot holds the number of the barrier that it was filled for, a message also
-// the shape of the exchange.
+// the shape of the exchange, and where what the slot holds ends.
 byte arrived[RANKS];
 byte message[2 * RANKS], slot[2 * RANKS], stripe[2 * RANKS];
 bit reason[RANKS];
@@ -50,15 +50,16 @@ bit reason[RANKS];
 #define CAME(r) (arrived[r] >= number)
 #define SLOT(r) (slot[OF(r, number)] == number)
 #define STRIPE(r) (stripe[OF(r, number)] == number)
-#define SAID(r) (message[OF(r, number)] >> 2 == number)
+#define SAID(r) (message[OF(r, number)] >> 4 == number)
 #define SAME(r) ((message[OF(r, number)] & 3) == shape)
+#define END(r) (message[OF(r, number)] >> 2 & 3)
 
-// Shapes of exchanges: one piece, two pieces, one piece of which each rank sums a stripe.
+// Shapes of exchanges: one part, two parts that ranks publish together or one after the other, one
+// part of which each rank sums a stripe.
 #define ONE 1
 #define TWO 2
 #define STRIPED 3
-#define PIECES (shape == TWO -> 2 : 1)
-#define BARRIERS (shape == ONE -> 1 : 2)
+#define LENGTH (shape == TWO -> 2 : 1)
 #define MOST 4
 byte plan[MOST];
 byte odd = RANKS;  // the rank that begins with another shape than the others, if any
@@ -92,7 +93,8 @@ inline ends(how) {
   assert(outcome[exchange] == 0 || outcome[exchange] == how);  // alike on all ranks
   outcome[exchange] = how;
   exchange++;
-  step = 0
+  brought = 0;
+  striped = false
 }
 
 inline set_state(after) {
@@ -109,19 +111,24 @@ inline check_usable() {
   fi
 }
 
-// Of the next barrier: fill_slot, sum_stripe and the message.
+// Of the next barrier: the slot, sum_stripe and the message.
 inline fill(value, message_value) {
+  message[OF(me, number + 1)] = message_value;
   if
-  :: step == 0 -> message[OF(me, number + 1)] = message_value
+  :: brought < LENGTH -> slot[OF(me, number + 1)] = value
   :: else
   fi;
   if
-  :: step < PIECES -> slot[OF(me, number + 1)] = value
+  :: striped -> stripe[OF(me, number + 1)] = value
   :: else
-  fi;
+  fi
+}
+
+// What of it is published.
+inline publish() {
   if
-  :: step > 0 && shape == STRIPED -> stripe[OF(me, number + 1)] = value
-  :: else
+  :: bring = LENGTH
+  :: brought + 1 < LENGTH -> bring = brought + 1
   fi
 }
 
@@ -191,9 +198,24 @@ inline break_at() {
 
 // What advance() reads after this barrier is whole for as long as it may read.
 inline check_slots() {
-  assert(step == PIECES || ALL(SLOT));
-  assert(step == 0 || shape != STRIPED || ALL(STRIPE));
-  assert(step > 0 || ALL(SAID))
+  assert(brought == LENGTH || ALL(SLOT));
+  assert(!striped || ALL(STRIPE));
+  assert(ALL(SAID))
+}
+
+// As common_end(): what all ranks have brought.
+inline take_common_end() {
+#ifdef OWN_END
+  bring = END(me);
+#else
+  bring = (END(0) < END(1) -> END(0) : END(1));
+#if RANKS == 3
+  bring = (bring < END(2) -> bring : END(2));
+#endif
+#endif
+  striped = shape == STRIPED && bring > brought;
+  brought = bring;
+  bring = 0
 }
 
 // In FUTEX, after a change of `state`.
@@ -218,8 +240,8 @@ mtype = { BEGIN, FILL, LATE_FILL, WAIT, SLEEP, SET_STATE, BREAK_AT, REASON, RING
 
 proctype rank(byte me) {
   mtype at = BEGIN;
-  byte exchange, number, shape, step, last, rounds;
-  bool late, pending, leaving, rings;
+  byte exchange, number, shape, brought, bring, last, rounds;
+  bool striped, late, pending, leaving, rings;
 
   do
   :: d_step { AT(BEGIN) ->
@@ -238,18 +260,22 @@ proctype rank(byte me) {
        fi
      }
 
-  :: d_step { AT(FILL) ->
+  :: d_step { AT(FILL) && interrupted[me] -> at = ABANDON }  // or what it computes fails
+  :: atomic { AT(FILL) ->
+       publish();
 #ifdef ARRIVES_BEFORE_IT_FILLS
        at = LATE_FILL;
 #else
-       fill(number + 1, (number + 1) << 2 | shape);
+       fill(number + 1, (number + 1) << 4 | bring << 2 | shape);
+       bring = 0;
        at = WAIT;
 #endif
        arrive()
      }
   :: d_step { AT(LATE_FILL) ->
        number--;
-       fill(number + 1, (number + 1) << 2 | shape);
+       fill(number + 1, (number + 1) << 4 | bring << 2 | shape);
+       bring = 0;
        number++;
        at = WAIT
      }
@@ -345,12 +371,12 @@ proctype rank(byte me) {
        late = false;
        pending = false;
        rounds = 0;
-       step++;
        if
-       :: step == 1 && !ALL(SAME) -> ends(DIVERGED); at = BEGIN  // check_messages
+       :: !ALL(SAME) -> ends(DIVERGED); at = BEGIN
        :: else ->
+         take_common_end();
          if
-         :: step < BARRIERS -> fill(TORN, TORN); at = FILL
+         :: brought < LENGTH || striped -> fill(TORN, TORN); at = FILL
          :: else ->
 #ifdef WAITS_AFTER_THE_LAST_BARRIER
            has_read[me] = number;
@@ -390,8 +416,8 @@ gone:
   atomic {
     over[me] = true;
     // Leaves no traces that would tell equal states apart.
-    exchange = 0; number = 0; shape = 0; step = 0; last = 0; rounds = 0;
-    late = false; pending = false; leaving = false; rings = false; at = OVER
+    exchange = 0; number = 0; shape = 0; brought = 0; bring = 0; last = 0; rounds = 0;
+    striped = false; late = false; pending = false; leaving = false; rings = false; at = OVER
   };
 end:
   false

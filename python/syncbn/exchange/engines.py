@@ -155,6 +155,8 @@ class SharedMemory(Engine):
             if status == shared_memory.DONE:
                 return given, None, None
             status = shared_memory.finish(handle, status)
+            if status == shared_memory.NO_MEMORY:
+                raise MemoryError(ops.shm_error(handle))
             if status not in (shared_memory.DIVERGED, shared_memory.UNCHECKED):
                 self._fail_unless_done(status, attempt)
         if status == shared_memory.DIVERGED:

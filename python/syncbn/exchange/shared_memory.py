@@ -8,7 +8,7 @@ from ..operators import ops
 _BYTES = 256
 
 #: Statuses of an operator of a group.
-DONE, PENDING, TIMEOUT, LOST, DIVERGED, UNCHECKED = range(6)
+DONE, PENDING, TIMEOUT, LOST, DIVERGED, UNCHECKED, NO_MEMORY = range(7)
 
 #: Milliseconds that an operator waits.
 SLICE = 50

@@ -1,0 +1,167 @@
+#include "syncbn/group_passes.hpp"
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "pass_arguments.hpp"
+#include "statistics/header.hpp"
+
+// The passes of a rank of a group: checks, header and order; the arithmetic is elsewhere.
+namespace syncbn {
+namespace {
+
+/// The words of one direction on their way. make(begin, end): statistics of these channels. count:
+/// what all ranks have to bring, or -1.
+template <class Make>
+class Sums final : public cpu::GroupSums {
+ public:
+  Sums(const SampleView& samples, GroupSum& group, const Make& make, std::int64_t count = -1)
+      : group_(group),
+        make_(make),
+        count_(count),
+        channels_(samples.channels),
+        per_channel_(words_per_channel(samples.dtype)) {
+    const std::int64_t own = samples.count();
+    write_header(group.message.data(), own, group.fingerprint,
+                 own == 0 ? 0 : dtype_flag(samples.dtype), group.backward);
+    group.sum->open(group.message, group.merged);
+  }
+  bool streams() const override { return group_.in_parts; }
+  void publish(std::int64_t end) override { group_.sum->publish(words(end)); }
+  bool wait(std::int64_t end) override {
+    if (refused_ || !group_.sum->wait(words(end), group_.slice)) {
+      return false;
+    }
+    if (!seen_) {
+      seen_ = true;
+      group_.info = read_header(group_.merged.data(), group_.ranks);
+      refused_ = !usable(group_.info) || (count_ >= 0 && group_.info.count != count_) ||
+                 (group_.accept && !group_.accept(group_.info));
+    }
+    return !refused_;
+  }
+  void finalize(std::int64_t begin, std::int64_t end) override { make_(begin, end); }
+
+  /// Where the direction has come to when not to its end.
+  Reached reached() {
+    return refused_ && group_.sum->wait(words(channels_), group_.slice) ? Reached::kExchange
+                                                                        : Reached::kPublished;
+  }
+
+ private:
+  std::size_t words(std::int64_t end) const {
+    return static_cast<std::size_t>(kHeaderWords + end * per_channel_);
+  }
+
+  GroupSum& group_;
+  const Make& make_;
+  std::int64_t count_;
+  std::int64_t channels_;
+  std::int64_t per_channel_;
+  bool seen_ = false;  ///< the merged header
+  bool refused_ = false;
+};
+
+void check_group(const GroupSum& group, const TensorView& x) {
+  check_ranks(group.ranks);
+  check_array("sum", group.sum, 1);
+  const std::int64_t expected = message_words(x.dtype, x.sizes[1]);
+  for (const auto& [name, words] : {std::pair{"message", group.message}, {"merged", group.merged}}) {
+    if (static_cast<std::int64_t>(words.size()) != expected) {
+      throw InvalidArgument(std::string(name) + ": got " + std::to_string(words.size()) +
+                            " words, expected " + std::to_string(expected));
+    }
+  }
+}
+
+/// A rank without elements, which has nothing to write either. Whether statistics are there.
+template <class Make>
+bool without_elements(Sums<Make>& sums, GroupSum& group, std::int64_t channels) {
+  std::fill(group.message.begin() + kHeaderWords, group.message.end(), 0);
+  sums.publish(channels);
+  if (!sums.wait(channels)) {
+    return false;
+  }
+  const cpu::FloatEnvironment environment;
+  sums.finalize(0, channels);
+  return true;
+}
+
+}  // namespace
+
+Reached forward_in_group(const TensorView& x, const MaskView& mask, const TensorView& weight,
+                         const TensorView& bias, const TensorView& residual,
+                         const MutableTensorView& y, std::uint8_t* activation_mask, double* mean,
+                         double* var, double* rstd, double eps, const Activation& activation,
+                         GroupSum& group, const Execution& execution) {
+  check_normalize(x, mask, weight, bias, residual, y, activation);
+  check_moments(mean, var, rstd, eps, x.sizes[1]);
+  check_group(group, x);
+  const SampleView samples(x, mask);
+  const std::int64_t channels = samples.channels;
+  const cpu::FloatEnvironment environment;
+  const std::vector<double> scale = channel_values(weight, channels, 1.0);
+  const std::vector<double> shift = channel_values(bias, channels, 0.0);
+  const std::optional<SampleView> added = optional_view(residual);
+  const auto make = [&](std::int64_t begin, std::int64_t end) {
+    const cpu::Moments to{group.info.count, eps, mean, var, rstd};
+    if (to.count == 0) {
+      fill_moments(true, mean + begin, var + begin, rstd + begin, end - begin);
+    } else {
+      cpu::finalize(group.info.dtype, group.merged.data() + kHeaderWords, begin, end, to);
+    }
+  };
+  Sums sums(samples, group, make);
+  const bool done =
+      samples.empty() || channels == 0
+          ? without_elements(sums, group, channels)
+          : cpu::forward_in_group(samples, added ? &*added : nullptr, SampleView(y),
+                                  activation_mask, scale.data(), shift.data(), activation,
+                                  {0, eps, mean, var, rstd}, group.message.data() + kHeaderWords,
+                                  sums, *execution.executor);
+  return done ? Reached::kOutput : sums.reached();
+}
+
+Reached backward_in_group(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                          const double* mean, const double* rstd, const ActivationGradient& through,
+                          const TensorView& weight, const MutableTensorView& u,
+                          const MutableTensorView& dx, const MutableTensorView& dweight,
+                          const MutableTensorView& dbias, bool share, std::int64_t count,
+                          GroupSum& group, const Execution& execution) {
+  check_gradient_inputs(dy, x, mask, through, u);
+  check_like("dx", dx, x);
+  check_output("dx", dx);
+  check_finalize_gradients(x, mean, rstd, weight, dweight, dbias);
+  check_group(group, x);
+  const SampleView samples(x, mask);
+  const std::int64_t channels = samples.channels;
+  const PullbackArguments pullback(through, mean, rstd, channels);
+  const std::optional<SampleView> kept = optional_view(u);
+  std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
+  const MutableTensorView none;
+  const cpu::Gradients global{
+      count == 0 ? 1 : count,  mean, rstd, weight, coefficients.data(), share ? none : dweight,
+      share ? none : dbias, channels};
+  const cpu::Gradients own{1, mean, rstd, {}, nullptr, dweight, dbias, channels};
+  const auto make = [&](std::int64_t begin, std::int64_t end) {
+    if (count == 0) {
+      fill_gradients(true, global, begin, end);
+    } else {
+      cpu::finalize(group.info.dtype, group.merged.data() + kHeaderWords, begin, end, global);
+    }
+    if (share) {
+      cpu::finalize(x.dtype, group.message.data() + kHeaderWords, begin, end, own);
+    }
+  };
+  Sums sums(samples, group, make, count);
+  const bool done =
+      samples.empty() || channels == 0
+          ? without_elements(sums, group, channels)
+          : cpu::backward_in_group(SampleView(dy), samples, kept ? &*kept : nullptr, SampleView(dx),
+                                   pullback.view(), global, group.message.data() + kHeaderWords,
+                                   sums, *execution.executor);
+  return done ? Reached::kOutput : sums.reached();
+}
+
+}  // namespace syncbn
