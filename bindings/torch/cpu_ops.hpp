@@ -10,7 +10,7 @@
 #include "syncbn/group_passes.hpp"
 #include "syncbn/tensor.hpp"
 
-// Operators on CPU, and parts of them, that others are made of.
+// Parts of operators on CPU that others are made of, too.
 namespace syncbn::torch_layer {
 
 using torch::stable::Tensor;
@@ -48,16 +48,5 @@ class Updates {
   std::int64_t* call_;
   std::optional<double> momentum_;
 };
-
-Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> call, double eps,
-                     std::int64_t frame, std::optional<Tensor> mask, std::int64_t backward);
-
-std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, const Tensor& mean,
-                                           const Tensor& rstd, const Tensor& info,
-                                           std::optional<Tensor> weight, std::optional<Tensor> bias,
-                                           std::optional<Tensor> activation_mask,
-                                           std::int64_t activation, double negative_slope,
-                                           bool keep, std::int64_t frame,
-                                           std::optional<Tensor> mask);
 
 }  // namespace syncbn::torch_layer

@@ -50,6 +50,14 @@ inline std::int64_t channels_of(const Tensor& x) {
   return x.size(1);
 }
 
+/// Of a forward of that layer; `call` counts them, where they are counted.
+inline std::uint32_t forward_fingerprint(std::int64_t layer, const std::optional<Tensor>& call,
+                                         std::int64_t channels, double eps) {
+  const std::int64_t number = call.has_value() ? *int64_data("call", *call, 1) : 0;
+  return fingerprint(static_cast<std::uint64_t>(layer), static_cast<std::uint64_t>(number),
+                     Direction::kForward, channels, eps);
+}
+
 /// Room for the activation mask of any tensor of x's shape, whatever its layout, so that a shape
 /// alone decides it.
 inline std::int64_t room_for_activation_mask(const Tensor& x) {

@@ -85,7 +85,7 @@ forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<
   const TensorView shift = view("bias", bias);
   const TensorView added = view("residual", residual);
   Updates updates(running_mean, running_var, num_batches_tracked, call, momentum);
-  const std::int64_t number = call.has_value() ? *int64_data("call", *call, 1) : 0;
+  const std::uint32_t tag = forward_fingerprint(layer, call, channels, eps);
   std::int64_t* count = last_count.has_value() ? int64_data("last_count", *last_count, 1) : nullptr;
   Tensor y = new_output(x);
   const MutableTensorView out = mutable_view("y", y);
@@ -101,9 +101,6 @@ forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<
   std::vector<double> var(static_cast<std::size_t>(channels));
 
   TorchExecutor executor;
-  const std::uint32_t tag =
-      fingerprint(static_cast<std::uint64_t>(layer), static_cast<std::uint64_t>(number),
-                  Direction::kForward, channels, eps);
   std::uint8_t* bits = activation_mask.has_value() ? byte_data(*activation_mask) : nullptr;
   Outcome outcome = [&] {
     if (handle == kAlone) {

@@ -15,15 +15,12 @@ Tensor local_welford(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
                      std::optional<Tensor> mask, std::int64_t backward) {
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
-  const std::int64_t number = call.has_value() ? *int64_data("call", *call, 1) : 0;
+  const std::uint32_t tag = forward_fingerprint(layer, call, channels, eps);
   const std::int64_t words = kHeaderWords + welford_words(samples.dtype, channels);
   Tensor message = empty(x, words, ScalarType::Long);
   TorchExecutor executor;
-  syncbn::local_welford(
-      samples, mask_view(mask), int64_data("message", message, words),
-      fingerprint(static_cast<std::uint64_t>(layer), static_cast<std::uint64_t>(number),
-                  Direction::kForward, channels, eps),
-      executor);
+  syncbn::local_welford(samples, mask_view(mask), int64_data("message", message, words), tag,
+                        executor);
   int64_data("message", message, kHeaderWords)[kHeaderBackward] = backward;
   return message;
 }

@@ -74,16 +74,18 @@ struct Rank {
   Tensor weight, bias, running_mean, running_var, dweight, dbias;
   std::int64_t tracked;
   Placement placement;
+  const Step& step;
 
-  Rank(const Step& step, const std::vector<std::int64_t>& samples, const Placement& how)
-      : weight(step.weight.tensor(step.channels())),
-        bias(step.bias.tensor(step.channels())),
-        running_mean(step.running_mean.tensor(step.channels())),
-        running_var(step.running_var.tensor(step.channels())),
-        dweight(step.weight.dtype, {step.channels()}),
-        dbias(step.bias.dtype, {step.channels()}),
-        tracked(step.tracked),
-        placement(how) {
+  Rank(const Step& s, const std::vector<std::int64_t>& samples, const Placement& how)
+      : weight(s.weight.tensor(s.channels())),
+        bias(s.bias.tensor(s.channels())),
+        running_mean(s.running_mean.tensor(s.channels())),
+        running_var(s.running_var.tensor(s.channels())),
+        dweight(s.weight.dtype, {s.channels()}),
+        dbias(s.bias.dtype, {s.channels()}),
+        tracked(s.tracked),
+        placement(how),
+        step(s) {
     std::vector<std::int64_t> sizes = step.sizes;
     sizes[0] = static_cast<std::int64_t>(samples.size());
     const auto part = [&](const std::vector<double>& values, Memory memory) {
@@ -111,15 +113,20 @@ struct Rank {
     }
   }
   MaskView mask_view() const { return {mask.data(), mask_sizes}; }
-  TensorView residual_view(const Step& step) const {
+  TensorView x_view() const { return x.view(); }
+  TensorView residual_view() const {
     return step.residual.empty() ? TensorView() : residual.view();
   }
+  TensorView weight_view() const { return step.weight.present ? weight.view() : TensorView(); }
+  TensorView bias_view() const { return step.bias.present ? bias.view() : TensorView(); }
+  MutableTensorView mean_view() { return view(step.running_mean, running_mean); }
+  MutableTensorView var_view() { return view(step.running_var, running_var); }
   Tensor& y_out() { return placement.in_place ? x : y; }
   Tensor& dx_out() { return placement.in_place ? dy : dx; }
   Tensor& u_out() { return placement.residual_in_place ? dy : u; }
-  MutableTensorView u_view(const Step& step) {
-    return step.keep ? u_out().view() : MutableTensorView();
-  }
+  MutableTensorView u_view() { return step.keep ? u_out().view() : MutableTensorView(); }
+
+ private:
   static MutableTensorView view(const Parameter& which, Tensor& of) {
     return which.present ? of.view() : MutableTensorView();
   }
@@ -138,10 +145,10 @@ struct Outcome {
   Outcome(const Step& step, std::size_t size)
       : y(step.x.size()), dx(y), u(step.keep ? y.size() : 0), ranks(size) {}
 
-  void take(const Step& step, Rank& rank, std::size_t r, const std::vector<std::int64_t>& samples,
+  void take(Rank& rank, std::size_t r, const std::vector<std::int64_t>& samples,
             const BatchStatistics& statistics) {
     put_back(rank.dx_out().values(), samples, dx);
-    if (step.keep) {
+    if (rank.step.keep) {
       put_back(rank.u_out().values(), samples, u);
     }
     EXPECT_TRUE(rank.y_out().gaps_untouched() && rank.dx_out().gaps_untouched() &&
@@ -159,14 +166,11 @@ struct Outcome {
 };
 
 /// Forward, and backward from the outputs that a copy of x was overwritten with.
-BatchStatistics forward(const Step& step, Rank& rank, Communicator& communicator,
-                        Executor& executor) {
-  return batch_norm_forward(std::as_const(rank.x).view(), rank.mask_view(),
-                            Rank::view(step.weight, rank.weight), Rank::view(step.bias, rank.bias),
-                            rank.residual_view(step), rank.y_out().view(),
-                            {Rank::view(step.running_mean, rank.running_mean),
-                             Rank::view(step.running_var, rank.running_var), &rank.tracked},
-                            step.options, communicator, executor);
+BatchStatistics forward(Rank& rank, Communicator& communicator, Executor& executor) {
+  return batch_norm_forward(rank.x_view(), rank.mask_view(), rank.weight_view(), rank.bias_view(),
+                            rank.residual_view(), rank.y_out().view(),
+                            {rank.mean_view(), rank.var_view(), &rank.tracked}, rank.step.options,
+                            communicator, executor);
 }
 
 /// Each rank a thread of a group, through the layer's functions.
@@ -179,13 +183,13 @@ Outcome run_in_group(const Step& step, const Split& split, const std::vector<Pla
     const auto r = static_cast<std::size_t>(number);
     Rank rank(step, split[r], placements[r]);
     const Tensor x = rank.x;
-    const BatchStatistics statistics = forward(step, rank, group->rank(number), executor);
+    const BatchStatistics statistics = forward(rank, group->rank(number), executor);
     put_back(rank.y_out().values(), split[r], out.y);
-    batch_norm_backward(rank.dy_view, x.view(), rank.mask_view(),
-                        Rank::view(step.weight, rank.weight), Rank::view(step.bias, rank.bias),
-                        statistics, rank.dx_out().view(), rank.dweight.view(), rank.dbias.view(),
-                        rank.u_view(step), AffineGradients::kGlobal, group->rank(number), executor);
-    out.take(step, rank, r, split[r], statistics);
+    batch_norm_backward(rank.dy_view, x.view(), rank.mask_view(), rank.weight_view(),
+                        rank.bias_view(), statistics, rank.dx_out().view(), rank.dweight.view(),
+                        rank.dbias.view(), rank.u_view(), AffineGradients::kGlobal,
+                        group->rank(number), executor);
+    out.take(rank, r, split[r], statistics);
   }));
   return out;
 }
@@ -207,7 +211,7 @@ Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Plac
   Words merged(message.size());
   for (std::size_t r = 0; r < split.size(); ++r) {
     all.emplace_back(step, split[r], placements[r]);
-    local_moments(std::as_const(all[r].x).view(), all[r].mask_view(), message.data(), 5, executor);
+    local_moments(all[r].x_view(), all[r].mask_view(), message.data(), 5, executor);
     add(merged, message);
   }
   const MessageInfo info = read_header(merged.data(), ranks);
@@ -220,8 +224,8 @@ Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Plac
   finalize_moments(info, merged.data() + kHeaderWords, s.mean.data(), s.var.data(), s.rstd.data(),
                    channels, step.options.eps, executor);
   if (ranks == 1) {  // the same without a message
-    moments_of_one_rank(std::as_const(all[0].x).view(), all[0].mask_view(), s.mean.data(),
-                        s.var.data(), s.rstd.data(), step.options.eps, executor);
+    moments_of_one_rank(all[0].x_view(), all[0].mask_view(), s.mean.data(), s.var.data(),
+                        s.rstd.data(), step.options.eps, executor);
   }
   const double factor = step.options.momentum.value_or(1.0 / static_cast<double>(step.tracked + 1));
   const bool bits = !step.residual.empty() && step.options.activation.kind != ActivationKind::kNone;
@@ -229,8 +233,7 @@ Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Plac
   std::vector<Tensor> inputs;
   std::vector<std::vector<std::uint8_t>> kept_bits(split.size());
   const auto through = [&](std::size_t r) {
-    return ActivationGradient{step.options.activation, Rank::view(step.weight, all[r].weight),
-                              Rank::view(step.bias, all[r].bias),
+    return ActivationGradient{step.options.activation, all[r].weight_view(), all[r].bias_view(),
                               bits ? kept_bits[r].data() : nullptr};
   };
   for (std::size_t r = 0; r < split.size(); ++r) {
@@ -238,17 +241,15 @@ Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Plac
     inputs.push_back(rank.x);
     const TensorView x = std::as_const(inputs.back()).view();
     kept_bits[r].resize(static_cast<std::size_t>(activation_mask_bytes(x)) + 1);
-    normalize(std::as_const(rank.x).view(), rank.mask_view(), s.mean.data(), s.rstd.data(),
-              Rank::view(step.weight, rank.weight), Rank::view(step.bias, rank.bias),
-              rank.residual_view(step), rank.y_out().view(), bits ? kept_bits[r].data() : nullptr,
-              step.options.activation, executor);
+    normalize(rank.x_view(), rank.mask_view(), s.mean.data(), s.rstd.data(), rank.weight_view(),
+              rank.bias_view(), rank.residual_view(), rank.y_out().view(),
+              bits ? kept_bits[r].data() : nullptr, step.options.activation, executor);
     put_back(rank.y_out().values(), split[r], out.y);
-    update_running_statistics(Rank::view(step.running_mean, rank.running_mean),
-                              Rank::view(step.running_var, rank.running_var), s.mean.data(),
-                              s.var.data(), channels, s.count, factor);
+    update_running_statistics(rank.mean_view(), rank.var_view(), s.mean.data(), s.var.data(),
+                              channels, s.count, factor);
     rank.tracked += s.count > 0 ? 1 : 0;
     local_gradients(rank.dy_view, x, rank.mask_view(), s.mean.data(), s.rstd.data(), through(r),
-                    rank.u_view(step), message.data(), 6, executor);
+                    rank.u_view(), message.data(), 6, executor);
     add(merged_gradients, message);
   }
   const MessageInfo back = read_header(merged_gradients.data(), ranks);
@@ -257,19 +258,19 @@ Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Plac
   for (std::size_t r = 0; r < split.size(); ++r) {
     Rank& rank = all[r];
     finalize_gradients(back, merged_gradients.data() + kHeaderWords, s.mean.data(), s.rstd.data(),
-                       Rank::view(step.weight, rank.weight), coefficients.data(),
-                       rank.dweight.view(), rank.dbias.view(), channels, s.count, executor);
+                       rank.weight_view(), coefficients.data(), rank.dweight.view(),
+                       rank.dbias.view(), channels, s.count, executor);
     if (ranks == 1 && !rank.placement.residual_in_place) {
-      gradients_of_one_rank(
-          rank.dy_view, std::as_const(inputs[r]).view(), rank.mask_view(), s.mean.data(),
-          s.rstd.data(), through(r), Rank::view(step.weight, rank.weight), rank.u_view(step),
-          coefficients.data(), rank.dweight.view(), rank.dbias.view(), s.count, executor);
+      gradients_of_one_rank(rank.dy_view, std::as_const(inputs[r]).view(), rank.mask_view(),
+                            s.mean.data(), s.rstd.data(), through(r), rank.weight_view(),
+                            rank.u_view(), coefficients.data(), rank.dweight.view(),
+                            rank.dbias.view(), s.count, executor);
     }
-    input_gradient(step.keep ? TensorView(rank.u_view(step)) : rank.dy_view,
+    input_gradient(step.keep ? TensorView(rank.u_view()) : rank.dy_view,
                    std::as_const(inputs[r]).view(), rank.mask_view(), s.mean.data(), s.rstd.data(),
                    coefficients.data(), step.keep ? ActivationGradient() : through(r),
                    rank.dx_out().view(), executor);
-    out.take(step, rank, r, split[r], s);
+    out.take(rank, r, split[r], s);
   }
   return out;
 }
@@ -364,22 +365,17 @@ TEST_F(Properties, EvaluationHasTheBitsOfPlainLoopsExact) {
         const auto run = [&](const Placement& placement, Executor& threads) {
           const std::vector<std::int64_t> samples = whole(step.sizes[0])[0];
           Rank rank(step, samples, placement);
-          const auto optional = [&](const Parameter& which, Tensor& of) {
-            return running ? TensorView(Rank::view(which, of)) : TensorView();
-          };
-          batch_norm_evaluate(
-              std::as_const(rank.x).view(), rank.mask_view(), Rank::view(step.weight, rank.weight),
-              Rank::view(step.bias, rank.bias), rank.residual_view(step),
-              optional(step.running_mean, rank.running_mean),
-              optional(step.running_var, rank.running_var), rank.y.view(), step.options, threads);
+          const TensorView mean = running ? rank.mean_view() : MutableTensorView();
+          const TensorView var = running ? rank.var_view() : MutableTensorView();
+          batch_norm_evaluate(rank.x_view(), rank.mask_view(), rank.weight_view(), rank.bias_view(),
+                              rank.residual_view(), mean, var, rank.y.view(), step.options,
+                              threads);
           std::vector<double> all = rank.y.values();
           if (running) {
-            batch_norm_evaluate_backward(
-                rank.dy_view, std::as_const(rank.x).view(), rank.mask_view(),
-                Rank::view(step.weight, rank.weight), Rank::view(step.bias, rank.bias),
-                rank.residual_view(step), std::as_const(rank.running_mean).view(),
-                std::as_const(rank.running_var).view(), rank.dx.view(), rank.dweight.view(),
-                rank.dbias.view(), rank.u_view(step), step.options, threads);
+            batch_norm_evaluate_backward(rank.dy_view, rank.x_view(), rank.mask_view(),
+                                         rank.weight_view(), rank.bias_view(), rank.residual_view(),
+                                         mean, var, rank.dx.view(), rank.dweight.view(),
+                                         rank.dbias.view(), rank.u_view(), step.options, threads);
             for (const Tensor* tensor : {&rank.dx, &rank.u_out(), &rank.dweight, &rank.dbias}) {
               const std::vector<double> values = tensor->values();
               all.insert(all.end(), values.begin(), values.end());

@@ -20,7 +20,7 @@ sys.modules["syncbn._build"] = build
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python"))
 with mock.patch.object(torch.ops, "load_library"):
     import syncbn
-    from syncbn.exchange import agreement, transports
+    from syncbn.exchange import agreement, transport, transports
     from syncbn.ops import batch_norm, cuda_step
     from syncbn.step import training
 
@@ -63,7 +63,7 @@ def check_layers():
             residual = random(shape, 3, dtype) if with_residual else None
             mask = random((shape[0], *shape[2:]), 6) > -0.5 if with_mask else None
             results = []
-            for modules in ((training, transports, agreement), ()):
+            for modules in ((training, transport, agreement), ()):
                 layer = syncbn.SyncBatchNorm(6, **options)
                 with torch.no_grad():  # away from 0, from where no input is recovered
                     layer.weight.copy_(1 + random(6, 7).abs())

@@ -4,7 +4,7 @@ it may take, and what the other ranks hear when it fails."""
 import datetime
 import re
 import threading
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 
@@ -39,16 +39,23 @@ class Refused(Exception):
 _KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, LengthsDiffer, Refused)
 
 
-class Waiting(Protocol):
+class Waiting(ABC):
     """What an attempt asks of an engine."""
 
-    peers: Peers
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
 
-    def set_limit(self, limit: float) -> None: ...
+    @abstractmethod
+    def abandon(self, why: str) -> None:
+        """Tells the other ranks, who may wait for this one, that it does not come."""
 
-    def pass_on(self, why: str) -> None: ...
+    def set_limit(self, limit: float) -> None:
+        """Seconds, of the exchanges from here on, where the engine itself waits."""
+        return
 
-    def abandon(self, why: str) -> None: ...
+    def pass_on(self, why: str) -> None:
+        """Tells the ranks that do not see by themselves that one is lost."""
+        return
 
 
 class Attempt:
@@ -119,10 +126,10 @@ def abandon(engine: Waiting, call: Call, error: BaseException) -> None:
     engine.abandon(why)
 
 
-def leave(error: BaseException, engine: Waiting | None, call: Call, who: str) -> None:
+def leave(error: BaseException, engine: Waiting | None, call: Call, peers: Peers | None) -> None:
     """After an error in a step of a layer: the others hear of what ends it on this rank alone, also
     before and after the exchange. The caller raises the error again; what lacks memory is raised
-    here, with the layer's name. engine: None where nobody waits for this rank. who: this rank.
+    here, with the layer's name. engine: None where nobody waits for this rank.
     """
     no_memory = lacks_memory(error)
     if getattr(error, "told", False) or (isinstance(error, Exception) and not no_memory):
@@ -130,7 +137,7 @@ def leave(error: BaseException, engine: Waiting | None, call: Call, who: str) ->
     if engine is not None:
         abandon(engine, call, error)
     if no_memory:
-        raise out_of_memory(error, call, who) from error
+        raise out_of_memory(error, call, peers) from error
 
 
 def lacks_memory(error: BaseException) -> bool:
@@ -152,9 +159,10 @@ def reason_of(error: BaseException) -> str:
     return "memory: got none" if text in ("", "std::bad_alloc") else text
 
 
-def out_of_memory(error: BaseException, call: Call, who: str) -> MemoryError:
+def out_of_memory(error: BaseException, call: Call, peers: Peers | None) -> MemoryError:
     """The same, with the names of the layer and of this rank, to be raised after the others were
     told."""
+    who = "" if peers is None else f", {peers}"
     named = MemoryError(f"{call}{who}: {reason_of(error)}")
     named.told = True  # type: ignore[attr-defined]  # for leave()
     return named

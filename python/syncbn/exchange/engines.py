@@ -2,6 +2,7 @@
 
 import ctypes
 import time
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from ..errors import ExchangeTimeout, PeerLost
 from ..operators import HEADER_WORDS, ops
 from . import groups, shared_memory, watch
-from .attempt import Attempt, LengthsDiffer, Refused
+from .attempt import Attempt, LengthsDiffer, Refused, Waiting
 from .call import Call
 from .groups import Peers
 
@@ -30,61 +31,44 @@ def engine_of(peers: Peers) -> "Engine":
     return SharedMemory(peers) if peers.nodes == 1 else SharedMemoryAndGloo(peers)
 
 
-class Engine:
+class Engine(Waiting):
     """Of a group. Errors name the call, and where the other ranks are."""
 
+    #: Its name, as report() shows it.
+    name: str
     #: Words that a first message has at least; 0: it may have any length, also a wrong one.
     frame_words = FRAME_WORDS
+    #: Whether step() takes operators.
+    takes_steps = False
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
-
-    @property
-    def name(self) -> str:
-        """Its name, as report() shows it."""
-        raise NotImplementedError
-
+    @abstractmethod
     def sum(self, words: torch.Tensor, call: Call) -> torch.Tensor:
         """Over the ranks, a tensor of its own: backward needs the rank's own words too."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gather(self, words: torch.Tensor, call: Call) -> torch.Tensor:
         """The words of all ranks, one after the other; of equal length on all ranks."""
-        raise NotImplementedError
-
-    def abandon(self, why: str) -> None:
-        """Tells the other ranks, who may wait for this one, that it does not come."""
-        raise NotImplementedError
 
     def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
         """The sum of what goes first: the frame."""
         return self.sum(message[: self.frame_words], call)
 
-    #: Whether there is step().
-    takes_steps = False
-
     def step(self, run: Callable[..., tuple], arguments: tuple, call: Call) -> tuple:
         """Runs an operator of a whole direction. Returns (what it gives, None, None), or where it
         could not go on (what it gives, this rank's message, the sum of what goes first). Raises
         Refused where it refuses its arguments."""
-        raise NotImplementedError
+        raise Refused
 
     def sum_of_numbers(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The sum of tensors of any dtype, equal in shape on all ranks."""
         with Attempt(self, call) as attempt:
             return _sum_over_gloo(x.clone(), self.peers.group_name, attempt)
 
-    def set_limit(self, limit: float) -> None:
-        """Seconds, of the exchanges from here on, where the engine itself waits."""
-
-    def pass_on(self, why: str) -> None:
-        """Tells the ranks that do not see by themselves that one is lost."""
-
 
 class Gloo(Engine):
-    @property
-    def name(self) -> str:
-        return "gloo" if self.peers.nodes == 1 else "gloo between nodes"
+    def __init__(self, peers: Peers) -> None:
+        super().__init__(peers)
+        self.name = "gloo" if peers.nodes == 1 else "gloo between nodes"
 
     def sum(self, words: torch.Tensor, call: Call) -> torch.Tensor:
         return self.sum_of_numbers(words, call)
@@ -108,23 +92,16 @@ class Gloo(Engine):
             _tell(self.peers, why)
 
 
-class SharedMemory(Engine):
-    """Between processes of one node."""
-
-    name = "shared memory"
-    frame_words = 0
+class _InMemory(Engine):
+    """Over memory that the processes of a node share."""
 
     @property
     def _handle(self) -> int:
         assert self.peers.shared is not None
         return self.peers.shared
 
-    def sum(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+    def _sum_on_node(self, words: torch.Tensor, attempt: Attempt) -> torch.Tensor:
         """Raises LengthsDiffer on all ranks."""
-        with Attempt(self, call) as attempt:
-            return self._sum_inside(words, attempt)
-
-    def _sum_inside(self, words: torch.Tensor, attempt: Attempt) -> torch.Tensor:
         total, status = shared_memory.all_reduce(words, self._handle)
         if status == shared_memory.DIVERGED:
             raise LengthsDiffer(ops.shm_error(self._handle))
@@ -136,14 +113,36 @@ class SharedMemory(Engine):
             kind = ExchangeTimeout if status == shared_memory.TIMEOUT else PeerLost
             attempt.fail(kind, ops.shm_error(self._handle))
 
+    def gather(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        places = words.new_zeros(self.peers.ranks, words.numel())
+        places[self.peers.rank] = words
+        return self.sum(places.flatten(), call)
+
+    def set_limit(self, limit: float) -> None:
+        shared_memory.set_limit(self._handle, limit)
+
+    def abandon(self, why: str) -> None:
+        """At once."""
+        ops.shm_abandon(self._handle, why[:400])
+
+
+class SharedMemory(_InMemory):
+    """Between processes of one node."""
+
+    name = "shared memory"
+    frame_words = 0
+    takes_steps = True
+
+    def sum(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        with Attempt(self, call) as attempt:
+            return self._sum_on_node(words, attempt)
+
     def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
         """The whole message; if lengths differ the header alone, which tells why."""
         try:
             return self.sum(message, call)
         except LengthsDiffer:
             return self.sum(message[:HEADER_WORDS], call)
-
-    takes_steps = True
 
     def step(self, run: Callable[..., tuple], arguments: tuple, call: Call) -> tuple:
         handle = self._handle
@@ -163,31 +162,16 @@ class SharedMemory(Engine):
             total = self.sum(message[:HEADER_WORDS], call)
         return given, message, total
 
-    def gather(self, words: torch.Tensor, call: Call) -> torch.Tensor:
-        places = words.new_zeros(self.peers.ranks, words.numel())
-        places[self.peers.rank] = words
-        return self.sum(places.flatten(), call)
 
-    def set_limit(self, limit: float) -> None:
-        shared_memory.set_limit(self._handle, limit)
-
-    def abandon(self, why: str) -> None:
-        """At once."""
-        ops.shm_abandon(self._handle, why[:400])
-
-
-class SharedMemoryAndGloo(SharedMemory):
+class SharedMemoryAndGloo(_InMemory):
     """Between the processes of each node; then between the nodes' first ranks, who bring the sum to
     the others."""
 
     name = "shared memory, gloo between nodes"
-    frame_words = FRAME_WORDS
-    sum_first = Engine.sum_first
-    takes_steps = False
 
     def sum(self, words: torch.Tensor, call: Call) -> torch.Tensor:
         with Attempt(self, call) as attempt:
-            total = self._sum_inside(words, attempt)
+            total = self._sum_on_node(words, attempt)
             if self.peers.leaders is None:
                 total.zero_()
             else:
@@ -196,7 +180,7 @@ class SharedMemoryAndGloo(SharedMemory):
                 except BaseException as error:
                     ops.shm_abandon(self._handle, f"between nodes: {error}"[:200])
                     raise
-            return self._sum_inside(total, attempt)
+            return self._sum_on_node(total, attempt)
 
     def abandon(self, why: str) -> None:
         super().abandon(why)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
+from ..exchange import agreement
 from ..exchange.attempt import Refused
 from ..exchange.transports import transport_of
 from ..operators import ops
@@ -104,7 +105,10 @@ class _BatchNormTraining(torch.autograd.Function):
         outputs, exchanged = transport.step(_forward, arguments, call)
         y, statistics, activation_mask, count, tag, merged_word = outputs
         if exchanged is None:
-            back = transport.backward_of_word(merged_word, word, call)
+            if peers is None:
+                back = agreement.Backward(True, True)
+            else:
+                back = agreement.backward_of(merged_word, word, peers, call)
             bias_dtype = None if bias is None else bias.dtype
             ctx.step = state, options, peers, call.backward(), back, bias_dtype
             ctx.made = kind, transport, count, tag

@@ -11,7 +11,8 @@ from ..exchange import agreement
 from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
 from ..exchange.call import Call
 from ..exchange.groups import Peers
-from ..exchange.transports import Alone, Transport, transport_of
+from ..exchange.transport import Transport
+from ..exchange.transports import Alone, transport_of
 from ..operators import HEADER_WORDS, message_words, ops
 from . import paths
 from .layer_state import LayerState

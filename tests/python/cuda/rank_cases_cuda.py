@@ -13,7 +13,9 @@ from rank_cases import raises, shards
 from support import new_layer
 from syncbn.exchange import groups, subgroups
 from syncbn.exchange.call import Call
-from syncbn.exchange.transports import InStream, ThroughHost, transport_of
+from syncbn.exchange.host_transport import ThroughHost
+from syncbn.exchange.nccl_transport import InStream
+from syncbn.exchange.transports import transport_of
 from syncbn.operators import DTYPES, HEADER_WORDS, ops
 from syncbn.step.options import Options
 

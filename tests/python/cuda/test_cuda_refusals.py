@@ -15,7 +15,7 @@ from syncbn.devices import lists
 from syncbn.exchange import agreement, groups
 from syncbn.exchange.call import Call
 from syncbn.exchange.engines import Gloo
-from syncbn.exchange.transports import InStream
+from syncbn.exchange.nccl_transport import InStream
 from syncbn.step import adapters, modes, training
 from syncbn.step.layer_state import LayerState
 from syncbn.step.options import Options

@@ -14,14 +14,24 @@ import torch.distributed as dist
 
 import syncbn
 from rank_cases import raises
-from syncbn.exchange import agreement, attempt, engines, shared_memory, transports, watch
+from syncbn.exchange import (
+    agreement,
+    attempt,
+    engines,
+    host_transport,
+    shared_memory,
+    transport,
+    transports,
+    watch,
+)
 from syncbn.step import in_one
 
 LIMIT = 100.0
 #: Seconds in which the others have the error. Over Gloo they look at the store meanwhile, and ask
 #: where the ranks are; the machine may be busy.
 SOON = 30.0
-_FILES = {m.__file__ for m in (agreement, attempt, transports, shared_memory, engines)}
+_MODULES = agreement, attempt, engines, host_transport, shared_memory, transport, transports
+_FILES = {module.__file__ for module in _MODULES}
 _CODES = {
     function.__code__
     for function in (
