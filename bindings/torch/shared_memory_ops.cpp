@@ -149,10 +149,6 @@ void shm_limit(std::int64_t handle, double timeout) {
   opened(*registry().get(handle)).set_timeout(milliseconds_of(timeout));
 }
 
-std::span<std::int64_t> words_of(const Tensor& tensor) {
-  return {int64_data("words", tensor, 0), static_cast<std::size_t>(tensor.numel())};
-}
-
 void begin_exchange(Group& entry, const Tensor& words, const Tensor& out) {
   if (entry.pending.has_value()) {
     throw InvalidArgument("handle: got a group in the middle of an exchange, expected its end");
@@ -169,12 +165,13 @@ std::tuple<Tensor, std::int64_t> shm_sum(const Tensor& words, std::int64_t handl
                                          std::int64_t slice) {
   const auto entry = registry().get(handle);
   SumInParts& sum = *opened(*entry).parts();
-  const std::span<std::int64_t> in = words_of(words);
+  const auto size = static_cast<std::size_t>(words.numel());
+  const std::int64_t* in = int64_data("words", words, words.numel());
   Tensor out = empty(words, words.numel(), ScalarType::Long);
   begin_exchange(*entry, words, out);
   const std::int64_t status = guarded(*entry, [&] {
-    sum.open(in, words_of(out));
-    sum.publish(in.size());
+    sum.open({in, size}, {int64_data("out", out, 0), size});
+    sum.publish(size);
     return wait_for_all(*entry, slice);
   });
   return {out, status};

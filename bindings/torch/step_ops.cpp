@@ -57,7 +57,7 @@ struct Outcome {
   }
 
  private:
-  static std::span<std::int64_t> words(const Tensor& tensor) {
+  static std::span<std::int64_t> words(Tensor& tensor) {
     return {int64_data("message", tensor, kHeaderWords), static_cast<std::size_t>(tensor.numel())};
   }
 };
