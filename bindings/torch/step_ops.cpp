@@ -81,8 +81,10 @@ forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<
              std::int64_t slice) {
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
-  const BatchNormOptions options{
-      .eps = eps, .momentum = momentum, .activation = activation_of(activation, negative_slope)};
+  const BatchNormOptions options{.eps = eps,
+                                 .momentum = momentum,
+                                 .layer = static_cast<std::uint64_t>(layer),
+                                 .activation = activation_of(activation, negative_slope)};
   const MaskView counted = mask_view(mask);
   const TensorView scale = view("weight", weight);
   const TensorView shift = view("bias", bias);
@@ -104,9 +106,8 @@ forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<
   std::vector<double> var(static_cast<std::size_t>(channels));
 
   TorchExecutor executor;
-  const std::uint32_t tag =
-      fingerprint(static_cast<std::uint64_t>(layer), static_cast<std::uint64_t>(number),
-                  Direction::kForward, channels, eps);
+  const std::uint32_t tag = fingerprint(options.layer, static_cast<std::uint64_t>(number),
+                                        Direction::kForward, channels, eps);
   std::uint8_t* bits = activation_mask.has_value() ? byte_data(*activation_mask) : nullptr;
   Exchange exchange;
   std::int64_t word = 0;
