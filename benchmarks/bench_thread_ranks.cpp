@@ -56,7 +56,7 @@ class Rank {
   }
 
   void forward(syncbn::Communicator& communicator) {
-    statistics_ = syncbn::batch_norm_forward(view(x_), {}, {}, {}, {}, view(y_), {}, {},
+    statistics_ = syncbn::batch_norm_forward(view(x_), {}, {}, {}, {}, view(y_), {}, {.layer = 1},
                                              communicator, syncbn::serial_executor());
   }
   void backward(syncbn::Communicator& communicator) {

@@ -58,7 +58,7 @@ std::vector<float> normalize(const std::vector<float>& x, std::int64_t first, st
   syncbn::cuda::batch_norm_forward({in, DType::kFloat32, shape, strides, syncbn::Device::kCuda}, {},
                                    {}, {}, {},
                                    {out, DType::kFloat32, shape, strides, syncbn::Device::kCuda},
-                                   {}, statistics, {}, communicator, workspace, stream);
+                                   {}, statistics, {.layer = 1}, communicator, workspace, stream);
   communicator.wait(stream);  // with a time limit, unlike cudaStreamSynchronize
   syncbn::cuda::read_count(statistics.info, stream);  // throws if the ranks' calls did not match
   CHECK(cudaMemcpy(part.data(), out, bytes, cudaMemcpyDeviceToHost));

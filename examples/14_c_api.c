@@ -38,7 +38,7 @@ int main(void) {
   int64_t words = 0;
   uint32_t fingerprint = 0;
   check(syncbn_message_words(SYNCBN_FLOAT32, CHANNELS, &words));
-  check(syncbn_fingerprint(0, 0, SYNCBN_FORWARD, CHANNELS, options.eps, &fingerprint));
+  check(syncbn_fingerprint(1, 0, SYNCBN_FORWARD, CHANNELS, options.eps, &fingerprint));
   int64_t* message = malloc((size_t)words * sizeof(int64_t));
   int64_t* sum = calloc((size_t)words, sizeof(int64_t));
   for (int r = 0; r < RANKS; ++r) {

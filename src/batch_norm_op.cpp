@@ -217,6 +217,7 @@ BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs, const BatchNormOp
     return batch_norm_op(inputs, outputs, attributes, Exchange(), execution);
   }
   return with_communicator(communicator, [&](const Exchange& exchange) {
+    check_layer("attributes.layer", attributes.layer, communicator.size());
     return batch_norm_op(inputs, outputs, attributes, exchange, execution);
   });
 }

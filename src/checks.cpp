@@ -220,6 +220,14 @@ void check_ranks(int ranks) {
   }
 }
 
+void check_layer(const char* name, std::uint64_t layer, int ranks) {
+  if (layer == 0 && ranks > 1) {
+    refuse(name, "0",
+           "this layer's own number, from 1 on, the same on all ranks (there are " +
+               std::to_string(ranks) + " ranks)");
+  }
+}
+
 void check_timeout(std::chrono::milliseconds timeout) {
   if (timeout.count() < 1 || timeout.count() > kMaxTimeout) {
     refuse("timeout", std::to_string(timeout.count()) + " ms", "1 ms to 2^40 ms");

@@ -54,6 +54,9 @@ void check_eps(double eps, const char* name = "eps");
 void check_activation(const Activation& activation);
 void check_ranks(int ranks);
 
+/// Without a number of its own a layer would meet any other of its shape.
+void check_layer(const char* name, std::uint64_t layer, int ranks);
+
 /// Of a group: 1 ms to kMaxTimeout.
 void check_timeout(std::chrono::milliseconds timeout);
 void check_momentum(double momentum);

@@ -39,6 +39,7 @@ void check_forward(const TensorView& x, const MaskView& mask, const TensorView& 
   }
   check_eps(options.eps);
   check_activation(options.activation);
+  check_layer("options.layer", options.layer, ranks);
   if (options.statistics > Statistics::kWelford) {
     throw InvalidArgument("statistics: got number " +
                           std::to_string(static_cast<int>(options.statistics)) +

@@ -78,8 +78,10 @@ forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<
              std::int64_t slice) {
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
-  const BatchNormOptions options{
-      .eps = eps, .momentum = momentum, .activation = activation_of(activation, negative_slope)};
+  const BatchNormOptions options{.eps = eps,
+                                 .momentum = momentum,
+                                 .layer = static_cast<std::uint64_t>(layer),
+                                 .activation = activation_of(activation, negative_slope)};
   const MaskView counted = mask_view(mask);
   const TensorView scale = view("weight", weight);
   const TensorView shift = view("bias", bias);

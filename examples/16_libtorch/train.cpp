@@ -33,7 +33,7 @@ torch::nn::Sequential new_network(const Group& group) {
     network->push_back(torch::nn::ReLU());
   }
   network->push_back(torch::nn::Conv2d(Conv2dOptions(32, kClasses, 1)));
-  syncbn::torch::name_layers(*network);  // errors then say which layer
+  syncbn::torch::name_layers(*network);  // by which ranks tell layers apart
   return network;
 }
 

@@ -22,8 +22,12 @@ enum class Statistics : std::uint8_t {
 struct BatchNormOptions {
   double eps = 1e-5;                     ///< finite, not negative
   std::optional<double> momentum = 0.1;  ///< in [0, 1]; empty: cumulative averaging
-  std::uint64_t layer = 0;               ///< the caller's number for this layer
-  std::uint64_t call = 0;                ///< how many calls of it came before
+  /// The caller's number for this layer, the same on all ranks, which tells it from others of its
+  /// shape. Among several ranks from 1 on; one rank needs none.
+  std::uint64_t layer = 0;
+  /// How many calls of it came before, the same on all ranks. Left at 0, a layer's calls meet in
+  /// the order in which they come.
+  std::uint64_t call = 0;
   Activation activation = {};
   Statistics statistics = Statistics::kReproducible;  ///< of the forward direction
 };

@@ -21,7 +21,7 @@ struct BatchNormOpAttributes {
   bool use_global_est = false;  ///< in training normalize with the updated estimates
   double epsilon = 1e-6;        ///< finite, not negative
   double momentum = 0.99;       ///< in [0, 1]
-  std::uint64_t layer = 0;      ///< the caller's number for this layer
+  std::uint64_t layer = 0;      ///< the caller's number for this layer, as in BatchNormOptions
 };
 
 /// x: (N, C, spatial...). The estimates: C entries of any dtype. scale and bias: the same, or
@@ -63,7 +63,7 @@ SYNCBN_API BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs,
                                          Communicator& communicator, const Execution& execution);
 
 /// The same for those who own the exchange; telling the other ranks of an exception that comes
-/// before it is then up to them.
+/// before it is then up to them, and so is a number of the layer among several ranks.
 SYNCBN_API BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs,
                                          const BatchNormOpOutputs& outputs,
                                          const BatchNormOpAttributes& attributes,

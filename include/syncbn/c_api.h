@@ -143,8 +143,8 @@ typedef struct syncbn_batch_norm_options {
   double momentum;            /* in [0, 1] */
   int32_t cumulative_average; /* 1: momentum is not looked at, num_batches_tracked decides */
   int32_t statistics;         /* enum syncbn_statistics */
-  uint64_t layer;             /* the caller's number for this layer */
-  uint64_t call;              /* how many calls of it came before */
+  uint64_t layer;             /* the caller's number for this layer; with several ranks not 0 */
+  uint64_t call;              /* how many calls of it came before; 0: they meet in their order */
   syncbn_activation activation;
 } syncbn_batch_norm_options;
 

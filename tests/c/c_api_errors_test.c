@@ -41,13 +41,17 @@ static void to_welford(views* v, syncbn_batch_norm_options* options, int rank) {
 }
 static void to_layers(views* v, syncbn_batch_norm_options* options, int rank) {
   (void)v;
-  options->layer = (uint64_t)rank;
+  options->layer = 1 + (uint64_t)rank;
 }
 static void to_bad_y(views* v, syncbn_batch_norm_options* options, int rank) {
   (void)options;
   if (rank == 1) {
     v->y.dtype = 77;
   }
+}
+static void to_unnumbered(views* v, syncbn_batch_norm_options* options, int rank) {
+  (void)v;
+  options->layer = rank == 1 ? 0 : options->layer;
 }
 static void to_float64(views* v, syncbn_batch_norm_options* options, int rank) {
   (void)options;
@@ -62,6 +66,7 @@ static void to_float64(views* v, syncbn_batch_norm_options* options, int rank) {
 static void welford_body(void* o, int rank) { forward_of_rank(o, rank, to_welford); }
 static void layers_body(void* o, int rank) { forward_of_rank(o, rank, to_layers); }
 static void bad_y_body(void* o, int rank) { forward_of_rank(o, rank, to_bad_y); }
+static void unnumbered_body(void* o, int rank) { forward_of_rank(o, rank, to_unnumbered); }
 static void float64_body(void* o, int rank) { forward_of_rank(o, rank, to_float64); }
 
 static outcome* run_outcome(void (*body)(void*, int)) {
@@ -113,6 +118,17 @@ static void a_refused_argument_reaches_the_other_rank(void) {
   EXPECT(strncmp(o->text[1], "y: got 77, expected SYNCBN_FLOAT16", 33) == 0);
   EXPECT(o->status[0] == SYNCBN_PEER_LOST);
   EXPECT(strncmp(o->text[0], "rank 1 left: y: got 77", 22) == 0);
+  free(o);
+  step_memory untouched;
+  fill(&untouched);
+  o = run_outcome(unnumbered_body);
+  EXPECT(o->status[1] == SYNCBN_INVALID_ARGUMENT);
+  EXPECT(strncmp(o->text[1], "options.layer: got 0, expected this layer's own number", 54) == 0);
+  EXPECT(o->status[0] == SYNCBN_PEER_LOST);
+  EXPECT(strncmp(o->text[0], "rank 1 left: options.layer: got 0", 33) == 0);
+  for (int r = 0; r < RANKS; ++r) {
+    EXPECT_SAME(&o->ranks[r], &untouched);
+  }
   free(o);
 }
 

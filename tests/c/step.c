@@ -74,6 +74,7 @@ syncbn_batch_norm_options options_of_reference(void) {
   syncbn_batch_norm_options_init(&options);
   options.eps = 1e-3;
   options.momentum = 0.3;
+  options.layer = 1;
   options.activation.kind = SYNCBN_LEAKY_RELU;
   options.activation.negative_slope = 0.2;
   return options;

@@ -111,7 +111,7 @@ Outcome run(const Data& data, const std::vector<std::int64_t>& bounds, Memory me
     const Tensor bias(DType::kFloat32, {channels}, data.bias);
     Tensor dweight(DType::kFloat64, {channels});
     Tensor dbias(DType::kFloat64, {channels});
-    BatchNormOptions options;
+    BatchNormOptions options{.layer = 1};
     options.activation = activation;
     const BatchStatistics s = batch_norm_forward(x.view(), {}, weight.view(), bias.view(),
                                                  residual ? z.view() : TensorView(), y.view(), {},

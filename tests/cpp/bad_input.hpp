@@ -93,11 +93,12 @@ struct Arena {
     batch_norm_evaluate_backward(dy, x, mask, weight, bias, residual, running.mean, running.var, dx,
                                  dweight, dbias, dresidual, options, executor);
   }
-  void op() {
+  void op(Communicator& group) {
     batch_norm_op({x, running.mean, running.var, weight, bias, batches},
-                  {y, batch_mean, {}, running.mean, running.var, saved_batches}, attributes,
-                  *self_communicator(), executor);
+                  {y, batch_mean, {}, running.mean, running.var, saved_batches}, attributes, group,
+                  executor);
   }
+  void op() { op(*self_communicator()); }
   void op_backward() {
     batch_norm_op_backward(dy, x, weight, statistics, attributes, dx, dweight, dbias,
                            *self_communicator(), executor);

@@ -118,6 +118,12 @@ const std::vector<Case> kCases = {
        a.forward(many);
      },
      {"ranks: got 2049", "expected 1 to 2048"}},
+    {"a layer without a number among ranks",
+     [](A a) {
+       Sized three(3);
+       a.forward(three);
+     },
+     {"options.layer: got 0", "expected this layer's own number", "(there are 3 ranks)"}},
     {"operator without estimates",
      [](A a) { a.running.mean = {}, a.op(); },
      {"estimated_mean: got none", "expected one entry per channel of x"}},
@@ -127,6 +133,12 @@ const std::vector<Case> kCases = {
     {"operator without a counter",
      [](A a) { a.saved_batches = nullptr, a.op(); },
      {"saved_batches: got null", "expected a counter"}},
+    {"operator without a number among ranks",
+     [](A a) {
+       Sized three(3);
+       a.op(three);
+     },
+     {"attributes.layer: got 0", "expected this layer's own number", "(there are 3 ranks)"}},
     {"operator's epsilon",
      [](A a) { a.attributes.epsilon = kNan, a.op(); },
      {"epsilon: got nan", "expected a finite number of at least 0"}},

@@ -171,7 +171,7 @@ TEST(BatchNormOp, RanksHaveTheBitsOfOneRankExact) {
     const std::int64_t first = kBounds[rank], last = kBounds[rank + 1];
     const Tensor part = samples(DType::kFloat32, first, last);
     Variables op(part);
-    op.run(part, {}, group.rank(rank));
+    op.run(part, {.layer = 1}, group.rank(rank));
     EXPECT_TRUE(same_bits(op.mean.values(), alone.mean.values()));
     EXPECT_TRUE(same_bits(op.var.values(), alone.var.values()));
     EXPECT_TRUE(same_bits(op.y.values(),
@@ -189,7 +189,7 @@ TEST(BatchNormOp, DisagreementChangesNothingOnAnyRank) {
     const auto errors = run_ranks(2, [&](int rank) {
       const Tensor x = samples(DType::kFloat32, 0, 2);
       Variables op(x);
-      BatchNormOpAttributes attributes;
+      BatchNormOpAttributes attributes{.layer = 1};
       if (rank == 1) {
         attributes.momentum = option == 0 ? 0.5 : attributes.momentum;
         attributes.epsilon = option == 1 ? 1e-3 : attributes.epsilon;
@@ -208,17 +208,20 @@ TEST(BatchNormOp, DisagreementChangesNothingOnAnyRank) {
 }
 
 TEST(BatchNormOp, RefusalReachesTheOtherRank) {
-  ThreadGroup group(2);
-  const auto errors = run_ranks(2, [&](int rank) {
-    const Tensor x = samples(DType::kFloat32, 0, 2);
-    Variables op(x);
-    BatchNormOpAttributes attributes;
-    attributes.epsilon = rank == 0 ? -1 : 1e-6;
-    op.run(x, attributes, group.rank(rank));
-  });
-  EXPECT_EQ(text_of<InvalidArgument>(errors[0]),
-            "epsilon: got -1, expected a finite number of at least 0");
-  EXPECT_TRUE(contains(text_of<PeerLost>(errors[1]), "epsilon: got -1"));
+  const auto refused = [](const BatchNormOpAttributes& wrong, const std::string& text) {
+    ThreadGroup group(2);
+    const auto errors = run_ranks(2, [&](int rank) {
+      const Tensor x = samples(DType::kFloat32, 0, 2);
+      Variables op(x);
+      op.run(x, rank == 0 ? wrong : BatchNormOpAttributes{.layer = 1}, group.rank(rank));
+    });
+    EXPECT_EQ(text_of<InvalidArgument>(errors[0]), text);
+    EXPECT_TRUE(contains(text_of<PeerLost>(errors[1]), text));
+  };
+  refused({.epsilon = -1, .layer = 1}, "epsilon: got -1, expected a finite number of at least 0");
+  refused({},
+          "attributes.layer: got 0, expected this layer's own number, from 1 on, the same on all "
+          "ranks (there are 2 ranks)");
 }
 
 TEST(BatchNormOp, NobodyWaitsForInferenceAndConstants) {

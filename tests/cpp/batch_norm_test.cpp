@@ -291,7 +291,7 @@ TEST(BatchNorm, AllRanksEmptyChangesNothingExact) {
         Tensor dweight(DType::kFloat32, {3}, before);
         Tensor dbias(DType::kFloat32, {3}, before);
         std::int64_t tracked = 5;
-        BatchNormOptions options;
+        BatchNormOptions options{.layer = 1};
         options.momentum.reset();
         const BatchStatistics s = batch_norm_forward(x.view(), {}, {}, {}, {}, y.view(),
                                                      {mean.view(), var.view(), &tracked}, options,
@@ -327,7 +327,7 @@ TEST(BatchNorm, AnEmptyRankMayHaveAnotherDtypeOfTheSameFormat) {
     const Tensor x(dtype, {rank == 0 ? 2 : 0, 1}, std::vector<double>{1, 3});
     Tensor y = x;
     statistics[static_cast<std::size_t>(rank)] = batch_norm_forward(
-        x.view(), {}, {}, {}, {}, y.view(), {}, {}, group.rank(rank), serial_executor());
+        x.view(), {}, {}, {}, {}, y.view(), {}, {.layer = 1}, group.rank(rank), serial_executor());
   });
   for (std::size_t r = 0; r < 2; ++r) {
     EXPECT_EQ(errors[r], nullptr);

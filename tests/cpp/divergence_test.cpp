@@ -36,7 +36,7 @@ class FailingExecutor final : public Executor {
 struct Step {
   DType dtype = DType::kFloat32;
   std::vector<std::int64_t> sizes = {2, 3, 4};
-  BatchNormOptions options;
+  BatchNormOptions options{.layer = 1};
   BatchStatistics statistics{{1, 2, 3}, {1, 1, 1}, {1, 1, 1}, 16, 5};
   AffineGradients which = AffineGradients::kShare;
   bool backward = false;
@@ -129,8 +129,8 @@ std::vector<Case> diverging_cases() {
   return {
       {"eps", forward, [](Step& s) { s.options.eps = 1e-6; },
        "eps: 1e-05 on rank 0, 1e-06 on rank 1"},
-      {"layer", forward, [](Step& s) { s.options.layer = 1; },
-       "same call: layer: 0 on rank 0, 1 on rank 1"},
+      {"layer", forward, [](Step& s) { s.options.layer = 2; },
+       "same call: layer: 1 on rank 0, 2 on rank 1"},
       {"call", forward, [](Step& s) { s.options.call = 1; },
        "same call: call: 0 on rank 0, 1 on rank 1"},
       {"activation", forward, [](Step& s) { s.options.activation.kind = ActivationKind::kRelu; },
@@ -193,6 +193,19 @@ TEST(Divergence, WhatMayDiffer) {
   }
 }
 
+TEST(Divergence, LayersOfOneShapeInAnotherOrder) {
+  ThreadGroup group(2, kTimeout);
+  for (const auto& error : run_ranks(2, [&](int r) {
+         Step step = forward_step();
+         for (const std::uint64_t layer : {1, 2}) {
+           step.options.layer = r == 0 ? layer : 3 - layer;
+           step.run(group.rank(r));
+         }
+       })) {
+    EXPECT_TRUE(contains(text_of<DivergenceError>(error), "layer: 1 on rank 0, 2 on rank 1"));
+  }
+}
+
 /// Rank `odd` throws an Expected, the other PeerLost with the rank and, if given, the reason.
 template <class Expected>
 void expect_peer_lost(const Step& step, const Change& change, const std::string& reason) {
@@ -220,6 +233,27 @@ TEST(Refusal, TheOtherRankLearnsOfItAtOnce) {
       forward_step(), [](Step& s) { s.options.momentum = 2; }, "momentum");
   expect_peer_lost<InvalidArgument>(
       backward_step(), [](Step& s) { s.statistics.mean.clear(); }, "statistics");
+}
+
+TEST(Refusal, ALayerWithoutANumberAmongSeveralRanks) {
+  const Change unnumbered = [](Step& s) { s.options.layer = 0; };
+  Step welford = forward_step();
+  welford.options.statistics = Statistics::kWelford;
+  for (const Step& step : {forward_step(), welford}) {
+    expect_peer_lost<InvalidArgument>(
+        step, unnumbered,
+        "options.layer: got 0, expected this layer's own number, from 1 on, the same on all ranks "
+        "(there are 2 ranks)");
+  }
+  // On all of them, as where nobody thought of it.
+  ThreadGroup group(2, kTimeout);
+  Step step = forward_step();
+  unnumbered(step);
+  for (const auto& error : run_two(group, step, 0, unnumbered)) {
+    EXPECT_TRUE(contains(text_of<InvalidArgument>(error), "options.layer: got 0"));
+  }
+  const auto alone = self_communicator();
+  EXPECT_NO_THROW(step.run(*alone));
 }
 
 TEST(Refusal, AGpuTensorToo) {
@@ -251,7 +285,7 @@ TEST(Refusal, MoreElementsThanTheLimitOverAllRanksIsAnErrorOnEveryRank) {
   const auto errors = run_ranks(2, [&](int r) {
     const TensorView x(nullptr, DType::kFloat32, {(std::int64_t{1} << 35) + r, 0}, {0, 0});
     const MutableTensorView y(nullptr, DType::kFloat32, x.sizes, x.strides);
-    batch_norm_forward(x, {}, {}, {}, {}, y, {}, {}, group.rank(r), serial_executor());
+    batch_norm_forward(x, {}, {}, {}, {}, y, {}, {.layer = 1}, group.rank(r), serial_executor());
   });
   for (const auto& error : errors) {
     EXPECT_TRUE(contains(text_of<InvalidArgument>(error), "2^36"));

@@ -331,8 +331,9 @@ TEST(Shares, AddUpToTheGlobalGradients) {
         const Tensor x = part_of(data, data.x, split[r], Memory::kPlanes);
         const Tensor dy = part_of(data, data.dy, split[r], Memory::kRows);
         Tensor out = x;
-        const BatchStatistics statistics = batch_norm_forward(
-            x.view(), {}, {}, {}, {}, out.view(), {}, {}, group.rank(rank), serial_executor());
+        const BatchStatistics statistics =
+            batch_norm_forward(x.view(), {}, {}, {}, {}, out.view(), {}, {.layer = 1},
+                               group.rank(rank), serial_executor());
         Tensor dweight(DType::kFloat64, {5});
         Tensor dbias(DType::kFloat64, {5});
         for (const auto which : {AffineGradients::kShare, AffineGradients::kGlobal}) {

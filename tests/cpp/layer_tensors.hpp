@@ -26,8 +26,8 @@ struct LayerTensors {
   Tensor weight{DType::kFloat32, {kC}, {1, 2, 3, 4, 5}}, mean = weight, var = weight;
   Tensor dweight = weight, dbias = weight;
   std::int64_t tracked = 3;
-  BatchNormOptions options;
-  BatchNormOpAttributes attributes;
+  BatchNormOptions options{.layer = 1};
+  BatchNormOpAttributes attributes{.layer = 1};
   BatchStatistics statistics;
 };
 

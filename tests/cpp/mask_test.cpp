@@ -37,7 +37,7 @@ struct Batch {
   std::vector<std::int64_t> sizes;
   std::vector<double> x, dy, residual;
   std::vector<std::uint8_t> counts;  ///< of samples
-  BatchNormOptions options;
+  BatchNormOptions options{.layer = 1};
 
   std::int64_t per_sample() const { return static_cast<std::int64_t>(x.size()) / sizes[0]; }
 

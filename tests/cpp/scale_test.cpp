@@ -98,7 +98,7 @@ Step train(const Batch& batch, const Split& split) {
     Tensor dbias(DType::kFloat64, {kChannels});
     const BatchStatistics statistics = batch_norm_forward(
         x.view(), {}, weight.view(), bias.view(), {}, y.view(),
-        {running_mean.view(), running_var.view()}, {}, group.rank(r), serial_executor());
+        {running_mean.view(), running_var.view()}, {.layer = 1}, group.rank(r), serial_executor());
     batch_norm_backward(dy.view(), x.view(), {}, weight.view(), {}, statistics, dx.view(),
                         dweight.view(), dbias.view(), {}, AffineGradients::kGlobal, group.rank(r),
                         serial_executor());

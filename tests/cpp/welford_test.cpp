@@ -75,7 +75,7 @@ std::vector<BatchStatistics> run(DType dtype, const std::vector<std::int64_t>& s
     x.fill(std::vector<double>(values.begin() + bounds[r] * per_sample,
                                values.begin() + bounds[r + 1] * per_sample));
     Tensor result = x;
-    BatchNormOptions options;
+    BatchNormOptions options{.layer = 1};
     options.statistics = Statistics::kWelford;
     out[r] = batch_norm_forward(x.view(), {}, {}, {}, {}, result.view(), {}, options,
                                 group.rank(rank), executor);

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <string>
 
 #include "device.hpp"
 #include "groups.hpp"
@@ -24,8 +25,7 @@ using testing::text_of;
 using testing::thrown_text;
 using Doubles = std::vector<double>;
 
-TEST(CudaBatchNorm, RefusedArgumentsReachEveryRankAndChangeNothing) {
-  SYNCBN_NEEDS_DEVICE();
+void expect_refused(const BatchNormOptions& wrong, const std::string& text) {
   ThreadGroup group(2);
   const auto errors = run_ranks(2, [&](int r) {
     const DeviceTurn turn;
@@ -35,8 +35,7 @@ TEST(CudaBatchNorm, RefusedArgumentsReachEveryRankAndChangeNothing) {
     const DeviceArray<double> values(9);
     const DeviceArray<std::int64_t> info(cuda::kInfoWords);
     const DeviceArray<std::int64_t> workspace(cuda::batch_norm_workspace_words(DType::kFloat32, 3));
-    BatchNormOptions options;
-    options.eps = r == 1 ? -1 : 1e-5;
+    const BatchNormOptions options = r == 1 ? wrong : BatchNormOptions{.layer = 1};
     const auto check = [&] {
       EXPECT_EQ(y.fetch().values(), Doubles(6, 5.0));
       EXPECT_EQ(running.fetch().values(), Doubles(3, 2.0));
@@ -52,8 +51,14 @@ TEST(CudaBatchNorm, RefusedArgumentsReachEveryRankAndChangeNothing) {
       throw;
     }
   });
-  EXPECT_TRUE(contains(text_of<InvalidArgument>(errors[1]), "eps: got -1"));
-  EXPECT_TRUE(contains(text_of<PeerLost>(errors[0]), "rank 1 left the group: eps: got -1"));
+  EXPECT_TRUE(contains(text_of<InvalidArgument>(errors[1]), text));
+  EXPECT_TRUE(contains(text_of<PeerLost>(errors[0]), "rank 1 left the group: " + text));
+}
+
+TEST(CudaBatchNorm, RefusedArgumentsReachEveryRankAndChangeNothing) {
+  SYNCBN_NEEDS_DEVICE();
+  expect_refused({.eps = -1, .layer = 1}, "eps: got -1");
+  expect_refused({}, "options.layer: got 0, expected this layer's own number");
 }
 
 TEST(CudaBatchNorm, WrongArgumentsAreNamed) {
@@ -115,7 +120,7 @@ TEST(CudaBatchNorm, DisagreementGivesNaNAndKeepsRunningStatistics) {
     const cuda::BatchStatistics statistics{values.data(), values.data() + 3, values.data() + 6,
                                            info.data()};
     BatchNormOptions options;
-    options.layer = static_cast<std::uint64_t>(r);
+    options.layer = static_cast<std::uint64_t>(1 + r);
     const auto communicator = device_communicator(group.rank(r));
     cuda::batch_norm_forward(x.view(), {}, {}, {}, {}, y.view(),
                              {running.view(), running.view(), nullptr, nullptr}, statistics,

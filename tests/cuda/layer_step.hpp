@@ -16,7 +16,7 @@ struct LayerCase {
   DType dtype = DType::kFloat32;
   std::int64_t channels = 1;
   std::vector<std::int64_t> spatial;
-  BatchNormOptions options;
+  BatchNormOptions options{.layer = 1};
   bool residual = false;
   bool mask = false;
   bool running = true;

@@ -92,6 +92,21 @@ inline Lines differ(const Group& group) {
   return lines;
 }
 
+/// A layer without a name on one rank, and on both.
+inline Lines unnamed(const Group& group) {
+  SyncBatchNorm named = new_layer(group);
+  SyncBatchNorm layer(SyncBatchNormOptions(3).process_group(group));
+  const bool second = group->getRank() == 1;
+  Lines lines;
+  lines.push_back(outcome([&] { (second ? layer : named)->forward(samples()); }));
+  lines.push_back(outcome([&] { layer->forward(samples()); }));
+  lines.push_back(std::to_string(layer->num_batches_tracked.item<std::int64_t>()));
+  layer->eval();
+  lines.push_back(outcome([&] { layer->forward(samples()); }));  // exchanges nothing
+  lines.push_back(outcome([&] { named->forward(samples()); }));
+  return lines;
+}
+
 inline Lines one_value(const Group& group) {
   SyncBatchNorm layer = new_layer(group);
   Lines lines{outcome([&] { layer->forward(samples(group->getRank())); })};
@@ -248,6 +263,7 @@ inline bool write_errors(const std::string& folder) {
   using Scenario = std::pair<int, Lines (*)(const Group&)>;
   const std::map<std::string, Scenario> scenarios = {{"refused", {2, refused}},
                                                      {"differ", {2, differ}},
+                                                     {"unnamed", {2, unnamed}},
                                                      {"one_value", {2, one_value}},
                                                      {"frozen_input", {2, frozen_input}},
                                                      {"messages", {2, messages}},

@@ -147,7 +147,7 @@ struct Step {
     };
     y.resize(static_cast<std::size_t>((last - first) * kSample));
     dx.resize(y.size());
-    BatchNormOptions options;
+    BatchNormOptions options{.layer = 1};
     options.statistics = statistics;
     values = batch_norm_forward(view(x, first), {}, {}, {}, {}, view(y, 0),
                                 {parameter(running_mean), parameter(running_var)}, options, group,
@@ -257,9 +257,9 @@ TEST(Mpi, ARefusedArgumentReachesEveryRank) {
   for (const int refusing : {0, 1}) {
     MpiCommunicator group(world());
     if (group.rank() == refusing) {
-      thrown<InvalidArgument>([&] { forward(group, 0, false); });
+      thrown<InvalidArgument>([&] { forward(group, 1, false); });
     } else {
-      const std::string text = thrown<PeerLost>([&] { forward(group, 0, true); });
+      const std::string text = thrown<PeerLost>([&] { forward(group, 1, true); });
       EXPECT_TRUE(contains(text, "rank " + std::to_string(refusing) + " left the group: y: got"))
           << text;
     }

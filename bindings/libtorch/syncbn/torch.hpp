@@ -26,6 +26,10 @@
 /// LibTorch. Tensors on the CPU; docs/libtorch.md.
 namespace syncbn::torch {
 
+namespace detail {
+inline constexpr const char* kUnnamed = "SyncBatchNorm";
+}  // namespace detail
+
 /// As torch::nn::BatchNormOptions, and the ranks that share statistics.
 struct SyncBatchNormOptions {
   /* implicit */ SyncBatchNormOptions(std::int64_t num_features) : num_features_(num_features) {}
@@ -44,8 +48,9 @@ struct SyncBatchNormOptions {
   TORCH_ARG(c10::intrusive_ptr<c10d::ProcessGroup>, process_group) = {};
   /// How long an exchange waits for the slowest rank.
   TORCH_ARG(std::chrono::milliseconds, timeout) = ProcessGroupCommunicator::kDefaultTimeout;
-  /// What errors call the layer, and part of what ranks must share: see name_layers.
-  TORCH_ARG(std::string, layer_name) = "SyncBatchNorm";
+  /// What errors call the layer, and by which ranks tell it from others of its shape: see
+  /// name_layers. With several ranks a layer without a name of its own is refused.
+  TORCH_ARG(std::string, layer_name) = detail::kUnnamed;
 };
 
 namespace detail {
@@ -159,13 +164,13 @@ class LayerExchange final : public Communicator {
   bool forward_;
 };
 
-/// A layer's number in the fingerprint, from its name (FNV-1a).
+/// A layer's number in the fingerprint, from its name (FNV-1a). Never 0, which is none.
 inline std::uint64_t layer_number(const std::string& name) {
   std::uint32_t hash = 2166136261U;
   for (const char c : name) {
     hash = (hash ^ static_cast<unsigned char>(c)) * 16777619U;
   }
-  return hash;
+  return std::uint64_t{1} << 32 | hash;
 }
 
 /// One training call: what its forward is given, and its backward needs besides tensors.
@@ -354,6 +359,11 @@ class SyncBatchNormImpl
     call->running_mean = running_mean;
     call->running_var = running_var;
     try {
+      if (group_ && options.layer_name() == detail::kUnnamed) {
+        detail::refuse("layer_name", "none",
+                       "this layer's own name, the same on all ranks; "
+                       "syncbn::torch::name_layers(model) gives each layer its path");
+      }
       detail::check_tensor("input", input);
     } catch (const std::exception& error) {
       detail::LayerExchange(group_.get(), call->text("forward", input), true).abandon(error.what());
@@ -396,7 +406,8 @@ class SyncBatchNorm : public ::torch::nn::ModuleHolder<SyncBatchNormImpl> {
 };
 
 /// Names each synchronized layer of a model by its path in it, as in "stem.bn1", so that errors say
-/// where they are and ranks at different layers are told. Call it once the model is whole.
+/// where they are and ranks at different layers are told. Call it once the model is whole. A layer
+/// that is the whole model has no path: give it a layer_name.
 inline void name_layers(::torch::nn::Module& model) {
   for (const auto& item : model.named_modules(/*name_prefix=*/std::string(),
                                               /*include_self=*/false)) {

@@ -70,7 +70,7 @@ def tensor(t: torch.Tensor, **changes) -> Tensor:
 def options(**changes) -> Options:
     result = Options()
     LIBRARY.syncbn_batch_norm_options_init(byref(result))
-    for name, value in changes.items():
+    for name, value in ({"layer": 1} | changes).items():
         setattr(result, name, value)
     return result
 

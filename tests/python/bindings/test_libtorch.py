@@ -253,6 +253,18 @@ def test_calls_that_differ_are_named_on_every_rank(errors):
         assert lines(errors, "differ", rank) == [*told, "ok"]
 
 
+def test_a_layer_without_a_name_is_refused_among_several_ranks(errors):
+    """Its statistics could be mixed silently with those of another layer of its shape."""
+    text = (
+        "layer_name: got none, expected this layer's own name, the same on all ranks; "
+        "syncbn::torch::name_layers(model) gives each layer its path"
+    )
+    told = f"{at()}, rank 0 of 2: rank 1 left the group: {at(layer='SyncBatchNorm')}: {text}"
+    refused = f"InvalidArgument: {text}"
+    for rank, first in enumerate((f"PeerLost: {told}", refused)):
+        assert lines(errors, "unnamed", rank) == [first, refused, "0", "ok", "ok"]
+
+
 def test_one_value_over_all_ranks_is_refused_and_none_is_not(errors):
     text = "x: got 1 value per channel over all ranks, expected more than 1 when training"
     for rank in (0, 1):
