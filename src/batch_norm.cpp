@@ -269,10 +269,9 @@ BatchStatistics batch_norm_forward(const TensorView& x, const MaskView& mask,
                               options.eps, options.activation, group, execution);
     });
   } else {
-    statistics.count =
-        forward_of_one_rank(x, mask, weight, bias, residual, y, bits, mean, var, rstd, options.eps,
-                            options.activation, execution)
-            .count;
+    statistics.count = forward_of_one_rank(x, mask, weight, bias, residual, y, bits, mean, var,
+                                           rstd, options.eps, options.activation, execution)
+                           .count;
   }
   update_running(running, options, statistics);
   return statistics;

@@ -67,7 +67,8 @@ void check_group(const GroupSum& group, const TensorView& x) {
   check_ranks(group.ranks);
   check_array("sum", group.sum, 1);
   const std::int64_t expected = message_words(x.dtype, x.sizes[1]);
-  for (const auto& [name, words] : {std::pair{"message", group.message}, {"merged", group.merged}}) {
+  for (const auto& [name, words] :
+       {std::pair{"message", group.message}, {"merged", group.merged}}) {
     if (static_cast<std::int64_t>(words.size()) != expected) {
       throw InvalidArgument(std::string(name) + ": got " + std::to_string(words.size()) +
                             " words, expected " + std::to_string(expected));
@@ -113,13 +114,12 @@ Reached forward_in_group(const TensorView& x, const MaskView& mask, const Tensor
     }
   };
   Sums sums(samples, group, make);
-  const bool done =
-      samples.empty() || channels == 0
-          ? without_elements(sums, group, channels)
-          : cpu::forward_in_group(samples, added ? &*added : nullptr, SampleView(y),
-                                  activation_mask, scale.data(), shift.data(), activation,
-                                  {0, eps, mean, var, rstd}, group.message.data() + kHeaderWords,
-                                  sums, *execution.executor);
+  const bool done = samples.empty() || channels == 0
+                        ? without_elements(sums, group, channels)
+                        : cpu::forward_in_group(
+                              samples, added ? &*added : nullptr, SampleView(y), activation_mask,
+                              scale.data(), shift.data(), activation, {0, eps, mean, var, rstd},
+                              group.message.data() + kHeaderWords, sums, *execution.executor);
   return done ? Reached::kOutput : sums.reached();
 }
 
@@ -141,8 +141,8 @@ Reached backward_in_group(const TensorView& dy, const TensorView& x, const MaskV
   std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
   const MutableTensorView none;
   const cpu::Gradients global{
-      count == 0 ? 1 : count,  mean, rstd, weight, coefficients.data(), share ? none : dweight,
-      share ? none : dbias, channels};
+      count == 0 ? 1 : count, mean,    rstd, weight, coefficients.data(), share ? none : dweight,
+      share ? none : dbias,   channels};
   const cpu::Gradients own{1, mean, rstd, {}, nullptr, dweight, dbias, channels};
   const auto make = [&](std::int64_t begin, std::int64_t end) {
     if (count == 0) {

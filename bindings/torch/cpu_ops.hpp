@@ -15,12 +15,12 @@ namespace syncbn::torch_layer {
 
 using torch::stable::Tensor;
 
-/// What an exchange has come to. kUnchecked: it is complete, and what follows is left to the caller.
-/// kNoMemory: this rank lacked memory, and has left the group.
+/// What an exchange has come to. kUnchecked: it is complete, and what follows is left to the
+/// caller. kNoMemory: this rank lacked memory, and has left the group.
 enum Status : std::int64_t { kDone, kPending, kTimeout, kLost, kDiverged, kUnchecked, kNoMemory };
 
-/// Runs a whole direction over the group of that number, whose sum is that of `message`. Its Status;
-/// kDone if the output is there. An error before the exchange is thrown.
+/// Runs a whole direction over the group of that number, whose sum is that of `message`. Its
+/// Status; kDone if the output is there. An error before the exchange is thrown.
 std::int64_t run_in_group(std::int64_t handle, const Tensor& message, const Tensor& merged,
                           const std::function<Reached(SumInParts&)>& direction);
 

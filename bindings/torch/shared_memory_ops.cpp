@@ -182,7 +182,8 @@ std::int64_t shm_finish(std::int64_t handle, std::int64_t slice) {
   if (entry->left) {
     return kLost;
   }
-  return guarded(*entry, [&] { return !entry->pending.has_value() || wait_for_all(*entry, slice); });
+  return guarded(*entry,
+                 [&] { return !entry->pending.has_value() || wait_for_all(*entry, slice); });
 }
 
 /// Notes how far a sum has come.

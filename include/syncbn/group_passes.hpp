@@ -55,8 +55,7 @@ SYNCBN_API Reached backward_in_group(const TensorView& dy, const TensorView& x,
                                      const ActivationGradient& through, const TensorView& weight,
                                      const MutableTensorView& u, const MutableTensorView& dx,
                                      const MutableTensorView& dweight,
-                                     const MutableTensorView& dbias, bool share,
-                                     std::int64_t count, GroupSum& group,
-                                     const Execution& execution);
+                                     const MutableTensorView& dbias, bool share, std::int64_t count,
+                                     GroupSum& group, const Execution& execution);
 
 }  // namespace syncbn

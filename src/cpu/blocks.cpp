@@ -113,22 +113,28 @@ bool may_overlap(const SampleView& a, const SampleView& b) {
 
 std::int64_t block_channels(const SampleView& x, const VectorSums& sums, const VectorMap& map,
                             Direction direction, int threads) {
-  constexpr std::int64_t kBlocks = 4;                      // of a thread, at least
-  constexpr std::int64_t kPiece = std::int64_t{96} << 10;  // bytes that follow each other, about
+  constexpr std::int64_t kBlocks = 4;                       // of a thread, at least
+  constexpr std::int64_t kBytes = std::int64_t{400} << 10;  // of one tensor: three stay in the L2
+  constexpr std::int64_t kRun = std::int64_t{16} << 10;     // that follow each other, at least
+  constexpr std::int64_t kMost = std::int64_t{1200} << 10;  // of one tensor in backward
   constexpr std::int64_t kBeyondCaches = std::int64_t{8} << 20;  // bytes of one tensor
   const auto size = static_cast<std::int64_t>(size_of(x.dtype));
+  const std::int64_t plane = x.plane * size;
   const bool planes = sums.possible() && map.possible() && !sums.in_rows() && !map.in_rows();
-  // Sums of forward fill the time of stores, but converting 16-bit types keeps the core busy as it
-  // is. Those of backward take longer than the stores: blocks spare reading beyond the caches.
-  const bool pays = direction == Direction::kForward
-                        ? x.dtype == DType::kFloat32
-                        : x.samples * x.channels * x.plane * size >= kBeyondCaches;
-  if (!planes || !pays || !map.streams() || x.plane < kSegment) {
+  if (!planes || !map.streams() || x.plane < kSegment) {
     return 0;
   }
-  const std::int64_t step = kBlockStep * x.plane * size;
-  const std::int64_t channels = (kPiece + step - 1) / step * kBlockStep;
-  return channels * kBlocks * threads <= x.channels ? channels : 0;
+  std::int64_t block = std::max(kBytes / (plane * x.samples), (kRun + plane - 1) / plane);
+  if (block >= kBlockStep || x.plane % 8 != 0) {  // masks are read by whole bytes
+    block = (block + kBlockStep - 1) / kBlockStep * kBlockStep;
+  }
+  // Sums of forward fill the time of stores, but converting 16-bit types keeps the core busy as it
+  // is. Those of backward take longer than the stores: blocks spare reading beyond the caches.
+  const bool pays =
+      direction == Direction::kForward
+          ? x.dtype == DType::kFloat32
+          : x.channels * x.samples * plane >= kBeyondCaches && block * x.samples * plane <= kMost;
+  return pays && block * kBlocks * threads <= x.channels ? block : 0;
 }
 
 namespace {
@@ -223,7 +229,9 @@ bool run_in_waves(const SampleView& x, const VectorSums& sums, VectorMap& map, S
       for (std::int64_t t = first; t < last; ++t) {
         Lane& lane = lanes[static_cast<std::size_t>(t)];
         lane.step(channels_of(wave, t), channels_of(come ? wave - 2 : -1, t));
-        lane.fence_stores();
+        if (threads > 1 || wave > waves) {  // the next step may be another thread's
+          lane.fence_stores();
+        }
       }
     });
     if (wave < waves) {

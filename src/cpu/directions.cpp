@@ -7,8 +7,9 @@
 #include "cpu/sums.hpp"
 #include "statistics/dtype.hpp"
 
-// Sums, what becomes of them, and the element-wise pass: on one rank, where statistics come straight
-// from the windows that hold the sums, and in a group, where they come from words of all ranks.
+// Sums, what becomes of them, and the element-wise pass: on one rank, where statistics come
+// straight from the windows that hold the sums, and in a group, where they come from words of all
+// ranks.
 namespace syncbn::cpu {
 namespace {
 
@@ -129,9 +130,9 @@ void statistics_alone(const VectorSums& sums, const SampleView& x, const Loops& 
 
 template <class One>
 std::int64_t block_of(const One& one, Executor& executor) {
-  return one.overlap() ? 0
-                       : block_channels(one.x, one.sums, one.map, One::kDirection,
-                                        executor.concurrency());
+  return one.overlap()
+             ? 0
+             : block_channels(one.x, one.sums, one.map, One::kDirection, executor.concurrency());
 }
 
 template <class One>
@@ -156,7 +157,8 @@ void alone(One one, const typename One::Statistics& to, Executor& executor) {
     return;
   }
   statistics_alone(
-      one.sums, one.x, [&](std::int64_t* words) { one.sum_by_loops(words, executor); }, to, executor);
+      one.sums, one.x, [&](std::int64_t* words) { one.sum_by_loops(words, executor); }, to,
+      executor);
   map_all(one, executor);
 }
 
@@ -196,16 +198,16 @@ bool in_group(One one, std::int64_t* words, GroupSums& group, Executor& executor
 
 void moments_of_one_rank(const SampleView& x, const Moments& to, Executor& executor) {
   statistics_alone(
-      VectorSums(x), x, [&](std::int64_t* words) { reference::moment_sums(x, words, executor); }, to,
-      executor);
+      VectorSums(x), x, [&](std::int64_t* words) { reference::moment_sums(x, words, executor); },
+      to, executor);
 }
 
 void gradients_of_one_rank(const SampleView& dy, const SampleView& x, const SampleView* u,
                            const Pullback& pullback, const Gradients& to, Executor& executor) {
   statistics_alone(
       VectorSums(dy, x, u, pullback), x,
-      [&](std::int64_t* words) { reference::gradient_sums(dy, x, u, words, pullback, executor); }, to,
-      executor);
+      [&](std::int64_t* words) { reference::gradient_sums(dy, x, u, words, pullback, executor); },
+      to, executor);
 }
 
 void forward_of_one_rank(const SampleView& x, const SampleView* residual, const SampleView& y,

@@ -130,7 +130,7 @@ void Gradients::store(const ChannelGradients& of, std::int64_t channel) const {
 }
 
 void finalize(DType dtype, const std::int64_t* words, std::int64_t begin, std::int64_t end,
-                      const Moments& to) {
+              const Moments& to) {
   round_moments(dtype, InWords(dtype, words + begin * format_of(dtype).words()), end - begin,
                 {to.count, to.eps, to.mean + begin, to.var + begin, to.rstd + begin});
 }
@@ -140,8 +140,8 @@ void finalize(DType dtype, Windows& windows, std::int64_t begin, const Moments& 
                 {to.count, to.eps, to.mean + begin, to.var + begin, to.rstd + begin});
 }
 
-void finalize(DType dtype, const std::int64_t* words, std::int64_t begin,
-                        std::int64_t end, const Gradients& to) {
+void finalize(DType dtype, const std::int64_t* words, std::int64_t begin, std::int64_t end,
+              const Gradients& to) {
   round_gradients(dtype, InWords(dtype, words + begin * format_of(dtype).words()), begin,
                   end - begin, to);
 }

@@ -19,7 +19,7 @@ struct Moments {
 };
 /// words: of channel 0 of all.
 void finalize(DType dtype, const std::int64_t* words, std::int64_t begin, std::int64_t end,
-                      const Moments& moments);
+              const Moments& moments);
 /// windows: of the channels from `begin` on.
 void finalize(DType dtype, Windows& windows, std::int64_t begin, const Moments& moments);
 
@@ -36,10 +36,9 @@ struct Gradients {
 
   void store(const ChannelGradients& of, std::int64_t channel) const;
 };
-void finalize(DType dtype, const std::int64_t* words, std::int64_t begin,
-                        std::int64_t end, const Gradients& gradients);
-void finalize(DType dtype, Windows& windows, std::int64_t begin,
-                        const Gradients& gradients);
+void finalize(DType dtype, const std::int64_t* words, std::int64_t begin, std::int64_t end,
+              const Gradients& gradients);
+void finalize(DType dtype, Windows& windows, std::int64_t begin, const Gradients& gradients);
 
 /// running <- the contract's update with values[c] * correction.
 void update_running(const MutableTensorView& running, const double* values, std::int64_t channels,

@@ -12,7 +12,8 @@
 
 namespace syncbn::cpu {
 
-/// Where the sums of channels become what the caller wants of them. Several threads call it, for channels of their own.
+/// Where the sums of channels become what the caller wants of them. Several threads call it, for
+/// channels of their own.
 class SumsSink {
  public:
   virtual ~SumsSink() = default;

@@ -163,8 +163,7 @@ void expect_bits_of_integers(Random& random, const std::string& level, bool grad
   std::vector<double> var(n, -1);
   std::vector<double> rstd(n, -1);
   const std::int64_t* from = words.data();
-  cpu::finalize(kDtype, from, 0, channels,
-                        {count, eps, mean.data(), var.data(), rstd.data()});
+  cpu::finalize(kDtype, from, 0, channels, {count, eps, mean.data(), var.data(), rstd.data()});
   for (std::size_t c = 0; c < n; ++c) {
     const ChannelMoments expected =
         finalize_channel<ElementOf<kDtype>>(words.data() + c * per_channel, count, eps);

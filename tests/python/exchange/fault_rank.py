@@ -20,6 +20,8 @@ from fault_rounds import LIMIT, Round
 from syncbn.exchange import groups, watch
 
 CHANNELS = 4
+#: Of large tensors: all but samples. With so many samples both directions are streamed.
+LARGE, SAMPLES = (32, 3200), 21
 PATHS = ("stem", "middle", "head")
 #: Where a step comes by, and the moments of a round that are then. A signal "any" time later is
 #: asked for at the start.
@@ -52,7 +54,8 @@ class Rank:
         make = nn.BatchNorm1d
         if drawn.direct:
             make = lambda channels: syncbn.SyncBatchNorm(channels, **options)  # noqa: E731
-        self.model = Net(drawn.layers, lambda: make(CHANNELS))
+        self.channels = LARGE[0] if drawn.large else CHANNELS
+        self.model = Net(drawn.layers, lambda: make(self.channels))
         self.own = dict(self.model._modules)  # of which the fault may replace one
         #: (y, dx) of the steps that this rank took as all others
         self.results: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -65,9 +68,8 @@ class Rank:
 
     def x(self, number: int, rank: int) -> torch.Tensor:
         seed = self.drawn.index * 1_000_000 + number * 10 + rank
-        return torch.randn(
-            3 + rank, CHANNELS, generator=torch.Generator().manual_seed(self.drawn.seed + seed)
-        )
+        shape = (SAMPLES + rank, *LARGE) if self.drawn.large else (3 + rank, CHANNELS)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(self.drawn.seed + seed))
 
     # The fault.
 
@@ -182,7 +184,7 @@ class Rank:
         """The right bits in all steps that were taken, and running statistics that are whole: as
         after so many forwards of layers in one process."""
         left = self.forwards()
-        alone = Net(self.drawn.layers, lambda: syncbn.SyncBatchNorm(CHANNELS, sync=False))
+        alone = Net(self.drawn.layers, lambda: syncbn.SyncBatchNorm(self.channels, sync=False))
 
         def stop(index: int, x: torch.Tensor) -> torch.Tensor:
             nonlocal left
@@ -237,7 +239,7 @@ class Rank:
             syncbn.reset_groups()
             self.form()
         syncbn.reset_groups(self.model)
-        alone = Net(self.drawn.layers, lambda: syncbn.SyncBatchNorm(CHANNELS, sync=False))
+        alone = Net(self.drawn.layers, lambda: syncbn.SyncBatchNorm(self.channels, sync=False))
         alone.load_state_dict(self.model.state_dict())
         self.results, self.faulty = [], False
         self.step(self.drawn.steps, "")

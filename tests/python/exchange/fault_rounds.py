@@ -16,7 +16,8 @@ IN_TIME = LIMIT + 5 + 3 + 5
 class Round(NamedTuple):
     """What test_fault_storm.py draws. forming: the fault comes at the conversion or in the first
     step, else in step `step` of `steps`. moment: of the step. layer: which one the fault is about.
-    delay: seconds, of a signal whose moment is "any", and of a rank that is late."""
+    delay: seconds, of a signal whose moment is "any", and of a rank that is late. large: the
+    tensors, so that ranks exchange in the middle of sums."""
 
     seed: int
     index: int
@@ -32,6 +33,7 @@ class Round(NamedTuple):
     moment: str
     layer: int
     delay: float
+    large: bool = False
 
 
 DIVERGED, TIMED_OUT, LOST, PASSED = "DivergenceError", "ExchangeTimeout", "PeerLost", "passed"
@@ -84,7 +86,7 @@ def draw(seed: int, index: int) -> Round:
     elif fault == "extra call":
         moments = ("forward", "after")
     moment = chosen.choice(moments)
-    return Round(
+    drawn = Round(
         seed=seed,
         index=index,
         fault=fault,
@@ -102,6 +104,10 @@ def draw(seed: int, index: int) -> Round:
         layer=chosen.randrange(int(moment == "after"), layers),
         delay=delay,
     )
+    if chosen.random() < 0.3 and fault != "other channels":
+        # A step of these takes longer than the delay of a signal.
+        drawn = drawn._replace(large=True, steps=min(drawn.steps, step + 4))
+    return drawn
 
 
 def faults_of(told: dict) -> list[str]:
