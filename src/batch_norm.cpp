@@ -111,23 +111,25 @@ class LayerSum final : public SumInParts {
     group_.fingerprint = call.fingerprint();
   }
 
-  /// run(GroupSum): the direction. An error that the others do not see is told to them.
+  LayerSum(const LayerSum&) = delete;
+  LayerSum& operator=(const LayerSum&) = delete;
+
+  /// run(GroupSum): the direction. Gives back the count of elements.
   template <class Run>
   std::int64_t run(const AgreedCall& call, const Run& run) {
     Reached reached{};
-    try {
-      reached = run(group_);
-    } catch (const std::exception& error) {
-      give_up(error.what());
-      throw;
-    } catch (...) {
-      give_up("an exception of an unknown type");
-      throw;
-    }
+    before_exchange(*this, [&] { reached = run(group_); });
     if (reached != Reached::kOutput) {
       check_agreement(group_.info, call, communicator_);
     }
     return group_.info.count;
+  }
+
+  /// After an error that the others do not see.
+  void abandon(const std::string& reason) {
+    if (!over_) {
+      communicator_.abandon(reason);
+    }
   }
 
   void open(std::span<const std::int64_t>, std::span<std::int64_t>) override {
@@ -169,12 +171,6 @@ class LayerSum final : public SumInParts {
       throw;
     }
   }
-  void give_up(const std::string& reason) {
-    if (!over_) {
-      communicator_.abandon(reason);
-    }
-  }
-
   Communicator& communicator_;
   SumInParts* parts_;
   std::vector<std::int64_t> message_;

@@ -8,8 +8,8 @@
 // What a layer's call on CPU and on CUDA have in common.
 namespace syncbn {
 
-/// Runs what comes before an exchange. A rank that fails there tells the others, which would
-/// otherwise wait for it.
+/// Runs what comes before an exchange, or in the middle of it. A rank that fails there tells the
+/// others, which would otherwise wait for it.
 template <class Group, class Body>
 void before_exchange(Group& communicator, const Body& body) {
   try {

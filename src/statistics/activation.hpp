@@ -5,8 +5,8 @@
 #include "statistics/host_device.hpp"
 #include "syncbn/passes.hpp"
 
-// Everything that depends on an activation, in one place. An activation without a place here does
-// not compile, or is refused at run time.
+// What the passes know of an activation; CONTRIBUTING.md lists the few other places. An activation
+// without a place here does not compile, or is refused at run time.
 namespace syncbn {
 
 /// What becomes of a value that is not positive, and of its gradient. The others are handed on.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..exchange import transports
-from ..step import paths, recomputation
+from ..step import layer_paths, recomputation
 from ..step.adapters import apply_step
 from ..step.masks import check_mask
 from ..step.modes import check_transforms, outside_transforms, recorded
@@ -167,7 +167,7 @@ def check_alone(module) -> None:
 def _reject(peers, module, error: BaseException, x: object) -> None:
     parameter = module.weight if module.running_mean is None else module.running_mean
     state = module.state
-    peers = paths.way(state, peers)
+    peers = layer_paths.way(state, peers)
     call = state.call_of(state.call, module.options())
     transports.reject(peers, call, error, x=x, parameter=parameter, counter=state.call)
 

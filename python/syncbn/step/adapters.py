@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..exchange import transports
 from ..operators import ops
-from . import as_operator, in_one, layer_state, paths, recomputation, second_derivatives
+from . import as_operator, in_one, layer_paths, layer_state, recomputation, second_derivatives
 from .layer_state import Identity, LayerState
 from .masks import check_mask
 from .modes import check_transforms, outside_transforms, recorded, refuse_tracing
@@ -162,7 +162,7 @@ def train_step(
     except Exception as error:
         if live is not None and not again:
             with outside_transforms():
-                peers, call = paths.way(live, peers), live.call_of(x, options)
+                peers, call = layer_paths.way(live, peers), live.call_of(x, options)
                 transports.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
         raise
     if mask is not None:

@@ -48,7 +48,7 @@ class LayerState:
     CUDA. Both lie where the layer was last called; None for a function, which has no calls of its
     own. handle: int64 [1] on the CPU, the id by which operators of compiled graphs find the state.
     number: what stands for the layer in the fingerprint, 32 bits; agreed on in each group
-    (step/paths.py) where compares is true.
+    (step/layer_paths.py) where compares is true.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad, profiler
 
 from ..exchange import transports
 from ..exchange.call import Call
-from . import paths
+from . import layer_paths
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -50,7 +50,7 @@ def refuse_tracing(state, options, x: Tensor) -> None:
             f"{state.name}: got torch.jit.trace of a training call on {peers.ranks} ranks, "
             "expected evaluation mode; torch.export takes training steps"
         )
-        peers = paths.way(state, peers)
+        peers = layer_paths.way(state, peers)
         call = state.call_of(x, options)
         transports.reject(peers, call, error, x=x, counter=state.call)
     finally:

@@ -14,7 +14,7 @@ from ..exchange.groups import Peers
 from ..exchange.transport import Transport
 from ..exchange.transports import Alone, transport_of
 from ..operators import HEADER_WORDS, message_words, ops
-from . import paths
+from . import layer_paths
 from .layer_state import LayerState
 from .modes import check_not_batched, recorded
 from .options import Options, values_per_channel
@@ -101,7 +101,7 @@ def shared_sums(given: Inputs, exchanged: tuple | None = None) -> tuple[Step, tu
     lead = _lead(xs, masks)
     x = xs[lead]
     if peers is not None and peers.group_name != state.group:
-        paths.compare(state, peers, x, options)
+        layer_paths.compare(state, peers, x, options)
     call, transport = state.call_of(x, options), transport_of(peers, xs[0].device)
     number, channels = options.identity(state.number, residuals[0] is not None), x.shape[1]
     merged: Sequence[Tensor | None]

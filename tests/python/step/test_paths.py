@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import syncbn
 from syncbn.exchange import groups
-from syncbn.step import layer_state, paths
+from syncbn.step import layer_paths, layer_state
 from syncbn.step.layer_state import LayerState
 from syncbn.step.living_modules import paths_of_living
 
@@ -140,7 +140,7 @@ def test_conversion_names_layers_that_were_made_directly():
 def test_path_of_a_name(name, path):
     state = new_layer().state
     state.name = name
-    assert paths._path(state) == path
+    assert layer_paths._path(state) == path
 
 
 def test_no_pass_for_converted_layers(monkeypatch):
@@ -153,7 +153,7 @@ def test_no_pass_for_converted_layers(monkeypatch):
 def test_long_paths_lose_their_beginning(ranks, room):
     peers = groups.Peers("", ranks, 0, 1.0)
     for path in ("a" * 600, "\u00e9" * 600, "layer." * 300 + "bn", "x.y" * 400):
-        end = paths._end_of(path, peers)
+        end = layer_paths._end_of(path, peers)
         assert path.endswith(end) and room - 8 < len(end.encode()) <= room
         assert "." not in path or path[-len(end) - 1] == "." or len(path.split(".")[-1]) > room
-    assert paths._end_of("layer4.bn", peers) == "layer4.bn"
+    assert layer_paths._end_of("layer4.bn", peers) == "layer4.bn"
