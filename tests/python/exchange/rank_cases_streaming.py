@@ -1,5 +1,5 @@
-"""Tensors so large that ranks exchange the sums of some channels while they compute those of others;
-run by test_distributed.py as rank_cases.py is."""
+"""Tensors so large that ranks exchange the sums of some channels while they compute those of
+others; run by test_distributed.py as rank_cases.py is."""
 
 import os
 import signal
