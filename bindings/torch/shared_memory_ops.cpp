@@ -156,7 +156,11 @@ void begin_exchange(Group& entry, const Tensor& words, const Tensor& out) {
   entry.pending.emplace(words, out);
 }
 
+/// Whether the exchange is over.
 bool wait_for_all(Group& entry, std::int64_t slice) {
+  if (!entry.pending.has_value()) {
+    return true;
+  }
   const auto words = static_cast<std::size_t>(entry.pending->second.numel());
   return opened(entry).parts()->wait(words, std::chrono::milliseconds(slice));
 }
@@ -182,8 +186,7 @@ std::int64_t shm_finish(std::int64_t handle, std::int64_t slice) {
   if (entry->left) {
     return kLost;
   }
-  return guarded(*entry,
-                 [&] { return !entry->pending.has_value() || wait_for_all(*entry, slice); });
+  return guarded(*entry, [&] { return wait_for_all(*entry, slice); });
 }
 
 /// Notes how far a sum has come.

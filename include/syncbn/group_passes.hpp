@@ -22,14 +22,14 @@ struct GroupSum {
   bool in_parts = true;  ///< whether parts travel while others are computed
   int ranks = 1;
   /// This rank's message and the sum of all, message_words(x.dtype, C) words each.
-  std::span<std::int64_t> message;
-  std::span<std::int64_t> merged;
+  std::span<std::int64_t> message = {};
+  std::span<std::int64_t> merged = {};
   std::uint32_t fingerprint = 0;
   std::int64_t backward = 0;  ///< the header's word about backward
   /// What else a merged header has to be to go on, besides usable; may be empty.
-  std::function<bool(const MessageInfo& info)> accept;
+  std::function<bool(const MessageInfo& info)> accept = {};
   std::chrono::milliseconds slice = std::chrono::hours(1);  ///< of a wait
-  MessageInfo info;                                         ///< given back: of the merged header
+  MessageInfo info = {};                                    ///< given back: of the merged header
 };
 
 enum class Reached : std::uint8_t {

@@ -160,9 +160,8 @@ void check_moments(Bytes& bytes, DType dtype, std::int64_t channels) {
   std::vector<double> rstd(n);
   with_each_level([&] {
     const std::int64_t* from = words.data();
-    cpu::finalize_moments(
-        dtype, from, 0, channels,
-        {std::max<std::int64_t>(1, count), eps, mean.data(), var.data(), rstd.data()});
+    cpu::finalize(dtype, from, 0, channels,
+                  {std::max<std::int64_t>(1, count), eps, mean.data(), var.data(), rstd.data()});
     for (std::size_t c = 0; c < n; ++c) {
       require_same(mean[c], expected[c].mean, "mean");
       require_same(var[c], expected[c].var, "var");
@@ -203,9 +202,8 @@ void check_gradients(Bytes& bytes, DType dtype, std::int64_t channels) {
   };
   with_each_level([&] {
     const std::int64_t* from = words.data();
-    cpu::finalize_gradients(
-        dtype, from, 0, channels,
-        {kCount, mean.data(), rstd.data(), {}, out.data(), place(3), place(4), channels});
+    cpu::finalize(dtype, from, 0, channels,
+                  {kCount, mean.data(), rstd.data(), {}, out.data(), place(3), place(4), channels});
     for (std::size_t c = 0; c < n; ++c) {
       const auto [a, b] = rounded[c];
       const double g = std::fma(-mean[c], a, b);
