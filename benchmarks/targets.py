@@ -44,9 +44,9 @@ def copies(layout: str, planes: str, forward: float, backward: float) -> Target:
     )
 
 
-def step(batch: int, limit: float) -> Target:
-    name = f"ResNet-20's step, 2 processes, batch {batch}"
-    return Target(name, "plain", {"step": limit}, case(network="ResNet-20", batch=batch))
+def step(network: str, batch: int, limit: float) -> Target:
+    name = f"{network}'s step, 2 processes, batch {batch}"
+    return Target(name, "plain", {"step": limit}, case(network=network, batch=batch))
 
 
 def is_other(f: dict) -> bool:
@@ -74,8 +74,10 @@ TARGETS = [
     target("two threads beyond the last cache", "one thread", 1.7, 1.7, TWO),
     target("(8, 16, 8, 8), eager, one rank", "PyTorch", 0.9, 1.15, SMALL),
     Target("(8, 16, 8, 8), eager, one rank", "PyTorch", {"both": 1.0}, SMALL),
-    step(8, 1.10),
-    step(32, 1.03),
+    step("ResNet-20", 8, 1.10),
+    step("ResNet-20", 32, 1.03),
+    step("ResNet-50", 4, 1.0),
+    step("ResNet-50, channels-last", 4, 1.0),
 ]
 
 

@@ -20,7 +20,8 @@ class SYNCBN_API SumInParts {
 
   /// Begins a sum; waits for nobody. in.size() == out.size(); both stay valid until all words of
   /// out are there, a call throws, or the group was abandoned. out may be in. Throws Error when one
-  /// is under way already; what the calls throw are otherwise the errors of all_reduce_sum.
+  /// is under way already. All calls throw InvalidArgument for lengths that do not fit, and
+  /// otherwise the errors of all_reduce_sum.
   virtual void open(std::span<const std::int64_t> in, std::span<std::int64_t> out) = 0;
 
   /// The first `words` of `in` change no more: all of them, in the end. Waits for nobody.

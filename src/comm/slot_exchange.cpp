@@ -31,6 +31,10 @@ void copy_bytes(void* to, const void* from, std::size_t n) {
 }  // namespace
 
 void SlotExchange::open(std::span<const std::int64_t> in, std::span<std::int64_t> out) {
+  if (out.size() != in.size()) {
+    throw InvalidArgument("out: got " + std::to_string(out.size()) + " words, expected " +
+                          std::to_string(in.size()));
+  }
   begin(ExchangeKind::kSum, in.data(), out.data(), in.size_bytes());
 }
 
@@ -52,6 +56,11 @@ void SlotExchange::begin(ExchangeKind kind, const void* in, void* out, std::size
 
 void SlotExchange::publish(std::size_t words) {
   barrier_.check_process();
+  if (words > bytes_ / kWord || words < published_ / kWord) {
+    throw InvalidArgument("publish: got " + std::to_string(words) + " words, expected " +
+                          std::to_string(published_ / kWord) + " to " +
+                          std::to_string(bytes_ / kWord));
+  }
   published_ = words * kWord;
   try {
     if (arrived_ && barrier_.met()) {

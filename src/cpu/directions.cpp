@@ -13,8 +13,9 @@
 namespace syncbn::cpu {
 namespace {
 
-/// A row of channels of which each costs little.
-constexpr std::int64_t kGrain = 64;
+/// Channels at which a second thread pays: of integers, and of vector code.
+constexpr std::int64_t kGrainOfLoops = 64;
+constexpr std::int64_t kGrain = 256;
 
 struct Forward {
   static constexpr Direction kDirection = Direction::kForward;
@@ -122,7 +123,7 @@ void statistics_alone(const VectorSums& sums, const SampleView& x, const Loops& 
   std::vector<std::int64_t> words(
       static_cast<std::size_t>(x.channels * format_of(x.dtype).words()));
   loops(words.data());
-  executor.parallel_for(0, x.channels, kGrain, [&](std::int64_t begin, std::int64_t end) {
+  executor.parallel_for(0, x.channels, kGrainOfLoops, [&](std::int64_t begin, std::int64_t end) {
     const FloatEnvironment environment;
     finalize(x.dtype, words.data(), begin, end, to);
   });

@@ -123,8 +123,13 @@ TEST_P(Parts, AnyPartsInAnyOrderGiveTheSum) {
 TEST_P(Parts, MisuseIsAnError) {
   make(2);
   std::vector<std::int64_t> words(8);
+  std::vector<std::int64_t> other(7);
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { of(0).open(words, other); }),
+                       "out: got 7 words, expected 8"));
   of(0).open(words, words);
   EXPECT_TRUE(contains(thrown_text<Error>([&] { of(0).open(words, words); }), "under way"));
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { of(0).publish(9); }),
+                       "publish: got 9 words, expected 0 to 8"));
   EXPECT_TRUE(contains(thrown_text<Error>([&] { of(0).wait(4, kLong); }),
                        "wait: got 32 bytes, expected those published, 0"));
 }

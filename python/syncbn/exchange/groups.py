@@ -294,7 +294,7 @@ def own_group(
 
 def named(name: str) -> Peers:
     """The group of this package with that name, as traced graphs hold it."""
-    for own in _own_groups.values():
+    for own in list(_own_groups.values()):
         if own.group_name == name:
             return own
     raise RuntimeError(
@@ -348,7 +348,7 @@ def leave_out(ranks: Iterable[int]) -> None:
 
 def global_ranks(group: dist.ProcessGroup) -> list[int]:
     """Its members' global numbers."""
-    for (ranks, *_), own in _own_groups.items():
+    for (ranks, *_), own in list(_own_groups.items()):
         if own.group_name == group.group_name:
             return list(ranks)
     return dist.get_process_group_ranks(group)

@@ -66,8 +66,8 @@ def _agreed(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) 
             "expected an eager training step before"
         )
     if peers.group_name not in _compared:
-        for gone in [name for name in _compared if not groups.exists(name)]:
-            del _compared[gone]
+        for gone in [name for name in list(_compared) if not groups.exists(name)]:
+            _compared.pop(gone, None)
         _compared[peers.group_name] = _Group()
     group, path = _compared[peers.group_name], _end_of(_path(state), peers)
     call = state.call_of(x, options)

@@ -126,7 +126,7 @@ def test_targets_are_all_there():
     def both(forward: float, backward: float) -> tuple:
         return ("forward", forward), ("backward", backward)
 
-    step = "ResNet-20's step, 2 processes, batch"
+    step = "step, 2 processes, batch"
     assert found == {
         ("contiguous, planes of 784 and more", "copy"): both(1.25, 2.0),
         ("contiguous, planes of 196", "copy"): both(1.45, 2.3),
@@ -141,8 +141,10 @@ def test_targets_are_all_there():
         ("16-bit types inside it", "float32"): both(1.0, 1.0),
         ("two threads beyond the last cache", "one thread"): both(1.7, 1.7),
         ("(8, 16, 8, 8), eager, one rank", "PyTorch"): (*both(0.9, 1.15), ("both", 1.0)),
-        (f"{step} 8", "plain"): (("step", 1.10),),
-        (f"{step} 32", "plain"): (("step", 1.03),),
+        (f"ResNet-20's {step} 8", "plain"): (("step", 1.10),),
+        (f"ResNet-20's {step} 32", "plain"): (("step", 1.03),),
+        (f"ResNet-50's {step} 4", "plain"): (("step", 1.0),),
+        (f"ResNet-50, channels-last's {step} 4", "plain"): (("step", 1.0),),
     }
 
 
