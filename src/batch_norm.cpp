@@ -294,6 +294,7 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
   before_exchange(communicator, [&] {
     check_backward(dy, x, mask, weight, dx, dweight, dbias, dresidual, which, communicator.size());
     check_statistics(statistics, x);
+    check_per_channel("bias", bias, x.sizes[1], x.device);
     through = {statistics.activation, weight, bias,
                statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data()};
     call.direction = Direction::kBackward;

@@ -83,6 +83,7 @@ inline ActivationGradient through(const Tensor& x, const std::optional<Tensor>& 
         activation_mask->numel() != room_for_activation_mask(x)) {
       throw InvalidArgument("activation_mask: expected what normalize returned for this input");
     }
+    check_storage("activation_mask", *activation_mask);
     out.activation_mask = static_cast<const std::uint8_t*>(activation_mask->const_data_ptr());
   }
   return out;

@@ -197,7 +197,7 @@ TEST(Divergence, LayersOfOneShapeInAnotherOrder) {
   ThreadGroup group(2, kTimeout);
   for (const auto& error : run_ranks(2, [&](int r) {
          Step step = forward_step();
-         for (const std::uint64_t layer : {1, 2}) {
+         for (const std::uint64_t layer : {1u, 2u}) {
            step.options.layer = r == 0 ? layer : 3 - layer;
            step.run(group.rank(r));
          }
