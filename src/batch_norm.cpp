@@ -293,6 +293,7 @@ void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskVi
   };
   before_exchange(communicator, [&] {
     check_backward(dy, x, mask, weight, dx, dweight, dbias, dresidual, which, communicator.size());
+    check_available(x.device);
     check_statistics(statistics, x);
     check_per_channel("bias", bias, x.sizes[1], x.device);
     through = {statistics.activation, weight, bias,
