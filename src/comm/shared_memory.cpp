@@ -16,10 +16,20 @@ using std::chrono::milliseconds;
 
 struct __attribute__((visibility("hidden"))) SharedMemoryOffer::Resources : LocalOffer {};
 
-struct __attribute__((visibility("hidden"))) SharedMemoryGroup::State {
+struct __attribute__((visibility("hidden"))) SharedMemoryGroup::State final : SlotExchange {
+  State(Mapping mapping, Descriptor file, SharedBarrier at)
+      : SlotExchange(std::move(at)), memory(std::move(mapping)), memory_file(std::move(file)) {}
+
+  bool wait(std::size_t words, milliseconds slice) override {
+    const bool there = SlotExchange::wait(words, slice);
+    if (there) {
+      memory_file.reset();
+    }
+    return there;
+  }
+
   Mapping memory;
   Descriptor memory_file;  ///< on rank 0, until all ranks have mapped it
-  SlotExchange exchange;
 };
 
 SharedMemoryOffer::SharedMemoryOffer(int rank, int size) {
@@ -69,41 +79,41 @@ SharedMemoryGroup::Opened SharedMemoryGroup::open(SharedMemoryOffer offer,
   }
   std::byte* const memory = segment.memory.data();
   std::unique_ptr<State> state(
-      new State{std::move(segment.memory), std::move(mine.memory_file),
-                SlotExchange(SharedBarrier(memory, std::move(segment.peers), mine.content.rank,
-                                           mine.content.size, timeout, getpid()))});
+      new State(std::move(segment.memory), std::move(mine.memory_file),
+                SharedBarrier(memory, std::move(segment.peers), mine.content.rank,
+                              mine.content.size, timeout, getpid())));
   return {std::unique_ptr<SharedMemoryGroup>(new SharedMemoryGroup(std::move(state))), ""};
 }
 
 SharedMemoryGroup::SharedMemoryGroup(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 SharedMemoryGroup::~SharedMemoryGroup() {
-  const SharedBarrier& barrier = state_->exchange.barrier();
+  const SharedBarrier& barrier = state_->barrier();
   if (barrier.in_own_process()) {
-    state_->exchange.abandon("its end of the group was destroyed");
+    state_->abandon("its end of the group was destroyed");
   }
 }
 
-int SharedMemoryGroup::rank() const { return static_cast<int>(state_->exchange.barrier().rank()); }
-int SharedMemoryGroup::size() const { return static_cast<int>(state_->exchange.barrier().size()); }
+int SharedMemoryGroup::rank() const { return static_cast<int>(state_->barrier().rank()); }
+int SharedMemoryGroup::size() const { return static_cast<int>(state_->barrier().size()); }
 
-SumInParts* SharedMemoryGroup::parts() { return &state_->exchange; }
+SumInParts* SharedMemoryGroup::parts() { return state_.get(); }
 
 void SharedMemoryGroup::all_reduce_sum(std::span<std::int64_t> words) {
-  state_->exchange.all_reduce_sum(words);
+  state_->all_reduce_sum(words);
   state_->memory_file.reset();
 }
 
 void SharedMemoryGroup::all_gather(std::span<const std::byte> in, std::span<std::byte> out) {
-  state_->exchange.all_gather(in, out);
+  state_->all_gather(in, out);
   state_->memory_file.reset();
 }
 
 void SharedMemoryGroup::set_timeout(milliseconds timeout) {
   check_timeout(timeout);
-  state_->exchange.barrier().set_timeout(timeout);
+  state_->barrier().set_timeout(timeout);
 }
 
-void SharedMemoryGroup::abandon(const std::string& reason) { state_->exchange.abandon(reason); }
+void SharedMemoryGroup::abandon(const std::string& reason) { state_->abandon(reason); }
 
 }  // namespace syncbn

@@ -16,7 +16,7 @@ namespace syncbn {
 /// it has published and the others have not all had, and all go on from where the one ends that
 /// brought least: so ranks need not have the same parts ready. No rank waits for another after the
 /// last barrier, so that an exchange succeeds, like a barrier, for all ranks or for none.
-class SlotExchange final : public SumInParts {
+class SlotExchange : public SumInParts {
  public:
   using milliseconds = std::chrono::milliseconds;
 

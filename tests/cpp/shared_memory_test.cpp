@@ -190,18 +190,27 @@ TEST(SharedMemory, NothingIsLeftBehind) {
 }
 
 TEST(SharedMemory, AProcessHoldsOneMappingAndTheOthersEnds) {
-  Processes ranks(3, kLong, [](Processes::Rank rank) {
-    const std::size_t in_use = entries("/proc/self/fd");
-    const std::size_t file = rank.group.rank() == 0 ? 1 : 0;
-    require(mappings_of_groups() == 1, "mappings");
-    sum(rank.group, 100, 0);
-    require(entries("/proc/self/fd") == in_use - file, "the memory's file is still open");
-    sum(rank.group, 100, 1);
-    rank.owner.reset();
-    require(entries("/proc/self/fd") == in_use - file - 2, "descriptors are left");
-    require(mappings_of_groups() == 0, "the memory is still mapped");
-  });
-  ranks.expect_success();
+  for (const bool in_parts : {false, true}) {
+    Processes ranks(3, kLong, [in_parts](Processes::Rank rank) {
+      const std::size_t in_use = entries("/proc/self/fd");
+      const std::size_t file = rank.group.rank() == 0 ? 1 : 0;
+      require(mappings_of_groups() == 1, "mappings");
+      if (in_parts) {
+        std::vector<std::int64_t> words(100);
+        rank.group.parts()->open(words, words);
+        rank.group.parts()->publish(words.size());
+        require(rank.group.parts()->wait(words.size(), kLong), "the others did not come");
+      } else {
+        sum(rank.group, 100, 0);
+      }
+      require(entries("/proc/self/fd") == in_use - file, "the memory's file is still open");
+      sum(rank.group, 100, 1);
+      rank.owner.reset();
+      require(entries("/proc/self/fd") == in_use - file - 2, "descriptors are left");
+      require(mappings_of_groups() == 0, "the memory is still mapped");
+    });
+    ranks.expect_success();
+  }
 }
 
 }  // namespace
