@@ -38,7 +38,7 @@ def main() -> int:
             (
                 {"SYNCBN_SEED": str(seed), "SYNCBN_FAULT_ROUNDS": "100"},
                 [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-                + ["tests/python/exchange/test_fault_storm.py"],
+                + ["-m", "weekly", "tests/python/exchange/test_fault_storm.py"],
             ),
         )
         for variables, command in runs:

@@ -336,10 +336,13 @@ SyncBatchNorm.forward = lambda self, x: torch.nn.functional.batch_norm(
 @pytest.mark.parametrize(
     ("name", "append", "told"),
     (
-        ("syncbn/nn.py", None, "No module named 'syncbn.nn'"),
-        ("syncbn/__init__.py", LOCAL, "assert torch.equal(y, whole[0][mine])"),
+        pytest.param("syncbn/nn.py", None, "No module named 'syncbn.nn'", id="incomplete"),
+        pytest.param(
+            *("syncbn/__init__.py", LOCAL, "assert torch.equal(y, whole[0][mine])"),
+            id="not synchronized",
+            marks=pytest.mark.weekly,
+        ),
     ),
-    ids=("incomplete", "not synchronized"),
 )
 def test_smoke_fails_with_a_wheel_that_does_not_work(
     package: Files, tmp_path: Path, name: str, append: bytes | None, told: str

@@ -1,7 +1,9 @@
-"""Real processes, started once, run every case of the modules rank_cases*.py and device_cases.py:
-here 2 ranks over shared memory, in test_distributed_gloo.py 3 ranks over Gloo alone. SYNCBN_WORLDS,
-for example "2 3", takes other numbers of ranks for both, as the weekly run does."""
+"""Real processes, started once, run the cases of the modules rank_cases*.py and device_cases.py: here
+2 ranks over shared memory, in test_distributed_gloo.py 3 ranks over Gloo alone. Cases that any engine
+serves alike run over one of them, over the other in the weekly run. SYNCBN_WORLDS, for example "2 3",
+takes other numbers of ranks for both."""
 
+import functools
 import importlib
 import os
 
@@ -13,24 +15,45 @@ from support import PROJECT
 FILES = (PROJECT / "tests" / "python").glob("*/rank_cases*.py")
 MODULES = ("device_cases", *sorted(path.stem for path in FILES))
 CASES = {
-    name: case
-    for module in map(importlib.import_module, MODULES)
-    for name, case in vars(module).items()
+    name: (module, case)
+    for module in MODULES
+    for name, case in vars(importlib.import_module(module)).items()
     if name.startswith("case_")
+}
+#: Cases of what stands above the exchange. Joins are with three ranks, of which two remain.
+ALIKE = {
+    "shared memory": (
+        *("rank_cases_checkpoint", "rank_cases_compile", "rank_cases_convert", "rank_cases_drop_in"),
+        *("rank_cases_fsdp", "rank_cases_parallel", "rank_cases_paths", "rank_cases_processes"),
+        *("rank_cases_second", "rank_cases_streaming"),
+    ),
+    "gloo": ("rank_cases_join", "rank_cases_join_errors", "rank_cases_joinable"),
 }
 
 
-def all_cases() -> Cases:
-    return CASES
+def cases_over(engine: str) -> list:
+    """Parameters: those that the other engine runs are weekly."""
+    others = {module for name, modules in ALIKE.items() if name != engine for module in modules}
+    return [
+        pytest.param(name, marks=pytest.mark.weekly if module in others else ())
+        for name, (module, _) in CASES.items()
+    ]
+
+
+def load(names: frozenset[str]) -> Cases:
+    return {name: case for name, (_, case) in CASES.items() if name in names}
 
 
 def results_over(engine: str, world: int):
-    """A fixture."""
+    """A fixture. The processes run the cases that were chosen on the command line."""
     worlds = [int(word) for word in os.environ.get("SYNCBN_WORLDS", str(world)).split()]
 
     @pytest.fixture(scope="module", params=worlds, ids=lambda world: f"{world} ranks, {engine}")
     def results(request, tmp_path_factory):
-        return run_cases(all_cases, request.param, engine, tmp_path_factory.mktemp("ranks"))
+        items = [item for item in request.session.items if item.path == request.path]
+        names = frozenset(item.callspec.params["case"] for item in items)
+        folder = tmp_path_factory.mktemp("ranks")
+        return run_cases(functools.partial(load, names), request.param, engine, folder)
 
     return results
 
@@ -38,6 +61,6 @@ def results_over(engine: str, world: int):
 results = results_over("shared memory", 2)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases_over("shared memory"))
 def test_ranks(results, case):
     check_case(results, case)

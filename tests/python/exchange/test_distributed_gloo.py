@@ -1,5 +1,13 @@
 """The cases of test_distributed.py over Gloo: a file of its own, which runs beside that one."""
 
-from test_distributed import results_over, test_ranks  # noqa: F401
+import pytest
+
+from rank_runs import check_case
+from test_distributed import cases_over, results_over
 
 results = results_over("gloo", 3)
+
+
+@pytest.mark.parametrize("case", cases_over("gloo"))
+def test_ranks(results, case):
+    check_case(results, case)

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 JOB = Path(__file__).with_name("elastic_job.py")
@@ -27,6 +28,7 @@ def _shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
+@pytest.mark.weekly
 def test_a_killed_rank_is_started_again_and_nothing_is_left(tmp_path):
     shared = _shared_memory()
     began = time.monotonic()

@@ -29,6 +29,7 @@ from fault_rank import main
 from fault_rounds import FAULTS, IN_TIME, LIMIT, OURS, SIGNALS, Round, draw, faults_of
 from rank_runs import quick_context
 
+pytestmark = pytest.mark.weekly
 ASKED = int(os.environ.get("SYNCBN_FAULT_ROUNDS", "0"))
 SEED = int(os.environ.get("SYNCBN_SEED", secrets.randbelow(2**31) if ASKED else 1))
 FIRST = int(os.environ.get("SYNCBN_FAULT_FIRST", "0"))

@@ -58,8 +58,11 @@ def _rank_main(rank: int, world: int, shared_memory: bool, folder: str, port: in
 
 @pytest.mark.parametrize(
     "world, shared_memory",
-    ((1, False), (2, True), (2, False)),
-    ids=("1 rank", "2 ranks, shared memory", "2 ranks, gloo"),
+    (
+        pytest.param(1, False, id="1 rank"),
+        pytest.param(2, True, id="2 ranks, shared memory"),
+        pytest.param(2, False, id="2 ranks, gloo", marks=pytest.mark.weekly),
+    ),
 )
 def test_memory_is_flat(world, shared_memory):
     """The allocator takes memory in pieces of 132 KiB (M_TOP_PAD and a page), for each thread in a

@@ -24,6 +24,8 @@ from syncbn.exchange import watch
 WORLD = 4
 CASES = {n: case for n, case in vars(node_cases).items() if n.startswith("case_")}
 RUNS = [(layout, case) for layout in node_cases.LAYOUTS for case in CASES]
+#: Compilers do not see which rank is on which node.
+WEEKLY = [run for run in RUNS if run[0] != "in blocks" and "compiled" in run[1]]
 #: Seconds that an exchange waits in the runs that lose a rank.
 TIMEOUT = 3.0
 
@@ -39,11 +41,11 @@ def _start(rank: int, folder: str) -> None:
     )
 
 
-def _case_main(rank: int, folder: str) -> None:
+def _case_main(rank: int, folder: str, runs: list) -> None:
     _start(rank, folder)
     placed = None
     with open(f"{folder}/hangs.{rank}.txt", "w") as traces:
-        for layout, case in RUNS:
+        for layout, case in runs:
             faulthandler.dump_traceback_later(100, exit=True, file=traces)
             if placed != layout:
                 node_cases.place(node_cases.LAYOUTS[layout], rank)
@@ -90,15 +92,21 @@ def context():
 
 
 @pytest.fixture(scope="module")
-def results(context):
-    """{"layout.case.rank": "passed" or a traceback}; all cases in one start of the processes."""
+def results(context, request):
+    """{"layout.case.rank": "passed" or a traceback}; all chosen cases in one start of the
+    processes."""
+    ours = [i.callspec.params for i in request.session.items if i.path == request.path]
+    runs = [(found["layout"], found["case"]) for found in ours if "case" in found]
     with tempfile.TemporaryDirectory() as folder:
-        codes = run_ranks(context, _case_main, WORLD, (folder,), 240)
+        codes = run_ranks(context, _case_main, WORLD, (folder, runs), 240)
         found = {path.stem: path.read_text() for path in Path(folder).glob("*.txt")}
     return found | {"exit codes": codes}
 
 
-@pytest.mark.parametrize(("layout", "case"), RUNS)
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [pytest.param(*run, marks=pytest.mark.weekly if run in WEEKLY else ()) for run in RUNS],
+)
 def test_two_nodes(results, layout, case):
     for rank in range(WORLD):
         outcome = results.get(f"{layout}.{case}.{rank}", "no result")
@@ -108,8 +116,9 @@ def test_two_nodes(results, layout, case):
         )
 
 
-@pytest.mark.parametrize("layout", ["in blocks", "interleaved"])
-@pytest.mark.parametrize("lost", [0, 3], ids=lambda r: f"rank {r}")
+@pytest.mark.parametrize(
+    ("layout", "lost"), [("in blocks", 0), ("interleaved", 3)], ids=lambda value: str(value)
+)
 def test_a_killed_rank_ends_all_others_in_time(context, layout, lost):
     """Rank 0 speaks for its node, rank 3 does not."""
     with tempfile.TemporaryDirectory() as folder:

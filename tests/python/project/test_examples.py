@@ -10,9 +10,10 @@ import torch
 import syncbn
 from support import PROJECT, run_snippets, snippets
 
-# On two ranks only, with the library that each is about.
+# On two ranks only, with the library that each is about; test_training_loops.py has the bits.
 TRAINERS = {"11_accelerate.py": "accelerate", "12_lightning.py": "lightning"}
-TWO_RANKS = ("06_static_graph.py", "07_activation.py", "10_ddp.py")
+TWO_RANKS = ("07_activation.py", "10_ddp.py")
+WEEKLY = ("06_static_graph.py", *TRAINERS)
 EXAMPLES = sorted({path.name for path in (PROJECT / "examples").glob("*.py")} - set(TRAINERS))
 PAGES = sorted(
     str(path.relative_to(PROJECT))
@@ -44,7 +45,9 @@ def test_example(name):
     assert run(f"examples/{name}"), "it says nothing"
 
 
-@pytest.mark.parametrize("name", (*TWO_RANKS, *TRAINERS))
+@pytest.mark.parametrize(
+    "name", (*TWO_RANKS, *(pytest.param(name, marks=pytest.mark.weekly) for name in WEEKLY))
+)
 def test_example_on_two_ranks(name):
     if name in TRAINERS:
         pytest.importorskip(TRAINERS[name])
