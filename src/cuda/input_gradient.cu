@@ -4,19 +4,22 @@
 // dx = c1*u + c2*(x - mean) + c3, u being dy come back through the activation; and weight * rstd *
 // u for constant statistics.
 namespace syncbn::cuda {
-namespace {
 
-template <class T>
+template <class T, class AnyOrPlain>
 struct InputGradientPass {
+  using Options = AnyOrPlain;
+  static constexpr bool kHasPlain = true;
+  static constexpr bool kReadsOther = true;
   static constexpr int kMostChannels = 4;
-  struct Channel {
+  static bool is_plain(const ElementArguments& a) { return a.coefficients != nullptr; }
+  struct alignas(16) Channel {
     ChannelPullback<T> pullback;
     InputGradientOf<T> gradient;
     Wide<T> scale = 0;
     Channel() = default;
     SYNCBN_DEVICE Channel(const ElementArguments& a, std::int64_t c) : pullback(a.pullback, c) {
       const AffineArrays& affine = a.pullback.affine;
-      if (a.coefficients == nullptr) {
+      if (!Options::kPlain && a.coefficients == nullptr) {
         scale = static_cast<Wide<T>>(affine.weight.get(c) * affine.rstd[c]);
         return;
       }
@@ -27,16 +30,19 @@ struct InputGradientPass {
   };
   SYNCBN_DEVICE static T apply(const ElementArguments& a, const ActivationOf<T>& activation,
                                const Channel& channel, unsigned bits, T x, T dy, bool&) {
-    if (a.coefficients == nullptr) {
+    if (!Options::kPlain && a.coefficients == nullptr) {
       return rounded<T>(channel.scale * widened(dy));
+    }
+    if constexpr (Options::kPlain) {
+      return channel.gradient(channel.pullback.without_mask(activation, dy, x), x);
     }
     return channel.gradient(channel.pullback(a.pullback, activation, bits, dy, x), x);
   }
 };
 
-void start_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                    const char* out_name, const MutableTensorView& out, ElementArguments& a,
-                    const std::uint8_t* activation_mask, const Stream& stream) {
+static void start_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
+                           const char* out_name, const MutableTensorView& out, ElementArguments& a,
+                           const std::uint8_t* activation_mask, const Stream& stream) {
   const SampleView samples(x, mask);
   if (samples.empty() || samples.channels == 0) {
     return;
@@ -54,8 +60,6 @@ void start_gradient(const TensorView& dy, const TensorView& x, const MaskView& m
   start_elements<InputGradientPass>("input_gradient", x.dtype,
                                     Plan({&samples, &gradient, &to}, activation_mask), a, stream);
 }
-
-}  // namespace
 
 void load_input_gradient(DType dtype) { load_elements<InputGradientPass>(dtype); }
 

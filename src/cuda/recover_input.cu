@@ -3,10 +3,10 @@
 // x and the activation mask from y = leaky_relu((x - mean) * rstd * weight + bias), which was
 // written over x.
 namespace syncbn::cuda {
-namespace {
 
-template <class T>
+template <class T, class>
 struct RecoverPass {
+  static constexpr bool kHasPlain = false;
   static constexpr int kMostChannels = 8;
   struct Channel {
     Affine<T> affine;
@@ -22,8 +22,6 @@ struct RecoverPass {
     return channel.affine.inverse(passes ? v : v * factor);
   }
 };
-
-}  // namespace
 
 void recover_input(const TensorView& y, const double* mean, const double* rstd,
                    const TensorView& weight, const TensorView& bias, const MutableTensorView& x,

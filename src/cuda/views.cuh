@@ -117,8 +117,11 @@ class ChannelPullback {
     if (!arrays.activation.changes()) {
       return dy;
     }
-    return activation.gradient(
-        dy, arrays.mask.data != nullptr ? (bits & 1u) != 0 : activation.passes(affine_(x)));
+    return arrays.mask.data == nullptr ? without_mask(activation, dy, x)
+                                       : activation.gradient(dy, (bits & 1u) != 0);
+  }
+  SYNCBN_DEVICE T without_mask(const ActivationOf<T>& activation, T dy, T x) const {
+    return activation.gradient(dy, activation.passes(affine_(x)));
   }
 
  private:

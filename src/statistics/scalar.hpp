@@ -54,12 +54,16 @@ SYNCBN_HD inline float to_float(Half v) {
 SYNCBN_HD inline void from_float(float v, float& out) { out = v; }
 
 SYNCBN_HD inline void from_float(float v, BFloat16& out) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(v));
+#else
   const std::uint32_t b = bit_copy<std::uint32_t>(v);
   if ((b & 0x7fffffffu) > 0x7f800000u) {
     out.bits = static_cast<std::uint16_t>(b >> 16 | 0x40u);
     return;
   }
   out.bits = static_cast<std::uint16_t>((b + 0x7fffu + (b >> 16 & 1u)) >> 16);
+#endif
 }
 
 SYNCBN_HD inline void from_float(float v, Half& out) {

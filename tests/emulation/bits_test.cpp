@@ -136,6 +136,18 @@ struct Case {
       bias = parameter();
     }
   }
+  /// A plain step on memory without gaps.
+  void make_plain(Random& random, Memory memory) {
+    const std::int64_t per_sample = x.numel() / sizes[0];
+    counts.clear();
+    with_residual = kept = false;
+    activation.kind = random.one_in(2) ? ActivationKind::kNone : ActivationKind::kRelu;
+    for (Tensor* tensor : {&x, &dy}) {
+      *tensor = Tensor(dtype, sizes, memory);
+      tensor->fill(rough_values(random, dtype, sizes[0], per_sample));
+    }
+    y_memory = dx_memory = memory;
+  }
   std::int64_t channels() const { return sizes[1]; }
   MaskView mask(Device device) const {
     if (counts.empty()) {
@@ -360,6 +372,18 @@ TEST(CudaBits, PlanesOfOneElementExact) {
   Random random(5);
   for (int round = 0; round < 32 && !HasFailure(); ++round) {
     expect_same(random, Case(random, round, {1}, round % 8 < 4 ? 3 : 24, round % 8 < 4 ? 8 : 1));
+  }
+}
+
+/// These have kernels of their own. The last rounds have blocks that take several times their
+/// threads.
+TEST(CudaBits, PlainStepsOnDenseMemoryExact) {
+  Random random(6);
+  for (int round = 0; round < 68 && !HasFailure(); ++round) {
+    Case c = round < 64 ? Case(random, round, {15, 16, 17, 31, 49, 64, 196, 530}, 40)
+                        : Case(random, round, {50001}, 2);
+    c.make_plain(random, round % 3 == 0 ? Memory::kRows : Memory::kPlanes);
+    expect_same(random, c);
   }
 }
 

@@ -156,7 +156,9 @@ TEST(CudaLaunch, SeveralElementsAtOnceWhereTheyFit) {
     }
     EXPECT_TRUE(wide(dtype, {2, 3, 3 * vector}, Memory::kPlanes));
     EXPECT_TRUE(wide(dtype, {2, 3 * vector, 3}, Memory::kRows));
-    EXPECT_FALSE(wide(dtype, {2, 3, 3 * vector + 1}, Memory::kPlanes));
+    EXPECT_TRUE(wide(dtype, {2, 3, 49}, Memory::kPlanes)) << "of two planes";
+    EXPECT_FALSE(wide(dtype, {2, 3, 49}, Memory::kPlanesSlice));
+    EXPECT_FALSE(wide(dtype, {2, 3, 9}, Memory::kPlanes)) << "of more than two planes";
   }
 }
 

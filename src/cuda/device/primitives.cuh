@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 // All that kernels know of CUDA. tests/emulation has a file of the same name that runs the same
 // kernels on a CPU; this one is for nvcc.
@@ -74,7 +75,23 @@ SYNCBN_DEVICE Vector<T, kSize> load_vector(const T* from) {
 }
 template <int kSize, class T>
 SYNCBN_DEVICE void store_vector(T* to, const Vector<T, kSize>& value) {
-  *reinterpret_cast<Vector<T, kSize>*>(to) = value;
+  // nvcc splits plain stores of vectors into their elements.
+  constexpr int kWords = sizeof(value) / sizeof(unsigned);
+  if constexpr (kWords == 4 || kWords == 2) {
+    unsigned words[kWords];
+    memcpy(words, &value, sizeof(value));
+    const std::size_t address = __cvta_generic_to_global(to);
+    if constexpr (kWords == 4) {
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(words[0]),
+                   "r"(words[1]), "r"(words[2]), "r"(words[3])
+                   : "memory");
+    } else {
+      asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(words[0]), "r"(words[1])
+                   : "memory");
+    }
+  } else {
+    *reinterpret_cast<Vector<T, kSize>*>(to) = value;
+  }
 }
 
 /// Why a call failed; no text: it did not.
