@@ -38,4 +38,24 @@ class Divisor {
   int bits_ = 0;
 };
 
+/// Division of numbers in [0, 2^31) by the same number from 2 on: Divisor, in 32 bits.
+class SmallDivisor {
+ public:
+  SmallDivisor() = default;
+  explicit SmallDivisor(std::uint32_t divisor) {
+    while ((std::uint64_t{1} << (shift_ + 1)) < divisor) {
+      ++shift_;
+    }
+    magic_ =
+        static_cast<std::uint32_t>(((std::uint64_t{1} << (32 + shift_)) + divisor - 1) / divisor);
+  }
+  SYNCBN_HD std::uint32_t quotient(std::uint32_t n) const {
+    return static_cast<std::uint32_t>((std::uint64_t{n} * magic_) >> 32) >> shift_;
+  }
+
+ private:
+  std::uint32_t magic_ = 0;
+  int shift_ = 0;
+};
+
 }  // namespace syncbn::cuda

@@ -131,7 +131,7 @@ void require_built() {}
 void load_finalize(DType dtype) {
   dispatch_dtype(dtype, [](auto type) {
     using T = typename ElementTraits<decltype(type)>::SameFormat;
-    load(&moments_kernel<T>, &gradients_kernel<T>, &running_kernel);
+    load(&moments_kernel<T>, &gradients_kernel<T>, &running_kernel, &evaluation_kernel);
   });
 }
 

@@ -122,10 +122,11 @@ inline int multiprocessors(const Stream& stream) {
   return count;
 }
 
-/// Blocks for `items` of work, `per_block` at a time, no more than the device runs at once.
-inline unsigned grid_for(std::int64_t items, std::int64_t per_block, const Stream& stream) {
-  constexpr std::int64_t kBlocksPerMultiprocessor = 8;
-  const std::int64_t most = kBlocksPerMultiprocessor * multiprocessors(stream);
+/// Blocks for `items` of work, `per_block` at a time, no more than the device runs at once, which
+/// is `of_multiprocessor` on each of its multiprocessors.
+inline unsigned grid_for(std::int64_t items, std::int64_t per_block, const Stream& stream,
+                         std::int64_t of_multiprocessor = 8) {
+  const std::int64_t most = of_multiprocessor * multiprocessors(stream);
   return static_cast<unsigned>(std::clamp<std::int64_t>(divide_up(items, per_block), 1, most));
 }
 

@@ -8,7 +8,7 @@
 
 namespace syncbn::cuda {
 
-void load_training_kernels(DType dtype) {
+void load_kernels(DType dtype) {
   static std::mutex mutex;
   static std::set<std::pair<int, DType>> loaded;
   int number = 0;
@@ -26,6 +26,7 @@ void load_training_kernels(DType dtype) {
   load_finalize(dtype);
   load_normalize(dtype);
   load_input_gradient(dtype);
+  load_recover_input(dtype);
   const std::scoped_lock lock(mutex);
   loaded.insert({number, dtype});
 }

@@ -1,4 +1,5 @@
 #include "cuda/elements.cuh"
+#include "cuda/loading.hpp"
 
 // x and the activation mask from y = leaky_relu((x - mean) * rstd * weight + bias), which was
 // written over x.
@@ -22,6 +23,8 @@ struct RecoverPass {
     return channel.affine.inverse(passes ? v : v * factor);
   }
 };
+
+void load_recover_input(DType dtype) { load_elements<RecoverPass>(dtype); }
 
 void recover_input(const TensorView& y, const double* mean, const double* rstd,
                    const TensorView& weight, const TensorView& bias, const MutableTensorView& x,

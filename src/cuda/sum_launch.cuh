@@ -5,6 +5,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/loading.hpp"
+#include "cuda/short_sums.cuh"
 #include "cuda/sums.cuh"
 
 // Which of the sums' kernels runs, and on how many threads.
@@ -40,7 +41,7 @@ void start_planes(SumsArguments& a, const Stream& stream) {
   deal(a, a.channels, kGroups, 32 * multiprocessors(stream));
   start("the sums of planes", &sum_planes<T, kVector, kGradient, kStrided>,
         grid_for(a.jobs, kWarps, stream), kSumThreads,
-        kWarps * ChannelScratch<T>::kSlots * sizeof(std::int64_t), stream, a);
+        kWarps * ChannelScratch<T>::kWords * sizeof(std::int64_t), stream, a);
 }
 
 template <class T, bool kGradient, int kVector>
@@ -48,11 +49,9 @@ void start_rows(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWidth = kRowColumns<kVector> * kVector;
   constexpr unsigned kThreads = kLanes * kRowColumns<kVector>;
   constexpr std::size_t kFold = kLanes * kWidth * sizeof(Lane<T>);
-  constexpr std::size_t kPack =
-      kThreads / device::kWarp * ChannelScratch<T>::kSlots * sizeof(std::int64_t);
   deal(a, divide_up(a.channels, kWidth), 1, 4 * multiprocessors(stream));
   start("the sums of rows", &sum_rows<T, kVector, kGradient>, grid_for(a.jobs, 1, stream), kThreads,
-        std::max(kFold, kPack), stream, a);
+        std::max(kFold, kPackingBytes<T>), stream, a);
 }
 
 /// Channels of a thread: a 16-byte access, in backward of at most 4, or registers would not do.
@@ -64,7 +63,32 @@ void start_columns(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWarps = kSumThreads / device::kWarp;
   deal(a, divide_up(a.channels, device::kWarp), 4 * kWarps, 8 * multiprocessors(stream));
   start("the sums of 2-D input", &sum_columns<T, kGradient>, grid_for(a.jobs, 1, stream),
-        kSumThreads, kWarps * ChannelScratch<T>::kSlots * sizeof(std::int64_t), stream, a);
+        kSumThreads, kPackingBytes<T>, stream, a);
+}
+
+/// Whether sum_short_planes takes these.
+template <class T, bool kGradient>
+bool is_short(const SumsArguments& a) {
+  constexpr std::size_t kSharedBytes = std::size_t{40} << 10;
+  const auto dense = [&](const Operand& operand) {
+    return operand.channel_stride == a.plane &&
+           (a.units == 1 || operand.sample_stride % kWidest<T> == 0) &&
+           reinterpret_cast<std::uintptr_t>(operand.data) % 16 == 0;
+  };
+  return a.plane >= kLanes && a.plane <= kSegment && a.channels >= device::kWarp &&
+         short_plane_bytes<T, kGradient>(static_cast<unsigned>(a.plane)) <= kSharedBytes &&
+         a.counts == nullptr && a.kept.data == nullptr && a.pullback.mask.data == nullptr &&
+         dense(a.u) && dense(a.v);
+}
+
+template <class T, bool kGradient>
+void start_short_planes(SumsArguments& a, const Stream& stream) {
+  deal(a, divide_up(a.channels, device::kWarp), 1, 16 * multiprocessors(stream));
+  const auto plane = static_cast<std::uint32_t>(a.plane);
+  const ShortSumsArguments arguments{a, SmallDivisor(plane)};
+  start("the sums of short planes", &sum_short_planes<T, kGradient>,
+        grid_for(a.jobs, 1, stream, 32), device::kWarp,
+        std::max(short_plane_bytes<T, kGradient>(plane), kPackingBytes<T>), stream, arguments);
 }
 
 template <bool kGradient>
@@ -79,6 +103,12 @@ void start_sums(DType dtype, const Plan& plan, SumsArguments& a, const Stream& s
       plan.wide ? start_rows<T, kGradient, kRowVector<T, kGradient>>(a, stream)
                 : start_rows<T, kGradient, 1>(a, stream);
     } else {
+      if constexpr (!Lane<T>::kPair) {
+        if (!plan.wide && is_short<T, kGradient>(a)) {
+          start_short_planes<T, kGradient>(a, stream);
+          return;
+        }
+      }
       plan.wide ? start_planes<T, kGradient, kWidest<T>, false>(a, stream)
                 : start_planes<T, kGradient, 1, false>(a, stream);
     }
@@ -94,13 +124,16 @@ void load_sums(DType dtype) {
          &sum_planes<T, kWidest<T>, kGradient, false>, &sum_rows<T, 1, kGradient>,
          &sum_rows<T, kRowVector<T, kGradient>, kGradient>, &sum_columns<T, kGradient>,
          &write_empty_message);
+    if constexpr (!Lane<T>::kPair) {
+      load(&sum_short_planes<T, kGradient>);
+    }
   });
 }
 
 /// Everything but the layout; true if there is something to add up, else the message is enqueued.
 inline bool prepare_sums(SumsArguments& a, const SampleView& x, MessageHeader header,
                          std::int64_t* message, std::int64_t* workspace, const Stream& stream) {
-  load_training_kernels(x.dtype);
+  load_kernels(x.dtype);
   header.count = x.samples * x.plane;
   header.dtype = x.dtype;
   header.channels = x.channels;

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cuda/device/primitives.cuh"
+#include "cuda/packing.cuh"
 #include "cuda/views.cuh"
 #include "cuda/window.cuh"
 #include "statistics/lanes.hpp"
@@ -10,24 +11,6 @@
 // docs/numerics.md, sections 1 and 2: the sums of u and u*v. Forward: u = v = x. Backward: u is dy
 // come back through the activation, v = x. Three kernels, by how elements lie in memory.
 namespace syncbn::cuda {
-
-struct SumsArguments {
-  Operand u;  ///< x, or dy
-  Operand v;
-  Operand kept;  ///< where the pulled back u goes, if it has data
-  PullbackArrays pullback;
-  const std::uint8_t* counts = nullptr;  ///< bytes (N, plane), 0: left out; null: all count
-  MessageHeader header;
-  std::int64_t* message = nullptr;
-  std::int64_t* workspace = nullptr;
-  std::int64_t channels = 0;
-  std::int64_t plane = 0;
-  Divisor segments;        ///< of a plane
-  std::int64_t units = 0;  ///< segments of a channel
-  std::int64_t units_per_job = 0;
-  Divisor jobs_per_channel;  ///< (or block of channels)
-  std::int64_t jobs = 0;
-};
 
 inline constexpr unsigned kSumThreads = 256;
 
@@ -116,39 +99,8 @@ SYNCBN_DEVICE LaneType lane_of(const LaneType& lane, unsigned thread) {
   return out;
 }
 
-/// The words of a channel from its scratch memory, which is zero afterwards; the header with those
-/// of the first channel. The whole warp, after a fence. staged: kSlots words of shared memory.
-template <class T>
-SYNCBN_DEVICE void pack_channel(const SumsArguments& a, std::int64_t c, std::int64_t* staged) {
-  using Scratch = ChannelScratch<T>;
-  const unsigned lane = device::thread_index() % device::kWarp;
-  constexpr int kFirstDigits = Scratch::kFormat.first.digits;
-  constexpr int kSecondDigits = Scratch::kFormat.second.digits;
-  const Scratch scratch(a.workspace, c);
-  std::int64_t* const words = a.message + kHeaderWords + c * Scratch::kMessageWords;
-  for (int i = static_cast<int>(lane); i < Scratch::kWords; i += device::kWarp) {
-    const std::int64_t value = device::load_fresh(scratch.words + i);
-    scratch.words[i] = 0;
-    if (i < Scratch::kSlots) {
-      staged[i] = value;
-    } else if (i == Scratch::kFlags) {
-      words[kFirstDigits + kSecondDigits] = value;
-    } else if (i == Scratch::kCount && c == 0) {
-      a.header.write(a.message, a.counts == nullptr ? a.header.count : value);
-    }
-  }
-  device::warp_barrier();  // the slots are staged
-  if (lane == 0) {
-    slots_to_digits(staged, Scratch::kFirstSlots, words, kFirstDigits);
-  } else if (lane == 1) {
-    slots_to_digits(staged + Scratch::kFirstSlots, Scratch::kSecondSlots, words + kFirstDigits,
-                    kSecondDigits);
-  }
-  device::warp_barrier();  // the staging area is free again
-}
-
 /// Contiguous planes, or any strides (kStrided). A warp takes kGroups segments of a channel at a
-/// time, each on neighbouring threads. Shared memory: kSlots words per warp.
+/// time, each on neighbouring threads. Shared memory: kWords words per warp.
 template <class T, int kVector, bool kGradient, bool kStrided>
 SYNCBN_KERNEL(kSumThreads)
 sum_planes(const SumsArguments a) {
@@ -212,15 +164,15 @@ sum_planes(const SumsArguments a) {
     }
     partial.gather(kThreads);
     partial.finish(scratch);
-    device::memory_fence();
     device::warp_barrier();  // the whole warp's additions are done
     std::int64_t done = 0;
     if (lane == 0) {
-      done = device::atomic_add(scratch.words + Scratch::kDone, 1) + 1;
+      done = device::atomic_hand_over(scratch.words + Scratch::kDone, 1) + 1;
     }
+    device::warp_barrier();  // a shuffle orders no memory
     if (device::shuffle_index(done, 0) == a.jobs_per_channel.value()) {
-      device::memory_fence();
-      pack_channel<T>(a, c, device::shared<std::int64_t>() + warp * Scratch::kSlots);
+      pack_channels<T>(a, c, 1, device::shared<std::int64_t>() + warp * Scratch::kWords, lane,
+                       device::kWarp, [] { device::warp_barrier(); });
     }
   }
 }
@@ -228,29 +180,6 @@ sum_planes(const SumsArguments a) {
 /// Threads of a block that takes rows: kLanes times the columns.
 template <int kVector>
 inline constexpr unsigned kRowColumns = kVector == 1 ? 32 : 16;
-
-/// Every thread of the block: who is last to be done with the block's channels packs them.
-template <class T>
-SYNCBN_DEVICE void finish_channels(const SumsArguments& a, std::int64_t c0, std::int64_t channels) {
-  using Scratch = ChannelScratch<T>;
-  auto* const staged = device::shared<std::int64_t>();
-  device::memory_fence();
-  device::block_barrier();  // the whole block's additions are done
-  if (device::thread_index() == 0) {
-    staged[0] = device::atomic_add(Scratch(a.workspace, c0).words + Scratch::kDone, 1) + 1;
-  }
-  device::block_barrier();  // the count is there
-  const bool last = staged[0] == a.jobs_per_channel.value();
-  device::block_barrier();  // and read
-  if (last) {
-    device::memory_fence();
-    const unsigned warp = device::thread_index() / device::kWarp;
-    for (std::int64_t i = warp; i < channels; i += device::block_size() / device::kWarp) {
-      pack_channel<T>(a, c0 + i, staged + warp * Scratch::kSlots);
-    }
-  }
-  device::block_barrier();  // shared memory is free again
-}
 
 /// Neighbouring channels lie side by side (channels-last). A thread takes kVector channels and one
 /// lane of a segment, which is 512 rows; lanes are folded through shared memory.
@@ -337,8 +266,7 @@ sum_rows(const SumsArguments a) {
     if (adds) {
       partial.finish(scratch);
     }
-    const std::int64_t left = a.channels - c0;
-    finish_channels<T>(a, c0, left < kWidth ? left : kWidth);
+    finish_channels<T>(a, c0, kWidth);
   }
 }
 
@@ -390,8 +318,7 @@ sum_columns(const SumsArguments a) {
         product_rest.finish(scratch);
       }
     }
-    const std::int64_t left = a.channels - c0;
-    finish_channels<T>(a, c0, left < kWidth ? left : kWidth);
+    finish_channels<T>(a, c0, kWidth);
   }
 }
 

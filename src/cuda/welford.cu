@@ -140,7 +140,7 @@ void local_welford(const TensorView& x, const MaskView& mask, const ForwardCall&
   check_device("x", x);
   check_mask(mask, x);
   check_eps(call.eps);
-  load_training_kernels(x.dtype);
+  load_kernels(x.dtype);
   const SampleView samples(x, mask);
   WelfordArguments a;
   a.x = operand("x", samples);

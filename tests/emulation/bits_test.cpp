@@ -380,7 +380,7 @@ TEST(CudaBits, PlanesOfOneElementExact) {
 TEST(CudaBits, PlainStepsOnDenseMemoryExact) {
   Random random(6);
   for (int round = 0; round < 68 && !HasFailure(); ++round) {
-    Case c = round < 64 ? Case(random, round, {15, 16, 17, 31, 49, 64, 196, 530}, 40)
+    Case c = round < 64 ? Case(random, round, {15, 16, 17, 31, 49, 64, 196, 530}, 70)
                         : Case(random, round, {50001}, 2);
     c.make_plain(random, round % 3 == 0 ? Memory::kRows : Memory::kPlanes);
     expect_same(random, c);

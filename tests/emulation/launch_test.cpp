@@ -84,6 +84,14 @@ struct Step {
     cuda::update_running_statistics({}, {}, nullptr, info.data(), mean.data(), var.data(),
                                     info.data(), channels, 0.1, {});
   }
+  void evaluation() {
+    const TensorView running = on_cuda(TensorView(var.data(), DType::kFloat64, {channels}));
+    cuda::evaluation_statistics(running, running, mean.data(), rstd.data(), 1e-5, {});
+    cuda::evaluation_input_gradient(on_cuda(dy.view()), {}, rstd.data(), {}, on_cuda(dx.view()),
+                                    {});
+    cuda::recover_input(on_cuda(y.view()), mean.data(), rstd.data(), {}, {}, on_cuda(y.view()),
+                        nullptr, 0.5, {});
+  }
   void after_backward() {
     cuda::finalize_gradients(message.data(), dtype, 1, nullptr, info.data(), mean.data(),
                              rstd.data(), {}, coefficients.data(), {}, {}, channels, {});
@@ -94,7 +102,7 @@ struct Step {
 
 /// A kernel that is loaded while an exchange waits for another rank may wait for it too.
 /// torch.nn.SyncBatchNorm loads its kernels as it comes to them.
-TEST(CudaLaunch, FirstPassLoadsTheKernelsOfTheWholeStep) {
+TEST(CudaLaunch, FirstPassLoadsAllKernels) {
   int device = 100;
   for (const DType dtype : kDtypes) {
     std::uint64_t loads_of_a_device = 0;
@@ -116,6 +124,7 @@ TEST(CudaLaunch, FirstPassLoadsTheKernelsOfTheWholeStep) {
           step.after_forward();
           step.gradients();
           step.after_backward();
+          step.evaluation();
           step.welford();
           step.merge();
         }

@@ -9,7 +9,9 @@
 // All that kernels know of CUDA. tests/emulation has a file of the same name that runs the same
 // kernels on a CPU; this one is for nvcc.
 // At least 512 threads of a kernel fit a multiprocessor: 128 registers each.
-#define SYNCBN_KERNEL(threads) __global__ void __launch_bounds__(threads, 512 / (threads))
+#define SYNCBN_KERNEL(threads) SYNCBN_KERNEL_OF(threads, 512 / (threads))
+/// At least `blocks` blocks of it fit one.
+#define SYNCBN_KERNEL_OF(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define SYNCBN_DEVICE __device__ __forceinline__
 #define SYNCBN_PRAGMA(text) _Pragma(#text)
 #define SYNCBN_UNROLL(n) SYNCBN_PRAGMA(unroll n)
@@ -34,10 +36,6 @@ SYNCBN_DEVICE T* shared() {
 SYNCBN_DEVICE void block_barrier() { __syncthreads(); }
 SYNCBN_DEVICE void warp_barrier() { __syncwarp(); }
 
-/// Orders this thread's accesses to global memory before it against those after it, for all threads
-/// of the device.
-SYNCBN_DEVICE void memory_fence() { __threadfence(); }
-
 /// All 32 threads of the warp take part.
 template <class T>
 SYNCBN_DEVICE T shuffle_xor(T value, unsigned mask) {
@@ -57,6 +55,18 @@ SYNCBN_DEVICE std::int64_t atomic_add(std::int64_t* address, std::int64_t value)
 SYNCBN_DEVICE std::int64_t atomic_or(std::int64_t* address, std::int64_t value) {
   return static_cast<std::int64_t>(atomicOr(reinterpret_cast<unsigned long long*>(address),
                                             static_cast<unsigned long long>(value)));
+}
+
+/// As atomic_add. What this thread wrote before, and what it knows of other threads' writes by a
+/// barrier, is there for who comes later to the same address with this function, and by a barrier
+/// after it for the other threads of that warp or block.
+SYNCBN_DEVICE std::int64_t atomic_hand_over(std::int64_t* address, std::int64_t value) {
+  std::int64_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(__cvta_generic_to_global(address)), "l"(value)
+               : "memory");
+  return before;
 }
 
 /// What other blocks wrote: read from where atomics take effect, past this processor's cache.

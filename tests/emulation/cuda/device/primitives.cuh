@@ -9,6 +9,7 @@
 
 // The emulation of src/cuda/device/primitives.cuh, where each function is described.
 #define SYNCBN_KERNEL(threads) void
+#define SYNCBN_KERNEL_OF(threads, blocks) void
 #define SYNCBN_DEVICE inline
 #define SYNCBN_UNROLL(n)
 
@@ -32,7 +33,6 @@ inline void block_barrier(const Site& at = Site::current()) { emulation::meet_bl
 inline void warp_barrier(const Site& at = Site::current()) {
   emulation::meet_warp(emulation::Operation::kWarpBarrier, 0, at);
 }
-inline void memory_fence() { emulation::pause(); }
 
 template <class T>
 T shuffle_from(T value, unsigned lane, const Site& at) {
@@ -74,6 +74,9 @@ inline std::int64_t atomic_or(std::int64_t* address, std::int64_t value) {
   const std::int64_t before = *address;
   *address |= value;
   return before;
+}
+inline std::int64_t atomic_hand_over(std::int64_t* address, std::int64_t value) {
+  return atomic_add(address, value);
 }
 inline std::int64_t load_fresh(const std::int64_t* address) {
   emulation::check_aligned(address, sizeof(*address), "load_fresh");
