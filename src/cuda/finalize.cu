@@ -3,12 +3,13 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/loading.hpp"
+#include "cuda/warp_finalize.cuh"
 #include "statistics/dtype.hpp"
 #include "statistics/finalize.hpp"
 #include "statistics/header.hpp"
 
-// From merged messages to statistics and coefficients: a thread per channel. What the header says
-// about the ranks is decided here, on the device.
+// From merged messages to statistics and coefficients. What the header says about the ranks is
+// decided here, on the device.
 namespace syncbn::cuda {
 namespace {
 
@@ -19,6 +20,23 @@ SYNCBN_DEVICE std::int64_t thread_number() {
   return std::int64_t{device::block_index()} * kThreads + device::thread_index();
 }
 SYNCBN_DEVICE std::int64_t thread_count() { return std::int64_t{device::grid_size()} * kThreads; }
+
+/// Threads for each channel. The integers of float64 have more digits than a warp has threads.
+template <class T>
+inline constexpr unsigned kChannelThreads = sizeof(T) == 8 ? 1 : kDigitThreads;
+
+/// Calls body(channel, whether it writes) with whole warps: threads beyond the last channel are
+/// given that one.
+template <class T, class Body>
+SYNCBN_DEVICE void for_each_channel(std::int64_t channels, const Body& body) {
+  constexpr std::int64_t kOfBlock = kThreads / kChannelThreads<T>;
+  const unsigned member = device::thread_index() % kChannelThreads<T>;
+  for (std::int64_t first = device::block_index() * kOfBlock; first < channels;
+       first += device::grid_size() * kOfBlock) {
+    const std::int64_t c = first + device::thread_index() / kChannelThreads<T>;
+    body(c < channels ? c : channels - 1, c < channels && member == 0);
+  }
+}
 
 template <class T>
 SYNCBN_KERNEL(kThreads)
@@ -31,16 +49,23 @@ moments_kernel(const std::int64_t* merged, int ranks, double* mean, double* var,
     info[0] = valid ? header.count : kDisagreed;
     info[1] = valid ? merged[kHeaderFingerprint] / ranks : 0;
   }
-  for (std::int64_t c = thread_number(); c < channels; c += thread_count()) {
+  for_each_channel<T>(channels, [&](std::int64_t c, bool writes) {
     const double none = valid ? 0.0 : std::numeric_limits<double>::quiet_NaN();
     ChannelMoments moments{none, none, none};
     if (valid && header.count > 0) {
-      moments = finalize_channel<T>(merged + kHeaderWords + c * kWords, header.count, eps);
+      const std::int64_t* const words = merged + kHeaderWords + c * kWords;
+      if constexpr (kChannelThreads<T> == 1) {
+        moments = finalize_channel<T>(words, header.count, eps);
+      } else {
+        moments = finalize_channel_by_digits<T>(words, header.count, eps);
+      }
     }
-    mean[c] = moments.mean;
-    var[c] = moments.var;
-    rstd[c] = moments.rstd;
-  }
+    if (writes) {
+      mean[c] = moments.mean;
+      var[c] = moments.var;
+      rstd[c] = moments.rstd;
+    }
+  });
 }
 
 /// `own`: whose sums dweight and dbias come from, if it is not the merged message.
@@ -55,7 +80,7 @@ gradients_kernel(const std::int64_t* merged, int ranks, const std::int64_t* own,
   const std::int64_t count = info == nullptr ? header.count : info[0];
   const bool valid = usable(header) && header.count == count;
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  for (std::int64_t c = thread_number(); c < channels; c += thread_count()) {
+  for_each_channel<T>(channels, [&](std::int64_t c, bool writes) {
     const std::int64_t at = kHeaderWords + c * kWords;
     ChannelGradients gradients{0.0, 0.0, 0.0, 0.0, false};
     SYNCBN_NO_UNROLL  // the integers' code once, not twice
@@ -63,10 +88,14 @@ gradients_kernel(const std::int64_t* merged, int ranks, const std::int64_t* own,
       if (pass == 0 && !valid) {
         gradients = {nan, nan, nan, nan, true};
       } else if (pass == 1 || count > 0) {
-        gradients =
-            finalize_channel_gradients<T>((pass == 0 ? merged : own) + at, mean[c], rstd[c]);
+        const std::int64_t* const words = (pass == 0 ? merged : own) + at;
+        if constexpr (kChannelThreads<T> == 1) {
+          gradients = finalize_channel_gradients<T>(words, mean[c], rstd[c]);
+        } else {
+          gradients = finalize_channel_gradients_by_digits<T>(words, mean[c], rstd[c]);
+        }
       }
-      if (pass == 0) {
+      if (pass == 0 && writes) {
         const Coefficients k =
             coefficients_of(gradients, weight.get(c), rstd[c], valid ? count : 1);
         coefficients[c] = k.c1;
@@ -74,9 +103,11 @@ gradients_kernel(const std::int64_t* merged, int ranks, const std::int64_t* own,
         coefficients[2 * channels + c] = k.c3;
       }
     }
-    dweight.set(c, gradients.dweight);
-    dbias.set(c, gradients.dbias);
-  }
+    if (writes) {
+      dweight.set(c, gradients.dweight);
+      dbias.set(c, gradients.dbias);
+    }
+  });
 }
 
 /// The counter stays there.
@@ -142,8 +173,9 @@ void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double
   check_ranks(ranks);
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename ElementTraits<decltype(type)>::SameFormat;
-    start("finalize_moments", &moments_kernel<T>, grid_for(channels, kThreads, stream), kThreads, 0,
-          stream, merged, ranks, mean, var, rstd, info, channels, eps);
+    start("finalize_moments", &moments_kernel<T>,
+          grid_for(channels, kThreads / kChannelThreads<T>, stream, 32), kThreads, 0, stream,
+          merged, ranks, mean, var, rstd, info, channels, eps);
   });
 }
 
@@ -158,9 +190,10 @@ void finalize_gradients(const std::int64_t* merged, DType dtype, int ranks, cons
   check_per_channel("dbias", dbias, channels, Device::kCuda);
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename ElementTraits<decltype(type)>::SameFormat;
-    start("finalize_gradients", &gradients_kernel<T>, grid_for(channels, kThreads, stream),
-          kThreads, 0, stream, merged, ranks, own, info, mean, rstd, channel_array(weight, 1.0),
-          coefficients, channel_array(dweight, 0.0), channel_array(dbias, 0.0), channels);
+    start("finalize_gradients", &gradients_kernel<T>,
+          grid_for(channels, kThreads / kChannelThreads<T>, stream, 32), kThreads, 0, stream,
+          merged, ranks, own, info, mean, rstd, channel_array(weight, 1.0), coefficients,
+          channel_array(dweight, 0.0), channel_array(dbias, 0.0), channels);
   });
 }
 

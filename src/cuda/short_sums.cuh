@@ -8,8 +8,8 @@
 #include "cuda/sums.cuh"
 
 // The sums of short planes that are no whole 16 bytes (49 elements, or 196 of 16 bits). Planes of
-// neighbouring channels are one run of memory: a warp copies that of 32 channels to shared memory by
-// vectors, where each thread takes one channel and keeps all lanes in registers.
+// neighbouring channels are one run of memory: a warp copies that of 32 channels to shared memory
+// by vectors, where each thread takes one channel and keeps all lanes in registers.
 namespace syncbn::cuda {
 
 /// Elements between the rows of shared memory, a row for each channel: an odd number of words, so

@@ -66,32 +66,21 @@ struct ChannelMoments {
   double rstd;
 };
 
-/// Section 3. words: one channel's, summed over ranks. count >= 1.
+/// A rounded integer in the unit 2^-unit.
+SYNCBN_HD_IN_PLACE double value_of(bool negative, const Rounded53& v, int unit) {
+  return scale(negative ? -v.d : v.d, v.exponent - unit);
+}
+
+/// Section 3, from |S| and max(0, N*Q - S^2).
 template <class T>
-SYNCBN_HD inline ChannelMoments finalize_channel(const std::int64_t* words, std::int64_t count,
-                                                 double eps) {
-  using Traits = FormatTraits<T>;
-  constexpr Format kFormat = Traits::kFormat;
-  std::int64_t digits[kFormat.second.digits];
+SYNCBN_HD inline ChannelMoments channel_moments(bool negative, const Rounded53& sum,
+                                                const Rounded53& difference, std::int64_t count,
+                                                Flags flags, double eps) {
+  constexpr int kUnit = FormatTraits<T>::kFormat.first.unit;
   const double n = static_cast<double>(count);
   ChannelMoments out;
-
-  propagate_carries(words, digits, kFormat.first.digits);
-  BigUint<Traits::kFirstLimbs> sum;
-  const bool negative = magnitude_of(digits, kFormat.first.digits, sum);
-  const Rounded53 s = round53(sum);
-  out.mean = scale((negative ? -s.d : s.d) / n, s.exponent - kFormat.first.unit);
-
-  propagate_carries(words + kFormat.first.digits, digits, kFormat.second.digits);
-  BigUint<Traits::kSecondLimbs> squares;
-  magnitude_of(digits, kFormat.second.digits, squares);
-  BigUint<Traits::kVarianceLimbs> difference;
-  multiply_and_shift(squares, static_cast<std::uint64_t>(count), Traits::kShift, difference);
-  subtract_square(difference, sum);
-  const Rounded53 d = round53(difference);
-  out.var = scale(d.d / n / n, d.exponent - 2 * kFormat.first.unit);
-
-  const Flags flags{words[Traits::kWords - 1]};
+  out.mean = scale((negative ? -sum.d : sum.d) / n, sum.exponent - kUnit);
+  out.var = scale(difference.d / n / n, difference.exponent - 2 * kUnit);
   if (flags.first()) {
     out.mean = flags.first_value();
     out.var = std::numeric_limits<double>::quiet_NaN();
@@ -100,6 +89,28 @@ SYNCBN_HD inline ChannelMoments finalize_channel(const std::int64_t* words, std:
   }
   out.rstd = rstd_of(out.var, eps);
   return out;
+}
+
+/// Section 3. words: one channel's, summed over ranks. count >= 1.
+template <class T>
+SYNCBN_HD inline ChannelMoments finalize_channel(const std::int64_t* words, std::int64_t count,
+                                                 double eps) {
+  using Traits = FormatTraits<T>;
+  constexpr Format kFormat = Traits::kFormat;
+  std::int64_t digits[kFormat.second.digits];
+
+  propagate_carries(words, digits, kFormat.first.digits);
+  BigUint<Traits::kFirstLimbs> sum;
+  const bool negative = magnitude_of(digits, kFormat.first.digits, sum);
+
+  propagate_carries(words + kFormat.first.digits, digits, kFormat.second.digits);
+  BigUint<Traits::kSecondLimbs> squares;
+  magnitude_of(digits, kFormat.second.digits, squares);
+  BigUint<Traits::kVarianceLimbs> difference;
+  multiply_and_shift(squares, static_cast<std::uint64_t>(count), Traits::kShift, difference);
+  subtract_square(difference, sum);
+  return channel_moments<T>(negative, round53(sum), round53(difference), count,
+                            {words[Traits::kWords - 1]}, eps);
 }
 
 /// Section 6. The merged (or one rank's own) sums of u and u*x of a channel, and what follows.
@@ -138,14 +149,12 @@ SYNCBN_HD inline ChannelGradients finalize_channel_gradients(const std::int64_t*
   propagate_carries(words, digits, kFormat.first.digits);
   BigUint<Traits::kFirstLimbs> first;
   bool negative = magnitude_of(digits, kFormat.first.digits, first);
-  const Rounded53 a = round53(first);
-  const double sum = scale(negative ? -a.d : a.d, a.exponent - kFormat.first.unit);
+  const double sum = value_of(negative, round53(first), kFormat.first.unit);
 
   propagate_carries(words + kFormat.first.digits, digits, kFormat.second.digits);
   BigUint<Traits::kSecondLimbs> second;
   negative = magnitude_of(digits, kFormat.second.digits, second);
-  const Rounded53 b = round53(second);
-  const double product_sum = scale(negative ? -b.d : b.d, b.exponent - kFormat.second.unit);
+  const double product_sum = value_of(negative, round53(second), kFormat.second.unit);
 
   return channel_gradients(sum, product_sum, {words[Traits::kWords - 1]}, mean, rstd);
 }

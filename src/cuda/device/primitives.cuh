@@ -46,6 +46,8 @@ SYNCBN_DEVICE T shuffle_index(T value, unsigned lane) {
   return __shfl_sync(0xffffffffu, value, static_cast<int>(lane));
 }
 SYNCBN_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
+/// Bit i: thread i's.
+SYNCBN_DEVICE unsigned ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 
 /// Return what was there before.
 SYNCBN_DEVICE std::int64_t atomic_add(std::int64_t* address, std::int64_t value) {

@@ -51,13 +51,16 @@ template <class T>
 T shuffle_index(T value, unsigned lane, const Site& at = Site::current()) {
   return shuffle_from(value, lane, at);
 }
-inline bool any(bool predicate, const Site& at = Site::current()) {
+inline unsigned ballot(bool predicate, const Site& at = Site::current()) {
   const std::uint64_t* all = emulation::meet_warp(emulation::Operation::kVote, predicate, at);
-  bool found = false;
+  unsigned bits = 0;
   for (unsigned lane = 0; lane < kWarp; ++lane) {
-    found = found || all[lane] != 0;
+    bits |= static_cast<unsigned>(all[lane] != 0) << lane;
   }
-  return found;
+  return bits;
+}
+inline bool any(bool predicate, const Site& at = Site::current()) {
+  return ballot(predicate, at) != 0;
 }
 
 inline std::int64_t atomic_add(std::int64_t* address, std::int64_t value) {
