@@ -113,12 +113,14 @@ gradients_kernel(const std::int64_t* merged, int ranks, const std::int64_t* own,
 /// The counter stays there.
 constexpr std::int64_t kLastBatch = std::numeric_limits<std::int64_t>::max();
 
-SYNCBN_KERNEL(kThreads)
+/// One block reads the counter before the first of its threads raises it.
+constexpr unsigned kRunningThreads = 512;
+
+SYNCBN_KERNEL(kRunningThreads)
 running_kernel(const ChannelArray running_mean, const ChannelArray running_var,
                std::int64_t* num_batches_tracked, std::int64_t* call, const double* mean,
                const double* var, const std::int64_t* info, std::int64_t channels, bool cumulative,
                double momentum) {
-  // One block: the counter is read by all threads before the first of them raises it.
   const std::int64_t count = info[0];
   const std::int64_t before = num_batches_tracked == nullptr ? -1 : *num_batches_tracked;
   const std::int64_t batches =
@@ -211,7 +213,7 @@ void update_running_statistics(const MutableTensorView& running_mean,
     throw InvalidArgument(
         "momentum: got none without num_batches_tracked, expected a number in [0, 1]");
   }
-  start("update_running_statistics", &running_kernel, 1, kThreads, 0, stream,
+  start("update_running_statistics", &running_kernel, 1, kRunningThreads, 0, stream,
         channel_array(running_mean, 0.0), channel_array(running_var, 0.0), num_batches_tracked,
         call, mean, var, info, channels, !momentum.has_value(), momentum.value_or(0.0));
 }

@@ -36,11 +36,11 @@ inline void deal(SumsArguments& a, std::int64_t channel_blocks, std::int64_t at_
 
 template <class T, bool kGradient, int kVector, bool kStrided>
 void start_planes(SumsArguments& a, const Stream& stream) {
-  constexpr std::int64_t kWarps = kSumThreads / device::kWarp;
+  constexpr std::int64_t kWarps = kPlaneSumThreads / device::kWarp;
   constexpr std::int64_t kGroups = device::kWarp * kVector / kLanes;
   deal(a, a.channels, kGroups, 32 * multiprocessors(stream));
   start("the sums of planes", &sum_planes<T, kVector, kGradient, kStrided>,
-        grid_for(a.jobs, kWarps, stream), kSumThreads,
+        grid_for(a.jobs, kWarps, stream, 32), kPlaneSumThreads,
         kWarps * ChannelScratch<T>::kWords * sizeof(std::int64_t), stream, a);
 }
 
@@ -49,7 +49,7 @@ void start_rows(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWidth = kRowColumns<kVector> * kVector;
   constexpr unsigned kThreads = kLanes * kRowColumns<kVector>;
   constexpr std::size_t kFold = kLanes * kWidth * sizeof(Lane<T>);
-  deal(a, divide_up(a.channels, kWidth), 1, 4 * multiprocessors(stream));
+  deal(a, divide_up(a.channels, kWidth), 1, 8 * multiprocessors(stream));
   start("the sums of rows", &sum_rows<T, kVector, kGradient>, grid_for(a.jobs, 1, stream), kThreads,
         std::max(kFold, kPackingBytes<T>), stream, a);
 }

@@ -13,6 +13,8 @@
 namespace syncbn::cuda {
 
 inline constexpr unsigned kSumThreads = 256;
+/// Of planes, where warps need nothing of each other: small blocks spread over all multiprocessors.
+inline constexpr unsigned kPlaneSumThreads = 64;
 
 /// Loads kVector elements of u and v, pulls u back and stores it if it is kept. What does not count
 /// is zero. element: n * plane + e.
@@ -102,7 +104,7 @@ SYNCBN_DEVICE LaneType lane_of(const LaneType& lane, unsigned thread) {
 /// Contiguous planes, or any strides (kStrided). A warp takes kGroups segments of a channel at a
 /// time, each on neighbouring threads. Shared memory: kWords words per warp.
 template <class T, int kVector, bool kGradient, bool kStrided>
-SYNCBN_KERNEL(kSumThreads)
+SYNCBN_KERNEL(kPlaneSumThreads)
 sum_planes(const SumsArguments a) {
   static_assert(!kStrided || kVector == 1);
   using Scratch = ChannelScratch<T>;
@@ -177,14 +179,16 @@ sum_planes(const SumsArguments a) {
   }
 }
 
-/// Threads of a block that takes rows: kLanes times the columns.
+/// Threads of a block that takes rows: kLanes times the columns, which read a line of 128 bytes (or
+/// of 16-bit gradients 64). Wider blocks are too few for the device where a tensor is small.
 template <int kVector>
-inline constexpr unsigned kRowColumns = kVector == 1 ? 32 : 16;
+inline constexpr unsigned kRowColumns = kVector == 1 ? 32 : 8;
 
 /// Neighbouring channels lie side by side (channels-last). A thread takes kVector channels and one
-/// lane of a segment, which is 512 rows; lanes are folded through shared memory.
+/// lane of a segment, which is 512 rows; lanes are folded through shared memory. (With 128
+/// registers the gradients of float32 spill on sm_80.)
 template <class T, int kVector, bool kGradient>
-SYNCBN_KERNEL(kLanes* kRowColumns<kVector>)
+SYNCBN_KERNEL_OF(kLanes* kRowColumns<kVector>, kVector == 1 ? 1 : 3)
 sum_rows(const SumsArguments a) {
   constexpr int kColumns = kRowColumns<kVector>;
   constexpr int kWidth = kColumns * kVector;  // channels of a block

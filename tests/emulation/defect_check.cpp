@@ -28,7 +28,7 @@ std::string noticed(const testing::Tensor& x, std::int64_t channels, std::uint64
   const std::vector<std::int64_t> clean = workspace;
   TensorView on_cuda = x.view();
   on_cuda.device = Device::kCuda;
-  emulation::settings() = {.seed = seed, .multiprocessors = 3};
+  emulation::settings() = {.seed = seed, .multiprocessors = 3, .resident = 12};
   try {
     cuda::local_moments(on_cuda, {}, {}, words.data(), workspace.data(), {});
   } catch (const emulation::KernelError& error) {

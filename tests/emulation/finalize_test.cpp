@@ -37,7 +37,8 @@ std::int64_t most_of_last(DType dtype, bool first) {
 /// One rank's digits: all but the last in [0, 2^52), that one signed.
 void append_digits(Random& random, const SumFormat& format, std::int64_t most, bool negative,
                    Words& out) {
-  const Words likely = {0, 0, 1, kRadix - 1, kRadix - 1, kRadix / 2};
+  // The last one makes a number that is a little above the middle of two, where the highest is 1.
+  const Words likely = {0, 0, 1, 1, kRadix - 1, kRadix - 1, kRadix / 2, kRadix / 2 + (1LL << 40)};
   const auto used = random.between(0, format.digits);  // of those digits, from the lowest
   for (int i = 0; i < format.digits; ++i) {
     const bool top = i == format.digits - 1;

@@ -178,7 +178,7 @@ TEST(CudaLaunch, FailureTellsWhoseItIs) {
     const Settings settings({.launch_failure = {"out of resources", false}});
     const std::string text = thrown_text<Unavailable>([&] { step.moments(); });
     EXPECT_TRUE(contains(text, "CUDA: starting the sums of planes ("));
-    EXPECT_TRUE(contains(text, "blocks of 256 threads) failed: out of resources"));
+    EXPECT_TRUE(contains(text, "blocks of 64 threads) failed: out of resources"));
   }
   {
     const Settings settings({.launch_failure = {"an illegal address", true}});
