@@ -149,7 +149,7 @@ TEST(Nccl, RanksAsThreadsExact) {
   int devices = 0;
   SYNCBN_CUDA_CHECK(cudaGetDeviceCount(&devices));
   if (devices < 2) {
-    GTEST_SKIP() << "needs a GPU, a second one";
+    GTEST_SKIP() << "not possible here: needs a second GPU";
   }
   const cuda::NcclUniqueId id = cuda::nccl_unique_id();
   std::vector<Words> sums(2);
