@@ -29,7 +29,7 @@ NCCL_ON_ONE_MACHINE = {
 
 
 class Limits(NamedTuple):
-    """Seconds: for importing PyTorch and making the group, for a case, until the last pair starts."""
+    """Seconds: to import PyTorch and make the group, for a case, and until the last pair starts."""
 
     start: float = 40
     case: float = 20
