@@ -45,7 +45,8 @@ class OnCpu(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
-        if function is torch.randn and math.prod(*args) > LARGEST:
+        sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
+        if function is torch.randn and math.prod(sizes) > LARGEST:
             raise torch.OutOfMemoryError("CUDA out of memory: the fake device is small")
         kwargs = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
         return function(*map(on_cpu, args), **kwargs)
@@ -161,8 +162,6 @@ def install() -> None:
         "synchronize": lambda device=None: None,
         "set_sync_debug_mode": lambda mode: None,
         "is_current_stream_capturing": lambda: bool(capturing),
-        "get_rng_state": lambda device=0: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=0: torch.set_rng_state(state),
         "_sleep": lambda cycles: None,
         "Stream": Stream,
         "current_stream": lambda device=None: Stream(),
