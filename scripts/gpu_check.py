@@ -224,13 +224,20 @@ def driver() -> str:
     return output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
+def nccl_version(torch) -> str:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception as error:  # no reason to run nothing
+        return f"{type(error).__name__}: {error}"
+
+
 def versions(torch) -> dict[str, str]:
     return {
         "syncbn commit": output_of("git", "-C", str(PROJECT), "rev-parse", "HEAD") or "unknown",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch's CUDA": torch.version.cuda or "none",
-        "torch's NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        "torch's NCCL": nccl_version(torch),
         "driver": driver(),
         "nvcc": output_of(tool("nvcc"), "--version").rpartition("\n")[2],
         "cmake": output_of(tool("cmake"), "--version").partition("\n")[0],
