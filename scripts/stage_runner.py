@@ -59,7 +59,8 @@ class Tests:
 def read_tests(path: Path) -> Tests:
     tests = Tests()
     for case in ElementTree.parse(path).getroot().iter("testcase"):
-        name = ".".join(filter(None, (case.get("classname"), case.get("name"))))
+        # CTest says the name twice.
+        name = ".".join(dict.fromkeys(filter(None, (case.get("classname"), case.get("name")))))
         bad = [e for e in case if e.tag in ("failure", "error")]
         skips = [e for e in case if e.tag == "skipped"]
         output = case.find("system-out")

@@ -159,12 +159,9 @@ def stage_of(rehearsal, name: str) -> dict:
 
 
 def test_bodies_of_gpu_tests_run(rehearsal):
-    """Over the package that was just built."""
     stage = stage_of(rehearsal, "Python tests: one process")
     assert failed_tests(stage) == NOT_ON_A_CPU, stage["log"]
-    assert int(stage["summary"].split(": ")[1].split(" passed")[0]) > 250
-    overlay = rehearsal[2] / "build" / "gpu" / "overlay"
-    assert f"{overlay}/syncbn/" in stage["log"].replace("build/gpu", f"{rehearsal[2]}/build/gpu", 1)
+    assert int(stage["summary"].split(": ")[1].split(" passed")[0]) > 200
     ranks = stage_of(rehearsal, "Python tests: several processes")
     assert failed_tests(ranks) == RANKS_NOT_ON_A_CPU, ranks["log"]
 
@@ -181,7 +178,7 @@ def test_cpp_tests_that_found_no_device_are_failures_that_say_so(rehearsal):
 
 def test_gpu_that_vanishes_is_the_reason_of_what_comes_after(rehearsal):
     assert stage_of(rehearsal, "racecheck")["summary"] == "Device not supported"
-    assert stage_of(rehearsal, "initcheck")["summary"] == "exit code 1: no result of the tests"
+    assert stage_of(rehearsal, "initcheck")["summary"] == "exit code 1"
     last = stage_of(rehearsal, "synccheck")
     assert last["summary"] == "the GPU is gone: nvidia-smi no longer answers"
     assert last["seconds"] == 0
