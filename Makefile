@@ -65,6 +65,9 @@ bench-count: bench-cpp  ## instructions of each pass against stored counts; ARGS
 gpu-check:  ## on a machine with a GPU, without a network: build, test, sanitize, measure
 	$(or $(PYTHON),python3) scripts/gpu_check.py $(ARGS)
 
+googletest:  ## its sources into build/googletest, which gpu-check needs where there is no package
+	$(or $(PYTHON),python3) scripts/googletest.py $(ARGS)
+
 asan tsan release cuda: $(VENV)/.stamp-build  ## C++ tests with this preset
 	$(cmake) --workflow --preset $@
 
@@ -128,4 +131,4 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo bench bench-count bench-cpp \
-  gpu-check asan tsan release cuda sanitize soak fuzz interop model lint format docs wheel clean
+  gpu-check googletest asan tsan release cuda sanitize soak fuzz interop model lint format docs wheel clean

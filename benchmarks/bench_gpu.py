@@ -1,46 +1,56 @@
-"""Forward and backward of one layer on one GPU, against torch.nn.BatchNorm2d,
-torch.nn.SyncBatchNorm over one rank, and a copy of the input within the device.
+"""The kernels of a layer one by one, and the layer, on one GPU: beside a copy of the input within
+the device, torch.nn.BatchNorm and torch.nn.SyncBatchNorm over one rank.
 
-All run in turn within each round, timed by CUDA events; medians and quartiles over the rounds. L2
-is overwritten before each timing, so that every candidate reads its input from memory; where the
-device is done before the host has enqueued the rest, that wait counts. Results are compared before
-they are timed. Shapes: layers of ResNet-50 (batch 64, 224 x 224) and DeepLab (batch 8, 513 x 513,
-output stride 16).
+Times are of replays of a CUDA graph of many calls, where no host is in the way; "eager" ones are of
+calls as a host makes them, forward and backward. The calls take turns over so many inputs that no
+input is still in L2 (but where that would take more than 128). The operators hold more than one
+kernel: those whose names have a difference are measured whole and without the other kernel.
+Results are compared before they are timed.
 
-torch.nn.SyncBatchNorm itself turns into torch.nn.BatchNorm2d where there is one rank, so its
-function is called, in an NCCL group of one rank. Ours exchanges nothing there.
+torch.nn.SyncBatchNorm itself turns into torch.nn.BatchNorm where there is one rank, so its function
+is called, in an NCCL group of one rank. Ours exchanges nothing there.
 """
 
 import argparse
 import datetime
 import json
-import statistics
+import math
+import os
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import gpu_timing
 import torch
 import torch.distributed as dist
+from gpu_timing import Work
 from torch import Tensor, nn
 from torch.nn.modules._functions import SyncBatchNorm as SyncFunction
 
 import syncbn
+from syncbn import operators_cuda
+from syncbn.operators import ops
 
-SHAPES = {
-    "ResNet-50": [
-        (64, 64, 112, 112),
-        (64, 64, 56, 56),
-        (64, 256, 56, 56),
-        (64, 512, 28, 28),
-        (64, 1024, 14, 14),
-        (64, 512, 7, 7),
-        (64, 2048, 7, 7),
+Shape = tuple[int, ...]
+#: The most telling first: the time may not be enough for all.
+SHAPES: dict[str, list[Shape]] = {
+    "ResNet-50": [(64, 256, 56, 56), (32, 2048, 7, 7)],
+    "2-D": [(64, 2048)],
+    "DeepLab": [(8, 256, 129, 129), (8, 256, 33, 33)],
+    "ResNet-50, others": [
+        *((64, 64, 112, 112), (64, 64, 56, 56), (64, 512, 28, 28), (64, 1024, 14, 14)),
     ],
-    "DeepLab": [(8, 256, 129, 129), (8, 256, 33, 33), (8, 2048, 33, 33)],
+    "small": [(8, 64, 56, 56), (16, 512, 14, 14)],
 }
+#: Whose kernels are named by the profiler, too.
+PROFILED = ((64, 256, 56, 56), (32, 2048, 7, 7), (64, 2048))
 SYNC = "SyncBatchNorm"
 DIRECTIONS = ("forward", "backward")
+EPS = 1e-5
+MOST_INPUTS = 128
+PROFILER_SECONDS = 12
 
 
 class OneRankSyncBatchNorm(nn.BatchNorm2d):
@@ -52,11 +62,32 @@ class OneRankSyncBatchNorm(nn.BatchNorm2d):
         return SyncFunction.apply(x, self.weight, self.bias, *running, *options)
 
 
-LAYERS = {
-    "syncbn": syncbn.SyncBatchNorm,
-    "BatchNorm2d": nn.BatchNorm2d,
-    SYNC: OneRankSyncBatchNorm,
-}
+def layers_for(shape: Shape) -> dict[str, nn.Module]:
+    plain = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
+    made = {"syncbn": syncbn.SyncBatchNorm, "BatchNorm": plain, SYNC: OneRankSyncBatchNorm}
+    return {name: layer(shape[1]).cuda() for name, layer in made.items()}
+
+
+class Inputs:
+    """As many pairs of x and dy as do not fit into L2."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, layout: str):
+        last = layout == "channels-last"
+        form = torch.channels_last if last else torch.contiguous_format
+        l2 = torch.cuda.get_device_properties(0).L2_cache_size
+        self.bytes = math.prod(shape) * dtype.itemsize
+        count = min(MOST_INPUTS, math.ceil(2 * l2 / self.bytes))
+        self.beyond_l2 = count * self.bytes >= 2 * l2
+        xs = [torch.randn(shape, device="cuda").to(dtype) for _ in range(count)]
+        self.xs = [x.contiguous(memory_format=form).requires_grad_() for x in xs]
+        self.dys = [torch.randn_like(x) for x in self.xs]
+        self.calls = max(20, count)
+
+    def x(self, i: int) -> Tensor:
+        return self.xs[i % len(self.xs)]
+
+    def dy(self, i: int) -> Tensor:
+        return self.dys[i % len(self.dys)]
 
 
 def step(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
@@ -67,61 +98,136 @@ def step(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
 def check(layers: dict[str, nn.Module], x: Tensor, dy: Tensor) -> None:
     """y and dx within the output's rounding and PyTorch's error in float32 (about 1e-4 here)."""
     scale = 4 * torch.finfo(x.dtype).eps + 1e-4
-    expected = step(layers["BatchNorm2d"], x, dy)[:2]
+    expected = step(layers["BatchNorm"], x, dy)[:2]
     for layer in layers.values():
         for a, b in zip(step(layer, x, dy)[:2], expected, strict=True):
             torch.testing.assert_close(a, b, rtol=scale, atol=scale * float(b.detach().abs().max()))
 
 
-class Timer:
-    """Times work on the current stream; results are read once, at the end, so that the host never
-    waits between candidates."""
+@torch.no_grad()
+def kernels(inputs: Inputs, layer: nn.Module) -> dict[str, tuple[Work, int]]:
+    """The layer's operators, each with the bytes that it has to move."""
+    if inputs.x(0).is_cuda:
+        operators_cuda.load()
+    xs, dys = [x.detach() for x in inputs.xs], inputs.dys
+    x, dy, weight, bias = xs[0], dys[0], layer.weight, layer.bias
+    none, channels = (None, None, 0, 0.0), x.shape[1]
 
-    def __init__(self):
-        l2 = torch.cuda.get_device_properties(0).L2_cache_size
-        self.flush = torch.empty(2 * max(l2, 1 << 20), dtype=torch.uint8, device="cuda")
-        self.events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+    def sums(i):
+        return ops.local_moments(xs[i % len(xs)], 0, None, EPS, 0, None)
 
-    def record(self, name: str, function: Callable[[], object]) -> object:
-        self.flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = function()
-        end.record()
-        self.events.setdefault(name, []).append((start, end))
-        return result
+    def normalize(x):
+        options = (None, weight, bias, None, EPS, 1, 0, 0.0, None)
+        return ops.normalize(x, message, message, *options)
 
-    def microseconds(self, warm_up: int) -> dict[str, list[float]]:
-        torch.cuda.synchronize()
-        return {
-            name: [1e3 * start.elapsed_time(end) for start, end in pairs[warm_up:]]
-            for name, pairs in self.events.items()
-        }
+    def gradient_sums(i):
+        x, dy = xs[i % len(xs)], dys[i % len(xs)]
+        return ops.local_gradients(dy, x, mean, rstd, info, weight, *none, False, 0, None)
+
+    def input_gradient(x, dy):
+        of_parameters = (weight.dtype, bias.dtype, 1, None, None)
+        statistics = (mean, rstd, info, weight, *none)
+        return ops.input_gradient(dy, x, gradients, None, *statistics, *of_parameters)
+
+    def update(i):
+        counters = (layer.num_batches_tracked, None)
+        running = (layer.running_mean, layer.running_var)
+        ops.update_running_statistics(*running, *counters, mean, var, info, 0.1)
+
+    message = sums(0)
+    _, mean, var, rstd, info, _ = normalize(x)
+    gradients, _ = gradient_sums(0)
+    # Without samples the operators finalize alone.
+    size, words = inputs.bytes, 8 * message.numel()
+    return {
+        "sums": (sums, size),
+        "finalize": (lambda i: normalize(x[:0]), words + 24 * channels),
+        "finalize + normalize": (lambda i: normalize(xs[i % len(xs)]), 2 * size),
+        "running statistics": (update, 32 * channels),
+        "backward sums": (gradient_sums, 2 * size),
+        "backward finalize": (lambda i: input_gradient(x[:0], dy[:0]), words + 32 * channels),
+        "backward finalize + input gradient": (
+            lambda i: input_gradient(xs[i % len(xs)], dys[i % len(xs)]),
+            3 * size,
+        ),
+    }
 
 
-def measure(shape, dtype, layout: str, rounds: int, sync: bool) -> dict[str, list[float]]:
-    """Microseconds of each round, by candidate and direction."""
-    memory_format = torch.channels_last if layout == "channels-last" else torch.contiguous_format
-    x = torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=memory_format)
-    x.requires_grad_()
-    dy, reused = torch.randn_like(x), torch.empty_like(x).detach()
-    layers = {name: layer(shape[1]).cuda() for name, layer in LAYERS.items()}
-    if not sync:
-        del layers[SYNC]
-    check(layers, x, dy)
-    timer, warm_up = Timer(), 3
-    for _ in range(warm_up + rounds):
-        timer.record("copy", lambda: reused.copy_(x.detach()))
+DIFFERENCES = {
+    "normalize": ("finalize + normalize", "finalize"),
+    "input gradient": ("backward finalize + input gradient", "backward finalize"),
+}
+
+
+def works(inputs: Inputs, layers: dict[str, nn.Module]) -> Iterator[tuple[str, Work, int]]:
+    """What is timed in graphs: name, work and the bytes that it has to move. The copy first."""
+    target = torch.empty_like(inputs.xs[0]).detach()
+    yield "copy", lambda i: target.copy_(inputs.x(i).detach()), 2 * inputs.bytes
+    for name, (work, moved) in kernels(inputs, layers["syncbn"]).items():
+        yield name, work, moved
+    for name, layer in layers.items():
+        yield f"{name} forward", lambda i, layer=layer: layer(inputs.x(i)), 3 * inputs.bytes
+        ys = [layer(x) for x in inputs.xs]
+
+        def backward(i, ys=ys, layer=layer):
+            wanted = [inputs.x(i), layer.weight, layer.bias]
+            torch.autograd.grad(ys[i % len(ys)], wanted, inputs.dy(i), retain_graph=True)
+
+        yield f"{name} backward", backward, 5 * inputs.bytes
+
+
+def no_row(problem: str) -> dict[str, object]:
+    return {"us": None, "problem": problem}
+
+
+def text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def differences(rows: dict[str, dict], moved: dict[str, int], copied: float | None) -> None:
+    for name, (whole, part) in DIFFERENCES.items():
+        a, b = (rows.get(key, {}).get("us") for key in (whole, part))
+        if a is None or b is None:
+            rows[name] = no_row(f"{whole!r} or {part!r} was not measured")
+        else:
+            rates = gpu_timing.rates(a - b, moved[whole], copied)
+            rows[name] = {"us": round(a - b, 3), "difference": True, **rates}
+
+
+def measure(shape: Shape, dtype: torch.dtype, layout: str, no_sync: str) -> dict[str, object]:
+    """Rows of graphs and of eager steps; null and why where one was not measured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    rows, moved, copied = {}, {}, None
+    with torch.cuda.stream(stream):
+        inputs, layers = Inputs(shape, dtype, layout), layers_for(shape)
+        if no_sync:
+            del layers[SYNC]
+        check(layers, inputs.x(0), inputs.dy(0))
+        for name, work, moved[name] in works(inputs, layers):
+            try:
+                times = gpu_timing.graph_times(work, inputs.calls, stream)
+            except Exception as error:
+                rows[name] = no_row(text_of(error))
+                continue
+            rows[name] = gpu_timing.row(times, moved[name], copied)
+            if name == "copy":
+                copied = moved[name] / rows[name]["us"]
+        eager = {}
         for name, layer in layers.items():
-            y = timer.record(f"{name} forward", lambda layer=layer: layer(x))
-            wanted = [x, layer.weight, layer.bias]
-            timer.record(f"{name} backward", lambda y=y, p=wanted: torch.autograd.grad(y, p, dy))
-            del y
-    return timer.microseconds(warm_up)
+            work = lambda i, layer=layer: step(layer, inputs.x(i), inputs.dy(i))  # noqa: E731
+            times = gpu_timing.eager_times(work, 20, stream)
+            eager[name] = gpu_timing.row(times, 8 * inputs.bytes, copied)
+    differences(rows, moved, copied)
+    if no_sync:
+        rows |= {f"{SYNC} {d}": no_row(no_sync) for d in DIRECTIONS}
+        eager[SYNC] = no_row(no_sync)
+    return {"beyond L2": inputs.beyond_l2, "graph": rows, "eager": eager}
 
 
 def one_rank_group() -> str:
     """For torch.nn.SyncBatchNorm. Why it cannot be measured, or nothing."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     try:
         store = dist.FileStore(tempfile.mkstemp()[1], 1)
         limit = datetime.timedelta(seconds=30)
@@ -129,90 +235,94 @@ def one_rank_group() -> str:
         dist.all_reduce(torch.zeros(1, device="cuda"))  # the first exchange is what connects
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return text_of(error)
     return ""
 
 
-def quartiles(values: list[float]) -> list[float]:
-    return [round(value, 3) for value in statistics.quantiles(values)]
+def profiled(shape: Shape, dtype: torch.dtype, layout: str) -> dict[str, object]:
+    """The kernels of a step by name, or why they are not known."""
+    try:
+        inputs, layer = Inputs(shape, dtype, layout), syncbn.SyncBatchNorm(shape[1]).cuda()
+        work = lambda i: step(layer, inputs.x(i), inputs.dy(i))  # noqa: E731
+        work(0)
+        named = gpu_timing.kernel_times(work, 5)
+    except Exception as error:
+        return {"kernels": None, "problem": text_of(error)}
+    return {"kernels": named} if named else {"kernels": None, "problem": "the profiler saw none"}
 
 
-def ratios(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Quartiles over the rounds of other / syncbn, by candidate and direction."""
-    return {
-        name: quartiles([b / a for a, b in zip(times[f"syncbn {direction}"], theirs, strict=True)])
-        for name, theirs in times.items()
-        for direction in name.split()[1:]
-        if not name.startswith("syncbn")
-    }
-
-
-def figures(times: dict[str, list[float]]) -> dict[str, dict[str, list[float] | None]]:
-    """Quartiles; None for what was not measured."""
-    absent = {f"{SYNC} {d}": None for d in DIRECTIONS if f"{SYNC} {d}" not in times}
-    return {
-        "microseconds": {name: quartiles(v) for name, v in times.items()} | absent,
-        "other / syncbn": ratios(times) | absent,
-    }
-
-
-def line(network, shape, dtype, layout, times) -> str:
-    median = {name: statistics.median(values) for name, values in times.items()}
-    faster = ratios(times)
-    text = f"{network:9} {shape!s:21} {dtype:8} {layout:13} {median['copy']:7.0f}"
-    for direction in DIRECTIONS:
-        text += f" | {median[f'syncbn {direction}']:7.0f}"
-        for other in (f"BatchNorm2d {direction}", f"{SYNC} {direction}"):
-            if other not in faster:
-                text += f" {'-':>7} {'':17}"
+def text(layer: dict) -> str:
+    """A layer's table."""
+    head = f"{layer['network']} {layer['shape']} {layer['dtype']} {layer['layout']}"
+    if problem := layer.get("problem"):
+        return f"{head}: {problem}"
+    lines = [f"{head}{'' if layer['beyond L2'] else ' (in L2)'}"]
+    for kind in ("graph", "eager"):
+        for name, row in layer[kind].items():
+            title = f"  {name if kind == 'graph' else f'{name}, eager step':36}"
+            if row["us"] is None:
+                lines.append(f"{title} not measured: {row['problem']}")
                 continue
-            low, middle, high = faster[other]
-            text += f" {median[other]:7.0f} {middle:5.2f} [{low:4.2f},{high:5.2f}]"
-    return text
+            line = f"{title} {row['us']:10.2f} us"
+            if row["GB/s"] is not None:
+                line += f" {row['GB/s']:8.0f} GB/s"
+            lines.append(line + (f" {p:6.2f} of the copy" if (p := row["of copy"]) else ""))
+    return "\n".join(lines)
+
+
+def configurations(dtypes: list[str]) -> Iterator[tuple[str, Shape, str, str]]:
+    for network, shapes in SHAPES.items():
+        for shape in shapes:
+            for dtype in dtypes:
+                yield network, shape, dtype, "contiguous"
+                if len(shape) == 4:
+                    yield network, shape, dtype, "channels-last"
 
 
 def main() -> int:
-    """0; 1 if a layer could not be measured for another reason than its size."""
+    """0; 1 if something could not be measured for another reason than its size or the time."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write quartiles there, layer by layer")
+    parser.add_argument("--seconds", type=float, default=300, help="begin no layer after these")
+    parser.add_argument("--json", type=Path, help="write the figures there, layer by layer")
     arguments = parser.parse_args()
+    end = time.monotonic() + arguments.seconds
 
     no_sync = one_rank_group()
+    name = torch.cuda.get_device_name()
+    print(f"{name}, PyTorch {torch.__version__}, syncbn {syncbn.__version__}")
     if no_sync:
         print(f"torch.nn.{SYNC} is not measured: {no_sync}")
-    print(
-        f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, syncbn {syncbn.__version__}"
-    )
-    print(
-        "Medians in microseconds; ratio other / syncbn with quartiles: above 1, syncbn is faster.\n"
-        f"{'':9} {'shape':21} {'dtype':8} {'layout':13} {'copy':>7}"
-        + "".join(
-            f" | {'syncbn':>7} {'BatchNorm2d':>13} {'':11} {SYNC:>13} {'':11} ({direction})"
-            for direction in DIRECTIONS
-        )
-    )
-    results = {"not measured": {SYNC: no_sync} if no_sync else {}, "layers": []}
+    results = {"not measured": {SYNC: no_sync} if no_sync else {}, "layers": [], "kernels": []}
     failed = False
-    for dtype in arguments.dtype:
-        for network, shape in [(n, shape) for n, shapes in SHAPES.items() for shape in shapes]:
-            for layout in ("contiguous", "channels-last"):
-                layer = {"network": network, "shape": shape, "dtype": dtype, "layout": layout}
-                options = (shape, getattr(torch, dtype), layout, arguments.rounds, not no_sync)
-                try:
-                    times = measure(*options)
-                except Exception as error:  # no reason to lose the other layers
-                    problem = f"{type(error).__name__}: {error}"
-                    failed |= not isinstance(error, torch.OutOfMemoryError)
-                    layer |= {"microseconds": None, "other / syncbn": None, "problem": problem}
-                    print(f"{network:9} {shape!s:21} {dtype:8} {layout:13} {problem}", flush=True)
-                else:
-                    layer |= figures(times)
-                    print(line(network, shape, dtype, layout, times), flush=True)
-                results["layers"].append(layer)
-                if arguments.json:
-                    arguments.json.write_text(json.dumps(results) + "\n")
+
+    def write() -> None:
+        if arguments.json:
+            part = arguments.json.with_suffix(".part")
+            part.write_text(json.dumps(results) + "\n")
+            part.replace(arguments.json)
+
+    for network, shape, dtype, layout in configurations(arguments.dtype):
+        layer = {"network": network, "shape": shape, "dtype": dtype, "layout": layout}
+        if time.monotonic() > end - PROFILER_SECONDS:
+            layer["problem"] = "not measured: no time left"
+        else:
+            try:
+                layer |= measure(shape, getattr(torch, dtype), layout, no_sync)
+                rows = [row for kind in ("graph", "eager") for row in layer[kind].values()]
+                failed |= any(row.get("problem", no_sync) != no_sync for row in rows)
+            except Exception as error:  # no reason to lose the other layers
+                layer["problem"] = text_of(error)
+                failed |= not isinstance(error, torch.OutOfMemoryError)
+        results["layers"].append(layer)
+        print(text(layer), flush=True)
+        write()
+    # Last: what the profiler leaves behind may slow down what comes after it.
+    for _, shape, dtype, layout in configurations(arguments.dtype):
+        if shape in PROFILED and time.monotonic() < end:
+            found = profiled(shape, getattr(torch, dtype), layout)
+            results["kernels"].append({"shape": shape, "dtype": dtype, "layout": layout, **found})
+            write()
     if not no_sync:
         dist.destroy_process_group()
     return int(failed)

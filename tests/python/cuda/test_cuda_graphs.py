@@ -2,6 +2,9 @@
 each time, to leave out empty ranks by a mask, except while a graph is captured."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -56,39 +59,90 @@ def train(step, x):
     return y.detach(), x.grad
 
 
-@needs_gpu
-def test_captured_step_replays_exact():
-    """Capture and replay of forward and backward: bits, statistics and counters of eager steps."""
-    layer, reference = new_layer(6).cuda(), new_layer(6).cuda()
-    x = batch(0).cuda().requires_grad_()
+class Captured:
+    """A step of a layer on the input x, to be captured, beside a layer whose steps are eager."""
 
-    def step():
-        y = layer(x)
+    def __init__(self):
+        self.layer, self.reference = new_layer(6).cuda(), new_layer(6).cuda()
+        self.x = batch(0).cuda().requires_grad_()
+        self.graph = torch.cuda.CUDAGraph()
+        # Before a capture some steps run on a side stream, as torch.cuda.graph asks for.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self.step()
+                train(self.reference, self.x)
+                self.forget()
+        torch.cuda.current_stream().wait_stream(side)
+
+    def step(self) -> torch.Tensor:
+        y = self.layer(self.x)
         y.square().sum().backward()
         return y
 
-    # Before a capture some steps run on a side stream, as torch.cuda.graph asks for.
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-            train(reference, x)
-            layer.zero_grad(set_to_none=True)
-            x.grad = None
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
-    for seed in (1, 2, 3):
-        with torch.no_grad():
-            x.copy_(batch(seed))
-        graph.replay()
-        reference.zero_grad(set_to_none=True)
-        expected = train(reference, x)
-        assert torch.equal(y, expected[0]) and torch.equal(x.grad, expected[1])
-        assert_same_layers(layer, reference)
-    assert layer.state.call == reference.state.call == 5
+    def forget(self) -> None:
+        self.layer.zero_grad(set_to_none=True)
+        self.reference.zero_grad(set_to_none=True)
+        self.x.grad = None
+
+    def check(self, y: torch.Tensor, seeds: tuple[int, ...]) -> None:
+        """Replays have the bits, statistics and counters of eager steps. y: the captured output."""
+        for seed in seeds:
+            with torch.no_grad():
+                self.x.copy_(batch(seed))
+            self.graph.replay()
+            self.reference.zero_grad(set_to_none=True)
+            expected = train(self.reference, self.x)
+            assert torch.equal(y, expected[0]) and torch.equal(self.x.grad, expected[1])
+            assert_same_layers(self.layer, self.reference)
+        assert self.layer.state.call == self.reference.state.call == 2 + len(seeds)
+
+
+@needs_gpu
+def test_captured_step_replays_exact():
+    captured = Captured()
+    with torch.cuda.graph(captured.graph):
+        y = captured.step()
+    captured.check(y, (1, 2, 3))
+
+
+@needs_gpu
+@pytest.mark.parametrize("after", ("forward", "backward"))
+def test_capture_left_by_an_exception_changes_nothing_exact(after):
+    """Nothing of it has run: the layer is as before, and the next capture is a whole step."""
+    captured = Captured()
+    with pytest.raises(RuntimeError, match="in the middle"):
+        with torch.cuda.graph(captured.graph):
+            captured.step() if after == "backward" else captured.layer(captured.x)
+            raise RuntimeError("in the middle")
+    captured.forget()
+    assert_same_layers(captured.layer, captured.reference)
+    captured.graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured.graph):
+        y = captured.step()
+    captured.check(y, (1, 2))
+
+
+@needs_gpu
+def test_call_refused_within_a_capture_is_not_in_the_graph_exact():
+    captured = Captured()
+    with torch.cuda.graph(captured.graph):
+        with pytest.raises(ValueError, match="running_mean: got shape"):
+            captured.layer(torch.empty(4, 7, 5, device="cuda"))
+        y = captured.step()
+    captured.check(y, (1, 2))
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ("read_in_a_capture", "replay_that_fails"))
+def test_device_errors_carry_a_text(name):
+    """In a process of its own: what follows such an error is not for other tests."""
+    command = [sys.executable, "-c", f"import broken_graphs; broken_graphs.{name}()"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    options = {"capture_output": True, "text": True, "timeout": 60, "env": environment}
+    ended = subprocess.run(command, **options)
+    assert ended.returncode == 0 and ended.stdout.endswith("as it should be\n"), ended
 
 
 @needs_gpu

@@ -2,32 +2,18 @@
 and over Gloo with CUDA tensors. torch.nn.SyncBatchNorm gives other bits for two ranks than for one,
 and cannot run over Gloo."""
 
-import datetime
-import os
-import signal
-import time
-import traceback
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from rank_runs import run_ranks
-from support import assert_same_layers, join, new_layer
+from rank_pairs import END, START, check, join_group, run_cases, run_here
+from support import assert_same_layers, new_layer
 
-WORLD = 2
 BOUNDS = (0, 3, 8)
 SHAPE = (8, 6, 5, 5)
-
-# Over sockets of the loopback, whatever adapters the machine has.
-NCCL_ON_ONE_MACHINE = {
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_MNNVL_ENABLE": "0",
-}
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -113,7 +99,7 @@ def captured_step_replays(rank: int, device: str) -> None:
         pair.compare(y)
 
 
-CASES = {
+BACKENDS = {
     "gloo": (steps_have_the_bits_of_one_rank,),
     "cpu:gloo,cuda:nccl": (
         steps_have_the_bits_of_one_rank,
@@ -123,53 +109,21 @@ CASES = {
 }
 
 
-def _rank_main(rank: int, backend: str, device: str, folder: Path) -> None:
-    os.environ.update(NCCL_HOSTID=f"host {rank}", **NCCL_ON_ONE_MACHINE)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(str(folder / "store"), WORLD),
-        rank=rank,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=40),
-    )
-    for case in CASES[backend]:
-        outcome = "passed"
-        try:
-            case(rank, device)
-        except BaseException:
-            outcome = traceback.format_exc()
-        (folder / f"{case.__name__}.{rank}").write_text(outcome)
-        if outcome != "passed":
-            os._exit(1)  # an exchange may be half done: nothing that waits for the device
-    dist.destroy_process_group()
+def _rank_main(rank: int, names: list[str], folder: Path, backend: str, device: str) -> None:
+    cases = {c.__name__: functools.partial(c, rank, device) for c in BACKENDS[backend]}
+    cases[START] = functools.partial(join_group, rank, backend, folder)
+    run_here(cases | {END: dist.destroy_process_group}, names, rank, folder)
 
 
-def run(backend: str, device: str, folder: Path) -> None:
-    run_ranks(mp.get_context("spawn"), _rank_main, WORLD, (backend, device, folder), 60)
-    problems = []
-    for case in CASES[backend]:
-        for rank in range(WORLD):
-            path = folder / f"{case.__name__}.{rank}"
-            outcome = path.read_text() if path.exists() else "no result"
-            if outcome != "passed":
-                problems.append(f"{case.__name__}, rank {rank}: {outcome}")
-    assert not problems, "\n".join(problems)
-
-
-def test_processes_that_hang_cost_the_limit_once():
-    """torch.multiprocessing's own join waits without a limit."""
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=time.sleep, args=(600,)) for _ in range(WORLD)]
-    for process in processes:
-        process.start()
-    began = time.monotonic()
-    join(processes, 1)
-    assert time.monotonic() - began < 5
-    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * WORLD
+@pytest.fixture(scope="module", params=BACKENDS)
+def results(request, tmp_path_factory):
+    """{case: [one outcome per rank]}."""
+    names = [case.__name__ for case in BACKENDS[request.param]]
+    folder = tmp_path_factory.mktemp("processes")
+    return run_cases(_rank_main, names, folder, (request.param, "cuda"))
 
 
 @needs_gpu
-@pytest.mark.parametrize("backend", CASES)
-def test_two_processes_on_one_gpu_exact(backend, tmp_path):
-    run(backend, "cuda", tmp_path)
+def test_two_processes_on_one_gpu_exact(results):
+    for outcomes in results.values():
+        check(outcomes)
