@@ -42,6 +42,7 @@ def short(name: str) -> str:
     """The kernel's name without namespaces, parameters and element type."""
     name = subprocess.run(["c++filt", name], check=True, capture_output=True, text=True).stdout
     name = re.sub(r"\(anonymous namespace\)::|syncbn::|cuda::|^void |\)\s*$", "", name.strip())
+    name = re.sub(r"Plain<[^>]*>", "Plain", name).replace(", AnyOptions", "")
     name = re.sub(rf"(?<=<){TYPES}(?:, )?|, {TYPES}(?=[,>])", "", name)
     return re.sub(rf"<{TYPES}?>", "", re.sub(r"\((?!DType).*$", "", name))
 

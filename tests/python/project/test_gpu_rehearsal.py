@@ -20,6 +20,7 @@ import pytest
 
 from support import PROJECT
 
+pytestmark = pytest.mark.weekly  # .ci/run calls it by itself
 NVCC = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 GOOGLE_TEST = Path("/usr/src/googletest")
 PROGRAMS = ("sh", "env", "cat", "rm", "as", "ld", "ar", "ranlib", "nm", "objcopy", "uname")
