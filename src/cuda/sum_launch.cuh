@@ -34,24 +34,24 @@ inline void deal(SumsArguments& a, std::int64_t channel_blocks, std::int64_t at_
   a.jobs = a.jobs_per_channel.value() * channel_blocks;
 }
 
-template <class T, bool kGradient, int kVector, bool kStrided>
+template <class T, bool kGradient, int kVector, bool kStrided, bool kPulls = kGradient>
 void start_planes(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWarps = kPlaneSumThreads / device::kWarp;
   constexpr std::int64_t kGroups = device::kWarp * kVector / kLanes;
   deal(a, a.channels, kGroups, 32 * multiprocessors(stream));
-  start("the sums of planes", &sum_planes<T, kVector, kGradient, kStrided>,
+  start("the sums of planes", &sum_planes<T, kVector, kGradient, kStrided, kPulls>,
         grid_for(a.jobs, kWarps, stream, 32), kPlaneSumThreads,
         kWarps * ChannelScratch<T>::kWords * sizeof(std::int64_t), stream, a);
 }
 
-template <class T, bool kGradient, int kVector>
+template <class T, bool kGradient, int kVector, bool kPulls = kGradient>
 void start_rows(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWidth = kRowColumns<kVector> * kVector;
   constexpr unsigned kThreads = kLanes * kRowColumns<kVector>;
   constexpr std::size_t kFold = kLanes * kWidth * sizeof(Lane<T>);
   deal(a, divide_up(a.channels, kWidth), 1, 8 * multiprocessors(stream));
-  start("the sums of rows", &sum_rows<T, kVector, kGradient>, grid_for(a.jobs, 1, stream), kThreads,
-        std::max(kFold, kPackingBytes<T>), stream, a);
+  start("the sums of rows", &sum_rows<T, kVector, kGradient, kPulls>, grid_for(a.jobs, 1, stream),
+        kThreads, std::max(kFold, kPackingBytes<T>), stream, a);
 }
 
 /// Channels of a thread: a 16-byte access, in backward of at most 4, or registers would not do.
@@ -95,13 +95,16 @@ template <bool kGradient>
 void start_sums(DType dtype, const Plan& plan, SumsArguments& a, const Stream& stream) {
   dispatch_dtype(dtype, [&](auto type) {
     using T = decltype(type);
+    const bool plain = !a.pullback.activation.changes();
     if (plan.layout == Layout::kStrided) {
       start_planes<T, kGradient, 1, true>(a, stream);
     } else if (plan.layout == Layout::kRows && a.plane == 1) {
       start_columns<T, kGradient>(a, stream);
     } else if (plan.layout == Layout::kRows) {
-      plan.wide ? start_rows<T, kGradient, kRowVector<T, kGradient>>(a, stream)
-                : start_rows<T, kGradient, 1>(a, stream);
+      constexpr int kVector = kRowVector<T, kGradient>;
+      plan.wide&& plain ? start_rows<T, kGradient, kVector, false>(a, stream)
+      : plan.wide       ? start_rows<T, kGradient, kVector>(a, stream)
+                        : start_rows<T, kGradient, 1>(a, stream);
     } else {
       if constexpr (!Lane<T>::kPair) {
         if (!plan.wide && is_short<T, kGradient>(a)) {
@@ -109,8 +112,10 @@ void start_sums(DType dtype, const Plan& plan, SumsArguments& a, const Stream& s
           return;
         }
       }
-      plan.wide ? start_planes<T, kGradient, kWidest<T>, false>(a, stream)
-                : start_planes<T, kGradient, 1, false>(a, stream);
+      constexpr int kVector = kWidest<T>;
+      plan.wide&& plain ? start_planes<T, kGradient, kVector, false, false>(a, stream)
+      : plan.wide       ? start_planes<T, kGradient, kVector, false>(a, stream)
+                        : start_planes<T, kGradient, 1, false>(a, stream);
     }
   });
 }
@@ -124,6 +129,8 @@ void load_sums(DType dtype) {
          &sum_planes<T, kWidest<T>, kGradient, false>, &sum_rows<T, 1, kGradient>,
          &sum_rows<T, kRowVector<T, kGradient>, kGradient>, &sum_columns<T, kGradient>,
          &write_empty_message);
+    load(&sum_planes<T, kWidest<T>, kGradient, false, false>,
+         &sum_rows<T, kRowVector<T, kGradient>, kGradient, false>);
     if constexpr (!Lane<T>::kPair) {
       load(&sum_short_planes<T, kGradient>);
     }

@@ -16,9 +16,9 @@ inline constexpr unsigned kSumThreads = 256;
 /// Of planes, where warps need nothing of each other: small blocks spread over all multiprocessors.
 inline constexpr unsigned kPlaneSumThreads = 64;
 
-/// Loads kVector elements of u and v, pulls u back and stores it if it is kept. What does not count
-/// is zero. element: n * plane + e.
-template <class T, int kVector, bool kGradient>
+/// Loads kVector elements of u and v, pulls u back (kPulls) and stores it if it is kept. What does
+/// not count is zero. element: n * plane + e.
+template <class T, int kVector, bool kGradient, bool kPulls>
 SYNCBN_DEVICE void load_pair(const SumsArguments& a, const ActivationOf<T>& activation,
                              const ChannelPullback<T>* pullback, bool one_channel,
                              std::int64_t mask_at, std::int64_t element, const T* u, const T* v,
@@ -28,6 +28,8 @@ SYNCBN_DEVICE void load_pair(const SumsArguments& a, const ActivationOf<T>& acti
   vs = us;
   if constexpr (kGradient) {
     vs = device::load_vector<kVector>(v);
+  }
+  if constexpr (kPulls) {
     unsigned bits = 0;
     if (a.pullback.mask.data != nullptr) {
       bits = static_cast<unsigned>(a.pullback.mask.data[mask_at / 8]) >> (mask_at % 8);
@@ -103,7 +105,7 @@ SYNCBN_DEVICE LaneType lane_of(const LaneType& lane, unsigned thread) {
 
 /// Contiguous planes, or any strides (kStrided). A warp takes kGroups segments of a channel at a
 /// time, each on neighbouring threads. Shared memory: kWords words per warp.
-template <class T, int kVector, bool kGradient, bool kStrided>
+template <class T, int kVector, bool kGradient, bool kStrided, bool kPulls = kGradient>
 SYNCBN_KERNEL(kPlaneSumThreads)
 sum_planes(const SumsArguments a) {
   static_assert(!kStrided || kVector == 1);
@@ -126,7 +128,7 @@ sum_planes(const SumsArguments a) {
       count_elements<T>(a, begin, end, lane, device::kWarp);
     }
     ChannelPullback<T> pullback;
-    if constexpr (kGradient) {
+    if constexpr (kPulls) {
       pullback = ChannelPullback<T>(a.pullback, c);
     }
     for (std::int64_t first = begin; first < end; first += kGroups) {
@@ -148,10 +150,10 @@ sum_planes(const SumsArguments a) {
           const std::int64_t u_at = kStrided ? a.u.element(e + i) : i;
           const std::int64_t v_at = kStrided ? a.v.element(e + i) : i;
           const std::int64_t kept_at = kStrided ? a.kept.element(e + i) : i;
-          const std::int64_t mask_at = kGradient ? a.pullback.mask.bit(n, c, e + i) : 0;
-          load_pair<T, kVector, kGradient>(a, activation, &pullback, true, mask_at,
-                                           n * a.plane + e + i, u + u_at, v + v_at,
-                                           kept == nullptr ? nullptr : kept + kept_at, us, vs);
+          const std::int64_t mask_at = kPulls ? a.pullback.mask.bit(n, c, e + i) : 0;
+          load_pair<T, kVector, kGradient, kPulls>(
+              a, activation, &pullback, true, mask_at, n * a.plane + e + i, u + u_at, v + v_at,
+              kept == nullptr ? nullptr : kept + kept_at, us, vs);
           SYNCBN_UNROLL(8)
           for (int k = 0; k < kVector; ++k) {
             sums[k].add(us.at[k]);
@@ -187,7 +189,7 @@ inline constexpr unsigned kRowColumns = kVector == 1 ? 32 : 8;
 /// Neighbouring channels lie side by side (channels-last). A thread takes kVector channels and one
 /// lane of a segment, which is 512 rows; lanes are folded through shared memory. (With 128
 /// registers the gradients of float32 spill on sm_80.)
-template <class T, int kVector, bool kGradient>
+template <class T, int kVector, bool kGradient, bool kPulls = kGradient>
 SYNCBN_KERNEL_OF(kLanes* kRowColumns<kVector>, kVector == 1 ? 1 : 3)
 sum_rows(const SumsArguments a) {
   constexpr int kColumns = kRowColumns<kVector>;
@@ -207,7 +209,7 @@ sum_rows(const SumsArguments a) {
     const std::int64_t c = c0 + column * kVector;
     const bool inside = c < a.channels;
     ChannelPullback<T> pullback[kVector];
-    if (kGradient && inside) {
+    if (kPulls && inside) {
       SYNCBN_UNROLL(8)
       for (int k = 0; k < kVector; ++k) {
         pullback[k] = ChannelPullback<T>(a.pullback, c + k);
@@ -234,8 +236,8 @@ sum_rows(const SumsArguments a) {
         for (int i = lane; i < length; i += kLanes) {
           device::Vector<T, kVector> us;
           device::Vector<T, kVector> vs;
-          const std::int64_t mask_at = kGradient ? a.pullback.mask.bit(n, c, e + i) : 0;
-          load_pair<T, kVector, kGradient>(
+          const std::int64_t mask_at = kPulls ? a.pullback.mask.bit(n, c, e + i) : 0;
+          load_pair<T, kVector, kGradient, kPulls>(
               a, activation, pullback, false, mask_at, n * a.plane + e + i,
               u + (e + i) * a.u.element_stride, v + (e + i) * a.v.element_stride,
               kept == nullptr ? nullptr : kept + (e + i) * a.kept.element_stride, us, vs);
@@ -303,9 +305,9 @@ sum_columns(const SumsArguments a) {
         device::Vector<T, 1> u;
         device::Vector<T, 1> v;
         T* const kept = a.kept.data == nullptr ? nullptr : a.kept.at<T>(n, c);
-        load_pair<T, 1, kGradient>(a, activation, &pullback, true,
-                                   kGradient ? a.pullback.mask.bit(n, c, 0) : 0, n, a.u.at<T>(n, c),
-                                   a.v.at<T>(n, c), kept, u, v);
+        load_pair<T, 1, kGradient, kGradient>(a, activation, &pullback, true,
+                                              kGradient ? a.pullback.mask.bit(n, c, 0) : 0, n,
+                                              a.u.at<T>(n, c), a.v.at<T>(n, c), kept, u, v);
         Lane<T> one;
         Lane<T> squared;
         one.add(u.at[0]);
