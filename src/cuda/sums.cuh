@@ -220,6 +220,7 @@ sum_planes(const SumsArguments a) {
     }
     if (device::shuffle_index(done, 0) == a.jobs_per_channel.value()) {
       device::memory_fence();
+      device::warp_barrier();  // the first lane's count is done: a shuffle orders nothing
       pack_channel<T>(a, c, device::shared<std::int64_t>() + warp * Scratch::kSlots);
     }
   }
