@@ -253,6 +253,7 @@ int plant(int argc, char** argv) {
   std::size_t most = 2;  // of a kind and kernel; fences and barriers: all of them
   std::set<std::string> kinds;
   bool verbose = false;
+  int only_line = 0;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     if (argument.starts_with("--ptx=")) {
@@ -263,6 +264,8 @@ int plant(int argc, char** argv) {
       most = 1u << 30;
     } else if (argument == "--no-races") {
       session().races = false;
+    } else if (argument.starts_with("--line=")) {
+      only_line = std::stoi(argument.substr(7));
     } else if (argument == "--verbose") {
       verbose = true;
     } else {
@@ -293,6 +296,10 @@ int plant(int argc, char** argv) {
     for (auto& [kind, all] : by_kind) {
       if (!kinds.empty() && kinds.count(kind) == 0) {
         continue;
+      }
+      if (only_line > 0) {
+        std::erase_if(all,
+                      [&](const Defect& one) { return entry.text->line + one.line != only_line; });
       }
       const bool every = kind == "fence" || kind == "barrier" || kind == "warp_barrier";
       testing::Random random(number);

@@ -139,7 +139,8 @@ class Runner {
         if (last.order.strong) {
           stay(warp, mask, pc);
           if (last.order.acquire || last.order.release) {
-            rest(*warp.block);
+            warp.block->fenced = true;
+            rest(*warp.block, 40);
           }
           return;  // others may come between
         }
@@ -153,12 +154,13 @@ class Runner {
     stay(warp, mask, pc);
   }
 
-  /// After fences and barriers a block often stands still while others go on, even to their end:
-  /// what is wrong between two of them shows when much happens there.
-  void rest(Block& block) {
-    if (grid_.random.one_in(8)) {
+  /// After a fence, and after the barrier that follows it, a block sometimes stands still while
+  /// others go on, even to their end: what is wrong between a fence and an atomic shows then.
+  void rest(Block& block, std::uint64_t one_in) {
+    if (grid_.random.one_in(one_in)) {
+      constexpr std::uint64_t kToTheEnd = ~std::uint64_t{0};
       block.rests_until =
-          grid_.steps + grid_.random.below(std::uint64_t{16} << grid_.random.below(14));
+          grid_.random.one_in(2) ? kToTheEnd : grid_.steps + grid_.random.below(4000);
     }
   }
 
@@ -335,7 +337,9 @@ class Runner {
       WeakMemory::barrier(all);
     }
     block.barriers[number] = {};
-    rest(block);
+    if (std::exchange(block.fenced, false)) {
+      rest(block, 3);
+    }
   }
 
   Grid& grid_;
@@ -404,10 +408,15 @@ Execution run(const Launch& launch, const Options& options) {
   std::vector<std::unique_ptr<Block>> resident;
   std::size_t next = 0;
   Runner runner(grid);
-  const auto any_step = [&] {
-    for (const auto& block : resident) {
-      for (Warp& warp : block->warps) {
-        if (runner.step(warp)) {
+  // Some warp of some block that does not rest.
+  const auto step = [&] {
+    const std::size_t first = grid.random.below(resident.size());
+    for (std::size_t i = 0; i < resident.size(); ++i) {
+      Block& block = *resident[(first + i) % resident.size()];
+      const std::size_t warps = block.warps.size();
+      const std::size_t first_warp = grid.random.below(warps);
+      for (std::size_t w = 0; w < warps && block.rests_until <= grid.steps; ++w) {
+        if (runner.step(block.warps[(first_warp + w) % warps])) {
           return true;
         }
       }
@@ -422,13 +431,13 @@ Execution run(const Launch& launch, const Options& options) {
       }
     }
     ++grid.steps;
-    std::size_t at = grid.random.below(resident.size());
-    for (int tries = 0; tries < 4 && resident[at]->rests_until > grid.steps; ++tries) {
-      at = grid.random.below(resident.size());
-    }
-    Block& block = *resident[at];
-    if (!runner.step(block.warps[grid.random.below(block.warps.size())]) && !any_step()) {
-      report_deadlock(resident);
+    if (!step()) {
+      for (const auto& block : resident) {
+        block->rests_until = 0;
+      }
+      if (!step()) {
+        report_deadlock(resident);
+      }
     }
     if (grid.weak.has_value()) {
       grid.weak->pause();

@@ -69,6 +69,7 @@ struct Block {
   std::uint32_t barriers_passed = 0;
   unsigned live = 0;
   std::uint64_t rests_until = 0;  ///< steps of the grid
+  bool fenced = false;            ///< since the last barrier
 
   explicit Block(std::size_t shared_bytes) : shared(shared_bytes) {}
 };

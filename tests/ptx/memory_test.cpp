@@ -224,6 +224,34 @@ TEST(PtxWeakMemory, FencesAreCumulativeOverBarriers) {
   EXPECT_TRUE(stale("", ""));
 }
 
+/// The last of several blocks to be counted adds up what all of them left, as the sums do.
+TEST(PtxWeakMemory, LastBlockNeedsBothFences) {
+  const auto noticed = [](const std::string& before, const std::string& after) {
+    int out = 0;
+    for (std::uint64_t seed = 1; seed <= 200; ++seed) {
+      alignas(64) std::uint64_t memory[32] = {};
+      const std::string text = small_kernel(
+          1, "ld.param.u64 %rd0, [p0];\nred.global.add.u64 [%rd0], 1;\n" + before +
+                 "\nbar.sync 0;\nsetp.ne.s32 %p0, %r0, 0;\n@%p0 bra $COUNTED;\n"
+                 "atom.global.add.u64 %rd1, [%rd0+64], 1;\nst.shared.u64 [dynamic], %rd1;\n"
+                 "$COUNTED:\nbar.sync 0;\nld.shared.u64 %rd2, [dynamic];\n"
+                 "setp.ne.s64 %p1, %rd2, 4;\n@%p1 bra $END;\n" +
+                 after +
+                 "\n@%p0 bra $END;\nld.global.cg.u64 %rd3, [%rd0];\n"
+                 "st.global.u64 [%rd0+128], %rd3;\n$END:");
+      const std::string error = run_small(text, {5, 64, 8}, {address(memory)},
+                                          {.seed = seed, .weak = true, .races = false});
+      EXPECT_EQ(error, "");
+      EXPECT_EQ(memory[0], 5u * 64);
+      out += memory[16] != 5 * 64 ? 1 : 0;
+    }
+    return out;
+  };
+  EXPECT_EQ(noticed("membar.gl;", "membar.gl;"), 0);
+  EXPECT_GT(noticed("", "membar.gl;"), 0);
+  EXPECT_GT(noticed("membar.gl;", ""), 0);
+}
+
 TEST(PtxWeakMemory, RacesAreErrors) {
   const auto error_of = [](const std::string& fence) {
     std::set<std::string> out;
