@@ -145,10 +145,13 @@ TEST(CudaPasses, InputIsRecoveredByEachKernelExact) {
         Tensor x = expected;
         const Doubles mean(size(extent), 0.25);
         const Doubles rstd(size(extent), 1.5);
-        recover_input(expected.view(), mean.data(), rstd.data(), {}, {}, expected.view(), nullptr,
-                      0.125, serial_executor());
+        std::vector<std::uint8_t> expected_mask(size(activation_mask_bytes(x.view())));
+        std::vector<std::uint8_t> mask(expected_mask);
+        recover_input(expected.view(), mean.data(), rstd.data(), {}, {}, expected.view(),
+                      expected_mask.data(), 0.125, serial_executor());
         cuda::recover_input(on_cuda(TensorView(x.view())), mean.data(), rstd.data(), {}, {},
-                            on_cuda(x.view()), nullptr, 0.125, {});
+                            on_cuda(x.view()), mask.data(), 0.125, {});
+        EXPECT_EQ(mask, expected_mask);
         EXPECT_TRUE(same_bits(x.values(), expected.values())) << name(dtype) << " " << extent;
       }
     }
