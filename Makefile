@@ -71,6 +71,14 @@ googletest:  ## its sources into build/googletest, which gpu-check needs where t
 asan tsan release cuda: $(VENV)/.stamp-build  ## C++ tests with this preset
 	$(cmake) --workflow --preset $@
 
+ptx: $(VENV)/.stamp-build  ## interpret the kernels' PTX on the CPU, needs nvcc, ARCHITECTURE=90
+	$(cmake) --preset ptx -D SYNCBN_PTX_ARCHITECTURE=$(or $(ARCHITECTURE),90)
+	$(cmake) --build --preset ptx
+	$(VENV)/bin/ctest --preset ptx
+
+ptx-soak: $(VENV)/.stamp-build  ## the same for three architectures, with fresh cases, SEED=
+	@scripts/ptx_soak.sh $(VENV) $(SEED)
+
 sanitize: $(test_tools)  ## what CI runs of the sanitizers: C++ tests, PyTorch's operators
 	@scripts/sanitize.sh $(VENV)
 
@@ -131,4 +139,5 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo bench bench-count bench-cpp \
-  gpu-check googletest asan tsan release cuda sanitize soak fuzz interop model lint format docs wheel clean
+  gpu-check googletest asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
+  docs wheel clean

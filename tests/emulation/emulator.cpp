@@ -7,6 +7,7 @@
 #include <memory>
 #include <numeric>
 #include <set>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -69,6 +70,7 @@ struct Launch {
   }
 };
 
+void (*other_runner)(const KernelLaunch&) = nullptr;
 Launch* launch = nullptr;
 Thread* current = nullptr;
 std::vector<std::unique_ptr<Fiber>> spare_fibers;
@@ -218,8 +220,15 @@ void note_access(int elements) {
   ++(elements > 1 ? counted.vector_accesses : counted.single_accesses);
 }
 
-void run(unsigned blocks, unsigned threads, std::size_t shared_bytes,
-         const std::function<void()>& kernel) {
+void set_runner(void (*runner)(const KernelLaunch& kernel)) { other_runner = runner; }
+
+void run(const KernelLaunch& kernel) {
+  if (other_runner != nullptr) {
+    other_runner(kernel);
+    return;
+  }
+  const auto [blocks, threads, shared_bytes] =
+      std::tuple(kernel.blocks, kernel.threads, kernel.shared_bytes);
   if (blocks == 0 || threads == 0 || threads > 1024 || shared_bytes > (48 << 10)) {
     throw KernelError("a launch of " + std::to_string(blocks) + " blocks of " +
                       std::to_string(threads) + " threads with " + std::to_string(shared_bytes) +
@@ -229,7 +238,7 @@ void run(unsigned blocks, unsigned threads, std::size_t shared_bytes,
     return;
   }
   Launch mine;
-  mine.kernel = &kernel;
+  mine.kernel = &kernel.thread;
   mine.state = settings().seed;
   launch = &mine;
   const unsigned last = settings().last_blocks;

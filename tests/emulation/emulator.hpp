@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <source_location>
+#include <span>
 #include <stdexcept>
 #include <string>
 
@@ -48,9 +49,24 @@ void note_launch(const void* kernel);
 void note_load(const void* kernel);
 void note_access(int elements);
 
+/// A kernel and its arguments, as bytes, and as a function that runs one thread of it.
+struct Argument {
+  const void* value;
+  std::size_t bytes;
+};
+struct KernelLaunch {
+  const void* kernel;
+  unsigned blocks;
+  unsigned threads;
+  std::size_t shared_bytes;
+  std::span<const Argument> arguments;
+  std::function<void()> thread;
+};
+
 /// Runs the kernel to its end. Throws KernelError.
-void run(unsigned blocks, unsigned threads, std::size_t shared_bytes,
-         const std::function<void()>& kernel);
+void run(const KernelLaunch& kernel);
+/// Something else that runs kernels: tests/ptx takes what nvcc made of them.
+void set_runner(void (*runner)(const KernelLaunch& kernel));
 
 inline constexpr unsigned kWarp = 32;
 

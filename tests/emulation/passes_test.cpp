@@ -133,6 +133,31 @@ TEST(CudaPasses, DisagreementGivesNaNAndUpdatesNothing) {
   EXPECT_TRUE(same_bits(coefficients, Doubles(9, nan)));
 }
 
+/// Each dtype, layout and width of accesses has a kernel of its own.
+TEST(CudaPasses, InputIsRecoveredByEachKernelExact) {
+  using testing::Memory;
+  Random random(26);
+  for (const DType dtype : kDtypes) {
+    for (const Memory memory : {Memory::kPlanes, Memory::kRows, Memory::kOdd}) {
+      for (const std::int64_t extent : {16, 7}) {
+        Tensor expected(dtype, {2, extent, extent}, memory);
+        expected.fill(rough_values(random, dtype, 2, extent * extent));
+        Tensor x = expected;
+        const Doubles mean(size(extent), 0.25);
+        const Doubles rstd(size(extent), 1.5);
+        std::vector<std::uint8_t> expected_mask(size(activation_mask_bytes(x.view())));
+        std::vector<std::uint8_t> mask(expected_mask);
+        recover_input(expected.view(), mean.data(), rstd.data(), {}, {}, expected.view(),
+                      expected_mask.data(), 0.125, serial_executor());
+        cuda::recover_input(on_cuda(TensorView(x.view())), mean.data(), rstd.data(), {}, {},
+                            on_cuda(x.view()), mask.data(), 0.125, {});
+        EXPECT_EQ(mask, expected_mask);
+        EXPECT_TRUE(same_bits(x.values(), expected.values())) << name(dtype) << " " << extent;
+      }
+    }
+  }
+}
+
 TEST(CudaPasses, RunningStatisticsExact) {
   Random random(22);
   for (int round = 0; round < 12; ++round) {

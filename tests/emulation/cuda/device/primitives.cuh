@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <source_location>
+#include <span>
 
 #include "emulator.hpp"
 
@@ -113,9 +114,13 @@ template <class... Parameters, class... Arguments>
 Failure launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
                std::size_t shared_bytes, void*, const Arguments&... arguments) {
   emulation::note_launch(reinterpret_cast<const void*>(kernel));
+  const auto start = [&](Parameters... values) {
+    const emulation::Argument list[] = {{&values, sizeof(values)}..., {}};
+    emulation::run({reinterpret_cast<const void*>(kernel), blocks, threads, shared_bytes,
+                    std::span(list).first(sizeof...(values)), [&] { kernel(values...); }});
+  };
   if (emulation::settings().launch_failure.text == nullptr) {
-    emulation::run(blocks, threads, shared_bytes,
-                   [&] { kernel(static_cast<Parameters>(arguments)...); });
+    start(static_cast<Parameters>(arguments)...);
   }
   return emulation::settings().launch_failure;
 }

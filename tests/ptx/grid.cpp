@@ -1,0 +1,459 @@
+#include "grid.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+#include <string>
+#include <utility>
+
+namespace syncbn::ptx {
+namespace {
+
+std::uint64_t thread_number(const Block& block, unsigned thread) {
+  return std::uint64_t{block.index} * block.grid->launch->threads + thread;
+}
+
+std::unique_ptr<Block> start_block(Grid& grid, unsigned index) {
+  const Launch& launch = *grid.launch;
+  const Program& program = *launch.program;
+  auto block = std::make_unique<Block>(program.shared_bytes + launch.shared_bytes);
+  block->grid = &grid;
+  block->index = index;
+  block->live = launch.threads;
+  block->local.assign(launch.threads, TrackedMemory(program.local_bytes));
+  if (grid.weak.has_value()) {
+    block->observers.resize(launch.threads);
+    for (unsigned t = 0; t < launch.threads; ++t) {
+      block->observers[t].thread = thread_number(*block, t);
+      block->observers[t].block = index;
+    }
+  }
+  block->warps.resize((launch.threads + kLanes - 1) / kLanes);
+  for (unsigned i = 0; i < block->warps.size(); ++i) {
+    Warp& warp = block->warps[i];
+    warp.program = &program;
+    warp.block = block.get();
+    warp.index = i;
+    const unsigned lanes = std::min(launch.threads - i * kLanes, kLanes);
+    warp.lanes = lanes == kLanes ? kAllLanes : (1u << lanes) - 1;
+    warp.registers.resize(std::size_t{program.registers} * kLanes);
+    warp.defined.resize(program.registers);
+    warp.rows[0] = warp.registers.data();
+    warp.rows[1] = program.constants.data();
+    warp.predicates.assign(program.predicates, 0);
+    warp.predicates_defined.assign(program.predicates, 0);
+    warp.predicates[0] = warp.predicates_defined[0] = kAllLanes;
+    if (grid.options.counts) {
+      warp.entered.resize(program.blocks.size() * kLanes);
+    }
+  }
+  return block;
+}
+
+/// Lanes that run together from here to where they next meet others.
+void draw_teams(Random& random, Warp& warp, std::uint32_t lanes) {
+  const std::uint64_t drawn = random.bits();
+  const unsigned teams = drawn % 4 == 0 ? 2 : drawn % 16 == 1 ? 5 : 1;
+  std::uint64_t bits = teams == 1 ? 0 : random.bits();
+  each(lanes, [&](unsigned l) {
+    warp.team[l] = static_cast<std::uint8_t>(bits % teams);
+    bits = bits * 6364136223846793005u + 1442695040888963407u;
+    bits ^= bits >> 33;
+  });
+}
+
+void end_block(Grid& grid, const Block& block) {
+  if (!grid.options.counts) {
+    return;
+  }
+  for (const Warp& warp : block.warps) {
+    for (std::size_t b = 0; b < grid.execution.counts.size(); ++b) {
+      const auto* const lanes = warp.entered.data() + b * kLanes;
+      grid.execution.counts[b].threads += std::accumulate(lanes, lanes + kLanes, std::uint64_t{0});
+      grid.execution.counts[b].warps += *std::max_element(lanes, lanes + kLanes);
+    }
+  }
+}
+
+class Runner {
+ public:
+  explicit Runner(Grid& grid) : grid_(grid), program_(*grid.launch->program) {}
+
+  /// Runs some lanes of the warp for a while. False: none of them can.
+  bool step(Warp& warp) {
+    const std::uint32_t runnable = warp.lanes & ~warp.exited & ~warp.waiting;
+    if (runnable == 0) {
+      return false;
+    }
+    // Lanes behind the others go first, so that they meet again; sometimes any lane.
+    auto leader = static_cast<unsigned>(std::countr_zero(runnable));
+    if (grid_.random.one_in(8)) {
+      std::uint32_t rest = runnable;
+      for (std::uint64_t skip =
+               grid_.random.below(static_cast<std::uint64_t>(std::popcount(runnable)));
+           skip > 0; --skip) {
+        rest &= rest - 1;
+      }
+      leader = static_cast<unsigned>(std::countr_zero(rest));
+    } else {
+      each(runnable, [&](unsigned l) { leader = warp.pc[l] < warp.pc[leader] ? l : leader; });
+    }
+    std::uint32_t group = 0;
+    each(runnable, [&](unsigned l) {
+      group |= static_cast<std::uint32_t>(warp.pc[l] == warp.pc[leader] &&
+                                          warp.team[l] == warp.team[leader])
+               << l;
+    });
+    run(warp, group, warp.pc[leader]);
+    return true;
+  }
+
+ private:
+  static std::uint32_t executing(const Warp& warp, const Instruction& i, std::uint32_t mask) {
+    if (i.guard != 0) {
+      require_defined(warp, i, mask, warp.predicates_defined[i.guard], "the predicate");
+    }
+    return mask & (warp.predicates[i.guard] ^ i.guard_flip);
+  }
+  void stay(Warp& warp, std::uint32_t mask, std::uint32_t pc) {
+    each(mask, [&](unsigned l) { warp.pc[l] = pc; });
+  }
+
+  void run(Warp& warp, std::uint32_t mask, std::uint32_t pc) {
+    for (std::uint64_t blocks = 1 + grid_.random.below(32); blocks > 0; --blocks) {
+      const Instruction* const code = program_.code.data();
+      const BasicBlock& block = program_.blocks[code[pc].block];
+      if (grid_.options.counts) {
+        auto* const entered = warp.entered.data() + std::size_t{code[pc].block} * kLanes;
+        each(mask, [&](unsigned l) { ++entered[l]; });
+      }
+      grid_.execution.thread_instructions +=
+          std::uint64_t{block.end - pc} * static_cast<unsigned>(std::popcount(mask));
+      for (; pc + 1 < block.end; ++pc) {
+        plain(warp, code[pc], mask);
+      }
+      const Instruction& last = code[pc];
+      if (last.kind == Kind::kPlain) {
+        plain(warp, last, mask);
+        ++pc;
+        if (last.order.strong) {
+          stay(warp, mask, pc);
+          if (last.order.acquire || last.order.release) {
+            warp.block->fenced = true;
+            rest(*warp.block, 40);
+          }
+          return;  // others may come between
+        }
+        continue;
+      }
+      const std::uint32_t taken = executing(warp, last, mask);
+      if (!leave(warp, last, mask, taken, pc)) {
+        return;
+      }
+    }
+    stay(warp, mask, pc);
+  }
+
+  /// After a fence, and after the barrier that follows it, a block sometimes stands still while
+  /// others go on, even to their end: what is wrong between a fence and an atomic shows then.
+  void rest(Block& block, std::uint64_t one_in) {
+    if (grid_.random.one_in(one_in)) {
+      constexpr std::uint64_t kToTheEnd = ~std::uint64_t{0};
+      block.rests_until =
+          grid_.random.one_in(2) ? kToTheEnd : grid_.steps + grid_.random.below(4000);
+    }
+  }
+
+  static void plain(Warp& warp, const Instruction& i, std::uint32_t mask) {
+    const std::uint32_t taken = executing(warp, i, mask);
+    if (taken != 0) {
+      i.run(warp, i, taken);
+    }
+  }
+
+  /// The end of a basic block. True: the whole group goes on, at pc.
+  bool leave(Warp& warp, const Instruction& i, std::uint32_t mask, std::uint32_t taken,
+             std::uint32_t& pc) {
+    const auto target = static_cast<std::uint32_t>(i.offset);
+    switch (i.kind) {
+      case Kind::kBranch:
+        if (taken == mask || taken == 0) {
+          pc = taken == 0 ? pc + 1 : target;
+          return true;
+        }
+        stay(warp, taken, target);
+        stay(warp, mask & ~taken, pc + 1);
+        return false;
+      case Kind::kIndexedBranch:
+        stay(warp, mask & ~taken, pc + 1);
+        require_defined(warp, i, taken, defined(warp, i.a), "the index of a branch");
+        each(taken, [&](unsigned l) {
+          const auto& table = program_.branch_tables[i.extra];
+          const auto index = static_cast<std::uint32_t>(row(warp, i.a)[l]);
+          if (index >= table.size()) {
+            fail(warp, i, l, "a branch beyond its table");
+          }
+          warp.pc[l] = table[index];
+        });
+        return false;
+      case Kind::kExit:
+        warp.exited |= taken;
+        warp.block->live -= static_cast<unsigned>(std::popcount(taken));
+        stay(warp, mask & ~taken, pc + 1);
+        return false;
+      default:
+        break;
+    }
+    if (taken == 0) {
+      ++pc;
+      return true;
+    }
+    stay(warp, mask & ~taken, pc + 1);
+    stay(warp, taken, pc);
+    warp.waiting |= taken;
+    if (i.kind == Kind::kBlockBarrier) {
+      arrive(warp, i, taken);
+    } else {
+      meet(warp, i, taken);
+    }
+    return false;
+  }
+
+  /// Lets lanes go on that wait for each other, once all that they name are there.
+  void meet(Warp& warp, const Instruction& i, std::uint32_t arriving) {
+    const Register mask_register = program_.parts[i.parts];
+    require_defined(warp, i, arriving, defined(warp, mask_register), "the mask of lanes");
+    const std::uint64_t* const masks = row(warp, mask_register);
+    const auto at = static_cast<std::uint32_t>(&i - program_.code.data());
+    while (arriving != 0) {
+      const auto lane = static_cast<unsigned>(std::countr_zero(arriving));
+      const auto named = static_cast<std::uint32_t>(masks[lane]);
+      if ((named >> lane & 1u) == 0) {
+        fail(warp, i, lane, "its own lane is not in the mask");
+      }
+      const std::uint32_t members =
+          i.kind == Kind::kWarpBarrier ? named & warp.lanes : named;  // a block's end may be a part
+      if ((members & ~warp.lanes) != 0 || (members & warp.exited) != 0) {
+        const std::uint32_t gone = members & (~warp.lanes | warp.exited);
+        fail(warp, i, lane,
+             "its mask names lane " + std::to_string(std::countr_zero(gone)) + ", which " +
+                 ((gone & ~warp.lanes) != 0 ? "does not exist" : "has ended"));
+      }
+      std::uint32_t there = 0;
+      each(members & warp.waiting, [&](unsigned l) {
+        if (warp.pc[l] != at || static_cast<std::uint32_t>(masks[l]) != named) {
+          fail(warp, i, lane,
+               "lane " + std::to_string(l) + ", which its mask names, waits " +
+                   (warp.pc[l] != at ? "in line " + std::to_string(program_.code[warp.pc[l]].line)
+                                     : std::string("with another mask")));
+        }
+        there |= 1u << l;
+      });
+      if (there == members) {
+        i.run(warp, i, members);
+        warp.waiting &= ~members;
+        stay(warp, members, at + 1);
+        draw_teams(grid_.random, warp, members);
+      }
+      arriving &= ~members;
+    }
+  }
+
+  void arrive(Warp& warp, const Instruction& i, std::uint32_t arriving) {
+    Block& block = *warp.block;
+    const auto at = static_cast<std::uint32_t>(&i - program_.code.data());
+    const auto lane = static_cast<unsigned>(std::countr_zero(arriving));
+    require_defined(warp, i, arriving, defined(warp, i.a) & defined(warp, i.b),
+                    "a barrier's number");
+    const std::uint64_t number = row(warp, i.a)[lane] & 0xffffffffu;
+    if (number >= block.barriers.size()) {
+      fail(warp, i, lane, "a barrier with a number beyond 15");
+    }
+    const auto expected =
+        i.bytes != 0 ? static_cast<unsigned>(row(warp, i.b)[lane]) : grid_.launch->threads;
+    Barrier& barrier = block.barriers[number];
+    const bool whole = expected == grid_.launch->threads && i.extra == 0;
+    if (barrier.arrived > 0 && (barrier.expected != expected || (whole && barrier.pc != at))) {
+      fail(warp, i, lane,
+           "threads of the block at different barriers: others wait in line " +
+               std::to_string(program_.code[barrier.pc].line));
+    }
+    barrier.expected = expected;
+    barrier.pc = at;
+    barrier.arrived += static_cast<unsigned>(std::popcount(arriving));
+    if (i.extra == 1) {  // does not wait
+      warp.waiting &= ~arriving;
+      stay(warp, arriving, at + 1);
+    }
+    if (barrier.arrived > expected) {
+      fail(warp, i, lane, "more threads at a barrier than it is for");
+    }
+    if (barrier.arrived == expected) {
+      release(block, number);
+    }
+  }
+
+  void release(Block& block, std::uint64_t number) {
+    std::vector<Observer*> all;
+    std::vector<std::pair<Warp*, std::uint32_t>> waiting;
+    unsigned yes = 0;
+    unsigned threads = 0;
+    for (Warp& warp : block.warps) {
+      std::uint32_t lanes = 0;
+      each(warp.waiting, [&](unsigned l) {
+        const Instruction& i = program_.code[warp.pc[l]];
+        if (i.kind == Kind::kBlockBarrier && row(warp, i.a)[l] == number) {
+          lanes |= 1u << l;
+          yes += (warp.predicates[i.r] ^ i.r_flip) >> l & 1u;
+          ++threads;
+          if (!block.observers.empty()) {
+            all.push_back(&block.observers[warp.index * kLanes + l]);
+          }
+        }
+      });
+      if (lanes != 0) {
+        waiting.emplace_back(&warp, lanes);
+      }
+    }
+    for (auto& [warp, lanes] : waiting) {
+      each(lanes, [&, w = warp](unsigned l) {
+        const Instruction& i = program_.code[w->pc[l]];
+        if (i.extra == 2) {
+          written(*w, i.d)[l] = yes;
+          define(*w, i.d, 1u << l, kAllLanes);
+        } else if (i.extra > 2) {
+          define_predicate(*w, i.p, 1u << l,
+                           (i.extra == 3 ? yes == threads : yes > 0) ? kAllLanes : 0, kAllLanes);
+        }
+        ++w->pc[l];
+      });
+      warp->waiting &= ~lanes;
+      draw_teams(grid_.random, *warp, lanes);
+    }
+    if (threads == grid_.launch->threads) {
+      ++block.barriers_passed;
+    }
+    if (grid_.weak.has_value()) {
+      WeakMemory::barrier(all);
+    }
+    block.barriers[number] = {};
+    if (std::exchange(block.fenced, false)) {
+      rest(block, 3);
+    }
+  }
+
+  Grid& grid_;
+  const Program& program_;
+};
+
+/// Who waits for what, in a few words.
+[[noreturn]] void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks) {
+  std::string text;
+  int shown = 0;
+  const Program& program = *blocks.front()->grid->launch->program;
+  for (const auto& block : blocks) {
+    std::string last;
+    for (const Warp& warp : block->warps) {
+      each(warp.lanes, [&](unsigned l) {
+        const bool ended = (warp.exited >> l & 1u) != 0;
+        const std::string state = ended ? " has ended"
+                                        : " waits in line " +
+                                              std::to_string(program.code[warp.pc[l]].line) + " (" +
+                                              program.opcodes[warp.pc[l]] + ")";
+        if (state != last && shown < 6) {
+          text += (shown++ > 0 ? "; thread " : " thread ") +
+                  std::to_string(warp.index * kLanes + l) + " of block " +
+                  std::to_string(block->index) + state;
+          last = state;
+        }
+      });
+    }
+  }
+  throw KernelError(program.file + ", " + program.name + ": no thread can go on:" + text);
+}
+
+}  // namespace
+
+[[noreturn]] void fail(const Warp& warp, const Instruction& at, unsigned lane,
+                       const std::string& what) {
+  const auto number = static_cast<std::size_t>(&at - warp.program->code.data());
+  throw KernelError(warp.program->file + ", line " + std::to_string(at.line) + " (" +
+                    warp.program->opcodes[number] + "), thread " +
+                    std::to_string(warp.index * kLanes + lane) + " of block " +
+                    std::to_string(warp.block->index) + " of " + warp.program->name + ": " + what);
+}
+
+Execution run(const Launch& launch, const Options& options) {
+  const Program& program = *launch.program;
+  if (launch.blocks == 0 || launch.threads == 0 || launch.threads > 1024 ||
+      program.shared_bytes + launch.shared_bytes > (48 << 10)) {
+    throw KernelError("a launch of " + std::to_string(launch.blocks) + " blocks of " +
+                      std::to_string(launch.threads) + " threads with " +
+                      std::to_string(launch.shared_bytes) + " bytes of shared memory");
+  }
+  Grid grid(options.seed);
+  grid.launch = &launch;
+  grid.options = options;
+  if (options.weak) {
+    grid.weak.emplace(options.seed);
+  }
+  grid.execution.counts.resize(options.counts ? program.blocks.size() : 0);
+  const unsigned last = options.last_blocks;
+  const unsigned skipped = last == 0 || last > launch.blocks ? 0 : launch.blocks - last;
+  std::vector<unsigned> order(launch.blocks - skipped);
+  std::iota(order.begin(), order.end(), skipped);
+  for (std::size_t i = order.size(); i > 1; --i) {
+    std::swap(order[i - 1], order[grid.random.below(i)]);
+  }
+  std::vector<std::unique_ptr<Block>> resident;
+  std::size_t next = 0;
+  Runner runner(grid);
+  // Some warp of some block that does not rest.
+  const auto step = [&] {
+    const std::size_t first = grid.random.below(resident.size());
+    for (std::size_t i = 0; i < resident.size(); ++i) {
+      Block& block = *resident[(first + i) % resident.size()];
+      const std::size_t warps = block.warps.size();
+      const std::size_t first_warp = grid.random.below(warps);
+      for (std::size_t w = 0; w < warps && block.rests_until <= grid.steps; ++w) {
+        if (runner.step(block.warps[(first_warp + w) % warps])) {
+          return true;
+        }
+      }
+    }
+    return false;
+  };
+  while (next < order.size() || !resident.empty()) {
+    while (next < order.size() && resident.size() < options.resident) {
+      resident.push_back(start_block(grid, order[next++]));
+      for (Warp& warp : resident.back()->warps) {
+        draw_teams(grid.random, warp, warp.lanes);
+      }
+    }
+    ++grid.steps;
+    if (!step()) {
+      for (const auto& block : resident) {
+        block->rests_until = 0;
+      }
+      if (!step()) {
+        report_deadlock(resident);
+      }
+    }
+    if (grid.weak.has_value()) {
+      grid.weak->pause();
+    }
+    for (std::size_t i = 0; i < resident.size(); ++i) {
+      if (resident[i]->live == 0) {
+        end_block(grid, *resident[i]);
+        resident.erase(resident.begin() + static_cast<std::ptrdiff_t>(i));
+        break;
+      }
+    }
+  }
+  if (grid.weak.has_value()) {
+    grid.weak->settle();
+  }
+  return std::move(grid.execution);
+}
+
+}  // namespace syncbn::ptx

@@ -1,0 +1,144 @@
+#include "library.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <utility>
+
+#include "emulator.hpp"
+#include "symbols.hpp"
+
+namespace syncbn::ptx {
+namespace {
+
+std::string stem(const std::string& file) { return std::filesystem::path(file).stem().string(); }
+
+void run_ptx(const emulation::KernelLaunch& kernel) {
+  Session& mine = session();
+  Library::Entry& entry = mine.library->entry_of(kernel.kernel);
+  const Program& program = entry.program();
+  Launch launch;
+  launch.program = &program;
+  launch.blocks = kernel.blocks;
+  launch.threads = kernel.threads;
+  launch.shared_bytes = kernel.shared_bytes;
+  launch.parameters.resize(program.parameter_bytes);
+  if (kernel.arguments.size() != program.parameter_sizes.size()) {
+    throw KernelError(program.name + ": launched with " + std::to_string(kernel.arguments.size()) +
+                      " arguments");
+  }
+  for (std::size_t i = 0; i < kernel.arguments.size(); ++i) {
+    if (kernel.arguments[i].bytes != program.parameter_sizes[i]) {
+      throw KernelError(program.name + ": argument " + std::to_string(i) + " has " +
+                        std::to_string(kernel.arguments[i].bytes) + " bytes, in PTX " +
+                        std::to_string(program.parameter_sizes[i]));
+    }
+    std::memcpy(launch.parameters.data() + program.parameter_offsets[i], kernel.arguments[i].value,
+                kernel.arguments[i].bytes);
+  }
+  const emulation::Settings& settings = emulation::settings();
+  if (settings.resident == 0) {
+    return;
+  }
+  ++entry.launches;
+  Execution execution = run(launch, {.seed = settings.seed,
+                                     .resident = settings.resident,
+                                     .last_blocks = settings.last_blocks,
+                                     .weak = mine.weak,
+                                     .races = mine.races,
+                                     .counts = mine.record != nullptr});
+  entry.thread_instructions += execution.thread_instructions;
+  mine.thread_instructions += execution.thread_instructions;
+  if (mine.record != nullptr) {
+    mine.record({&program, launch.blocks, launch.threads, std::move(execution)});
+  }
+}
+
+}  // namespace
+
+const Program& Library::Entry::program() {
+  if (kernel == nullptr) {
+    kernel = decode(*module, *text);
+  }
+  return kernel->program;
+}
+
+std::unique_ptr<Library> Library::read(const std::string& folder) {
+  std::vector<std::filesystem::path> files;
+  for (const auto& one : std::filesystem::directory_iterator(folder)) {
+    if (one.path().extension() == ".ptx") {
+      files.push_back(one.path());
+    }
+  }
+  if (files.empty()) {
+    throw SyntaxError("no *.ptx in " + folder);
+  }
+  std::sort(files.begin(), files.end());
+  auto out = std::make_unique<Library>();
+  for (const auto& path : files) {
+    std::ifstream in(path);
+    out->add({std::istreambuf_iterator<char>(in), {}}, path.filename().string());
+  }
+  return out;
+}
+
+void Library::add(std::string text, const std::string& file) {
+  modules_.push_back(std::make_unique<Module>(std::move(text), file));
+  for (const EntryText& one : modules_.back()->entries()) {
+    by_name_.emplace(common_name(one.name), entries_.size());
+    entries_.push_back({modules_.back().get(), &one, nullptr});
+  }
+}
+
+Library::Entry& Library::entry_of(const void* function) {
+  auto [found, fresh] = by_function_.try_emplace(function);
+  std::vector<std::size_t>& candidates = found->second;
+  std::string names;
+  for (const Symbol& symbol : fresh ? symbols_of(function) : std::vector<Symbol>()) {
+    const auto [begin, end] = by_name_.equal_range(common_name(symbol.name));
+    for (auto one = begin; one != end; ++one) {
+      // Functions of one name that are files' own are told apart by the file.
+      if (symbol.file.empty() || std::distance(begin, end) == 1 ||
+          stem(symbol.file) == stem(entries_[one->second].module->file())) {
+        candidates.push_back(one->second);
+      }
+    }
+    names += " " + symbol.name;
+  }
+  if (candidates.empty()) {
+    by_function_.erase(function);
+    throw KernelError("no PTX for the kernel" + names);
+  }
+  // A template that several files have: each of them in turn.
+  std::rotate(candidates.begin(), candidates.begin() + 1, candidates.end());
+  return entries_[candidates.back()];
+}
+
+Session& session() {
+  static Session mine;
+  return mine;
+}
+
+void use_ptx() { emulation::set_runner(&run_ptx); }
+
+std::map<std::string, BlockCount> counts_by_class(const Record& record) {
+  std::map<std::string, BlockCount> out;
+  const Program& program = *record.program;
+  for (std::size_t i = 0; i < program.code.size(); ++i) {
+    std::string name = program.opcodes[i];
+    const std::size_t first = name.find('.');
+    std::string of = name.substr(0, first);
+    if (of == "ld" || of == "st" || of == "atom" || of == "red") {
+      const std::size_t second = name.find('.', first + 1);
+      of = name.substr(0, second);
+    }
+    const BlockCount& count = record.execution.counts.at(program.code[i].block);
+    out[of].threads += count.threads;
+    out[of].warps += count.warps;
+  }
+  return out;
+}
+
+}  // namespace syncbn::ptx
