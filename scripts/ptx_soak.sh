@@ -16,4 +16,4 @@ for architecture in 80 90 100; do
   "$tests/syncbn_ptx_tests" --ptx="$tests/kernels" --kernels --gtest_brief=1
   "$tests/syncbn_ptx_tests" --ptx="$tests/kernels" --kernels --weak --gtest_brief=1
 done
-"$tests/syncbn_ptx_defects" --ptx="$tests/kernels" --all
+"$tests/syncbn_ptx_defects" --ptx="$tests/kernels" --seeds=20 fence barrier warp_barrier

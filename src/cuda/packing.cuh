@@ -60,7 +60,6 @@ SYNCBN_DEVICE void pack_channels(const SumsArguments& a, std::int64_t c0, unsign
                       kSecondDigits);
     }
   }
-  barrier();  // the staging area is free again
 }
 
 /// Channels that a block packs at a time, and what it needs for it of shared memory, which is 48
@@ -72,9 +71,9 @@ inline constexpr std::size_t kPackingBytes =
     kPackedAtOnce<T> * ChannelScratch<T>::kWords * sizeof(std::int64_t);
 
 /// Every thread of the block: who is last to be done with the block's channels packs them. Shared
-/// memory: kPackingBytes.
-template <class T>
-SYNCBN_DEVICE void finish_channels(const SumsArguments& a, std::int64_t c0, unsigned width) {
+/// memory: kPackingBytes. kShares: what comes after writes to that memory without a barrier.
+template <class T, unsigned kWidth, bool kShares>
+SYNCBN_DEVICE void finish_channels(const SumsArguments& a, std::int64_t c0) {
   using Scratch = ChannelScratch<T>;
   auto* const staged = device::shared<std::int64_t>();
   device::block_barrier();  // the whole block's additions are done
@@ -86,12 +85,15 @@ SYNCBN_DEVICE void finish_channels(const SumsArguments& a, std::int64_t c0, unsi
   device::block_barrier();  // and read
   if (last) {
     const std::int64_t left = a.channels - c0;
-    const unsigned count = left < width ? static_cast<unsigned>(left) : width;
+    const unsigned count = left < kWidth ? static_cast<unsigned>(left) : kWidth;
     for (unsigned i = 0; i < count; i += kPackedAtOnce<T>) {
       const unsigned rest = count - i;
       pack_channels<T>(a, c0 + i, rest < kPackedAtOnce<T> ? rest : kPackedAtOnce<T>, staged,
                        device::thread_index(), device::block_size(),
                        [] { device::block_barrier(); });
+      if constexpr (kShares || kWidth > kPackedAtOnce<T>) {
+        device::block_barrier();  // the staging area is free again
+      }
     }
   }
 }

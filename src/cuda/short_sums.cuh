@@ -158,7 +158,7 @@ sum_short_planes(const ShortSumsArguments arguments) {
       partial_sum.finish(scratch);
       partial_product.finish(scratch);
     }
-    finish_channels<T>(a, c0, device::kWarp);
+    finish_channels<T, device::kWarp, true>(a, c0);
   }
 }
 

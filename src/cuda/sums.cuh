@@ -272,7 +272,7 @@ sum_rows(const SumsArguments a) {
     if (adds) {
       partial.finish(scratch);
     }
-    finish_channels<T>(a, c0, kWidth);
+    finish_channels<T, kWidth, true>(a, c0);
   }
 }
 
@@ -324,7 +324,7 @@ sum_columns(const SumsArguments a) {
         product_rest.finish(scratch);
       }
     }
-    finish_channels<T>(a, c0, kWidth);
+    finish_channels<T, kWidth, false>(a, c0);
   }
 }
 

@@ -137,11 +137,11 @@ struct Case {
     }
   }
   /// A plain step on memory without gaps.
-  void make_plain(Random& random, Memory memory) {
+  void make_plain(Random& random, Memory memory, ActivationKind kind) {
     const std::int64_t per_sample = x.numel() / sizes[0];
     counts.clear();
     with_residual = kept = false;
-    activation.kind = random.one_in(2) ? ActivationKind::kNone : ActivationKind::kRelu;
+    activation.kind = kind;
     for (Tensor* tensor : {&x, &dy}) {
       *tensor = Tensor(dtype, sizes, memory);
       tensor->fill(rough_values(random, dtype, sizes[0], per_sample));
@@ -379,10 +379,14 @@ TEST(CudaBits, PlanesOfOneElementExact) {
 /// threads.
 TEST(CudaBits, PlainStepsOnDenseMemoryExact) {
   Random random(6);
-  for (int round = 0; round < 68 && !HasFailure(); ++round) {
-    Case c = round < 64 ? Case(random, round, {15, 16, 17, 31, 49, 64, 196, 530}, 70)
-                        : Case(random, round, {50001}, 2);
-    c.make_plain(random, round % 3 == 0 ? Memory::kRows : Memory::kPlanes);
+  for (int round = 0; round < 100 && !HasFailure(); ++round) {
+    const bool rows = round % 12 < 4;  // dtypes take turns
+    const Words planes = round % 24 < 12 ? Words{15, 17, 31, 49, 530} : Words{16, 64, 196};
+    Case c = round >= 96 ? Case(random, round, {50001}, 2)
+             : rows      ? Case(random, round, planes, 9, 8)
+                         : Case(random, round, planes, 70);
+    c.make_plain(random, rows ? Memory::kRows : Memory::kPlanes,
+                 round / 4 % 2 == 0 ? ActivationKind::kNone : ActivationKind::kRelu);
     expect_same(random, c);
   }
 }

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -53,13 +54,13 @@ Bytes bytes_of(const Tensor& tensor) {
 std::vector<Case> all_cases() {
   std::vector<Case> out;
   testing::Random random(5);
-  constexpr std::int64_t kChannels = 8;
   for (const DType dtype : testing::kDtypes) {
     for (const auto memory :
          {testing::Memory::kPlanes, testing::Memory::kRows, testing::Memory::kPlanesSlice}) {
-      for (const std::int64_t plane : {1, 32, 33, 1104}) {
-        const std::int64_t samples = plane < 1000 ? 90 : 9;  // several jobs for each channel
-        const std::int64_t channels = kChannels - (plane % 2 == 1 && plane > 1 ? 1 : 0);
+      // With 7 channels accesses of 16 bytes do not fit; from 32 on short planes go through shared
+      // memory; with 600 and more there are more of them than blocks.
+      for (const auto& [samples, channels, plane] : std::vector<std::array<std::int64_t, 3>>{
+               {90, 36, 1}, {90, 8, 32}, {90, 7, 33}, {9, 8, 1104}, {2, 600, 32}, {2, 1101, 33}}) {
         Tensor x(dtype, {samples, channels, plane}, memory);
         x.fill(testing::rough_values(random, dtype, samples, channels * plane));
         const std::vector<double> mean(size(channels), 0.25);
@@ -75,22 +76,34 @@ std::vector<Case> all_cases() {
                          return words;
                        },
                        {}});
-        out.push_back(
-            {"gradients " + text,
-             [=] {
-               Bytes words(size(message_words(dtype, channels)), -1);
-               Bytes workspace(size(cuda::workspace_words(dtype, channels)), 0);
-               Tensor u = x;
-               const ActivationGradient through{{ActivationKind::kRelu, 0}, {}, {}, nullptr};
-               cuda::local_gradients(on_cuda(TensorView(x.view())), on_cuda(TensorView(x.view())),
-                                     {}, mean.data(), mean.data(), through, on_cuda(u.view()),
-                                     nullptr, words.data(), workspace.data(), {});
-               words.insert(words.end(), workspace.begin(), workspace.end());
-               const Bytes kept = bytes_of(u);
-               words.insert(words.end(), kept.begin(), kept.end());
-               return words;
-             },
-             {}});
+        for (const auto kind : {ActivationKind::kNone, ActivationKind::kRelu}) {
+          out.push_back({"gradients " + text,
+                         [=] {
+                           Bytes words(size(message_words(dtype, channels)), -1);
+                           Bytes workspace(size(cuda::workspace_words(dtype, channels)), 0);
+                           Tensor u = x;
+                           const bool keep = kind != ActivationKind::kNone && channels < 600;
+                           const ActivationGradient through{{kind, 0}, {}, {}, nullptr};
+                           const TensorView view = on_cuda(TensorView(x.view()));
+                           cuda::local_gradients(view, view, {}, mean.data(), mean.data(), through,
+                                                 keep ? on_cuda(u.view()) : MutableTensorView(),
+                                                 nullptr, words.data(), workspace.data(), {});
+                           words.insert(words.end(), workspace.begin(), workspace.end());
+                           const Bytes kept = bytes_of(u);
+                           words.insert(words.end(), kept.begin(), kept.end());
+                           return words;
+                         },
+                         {}});
+          out.push_back({"normalize " + text,
+                         [=] {
+                           Tensor y = x;
+                           cuda::normalize(on_cuda(TensorView(x.view())), {}, mean.data(),
+                                           mean.data(), {}, {}, {}, on_cuda(y.view()), nullptr,
+                                           {kind, 0}, {});
+                           return bytes_of(y);
+                         },
+                         {}});
+        }
         out.push_back({"welford " + text,
                        [=] {
                          Bytes words(size(kHeaderWords + welford_words(dtype, channels)), -1);
@@ -98,19 +111,16 @@ std::vector<Case> all_cases() {
                          return words;
                        },
                        {}});
-        out.push_back({"normalize " + text,
-                       [=] {
-                         Tensor y = x;
-                         cuda::normalize(on_cuda(TensorView(x.view())), {}, mean.data(),
-                                         mean.data(), {}, {}, {}, on_cuda(y.view()), nullptr, {},
-                                         {});
-                         return bytes_of(y);
-                       },
-                       {}});
       }
     }
   }
   return out;
+}
+
+/// Blocks take several jobs each where there is one multiprocessor.
+void settings_of(int seed) {
+  emulation::settings() = {.seed = static_cast<std::uint64_t>(seed),
+                           .multiprocessors = seed % 2 == 0 ? 1 : 3};
 }
 
 struct Defect {
@@ -146,6 +156,9 @@ std::vector<Defect> defects_of(const std::string& text, std::size_t entry) {
     const auto has = [&](const char* what) { return one.find(what) != std::string::npos; };
     if (has("membar.") || has("fence.")) {
       out.push_back({"fence", entry, line, one, ""});
+    } else if (has(".acq_rel.")) {
+      std::string weaker = one;
+      out.push_back({"fence", entry, line, one, weaker.replace(one.find("acq_rel"), 7, "relaxed")});
     } else if (has("bar.warp.sync") || has("barrier.warp")) {
       out.push_back({"warp_barrier", entry, line, one, ""});
     } else if (has("bar.sync") || has("barrier.sync") || has("barrier.cta")) {
@@ -175,7 +188,7 @@ class Check {
   bool prepare() {
     for (std::size_t i = 0; i < cases_.size(); ++i) {
       for (int seed = 1; seed <= 3; ++seed) {
-        emulation::settings() = {.seed = static_cast<std::uint64_t>(seed), .multiprocessors = 3};
+        settings_of(seed);
         std::vector<std::uint64_t> launches;
         for (const auto& entry : library_.entries()) {
           launches.push_back(entry.launches);
@@ -225,7 +238,7 @@ class Check {
     std::string out;
     for (int seed = 1; seed <= seeds_ && out.empty(); ++seed) {
       for (const std::size_t i : by_entry_.at(defect.entry)) {
-        emulation::settings() = {.seed = static_cast<std::uint64_t>(seed), .multiprocessors = 3};
+        settings_of(seed);
         try {
           out = cases_[i].run() != cases_[i].expected ? "other bits" : "";
         } catch (const KernelError& error) {
