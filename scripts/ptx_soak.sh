@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Usage: scripts/ptx_soak.sh VENV [SEED]
 # What `make ptx` runs, for the PTX of three architectures, with random cases from SEED on (or from
-# a fresh number), and every planted defect.
+# a fresh number), and planted defects in more orders of threads.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
