@@ -76,7 +76,7 @@ void start_dense_planes(const char* name, ElementArguments& a, const Stream& str
   const std::int64_t total = a.samples * a.channels * a.plane;
   // Longer blocks compute fewer constants; there should be some for every multiprocessor, and the
   // constants of several of them should fit its shared memory.
-  constexpr std::int64_t kMostPlanes = 512;
+  constexpr std::int64_t kMostPlanes = 256;
   const std::int64_t rounds =
       std::clamp<std::int64_t>(std::min(total / kDenseRound<T> / (16 * multiprocessors(stream)),
                                         kMostPlanes * a.plane / kDenseRound<T>),

@@ -171,6 +171,22 @@ TEST(CudaLaunch, SeveralElementsAtOnceWhereTheyFit) {
   }
 }
 
+/// The emulator refuses blocks of over 1024 threads, or with over 48 KB of shared memory.
+TEST(CudaLaunch, BlocksFitTheDevice) {
+  const Settings settings({.multiprocessors = 1, .resident = 0});
+  for (const DType dtype : kDtypes) {
+    for (const Memory memory : {Memory::kPlanes, Memory::kRows}) {
+      for (const std::int64_t plane : {16, 17, 181}) {
+        Step step(dtype, {plane == 16 ? 8 : 1, 2048, plane}, memory);
+        EXPECT_NO_THROW(step.moments()) << name(dtype) << plane;
+        EXPECT_NO_THROW(step.after_forward()) << name(dtype) << plane;
+        EXPECT_NO_THROW(step.gradients()) << name(dtype) << plane;
+        EXPECT_NO_THROW(step.after_backward()) << name(dtype) << plane;
+      }
+    }
+  }
+}
+
 TEST(CudaLaunch, FailureTellsWhoseItIs) {
   Step step(DType::kFloat32, {2, 3, 4}, Memory::kPlanes);
   step.moments();  // kernels are loaded
