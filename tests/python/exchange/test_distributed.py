@@ -1,7 +1,7 @@
-"""Real processes, started once, run the cases of the modules rank_cases*.py and device_cases.py: here
-2 ranks over shared memory, in test_distributed_gloo.py 3 ranks over Gloo alone. Cases that any engine
-serves alike run over one of them, over the other in the weekly run. SYNCBN_WORLDS, for example "2 3",
-takes other numbers of ranks for both."""
+"""Real processes, started once, run the cases of the modules rank_cases*.py and device_cases.py:
+here 2 ranks over shared memory, in test_distributed_gloo.py 3 ranks over Gloo alone. Cases that any
+engine serves alike run over one of them, over the other in the weekly run. SYNCBN_WORLDS, for
+example "2 3", takes other numbers of ranks for both."""
 
 import functools
 import importlib
