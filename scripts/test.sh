@@ -21,8 +21,8 @@ for suite in "$@"; do
     python)
       # A file's tests share fixtures. Threads of one worker that wait do not take another's core.
       # shellcheck disable=SC2086 # several arguments
-      OMP_WAIT_POLICY=passive "$venv/bin/python" -m pytest --numprocesses $((jobs < 4 ? jobs : 4)) \
-        --dist loadfile --durations 15 --junitxml="$results/python.xml" ${ARGS:-}
+      OMP_WAIT_POLICY=passive "$venv/bin/python" -m pytest --numprocesses $((jobs < 3 ? jobs + 1 : 4)) \
+        --dist loadfile --no-loadscope-reorder --durations 15 --junitxml="$results/python.xml" ${ARGS:-}
       ;;
   esac || failed=1
 done

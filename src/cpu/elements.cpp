@@ -81,7 +81,7 @@ void set_tensors(ElementsTask& task, const SampleView& x, const SampleView* othe
 
 PackedConstants::PackedConstants(std::int64_t channels)
     : padded_((channels + 2 * kChannelPadding - 1) / kChannelPadding * kChannelPadding),
-      values_(static_cast<std::size_t>(kArrays * padded_)) {}
+      values_(static_cast<std::size_t>(kArrays * padded_) * sizeof(float)) {}
 
 void PackedConstants::set_affine(const NormalizeConstants& from, std::int64_t begin,
                                  std::int64_t end) {

@@ -1,11 +1,11 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "activation_mask.hpp"
 #include "cpu/cpu_passes.hpp"
 #include "cpu/kernels.hpp"
+#include "cpu/scratch.hpp"
 
 // Arguments of the passes in the form that the vector kernels take.
 namespace syncbn::cpu {
@@ -22,15 +22,14 @@ class PackedConstants {
 
  private:
   static constexpr int kArrays = 8;
-  float* array(int i) { return values_.data() + i * padded_; }
-  const float* array(int i) const { return values_.data() + i * padded_; }
+  float* array(int i) const { return static_cast<float*>(values_.data()) + i * padded_; }
   void arrays_from(std::int64_t channel, float** to) {
     for (int i = 0; i < kArrays; ++i) {
       to[i] = array(i) + channel;
     }
   }
   std::int64_t padded_;
-  std::vector<float> values_;
+  Scratch values_;
 };
 
 inline Operand operand(const SampleView& view) {

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 
 #include "statistics/scalar.hpp"
 #include "statistics/slots.hpp"
@@ -79,20 +78,14 @@ void limbs_to_digits(__int128 limbs, int position, std::int64_t* digits) {
 
 }  // namespace
 
-void Windows::Free::operator()(void* p) const { std::free(p); }
-
 Windows::Windows(const Format& format, std::int64_t channels)
     : format_(format),
       channels_(channels),
-      padded_((channels + kChannelPadding - 1) / kChannelPadding * kChannelPadding) {
+      padded_((channels + kChannelPadding - 1) / kChannelPadding * kChannelPadding),
+      // Ten arrays of 8-byte entries, then one of 4-byte entries.
+      storage_(static_cast<std::size_t>(padded_) * (10 * 8 + 4)) {
   const auto n = static_cast<std::size_t>(padded_);
-  // Ten arrays of 8-byte entries, then one of 4-byte entries.
-  const std::size_t bytes = n * (10 * 8 + 4);
-  storage_.reset(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
-  if (storage_ == nullptr) {
-    throw std::bad_alloc();
-  }
-  auto* next = static_cast<std::byte*>(storage_.get());
+  auto* next = static_cast<std::byte*>(storage_.data());
   for (int k = 0; k < 2; ++k) {
     for (double** array : {&arrays_.magic_high[k], &arrays_.magic_low[k], &arrays_.bound[k]}) {
       *array = reinterpret_cast<double*>(next);

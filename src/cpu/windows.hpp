@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "cpu/scratch.hpp"
 #include "statistics/format.hpp"
 
 // The fast passes' exact accumulators: per channel and sum a window of two int64 limbs in fixed
@@ -65,10 +66,7 @@ class Windows {
   std::int64_t padded_;
   WindowArrays arrays_;
   std::int32_t* misses_;
-  struct Free {
-    void operator()(void* p) const;
-  };
-  std::unique_ptr<void, Free> storage_;
+  Scratch storage_;
   /// Slots of both sums and a flags word per channel; made when the first partial misses.
   std::unique_ptr<std::int64_t[]> outside_;
   std::unique_ptr<bool[]> used_;

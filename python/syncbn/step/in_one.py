@@ -18,7 +18,7 @@ from . import second_derivatives
 from .layer_state import LayerState
 from .modes import recorded
 from .options import Options, check_like_input, check_options, is_strided
-from .recomputation import surely_outside
+from .recomputation import outside
 from .training import Inputs, Step, backward, forward, like, takes_part
 
 _forward = ops.forward_step.default
@@ -42,7 +42,7 @@ def _is_usual(x: object) -> bool:
         and x.is_cpu
         and is_strided(x)
         and x.dim() > 1
-        and surely_outside()
+        and outside()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None
         and not _in_transform()

@@ -199,7 +199,7 @@ def _hooks() -> list[Any]:
     return [pack for pack, _ in found]
 
 
-def surely_outside() -> bool:
+def _surely_outside() -> bool:
     """Whether there is no segment around, by a quick look. Code that switches gradients on in the
     first run of a reentrant segment is missed; its second run is an error."""
     return _names() is None or (
@@ -209,18 +209,21 @@ def surely_outside() -> bool:
     )
 
 
-def segment(
-    state: LayerState, options: Options, residual: bool, *inputs: torch.Tensor | None
-) -> Segment | None:
-    """The segments around a training call; None outside of any. Raises RuntimeError if a
-    recomputation makes another call than the first run."""
+def outside() -> bool:
+    """Whether there is no segment around this call."""
+    return _around() is None
+
+
+def _around() -> tuple[list[Any], list[Any], tuple[Any, object] | None] | None:
+    """Of the segments around this call: whom they belong to, what they were given, and (owner, run)
+    of the one that runs again. None outside of any."""
     names = _names()
     # Looking through the stack costs microseconds, so not in a plain step.
-    if names is None or surely_outside():
+    if names is None or _surely_outside():
         return None
     hooks = _hooks()
     owners, given, again = [], [], None
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe()
     while frame is not None and again is None:
         code = frame.f_code
         if code is names.forward:
@@ -237,8 +240,18 @@ def segment(
             break
         if packing is names.first_pack:
             owners.append(pack.__closure__[packing.co_freevars.index("frame")].cell_contents)
-    if not owners and again is None:
+    return (owners, given, again) if owners or again is not None else None
+
+
+def segment(
+    state: LayerState, options: Options, residual: bool, *inputs: torch.Tensor | None
+) -> Segment | None:
+    """The segments around a training call; None outside of any. Raises RuntimeError if a
+    recomputation makes another call than the first run."""
+    found = _around()
+    if found is None:
         return None
+    owners, given, again = found
     # momentum touches this rank's buffers alone, and is not used again.
     shapes = [(x.dtype, tuple(x.shape)) for x in inputs if torch.is_tensor(x)]
     key = (state, options._replace(momentum=None), residual, *shapes)

@@ -1,0 +1,8 @@
+"""The order of the tests."""
+
+#: Their files take longest. What begins last should be short, so that all workers end together.
+LONG = ("exchange", "project", "bindings", "rules")
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
