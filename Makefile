@@ -90,7 +90,8 @@ fuzz: $(VENV)/.stamp-build  ## fuzzers, with clang, SECONDS=60 SEED=
 	$(cmake) --build --preset fuzz
 	$(python) scripts/fuzz.py $(or $(SECONDS),60) $(SEED)
 
-model:  ## the protocol in shared memory as a model, in all orders of its steps, with spin
+model:  ## the protocols in shared memory (with spin) and of the CUDA kernels, in all their executions
+	$(or $(PYTHON),python3) tests/model/check_ptx.py
 	$(or $(PYTHON),python3) tests/model/check.py
 
 lint: build $(VENV)/.stamp-lint  ## check format and style
