@@ -1,9 +1,10 @@
 """Forward and backward of one layer on one rank, against PyTorch's own batch norm.
 
-One round has all types, each after a warm-up of its own, so that they meet the same machine and
-find in the caches what their own steps leave there. Numbers of threads follow each other: on a busy
-machine two threads that wait for each other would use up the time slice that one begins with.
-Results are compared before they are timed.
+One round has all types and both layers, each after a warm-up of its own, so that they meet the same
+machine and find in the caches what their own steps leave there. Numbers of threads follow each
+other: on a busy machine two threads that wait for each other would use up the time slice that one
+begins with. Results are compared before they are timed. A copy of the input tells what the memory
+gains from a second thread.
 
 Both kinds of memory are forced on the C library's allocator, which otherwise mixes them: "reused"
 outputs lie where earlier ones lay, "fresh" outputs in pages that the system has to hand out first.
@@ -45,12 +46,13 @@ def use_memory(kind: str) -> None:
 def measure_case(
     shape: common.Shape, layout: str, threads: tuple[int, ...], seconds: float, least: int
 ) -> list[dict]:
-    layers, tensors = {}, {}
+    layers, tensors, targets = {}, {}, {}
     for dtype in DTYPES:
         x, dy = tensors[dtype] = common.make(shape, getattr(torch, dtype), layout)
         ours, theirs = syncbn.SyncBatchNorm(shape[1]), common.plain_layer(shape)
         common.check_close(common.step(ours, x, dy), common.step(theirs, x, dy))
         layers[dtype] = {"syncbn": ours, "PyTorch": theirs}
+        targets[dtype] = torch.empty_like(x)
     calls = range(SMALL_CALLS if shape == SMALL else 1)
 
     def step(take: common.Clock, number: int, dtype: str, name: str) -> None:
@@ -61,9 +63,12 @@ def measure_case(
         take((*place, "backward"), lambda: [torch.autograd.grad(y, inputs, dy) for y in outputs])
 
     def play(number: int, clock: common.Clock) -> None:
-        for dtype, take in itertools.product(DTYPES, (common.Clock(), clock)):
-            for name in layers[dtype]:
+        for dtype in DTYPES:
+            for name, take in itertools.product(layers[dtype], (common.Clock(), clock)):
                 step(take, number, dtype, name)
+            x, target = tensors[dtype][0], targets[dtype]
+            for take in (common.Clock(), clock):
+                take((number, dtype, "copy"), lambda: [target.copy_(x) for _ in calls])
 
     clock = common.Clock()
     rounds = 0
@@ -91,6 +96,9 @@ def measure_case(
             ratios["float32"] = common.ratio(times[number, "float32", "syncbn", direction], ours)
         if number > 1 and 1 in threads:
             ratios["one thread"] = common.ratio(times[1, dtype, "syncbn", direction], ours)
+            if direction == "both":
+                copies = (times[n, dtype, "copy"] for n in (1, number))
+                ratios["a copy on one thread"] = common.ratio(*copies)
         row = {"threads": number, "dtype": dtype, "direction": direction, "rounds": len(ours)}
         medians = {"syncbn": common.quartiles(ours), "PyTorch": common.quartiles(theirs)}
         rows.append(row | {"milliseconds": medians, "ratios": ratios})

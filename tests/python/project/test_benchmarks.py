@@ -140,6 +140,7 @@ def test_targets_are_all_there():
         ("16-bit types beyond the last cache", "float32"): both(1.5, 1.5),
         ("16-bit types inside it", "float32"): both(1.0, 1.0),
         ("two threads beyond the last cache", "one thread"): both(1.7, 1.7),
+        ("a copy on two threads, to compare", "a copy on one thread"): (("both", 1.7),),
         ("(8, 16, 8, 8), eager, one rank", "PyTorch"): (*both(0.9, 1.15), ("both", 1.0)),
         (f"ResNet-20's {step} 8", "plain"): (("step", 1.10),),
         (f"ResNet-20's {step} 32", "plain"): (("step", 1.03),),
