@@ -62,13 +62,16 @@ def measure_case(
         outputs = take((*place, "forward"), lambda: [layer(x) for _ in calls])
         take((*place, "backward"), lambda: [torch.autograd.grad(y, inputs, dy) for y in outputs])
 
+    def copy(take: common.Clock, number: int, dtype: str) -> None:
+        x, target = tensors[dtype][0], targets[dtype]
+        take((number, dtype, "copy"), lambda: [target.copy_(x) for _ in calls])
+
     def play(number: int, clock: common.Clock) -> None:
         for dtype in DTYPES:
             for name, take in itertools.product(layers[dtype], (common.Clock(), clock)):
                 step(take, number, dtype, name)
-            x, target = tensors[dtype][0], targets[dtype]
             for take in (common.Clock(), clock):
-                take((number, dtype, "copy"), lambda: [target.copy_(x) for _ in calls])
+                copy(take, number, dtype)
 
     clock = common.Clock()
     rounds = 0
