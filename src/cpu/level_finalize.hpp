@@ -1,200 +1,286 @@
-// Rounding merged sums, four channels at a time, and what follows per channel. Included inside a
-// level file's unnamed namespace; the rules of level_elements.hpp hold here too, but for functions
-// that are always in place.
+// Rounding merged sums, a vector of channels at a time, and what follows per channel. Included
+// inside a level file's unnamed namespace; the rules of level_elements.hpp hold here too, but for
+// functions that are always in place.
 //
 // A sum is kept as high + low, to which everything is added without error as long as it fits. What
 // does not fit is bounded, and a result counts only if the bound leaves one number to round to;
 // other channels are left to the integers of statistics/finalize.hpp. So the bits are the same.
+//
+// V is a compiler's vector of doubles: that of the level, or of four for what is left of it. Its
+// comparisons give IntsOf<V>, all bits set where they hold; casts between the two keep bits.
+
+using WidestV = decltype(DoubleV::v);
+template <class V>
+using IntsOf = decltype(V() == V());
+template <class V>
+constexpr int kLanesIn = sizeof(V) / sizeof(double);
+
+template <class V>
+SYNCBN_INLINE V all_of(double v) {
+  return V() + v;
+}
+/// As integers without a sign.
+template <class V>
+struct Unsigned {
+  typedef std::uint64_t Vector __attribute__((vector_size(sizeof(V))));
+};
+template <class V>
+using BitsOf = typename Unsigned<V>::Vector;
+template <class V>
+SYNCBN_INLINE BitsOf<V> all_bits(std::uint64_t v) {
+  return BitsOf<V>() + v;
+}
+
+template <class T, class E>
+SYNCBN_INLINE T load_any(const E* from) {
+  T to;
+  __builtin_memcpy(&to, from, sizeof(T));
+  return to;
+}
+template <class V>
+SYNCBN_INLINE void store_any(double* to, V v) {
+  __builtin_memcpy(to, &v, sizeof(V));
+}
+
+SYNCBN_INLINE __m256d fused_minus(__m256d a, __m256d b, __m256d c) {
+  return _mm256_fmsub_pd(a, b, c);
+}
+SYNCBN_INLINE __m256d square_root(__m256d a) { return _mm256_sqrt_pd(a); }
+/// Whether no bit is set: -0 has one.
+SYNCBN_INLINE bool is_zero(__m256d a) {
+  const __m256i bits = _mm256_castpd_si256(a);
+  return _mm256_testz_si256(bits, bits) != 0;
+}
+#if defined(__AVX512F__)
+SYNCBN_INLINE __m512d fused_minus(__m512d a, __m512d b, __m512d c) {
+  return _mm512_fmsub_pd(a, b, c);
+}
+SYNCBN_INLINE __m512d square_root(__m512d a) { return _mm512_sqrt_pd(a); }
+SYNCBN_INLINE bool is_zero(__m512d a) {
+  const __m512i bits = _mm512_castpd_si512(a);
+  return _mm512_test_epi64_mask(bits, bits) == 0;
+}
+#endif
 
 /// high + low, off by at most about `error`.
+template <class V>
 struct Expansion {
-  __m256d high = _mm256_setzero_pd();
-  __m256d low = _mm256_setzero_pd();
-  __m256d error = _mm256_setzero_pd();
+  V high = V();
+  V low = V();
+  V error = V();
 };
 
-inline __m256d absolute(__m256d v) {
-  return _mm256_and_pd(v, _mm256_castsi256_pd(_mm256_set1_epi64x(0x7fffffffffffffffLL)));
+template <class V>
+SYNCBN_INLINE V absolute(V v) {
+  return (V)((BitsOf<V>)v & all_bits<V>(0x7fffffffffffffff));
 }
 
 /// Knuth's TwoSum: a + b becomes a, its error is returned.
-SYNCBN_INLINE __m256d two_sum_into(__m256d& a, __m256d b) {
-  const __m256d sum = _mm256_add_pd(a, b);
-  const __m256d b_part = _mm256_sub_pd(sum, a);
-  const __m256d a_part = _mm256_sub_pd(sum, b_part);
-  const __m256d error = _mm256_add_pd(_mm256_sub_pd(a, a_part), _mm256_sub_pd(b, b_part));
+template <class V>
+SYNCBN_INLINE V two_sum_into(V& a, V b) {
+  const V sum = a + b;
+  const V b_part = sum - a;
+  const V a_part = sum - b_part;
+  const V error = (a - a_part) + (b - b_part);
   a = sum;
   return error;
 }
 
-SYNCBN_INLINE void add_to(Expansion& sum, __m256d v) {
-  const __m256d lost = two_sum_into(sum.low, two_sum_into(sum.high, v));
-  sum.error = _mm256_add_pd(sum.error, absolute(lost));
+template <class V>
+SYNCBN_INLINE void add_to(Expansion<V>& sum, V v) {
+  const V lost = two_sum_into(sum.low, two_sum_into(sum.high, v));
+  sum.error = sum.error + absolute(lost);
 }
 
-SYNCBN_INLINE void add_product(Expansion& sum, __m256d a, __m256d b) {
-  const __m256d product = _mm256_mul_pd(a, b);
+template <class V>
+SYNCBN_INLINE void add_product(Expansion<V>& sum, V a, V b) {
+  const V product = a * b;
   add_to(sum, product);
-  add_to(sum, _mm256_fmsub_pd(a, b, product));
+  add_to(sum, V(fused_minus(a, b, product)));
 }
 
 /// The sum rounded once. Takes the lanes where that is not certain out of `certain`.
-SYNCBN_INLINE __m256d rounded(const Expansion& sum, __m256d& certain) {
-  __m256d high = sum.high;
-  const __m256d low = two_sum_into(high, sum.low);
+template <class V>
+SYNCBN_INLINE V rounded(const Expansion<V>& sum, IntsOf<V>& certain) {
+  V high = sum.high;
+  const V low = two_sum_into(high, sum.low);
   // Twice the bound, for its own rounding, and the rounding of low - error and low + error.
-  const __m256d error = _mm256_add_pd(_mm256_add_pd(sum.error, sum.error),
-                                      _mm256_mul_pd(absolute(low), _mm256_set1_pd(0x1p-52)));
-  const __m256d least = _mm256_add_pd(high, _mm256_sub_pd(low, error));
-  const __m256d most = _mm256_add_pd(high, _mm256_add_pd(low, error));
-  const __m256d one =
-      _mm256_and_pd(_mm256_cmp_pd(least, high, _CMP_EQ_OQ), _mm256_cmp_pd(most, high, _CMP_EQ_OQ));
-  const __m256d exact = _mm256_cmp_pd(sum.error, _mm256_setzero_pd(), _CMP_EQ_OQ);
-  certain = _mm256_and_pd(certain, _mm256_or_pd(one, exact));
+  const V error = (sum.error + sum.error) + absolute(low) * all_of<V>(0x1p-52);
+  const V least = high + (low - error);
+  const V most = high + (low + error);
+  certain &= ((least == high) & (most == high)) | (sum.error == V());
   return high;
 }
 
-/// Four int64 as doubles, rounded, and what that leaves.
-SYNCBN_INLINE __m256d widened_integers(__m256i v, __m256d& rest) {
-  const __m256d top = _mm256_set1_pd(0x1p84 + 0x1p63);
-  const __m256i low_bits = _mm256_blend_epi32(v, _mm256_castpd_si256(_mm256_set1_pd(0x1p52)), 0xaa);
-  const __m256i high_bits = _mm256_xor_si256(_mm256_srli_epi64(v, 32), _mm256_castpd_si256(top));
-  const __m256d low = _mm256_sub_pd(_mm256_castsi256_pd(low_bits), _mm256_set1_pd(0x1p52));
-  __m256d value = _mm256_sub_pd(_mm256_castsi256_pd(high_bits), top);
+/// int64 as doubles, rounded, and what that leaves.
+template <class V>
+SYNCBN_INLINE V widened_integers(IntsOf<V> v, V& rest) {
+  const V top = all_of<V>(0x1p84 + 0x1p63);
+  const V two_52 = all_of<V>(0x1p52);
+  const auto bits = (BitsOf<V>)v;
+  const V low = (V)((bits & all_bits<V>(0xffffffff)) | (BitsOf<V>)two_52) - two_52;
+  V value = (V)((bits >> 32) ^ (BitsOf<V>)top) - top;
   rest = two_sum_into(value, low);
   return value;
 }
 
-/// One word of each of four channels.
-inline __m256i four_words(const std::int64_t* words, std::int64_t step) {
-  return _mm256_set_epi64x(words[3 * step], words[2 * step], words[step], words[0]);
+/// One word of each channel.
+template <class V>
+SYNCBN_INLINE IntsOf<V> words_at(const std::int64_t* words, std::int64_t step) {
+  IntsOf<V> all;
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanesIn<V>; ++i) {
+    all[i] = words[i * step];
+  }
+  return all;
 }
 
 /// Digits that were summed over ranks, as a number. Digits are taken from [-2^51, 2^51), so that
 /// small numbers of either sign have no digits above their own.
-SYNCBN_INLINE Expansion sum_of_digits(const std::int64_t* words, std::int64_t step, int digits,
-                                      int unit, __m256d& certain) {
-  const __m256i half = _mm256_set1_epi64x(std::int64_t{1} << 51);
-  const __m256i mask = _mm256_set1_epi64x((std::int64_t{1} << 52) - 1);
-  const __m256i one = _mm256_castpd_si256(_mm256_set1_pd(0x1p52));
-  Expansion sum;
-  __m256i carry = _mm256_setzero_si256();
-  __m256i signs = _mm256_setzero_si256();
+template <class V>
+SYNCBN_INLINE Expansion<V> sum_of_digits(const std::int64_t* words, std::int64_t step, int digits,
+                                         int unit, IntsOf<V>& certain) {
+  Expansion<V> sum;
+  BitsOf<V> carry = BitsOf<V>();
+  BitsOf<V> signs = BitsOf<V>();
   for (int i = 0; i < digits; ++i) {
-    const __m256i word = four_words(words + i, step);
+    const auto word = (BitsOf<V>)words_at<V>(words + i, step);
     if (i < digits - 1) {
-      signs = _mm256_or_si256(signs, word);
+      signs |= word;
     }
-    const __m256i digit = _mm256_add_epi64(word, carry);
-    if (_mm256_testz_si256(digit, digit) != 0) {
-      carry = _mm256_setzero_si256();
+    const BitsOf<V> digit = word + carry;
+    if (is_zero((V)digit)) {
+      carry = BitsOf<V>();
       continue;
     }
-    const __m256i shifted = _mm256_add_epi64(digit, half);  // as unsigned: up to 2^63 + 2^51
-    carry = _mm256_srli_epi64(shifted, 52);
-    const __m256d value =
-        _mm256_sub_pd(_mm256_castsi256_pd(_mm256_or_si256(_mm256_and_si256(shifted, mask), one)),
-                      _mm256_set1_pd(0x1.8p52));
-    const __m256i power = _mm256_set1_epi64x(static_cast<std::int64_t>(1023 + 52 * i - unit) << 52);
-    add_to(sum, _mm256_mul_pd(value, _mm256_castsi256_pd(power)));
+    const BitsOf<V> shifted = digit + (std::uint64_t{1} << 51);  // up to 2^63 + 2^51
+    carry = shifted >> 52;
+    const V value =
+        (V)((shifted & all_bits<V>((std::uint64_t{1} << 52) - 1)) | (BitsOf<V>)all_of<V>(0x1p52)) -
+        all_of<V>(0x1.8p52);
+    const auto power = static_cast<std::uint64_t>(1023 + 52 * i - unit) << 52;
+    add_to(sum, V(value * (V)all_bits<V>(power)));
   }
   // A negative word below the top, which no rank sends, or a top that is no digit.
-  const __m256i other = _mm256_or_si256(_mm256_srli_epi64(signs, 63), carry);
-  certain = _mm256_and_pd(certain,
-                          _mm256_castsi256_pd(_mm256_cmpeq_epi64(other, _mm256_setzero_si256())));
+  certain &= (IntsOf<V>)((signs >> 63 | carry) == BitsOf<V>());
   return sum;
 }
 
 /// The sums of a window, as long as nothing lies outside of it.
-SYNCBN_INLINE Expansion sum_of_window(const WindowArrays& w, int sum, std::int64_t channel) {
-  const auto limbs = [channel](const std::int64_t* of) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(of + channel));
-  };
-  const __m256d high_unit = _mm256_mul_pd(_mm256_loadu_pd(w.bound[sum] + channel),
-                                          _mm256_set1_pd(1.0 / (std::int64_t{1} << kHighBits)));
-  const __m256d low_unit =
-      _mm256_mul_pd(high_unit, _mm256_set1_pd(1.0 / (std::int64_t{1} << kLowBits)));
-  __m256d high_rest;
-  __m256d low_rest;
-  Expansion out;
-  out.high = _mm256_mul_pd(widened_integers(limbs(w.high[sum]), high_rest), high_unit);
-  const __m256d low = widened_integers(limbs(w.low[sum]), low_rest);
-  out.low = two_sum_into(out.high, _mm256_mul_pd(low, low_unit));
-  const __m256i rests = _mm256_castpd_si256(_mm256_or_pd(high_rest, low_rest));
-  if (__builtin_expect(static_cast<long>(_mm256_testz_si256(rests, rests)), 1) == 0) {
-    add_to(out, _mm256_mul_pd(high_rest, high_unit));
-    add_to(out, _mm256_mul_pd(low_rest, low_unit));
+template <class V>
+SYNCBN_INLINE Expansion<V> sum_of_window(const WindowArrays& w, int sum, std::int64_t channel) {
+  const V high_unit =
+      load_any<V>(w.bound[sum] + channel) * all_of<V>(1.0 / (std::int64_t{1} << kHighBits));
+  const V low_unit = high_unit * all_of<V>(1.0 / (std::int64_t{1} << kLowBits));
+  V high_rest;
+  V low_rest;
+  Expansion<V> out;
+  out.high = widened_integers(load_any<IntsOf<V>>(w.high[sum] + channel), high_rest) * high_unit;
+  const V low = widened_integers(load_any<IntsOf<V>>(w.low[sum] + channel), low_rest);
+  out.low = two_sum_into(out.high, V(low * low_unit));
+  if (__builtin_expect(static_cast<long>(is_zero(high_rest) && is_zero(low_rest)), 1) == 0) {
+    add_to(out, V(high_rest * high_unit));
+    add_to(out, V(low_rest * low_unit));
   }
   return out;
 }
 
-inline __m256d without_flags(const std::int64_t* flags, std::int64_t step) {
-  return _mm256_castsi256_pd(_mm256_cmpeq_epi64(four_words(flags, step), _mm256_setzero_si256()));
-}
-
-inline void store_certain(__m256d certain, bool* done) {
-  const int lanes = _mm256_movemask_pd(certain);
-  for (int i = 0; i < 4; ++i) {
-    done[i] = (lanes >> i & 1) != 0;
+template <class V>
+SYNCBN_INLINE void store_certain(IntsOf<V> certain, bool* done) {
+  for (int i = 0; i < kLanesIn<V>; ++i) {
+    done[i] = certain[i] != 0;
   }
 }
 
-/// Both sums of four channels. Takes lanes whose words nobody can have sent out of `certain`.
+/// Both sums of channels. Takes lanes whose words nobody can have sent out of `certain`.
+template <class V>
 struct SumsPair {
-  Expansion first;
-  Expansion second;
+  Expansion<V> first;
+  Expansion<V> second;
 };
-SYNCBN_INLINE SumsPair sums_of(const SumsAt& at, std::int64_t c, __m256d& certain) {
+template <class V>
+SYNCBN_INLINE SumsPair<V> sums_of(const SumsAt& at, std::int64_t c, IntsOf<V>& certain) {
   if (at.windows != nullptr) {
-    certain = _mm256_castsi256_pd(_mm256_set1_epi64x(-1));
-    return {sum_of_window(*at.windows, 0, at.channel + c),
-            sum_of_window(*at.windows, 1, at.channel + c)};
+    certain = V() == V();
+    return {sum_of_window<V>(*at.windows, 0, at.channel + c),
+            sum_of_window<V>(*at.windows, 1, at.channel + c)};
   }
   const int first = at.format->first.digits;
   const int second = at.format->second.digits;
   const std::int64_t step = first + second + 1;
   const std::int64_t* here = at.words + (at.channel + c) * step;
-  certain = without_flags(here + first + second, step);
-  const Expansion s = sum_of_digits(here, step, first, at.format->first.unit, certain);
-  return {s, sum_of_digits(here + first, step, second, at.format->second.unit, certain)};
+  certain = words_at<V>(here + first + second, step) == IntsOf<V>();  // no flags
+  const auto s = sum_of_digits<V>(here, step, first, at.format->first.unit, certain);
+  return {s, sum_of_digits<V>(here + first, step, second, at.format->second.unit, certain)};
+}
+
+struct MomentArrays {
+  double* mean;
+  double* var;
+  double* rstd;
+  bool* done;
+};
+
+template <class V>
+SYNCBN_INLINE void round_moments(const SumsAt& at, std::int64_t c, double count, double eps,
+                                 const MomentArrays& to) {
+  const V n = all_of<V>(count);
+  IntsOf<V> certain;
+  const auto [s, q] = sums_of<V>(at, c, certain);
+  certain &= s.error == V();
+  const V minus_high = V() - s.high;
+  Expansion<V> spread;  // N*Q - S^2
+  add_product(spread, n, q.high);
+  add_product(spread, minus_high, s.high);
+  add_product(spread, n, q.low);
+  add_product(spread, V(minus_high + minus_high), s.low);
+  add_product(spread, V(V() - s.low), s.low);
+  spread.error = spread.error + n * (q.error + q.error);
+  const V means = rounded(s, certain) / n;
+  const V difference = rounded(spread, certain);
+  const V d = (V)((IntsOf<V>)difference & (difference > V()));
+  const V vars = d / n / n;
+  store_any(to.mean + c, means);
+  store_any(to.var + c, vars);
+  store_any(to.rstd + c, V(all_of<V>(1.0) / square_root(V(vars + all_of<V>(eps)))));
+  store_certain<V>(certain, to.done + c);
+}
+
+template <class V>
+SYNCBN_INLINE void round_sums(const SumsAt& at, std::int64_t c, double* first, double* second,
+                              bool* done) {
+  IntsOf<V> certain;
+  const auto [a, b] = sums_of<V>(at, c, certain);
+  store_any(first + c, rounded(a, certain));
+  store_any(second + c, rounded(b, certain));
+  store_certain<V>(certain, done + c);
+}
+
+/// Vectors of channels, then of four; up to three channels are left.
+template <class Wide, class Four>
+SYNCBN_INLINE void in_vectors(std::int64_t channels, const Wide& wide, const Four& four) {
+  std::int64_t c = 0;
+  for (; c + kDoubleLanes <= channels; c += kDoubleLanes) {
+    wide(c);
+  }
+  for (; c + 4 <= channels; c += 4) {
+    four(c);
+  }
 }
 
 void round_moments(const SumsAt& at, std::int64_t channels, double count, double eps, double* mean,
                    double* var, double* rstd, bool* done) {
-  const __m256d n = _mm256_set1_pd(count);
-  const __m256d zero = _mm256_setzero_pd();
-  for (std::int64_t c = 0; c + 4 <= channels; c += 4) {
-    __m256d certain;
-    const auto [s, q] = sums_of(at, c, certain);
-    certain = _mm256_and_pd(certain, _mm256_cmp_pd(s.error, zero, _CMP_EQ_OQ));
-    const __m256d minus_high = _mm256_sub_pd(zero, s.high);
-    Expansion spread;  // N*Q - S^2
-    add_product(spread, n, q.high);
-    add_product(spread, minus_high, s.high);
-    add_product(spread, n, q.low);
-    add_product(spread, _mm256_add_pd(minus_high, minus_high), s.low);
-    add_product(spread, _mm256_sub_pd(zero, s.low), s.low);
-    spread.error = _mm256_add_pd(spread.error, _mm256_mul_pd(n, _mm256_add_pd(q.error, q.error)));
-    const __m256d means = _mm256_div_pd(rounded(s, certain), n);
-    const __m256d d = _mm256_max_pd(rounded(spread, certain), zero);  // of zeros the second
-    const __m256d vars = _mm256_div_pd(_mm256_div_pd(d, n), n);
-    const __m256d deviation = _mm256_sqrt_pd(_mm256_add_pd(vars, _mm256_set1_pd(eps)));
-    _mm256_storeu_pd(mean + c, means);
-    _mm256_storeu_pd(var + c, vars);
-    _mm256_storeu_pd(rstd + c, _mm256_div_pd(_mm256_set1_pd(1.0), deviation));
-    store_certain(certain, done + c);
-  }
+  const MomentArrays to{mean, var, rstd, done};
+  in_vectors(
+      channels, [&](std::int64_t c) { round_moments<WidestV>(at, c, count, eps, to); },
+      [&](std::int64_t c) { round_moments<__m256d>(at, c, count, eps, to); });
 }
 
 void round_sums(const SumsAt& at, std::int64_t channels, double* first, double* second,
                 bool* done) {
-  for (std::int64_t c = 0; c + 4 <= channels; c += 4) {
-    __m256d certain;
-    const auto [a, b] = sums_of(at, c, certain);
-    _mm256_storeu_pd(first + c, rounded(a, certain));
-    _mm256_storeu_pd(second + c, rounded(b, certain));
-    store_certain(certain, done + c);
-  }
+  in_vectors(
+      channels, [&](std::int64_t c) { round_sums<WidestV>(at, c, first, second, done); },
+      [&](std::int64_t c) { round_sums<__m256d>(at, c, first, second, done); });
 }
 
 // The formulas of statistics/finalize.hpp in loops that compilers turn into vectors.
