@@ -12,9 +12,10 @@ from ..exchange import transports
 from ..step import layer_paths, recomputation
 from ..step.adapters import apply_step
 from ..step.masks import check_mask
-from ..step.modes import check_transforms, outside_transforms, recorded
 from ..step.options import check_arguments, check_counter, check_options
+from ..step.profiling import recorded
 from ..step.training import has_samples, takes_part
+from ..step.transforms import check_transforms, outside_transforms
 from . import baton
 
 #: The digits of a message have room for this many (docs/numerics.md).

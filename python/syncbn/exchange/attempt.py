@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from ..errors import ExchangeTimeout, PeerLost
-from . import after_fork, watch
+from . import after_fork, whereabouts
 from .call import Call
 from .groups import Peers
 
@@ -73,7 +73,7 @@ class Attempt:
         if call.direction in _STEP and (peers.group_name, call[0], call[2]) not in _exchanged:
             self.limit = max(peers.timeout, peers.patience)
         after_fork.check()
-        why = _broken.get(peers.group_name) or watch.left(peers.group_name)
+        why = _broken.get(peers.group_name) or whereabouts.left(peers.group_name)
         if why is not None:
             raise PeerLost(
                 f"{call}, {peers}: the group is broken since an earlier error "
@@ -88,7 +88,7 @@ class Attempt:
                 "same group, expected one thread for each group (process_group=)"
             )
         self.engine.set_limit(self.limit)
-        watch.enter(name, self.call)
+        whereabouts.enter(name, self.call)
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -96,7 +96,7 @@ class Attempt:
         # First: what comes now must not find the others waiting.
         if kind is not None and not issubclass(kind, _KNOWN_TO_ALL):
             abandon(self.engine, self.call, error)
-        watch.leave(name)
+        whereabouts.leave(name)
         _threads.pop(name, None)
         if kind is None and self.call.direction in _STEP:
             _exchanged.add((name, self.call.layer, self.call.direction))
@@ -112,7 +112,7 @@ class Attempt:
         _broken[peers.group_name] = f"{self.call}: {reason}"
         if kind is PeerLost:
             self.engine.pass_on(f"rank {peers.rank} left the group: {reason}")
-        others = watch.others(peers.group_name, peers.rank, peers.ranks)
+        others = whereabouts.others(peers.group_name, peers.rank, peers.ranks)
         raise kind(f"{self.call}, {peers}: {reason}; {others}") from cause
 
 

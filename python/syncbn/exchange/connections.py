@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import shared_memory, watch
+from . import shared_memory, whereabouts
 
 
 class Connections(NamedTuple):
@@ -87,8 +87,8 @@ def make(
     each rank's. limit: seconds that each step may take. share: memory, inside nodes."""
     # A connection to each rank, one to the store, and what shared memory needs.
     _check_descriptors(len(nodes) + 16)
-    connection = watch.connection()
-    store = watch.store(connection)
+    connection = whereabouts.connection()
+    store = whereabouts.store(connection)
     groups: dict[str, dist.ProcessGroup] = {}
 
     def add(part: str, ranks: list[int]) -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..errors import ExchangeTimeout, PeerLost
 from ..operators import HEADER_WORDS, ops
-from . import groups, shared_memory, watch
+from . import groups, shared_memory, whereabouts
 from .attempt import Attempt, LengthsDiffer, Refused, Waiting
 from .call import Call
 from .groups import Peers
@@ -193,7 +193,7 @@ class SharedMemoryAndGloo(_InMemory):
 
 
 def _tell(peers: Peers, why: str) -> None:
-    watch.tell(peers.group_name, why[:400])
+    whereabouts.tell(peers.group_name, why[:400])
 
 
 def _keep(peers: Peers) -> None:
@@ -219,7 +219,10 @@ def _wait(work: dist.Work, attempt: Attempt) -> None:
         rounds = 0
         while not work.is_completed() and time.monotonic() <= until:
             rounds += 1
-            if rounds % _SPINS == 0 and (why := watch.left(attempt.peers.group_name)) is not None:
+            if (
+                rounds % _SPINS == 0
+                and (why := whereabouts.left(attempt.peers.group_name)) is not None
+            ):
                 _keep(attempt.peers)
                 attempt.fail(PeerLost, why)
             time.sleep(0 if rounds < _SPINS else 5e-5 if rounds < 20_000 else 1e-3)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import DivergenceError
-from . import after_fork, connections, meeting, shared_memory, watch
+from . import after_fork, connections, meeting, shared_memory, whereabouts
 
 _log = logging.getLogger("syncbn")
 
@@ -288,7 +288,7 @@ def own_group(
     if own.note and rank == 0:
         _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
     _own_groups[key] = own
-    watch.watch(name, rank, len(ranks), formed.store)
+    whereabouts.watch(name, rank, len(ranks), formed.store)
     return own
 
 
@@ -355,7 +355,7 @@ def global_ranks(group: dist.ProcessGroup) -> list[int]:
 
 
 def _drop(own: Peers) -> None:
-    watch.forget(own.group_name)
+    whereabouts.forget(own.group_name)
     if own.shared is not None:
         shared_memory.close(own.shared)
     inside = f"{own.group_name}/"  # a node's, and that between nodes

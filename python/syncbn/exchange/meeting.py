@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from . import apart, watch
+from . import apart, whereabouts
 
 #: Seconds that connecting has at least, once all ranks have come.
 CONNECTING = 5.0
@@ -102,13 +102,13 @@ class _Attempt:
         self._looked = time.monotonic()
 
     def run(self, make: Callable | None) -> Any:
-        self.store = dist.PrefixStore(self.topic, watch.store())
+        self.store = dist.PrefixStore(self.topic, whereabouts.store())
         number = self._swap("now", "", "1")
         while self._is_past(number):
             number = self._swap("now", number, str(int(number) + 1))
         if self.left:  # while the store did not answer
             raise _Over(PeerLost, self.left)
-        self.store = dist.PrefixStore(f"{self.topic}/{number}", watch.store())
+        self.store = dist.PrefixStore(f"{self.topic}/{number}", whereabouts.store())
         self.store.set(f"came/{self.rank}", json.dumps(self.offer))
         self._come("came")
         self._wait("came", None)

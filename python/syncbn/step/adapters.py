@@ -10,9 +10,10 @@ from ..operators import ops
 from . import as_operator, in_one, layer_paths, layer_state, recomputation, second_derivatives
 from .layer_state import Identity, LayerState
 from .masks import check_mask
-from .modes import check_transforms, outside_transforms, recorded, refuse_tracing
 from .options import Options, check_arguments, check_counter, check_in_place, check_options
+from .profiling import recorded
 from .training import Inputs, backward, forward, leave, shared_sums, takes_part
+from .transforms import check_transforms, outside_transforms, refuse_tracing
 
 
 class _BatchNormTraining(torch.autograd.Function):

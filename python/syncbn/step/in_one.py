@@ -16,8 +16,8 @@ from ..exchange.transports import transport_of
 from ..operators import ops
 from . import second_derivatives
 from .layer_state import LayerState
-from .modes import recorded
 from .options import Options, check_like_input, check_options, is_strided
+from .profiling import recorded
 from .recomputation import outside
 from .training import Inputs, Step, backward, forward, like, takes_part
 

@@ -12,8 +12,9 @@ from ..exchange.call import Call
 from ..exchange.groups import Peers
 from ..exchange.transports import transport_of
 from ..operators import ops
-from .modes import check_not_batched, recorded
 from .options import activation_of
+from .profiling import recorded
+from .transforms import check_not_batched
 
 
 class _Exchange(NamedTuple):

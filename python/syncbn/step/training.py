@@ -16,9 +16,10 @@ from ..exchange.transports import Alone, transport_of
 from ..operators import HEADER_WORDS, message_words, ops
 from . import layer_paths
 from .layer_state import LayerState
-from .modes import check_not_batched, recorded
 from .options import Options, values_per_channel
+from .profiling import recorded
 from .recomputation import Segment
+from .transforms import check_not_batched
 
 
 class Step(NamedTuple):

@@ -16,7 +16,7 @@ from syncbn.exchange import agreement, groups
 from syncbn.exchange.call import Call
 from syncbn.exchange.engines import Gloo
 from syncbn.exchange.nccl_transport import InStream
-from syncbn.step import adapters, modes, training
+from syncbn.step import adapters, training, transforms
 from syncbn.step.layer_state import LayerState
 from syncbn.step.options import Options
 
@@ -65,7 +65,7 @@ def test_refused_before_the_first_exchange(ways):
         layer([])
     lists.give_up([(layer, x)], RuntimeError("ended"))
     with pytest.raises(NotImplementedError, match="torch.jit.trace"):
-        modes.refuse_tracing(layer.state, Options(), x)
+        transforms.refuse_tracing(layer.state, Options(), x)
     assert ways == ["host"] * 4
 
 
@@ -106,13 +106,13 @@ def test_refused_modes(ways, monkeypatch, place, way):
     state, x = LayerState("layer"), torch.empty(4, 3, device=place)
     state.numbers[PEERS.group_name] = 1
     with pytest.raises(NotImplementedError, match="torch.jit.trace"):
-        modes.refuse_tracing(state, Options(), x)
-    monkeypatch.setattr(modes, "is_legacy_batchedtensor", lambda gradient: True)
+        transforms.refuse_tracing(state, Options(), x)
+    monkeypatch.setattr(transforms, "is_legacy_batchedtensor", lambda gradient: True)
     needs = (True, False, False, False)
     backward = agreement.Backward(True, False)
     step = training.Step(state, Options(), PEERS, Call("layer"), backward, None, needs)
     with pytest.raises(NotImplementedError, match="inside vmap"):
-        modes.check_not_batched(step, step.call, x, x)
+        transforms.check_not_batched(step, step.call, x, x)
     assert ways == [way, way]
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import syncbn
 from fault_rounds import LIMIT, Round
-from syncbn.exchange import groups, watch
+from syncbn.exchange import groups, whereabouts
 
 CHANNELS = 4
 #: Of large tensors: all but samples. With so many samples both directions are streamed.
@@ -251,7 +251,7 @@ class Rank:
 def main(drawn: Round, rank: int, port: int, pipe) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     groups.use_shared_memory = drawn.engine == "shared memory"
-    watch.INTERVAL = 0.3
+    whereabouts.INTERVAL = 0.3
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)
     # The test's process holds the store: a rank that ends takes nobody's store with it.

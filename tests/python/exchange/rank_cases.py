@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import oracle
 import syncbn
 from support import assert_same_bits, rough_samples, to_tensor
-from syncbn.exchange import watch
+from syncbn.exchange import whereabouts
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -236,12 +236,12 @@ class CountCollectives(TorchDispatchMode):
 def case_the_usual_step_makes_one_exchange_per_direction(rank, world):
     layer = syncbn.SyncBatchNorm(64)
     layer(torch.randn(2, 64, requires_grad=True))  # makes the group, and compares paths
-    entered, enter = [], watch.enter
-    watch.enter = lambda group, call: (entered.append(call.direction), enter(group, call))
+    entered, enter = [], whereabouts.enter
+    whereabouts.enter = lambda group, call: (entered.append(call.direction), enter(group, call))
     try:
         layer(torch.randn(2, 64, requires_grad=True)).square().sum().backward()
     finally:
-        watch.enter = enter
+        whereabouts.enter = enter
     assert entered == ["forward", "backward"], entered
 
 

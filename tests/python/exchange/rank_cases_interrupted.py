@@ -22,7 +22,7 @@ from syncbn.exchange import (
     shared_memory,
     transport,
     transports,
-    watch,
+    whereabouts,
 )
 from syncbn.step import in_one
 
@@ -44,11 +44,11 @@ _CODES = {
 
 @contextlib.contextmanager
 def _quick_looks():
-    before, watch.INTERVAL = watch.INTERVAL, 0.1
+    before, whereabouts.INTERVAL = whereabouts.INTERVAL, 0.1
     try:
         yield
     finally:
-        watch.INTERVAL = before
+        whereabouts.INTERVAL = before
 
 
 def _layer(**options):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import fault_cases
 from rank_runs import quick_context, run_ranks, written
-from syncbn.exchange import groups, watch
+from syncbn.exchange import groups, whereabouts
 
 SCENARIOS = {
     name.removeprefix("scenario_"): function
@@ -31,7 +31,7 @@ IN_TIME = fault_cases.TIMEOUT + 12
 
 def _rank_main(rank: int, world: int, engine: str, folder: str, name: str) -> None:
     groups.use_shared_memory = engine == "shared memory"
-    watch.INTERVAL = 0.3
+    whereabouts.INTERVAL = 0.3
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -1,21 +1,16 @@
-"""Modes of PyTorch around a training step: transforms that it refuses, and the profiler."""
+"""Transforms of PyTorch around a training step: those that have no exchange are refused."""
 
 import contextlib
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import forward_ad, profiler
+from torch.autograd import forward_ad
 
 from ..exchange import transports
 from ..exchange.call import Call
 from . import layer_paths
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def check_transforms(state, **tensors: Tensor | None) -> None:
@@ -82,22 +77,3 @@ def check_not_batched(step, call: Call, gradient: Tensor, x: Tensor) -> None:
     with outside_transforms():
         transports.reject(step.peers if step.exchanges else None, call, error, x=x)
     raise error
-
-
-def recorded(name_of: Callable[..., str], suffix: str = "") -> Callable[[_Function], _Function]:
-    """The function is a range of a profile, "syncbn::", the layer's name and the suffix.
-
-    name_of: finds the layer's name among the function's arguments.
-    """
-
-    def decorate(function: _Function) -> _Function:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:
-                return function(*args, **kwargs)
-            with profiler.record_function(f"syncbn::{name_of(*args)}{suffix}"):
-                return function(*args, **kwargs)
-
-        return cast(_Function, wrapper)
-
-    return decorate
