@@ -1,12 +1,9 @@
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <exception>
 #include <string>
 #include <vector>
 
-#include "emulator.hpp"
-#include "library.hpp"
+#include "command.hpp"
 #include "support.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/executor.hpp"
@@ -39,21 +36,8 @@ void print(const Record& record, bool blocks) {
   }
 }
 
-int run_passes(int argc, char** argv) {
-  const char* folder = std::getenv("SYNCBN_PTX");
-  bool blocks = false;
-  std::vector<std::string> rest;
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    if (argument.starts_with("--ptx=")) {
-      folder = argv[i] + 6;
-    } else if (argument == "--blocks") {
-      blocks = true;
-    } else {
-      rest.push_back(argument);
-    }
-  }
-  if (folder == nullptr || rest.size() < 3) {
+int run_passes(const std::vector<std::string>& rest, bool blocks) {
+  if (rest.size() < 3) {
     std::printf("syncbn_ptx_counts --ptx=FOLDER [--blocks] N C P [DTYPE [rows]]\n");
     return 2;
   }
@@ -64,10 +48,7 @@ int run_passes(int argc, char** argv) {
   for (const DType one : testing::kDtypes) {
     dtype = rest.size() > 3 && rest[3] == name(one) ? one : dtype;
   }
-  const auto library = Library::read(folder);
-  session().library = library.get();
   session().record = [&](const Record& record) { print(record, blocks); };
-  use_ptx();
   testing::Random random(1);
   testing::Tensor x(dtype, {samples, channels, plane},
                     rest.size() > 4 ? testing::Memory::kRows : testing::Memory::kPlanes);
@@ -94,10 +75,16 @@ int run_passes(int argc, char** argv) {
 }  // namespace syncbn::ptx
 
 int main(int argc, char** argv) {
-  try {
-    return syncbn::ptx::run_passes(argc, argv);
-  } catch (const std::exception& error) {
-    std::printf("%s\n", error.what());
-    return 2;
-  }
+  std::vector<std::string> rest;
+  bool blocks = false;
+  return syncbn::ptx::run_command(
+      argc, argv,
+      [&](const std::string& argument) {
+        blocks = blocks || argument == "--blocks";
+        if (argument != "--blocks") {
+          rest.push_back(argument);
+        }
+        return true;
+      },
+      [&](syncbn::ptx::Library&) { return syncbn::ptx::run_passes(rest, blocks); });
 }

@@ -62,7 +62,7 @@ const Program& Library::Entry::program() {
   if (kernel == nullptr) {
     kernel = decode(*module, *text);
   }
-  return kernel->program;
+  return *kernel;
 }
 
 std::unique_ptr<Library> Library::read(const std::string& folder) {

@@ -20,7 +20,7 @@ class Library {
   struct Entry {
     const Module* module = nullptr;
     const EntryText* text = nullptr;
-    std::unique_ptr<Kernel> kernel;  ///< once it was asked for
+    std::unique_ptr<Program> kernel;  ///< once it was asked for
     std::uint64_t launches = 0;
     std::uint64_t thread_instructions = 0;
     const Program& program();
