@@ -64,7 +64,4 @@ Session& session();
 /// From now on launches of emulated kernels run the session's PTX.
 void use_ptx();
 
-/// Sums of counts by opcode without types and sizes: "ld.global", "fma", "shfl".
-std::map<std::string, BlockCount> counts_by_class(const Record& record);
-
 }  // namespace syncbn::ptx
