@@ -58,7 +58,6 @@ class Instruction:
     guard: str | None  # "!P0"
     operands: str
     line: int  # of PTX
-    in_loop: bool = False
 
     def does(self, *names: str) -> bool:
         """Whether one of the names begins its opcode."""
@@ -76,48 +75,74 @@ class Instruction:
 class Block:
     """Instructions that are executed one after the other."""
 
+    number: int
+    function: str = ""  # ptxas's own that it belongs to, of division for example
     all: list[Instruction] = field(default_factory=list)
     next: list[int] = field(default_factory=list)
+
+    def has(self, *names: str) -> bool:
+        return any(one.does(*names) for one in self.all)
 
 
 def blocks_of(lines: list[str]) -> list[Block]:
     """The blocks that are executed. Paths that a warp takes only when its lanes are apart at a
     shuffle (BRA.DIV) are left out."""
-    blocks: list[Block] = [Block()]
+    blocks = [Block(0)]
     labels: dict[str, int] = {}
     line_of_ptx = 0
+
+    def cut(function: str) -> None:
+        if blocks[-1].all:
+            blocks.append(Block(len(blocks)))
+        blocks[-1].function = function
+
     for line in lines:
         if found := re.match(r'\s*//## File ".*", line (\d+)', line):
             line_of_ptx = int(found[1])
         elif found := re.match(r"(\.L_x_\d+|\$\S+):", line):
-            if blocks[-1].all:
-                blocks.append(Block())
+            is_function = found[1].startswith("$__internal")
+            cut(found[1] if is_function else blocks[-1].function)
             labels[found[1]] = len(blocks) - 1
         elif found := INSTRUCTION.match(line):
             one = Instruction(found["op"], found["guard"], found["operands"], line_of_ptx)
             blocks[-1].all.append(one)
             if one.does("BRA", "EXIT", "RET", "CALL"):
-                blocks.append(Block())
+                cut(blocks[-1].function)
     executed: set[int] = set()
     waiting = [0]
     while waiting:
         number = waiting.pop()
-        if number in executed or number >= len(blocks) or not blocks[number].all:
+        if number in executed or not blocks[number].all:
             continue
         executed.add(number)
         last = blocks[number].all[-1]
-        if not last.does("EXIT", "RET", "BRA") or last.is_conditional() or last.does("BRA.DIV"):
+        is_end = last.does("EXIT", "RET", "BRA") and not last.does("BRA.DIV")
+        if (not is_end or last.is_conditional()) and number + 1 < len(blocks):
             blocks[number].next.append(number + 1)
         if last.does("BRA", "CALL") and not last.does("BRA.DIV") and last.target() in labels:
             blocks[number].next.append(labels[last.target()])
         waiting += blocks[number].next
-    # A block lies in a loop if some branch from it or from behind it goes back to it or before it.
-    for number in executed:
-        for to in blocks[number].next:
-            for k in range(to, number + 1):
-                for one in blocks[k].all:
-                    one.in_loop = True
     return [blocks[number] for number in sorted(executed)]
+
+
+def loops_of(blocks: list[Block]) -> list[list[Block]]:
+    """The blocks between a branch back and its target, for each such branch."""
+    return [
+        [block for block in blocks if to <= block.number <= end.number]
+        for end in blocks
+        for to in end.next
+        if to <= end.number and not end.function
+    ]
+
+
+def innermost(loops: list[list[Block]], *names: str) -> list[list[Block]]:
+    """The loops with one of the opcodes that hold no smaller one with them."""
+    having = [loop for loop in loops if any(block.has(*names) for block in loop)]
+    return [
+        loop
+        for loop in having
+        if not any(len(o) < len(loop) and all(b in loop for b in o) for o in having)
+    ]
 
 
 def kernels_of(listing: str) -> dict[str, list[Block]]:
