@@ -9,7 +9,7 @@ venv=$1
 export SYNCBN_SEED=${2:-$((RANDOM * 32768 + RANDOM))}
 export SYNCBN_CASES=2000
 echo "SYNCBN_SEED=$SYNCBN_SEED"
-for architecture in 80 90 100; do
+for architecture in 80 90 120; do
   "$venv/bin/cmake" --preset ptx -D SYNCBN_PTX_ARCHITECTURE="$architecture" >/dev/null
   "$venv/bin/cmake" --build --preset ptx
   tests=build/ptx/tests/ptx

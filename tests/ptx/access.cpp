@@ -1,8 +1,5 @@
-#include <algorithm>
-#include <bit>
-#include <cmath>
 #include <cstring>
-#include <limits>
+#include <set>
 #include <string>
 
 #include "grid.hpp"
@@ -13,8 +10,7 @@ namespace syncbn::ptx {
 namespace {
 
 const char* name(Space space) {
-  constexpr const char* kNames[] = {"generic", "global",    "shared",
-                                    "local",   "parameter", "constant"};
+  constexpr const char* kNames[] = {"generic", "global", "shared", "local", "parameter"};
   return kNames[static_cast<int>(space)];
 }
 
@@ -23,16 +19,9 @@ struct Place {
   Space space;
   std::uint64_t at;
 };
+/// Generic addresses are of global memory: nothing makes one of another.
 Place place_of(const Instruction& i, std::uint64_t address) {
-  if (i.space != Space::kGeneric) {
-    return {i.space == Space::kConstant ? Space::kGlobal : i.space, address};
-  }
-  const std::uint64_t window = address & kWindowMask;
-  const std::uint64_t offset = address & ~kWindowMask;
-  return window == kSharedWindow      ? Place{Space::kShared, offset}
-         : window == kLocalWindow     ? Place{Space::kLocal, offset}
-         : window == kParameterWindow ? Place{Space::kParameter, offset}
-                                      : Place{Space::kGlobal, address};
+  return {i.space == Space::kGeneric ? Space::kGlobal : i.space, address};
 }
 
 std::string text_of(const char* what, std::size_t bytes, const Place& place) {
@@ -82,11 +71,6 @@ class Accessor {
       std::memcpy(value, reinterpret_cast<const void*>(place.at), bytes);
       return true;
     }
-    if (at_.order.read_only && grid_.weak->written(place.at)) {
-      fail(warp_, at_, lane_,
-           "through the read-only cache, but the kernel writes it: " +
-               text_of("reads", bytes, place));
-    }
     refuse(grid_.weak->read(observer(), place.at, bytes, at_.order, value), "reads", bytes, place);
     return true;
   }
@@ -117,25 +101,17 @@ class Accessor {
            place);
   }
   std::uint64_t update(const Place& place, std::size_t bytes, Update update, std::uint64_t operand,
-                       std::uint64_t compare, bool wanted) {
+                       bool wanted) {
     std::uint64_t before = 0;
-    if (place.space == Space::kGlobal && grid_.weak.has_value()) {
-      refuse(grid_.weak->update(observer(), place.at, bytes, at_.order, update, operand, compare,
-                                wanted, &before),
+    if (grid_.weak.has_value()) {
+      refuse(grid_.weak->update(observer(), place.at, bytes, at_.order, update, operand, wanted,
+                                &before),
              "updates", bytes, place);
       return before;
     }
-    std::byte* to = reinterpret_cast<std::byte*>(place.at);
-    if (place.space == Space::kShared) {  // atomics do not race with each other
-      if (!block_.shared.written(place.at, bytes)) {
-        fail(warp_, at_, lane_, "was never written: " + text_of("updates", bytes, place));
-      }
-      to = block_.shared.at(place.at);
-    } else if (place.space != Space::kGlobal) {
-      fail(warp_, at_, lane_, "an atomic in " + std::string(name(place.space)) + " memory");
-    }
+    auto* const to = reinterpret_cast<std::byte*>(place.at);
     std::memcpy(&before, to, bytes);
-    const std::uint64_t after = update(before, operand, compare);
+    const std::uint64_t after = update(before, operand);
     std::memcpy(to, &after, bytes);
     return before;
   }
@@ -236,68 +212,19 @@ void store(Warp& w, const Instruction& i, std::uint32_t mask) {
   });
 }
 
-std::uint64_t swap(std::uint64_t, std::uint64_t operand, std::uint64_t) { return operand; }
-std::uint64_t compare_and_swap(std::uint64_t old, std::uint64_t operand, std::uint64_t compare) {
-  return old == compare ? operand : old;
-}
-template <class T>
-struct Updates {
-  static std::uint64_t add(std::uint64_t a, std::uint64_t b, std::uint64_t) {
-    if constexpr (std::is_floating_point_v<T>) {
-      return put(get<T>(a) + get<T>(b));
-    } else {
-      return put(static_cast<T>(a + b));
-    }
-  }
-  static std::uint64_t least(std::uint64_t a, std::uint64_t b, std::uint64_t) {
-    return put(std::min(get<T>(a), get<T>(b)));
-  }
-  static std::uint64_t most(std::uint64_t a, std::uint64_t b, std::uint64_t) {
-    return put(std::max(get<T>(a), get<T>(b)));
-  }
-  static std::uint64_t both(std::uint64_t a, std::uint64_t b, std::uint64_t) { return a & b; }
-  static std::uint64_t either(std::uint64_t a, std::uint64_t b, std::uint64_t) { return a | b; }
-  static std::uint64_t one_of(std::uint64_t a, std::uint64_t b, std::uint64_t) { return a ^ b; }
-  static std::uint64_t up(std::uint64_t a, std::uint64_t b, std::uint64_t) {
-    return a >= b ? 0 : a + 1;
-  }
-  static std::uint64_t down(std::uint64_t a, std::uint64_t b, std::uint64_t) {
-    return a == 0 || a > b ? b : a - 1;
-  }
-  static Update of(const Statement& s) {
-    constexpr bool kReal = std::is_floating_point_v<T>;
-    return s.has("add")    ? &add
-           : s.has("exch") ? &swap
-           : s.has("cas")  ? &compare_and_swap
-           : kReal         ? nullptr
-           : s.has("min")  ? &least
-           : s.has("max")  ? &most
-           : s.has("and")  ? &both
-           : s.has("or")   ? &either
-           : s.has("xor")  ? &one_of
-           : s.has("inc")  ? &up
-           : s.has("dec")  ? &down
-                           : nullptr;
-  }
-};
+std::uint64_t sum(std::uint64_t a, std::uint64_t b) { return a + b; }
+std::uint64_t either(std::uint64_t a, std::uint64_t b) { return a | b; }
 
-/// a: the address; b, c: operands, of cas what is compared and what is stored.
+/// a: the address; b: the operand.
 void update(Warp& w, const Instruction& i, std::uint32_t mask) {
-  const auto how = reinterpret_cast<Update>(i.extra);
-  const bool compares = how == &compare_and_swap;
   require_defined(w, i, mask, defined(w, i.a), "the address of an atomic");
-  require_defined(w, i, mask, defined(w, i.b) & (compares ? defined(w, i.c) : kAllLanes),
-                  "an operand of an atomic");
-  const std::uint64_t ones =
-      i.bytes == 8 ? ~std::uint64_t{0} : (std::uint64_t{1} << i.bytes * 8) - 1;
+  require_defined(w, i, mask, defined(w, i.b), "an operand of an atomic");
   each(mask, [&](unsigned l) {
     const Place place = place_of(i, row(w, i.a)[l] + static_cast<std::uint64_t>(i.offset));
     Accessor accessor(w, i, l);
     accessor.check(place, i.bytes, "updates");
-    const std::uint64_t operand = row(w, compares ? i.c : i.b)[l] & ones;
-    const std::uint64_t before =
-        accessor.update(place, i.bytes, how, operand, compares ? row(w, i.b)[l] & ones : 0,
-                        i.d != kSink || compares);
+    const std::uint64_t before = accessor.update(place, i.bytes, reinterpret_cast<Update>(i.extra),
+                                                 row(w, i.b)[l], i.d != kSink);
     if (i.d != kSink) {
       written(w, i.d)[l] = before;
     }
@@ -314,17 +241,12 @@ void fence(Warp& w, const Instruction& i, std::uint32_t mask) {
   }
 }
 
-void nothing(Warp&, const Instruction&, std::uint32_t) {}
-
 Space space_of(const Statement& s) {
-  return s.has("global")         ? Space::kGlobal
-         : s.has("shared")       ? Space::kShared
-         : s.has("shared::cta")  ? Space::kShared
-         : s.has("local")        ? Space::kLocal
-         : s.has("param")        ? Space::kParameter
-         : s.has("param::entry") ? Space::kParameter
-         : s.has("const")        ? Space::kConstant
-                                 : Space::kGeneric;
+  return s.has("global")   ? Space::kGlobal
+         : s.has("shared") ? Space::kShared
+         : s.has("local")  ? Space::kLocal
+         : s.has("param")  ? Space::kParameter
+                           : Space::kGeneric;
 }
 
 bool element(const std::string& type, Instruction& out) {
@@ -332,8 +254,7 @@ bool element(const std::string& type, Instruction& out) {
   if (digits == std::string::npos) {
     return false;
   }
-  out.bytes = static_cast<std::uint8_t>(
-      type == "f16x2" || type == "bf16x2" ? 4 : std::stoul(type.substr(digits)) / 8);
+  out.bytes = static_cast<std::uint8_t>(std::stoul(type.substr(digits)) / 8);
   out.sign = type[0] == 's' && out.bytes < 8;
   return out.bytes > 0 && out.bytes <= 8;
 }
@@ -342,46 +263,45 @@ bool element(const std::string& type, Instruction& out) {
 
 Handler access(const Statement& s, Instruction& out) {
   const std::string& op = s.op[0];
-  out.order = {.strong = s.has("relaxed") || s.has("volatile") || s.has("acquire") ||
-                         s.has("release") || s.has("acq_rel") || op == "atom" || op == "red",
+  const bool atomic = op == "atom" || op == "red";
+  out.order = {.strong = s.has("relaxed") || s.has("acquire") || s.has("release") ||
+                         s.has("acq_rel") || atomic,
                .acquire = s.has("acquire") || s.has("acq_rel"),
                .release = s.has("release") || s.has("acq_rel"),
-               .block_scope = s.has("cta"),
-               .read_only = s.has("nc")};
+               .block_scope = s.has("cta")};
   out.space = space_of(s);
-  if (op == "ld" || op == "ldu") {
-    return !element(s.op.back(), out)                                       ? nullptr
-           : out.space == Space::kParameter && s.operands[1].name[0] != '%' ? &load_parameter
-                                                                            : &load;
-  }
-  if (op == "st") {
-    return element(s.op.back(), out) ? &store : nullptr;
-  }
-  if (op == "atom" || op == "red") {
-    Update how = nullptr;
-    const auto pick = [&](auto t) { how = Updates<typename decltype(t)::Type>::of(s); };
-    if (!element(s.op.back(), out) || s.has("noftz") ||
-        (!with_float(s.op.back(), pick) && !with_integer(s.op.back(), pick)) || how == nullptr) {
+  if (op == "ld" || op == "st" || atomic) {
+    for (std::size_t i = 1; i + 1 < s.op.size(); ++i) {
+      static const std::set<std::string> kKnown = {
+          "global",  "shared",  "local",   "param", "v2",  "v4",  "cg", "relaxed",
+          "acquire", "release", "acq_rel", "gpu",   "cta", "add", "or"};
+      if (kKnown.count(s.op[i]) == 0) {
+        return nullptr;
+      }
+    }
+    if (!element(s.op.back(), out)) {
       return nullptr;
     }
+  }
+  if (op == "ld") {
+    return out.space == Space::kParameter && s.operands[1].name[0] != '%' ? &load_parameter : &load;
+  }
+  if (op == "st" && out.space != Space::kParameter) {
+    return &store;
+  }
+  if (atomic && out.space == Space::kGlobal && out.bytes == 8) {
+    const Update how = s.has("add") ? &sum : s.has("or") ? &either : nullptr;
     out.extra = reinterpret_cast<std::uint64_t>(how);
-    return &update;
+    return how == nullptr ? nullptr : &update;
   }
-  if (op == "membar" || op == "fence") {
-    if (s.has("proxy") || s.has("mbarrier_init") || s.has("sync_restrict")) {
-      return nullptr;
-    }
-    const bool one_way = op == "fence" && (s.has("acquire") || s.has("release"));
+  if (s.opcode() == "membar.gl" || s.opcode() == "membar.cta" || op == "fence") {
+    const bool one_way = s.has("acquire") || s.has("release");
     out.order = {.strong = true,
                  .acquire = !one_way || s.has("acquire"),
                  .release = !one_way || s.has("release"),
-                 .sequential = op == "membar" || !(one_way || s.has("acq_rel")),
+                 .sequential = op == "membar" || s.has("sc"),
                  .block_scope = s.has("cta")};
     return &fence;
-  }
-  if (op == "prefetch" || op == "prefetchu" || op == "discard" || op == "applypriority" ||
-      op == "nanosleep") {
-    return &nothing;
   }
   return nullptr;
 }

@@ -1,92 +1,146 @@
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <exception>
 #include <string>
 #include <vector>
 
+#include "command.hpp"
 #include "emulator.hpp"
-#include "library.hpp"
 #include "support.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/executor.hpp"
 #include "syncbn/passes.hpp"
 
-// Prints what kernels execute: syncbn_ptx_counts --ptx=FOLDER [--blocks] N C P [DTYPE [rows]]
-// runs a forward pass over a tensor (N, C, P) and lists, for each launch, instructions of PTX by
-// class, of threads and of warps; --blocks: how often each basic block was executed, too, with its
-// lines. What a GPU executes is another number: ptxas makes of an instruction none, one or several.
+// What the kernels of plain training steps execute: syncbn_ptx_counts --ptx=FOLDER [WORD...]
+// prints, for each pass over each kind of tensor whose line has all the words, its launches, and
+// how many warps executed each basic block of PTX, by its first and last line. A GPU executes SASS,
+// which ptxas makes of PTX: budget.py brings both together.
 namespace syncbn::ptx {
 namespace {
 
-void print(const Record& record, bool blocks) {
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+void print(const Record& record) {
   const Program& program = *record.program;
-  std::printf("%s: %s, %u blocks of %u threads, %.0f instructions of threads\n",
-              program.file.c_str(), program.name.c_str(), record.blocks, record.threads,
-              static_cast<double>(record.execution.thread_instructions));
-  for (const auto& [name, count] : counts_by_class(record)) {
-    if (count.threads > 0) {
-      std::printf("  %-16s %12.0f %10.0f\n", name.c_str(), static_cast<double>(count.threads),
-                  static_cast<double>(count.warps));
-    }
-  }
-  for (std::size_t b = 0; blocks && b < program.blocks.size(); ++b) {
-    const BasicBlock& block = program.blocks[b];
-    const BlockCount& count = record.execution.counts[b];
-    std::printf("  lines %6d to %6d, %3u instructions: %10.0f threads %9.0f warps\n",
-                block.first_line, block.last_line, block.end - block.begin,
-                static_cast<double>(count.threads), static_cast<double>(count.warps));
+  std::printf("launch %s %s blocks %u threads %u\n", program.file.c_str(), program.name.c_str(),
+              record.blocks, record.threads);
+  for (std::size_t b = 0; b < program.blocks.size(); ++b) {
+    std::printf("%d %d %llu\n", program.blocks[b].first_line, program.blocks[b].last_line,
+                static_cast<unsigned long long>(record.execution.counts[b].warps));
   }
 }
 
-int run_passes(int argc, char** argv) {
-  const char* folder = std::getenv("SYNCBN_PTX");
-  bool blocks = false;
-  std::vector<std::string> rest;
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    if (argument.starts_with("--ptx=")) {
-      folder = argv[i] + 6;
-    } else if (argument == "--blocks") {
-      blocks = true;
-    } else {
-      rest.push_back(argument);
+/// For 4 multiprocessors what an H100 or an A100 has, for each of its 132 or 108, of ResNet-50's
+/// tensors of 512 channels of 784 elements and 2048 of 49, of 128 or 105 pictures.
+struct Shape {
+  std::int64_t samples, channels, plane;
+};
+constexpr Shape kShapes[] = {{16, 128, 784}, {128, 64, 49}};
+constexpr int kMultiprocessors = 4;
+
+/// The passes over one tensor, with the arrays that they need.
+class Passes {
+ public:
+  Passes(DType dtype, testing::Memory memory, const Shape& shape, ActivationKind kind)
+      : dtype_(dtype),
+        channels_(shape.channels),
+        activation_{kind, 0},
+        x_(dtype, {shape.samples, shape.channels, shape.plane}, memory),
+        out_(x_),
+        means_(size(channels_), 0.25),
+        rstds_(size(channels_), 1.5),
+        coefficients_(size(3 * channels_), 0.125),
+        affine_(DType::kFloat32, {channels_}, testing::Memory::kPlanes) {
+    testing::Random random(1);
+    std::vector<double> values(size(shape.samples * shape.channels * shape.plane));
+    for (double& value : values) {  // nearly normal
+      value = testing::round_to(
+          dtype, random.signed_unit() + random.signed_unit() + random.signed_unit() + 0.25);
+    }
+    x_.fill(values);
+    affine_.fill(std::vector<double>(size(channels_), 0.75));
+  }
+
+  void normalize() {
+    cuda::normalize(x(), {}, means_.data(), rstds_.data(), affine(), affine(), {}, out(), nullptr,
+                    activation_, {});
+  }
+  void input_gradient() {
+    cuda::input_gradient(x(), x(), {}, means_.data(), rstds_.data(), coefficients_.data(),
+                         {activation_, affine(), affine(), nullptr}, out(), {});
+  }
+  void sums_forward() {
+    Words words(dtype_, channels_);
+    cuda::local_moments(x(), {}, {}, words.message.data(), words.workspace.data(), {});
+  }
+  void sums_backward() {
+    Words words(dtype_, channels_);
+    cuda::local_gradients(x(), x(), {}, means_.data(), rstds_.data(),
+                          {activation_, affine(), affine(), nullptr}, {}, nullptr,
+                          words.message.data(), words.workspace.data(), {});
+  }
+
+ private:
+  struct Words {
+    std::vector<std::int64_t> message, workspace;
+    Words(DType dtype, std::int64_t channels)
+        : message(size(message_words(dtype, channels))),
+          workspace(size(cuda::workspace_words(dtype, channels))) {}
+  };
+  template <class View>
+  static View on_cuda(View view) {
+    view.device = Device::kCuda;
+    return view;
+  }
+  TensorView x() const { return on_cuda(TensorView(x_.view())); }
+  TensorView affine() const { return on_cuda(TensorView(affine_.view())); }
+  MutableTensorView out() { return on_cuda(MutableTensorView(out_.view())); }
+
+  DType dtype_;
+  std::int64_t channels_;
+  Activation activation_;
+  testing::Tensor x_, out_;
+  std::vector<double> means_, rstds_, coefficients_;
+  testing::Tensor affine_;
+};
+
+struct Pass {
+  const char* name;
+  void (Passes::*run)();
+  bool activated;  ///< has an activation
+};
+constexpr Pass kPasses[] = {{"normalize", &Passes::normalize, true},
+                            {"input_gradient", &Passes::input_gradient, true},
+                            {"sums_forward", &Passes::sums_forward, false},
+                            {"sums_backward", &Passes::sums_backward, true}};
+
+int count(const std::vector<std::string>& words) {
+  emulation::settings().multiprocessors = kMultiprocessors;
+  session().record = &print;
+  for (const DType dtype : testing::kDtypes) {
+    for (const bool rows : {false, true}) {
+      for (const Shape& shape : kShapes) {
+        for (const auto kind : {ActivationKind::kNone, ActivationKind::kRelu}) {
+          for (const Pass& pass : kPasses) {
+            const std::string line = std::string("case ") + pass.name + " " + name(dtype) + " " +
+                                     (rows ? "channels_last " : "contiguous ") +
+                                     std::to_string(shape.plane) +
+                                     (kind == ActivationKind::kRelu ? " relu" : " none");
+            bool wanted = pass.activated || kind == ActivationKind::kNone;
+            for (const std::string& word : words) {
+              wanted = wanted && line.find(word) != std::string::npos;
+            }
+            if (wanted) {
+              std::printf("%s %lld\n", line.c_str(),
+                          static_cast<long long>(shape.samples * shape.channels * shape.plane));
+              Passes passes(dtype, rows ? testing::Memory::kRows : testing::Memory::kPlanes, shape,
+                            kind);
+              (passes.*pass.run)();
+            }
+          }
+        }
+      }
     }
   }
-  if (folder == nullptr || rest.size() < 3) {
-    std::printf("syncbn_ptx_counts --ptx=FOLDER [--blocks] N C P [DTYPE [rows]]\n");
-    return 2;
-  }
-  const std::int64_t samples = std::stoll(rest[0]);
-  const std::int64_t channels = std::stoll(rest[1]);
-  const std::int64_t plane = std::stoll(rest[2]);
-  DType dtype = DType::kFloat32;
-  for (const DType one : testing::kDtypes) {
-    dtype = rest.size() > 3 && rest[3] == name(one) ? one : dtype;
-  }
-  const auto library = Library::read(folder);
-  session().library = library.get();
-  session().record = [&](const Record& record) { print(record, blocks); };
-  use_ptx();
-  testing::Random random(1);
-  testing::Tensor x(dtype, {samples, channels, plane},
-                    rest.size() > 4 ? testing::Memory::kRows : testing::Memory::kPlanes);
-  x.fill(testing::rough_values(random, dtype, samples, channels * plane));
-  testing::Tensor y = x;
-  TensorView in = x.view();
-  MutableTensorView out = y.view();
-  in.device = out.device = Device::kCuda;
-  std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(dtype, channels)));
-  std::vector<std::int64_t> info(cuda::kInfoWords);
-  std::vector<std::int64_t> workspace(
-      static_cast<std::size_t>(cuda::workspace_words(dtype, channels)), 0);
-  std::vector<double> mean(static_cast<std::size_t>(channels));
-  std::vector<double> var(mean);
-  std::vector<double> rstd(mean);
-  cuda::local_moments(in, {}, {}, message.data(), workspace.data(), {});
-  cuda::finalize_moments(message.data(), dtype, 1, mean.data(), var.data(), rstd.data(),
-                         info.data(), channels, 0.0, {});
-  cuda::normalize(in, {}, mean.data(), rstd.data(), {}, {}, {}, out, nullptr, {}, {});
   return 0;
 }
 
@@ -94,10 +148,12 @@ int run_passes(int argc, char** argv) {
 }  // namespace syncbn::ptx
 
 int main(int argc, char** argv) {
-  try {
-    return syncbn::ptx::run_passes(argc, argv);
-  } catch (const std::exception& error) {
-    std::printf("%s\n", error.what());
-    return 2;
-  }
+  std::vector<std::string> words;
+  return syncbn::ptx::run_command(
+      argc, argv,
+      [&](const std::string& word) {
+        words.push_back(word);
+        return true;
+      },
+      [&](syncbn::ptx::Library&) { return syncbn::ptx::count(words); });
 }

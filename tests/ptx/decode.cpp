@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <map>
-#include <set>
 #include <string>
 #include <utility>
 
+#include "basic_blocks.hpp"
 #include "grid.hpp"
 #include "operations.hpp"
 #include "slots.hpp"
@@ -13,33 +13,13 @@
 namespace syncbn::ptx {
 namespace {
 
-/// extra is added to an address, on the way into a window of generic addresses or out of it.
-void shift_address(Warp& w, const Instruction& i, std::uint32_t mask) {
-  const std::uint64_t* const a = row(w, i.a);
-  std::uint64_t* const d = written(w, i.d);
-  each(mask, [&](unsigned l) { d[l] = a[l] + i.extra; });
-  define(w, i.d, mask, defined(w, i.a));
-}
-/// isspacep: extra is the window.
-void is_in_window(Warp& w, const Instruction& i, std::uint32_t mask) {
-  const std::uint64_t* const a = row(w, i.a);
-  std::uint32_t out = 0;
-  each(mask, [&](unsigned l) {
-    out |= static_cast<std::uint32_t>((a[l] & kWindowMask) == i.extra) << l;
-  });
-  define_predicate(w, i.p, mask, out, defined(w, i.a));
-}
-void trap(Warp& w, const Instruction& i, std::uint32_t mask) {
-  fail(w, i, static_cast<unsigned>(std::countr_zero(mask)), "a trap");
-}
-
 class Decoder {
  public:
   Decoder(const Module& module, const EntryText& entry)
-      : module_(module), function_(module.parse(entry)), out_(std::make_unique<Kernel>()) {}
+      : module_(module), function_(module.parse(entry)), out_(std::make_unique<Program>()) {}
 
-  std::unique_ptr<Kernel> run() {
-    Program& program = out_->program;
+  std::unique_ptr<Program> run() {
+    Program& program = (*out_);
     program.name = function_.name;
     program.file = module_.file();
     program.parameter_bytes = function_.parameter_bytes;
@@ -62,8 +42,8 @@ class Decoder {
       program.code.back().d = kSink;
       program.opcodes.emplace_back("exit");
     }
-    cut_into_blocks();
-    mark_unused_results();
+    cut_into_blocks(program, function_.labels);
+    mark_unused_results(program);
     share_slots(program, values_);
     for (const std::uint64_t value : constants_) {
       program.constants.insert(program.constants.end(), kLanes, value);
@@ -86,11 +66,11 @@ class Decoder {
         registers_[name] = values_++;
       }
     }
-    out_->program.predicates = predicates;
+    out_->predicates = predicates;
   }
   /// Where variables lie: offsets in shared and local memory, addresses of others.
   void place_variables() {
-    Program& program = out_->program;
+    Program& program = (*out_);
     std::vector<Variable> all = module_.variables();
     all.insert(all.end(), function_.variables.begin(), function_.variables.end());
     std::vector<std::string> external;
@@ -103,13 +83,9 @@ class Decoder {
         symbols_[one.name] = end;
         end += one.bytes;
       } else {
-        auto memory = std::make_unique<std::vector<std::byte>>(one.initial);
-        memory->resize(one.bytes);
-        symbols_[one.name] = reinterpret_cast<std::uint64_t>(memory->data());
-        out_->variables.push_back(std::move(memory));
+        throw SyntaxError(module_.file() + ": a variable in ." + one.space + ": " + one.name);
       }
     }
-    program.external_shared = !external.empty();
     program.shared_bytes = (program.shared_bytes + 15) / 16 * 16;
     for (const std::string& name : external) {
       symbols_[name] = program.shared_bytes;
@@ -140,9 +116,6 @@ class Decoder {
     unknown("unknown name " + o.name);
   }
   Register target(const Operand& o) {
-    if (o.kind == Operand::Kind::kName && o.name == "_") {
-      return kSink;
-    }
     const Register out = source(o);
     if ((out & kConstantBit) != 0) {
       unknown("a result without a register");
@@ -181,10 +154,10 @@ class Decoder {
   void parts(const Operand& o, Instruction& i, bool targets) {
     const std::vector<Operand> one = {o};
     const std::vector<Operand>& all = o.kind == Operand::Kind::kVector ? o.parts : one;
-    i.parts = static_cast<std::uint32_t>(out_->program.parts.size());
+    i.parts = static_cast<std::uint32_t>(out_->parts.size());
     i.count = static_cast<std::uint32_t>(all.size());
     for (const Operand& part : all) {
-      out_->program.parts.push_back(targets ? target(part) : source(part));
+      out_->parts.push_back(targets ? target(part) : source(part));
     }
     if (i.count > 8) {
       unknown("more than 8 elements");
@@ -207,12 +180,11 @@ class Decoder {
       i.guard = predicate(s.guard);
       i.guard_flip = s.guard_negated ? kAllLanes : 0;
     }
-    const std::string& op = s.op[0];
     if (!control(s, i) && !memory(s, i) && !together(s, i) && !predicates(s, i)) {
       values(s, i);
     }
     if (i.run == nullptr && i.kind == Kind::kPlain) {
-      unknown("unknown operation " + op);
+      unknown("unknown operation " + s.op[0]);
     }
     return i;
   }
@@ -222,53 +194,25 @@ class Decoder {
     if (op == "bra") {
       i.kind = Kind::kBranch;
       i.offset = static_cast<std::int64_t>(label(s.operands.at(0).name));
-    } else if (op == "brx") {
-      i.kind = Kind::kIndexedBranch;
-      i.a = source(s.operands.at(0));
-      i.extra = out_->program.branch_tables.size();
-      auto& table = out_->program.branch_tables.emplace_back();
-      for (const std::string& name : function_.branch_targets[s.operands.at(1).name]) {
-        table.push_back(static_cast<std::uint32_t>(label(name)));
-      }
-    } else if (op == "ret" || op == "exit") {
+    } else if (op == "ret") {
       i.kind = Kind::kExit;
-    } else if (op == "trap") {
-      i.run = &trap;
-    } else if ((op == "bar" || op == "barrier") && !s.has("warp") && !s.has("cluster")) {
-      block_barrier(s, i);
+    } else if (s.opcode() == "bar.sync") {
+      i.kind = Kind::kBlockBarrier;
+      if (s.operands.size() != 1 || s.operands[0].bits != 0) {
+        unknown("a barrier that is not the block's first");
+      }
     } else {
       return false;
     }
     return true;
   }
-  /// a: the number; b: how many threads, if bytes is set; extra: 0 waits, 1 arrives, else of red.
-  void block_barrier(const Statement& s, Instruction& i) {
-    i.kind = Kind::kBlockBarrier;
-    std::size_t at = 0;
-    if (s.has("red")) {
-      i.extra = s.has("popc") ? 2 : s.has("and") ? 3 : 4;
-      (s.has("popc") ? i.d : i.p) =
-          s.has("popc") ? target(s.operands[at]) : predicate(s.operands[at].name);
-      ++at;
-      read_predicate(s.operands.back(), i);
-    } else {
-      i.extra = s.has("arrive") ? 1 : 0;
-    }
-    i.a = source(s.operands.at(at++));
-    const std::size_t end = s.operands.size() - (s.has("red") ? 1 : 0);
-    if (at < end) {
-      i.b = source(s.operands[at]);
-      i.bytes = 1;
-    }
-  }
-
   bool memory(const Statement& s, Instruction& i) {
     const std::string& op = s.op[0];
     i.run = access(s, i);
     if (i.run == nullptr) {
       return false;
     }
-    if (op == "ld" || op == "ldu") {
+    if (op == "ld") {
       parts(s.operands.at(0), i, true);
       address(s.operands.at(1), i);
     } else if (op == "st") {
@@ -279,17 +223,13 @@ class Decoder {
       i.d = op == "atom" ? target(s.operands.at(0)) : kSink;
       address(s.operands.at(at), i);
       i.b = source(s.operands.at(at + 1));
-      if (s.operands.size() > at + 2 && s.has("cas")) {
-        i.c = source(s.operands[at + 2]);
-      }
     }
     return true;
   }
 
   bool together(const Statement& s, Instruction& i) {
     const std::string& op = s.op[0];
-    if (op != "shfl" && op != "vote" && op != "match" && op != "redux" && op != "elect" &&
-        op != "activemask" && op != "bar" && op != "barrier") {
+    if (op != "shfl" && op != "vote" && op != "bar") {
       return false;
     }
     i.run = meeting(s, i);
@@ -304,18 +244,13 @@ class Decoder {
       } else {
         i.d = target(out);
       }
-      i.p = out.second.empty() || out.second == "_" ? i.p : predicate(out.second);
-    }
-    if (i.kind == Kind::kPlain) {
-      return true;
+      i.p = out.second.empty() ? i.p : predicate(out.second);
     }
     if (op == "vote") {
       read_predicate(s.operands.at(at++), i);
     } else if (op == "shfl") {
       i.b = source(s.operands.at(2));
       i.c = source(s.operands.at(3));
-    }
-    if (op == "shfl" || op == "match" || op == "redux") {
       i.a = source(s.operands.at(at));
     }
     parts(s.operands.back(), i, false);  // the mask
@@ -325,26 +260,10 @@ class Decoder {
   bool predicates(const Statement& s, Instruction& i) {
     const std::string& op = s.op[0];
     const auto& o = s.operands;
-    if (op == "setp" || op == "set" || op == "selp" || s.op.back() == "pred") {
-      i.run = selection(s, i.extra);
-      if (i.run == nullptr) {
-        unknown("an unknown form");
-      }
-    }
-    if (op == "setp" || op == "set") {
-      if (op == "setp") {
-        i.p = o.at(0).name == "_" ? 0 : predicate(o.at(0).name);
-        i.q = o[0].second.empty() || o[0].second == "_" ? 0 : predicate(o[0].second);
-      } else {
-        i.d = target(o.at(0));
-        const std::string& type = s.op[s.op.size() - 2];
-        i.bytes = type == "f32" ? 0 : 4;
-      }
+    if (op == "setp") {
+      i.p = predicate(o.at(0).name);
       i.a = source(o.at(1));
       i.b = source(o.at(2));
-      if (o.size() > 3) {
-        read_predicate(o[3], i);
-      }
     } else if (op == "selp") {
       i.d = target(o.at(0));
       i.a = source(o.at(1));
@@ -352,66 +271,37 @@ class Decoder {
       read_predicate(o.at(3), i);
     } else if (s.op.back() == "pred") {
       i.p = predicate(o.at(0).name);
+      read_predicate(o.back(), i);
       if (o.size() > 2) {
         i.q = predicate(o[1].name);
-        read_predicate(o[2], i);
-      } else {  // of one predicate: and with a true one
-        Operand always;
-        always.name = o.at(1).name;
-        const bool number = o[1].kind == Operand::Kind::kInteger;
-        i.q = number ? 0 : predicate(o[1].name);
-        if (number && o[1].bits == 0) {
-          i.run = selection({0, "", false, {"not", "pred"}, {}}, i.extra);
-        }
+      } else if (op == "not") {
+        i.r_flip = ~i.r_flip;
       }
-    } else if (op == "testp") {
-      i.run = float_operation(s, i.extra);
-      i.p = predicate(o.at(0).name);
-      i.a = source(o.at(1));
-    } else if (op == "isspacep") {
-      i.run = &is_in_window;
-      i.p = predicate(o.at(0).name);
-      i.a = source(o.at(1));
-      i.extra = window(s);
     } else {
       return false;
     }
+    i.run = selection(s);
     return true;
-  }
-  static std::uint64_t window(const Statement& s) {
-    return s.has("shared") || s.has("shared::cta")   ? kSharedWindow
-           : s.has("local")                          ? kLocalWindow
-           : s.has("param") || s.has("param::entry") ? kParameterWindow
-                                                     : 0;
   }
 
   void values(const Statement& s, Instruction& i) {
     const std::string& op = s.op[0];
     const auto& o = s.operands;
-    if (op == "cvta") {
-      i.run = &shift_address;
-      i.extra = s.has("to") ? 0 - window(s) : window(s);
-    } else if (op == "mov" && o.at(1).kind == Operand::Kind::kName && o[1].name[0] == '%' &&
-               registers_.count(o[1].name) == 0) {
+    if (op == "mov" && o.at(1).kind == Operand::Kind::kName && o[1].name[0] == '%' &&
+        registers_.count(o[1].name) == 0) {
       i.run = special_register(o[1].name);
       i.d = target(o[0]);
       if (i.run == nullptr) {
         unknown("unknown special register " + o[1].name);
       }
       return;
-    } else if (op == "mov" || op == "slct") {
-      i.run = selection(s, i.extra);
+    }
+    if (op == "mov" || s.opcode() == "cvta.to.global.u64") {
+      i.run = selection(s);
     } else if (op == "cvt") {
       i.run = conversion(s);
-      for (const char* how : {"rni", "rzi", "rmi", "rpi"}) {
-        i.extra = s.has(how) ? static_cast<std::uint64_t>(how[1]) : i.extra;
-      }
     } else {
-      const std::string& type = s.op.back();
-      i.run = type[0] == 'f' || type[0] == 'b' ? float_operation(s, i.extra) : nullptr;
-      if (i.run == nullptr) {
-        i.run = integer_operation(s, i.extra);
-      }
+      i.run = s.op.back()[0] == 'f' ? float_operation(s) : integer_operation(s, i.extra);
     }
     if (i.run == nullptr) {
       unknown("an unknown form");
@@ -436,56 +326,9 @@ class Decoder {
     }
   }
 
-  /// Threads may change where one ends: at branches, meetings, atomics, fences.
-  void cut_into_blocks() {
-    Program& program = out_->program;
-    std::set<std::size_t> leaders = {0};
-    for (const auto& [name, at] : function_.labels) {
-      leaders.insert(at);
-    }
-    for (std::size_t at = 0; at < program.code.size(); ++at) {
-      const Instruction& i = program.code[at];
-      const std::string& op = program.opcodes[at];
-      if (i.kind != Kind::kPlain || i.order.strong || op.starts_with("membar") ||
-          op.starts_with("fence")) {
-        leaders.insert(at + 1);
-      }
-    }
-    for (auto leader = leaders.begin(); leader != leaders.end(); ++leader) {
-      if (*leader >= program.code.size()) {
-        break;
-      }
-      const auto next = std::next(leader);
-      BasicBlock block;
-      block.begin = static_cast<std::uint32_t>(*leader);
-      block.end = static_cast<std::uint32_t>(
-          next == leaders.end() ? program.code.size() : std::min(*next, program.code.size()));
-      block.first_line = program.code[block.begin].line;
-      block.last_line = program.code[block.end - 1].line;
-      for (std::uint32_t at = block.begin; at < block.end; ++at) {
-        program.code[at].block = static_cast<std::uint32_t>(program.blocks.size());
-      }
-      program.blocks.push_back(block);
-    }
-  }
-  /// An atomic whose result nobody reads is a reduction, which ptxas makes of it.
-  void mark_unused_results() {
-    Program& program = out_->program;
-    std::set<Register> read(program.parts.begin(), program.parts.end());
-    for (const Instruction& i : program.code) {
-      read.insert({i.a, i.b, i.c});
-    }
-    for (std::size_t at = 0; at < program.code.size(); ++at) {
-      Instruction& i = program.code[at];
-      if (program.opcodes[at].starts_with("atom") && read.count(i.d) == 0) {
-        i.d = kSink;
-      }
-    }
-  }
-
   const Module& module_;
   Function function_;
-  std::unique_ptr<Kernel> out_;
+  std::unique_ptr<Program> out_;
   const Statement* current_ = nullptr;
   std::uint32_t values_ = 0;
   std::map<std::string, std::uint32_t> registers_;
@@ -497,7 +340,7 @@ class Decoder {
 
 }  // namespace
 
-std::unique_ptr<Kernel> decode(const Module& module, const EntryText& entry) {
+std::unique_ptr<Program> decode(const Module& module, const EntryText& entry) {
   return Decoder(module, entry).run();
 }
 

@@ -1,9 +1,7 @@
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -12,8 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "command.hpp"
 #include "emulator.hpp"
-#include "library.hpp"
 #include "support.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/passes.hpp"
@@ -184,30 +182,24 @@ class Check {
  public:
   Check(Library& library, int seeds) : library_(library), seeds_(seeds), cases_(all_cases()) {}
 
-  /// What the intact kernels give, and which cases launch which.
+  /// What the intact kernels give, and which cases launch which. (That any order of threads gives
+  /// the same is what syncbn_ptx_tests --weak says.)
   bool prepare() {
+    settings_of(1);
     for (std::size_t i = 0; i < cases_.size(); ++i) {
-      for (int seed = 1; seed <= 3; ++seed) {
-        settings_of(seed);
-        std::vector<std::uint64_t> launches;
-        for (const auto& entry : library_.entries()) {
-          launches.push_back(entry.launches);
-        }
-        try {
-          const Bytes got = cases_[i].run();
-          if (seed > 1 && got != cases_[i].expected) {
-            std::printf("%s: other bits with seed %d\n", cases_[i].name.c_str(), seed);
-            return false;
-          }
-          cases_[i].expected = got;
-        } catch (const KernelError& error) {
-          std::printf("%s: %s\n", cases_[i].name.c_str(), error.what());
-          return false;
-        }
-        for (std::size_t e = 0; e < launches.size(); ++e) {
-          if (library_.entries()[e].launches > launches[e]) {
-            by_entry_[e].insert(i);
-          }
+      std::vector<std::uint64_t> launches;
+      for (const auto& entry : library_.entries()) {
+        launches.push_back(entry.launches);
+      }
+      try {
+        cases_[i].expected = cases_[i].run();
+      } catch (const KernelError& error) {
+        std::printf("%s: %s\n", cases_[i].name.c_str(), error.what());
+        return false;
+      }
+      for (std::size_t e = 0; e < launches.size(); ++e) {
+        if (library_.entries()[e].launches > launches[e]) {
+          by_entry_[e].insert(i);
         }
       }
     }
@@ -227,7 +219,7 @@ class Check {
     const std::size_t head = whole.text().find(".entry");
     const Module planted(whole.text().substr(0, whole.text().rfind('\n', head)) + "\n" + text,
                          whole.file());
-    std::unique_ptr<Kernel> kernel;
+    std::unique_ptr<Program> kernel;
     try {
       kernel = decode(planted, planted.entries().at(0));
     } catch (const SyntaxError& error) {
@@ -260,46 +252,40 @@ class Check {
   std::map<std::size_t, std::set<std::size_t>> by_entry_;
 };
 
-int plant(int argc, char** argv) {
-  const char* folder = std::getenv("SYNCBN_PTX");
+struct Wanted {
   int seeds = 6;
-  std::size_t most = 2;  // of a kind and kernel; fences and barriers: all of them
+  std::size_t most = 2;  ///< of a kind and kernel; fences and barriers: all of them
   std::set<std::string> kinds;
   bool verbose = false;
   int only_line = 0;
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    if (argument.starts_with("--ptx=")) {
-      folder = argv[i] + 6;
-    } else if (argument.starts_with("--seeds=")) {
-      seeds = std::stoi(argument.substr(8));
+
+  bool take(const std::string& argument) {
+    if (const char* number = value_of(argument, "--seeds=")) {
+      seeds = std::stoi(number);
+    } else if (const char* line = value_of(argument, "--line=")) {
+      only_line = std::stoi(line);
     } else if (argument == "--all") {
       most = 1u << 30;
     } else if (argument == "--no-races") {
       session().races = false;
-    } else if (argument.starts_with("--line=")) {
-      only_line = std::stoi(argument.substr(7));
     } else if (argument == "--verbose") {
       verbose = true;
     } else {
       kinds.insert(argument);
     }
+    return true;
   }
-  if (folder == nullptr) {
-    std::printf("no PTX: give --ptx=FOLDER, or SYNCBN_PTX in the environment\n");
-    return 2;
-  }
-  const auto library = Library::read(folder);
-  session().library = library.get();
+};
+
+int plant(Library& library, const Wanted& wanted) {
   session().weak = true;
-  use_ptx();
-  Check check(*library, seeds);
+  Check check(library, wanted.seeds);
   if (!check.prepare()) {
     return 1;
   }
   std::map<std::string, std::pair<int, int>> found;  // noticed and planted
   for (const auto& [number, cases] : check.launched()) {
-    const Library::Entry& entry = library->entries()[number];
+    const Library::Entry& entry = library.entries()[number];
     const std::string text =
         entry.module->text().substr(entry.text->begin, entry.text->end - entry.text->begin);
     std::map<std::string, std::vector<Defect>> by_kind;
@@ -307,23 +293,24 @@ int plant(int argc, char** argv) {
       by_kind[one.kind].push_back(one);
     }
     for (auto& [kind, all] : by_kind) {
-      if (!kinds.empty() && kinds.count(kind) == 0) {
+      if (!wanted.kinds.empty() && wanted.kinds.count(kind) == 0) {
         continue;
       }
-      if (only_line > 0) {
-        std::erase_if(all,
-                      [&](const Defect& one) { return entry.text->line + one.line != only_line; });
+      if (wanted.only_line > 0) {
+        std::erase_if(all, [&](const Defect& one) {
+          return entry.text->line + one.line != wanted.only_line;
+        });
       }
       const bool every = kind == "fence" || kind == "barrier" || kind == "warp_barrier";
       testing::Random random(number);
       random.shuffle(all);
-      all.resize(every ? all.size() : std::min(all.size(), most));
+      all.resize(every ? all.size() : std::min(all.size(), wanted.most));
       for (const Defect& one : all) {
         const std::string how = check.noticed(one);
         auto& [noticed, planted] = found[kind];
         ++planted;
         noticed += how.empty() ? 0 : 1;
-        if (how.empty() || verbose) {
+        if (how.empty() || wanted.verbose) {
           std::printf("%s %s, line %d of %s: %s\n  %s\n",
                       how.empty() ? "NOT noticed:" : "noticed:", kind.c_str(),
                       entry.text->line + one.line, entry.module->file().c_str(),
@@ -344,10 +331,9 @@ int plant(int argc, char** argv) {
 }  // namespace syncbn::ptx
 
 int main(int argc, char** argv) {
-  try {
-    return syncbn::ptx::plant(argc, argv);
-  } catch (const std::exception& error) {
-    std::printf("%s\n", error.what());
-    return 2;
-  }
+  using namespace syncbn::ptx;
+  Wanted wanted;
+  return run_command(
+      argc, argv, [&](const std::string& argument) { return wanted.take(argument); },
+      [&](Library& library) { return plant(library, wanted); });
 }

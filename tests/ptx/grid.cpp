@@ -54,6 +54,7 @@ std::unique_ptr<Block> start_block(Grid& grid, unsigned index) {
 void draw_teams(Random& random, Warp& warp, std::uint32_t lanes) {
   const std::uint64_t drawn = random.bits();
   const unsigned teams = drawn % 4 == 0 ? 2 : drawn % 16 == 1 ? 5 : 1;
+  warp.teams_in_turn = (drawn >> 8) % 2 != 0;
   std::uint64_t bits = teams == 1 ? 0 : random.bits();
   each(lanes, [&](unsigned l) {
     warp.team[l] = static_cast<std::uint8_t>(bits % teams);
@@ -85,7 +86,8 @@ class Runner {
     if (runnable == 0) {
       return false;
     }
-    // Lanes behind the others go first, so that they meet again; sometimes any lane.
+    // Lanes behind the others go first, so that they meet again; sometimes any lane, and sometimes
+    // a team goes on alone until it waits.
     auto leader = static_cast<unsigned>(std::countr_zero(runnable));
     if (grid_.random.one_in(8)) {
       std::uint32_t rest = runnable;
@@ -96,7 +98,12 @@ class Runner {
       }
       leader = static_cast<unsigned>(std::countr_zero(rest));
     } else {
-      each(runnable, [&](unsigned l) { leader = warp.pc[l] < warp.pc[leader] ? l : leader; });
+      each(runnable, [&](unsigned l) {
+        const bool first = warp.teams_in_turn && warp.team[l] != warp.team[leader]
+                               ? warp.team[l] < warp.team[leader]
+                               : warp.pc[l] < warp.pc[leader];
+        leader = first ? l : leader;
+      });
     }
     std::uint32_t group = 0;
     each(runnable, [&](unsigned l) {
@@ -140,7 +147,9 @@ class Runner {
           stay(warp, mask, pc);
           if (last.order.acquire || last.order.release) {
             warp.block->fenced = true;
-            rest(*warp.block, 40);
+            rest(warp.rests_until, 150);
+          } else if (behind(warp, pc)) {
+            rest(warp.rests_until, 6);
           }
           return;  // others may come between
         }
@@ -154,14 +163,22 @@ class Runner {
     stay(warp, mask, pc);
   }
 
-  /// After a fence, and after the barrier that follows it, a block sometimes stands still while
-  /// others go on, even to their end: what is wrong between a fence and an atomic shows then.
-  void rest(Block& block, std::uint64_t one_in) {
+  /// A warp after a fence or barrier, or some lanes of it after an atomic that others have still to
+  /// come to, and a block after the barrier that follows a fence, sometimes stand still while
+  /// others go on, even to their end: what is wrong between fences and atomics shows then.
+  void rest(std::uint64_t& until, std::uint64_t one_in) {
     if (grid_.random.one_in(one_in)) {
       constexpr std::uint64_t kToTheEnd = ~std::uint64_t{0};
-      block.rests_until =
-          grid_.random.one_in(2) ? kToTheEnd : grid_.steps + grid_.random.below(4000);
+      until = grid_.random.one_in(2) ? kToTheEnd : grid_.steps + grid_.random.below(4000);
     }
+  }
+
+  /// Whether lanes of the warp have still to come here.
+  static bool behind(const Warp& warp, std::uint32_t pc) {
+    bool found = false;
+    each(warp.lanes & ~warp.exited & ~warp.waiting,
+         [&](unsigned l) { found = found || warp.pc[l] < pc; });
+    return found;
   }
 
   static void plain(Warp& warp, const Instruction& i, std::uint32_t mask) {
@@ -184,18 +201,6 @@ class Runner {
         stay(warp, taken, target);
         stay(warp, mask & ~taken, pc + 1);
         return false;
-      case Kind::kIndexedBranch:
-        stay(warp, mask & ~taken, pc + 1);
-        require_defined(warp, i, taken, defined(warp, i.a), "the index of a branch");
-        each(taken, [&](unsigned l) {
-          const auto& table = program_.branch_tables[i.extra];
-          const auto index = static_cast<std::uint32_t>(row(warp, i.a)[l]);
-          if (index >= table.size()) {
-            fail(warp, i, l, "a branch beyond its table");
-          }
-          warp.pc[l] = table[index];
-        });
-        return false;
       case Kind::kExit:
         warp.exited |= taken;
         warp.block->live -= static_cast<unsigned>(std::popcount(taken));
@@ -212,7 +217,7 @@ class Runner {
     stay(warp, taken, pc);
     warp.waiting |= taken;
     if (i.kind == Kind::kBlockBarrier) {
-      arrive(warp, i, taken);
+      arrive(warp, i, taken, pc);
     } else {
       meet(warp, i, taken);
     }
@@ -259,86 +264,39 @@ class Runner {
     }
   }
 
-  void arrive(Warp& warp, const Instruction& i, std::uint32_t arriving) {
+  void arrive(Warp& warp, const Instruction& i, std::uint32_t arriving, std::uint32_t at) {
     Block& block = *warp.block;
-    const auto at = static_cast<std::uint32_t>(&i - program_.code.data());
-    const auto lane = static_cast<unsigned>(std::countr_zero(arriving));
-    require_defined(warp, i, arriving, defined(warp, i.a) & defined(warp, i.b),
-                    "a barrier's number");
-    const std::uint64_t number = row(warp, i.a)[lane] & 0xffffffffu;
-    if (number >= block.barriers.size()) {
-      fail(warp, i, lane, "a barrier with a number beyond 15");
-    }
-    const auto expected =
-        i.bytes != 0 ? static_cast<unsigned>(row(warp, i.b)[lane]) : grid_.launch->threads;
-    Barrier& barrier = block.barriers[number];
-    const bool whole = expected == grid_.launch->threads && i.extra == 0;
-    if (barrier.arrived > 0 && (barrier.expected != expected || (whole && barrier.pc != at))) {
-      fail(warp, i, lane,
+    Barrier& barrier = block.barrier;
+    if (barrier.arrived > 0 && barrier.pc != at) {
+      fail(warp, i, static_cast<unsigned>(std::countr_zero(arriving)),
            "threads of the block at different barriers: others wait in line " +
                std::to_string(program_.code[barrier.pc].line));
     }
-    barrier.expected = expected;
     barrier.pc = at;
     barrier.arrived += static_cast<unsigned>(std::popcount(arriving));
-    if (i.extra == 1) {  // does not wait
-      warp.waiting &= ~arriving;
-      stay(warp, arriving, at + 1);
-    }
-    if (barrier.arrived > expected) {
-      fail(warp, i, lane, "more threads at a barrier than it is for");
-    }
-    if (barrier.arrived == expected) {
-      release(block, number);
+    if (barrier.arrived == grid_.launch->threads) {
+      release(block);
     }
   }
 
-  void release(Block& block, std::uint64_t number) {
-    std::vector<Observer*> all;
-    std::vector<std::pair<Warp*, std::uint32_t>> waiting;
-    unsigned yes = 0;
-    unsigned threads = 0;
-    for (Warp& warp : block.warps) {
-      std::uint32_t lanes = 0;
-      each(warp.waiting, [&](unsigned l) {
-        const Instruction& i = program_.code[warp.pc[l]];
-        if (i.kind == Kind::kBlockBarrier && row(warp, i.a)[l] == number) {
-          lanes |= 1u << l;
-          yes += (warp.predicates[i.r] ^ i.r_flip) >> l & 1u;
-          ++threads;
-          if (!block.observers.empty()) {
-            all.push_back(&block.observers[warp.index * kLanes + l]);
-          }
-        }
-      });
-      if (lanes != 0) {
-        waiting.emplace_back(&warp, lanes);
-      }
-    }
-    for (auto& [warp, lanes] : waiting) {
-      each(lanes, [&, w = warp](unsigned l) {
-        const Instruction& i = program_.code[w->pc[l]];
-        if (i.extra == 2) {
-          written(*w, i.d)[l] = yes;
-          define(*w, i.d, 1u << l, kAllLanes);
-        } else if (i.extra > 2) {
-          define_predicate(*w, i.p, 1u << l,
-                           (i.extra == 3 ? yes == threads : yes > 0) ? kAllLanes : 0, kAllLanes);
-        }
-        ++w->pc[l];
-      });
-      warp->waiting &= ~lanes;
-      draw_teams(grid_.random, *warp, lanes);
-    }
-    if (threads == grid_.launch->threads) {
-      ++block.barriers_passed;
-    }
+  void release(Block& block) {
     if (grid_.weak.has_value()) {
+      std::vector<Observer*> all;
+      for (Observer& one : block.observers) {
+        all.push_back(&one);
+      }
       WeakMemory::barrier(all);
     }
-    block.barriers[number] = {};
+    for (Warp& warp : block.warps) {
+      stay(warp, warp.lanes, block.barrier.pc + 1);
+      warp.waiting = 0;
+      draw_teams(grid_.random, warp, warp.lanes);
+      rest(warp.rests_until, 1000);
+    }
+    ++block.barriers_passed;
+    block.barrier = {};
     if (std::exchange(block.fenced, false)) {
-      rest(block, 3);
+      rest(block.rests_until, 3);
     }
   }
 
@@ -346,42 +304,7 @@ class Runner {
   const Program& program_;
 };
 
-/// Who waits for what, in a few words.
-[[noreturn]] void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks) {
-  std::string text;
-  int shown = 0;
-  const Program& program = *blocks.front()->grid->launch->program;
-  for (const auto& block : blocks) {
-    std::string last;
-    for (const Warp& warp : block->warps) {
-      each(warp.lanes, [&](unsigned l) {
-        const bool ended = (warp.exited >> l & 1u) != 0;
-        const std::string state = ended ? " has ended"
-                                        : " waits in line " +
-                                              std::to_string(program.code[warp.pc[l]].line) + " (" +
-                                              program.opcodes[warp.pc[l]] + ")";
-        if (state != last && shown < 6) {
-          text += (shown++ > 0 ? "; thread " : " thread ") +
-                  std::to_string(warp.index * kLanes + l) + " of block " +
-                  std::to_string(block->index) + state;
-          last = state;
-        }
-      });
-    }
-  }
-  throw KernelError(program.file + ", " + program.name + ": no thread can go on:" + text);
-}
-
 }  // namespace
-
-[[noreturn]] void fail(const Warp& warp, const Instruction& at, unsigned lane,
-                       const std::string& what) {
-  const auto number = static_cast<std::size_t>(&at - warp.program->code.data());
-  throw KernelError(warp.program->file + ", line " + std::to_string(at.line) + " (" +
-                    warp.program->opcodes[number] + "), thread " +
-                    std::to_string(warp.index * kLanes + lane) + " of block " +
-                    std::to_string(warp.block->index) + " of " + warp.program->name + ": " + what);
-}
 
 Execution run(const Launch& launch, const Options& options) {
   const Program& program = *launch.program;
@@ -408,7 +331,7 @@ Execution run(const Launch& launch, const Options& options) {
   std::vector<std::unique_ptr<Block>> resident;
   std::size_t next = 0;
   Runner runner(grid);
-  // Some warp of some block that does not rest.
+  // Some warp that does not rest, of some block that does not.
   const auto step = [&] {
     const std::size_t first = grid.random.below(resident.size());
     for (std::size_t i = 0; i < resident.size(); ++i) {
@@ -416,7 +339,8 @@ Execution run(const Launch& launch, const Options& options) {
       const std::size_t warps = block.warps.size();
       const std::size_t first_warp = grid.random.below(warps);
       for (std::size_t w = 0; w < warps && block.rests_until <= grid.steps; ++w) {
-        if (runner.step(block.warps[(first_warp + w) % warps])) {
+        Warp& warp = block.warps[(first_warp + w) % warps];
+        if (warp.rests_until <= grid.steps && runner.step(warp)) {
           return true;
         }
       }
@@ -434,6 +358,9 @@ Execution run(const Launch& launch, const Options& options) {
     if (!step()) {
       for (const auto& block : resident) {
         block->rests_until = 0;
+        for (Warp& warp : block->warps) {
+          warp.rests_until = 0;
+        }
       }
       if (!step()) {
         report_deadlock(resident);

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -10,7 +9,6 @@
 
 #include "block_memory.hpp"
 #include "lanes.hpp"
-#include "random.hpp"
 #include "weak_memory.hpp"
 
 // One launch: blocks, their warps and memory, and the order in which they run.
@@ -37,11 +35,6 @@ struct Execution {
   std::vector<BlockCount> counts;         ///< of each basic block, if they were asked for
 };
 
-inline constexpr std::uint64_t kSharedWindow = std::uint64_t{1} << 60;
-inline constexpr std::uint64_t kLocalWindow = std::uint64_t{2} << 60;
-inline constexpr std::uint64_t kParameterWindow = std::uint64_t{3} << 60;
-inline constexpr std::uint64_t kWindowMask = std::uint64_t{15} << 60;
-
 struct Launch {
   const Program* program = nullptr;
   unsigned blocks = 0;
@@ -52,7 +45,6 @@ struct Launch {
 
 struct Barrier {
   unsigned arrived = 0;
-  unsigned expected = 0;
   std::uint32_t pc = 0;
 };
 
@@ -65,7 +57,7 @@ struct Block {
   SharedMemory shared;
   std::vector<TrackedMemory> local;  ///< of each thread
   std::vector<Observer> observers;   ///< of each thread, with weak memory
-  std::array<Barrier, 16> barriers;
+  Barrier barrier;
   std::uint32_t barriers_passed = 0;
   unsigned live = 0;
   std::uint64_t rests_until = 0;  ///< steps of the grid
@@ -85,6 +77,9 @@ struct Grid {
 
   explicit Grid(std::uint64_t seed) : random(seed) {}
 };
+
+/// Who waits for what.
+[[noreturn]] void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks);
 
 /// Runs to the end of the grid. Throws KernelError.
 Execution run(const Launch& launch, const Options& options);

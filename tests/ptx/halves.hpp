@@ -1,6 +1,5 @@
 #pragma once
 
-#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -53,20 +52,5 @@ struct Narrow {
 };
 using HalfFormat = Narrow<11, -24, 5>;
 using BfloatFormat = Narrow<8, -133, 8>;
-
-/// a + b, rounded to odd: a second rounding to fewer digits gives what one rounding would.
-inline double add_to_odd(double a, double b) {
-  const double sum = a + b;
-  if (!std::isfinite(sum)) {
-    return sum;
-  }
-  const double of_b = sum - a;
-  const double error = (a - (sum - of_b)) + (b - of_b);
-  if (error == 0 || (std::bit_cast<std::uint64_t>(sum) & 1) != 0) {
-    return sum;
-  }
-  return std::nextafter(sum, error > 0 ? std::numeric_limits<double>::infinity()
-                                       : -std::numeric_limits<double>::infinity());
-}
 
 }  // namespace syncbn::ptx

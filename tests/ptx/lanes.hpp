@@ -28,14 +28,13 @@ using Handler = void (*)(Warp&, const Instruction&, std::uint32_t mask);
 enum class Kind : std::uint8_t {
   kPlain,
   kBranch,
-  kIndexedBranch,
   kExit,
   kWarpMeeting,  ///< shuffles and the like: its handler runs when all lanes are there
   kWarpBarrier,  ///< the same, and orders memory
   kBlockBarrier,
 };
 
-enum class Space : std::uint8_t { kGeneric, kGlobal, kShared, kLocal, kParameter, kConstant };
+enum class Space : std::uint8_t { kGeneric, kGlobal, kShared, kLocal, kParameter };
 
 /// What an access or fence says of order.
 struct Order {
@@ -44,7 +43,6 @@ struct Order {
   bool release = false;
   bool sequential = false;   ///< fence.sc, membar
   bool block_scope = false;  ///< .cta: for threads of the same block alone
-  bool read_only = false;    ///< ld.global.nc
 };
 
 /// A register as an operand. Constants are rows, too, which all warps share.
@@ -58,9 +56,9 @@ struct Instruction {
   std::uint32_t guard = 0;              ///< predicate 0 is true
   std::uint32_t guard_flip = 0;         ///< all ones: executes where the guard is false
   std::uint32_t p = 0;                  ///< a predicate that is written; 0: none
-  std::uint32_t q = 0;                  ///< setp's second
-  std::uint32_t r = 0;                  ///< one that is read
-  std::uint32_t r_flip = 0;
+  std::uint32_t q = 0;                  ///< one that is read
+  std::uint32_t r = 0;                  ///< one that is read, of which
+  std::uint32_t r_flip = 0;             ///< all ones: the opposite
   Kind kind = Kind::kPlain;
   Space space = Space::kGeneric;
   std::uint8_t bytes = 0;  ///< of one element of an access
@@ -89,7 +87,6 @@ struct Program {
   std::vector<Instruction> code;
   std::vector<BasicBlock> blocks;
   std::vector<Register> parts;
-  std::vector<std::vector<std::uint32_t>> branch_tables;
   std::vector<std::string> opcodes;  ///< of each instruction
   std::vector<std::uint64_t> constants;
   std::uint32_t registers = 0;
@@ -98,7 +95,6 @@ struct Program {
   std::vector<std::size_t> parameter_offsets, parameter_sizes;
   std::size_t local_bytes = 0;
   std::size_t shared_bytes = 0;  ///< without what the launch adds
-  bool external_shared = false;
 };
 
 struct Warp {
@@ -116,6 +112,8 @@ struct Warp {
   std::uint32_t waiting = 0;
   std::uint32_t pc[kLanes] = {};
   std::uint8_t team[kLanes] = {};      ///< lanes of a team run together where they can
+  bool teams_in_turn = false;          ///< one goes on alone until it waits, then the next
+  std::uint64_t rests_until = 0;       ///< steps of the grid
   std::uint32_t barriers = 0;          ///< warp barriers so far
   std::vector<std::uint32_t> entered;  ///< times each lane entered each basic block
 };
@@ -186,31 +184,24 @@ inline std::uint64_t put(T value) {
   }
 }
 
-/// d = F(a, ...) for values of one type.
+/// d = F(a, ...) for values of one type, as many as F takes. Operands that an instruction does not
+/// have are constants.
 template <class T, class F>
-void unary(Warp& w, const Instruction& i, std::uint32_t mask) {
-  const std::uint64_t* const a = row(w, i.a);
-  std::uint64_t* const d = written(w, i.d);
-  each(mask, [&](unsigned l) { d[l] = put(F()(get<T>(a[l]))); });
-  define(w, i.d, mask, defined(w, i.a));
-}
-template <class T, class F>
-void binary(Warp& w, const Instruction& i, std::uint32_t mask) {
-  const std::uint64_t* const a = row(w, i.a);
-  const std::uint64_t* const b = row(w, i.b);
-  std::uint64_t* const d = written(w, i.d);
-  const std::uint32_t known = defined(w, i.a) & defined(w, i.b);
-  each(mask, [&](unsigned l) { d[l] = put(F()(get<T>(a[l]), get<T>(b[l]))); });
-  define(w, i.d, mask, known);
-}
-template <class T, class F>
-void ternary(Warp& w, const Instruction& i, std::uint32_t mask) {
+void apply(Warp& w, const Instruction& i, std::uint32_t mask) {
   const std::uint64_t* const a = row(w, i.a);
   const std::uint64_t* const b = row(w, i.b);
   const std::uint64_t* const c = row(w, i.c);
   std::uint64_t* const d = written(w, i.d);
   const std::uint32_t known = defined(w, i.a) & defined(w, i.b) & defined(w, i.c);
-  each(mask, [&](unsigned l) { d[l] = put(F()(get<T>(a[l]), get<T>(b[l]), get<T>(c[l]))); });
+  each(mask, [&](unsigned l) {
+    if constexpr (std::is_invocable_v<F, T>) {
+      d[l] = put(F()(get<T>(a[l])));
+    } else if constexpr (std::is_invocable_v<F, T, T>) {
+      d[l] = put(F()(get<T>(a[l]), get<T>(b[l])));
+    } else {
+      d[l] = put(F()(get<T>(a[l]), get<T>(b[l]), get<T>(c[l])));
+    }
+  });
   define(w, i.d, mask, known);
 }
 

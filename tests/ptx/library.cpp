@@ -62,7 +62,7 @@ const Program& Library::Entry::program() {
   if (kernel == nullptr) {
     kernel = decode(*module, *text);
   }
-  return kernel->program;
+  return *kernel;
 }
 
 std::unique_ptr<Library> Library::read(const std::string& folder) {
@@ -122,23 +122,5 @@ Session& session() {
 }
 
 void use_ptx() { emulation::set_runner(&run_ptx); }
-
-std::map<std::string, BlockCount> counts_by_class(const Record& record) {
-  std::map<std::string, BlockCount> out;
-  const Program& program = *record.program;
-  for (std::size_t i = 0; i < program.code.size(); ++i) {
-    std::string name = program.opcodes[i];
-    const std::size_t first = name.find('.');
-    std::string of = name.substr(0, first);
-    if (of == "ld" || of == "st" || of == "atom" || of == "red") {
-      const std::size_t second = name.find('.', first + 1);
-      of = name.substr(0, second);
-    }
-    const BlockCount& count = record.execution.counts.at(program.code[i].block);
-    out[of].threads += count.threads;
-    out[of].warps += count.warps;
-  }
-  return out;
-}
 
 }  // namespace syncbn::ptx

@@ -20,7 +20,7 @@ class Library {
   struct Entry {
     const Module* module = nullptr;
     const EntryText* text = nullptr;
-    std::unique_ptr<Kernel> kernel;  ///< once it was asked for
+    std::unique_ptr<Program> kernel;  ///< once it was asked for
     std::uint64_t launches = 0;
     std::uint64_t thread_instructions = 0;
     const Program& program();
@@ -63,8 +63,5 @@ Session& session();
 
 /// From now on launches of emulated kernels run the session's PTX.
 void use_ptx();
-
-/// Sums of counts by opcode without types and sizes: "ld.global", "fma", "shfl".
-std::map<std::string, BlockCount> counts_by_class(const Record& record);
 
 }  // namespace syncbn::ptx

@@ -2,11 +2,9 @@
 
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
-#include <exception>
 #include <string>
 
-#include "library.hpp"
+#include "command.hpp"
 
 // The tests of tests/emulation and of layers, where each launch runs what nvcc made of the kernel:
 //   syncbn_ptx_tests --ptx=FOLDER [--weak [--no-races]] [--kernels] [--gtest_...]
@@ -41,52 +39,30 @@ int missing_kernels() {
   return missing;
 }
 
-int run_tests(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  const char* folder = std::getenv("SYNCBN_PTX");
-  bool all_kernels = false;
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    if (argument.starts_with("--ptx=")) {
-      folder = argv[i] + 6;
-    } else if (argument == "--weak") {
-      session().weak = true;
-    } else if (argument == "--no-races") {
-      session().races = false;
-    } else if (argument == "--kernels") {
-      all_kernels = true;
-    } else {
-      std::printf("unknown argument %s\n", argv[i]);
-      return 2;
-    }
-  }
-  if (::testing::GTEST_FLAG(list_tests)) {
-    return RUN_ALL_TESTS();
-  }
-  if (folder == nullptr) {
-    std::printf("no PTX: give --ptx=FOLDER, or SYNCBN_PTX in the environment\n");
-    return 2;
-  }
-  const auto library = Library::read(folder);
-  session().library = library.get();
-  use_ptx();
+int run_tests(bool all_kernels) {
   const auto start = std::chrono::steady_clock::now();
-  int result = RUN_ALL_TESTS();
+  const int result = RUN_ALL_TESTS();
   report(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-  if (all_kernels && missing_kernels() > 0) {
-    result = 1;
-  }
-  return result;
+  return all_kernels && missing_kernels() > 0 ? 1 : result;
 }
 
 }  // namespace
 }  // namespace syncbn::ptx
 
 int main(int argc, char** argv) {
-  try {
-    return syncbn::ptx::run_tests(argc, argv);
-  } catch (const std::exception& error) {
-    std::printf("%s\n", error.what());
-    return 2;
+  using syncbn::ptx::session;
+  ::testing::InitGoogleTest(&argc, argv);
+  if (::testing::GTEST_FLAG(list_tests)) {
+    return RUN_ALL_TESTS();
   }
+  bool all_kernels = false;
+  return syncbn::ptx::run_command(
+      argc, argv,
+      [&](const std::string& argument) {
+        session().weak = session().weak || argument == "--weak";
+        session().races = session().races && argument != "--no-races";
+        all_kernels = all_kernels || argument == "--kernels";
+        return argument == "--weak" || argument == "--no-races" || argument == "--kernels";
+      },
+      [&](syncbn::ptx::Library&) { return syncbn::ptx::run_tests(all_kernels); });
 }

@@ -9,15 +9,15 @@
 namespace syncbn::ptx {
 
 Handler integer_operation(const Statement& s, std::uint64_t& extra);
-Handler float_operation(const Statement& s, std::uint64_t& extra);
+Handler float_operation(const Statement& s);
 Handler conversion(const Statement& s);
-/// setp, set, selp, slct, moves, predicates.
-Handler selection(const Statement& s, std::uint64_t& extra);
+/// setp, selp, moves, predicates.
+Handler selection(const Statement& s);
 /// A special register's value: %tid.x. Null: there is none of that name.
 Handler special_register(const std::string& name);
 /// Loads, stores, atomics and fences.
 Handler access(const Statement& s, Instruction& out);
-/// Shuffles, votes, matches, reductions of a warp.
+/// Shuffles, votes and barriers of a warp.
 Handler meeting(const Statement& s, Instruction& out);
 
 }  // namespace syncbn::ptx

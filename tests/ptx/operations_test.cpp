@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "random.hpp"
 #include "small_programs.hpp"
 
 // Operations against what C++ makes of the same numbers, or against the PTX manual's formulas.
@@ -27,7 +26,7 @@ Values results(const std::string& body, const Values& a, const Values& b = Value
       "add.s64 %rd20, %rd20, %rd24;\nadd.s64 %rd21, %rd21, %rd24;\n"
       "add.s64 %rd22, %rd22, %rd24;\nadd.s64 %rd23, %rd23, %rd24;\n"
       "ld.global.u64 %rd1, [%rd20];\nld.global.u64 %rd2, [%rd21];\n"
-      "ld.global.nc.L1::no_allocate.L2::128B.u64 %rd3, [%rd22];\n"
+      "ld.global.u64 %rd3, [%rd22];\n"
       "cvt.u32.u64 %r11, %rd1;\ncvt.u32.u64 %r12, %rd2;\ncvt.u32.u64 %r13, %rd3;\n"
       "mov.b32 %f1, %r11;\nmov.b32 %f2, %r12;\nmov.b32 %f3, %r13;\n"
       "mov.b64 %fd1, %rd1;\nmov.b64 %fd2, %rd2;\ncvt.u16.u32 %rs1, %r11;\n"
@@ -77,13 +76,9 @@ TEST(PtxOperations, IntegersExact) {
     check("mul.hi.s64 %rd9, %rd1, %rd2;", [](U x, U y) {
       return static_cast<U>(static_cast<__int128>(static_cast<S>(x)) * static_cast<S>(y) >> 64);
     });
-    check("mad.hi.u64 %rd9, %rd1, %rd2, %rd1;",
-          [](U x, U y) { return static_cast<U>(Wide{x} * y >> 64) + x; });
     check("mad.lo.s64 %rd9, %rd1, %rd2, 7;", [](U x, U y) { return x * y + 7; });
     check("mul.wide.s32 %rd9, %r11, %r12;",
           [](U x, U y) { return static_cast<S>(static_cast<S32>(x)) * static_cast<S32>(y); });
-    check("mad.wide.u32 %rd9, %r11, %r12, %rd2;",
-          [](U x, U y) { return U{static_cast<U32>(x)} * static_cast<U32>(y) + y; });
     check("min.s64 %rd9, %rd1, %rd2;",
           [](U x, U y) { return static_cast<S>(x) < static_cast<S>(y) ? x : y; });
     check("max.u32 %r19, %r11, %r12;\ncvt.u64.u32 %rd9, %r19;",
@@ -96,26 +91,10 @@ TEST(PtxOperations, IntegersExact) {
           [](U x, U y) { return static_cast<S>(x) >> std::min(static_cast<U32>(y), 63u); });
     check("shl.b64 %rd9, %rd1, %r12;",
           [](U x, U y) { return static_cast<U32>(y) > 63 ? 0 : x << static_cast<U32>(y); });
-    check("popc.b64 %r19, %rd1;\ncvt.u64.u32 %rd9, %r19;", [](U x, U) { return std::popcount(x); });
     check("clz.b32 %r19, %r11;\ncvt.u64.u32 %rd9, %r19;",
           [](U x, U) { return std::countl_zero(static_cast<U32>(x)); });
-    check("bfind.u64 %r19, %rd1;\ncvt.u64.u32 %rd9, %r19;",
-          [](U x, U) { return x == 0 ? 0xffffffffu : 63 - static_cast<U32>(std::countl_zero(x)); });
-    check("bfe.u32 %r19, %r11, 5, 9;\ncvt.u64.u32 %rd9, %r19;",
-          [](U x, U) { return static_cast<U32>(x) >> 5 & 0x1ff; });
-    check("bfe.s32 %r19, %r11, 28, 9;\ncvt.s64.s32 %rd9, %r19;",
-          [](U x, U) { return static_cast<S>(static_cast<S32>(x) >> 28); });
     check("bfi.b64 %rd9, %rd1, %rd2, 40, 10;",
           [](U x, U y) { return (y & ~(0x3ffull << 40)) | (x & 0x3ff) << 40; });
-    check("lop3.b32 %r19, %r11, %r12, 255, 0xb8;\ncvt.u64.u32 %rd9, %r19;", [](U x, U y) {
-      const U32 p = static_cast<U32>(x);
-      const U32 q = static_cast<U32>(y);
-      return (p & ~q) | (q & 255);  // bits 3, 4, 5 and 7 of the table
-    });
-    check("prmt.b32 %r19, %r11, %r12, 0x4103;\ncvt.u64.u32 %rd9, %r19;", [](U x, U y) {
-      const auto byte = [](U v, int k) { return v >> (8 * k) & 0xff; };
-      return byte(x, 3) | byte(x, 0) << 8 | byte(x, 1) << 16 | byte(y, 0) << 24;
-    });
     check("shf.l.wrap.b32 %r19, %r11, %r12, 12;\ncvt.u64.u32 %rd9, %r19;", [](U x, U y) {
       return static_cast<U32>(static_cast<U32>(y) << 12 | static_cast<U32>(x) >> 20);
     });
@@ -127,15 +106,8 @@ TEST(PtxOperations, IntegersExact) {
           });
     check("sub.cc.s64 %rd8, %rd1, %rd2;\nsubc.s64 %rd9, 5, 0;",
           [](U x, U y) { return U{5} - (x < y ? 1 : 0); });
-    check("mad.lo.cc.u64 %rd8, %rd1, %rd2, %rd1;\nmadc.hi.u64 %rd9, %rd1, %rd2, 0;",
-          [](U x, U y) { return static_cast<U>((Wide{x} * y + x) >> 64); });
     check("setp.lt.s32 %p1, %r11, %r12;\nselp.b64 %rd9, %rd1, %rd2, %p1;",
           [](U x, U y) { return static_cast<S32>(x) < static_cast<S32>(y) ? x : y; });
-    check(
-        "setp.ne.s32 %p3, %r0, %r0;\nsetp.hi.and.u64 %p1|%p2, %rd1, %rd2, !%p3;\nselp.b64 %rd9, 1, "
-        "0, %p1;"
-        "\n@%p2 add.s64 %rd9, %rd9, 2;",
-        [](U x, U y) { return x > y ? 1 : 2; });
     check("{.reg .b32 low, high;\nmov.b64 {low, high}, %rd1;\nmov.b64 %rd9, {high, low};}",
           [](U x, U) { return x << 32 | x >> 32; });
     check("cvt.s8.s32 %r19, %r11;\ncvt.s64.s32 %rd9, %r19;",
@@ -175,8 +147,6 @@ TEST(PtxOperations, ConversionsExact) {
     };
     check("cvt.rn.f16.f32 %rs2, %f1;\ncvt.u64.u16 %rd9, %rs2;", as_half);
     check("cvt.rn.bf16.f32 %rs2, %f1;\ncvt.u64.u16 %rd9, %rs2;", as_bfloat);
-    check("mov.f32 %f4, 0f3F800000;\ncvt.rn.f16x2.f32 %r19, %f4, %f1;\ncvt.u64.u32 %rd9, %r19;",
-          [&](std::uint64_t v) { return 0x3c000000u | as_half(v); });
     check(
         "cvt.rn.f16.f32 %rs2, %f1;\ncvt.f32.f16 %f4, %rs2;\nmov.b32 %r19, %f4;\n"
         "cvt.u64.u32 %rd9, %r19;",
@@ -192,15 +162,6 @@ TEST(PtxOperations, ConversionsExact) {
           const auto f = static_cast<float>(wide * std::bit_cast<double>(0x3FF0000010000001ull));
           return std::uint64_t{std::bit_cast<std::uint32_t>(f)};
         });
-    check("cvt.rmi.s32.f32 %r19, %f1;\ncvt.s64.s32 %rd9, %r19;", [](std::uint64_t v) {
-      const double whole = std::floor(double{std::bit_cast<float>(static_cast<std::uint32_t>(v))});
-      return static_cast<std::uint64_t>(
-          static_cast<std::int64_t>(std::clamp(whole, -0x1p31, 0x1p31 - 1)));
-    });
-    check("add.rn.f32x2 %rd8, %rd1, %rd1;\nmov.u64 %rd9, %rd8;", [](std::uint64_t v) {
-      const float f = std::bit_cast<float>(static_cast<std::uint32_t>(v));
-      return std::uint64_t{std::bit_cast<std::uint32_t>(f + f)};
-    });
     check("fma.rn.f32 %f4, %f1, %f1, 0f3F800001;\nmov.b32 %r19, %f4;\ncvt.u64.u32 %rd9, %r19;",
           [](std::uint64_t v) {
             const double f = std::bit_cast<float>(static_cast<std::uint32_t>(v));
@@ -215,42 +176,14 @@ TEST(PtxOperations, ConversionsExact) {
   }
 }
 
-TEST(PtxOperations, HalvesAreRoundedOnceExact) {
-  Random random(4);
-  for (int round = 0; round < 50; ++round) {
-    Values a(32);
-    Values b(32);
-    Values c(32);
-    for (unsigned i = 0; i < 32; ++i) {
-      a[i] = random.bits() & 0xffff7fff;  // one of a pair is positive; both may be infinite
-      b[i] = random.bits() & 0xffffffff;
-      c[i] = random.bits() & 0xffffffff;
-    }
-    const Values got =
-        results("fma.rn.f16x2 %r19, %r11, %r12, %r13;\ncvt.u64.u32 %rd9, %r19;", a, b, c);
-    for (unsigned i = 0; i < 32; ++i) {
-      for (unsigned half = 0; half < 2; ++half) {
-        const auto value = [&](std::uint64_t v) {
-          return static_cast<__float128>(
-              std::bit_cast<_Float16>(static_cast<std::uint16_t>(v >> (16 * half))));
-        };
-        const __float128 exact = value(a[i]) * value(b[i]) + value(c[i]);  // 80 bits at most
-        const auto bits = static_cast<std::uint16_t>(got[i] >> (16 * half));
-        const auto expected = std::bit_cast<std::uint16_t>(static_cast<_Float16>(exact));
-        EXPECT_EQ(bits, exact != exact ? 0x7fff : expected);
-      }
-    }
-  }
-}
-
 TEST(PtxOperations, ShufflesFollowTheManual) {
   Random random(5);
   const Values values = random_values(9);
   for (int round = 0; round < 60; ++round) {
     const unsigned width = 1u << random.below(6);
     const unsigned by = static_cast<unsigned>(random.below(32));
-    for (const std::string mode : {"up", "down", "bfly", "idx"}) {
-      const unsigned clamp = ((32 - width) << 8) | (mode == "up" ? 0 : 31);
+    for (const std::string mode : {"bfly", "idx"}) {
+      const unsigned clamp = ((32 - width) << 8) | 31;
       const Values got = results("shfl.sync." + mode + ".b32 %r19|%p1, %r11, " +
                                      std::to_string(by) + ", " + std::to_string(clamp) +
                                      ", -1;\ncvt.u64.u32 %rd9, %r19;\n"
@@ -258,14 +191,10 @@ TEST(PtxOperations, ShufflesFollowTheManual) {
                                  values);
       for (unsigned lane = 0; lane < 32; ++lane) {
         const unsigned group = lane / width;
-        const auto to = static_cast<int>(mode == "up"     ? lane - by
-                                         : mode == "down" ? lane + by
-                                         : mode == "bfly" ? lane ^ by
-                                                          : group * width + by % width);
-        // Of a butterfly, lower groups may be read; of the others, the lane's own alone.
-        const int first = mode == "up" ? static_cast<int>(group * width) : -1000;
-        const bool inside = to >= first && to < static_cast<int>((group + 1) * width);
-        const auto from = inside ? static_cast<unsigned>(to) : lane;
+        const unsigned to = mode == "bfly" ? lane ^ by : group * width + by % width;
+        // Of a butterfly, lower groups may be read, too.
+        const bool inside = to < (group + 1) * width;
+        const unsigned from = inside ? to : lane;
         EXPECT_EQ(got[lane], (values[from] & 0xffffffffu) | (inside ? 0x100000000ull : 0))
             << mode << " " << width << " " << by;
       }
@@ -274,36 +203,48 @@ TEST(PtxOperations, ShufflesFollowTheManual) {
 }
 
 TEST(PtxOperations, WarpsDecideTogether) {
-  const Values values = random_values(11);
   Values odd(32);
   std::uint64_t ballot = 0;
-  std::uint32_t sum = 0;
   for (unsigned i = 0; i < 32; ++i) {
     odd[i] = i % 3;
     ballot |= (i % 3 == 1 ? 1ull : 0) << i;
-    sum += static_cast<std::uint32_t>(values[i]);
   }
   EXPECT_EQ(results("setp.eq.s32 %p1, %r11, 1;\nvote.sync.ballot.b32 %r19, %p1, -1;\n"
                     "cvt.u64.u32 %rd9, %r19;",
                     odd),
             Values(32, ballot));
   EXPECT_EQ(results("setp.eq.s32 %p1, %r11, 1;\nvote.sync.any.pred %p2, %p1, -1;\n"
-                    "vote.sync.all.pred %p3, !%p1, -1;\nselp.b64 %rd9, 1, 0, %p2;\n"
-                    "@%p3 add.s64 %rd9, %rd9, 2;",
+                    "setp.eq.s32 %p1, %r11, 5;\nvote.sync.any.pred %p3, %p1, -1;\n"
+                    "selp.b64 %rd9, 1, 0, %p2;\n@%p3 add.s64 %rd9, %rd9, 2;",
                     odd),
             Values(32, 1));
-  EXPECT_EQ(results("redux.sync.add.u32 %r19, %r11, -1;\ncvt.u64.u32 %rd9, %r19;", values),
-            Values(32, sum));
-  const Values matched =
-      results("match.any.sync.b32 %r19, %r11, -1;\ncvt.u64.u32 %rd9, %r19;", odd);
-  for (unsigned i = 0; i < 32; ++i) {
-    EXPECT_EQ(matched[i] >> i & 1, 1u);
-    EXPECT_EQ(static_cast<unsigned>(std::popcount(matched[i])), i % 3 == 2 ? 10u : 11u);
-  }
-  EXPECT_EQ(results("setp.eq.s32 %p1, %r11, 1;\nbar.red.popc.u32 %r19, 0, %p1;\n"
-                    "cvt.u64.u32 %rd9, %r19;",
-                    odd),
-            Values(32, 11));
+}
+
+TEST(PtxOperations, ComparisonsWithWhatIsNoNumber) {
+  const auto bits = [](float v) { return std::uint64_t{std::bit_cast<std::uint32_t>(v)}; };
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  Values a(32, bits(1));
+  Values b(32, bits(2));
+  a[1] = b[2] = a[3] = b[3] = bits(nan);
+  a[4] = bits(2);
+  a[5] = bits(3);
+  // Of less, equal and greater, which hold; and whether it holds where one is no number.
+  const auto check = [&](const std::string& how, std::vector<std::uint64_t> expected, bool nans) {
+    const Values got = results("setp." + how +
+                                   ".f32 %p1, %f1, %f2;\nnot.pred %p2, %p1;\nmov.pred %p3, -1;\n"
+                                   "xor.pred %p4, %p3, %p2;\nselp.b64 %rd9, 1, 0, %p4;",
+                               a, b);
+    EXPECT_EQ(Values({got[0], got[4], got[5]}), expected) << how;
+    EXPECT_EQ(Values({got[1], got[2], got[3]}), Values(3, nans ? 1 : 0)) << how;
+  };
+  check("lt", {1, 0, 0}, false);
+  check("leu", {1, 1, 0}, true);
+  check("eq", {0, 1, 0}, false);
+  check("ne", {1, 0, 1}, false);
+  check("neu", {1, 0, 1}, true);
+  check("gtu", {0, 0, 1}, true);
+  check("ge", {0, 1, 1}, false);
+  check("nan", {0, 0, 0}, true);
 }
 
 TEST(PtxOperations, CountsOfBasicBlocks) {
@@ -328,7 +269,9 @@ TEST(PtxOperations, CountsOfBasicBlocks) {
 TEST(PtxOperations, UnknownOperationsAreErrors) {
   for (const char* body :
        {"add.ftz.f32 %f1, %f2, %f3;", "rcp.approx.f32 %f1, %f2;", "cvt.rz.f32.f64 %f1, %fd1;",
-        "wgmma.fence.sync.aligned;", "call.uni (%r1), other, (%r2);"}) {
+        "wgmma.fence.sync.aligned;", "call.uni (%r1), other, (%r2);", "popc.b32 %r1, %r2;",
+        "add.sat.s32 %r1, %r2, %r3;", "ld.global.nc.u32 %r1, [%rd1];", "bar.sync 1;",
+        "setp.lt.and.s32 %p1, %r1, %r2, %p2;", "mov.u32 %r1, %laneid;"}) {
     EXPECT_THROW(run_small(small_kernel(0, body), {1, 1}, {}), SyntaxError) << body;
   }
 }

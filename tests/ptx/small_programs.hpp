@@ -40,8 +40,8 @@ inline std::string run_small(const std::string& text, const Shape& shape,
                              const Options& options = {}, Execution* execution = nullptr) {
   const Module module(text, "small.ptx");
   const auto kernel = decode(module, module.entries().at(0));
-  Launch launch{&kernel->program, shape.blocks, shape.threads, shape.shared_bytes, {}};
-  launch.parameters.resize(kernel->program.parameter_bytes);
+  Launch launch{kernel.get(), shape.blocks, shape.threads, shape.shared_bytes, {}};
+  launch.parameters.resize(kernel->parameter_bytes);
   if (!arguments.empty()) {
     std::memcpy(launch.parameters.data(), arguments.data(), arguments.size() * 8);
   }

@@ -21,12 +21,9 @@ std::vector<std::string> split(std::string_view text, char at) {
   }
 }
 
-/// Bytes of a type: "b32", "f16x2", "pred".
+/// Bytes of a type: "b32".
 std::size_t bytes_of(const std::string& type, const Lexer& lexer) {
   const std::size_t digits = type.find_first_of("0123456789");
-  if (type == "f16x2" || type == "bf16x2") {
-    return 4;
-  }
   if (digits == std::string::npos) {
     lexer.fail("unknown type ." + type);
   }
@@ -115,14 +112,7 @@ class Body {
     }
     const std::string word = lexer_.word();
     if (lexer_.take_if(":")) {
-      if (lexer_.is(".branchtargets")) {
-        lexer_.next();
-        std::vector<std::string>& targets = out_.branch_targets[word];
-        do {
-          targets.push_back(lexer_.word());
-        } while (lexer_.take_if(","));
-        lexer_.expect(";");
-      } else if (!out_.labels.emplace(word, out_.body.size()).second) {
+      if (!out_.labels.emplace(word, out_.body.size()).second) {
         lexer_.fail("a second label " + word);
       }
       return;
@@ -177,7 +167,6 @@ class Body {
     const std::string_view text = lexer_.token();
     if (text.size() > 2 && text[0] == '0' && std::strchr("fFdD", text[1]) != nullptr) {
       out.kind = Operand::Kind::kFloat;
-      out.bytes = text[1] == 'f' || text[1] == 'F' ? 4 : 8;
       out.bits = std::stoull(std::string(text.substr(2)), nullptr, 16);
       lexer_.next();
       return;
@@ -187,7 +176,7 @@ class Body {
   }
 
  public:
-  /// After ".shared" and the like: ".align 8 .b8 name[16] = {1, 2};"
+  /// After ".shared" and the like: ".align 8 .b8 name[16];"
   static Variable variable(Lexer& lexer, const std::string& space) {
     Variable out;
     out.space = space;
@@ -204,29 +193,6 @@ class Body {
     }
     out.bytes = count * element;
     out.external = count == 0;
-    if (lexer.take_if("=")) {
-      const bool braces = lexer.take_if("{");
-      out.initial.resize(out.bytes);
-      std::size_t at = 0;
-      do {
-        std::uint64_t value = 0;
-        const std::string text(lexer.token());
-        if (text.size() > 2 && std::strchr("fd", text[1]) != nullptr && text[0] == '0') {
-          value = std::stoull(text.substr(2), nullptr, 16);
-          lexer.next();
-        } else {
-          value = lexer.number();
-        }
-        if (at + element > out.bytes) {
-          lexer.fail("more values than " + out.name + " holds");
-        }
-        std::memcpy(out.initial.data() + at, &value, element);
-        at += element;
-      } while (lexer.take_if(","));
-      if (braces) {
-        lexer.expect("}");
-      }
-    }
     lexer.expect(";");
     return out;
   }

@@ -24,7 +24,6 @@ struct Operand {
   std::string name;        ///< a register, label or variable; of an address, its base or nothing
   std::string second;      ///< %p of %r|%p
   std::uint64_t bits = 0;  ///< of a number; of an address, the offset
-  std::size_t bytes = 8;   ///< of a floating-point number
   std::vector<Operand> parts;
 };
 
@@ -45,7 +44,6 @@ struct Variable {
   std::size_t align = 1;
   std::size_t bytes = 0;
   bool external = false;  ///< the launch decides how large it is
-  std::vector<std::byte> initial;
 };
 
 struct Parameter {
@@ -63,7 +61,6 @@ struct Function {
   std::map<std::string, std::size_t> labels;     ///< place in the body
   std::map<std::string, std::string> registers;  ///< name and type
   std::vector<Variable> variables;
-  std::map<std::string, std::vector<std::string>> branch_targets;
 };
 
 /// Where the text of an entry lies in that of its module.

@@ -26,7 +26,7 @@ std::uint64_t part(std::uint64_t granule, std::uintptr_t address, std::size_t by
 std::uint8_t mask_of(std::uintptr_t address, std::size_t bytes) {
   return static_cast<std::uint8_t>(((1u << bytes) - 1) << address % 8);
 }
-std::uint64_t stored(std::uint64_t, std::uint64_t operand, std::uint64_t) { return operand; }
+std::uint64_t stored(std::uint64_t, std::uint64_t operand) { return operand; }
 
 std::size_t filter_of(std::uintptr_t granule) { return granule >> 5 & 0xffff; }
 
@@ -116,7 +116,7 @@ void WeakMemory::take_effect(Pending one) {
     history.emplace_back();
     history.back().value = before;
   }
-  const std::uint64_t value = one.update(part(before, one.address, one.bytes), one.operand, 0);
+  const std::uint64_t value = one.update(part(before, one.address, one.bytes), one.operand);
   std::memcpy(reinterpret_cast<void*>(one.address), &value, one.bytes);
   if (one.update != &stored) {  // an atomic: part of the release sequence of what it read
     const auto joined = [](const SharedView& mine, const SharedView& theirs) {
@@ -221,12 +221,12 @@ const WeakMemory::Message& WeakMemory::newest(const History& history, std::uint8
 
 bool WeakMemory::write(Observer& who, std::uintptr_t address, std::size_t bytes, const Order& order,
                        std::uint64_t value) {
-  return update(who, address, bytes, order, &stored, value, 0, false, nullptr);
+  return update(who, address, bytes, order, &stored, value, false, nullptr);
 }
 
 bool WeakMemory::update(Observer& who, std::uintptr_t address, std::size_t bytes,
-                        const Order& order, Update update, std::uint64_t operand,
-                        std::uint64_t compare, bool wanted, std::uint64_t* before) {
+                        const Order& order, Update update, std::uint64_t operand, bool wanted,
+                        std::uint64_t* before) {
   settle_known(who, address / 8);
   if (order.release) {
     fence(who, {.release = true, .block_scope = order.block_scope});
@@ -243,11 +243,11 @@ bool WeakMemory::update(Observer& who, std::uintptr_t address, std::size_t bytes
     if (history != nullptr) {
       observe(who, newest(*history, mask_of(address, bytes)), order);
     }
-    operand = update(old, operand, compare);
+    operand = update(old, operand);
   }
   Pending one{address, bytes, update, operand, message_of(who, order)};
   if (wanted) {
-    one.update = [](std::uint64_t, std::uint64_t value, std::uint64_t) { return value; };
+    one.update = [](std::uint64_t, std::uint64_t value) { return value; };
   }
   if (wanted || order.release || pending_.size() >= kMostPending || !random_.one_in(4)) {
     take_effect(std::move(one));

@@ -27,6 +27,8 @@
 // caller may refuse.
 namespace syncbn::ptx {
 
+using testing::Random;
+
 /// Some writes of one thread, between two points at which knowledge leaves it.
 using Epoch = std::uint32_t;
 
@@ -57,7 +59,7 @@ struct Observer {
 };
 
 /// The new value from the old one.
-using Update = std::uint64_t (*)(std::uint64_t old, std::uint64_t operand, std::uint64_t compare);
+using Update = std::uint64_t (*)(std::uint64_t old, std::uint64_t operand);
 
 class WeakMemory {
  public:
@@ -68,8 +70,7 @@ class WeakMemory {
   bool write(Observer& who, std::uintptr_t address, std::size_t bytes, const Order& order,
              std::uint64_t value);
   bool update(Observer& who, std::uintptr_t address, std::size_t bytes, const Order& order,
-              Update update, std::uint64_t operand, std::uint64_t compare, bool wanted,
-              std::uint64_t* before);
+              Update update, std::uint64_t operand, bool wanted, std::uint64_t* before);
   void fence(Observer& who, const Order& order);
   /// All of them meet.
   static void barrier(const std::vector<Observer*>& all);
@@ -77,7 +78,6 @@ class WeakMemory {
   void pause();
   /// The grid's end: all do.
   void settle();
-  bool written(std::uintptr_t address) const { return histories_.count(address / 8) != 0; }
 
  private:
   struct Message {

@@ -1,0 +1,141 @@
+"""That lint.py finds what is planted, and budget.py counts what small listings say.
+
+python sass_test.py PTXAS
+"""
+
+import sys
+import unittest
+
+from budget import Executed, Launch, contradictions, execute
+from lint import lint
+from sass import blocks_of, listing_of
+
+PTXAS = "ptxas"
+
+KERNEL = """.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry map_dense_planesIf(.param .u64 p, .param .u32 n)
+{
+  .local .align 8 .b8 depot[64];
+  .reg .pred %p<2>;
+  .reg .f32 %f<9>;
+  .reg .b32 %r<9>;
+  .reg .b64 %rd<9>;
+  ld.param.u64 %rd1, [p];
+  ld.param.u32 %r1, [n];
+  cvta.to.global.u64 %rd2, %rd1;
+  mov.u64 %rd3, depot;
+  mov.u32 %r2, 0;
+$LOOP:
+  .pragma "nounroll";
+  ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd2];
+  add.rn.f32 %f1, %f1, %f2;
+  st.global.v4.f32 [%rd2], {%f1, %f2, %f3, %f4};
+  add.s64 %rd2, %rd2, 16;
+  add.s32 %r2, %r2, 1;
+  setp.lt.u32 %p1, %r2, %r1;
+  @%p1 bra $LOOP;
+  ret;
+}
+"""
+ADD = "add.rn.f32 %f1, %f1, %f2;"
+
+
+class Planted(unittest.TestCase):
+    def lint(self, before: str = "", after: str = "") -> list[str]:
+        ptx = KERNEL.replace(before, after) if before else KERNEL
+        self.assertEqual(ptx == KERNEL, not before)
+        found = [lint(listing_of(ptx, a, PTXAS), ptx.splitlines(), set()) for a in ("80", "90")]
+        self.assertEqual(len(found[0]), len(found[1]))
+        return found[1]
+
+    def test_an_intact_kernel_passes(self):
+        self.assertEqual(self.lint(), [])
+
+    def test_local_memory_is_found(self):
+        indexed = """
+          and.b32 %r3, %r2, 7; mul.wide.u32 %rd4, %r3, 8; add.s64 %rd5, %rd3, %rd4;
+          st.local.f32 [%rd5], %f1; and.b32 %r4, %r1, 7; mul.wide.u32 %rd6, %r4, 8;
+          add.s64 %rd7, %rd3, %rd6; ld.local.f32 %f1, [%rd7];"""
+        (error,) = self.lint(ADD, ADD + indexed)
+        self.assertIn("local memory, ['LDL', 'STL']", error)
+
+    def test_flushed_subnormals_are_found(self):
+        (error,) = self.lint("add.rn.f32", "add.rn.ftz.f32")
+        self.assertIn("FADD.FTZ of add.rn.ftz.f32 %f1, %f1, %f2;", error)
+
+    def test_divisions_may_flush_what_they_have_scaled(self):
+        self.assertIn(".FTZ", listing_of(KERNEL.replace("add.rn", "div.rn"), "90", PTXAS))
+        self.assertEqual(self.lint("add.rn", "div.rn"), [])
+
+    def test_narrow_stores_are_found(self):
+        store = "st.global.v4.f32 [%rd2], {%f1, %f2, %f3, %f4};"
+        half = "st.global.v2.f32 [%rd2], {%f1, %f2};"
+        (error,) = self.lint(store, half)
+        self.assertIn("expected accesses of 128 bits in the main loop", error)
+        self.assertIn("STG.E.64", error)
+
+    def test_narrow_loads_are_found(self):
+        load = "ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd2];"
+        (error,) = self.lint(load, load.replace("v4", "v2").replace(", %f3, %f4", ""))
+        self.assertIn("LDG.E.64", error)
+
+    def test_a_kernel_without_a_main_loop_is_found(self):
+        (error,) = self.lint("@%p1 bra $LOOP;", "")
+        self.assertIn("expected accesses of 128 bits", error)
+
+
+class Budget(unittest.TestCase):
+    PTX = ["mov.u32 %r1, 0;", "ld.global.f32 %f1, [%rd1];", "@%p1 bra $LOOP;", "ret;"]
+    COUNTS = [(1, 1, 2), (2, 3, 50), (4, 4, 2)]  # lines, warps
+
+    def execute(self, *instructions: tuple[int, str] | str) -> Executed:
+        text = []
+        for one in instructions:
+            if isinstance(one, str):
+                text.append(one)
+            else:
+                text += [f'//## File ".nv_debug_ptx_txt", line {one[0]}', f"/*0000*/ {one[1]} ;"]
+        out = Executed()
+        execute(Launch("", "", self.COUNTS), 64, blocks_of(text), self.PTX, out)
+        return out
+
+    def test_a_block_runs_as_often_as_where_most_of_it_comes_from(self):
+        loop = [
+            (2, "LDG.E R1, R2"),
+            (1, "MOV R2, RZ"),
+            (2, "IADD3 R2, R2"),
+            (3, "@P0 BRA `(.L_x_1)"),
+        ]
+        done = self.execute((1, "MOV R1, RZ"), ".L_x_1:", *loop, (4, "EXIT"))
+        self.assertEqual(done.total, (2 * 1 + 50 * 4 + 2 * 1) * 32 / 64)
+        self.assertEqual(done.ops["LDG.E"], 25)
+        self.assertEqual(contradictions("", done), [])
+
+    def test_copies_share_what_they_are_copies_of(self):
+        twice = [(2, "LDG.E R1, R2"), (2, "IADD3 R2, R2")] * 2 + [(3, "@P0 BRA `(.L_x_1)")]
+        done = self.execute((1, "MOV R1, RZ"), ".L_x_1:", *twice, (4, "EXIT"))
+        self.assertEqual(done.total, (2 * 1 + 25 * 5 + 2 * 1) * 32 / 64)
+        self.assertEqual(contradictions("", done), [])
+
+    def test_paths_of_lanes_that_part_do_not_count(self):
+        apart = ["BRA.DIV UR4, `(.L_x_2)", "EXIT"]
+        rest = [".L_x_2:", (2, "SHFL.IDX R1"), (2, "BRA `(.L_x_3)")]
+        done = self.execute((1, "MOV R1, RZ"), *((4, op) for op in apart), *rest)
+        self.assertEqual(done.ops["SHFL.IDX"], 0)
+
+    def test_a_wrong_estimate_is_found(self):
+        moved = [(1, "MOV R1, RZ"), (1, "MOV R2, RZ"), (2, "LDG.E R1, R2"), (4, "EXIT")]
+        self.assertIn("estimated", contradictions("case", self.execute(*moved))[0])
+
+    def test_functions_of_ptxas_are_found(self):
+        code = [(1, "CALL.REL.NOINC `($__internal_0_div)"), (4, "EXIT"), "$__internal_0_div:"]
+        done = self.execute(*code, (4, "FADD.FTZ R1, R2, R3"), (4, "RET.REL R2"))
+        self.assertEqual(done.ops["FADD.FTZ"], 0)
+        self.assertIn("__internal_0_div", contradictions("case", done)[0])
+
+
+if __name__ == "__main__":
+    PTXAS = sys.argv.pop(1)
+    unittest.main()
