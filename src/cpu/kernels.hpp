@@ -141,6 +141,8 @@ struct CoefficientArrays {
 
 struct Kernels {
   const char* name;
+  /// Guesses from the first few elements of each channel where partials will lie.
+  void (*place_windows)(DType, const SumsTask&, const WindowArrays&);
   void (*sum_planes)(DType, const SumsTask&, Windows&, const WindowArrays&);
   void (*sum_rows)(DType, const SumsTask&, Windows&, const WindowArrays&);
   void (*map_planes)(DType, ElementPass, const ElementsTask&);

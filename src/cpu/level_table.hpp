@@ -23,6 +23,9 @@ void map_rows_of(const ElementsTask& task) {
                                           : map_rows<T, Pass, false>(task);
 }
 
+void place_windows_any(DType dtype, const SumsTask& task, const WindowArrays& w) {
+  dispatch_vectorized(dtype, [&](auto type) { place_windows<decltype(type)>(task, w); });
+}
 void sum_planes_any(DType dtype, const SumsTask& task, Windows& windows, const WindowArrays& w) {
   dispatch_vectorized(dtype, [&](auto type) { sum_planes_of<decltype(type)>(task, windows, w); });
 }
@@ -81,6 +84,7 @@ void map_rows_any(DType dtype, ElementPass pass, const ElementsTask& task) {
 }
 
 constexpr Kernels kernels_named(const char* name) {
-  return {name,       sum_planes_any, sum_rows_any,   map_planes_any, map_rows_any, round_moments,
-          round_sums, coefficients,   update_running, pack_affine,    pack_gradient};
+  return {name,           place_windows_any, sum_planes_any, sum_rows_any,
+          map_planes_any, map_rows_any,      round_moments,  round_sums,
+          coefficients,   update_running,    pack_affine,    pack_gradient};
 }

@@ -1,9 +1,7 @@
 #include "cpu/sums.hpp"
 
 #include <algorithm>
-#include <limits>
 #include <memory>
-#include <type_traits>
 #include <vector>
 
 #include "cpu/float_environment.hpp"
@@ -19,74 +17,6 @@ constexpr std::int64_t kElementsPerThread = 16384;
 constexpr std::int64_t kChannelStep = kChannelPadding;
 /// Neighbouring channels of a row that one thread reads at least, where others read the rest.
 constexpr std::int64_t kRowPiece = 512;
-
-/// Magnitudes as integers, which are ordered alike.
-template <class T>
-using Magnitude = std::conditional_t<sizeof(T) == 2, std::int16_t, std::int32_t>;
-
-/// The exponent e with magnitude < 2^e; 1 if there is nothing to go by.
-template <class T>
-std::int32_t exponent_above(Magnitude<T> magnitude) {
-  constexpr int kFraction = ElementTraits<T>::kFraction;
-  constexpr std::int32_t kNotFinite = std::numeric_limits<Magnitude<T>>::max() >> kFraction;
-  const std::int32_t exponent = magnitude >> kFraction;
-  return magnitude == 0 || exponent == kNotFinite ? 1 : exponent - kNotFinite / 2 + 1;
-}
-
-/// Guesses where partials will lie from the first few elements of each channel.
-template <class T>
-void place_windows(Windows& windows, const SampleView& u, const SampleView& v,
-                   std::int64_t channel_begin, std::int64_t sample) {
-  constexpr std::int64_t kProbes = 6;
-  constexpr std::int64_t kBlock = 64;
-  std::int32_t log_length = 0;
-  while ((std::int64_t{1} << log_length) < std::min<std::int64_t>(u.plane, kSegment)) {
-    ++log_length;
-  }
-  const bool along_plane = u.plane > 1;
-  const std::int64_t probes = std::min(kProbes, along_plane ? u.plane : u.samples - sample);
-  for (std::int64_t begin = 0; begin < windows.channels(); begin += kBlock) {
-    const std::int64_t some = std::min(kBlock, windows.channels() - begin);
-    const auto probe = [&](const SampleView& of, Magnitude<T>(&largest)[kBlock]) {
-      const T* data = static_cast<const T*>(of.data) + sample * of.sample_stride +
-                      (channel_begin + begin) * of.channel_stride;
-      const std::int64_t step = along_plane ? of.element_stride : of.sample_stride;
-      const auto take = [&](std::int64_t p, std::int64_t channel_step) {
-        for (std::int64_t i = 0; i < some; ++i) {
-          const auto bits = bit_copy<Magnitude<T>>(data[p * step + i * channel_step]);
-          const auto magnitude =
-              static_cast<Magnitude<T>>(bits & std::numeric_limits<Magnitude<T>>::max());
-          largest[i] = magnitude > largest[i] ? magnitude : largest[i];
-        }
-      };
-      for (std::int64_t p = 0; p < probes; ++p) {
-        of.channel_stride == 1 ? take(p, 1)  // what a compiler turns into vectors
-                               : take(p, of.channel_stride);
-      }
-    };
-    Magnitude<T> largest[2][kBlock] = {};
-    probe(u, largest[0]);
-    if (&v != &u) {
-      probe(v, largest[1]);
-    }
-    const auto& of_v = largest[&v == &u ? 0 : 1];
-    std::int32_t tops[2][kBlock];
-    for (std::int64_t i = 0; i < kBlock; ++i) {
-      const std::int32_t above = exponent_above<T>(largest[0][i]);
-      tops[0][i] = above + log_length + 4;
-      tops[1][i] = above + exponent_above<T>(of_v[i]) + log_length + 6;
-    }
-    windows.place(begin, begin + some, 0, tops[0]);
-    windows.place(begin, begin + some, 1, tops[1]);
-  }
-}
-
-void place_windows(Windows& windows, const SampleView& u, const SampleView& v,
-                   std::int64_t channel_begin, std::int64_t sample) {
-  dispatch_vectorized(u.dtype, [&](auto type) {
-    place_windows<decltype(type)>(windows, u, v, channel_begin, sample);
-  });
-}
 
 Operand operand(const SampleView& view, std::int64_t channel) {
   Operand out = cpu::operand(view);
@@ -140,15 +70,15 @@ std::unique_ptr<Windows> VectorSums::sum(std::int64_t begin, std::int64_t end,
 }
 
 std::unique_ptr<Windows> VectorSums::sum(const Share& share, const Meanwhile* meanwhile) const {
-  const std::int64_t segments = (u_->plane + kSegment - 1) / kSegment;
   const std::int64_t channels = share.channel_end - share.channel_begin;
   auto windows = std::make_unique<Windows>(format_of(u_->dtype), channels);
-  place_windows(*windows, *u_, v_ == nullptr ? *u_ : *v_, share.channel_begin,
-                share.unit_begin / segments);
   ElementConstants constants;
   SumsTask part = task(share.channel_begin, constants);
   part.channels = channels;
   part.meanwhile = meanwhile;
+  part.unit_begin = share.unit_begin;
+  part.unit_end = share.unit_end;
+  kernels_->place_windows(u_->dtype, part, windows->arrays());
   for (std::int64_t unit = share.unit_begin; unit < share.unit_end; unit += kFlushInterval) {
     if (unit > share.unit_begin) {
       windows->flush(0, channels);

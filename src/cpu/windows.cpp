@@ -11,10 +11,6 @@
 namespace syncbn::cpu {
 namespace {
 
-// Keeps every magic number, and the bound, a normal binary64.
-constexpr int kLowestTop = -700;
-constexpr int kHighestTop = 900;
-
 int exponent_above(double v) {
   int exponent = 0;
   std::frexp(v, &exponent);
@@ -106,18 +102,11 @@ Windows::Windows(const Format& format, std::int64_t channels)
   }
 }
 
-void Windows::place(std::int64_t begin, std::int64_t end, int sum, const std::int32_t* tops) {
-  // In integers that compilers turn into vectors: 2^e is e + 1023 in the exponent's bits.
-  constexpr std::uint64_t kHighAbove = 52 - kHighBits;
-  constexpr std::uint64_t kLowBelow = kHighBits + kLowBits - 52;
-  constexpr std::uint64_t kHalf = std::uint64_t{1} << 51;
-  for (std::int64_t c = begin; c < end; ++c) {
-    const std::int32_t top = std::clamp(tops[c - begin], kLowestTop, kHighestTop);
-    const auto exponent = static_cast<std::uint64_t>(top + 1023);
-    arrays_.magic_high[sum][c] = bit_copy<double>((exponent + kHighAbove) << 52 | kHalf);
-    arrays_.magic_low[sum][c] = bit_copy<double>((exponent - kLowBelow) << 52 | kHalf);
-    arrays_.bound[sum][c] = bit_copy<double>(exponent << 52);
-  }
+void Windows::place(std::int64_t channel, int sum, std::int32_t top) {
+  const WindowPlace place(top);
+  arrays_.magic_high[sum][channel] = place.magic_high;
+  arrays_.magic_low[sum][channel] = place.magic_low;
+  arrays_.bound[sum][channel] = place.bound;
 }
 
 int Windows::unit(std::int64_t channel, int sum) const {

@@ -5,6 +5,7 @@
 
 #include "cpu/scratch.hpp"
 #include "statistics/format.hpp"
+#include "statistics/scalar.hpp"
 
 // The fast passes' exact accumulators: per channel and sum a window of two int64 limbs in fixed
 // point, filled by adding magic numbers, with radix-2^32 slots behind it for whatever does not fit.
@@ -27,6 +28,26 @@ struct WindowArrays {
 };
 inline constexpr std::int64_t kChannelPadding = 16;
 
+/// Numbers of a window for partials below about 2^top, in integers that compilers turn into
+/// vectors.
+struct WindowPlace {
+  SYNCBN_HD_IN_PLACE explicit WindowPlace(std::int32_t top) {
+    // They keep every magic number, and the bound, a normal binary64.
+    constexpr std::int32_t kLowestTop = -700;
+    constexpr std::int32_t kHighestTop = 900;
+    constexpr std::uint64_t kHighAbove = 52 - kHighBits;
+    constexpr std::uint64_t kLowBelow = kHighBits + kLowBits - 52;
+    constexpr std::uint64_t kHalf = std::uint64_t{1} << 51;
+    top = top < kLowestTop ? kLowestTop : top;
+    top = top > kHighestTop ? kHighestTop : top;
+    const auto exponent = static_cast<std::uint64_t>(top + 1023);  // 2^top's bits, but for a shift
+    magic_high = bit_copy<double>((exponent + kHighAbove) << 52 | kHalf);
+    magic_low = bit_copy<double>((exponent - kLowBelow) << 52 | kHalf);
+    bound = bit_copy<double>(exponent << 52);
+  }
+  double magic_high, magic_low, bound;
+};
+
 class Windows {
  public:
   Windows(const Format& format, std::int64_t channels);
@@ -36,12 +57,8 @@ class Windows {
   WindowArrays& arrays() { return arrays_; }
   std::int64_t channels() const { return channels_; }
 
-  /// Places windows for partials below about 2^top, one of `tops` for each of the channels [begin,
-  /// end). Only while they are empty.
-  void place(std::int64_t begin, std::int64_t end, int sum, const std::int32_t* tops);
-  void place(std::int64_t channel, int sum, std::int32_t top) {
-    place(channel, channel + 1, sum, &top);
-  }
+  /// Places the window of a channel's sum. Only while it is empty.
+  void place(std::int64_t channel, int sum, std::int32_t top);
   /// Adds a partial that does not fit; may move the window.
   void add_outside(std::int64_t channel, int sum, double partial);
   /// Empties the limbs of channels [begin, end) into the slots.
