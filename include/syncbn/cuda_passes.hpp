@@ -100,12 +100,14 @@ SYNCBN_API void evaluation_statistics(const TensorView& running_mean, const Tens
                                       double* mean, double* rstd, double eps, const Stream& stream);
 
 /// Sums of u and u*x, u being dy come back through the activation; arguments as in
-/// syncbn::local_gradients. info: the forward's; null gives the fingerprint 0.
+/// syncbn::local_gradients. info: the forward's; null gives the fingerprint 0. copy: null, or where
+/// the message goes a second time, for who has the first one summed in its place.
 SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& mask,
                                 const double* mean, const double* rstd,
                                 const ActivationGradient& through, const MutableTensorView& u,
                                 const std::int64_t* info, std::int64_t* message,
-                                std::int64_t* workspace, const Stream& stream);
+                                std::int64_t* workspace, const Stream& stream,
+                                std::int64_t* copy = nullptr);
 
 /// coefficients (3*C) from a summed message, and the gradients of weight and bias: global ones from
 /// it, or, if `own` is not null, this rank's share from the message that it sent. NaN coefficients

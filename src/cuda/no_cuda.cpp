@@ -53,7 +53,8 @@ void evaluation_statistics(const TensorView&, const TensorView&, double*, double
 }
 void local_gradients(const TensorView&, const TensorView&, const MaskView&, const double*,
                      const double*, const ActivationGradient&, const MutableTensorView&,
-                     const std::int64_t*, std::int64_t*, std::int64_t*, const Stream&) {
+                     const std::int64_t*, std::int64_t*, std::int64_t*, const Stream&,
+                     std::int64_t*) {
   require_built();
 }
 void finalize_gradients(const std::int64_t*, DType, int, const std::int64_t*, const std::int64_t*,

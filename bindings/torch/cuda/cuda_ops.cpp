@@ -39,10 +39,6 @@ void check_no_rest(const std::optional<Tensor>& rest) {
   }
 }
 
-Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels) {
-  return empty(x, message_words(dtype, channels), ScalarType::Long);
-}
-
 /// Scratch memory of one pass, zero. Fresh for each: calls on other streams, and graphs that are
 /// replayed there, never share it.
 Tensor new_workspace(const Tensor& x, DType dtype, std::int64_t channels) {
@@ -86,7 +82,7 @@ Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
   check_frame(frame);
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
-  Tensor message = new_message(x, samples.dtype, channels);
+  Tensor message = empty(x, message_words(samples.dtype, channels), ScalarType::Long);
   Tensor workspace = new_workspace(x, samples.dtype, channels);
   const cuda::ForwardCall forward{static_cast<std::uint64_t>(layer),
                                   call.has_value() ? cuda_int64("call", *call, 1) : nullptr, eps,
@@ -261,12 +257,14 @@ std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, co
                                            std::optional<Tensor> activation_mask,
                                            std::int64_t activation, double negative_slope,
                                            bool keep, std::int64_t frame,
-                                           std::optional<Tensor> mask) {
+                                           std::optional<Tensor> mask, bool twice) {
   const OnDevice device(x, dy, mean, rstd, info, weight, bias, activation_mask, mask);
   check_frame(frame);
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
-  Tensor message = new_message(x, samples.dtype, channels);
+  const std::int64_t words = message_words(samples.dtype, channels);
+  Tensor message = empty(x, twice ? 2 * words : words, ScalarType::Long);
+  std::int64_t* const to = cuda_int64("message", message, 0);
   Tensor workspace = new_workspace(x, samples.dtype, channels);
   Tensor u = keep ? new_output(x) : empty(x, 0, x.scalar_type());
   cuda::local_gradients(
@@ -274,7 +272,7 @@ std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, co
       cuda_double("rstd", rstd, channels),
       through(x, weight, bias, activation_mask, activation, negative_slope),
       keep ? mutable_view("u", u) : MutableTensorView(), cuda_int64("info", info, cuda::kInfoWords),
-      cuda_int64("message", message, 0), cuda_int64("workspace", workspace, 0), device.stream());
+      to, cuda_int64("workspace", workspace, 0), device.stream(), twice ? to + words : nullptr);
   return {message, u};
 }
 
