@@ -12,6 +12,7 @@ from .layer_state import Identity, LayerState
 from .masks import check_mask
 from .modes import check_transforms, outside_transforms, recorded, refuse_tracing
 from .options import Options, check_arguments, check_counter, check_in_place, check_options
+from .streams import Streams
 from .training import Inputs, backward, forward, leave, shared_sums, takes_part
 
 
@@ -28,6 +29,8 @@ class _BatchNormTraining(torch.autograd.Function):
         ctx.step, outputs, saved = forward(Inputs(*parts, *given), updates)
         ctx.save_for_backward(*saved)
         ctx.inputs = k
+        if k > 1:
+            ctx.streams = Streams(xs)
         if updates:
             return outputs[0]
         ctx.set_materialize_grads(False)
@@ -39,6 +42,7 @@ class _BatchNormTraining(torch.autograd.Function):
         k, needs = ctx.inputs, ctx.needs_input_grad[2:]
         if k > 1:
             needs = any(needs[:k]), *needs[k : k + 2], any(needs[k + 2 : 2 * k + 2])
+            ctx.streams.enter((*gradients, *ctx.saved_tensors))
         step, dys = ctx.step._replace(needs=needs[:4]), gradients[:k]
         if not torch.is_grad_enabled():
             results = backward(step, dys, *ctx.saved_tensors)
@@ -52,6 +56,8 @@ class _BatchNormTraining(torch.autograd.Function):
                 "input",
                 results,
             )
+        if k > 1:
+            ctx.streams.leave(results)
         return None, None, *results, *(None,) * k
 
 
