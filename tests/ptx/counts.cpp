@@ -12,10 +12,11 @@
 #include "syncbn/executor.hpp"
 #include "syncbn/passes.hpp"
 
-// Prints what kernels execute: syncbn_ptx_counts --ptx=FOLDER [--blocks] N C P [DTYPE [rows]]
-// runs a forward pass over a tensor (N, C, P) and lists, for each launch, instructions of PTX by
-// class, of threads and of warps; --blocks: how often each basic block was executed, too, with its
-// lines. What a GPU executes is another number: ptxas makes of an instruction none, one or several.
+// Prints what kernels execute: syncbn_ptx_counts --ptx=FOLDER [--blocks] [--rough] N C P [DTYPE
+// [rows]] runs a forward pass and backward's sums over a tensor (N, C, P) and lists, for each
+// launch, instructions of PTX by class, of threads and of warps; --blocks: how often each basic
+// block was executed, too, with its lines; --rough: values of 60 binades instead of between -1
+// and 1. What a GPU executes is another number: ptxas makes of an instruction none, one or several.
 namespace syncbn::ptx {
 namespace {
 
@@ -42,6 +43,7 @@ void print(const Record& record, bool blocks) {
 int run_passes(int argc, char** argv) {
   const char* folder = std::getenv("SYNCBN_PTX");
   bool blocks = false;
+  bool rough = false;
   std::vector<std::string> rest;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
@@ -49,12 +51,14 @@ int run_passes(int argc, char** argv) {
       folder = argv[i] + 6;
     } else if (argument == "--blocks") {
       blocks = true;
+    } else if (argument == "--rough") {
+      rough = true;
     } else {
       rest.push_back(argument);
     }
   }
   if (folder == nullptr || rest.size() < 3) {
-    std::printf("syncbn_ptx_counts --ptx=FOLDER [--blocks] N C P [DTYPE [rows]]\n");
+    std::printf("syncbn_ptx_counts --ptx=FOLDER [--blocks] [--rough] N C P [DTYPE [rows]]\n");
     return 2;
   }
   const std::int64_t samples = std::stoll(rest[0]);
@@ -71,7 +75,11 @@ int run_passes(int argc, char** argv) {
   testing::Random random(1);
   testing::Tensor x(dtype, {samples, channels, plane},
                     rest.size() > 4 ? testing::Memory::kRows : testing::Memory::kPlanes);
-  x.fill(testing::rough_values(random, dtype, samples, channels * plane));
+  std::vector<double> values = testing::rough_values(random, dtype, samples, channels * plane);
+  for (double& value : values) {
+    value = rough ? value : testing::round_to(dtype, random.signed_unit());
+  }
+  x.fill(values);
   testing::Tensor y = x;
   TensorView in = x.view();
   MutableTensorView out = y.view();
@@ -87,6 +95,8 @@ int run_passes(int argc, char** argv) {
   cuda::finalize_moments(message.data(), dtype, 1, mean.data(), var.data(), rstd.data(),
                          info.data(), channels, 0.0, {});
   cuda::normalize(in, {}, mean.data(), rstd.data(), {}, {}, {}, out, nullptr, {}, {});
+  cuda::local_gradients(in, in, {}, mean.data(), rstd.data(), {}, {}, info.data(), message.data(),
+                        workspace.data(), {});
   return 0;
 }
 
