@@ -7,9 +7,7 @@
 // Tells tests how many kernels were launched.
 namespace {
 
-std::int64_t launches() {
-  return static_cast<std::int64_t>(syncbn::emulation::counts().launches);
-}
+std::int64_t launches() { return static_cast<std::int64_t>(syncbn::emulation::counts().launches); }
 
 }  // namespace
 
