@@ -145,16 +145,16 @@ void batch_norm_forward(const TensorView& x, const MaskView& mask, const TensorV
     communicator.all_gather(std::as_bytes(w.record), std::as_writable_bytes(w.records), stream);
     merge_welford(w.records.data(), x.dtype, ranks, statistics.mean, statistics.var,
                   statistics.rstd, statistics.info, channels, options.eps, stream);
+    update_running_statistics(running, statistics.mean, statistics.var, statistics.info, channels,
+                              options.momentum, stream);
   } else {
     communicator.all_reduce_sum(w.message, w.merged, stream);
     finalize_moments(w.merged.data(), x.dtype, ranks, statistics.mean, statistics.var,
-                     statistics.rstd, statistics.info, channels, options.eps, stream);
+                     statistics.rstd, statistics.info, channels, options.eps, running,
+                     options.momentum, stream);
   }
   normalize(x, mask, statistics.mean, statistics.rstd, weight, bias, residual, y,
             keeps_mask ? statistics.activation_mask : nullptr, options.activation, stream);
-  update_running_statistics(running.mean, running.var, running.num_batches_tracked, running.call,
-                            statistics.mean, statistics.var, statistics.info, channels,
-                            options.momentum, stream);
 }
 
 void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,

@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, co
                                            std::optional<Tensor> activation_mask,
                                            std::int64_t activation, double negative_slope,
                                            bool keep, std::int64_t frame,
-                                           std::optional<Tensor> mask) {
+                                           std::optional<Tensor> mask, bool /*twice*/) {
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
   const auto tag = static_cast<std::uint32_t>(int64_data("info", info, 2)[1]);
@@ -101,7 +101,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def(
       "local_gradients(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor info, "
       "Tensor? weight, Tensor? bias, Tensor? activation_mask, int activation, "
-      "float negative_slope, bool keep, int frame, Tensor? mask=None) -> (Tensor, Tensor)");
+      "float negative_slope, bool keep, int frame, Tensor? mask=None, bool twice=False) -> "
+      "(Tensor, Tensor)");
   m.def(
       "affine_gradient_shares(Tensor message, Tensor x, Tensor mean, Tensor rstd, "
       "ScalarType? weight_dtype, ScalarType? bias_dtype) -> (Tensor, Tensor)");

@@ -18,14 +18,6 @@
 /// (Communicator::abandon), before anything is enqueued.
 namespace syncbn::cuda {
 
-/// Buffers that training updates, each absent or null or on the device.
-struct RunningStatistics {
-  MutableTensorView mean;
-  MutableTensorView var;
-  std::int64_t* num_batches_tracked = nullptr;
-  std::int64_t* call = nullptr;  ///< counts calls of the layer; part of what ranks must share
-};
-
 /// What a forward leaves on the device and its backward reads; the same bits on every rank.
 struct BatchStatistics {
   double* mean = nullptr;        ///< C entries

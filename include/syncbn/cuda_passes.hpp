@@ -48,11 +48,26 @@ struct ForwardCall {
 SYNCBN_API void local_moments(const TensorView& x, const MaskView& mask, const ForwardCall& call,
                               std::int64_t* message, std::int64_t* workspace, const Stream& stream);
 
+/// Buffers that training updates, each absent or null or on the device.
+struct RunningStatistics {
+  MutableTensorView mean;
+  MutableTensorView var;
+  std::int64_t* num_batches_tracked = nullptr;
+  std::int64_t* call = nullptr;   ///< counts calls of the layer; part of what ranks must share
+  std::int64_t* count = nullptr;  ///< the last call's count, as info has it
+};
+
 /// mean, var and rstd (C entries each) and info (kInfoWords) from a message summed over `ranks`
 /// ranks. dtype: of the group's messages.
 SYNCBN_API void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean,
                                  double* var, double* rstd, std::int64_t* info,
                                  std::int64_t channels, double eps, const Stream& stream);
+/// The same and update_running_statistics, in one kernel where a momentum is given.
+SYNCBN_API void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean,
+                                 double* var, double* rstd, std::int64_t* info,
+                                 std::int64_t channels, double eps,
+                                 const RunningStatistics& running, std::optional<double> momentum,
+                                 const Stream& stream);
 
 /// The welford mode's statistics (syncbn/welford.hpp). message: kHeaderWords +
 /// welford_words(x.dtype, C) words, written whole. The same bits on any grid.
@@ -72,27 +87,27 @@ SYNCBN_API void normalize(const TensorView& x, const MaskView& mask, const doubl
                           std::uint8_t* activation_mask, const Activation& activation,
                           const Stream& stream);
 
-/// Running statistics, and both counters plus 1 (num_batches_tracked unless the count is 0; call
-/// always). Each may be absent or null. momentum empty: 1 / num_batches_tracked. Nothing but call
+/// Running statistics, both counters plus 1 (num_batches_tracked unless the count is 0; call
+/// always), and the count. momentum empty: 1 / num_batches_tracked. Nothing but call and count
 /// changes if the ranks disagreed.
-SYNCBN_API void update_running_statistics(const MutableTensorView& running_mean,
-                                          const MutableTensorView& running_var,
-                                          std::int64_t* num_batches_tracked, std::int64_t* call,
-                                          const double* mean, const double* var,
-                                          const std::int64_t* info, std::int64_t channels,
-                                          std::optional<double> momentum, const Stream& stream);
+SYNCBN_API void update_running_statistics(const RunningStatistics& running, const double* mean,
+                                          const double* var, const std::int64_t* info,
+                                          std::int64_t channels, std::optional<double> momentum,
+                                          const Stream& stream);
 
 /// mean and rstd for evaluation from running statistics.
 SYNCBN_API void evaluation_statistics(const TensorView& running_mean, const TensorView& running_var,
                                       double* mean, double* rstd, double eps, const Stream& stream);
 
 /// Sums of u and u*x, u being dy come back through the activation; arguments as in
-/// syncbn::local_gradients. info: the forward's; null gives the fingerprint 0.
+/// syncbn::local_gradients. info: the forward's; null gives the fingerprint 0. copy: null, or where
+/// the message goes a second time, for who has the first one summed in its place.
 SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& mask,
                                 const double* mean, const double* rstd,
                                 const ActivationGradient& through, const MutableTensorView& u,
                                 const std::int64_t* info, std::int64_t* message,
-                                std::int64_t* workspace, const Stream& stream);
+                                std::int64_t* workspace, const Stream& stream,
+                                std::int64_t* copy = nullptr);
 
 /// coefficients (3*C) from a summed message, and the gradients of weight and bias: global ones from
 /// it, or, if `own` is not null, this rank's share from the message that it sent. NaN coefficients

@@ -142,11 +142,15 @@ def _(
     keep,
     frame,
     mask=None,
+    twice=False,
 ):
     """int64 message as for local_moments, with the sums of u and u * x, u being dy come back
     through the activation (by its mask, or, if that is None or empty, by what x gave); u like x,
-    empty unless keep."""
-    return _message(x, frame), torch.empty_like(x) if keep else x.new_empty((0,))
+    empty unless keep. twice: on CUDA a copy of the message follows it."""
+    message = _message(x, frame)
+    if twice and x.is_cuda:
+        message = message.new_empty((2 * message.numel(),))
+    return message, torch.empty_like(x) if keep else x.new_empty((0,))
 
 
 def _parameter_gradients(x, *dtypes):

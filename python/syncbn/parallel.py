@@ -15,6 +15,7 @@ from .exchange import groups, transports
 from .exchange.call import Call
 from .models.classes import check_module
 from .nn import SyncBatchNorm
+from .step.streams import Streams
 
 __all__ = ["AllReduce", "SelfDataParallel", "all_reduce"]
 
@@ -42,7 +43,7 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: groups.Peers | None, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
+        ctx.group, ctx.streams = group, Streams(xs)
         total = transports.transport_of(group, xs[0].device).sum(
             _total(xs), _tag(xs[0]), Call("all_reduce")
         )
@@ -50,7 +51,10 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return None, *AllReduce.apply(ctx.group, *gradients)
+        ctx.streams.enter(gradients)
+        sums = AllReduce.apply(ctx.group, *gradients)
+        ctx.streams.leave(sums)
+        return None, *sums
 
 
 @overload
@@ -109,16 +113,20 @@ class _Replicate(torch.autograd.Function):
     def forward(ctx: Any, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.homes = [t.device for t in tensors]
-        return tuple(t.to(device, copy=True) for device in devices for t in tensors)
+        copies = tuple(t.to(device, copy=True) for device in devices for t in tensors)
+        ctx.streams = Streams(copies)
+        return copies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        ctx.streams.enter(gradients)
         totals: list[Tensor | None] = [None] * len(ctx.homes)
         for position, gradient in enumerate(gradients):
             if gradient is not None:
                 i = position % len(ctx.homes)
                 gradient = gradient.to(ctx.homes[i])
                 totals[i] = gradient if totals[i] is None else totals[i] + gradient
+        ctx.streams.leave(totals)
         return None, *totals
 
 

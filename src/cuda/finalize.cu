@@ -38,32 +38,94 @@ SYNCBN_DEVICE void for_each_channel(std::int64_t channels, const Body& body) {
   }
 }
 
+/// The number of batches stays there.
+constexpr std::int64_t kLastBatch = std::numeric_limits<std::int64_t>::max();
+
+/// RunningStatistics, as kernels have them.
+struct RunningArrays {
+  ChannelArray mean;
+  ChannelArray var;
+  std::int64_t* num_batches_tracked = nullptr;
+  std::int64_t* call = nullptr;
+  std::int64_t* count = nullptr;
+
+  /// With the one that is counted; nobody hears of errors.
+  SYNCBN_DEVICE std::int64_t batches() const {
+    const std::int64_t before = num_batches_tracked == nullptr ? -1 : *num_batches_tracked;
+    return before == kLastBatch ? before : before + 1;
+  }
+  /// By one thread. of_call: info[0].
+  SYNCBN_DEVICE void count_call(std::int64_t of_call) const {
+    if (num_batches_tracked != nullptr && of_call > 0) {
+      *num_batches_tracked = batches();
+    }
+    if (call != nullptr) {
+      ++*call;
+    }
+    if (count != nullptr) {
+      *count = of_call;
+    }
+  }
+  SYNCBN_DEVICE void update(std::int64_t c, double batch_mean, double batch_var,
+                            std::int64_t of_call, double factor) const {
+    if (of_call > 0 && mean.data != nullptr) {
+      mean.set(c, running_update(mean.get(c), batch_mean, factor));
+    }
+    if (of_call > 0 && var.data != nullptr) {
+      var.set(c, running_update(var.get(c), unbiased(batch_var, of_call), factor));
+    }
+  }
+};
+
+RunningArrays running_arrays(const RunningStatistics& running) {
+  return {channel_array(running.mean, 0.0), channel_array(running.var, 0.0),
+          running.num_batches_tracked, running.call, running.count};
+}
+
+void check_update(const RunningStatistics& running, std::int64_t channels,
+                  std::optional<double> momentum) {
+  check_per_channel("running_mean", running.mean, channels, Device::kCuda);
+  check_per_channel("running_var", running.var, channels, Device::kCuda);
+  if (momentum.has_value()) {
+    check_momentum(*momentum);
+  } else if (running.num_batches_tracked == nullptr &&
+             !(running.mean.absent() && running.var.absent())) {
+    throw InvalidArgument(
+        "momentum: got none without num_batches_tracked, expected a number in [0, 1]");
+  }
+}
+
+/// No thread but the first reads the counters.
 template <class T>
 SYNCBN_KERNEL(kThreads)
 moments_kernel(const std::int64_t* merged, int ranks, double* mean, double* var, double* rstd,
-               std::int64_t* info, std::int64_t channels, double eps) {
+               std::int64_t* info, std::int64_t channels, double eps, const RunningArrays running,
+               double momentum) {
   constexpr int kWords = FormatTraits<T>::kWords;
   const MessageInfo header = header_info(merged, ranks);
   const bool valid = usable(header);
+  const std::int64_t count = valid ? header.count : kDisagreed;
   if (thread_number() == 0) {
-    info[0] = valid ? header.count : kDisagreed;
+    info[0] = count;
     info[1] = valid ? merged[kHeaderFingerprint] / ranks : 0;
+    running.count_call(count);
   }
   for_each_channel<T>(channels, [&](std::int64_t c, bool writes) {
     const double none = valid ? 0.0 : std::numeric_limits<double>::quiet_NaN();
     ChannelMoments moments{none, none, none};
-    if (valid && header.count > 0) {
+    if (count > 0) {
       const std::int64_t* const words = merged + kHeaderWords + c * kWords;
       if constexpr (kChannelThreads<T> == 1) {
-        moments = finalize_channel<T>(words, header.count, eps);
+        moments = finalize_channel<T>(words, count, eps);
       } else {
-        moments = finalize_channel_by_digits<T>(words, header.count, eps);
+        moments = finalize_channel_by_digits<T>(words, count, eps);
       }
     }
     if (writes) {
       mean[c] = moments.mean;
       var[c] = moments.var;
       rstd[c] = moments.rstd;
+      running.update(c, moments.mean, moments.var, count, momentum);
     }
   });
 }
@@ -110,41 +172,20 @@ gradients_kernel(const std::int64_t* merged, int ranks, const std::int64_t* own,
   });
 }
 
-/// The counter stays there.
-constexpr std::int64_t kLastBatch = std::numeric_limits<std::int64_t>::max();
-
 /// One block reads the counter before the first of its threads raises it.
 constexpr unsigned kRunningThreads = 512;
 
 SYNCBN_KERNEL(kRunningThreads)
-running_kernel(const ChannelArray running_mean, const ChannelArray running_var,
-               std::int64_t* num_batches_tracked, std::int64_t* call, const double* mean,
-               const double* var, const std::int64_t* info, std::int64_t channels, bool cumulative,
-               double momentum) {
+running_kernel(const RunningArrays running, const double* mean, const double* var,
+               const std::int64_t* info, std::int64_t channels, bool cumulative, double momentum) {
   const std::int64_t count = info[0];
-  const std::int64_t before = num_batches_tracked == nullptr ? -1 : *num_batches_tracked;
-  const std::int64_t batches =
-      before == kLastBatch ? before : before + 1;  // nobody hears of errors
-  const double factor = cumulative ? 1.0 / static_cast<double>(batches) : momentum;
+  const double factor = cumulative ? 1.0 / static_cast<double>(running.batches()) : momentum;
   device::block_barrier();  // all have read the counter
   if (device::thread_index() == 0) {
-    if (num_batches_tracked != nullptr && count > 0) {
-      *num_batches_tracked = batches;
-    }
-    if (call != nullptr) {
-      ++*call;
-    }
-  }
-  if (count <= 0) {
-    return;
+    running.count_call(count);
   }
   for (std::int64_t c = device::thread_index(); c < channels; c += device::block_size()) {
-    if (running_mean.data != nullptr) {
-      running_mean.set(c, running_update(running_mean.get(c), mean[c], factor));
-    }
-    if (running_var.data != nullptr) {
-      running_var.set(c, running_update(running_var.get(c), unbiased(var[c], count), factor));
-    }
+    running.update(c, mean[c], var[c], count, factor);
   }
 }
 
@@ -171,14 +212,28 @@ void load_finalize(DType dtype) {
 void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean, double* var,
                       double* rstd, std::int64_t* info, std::int64_t channels, double eps,
                       const Stream& stream) {
+  finalize_moments(merged, dtype, ranks, mean, var, rstd, info, channels, eps, {}, 0.0, stream);
+}
+
+void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean, double* var,
+                      double* rstd, std::int64_t* info, std::int64_t channels, double eps,
+                      const RunningStatistics& running, std::optional<double> momentum,
+                      const Stream& stream) {
   check_eps(eps);
   check_ranks(ranks);
+  check_update(running, channels, momentum);
+  // Blocks that share the number of batches would have to wait for each other to raise it.
+  const bool at_once = momentum.has_value() || (running.mean.absent() && running.var.absent());
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename ElementTraits<decltype(type)>::SameFormat;
     start("finalize_moments", &moments_kernel<T>,
           grid_for(channels, kThreads / kChannelThreads<T>, stream, 32), kThreads, 0, stream,
-          merged, ranks, mean, var, rstd, info, channels, eps);
+          merged, ranks, mean, var, rstd, info, channels, eps,
+          at_once ? running_arrays(running) : RunningArrays{}, momentum.value_or(0.0));
   });
+  if (!at_once) {
+    update_running_statistics(running, mean, var, info, channels, momentum, stream);
+  }
 }
 
 void finalize_gradients(const std::int64_t* merged, DType dtype, int ranks, const std::int64_t* own,
@@ -199,23 +254,13 @@ void finalize_gradients(const std::int64_t* merged, DType dtype, int ranks, cons
   });
 }
 
-void update_running_statistics(const MutableTensorView& running_mean,
-                               const MutableTensorView& running_var,
-                               std::int64_t* num_batches_tracked, std::int64_t* call,
-                               const double* mean, const double* var, const std::int64_t* info,
-                               std::int64_t channels, std::optional<double> momentum,
-                               const Stream& stream) {
-  check_per_channel("running_mean", running_mean, channels, Device::kCuda);
-  check_per_channel("running_var", running_var, channels, Device::kCuda);
-  if (momentum.has_value()) {
-    check_momentum(*momentum);
-  } else if (num_batches_tracked == nullptr && !(running_mean.absent() && running_var.absent())) {
-    throw InvalidArgument(
-        "momentum: got none without num_batches_tracked, expected a number in [0, 1]");
-  }
+void update_running_statistics(const RunningStatistics& running, const double* mean,
+                               const double* var, const std::int64_t* info, std::int64_t channels,
+                               std::optional<double> momentum, const Stream& stream) {
+  check_update(running, channels, momentum);
   start("update_running_statistics", &running_kernel, 1, kRunningThreads, 0, stream,
-        channel_array(running_mean, 0.0), channel_array(running_var, 0.0), num_batches_tracked,
-        call, mean, var, info, channels, !momentum.has_value(), momentum.value_or(0.0));
+        running_arrays(running), mean, var, info, channels, !momentum.has_value(),
+        momentum.value_or(0.0));
 }
 
 void evaluation_statistics(const TensorView& running_mean, const TensorView& running_var,

@@ -6,7 +6,7 @@ namespace syncbn::cuda {
 void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& mask,
                      const double* mean, const double* rstd, const ActivationGradient& through,
                      const MutableTensorView& u, const std::int64_t* info, std::int64_t* message,
-                     std::int64_t* workspace, const Stream& stream) {
+                     std::int64_t* workspace, const Stream& stream, std::int64_t* copy) {
   check_samples("x", x);
   check_device("x", x);
   check_mask(mask, x);
@@ -25,6 +25,7 @@ void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& 
     a.kept = operand("u", kept);
   }
   a.pullback = pullback_arrays(through, mean, rstd, samples);
+  a.copy = copy;
   MessageHeader header;
   header.direction = Direction::kBackward;
   header.info = info;

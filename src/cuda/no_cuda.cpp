@@ -24,6 +24,11 @@ void finalize_moments(const std::int64_t*, DType, int, double*, double*, double*
                       std::int64_t, double, const Stream&) {
   require_built();
 }
+void finalize_moments(const std::int64_t*, DType, int, double*, double*, double*, std::int64_t*,
+                      std::int64_t, double, const RunningStatistics&, std::optional<double>,
+                      const Stream&) {
+  require_built();
+}
 void local_welford(const TensorView&, const MaskView&, const ForwardCall&, std::int64_t*,
                    const Stream&) {
   require_built();
@@ -37,9 +42,9 @@ void normalize(const TensorView&, const MaskView&, const double*, const double*,
                const Activation&, const Stream&) {
   require_built();
 }
-void update_running_statistics(const MutableTensorView&, const MutableTensorView&, std::int64_t*,
-                               std::int64_t*, const double*, const double*, const std::int64_t*,
-                               std::int64_t, std::optional<double>, const Stream&) {
+void update_running_statistics(const RunningStatistics&, const double*, const double*,
+                               const std::int64_t*, std::int64_t, std::optional<double>,
+                               const Stream&) {
   require_built();
 }
 void evaluation_statistics(const TensorView&, const TensorView&, double*, double*, double,
@@ -48,7 +53,8 @@ void evaluation_statistics(const TensorView&, const TensorView&, double*, double
 }
 void local_gradients(const TensorView&, const TensorView&, const MaskView&, const double*,
                      const double*, const ActivationGradient&, const MutableTensorView&,
-                     const std::int64_t*, std::int64_t*, std::int64_t*, const Stream&) {
+                     const std::int64_t*, std::int64_t*, std::int64_t*, const Stream&,
+                     std::int64_t*) {
   require_built();
 }
 void finalize_gradients(const std::int64_t*, DType, int, const std::int64_t*, const std::int64_t*,

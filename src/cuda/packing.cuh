@@ -19,6 +19,7 @@ struct SumsArguments {
   const std::uint8_t* counts = nullptr;  ///< bytes (N, plane), 0: left out; null: all count
   MessageHeader header;
   std::int64_t* message = nullptr;
+  std::int64_t* copy = nullptr;  ///< where its words go, too
   std::int64_t* workspace = nullptr;
   std::int64_t channels = 0;
   std::int64_t plane = 0;
@@ -28,6 +29,16 @@ struct SumsArguments {
   Divisor jobs_per_channel;  ///< (or block of channels)
   std::int64_t jobs = 0;
 };
+
+/// To the copy of the message, if there is one, what this thread wrote to the message.
+SYNCBN_DEVICE void copy_words(const SumsArguments& a, const std::int64_t* words, int count) {
+  if (a.copy != nullptr) {
+    std::int64_t* const to = a.copy + (words - a.message);
+    for (int i = 0; i < count; ++i) {
+      to[i] = words[i];
+    }
+  }
+}
 
 /// The words of neighbouring channels from their scratch memory, which is zero afterwards; the
 /// header with those of the first channel. `threads` threads, which meet at `barrier`, after
@@ -51,13 +62,16 @@ SYNCBN_DEVICE void pack_channels(const SumsArguments& a, std::int64_t c0, unsign
     std::int64_t* const words = a.message + kHeaderWords + c * Scratch::kMessageWords;
     if (i % 2 == 0) {
       slots_to_digits(slots, Scratch::kFirstSlots, words, kFirstDigits);
-      words[kFirstDigits + kSecondDigits] = slots[Scratch::kFlags];
+      copy_words(a, words, kFirstDigits);
       if (c == 0) {
         a.header.write(a.message, a.counts == nullptr ? a.header.count : slots[Scratch::kCount]);
+        copy_words(a, a.message, kHeaderWords);
       }
     } else {
       slots_to_digits(slots + Scratch::kFirstSlots, Scratch::kSecondSlots, words + kFirstDigits,
                       kSecondDigits);
+      words[kFirstDigits + kSecondDigits] = slots[Scratch::kFlags];
+      copy_words(a, words + kFirstDigits, kSecondDigits + 1);
     }
   }
 }

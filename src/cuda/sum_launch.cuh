@@ -11,16 +11,23 @@
 // Which of the sums' kernels runs, and on how many threads.
 namespace syncbn::cuda {
 
-/// The message of a rank without elements: the header and zeros.
+/// The message of a rank without elements: the header and zeros. copy: as SumsArguments::copy.
 static SYNCBN_KERNEL(kSumThreads)
-    write_empty_message(const MessageHeader header, std::int64_t* message, std::int64_t words) {
+    write_empty_message(const MessageHeader header, std::int64_t* message, std::int64_t* copy,
+                        std::int64_t words) {
   const std::int64_t first = std::int64_t{device::block_index()} * kSumThreads;
   const std::int64_t step = std::int64_t{device::grid_size()} * kSumThreads;
   for (std::int64_t i = kHeaderWords + first + device::thread_index(); i < words; i += step) {
     message[i] = 0;
+    if (copy != nullptr) {
+      copy[i] = 0;
+    }
   }
   if (first == 0 && device::thread_index() == 0) {
     header.write(message, header.count);
+    if (copy != nullptr) {
+      header.write(copy, header.count);
+    }
   }
 }
 
@@ -157,7 +164,7 @@ inline bool prepare_sums(SumsArguments& a, const SampleView& x, MessageHeader he
   }
   const std::int64_t words = message_words(x.dtype, x.channels);
   start("an empty message", &write_empty_message, grid_for(words, kSumThreads, stream), kSumThreads,
-        0, stream, header, message, words);
+        0, stream, header, message, a.copy, words);
   return false;
 }
 

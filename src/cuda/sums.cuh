@@ -4,6 +4,7 @@
 
 #include "cuda/device/primitives.cuh"
 #include "cuda/packing.cuh"
+#include "cuda/row_sums.cuh"
 #include "cuda/views.cuh"
 #include "cuda/window.cuh"
 #include "statistics/lanes.hpp"
@@ -277,7 +278,7 @@ sum_rows(const SumsArguments a) {
 }
 
 /// Planes of one element (2-D input): every element is a partial. A thread takes one channel of
-/// many rows and keeps all its partials in registers.
+/// many rows and keeps all its partials in registers, added up where that is exact.
 template <class T, bool kGradient>
 SYNCBN_KERNEL(kSumThreads)
 sum_columns(const SumsArguments a) {
@@ -300,24 +301,48 @@ sum_columns(const SumsArguments a) {
       PartialSum<T> product(kPartials<T> / 2, scratch);
       PartialSum<T> product_rest(kPartials<T> - 1, scratch);  // float64; the sum's is zero
       const ChannelPullback<T> pullback(a.pullback, c);
-      SYNCBN_UNROLL(2)
-      for (std::int64_t n = begin + row; n < end; n += kRows) {
-        device::Vector<T, 1> u;
-        device::Vector<T, 1> v;
-        T* const kept = a.kept.data == nullptr ? nullptr : a.kept.at<T>(n, c);
-        load_pair<T, 1, kGradient, kGradient>(a, activation, &pullback, true,
-                                              kGradient ? a.pullback.mask.bit(n, c, 0) : 0, n,
-                                              a.u.at<T>(n, c), a.v.at<T>(n, c), kept, u, v);
+      const auto add_one = [&](T u, T v) {
         Lane<T> one;
         Lane<T> squared;
-        one.add(u.at[0]);
-        squared.add_product(u.at[0], v.at[0]);
+        one.add(u);
+        squared.add_product(u, v);
         sum.add(one, squared);
         product.add(one, squared);
         if constexpr (Lane<T>::kPair) {
           product_rest.add(one, squared);
         }
+      };
+      RowSums<T> exact;
+      for (std::int64_t n = begin + row; n < end; n += kRows * RowSums<T>::kAtOnce) {
+        T us[RowSums<T>::kAtOnce];
+        T vs[RowSums<T>::kAtOnce];
+        SYNCBN_UNROLL(4)
+        for (int i = 0; i < RowSums<T>::kAtOnce; ++i) {
+          const std::int64_t at = n + i * kRows;
+          device::Vector<T, 1> u{};
+          device::Vector<T, 1> v{};
+          if (at < end) {
+            T* const kept = a.kept.data == nullptr ? nullptr : a.kept.at<T>(at, c);
+            load_pair<T, 1, kGradient, kGradient>(a, activation, &pullback, true,
+                                                  kGradient ? a.pullback.mask.bit(at, c, 0) : 0, at,
+                                                  a.u.at<T>(at, c), a.v.at<T>(at, c), kept, u, v);
+          }
+          us[i] = u.at[0];
+          vs[i] = v.at[0];
+        }
+        if (!exact.add(us, vs, sum, product)) {
+          SYNCBN_NO_UNROLL
+          for (int i = 0; i < RowSums<T>::kAtOnce; ++i) {
+            add_one(us[0], vs[0]);
+            SYNCBN_UNROLL(4)
+            for (int k = 1; k < RowSums<T>::kAtOnce; ++k) {  // an index known only at run time
+              us[k - 1] = us[k];                             // would take local memory
+              vs[k - 1] = vs[k];
+            }
+          }
+        }
       }
+      exact.finish(sum, product);
       sum.finish(scratch);
       product.finish(scratch);
       if constexpr (Lane<T>::kPair) {

@@ -275,10 +275,12 @@ void run_on_cuda(const Case& c, Results& r) {
   ActivationGradient back = through(c, r);
   back.weight = weight;
   back.bias = bias;
+  Words copy(r.gradient_message);
   cuda::local_gradients(dy, x, counts, r.mean.data(), r.rstd.data(), back,
                         c.kept ? on_cuda(r.u.view()) : MutableTensorView(), info.data(),
-                        r.gradient_message.data(), workspace.data(), stream);
+                        r.gradient_message.data(), workspace.data(), stream, copy.data());
   EXPECT_EQ(workspace, clean) << "left behind by the gradients' sums";
+  EXPECT_EQ(copy, r.gradient_message);
   cuda::finalize_gradients(r.gradient_message.data(), c.dtype, 1, nullptr, info.data(),
                            r.mean.data(), r.rstd.data(), weight, r.coefficients.data(),
                            on_cuda(r.dweight.view()), on_cuda(r.dbias.view()), c.channels(),

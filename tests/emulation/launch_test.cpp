@@ -1,11 +1,17 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "emulator.hpp"
 #include "support.hpp"
+#include "syncbn/cuda_batch_norm.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/welford.hpp"
@@ -81,7 +87,7 @@ struct Step {
                            info.data(), channels, 1e-5, {});
     cuda::normalize(on_cuda(x.view()), {}, mean.data(), rstd.data(), {}, {}, {}, on_cuda(y.view()),
                     nullptr, {}, {});
-    cuda::update_running_statistics({}, {}, nullptr, info.data(), mean.data(), var.data(),
+    cuda::update_running_statistics({{}, {}, nullptr, info.data()}, mean.data(), var.data(),
                                     info.data(), channels, 0.1, {});
   }
   void evaluation() {
@@ -168,6 +174,59 @@ TEST(CudaLaunch, SeveralElementsAtOnceWhereTheyFit) {
     EXPECT_TRUE(wide(dtype, {2, 3, 49}, Memory::kPlanes)) << "of two planes";
     EXPECT_FALSE(wide(dtype, {2, 3, 49}, Memory::kPlanesSlice));
     EXPECT_FALSE(wide(dtype, {2, 3, 9}, Memory::kPlanes)) << "of more than two planes";
+  }
+}
+
+/// A rank alone: what is exchanged is copied, which is no kernel.
+class Alone final : public cuda::Communicator {
+ public:
+  int rank() const override { return 0; }
+  int size() const override { return 1; }
+  void all_reduce_sum(std::span<const std::int64_t> in, std::span<std::int64_t> out,
+                      const cuda::Stream&) override {
+    std::copy(in.begin(), in.end(), out.begin());
+  }
+  void all_gather(std::span<const std::byte> in, std::span<std::byte> out,
+                  const cuda::Stream&) override {
+    std::copy(in.begin(), in.end(), out.begin());
+  }
+  void abandon(const std::string&) override {}
+};
+
+/// Sums, finalize and an element-wise kernel. torch.nn.SyncBatchNorm launches about ten forward.
+TEST(CudaLaunch, ThreeKernelsForEachDirection) {
+  const std::int64_t channels = 8;
+  for (const DType dtype : kDtypes) {
+    for (const bool welford : {false, true}) {
+      for (const std::optional<double> momentum : {std::optional<double>(0.1), {}}) {
+        Step s(dtype, {4, channels, 6}, Memory::kPlanes);
+        const BatchNormOptions options{
+            .momentum = momentum,
+            .statistics = welford ? Statistics::kWelford : Statistics::kReproducible};
+        Words memory(size(cuda::batch_norm_workspace_words(dtype, channels, options.statistics)));
+        std::int64_t counters[3] = {};
+        Tensor running(DType::kFloat32, {channels});
+        const MutableTensorView estimate = on_cuda(running.view());
+        const cuda::BatchStatistics statistics{s.mean.data(), s.var.data(), s.rstd.data(),
+                                               s.info.data(), nullptr};
+        Alone alone;
+        s.moments();  // loads the kernels
+        auto launches = [before = emulation::counts().launches]() mutable {
+          return emulation::counts().launches - std::exchange(before, emulation::counts().launches);
+        };
+        cuda::batch_norm_forward(on_cuda(s.x.view()), {}, {}, {}, {}, on_cuda(s.y.view()),
+                                 {estimate, estimate, &counters[0], &counters[1], &counters[2]},
+                                 statistics, options, alone, memory.data(), {});
+        EXPECT_EQ(launches(), welford || !momentum.has_value() ? 4u : 3u) << name(dtype);
+        EXPECT_EQ(counters[0], 1);
+        EXPECT_EQ(counters[1], 1);
+        EXPECT_EQ(counters[2], 24);
+        cuda::batch_norm_backward(on_cuda(s.dy.view()), on_cuda(s.x.view()), {}, {}, {}, statistics,
+                                  on_cuda(s.dx.view()), {}, {}, {}, {}, AffineGradients::kShare,
+                                  alone, memory.data(), {});
+        EXPECT_EQ(launches(), 3u) << name(dtype);
+      }
+    }
   }
 }
 

@@ -120,9 +120,9 @@ TEST(CudaPasses, DisagreementGivesNaNAndUpdatesNothing) {
   Tensor running(DType::kFloat32, {3}, Doubles{7, 8, 9});
   std::int64_t tracked = 4;
   std::int64_t call = 5;
-  cuda::update_running_statistics(on_cuda(running.view()), on_cuda(running.view()), &tracked, &call,
-                                  moments.mean.data(), moments.var.data(), moments.info.data(), 3,
-                                  0.1, {});
+  cuda::update_running_statistics(
+      {on_cuda(running.view()), on_cuda(running.view()), &tracked, &call}, moments.mean.data(),
+      moments.var.data(), moments.info.data(), 3, 0.1, {});
   EXPECT_EQ(running.values(), (Doubles{7, 8, 9}));
   EXPECT_EQ(tracked, 4);
   EXPECT_EQ(call, 6) << "all ranks count calls, whatever came of them";
@@ -184,9 +184,9 @@ TEST(CudaPasses, RunningStatisticsExact) {
     const Words info = {count, 0};
     update_running_statistics(running[0].view(), running[1].view(), mean.data(), var.data(),
                               channels, count, factor);
-    cuda::update_running_statistics(on_cuda(running[2].view()), on_cuda(running[3].view()),
-                                    &tracked, nullptr, mean.data(), var.data(), info.data(),
-                                    channels, momentum, {});
+    cuda::update_running_statistics(
+        {on_cuda(running[2].view()), on_cuda(running[3].view()), &tracked}, mean.data(), var.data(),
+        info.data(), channels, momentum, {});
     EXPECT_TRUE(same_bits(running[2].values(), running[0].values()));
     EXPECT_TRUE(same_bits(running[3].values(), running[1].values()));
     EXPECT_EQ(tracked, before + 1);
@@ -198,6 +198,72 @@ TEST(CudaPasses, RunningStatisticsExact) {
       EXPECT_TRUE(same_bits(rstd[c], 1.0 / std::sqrt(running[1].values()[c] + kEps)));
     }
   }
+}
+
+/// The finalizing kernel's updates are those of the kernel alone, which the CPU decides above.
+TEST(CudaPasses, FinalizeUpdatesRunningStatistics) {
+  Random random(27);
+  const std::int64_t channels = 70;
+  const std::int64_t last = std::numeric_limits<std::int64_t>::max();
+  for (int round = 0; round < 24; ++round) {
+    const DType dtype = kDtypes[round % 4];
+    const DType of_mean = kDtypes[random.between(0, 3)];
+    const DType of_var = kDtypes[random.between(0, 3)];
+    const std::int64_t samples = random.between(0, 2);
+    const bool agree = !random.one_in(4);
+    const std::optional<double> momentum =
+        random.one_in(2) ? std::optional<double>(0.3) : std::nullopt;
+    Tensor x(dtype, {samples, channels});
+    x.fill(rough_values(random, dtype, samples, channels));
+    Words merged = cuda_moments(x, 1, channels);
+    merged[1] += agree ? 0 : 1;
+    Moments apart(merged, dtype, agree ? 1 : 2, channels);
+    Moments at_once = apart;
+    struct Buffers {
+      Tensor mean, var;
+      std::int64_t tracked, call, count;
+      cuda::RunningStatistics view() {
+        return {on_cuda(mean.view()), on_cuda(var.view()), &tracked, &call, &count};
+      }
+    };
+    const Doubles values = rough_values(random, DType::kFloat32, 1, channels);
+    const std::int64_t before = random.pick<std::int64_t>({0, 5, last});
+    Buffers expected{{of_mean, {channels}}, {of_var, {channels}}, before, 8, 9};
+    expected.mean.fill(values);
+    expected.var.fill(values);
+    Buffers got = expected;
+    cuda::update_running_statistics(expected.view(), apart.mean.data(), apart.var.data(),
+                                    apart.info.data(), channels, momentum, {});
+    const std::uint64_t launches = emulation::counts().launches;
+    cuda::finalize_moments(merged.data(), dtype, agree ? 1 : 2, at_once.mean.data(),
+                           at_once.var.data(), at_once.rstd.data(), at_once.info.data(), channels,
+                           kEps, got.view(), momentum, {});
+    EXPECT_EQ(emulation::counts().launches - launches, momentum.has_value() ? 1u : 2u);
+    EXPECT_TRUE(same_bits(at_once.mean, apart.mean) && same_bits(at_once.var, apart.var));
+    EXPECT_TRUE(same_bits(got.mean.values(), expected.mean.values()));
+    EXPECT_TRUE(same_bits(got.var.values(), expected.var.values()));
+    EXPECT_EQ(got.tracked, expected.tracked);
+    EXPECT_EQ(got.tracked, before + (agree && samples > 0 && before != last ? 1 : 0));
+    EXPECT_EQ(got.call, 9);
+    EXPECT_EQ(got.count, agree ? samples : -1);
+    EXPECT_EQ(expected.count, got.count);
+    EXPECT_EQ(expected.call, got.call);
+  }
+  Doubles values(3);
+  Words words(cuda::kInfoWords, -9);
+  const Words message(size(message_words(DType::kFloat32, 3)));
+  const auto refused = [&](const cuda::RunningStatistics& running, std::optional<double> momentum) {
+    return thrown_text<InvalidArgument>([&] {
+      cuda::finalize_moments(message.data(), DType::kFloat32, 1, values.data(), values.data(),
+                             values.data(), words.data(), 3, kEps, running, momentum, {});
+    });
+  };
+  Tensor wrong(DType::kFloat32, {2});
+  Tensor right(DType::kFloat32, {3});
+  EXPECT_TRUE(contains(refused({on_cuda(wrong.view()), {}}, 0.1), "running_mean: got "));
+  EXPECT_TRUE(contains(refused({on_cuda(right.view()), {}}, 2.0), "momentum: got 2"));
+  EXPECT_TRUE(contains(refused({on_cuda(right.view()), {}}, std::nullopt), "momentum: got none"));
+  EXPECT_EQ(words, Words(cuda::kInfoWords, -9)) << "nothing was enqueued";
 }
 
 /// 2^31 additions to a slot would overflow it: partials are gathered before, and here are many.

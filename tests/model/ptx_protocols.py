@@ -101,7 +101,8 @@ STAGING = """
 0A: st.weak y 1; bar.sync #staged; s = ld.weak x; bar.sync #read
     st.weak y 2; bar.sync #staged; u = ld.weak x
 """
-# running_kernel.
+# running_kernel: cumulative averages take the counter in all threads. (In moments_kernel only the
+# thread that raises it reads it.)
 COUNTER = """
 0A: r = ld.weak n; bar.sync #read; st.weak n 1
 0A: s = ld.weak n; bar.sync #read

@@ -39,10 +39,6 @@ void check_no_rest(const std::optional<Tensor>& rest) {
   }
 }
 
-Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels) {
-  return empty(x, message_words(dtype, channels), ScalarType::Long);
-}
-
 /// Scratch memory of one pass, zero. Fresh for each: calls on other streams, and graphs that are
 /// replayed there, never share it.
 Tensor new_workspace(const Tensor& x, DType dtype, std::int64_t channels) {
@@ -86,7 +82,7 @@ Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
   check_frame(frame);
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
-  Tensor message = new_message(x, samples.dtype, channels);
+  Tensor message = empty(x, message_words(samples.dtype, channels), ScalarType::Long);
   Tensor workspace = new_workspace(x, samples.dtype, channels);
   const cuda::ForwardCall forward{static_cast<std::uint64_t>(layer),
                                   call.has_value() ? cuda_int64("call", *call, 1) : nullptr, eps,
@@ -121,29 +117,66 @@ struct DeviceStatistics {
 
 /// From the messages' sum.
 void finalize(DeviceStatistics& s, const Tensor& x, const Tensor& merged, double eps,
-              std::int64_t ranks, const OnDevice& device) {
+              std::int64_t ranks, const OnDevice& device,
+              const cuda::RunningStatistics& running = {}, std::optional<double> momentum = {}) {
   const DType dtype = dtype_of_messages("merged", merged.numel(), x, message_words);
   cuda::finalize_moments(cuda_int64("merged", merged, kHeaderWords), dtype, static_cast<int>(ranks),
                          double_data(s.mean), double_data(s.var), double_data(s.rstd),
-                         cuda_int64("info", s.info, 0), channels_of(x), eps, device.stream());
+                         cuda_int64("info", s.info, 0), channels_of(x), eps, running, momentum,
+                         device.stream());
 }
 
 using Normalized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-/// y, the statistics and the activation mask, empty unless backward needs it.
-Normalized normalized(const Tensor& x, const DeviceStatistics& statistics,
-                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                      const std::optional<Tensor>& residual, const Activation& activation,
-                      const std::optional<Tensor>& mask, const OnDevice& device) {
-  Tensor y = new_output(x);
-  Tensor activation_mask =
-      new_zero_mask(x, residual.has_value() && activation.kind != ActivationKind::kNone);
-  const std::int64_t channels = channels_of(x);
-  cuda::normalize(view("x", x), mask_view(mask), cuda_double("mean", statistics.mean, channels),
-                  cuda_double("rstd", statistics.rstd, channels), view("weight", weight),
-                  view("bias", bias), view("residual", residual), mutable_view("y", y),
-                  byte_data(activation_mask), activation, device.stream());
-  return {y, statistics.mean, statistics.var, statistics.rstd, statistics.info, activation_mask};
+/// What a forward gives; the activation mask is empty unless backward needs it.
+struct Outputs : DeviceStatistics {
+  Outputs(const Tensor& x, const std::optional<Tensor>& residual, const Activation& activation)
+      : DeviceStatistics(x),
+        y(new_output(x)),
+        activation_mask(
+            new_zero_mask(x, residual.has_value() && activation.kind != ActivationKind::kNone)) {}
+  Tensor y, activation_mask;
+};
+
+Normalized normalized(Outputs& out, const Tensor& x, const std::optional<Tensor>& weight,
+                      const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+                      const Activation& activation, const std::optional<Tensor>& mask,
+                      const OnDevice& device) {
+  cuda::normalize(view("x", x), mask_view(mask), double_data(out.mean), double_data(out.rstd),
+                  view("weight", weight), view("bias", bias), view("residual", residual),
+                  mutable_view("y", out.y), byte_data(out.activation_mask), activation,
+                  device.stream());
+  return {out.y, out.mean, out.var, out.rstd, out.info, out.activation_mask};
+}
+
+std::int64_t* counter(const char* name, std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? cuda_int64(name, *tensor, 1) : nullptr;
+}
+
+cuda::RunningStatistics running_statistics(std::optional<Tensor>& mean, std::optional<Tensor>& var,
+                                           std::optional<Tensor>& num_batches_tracked,
+                                           std::optional<Tensor>& call) {
+  return {mutable_view("running_mean", mean), mutable_view("running_var", var),
+          counter("num_batches_tracked", num_batches_tracked), counter("call", call)};
+}
+
+Normalized normalize_and_update(
+    const Tensor& x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
+    std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
+    double eps, std::int64_t ranks, std::int64_t activation, double negative_slope,
+    std::optional<Tensor> mask, std::optional<Tensor> running_mean,
+    std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
+    std::optional<Tensor> call, std::optional<Tensor> last_count, std::optional<double> momentum) {
+  const OnDevice device(x, message, merged, weight, bias, residual, mask, running_mean, running_var,
+                        num_batches_tracked, call, last_count);
+  check_no_rest(rest);
+  cuda::RunningStatistics running =
+      running_statistics(running_mean, running_var, num_batches_tracked, call);
+  running.count = counter("last_count", last_count);
+  const Activation applied = activation_of(activation, negative_slope);
+  Outputs out(x, residual, applied);  // before anything is updated: there may be no memory
+  finalize(out, x, merged, eps, ranks, device, running, momentum);
+  return normalized(out, x, weight, bias, residual, applied, mask, device);
 }
 
 Normalized normalize(const Tensor& x, const Tensor& message, const Tensor& merged,
@@ -151,12 +184,8 @@ Normalized normalize(const Tensor& x, const Tensor& message, const Tensor& merge
                      std::optional<Tensor> bias, std::optional<Tensor> residual, double eps,
                      std::int64_t ranks, std::int64_t activation, double negative_slope,
                      std::optional<Tensor> mask) {
-  const OnDevice device(x, message, merged, weight, bias, residual, mask);
-  check_no_rest(rest);
-  DeviceStatistics s(x);
-  finalize(s, x, merged, eps, ranks, device);
-  return normalized(x, s, weight, bias, residual, activation_of(activation, negative_slope), mask,
-                    device);
+  return normalize_and_update(x, message, merged, rest, weight, bias, residual, eps, ranks,
+                              activation, negative_slope, mask, {}, {}, {}, {}, {}, {});
 }
 
 /// records: here whole messages, because the device looks at their headers; `merged` is not read.
@@ -173,12 +202,12 @@ Normalized normalize_gathered(const Tensor& x, const Tensor& message, const Tens
   }
   const DType dtype =
       dtype_of_messages("records", records.numel() / ranks, x, welford_message_words);
-  DeviceStatistics s(x);
+  const Activation applied = activation_of(activation, negative_slope);
+  Outputs out(x, residual, applied);
   cuda::merge_welford(cuda_int64("records", records, 0), dtype, static_cast<int>(ranks),
-                      double_data(s.mean), double_data(s.var), double_data(s.rstd),
-                      cuda_int64("info", s.info, 0), channels_of(x), eps, device.stream());
-  return normalized(x, s, weight, bias, residual, activation_of(activation, negative_slope), mask,
-                    device);
+                      double_data(out.mean), double_data(out.var), double_data(out.rstd),
+                      cuda_int64("info", out.info, 0), channels_of(x), eps, device.stream());
+  return normalized(out, x, weight, bias, residual, applied, mask, device);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> normalize_in_place(
@@ -217,30 +246,9 @@ void update_running_statistics(std::optional<Tensor> running_mean,
   const OnDevice device(mean, var, info, running_mean, running_var, num_batches_tracked, call);
   const std::int64_t channels = mean.numel();
   cuda::update_running_statistics(
-      mutable_view("running_mean", running_mean), mutable_view("running_var", running_var),
-      num_batches_tracked.has_value() ? cuda_int64("num_batches_tracked", *num_batches_tracked, 1)
-                                      : nullptr,
-      call.has_value() ? cuda_int64("call", *call, 1) : nullptr,
+      running_statistics(running_mean, running_var, num_batches_tracked, call),
       cuda_double("mean", mean, channels), cuda_double("var", var, channels),
       cuda_int64("info", info, cuda::kInfoWords), channels, momentum, device.stream());
-}
-
-Normalized normalize_and_update(
-    const Tensor& x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
-    std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
-    double eps, std::int64_t ranks, std::int64_t activation, double negative_slope,
-    std::optional<Tensor> mask, std::optional<Tensor> running_mean,
-    std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
-    std::optional<Tensor> call, std::optional<Tensor> last_count, std::optional<double> momentum) {
-  Normalized out = normalize(x, message, merged, rest, weight, bias, residual, eps, ranks,
-                             activation, negative_slope, mask);
-  const auto& [y, mean, var, rstd, info, activation_mask] = out;
-  update_running_statistics(running_mean, running_var, num_batches_tracked, call, mean, var, info,
-                            momentum);
-  if (last_count.has_value()) {
-    torch::stable::copy_(*last_count, torch::stable::narrow(const_cast<Tensor&>(info), 0, 0, 1));
-  }
-  return out;
 }
 
 std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, const Tensor& mean,
@@ -249,12 +257,14 @@ std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, co
                                            std::optional<Tensor> activation_mask,
                                            std::int64_t activation, double negative_slope,
                                            bool keep, std::int64_t frame,
-                                           std::optional<Tensor> mask) {
+                                           std::optional<Tensor> mask, bool twice) {
   const OnDevice device(x, dy, mean, rstd, info, weight, bias, activation_mask, mask);
   check_frame(frame);
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
-  Tensor message = new_message(x, samples.dtype, channels);
+  const std::int64_t words = message_words(samples.dtype, channels);
+  Tensor message = empty(x, twice ? 2 * words : words, ScalarType::Long);
+  std::int64_t* const to = cuda_int64("message", message, 0);
   Tensor workspace = new_workspace(x, samples.dtype, channels);
   Tensor u = keep ? new_output(x) : empty(x, 0, x.scalar_type());
   cuda::local_gradients(
@@ -262,7 +272,7 @@ std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, co
       cuda_double("rstd", rstd, channels),
       through(x, weight, bias, activation_mask, activation, negative_slope),
       keep ? mutable_view("u", u) : MutableTensorView(), cuda_int64("info", info, cuda::kInfoWords),
-      cuda_int64("message", message, 0), cuda_int64("workspace", workspace, 0), device.stream());
+      to, cuda_int64("workspace", workspace, 0), device.stream(), twice ? to + words : nullptr);
   return {message, u};
 }
 

@@ -27,6 +27,8 @@ class Transport(ABC):
     frame_words = 0
     #: Whether step() takes operators.
     takes_steps = False
+    #: Whether exchange_over() writes the sum over the message.
+    sums_in_place = False
 
     @abstractmethod
     def exchange(
@@ -37,6 +39,12 @@ class Transport(ABC):
         Returns (first part, the words beyond it or None). Raises DivergenceError if the calls
         differ; in stream order, where nobody waits for the device, they give NaN.
         """
+
+    def exchange_over(
+        self, message: torch.Tensor, channels: int, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As exchange(), of a message whose memory it may take for the sum."""
+        return self.exchange(message, channels, call)
 
     @abstractmethod
     def gather(
@@ -79,22 +87,36 @@ class Transport(ABC):
         attempt.leave(error, self.engine, call, self.peers)
 
     def sums_of(
-        self, name: str, passes: Sequence[tuple], lead: int, channels: int, call: Call
+        self,
+        name: str,
+        passes: Sequence[tuple],
+        lead: int,
+        channels: int,
+        call: Call,
+        keeps: bool = False,
     ) -> tuple:
         """(Message, what else the passes give, merged, rest): runs the operator local_`name` on
-        each of the inputs of this process, and exchange() on the sum of their messages. passes: the
-        arguments before and behind the frame's words. lead: the input that speaks for all."""
+        each of the inputs of this process, and exchange_over() on the sum of their messages.
+        passes: the arguments before and behind the frame's words. lead: the input that speaks for
+        all. keeps: the message is wanted afterwards; the operator then gives it twice, if need be.
+        """
         run = getattr(ops, f"local_{name}")
+        copies = keeps and self.sums_in_place
+        twice = (True,) if copies and len(passes) == 1 else ()
         messages, others = list[torch.Tensor](), list[torch.Tensor]()
         for arguments, rest in passes:
             given = self.refusing(
-                run, (*arguments, self.frame_words, *rest), passes[lead][0][0], call
+                run, (*arguments, self.frame_words, *rest, *twice), passes[lead][0][0], call
             )
             message, *other = (given,) if isinstance(given, torch.Tensor) else given
             messages.append(message)
             others += other
-        message = messages[0] if len(messages) == 1 else _total(messages, lead)
-        return message, others, *self.exchange(message, channels, call)
+        if twice:
+            message, own = messages[0].chunk(2)
+        else:
+            message = messages[0] if len(messages) == 1 else _total(messages, lead)
+            own = message.clone() if copies else message
+        return own, others, *self.exchange_over(message, channels, call)
 
     def refusing(self, run, arguments: tuple, x: torch.Tensor, call: Call):
         """run(*arguments), a pass over x before an exchange. Its error is told to the others."""

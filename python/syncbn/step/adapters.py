@@ -12,6 +12,7 @@ from .layer_state import Identity, LayerState
 from .masks import check_mask
 from .options import Options, check_arguments, check_counter, check_in_place, check_options
 from .profiling import recorded
+from .streams import Streams
 from .training import Inputs, backward, forward, leave, shared_sums, takes_part
 from .transforms import check_transforms, outside_transforms, refuse_tracing
 
@@ -29,6 +30,8 @@ class _BatchNormTraining(torch.autograd.Function):
         ctx.step, outputs, saved = forward(Inputs(*parts, *given), updates)
         ctx.save_for_backward(*saved)
         ctx.inputs = k
+        if k > 1:
+            ctx.streams = Streams(xs)
         if updates:
             return outputs[0]
         ctx.set_materialize_grads(False)
@@ -40,6 +43,7 @@ class _BatchNormTraining(torch.autograd.Function):
         k, needs = ctx.inputs, ctx.needs_input_grad[2:]
         if k > 1:
             needs = any(needs[:k]), *needs[k : k + 2], any(needs[k + 2 : 2 * k + 2])
+            ctx.streams.enter((*gradients, *ctx.saved_tensors))
         step, dys = ctx.step._replace(needs=needs[:4]), gradients[:k]
         if not torch.is_grad_enabled():
             results = backward(step, dys, *ctx.saved_tensors)
@@ -53,6 +57,8 @@ class _BatchNormTraining(torch.autograd.Function):
                 "input",
                 results,
             )
+        if k > 1:
+            ctx.streams.leave(results)
         return None, None, *results, *(None,) * k
 
 

@@ -230,17 +230,17 @@ def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
         gradients.append(dy)
         through.append(after)
         passes.append((arguments, (mask,)))
+    # One rank's share is the whole, and comes with dx.
+    shares = options.affine_grad == "share" and not (step.peers is None and needs_x)
+    shares = shares and (needs_weight or needs_bias)
     if exchanged is None:
         transport = step.transport(x)
-        exchanged = transport.sums_of("gradients", passes, lead, x.shape[1], step.call)
+        exchanged = transport.sums_of("gradients", passes, lead, x.shape[1], step.call, shares)
     message, us, merged, rest = exchanged
     if keep:  # what comes back is there already
         gradients = [_cast(u, z.dtype) for u, z in zip(us, xs)]
         through = [(w, None, None, 0, 0.0) for w, *_ in through]
     dxs, dweight, dbias = [], None, None
-    # One rank's share is the whole, and comes with dx.
-    shares = options.affine_grad == "share" and not (step.peers is None and needs_x)
-    shares = shares and (needs_weight or needs_bias)
     if step.exchanges:
         for k, placed in enumerate(_placed(xs, merged, rest)):
             z, mean, rstd, info, _, mask = saved[2 + 6 * k : 8 + 6 * k]

@@ -1,0 +1,119 @@
+"""What a training step on CUDA launches, counted on emulated kernels.
+
+torch.nn.SyncBatchNorm launches about ten kernels for a forward.
+"""
+
+import contextlib
+import types
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from emulated import DTYPES, random, run_checks
+from package import emulated, syncbn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from syncbn.exchange import groups
+from syncbn.exchange.nccl_transport import InStream
+from syncbn.step import layer_state, training
+
+NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "detach"}
+# Errors have the number of the call, if the counter is on the CPU; one on a GPU is not read.
+NOTHING |= {"_local_scalar_dense"}
+
+
+class OtherKernels(TorchDispatchMode):
+    """PyTorch's operators that would launch something."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.partition("::")[2]
+        result = function(*args, **(kwargs or {}))
+        empty = isinstance(result, torch.Tensor) and result.numel() == 0
+        own = function.namespace == "syncbn"
+        if not (own or function.is_view or name in NOTHING or empty):
+            self.names.append(name)
+        return result
+
+
+def counted(run, argument):
+    """(What it gives, kernels of the library, PyTorch's)."""
+    before = torch.ops.syncbn_emulated.launches()
+    with OtherKernels() as others:
+        result = run(argument)
+    return result, torch.ops.syncbn_emulated.launches() - before, others.names
+
+
+def check_one_rank():
+    for dtype in DTYPES:
+        for options, forward, backward in (
+            ({}, 3, 3),
+            ({"activation": "relu"}, 3, 3),
+            ({"affine_grad": "global"}, 3, 3),
+            ({"momentum": None}, 4, 3),
+            ({"affine": False, "track_running_stats": False}, 3, 3),
+        ):
+            layer = syncbn.SyncBatchNorm(6, **options)
+            x, dy = random((3, 6, 4, 5), 1, dtype).requires_grad_(), random((3, 6, 4, 5), 2, dtype)
+            with emulated():
+                y, kernels, others = counted(layer, x)
+                assert (kernels, others) == (forward, ["new_zeros"]), (options, kernels, others)
+                _, kernels, others = counted(y.backward, dy)
+                assert (kernels, others) == (backward, ["new_zeros"]), (options, kernels, others)
+
+
+class Played:
+    """A group over NCCL of two ranks that bring the same."""
+
+    peers = types.SimpleNamespace(ranks=2, rank=0, group_name="", cuda="played")
+
+    def __init__(self):
+        self.summed = []
+
+    def __enter__(self):
+        def all_reduce(words, group):
+            self.summed.append(words.shape)
+            words.numpy()[:] *= 2  # NCCL's work is not counted
+
+        self.patches = [
+            mock.patch.object(layer_state.LayerState, "peers", lambda *_: self.peers),
+            mock.patch.object(training, "transport_of", lambda p, device: InStream(p, device)),
+            mock.patch.object(groups, "resolve", lambda _: None),
+            mock.patch.object(dist, "all_reduce", all_reduce),
+        ]
+        for patch in self.patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_):
+        for patch in self.patches:
+            patch.stop()
+
+
+def check_over_nccl():
+    """The message is summed where it lies, and this rank's share comes from a copy that the kernel
+    of the sums has made. So y, dx and that share are those of a rank alone."""
+    for options, ranks in (({}, 1), ({"affine_grad": "global"}, 2)):
+        x, dy = random((3, 6, 4, 5), 1), random((3, 6, 4, 5), 2)
+        results = []
+        for context in (Played(), None):
+            layer = syncbn.SyncBatchNorm(6, **options)
+            a = x.clone().requires_grad_()
+            with emulated(), context or contextlib.nullcontext():
+                y, *forward = counted(layer, a)
+                _, *backward = counted(y.backward, dy)
+            assert forward == backward == [3, ["new_zeros"]], (options, forward, backward)
+            if context is None:
+                layer.weight.grad *= ranks
+                layer.bias.grad *= ranks
+            else:
+                assert context.summed == 2 * [torch.Size([8 + 6 * 19])]
+            results.append([y, a.grad, layer.weight.grad, layer.bias.grad])
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+
+
+run_checks(globals())
