@@ -23,7 +23,8 @@ struct SumsArguments {
   std::int64_t* workspace = nullptr;
   std::int64_t channels = 0;
   std::int64_t plane = 0;
-  Divisor segments;        ///< of a plane
+  Divisor segments;  ///< of a plane
+  Divisor samples;
   std::int64_t units = 0;  ///< segments of a channel
   std::int64_t units_per_job = 0;
   Divisor jobs_per_channel;  ///< (or block of channels)

@@ -159,6 +159,7 @@ inline bool prepare_sums(SumsArguments& a, const SampleView& x, MessageHeader he
   a.plane = x.plane;
   if (!x.empty() && x.channels > 0) {
     a.segments = Divisor(divide_up(x.plane, kSegment));
+    a.samples = Divisor(x.samples);
     a.units = x.samples * a.segments.value();
     return true;
   }

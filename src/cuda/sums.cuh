@@ -54,15 +54,15 @@ SYNCBN_DEVICE void load_pair(const SumsArguments& a, const ActivationOf<T>& acti
   }
 }
 
-/// Adds the elements of units [begin, end) that count to the first channel's scratch memory.
+/// Adds the elements of a job's share that count to the first channel's scratch memory. Which job
+/// counts which does not matter: here they are dealt out evenly over units.
 template <class T>
 SYNCBN_DEVICE void count_elements(const SumsArguments& a, std::int64_t begin, std::int64_t end,
                                   unsigned thread, unsigned threads) {
-  const auto first = [&](std::int64_t unit) {
-    return a.segments.quotient(unit) * a.plane + a.segments.remainder(unit) * kSegment;
-  };
+  const std::int64_t share = a.segments.quotient(a.plane + a.segments.value() - 1);  // of a unit
+  const std::int64_t last = end * share < a.header.count ? end * share : a.header.count;
   std::int64_t count = 0;
-  for (std::int64_t i = first(begin) + thread; i < first(end); i += threads) {
+  for (std::int64_t i = begin * share + thread; i < last; i += threads) {
     count += a.counts[i] != 0;
   }
   if (count != 0) {
@@ -105,7 +105,8 @@ SYNCBN_DEVICE LaneType lane_of(const LaneType& lane, unsigned thread) {
 }
 
 /// Contiguous planes, or any strides (kStrided). A warp takes kGroups segments of a channel at a
-/// time, each on neighbouring threads. Shared memory: kWords words per warp.
+/// time, each on neighbouring threads. Units are the first segments of all samples, then the
+/// second ones: its loop is as long as the longest segment. Shared memory: kWords words per warp.
 template <class T, int kVector, bool kGradient, bool kStrided, bool kPulls = kGradient>
 SYNCBN_KERNEL(kPlaneSumThreads)
 sum_planes(const SumsArguments a) {
@@ -137,8 +138,8 @@ sum_planes(const SumsArguments a) {
       Lane<T> sums[kVector];
       Lane<T> products[kVector];
       if (unit < end) {
-        const std::int64_t n = a.segments.quotient(unit);
-        const std::int64_t e = a.segments.remainder(unit) * kSegment;
+        const std::int64_t n = a.samples.remainder(unit);
+        const std::int64_t e = a.samples.quotient(unit) * kSegment;
         const std::int64_t rest = a.plane - e;
         const int length = rest < kSegment ? static_cast<int>(rest) : kSegment;
         const T* const u = a.u.at<T>(n, c) + (kStrided ? 0 : e);
