@@ -127,7 +127,7 @@ SYNCBN_INLINE V widened_integers(IntsOf<V> v, V& rest) {
 /// One word of each channel.
 template <class V>
 SYNCBN_INLINE IntsOf<V> words_at(const std::int64_t* words, std::int64_t step) {
-  IntsOf<V> all;
+  IntsOf<V> all = IntsOf<V>();
 #pragma GCC unroll 8
   for (int i = 0; i < kLanesIn<V>; ++i) {
     all[i] = words[i * step];
