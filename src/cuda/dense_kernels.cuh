@@ -72,7 +72,8 @@ map_dense_planes(const DenseArguments dense) {
   constexpr unsigned kStep = DenseBatch<T>::kStep;
   using Channel = typename Pass::Channel;
   const ElementArguments& a = dense.elements;
-  const ActivationOf<T> activation = activation_of<T, typename Pass::Options>(a);
+  const ActivationOf<T> activation =
+      activation_of<T, typename Pass::Options>(a.pullback.activation);
   auto* const channels = device::shared<Channel>();
   const std::int64_t begin = std::int64_t{device::block_index()} * dense.of_block;
   const std::int64_t left = dense.total - begin;
@@ -127,7 +128,8 @@ template <class Pass, class T, int kVector>
 SYNCBN_KERNEL(kElementThreads)
 map_dense_rows(const ElementArguments a) {
   using Channel = typename Pass::Channel;
-  const ActivationOf<T> activation = activation_of<T, typename Pass::Options>(a);
+  const ActivationOf<T> activation =
+      activation_of<T, typename Pass::Options>(a.pullback.activation);
   auto* const channels = device::shared<Channel>();
   const unsigned columns = a.group;
   const unsigned column = device::thread_index() % columns;
