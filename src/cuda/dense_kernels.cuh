@@ -50,12 +50,12 @@ struct DenseBatch {
   device::Vector<T, kVector> x[kSteps];
   device::Vector<T, kVector> other[kSteps];
 
-  /// The vectors that begin before `end`; at: of this thread's first.
-  template <bool kReadsOther>
+  /// The vectors that begin before `end` (kAll: all do); at: of this thread's first.
+  template <bool kReadsOther, bool kAll>
   SYNCBN_DEVICE void load(const T* xs, const T* others, unsigned at, unsigned end) {
     SYNCBN_UNROLL(8)
     for (unsigned s = 0; s < kSteps; ++s) {
-      if (at + s * kStep < end) {
+      if (kAll || at + s * kStep < end) {
         x[s] = device::load_vector<kVector>(xs + at + s * kStep);
         other[s] = kReadsOther ? device::load_vector<kVector>(others + at + s * kStep) : x[s];
       }
@@ -63,16 +63,47 @@ struct DenseBatch {
   }
 };
 
+/// What the pass makes of a round. channels: the constants of the planes from where `before`
+/// elements lie in front of the block's; at, end: as above.
+template <class Pass, class T, bool kWhole, bool kAll>
+SYNCBN_DEVICE void store_round(const DenseArguments& dense, const ActivationOf<T>& activation,
+                               const typename Pass::Channel* channels, const DenseBatch<T>& batch,
+                               unsigned before, unsigned at, unsigned end, T* out) {
+  constexpr int kVector = kWidest<T>;
+  constexpr unsigned kStep = DenseBatch<T>::kStep;
+  using Channel = typename Pass::Channel;
+  const auto plane = static_cast<unsigned>(dense.elements.plane);
+  SYNCBN_UNROLL(8)
+  for (unsigned s = 0; s < kSteps; ++s) {
+    if (kAll || at + s * kStep < end) {
+      const unsigned place = before + at + s * kStep;
+      const unsigned p = dense.plane.quotient(place);
+      const Channel here = channels[p];
+      const Channel next = kWhole ? here : channels[p + 1];
+      const unsigned rest = kWhole ? kVector : (p + 1) * plane - place;  // of this plane
+      device::Vector<T, kVector> result;
+      SYNCBN_UNROLL(8)
+      for (unsigned k = 0; k < kVector; ++k) {
+        bool passes = false;
+        result.at[k] =
+            Pass::apply(dense.elements, activation, kWhole ? here : either(k < rest, here, next), 0,
+                        batch.x[s].at[k], batch.other[s].at[k], passes);
+      }
+      device::store_vector(out + at + s * kStep, result);
+    }
+  }
+}
+
 /// Contiguous planes one after the other. A block takes `rounds` times kDenseRound neighbours;
 /// kWhole: planes are whole vectors.
 template <class Pass, class T, bool kWhole>
 SYNCBN_KERNEL(kElementThreads)
 map_dense_planes(const DenseArguments dense) {
   constexpr int kVector = kWidest<T>;
-  constexpr unsigned kStep = DenseBatch<T>::kStep;
   using Channel = typename Pass::Channel;
   const ElementArguments& a = dense.elements;
-  const ActivationOf<T> activation = activation_of<T, typename Pass::Options>(a);
+  const ActivationOf<T> activation =
+      activation_of<T, typename Pass::Options>(a.pullback.activation);
   auto* const channels = device::shared<Channel>();
   const std::int64_t begin = std::int64_t{device::block_index()} * dense.of_block;
   const std::int64_t left = dense.total - begin;
@@ -83,7 +114,16 @@ map_dense_planes(const DenseArguments dense) {
   T* const out = static_cast<T*>(a.out.data) + begin;
   unsigned at = device::thread_index() * kVector;
   DenseBatch<T> batch;
-  batch.template load<Pass::kReadsOther>(x, other, at, vectors);
+  // Whole rounds are taken without a look at each vector; with 8 elements and two channels'
+  // constants there would be no registers for it.
+  const auto all = [&] {
+    return (kWhole || kVector < 8) && at + (kSteps - 1) * DenseBatch<T>::kStep < vectors;
+  };
+  const auto load = [&] {
+    all() ? batch.template load<Pass::kReadsOther, true>(x, other, at, vectors)
+          : batch.template load<Pass::kReadsOther, false>(x, other, at, vectors);
+  };
+  load();
   const std::int64_t first = a.chunks.quotient(begin);  // plane
   const auto before = static_cast<unsigned>(begin - first * a.plane);
   const unsigned planes = dense.plane.quotient(before + length - 1) + 2;  // one more than it takes
@@ -91,27 +131,13 @@ map_dense_planes(const DenseArguments dense) {
     channels[p] = Channel(a, a.per_sample.remainder(first + p));
   }
   device::block_barrier();  // the constants are there
-  const auto plane = static_cast<unsigned>(a.plane);
-  for (; at < vectors; at += kSteps * kStep) {
-    SYNCBN_UNROLL(8)
-    for (unsigned s = 0; s < kSteps; ++s) {
-      if (at + s * kStep < vectors) {
-        const unsigned place = before + at + s * kStep;
-        const unsigned p = dense.plane.quotient(place);
-        const Channel here = channels[p];
-        const Channel next = kWhole ? here : channels[p + 1];
-        const unsigned rest = kWhole ? kVector : (p + 1) * plane - place;  // of this plane
-        device::Vector<T, kVector> result;
-        SYNCBN_UNROLL(8)
-        for (unsigned k = 0; k < kVector; ++k) {
-          bool passes = false;
-          result.at[k] = Pass::apply(a, activation, kWhole ? here : either(k < rest, here, next), 0,
-                                     batch.x[s].at[k], batch.other[s].at[k], passes);
-        }
-        device::store_vector(out + at + s * kStep, result);
-      }
-    }
-    batch.template load<Pass::kReadsOther>(x, other, at + kSteps * kStep, vectors);
+  while (at < vectors) {
+    all() ? store_round<Pass, T, kWhole, true>(dense, activation, channels, batch, before, at,
+                                               vectors, out)
+          : store_round<Pass, T, kWhole, false>(dense, activation, channels, batch, before, at,
+                                                vectors, out);
+    at += kDenseRound<T>;
+    load();
   }
   const unsigned last = vectors + device::thread_index();  // no whole vector
   if (last < length) {
@@ -127,7 +153,8 @@ template <class Pass, class T, int kVector>
 SYNCBN_KERNEL(kElementThreads)
 map_dense_rows(const ElementArguments a) {
   using Channel = typename Pass::Channel;
-  const ActivationOf<T> activation = activation_of<T, typename Pass::Options>(a);
+  const ActivationOf<T> activation =
+      activation_of<T, typename Pass::Options>(a.pullback.activation);
   auto* const channels = device::shared<Channel>();
   const unsigned columns = a.group;
   const unsigned column = device::thread_index() % columns;

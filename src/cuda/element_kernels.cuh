@@ -30,29 +30,6 @@ struct ElementArguments {
   std::int64_t jobs = 0;
 };
 
-/// The options of a Pass that are known at run time,
-struct AnyOptions {
-  static constexpr bool kPlain = false;
-};
-/// or when it is compiled: no masks, no residual, and what becomes of values that are not positive.
-template <NotPositive kNotPositive>
-struct Plain {
-  static constexpr bool kPlain = true;
-  static constexpr NotPositive kRest = kNotPositive;
-};
-
-/// The activation as kernels see it.
-template <class T, class Options>
-SYNCBN_DEVICE ActivationOf<T> activation_of(const ElementArguments& a) {
-  if constexpr (Options::kPlain) {
-    AppliedActivation known;
-    known.rest = Options::kRest;
-    return ActivationOf<T>(known);
-  } else {
-    return ActivationOf<T>(a.pullback.activation);
-  }
-}
-
 inline constexpr unsigned kElementThreads = 256;
 inline constexpr int kSteps = 4;  ///< accesses of a thread that are under way at a time
 

@@ -127,22 +127,6 @@ bool start_dense(const char* name, const Plan& plan, ElementArguments& a, const 
   return false;
 }
 
-/// Calls body(Plain<...>) if the activation is known at compile time.
-template <class Body>
-bool with_plain_options(const ElementArguments& a, const Body& body) {
-  const bool masked =
-      a.counts != nullptr || a.written.data != nullptr || a.pullback.mask.data != nullptr;
-  switch (masked ? NotPositive::kScaled : a.pullback.activation.rest) {
-    case NotPositive::kKept:
-      return body(Plain<NotPositive::kKept>());
-    case NotPositive::kZero:
-      return body(Plain<NotPositive::kZero>());
-    case NotPositive::kScaled:
-      break;
-  }
-  return false;
-}
-
 /// Loads what start_elements starts.
 template <template <class, class> class Pass>
 void load_elements(DType dtype) {
@@ -169,9 +153,12 @@ void start_elements(const char* name, DType dtype, const Plan& plan, ElementArgu
       merge_samples(a);
     }
     if constexpr (General::kHasPlain) {
-      if (General::is_plain(a) && with_plain_options(a, [&](auto options) {
-            return start_dense<Pass<T, decltype(options)>, T>(name, plan, a, stream);
-          })) {
+      const bool masked =
+          a.counts != nullptr || a.written.data != nullptr || a.pullback.mask.data != nullptr;
+      const auto dense = [&](auto options) {
+        return start_dense<Pass<T, decltype(options)>, T>(name, plan, a, stream);
+      };
+      if (General::is_plain(a) && with_plain_options(masked, a.pullback.activation, dense)) {
         return;
       }
     }

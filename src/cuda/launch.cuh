@@ -143,6 +143,20 @@ void start(const char* name, Kernel kernel, unsigned blocks, unsigned threads, s
   }
 }
 
+/// Calls body(Plain<...>) if the activation is known at compile time.
+template <class Body>
+bool with_plain_options(bool masked, const AppliedActivation& activation, const Body& body) {
+  switch (masked ? NotPositive::kScaled : activation.rest) {
+    case NotPositive::kKept:
+      return body(Plain<NotPositive::kKept>());
+    case NotPositive::kZero:
+      return body(Plain<NotPositive::kZero>());
+    case NotPositive::kScaled:
+      break;
+  }
+  return false;
+}
+
 /// Loads kernels on the current device.
 template <class... Kernels>
 void load(Kernels... kernels) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/launch.cuh"
 #include "cuda/loading.hpp"
@@ -41,23 +42,23 @@ inline void deal(SumsArguments& a, std::int64_t channel_blocks, std::int64_t at_
   a.jobs = a.jobs_per_channel.value() * channel_blocks;
 }
 
-template <class T, bool kGradient, int kVector, bool kStrided, bool kPulls = kGradient>
+template <class T, bool kGradient, int kVector, bool kStrided, class Options = AnyOptions>
 void start_planes(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWarps = kPlaneSumThreads / device::kWarp;
   constexpr std::int64_t kGroups = device::kWarp * kVector / kLanes;
   deal(a, a.channels, kGroups, 32 * multiprocessors(stream));
-  start("the sums of planes", &sum_planes<T, kVector, kGradient, kStrided, kPulls>,
+  start("the sums of planes", &sum_planes<T, kVector, kGradient, kStrided, Options>,
         grid_for(a.jobs, kWarps, stream, 32), kPlaneSumThreads,
         kWarps * ChannelScratch<T>::kWords * sizeof(std::int64_t), stream, a);
 }
 
-template <class T, bool kGradient, int kVector, bool kPulls = kGradient>
+template <class T, bool kGradient, int kVector, class Options = AnyOptions>
 void start_rows(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWidth = kRowColumns<kVector> * kVector;
   constexpr unsigned kThreads = kLanes * kRowColumns<kVector>;
   constexpr std::size_t kFold = kLanes * kWidth * sizeof(Lane<T>);
   deal(a, divide_up(a.channels, kWidth), 1, 8 * multiprocessors(stream));
-  start("the sums of rows", &sum_rows<T, kVector, kGradient, kPulls>, grid_for(a.jobs, 1, stream),
+  start("the sums of rows", &sum_rows<T, kVector, kGradient, Options>, grid_for(a.jobs, 1, stream),
         kThreads, std::max(kFold, kPackingBytes<T>), stream, a);
 }
 
@@ -102,29 +103,48 @@ template <bool kGradient>
 void start_sums(DType dtype, const Plan& plan, SumsArguments& a, const Stream& stream) {
   dispatch_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    const bool plain = !a.pullback.activation.changes();
+    const bool rows = plan.layout == Layout::kRows;
     if (plan.layout == Layout::kStrided) {
       start_planes<T, kGradient, 1, true>(a, stream);
-    } else if (plan.layout == Layout::kRows && a.plane == 1) {
+      return;
+    }
+    if (rows && a.plane == 1) {
       start_columns<T, kGradient>(a, stream);
-    } else if (plan.layout == Layout::kRows) {
-      constexpr int kVector = kRowVector<T, kGradient>;
-      plan.wide&& plain ? start_rows<T, kGradient, kVector, false>(a, stream)
-      : plan.wide       ? start_rows<T, kGradient, kVector>(a, stream)
-                        : start_rows<T, kGradient, 1>(a, stream);
-    } else {
+      return;
+    }
+    if (!plan.wide) {
       if constexpr (!Lane<T>::kPair) {
-        if (!plan.wide && is_short<T, kGradient>(a)) {
+        if (!rows && is_short<T, kGradient>(a)) {
           start_short_planes<T, kGradient>(a, stream);
           return;
         }
       }
-      constexpr int kVector = kWidest<T>;
-      plan.wide&& plain ? start_planes<T, kGradient, kVector, false, false>(a, stream)
-      : plan.wide       ? start_planes<T, kGradient, kVector, false>(a, stream)
-                        : start_planes<T, kGradient, 1, false>(a, stream);
+      rows ? start_rows<T, kGradient, 1>(a, stream)
+           : start_planes<T, kGradient, 1, false>(a, stream);
+      return;
+    }
+    const auto wide = [&](auto options) {
+      // Forward has no activation.
+      using Given = decltype(options);
+      using Options =
+          std::conditional_t<kGradient || !Given::kPlain, Given, Plain<NotPositive::kKept>>;
+      rows ? start_rows<T, kGradient, kRowVector<T, kGradient>, Options>(a, stream)
+           : start_planes<T, kGradient, kWidest<T>, false, Options>(a, stream);
+      return true;
+    };
+    const bool masked =
+        a.counts != nullptr || a.kept.data != nullptr || a.pullback.mask.data != nullptr;
+    if (!with_plain_options(masked, a.pullback.activation, wide)) {
+      wide(AnyOptions());
     }
   });
+}
+
+/// Loads those of wide accesses.
+template <class T, bool kGradient, class Options>
+void load_wide_sums() {
+  load(&sum_planes<T, kWidest<T>, kGradient, false, Options>,
+       &sum_rows<T, kRowVector<T, kGradient>, kGradient, Options>);
 }
 
 /// Loads what start_sums starts.
@@ -133,11 +153,12 @@ void load_sums(DType dtype) {
   dispatch_dtype(dtype, [](auto type) {
     using T = decltype(type);
     load(&sum_planes<T, 1, kGradient, true>, &sum_planes<T, 1, kGradient, false>,
-         &sum_planes<T, kWidest<T>, kGradient, false>, &sum_rows<T, 1, kGradient>,
-         &sum_rows<T, kRowVector<T, kGradient>, kGradient>, &sum_columns<T, kGradient>,
-         &write_empty_message);
-    load(&sum_planes<T, kWidest<T>, kGradient, false, false>,
-         &sum_rows<T, kRowVector<T, kGradient>, kGradient, false>);
+         &sum_rows<T, 1, kGradient>, &sum_columns<T, kGradient>, &write_empty_message);
+    load_wide_sums<T, kGradient, AnyOptions>();
+    load_wide_sums<T, kGradient, Plain<NotPositive::kKept>>();
+    if constexpr (kGradient) {
+      load_wide_sums<T, kGradient, Plain<NotPositive::kZero>>();
+    }
     if constexpr (!Lane<T>::kPair) {
       load(&sum_short_planes<T, kGradient>);
     }

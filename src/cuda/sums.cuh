@@ -17,9 +17,9 @@ inline constexpr unsigned kSumThreads = 256;
 /// Of planes, where warps need nothing of each other: small blocks spread over all multiprocessors.
 inline constexpr unsigned kPlaneSumThreads = 64;
 
-/// Loads kVector elements of u and v, pulls u back (kPulls) and stores it if it is kept. What does
-/// not count is zero. element: n * plane + e.
-template <class T, int kVector, bool kGradient, bool kPulls>
+/// Loads kVector elements of u and v, pulls u back and stores it if it is kept. What does not count
+/// is zero. element: n * plane + e.
+template <class T, int kVector, bool kGradient, class Options>
 SYNCBN_DEVICE void load_pair(const SumsArguments& a, const ActivationOf<T>& activation,
                              const ChannelPullback<T>* pullback, bool one_channel,
                              std::int64_t mask_at, std::int64_t element, const T* u, const T* v,
@@ -29,17 +29,19 @@ SYNCBN_DEVICE void load_pair(const SumsArguments& a, const ActivationOf<T>& acti
   vs = us;
   if constexpr (kGradient) {
     vs = device::load_vector<kVector>(v);
-  }
-  if constexpr (kPulls) {
     unsigned bits = 0;
-    if (a.pullback.mask.data != nullptr) {
+    if (!Options::kPlain && a.pullback.mask.data != nullptr) {
       bits = static_cast<unsigned>(a.pullback.mask.data[mask_at / 8]) >> (mask_at % 8);
     }
     SYNCBN_UNROLL(8)
     for (int k = 0; k < kVector; ++k) {
-      us.at[k] =
-          pullback[one_channel ? 0 : k](a.pullback, activation, bits >> k, us.at[k], vs.at[k]);
+      const ChannelPullback<T>& back = pullback[one_channel ? 0 : k];
+      us.at[k] = Options::kPlain ? back.without_mask(activation, us.at[k], vs.at[k])
+                                 : back(a.pullback, activation, bits >> k, us.at[k], vs.at[k]);
     }
+  }
+  if constexpr (Options::kPlain) {
+    return;
   }
   if (a.counts != nullptr) {
     const unsigned counted = counted_bits<kVector>(a.counts, element, one_channel);
@@ -107,7 +109,7 @@ SYNCBN_DEVICE LaneType lane_of(const LaneType& lane, unsigned thread) {
 /// Contiguous planes, or any strides (kStrided). A warp takes kGroups segments of a channel at a
 /// time, each on neighbouring threads. Units are the first segments of all samples, then the
 /// second ones: its loop is as long as the longest segment. Shared memory: kWords words per warp.
-template <class T, int kVector, bool kGradient, bool kStrided, bool kPulls = kGradient>
+template <class T, int kVector, bool kGradient, bool kStrided, class Options = AnyOptions>
 SYNCBN_KERNEL(kPlaneSumThreads)
 sum_planes(const SumsArguments a) {
   static_assert(!kStrided || kVector == 1);
@@ -118,7 +120,7 @@ sum_planes(const SumsArguments a) {
   const unsigned member = lane % kThreads;
   const unsigned warp = device::thread_index() / device::kWarp;
   const unsigned warps = device::block_size() / device::kWarp;
-  const ActivationOf<T> activation(a.pullback.activation);
+  const auto activation = activation_of<T, Options>(a.pullback.activation);
   for (std::int64_t job = std::int64_t{device::block_index()} * warps + warp; job < a.jobs;
        job += std::int64_t{device::grid_size()} * warps) {
     const std::int64_t c = a.jobs_per_channel.quotient(job);
@@ -126,11 +128,11 @@ sum_planes(const SumsArguments a) {
     const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
     const Scratch scratch(a.workspace, c);
     PartialSum<T> partial(static_cast<int>(member), scratch);
-    if (a.counts != nullptr && c == 0) {
+    if (!Options::kPlain && a.counts != nullptr && c == 0) {
       count_elements<T>(a, begin, end, lane, device::kWarp);
     }
     ChannelPullback<T> pullback;
-    if constexpr (kPulls) {
+    if constexpr (kGradient) {
       pullback = ChannelPullback<T>(a.pullback, c);
     }
     for (std::int64_t first = begin; first < end; first += kGroups) {
@@ -144,7 +146,9 @@ sum_planes(const SumsArguments a) {
         const int length = rest < kSegment ? static_cast<int>(rest) : kSegment;
         const T* const u = a.u.at<T>(n, c) + (kStrided ? 0 : e);
         const T* const v = a.v.at<T>(n, c) + (kStrided ? 0 : e);
-        T* const kept = a.kept.data == nullptr ? nullptr : a.kept.at<T>(n, c) + (kStrided ? 0 : e);
+        T* const kept = Options::kPlain || a.kept.data == nullptr
+                            ? nullptr
+                            : a.kept.at<T>(n, c) + (kStrided ? 0 : e);
         SYNCBN_UNROLL(4)
         for (int i = static_cast<int>(member) * kVector; i < length; i += kLanes) {
           device::Vector<T, kVector> us;
@@ -152,8 +156,8 @@ sum_planes(const SumsArguments a) {
           const std::int64_t u_at = kStrided ? a.u.element(e + i) : i;
           const std::int64_t v_at = kStrided ? a.v.element(e + i) : i;
           const std::int64_t kept_at = kStrided ? a.kept.element(e + i) : i;
-          const std::int64_t mask_at = kPulls ? a.pullback.mask.bit(n, c, e + i) : 0;
-          load_pair<T, kVector, kGradient, kPulls>(
+          const std::int64_t mask_at = kGradient ? a.pullback.mask.bit(n, c, e + i) : 0;
+          load_pair<T, kVector, kGradient, Options>(
               a, activation, &pullback, true, mask_at, n * a.plane + e + i, u + u_at, v + v_at,
               kept == nullptr ? nullptr : kept + kept_at, us, vs);
           SYNCBN_UNROLL(8)
@@ -191,7 +195,7 @@ inline constexpr unsigned kRowColumns = kVector == 1 ? 32 : 8;
 /// Neighbouring channels lie side by side (channels-last). A thread takes kVector channels and one
 /// lane of a segment, which is 512 rows; lanes are folded through shared memory. (With 128
 /// registers the gradients of float32 spill on sm_80.)
-template <class T, int kVector, bool kGradient, bool kPulls = kGradient>
+template <class T, int kVector, bool kGradient, class Options = AnyOptions>
 SYNCBN_KERNEL_OF(kLanes* kRowColumns<kVector>, kVector == 1 ? 1 : 3)
 sum_rows(const SumsArguments a) {
   constexpr int kColumns = kRowColumns<kVector>;
@@ -200,18 +204,18 @@ sum_rows(const SumsArguments a) {
   const int column = static_cast<int>(device::thread_index()) % kColumns;
   const int lane = static_cast<int>(device::thread_index()) / kColumns;
   auto* const staged = device::shared<Lane<T>>();  // [lane][channel]
-  const ActivationOf<T> activation(a.pullback.activation);
+  const auto activation = activation_of<T, Options>(a.pullback.activation);
   for (std::int64_t job = device::block_index(); job < a.jobs; job += device::grid_size()) {
     const std::int64_t c0 = a.jobs_per_channel.quotient(job) * kWidth;
     const std::int64_t begin = a.jobs_per_channel.remainder(job) * a.units_per_job;
     const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
-    if (a.counts != nullptr && c0 == 0) {
+    if (!Options::kPlain && a.counts != nullptr && c0 == 0) {
       count_elements<T>(a, begin, end, device::thread_index(), device::block_size());
     }
     const std::int64_t c = c0 + column * kVector;
     const bool inside = c < a.channels;
     ChannelPullback<T> pullback[kVector];
-    if (kPulls && inside) {
+    if (kGradient && inside) {
       SYNCBN_UNROLL(8)
       for (int k = 0; k < kVector; ++k) {
         pullback[k] = ChannelPullback<T>(a.pullback, c + k);
@@ -231,23 +235,25 @@ sum_rows(const SumsArguments a) {
       Lane<T> sums[kVector];
       Lane<T> products[kVector];
       if (inside) {
-        const T* const u = a.u.at<T>(n, 0) + c;
-        const T* const v = a.v.at<T>(n, 0) + c;
-        T* const kept = a.kept.data == nullptr ? nullptr : a.kept.at<T>(n, 0) + c;
+        const T* u = a.u.at<T>(n, 0) + (e + lane) * a.u.element_stride + c;
+        const T* v = a.v.at<T>(n, 0) + (e + lane) * a.v.element_stride + c;
+        T* const kept =
+            Options::kPlain || a.kept.data == nullptr ? nullptr : a.kept.at<T>(n, 0) + c;
         SYNCBN_UNROLL(4)
         for (int i = lane; i < length; i += kLanes) {
           device::Vector<T, kVector> us;
           device::Vector<T, kVector> vs;
-          const std::int64_t mask_at = kPulls ? a.pullback.mask.bit(n, c, e + i) : 0;
-          load_pair<T, kVector, kGradient, kPulls>(
-              a, activation, pullback, false, mask_at, n * a.plane + e + i,
-              u + (e + i) * a.u.element_stride, v + (e + i) * a.v.element_stride,
+          const std::int64_t mask_at = kGradient ? a.pullback.mask.bit(n, c, e + i) : 0;
+          load_pair<T, kVector, kGradient, Options>(
+              a, activation, pullback, false, mask_at, n * a.plane + e + i, u, v,
               kept == nullptr ? nullptr : kept + (e + i) * a.kept.element_stride, us, vs);
           SYNCBN_UNROLL(8)
           for (int k = 0; k < kVector; ++k) {
             sums[k].add(us.at[k]);
             products[k].add_product(us.at[k], vs.at[k]);
           }
+          u += kLanes * a.u.element_stride;
+          v += kLanes * a.v.element_stride;
         }
       }
       Lane<T> folded[2];
@@ -324,9 +330,9 @@ sum_columns(const SumsArguments a) {
           device::Vector<T, 1> v{};
           if (at < end) {
             T* const kept = a.kept.data == nullptr ? nullptr : a.kept.at<T>(at, c);
-            load_pair<T, 1, kGradient, kGradient>(a, activation, &pullback, true,
-                                                  kGradient ? a.pullback.mask.bit(at, c, 0) : 0, at,
-                                                  a.u.at<T>(at, c), a.v.at<T>(at, c), kept, u, v);
+            load_pair<T, 1, kGradient, AnyOptions>(
+                a, activation, &pullback, true, kGradient ? a.pullback.mask.bit(at, c, 0) : 0, at,
+                a.u.at<T>(at, c), a.v.at<T>(at, c), kept, u, v);
           }
           us[i] = u.at[0];
           vs[i] = v.at[0];

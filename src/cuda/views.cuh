@@ -128,6 +128,30 @@ class ChannelPullback {
   Affine<T> affine_;
 };
 
+/// The options of a kernel that are known at run time,
+struct AnyOptions {
+  static constexpr bool kPlain = false;
+};
+/// or when it is compiled: no masks, no residual or its gradient, and what becomes of values that
+/// are not positive.
+template <NotPositive kNotPositive>
+struct Plain {
+  static constexpr bool kPlain = true;
+  static constexpr NotPositive kRest = kNotPositive;
+};
+
+/// The activation as kernels see it.
+template <class T, class Options>
+SYNCBN_DEVICE ActivationOf<T> activation_of(const AppliedActivation& given) {
+  if constexpr (Options::kPlain) {
+    AppliedActivation known;
+    known.rest = Options::kRest;
+    return ActivationOf<T>(known);
+  } else {
+    return ActivationOf<T>(given);
+  }
+}
+
 /// Bit k: whether element k of a vector counts. counts: a byte per element of a plane, null: all
 /// do. A vector lies along a plane (one_channel), or across channels, which share the byte.
 template <int kVector>

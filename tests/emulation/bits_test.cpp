@@ -136,17 +136,26 @@ struct Case {
       bias = parameter();
     }
   }
-  /// A plain step on memory without gaps.
-  void make_plain(Random& random, Memory memory, ActivationKind kind) {
+  /// Lays all tensors that are used out alike, without gaps.
+  void make_dense(Random& random, Memory memory) {
     const std::int64_t per_sample = x.numel() / sizes[0];
+    const auto lay = [&](Tensor& tensor) {
+      tensor = Tensor(dtype, sizes, memory);
+      tensor.fill(rough_values(random, dtype, sizes[0], per_sample));
+    };
+    lay(x);
+    lay(dy);
+    if (with_residual) {
+      lay(residual);
+    }
+    y_memory = dx_memory = memory;
+  }
+  /// A plain step on such memory.
+  void make_plain(Random& random, Memory memory, ActivationKind kind) {
     counts.clear();
     with_residual = kept = false;
     activation.kind = kind;
-    for (Tensor* tensor : {&x, &dy}) {
-      *tensor = Tensor(dtype, sizes, memory);
-      tensor->fill(rough_values(random, dtype, sizes[0], per_sample));
-    }
-    y_memory = dx_memory = memory;
+    make_dense(random, memory);
   }
   std::int64_t channels() const { return sizes[1]; }
   MaskView mask(Device device) const {
@@ -389,6 +398,16 @@ TEST(CudaBits, PlainStepsOnDenseMemoryExact) {
                          : Case(random, round, planes, 70);
     c.make_plain(random, rows ? Memory::kRows : Memory::kPlanes,
                  round / 4 % 2 == 0 ? ActivationKind::kNone : ActivationKind::kRelu);
+    expect_same(random, c);
+  }
+}
+
+/// Masks, residuals and any activation, with the same accesses but other kernels.
+TEST(CudaBits, OptionsOnDenseMemoryExact) {
+  Random random(7);
+  for (int round = 0; round < 64 && !HasFailure(); ++round) {
+    Case c(random, round, {16, 64, 528}, 3, 8);
+    c.make_dense(random, round % 8 < 4 ? Memory::kRows : Memory::kPlanes);  // dtypes take turns
     expect_same(random, c);
   }
 }
