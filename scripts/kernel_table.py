@@ -1,72 +1,58 @@
-"""Print registers, stack and spills of every CUDA kernel as a Markdown table.
+"""Print registers and stack of every CUDA kernel of a library as a Markdown table.
 
-python scripts/kernel_table.py build/cuda
+python scripts/kernel_table.py build/cuda/src/libsyncbn.so
 
-Compiles the kernels once more, with the commands of that build, and reads what ptxas says. A cell
-is the most over the element types; "stack" are arrays that are indexed at run time.
+Asks cuobjdump, of the CUDA toolkit or of the package triton, which PyTorch brings along. A cell is
+the most over the element types; "stack" are arrays that are indexed at run time, and spills, of
+which the build warns.
 """
 
-import json
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections import defaultdict
-from pathlib import Path
 
-KERNEL = re.compile(
-    r"entry function '(?P<name>\w+)' for '(?P<arch>\w+)'.*?"
-    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
-    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
-    re.DOTALL,
-)
+TRITON = f"{sysconfig.get_path('purelib')}/triton/backends/nvidia/bin"
+KERNEL = re.compile(r"Function (?P<name>.+):\s*REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
 TYPES = r"(?:double|float|Half|BFloat16|\(DType\)\d)"
 
 
-def messages(build: Path) -> str:
-    """What ptxas says of all kernels, for all architectures of the build."""
-    text = []
-    for entry in json.loads((build / "compile_commands.json").read_text(encoding="utf-8")):
-        if entry["file"].endswith(".cu") and "nvcc" in entry["command"].split()[0]:
-            command = re.sub(r" -o \S+", " -o /dev/null", entry["command"]) + " -Xptxas=-v"
-            command = re.sub(r" -M[DTF] ?\S*(?: \S+\.(?:o|d)\b)?", "", command)
-            result = subprocess.run(
-                command, shell=True, cwd=entry["directory"], capture_output=True, text=True
-            )
-            if result.returncode:
-                raise SystemExit(result.stderr)
-            text.append(result.stderr + result.stdout)
-    return "\n".join(text)
+def run(*command: str, text: str = "") -> str:
+    done = subprocess.run(command, input=text, check=True, capture_output=True, text=True)
+    return done.stdout
 
 
 def short(name: str) -> str:
     """The kernel's name without namespaces, parameters and element type."""
-    name = subprocess.run(["c++filt", name], check=True, capture_output=True, text=True).stdout
     name = re.sub(r"\(anonymous namespace\)::|syncbn::|cuda::|^void |\)\s*$", "", name.strip())
-    name = re.sub(r"Plain<[^>]*>", "Plain", name).replace(", AnyOptions", "")
+    name = re.sub(r"Plain<[^>]*>", "Plain", name).replace(", AnyOptions", "").replace(" >", ">")
     name = re.sub(rf"(?<=<){TYPES}(?:, )?|, {TYPES}(?=[,>])", "", name)
     return re.sub(rf"<{TYPES}?>", "", re.sub(r"\((?!DType).*$", "", name))
 
 
-def main() -> int:
-    rows: dict[str, dict[str, list[int]]] = defaultdict(dict)
-    spilled = 0
-    for kernel in KERNEL.finditer(messages(Path(sys.argv[1]))):
-        values = [int(kernel[key]) for key in ("registers", "stack")]
-        spilled += int(kernel["stores"]) + int(kernel["loads"]) > 0
-        row = rows[short(kernel["name"])]
-        row[kernel["arch"]] = [
-            max(pair) for pair in zip(row.get(kernel["arch"], values), values, strict=True)
-        ]
-    names = sorted({arch for row in rows.values() for arch in row}, key=lambda a: int(a[3:]))
-    print("| Kernel | " + " | ".join(names) + " |")
-    print("|---" * (len(names) + 1) + "|")
+def main() -> None:
+    program = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=TRITON)
+    if program is None:
+        raise SystemExit("cuobjdump: got none, expected the CUDA toolkit's or the package triton")
+    rows: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
+    listing = run("c++filt", text=run(program, "-res-usage", sys.argv[1]))
+    for part in listing.split("arch = sm_")[1:]:
+        architecture = int(re.match(r"\d+", part)[0])
+        for kernel in KERNEL.finditer(part):
+            values = int(kernel["registers"]), int(kernel["stack"])
+            row = rows[short(kernel["name"])]
+            before = row.get(architecture, values)
+            row[architecture] = tuple(max(pair) for pair in zip(before, values, strict=True))
+    architectures = sorted({a for row in rows.values() for a in row})
+    print("| Kernel | " + " | ".join(f"sm_{a}" for a in architectures) + " |")
+    print("|---" * (len(architectures) + 1) + "|")
     for name, row in sorted(rows.items()):
-        cells = (row.get(arch) for arch in names)
+        cells = (row.get(a) for a in architectures)
         texts = ("" if c is None else f"{c[0]}, stack {c[1]}" if c[1] else str(c[0]) for c in cells)
         print(f"| `{name}` | " + " | ".join(texts) + " |")
-    print(f"\n{len(rows)} kernels (times types), {spilled} of them spill.")
-    return int(spilled > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
