@@ -55,7 +55,7 @@ void expect_same_words(DType dtype, std::int64_t samples, std::int64_t channels,
 }
 
 class CudaSingleRows : public ::testing::Test {
- protected:
+ public:
   CudaSingleRows() { emulation::settings() = {.multiprocessors = 1}; }
   ~CudaSingleRows() override { emulation::settings() = {}; }
 };
