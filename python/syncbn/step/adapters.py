@@ -41,17 +41,18 @@ class _BatchNormTraining(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         k, needs = ctx.inputs, ctx.needs_input_grad[2:]
+        saved = ctx.saved_tensors  # once: checkpointing gives each tensor once
         if k > 1:
             needs = any(needs[:k]), *needs[k : k + 2], any(needs[k + 2 : 2 * k + 2])
-            ctx.streams.enter((*gradients, *ctx.saved_tensors))
+            ctx.streams.enter((*gradients, *saved))
         step, dys = ctx.step._replace(needs=needs[:4]), gradients[:k]
         if not torch.is_grad_enabled():
-            results = backward(step, dys, *ctx.saved_tensors)
+            results = backward(step, dys, *saved)
         elif k == 1:  # create_graph=True
-            results = second_derivatives.differentiable(step, backward, dys[0], *ctx.saved_tensors)
+            results = second_derivatives.differentiable(step, backward, dys[0], *saved)
         else:
             with torch.no_grad():
-                results = backward(step, dys, *ctx.saved_tensors)
+                results = backward(step, dys, *saved)
             results = second_derivatives.refuse(
                 f"{step.state.name}: got a second derivative of a list of inputs, expected one "
                 "input",
