@@ -202,7 +202,7 @@ def _hooks() -> list[Any]:
 def _surely_outside() -> bool:
     """Whether there is no segment around, by a quick look. Code that switches gradients on in the
     first run of a reentrant segment is missed; its second run is an error."""
-    return _names() is None or (
+    return (
         torch.is_grad_enabled()
         and torch._C._current_graph_task_id() == -1
         and _autograd._top_saved_tensors_default_hooks(False) is None
