@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <signal.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
@@ -33,6 +34,10 @@ namespace syncbn::torch {
 /// group can be used further. After ExchangeTimeout and PeerLost for a rank that is gone it is
 /// broken for good, as the process group is: later calls throw PeerLost. A process group with a
 /// store lets them name the ranks that did not come.
+///
+/// When Gloo writes to a rank that is gone, the system sends this process SIGPIPE, which ends a C++
+/// program. So the constructor makes the process ignore SIGPIPE, as Python does, unless the program
+/// handles it.
 class ProcessGroupCommunicator final : public Communicator {
  public:
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
@@ -61,6 +66,12 @@ class ProcessGroupCommunicator final : public Communicator {
       throw InvalidArgument(
           "process_group: got one without a backend for CPU tensors, expected one with it, for "
           "example Gloo");
+    }
+    if (size() > 1) {
+      struct sigaction now{};
+      if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {
+        signal(SIGPIPE, SIG_IGN);
+      }
     }
   }
 

@@ -129,23 +129,32 @@ def case_interrupted_within_a_second(rank, world):
 def check_interrupted(rank, layer, step):
     """step: the layer, or a compiled one, which must not compile again."""
     step(torch.randn(3, 4))
-    if rank == 0:
-        pressed = []
+    for _ in range(3):  # a busy machine may hold a process back for longer
+        delay = [_seconds_until_interrupted(step) if rank == 0 else None]
+        dist.broadcast_object_list(delay)
+        syncbn.reset_groups(layer)
+        layer(torch.randn(3, 4))
+        if delay[0] < 1:
+            return
+    raise AssertionError(f"interrupted after {delay[0]:.1f} seconds")
 
-        def press():
-            pressed.append(time.monotonic())
-            os.kill(os.getpid(), signal.SIGINT)
 
-        threading.Timer(0.5, press).start()
-        try:
-            step(torch.randn(3, 4))
-            raise AssertionError("not interrupted")
-        except KeyboardInterrupt:
-            assert time.monotonic() - pressed[0] < 1
-        raises(syncbn.PeerLost, "interrupted", lambda: step(torch.randn(3, 4)))
-    dist.barrier()
-    syncbn.reset_groups(layer)
-    layer(torch.randn(3, 4))
+def _seconds_until_interrupted(step) -> float:
+    """From Ctrl-C to its exception, in a step that waits for the others."""
+    pressed = []
+
+    def press():
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(0.5, press).start()
+    try:
+        step(torch.randn(3, 4))
+        raise AssertionError("not interrupted")
+    except KeyboardInterrupt:
+        seconds = time.monotonic() - pressed[0]
+    raises(syncbn.PeerLost, "interrupted", lambda: step(torch.randn(3, 4)))
+    return seconds
 
 
 def case_later_groups_ask_no_name_server(rank, world):
