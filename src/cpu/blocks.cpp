@@ -31,7 +31,8 @@ class Turns {
     task_.end = 0;
     owed_ = 0;
   }
-  void step(std::int64_t elements) {
+  void step(std::int64_t elements, NextRead next) {
+    task_.next = next;
     owed_ += elements;
     if (owed_ >= kTurn) {
       map(owed_);
@@ -39,6 +40,7 @@ class Turns {
     }
   }
   void finish() {
+    task_.next = {};
     while (task_.sample < samples_) {
       map(task_.channels * task_.plane);
     }
@@ -113,10 +115,11 @@ bool may_overlap(const SampleView& a, const SampleView& b) {
 
 std::int64_t block_channels(const SampleView& x, const VectorSums& sums, const VectorMap& map,
                             Direction direction, int threads) {
-  constexpr std::int64_t kBlocks = 4;                       // of a thread, at least
-  constexpr std::int64_t kBytes = std::int64_t{400} << 10;  // of one tensor; measured, L2 of 1 MiB
-  constexpr std::int64_t kRun = std::int64_t{16} << 10;     // that follow each other, at least
-  constexpr std::int64_t kMost = std::int64_t{1200} << 10;  // of one tensor in backward
+  constexpr std::int64_t kBlocks = 4;  // of a thread, at least
+  // Of one tensor; measured, L2 of 1 MiB. Two blocks are there, in backward of two tensors.
+  const std::int64_t bytes = std::int64_t{direction == Direction::kForward ? 400 : 130} << 10;
+  constexpr std::int64_t kRun = std::int64_t{16} << 10;          // that follow each other, at least
+  constexpr std::int64_t kMost = std::int64_t{1200} << 10;       // of one tensor in backward
   constexpr std::int64_t kBeyondCaches = std::int64_t{8} << 20;  // bytes of one tensor
   const auto size = static_cast<std::int64_t>(size_of(x.dtype));
   const std::int64_t plane = x.plane * size;
@@ -124,7 +127,7 @@ std::int64_t block_channels(const SampleView& x, const VectorSums& sums, const V
   if (!planes || !map.streams() || x.plane < kSegment) {
     return 0;
   }
-  std::int64_t block = std::max(kBytes / (plane * x.samples), (kRun + plane - 1) / plane);
+  std::int64_t block = std::max(bytes / (plane * x.samples), (kRun + plane - 1) / plane);
   if (block >= kBlockStep || x.plane % 8 != 0) {  // masks are read by whole bytes
     block = (block + kBlockStep - 1) / kBlockStep * kBlockStep;
   }
@@ -159,7 +162,9 @@ class Lane {
   /// Sums of some channels, and the map of others; each may be empty.
   void step(const Channels& to_sum, const Channels& to_map) {
     const Meanwhile meanwhile{
-        [](void* turns, std::int64_t elements) { static_cast<Turns*>(turns)->step(elements); },
+        [](void* turns, std::int64_t elements, const char* next_u, const char* next_v) {
+          static_cast<Turns*>(turns)->step(elements, {next_u, next_v});
+        },
         &turns_};
     if (!to_map.empty()) {
       set_constants_(to_map.begin, to_map.end);

@@ -52,9 +52,16 @@ struct ActivationConstants {
   float negative_slope = 1.0f;
 };
 
+/// Memory that sums of u and v read next.
+struct NextRead {
+  const char* u = nullptr;
+  const char* v = nullptr;
+};
+
 /// What a kernel of sums does a bit of after each segment that it has read, of so many elements.
+/// next_u and next_v, as in NextRead, are apart: for a pair GCC uses vectors, which takes longer.
 struct Meanwhile {
-  void (*step)(void* state, std::int64_t elements);
+  void (*step)(void* state, std::int64_t elements, const char* next_u, const char* next_v);
   void* state;
 };
 
@@ -100,6 +107,7 @@ struct ElementsTask {
   bool piecemeal = false;
   std::int64_t sample = 0;
   std::int64_t channel = 0;
+  NextRead next;  ///< piecemeal: asked for while stores go to memory, if not null
 };
 inline constexpr std::int64_t kElementBlock = 16384;
 inline constexpr std::int64_t kCacheLine = 64;

@@ -67,14 +67,27 @@ inline void ask_ahead(const T* x, const T* other) {
   }
 }
 
+/// As many bytes of what the sums read next.
+template <class T, class Pass, bool kStream>
+inline void ask_next(NextRead& next) {
+  constexpr auto kBytes = kLanesOf<T> * static_cast<std::int64_t>(sizeof(T));
+  if (kStream && Pass::kOther) {
+    _mm_prefetch(next.u, _MM_HINT_T1);
+    _mm_prefetch(next.v, _MM_HINT_T1);
+    next.u += kBytes;
+    next.v += kBytes;
+  }
+}
+
 /// The whole vectors of one plane from element i on that end at `stop` or before; where they end.
 template <class T, class Pass, bool kStream>
 inline std::int64_t map_inside(const T* x, const T* other, T* out, const Companions& with,
                                std::int64_t i, std::int64_t stop, const ConstantsOf<T, Pass>& k,
-                               const ActivationV<T>& activation) {
+                               const ActivationV<T>& activation, NextRead& next) {
 #pragma GCC unroll 2
   for (; i + kLanesOf<T> <= stop; i += kLanesOf<T>) {
     ask_ahead<T, Pass>(x + i, other + i);
+    ask_next<T, Pass, kStream>(next);
     map_lanes<T, Pass, kStream, true>(x, other, out, with, i, kLanesOf<T>, k, activation);
   }
   return i;
@@ -199,6 +212,11 @@ void map_run(const ElementsTask& task, const PlaneRun<T, Pass>& run, PlaneAt at,
     return Pass::template constants<T>(
         constants, [&](const float* array) { return all_lanes<T>(array[plane.channel]); });
   };
+  NextRead next = task.next;
+  if (next.u == nullptr) {  // a branch in the loop would cost more than asking for what is there
+    next = {reinterpret_cast<const char*>(run.x + begin),
+            reinterpret_cast<const char*>(run.other + begin)};
+  }
   auto k = constants_at(at);
   for (std::int64_t i = begin; i < end;) {
     if (i == at.end) {
@@ -210,7 +228,7 @@ void map_run(const ElementsTask& task, const PlaneRun<T, Pass>& run, PlaneAt at,
       const std::int64_t stop = minimum(end, at.end);
       i = at.begin + map_inside<T, Pass, kStream>(run.x + at.begin, run.other + at.begin,
                                                   run.out + at.begin, at.with, i - at.begin,
-                                                  stop - at.begin, k, activation);
+                                                  stop - at.begin, k, activation, next);
       if (i == stop) {
         continue;
       }

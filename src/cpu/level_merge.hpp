@@ -53,23 +53,38 @@ SYNCBN_INLINE void merge_channels(Windows& windows, const WindowArrays& w, std::
   }
 }
 
+/// What partials of one channel add to the limbs of its window, in parts.
+struct Limbs {
+  alignas(64) std::int64_t high[kDoubleLanes] = {};
+  alignas(64) std::int64_t low[kDoubleLanes] = {};
+
+  /// Before the window may move.
+  void move_to(const WindowArrays& w, std::int64_t channel, int sum) {
+    std::int64_t all_high = 0;
+    std::int64_t all_low = 0;
+    for (int i = 0; i < kDoubleLanes; ++i) {
+      all_high += high[i];
+      all_low += low[i];
+    }
+    w.high[sum][channel] += all_high;
+    w.low[sum][channel] += all_low;
+    *this = {};
+  }
+};
+
 /// Merges kDoubleLanes partials of one channel.
 SYNCBN_INLINE void merge_segments(Windows& windows, const WindowArrays& w, std::int64_t channel,
-                                  int sum, DoubleV p) {
+                                  int sum, DoubleV p, Limbs& limbs) {
   while (true) {
     const DoubleV magic_high = broadcast(w.magic_high[sum][channel]);
     const DoubleV magic_low = broadcast(w.magic_low[sum][channel]);
     const Split s = split(p, magic_high, magic_low, broadcast(w.bound[sum][channel]));
     if (__builtin_expect(static_cast<long>(s.fits == kAllFit), 1) != 0) {
-      alignas(64) std::int64_t limbs[2][kDoubleLanes] = {};
-      add_difference(limbs[0], s.high, magic_high);
-      add_difference(limbs[1], s.low, magic_low);
-      for (int i = 0; i < kDoubleLanes; ++i) {
-        w.high[sum][channel] += limbs[0][i];
-        w.low[sum][channel] += limbs[1][i];
-      }
+      add_difference(limbs.high, s.high, magic_high);
+      add_difference(limbs.low, s.low, magic_low);
       return;
     }
+    limbs.move_to(w, channel, sum);
     p = push_outside(windows, channel, 0, sum, p, s.fits);
   }
 }

@@ -48,10 +48,13 @@ SYNCBN_INLINE void sum_segment(const T* u, const T* v, std::int64_t length, Doub
 struct Partials {
   DoubleV first[kDoubleLanes];
   DoubleV second[kDoubleLanes];
-  void clear_from(std::int64_t i) {
-    for (; i < kDoubleLanes; ++i) {
-      first[i] = zero_double();
-      second[i] = zero_double();
+  void clear_from(std::int64_t begin) {
+#pragma GCC unroll 8  // or GCC makes it a string instruction, which is slow to begin
+    for (int i = 0; i < kDoubleLanes; ++i) {
+      if (i >= begin) {
+        first[i] = zero_double();
+        second[i] = zero_double();
+      }
     }
   }
 };
@@ -100,7 +103,15 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
         sum_segment<T, kOf == SumsOf::kProduct>(u, v, length, to.first[i], to.second[i]);
       }
       if (task.meanwhile != nullptr) {
-        task.meanwhile->step(task.meanwhile->state, length);
+        const auto step = [&](const char* next_u, const char* next_v) {
+          task.meanwhile->step(task.meanwhile->state, length, next_u, next_v);
+        };
+        if constexpr (kOf == SumsOf::kProduct || kOf == SumsOf::kActivated) {
+          step(reinterpret_cast<const char*>(u + length) + kProductsAhead,
+               reinterpret_cast<const char*>(v + length) + kProductsAhead);
+        } else {
+          step(nullptr, nullptr);  // one tensor is there in time
+        }
       }
     };
     // The same segment of several channels at a time, read in the order of memory.
@@ -125,6 +136,7 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
       continue;
     }
     for (std::int64_t c = 0; c < task.channels; ++c) {
+      Limbs limbs[2];
       for (std::int64_t s = begin; s < end; s += kDoubleLanes) {
         Partials all;
         const std::int64_t some = minimum(kDoubleLanes, end - s);
@@ -132,9 +144,11 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
         for (std::int64_t i = 0; i < some; ++i) {
           sum_one(c, s + i, all, i);
         }
-        merge_segments(windows, w, c, 0, fold_segments(all.first));
-        merge_segments(windows, w, c, 1, fold_segments(all.second));
+        merge_segments(windows, w, c, 0, fold_segments(all.first), limbs[0]);
+        merge_segments(windows, w, c, 1, fold_segments(all.second), limbs[1]);
       }
+      limbs[0].move_to(w, c, 0);
+      limbs[1].move_to(w, c, 1);
     }
   }
 }
