@@ -67,27 +67,27 @@ inline void ask_ahead(const T* x, const T* other) {
   }
 }
 
-/// As many bytes of what the sums read next.
-template <class T, class Pass, bool kStream>
-inline void ask_next(NextRead& next) {
+/// One vector of each tensor that the sums read next.
+template <class T>
+inline void ask(NextRead& next) {
   constexpr auto kBytes = kLanesOf<T> * static_cast<std::int64_t>(sizeof(T));
-  if (kStream && Pass::kOther) {
-    _mm_prefetch(next.u, _MM_HINT_T1);
-    _mm_prefetch(next.v, _MM_HINT_T1);
-    next.u += kBytes;
-    next.v += kBytes;
-  }
+  _mm_prefetch(next.u, _MM_HINT_T1);
+  _mm_prefetch(next.v, _MM_HINT_T1);
+  next.u += kBytes;
+  next.v += kBytes;
 }
 
 /// The whole vectors of one plane from element i on that end at `stop` or before; where they end.
-template <class T, class Pass, bool kStream>
+template <class T, class Pass, bool kStream, bool kAsks>
 inline std::int64_t map_inside(const T* x, const T* other, T* out, const Companions& with,
                                std::int64_t i, std::int64_t stop, const ConstantsOf<T, Pass>& k,
                                const ActivationV<T>& activation, NextRead& next) {
 #pragma GCC unroll 2
   for (; i + kLanesOf<T> <= stop; i += kLanesOf<T>) {
     ask_ahead<T, Pass>(x + i, other + i);
-    ask_next<T, Pass, kStream>(next);
+    if (kAsks) {
+      ask<T>(next);
+    }
     map_lanes<T, Pass, kStream, true>(x, other, out, with, i, kLanesOf<T>, k, activation);
   }
   return i;
@@ -202,7 +202,7 @@ struct PlaneRun {
 /// Elements [begin, end) of a run, the first of them in the plane `at`. Planes may end inside of
 /// vectors, which take each lane's constants then: streamed stores have to be whole, and at
 /// multiples of their size.
-template <class T, class Pass, bool kStream>
+template <class T, class Pass, bool kStream, bool kAsks>
 void map_run(const ElementsTask& task, const PlaneRun<T, Pass>& run, PlaneAt at, std::int64_t begin,
              std::int64_t end, const ActivationV<T>& activation) {
   constexpr bool kReads = Pass::kActivationMask == ActivationMaskUse::kRead;
@@ -213,7 +213,8 @@ void map_run(const ElementsTask& task, const PlaneRun<T, Pass>& run, PlaneAt at,
         constants, [&](const float* array) { return all_lanes<T>(array[plane.channel]); });
   };
   NextRead next = task.next;
-  if (next.u == nullptr) {  // a branch in the loop would cost more than asking for what is there
+  if (kAsks &&
+      next.u == nullptr) {  // a branch in the loop would cost more than asking for what is there
     next = {reinterpret_cast<const char*>(run.x + begin),
             reinterpret_cast<const char*>(run.other + begin)};
   }
@@ -226,9 +227,9 @@ void map_run(const ElementsTask& task, const PlaneRun<T, Pass>& run, PlaneAt at,
     const auto past = kStream ? elements_past<T, kLanesOf<T> * sizeof(T)>(run.out + i) : 0;
     if (past == 0) {
       const std::int64_t stop = minimum(end, at.end);
-      i = at.begin + map_inside<T, Pass, kStream>(run.x + at.begin, run.other + at.begin,
-                                                  run.out + at.begin, at.with, i - at.begin,
-                                                  stop - at.begin, k, activation, next);
+      i = at.begin + map_inside<T, Pass, kStream, kAsks>(run.x + at.begin, run.other + at.begin,
+                                                         run.out + at.begin, at.with, i - at.begin,
+                                                         stop - at.begin, k, activation, next);
       if (i == stop) {
         continue;
       }
@@ -298,9 +299,10 @@ void map_planes(const ElementsTask& task) {
   constexpr std::int64_t kPiece = kMapPiece / static_cast<std::int64_t>(sizeof(T));
   const ActivationV<T> activation(task.activation);
   if (task.piecemeal) {
-    map_run<T, Pass, kStream>(task, {task, task.sample, task.channel},
-                              {task, task.sample, task.channel, 0}, task.begin, task.end,
-                              activation);
+    constexpr bool kAsks = kStream && Pass::kOther;
+    map_run<T, Pass, kStream, kAsks>(task, {task, task.sample, task.channel},
+                                     {task, task.sample, task.channel, 0}, task.begin, task.end,
+                                     activation);
     return;
   }
   const std::int64_t blocks = (task.plane + kElementBlock - 1) / kElementBlock;
@@ -319,7 +321,7 @@ void map_planes(const ElementsTask& task) {
     const std::int64_t plane = begin / task.plane;
     const PlaneAt at(task, plane / task.channels, plane % task.channels,
                      plane * task.plane - origin);
-    map_run<T, Pass, kStream>(task, run, at, begin - origin, end - origin, activation);
+    map_run<T, Pass, kStream, false>(task, run, at, begin - origin, end - origin, activation);
     end = begin;
   }
   if (kStream) {

@@ -14,7 +14,7 @@ inline void pull_segment_by(const SumsTask& task, const T* dy, const T* x, T* ta
       affine<T>(*task.constants, [&](const float* array) { return all_lanes<T>(array[channel]); });
   NextRead none;
   const std::int64_t i =
-      map_inside<T, Pass, false>(x, dy, target, with, 0, length, k, activation, none);
+      map_inside<T, Pass, false, false>(x, dy, target, with, 0, length, k, activation, none);
   if (i < length) {
     map_lanes<T, Pass, false, false>(x, dy, target, with, i, length - i, k, activation);
   }
