@@ -39,7 +39,7 @@ def sync_batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    group: "Group" = None,
+    process_group: "Group" = None,
     *,
     residual: Tensor | None = None,
     mask: Tensor | None = None,
@@ -59,8 +59,8 @@ def sync_batch_norm(
         training: False is torch.nn.functional.batch_norm, without an exchange.
         momentum: share of the batch in the running statistics.
         eps: added to the variance.
-        group: a process group or its name. None: the default group; without
-            torch.distributed, this process alone.
+        process_group: a group, its name, or a DeviceMesh of one axis. None: the default group;
+            without torch.distributed, this process alone.
         residual: added to the normalized values, of x's shape and dtype.
         mask: (N, *spatial), bool or uint8; as for SyncBatchNorm.forward.
         activation, negative_slope, inplace, timeout: as for SyncBatchNorm.
@@ -75,7 +75,7 @@ def sync_batch_norm(
         DivergenceError: the ranks did not make the same call.
         ExchangeTimeout, PeerLost: a rank did not come, or has ended.
     """
-    state = Identity("sync_batch_norm", sharing(group, timeout), counted=False)
+    state = Identity("sync_batch_norm", sharing(process_group, timeout), counted=False)
     options = Options(
         eps=eps,
         momentum=momentum,

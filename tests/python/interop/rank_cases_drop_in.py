@@ -181,7 +181,7 @@ def case_a_device_mesh_of_one_axis_is_a_group(rank, world):
     layer.process_group = mesh["inner"]
     assert count_of(layer, rank) == of_all(world)
     x = own(rank)
-    y = syncbn.functional.sync_batch_norm(x, None, None, training=True, group=mesh["inner"])
+    y = syncbn.functional.sync_batch_norm(x, None, None, training=True, process_group=mesh["inner"])
     assert torch.equal(y, syncbn.SyncBatchNorm(4, affine=False)(x))
     sums = syncbn.parallel.all_reduce(torch.ones(1), mesh["inner"])
     assert sums == world

@@ -167,7 +167,9 @@ class _Function(nn.Module):
         self.register_buffer("var", torch.ones(3))
 
     def forward(self, x):
-        return sync_batch_norm(x, self.mean, self.var, training=self.training, group=self.group)
+        return sync_batch_norm(
+            x, self.mean, self.var, training=self.training, process_group=self.group
+        )
 
 
 def case_function_in_a_network_exchanges_in_training_alone_exact(rank, world):

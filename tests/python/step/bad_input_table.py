@@ -193,7 +193,10 @@ OTHERS = {
         r"^momentum: got None without num_batches_tracked, expected a number in \[0, 1\]",
     ),
     "function eps": (_function(eps=INF), f"^eps: got inf, {EPS}"),
-    "function group": (_function(group=3), "^process_group: got 3, expected a process group"),
+    "function process_group": (
+        _function(process_group=3),
+        "^process_group: got 3, expected a process group",
+    ),
     "function weight": (_function(weight=torch.ones(3)), r"^weight: got shape \(3,\), expected"),
     "list residual": (
         lambda layer: layer([X, X], X),
