@@ -37,6 +37,8 @@ struct Settings {
   Failure launch_failure = {};  ///< what launches and loads answer
   Failure load_failure = {};
   std::int64_t step_nanoseconds = 1;  ///< that pass from one thread's turn to the next
+  int killed = -1;                    ///< a device that runs no more
+  std::uint64_t killed_after = 0;     ///< so many turns of all threads
 };
 Settings& settings();
 

@@ -148,7 +148,9 @@ Device* next_device() {
   const std::size_t first = all.size() == 1 ? 0 : machine->random.below(all.size());
   for (std::size_t i = 0; i < all.size(); ++i) {
     Device& device = all[(first + i) % all.size()];
-    if (!supply(device)) {
+    const bool killed = static_cast<int>(device.number) == settings().killed &&
+                        machine->steps > settings().killed_after;
+    if (killed || !supply(device)) {
       continue;
     }
     work = true;

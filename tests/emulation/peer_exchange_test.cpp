@@ -226,6 +226,51 @@ TEST_F(CudaPeers, AMissingRankEndsInTimeAndIsNamed) {
   }
 }
 
+TEST_F(CudaPeers, AKilledRankLeavesWholeResultsOrNone) {
+  Random random(8);
+  int whole_calls = 0;
+  int failed_calls = 0;
+  for (std::uint64_t number = 1; number <= 12; ++number) {
+    SCOPED_TRACE(number);
+    Peers peers(3, 2, cuda::kLeastSlotWords, 400'000'000);
+    std::vector<PeerBatch> batches;
+    for (std::uint64_t call = 0; call < 3; ++call) {  // three rounds each
+      batches.emplace_back(random, DType::kFloat32, 20, std::vector<std::int64_t>{2, 1, 3}, call,
+                           false);
+    }
+    const PeerLayer before(DType::kFloat32, 20);
+    std::vector<PeerLayer> layers(3, before);
+    seed(number);
+    emulation::settings().step_nanoseconds = 1000;
+    emulation::settings().killed = 2;
+    emulation::settings().killed_after = random.below(number % 2 == 0 ? 8000 : 300000);
+    emulation::run_devices(3, [&](unsigned r) {
+      for (PeerBatch& batch : batches) {
+        batch.ranks[r].launch_forward(peers.group(static_cast<int>(r)), layers[r], kPeerMomentum);
+      }
+    });
+    for (std::size_t r = 0; r < 2; ++r) {
+      PeerLayer expected = before;
+      bool has_failed = false;
+      for (const PeerBatch& batch : batches) {
+        has_failed = has_failed || batch.ranks[r].info[0] < 0;
+        if (has_failed) {
+          EXPECT_TRUE(is_nan(batch.ranks[r])) << r;
+          expected = failed(expected);
+        } else {
+          EXPECT_TRUE(batch.ranks[r].same_statistics(batch.one)) << r;
+          batch.update(expected, kPeerMomentum);
+        }
+        ++(has_failed ? failed_calls : whole_calls);
+      }
+      EXPECT_TRUE(layers[r] == expected) << r;
+      EXPECT_EQ(peers.mark[r][cuda::kMarkGaveUp] != 0, has_failed) << r;
+    }
+  }
+  EXPECT_GT(whole_calls, 5);
+  EXPECT_GT(failed_calls, 5);
+}
+
 TEST_F(CudaPeers, AnAbortEndsAllThatWait) {
   Failing it(3, 40, Peers(3, 2, 300));
   constexpr std::int64_t kCode = 1000;

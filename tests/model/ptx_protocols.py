@@ -108,9 +108,9 @@ COUNTER = """
 0A: s = ld.weak n; bar.sync #read
 """
 
-# peer_exchange.cuh. Blocks of two devices send to each other in each epoch, by way of two buffers in
-# turn: p and q for what A sends. (What B sends is alike.) One thread of each block has the flags,
-# the other one the payload. B sends its flag of an epoch when it has read all earlier
+# peer_exchange.cuh. Blocks of two devices send to each other in each epoch, by way of two buffers
+# in turn: p and q for what A sends. (What B sends is alike.) One thread of each block has the
+# flags, the other one the payload. B sends its flag of an epoch when it has read all earlier
 # payloads, and A waits for that flag before the epoch in which it writes to the same buffer.
 PEERS = """
 0A: bar.sync #sent; st.release.sys flag_b 1 #to_B; u = ld.acquire.sys flag_a #from_B; assume u>=1

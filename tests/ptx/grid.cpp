@@ -35,6 +35,10 @@ class Device {
     }
     return false;
   }
+  bool killed() const {
+    const emulation::Settings& settings = emulation::settings();
+    return static_cast<int>(number_) == settings.killed && machine_.steps > settings.killed_after;
+  }
   void wake() {
     for (const auto& block : resident_) {
       block->rests_until = 0;
@@ -125,7 +129,7 @@ void run_all(Machine& machine, std::vector<std::unique_ptr<Device>> devices, con
     return false;
   };
   while (true) {
-    std::erase_if(devices, [&](const auto& one) { return !one->supply(done); });
+    std::erase_if(devices, [&](const auto& one) { return one->killed() || !one->supply(done); });
     if (devices.empty()) {
       break;
     }

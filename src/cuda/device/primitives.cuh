@@ -109,7 +109,7 @@ SYNCBN_DEVICE std::int64_t load_system(const std::int64_t* address) {
   return value;
 }
 
-/// Of a clock that does not stand still, from any time on.
+/// Since any time, of the clock that libcu++ takes; for time limits, as its steps may be long.
 SYNCBN_DEVICE std::int64_t nanoseconds() {
   std::int64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
