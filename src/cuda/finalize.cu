@@ -3,6 +3,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/loading.hpp"
+#include "cuda/running.cuh"
 #include "cuda/warp_finalize.cuh"
 #include "statistics/dtype.hpp"
 #include "statistics/finalize.hpp"
@@ -14,16 +15,11 @@ namespace syncbn::cuda {
 namespace {
 
 constexpr unsigned kThreads = 64;  // channels are few: spread them over the multiprocessors
-constexpr std::int64_t kDisagreed = -1;
 
 SYNCBN_DEVICE std::int64_t thread_number() {
   return std::int64_t{device::block_index()} * kThreads + device::thread_index();
 }
 SYNCBN_DEVICE std::int64_t thread_count() { return std::int64_t{device::grid_size()} * kThreads; }
-
-/// Threads for each channel. The integers of float64 have more digits than a warp has threads.
-template <class T>
-inline constexpr unsigned kChannelThreads = sizeof(T) == 8 ? 1 : kDigitThreads;
 
 /// Calls body(channel, whether it writes) with whole warps: threads beyond the last channel are
 /// given that one.
@@ -35,63 +31,6 @@ SYNCBN_DEVICE void for_each_channel(std::int64_t channels, const Body& body) {
        first += device::grid_size() * kOfBlock) {
     const std::int64_t c = first + device::thread_index() / kChannelThreads<T>;
     body(c < channels ? c : channels - 1, c < channels && member == 0);
-  }
-}
-
-/// The number of batches stays there.
-constexpr std::int64_t kLastBatch = std::numeric_limits<std::int64_t>::max();
-
-/// RunningStatistics, as kernels have them.
-struct RunningArrays {
-  ChannelArray mean;
-  ChannelArray var;
-  std::int64_t* num_batches_tracked = nullptr;
-  std::int64_t* call = nullptr;
-  std::int64_t* count = nullptr;
-
-  /// With the one that is counted; nobody hears of errors.
-  SYNCBN_DEVICE std::int64_t batches() const {
-    const std::int64_t before = num_batches_tracked == nullptr ? -1 : *num_batches_tracked;
-    return before == kLastBatch ? before : before + 1;
-  }
-  /// By one thread. of_call: info[0].
-  SYNCBN_DEVICE void count_call(std::int64_t of_call) const {
-    if (num_batches_tracked != nullptr && of_call > 0) {
-      *num_batches_tracked = batches();
-    }
-    if (call != nullptr) {
-      ++*call;
-    }
-    if (count != nullptr) {
-      *count = of_call;
-    }
-  }
-  SYNCBN_DEVICE void update(std::int64_t c, double batch_mean, double batch_var,
-                            std::int64_t of_call, double factor) const {
-    if (of_call > 0 && mean.data != nullptr) {
-      mean.set(c, running_update(mean.get(c), batch_mean, factor));
-    }
-    if (of_call > 0 && var.data != nullptr) {
-      var.set(c, running_update(var.get(c), unbiased(batch_var, of_call), factor));
-    }
-  }
-};
-
-RunningArrays running_arrays(const RunningStatistics& running) {
-  return {channel_array(running.mean, 0.0), channel_array(running.var, 0.0),
-          running.num_batches_tracked, running.call, running.count};
-}
-
-void check_update(const RunningStatistics& running, std::int64_t channels,
-                  std::optional<double> momentum) {
-  check_per_channel("running_mean", running.mean, channels, Device::kCuda);
-  check_per_channel("running_var", running.var, channels, Device::kCuda);
-  if (momentum.has_value()) {
-    check_momentum(*momentum);
-  } else if (running.num_batches_tracked == nullptr &&
-             !(running.mean.absent() && running.var.absent())) {
-    throw InvalidArgument(
-        "momentum: got none without num_batches_tracked, expected a number in [0, 1]");
   }
 }
 
@@ -114,12 +53,7 @@ moments_kernel(const std::int64_t* merged, int ranks, double* mean, double* var,
     const double none = valid ? 0.0 : std::numeric_limits<double>::quiet_NaN();
     ChannelMoments moments{none, none, none};
     if (count > 0) {
-      const std::int64_t* const words = merged + kHeaderWords + c * kWords;
-      if constexpr (kChannelThreads<T> == 1) {
-        moments = finalize_channel<T>(words, count, eps);
-      } else {
-        moments = finalize_channel_by_digits<T>(words, count, eps);
-      }
+      moments = finalize_moments_of<T>(merged + kHeaderWords + c * kWords, count, eps);
     }
     if (writes) {
       mean[c] = moments.mean;
@@ -150,12 +84,7 @@ gradients_kernel(const std::int64_t* merged, int ranks, const std::int64_t* own,
       if (pass == 0 && !valid) {
         gradients = {nan, nan, nan, nan, true};
       } else if (pass == 1 || count > 0) {
-        const std::int64_t* const words = (pass == 0 ? merged : own) + at;
-        if constexpr (kChannelThreads<T> == 1) {
-          gradients = finalize_channel_gradients<T>(words, mean[c], rstd[c]);
-        } else {
-          gradients = finalize_channel_gradients_by_digits<T>(words, mean[c], rstd[c]);
-        }
+        gradients = finalize_gradients_of<T>((pass == 0 ? merged : own) + at, mean[c], rstd[c]);
       }
       if (pass == 0 && writes) {
         const Coefficients k =
@@ -178,15 +107,7 @@ constexpr unsigned kRunningThreads = 512;
 SYNCBN_KERNEL(kRunningThreads)
 running_kernel(const RunningArrays running, const double* mean, const double* var,
                const std::int64_t* info, std::int64_t channels, bool cumulative, double momentum) {
-  const std::int64_t count = info[0];
-  const double factor = cumulative ? 1.0 / static_cast<double>(running.batches()) : momentum;
-  device::block_barrier();  // all have read the counter
-  if (device::thread_index() == 0) {
-    running.count_call(count);
-  }
-  for (std::int64_t c = device::thread_index(); c < channels; c += device::block_size()) {
-    running.update(c, mean[c], var[c], count, factor);
-  }
+  update_running(running, mean, var, info[0], channels, cumulative, momentum);
 }
 
 SYNCBN_KERNEL(kThreads)

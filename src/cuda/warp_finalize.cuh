@@ -12,6 +12,10 @@ namespace syncbn::cuda {
 
 inline constexpr unsigned kDigitThreads = 16;
 
+/// Threads for each channel. The integers of float64 have more digits than a warp has threads.
+template <class T>
+inline constexpr unsigned kChannelThreads = sizeof(T) == 8 ? 1 : kDigitThreads;
+
 /// The digits of one integer, as one thread sees them.
 class Digits {
  public:
@@ -137,6 +141,26 @@ SYNCBN_DEVICE ChannelGradients finalize_channel_gradients_by_digits(const std::i
   return channel_gradients(value_of(first_negative, first.rounded(), kFormat.first.unit),
                            value_of(second_negative, second.rounded(), kFormat.second.unit),
                            {words[FormatTraits<T>::kWords - 1]}, mean, rstd);
+}
+
+/// The one of both that kChannelThreads<T> threads take, which are whole warps of them.
+template <class T>
+SYNCBN_DEVICE ChannelMoments finalize_moments_of(const std::int64_t* words, std::int64_t count,
+                                                 double eps) {
+  if constexpr (kChannelThreads<T> == 1) {
+    return finalize_channel<T>(words, count, eps);
+  } else {
+    return finalize_channel_by_digits<T>(words, count, eps);
+  }
+}
+template <class T>
+SYNCBN_DEVICE ChannelGradients finalize_gradients_of(const std::int64_t* words, double mean,
+                                                     double rstd) {
+  if constexpr (kChannelThreads<T> == 1) {
+    return finalize_channel_gradients<T>(words, mean, rstd);
+  } else {
+    return finalize_channel_gradients_by_digits<T>(words, mean, rstd);
+  }
 }
 
 }  // namespace syncbn::cuda

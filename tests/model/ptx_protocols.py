@@ -108,9 +108,9 @@ COUNTER = """
 0A: s = ld.weak n; bar.sync #read
 """
 
-# No kernel does this yet. Blocks of two devices send to each other in each epoch, by way of two
-# buffers in turn: p and q for what A sends. (What B sends is alike.) One thread of each block has
-# the flags, the other one the payload. B sends its flag of an epoch when it has read all earlier
+# peer_exchange.cuh. Blocks of two devices send to each other in each epoch, by way of two buffers
+# in turn: p and q for what A sends. (What B sends is alike.) One thread of each block has the
+# flags, the other one the payload. B sends its flag of an epoch when it has read all earlier
 # payloads, and A waits for that flag before the epoch in which it writes to the same buffer.
 PEERS = """
 0A: bar.sync #sent; st.release.sys flag_b 1 #to_B; u = ld.acquire.sys flag_a #from_B; assume u>=1
@@ -131,7 +131,7 @@ PEERS = """
     bar.sync #received; t = ld.weak p
 """
 # A's message of epoch 2 is one of another call. A thread of B looks at the headers, h and i, and
-# tells the other one, which must not use that payload.
+# tells the other one, which must not use that payload. (In the kernel each thread looks itself.)
 HEADER = """
 0A: st.weak h 1; st.weak p 1; st.release.sys flag 1 #to_B
     st.weak i 9; st.weak q 9; st.release.sys flag 2 #to_B

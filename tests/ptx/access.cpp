@@ -100,8 +100,8 @@ class Accessor {
     refuse(grid_.weak->write(observer(), place.at, bytes, at_.order, value), "writes", bytes,
            place);
   }
-  std::uint64_t update(const Place& place, std::size_t bytes, Update update, std::uint64_t operand,
-                       bool wanted) {
+  std::uint64_t update(const Place& place, std::size_t bytes, emulation::Update update,
+                       std::uint64_t operand, bool wanted) {
     std::uint64_t before = 0;
     if (grid_.weak.has_value()) {
       refuse(grid_.weak->update(observer(), place.at, bytes, at_.order, update, operand, wanted,
@@ -223,8 +223,8 @@ void update(Warp& w, const Instruction& i, std::uint32_t mask) {
     const Place place = place_of(i, row(w, i.a)[l] + static_cast<std::uint64_t>(i.offset));
     Accessor accessor(w, i, l);
     accessor.check(place, i.bytes, "updates");
-    const std::uint64_t before = accessor.update(place, i.bytes, reinterpret_cast<Update>(i.extra),
-                                                 row(w, i.b)[l], i.d != kSink);
+    const std::uint64_t before = accessor.update(
+        place, i.bytes, reinterpret_cast<emulation::Update>(i.extra), row(w, i.b)[l], i.d != kSink);
     if (i.d != kSink) {
       written(w, i.d)[l] = before;
     }
@@ -268,13 +268,14 @@ Handler access(const Statement& s, Instruction& out) {
                          s.has("acq_rel") || atomic,
                .acquire = s.has("acquire") || s.has("acq_rel"),
                .release = s.has("release") || s.has("acq_rel"),
-               .block_scope = s.has("cta")};
+               .block_scope = s.has("cta"),
+               .system = s.has("sys")};
   out.space = space_of(s);
   if (op == "ld" || op == "st" || atomic) {
     for (std::size_t i = 1; i + 1 < s.op.size(); ++i) {
       static const std::set<std::string> kKnown = {
-          "global",  "shared",  "local",   "param", "v2",  "v4",  "cg", "relaxed",
-          "acquire", "release", "acq_rel", "gpu",   "cta", "add", "or"};
+          "global",  "shared",  "local",   "param", "v2",  "v4",  "cg",  "relaxed",
+          "acquire", "release", "acq_rel", "gpu",   "sys", "cta", "add", "or"};
       if (kKnown.count(s.op[i]) == 0) {
         return nullptr;
       }
@@ -290,7 +291,7 @@ Handler access(const Statement& s, Instruction& out) {
     return &store;
   }
   if (atomic && out.space == Space::kGlobal && out.bytes == 8) {
-    const Update how = s.has("add") ? &sum : s.has("or") ? &either : nullptr;
+    const emulation::Update how = s.has("add") ? &sum : s.has("or") ? &either : nullptr;
     out.extra = reinterpret_cast<std::uint64_t>(how);
     return how == nullptr ? nullptr : &update;
   }

@@ -13,16 +13,18 @@
 
 #include "command.hpp"
 #include "emulator.hpp"
+#include "peer_ranks.hpp"
 #include "support.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/passes.hpp"
 #include "syncbn/welford.hpp"
 
-// Plants defects in the text of PTX, one at a time: fences and barriers deleted, shuffles from a
-// wrong lane or with a wrong mask, stores narrowed. Each must be noticed, by other bits than the
-// intact kernel's or by a refusal, in one of a few orders of threads.
+// Plants defects in the text of PTX, one at a time: fences and barriers deleted, orders weakened,
+// scopes made smaller, shuffles from a wrong lane or with a wrong mask, stores narrowed. Each must
+// be noticed, by other bits than the intact kernel's or by a refusal, in one of a few orders of
+// threads.
 //   syncbn_ptx_defects --ptx=FOLDER [--all] [--seeds=N] [--no-races] [--verbose] [KIND...]
-// Fences and barriers: each of them. Of the other kinds two for each kernel; --all: each.
+// Fences, scopes and barriers: each of them. Of the other kinds two for each kernel; --all: each.
 namespace syncbn::ptx {
 namespace {
 
@@ -45,6 +47,45 @@ std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 Bytes bytes_of(const Tensor& tensor) {
   Bytes out((tensor.storage().size() + 7) / 8);
   std::memcpy(out.data(), tensor.storage().data(), tensor.storage().size());
+  return out;
+}
+
+/// What two ranks get that exchange on their devices, in several rounds each.
+Bytes exchanged(DType dtype) {
+  testing::Random random(7);
+  testing::Peers peers(2, 2, cuda::kLeastSlotWords);
+  std::vector<testing::PeerBatch> batches;
+  const std::int64_t channels = 2 * cuda::kLeastSlotWords / words_per_channel(dtype) + 5;
+  for (std::uint64_t call = 0; call < 2; ++call) {
+    batches.emplace_back(random, dtype, channels, std::vector<std::int64_t>{2, 1}, call, call > 0);
+  }
+  std::vector<testing::PeerLayer> layers(2, {DType::kFloat32, channels});
+  // A backward of another forward, where the last block writes over what others wrote.
+  testing::PeerBatch other(random, dtype, channels, {1, 1}, 9, false);
+  emulation::run_devices(2, [&](unsigned r) {
+    for (testing::PeerBatch& batch : batches) {
+      batch.ranks[r].launch_forward(peers.group(static_cast<int>(r)), layers[r], {});
+      batch.ranks[r].launch_backward(peers.group(static_cast<int>(r)));
+    }
+    other.ranks[r].launch_backward(peers.group(static_cast<int>(r)));
+  });
+  batches.push_back(std::move(other));
+  Bytes out;
+  for (unsigned r = 0; r < 2; ++r) {
+    for (const testing::PeerBatch& batch : batches) {
+      const testing::RankStep& step = batch.ranks[r];
+      out.insert(out.end(), step.info.begin(), step.info.end());
+      for (const auto* doubles : {&step.mean, &step.var, &step.rstd, &step.coefficients}) {
+        for (const double value : *doubles) {
+          out.push_back(bit_copy<std::int64_t>(value));
+        }
+      }
+    }
+    for (const Tensor& tensor : {layers[r].running_mean, layers[r].running_var}) {
+      const Bytes words = bytes_of(tensor);
+      out.insert(out.end(), words.begin(), words.end());
+    }
+  }
   return out;
 }
 
@@ -118,6 +159,9 @@ std::vector<Case> all_cases() {
       }
     }
   }
+  for (const DType dtype : {DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
+    out.push_back({std::string("exchange ") + name(dtype), [=] { return exchanged(dtype); }, {}});
+  }
   return out;
 }
 
@@ -163,6 +207,12 @@ std::vector<Defect> defects_of(const std::string& text, std::size_t entry) {
     } else if (has(".acq_rel.")) {
       std::string weaker = one;
       out.push_back({"fence", entry, line, one, weaker.replace(one.find("acq_rel"), 7, "relaxed")});
+    } else if (has(".acquire.sys") || has(".release.sys")) {
+      const std::string order = has(".acquire.sys") ? "acquire" : "release";
+      std::string weaker = one;
+      out.push_back({"fence", entry, line, one, weaker.replace(one.find(order), 7, "relaxed")});
+      std::string smaller = one;
+      out.push_back({"scope", entry, line, one, smaller.replace(one.find(".sys"), 4, ".gpu")});
     } else if (has("bar.warp.sync") || has("barrier.warp")) {
       out.push_back({"warp_barrier", entry, line, one, ""});
     } else if (has("bar.sync") || has("barrier.sync") || has("barrier.cta")) {
@@ -307,7 +357,8 @@ int plant(Library& library, const Wanted& wanted) {
           return entry.text->line + one.line != wanted.only_line;
         });
       }
-      const bool every = kind == "fence" || kind == "barrier" || kind == "warp_barrier";
+      const bool every =
+          kind == "fence" || kind == "scope" || kind == "barrier" || kind == "warp_barrier";
       testing::Random random(number);
       random.shuffle(all);
       all.resize(every ? all.size() : std::min(all.size(), wanted.most));

@@ -13,11 +13,12 @@ void fail(const Warp& warp, const Instruction& at, unsigned lane, const std::str
                     std::to_string(warp.block->index) + " of " + warp.program->name + ": " + what);
 }
 
-void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks) {
+void report_deadlock(const std::vector<const Block*>& blocks) {
   std::string text;
   int shown = 0;
-  const Program& program = *blocks.front()->grid->launch->program;
-  for (const auto& block : blocks) {
+  const Program& first = *blocks.front()->grid->launch->program;
+  for (const Block* block : blocks) {
+    const Program& program = *block->grid->launch->program;
     std::string last;
     for (const Warp& warp : block->warps) {
       each(warp.lanes, [&](unsigned l) {
@@ -35,7 +36,7 @@ void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks) {
       });
     }
   }
-  throw KernelError(program.file + ", " + program.name + ": no thread can go on:" + text);
+  throw KernelError(first.file + ", " + first.name + ": no thread can go on:" + text);
 }
 
 }  // namespace syncbn::ptx

@@ -1,386 +1,188 @@
 #include "grid.hpp"
 
-#include <algorithm>
-#include <bit>
 #include <numeric>
 #include <string>
 #include <utility>
 
+#include "runner.hpp"
+
 namespace syncbn::ptx {
 namespace {
 
-std::uint64_t thread_number(const Block& block, unsigned thread) {
-  return std::uint64_t{block.index} * block.grid->launch->threads + thread;
-}
-
-std::unique_ptr<Block> start_block(Grid& grid, unsigned index) {
-  const Launch& launch = *grid.launch;
-  const Program& program = *launch.program;
-  auto block = std::make_unique<Block>(program.shared_bytes + launch.shared_bytes);
-  block->grid = &grid;
-  block->index = index;
-  block->live = launch.threads;
-  block->local.assign(launch.threads, TrackedMemory(program.local_bytes));
-  if (grid.weak.has_value()) {
-    block->observers.resize(launch.threads);
-    for (unsigned t = 0; t < launch.threads; ++t) {
-      block->observers[t].thread = thread_number(*block, t);
-      block->observers[t].block = index;
-    }
-  }
-  block->warps.resize((launch.threads + kLanes - 1) / kLanes);
-  for (unsigned i = 0; i < block->warps.size(); ++i) {
-    Warp& warp = block->warps[i];
-    warp.program = &program;
-    warp.block = block.get();
-    warp.index = i;
-    const unsigned lanes = std::min(launch.threads - i * kLanes, kLanes);
-    warp.lanes = lanes == kLanes ? kAllLanes : (1u << lanes) - 1;
-    warp.registers.resize(std::size_t{program.registers} * kLanes);
-    warp.defined.resize(program.registers);
-    warp.rows[0] = warp.registers.data();
-    warp.rows[1] = program.constants.data();
-    warp.predicates.assign(program.predicates, 0);
-    warp.predicates_defined.assign(program.predicates, 0);
-    warp.predicates[0] = warp.predicates_defined[0] = kAllLanes;
-    if (grid.options.counts) {
-      warp.entered.resize(program.blocks.size() * kLanes);
-    }
-  }
-  return block;
-}
-
-/// Lanes that run together from here to where they next meet others.
-void draw_teams(Random& random, Warp& warp, std::uint32_t lanes) {
-  const std::uint64_t drawn = random.bits();
-  const unsigned teams = drawn % 4 == 0 ? 2 : drawn % 16 == 1 ? 5 : 1;
-  warp.teams_in_turn = (drawn >> 8) % 2 != 0;
-  std::uint64_t bits = teams == 1 ? 0 : random.bits();
-  each(lanes, [&](unsigned l) {
-    warp.team[l] = static_cast<std::uint8_t>(bits % teams);
-    bits = bits * 6364136223846793005u + 1442695040888963407u;
-    bits ^= bits >> 33;
-  });
-}
-
-void end_block(Grid& grid, const Block& block) {
-  if (!grid.options.counts) {
-    return;
-  }
-  for (const Warp& warp : block.warps) {
-    for (std::size_t b = 0; b < grid.execution.counts.size(); ++b) {
-      const auto* const lanes = warp.entered.data() + b * kLanes;
-      grid.execution.counts[b].threads += std::accumulate(lanes, lanes + kLanes, std::uint64_t{0});
-      grid.execution.counts[b].warps += *std::max_element(lanes, lanes + kLanes);
-    }
-  }
-}
-
-class Runner {
+/// A device, and the launch that it is at.
+class Device {
  public:
-  explicit Runner(Grid& grid) : grid_(grid), program_(*grid.launch->program) {}
+  Device(Machine& machine, std::uint64_t number, std::span<const Launch> launches,
+         const Options& options)
+      : machine_(machine), number_(number), launches_(launches), options_(options) {}
 
-  /// Runs some lanes of the warp for a while. False: none of them can.
-  bool step(Warp& warp) {
-    const std::uint32_t runnable = warp.lanes & ~warp.exited & ~warp.waiting;
-    if (runnable == 0) {
+  /// Lets some warp run that does not rest, of some block that does not. False: there is none.
+  bool step() {
+    if (resident_.empty()) {
       return false;
     }
-    // Lanes behind the others go first, so that they meet again; sometimes any lane, and sometimes
-    // a team goes on alone until it waits.
-    auto leader = static_cast<unsigned>(std::countr_zero(runnable));
-    if (grid_.random.one_in(8)) {
-      std::uint32_t rest = runnable;
-      for (std::uint64_t skip =
-               grid_.random.below(static_cast<std::uint64_t>(std::popcount(runnable)));
-           skip > 0; --skip) {
-        rest &= rest - 1;
-      }
-      leader = static_cast<unsigned>(std::countr_zero(rest));
-    } else {
-      each(runnable, [&](unsigned l) {
-        const bool first = warp.teams_in_turn && warp.team[l] != warp.team[leader]
-                               ? warp.team[l] < warp.team[leader]
-                               : warp.pc[l] < warp.pc[leader];
-        leader = first ? l : leader;
-      });
-    }
-    std::uint32_t group = 0;
-    each(runnable, [&](unsigned l) {
-      group |= static_cast<std::uint32_t>(warp.pc[l] == warp.pc[leader] &&
-                                          warp.team[l] == warp.team[leader])
-               << l;
-    });
-    run(warp, group, warp.pc[leader]);
-    return true;
-  }
-
- private:
-  static std::uint32_t executing(const Warp& warp, const Instruction& i, std::uint32_t mask) {
-    if (i.guard != 0) {
-      require_defined(warp, i, mask, warp.predicates_defined[i.guard], "the predicate");
-    }
-    return mask & (warp.predicates[i.guard] ^ i.guard_flip);
-  }
-  void stay(Warp& warp, std::uint32_t mask, std::uint32_t pc) {
-    each(mask, [&](unsigned l) { warp.pc[l] = pc; });
-  }
-
-  void run(Warp& warp, std::uint32_t mask, std::uint32_t pc) {
-    for (std::uint64_t blocks = 1 + grid_.random.below(32); blocks > 0; --blocks) {
-      const Instruction* const code = program_.code.data();
-      const BasicBlock& block = program_.blocks[code[pc].block];
-      if (grid_.options.counts) {
-        auto* const entered = warp.entered.data() + std::size_t{code[pc].block} * kLanes;
-        each(mask, [&](unsigned l) { ++entered[l]; });
-      }
-      grid_.execution.thread_instructions +=
-          std::uint64_t{block.end - pc} * static_cast<unsigned>(std::popcount(mask));
-      for (; pc + 1 < block.end; ++pc) {
-        plain(warp, code[pc], mask);
-      }
-      const Instruction& last = code[pc];
-      if (last.kind == Kind::kPlain) {
-        plain(warp, last, mask);
-        ++pc;
-        if (last.order.strong) {
-          stay(warp, mask, pc);
-          if (last.order.acquire || last.order.release) {
-            warp.block->fenced = true;
-            rest(warp.rests_until, 150);
-          } else if (behind(warp, pc)) {
-            rest(warp.rests_until, 6);
-          }
-          return;  // others may come between
-        }
-        continue;
-      }
-      const std::uint32_t taken = executing(warp, last, mask);
-      if (!leave(warp, last, mask, taken, pc)) {
-        return;
-      }
-    }
-    stay(warp, mask, pc);
-  }
-
-  /// A warp after a fence or barrier, or some lanes of it after an atomic that others have still to
-  /// come to, and a block after the barrier that follows a fence, sometimes stand still while
-  /// others go on, even to their end: what is wrong between fences and atomics shows then.
-  void rest(std::uint64_t& until, std::uint64_t one_in) {
-    if (grid_.random.one_in(one_in)) {
-      constexpr std::uint64_t kToTheEnd = ~std::uint64_t{0};
-      until = grid_.random.one_in(2) ? kToTheEnd : grid_.steps + grid_.random.below(4000);
-    }
-  }
-
-  /// Whether lanes of the warp have still to come here.
-  static bool behind(const Warp& warp, std::uint32_t pc) {
-    bool found = false;
-    each(warp.lanes & ~warp.exited & ~warp.waiting,
-         [&](unsigned l) { found = found || warp.pc[l] < pc; });
-    return found;
-  }
-
-  static void plain(Warp& warp, const Instruction& i, std::uint32_t mask) {
-    const std::uint32_t taken = executing(warp, i, mask);
-    if (taken != 0) {
-      i.run(warp, i, taken);
-    }
-  }
-
-  /// The end of a basic block. True: the whole group goes on, at pc.
-  bool leave(Warp& warp, const Instruction& i, std::uint32_t mask, std::uint32_t taken,
-             std::uint32_t& pc) {
-    const auto target = static_cast<std::uint32_t>(i.offset);
-    switch (i.kind) {
-      case Kind::kBranch:
-        if (taken == mask || taken == 0) {
-          pc = taken == 0 ? pc + 1 : target;
+    const std::size_t first = machine_.random.below(resident_.size());
+    for (std::size_t i = 0; i < resident_.size(); ++i) {
+      Block& block = *resident_[(first + i) % resident_.size()];
+      const std::size_t warps = block.warps.size();
+      const std::size_t first_warp = machine_.random.below(warps);
+      for (std::size_t w = 0; w < warps && block.rests_until <= machine_.steps; ++w) {
+        Warp& warp = block.warps[(first_warp + w) % warps];
+        if (warp.rests_until <= machine_.steps && ptx::step(*grid_, warp)) {
           return true;
         }
-        stay(warp, taken, target);
-        stay(warp, mask & ~taken, pc + 1);
-        return false;
-      case Kind::kExit:
-        warp.exited |= taken;
-        warp.block->live -= static_cast<unsigned>(std::popcount(taken));
-        stay(warp, mask & ~taken, pc + 1);
-        return false;
-      default:
-        break;
-    }
-    if (taken == 0) {
-      ++pc;
-      return true;
-    }
-    stay(warp, mask & ~taken, pc + 1);
-    stay(warp, taken, pc);
-    warp.waiting |= taken;
-    if (i.kind == Kind::kBlockBarrier) {
-      arrive(warp, i, taken, pc);
-    } else {
-      meet(warp, i, taken);
+      }
     }
     return false;
   }
-
-  /// Lets lanes go on that wait for each other, once all that they name are there.
-  void meet(Warp& warp, const Instruction& i, std::uint32_t arriving) {
-    const Register mask_register = program_.parts[i.parts];
-    require_defined(warp, i, arriving, defined(warp, mask_register), "the mask of lanes");
-    const std::uint64_t* const masks = row(warp, mask_register);
-    const auto at = static_cast<std::uint32_t>(&i - program_.code.data());
-    while (arriving != 0) {
-      const auto lane = static_cast<unsigned>(std::countr_zero(arriving));
-      const auto named = static_cast<std::uint32_t>(masks[lane]);
-      if ((named >> lane & 1u) == 0) {
-        fail(warp, i, lane, "its own lane is not in the mask");
+  bool killed() const {
+    const emulation::Settings& settings = emulation::settings();
+    return static_cast<int>(number_) == settings.killed && machine_.steps > settings.killed_after;
+  }
+  void wake() {
+    for (const auto& block : resident_) {
+      block->rests_until = 0;
+      for (Warp& warp : block->warps) {
+        warp.rests_until = 0;
       }
-      const std::uint32_t members =
-          i.kind == Kind::kWarpBarrier ? named & warp.lanes : named;  // a block's end may be a part
-      if ((members & ~warp.lanes) != 0 || (members & warp.exited) != 0) {
-        const std::uint32_t gone = members & (~warp.lanes | warp.exited);
-        fail(warp, i, lane,
-             "its mask names lane " + std::to_string(std::countr_zero(gone)) + ", which " +
-                 ((gone & ~warp.lanes) != 0 ? "does not exist" : "has ended"));
+    }
+  }
+  /// Ends a block that is done, and begins others, and other launches. False: all is done.
+  template <class Done>
+  bool supply(const Done& done) {
+    for (std::size_t i = 0; i < resident_.size(); ++i) {
+      if (resident_[i]->live == 0) {
+        end_block(*grid_, *resident_[i]);
+        resident_.erase(resident_.begin() + static_cast<std::ptrdiff_t>(i));
+        break;
       }
-      std::uint32_t there = 0;
-      each(members & warp.waiting, [&](unsigned l) {
-        if (warp.pc[l] != at || static_cast<std::uint32_t>(masks[l]) != named) {
-          fail(warp, i, lane,
-               "lane " + std::to_string(l) + ", which its mask names, waits " +
-                   (warp.pc[l] != at ? "in line " + std::to_string(program_.code[warp.pc[l]].line)
-                                     : std::string("with another mask")));
-        }
-        there |= 1u << l;
-      });
-      if (there == members) {
-        i.run(warp, i, members);
-        warp.waiting &= ~members;
-        stay(warp, members, at + 1);
-        draw_teams(grid_.random, warp, members);
+    }
+    if (grid_.has_value() && resident_.empty() && next_ == order_.size()) {
+      done(*grid_->launch, std::move(grid_->execution));
+      known_ = std::move(grid_->known);
+      grid_.reset();
+      launches_ = launches_.subspan(1);
+    }
+    if (!grid_.has_value()) {
+      if (launches_.empty()) {
+        return false;
       }
-      arriving &= ~members;
+      begin(launches_.front());
+    }
+    while (next_ < order_.size() && (!machine_.alone || resident_.size() < options_.resident)) {
+      resident_.push_back(start_block(*grid_, order_[next_++]));
+    }
+    return true;
+  }
+  void list_blocks(std::vector<const Block*>& out) const {
+    for (const auto& block : resident_) {
+      out.push_back(block.get());
     }
   }
 
-  void arrive(Warp& warp, const Instruction& i, std::uint32_t arriving, std::uint32_t at) {
-    Block& block = *warp.block;
-    Barrier& barrier = block.barrier;
-    if (barrier.arrived > 0 && barrier.pc != at) {
-      fail(warp, i, static_cast<unsigned>(std::countr_zero(arriving)),
-           "threads of the block at different barriers: others wait in line " +
-               std::to_string(program_.code[barrier.pc].line));
+ private:
+  void begin(const Launch& launch) {
+    const Program& program = *launch.program;
+    if (launch.blocks == 0 || launch.threads == 0 || launch.threads > 1024 ||
+        program.shared_bytes + launch.shared_bytes > (48 << 10)) {
+      throw KernelError("a launch of " + std::to_string(launch.blocks) + " blocks of " +
+                        std::to_string(launch.threads) + " threads with " +
+                        std::to_string(launch.shared_bytes) + " bytes of shared memory");
     }
-    barrier.pc = at;
-    barrier.arrived += static_cast<unsigned>(std::popcount(arriving));
-    if (barrier.arrived == grid_.launch->threads) {
-      release(block);
-    }
+    grid_.emplace(Grid{.launch = &launch,
+                       .options = options_,
+                       .machine = machine_,
+                       .device = number_,
+                       .execution = {},
+                       .known = known_});
+    grid_->execution.counts.resize(options_.counts ? program.blocks.size() : 0);
+    const unsigned last = options_.last_blocks;
+    const unsigned skipped = last == 0 || last > launch.blocks ? 0 : launch.blocks - last;
+    order_.resize(launch.blocks - skipped);
+    std::iota(order_.begin(), order_.end(), skipped);
+    machine_.random.shuffle(order_);
+    next_ = 0;
   }
 
-  void release(Block& block) {
-    if (grid_.weak.has_value()) {
-      std::vector<Observer*> all;
-      for (Observer& one : block.observers) {
-        all.push_back(&one);
-      }
-      WeakMemory::barrier(all);
-    }
-    for (Warp& warp : block.warps) {
-      stay(warp, warp.lanes, block.barrier.pc + 1);
-      warp.waiting = 0;
-      draw_teams(grid_.random, warp, warp.lanes);
-      rest(warp.rests_until, 1000);
-    }
-    ++block.barriers_passed;
-    block.barrier = {};
-    if (std::exchange(block.fenced, false)) {
-      rest(block.rests_until, 3);
-    }
-  }
-
-  Grid& grid_;
-  const Program& program_;
+  Machine& machine_;
+  std::uint64_t number_;
+  std::span<const Launch> launches_;
+  Options options_;
+  std::optional<Grid> grid_;
+  std::vector<unsigned> order_;
+  std::size_t next_ = 0;
+  std::vector<std::unique_ptr<Block>> resident_;
+  View known_;
 };
 
-}  // namespace
+using Done = std::function<void(const Launch&, Execution)>;
 
-Execution run(const Launch& launch, const Options& options) {
-  const Program& program = *launch.program;
-  if (launch.blocks == 0 || launch.threads == 0 || launch.threads > 1024 ||
-      program.shared_bytes + launch.shared_bytes > (48 << 10)) {
-    throw KernelError("a launch of " + std::to_string(launch.blocks) + " blocks of " +
-                      std::to_string(launch.threads) + " threads with " +
-                      std::to_string(launch.shared_bytes) + " bytes of shared memory");
-  }
-  Grid grid(options.seed);
-  grid.launch = &launch;
-  grid.options = options;
-  if (options.weak) {
-    grid.weak.emplace(options.seed);
-  }
-  grid.execution.counts.resize(options.counts ? program.blocks.size() : 0);
-  const unsigned last = options.last_blocks;
-  const unsigned skipped = last == 0 || last > launch.blocks ? 0 : launch.blocks - last;
-  std::vector<unsigned> order(launch.blocks - skipped);
-  std::iota(order.begin(), order.end(), skipped);
-  for (std::size_t i = order.size(); i > 1; --i) {
-    std::swap(order[i - 1], order[grid.random.below(i)]);
-  }
-  std::vector<std::unique_ptr<Block>> resident;
-  std::size_t next = 0;
-  Runner runner(grid);
-  // Some warp that does not rest, of some block that does not.
+void run_all(Machine& machine, std::vector<std::unique_ptr<Device>> devices, const Done& done) {
+  // Some device that can go on; one that has ended is taken out.
   const auto step = [&] {
-    const std::size_t first = grid.random.below(resident.size());
-    for (std::size_t i = 0; i < resident.size(); ++i) {
-      Block& block = *resident[(first + i) % resident.size()];
-      const std::size_t warps = block.warps.size();
-      const std::size_t first_warp = grid.random.below(warps);
-      for (std::size_t w = 0; w < warps && block.rests_until <= grid.steps; ++w) {
-        Warp& warp = block.warps[(first_warp + w) % warps];
-        if (warp.rests_until <= grid.steps && runner.step(warp)) {
-          return true;
-        }
+    const std::size_t first = devices.size() < 2 ? 0 : machine.random.below(devices.size());
+    for (std::size_t i = 0; i < devices.size(); ++i) {
+      if (devices[(first + i) % devices.size()]->step()) {
+        return true;
       }
     }
     return false;
   };
-  while (next < order.size() || !resident.empty()) {
-    while (next < order.size() && resident.size() < options.resident) {
-      resident.push_back(start_block(grid, order[next++]));
-      for (Warp& warp : resident.back()->warps) {
-        draw_teams(grid.random, warp, warp.lanes);
-      }
+  while (true) {
+    std::erase_if(devices, [&](const auto& one) { return one->killed() || !one->supply(done); });
+    if (devices.empty()) {
+      break;
     }
-    ++grid.steps;
+    ++machine.steps;
+    emulation::tick();
     if (!step()) {
-      for (const auto& block : resident) {
-        block->rests_until = 0;
-        for (Warp& warp : block->warps) {
-          warp.rests_until = 0;
-        }
+      for (const auto& one : devices) {
+        one->wake();
       }
       if (!step()) {
-        report_deadlock(resident);
+        std::vector<const Block*> blocks;
+        for (const auto& one : devices) {
+          one->list_blocks(blocks);
+        }
+        report_deadlock(blocks);
       }
     }
-    if (grid.weak.has_value()) {
-      grid.weak->pause();
-    }
-    for (std::size_t i = 0; i < resident.size(); ++i) {
-      if (resident[i]->live == 0) {
-        end_block(grid, *resident[i]);
-        resident.erase(resident.begin() + static_cast<std::ptrdiff_t>(i));
-        break;
-      }
+    if (machine.weak.has_value()) {
+      machine.weak->pause();
     }
   }
-  if (grid.weak.has_value()) {
-    grid.weak->settle();
+  if (machine.weak.has_value()) {
+    machine.weak->settle();
   }
-  return std::move(grid.execution);
+}
+
+}  // namespace
+
+Execution run(const Launch& launch, const Options& options) {
+  Machine machine(options.seed);
+  if (options.weak) {
+    machine.weak.emplace(options.seed);
+  }
+  std::vector<std::unique_ptr<Device>> alone;
+  alone.push_back(std::make_unique<Device>(machine, 0, std::span(&launch, 1), options));
+  Execution out;
+  run_all(machine, std::move(alone),
+          [&](const Launch&, Execution execution) { out = std::move(execution); });
+  return out;
+}
+
+void run_devices(const std::vector<std::vector<Launch>>& devices, const Options& options,
+                 const Done& done) {
+  Machine machine(options.seed);
+  machine.alone = false;
+  if (options.weak) {
+    machine.weak.emplace(options.seed);
+  }
+  std::vector<std::unique_ptr<Device>> all;
+  for (std::size_t i = 0; i < devices.size(); ++i) {
+    all.push_back(std::make_unique<Device>(machine, i, devices[i], options));
+  }
+  run_all(machine, std::move(all), done);
 }
 
 }  // namespace syncbn::ptx

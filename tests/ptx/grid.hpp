@@ -2,8 +2,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -11,8 +13,13 @@
 #include "lanes.hpp"
 #include "weak_memory.hpp"
 
-// One launch: blocks, their warps and memory, and the order in which they run.
+// Launches: blocks, their warps and memory, and the order in which they run.
 namespace syncbn::ptx {
+
+using emulation::Observer;
+using emulation::View;
+using emulation::WeakMemory;
+using testing::Random;
 
 struct Options {
   std::uint64_t seed = 1;
@@ -66,22 +73,40 @@ struct Block {
   explicit Block(std::size_t shared_bytes) : shared(shared_bytes) {}
 };
 
-struct Grid {
-  const Launch* launch = nullptr;
-  Options options;
+/// What all devices have in common.
+struct Machine {
   Random random;
   std::optional<WeakMemory> weak;
   AllocatedMemory allocated;
-  Execution execution;
   std::uint64_t steps = 0;
+  std::uint64_t threads = 0, blocks = 0;  ///< so far
+  bool alone = true;                      ///< there is one device
 
-  explicit Grid(std::uint64_t seed) : random(seed) {}
+  explicit Machine(std::uint64_t seed) : random(seed) {}
+};
+
+/// A launch under way.
+struct Grid {
+  const Launch* launch = nullptr;
+  Options options;
+  Machine& machine;
+  std::uint64_t device = 0;
+  Random& random = machine.random;
+  std::optional<WeakMemory>& weak = machine.weak;
+  AllocatedMemory& allocated = machine.allocated;
+  Execution execution;
+  View known = {};  ///< to those of its device that have ended
 };
 
 /// Who waits for what.
-[[noreturn]] void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks);
+[[noreturn]] void report_deadlock(const std::vector<const Block*>& blocks);
 
 /// Runs to the end of the grid. Throws KernelError.
 Execution run(const Launch& launch, const Options& options);
+
+/// Runs what each device has to run, one after the other, all devices at the same time. Blocks of a
+/// kernel are resident all at once. done: called with each launch.
+void run_devices(const std::vector<std::vector<Launch>>& devices, const Options& options,
+                 const std::function<void(const Launch&, Execution)>& done);
 
 }  // namespace syncbn::ptx

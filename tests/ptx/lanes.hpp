@@ -9,12 +9,14 @@
 #include <vector>
 
 #include "emulator.hpp"
+#include "order.hpp"
 
 // Decoded instructions, and a warp's registers that they work on: one row of 32 values for each
 // register, of which an instruction takes those of the lanes that execute it.
 namespace syncbn::ptx {
 
 using emulation::KernelError;
+using emulation::Order;
 
 inline constexpr unsigned kLanes = emulation::kWarp;
 inline constexpr std::uint32_t kAllLanes = 0xffffffffu;
@@ -35,15 +37,6 @@ enum class Kind : std::uint8_t {
 };
 
 enum class Space : std::uint8_t { kGeneric, kGlobal, kShared, kLocal, kParameter };
-
-/// What an access or fence says of order.
-struct Order {
-  bool strong = false;  ///< relaxed, volatile and atomics
-  bool acquire = false;
-  bool release = false;
-  bool sequential = false;   ///< fence.sc, membar
-  bool block_scope = false;  ///< .cta: for threads of the same block alone
-};
 
 /// A register as an operand. Constants are rows, too, which all warps share.
 using Register = std::uint32_t;

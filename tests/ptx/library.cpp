@@ -1,10 +1,11 @@
 #include "library.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
+#include <span>
 #include <utility>
 
 #include "emulator.hpp"
@@ -15,9 +16,7 @@ namespace {
 
 std::string stem(const std::string& file) { return std::filesystem::path(file).stem().string(); }
 
-void run_ptx(const emulation::KernelLaunch& kernel) {
-  Session& mine = session();
-  Library::Entry& entry = mine.library->entry_of(kernel.kernel);
+Launch launch_of(const emulation::KernelLaunch& kernel, Library::Entry& entry) {
   const Program& program = entry.program();
   Launch launch;
   launch.program = &program;
@@ -30,29 +29,51 @@ void run_ptx(const emulation::KernelLaunch& kernel) {
                       " arguments");
   }
   for (std::size_t i = 0; i < kernel.arguments.size(); ++i) {
-    if (kernel.arguments[i].bytes != program.parameter_sizes[i]) {
+    const std::vector<std::byte>& argument = kernel.arguments[i];
+    if (argument.size() != program.parameter_sizes[i]) {
       throw KernelError(program.name + ": argument " + std::to_string(i) + " has " +
-                        std::to_string(kernel.arguments[i].bytes) + " bytes, in PTX " +
+                        std::to_string(argument.size()) + " bytes, in PTX " +
                         std::to_string(program.parameter_sizes[i]));
     }
-    std::memcpy(launch.parameters.data() + program.parameter_offsets[i], kernel.arguments[i].value,
-                kernel.arguments[i].bytes);
+    std::copy(
+        argument.begin(), argument.end(),
+        launch.parameters.begin() + static_cast<std::ptrdiff_t>(program.parameter_offsets[i]));
+  }
+  return launch;
+}
+
+void run_ptx(std::span<const emulation::Launches> devices, bool shared) {
+  Session& mine = session();
+  std::vector<std::vector<Launch>> launches;
+  std::map<const Program*, Library::Entry*> entries;
+  for (const emulation::Launches& all : devices) {
+    launches.emplace_back();
+    for (const emulation::KernelLaunch& kernel : all) {
+      Library::Entry& entry = mine.library->entry_of(kernel.kernel);
+      launches.back().push_back(launch_of(kernel, entry));
+      entries[launches.back().back().program] = &entry;
+      ++entry.launches;
+    }
   }
   const emulation::Settings& settings = emulation::settings();
-  if (settings.resident == 0) {
-    return;
-  }
-  ++entry.launches;
-  Execution execution = run(launch, {.seed = settings.seed,
-                                     .resident = settings.resident,
-                                     .last_blocks = settings.last_blocks,
-                                     .weak = mine.weak,
-                                     .races = mine.races,
-                                     .counts = mine.record != nullptr});
-  entry.thread_instructions += execution.thread_instructions;
-  mine.thread_instructions += execution.thread_instructions;
-  if (mine.record != nullptr) {
-    mine.record({&program, launch.blocks, launch.threads, std::move(execution)});
+  const Options options{.seed = settings.seed,
+                        .resident = settings.resident,
+                        .last_blocks = settings.last_blocks,
+                        .weak = mine.weak,
+                        .races = mine.races,
+                        .counts = mine.record != nullptr};
+  const auto done = [&](const Launch& launch, Execution execution) {
+    entries.at(launch.program)->thread_instructions += execution.thread_instructions;
+    mine.thread_instructions += execution.thread_instructions;
+    if (mine.record != nullptr) {
+      mine.record({launch.program, launch.blocks, launch.threads, std::move(execution)});
+    }
+  };
+  if (shared) {
+    run_devices(launches, options, done);
+  } else {
+    const Launch& alone = launches.at(0).at(0);
+    done(alone, run(alone, options));
   }
 }
 

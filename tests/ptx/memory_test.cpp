@@ -1,6 +1,8 @@
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <set>
 #include <string>
@@ -155,6 +157,36 @@ TEST(PtxWeakMemory, MessagesNeedFencesOnBothSides) {
                                     "ld.global.u64 %rd3, [%rd0];") +
                             kGet)
                    .count({1, 0}));
+}
+
+TEST(PtxWeakMemory, DevicesNeedTheScopeOfTheSystem) {
+  const auto stale = [](const std::string& writers, const std::string& readers) {
+    const auto kernel_of = [](const std::string& body) {
+      return Module(small_kernel(1, "ld.param.u64 %rd0, [p0];\n" + body), "small.ptx");
+    };
+    const Module writes =
+        kernel_of("st.global.u64 [%rd0], 1;\nst.release." + writers + ".global.u64 [%rd0+64], 1;");
+    const Module reads = kernel_of("ld.acquire." + readers +
+                                   ".global.u64 %rd2, [%rd0+64];\n"
+                                   "ld.global.u64 %rd3, [%rd0];" +
+                                   kGet);
+    const auto writer = decode(writes, writes.entries().at(0));
+    const auto reader = decode(reads, reads.entries().at(0));
+    bool found = false;
+    for (std::uint64_t seed = 1; seed <= 300; ++seed) {
+      alignas(64) std::uint64_t memory[32] = {};
+      const std::uint64_t at = address(memory);
+      std::vector<std::byte> parameters(sizeof(at));
+      std::memcpy(parameters.data(), &at, sizeof(at));
+      run_devices({{{writer.get(), 1, 1, 0, parameters}}, {{reader.get(), 1, 1, 0, parameters}}},
+                  {.seed = seed, .weak = true, .races = false}, [](const Launch&, Execution) {});
+      found = found || (memory[16] == 1 && memory[24] == 0);
+    }
+    return found;
+  };
+  EXPECT_FALSE(stale("sys", "sys"));
+  EXPECT_TRUE(stale("gpu", "sys"));
+  EXPECT_TRUE(stale("sys", "gpu"));
 }
 
 TEST(PtxWeakMemory, AtomicsPublishOnlyWhatAFenceDid) {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <source_location>
-#include <span>
+#include <vector>
 
 #include "emulator.hpp"
 
@@ -87,6 +87,31 @@ inline std::int64_t load_fresh(const std::int64_t* address) {
   return *address;
 }
 
+using emulation::Order;
+inline void store_peer(std::int64_t* address, std::int64_t value,
+                       const Site& at = Site::current()) {
+  emulation::store_shared(address, value, {}, at);
+}
+inline std::int64_t load_peer(const std::int64_t* address, const Site& at = Site::current()) {
+  return emulation::load_shared(address, {}, at);
+}
+inline void store_release_system(std::int64_t* flag, std::int64_t value,
+                                 const Site& at = Site::current()) {
+  emulation::store_shared(flag, value, {.strong = true, .release = true, .system = true}, at);
+}
+inline std::int64_t load_acquire_system(const std::int64_t* flag,
+                                        const Site& at = Site::current()) {
+  return emulation::load_shared(flag, {.strong = true, .acquire = true, .system = true}, at);
+}
+inline void store_system(std::int64_t* address, std::int64_t value,
+                         const Site& at = Site::current()) {
+  emulation::store_shared(address, value, {.strong = true, .system = true}, at);
+}
+inline std::int64_t load_system(const std::int64_t* address, const Site& at = Site::current()) {
+  return emulation::load_shared(address, {.strong = true, .system = true}, at);
+}
+inline std::int64_t nanoseconds() { return emulation::nanoseconds(); }
+
 template <class T, int kSize>
 struct alignas(sizeof(T) * kSize) Vector {
   T at[kSize];
@@ -115,9 +140,16 @@ Failure launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
                std::size_t shared_bytes, void*, const Arguments&... arguments) {
   emulation::note_launch(reinterpret_cast<const void*>(kernel));
   const auto start = [&](Parameters... values) {
-    const emulation::Argument list[] = {{&values, sizeof(values)}..., {}};
-    emulation::run({reinterpret_cast<const void*>(kernel), blocks, threads, shared_bytes,
-                    std::span(list).first(sizeof...(values)), [&] { kernel(values...); }});
+    const auto bytes_of = [](const auto& value) {
+      const auto* const from = reinterpret_cast<const std::byte*>(&value);
+      return std::vector<std::byte>(from, from + sizeof(value));
+    };
+    emulation::run({reinterpret_cast<const void*>(kernel),
+                    blocks,
+                    threads,
+                    shared_bytes,
+                    {bytes_of(values)...},
+                    [=] { kernel(values...); }});
   };
   if (emulation::settings().launch_failure.text == nullptr) {
     start(static_cast<Parameters>(arguments)...);

@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "lanes.hpp"
+#include "order.hpp"
 #include "random.hpp"
 
 // Global memory as weak as PTX's model allows, for programs without load buffering: a machine with
@@ -21,11 +21,12 @@
 //   so fences publish what others wrote, too (cumulativity);
 // - between fence.sc (membar is one), in the order in which they execute;
 // - at a barrier, between the threads that meet there.
+// Between two devices a write and a read do so only if both have the scope of the system.
 // Plain and relaxed stores, and atomics whose result nobody takes, may take effect later: until a
 // thread that knows of them has a fence, or accesses the same bytes. Other atomics act at once on
 // the newest value. A plain access that meets a write it does not know of is a race, which the
 // caller may refuse.
-namespace syncbn::ptx {
+namespace syncbn::emulation {
 
 using testing::Random;
 
@@ -48,8 +49,9 @@ using SharedView = std::shared_ptr<const View>;
 
 /// What memory has to know of a thread.
 struct Observer {
-  std::uint64_t thread = 0;
+  std::uint64_t thread = 0;  ///< numbers that no other thread, block or device has
   std::uint64_t block = 0;
+  std::uint64_t device = 0;
   View current;
   View seen;                               ///< through strong reads; part of the view after a fence
   View seen_in_block;                      ///< the same of writes by the thread's own block
@@ -82,11 +84,11 @@ class WeakMemory {
  private:
   struct Message {
     Epoch epoch = 0;
-    std::uint64_t thread = 0, block = 0;
+    std::uint64_t thread = 0, block = 0, device = 0;
     std::uint64_t sequence = 0;
     std::uint64_t value = 0;    ///< of all 8 bytes, after the write
     std::uint8_t bytes = 0xff;  ///< those that it wrote
-    bool strong = false;
+    bool strong = false, system = false;
     SharedView released, released_in_block;
   };
   using History = std::vector<Message>;
@@ -116,4 +118,4 @@ class WeakMemory {
   View sequential_;  ///< what fence.sc have published
 };
 
-}  // namespace syncbn::ptx
+}  // namespace syncbn::emulation

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-namespace syncbn::ptx {
+namespace syncbn::emulation {
 namespace {
 
 constexpr std::size_t kFew = 12;
@@ -151,7 +151,9 @@ WeakMemory::Message WeakMemory::message_of(Observer& who, const Order& order) {
   out.epoch = who.writing;
   out.thread = who.thread;
   out.block = who.block;
+  out.device = who.device;
   out.strong = order.strong;
+  out.system = order.system;
   if (order.strong) {
     out.released = who.released;
     out.released_in_block = who.released_in_block;
@@ -160,7 +162,8 @@ WeakMemory::Message WeakMemory::message_of(Observer& who, const Order& order) {
 }
 
 void WeakMemory::observe(Observer& who, const Message& message, const Order& order) {
-  if (!order.strong || !message.strong) {
+  const bool in_scope = message.device == who.device || (message.system && order.system);
+  if (!order.strong || !message.strong || !in_scope) {
     return;
   }
   const bool mate = message.block == who.block;
@@ -322,4 +325,4 @@ void WeakMemory::settle() {
   }
 }
 
-}  // namespace syncbn::ptx
+}  // namespace syncbn::emulation
