@@ -20,7 +20,19 @@ struct syncbn_executor {
 namespace syncbn::c_api {
 
 /// Keeps the text for syncbn_last_error and returns the code.
-syncbn_status fail(syncbn_status status, const char* text) noexcept;
+SYNCBN_API syncbn_status fail(syncbn_status status, const char* text) noexcept;
+
+/// What the caller's function threw over the border: nothing for SYNCBN_OK, else the exception that
+/// stands for its code, with the text that it left or one that names the function.
+void raise_unless_ok(const char* name, std::int32_t status);
+
+/// Forgets the text of an error before the caller's function may leave one, and calls it.
+void clear_last_error();
+template <class Function>
+void raise_unless_ok(const char* name, const Function& function) {
+  clear_last_error();
+  raise_unless_ok(name, static_cast<std::int32_t>(function()));
+}
 
 template <class Body>
 syncbn_status guarded(const Body& body) noexcept {
