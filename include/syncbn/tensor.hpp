@@ -9,6 +9,8 @@
 #include <iterator>
 #include <span>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 #include "syncbn/error.hpp"
 #include "syncbn/export.hpp"
@@ -93,6 +95,21 @@ class Extents {
   std::array<std::int64_t, kMaxDims> values_;
 };
 
+/// C++ types of elements, and their dtype.
+template <class T>
+concept Element = std::same_as<T, float> || std::same_as<T, double>;
+template <Element T>
+inline constexpr DType kDtypeOf = std::same_as<T, float> ? DType::kFloat32 : DType::kFloat64;
+
+/// std::mdspan of such elements with strides, or a class with its interface.
+template <class T>
+concept ElementMdspan = Element<typename T::value_type> && requires(const T& span) {
+  { T::rank() } -> std::convertible_to<std::size_t>;
+  { span.data_handle() } -> std::convertible_to<const typename T::value_type*>;
+  { span.extent(0) } -> std::convertible_to<std::int64_t>;
+  { span.stride(0) } -> std::convertible_to<std::int64_t>;
+};
+
 /// A tensor that somebody else owns: a pointer to element (0, ..., 0), the sizes, and the strides
 /// in elements. A view with data == nullptr and no sizes stands for "absent" (no weight, no bias).
 template <class Void>
@@ -123,6 +140,28 @@ struct BasicTensorView {
         sizes(tensor_sizes),
         strides(tensor_strides),
         device(tensor_device) {}
+
+  /// A contiguous tensor of all elements of a span; another number of them: InvalidArgument.
+  template <class T, std::size_t kSize>
+    requires(Element<std::remove_const_t<T>> && std::convertible_to<T*, Void*>)
+  BasicTensorView(std::span<T, kSize> values, const Extents& tensor_sizes)
+      : BasicTensorView(values.data(), kDtypeOf<std::remove_const_t<T>>, tensor_sizes) {
+    if (values.size() != static_cast<std::uint64_t>(numel())) {
+      throw InvalidArgument("values: got a span of " + std::to_string(values.size()) +
+                            " elements, expected " + std::to_string(numel()));
+    }
+  }
+
+  /// What an mdspan sees.
+  template <ElementMdspan Mdspan>
+    requires(std::convertible_to<decltype(std::declval<const Mdspan&>().data_handle()), Void*>)
+  BasicTensorView(const Mdspan& values)
+      : data(values.data_handle()), dtype(kDtypeOf<typename Mdspan::value_type>) {
+    for (std::size_t axis = 0; axis < Mdspan::rank(); ++axis) {
+      sizes.push_back(static_cast<std::int64_t>(values.extent(axis)));
+      strides.push_back(static_cast<std::int64_t>(values.stride(axis)));
+    }
+  }
 
   /// A writable view serves where a read-only one is wanted.
   operator BasicTensorView<const void>() const {
