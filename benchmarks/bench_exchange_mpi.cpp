@@ -9,7 +9,7 @@
 namespace {
 
 void run(const syncbn::bench::ExchangeOptions& options) {
-  syncbn::MpiCommunicator group(MPI_Comm_c2f(MPI_COMM_WORLD));
+  syncbn::MpiCommunicator group(MPI_COMM_WORLD);
   syncbn::bench::ExchangeRows rows;
   if (group.rank() == 0) {
     rows.print_heading(std::thread::hardware_concurrency());

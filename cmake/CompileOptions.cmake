@@ -7,7 +7,11 @@ function(syncbn_compile_options)
       CXX_EXTENSIONS OFF
       CXX_VISIBILITY_PRESET hidden
       VISIBILITY_INLINES_HIDDEN ON
-      POSITION_INDEPENDENT_CODE ON)
+      POSITION_INDEPENDENT_CODE ON
+      # Whatever the project around this one prefers: names in unnamed namespaces repeat from file to
+      # file, and code for one instruction set must not be merged with that of others.
+      UNITY_BUILD OFF
+      INTERPROCEDURAL_OPTIMIZATION OFF)
     set(options
       -Wall -Wextra -Wconversion
       -Werror=switch  # who adds a dtype or an activation is told all places that need it

@@ -1,5 +1,5 @@
 # What SYNCBN_CUDA comes to: SYNCBN_WITH_CUDA says whether the kernels are built. AUTO: where nvcc is
-# found; in a wheel, where only PyTorch calls them, if that is for nvcc's major version of CUDA, and
+# found, which is for this machine, so not when cross-compiling; in a wheel, where only PyTorch calls them, if that is for nvcc's major version of CUDA, and
 # nvcc knows the architectures below (12.8).
 set(SYNCBN_WITH_CUDA OFF)
 # Turing, Ampere, Hopper, and both kinds of Blackwell; these also as PTX, for what comes.
@@ -7,7 +7,9 @@ set(SYNCBN_CUDA_ARCHITECTURES "75-real;80-real;90-real;100;120" CACHE STRING
   "GPU architectures to build kernels for, as CMAKE_CUDA_ARCHITECTURES takes them")
 
 set(reason "nvcc was not found")
-if(SYNCBN_CUDA)
+if(CMAKE_CROSSCOMPILING AND SYNCBN_CUDA STREQUAL "AUTO")
+  set(reason "this is a cross-compilation; ON takes nvcc nevertheless")
+elseif(SYNCBN_CUDA)
   find_program(SYNCBN_NVCC nvcc
     HINTS ENV CUDACXX ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
   if(SYNCBN_NVCC)

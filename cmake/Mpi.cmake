@@ -1,6 +1,9 @@
 # What SYNCBN_MPI comes to: SYNCBN_WITH_MPI says whether syncbn::mpi is built.
 set(SYNCBN_WITH_MPI OFF)
-if(SKBUILD OR NOT SYNCBN_MPI)  # in PyTorch the exchange is the process group's
+if(SKBUILD)  # in PyTorch the exchange is the process group's
+  return()
+elseif(NOT SYNCBN_MPI)
+  message(STATUS "syncbn: no groups over MPI (SYNCBN_MPI=${SYNCBN_MPI}: as asked)")
   return()
 endif()
 # FindMPI asks the C compiler.
@@ -23,6 +26,8 @@ if(MPI_C_FOUND)
   target_compile_definitions(syncbn_mpi_program INTERFACE OMPI_SKIP_MPICXX MPICH_SKIP_MPICXX)
   target_link_libraries(syncbn_mpi_program INTERFACE syncbn::mpi ${MPI_C_LIBRARIES})
   message(STATUS "syncbn: MPI ${MPI_C_VERSION}, ${MPI_C_LIBRARIES}")
+else()
+  message(STATUS "syncbn: no groups over MPI (SYNCBN_MPI=${SYNCBN_MPI}: MPI 3 was not found)")
 endif()
 
 # Open MPI 4 and 5: as root, more ranks than cores, ranks that wait leave the core to others, and no

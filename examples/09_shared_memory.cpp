@@ -2,7 +2,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <array>
 #include <cstdio>
 #include <cstring>
 #include <span>
@@ -33,31 +32,26 @@ struct Pipes {
 };
 
 /// Both ranks' bytes, in rank order.
-template <std::size_t kBytes>
-std::array<std::byte, 2 * kBytes> gather(int rank, std::span<const std::byte, kBytes> mine,
-                                         const Pipes& pipes) {
-  std::array<std::byte, 2 * kBytes> all;
-  std::byte* other = all.data() + static_cast<std::size_t>(1 - rank) * kBytes;
-  std::memcpy(all.data() + static_cast<std::size_t>(rank) * kBytes, mine.data(), kBytes);
-  if (write(pipes.to[1 - rank][1], mine.data(), kBytes) != static_cast<ssize_t>(kBytes) ||
-      read(pipes.to[rank][0], other, kBytes) != static_cast<ssize_t>(kBytes)) {
+void gather(int rank, std::span<const std::byte> mine, std::span<std::byte> all,
+            const Pipes& pipes) {
+  const std::size_t bytes = mine.size();
+  std::byte* other = all.data() + static_cast<std::size_t>(1 - rank) * bytes;
+  std::memcpy(all.data() + static_cast<std::size_t>(rank) * bytes, mine.data(), bytes);
+  if (write(pipes.to[1 - rank][1], mine.data(), bytes) != static_cast<ssize_t>(bytes) ||
+      read(pipes.to[rank][0], other, bytes) != static_cast<ssize_t>(bytes)) {
     std::perror("pipe");
     _exit(1);
   }
-  return all;
 }
 
 /// This rank's part of y; empty if the ranks cannot share memory.
 std::vector<float> run(int rank, const std::vector<float>& x, const Pipes& pipes) {
-  syncbn::SharedMemoryOffer offer(rank, 2);
-  const auto offers = gather(rank, offer.bytes(), pipes);
-  const auto opened = syncbn::SharedMemoryGroup::open(std::move(offer), offers);
-  if (opened.group == nullptr) {
+  const auto opened = syncbn::SharedMemoryGroup::create(
+      rank, 2, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
+        gather(rank, mine, all, pipes);
+      });
+  if (opened.group == nullptr) {  // on the other rank neither
     std::printf("rank %d has no shared memory: %s\n", rank, opened.why.c_str());
-  }
-  // All ranks use the group or none does.
-  const std::array<std::byte, 1> ready = {static_cast<std::byte>(opened.group != nullptr)};
-  if (gather(rank, std::span(ready), pipes) != std::array{std::byte{1}, std::byte{1}}) {
     return {};
   }
   return normalize(x, kBounds[rank], kBounds[rank + 1], *opened.group);

@@ -31,7 +31,7 @@ int run() {
   const auto alone = syncbn::self_communicator();
   const std::vector<float> expected = normalize(x, 0, kSamples, *alone);
 
-  syncbn::MpiCommunicator group(MPI_Comm_c2f(MPI_COMM_WORLD));
+  syncbn::MpiCommunicator group(MPI_COMM_WORLD);
   const std::int64_t first = kSamples * group.rank() / group.size();
   const std::int64_t last = kSamples * (group.rank() + 1) / group.size();
   const std::vector<float> y = normalize(x, first, last, group);

@@ -40,6 +40,7 @@ MACHINES = {"Advanced Micro Devices X86-64": "x86_64", "AArch64": "aarch64"}
 FOREIGN = re.compile(
     r"lib(?:torch|c10|shm|cu|nv|nccl|gomp|iomp|omp|mpi|pmix|stdc\+\+|gcc_s|c|m)[-_.\w]*\.so[.\d]*"
 )
+LICENSES = ("LICENSE", "NOTICE")
 LIBRARIES = ("libsyncbn.so", "libsyncbn_torch_cpu.so")
 CUDA_LIBRARY = "libsyncbn_torch_cuda.so"
 CMAKE = ("-config.cmake", "-config-version.cmake", "-targets.cmake", "-targets-release.cmake")
@@ -64,7 +65,8 @@ def expected_files(info: str, cuda: bool) -> set[str]:
         *(f"syncbn/include/syncbn/{path.name}" for path in headers),
         *(f"syncbn/cmake/syncbn{name}" for name in CMAKE),
         *(f"syncbn/lib/{name}" for name in (*LIBRARIES, *([CUDA_LIBRARY] if cuda else []))),
-        *(f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")),
+        *(f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD")),
+        *(f"{info}/licenses/{name}" for name in LICENSES),
     }
 
 
@@ -110,12 +112,13 @@ def check_metadata(files: dict[str, bytes], info: str, wheel: Path) -> Iterator[
         "Requires-Dist": REQUIRES,
         "Requires-Python": [">=3.10"],
         "License-Expression": ["Apache-2.0"],
-        "License-File": ["LICENSE"],
+        "License-File": list(LICENSES),
     }.items():
         if metadata.get_all(key, []) != wanted:
             yield f"METADATA: {key}: got {metadata.get_all(key, [])}, expected {wanted}"
-    if files.get(f"{info}/licenses/LICENSE") != (ROOT / "LICENSE").read_bytes():
-        yield "LICENSE: is not that of the sources"
+    for name in LICENSES:
+        if files.get(f"{info}/licenses/{name}") != (ROOT / name).read_bytes():
+            yield f"{name}: is not that of the sources"
     tags = parse(files.get(f"{info}/WHEEL", b""))
     if (python, abi) != ("py3", "none") or tags.get_all("Tag") != [f"py3-none-{platform}"]:
         yield f"tag: got {wheel.stem} and {tags.get_all('Tag')}, expected one of py3-none, in both"

@@ -11,6 +11,7 @@
 #include "channel_values.hpp"
 #include "checks.hpp"
 #include "cpu/float_environment.hpp"
+#include "cpu/scratch.hpp"
 #include "layer_call.hpp"
 #include "sample_view.hpp"
 #include "statistics/finalize.hpp"
@@ -59,21 +60,22 @@ void check_counter(const std::int64_t* num_batches_tracked, bool cumulative) {
 /// Running statistics as evaluation uses them.
 struct EvaluationStatistics {
   EvaluationStatistics(const TensorView& x, const TensorView& running_mean,
-                       const TensorView& running_var, double eps) {
+                       const TensorView& running_var, double eps)
+      : mean(static_cast<std::size_t>(x.sizes[1])), rstd(mean.size()) {
     const std::int64_t channels = x.sizes[1];
     check_per_channel("running_mean", running_mean, channels, x.device);
     check_per_channel("running_var", running_var, channels, x.device);
     check_running(running_mean, running_var, false);
     check_available(x.device);
     const cpu::FloatEnvironment environment;
-    mean = channel_values(running_mean, channels, 0.0);
-    rstd = channel_values(running_var, channels, 1.0);
+    load_channel_values(running_mean, 0, channels, 0.0, mean.data());
+    load_channel_values(running_var, 0, channels, 1.0, rstd.data());
     for (double& value : rstd) {
       value = rstd_of(value, eps);
     }
   }
-  std::vector<double> mean;
-  std::vector<double> rstd;
+  cpu::ScratchArray<double> mean;
+  cpu::ScratchArray<double> rstd;
 };
 
 bool has_elements(const TensorView& x) {
@@ -101,8 +103,9 @@ class LayerSum final : public SumInParts {
   LayerSum(const TensorView& x, const AgreedCall& call, Communicator& communicator)
       : communicator_(communicator),
         parts_(communicator.parts()),
-        message_(static_cast<std::size_t>(message_words(x.dtype, x.sizes[1]))),
-        merged_(message_.size()) {
+        words_(2 * static_cast<std::size_t>(message_words(x.dtype, x.sizes[1]))),
+        message_(words_.data(), words_.size() / 2),
+        merged_(words_.data() + message_.size(), message_.size()) {
     group_.sum = this;
     group_.in_parts = parts_ != nullptr;
     group_.ranks = communicator.size();
@@ -153,7 +156,7 @@ class LayerSum final : public SumInParts {
         while (!parts_->wait(words, slice)) {
         }
       } else if (!over_) {
-        merged_ = message_;
+        std::copy(message_.begin(), message_.end(), merged_.begin());
         communicator_.all_reduce_sum(merged_);
       }
     });
@@ -173,8 +176,9 @@ class LayerSum final : public SumInParts {
   }
   Communicator& communicator_;
   SumInParts* parts_;
-  std::vector<std::int64_t> message_;
-  std::vector<std::int64_t> merged_;
+  cpu::ScratchArray<std::int64_t> words_;
+  std::span<std::int64_t> message_;
+  std::span<std::int64_t> merged_;
   GroupSum group_;
   bool over_ = false;
 };
@@ -182,10 +186,10 @@ class LayerSum final : public SumInParts {
 /// Mean and M2 of every rank, gathered; headers are summed here.
 class GatheredMoments {
  public:
-  void local(const TensorView& x, const MaskView& mask, std::uint32_t fingerprint, int ranks,
-             const Execution& execution) {
-    message_.resize(static_cast<std::size_t>(kHeaderWords + welford_words(x.dtype, x.sizes[1])));
-    all_.resize(message_.size() * static_cast<std::size_t>(ranks));
+  GatheredMoments(const TensorView& x, const MaskView& mask, std::uint32_t fingerprint, int ranks,
+                  const Execution& execution)
+      : message_(static_cast<std::size_t>(kHeaderWords + welford_words(x.dtype, x.sizes[1]))),
+        all_(message_.size() * static_cast<std::size_t>(ranks)) {
     local_welford(x, mask, message_.data(), fingerprint, execution);
   }
   void merge(BatchStatistics& out, const AgreedCall& call, Communicator& communicator) {
@@ -208,22 +212,20 @@ class GatheredMoments {
   }
 
  private:
-  std::vector<std::int64_t> message_;
-  std::vector<std::int64_t> all_;
+  cpu::ScratchArray<std::int64_t> message_;
+  cpu::ScratchArray<std::int64_t> all_;
 };
 
 }  // namespace
 
-BatchStatistics batch_norm_forward(const TensorView& x, const MaskView& mask,
-                                   const TensorView& weight, const TensorView& bias,
-                                   const TensorView& residual, const MutableTensorView& y,
-                                   const RunningStatistics& running,
-                                   const BatchNormOptions& options, Communicator& communicator,
-                                   const Execution& execution) {
+void batch_norm_forward(const TensorView& x, const MaskView& mask, const TensorView& weight,
+                        const TensorView& bias, const TensorView& residual,
+                        const MutableTensorView& y, const RunningStatistics& running,
+                        const BatchNormOptions& options, Communicator& communicator,
+                        const Execution& execution, BatchStatistics& statistics) {
   const bool welford = options.statistics == Statistics::kWelford;
-  BatchStatistics statistics;
   AgreedCall call;
-  GatheredMoments gathered;
+  std::optional<GatheredMoments> gathered;
   std::optional<LayerSum> sum;
   before_exchange(communicator, [&] {
     check_forward(x, mask, weight, bias, residual, y, running.mean, running.var,
@@ -239,14 +241,14 @@ BatchStatistics batch_norm_forward(const TensorView& x, const MaskView& mask,
     call.elements = has_elements(x);
     call.residual = !residual.absent();
     statistics.fingerprint = call.fingerprint();
-    if (options.activation.kind != ActivationKind::kNone && !residual.absent()) {
-      statistics.activation_mask.resize(static_cast<std::size_t>(activation_mask_bytes(x)));
-    }
+    const bool masked = options.activation.kind != ActivationKind::kNone && !residual.absent();
+    statistics.activation_mask.resize(masked ? static_cast<std::size_t>(activation_mask_bytes(x))
+                                             : 0);
     for (auto* values : {&statistics.mean, &statistics.var, &statistics.rstd}) {
       values->resize(static_cast<std::size_t>(x.sizes[1]));
     }
     if (welford) {
-      gathered.local(x, mask, statistics.fingerprint, communicator.size(), execution);
+      gathered.emplace(x, mask, statistics.fingerprint, communicator.size(), execution);
     } else if (communicator.size() > 1) {
       sum.emplace(x, call, communicator);
     }
@@ -257,7 +259,7 @@ BatchStatistics batch_norm_forward(const TensorView& x, const MaskView& mask,
   std::uint8_t* const bits =
       statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data();
   if (welford) {
-    gathered.merge(statistics, call, communicator);
+    gathered->merge(statistics, call, communicator);
     normalize(x, mask, mean, rstd, weight, bias, residual, y, bits, options.activation, execution);
   } else if (sum.has_value()) {
     statistics.count = sum->run(call, [&](GroupSum& group) {
@@ -270,6 +272,17 @@ BatchStatistics batch_norm_forward(const TensorView& x, const MaskView& mask,
                            .count;
   }
   update_running(running, options, statistics);
+}
+
+BatchStatistics batch_norm_forward(const TensorView& x, const MaskView& mask,
+                                   const TensorView& weight, const TensorView& bias,
+                                   const TensorView& residual, const MutableTensorView& y,
+                                   const RunningStatistics& running,
+                                   const BatchNormOptions& options, Communicator& communicator,
+                                   const Execution& execution) {
+  BatchStatistics statistics;
+  batch_norm_forward(x, mask, weight, bias, residual, y, running, options, communicator, execution,
+                     statistics);
   return statistics;
 }
 
@@ -355,14 +368,16 @@ void batch_norm_evaluate_backward(const TensorView& dy, const TensorView& x, con
   const double* rstd = statistics.rstd.data();
   ActivationGradient through{options.activation, weight, bias};
   const bool activated = options.activation.kind != ActivationKind::kNone;
-  std::vector<std::uint8_t> activation_mask;
-  if (activated && !residual.absent()) {
-    activation_mask.resize(static_cast<std::size_t>(activation_mask_bytes(x)));
+  const bool masked = activated && !residual.absent();
+  const cpu::ScratchArray<std::uint8_t> activation_mask(
+      masked ? static_cast<std::size_t>(activation_mask_bytes(x)) : 0);
+  if (masked) {
     normalize(x, mask, mean, rstd, weight, bias, residual, dx, activation_mask.data(),
               options.activation, execution);  // for the bits; dx is written again below
     through.activation_mask = activation_mask.data();
   }
-  std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
+  const cpu::ScratchArray<std::int64_t> message(
+      static_cast<std::size_t>(message_words(x.dtype, channels)));
   const MutableTensorView& u = dresidual.absent() ? dx : dresidual;
   const bool keep = activated || !dresidual.absent();
   local_gradients(dy, x, mask, mean, rstd, through, keep ? u : MutableTensorView(), message.data(),

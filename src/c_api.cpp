@@ -8,6 +8,7 @@
 #include <span>
 
 #include "c_api_arguments.hpp"
+#include "c_api_groups.hpp"
 #include "layer_call.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/version.hpp"
@@ -77,13 +78,13 @@ class Callbacks final : public Communicator {
   int size() const override { return given_.size; }
 
   void all_reduce_sum(std::span<std::int64_t> words) override {
-    check("all_reduce_sum", [&] {
+    raise_unless_ok("communicator.all_reduce_sum", [&] {
       return given_.all_reduce_sum(given_.user_data, words.data(),
                                    static_cast<std::int64_t>(words.size()));
     });
   }
   void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override {
-    check("all_gather", [&] {
+    raise_unless_ok("communicator.all_gather", [&] {
       return given_.all_gather(given_.user_data, in.data(), static_cast<std::int64_t>(in.size()),
                                out.data());
     });
@@ -94,19 +95,13 @@ class Callbacks final : public Communicator {
     }
   }
   bool gathers() const { return given_.all_gather != nullptr; }
-
- private:
-  template <class Call>
-  static void check(const char* name, const Call& call) {
-    last_error().clear();
-    const std::int32_t status = call();
-    if (status != SYNCBN_OK) {
-      raise(status, last_error().empty() ? std::string("communicator.") + name + ": got status " +
-                                               std::to_string(status) + ", expected SYNCBN_OK"
-                                         : last_error());
-    }
+  /// A group of the library's has sums in parts.
+  SumInParts* parts() override {
+    Communicator* const ours = communicator_of(given_);
+    return ours == nullptr ? nullptr : ours->parts();
   }
 
+ private:
   const syncbn_communicator given_;
 };
 
@@ -169,6 +164,16 @@ syncbn_status fail(syncbn_status status, const char* text) noexcept {
     last_error().clear();
   }
   return status;
+}
+
+void clear_last_error() { last_error().clear(); }
+
+void raise_unless_ok(const char* name, std::int32_t status) {
+  if (status != SYNCBN_OK) {
+    raise(status, last_error().empty() ? std::string(name) + ": got status " +
+                                             std::to_string(status) + ", expected SYNCBN_OK"
+                                       : last_error());
+  }
 }
 
 }  // namespace syncbn::c_api

@@ -4,8 +4,6 @@
 #include <memory>
 #include <new>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "checks.hpp"
 #include "sample_view.hpp"
@@ -22,7 +20,19 @@ struct syncbn_executor {
 namespace syncbn::c_api {
 
 /// Keeps the text for syncbn_last_error and returns the code.
-syncbn_status fail(syncbn_status status, const char* text) noexcept;
+SYNCBN_API syncbn_status fail(syncbn_status status, const char* text) noexcept;
+
+/// What the caller's function threw over the border: nothing for SYNCBN_OK, else the exception that
+/// stands for its code, with the text that it left or one that names the function.
+void raise_unless_ok(const char* name, std::int32_t status);
+
+/// Forgets the text of an error before the caller's function may leave one, and calls it.
+void clear_last_error();
+template <class Function>
+void raise_unless_ok(const char* name, const Function& function) {
+  clear_last_error();
+  raise_unless_ok(name, static_cast<std::int32_t>(function()));
+}
 
 template <class Body>
 syncbn_status guarded(const Body& body) noexcept {
@@ -107,31 +117,25 @@ inline Device device_of(const char* name, std::int32_t device) {
   return enum_of(name, device, Device::kCuda, "SYNCBN_CPU or SYNCBN_CUDA");
 }
 
-inline std::vector<std::int64_t> sizes_of(const char* name, std::int32_t ndim,
-                                          const std::int64_t* sizes) {
+inline Extents sizes_of(const char* name, std::int32_t ndim, const std::int64_t* sizes) {
   if (ndim < 0 || ndim > kMaxDims) {
     refuse(name, std::to_string(ndim) + " axes", "0 to 64");
   }
   require_array((std::string(name) + ".sizes").c_str(), sizes, ndim);
-  return std::vector<std::int64_t>(sizes, sizes + ndim);
+  return Extents(sizes, sizes + ndim);
 }
 
 inline MutableTensorView tensor(const char* name, const syncbn_tensor* given) {
   if (given == nullptr) {
     return {};
   }
-  std::vector<std::int64_t> sizes = sizes_of(name, given->ndim, given->sizes);
-  std::vector<std::int64_t> strides(sizes.size());
+  const Extents sizes = sizes_of(name, given->ndim, given->sizes);
+  MutableTensorView view(given->data, dtype_of(name, given->dtype), sizes);
   if (given->strides != nullptr) {
-    strides.assign(given->strides, given->strides + given->ndim);
-  } else {
-    std::uint64_t step = 1;  // unsigned: sizes are not checked yet
-    for (std::size_t i = sizes.size(); i-- > 0; step *= static_cast<std::uint64_t>(sizes[i])) {
-      strides[i] = static_cast<std::int64_t>(step);
-    }
+    view.strides = Extents(given->strides, given->strides + given->ndim);
   }
-  return {given->data, dtype_of(name, given->dtype), std::move(sizes), std::move(strides),
-          device_of(name, given->device)};
+  view.device = device_of(name, given->device);
+  return view;
 }
 
 inline MutableTensorView samples(const char* name, const syncbn_tensor* given) {

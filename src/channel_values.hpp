@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/scratch.hpp"
 #include "statistics/dtype.hpp"
 #include "syncbn/tensor.hpp"
 
@@ -49,6 +50,22 @@ inline void store_channel_values(const MutableTensorView& tensor, std::int64_t b
     }
   });
 }
+
+/// Weight and bias as binary64, ones and zeros where they are absent.
+class AffineValues {
+ public:
+  AffineValues(const TensorView& weight, const TensorView& bias, std::int64_t channels)
+      : values_(static_cast<std::size_t>(2 * channels)), channels_(channels) {
+    load_channel_values(weight, 0, channels, 1.0, values_.data());
+    load_channel_values(bias, 0, channels, 0.0, values_.data() + channels);
+  }
+  const double* scale() const { return values_.data(); }
+  const double* shift() const { return values_.data() + channels_; }
+
+ private:
+  cpu::ScratchArray<double> values_;
+  std::int64_t channels_;
+};
 
 /// All entries.
 inline std::vector<double> channel_values(const TensorView& tensor, std::int64_t channels,

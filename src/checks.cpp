@@ -4,7 +4,6 @@
 #include <charconv>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 #include "sample_view.hpp"
 #include "statistics/activation.hpp"
@@ -16,12 +15,12 @@
 namespace syncbn {
 namespace {
 
-std::string shape(const std::vector<std::int64_t>& sizes) {
+std::string shape(const Extents& sizes) {
   std::string text = "(";
-  for (std::size_t i = 0; i < sizes.size(); ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(sizes[i]);
+  for (const std::int64_t size : sizes) {
+    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
   }
-  return text + ")";
+  return text + (sizes.size() > kMaxDims ? ", ...)" : ")");
 }
 
 std::string shape(const TensorView& tensor) { return shape(tensor.sizes); }
@@ -155,8 +154,10 @@ void check_mask(const MaskView& mask, const TensorView& x) {
   if (mask.absent()) {
     return;
   }
-  std::vector<std::int64_t> sizes = x.sizes;
-  sizes.erase(sizes.begin() + 1);
+  Extents sizes{x.sizes[0]};
+  for (std::size_t i = 2; i < x.sizes.size(); ++i) {
+    sizes.push_back(x.sizes[i]);
+  }
   if (mask.sizes != sizes) {
     refuse("mask", "shape " + shape(mask.sizes),
            shape(sizes) + ", the shape of x without its channels");

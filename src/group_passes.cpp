@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <vector>
 
 #include "pass_arguments.hpp"
 #include "statistics/header.hpp"
@@ -102,8 +101,7 @@ Reached forward_in_group(const TensorView& x, const MaskView& mask, const Tensor
   const SampleView samples(x, mask);
   const std::int64_t channels = samples.channels;
   const cpu::FloatEnvironment environment;
-  const std::vector<double> scale = channel_values(weight, channels, 1.0);
-  const std::vector<double> shift = channel_values(bias, channels, 0.0);
+  const AffineValues affine(weight, bias, channels);
   const std::optional<SampleView> added = optional_view(residual);
   const auto make = [&](std::int64_t begin, std::int64_t end) {
     const cpu::Moments to{group.info.count, eps, mean, var, rstd};
@@ -118,7 +116,7 @@ Reached forward_in_group(const TensorView& x, const MaskView& mask, const Tensor
                         ? without_elements(sums, group, channels)
                         : cpu::forward_in_group(
                               samples, added ? &*added : nullptr, SampleView(y), activation_mask,
-                              scale.data(), shift.data(), activation, {0, eps, mean, var, rstd},
+                              affine.scale(), affine.shift(), activation, {0, eps, mean, var, rstd},
                               group.message.data() + kHeaderWords, sums, *execution.executor);
   return done ? Reached::kOutput : sums.reached();
 }
@@ -138,7 +136,7 @@ Reached backward_in_group(const TensorView& dy, const TensorView& x, const MaskV
   const std::int64_t channels = samples.channels;
   const PullbackArguments pullback(through, mean, rstd, channels);
   const std::optional<SampleView> kept = optional_view(u);
-  std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
+  const cpu::ScratchArray<double> coefficients(static_cast<std::size_t>(3 * channels));
   const MutableTensorView none;
   const cpu::Gradients global{
       count == 0 ? 1 : count, mean,    rstd, weight, coefficients.data(), share ? none : dweight,

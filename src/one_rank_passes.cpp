@@ -1,5 +1,4 @@
 #include <optional>
-#include <vector>
 
 #include "pass_arguments.hpp"
 #include "syncbn/passes.hpp"
@@ -81,11 +80,10 @@ MessageInfo forward_of_one_rank(const TensorView& x, const MaskView& mask, const
               execution);
   } else if (channels > 0) {
     const cpu::FloatEnvironment environment;
-    const std::vector<double> scale = channel_values(weight, channels, 1.0);
-    const std::vector<double> shift = channel_values(bias, channels, 0.0);
+    const AffineValues affine(weight, bias, channels);
     const std::optional<SampleView> added = optional_view(residual);
     cpu::forward_of_one_rank(samples, added ? &*added : nullptr, SampleView(y), activation_mask,
-                             scale.data(), shift.data(), activation,
+                             affine.scale(), affine.shift(), activation,
                              {info.count, eps, mean, var, rstd}, *execution.executor);
   }
   return info;
@@ -100,7 +98,7 @@ MessageInfo backward_of_one_rank(const TensorView& dy, const TensorView& x, cons
   check_gradient_inputs(dy, x, mask, through, u);
   check_like("dx", dx, x);
   check_output("dx", dx);
-  std::vector<double> coefficients(static_cast<std::size_t>(3 * x.sizes[1]));
+  const cpu::ScratchArray<double> coefficients(static_cast<std::size_t>(3 * x.sizes[1]));
   const SampleView samples(x, mask);
   const MessageInfo info = info_of(samples);
   if (info.count != count || count == 0 || samples.channels == 0) {

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
-#include <vector>
 
 #include "channel_values.hpp"
 #include "checks.hpp"
@@ -26,12 +25,14 @@ class PullbackArguments {
         rstd_(rstd),
         activation_mask_(through.activation_mask) {
     if (activation_.kind != ActivationKind::kNone && activation_mask_ == nullptr) {
-      scale_ = channel_values(through.weight, channels, 1.0);
-      shift_ = channel_values(through.bias, channels, 0.0);
+      affine_.emplace(through.weight, through.bias, channels);
     }
   }
   cpu::Pullback view() const {
-    return {activation_, {mean_, rstd_, scale_.data(), shift_.data()}, activation_mask_};
+    return {
+        activation_,
+        {mean_, rstd_, affine_ ? affine_->scale() : nullptr, affine_ ? affine_->shift() : nullptr},
+        activation_mask_};
   }
 
  private:
@@ -39,8 +40,7 @@ class PullbackArguments {
   const double* mean_;
   const double* rstd_;
   const std::uint8_t* activation_mask_;
-  std::vector<double> scale_;
-  std::vector<double> shift_;
+  std::optional<AffineValues> affine_;
 };
 
 /// The statistics that a pass reads.

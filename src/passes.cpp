@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "activation_mask.hpp"
 #include "channel_values.hpp"
@@ -75,11 +74,10 @@ void normalize(const TensorView& x, const MaskView& mask, const double* mean, co
     return;
   }
   const cpu::FloatEnvironment environment;
-  const std::vector<double> scale = channel_values(weight, from.channels, 1.0);
-  const std::vector<double> shift = channel_values(bias, from.channels, 0.0);
+  const AffineValues affine(weight, bias, from.channels);
   const std::optional<SampleView> added = optional_view(residual);
   cpu::normalize(from, added ? &*added : nullptr, SampleView(y), activation_mask,
-                 {mean, rstd, scale.data(), shift.data()}, activation, *execution.executor);
+                 {mean, rstd, affine.scale(), affine.shift()}, activation, *execution.executor);
 }
 
 void update_running_statistics(const MutableTensorView& running_mean,
@@ -213,10 +211,10 @@ void recover_input(const TensorView& y, const double* mean, const double* rstd,
     return;
   }
   const cpu::FloatEnvironment environment;
-  const std::vector<double> scale = channel_values(weight, from.channels, 1.0);
-  const std::vector<double> shift = channel_values(bias, from.channels, 0.0);
-  cpu::recover_input(from, SampleView(x), activation_mask, {mean, rstd, scale.data(), shift.data()},
-                     negative_slope, *execution.executor);
+  const AffineValues affine(weight, bias, from.channels);
+  cpu::recover_input(from, SampleView(x), activation_mask,
+                     {mean, rstd, affine.scale(), affine.shift()}, negative_slope,
+                     *execution.executor);
 }
 
 void evaluation_input_gradient(const TensorView& u, const MaskView& mask, const double* rstd,
@@ -234,7 +232,8 @@ void evaluation_input_gradient(const TensorView& u, const MaskView& mask, const 
     return;
   }
   const cpu::FloatEnvironment environment;
-  std::vector<double> c1 = channel_values(weight, samples.channels, 1.0);
+  const cpu::ScratchArray<double> c1(static_cast<std::size_t>(samples.channels));
+  load_channel_values(weight, 0, samples.channels, 1.0, c1.data());
   for (std::size_t c = 0; c < c1.size(); ++c) {
     c1[c] *= rstd[c];
   }

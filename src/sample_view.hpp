@@ -7,8 +7,6 @@
 
 namespace syncbn {
 
-inline constexpr int kMaxDims = 64;
-
 /// N or a spatial size is 0. tensor: 2 or more axes.
 bool has_no_elements(const TensorView& tensor);
 

@@ -79,6 +79,18 @@ SYNCBN_API BatchStatistics batch_norm_forward(
     const TensorView& residual, const MutableTensorView& y, const RunningStatistics& running,
     const BatchNormOptions& options, Communicator& communicator, const Execution& execution);
 
+/// The same with statistics that the caller keeps, in their memory: from the second call of a shape
+/// on, neither this nor batch_norm_backward allocates anything, with serial_executor() or a
+/// ThreadPool, in groups of one rank, of threads or over shared memory. Threads keep what they need
+/// for that, at most 16 blocks of 2 MiB each; wider layers allocate. After an exception
+/// `statistics` holds anything.
+SYNCBN_API void batch_norm_forward(const TensorView& x, const MaskView& mask,
+                                   const TensorView& weight, const TensorView& bias,
+                                   const TensorView& residual, const MutableTensorView& y,
+                                   const RunningStatistics& running,
+                                   const BatchNormOptions& options, Communicator& communicator,
+                                   const Execution& execution, BatchStatistics& statistics);
+
 /// Training backward. mask, weight, bias: as in forward (bias is looked at if there is an
 /// activation). dx: gradient of x. dweight, dbias: C entries or absent. dresidual: gradient of the
 /// residual, or absent; like x, may be dy. Makes one all_reduce_sum. Errors as in

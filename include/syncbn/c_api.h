@@ -17,6 +17,7 @@
 #include <stdint.h>
 
 #include "syncbn/export.hpp"
+#include "syncbn/version.hpp"
 
 #ifdef __cplusplus
 extern "C" {
@@ -37,7 +38,9 @@ typedef enum syncbn_status {
    "" if none failed. */
 SYNCBN_API const char* syncbn_last_error(void);
 
-/* "MAJOR.MINOR.PATCH" of the library, which may be newer than this header. */
+/* "MAJOR.MINOR.PATCH" of the library, which may be newer than this header. The header's own
+   version: SYNCBN_VERSION_MAJOR, SYNCBN_VERSION_MINOR, SYNCBN_VERSION_PATCH, SYNCBN_VERSION_STRING.
+ */
 SYNCBN_API const char* syncbn_version(void);
 
 /* Enumerations are passed as int32_t, so that a wrong number is an error and not undefined. */
@@ -135,6 +138,32 @@ SYNCBN_API const syncbn_communicator* syncbn_self_communicator(void);
 
 /* For functions of a communicator: the text of the error that they are about to return. */
 SYNCBN_API void syncbn_set_last_error(const char* text);
+
+/* A group of the library's. timeout, everywhere: how many milliseconds a rank waits for the others
+   in an exchange, 1 to 2^40. Groups over MPI: syncbn/mpi_c_api.h. */
+typedef struct syncbn_group syncbn_group;
+
+/* All ranks, which are threads of this process. */
+SYNCBN_API syncbn_status syncbn_thread_group_create(int32_t size, int64_t timeout,
+                                                    syncbn_group** group);
+
+/* Puts every rank's `bytes` bytes into out, in rank order, by any means. Returns a syncbn_status,
+   as the functions of a communicator do. */
+typedef int32_t (*syncbn_gather)(void* user_data, const void* in, int64_t bytes, void* out);
+
+/* This process's rank of a group whose ranks are processes of one node. Every rank makes this call,
+   and in it the same calls of `gather`. SYNCBN_UNAVAILABLE on every rank where they cannot share
+   memory; the text says why. */
+SYNCBN_API syncbn_status syncbn_shared_memory_group_create(int32_t rank, int32_t size,
+                                                           syncbn_gather gather, void* user_data,
+                                                           int64_t timeout, syncbn_group** group);
+
+/* That rank's end, good until the group is destroyed, for one thread at a time; NULL for a rank
+   that this process does not have. */
+SYNCBN_API const syncbn_communicator* syncbn_group_rank(const syncbn_group* group, int32_t rank);
+
+/* Ranks of other processes that wait for this one get SYNCBN_PEER_LOST. */
+SYNCBN_API void syncbn_group_destroy(syncbn_group* group); /* or NULL */
 
 /* ---- The layer: one call per direction; see syncbn/batch_norm.hpp ---- */
 

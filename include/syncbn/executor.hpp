@@ -1,8 +1,8 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
+#include <type_traits>
 
 #include "syncbn/export.hpp"
 
@@ -12,7 +12,23 @@ namespace syncbn {
 /// inside a framework, wrap the framework's own pool. Results never depend on the executor.
 class SYNCBN_API Executor {
  public:
-  using Body = std::function<void(std::int64_t begin, std::int64_t end)>;
+  /// Refers to a function object of type (begin, end) -> void, which several threads may call at
+  /// the same time. It copies and allocates nothing, so it is good for the time of a call.
+  class Body {
+   public:
+    template <class Function>
+      requires(!std::is_same_v<Function, Body> && std::is_object_v<Function> &&
+               std::is_invocable_v<const Function&, std::int64_t, std::int64_t>)
+    Body(const Function& function)
+        : function_(&function), call_([](const void* what, std::int64_t begin, std::int64_t end) {
+            (*static_cast<const Function*>(what))(begin, end);
+          }) {}
+    void operator()(std::int64_t begin, std::int64_t end) const { call_(function_, begin, end); }
+
+   private:
+    const void* function_;
+    void (*call_)(const void* function, std::int64_t begin, std::int64_t end);
+  };
 
   virtual ~Executor();
 

@@ -10,8 +10,15 @@
 #include "syncbn/communicator.hpp"
 #include "syncbn/export.hpp"
 
-/// Groups over MPI: a library of its own, syncbn::mpi, built for one MPI implementation.
+/// Groups over MPI: a library of its own, syncbn::mpi, built for one MPI implementation. This
+/// header includes none of MPI; where <mpi.h> comes before it, it takes an MPI_Comm.
 namespace syncbn {
+
+/// A communicator for programs without <mpi.h>: MPI_Comm_c2f(comm) in C, comm.py2f() in mpi4py. The
+/// type of an MPI_Comm differs between implementations, that of this number does not.
+struct MpiHandle {
+  int fortran;
+};
 
 /// One rank's end of a group whose ranks are those of an MPI communicator.
 ///
@@ -28,13 +35,18 @@ class SYNCBN_API MpiCommunicator final : public Communicator {
  public:
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
 
-  /// communicator: MPI_Comm_c2f(comm), which is the same type for every MPI implementation. It is
-  /// duplicated, so all its ranks (1 to 2048) make this call at the same time; there MPI waits
-  /// without a limit. timeout: at least 1 ms; rank 0 waits that long for the others in an exchange
-  /// before ExchangeTimeout on every rank, which names those that did not come (they get it when
-  /// they come), and the others twice as long for rank 0. Other values, an intercommunicator, or
-  /// MPI that is not initialized or finalized already: InvalidArgument.
-  explicit MpiCommunicator(int communicator, std::chrono::milliseconds timeout = kDefaultTimeout);
+  /// communicator: it is duplicated, so all its ranks (1 to 2048) make this call at the same time;
+  /// there MPI waits without a limit. timeout: at least 1 ms; rank 0 waits that long for the others
+  /// in an exchange before ExchangeTimeout on every rank, which names those that did not come (they
+  /// get it when they come), and the others twice as long for rank 0. Other values, an
+  /// intercommunicator, or MPI that is not initialized or finalized already: InvalidArgument.
+  explicit MpiCommunicator(MpiHandle communicator,
+                           std::chrono::milliseconds timeout = kDefaultTimeout);
+#if defined(MPI_VERSION)  // of <mpi.h>
+  explicit MpiCommunicator(MPI_Comm communicator,
+                           std::chrono::milliseconds timeout = kDefaultTimeout)
+      : MpiCommunicator(MpiHandle{MPI_Comm_c2f(communicator)}, timeout) {}
+#endif
 
   /// Of all ranks and before MPI_Finalize (MPI_Comm_free). The duplicate of a broken group is left
   /// to MPI.

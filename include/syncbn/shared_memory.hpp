@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -49,7 +50,18 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
 
   struct Opened;
 
-  /// Opens the memory that the offers describe.
+  /// Puts every rank's bytes into `all`, in rank order, by any means: all.size() is the number of
+  /// ranks times mine.size(), which is the same on every rank.
+  using Gather = std::function<void(std::span<const std::byte> mine, std::span<std::byte> all)>;
+
+  /// Makes the group, in calls of `gather` that every rank makes: of offers (see open), and of
+  /// whether each rank could use them. On every rank a group that may be used at once, or on every
+  /// rank the reason why there is none. rank, size, timeout: as for SharedMemoryOffer and open.
+  /// What `gather` throws comes out of here.
+  static Opened create(int rank, int size, const Gather& gather,
+                       std::chrono::milliseconds timeout = kDefaultTimeout);
+
+  /// Opens the memory that the offers describe: for callers who gather in steps of their own.
   ///
   /// offer: this rank's. offers: size * SharedMemoryOffer::kBytes bytes, all ranks' offers in rank
   /// order. timeout: 1 ms to 2^40 ms; how long a rank waits for the others before ExchangeTimeout,

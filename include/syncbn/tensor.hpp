@@ -1,10 +1,16 @@
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
+#include <iterator>
+#include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "syncbn/error.hpp"
 #include "syncbn/export.hpp"
@@ -35,37 +41,127 @@ constexpr std::size_t size_of(DType dtype) {
                         ", expected less than " + std::to_string(kDtypeCount));
 }
 
+inline constexpr int kMaxDims = 64;  ///< axes of a tensor
+
+/// The sizes or the strides of a tensor, in place: nothing is allocated. Of more than kMaxDims axes
+/// it keeps the first ones and how many there are, so that the function that gets them can name the
+/// tensor when it refuses it.
+class Extents {
+ public:
+  Extents() {}  // not "= default": with it a constant view without an initializer is none
+  Extents(std::initializer_list<std::int64_t> values) : Extents(values.begin(), values.end()) {}
+  /// A span, a vector, an array.
+  template <class Range>
+    requires(!std::same_as<Range, Extents> &&
+             std::convertible_to<const Range&, std::span<const std::int64_t>>)
+  Extents(const Range& values)
+      : Extents(std::span<const std::int64_t>(values).begin(),
+                std::span<const std::int64_t>(values).end()) {}
+  template <std::input_iterator Iterator>
+  Extents(Iterator begin, Iterator end) {
+    for (; begin != end; ++begin) {
+      push_back(*begin);
+    }
+  }
+  Extents(const Extents& other) noexcept { *this = other; }
+  Extents& operator=(const Extents& other) noexcept {
+    std::copy(other.begin(), other.end(), values_.begin());
+    size_ = other.size_;
+    return *this;
+  }
+
+  /// The number of axes.
+  std::size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  std::int64_t& operator[](std::size_t axis) { return values_[axis]; }
+  std::int64_t operator[](std::size_t axis) const { return values_[axis]; }
+  std::int64_t* begin() { return values_.data(); }
+  const std::int64_t* begin() const { return values_.data(); }
+  std::int64_t* end() { return begin() + kept(); }
+  const std::int64_t* end() const { return begin() + kept(); }
+  void push_back(std::int64_t value) {
+    if (size_ < values_.size()) {
+      values_[size_] = value;
+    }
+    ++size_;
+  }
+  bool operator==(const Extents& other) const {
+    return size_ == other.size_ && std::equal(begin(), end(), other.begin());
+  }
+
+ private:
+  std::size_t kept() const { return std::min(size_, values_.size()); }
+  std::size_t size_ = 0;
+  std::array<std::int64_t, kMaxDims> values_;
+};
+
+/// C++ types of elements, and their dtype.
+template <class T>
+concept Element = std::same_as<T, float> || std::same_as<T, double>;
+template <Element T>
+inline constexpr DType kDtypeOf = std::same_as<T, float> ? DType::kFloat32 : DType::kFloat64;
+
+/// std::mdspan of such elements with strides, or a class with its interface.
+template <class T>
+concept ElementMdspan = Element<typename T::value_type> && requires(const T& span) {
+  { T::rank() } -> std::convertible_to<std::size_t>;
+  { span.data_handle() } -> std::convertible_to<const typename T::value_type*>;
+  { span.extent(0) } -> std::convertible_to<std::int64_t>;
+  { span.stride(0) } -> std::convertible_to<std::int64_t>;
+};
+
 /// A tensor that somebody else owns: a pointer to element (0, ..., 0), the sizes, and the strides
 /// in elements. A view with data == nullptr and no sizes stands for "absent" (no weight, no bias).
 template <class Void>
 struct BasicTensorView {
   Void* data = nullptr;
   DType dtype = DType::kFloat32;
-  std::vector<std::int64_t> sizes;
-  std::vector<std::int64_t> strides;
+  Extents sizes;
+  Extents strides;
   Device device = Device::kCpu;
 
   BasicTensorView() = default;
 
   /// A contiguous (row-major) tensor.
-  BasicTensorView(Void* tensor_data, DType tensor_dtype, std::vector<std::int64_t> tensor_sizes)
-      : data(tensor_data),
-        dtype(tensor_dtype),
-        sizes(std::move(tensor_sizes)),
-        strides(sizes.size()) {
+  BasicTensorView(Void* tensor_data, DType tensor_dtype, const Extents& tensor_sizes)
+      : data(tensor_data), dtype(tensor_dtype), sizes(tensor_sizes), strides(tensor_sizes) {
     std::uint64_t step = 1;  // unsigned: sizes are not checked yet
-    for (std::size_t i = sizes.size(); i-- > 0; step *= static_cast<std::uint64_t>(sizes[i])) {
-      strides[i] = static_cast<std::int64_t>(step);
+    for (std::int64_t* stride = strides.end(); stride-- != strides.begin();) {
+      const auto size = static_cast<std::uint64_t>(*stride);
+      *stride = static_cast<std::int64_t>(step);
+      step *= size;
     }
   }
 
-  BasicTensorView(Void* tensor_data, DType tensor_dtype, std::vector<std::int64_t> tensor_sizes,
-                  std::vector<std::int64_t> tensor_strides, Device tensor_device = Device::kCpu)
+  BasicTensorView(Void* tensor_data, DType tensor_dtype, const Extents& tensor_sizes,
+                  const Extents& tensor_strides, Device tensor_device = Device::kCpu)
       : data(tensor_data),
         dtype(tensor_dtype),
-        sizes(std::move(tensor_sizes)),
-        strides(std::move(tensor_strides)),
+        sizes(tensor_sizes),
+        strides(tensor_strides),
         device(tensor_device) {}
+
+  /// A contiguous tensor of all elements of a span; another number of them: InvalidArgument.
+  template <class T, std::size_t kSize>
+    requires(Element<std::remove_const_t<T>> && std::convertible_to<T*, Void*>)
+  BasicTensorView(std::span<T, kSize> values, const Extents& tensor_sizes)
+      : BasicTensorView(values.data(), kDtypeOf<std::remove_const_t<T>>, tensor_sizes) {
+    if (values.size() != static_cast<std::uint64_t>(numel())) {
+      throw InvalidArgument("values: got a span of " + std::to_string(values.size()) +
+                            " elements, expected " + std::to_string(numel()));
+    }
+  }
+
+  /// What an mdspan sees.
+  template <ElementMdspan Mdspan>
+    requires(std::convertible_to<decltype(std::declval<const Mdspan&>().data_handle()), Void*>)
+  BasicTensorView(const Mdspan& values)
+      : data(values.data_handle()), dtype(kDtypeOf<typename Mdspan::value_type>) {
+    for (std::size_t axis = 0; axis < Mdspan::rank(); ++axis) {
+      sizes.push_back(static_cast<std::int64_t>(values.extent(axis)));
+      strides.push_back(static_cast<std::int64_t>(values.stride(axis)));
+    }
+  }
 
   /// A writable view serves where a read-only one is wanted.
   operator BasicTensorView<const void>() const {
@@ -91,7 +187,7 @@ using MutableTensorView = BasicTensorView<void>;
 /// activation mask. A view with data == nullptr and no sizes stands for "absent": all count.
 struct MaskView {
   const std::uint8_t* data = nullptr;
-  std::vector<std::int64_t> sizes;
+  Extents sizes;
   Device device = Device::kCpu;
 
   bool absent() const { return data == nullptr && sizes.empty(); }

@@ -1,4 +1,4 @@
-// The only place that states the version: CMake and the Python package read it from here.
+/* The only place that states the version: CMake and the Python package read it from here. C too. */
 #pragma once
 
 #define SYNCBN_VERSION_MAJOR 0
@@ -11,8 +11,10 @@
   SYNCBN_STRINGIFY(SYNCBN_VERSION_MAJOR) \
   "." SYNCBN_STRINGIFY(SYNCBN_VERSION_MINOR) "." SYNCBN_STRINGIFY(SYNCBN_VERSION_PATCH)
 
+#ifdef __cplusplus
 namespace syncbn {
 
 inline constexpr const char* kVersion = SYNCBN_VERSION_STRING;
 
 }  // namespace syncbn
+#endif

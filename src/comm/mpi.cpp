@@ -322,14 +322,14 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
   }
 };
 
-MpiCommunicator::MpiCommunicator(int communicator, milliseconds timeout)
+MpiCommunicator::MpiCommunicator(MpiHandle communicator, milliseconds timeout)
     : state_(std::make_unique<State>()) {
   require_running();
   if (timeout < milliseconds(1)) {
     throw InvalidArgument("timeout: got " + std::to_string(timeout.count()) +
                           " ms, expected at least 1 ms");
   }
-  const MPI_Comm given = MPI_Comm_f2c(communicator);
+  const MPI_Comm given = MPI_Comm_f2c(communicator.fortran);
   if (given == MPI_COMM_NULL) {
     throw InvalidArgument("communicator: got MPI_COMM_NULL, expected an intracommunicator");
   }

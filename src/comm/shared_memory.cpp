@@ -2,7 +2,10 @@
 
 #include <unistd.h>
 
+#include <array>
 #include <cstring>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "checks.hpp"
@@ -13,6 +16,13 @@
 namespace syncbn {
 
 using std::chrono::milliseconds;
+
+namespace {
+
+/// Of the text by which a rank tells the others why it has no group.
+constexpr std::size_t kWhyBytes = 512;
+
+}  // namespace
 
 struct __attribute__((visibility("hidden"))) SharedMemoryOffer::Resources : LocalOffer {};
 
@@ -45,6 +55,33 @@ SharedMemoryOffer::SharedMemoryOffer(int rank, int size) {
 
 SharedMemoryOffer::~SharedMemoryOffer() = default;
 SharedMemoryOffer::SharedMemoryOffer(SharedMemoryOffer&&) noexcept = default;
+
+SharedMemoryGroup::Opened SharedMemoryGroup::create(int rank, int size, const Gather& gather,
+                                                    milliseconds timeout) {
+  check_timeout(timeout);
+  SharedMemoryOffer offer(rank, size);
+  const auto ranks = static_cast<std::size_t>(size);
+  std::vector<std::byte> offers(ranks * SharedMemoryOffer::kBytes);
+  gather(offer.bytes(), offers);
+  Opened opened;
+  try {
+    opened = open(std::move(offer), offers, timeout);
+  } catch (const Error& error) {  // the others wait for what this rank says
+    opened.why = error.what();
+  }
+  std::array<char, kWhyBytes> mine{};  // empty where the group is there
+  opened.why.copy(mine.data(), mine.size() - 1);
+  std::vector<char> all(ranks * mine.size());
+  gather(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));
+  for (std::size_t r = 0; r < ranks; ++r) {
+    const char* const why = all.data() + r * mine.size();
+    if (*why != '\0') {
+      return {nullptr,
+              "rank " + std::to_string(r) + ": " + std::string(why, strnlen(why, kWhyBytes))};
+    }
+  }
+  return opened;
+}
 
 SharedMemoryGroup::Opened SharedMemoryGroup::open(SharedMemoryOffer offer,
                                                   std::span<const std::byte> offers,

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <memory>
+#include <optional>
 #include <utility>
-#include <vector>
 
 #include "cpu/float_environment.hpp"
+#include "cpu/scratch.hpp"
 
 // Sums and the element-wise pass of one direction in turns, block of channels by block.
 namespace syncbn::cpu {
@@ -171,8 +171,8 @@ class Lane {
       turns_.begin(map_.task(to_map.begin, to_map.end));
     }
     if (!to_sum.empty()) {
-      sink_.publish(*sums_.sum(to_sum.begin, to_sum.end, to_map.empty() ? nullptr : &meanwhile),
-                    to_sum.begin);
+      Windows windows = sums_.sum(to_sum.begin, to_sum.end, to_map.empty() ? nullptr : &meanwhile);
+      sink_.publish(windows, to_sum.begin);
     }
     if (!to_map.empty()) {
       turns_.finish();
@@ -222,17 +222,16 @@ bool run_in_waves(const SampleView& x, const VectorSums& sums, VectorMap& map, S
   const auto end_of = [&](std::int64_t wave) {
     return std::min((wave + 1) * threads * block, x.channels);
   };
-  std::vector<Lane> lanes;
-  lanes.reserve(static_cast<std::size_t>(threads));
-  for (std::int64_t t = 0; t < threads; ++t) {
-    lanes.emplace_back(x, sums, map, sink, set_constants);
+  const ScratchArray<std::optional<Lane>> lanes(static_cast<std::size_t>(threads));
+  for (std::optional<Lane>& lane : lanes) {
+    lane.emplace(x, sums, map, sink, set_constants);
   }
   bool come = true;  // what was waited for
   for (std::int64_t wave = 0; wave < waves + 2 && (come || wave < waves); ++wave) {
     executor.parallel_for(0, threads, 1, [&](std::int64_t first, std::int64_t last) {
       const FloatEnvironment environment;
       for (std::int64_t t = first; t < last; ++t) {
-        Lane& lane = lanes[static_cast<std::size_t>(t)];
+        Lane& lane = *lanes[static_cast<std::size_t>(t)];
         lane.step(channels_of(wave, t), channels_of(come ? wave - 2 : -1, t));
         if (threads > 1 || wave > waves) {  // the next step may be another thread's
           lane.fence_stores();

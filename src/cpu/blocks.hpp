@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 
 #include "cpu/elements.hpp"
 #include "cpu/sums.hpp"
@@ -15,7 +14,7 @@ std::int64_t block_channels(const SampleView& x, const VectorSums& sums, const V
                             Direction direction, int threads);
 
 /// Between a block's sums and its map: makes statistics and constants of channels [begin, end).
-using SetConstants = std::function<void(std::int64_t begin, std::int64_t end)>;
+using SetConstants = Executor::Body;
 
 /// Sums of blocks of channels, each in turns with the map of the block before: loads and sums cost
 /// nothing while stores are on their way to memory. Each thread has blocks of its own.

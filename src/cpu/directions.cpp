@@ -1,9 +1,8 @@
-#include <vector>
-
 #include "cpu/blocks.hpp"
 #include "cpu/cpu_passes.hpp"
 #include "cpu/finalize.hpp"
 #include "cpu/float_environment.hpp"
+#include "cpu/scratch.hpp"
 #include "cpu/sums.hpp"
 #include "statistics/dtype.hpp"
 
@@ -120,7 +119,7 @@ void statistics_alone(const VectorSums& sums, const SampleView& x, const Loops& 
     sums.run(sink, executor);
     return;
   }
-  std::vector<std::int64_t> words(
+  const ScratchArray<std::int64_t> words(
       static_cast<std::size_t>(x.channels * format_of(x.dtype).words()));
   loops(words.data());
   executor.parallel_for(0, x.channels, kGrainOfLoops, [&](std::int64_t begin, std::int64_t end) {

@@ -1,7 +1,7 @@
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <optional>
-#include <vector>
 
 #include "activation_mask.hpp"
 #include "cpu/cpu_passes.hpp"
@@ -180,7 +180,7 @@ void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* 
   const Format& format = format_of(x.dtype);
   executor.parallel_for(0, x.channels, 1, [&](std::int64_t begin, std::int64_t end) {
     const FloatEnvironment environment;
-    std::vector<std::int64_t> slots(static_cast<std::size_t>(format.slots()));
+    std::array<std::int64_t, kDoubleFormat.slots()> slots;  // the longest
     for (std::int64_t c = begin; c < end; ++c) {
       dispatch_dtype(x.dtype, [&](auto type) {
         using T = decltype(type);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <new>
 #include <utility>
 
@@ -11,10 +10,13 @@
 namespace syncbn::cpu {
 namespace {
 
-/// A thread keeps four blocks, as many as one direction has at a time, each of at most
-/// this size (that of the sums of 3,000 channels).
-constexpr std::size_t kMostBytes = std::size_t{256} << 10;
+/// A thread keeps so many blocks, more than one direction has at a time, each of at most this size
+/// (that of a message of 12,000 channels of float32, 3,000 of float64).
+constexpr std::size_t kMostBlocks = 16;
+constexpr std::size_t kMostBytes = std::size_t{2} << 20;
 constexpr auto kLine = static_cast<std::size_t>(kCacheLine);
+
+void release(void* data) { ::operator delete(data, std::align_val_t(kLine)); }
 
 struct Block {
   void* data = nullptr;
@@ -22,10 +24,10 @@ struct Block {
 };
 
 struct KeptBlocks {
-  std::array<Block, 4> blocks;
+  std::array<Block, kMostBlocks> blocks;
   ~KeptBlocks() {
     for (const Block& block : blocks) {
-      std::free(block.data);
+      release(block.data);
     }
   }
 };
@@ -45,10 +47,7 @@ Scratch::Scratch(std::size_t bytes) : bytes_(std::max(bytes + kLine - 1, kLine) 
     bytes_ = std::exchange(best->bytes, 0);
     return;
   }
-  data_ = std::aligned_alloc(kLine, bytes_);
-  if (data_ == nullptr) {
-    throw std::bad_alloc();
-  }
+  data_ = ::operator new(bytes_, std::align_val_t(kLine));
 }
 
 Scratch::~Scratch() {
@@ -62,7 +61,7 @@ Scratch::~Scratch() {
       least.bytes = bytes_;
     }
   }
-  std::free(data_);
+  release(data_);
 }
 
 }  // namespace syncbn::cpu

@@ -1,8 +1,8 @@
 #include "cpu/sums.hpp"
 
 #include <algorithm>
-#include <memory>
-#include <vector>
+#include <optional>
+#include <utility>
 
 #include "cpu/float_environment.hpp"
 #include "statistics/dtype.hpp"
@@ -64,31 +64,29 @@ std::int64_t VectorSums::units() const {
   return u_->samples * ((u_->plane + kSegment - 1) / kSegment);
 }
 
-std::unique_ptr<Windows> VectorSums::sum(std::int64_t begin, std::int64_t end,
-                                         const Meanwhile* meanwhile) const {
-  return sum({begin, end, 0, units()}, meanwhile);
+Windows VectorSums::sum(std::int64_t begin, std::int64_t end, const Meanwhile* meanwhile) const {
+  Windows windows(format_of(u_->dtype), end - begin);
+  sum({begin, end, 0, units()}, meanwhile, windows);
+  return windows;
 }
 
-std::unique_ptr<Windows> VectorSums::sum(const Share& share, const Meanwhile* meanwhile) const {
-  const std::int64_t channels = share.channel_end - share.channel_begin;
-  auto windows = std::make_unique<Windows>(format_of(u_->dtype), channels);
+void VectorSums::sum(const Share& share, const Meanwhile* meanwhile, Windows& windows) const {
+  const std::int64_t channels = windows.channels();
   ElementConstants constants;
   SumsTask part = task(share.channel_begin, constants);
   part.channels = channels;
   part.meanwhile = meanwhile;
   part.unit_begin = share.unit_begin;
   part.unit_end = share.unit_end;
-  kernels_->place_windows(u_->dtype, part, windows->arrays());
+  kernels_->place_windows(u_->dtype, part, windows.arrays());
   for (std::int64_t unit = share.unit_begin; unit < share.unit_end; unit += kFlushInterval) {
     if (unit > share.unit_begin) {
-      windows->flush(0, channels);
+      windows.flush(0, channels);
     }
     part.unit_begin = unit;
     part.unit_end = std::min(unit + kFlushInterval, share.unit_end);
-    (rows_ ? kernels_->sum_rows : kernels_->sum_planes)(u_->dtype, part, *windows,
-                                                        windows->arrays());
+    (rows_ ? kernels_->sum_rows : kernels_->sum_planes)(u_->dtype, part, windows, windows.arrays());
   }
-  return windows;
 }
 
 void VectorSums::run(SumsSink& sink, Executor& executor) const {
@@ -107,21 +105,31 @@ void VectorSums::run(SumsSink& sink, Executor& executor) const {
                        std::min(u_->channels, blocks * (i + 1) / pieces * kChannelStep), 0, units}
                : Share{0, u_->channels, units * i / pieces, units * (i + 1) / pieces};
   };
-  std::vector<std::unique_ptr<Windows>> windows(static_cast<std::size_t>(by_channel ? 0 : pieces));
-  executor.parallel_for(0, pieces, 1, [&](std::int64_t begin, std::int64_t end) {
-    const FloatEnvironment environment;
-    for (std::int64_t i = begin; i < end; ++i) {
-      std::unique_ptr<Windows> of_share = sum(share(i));
-      if (by_channel) {
-        sink.publish(*of_share, share(i).channel_begin);
-      } else {
-        windows[static_cast<std::size_t>(i)] = std::move(of_share);
-      }
-    }
-  });
   if (by_channel) {
+    executor.parallel_for(0, pieces, 1, [&](std::int64_t begin, std::int64_t end) {
+      const FloatEnvironment environment;
+      for (std::int64_t i = begin; i < end; ++i) {
+        const Share part = share(i);
+        Windows windows = sum(part.channel_begin, part.channel_end, nullptr);
+        sink.publish(windows, part.channel_begin);
+      }
+    });
     return;
   }
+  // Memory of this thread, where it ends, so that each thread has its own again in the next call.
+  const Format& format = format_of(u_->dtype);
+  const ScratchArray<std::optional<Scratch>> memory(static_cast<std::size_t>(pieces));
+  const ScratchArray<std::optional<Windows>> windows(memory.size());
+  for (std::optional<Scratch>& of_piece : memory) {
+    of_piece.emplace(Windows::bytes(format, u_->channels));
+  }
+  executor.parallel_for(0, pieces, 1, [&](std::int64_t begin, std::int64_t end) {
+    const FloatEnvironment environment;
+    for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
+      sum(share(static_cast<std::int64_t>(i)), nullptr,
+          windows[i].emplace(format, u_->channels, std::move(*memory[i])));
+    }
+  });
   const FloatEnvironment environment;
   for (std::size_t i = 1; i < windows.size(); ++i) {
     windows[0]->absorb(*windows[i], 0, u_->channels);

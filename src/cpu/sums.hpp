@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 
 #include "cpu/cpu_passes.hpp"
@@ -52,12 +51,11 @@ class VectorSums {
   /// All channels, dealt to threads.
   void run(SumsSink& sink, Executor& executor) const;
   /// Planes: channels [begin, end) on this thread, while it does something else, if not null.
-  std::unique_ptr<Windows> sum(std::int64_t begin, std::int64_t end,
-                               const Meanwhile* meanwhile) const;
+  Windows sum(std::int64_t begin, std::int64_t end, const Meanwhile* meanwhile) const;
 
  private:
   struct Share;
-  std::unique_ptr<Windows> sum(const Share& share, const Meanwhile* meanwhile = nullptr) const;
+  void sum(const Share& share, const Meanwhile* meanwhile, Windows& windows) const;
   std::int64_t units() const;
   SumsTask task(std::int64_t channel, ElementConstants& constants) const;
 

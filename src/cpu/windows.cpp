@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "statistics/scalar.hpp"
 #include "statistics/slots.hpp"
@@ -74,12 +75,22 @@ void limbs_to_digits(__int128 limbs, int position, std::int64_t* digits) {
 
 }  // namespace
 
-Windows::Windows(const Format& format, std::int64_t channels)
-    : format_(format),
-      channels_(channels),
-      padded_((channels + kChannelPadding - 1) / kChannelPadding * kChannelPadding),
-      // Ten arrays of 8-byte entries, then one of 4-byte entries.
-      storage_(static_cast<std::size_t>(padded_) * (10 * 8 + 4)) {
+namespace {
+
+std::int64_t padded(std::int64_t channels) {
+  return (channels + kChannelPadding - 1) / kChannelPadding * kChannelPadding;
+}
+
+}  // namespace
+
+/// Ten arrays of 8-byte entries, the slots, an array of 4-byte entries and one of bytes.
+std::size_t Windows::bytes(const Format& format, std::int64_t channels) {
+  return static_cast<std::size_t>(padded(channels)) *
+         (10 * 8 + 8 * static_cast<std::size_t>(format.slots() + 1) + 4 + 1);
+}
+
+Windows::Windows(const Format& format, std::int64_t channels, Scratch memory)
+    : format_(format), channels_(channels), padded_(padded(channels)), storage_(std::move(memory)) {
   const auto n = static_cast<std::size_t>(padded_);
   auto* next = static_cast<std::byte*>(storage_.data());
   for (int k = 0; k < 2; ++k) {
@@ -93,8 +104,11 @@ Windows::Windows(const Format& format, std::int64_t channels)
       next += n * 8;
     }
   }
+  outside_ = reinterpret_cast<std::int64_t*>(next);  // without values: most are never used
+  next += n * 8 * static_cast<std::size_t>(format.slots() + 1);
   misses_ = reinterpret_cast<std::int32_t*>(next);
-  std::memset(misses_, 0, n * 4);
+  used_ = reinterpret_cast<bool*>(next + n * 4);
+  std::memset(next, 0, n * (4 + 1));
   for (int k = 0; k < 2; ++k) {
     for (std::int64_t c = channels; c < padded_; ++c) {  // touched by vectors, never filled
       place(c, k, 0);
@@ -115,16 +129,11 @@ int Windows::unit(std::int64_t channel, int sum) const {
 }
 
 std::int64_t* Windows::slots(std::int64_t channel, int sum) {
-  const auto per_channel = static_cast<std::size_t>(format_.slots() + 1);
-  const auto c = static_cast<std::size_t>(channel);
-  if (outside_ == nullptr) {
-    outside_.reset(new std::int64_t[per_channel * static_cast<std::size_t>(channels_)]);
-    used_.reset(new bool[static_cast<std::size_t>(channels_)]());
-  }
-  std::int64_t* base = outside_.get() + c * per_channel;
-  if (!used_[c]) {
+  const std::int64_t per_channel = format_.slots() + 1;
+  std::int64_t* base = outside_ + channel * per_channel;
+  if (!used_[channel]) {
     std::fill_n(base, per_channel, 0);
-    used_[c] = true;
+    used_[channel] = true;
   }
   return sum == 0 ? base : sum == 1 ? base + format_.first.slots : base + format_.slots();
 }
@@ -200,7 +209,7 @@ void Windows::absorb(const Windows& other, std::int64_t begin, std::int64_t end)
     }
     if (other.has_slots(c)) {
       const int count = format_.slots();
-      const std::int64_t* from = other.outside_.get() + c * (count + 1);
+      const std::int64_t* from = other.outside_ + c * (count + 1);
       std::int64_t* to = slots(c, 0);
       for (int i = 0; i < count; ++i) {
         to[i] += from[i];

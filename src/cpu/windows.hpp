@@ -1,7 +1,7 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <memory>
 
 #include "cpu/scratch.hpp"
 #include "statistics/format.hpp"
@@ -50,9 +50,11 @@ struct WindowPlace {
 
 class Windows {
  public:
-  Windows(const Format& format, std::int64_t channels);
-  Windows(const Windows&) = delete;
-  Windows& operator=(const Windows&) = delete;
+  Windows(const Format& format, std::int64_t channels)
+      : Windows(format, channels, Scratch(bytes(format, channels))) {}
+  /// In this memory, of so many bytes.
+  Windows(const Format& format, std::int64_t channels, Scratch memory);
+  static std::size_t bytes(const Format& format, std::int64_t channels);
 
   WindowArrays& arrays() { return arrays_; }
   std::int64_t channels() const { return channels_; }
@@ -66,9 +68,7 @@ class Windows {
   /// Adds the sums of another object for channels [begin, end).
   void absorb(const Windows& other, std::int64_t begin, std::int64_t end);
   /// Whether the limbs do not hold all of the channel's sums.
-  bool has_slots(std::int64_t channel) const {
-    return outside_ != nullptr && used_[static_cast<std::size_t>(channel)];
-  }
+  bool has_slots(std::int64_t channel) const { return used_[channel]; }
   /// The channel's words.
   void write_words(std::int64_t channel, std::int64_t* words);
 
@@ -82,11 +82,11 @@ class Windows {
   std::int64_t channels_;
   std::int64_t padded_;
   WindowArrays arrays_;
-  std::int32_t* misses_;
   Scratch storage_;
-  /// Slots of both sums and a flags word per channel; made when the first partial misses.
-  std::unique_ptr<std::int64_t[]> outside_;
-  std::unique_ptr<bool[]> used_;
+  std::int32_t* misses_;
+  /// Slots of both sums and a flags word per channel, with values when one of its partials missed.
+  std::int64_t* outside_;
+  bool* used_;
 };
 
 /// For the vector code, which must not instantiate anything: Windows::add_outside.

@@ -81,30 +81,29 @@ static void one_rank_exact(void) {
 }
 
 typedef struct two_ranks {
-  group* group;
+  syncbn_communicator ends[RANKS];
   step_memory* batch;   /* of both; each rank has other samples of it */
   step_memory ranks[2]; /* what a rank has of its own */
 } two_ranks;
 
 static void step_of_rank(void* context, int rank) {
   two_ranks* t = context;
-  const syncbn_communicator communicator = group_rank(t->group, rank);
   views v;
   view(&v, t->batch, rank == 0 ? 0 : FIRST, rank == 0 ? FIRST : SAMPLES);
   v.dweight.data = t->ranks[rank].dweight;
   v.dbias.data = t->ranks[rank].dbias;
   v.running_mean.data = t->ranks[rank].running_mean;
   v.running_var.data = t->ranks[rank].running_var;
-  layer_step_by_c(&v, &communicator, NULL);
+  layer_step_by_c(&v, &t->ends[rank], NULL);
 }
 
-static void two_ranks_have_the_bits_of_one(void) {
+static void expect_the_bits_of_one(const syncbn_communicator* zero,
+                                   const syncbn_communicator* one) {
   const step_memory expected = expected_step();
   step_memory batch;
   fill(&batch);
-  two_ranks t = {group_create(), &batch, {batch, batch}};
+  two_ranks t = {{*zero, *one}, &batch, {batch, batch}};
   run_ranks(step_of_rank, &t);
-  group_destroy(t.group);
   for (int r = 0; r < RANKS; ++r) {
     memcpy(batch.dweight, t.ranks[r].dweight, sizeof(batch.dweight));
     memcpy(batch.dbias, t.ranks[r].dbias, sizeof(batch.dbias));
@@ -112,6 +111,82 @@ static void two_ranks_have_the_bits_of_one(void) {
     memcpy(batch.running_var, t.ranks[r].running_var, sizeof(batch.running_var));
     EXPECT_SAME(&batch, &expected);
   }
+}
+
+static void functions_of_the_caller_exact(void) {
+  group* g = group_create();
+  const syncbn_communicator zero = group_rank(g, 0), one = group_rank(g, 1);
+  expect_the_bits_of_one(&zero, &one);
+  group_destroy(g);
+}
+
+static void thread_group_exact(void) {
+  syncbn_group* g = NULL;
+  EXPECT_OK(syncbn_thread_group_create(RANKS, 60000, &g));
+  expect_the_bits_of_one(syncbn_group_rank(g, 0), syncbn_group_rank(g, 1));
+  EXPECT(syncbn_group_rank(g, 2) == NULL && syncbn_group_rank(NULL, 0) == NULL);
+  syncbn_group_destroy(g);
+}
+
+typedef struct ends_of_ranks {
+  group* over;
+  syncbn_group* made[RANKS];
+} ends_of_ranks;
+
+static void make_shared_memory_group(void* context, int rank) {
+  ends_of_ranks* e = context;
+  const syncbn_communicator c = group_rank(e->over, rank);
+  EXPECT_OK(syncbn_shared_memory_group_create(rank, RANKS, c.all_gather, c.user_data, 60000,
+                                              &e->made[rank]));
+}
+
+static void shared_memory_group_exact(void) {
+  ends_of_ranks e = {group_create(), {NULL, NULL}};
+  run_ranks(make_shared_memory_group, &e);
+  EXPECT(syncbn_group_rank(e.made[0], 1) == NULL);
+  expect_the_bits_of_one(syncbn_group_rank(e.made[0], 0), syncbn_group_rank(e.made[1], 1));
+  for (int r = 0; r < RANKS; ++r) {
+    syncbn_group_destroy(e.made[r]);
+  }
+  group_destroy(e.over);
+}
+
+static int32_t gathers_nothing(void* user_data, const void* in, int64_t bytes, void* out) {
+  (void)user_data, (void)in, (void)bytes, (void)out;
+  syncbn_set_last_error("no way to the others");
+  return SYNCBN_PEER_LOST;
+}
+
+static int32_t gathers_zeros(void* user_data, const void* in, int64_t bytes, void* out) {
+  (void)user_data, (void)in;
+  memset(out, 0, (size_t)(RANKS * bytes));
+  ((char*)out)[bytes] = 'x';
+  return SYNCBN_OK;
+}
+
+static void groups_that_cannot_be_made(void) {
+  syncbn_group* g = NULL;
+  EXPECT_ERROR(syncbn_thread_group_create(0, 1, &g), SYNCBN_INVALID_ARGUMENT, "ranks: got 0");
+  EXPECT_ERROR(syncbn_thread_group_create(2, 0, &g), SYNCBN_INVALID_ARGUMENT, "timeout: got 0 ms");
+  EXPECT_ERROR(syncbn_thread_group_create(2, 1, NULL), SYNCBN_INVALID_ARGUMENT, "group: got NULL");
+  EXPECT_ERROR(syncbn_shared_memory_group_create(0, RANKS, NULL, NULL, 1, &g),
+               SYNCBN_INVALID_ARGUMENT, "gather: got NULL");
+  EXPECT_ERROR(syncbn_shared_memory_group_create(2, RANKS, gathers_nothing, NULL, 1, &g),
+               SYNCBN_INVALID_ARGUMENT, "rank: got 2");
+  EXPECT_ERROR(syncbn_shared_memory_group_create(0, RANKS, gathers_nothing, NULL, 1, &g),
+               SYNCBN_PEER_LOST, "no way to the others");
+  EXPECT_ERROR(syncbn_shared_memory_group_create(0, RANKS, gathers_zeros, NULL, 1, &g),
+               SYNCBN_UNAVAILABLE, "rank 1: x");
+  EXPECT(g == NULL);
+  syncbn_group_destroy(NULL);
+
+  /* A rank that does not come. */
+  EXPECT_OK(syncbn_thread_group_create(2, 1, &g));
+  const syncbn_communicator* end = syncbn_group_rank(g, 0);
+  int64_t word = 1;
+  EXPECT_ERROR((syncbn_status)end->all_reduce_sum(end->user_data, &word, 1), SYNCBN_TIMEOUT,
+               "rank 1 did not come");
+  syncbn_group_destroy(g);
 }
 
 /* The passes with the caller's own sum between them, for the same two ranks. */
@@ -219,9 +294,13 @@ static void strides_exact(void) {
 int main(void) {
   EXPECT(strcmp(syncbn_last_error(), "") == 0);
   EXPECT(strcmp(syncbn_version(), SYNCBN_TEST_VERSION) == 0);
+  EXPECT(strcmp(syncbn_version(), SYNCBN_VERSION_STRING) == 0);
   one_rank_exact();
   threads_of_the_caller_exact();
-  two_ranks_have_the_bits_of_one();
+  functions_of_the_caller_exact();
+  thread_group_exact();
+  shared_memory_group_exact();
+  groups_that_cannot_be_made();
   passes_exact();
   strides_exact();
   test_errors();

@@ -112,11 +112,11 @@ std::vector<Refused> sample_cases(const std::string& name,
       {"absent", [=](Call& c) { of(c) = {}; }, {name, "0 axes", "2 to 64"}},
       {"65 axes",
        [=](Call& c) {
-         of(c).sizes.assign(65, 1);
-         of(c).strides.assign(65, 1);
+         of(c).sizes = std::vector<std::int64_t>(65, 1);
+         of(c).strides = of(c).sizes;
        },
        {name, "65", "2 to 64"}},
-      {"no strides", [=](Call& c) { of(c).strides.clear(); }, {name, "0 strides", "3"}},
+      {"no strides", [=](Call& c) { of(c).strides = {}; }, {name, "0 strides", "3"}},
       {"a stride too many", [=](Call& c) { of(c).strides.push_back(1); }, {name, "4 strides", "3"}},
       {"negative size", [=](Call& c) { of(c).sizes[2] = -4; }, {name, "(2, 3, -4)", "at least 0"}},
       {"null", [=](Call& c) { of(c).data = nullptr; }, {name, "null", "(2, 3, 4)"}},
@@ -139,12 +139,12 @@ std::vector<Refused> channel_cases(const std::string& name, const std::function<
        {name, "(3, 1)", "(3)"}},
       {"a scalar",
        [=](Call& c) {
-         of(c).sizes.clear();
-         of(c).strides.clear();
+         of(c).sizes = {};
+         of(c).strides = {};
        },
        {name, "()", "(3)"}},
       {"null", [=](Call& c) { of(c).data = nullptr; }, {name, "null", "(3)"}},
-      {"no strides", [=](Call& c) { of(c).strides.clear(); }, {name, "0 strides", "1"}},
+      {"no strides", [=](Call& c) { of(c).strides = {}; }, {name, "0 strides", "1"}},
       {"negative size", [=](Call& c) { of(c).sizes[0] = -3; }, {name, "(-3)"}},
       {"unknown dtype", [=](Call& c) { of(c).dtype = kUnknown; }, {name, "9", "float64"}},
       {"on a GPU", [=](Call& c) { of(c).device = Device::kCuda; }, {name, "device"}},
@@ -169,7 +169,7 @@ std::vector<Refused> like_cases(const std::string& name, const std::function<Vie
        {name, "bfloat16", "float32"}},
       {"unknown dtype", [=](Call& c) { of(c).dtype = kUnknown; }, {name, "9", "float64"}},
       {"null", [=](Call& c) { of(c).data = nullptr; }, {name, "null", "(2, 3, 4)"}},
-      {"no strides", [=](Call& c) { of(c).strides.clear(); }, {name, "0 strides", "3"}},
+      {"no strides", [=](Call& c) { of(c).strides = {}; }, {name, "0 strides", "3"}},
       {"on a GPU", [=](Call& c) { of(c).device = Device::kCuda; }, {name, "device of x"}},
       {"absent", [=](Call& c) { of(c) = {}; }, {name, "()"}},
   };

@@ -31,7 +31,7 @@ struct Variables {
   explicit Variables(const Tensor& x, DType dtype = DType::kFloat64)
       : mean(dtype, {kChannels}, std::vector<double>(kChannels, 7)),
         var(dtype, {kChannels}, std::vector<double>(kChannels, 3)),
-        y(x.view().dtype, x.view().sizes),
+        y(x),
         batch_mean(DType::kFloat64, {kChannels}, std::vector<double>(kChannels, -1)),
         batch_var(DType::kFloat64, {kChannels}, std::vector<double>(kChannels, -1)) {}
 

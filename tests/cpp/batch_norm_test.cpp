@@ -352,7 +352,7 @@ TEST(BatchNorm, SizesAndStridesOfNoElementsMayBeAny) {
     for (const bool contiguous : {true, false}) {
       MutableTensorView x(nullptr, DType::kFloat32, sizes);
       if (!contiguous) {
-        x.strides.assign(sizes.size(), -kMost);
+        x.strides = std::vector<std::int64_t>(sizes.size(), -kMost);
       }
       const std::uint8_t all[8] = {1, 1, 1, 1, 1, 1, 1, 1};
       const MaskView mask =

@@ -110,8 +110,9 @@ struct Arguments {
     x.fill(batch.x);
     dy.fill(batch.dy);
     residual.fill(batch.residual);
-    mask.sizes = batch.sizes;
-    mask.sizes.erase(mask.sizes.begin() + 1);
+    std::vector<std::int64_t> sizes = batch.sizes;
+    sizes.erase(sizes.begin() + 1);
+    mask.sizes = sizes;
     const std::int64_t plane = batch.x.empty() ? 0 : batch.per_sample() / kChannels;
     for (const std::uint8_t counts : batch.counts) {
       mask_bytes.insert(mask_bytes.end(), static_cast<std::size_t>(plane), counts);

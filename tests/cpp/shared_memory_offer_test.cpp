@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstring>
 #include <functional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -303,6 +304,64 @@ TEST(SharedMemoryOffer, AForkedChildCannotUseItsParentsOffer) {
   EXPECT_EQ(status, 0);
   const std::vector<std::byte> all = gathered({&offer});
   EXPECT_NE(SharedMemoryGroup::open(std::move(offer), all).group, nullptr);
+}
+
+/// Makes a group of two threads. spoil: what happens to the offers that rank 1 gets.
+std::vector<std::string> created(const std::function<void(std::span<std::byte>)>& spoil) {
+  ThreadGroup threads(2);
+  std::vector<std::string> why(2);
+  const auto errors = testing::run_ranks(2, [&](int rank) {
+    int calls = 0;
+    const auto opened = SharedMemoryGroup::create(
+        rank, 2, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
+          threads.rank(rank).all_gather(mine, all);
+          if (rank == 1 && calls++ == 0) {
+            spoil(all);
+          }
+        });
+    why[static_cast<std::size_t>(rank)] = opened.why;
+    EXPECT_EQ(opened.group == nullptr, !opened.why.empty());
+    if (opened.group != nullptr) {
+      std::vector<std::int64_t> words = {rank, 5};
+      opened.group->all_reduce_sum(words);
+      EXPECT_EQ(words, (std::vector<std::int64_t>{1, 10}));
+      EXPECT_EQ(opened.group->rank(), rank);
+      threads.rank(rank).all_reduce_sum(words);  // neither leaves while the other comes
+    }
+  });
+  EXPECT_TRUE(errors[0] == nullptr && errors[1] == nullptr);
+  return why;
+}
+
+TEST(SharedMemoryCreate, GivesEveryRankAGroup) {
+  EXPECT_EQ(created([](std::span<std::byte>) {}), std::vector<std::string>(2));
+}
+
+TEST(SharedMemoryCreate, TellsEveryRankWhyOneHasNone) {
+  const auto other_nonce = [](std::span<std::byte> all) {
+    OfferContent content;
+    std::memcpy(&content, all.data(), sizeof(content));
+    content.nonce[0] ^= std::byte{1};
+    std::memcpy(all.data(), &content, sizeof(content));
+  };
+  const auto refused = [](std::span<std::byte> all) { all.back() ^= std::byte{1}; };
+  for (const auto& [spoil, part] :
+       {std::pair<std::function<void(std::span<std::byte>)>, std::string>{other_nonce, "rank 1: "},
+        {refused, "rank 1: offers: got other bytes at place 1"}}) {
+    const std::vector<std::string> why = created(spoil);
+    EXPECT_EQ(why[0], why[1]);
+    EXPECT_TRUE(contains(why[0], part));
+  }
+}
+
+TEST(SharedMemoryCreate, RefusesArgumentsBeforeItGathers) {
+  const auto never = [](std::span<const std::byte>, std::span<std::byte>) { FAIL(); };
+  EXPECT_TRUE(
+      contains(thrown_text<InvalidArgument>([&] { SharedMemoryGroup::create(2, 2, never); }),
+               "rank: got 2, expected 0 to 1"));
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>(
+                           [&] { SharedMemoryGroup::create(0, 1, never, milliseconds(0)); }),
+                       "timeout: got 0 ms"));
 }
 
 }  // namespace

@@ -88,9 +88,11 @@ void add_parameters(Tensors& t, const LayerCase& c, Random random) {
   t.call = c.call;
 }
 
-std::vector<std::int64_t> mask_sizes(const TensorView& x) {
-  std::vector<std::int64_t> sizes = x.sizes;
-  sizes.erase(sizes.begin() + 1);
+Extents mask_sizes(const TensorView& x) {
+  Extents sizes{x.sizes[0]};
+  for (std::size_t axis = 2; axis < x.sizes.size(); ++axis) {
+    sizes.push_back(x.sizes[axis]);
+  }
   return sizes;
 }
 

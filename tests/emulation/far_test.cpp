@@ -83,7 +83,7 @@ class FarTensor {
 
  private:
   std::byte* at(std::int64_t i) const {
-    const std::vector<std::int64_t> part = part_.view().sizes;
+    const Extents part = part_.view().sizes;
     std::int64_t e = i % part[2] + place_.first_element;
     std::int64_t offset = i / part[2] % part[1] * place_.strides[1] +
                           (i / part[2] / part[1] + place_.first_sample) * place_.strides[0];

@@ -306,8 +306,8 @@ TEST(CudaPasses, WrongArgumentsChangeNothing) {
   flat.strides = {1};
   EXPECT_TRUE(contains(moments(flat), "2 to 64 axes"));
   TensorView scattered = on_cuda(x.view());  // ten axes of which no two can be merged
-  scattered.sizes.assign(12, 2);
-  scattered.strides.clear();
+  scattered.sizes = std::vector<std::int64_t>(12, 2);
+  scattered.strides = {};
   for (std::int64_t stride = 1; scattered.strides.size() < 12; stride = 3 * stride + 1) {
     scattered.strides.push_back(stride);
   }

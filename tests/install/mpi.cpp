@@ -6,7 +6,7 @@
 
 int main() {
   try {
-    syncbn::MpiCommunicator group(0);
+    syncbn::MpiCommunicator group(syncbn::MpiHandle{0});
   } catch (const syncbn::InvalidArgument& error) {
     return std::string_view(error.what()).starts_with("communicator: got one while MPI") ? 0 : 1;
   }

@@ -1,4 +1,8 @@
 # The tests of this folder; the projects in it are not part of the build.
+get_target_property(type syncbn TYPE)
+if(NOT type STREQUAL "SHARED_LIBRARY")
+  return()
+endif()
 enable_language(C)
 find_program(SYNCBN_PKG_CONFIG NAMES pkg-config pkgconf)
 set(work_dir ${CMAKE_CURRENT_BINARY_DIR}/install)

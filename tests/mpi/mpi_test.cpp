@@ -1,8 +1,6 @@
 // Groups over MPI; every rank of mpiexec runs these tests in the same order. In these places
 // torch.nn.SyncBatchNorm has no MPI of its own: with PyTorch's MPI backend a rank that differs or
 // does not come hangs the others, without a time limit.
-#include "syncbn/mpi.hpp"
-
 #include <gtest/gtest.h>
 #include <mpi.h>
 
@@ -17,6 +15,8 @@
 
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/error.hpp"
+#include "syncbn/mpi.hpp"
+#include "syncbn/mpi_c_api.h"
 
 namespace syncbn {
 namespace {
@@ -26,7 +26,7 @@ using std::chrono::milliseconds;
 /// Far above what ranks that come at the same time need on a busy machine.
 constexpr milliseconds kShort(600);
 
-int world() { return MPI_Comm_c2f(MPI_COMM_WORLD); }
+MPI_Comm world() { return MPI_COMM_WORLD; }
 
 int world_rank() {
   int rank = 0;
@@ -198,11 +198,28 @@ TEST(Mpi, APartOfTheWorldIsAGroup) {
   MPI_Comm half = MPI_COMM_NULL;
   MPI_Comm_split(MPI_COMM_WORLD, world_rank() % 2, 0, &half);
   {
-    MpiCommunicator group(MPI_Comm_c2f(half));
+    MpiCommunicator group(half);
     MPI_Comm_free(&half);  // the group has a duplicate
     EXPECT_EQ(group.size(), (world_size() + 1 - world_rank() % 2) / 2);
     expect_usable(group);
   }
+}
+
+TEST(Mpi, AGroupForC) {
+  syncbn_group* group = nullptr;
+  EXPECT_EQ(syncbn_mpi_group_create(MPI_Comm_c2f(MPI_COMM_WORLD), 60000, nullptr),
+            SYNCBN_INVALID_ARGUMENT);
+  EXPECT_EQ(syncbn_mpi_group_create(MPI_Comm_c2f(MPI_COMM_NULL), 60000, &group),
+            SYNCBN_INVALID_ARGUMENT);
+  EXPECT_TRUE(contains(syncbn_last_error(), "communicator: got MPI_COMM_NULL"));
+  ASSERT_EQ(syncbn_mpi_group_create(MPI_Comm_c2f(MPI_COMM_WORLD), 60000, &group), SYNCBN_OK);
+  const syncbn_communicator* end = syncbn_group_rank(group, world_rank());
+  ASSERT_NE(end, nullptr);
+  std::int64_t words[] = {1, 5};
+  EXPECT_EQ(end->all_reduce_sum(end->user_data, words, 2), SYNCBN_OK);
+  EXPECT_EQ(words[0], world_size());
+  EXPECT_EQ(words[1], 5 * world_size());
+  syncbn_group_destroy(group);
 }
 
 TEST(Mpi, OtherLengthsAreAnErrorOnEveryRankAndTheGroupGoesOn) {
@@ -318,9 +335,8 @@ TEST(Mpi, AnotherThreadIsRefusedAtThisLevel) {
 TEST(Mpi, BadArguments) {
   EXPECT_TRUE(contains(thrown<InvalidArgument>([] { MpiCommunicator(world(), milliseconds(0)); }),
                        "timeout: got 0 ms, expected at least 1 ms"));
-  EXPECT_TRUE(
-      contains(thrown<InvalidArgument>([] { MpiCommunicator(MPI_Comm_c2f(MPI_COMM_NULL)); }),
-               "communicator: got MPI_COMM_NULL"));
+  EXPECT_TRUE(contains(thrown<InvalidArgument>([] { MpiCommunicator(MPI_COMM_NULL); }),
+                       "communicator: got MPI_COMM_NULL"));
   MpiCommunicator group(world());
   std::vector<std::byte> small(1);
   const std::string text =
@@ -365,7 +381,7 @@ int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
   bool refused = false;
   try {
-    syncbn::MpiCommunicator early(0);
+    syncbn::MpiCommunicator early(syncbn::MpiHandle{0});
   } catch (const syncbn::InvalidArgument&) {  // MPI is not initialized
     refused = true;
   }

@@ -196,8 +196,9 @@ def test_another_version_and_another_licence_are_refused(package: Files, tmp_pat
         f"version: got 9.9.9, expected that of version.hpp, {version.partition('.dev')[0]}",
         f"METADATA: Version: got ['{version}'], expected ['9.9.9']",
     ]
-    files = package | {f"{info}/licenses/LICENSE": b"Do as you like."}
-    assert check_wheel.check(pack(files, tmp_path)) == ["LICENSE: is not that of the sources"]
+    for name in ("LICENSE", "NOTICE"):
+        files = package | {f"{info}/licenses/{name}": b"Do as you like."}
+        assert check_wheel.check(pack(files, tmp_path)) == [f"{name}: is not that of the sources"]
 
 
 @pytest.mark.parametrize("platform", ("linux_{}", "manylinux_2_17_{}", "manylinux_2_41_ppc64le"))

@@ -102,6 +102,7 @@ _DECLARATION = re.compile(
     r"(?:template\s*<[^>]*>\s*)?(?:"
     r"(?:class|struct|enum\s+class)\s+(?:SYNCBN_API\s+)?(?P<type>[\w:]+)"
     r"|using\s+(?P<alias>\w+)\s*="
+    r"|concept\s+(?P<concept>\w+)\s*="
     r"|inline\s+constexpr\s+[\w:]+(?:\s+[\w:]+)*?(?:\s*\*)?\s+(?P<constant>k\w+)\s*="
     r"|[^=(]*?\b(?P<function>\w+)\s*\()"
 )

@@ -1,0 +1,103 @@
+#include "c_api_groups.hpp"
+
+#include <chrono>
+#include <cstddef>
+#include <span>
+
+#include "c_api_arguments.hpp"
+#include "syncbn/shared_memory.hpp"
+
+// Groups of the C++ interface as functions that C can call.
+namespace syncbn::c_api {
+namespace {
+
+Communicator& of(void* user_data) { return *static_cast<Communicator*>(user_data); }
+
+std::int32_t sum(void* user_data, std::int64_t* words, std::int64_t count) {
+  return guarded([&] { of(user_data).all_reduce_sum({words, static_cast<std::size_t>(count)}); });
+}
+
+std::int32_t gather(void* user_data, const void* in, std::int64_t bytes, void* out) {
+  return guarded([&] {
+    const auto size = static_cast<std::size_t>(bytes);
+    const auto ranks = static_cast<std::size_t>(of(user_data).size());
+    of(user_data).all_gather({static_cast<const std::byte*>(in), size},
+                             {static_cast<std::byte*>(out), ranks * size});
+  });
+}
+
+void leave(void* user_data, const char* reason) {
+  guarded([&] { of(user_data).abandon(reason == nullptr ? "" : reason); });
+}
+
+}  // namespace
+
+syncbn_communicator functions_of(Communicator& communicator) {
+  return {&communicator, communicator.rank(), communicator.size(), sum, gather, leave};
+}
+
+Communicator* communicator_of(const syncbn_communicator& functions) {
+  return functions.all_reduce_sum == sum ? &of(functions.user_data) : nullptr;
+}
+
+syncbn_group* group_of(std::shared_ptr<Communicator> communicator) {
+  auto group = std::make_unique<syncbn_group>();
+  group->ends.push_back(functions_of(*communicator));
+  group->owner = std::move(communicator);
+  return group.release();
+}
+
+}  // namespace syncbn::c_api
+
+// What follows is C.
+using namespace syncbn;
+using namespace syncbn::c_api;
+
+syncbn_status syncbn_thread_group_create(int32_t size, int64_t timeout, syncbn_group** group) {
+  return guarded([&] {
+    syncbn_group*& out = required("group", group);
+    const auto threads = std::make_shared<ThreadGroup>(size, std::chrono::milliseconds(timeout));
+    auto made = std::make_unique<syncbn_group>();
+    for (int r = 0; r < size; ++r) {
+      made->ends.push_back(functions_of(threads->rank(r)));
+    }
+    made->owner = threads;
+    out = made.release();
+  });
+}
+
+syncbn_status syncbn_shared_memory_group_create(int32_t rank, int32_t size, syncbn_gather gather,
+                                                void* user_data, int64_t timeout,
+                                                syncbn_group** group) {
+  return guarded([&] {
+    syncbn_group*& out = required("group", group);
+    if (gather == nullptr) {
+      refuse("gather", "NULL", "a function");
+    }
+    auto opened = SharedMemoryGroup::create(
+        rank, size,
+        [&](std::span<const std::byte> mine, std::span<std::byte> all) {
+          raise_unless_ok("gather", [&] {
+            return gather(user_data, mine.data(), static_cast<int64_t>(mine.size()), all.data());
+          });
+        },
+        std::chrono::milliseconds(timeout));
+    if (opened.group == nullptr) {
+      throw Unavailable(opened.why);
+    }
+    out = group_of(std::move(opened.group));
+  });
+}
+
+void syncbn_group_destroy(syncbn_group* group) { delete group; }
+
+const syncbn_communicator* syncbn_group_rank(const syncbn_group* group, int32_t rank) {
+  if (group != nullptr) {
+    for (const syncbn_communicator& end : group->ends) {
+      if (end.rank == rank) {
+        return &end;
+      }
+    }
+  }
+  return nullptr;
+}

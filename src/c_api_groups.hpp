@@ -1,0 +1,26 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "syncbn/c_api.h"
+#include "syncbn/communicator.hpp"
+
+/// A group of the library's as C has it: the ends of those ranks that this process holds.
+struct syncbn_group {
+  std::shared_ptr<void> owner;  ///< of the communicators
+  std::vector<syncbn_communicator> ends;
+};
+
+namespace syncbn::c_api {
+
+/// Functions that call `communicator`, which must outlive them.
+syncbn_communicator functions_of(Communicator& communicator);
+
+/// The communicator behind such functions; null for functions of the caller's.
+Communicator* communicator_of(const syncbn_communicator& functions);
+
+/// A group of which this process has one rank.
+SYNCBN_API syncbn_group* group_of(std::shared_ptr<Communicator> communicator);
+
+}  // namespace syncbn::c_api

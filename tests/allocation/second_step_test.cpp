@@ -1,0 +1,170 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <barrier>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "groups.hpp"
+#include "replaced_new.hpp"
+#include "support.hpp"
+#include "syncbn/batch_norm.hpp"
+
+// The second step of a shape allocates nothing, on no thread: threads have kept what the first one
+// took, and the caller what backward needs.
+namespace syncbn {
+namespace {
+
+using testing::make_group;
+using testing::Memory;
+using testing::Random;
+using testing::run_ranks;
+using testing::Tensor;
+
+struct Case {
+  std::string name;
+  DType dtype = DType::kFloat32;
+  std::vector<std::int64_t> sizes;
+  Memory memory = Memory::kPlanes;
+  Activation activation = {};
+  bool residual = false;
+  bool mask = false;
+  Statistics statistics = Statistics::kReproducible;
+  AffineGradients affine = AffineGradients::kShare;
+};
+
+/// Goes through blocks of channels.
+const std::vector<std::int64_t> kLarge = {2, 64, 4096};
+
+std::vector<Case> cases() {
+  const std::vector<std::int64_t> small = {4, 24, 6};
+  const std::vector<std::int64_t> flat = {512, 96};  // dealt by rows
+  return {
+      {.name = "small", .sizes = small},
+      {.name = "flat", .sizes = flat},
+      {.name = "large", .sizes = kLarge},
+      {.name = "large, of bfloat16", .dtype = DType::kBFloat16, .sizes = kLarge},
+      {.name = "float16", .dtype = DType::kFloat16, .sizes = {4, 48, 600}},
+      {.name = "float64", .dtype = DType::kFloat64, .sizes = small},
+      {.name = "channels-last", .sizes = {8, 64, 12, 12}, .memory = Memory::kRows},
+      {.name = "odd strides", .sizes = {3, 8, 5, 7}, .memory = Memory::kOdd},
+      {.name = "activation", .sizes = kLarge, .activation = {ActivationKind::kRelu}},
+      {.name = "residual",
+       .sizes = flat,
+       .activation = {ActivationKind::kLeakyRelu, 0.25},
+       .residual = true},
+      {.name = "mask", .sizes = small, .mask = true, .affine = AffineGradients::kGlobal},
+      {.name = "welford", .sizes = small, .statistics = Statistics::kWelford},
+      {.name = "no samples", .sizes = {0, 24, 6}},
+  };
+}
+
+/// One rank's layer, with everything that its caller holds.
+struct Layer {
+  explicit Layer(const Case& c)
+      : x(c.dtype, c.sizes, c.memory),
+        weight(DType::kFloat32, {c.sizes[1]}),
+        mask_bytes(static_cast<std::size_t>(x.numel() / c.sizes[1]), 1),
+        which(c.affine) {
+    Random random(7);
+    x.fill(testing::rough_values(random, c.dtype, c.sizes[0],
+                                 x.numel() / std::max<std::int64_t>(1, c.sizes[0])));
+    weight.fill(std::vector<double>(static_cast<std::size_t>(c.sizes[1]), 1.5));
+    dy = y = dx = x;
+    mean = var = dweight = dbias = weight;
+    if (c.residual) {
+      residual = dresidual = x;
+      residual_view = std::as_const(residual).view();
+      dresidual_view = dresidual.view();
+    }
+    if (c.mask) {
+      mask_bytes[1] = 0;
+      mask.data = mask_bytes.data();
+      mask.sizes = {c.sizes[0]};
+      for (std::size_t axis = 2; axis < c.sizes.size(); ++axis) {
+        mask.sizes.push_back(c.sizes[axis]);
+      }
+    }
+    options.layer = 1;
+    options.activation = c.activation;
+    options.statistics = c.statistics;
+  }
+  Layer(const Layer&) = delete;
+  Layer& operator=(const Layer&) = delete;
+
+  void step(Communicator& group, Executor& executor) {
+    const TensorView in = std::as_const(x).view(), gradient = std::as_const(dy).view();
+    const TensorView scale = std::as_const(weight).view();
+    batch_norm_forward(in, mask, scale, scale, residual_view, y.view(),
+                       {mean.view(), var.view(), &tracked}, options, group, executor, statistics);
+    batch_norm_backward(gradient, in, mask, scale, scale, statistics, dx.view(), dweight.view(),
+                        dbias.view(), dresidual_view, which, group, executor);
+    ++options.call;
+  }
+
+  Tensor x, dy, y, dx, weight, mean, var, dweight, dbias, residual, dresidual;
+  TensorView residual_view;
+  MutableTensorView dresidual_view;
+  std::vector<std::uint8_t> mask_bytes;
+  MaskView mask;
+  BatchNormOptions options;
+  AffineGradients which;
+  std::int64_t tracked = 0;
+  BatchStatistics statistics;
+};
+
+/// Allocations of all ranks' second step. threads: 0 is the serial executor.
+std::int64_t allocations_of_second_step(const Case& c, testing::Group& group, int threads) {
+  const int ranks = group.size();
+  std::int64_t before = 0;
+  std::int64_t after = 0;
+  std::barrier together(ranks);
+  const auto errors = run_ranks(ranks, [&](int r) {
+    std::unique_ptr<ThreadPool> pool =
+        threads == 0 ? nullptr : std::make_unique<ThreadPool>(threads);
+    Executor& executor = pool == nullptr ? serial_executor() : *pool;
+    Layer layer(c);
+    layer.step(group.rank(r), executor);
+    together.arrive_and_wait();
+    if (r == 0) {
+      before = testing::allocations;
+    }
+    together.arrive_and_wait();
+    layer.step(group.rank(r), executor);
+    together.arrive_and_wait();
+    if (r == 0) {
+      after = testing::allocations;
+    }
+    together.arrive_and_wait();
+  });
+  testing::expect_no_errors(errors);
+  return after - before;
+}
+
+TEST(SecondStep, AllocatesNothing) {
+  for (const Case& c : cases()) {
+    for (const std::string& level : testing::available_levels()) {
+      if (c.sizes == kLarge && level == "reference") {
+        continue;  // slow, and nothing that small tensors do not have
+      }
+      const testing::LevelScope scope(level);
+      for (const int threads : {0, 3}) {
+        for (const int ranks : {1, 2}) {
+          for (const auto kind :
+               {testing::GroupKind::kThreads, testing::GroupKind::kSharedMemory}) {
+            SCOPED_TRACE(c.name + ", " + level + ", " + std::to_string(threads) + " threads, " +
+                         std::to_string(ranks) + " ranks, " + testing::name(kind));
+            const auto group = make_group(kind, ranks);
+            EXPECT_EQ(allocations_of_second_step(c, *group, threads), 0);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace syncbn

@@ -1,0 +1,100 @@
+#include "syncbn/tensor.hpp"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "support.hpp"
+#include "syncbn/passes.hpp"
+
+namespace syncbn {
+namespace {
+
+using testing::contains;
+using testing::thrown_text;
+
+std::vector<std::int64_t> values_of(const Extents& extents) {
+  return {extents.begin(), extents.end()};
+}
+
+TEST(Extents, AreMadeOfListsAndRanges) {
+  const std::vector<std::int64_t> three = {4, 0, -6};
+  const std::array<std::int64_t, 3> array = {4, 0, -6};
+  for (const Extents& extents : {Extents{4, 0, -6}, Extents(three), Extents(array),
+                                 Extents(std::span(three)), Extents(three.begin(), three.end())}) {
+    EXPECT_EQ(values_of(extents), three);
+    EXPECT_EQ(extents.size(), 3U);
+    EXPECT_EQ(extents, Extents(three));
+  }
+  EXPECT_TRUE(Extents().empty());
+  EXPECT_NE(Extents({1}), Extents({1, 1}));
+  EXPECT_NE(Extents({1}), Extents({2}));
+}
+
+TEST(Extents, KnowOfMoreAxesThanTheyKeep) {
+  const std::vector<std::int64_t> most(kMaxDims, 2);
+  std::vector<std::int64_t> more = most;
+  more.push_back(3);
+  Extents extents(more);
+  EXPECT_EQ(extents.size(), 65U);
+  EXPECT_EQ(values_of(extents), most);
+  EXPECT_NE(extents, Extents(most));
+  const Extents copy = extents;
+  EXPECT_EQ(copy, extents);
+  extents = Extents{1};
+  EXPECT_EQ(values_of(extents), std::vector<std::int64_t>{1});
+  const TensorView view(nullptr, DType::kFloat32, more);
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { activation_mask_bytes(view); }),
+                       "x: got 65 axes"));
+}
+
+// A growing vector of what has a view moves it then, and the data that it points to with it.
+static_assert(std::is_nothrow_move_constructible_v<TensorView>);
+
+TEST(TensorView, IsMadeOfASpan) {
+  std::vector<double> values(6);
+  const MutableTensorView view{std::span(values), {2, 3}};
+  EXPECT_EQ(view.data, values.data());
+  EXPECT_EQ(view.dtype, DType::kFloat64);
+  EXPECT_EQ(values_of(view.sizes), (std::vector<std::int64_t>{2, 3}));
+  EXPECT_EQ(values_of(view.strides), (std::vector<std::int64_t>{3, 1}));
+  const float constants[2] = {1, 2};
+  EXPECT_EQ(TensorView(std::span(constants), {2}).dtype, DType::kFloat32);
+  EXPECT_FALSE(TensorView(std::span<float>(), {0, 3}).absent());
+  using Constants = std::span<const float>;
+  EXPECT_FALSE((std::is_constructible_v<MutableTensorView, Constants, Extents>));
+  EXPECT_FALSE((std::is_constructible_v<TensorView, std::span<int>, Extents>));
+  EXPECT_EQ(
+      thrown_text<InvalidArgument>([&] { const TensorView other{std::span(values), {2, 2}}; }),
+      "values: got a span of 6 elements, expected 4");
+}
+
+/// The part of std::mdspan's interface that views need.
+template <class T>
+struct Mdspan {
+  using value_type = std::remove_const_t<T>;
+  T* data;
+  static constexpr std::size_t rank() { return 2; }
+  T* data_handle() const { return data; }
+  int extent(std::size_t axis) const { return axis == 0 ? 2 : 3; }
+  int stride(std::size_t axis) const { return axis == 0 ? 1 : 2; }
+};
+
+TEST(TensorView, IsMadeOfAnMdspan) {
+  float values[6] = {};
+  const MutableTensorView view = Mdspan<float>{values};
+  EXPECT_EQ(view.data, values);
+  EXPECT_EQ(view.dtype, DType::kFloat32);
+  EXPECT_EQ(values_of(view.sizes), (std::vector<std::int64_t>{2, 3}));
+  EXPECT_EQ(values_of(view.strides), (std::vector<std::int64_t>{1, 2}));
+  EXPECT_TRUE((std::is_convertible_v<Mdspan<const double>, TensorView>));
+  EXPECT_FALSE((std::is_convertible_v<Mdspan<const double>, MutableTensorView>));
+  EXPECT_FALSE((std::is_convertible_v<Mdspan<int>, TensorView>));
+}
+
+}  // namespace
+}  // namespace syncbn
