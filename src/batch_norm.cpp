@@ -258,7 +258,7 @@ void batch_norm_forward(const TensorView& x, const MaskView& mask, const TensorV
   double* const rstd = statistics.rstd.data();
   std::uint8_t* const bits =
       statistics.activation_mask.empty() ? nullptr : statistics.activation_mask.data();
-  if (welford) {
+  if (gathered.has_value()) {
     gathered->merge(statistics, call, communicator);
     normalize(x, mask, mean, rstd, weight, bias, residual, y, bits, options.activation, execution);
   } else if (sum.has_value()) {

@@ -116,18 +116,16 @@ void VectorSums::run(SumsSink& sink, Executor& executor) const {
     });
     return;
   }
-  // Memory of this thread, where it ends, so that each thread has its own again in the next call.
-  const Format& format = format_of(u_->dtype);
-  const ScratchArray<std::optional<Scratch>> memory(static_cast<std::size_t>(pieces));
-  const ScratchArray<std::optional<Windows>> windows(memory.size());
-  for (std::optional<Scratch>& of_piece : memory) {
-    of_piece.emplace(Windows::bytes(format, u_->channels));
+  // Made and ended on this thread, which keeps their memory for the next call.
+  const ScratchArray<std::optional<Windows>> owned(static_cast<std::size_t>(pieces));
+  const ScratchArray<Windows*> windows(owned.size());
+  for (std::size_t i = 0; i < windows.size(); ++i) {
+    windows[i] = &owned[i].emplace(format_of(u_->dtype), u_->channels);
   }
   executor.parallel_for(0, pieces, 1, [&](std::int64_t begin, std::int64_t end) {
     const FloatEnvironment environment;
-    for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
-      sum(share(static_cast<std::int64_t>(i)), nullptr,
-          windows[i].emplace(format, u_->channels, std::move(*memory[i])));
+    for (std::int64_t i = begin; i < end; ++i) {
+      sum(share(i), nullptr, *windows[static_cast<std::size_t>(i)]);
     }
   });
   const FloatEnvironment environment;

@@ -75,22 +75,13 @@ void limbs_to_digits(__int128 limbs, int position, std::int64_t* digits) {
 
 }  // namespace
 
-namespace {
-
-std::int64_t padded(std::int64_t channels) {
-  return (channels + kChannelPadding - 1) / kChannelPadding * kChannelPadding;
-}
-
-}  // namespace
-
 /// Ten arrays of 8-byte entries, the slots, an array of 4-byte entries and one of bytes.
-std::size_t Windows::bytes(const Format& format, std::int64_t channels) {
-  return static_cast<std::size_t>(padded(channels)) *
-         (10 * 8 + 8 * static_cast<std::size_t>(format.slots() + 1) + 4 + 1);
-}
-
-Windows::Windows(const Format& format, std::int64_t channels, Scratch memory)
-    : format_(format), channels_(channels), padded_(padded(channels)), storage_(std::move(memory)) {
+Windows::Windows(const Format& format, std::int64_t channels)
+    : format_(format),
+      channels_(channels),
+      padded_((channels + kChannelPadding - 1) / kChannelPadding * kChannelPadding),
+      storage_(static_cast<std::size_t>(padded_) *
+               (10 * 8 + 8 * static_cast<std::size_t>(format.slots() + 1) + 4 + 1)) {
   const auto n = static_cast<std::size_t>(padded_);
   auto* next = static_cast<std::byte*>(storage_.data());
   for (int k = 0; k < 2; ++k) {

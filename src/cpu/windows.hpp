@@ -50,11 +50,7 @@ struct WindowPlace {
 
 class Windows {
  public:
-  Windows(const Format& format, std::int64_t channels)
-      : Windows(format, channels, Scratch(bytes(format, channels))) {}
-  /// In this memory, of so many bytes.
-  Windows(const Format& format, std::int64_t channels, Scratch memory);
-  static std::size_t bytes(const Format& format, std::int64_t channels);
+  Windows(const Format& format, std::int64_t channels);
 
   WindowArrays& arrays() { return arrays_; }
   std::int64_t channels() const { return channels_; }

@@ -117,10 +117,11 @@ std::int64_t load_shared(const std::int64_t* address, const Order& order,
     pause();
   }
   std::int64_t value = *address;
-  if (machine->memory.has_value()) {
+  std::optional<Observer>& observer = current->observer;
+  if (machine->memory.has_value() && observer.has_value()) {
     std::uint64_t got = 0;
-    if (machine->memory->read(*current->observer, reinterpret_cast<std::uintptr_t>(address),
-                              sizeof(value), order, &got)) {
+    if (machine->memory->read(*observer, reinterpret_cast<std::uintptr_t>(address), sizeof(value),
+                              order, &got)) {
       refuse_race("reads", at);
     }
     value = static_cast<std::int64_t>(got);
@@ -134,13 +135,14 @@ void store_shared(std::int64_t* address, std::int64_t value, const Order& order,
   if (order.strong) {
     pause();
   }
-  if (!machine->memory.has_value()) {
+  std::optional<Observer>& observer = current->observer;
+  if (!machine->memory.has_value() || !observer.has_value()) {
     *address = value;
     return;
   }
   (void)*static_cast<const volatile std::int64_t*>(address);  // for the address sanitizer
-  if (machine->memory->write(*current->observer, reinterpret_cast<std::uintptr_t>(address),
-                             sizeof(value), order, static_cast<std::uint64_t>(value))) {
+  if (machine->memory->write(*observer, reinterpret_cast<std::uintptr_t>(address), sizeof(value),
+                             order, static_cast<std::uint64_t>(value))) {
     refuse_race("writes", at);
   }
 }

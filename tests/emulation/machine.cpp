@@ -32,7 +32,9 @@ void run_thread(void* argument) {
 void share_knowledge(std::vector<Thread>& threads, unsigned first, unsigned count) {
   std::vector<Observer*> all;
   for (unsigned i = first; i < first + count; ++i) {
-    all.push_back(&*threads[i].observer);
+    if (std::optional<Observer>& observer = threads[i].observer; observer.has_value()) {
+      all.push_back(&*observer);
+    }
   }
   WeakMemory::barrier(all);
 }
