@@ -100,7 +100,7 @@ def test_cmake_builds_against_the_installed_package(tmp_path: Path) -> None:
     source = str(PROJECT / "tests" / "install")
     define = f"-Dsyncbn_DIR={package.stdout.strip()}"
     run = functools.partial(subprocess.run, check=True, timeout=120)
-    run([cmake, "-S", source, "-B", build, define])
+    run([cmake, "-S", source, "-B", build, define, "-DLIBRARY_TYPE=SHARED_LIBRARY"])
     run([cmake, "--build", build])
     run([ctest, "--test-dir", build, "--output-on-failure", "--no-tests=error"])
 
