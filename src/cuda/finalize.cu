@@ -87,11 +87,8 @@ gradients_kernel(const std::int64_t* merged, int ranks, const std::int64_t* own,
         gradients = finalize_gradients_of<T>((pass == 0 ? merged : own) + at, mean[c], rstd[c]);
       }
       if (pass == 0 && writes) {
-        const Coefficients k =
-            coefficients_of(gradients, weight.get(c), rstd[c], valid ? count : 1);
-        coefficients[c] = k.c1;
-        coefficients[channels + c] = k.c2;
-        coefficients[2 * channels + c] = k.c3;
+        store_coefficients(coefficients_of(gradients, weight.get(c), rstd[c], valid ? count : 1),
+                           coefficients, c, channels);
       }
     }
     if (writes) {

@@ -72,10 +72,8 @@ exchange_gradients_kernel(const PeerGroup group, const std::int64_t* message, bo
             gradients = finalize_gradients_of<T>(pass == 0 ? words : own, mean[c], rstd[c]);
           }
           if (pass == 0 && writes) {
-            const Coefficients k = coefficients_of(gradients, weight.get(c), rstd[c], count);
-            coefficients[c] = k.c1;
-            coefficients[channels + c] = k.c2;
-            coefficients[2 * channels + c] = k.c3;
+            store_coefficients(coefficients_of(gradients, weight.get(c), rstd[c], count),
+                               coefficients, c, channels);
           }
         }
         if (writes) {

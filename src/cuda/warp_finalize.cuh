@@ -163,4 +163,12 @@ SYNCBN_DEVICE ChannelGradients finalize_gradients_of(const std::int64_t* words, 
   }
 }
 
+/// c1, c2 and c3 of all channels follow one another.
+SYNCBN_DEVICE void store_coefficients(const Coefficients& k, double* coefficients, std::int64_t c,
+                                      std::int64_t channels) {
+  coefficients[c] = k.c1;
+  coefficients[channels + c] = k.c2;
+  coefficients[2 * channels + c] = k.c3;
+}
+
 }  // namespace syncbn::cuda

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "emulator.hpp"
+#include "on_cuda.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/slots.hpp"
 #include "support.hpp"
@@ -33,12 +34,6 @@ constexpr std::int64_t k31 = (std::int64_t{1} << 31) + 64;
 constexpr std::int64_t k32 = (std::int64_t{1} << 32) + 64;
 
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-template <class View>
-View on_cuda(View view) {
-  view.device = Device::kCuda;
-  return view;
-}
 
 /// How a tensor lies in memory, and which part of it is looked at: samples and elements of planes
 /// from these on, all channels.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "emulator.hpp"
+#include "on_cuda.hpp"
 #include "support.hpp"
 #include "syncbn/cuda_batch_norm.hpp"
 #include "syncbn/cuda_passes.hpp"
@@ -29,12 +30,6 @@ using testing::Tensor;
 using testing::thrown_text;
 using Words = std::vector<std::int64_t>;
 using Doubles = std::vector<double>;
-
-template <class View>
-View on_cuda(View view) {
-  view.device = Device::kCuda;
-  return view;
-}
 
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 

@@ -10,6 +10,7 @@
 
 #include "cuda/divisor.cuh"
 #include "emulator.hpp"
+#include "on_cuda.hpp"
 #include "support.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/error.hpp"
@@ -32,12 +33,6 @@ using Words = std::vector<std::int64_t>;
 using Doubles = std::vector<double>;
 
 constexpr double kEps = 1e-3;
-
-template <class View>
-View on_cuda(View view) {
-  view.device = Device::kCuda;
-  return view;
-}
 
 constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 

@@ -8,6 +8,7 @@
 
 #include "cuda/peer_exchange.hpp"
 #include "emulator.hpp"
+#include "on_cuda.hpp"
 #include "statistics/header.hpp"
 #include "support.hpp"
 #include "syncbn/executor.hpp"
@@ -24,12 +25,6 @@ constexpr double kPeerMomentum = 0.1;
 constexpr std::int64_t kForEver = std::int64_t{1} << 60;
 
 inline std::size_t at(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-template <class View>
-View on_cuda(View view) {
-  view.device = Device::kCuda;
-  return view;
-}
 
 /// What ranks agree on, and their memory.
 struct Peers {

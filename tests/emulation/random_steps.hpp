@@ -13,6 +13,7 @@
 
 #include "activation_mask.hpp"
 #include "emulator.hpp"
+#include "on_cuda.hpp"
 #include "properties.hpp"
 #include "sample_view.hpp"
 #include "statistics/dtype.hpp"
@@ -36,12 +37,6 @@ using testing::same_bits;
 using testing::Tensor;
 using Words = std::vector<std::int64_t>;
 using Doubles = std::vector<double>;
-
-template <class View>
-View on_cuda(View view) {
-  view.device = Device::kCuda;
-  return view;
-}
 
 /// A grid and an order of threads.
 struct Configuration {

@@ -1,3 +1,4 @@
+#include "on_cuda.hpp"
 #include "single_rows_cases.hpp"
 
 #include <gtest/gtest.h>
@@ -21,12 +22,6 @@ namespace {
 
 using testing::Tensor;
 using Words = std::vector<std::int64_t>;
-
-template <class View>
-View on_cuda(View view) {
-  view.device = Device::kCuda;
-  return view;
-}
 
 void expect_same_words(DType dtype, std::int64_t samples, std::int64_t channels,
                        const std::vector<double>& x_values, const std::vector<double>& dy_values,
