@@ -5,6 +5,7 @@
 
 #include "command.hpp"
 #include "emulator.hpp"
+#include "on_cuda.hpp"
 #include "support.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/executor.hpp"
@@ -61,12 +62,28 @@ class Passes {
   }
 
   void normalize() {
-    cuda::normalize(x(), {}, means_.data(), rstds_.data(), affine(), affine(), {}, out(), nullptr,
-                    activation_, {});
+    cuda::normalize({x(),
+                     {},
+                     means_.data(),
+                     rstds_.data(),
+                     affine(),
+                     affine(),
+                     {},
+                     out(),
+                     nullptr,
+                     activation_},
+                    {});
   }
   void input_gradient() {
-    cuda::input_gradient(x(), x(), {}, means_.data(), rstds_.data(), coefficients_.data(),
-                         {activation_, affine(), affine(), nullptr}, out(), {});
+    cuda::input_gradient({x(),
+                          x(),
+                          {},
+                          means_.data(),
+                          rstds_.data(),
+                          coefficients_.data(),
+                          {activation_, affine(), affine(), nullptr},
+                          out()},
+                         {});
   }
   void sums_forward() {
     Words words(dtype_, channels_);
@@ -74,9 +91,9 @@ class Passes {
   }
   void sums_backward() {
     Words words(dtype_, channels_);
-    cuda::local_gradients(x(), x(), {}, means_.data(), rstds_.data(),
-                          {activation_, affine(), affine(), nullptr}, {}, nullptr,
-                          words.message.data(), words.workspace.data(), {});
+    cuda::local_gradients(
+        {x(), x(), {}, means_.data(), rstds_.data(), {activation_, affine(), affine(), nullptr}},
+        nullptr, words.message.data(), words.workspace.data(), {});
   }
 
  private:
@@ -86,11 +103,6 @@ class Passes {
         : message(size(message_words(dtype, channels))),
           workspace(size(cuda::workspace_words(dtype, channels))) {}
   };
-  template <class View>
-  static View on_cuda(View view) {
-    view.device = Device::kCuda;
-    return view;
-  }
   TensorView x() const { return on_cuda(TensorView(x_.view())); }
   TensorView affine() const { return on_cuda(TensorView(affine_.view())); }
   MutableTensorView out() { return on_cuda(MutableTensorView(out_.view())); }

@@ -13,6 +13,7 @@
 
 #include "command.hpp"
 #include "emulator.hpp"
+#include "on_cuda.hpp"
 #include "peer_ranks.hpp"
 #include "support.hpp"
 #include "syncbn/cuda_passes.hpp"
@@ -37,11 +38,6 @@ struct Case {
   Bytes expected;
 };
 
-template <class View>
-View on_cuda(View view) {
-  view.device = Device::kCuda;
-  return view;
-}
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 Bytes bytes_of(const Tensor& tensor) {
@@ -127,8 +123,13 @@ std::vector<Case> all_cases() {
                            Tensor u = x;
                            const ActivationGradient through{{kind, 0}, {}, {}, nullptr};
                            const TensorView view = on_cuda(TensorView(x.view()));
-                           cuda::local_gradients(view, view, {}, mean.data(), mean.data(), through,
-                                                 keep ? on_cuda(u.view()) : MutableTensorView(),
+                           cuda::local_gradients({view,
+                                                  view,
+                                                  {},
+                                                  mean.data(),
+                                                  mean.data(),
+                                                  through,
+                                                  keep ? on_cuda(u.view()) : MutableTensorView()},
                                                  nullptr, words.data(), workspace.data(), {});
                            words.insert(words.end(), workspace.begin(), workspace.end());
                            const Bytes kept = bytes_of(u);
@@ -142,9 +143,17 @@ std::vector<Case> all_cases() {
           out.push_back({"normalize " + text,
                          [=] {
                            Tensor y = x;
-                           cuda::normalize(on_cuda(TensorView(x.view())), {}, mean.data(),
-                                           mean.data(), {}, {}, {}, on_cuda(y.view()), nullptr,
-                                           {kind, 0}, {});
+                           cuda::normalize({on_cuda(TensorView(x.view())),
+                                            {},
+                                            mean.data(),
+                                            mean.data(),
+                                            {},
+                                            {},
+                                            {},
+                                            on_cuda(y.view()),
+                                            nullptr,
+                                            {kind, 0}},
+                                           {});
                            return bytes_of(y);
                          },
                          {}});
