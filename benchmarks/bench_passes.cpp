@@ -119,12 +119,11 @@ void run_round(LayerPasses& layer, Executor& executor, Measured& out, bool keep,
       time(stream ? "stream" : "memcpy", [&] { copy(*to, layer.x_memory(), stream, executor); });
     }
   }
-  syncbn::BatchStatistics statistics;
   {
     const auto y = pages();
-    time("forward", [&] { statistics = layer.layer_forward(y->data(), executor); });
+    time("forward", [&] { layer.layer_forward(y->data(), executor); });
     const auto dx = pages();
-    time("backward", [&] { layer.layer_backward(statistics, dx->data(), executor); });
+    time("backward", [&] { layer.layer_backward(dx->data(), executor); });
   }
   const auto y = pages();
   layer.forward(y->data(), executor, time);

@@ -55,14 +55,9 @@ class Rank {
     }
   }
 
-  void forward(syncbn::Communicator& communicator) {
-    statistics_ = syncbn::batch_norm_forward(view(x_), {}, {}, {}, {}, view(y_), {}, {.layer = 1},
-                                             communicator, syncbn::serial_executor());
-  }
-  void backward(syncbn::Communicator& communicator) {
-    syncbn::batch_norm_backward(view(dy_), view(x_), {}, {}, {}, statistics_, view(dx_), {}, {}, {},
-                                syncbn::AffineGradients::kShare, communicator,
-                                syncbn::serial_executor());
+  void forward(syncbn::BatchNorm& layer) { layer.forward({.x = view(x_), .y = view(y_)}, saved_); }
+  void backward(syncbn::BatchNorm& layer) {
+    layer.backward({.dy = view(dy_), .x = view(x_), .dx = view(dx_)}, saved_);
   }
 
  private:
@@ -80,7 +75,7 @@ class Rank {
   Shape shape_;
   std::size_t size_;
   Pages x_, dy_, y_, dx_;
-  syncbn::BatchStatistics statistics_;
+  syncbn::Saved saved_;
 };
 
 /// All rounds of one shape, by direction and whether they exchange: until the slower one is done.
@@ -98,13 +93,14 @@ class Measurement {
  private:
   void run(const Shape& shape, int r, Clock::time_point until) {
     Rank rank(shape);
-    const auto alone = syncbn::self_communicator();
+    const syncbn::BatchNorm::Options options{.channels = shape[1], .name = "layer"};
+    syncbn::BatchNorm of_ranks(options, group_.rank(r)), alone(options);
     for (std::size_t round = 0; !done_; ++round) {
       for (const bool together : {false, true}) {
-        syncbn::Communicator& communicator = together ? group_.rank(r) : *alone;
+        syncbn::BatchNorm& layer = together ? of_ranks : alone;
         const char* of = together ? "ranks" : "alone";
-        time(r, round, std::string("forward ") + of, [&] { rank.forward(communicator); });
-        time(r, round, std::string("backward ") + of, [&] { rank.backward(communicator); });
+        time(r, round, std::string("forward ") + of, [&] { rank.forward(layer); });
+        time(r, round, std::string("backward ") + of, [&] { rank.backward(layer); });
       }
       meet();
       if (r == 0) {

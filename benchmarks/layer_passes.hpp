@@ -101,7 +101,8 @@ class LayerPasses {
         running_mean_(channels_),
         running_var_(channels_, 1.0f),
         dweight_(channels_),
-        dbias_(channels_) {
+        dbias_(channels_),
+        layer_({.channels = sizes_[1]}) {
     std::int64_t step = channels_last ? sizes_[1] : 1;
     for (std::size_t axis = sizes_.size(); axis-- > 2; step *= sizes_[axis]) {
       strides_[axis] = step;
@@ -150,14 +151,23 @@ class LayerPasses {
   }
 
   /// Both directions as a layer's caller runs them, each in one call.
-  BatchStatistics layer_forward(void* y, Executor& executor) {
-    return batch_norm_forward(x(), {}, floats(weight_), floats(bias_), {}, output(y),
-                              {floats(running_mean_), floats(running_var_)}, {}, *alone_, executor);
+  void layer_forward(void* y, Executor& executor) {
+    layer_.forward({.x = x(),
+                    .weight = floats(weight_),
+                    .bias = floats(bias_),
+                    .y = output(y),
+                    .running_mean = floats(running_mean_),
+                    .running_var = floats(running_var_)},
+                   saved_, executor);
   }
-  void layer_backward(const BatchStatistics& statistics, void* dx, Executor& executor) {
-    batch_norm_backward(dy(), x(), {}, floats(weight_), floats(bias_), statistics, output(dx),
-                        floats(dweight_), floats(dbias_), {}, AffineGradients::kShare, *alone_,
-                        executor);
+  void layer_backward(void* dx, Executor& executor) {
+    layer_.backward({.dy = dy(),
+                     .x = x(),
+                     .weight = floats(weight_),
+                     .dx = output(dx),
+                     .dweight = floats(dweight_),
+                     .dbias = floats(dbias_)},
+                    saved_, executor);
   }
 
   /// After forward. The parameters' gradients are the rank's own share, the layer's default.
@@ -166,10 +176,17 @@ class LayerPasses {
     hook("local_gradients", [&] { gradients_with({}, executor); });
     hook("finalize_gradients", [&] {
       const std::int64_t* words = message_.data() + kHeaderWords;
-      finalize_gradients(info(), words, mean_.data(), rstd_.data(), floats(weight_),
-                         coefficients_.data(), {}, {}, channels(), info().count, executor);
-      affine_gradient_shares(words, dtype_, mean_.data(), rstd_.data(), floats(dweight_),
-                             floats(dbias_), channels(), executor);
+      finalize_gradients(
+          info(), words,
+          {mean_.data(), rstd_.data(), floats(weight_), coefficients_.data(), {}, {}, channels()},
+          info().count, executor);
+      affine_gradient_shares(words, dtype_,
+                             {.mean = mean_.data(),
+                              .rstd = rstd_.data(),
+                              .dweight = floats(dweight_),
+                              .dbias = floats(dbias_),
+                              .channels = channels()},
+                             executor);
     });
     hook("input_gradient", [&] { input_gradient_with({}, dx, executor); });
   }
@@ -186,8 +203,9 @@ class LayerPasses {
     hook("normalize, leaky_relu", [&] { normalize_with(leaky, out, executor); });
     std::vector<std::uint8_t> bits(static_cast<std::size_t>(activation_mask_bytes(x())));
     hook("recover_input", [&] {
-      recover_input(output(out), mean_.data(), rstd_.data(), floats(weight_), floats(bias_),
-                    output(out), bits.data(), leaky.negative_slope, executor);
+      recover_input({output(out), mean_.data(), rstd_.data(), floats(weight_), floats(bias_),
+                     output(out), bits.data(), leaky.negative_slope},
+                    executor);
     });
   }
 
@@ -222,16 +240,33 @@ class LayerPasses {
   }
 
   void normalize_with(const Activation& activation, void* y, Executor& executor) {
-    normalize(x(), {}, mean_.data(), rstd_.data(), floats(weight_), floats(bias_), {}, output(y),
-              nullptr, activation, executor);
+    normalize({x(),
+               {},
+               mean_.data(),
+               rstd_.data(),
+               floats(weight_),
+               floats(bias_),
+               {},
+               output(y),
+               nullptr,
+               activation},
+              executor);
   }
   void gradients_with(const Activation& activation, Executor& executor) {
-    local_gradients(dy(), x(), {}, mean_.data(), rstd_.data(),
-                    {activation, floats(weight_), floats(bias_)}, {}, message_.data(), 2, executor);
+    local_gradients(
+        {dy(), x(), {}, mean_.data(), rstd_.data(), {activation, floats(weight_), floats(bias_)}},
+        message_.data(), 2, executor);
   }
   void input_gradient_with(const Activation& activation, void* dx, Executor& executor) {
-    input_gradient(dy(), x(), {}, mean_.data(), rstd_.data(), coefficients_.data(),
-                   {activation, floats(weight_), floats(bias_)}, output(dx), executor);
+    input_gradient({dy(),
+                    x(),
+                    {},
+                    mean_.data(),
+                    rstd_.data(),
+                    coefficients_.data(),
+                    {activation, floats(weight_), floats(bias_)},
+                    output(dx)},
+                   executor);
   }
 
   void fill(const Pages& pages, std::uint64_t seed, float mean) const {
@@ -268,9 +303,9 @@ class LayerPasses {
     for (const auto* values : {&mean_, &var_, &rstd_, &coefficients_}) {
       add(values->data(), 8 * values->size());
     }
-    const auto statistics = layer_forward(out, executor);
+    layer_forward(out, executor);
     add(out, bytes());
-    layer_backward(statistics, out, executor);
+    layer_backward(out, executor);
     add(out, bytes());
     for (const auto* values : {&dweight_, &dbias_}) {
       add(values->data(), 4 * values->size());
@@ -295,7 +330,8 @@ class LayerPasses {
   std::vector<float> running_var_;
   std::vector<float> dweight_;
   std::vector<float> dbias_;
-  std::unique_ptr<Communicator> alone_ = self_communicator();
+  BatchNorm layer_;
+  Saved saved_;
 };
 
 }  // namespace syncbn::bench

@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <syncbn/cuda_batch_norm.hpp>
+#include <syncbn/batch_norm.hpp>
 #include <syncbn/nccl.hpp>
 #include <thread>
 #include <vector>
@@ -38,7 +38,6 @@ std::vector<float> normalize(const std::vector<float>& x, std::int64_t first, st
   syncbn::cuda::NcclCommunicator communicator(id, rank, ranks);
   cudaStream_t handle = nullptr;
   CHECK(cudaStreamCreate(&handle));
-  const syncbn::cuda::Stream stream{handle};
 
   const std::int64_t count = (last - first) * kChannels;
   std::vector<float> part(static_cast<std::size_t>(count));
@@ -48,19 +47,16 @@ std::vector<float> normalize(const std::vector<float>& x, std::int64_t first, st
   CHECK(cudaMemcpy(in, x.data() + first * kChannels, bytes, cudaMemcpyHostToDevice));
   const std::vector<std::int64_t> shape = {last - first, kChannels};
   const std::vector<std::int64_t> strides = {kChannels, 1};
-  const syncbn::cuda::BatchStatistics statistics{
-      allocate<double>(kChannels), allocate<double>(kChannels), allocate<double>(kChannels),
-      allocate<std::int64_t>(syncbn::cuda::kInfoWords)};
-  auto* workspace =
-      allocate<std::int64_t>(syncbn::cuda::batch_norm_workspace_words(DType::kFloat32, kChannels));
   CHECK(cudaDeviceSynchronize());  // the memory is set; what follows is on another stream
 
-  syncbn::cuda::batch_norm_forward({in, DType::kFloat32, shape, strides, syncbn::Device::kCuda}, {},
-                                   {}, {}, {},
-                                   {out, DType::kFloat32, shape, strides, syncbn::Device::kCuda},
-                                   {}, statistics, {.layer = 1}, communicator, workspace, stream);
-  communicator.wait(stream);  // with a time limit, unlike cudaStreamSynchronize
-  syncbn::cuda::read_count(statistics.info, stream);  // throws if the ranks' calls did not match
+  syncbn::BatchNorm layer({.channels = kChannels, .name = "stem.bn"}, communicator);
+  syncbn::Saved saved;
+  const auto execution = syncbn::Execution::on_stream(handle);
+  layer.forward({.x = {in, DType::kFloat32, shape, strides, syncbn::Device::kCuda},
+                 .y = {out, DType::kFloat32, shape, strides, syncbn::Device::kCuda}},
+                saved, execution);
+  communicator.wait({handle});  // with a time limit, unlike cudaStreamSynchronize
+  layer.check(execution);       // throws if the ranks' calls did not match
   CHECK(cudaMemcpy(part.data(), out, bytes, cudaMemcpyDeviceToHost));
   return part;
 }

@@ -21,17 +21,22 @@ int main(void) {
     x[i] = (float)(i * i % 97) * 0.37f;
   }
 
-  /* One rank: the whole layer in one call. */
+  /* One rank: the layer. */
   const int64_t shape[2] = {SAMPLES, CHANNELS};
   const syncbn_tensor whole = {x, SYNCBN_FLOAT32, SYNCBN_CPU, 2, shape, NULL};
   const syncbn_tensor result = {y_of_one, SYNCBN_FLOAT32, SYNCBN_CPU, 2, shape, NULL};
-  syncbn_batch_norm_options options;
-  syncbn_batch_norm_options_init(&options);
-  syncbn_batch_statistics* statistics = NULL;
-  check(syncbn_batch_norm_forward(&whole, NULL, NULL, NULL, NULL, &result, NULL, NULL, NULL,
-                                  &statistics, &options, syncbn_self_communicator(), NULL));
-  printf("mean of channel 0: %.17g\n", syncbn_batch_statistics_mean(statistics)[0]);
-  syncbn_batch_statistics_destroy(statistics);
+  syncbn_batch_norm_options options = SYNCBN_BATCH_NORM_OPTIONS_INIT;
+  options.channels = CHANNELS;
+  syncbn_batch_norm* layer = NULL;
+  syncbn_saved* saved = NULL; /* for the backward */
+  check(syncbn_batch_norm_create(&options, syncbn_self_communicator(), &layer));
+  check(syncbn_saved_create(&saved));
+  const syncbn_forward_arguments forward = {
+      .struct_size = sizeof(forward), .x = &whole, .y = &result};
+  check(syncbn_batch_norm_forward(layer, &forward, saved, NULL));
+  printf("mean of channel 0: %.17g\n", syncbn_saved_mean(saved)[0]);
+  syncbn_saved_destroy(saved);
+  syncbn_batch_norm_destroy(layer);
 
   /* Three ranks: the passes, and an exchange between them. */
   const int64_t first[RANKS + 1] = {0, 10, 61, SAMPLES};

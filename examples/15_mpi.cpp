@@ -16,9 +16,11 @@ std::vector<float> normalize(const std::vector<float>& x, std::int64_t first, st
                              syncbn::Communicator& communicator) {
   const std::vector<std::int64_t> shape = {last - first, kChannels};
   std::vector<float> y(static_cast<std::size_t>((last - first) * kChannels));
-  syncbn::batch_norm_forward({x.data() + first * kChannels, syncbn::DType::kFloat32, shape}, {}, {},
-                             {}, {}, {y.data(), syncbn::DType::kFloat32, shape}, {}, {.layer = 1},
-                             communicator, syncbn::serial_executor());
+  syncbn::BatchNorm layer({.channels = kChannels, .name = "stem.bn"}, communicator);
+  syncbn::Saved saved;  // what a backward would be given
+  layer.forward({.x = {x.data() + first * kChannels, syncbn::DType::kFloat32, shape},
+                 .y = {y.data(), syncbn::DType::kFloat32, shape}},
+                saved);
   return y;
 }
 

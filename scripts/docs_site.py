@@ -1,5 +1,6 @@
 """Hooks of mkdocs.yml: the site's pages that are files of the repository's root, which are written
-once, for readers of the repository, and links to files that the site does not have."""
+once, for readers of the repository, links to files that the site does not have, and the C++
+headers."""
 
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
+CPP_REFERENCE = "cpp_reference.md"
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 CODE = re.compile(r"```.*?```", re.S)
 
@@ -39,6 +41,13 @@ def relink(text: str, page: Path) -> str:
     return "".join([*pieces, LINK.sub(replace, text[end:])])
 
 
+def on_config(config):
+    text = (ROOT / "include" / "syncbn" / "version.hpp").read_text(encoding="utf-8")
+    numbers = [re.search(rf"VERSION_{part} (\d+)", text)[1] for part in ("MAJOR", "MINOR", "PATCH")]
+    config.copyright = f"syncbn {'.'.join(numbers)}"  # in the footer of every page
+    return config
+
+
 def on_files(files, config):
     for source, page in PAGES.items():
         content = relink((ROOT / source).read_text(encoding="utf-8"), ROOT / source)
@@ -49,4 +58,13 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     if page.file.generated_by is not None:
         return markdown
-    return relink(markdown, ROOT / "docs" / page.file.src_uri)
+    text = relink(markdown, ROOT / "docs" / page.file.src_uri)
+    return text + headers(markdown) if page.file.src_uri == CPP_REFERENCE else text
+
+
+def headers(markdown: str) -> str:
+    """The text of all headers that the page links to, in its order."""
+    return "".join(
+        f"\n### {name}\n\n```cpp\n{(ROOT / path).read_text(encoding='utf-8')}```\n"
+        for name, path in re.findall(r"\[`(syncbn/\w+\.hpp)`\]\(\.\./([^)]+)\)", markdown)
+    )

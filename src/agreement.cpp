@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <cstring>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "comm/rank_texts.hpp"
 #include "statistics/activation.hpp"
 #include "statistics/header.hpp"
 #include "statistics/scalar.hpp"
@@ -64,56 +67,88 @@ constexpr std::array<Field, 11> kFields = {{
     {"residual", residual_text},
     {"forward's fingerprint", number_text},
 }};
+constexpr std::size_t kLayerField = 0;
+constexpr std::size_t kDirectionField = 2;
 constexpr std::size_t kDtypeField = 4;
+constexpr std::size_t kForwardField = 10;
+/// The layer's name follows the fields; of a longer one its end, which differs sooner.
+constexpr std::size_t kNameBytes = 128;
+constexpr std::size_t kWords = kFields.size() + kNameBytes / sizeof(std::int64_t);
 
-using Words = std::array<std::int64_t, kFields.size()>;
-
-Words words_of(const AgreedCall& call) {
-  const BatchNormOptions none;
-  const BatchNormOptions& options = call.options == nullptr ? none : *call.options;
+void write_words(const AgreedCall& call, std::int64_t* to) {
+  const BatchNorm::Options& options = *call.options;
   const Activation& activation = options.activation;
   const bool scaled = traits_of(activation.kind).scaled;
-  return {static_cast<std::int64_t>(call.layer),
-          static_cast<std::int64_t>(call.call),
-          static_cast<std::int64_t>(call.direction),
-          call.channels,
-          call.elements ? static_cast<std::int64_t>(call.dtype) : -1,
-          bit_copy<std::int64_t>(options.eps + 0.0),
-          static_cast<std::int64_t>(activation.kind),
-          bit_copy<std::int64_t>(scaled ? activation.negative_slope + 0.0 : 0.0),
-          static_cast<std::int64_t>(options.statistics),
-          std::int64_t{call.residual},
-          std::int64_t{call.forward}};
+  const std::array<std::int64_t, kFields.size()> fields = {
+      static_cast<std::int64_t>(call.layer),
+      static_cast<std::int64_t>(call.call),
+      static_cast<std::int64_t>(call.direction),
+      call.channels,
+      call.elements ? static_cast<std::int64_t>(call.dtype) : -1,
+      bit_copy<std::int64_t>(options.eps + 0.0),
+      static_cast<std::int64_t>(activation.kind),
+      bit_copy<std::int64_t>(scaled ? activation.negative_slope + 0.0 : 0.0),
+      static_cast<std::int64_t>(options.statistics),
+      std::int64_t{call.residual},
+      std::int64_t{call.forward}};
+  std::copy(fields.begin(), fields.end(), to);
+  const std::size_t length = std::min(call.name.size(), kNameBytes);
+  std::memcpy(to + fields.size(), call.name.data() + (call.name.size() - length), length);
 }
 
-/// "1e-05 on rank 0, 1e-06 on rank 1"; empty if all ranks have one value.
-std::string difference(const Field& field, std::size_t at, const std::vector<std::int64_t>& words,
-                       bool any_fits) {
-  std::vector<std::pair<std::int64_t, std::string>> ranks;  // in the order of their first rank
-  for (std::size_t i = at, rank = 0; i < words.size(); i += kFields.size(), ++rank) {
-    if (any_fits && words[i] < 0) {
-      continue;
+/// What the ranks do, kWords words each.
+class Ranks {
+ public:
+  explicit Ranks(std::vector<std::int64_t> words) : words_(std::move(words)) {}
+
+  /// "eps: 1e-05 on rank 0, 1e-06 on ranks 1, 2"; empty if all ranks have one value. Notes the
+  /// ranks that differ from the first one.
+  std::string difference(std::size_t field) {
+    std::vector<std::vector<int>> groups;  // ranks of one value
+    for (std::size_t rank = 0; rank * kWords < words_.size(); ++rank) {
+      if (field == kDtypeField && word(rank, field) < 0) {  // without samples any dtype fits
+        continue;
+      }
+      const auto found = std::find_if(groups.begin(), groups.end(), [&](const auto& group) {
+        return word(static_cast<std::size_t>(group.front()), field) == word(rank, field);
+      });
+      const auto number = static_cast<int>(rank);
+      if (found == groups.end()) {
+        groups.push_back({number});
+      } else {
+        found->push_back(number);
+      }
     }
-    const auto same = [&](const auto& one) { return one.first == words[i]; };
-    const auto found = std::find_if(ranks.begin(), ranks.end(), same);
-    if (found == ranks.end()) {
-      ranks.emplace_back(words[i], std::to_string(rank));
-    } else {
-      found->second += ", " + std::to_string(rank);
+    std::string all;
+    for (std::size_t i = 0; i < groups.size() && groups.size() > 1; ++i) {
+      all += i == 0 ? std::string(kFields[field].name) + ": " : ", ";
+      all += text(static_cast<std::size_t>(groups[i].front()), field);
+      all += " on " + rank_list(groups[i]);
+      if (i > 0) {
+        odd_.insert(groups[i].begin(), groups[i].end());
+      }
     }
+    return all;
   }
-  if (ranks.size() < 2) {
-    return {};
+
+  std::vector<int> odd() const { return {odd_.begin(), odd_.end()}; }
+
+ private:
+  std::int64_t word(std::size_t rank, std::size_t field) const {
+    return words_[rank * kWords + field];
   }
-  std::string all = std::string(field.name) + ": ";
-  const char* separator = "";
-  for (const auto& [word, of_word] : ranks) {
-    const bool several = of_word.find(',') != std::string::npos;
-    all += separator + field.text(word) + (several ? " on ranks " : " on rank ") + of_word;
-    separator = ", ";
+  std::string text(std::size_t rank, std::size_t field) const {
+    const std::int64_t* of_rank = words_.data() + rank * kWords;
+    if (field != kLayerField) {
+      return kFields[field].text(of_rank[field]);
+    }
+    const auto* name = reinterpret_cast<const char*>(of_rank + kFields.size());
+    return {name, strnlen(name, kNameBytes)};
   }
-  return all;
-}
+
+  std::vector<std::int64_t> words_;
+  std::set<int> odd_;
+};
 
 }  // namespace
 
@@ -142,22 +177,26 @@ void check_agreement(const MessageInfo& info, const AgreedCall& own, Communicato
     return;
   }
   // Each rank's words in a place of their own: every communicator has a sum.
-  std::vector<std::int64_t> words(kFields.size() * static_cast<std::size_t>(communicator.size()));
-  const Words mine = words_of(own);
-  std::copy(mine.begin(), mine.end(),
-            words.begin() + static_cast<std::ptrdiff_t>(kFields.size()) * communicator.rank());
+  std::vector<std::int64_t> words(kWords * static_cast<std::size_t>(communicator.size()));
+  write_words(own, words.data() + kWords * static_cast<std::size_t>(communicator.rank()));
   communicator.all_reduce_sum(words);
+  Ranks ranks(std::move(words));
   std::string text = "rank " + std::to_string(communicator.rank()) + " of " +
                      std::to_string(communicator.size()) + ": the ranks did not make the same call";
   const char* separator = ": ";
-  for (std::size_t i = 0; i < kFields.size(); ++i) {
-    const std::string differs = difference(kFields[i], i, words, i == kDtypeField);
+  bool both_ways = false;
+  for (std::size_t field = 0; field < kFields.size(); ++field) {
+    if (field == kForwardField && both_ways) {  // a forward has none
+      continue;
+    }
+    const std::string differs = ranks.difference(field);
     if (!differs.empty()) {
       text += separator + differs;
       separator = "; ";
+      both_ways = both_ways || field == kDirectionField;
     }
   }
-  throw DivergenceError(text);
+  throw DivergenceError(text, ranks.odd());
 }
 
 }  // namespace syncbn

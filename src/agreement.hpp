@@ -1,18 +1,19 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 #include "syncbn/batch_norm.hpp"
 
 // What the ranks of a group must have in common, and what they say when they do not.
 namespace syncbn {
 
-/// One rank's call of a layer. dtype and options: of a forward. forward: of a backward, the
-/// forward's fingerprint.
+/// One rank's call of a layer. forward: of a backward, the forward's fingerprint.
 struct AgreedCall {
-  const BatchNormOptions* options = nullptr;
+  const BatchNorm::Options* options = nullptr;
   Direction direction = Direction::kForward;
-  std::uint64_t layer = 0;
+  std::string_view name;
+  std::uint64_t layer = 0;  ///< its number, from the name
   std::uint64_t call = 0;
   std::int64_t channels = 0;
   DType dtype = DType::kFloat32;

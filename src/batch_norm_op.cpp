@@ -124,7 +124,7 @@ std::vector<double> updated(const TensorView& estimate, const std::vector<double
 
 /// The statistics of these estimates.
 void use_estimates(const std::vector<double>& mean, const std::vector<double>& var, double epsilon,
-                   BatchStatistics& statistics) {
+                   BatchNormOpStatistics& statistics) {
   const cpu::FloatEnvironment environment;
   statistics.mean = mean;
   statistics.var = var;
@@ -136,9 +136,9 @@ void use_estimates(const std::vector<double>& mean, const std::vector<double>& v
 
 /// What a training step saves; made before y, and written after it, so that a step that fails has
 /// changed no estimate.
-struct Saved {
-  Saved(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
-        const BatchNormOpAttributes& attributes, const BatchStatistics& batch)
+struct Updates {
+  Updates(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
+          const BatchNormOpAttributes& attributes, const BatchNormOpStatistics& batch)
       : batch_mean(batch.mean), batch_var(batch.var) {
     const cpu::FloatEnvironment environment;
     mean = updated(inputs.estimated_mean, batch.mean, batch.count, inputs.batches,
@@ -159,15 +159,22 @@ struct Saved {
   std::int64_t batches = 0;
 };
 
-BatchStatistics infer(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
-                      const BatchNormOpAttributes& attributes, const Execution& execution) {
-  BatchStatistics statistics;
+BatchNormOpStatistics infer(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
+                            const BatchNormOpAttributes& attributes, const Execution& execution) {
+  BatchNormOpStatistics statistics;
   const std::int64_t channels = inputs.x.sizes[1];
   use_estimates(channel_values(inputs.estimated_mean, channels, 0.0),
                 channel_values(inputs.estimated_var, channels, 1.0), attributes.epsilon,
                 statistics);
-  normalize(inputs.x, {}, statistics.mean.data(), statistics.rstd.data(), inputs.scale, inputs.bias,
-            {}, outputs.y, nullptr, {}, execution);
+  normalize({inputs.x,
+             {},
+             statistics.mean.data(),
+             statistics.rstd.data(),
+             inputs.scale,
+             inputs.bias,
+             {},
+             outputs.y},
+            execution);
   store(outputs.batch_mean, statistics.mean);
   store(outputs.batch_var, statistics.var);
   store(outputs.saved_mean, statistics.mean);
@@ -178,16 +185,17 @@ BatchStatistics infer(const BatchNormOpInputs& inputs, const BatchNormOpOutputs&
 
 }  // namespace
 
-BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
-                              const BatchNormOpAttributes& attributes, const Exchange& exchange,
-                              const Execution& execution) {
+BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
+                                    const BatchNormOpOutputs& outputs,
+                                    const BatchNormOpAttributes& attributes,
+                                    const Exchange& exchange, const Execution& execution) {
   check_forward(inputs, outputs, attributes);
   if (attributes.is_infer) {
     return infer(inputs, outputs, attributes, execution);
   }
   const std::int64_t channels = inputs.x.sizes[1];
   const auto size = static_cast<std::size_t>(channels);
-  BatchStatistics statistics;
+  BatchNormOpStatistics statistics;
   statistics.mean.resize(size);
   statistics.var.resize(size);
   statistics.rstd.resize(size);
@@ -200,19 +208,27 @@ BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs, const BatchNormOp
   finalize_moments(info, message.data() + kHeaderWords, statistics.mean.data(),
                    statistics.var.data(), statistics.rstd.data(), channels, attributes.epsilon,
                    execution);
-  const Saved saved(inputs, outputs, attributes, statistics);
+  const Updates saved(inputs, outputs, attributes, statistics);
   if (attributes.use_global_est) {
     use_estimates(saved.mean, saved.var, attributes.epsilon, statistics);
   }
-  normalize(inputs.x, {}, statistics.mean.data(), statistics.rstd.data(), inputs.scale, inputs.bias,
-            {}, outputs.y, nullptr, {}, execution);
+  normalize({inputs.x,
+             {},
+             statistics.mean.data(),
+             statistics.rstd.data(),
+             inputs.scale,
+             inputs.bias,
+             {},
+             outputs.y},
+            execution);
   saved.write(outputs);
   return statistics;
 }
 
-BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
-                              const BatchNormOpAttributes& attributes, Communicator& communicator,
-                              const Execution& execution) {
+BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
+                                    const BatchNormOpOutputs& outputs,
+                                    const BatchNormOpAttributes& attributes,
+                                    Communicator& communicator, const Execution& execution) {
   if (attributes.is_infer) {  // nobody waits for this rank
     return batch_norm_op(inputs, outputs, attributes, Exchange(), execution);
   }
@@ -223,7 +239,7 @@ BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs, const BatchNormOp
 }
 
 void batch_norm_op_backward(const TensorView& dy, const TensorView& x, const TensorView& scale,
-                            const BatchStatistics& statistics,
+                            const BatchNormOpStatistics& statistics,
                             const BatchNormOpAttributes& attributes, const MutableTensorView& dx,
                             const MutableTensorView& dscale, const MutableTensorView& dbias,
                             const Exchange& exchange, const Execution& execution) {
@@ -249,7 +265,7 @@ void batch_norm_op_backward(const TensorView& dy, const TensorView& x, const Ten
   const double* mean = statistics.mean.data();
   const double* rstd = statistics.rstd.data();
   std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
-  local_gradients(dy, x, {}, mean, rstd, {}, {}, message.data(),
+  local_gradients({dy, x, {}, mean, rstd}, message.data(),
                   backward_fingerprint(statistics.fingerprint), execution);
   const std::vector<std::int64_t> own = message;
   std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
@@ -264,16 +280,19 @@ void batch_norm_op_backward(const TensorView& dy, const TensorView& x, const Ten
                             " elements per channel, forward had " +
                             std::to_string(statistics.count));
     }
-    finalize_gradients(info, message.data() + kHeaderWords, mean, rstd, scale, coefficients.data(),
-                       {}, {}, channels, statistics.count, execution);
-    input_gradient(dy, x, {}, mean, rstd, coefficients.data(), {}, dx, execution);
+    finalize_gradients(info, message.data() + kHeaderWords,
+                       {mean, rstd, scale, coefficients.data(), {}, {}, channels}, statistics.count,
+                       execution);
+    input_gradient({dy, x, {}, mean, rstd, coefficients.data(), {}, dx}, execution);
   }
-  affine_gradient_shares(own.data() + kHeaderWords, x.dtype, mean, rstd, dscale, dbias, channels,
-                         execution);
+  affine_gradient_shares(
+      own.data() + kHeaderWords, x.dtype,
+      {.mean = mean, .rstd = rstd, .dweight = dscale, .dbias = dbias, .channels = channels},
+      execution);
 }
 
 void batch_norm_op_backward(const TensorView& dy, const TensorView& x, const TensorView& scale,
-                            const BatchStatistics& statistics,
+                            const BatchNormOpStatistics& statistics,
                             const BatchNormOpAttributes& attributes, const MutableTensorView& dx,
                             const MutableTensorView& dscale, const MutableTensorView& dbias,
                             Communicator& communicator, const Execution& execution) {

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <new>
 #include <string>
 
 #include "checks.hpp"
@@ -19,8 +18,8 @@ struct syncbn_executor {
 // C arguments as those of the C++ interface, and exceptions as codes.
 namespace syncbn::c_api {
 
-/// Keeps the text for syncbn_last_error and returns the code.
-SYNCBN_API syncbn_status fail(syncbn_status status, const char* text) noexcept;
+/// Keeps the exception that is being handled for syncbn_last_error, and returns its code.
+SYNCBN_API syncbn_status keep_exception() noexcept;
 
 /// What the caller's function threw over the border: nothing for SYNCBN_OK, else the exception that
 /// stands for its code, with the text that it left or one that names the function.
@@ -39,22 +38,8 @@ syncbn_status guarded(const Body& body) noexcept {
   try {
     body();
     return SYNCBN_OK;
-  } catch (const InvalidArgument& error) {
-    return fail(SYNCBN_INVALID_ARGUMENT, error.what());
-  } catch (const DivergenceError& error) {
-    return fail(SYNCBN_DIVERGENCE, error.what());
-  } catch (const ExchangeTimeout& error) {
-    return fail(SYNCBN_TIMEOUT, error.what());
-  } catch (const PeerLost& error) {
-    return fail(SYNCBN_PEER_LOST, error.what());
-  } catch (const Unavailable& error) {
-    return fail(SYNCBN_UNAVAILABLE, error.what());
-  } catch (const std::bad_alloc&) {
-    return fail(SYNCBN_OUT_OF_MEMORY, "out of memory");
-  } catch (const std::exception& error) {
-    return fail(SYNCBN_ERROR, error.what());
   } catch (...) {
-    return fail(SYNCBN_ERROR, "an exception of an unknown type");
+    return keep_exception();
   }
 }
 
@@ -68,6 +53,19 @@ T& required(const char* name, T* pointer) {
     refuse(name, "NULL", "a pointer");
   }
   return *pointer;
+}
+
+/// A struct that begins with its size. A library with more members than the program knows reads the
+/// missing ones as their defaults; so they are only ever appended, and not into padding.
+template <class T>
+const T& sized(const char* name, const T* given) {
+  const T& from = required(name, given);
+  if (from.struct_size != sizeof(T)) {
+    throw InvalidArgument(std::string(name) + ".struct_size: got " +
+                          std::to_string(from.struct_size) + ", expected " +
+                          std::to_string(sizeof(T)));
+  }
+  return from;
 }
 
 /// An array of `count` entries, which may be NULL if there are none.
@@ -158,7 +156,7 @@ inline Activation activation_of(const syncbn_activation& given) {
 }
 
 inline Execution execution_of(syncbn_executor* given) {
-  return given == nullptr ? Execution(serial_executor()) : Execution(*given->of_cpp);
+  return given == nullptr ? Execution() : Execution(*given->of_cpp);
 }
 
 }  // namespace syncbn::c_api

@@ -1,13 +1,16 @@
 #include "c_api_groups.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <memory>
 #include <span>
+#include <string>
 
 #include "c_api_arguments.hpp"
 #include "syncbn/shared_memory.hpp"
 
-// Groups of the C++ interface as functions that C can call.
+// Groups of the C++ interface as functions that C can call, and the other way round.
 namespace syncbn::c_api {
 namespace {
 
@@ -30,14 +33,72 @@ void leave(void* user_data, const char* reason) {
   guarded([&] { of(user_data).abandon(reason == nullptr ? "" : reason); });
 }
 
-}  // namespace
+/// A group whose exchanges are the caller's functions.
+class Callbacks final : public Communicator {
+ public:
+  explicit Callbacks(const syncbn_communicator& given) : given_(given) {
+    if (given_.size < 1 || given_.size > kMaxRanks) {
+      refuse("communicator.size", std::to_string(given_.size), "1 to 2048");
+    }
+    if (given_.rank < 0 || given_.rank >= given_.size) {
+      refuse("communicator.rank", std::to_string(given_.rank), "0 to size - 1");
+    }
+    if (given_.all_reduce_sum == nullptr) {
+      refuse("communicator.all_reduce_sum", "NULL", "a function");
+    }
+  }
+  int rank() const override { return given_.rank; }
+  int size() const override { return given_.size; }
 
-syncbn_communicator functions_of(Communicator& communicator) {
-  return {&communicator, communicator.rank(), communicator.size(), sum, gather, leave};
+  void all_reduce_sum(std::span<std::int64_t> words) override {
+    raise_unless_ok("communicator.all_reduce_sum", [&] {
+      return given_.all_reduce_sum(given_.user_data, words.data(),
+                                   static_cast<std::int64_t>(words.size()));
+    });
+  }
+  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override {
+    raise_unless_ok("communicator.all_gather", [&] {
+      return given_.all_gather(given_.user_data, in.data(), static_cast<std::int64_t>(in.size()),
+                               out.data());
+    });
+  }
+  void abandon(const std::string& reason) override {
+    if (given_.abandon != nullptr) {
+      given_.abandon(given_.user_data, reason.c_str());
+    }
+  }
+
+ private:
+  const syncbn_communicator given_;
+};
+
+std::int32_t sum_of_one(void*, std::int64_t*, std::int64_t) { return SYNCBN_OK; }
+
+std::int32_t gather_of_one(void*, const void* in, std::int64_t bytes, void* out) {
+  const auto* from = static_cast<const std::byte*>(in);
+  std::copy(from, from + bytes, static_cast<std::byte*>(out));
+  return SYNCBN_OK;
 }
 
-Communicator* communicator_of(const syncbn_communicator& functions) {
-  return functions.all_reduce_sum == sum ? &of(functions.user_data) : nullptr;
+syncbn_communicator functions_of(Communicator& communicator) {
+  return {sizeof(syncbn_communicator),
+          &communicator,
+          communicator.rank(),
+          communicator.size(),
+          sum,
+          gather,
+          leave};
+}
+
+}  // namespace
+
+std::shared_ptr<Communicator> communicator_of(const syncbn_communicator* given) {
+  const syncbn_communicator& functions = sized("communicator", given);
+  if (functions.all_reduce_sum == sum && functions.all_gather == gather &&
+      functions.abandon == leave) {
+    return {std::shared_ptr<void>(), &of(functions.user_data)};
+  }
+  return std::make_shared<Callbacks>(functions);
 }
 
 syncbn_group* group_of(std::shared_ptr<Communicator> communicator) {
@@ -90,6 +151,12 @@ syncbn_status syncbn_shared_memory_group_create(int32_t rank, int32_t size, sync
 }
 
 void syncbn_group_destroy(syncbn_group* group) { delete group; }
+
+const syncbn_communicator* syncbn_self_communicator(void) {
+  static constexpr syncbn_communicator kSelf = {
+      sizeof(syncbn_communicator), nullptr, 0, 1, sum_of_one, gather_of_one, nullptr};
+  return &kSelf;
+}
 
 const syncbn_communicator* syncbn_group_rank(const syncbn_group* group, int32_t rank) {
   if (group != nullptr) {

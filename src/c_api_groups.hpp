@@ -14,11 +14,8 @@ struct syncbn_group {
 
 namespace syncbn::c_api {
 
-/// Functions that call `communicator`, which must outlive them.
-syncbn_communicator functions_of(Communicator& communicator);
-
-/// The communicator behind such functions; null for functions of the caller's.
-Communicator* communicator_of(const syncbn_communicator& functions);
+/// The communicator behind the functions of a group of the library's; else one that calls them.
+std::shared_ptr<Communicator> communicator_of(const syncbn_communicator* given);
 
 /// A group of which this process has one rank.
 SYNCBN_API syncbn_group* group_of(std::shared_ptr<Communicator> communicator);

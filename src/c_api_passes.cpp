@@ -103,9 +103,9 @@ syncbn_status syncbn_normalize(const syncbn_tensor* x, const syncbn_mask* mask, 
     const TensorView from = samples("x", x);
     require_array("mean", mean, channels_of(from));
     require_array("rstd", rstd, channels_of(from));
-    normalize(from, mask_of(mask), mean, rstd, tensor("weight", weight), tensor("bias", bias),
-              tensor("residual", residual), samples("y", y), activation_mask,
-              activation == nullptr ? Activation() : activation_of(*activation),
+    normalize({from, mask_of(mask), mean, rstd, tensor("weight", weight), tensor("bias", bias),
+               tensor("residual", residual), samples("y", y), activation_mask,
+               activation == nullptr ? Activation() : activation_of(*activation)},
               execution_of(executor));
   });
 }
@@ -133,9 +133,9 @@ syncbn_status syncbn_local_gradients(const syncbn_tensor* dy, const syncbn_tenso
     const TensorView from = samples("x", x);
     require_array("mean", mean, channels_of(from));
     require_array("rstd", rstd, channels_of(from));
-    local_gradients(samples("dy", dy), from, mask_of(mask), mean, rstd, through_of(through),
-                    tensor("u", u), &required("message", message), fingerprint,
-                    execution_of(executor));
+    local_gradients(
+        {samples("dy", dy), from, mask_of(mask), mean, rstd, through_of(through), tensor("u", u)},
+        &required("message", message), fingerprint, execution_of(executor));
   });
 }
 
@@ -151,9 +151,10 @@ syncbn_status syncbn_finalize_gradients(const syncbn_message_info* info, const i
     require_array("mean", mean, channels);
     require_array("rstd", rstd, channels);
     require_array("coefficients", coefficients, channels);
-    finalize_gradients(info_of(info), words, mean, rstd, tensor("weight", weight), coefficients,
-                       tensor("dweight", dweight), tensor("dbias", dbias), channels, count,
-                       execution_of(executor));
+    finalize_gradients(info_of(info), words,
+                       {mean, rstd, tensor("weight", weight), coefficients,
+                        tensor("dweight", dweight), tensor("dbias", dbias), channels},
+                       count, execution_of(executor));
   });
 }
 
@@ -166,8 +167,13 @@ syncbn_status syncbn_affine_gradient_shares(const int64_t* words, int32_t dtype,
     require_array("words", words, channels);
     require_array("mean", mean, channels);
     require_array("rstd", rstd, channels);
-    affine_gradient_shares(words, dtype_of("dtype", dtype), mean, rstd, tensor("dweight", dweight),
-                           tensor("dbias", dbias), channels, execution_of(executor));
+    affine_gradient_shares(words, dtype_of("dtype", dtype),
+                           {.mean = mean,
+                            .rstd = rstd,
+                            .dweight = tensor("dweight", dweight),
+                            .dbias = tensor("dbias", dbias),
+                            .channels = channels},
+                           execution_of(executor));
   });
 }
 
@@ -181,8 +187,9 @@ syncbn_status syncbn_input_gradient(const syncbn_tensor* dy, const syncbn_tensor
     require_array("mean", mean, channels_of(from));
     require_array("rstd", rstd, channels_of(from));
     require_array("coefficients", coefficients, channels_of(from));
-    input_gradient(samples("dy", dy), from, mask_of(mask), mean, rstd, coefficients,
-                   through_of(through), samples("dx", dx), execution_of(executor));
+    input_gradient({samples("dy", dy), from, mask_of(mask), mean, rstd, coefficients,
+                    through_of(through), samples("dx", dx)},
+                   execution_of(executor));
   });
 }
 
@@ -195,8 +202,9 @@ syncbn_status syncbn_recover_input(const syncbn_tensor* y, const double* mean, c
     require_array("mean", mean, channels_of(from));
     require_array("rstd", rstd, channels_of(from));
     require_array("activation_mask", activation_mask, activation_mask_bytes(from));
-    recover_input(from, mean, rstd, tensor("weight", weight), tensor("bias", bias), samples("x", x),
-                  activation_mask, negative_slope, execution_of(executor));
+    recover_input({from, mean, rstd, tensor("weight", weight), tensor("bias", bias),
+                   samples("x", x), activation_mask, negative_slope},
+                  execution_of(executor));
   });
 }
 

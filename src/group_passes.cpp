@@ -90,75 +90,72 @@ bool without_elements(Sums<Make>& sums, GroupSum& group, std::int64_t channels) 
 
 }  // namespace
 
-Reached forward_in_group(const TensorView& x, const MaskView& mask, const TensorView& weight,
-                         const TensorView& bias, const TensorView& residual,
-                         const MutableTensorView& y, std::uint8_t* activation_mask, double* mean,
-                         double* var, double* rstd, double eps, const Activation& activation,
-                         GroupSum& group, const Execution& execution) {
-  check_normalize(x, mask, weight, bias, residual, y, activation);
-  check_moments(mean, var, rstd, eps, x.sizes[1]);
-  check_group(group, x);
-  const SampleView samples(x, mask);
+Reached forward_in_group(const ForwardPass& p, GroupSum& group, const Execution& execution) {
+  check_normalize(p);
+  check_moments(p.mean, p.var, p.rstd, p.eps, p.x.sizes[1]);
+  check_group(group, p.x);
+  const SampleView samples(p.x, p.mask);
   const std::int64_t channels = samples.channels;
   const cpu::FloatEnvironment environment;
-  const AffineValues affine(weight, bias, channels);
-  const std::optional<SampleView> added = optional_view(residual);
+  const AffineValues affine(p.weight, p.bias, channels);
+  const std::optional<SampleView> added = optional_view(p.residual);
   const auto make = [&](std::int64_t begin, std::int64_t end) {
-    const cpu::Moments to{group.info.count, eps, mean, var, rstd};
+    const cpu::Moments to{group.info.count, p.eps, p.mean, p.var, p.rstd};
     if (to.count == 0) {
-      fill_moments(true, mean + begin, var + begin, rstd + begin, end - begin);
+      fill_moments(true, p.mean + begin, p.var + begin, p.rstd + begin, end - begin);
     } else {
       cpu::finalize(group.info.dtype, group.merged.data() + kHeaderWords, begin, end, to);
     }
   };
   Sums sums(samples, group, make);
-  const bool done = samples.empty() || channels == 0
-                        ? without_elements(sums, group, channels)
-                        : cpu::forward_in_group(
-                              samples, added ? &*added : nullptr, SampleView(y), activation_mask,
-                              affine.scale(), affine.shift(), activation, {0, eps, mean, var, rstd},
-                              group.message.data() + kHeaderWords, sums, *execution.executor);
+  const bool done =
+      samples.empty() || channels == 0
+          ? without_elements(sums, group, channels)
+          : cpu::forward_in_group(samples, added ? &*added : nullptr, SampleView(p.y),
+                                  p.activation_mask, affine.scale(), affine.shift(), p.activation,
+                                  {0, p.eps, p.mean, p.var, p.rstd},
+                                  group.message.data() + kHeaderWords, sums, *execution.executor);
   return done ? Reached::kOutput : sums.reached();
 }
 
-Reached backward_in_group(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                          const double* mean, const double* rstd, const ActivationGradient& through,
-                          const TensorView& weight, const MutableTensorView& u,
-                          const MutableTensorView& dx, const MutableTensorView& dweight,
-                          const MutableTensorView& dbias, bool share, std::int64_t count,
-                          GroupSum& group, const Execution& execution) {
-  check_gradient_inputs(dy, x, mask, through, u);
-  check_like("dx", dx, x);
-  check_output("dx", dx);
-  check_finalize_gradients(x, mean, rstd, weight, dweight, dbias);
-  check_group(group, x);
-  const SampleView samples(x, mask);
+Reached backward_in_group(const BackwardPass& p, GroupSum& group, const Execution& execution) {
+  check_gradient_inputs(p);
+  check_like("dx", p.dx, p.x);
+  check_output("dx", p.dx);
+  check_finalize_gradients(p, p.x);
+  check_group(group, p.x);
+  const SampleView samples(p.x, p.mask);
   const std::int64_t channels = samples.channels;
-  const PullbackArguments pullback(through, mean, rstd, channels);
-  const std::optional<SampleView> kept = optional_view(u);
+  const PullbackArguments pullback(p.through, p.mean, p.rstd, channels);
+  const std::optional<SampleView> kept = optional_view(p.u);
   const cpu::ScratchArray<double> coefficients(static_cast<std::size_t>(3 * channels));
   const MutableTensorView none;
-  const cpu::Gradients global{
-      count == 0 ? 1 : count, mean,    rstd, weight, coefficients.data(), share ? none : dweight,
-      share ? none : dbias,   channels};
-  const cpu::Gradients own{1, mean, rstd, {}, nullptr, dweight, dbias, channels};
+  const cpu::Gradients global{p.count == 0 ? 1 : p.count,
+                              p.mean,
+                              p.rstd,
+                              p.weight,
+                              coefficients.data(),
+                              p.share ? none : p.dweight,
+                              p.share ? none : p.dbias,
+                              channels};
+  const cpu::Gradients own{1, p.mean, p.rstd, {}, nullptr, p.dweight, p.dbias, channels};
   const auto make = [&](std::int64_t begin, std::int64_t end) {
-    if (count == 0) {
+    if (p.count == 0) {
       fill_gradients(true, global, begin, end);
     } else {
       cpu::finalize(group.info.dtype, group.merged.data() + kHeaderWords, begin, end, global);
     }
-    if (share) {
-      cpu::finalize(x.dtype, group.message.data() + kHeaderWords, begin, end, own);
+    if (p.share) {
+      cpu::finalize(p.x.dtype, group.message.data() + kHeaderWords, begin, end, own);
     }
   };
-  Sums sums(samples, group, make, count);
+  Sums sums(samples, group, make, p.count);
   const bool done =
       samples.empty() || channels == 0
           ? without_elements(sums, group, channels)
-          : cpu::backward_in_group(SampleView(dy), samples, kept ? &*kept : nullptr, SampleView(dx),
-                                   pullback.view(), global, group.message.data() + kHeaderWords,
-                                   sums, *execution.executor);
+          : cpu::backward_in_group(SampleView(p.dy), samples, kept ? &*kept : nullptr,
+                                   SampleView(p.dx), pullback.view(), global,
+                                   group.message.data() + kHeaderWords, sums, *execution.executor);
   return done ? Reached::kOutput : sums.reached();
 }
 

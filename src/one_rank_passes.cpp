@@ -37,25 +37,21 @@ MessageInfo moments_of_one_rank(const TensorView& x, const MaskView& mask, doubl
   return info;
 }
 
-MessageInfo gradients_of_one_rank(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                                  const double* mean, const double* rstd,
-                                  const ActivationGradient& through, const TensorView& weight,
-                                  const MutableTensorView& u, double* coefficients,
-                                  const MutableTensorView& dweight, const MutableTensorView& dbias,
+MessageInfo gradients_of_one_rank(const GradientSums& p, const ParameterGradients& g,
                                   std::int64_t count, const Execution& execution) {
-  check_gradient_inputs(dy, x, mask, through, u);
-  check_finalize_gradients(x, mean, rstd, weight, dweight, dbias);
-  const std::int64_t channels = x.sizes[1];
-  check_array("coefficients", coefficients, 3 * channels);
-  const SampleView samples(x, mask);
+  check_gradient_inputs(p);
+  check_finalize_gradients(g, p.x);
+  const std::int64_t channels = p.x.sizes[1];
+  check_array("coefficients", g.coefficients, 3 * channels);
+  const SampleView samples(p.x, p.mask);
   const MessageInfo info = info_of(samples);
   const bool valid = info.count == count;
-  const cpu::Gradients to{valid ? count : 1, mean,    rstd,  weight,
-                          coefficients,      dweight, dbias, channels};
+  const cpu::Gradients to{valid ? count : 1, g.mean,    g.rstd,  g.weight,
+                          g.coefficients,    g.dweight, g.dbias, channels};
   if (!samples.empty() && channels > 0) {  // u is written, whatever counts
-    const PullbackArguments pullback(through, mean, rstd, channels);
-    const std::optional<SampleView> kept = optional_view(u);
-    cpu::gradients_of_one_rank(SampleView(dy), samples, kept ? &*kept : nullptr, pullback.view(),
+    const PullbackArguments pullback(p.through, p.mean, p.rstd, channels);
+    const std::optional<SampleView> kept = optional_view(p.u);
+    cpu::gradients_of_one_rank(SampleView(p.dy), samples, kept ? &*kept : nullptr, pullback.view(),
                                to, *execution.executor);
   }
   if (!valid || count == 0) {
@@ -64,57 +60,53 @@ MessageInfo gradients_of_one_rank(const TensorView& dy, const TensorView& x, con
   return info;
 }
 
-MessageInfo forward_of_one_rank(const TensorView& x, const MaskView& mask, const TensorView& weight,
-                                const TensorView& bias, const TensorView& residual,
-                                const MutableTensorView& y, std::uint8_t* activation_mask,
-                                double* mean, double* var, double* rstd, double eps,
-                                const Activation& activation, const Execution& execution) {
-  check_normalize(x, mask, weight, bias, residual, y, activation);
-  check_moments(mean, var, rstd, eps, x.sizes[1]);
-  const SampleView samples(x, mask);
+MessageInfo forward_of_one_rank(const ForwardPass& p, const Execution& execution) {
+  check_normalize(p);
+  check_moments(p.mean, p.var, p.rstd, p.eps, p.x.sizes[1]);
+  const SampleView samples(p.x, p.mask);
   const std::int64_t channels = samples.channels;
   const MessageInfo info = info_of(samples);
   if (info.count == 0) {  // what y becomes then, the pass alone knows
-    fill_moments(true, mean, var, rstd, channels);
-    normalize(x, mask, mean, rstd, weight, bias, residual, y, activation_mask, activation,
+    fill_moments(true, p.mean, p.var, p.rstd, channels);
+    normalize({p.x, p.mask, p.mean, p.rstd, p.weight, p.bias, p.residual, p.y, p.activation_mask,
+               p.activation},
               execution);
   } else if (channels > 0) {
     const cpu::FloatEnvironment environment;
-    const AffineValues affine(weight, bias, channels);
-    const std::optional<SampleView> added = optional_view(residual);
-    cpu::forward_of_one_rank(samples, added ? &*added : nullptr, SampleView(y), activation_mask,
-                             affine.scale(), affine.shift(), activation,
-                             {info.count, eps, mean, var, rstd}, *execution.executor);
+    const AffineValues affine(p.weight, p.bias, channels);
+    const std::optional<SampleView> added = optional_view(p.residual);
+    cpu::forward_of_one_rank(samples, added ? &*added : nullptr, SampleView(p.y), p.activation_mask,
+                             affine.scale(), affine.shift(), p.activation,
+                             {info.count, p.eps, p.mean, p.var, p.rstd}, *execution.executor);
   }
   return info;
 }
 
-MessageInfo backward_of_one_rank(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                                 const double* mean, const double* rstd,
-                                 const ActivationGradient& through, const TensorView& weight,
-                                 const MutableTensorView& u, const MutableTensorView& dx,
-                                 const MutableTensorView& dweight, const MutableTensorView& dbias,
-                                 std::int64_t count, const Execution& execution) {
-  check_gradient_inputs(dy, x, mask, through, u);
-  check_like("dx", dx, x);
-  check_output("dx", dx);
-  const cpu::ScratchArray<double> coefficients(static_cast<std::size_t>(3 * x.sizes[1]));
-  const SampleView samples(x, mask);
+MessageInfo backward_of_one_rank(const BackwardPass& p, const Execution& execution) {
+  check_gradient_inputs(p);
+  check_like("dx", p.dx, p.x);
+  check_output("dx", p.dx);
+  const cpu::ScratchArray<double> coefficients(static_cast<std::size_t>(3 * p.x.sizes[1]));
+  const SampleView samples(p.x, p.mask);
   const MessageInfo info = info_of(samples);
-  if (info.count != count || count == 0 || samples.channels == 0) {
-    gradients_of_one_rank(dy, x, mask, mean, rstd, through, weight, u, coefficients.data(), dweight,
-                          dbias, count, execution);
-    input_gradient(u.absent() ? dy : TensorView(u), x, mask, mean, rstd, coefficients.data(),
-                   u.absent() ? through : ActivationGradient(), dx, execution);
+  if (info.count != p.count || p.count == 0 || samples.channels == 0) {
+    gradients_of_one_rank(
+        {p.dy, p.x, p.mask, p.mean, p.rstd, p.through, p.u},
+        {p.mean, p.rstd, p.weight, coefficients.data(), p.dweight, p.dbias, samples.channels},
+        p.count, execution);
+    input_gradient({p.u.absent() ? p.dy : TensorView(p.u), p.x, p.mask, p.mean, p.rstd,
+                    coefficients.data(), p.u.absent() ? p.through : ActivationGradient(), p.dx},
+                   execution);
     return info;
   }
-  check_finalize_gradients(x, mean, rstd, weight, dweight, dbias);
-  const PullbackArguments pullback(through, mean, rstd, samples.channels);
-  const std::optional<SampleView> kept = optional_view(u);
-  cpu::backward_of_one_rank(
-      SampleView(dy), samples, kept ? &*kept : nullptr, SampleView(dx), pullback.view(),
-      {count, mean, rstd, weight, coefficients.data(), dweight, dbias, samples.channels},
-      *execution.executor);
+  check_finalize_gradients(p, p.x);
+  const PullbackArguments pullback(p.through, p.mean, p.rstd, samples.channels);
+  const std::optional<SampleView> kept = optional_view(p.u);
+  cpu::backward_of_one_rank(SampleView(p.dy), samples, kept ? &*kept : nullptr, SampleView(p.dx),
+                            pullback.view(),
+                            {p.count, p.mean, p.rstd, p.weight, coefficients.data(), p.dweight,
+                             p.dbias, samples.channels},
+                            *execution.executor);
   return info;
 }
 

@@ -56,20 +56,19 @@ inline void check_through(const ActivationGradient& through, const TensorView& x
 }
 
 /// What normalize takes, but for the statistics.
-inline void check_normalize(const TensorView& x, const MaskView& mask, const TensorView& weight,
-                            const TensorView& bias, const TensorView& residual,
-                            const MutableTensorView& y, const Activation& activation) {
-  check_samples("x", x);
-  check_mask(mask, x);
-  check_like("y", y, x);
-  check_output("y", y);
-  check_per_channel("weight", weight, x.sizes[1], x.device);
-  check_per_channel("bias", bias, x.sizes[1], x.device);
-  if (!residual.absent()) {
-    check_like("residual", residual, x);
+template <class Pass>
+void check_normalize(const Pass& p) {
+  check_samples("x", p.x);
+  check_mask(p.mask, p.x);
+  check_like("y", p.y, p.x);
+  check_output("y", p.y);
+  check_per_channel("weight", p.weight, p.x.sizes[1], p.x.device);
+  check_per_channel("bias", p.bias, p.x.sizes[1], p.x.device);
+  if (!p.residual.absent()) {
+    check_like("residual", p.residual, p.x);
   }
-  check_activation(activation);
-  check_available(x.device);
+  check_activation(p.activation);
+  check_available(p.x.device);
 }
 
 inline void check_moments(const double* mean, const double* var, const double* rstd, double eps,
@@ -81,15 +80,15 @@ inline void check_moments(const double* mean, const double* var, const double* r
 }
 
 /// What is summed in backward. u may be absent.
-inline void check_gradient_inputs(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                                  const ActivationGradient& through, const MutableTensorView& u) {
-  check_samples("x", x);
-  check_mask(mask, x);
-  check_like("dy", dy, x);
-  check_through(through, x);
-  if (!u.absent()) {
-    check_like("u", u, x);
-    check_output("u", u);
+template <class Pass>
+void check_gradient_inputs(const Pass& p) {
+  check_samples("x", p.x);
+  check_mask(p.mask, p.x);
+  check_like("dy", p.dy, p.x);
+  check_through(p.through, p.x);
+  if (!p.u.absent()) {
+    check_like("u", p.u, p.x);
+    check_output("u", p.u);
   }
 }
 
@@ -102,13 +101,12 @@ inline void check_affine(const MutableTensorView& dweight, const MutableTensorVi
 }
 
 /// What follows sums in backward.
-inline void check_finalize_gradients(const TensorView& x, const double* mean, const double* rstd,
-                                     const TensorView& weight, const MutableTensorView& dweight,
-                                     const MutableTensorView& dbias) {
+template <class Pass>
+void check_finalize_gradients(const Pass& p, const TensorView& x) {
   check_available(x.device);
-  check_normalizer(mean, rstd, x.sizes[1]);
-  check_per_channel("weight", weight, x.sizes[1], x.device);
-  check_affine(dweight, dbias, x.sizes[1]);
+  check_normalizer(p.mean, p.rstd, x.sizes[1]);
+  check_per_channel("weight", p.weight, x.sizes[1], x.device);
+  check_affine(p.dweight, p.dbias, x.sizes[1]);
 }
 
 inline std::optional<SampleView> optional_view(const TensorView& tensor) {

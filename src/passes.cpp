@@ -63,21 +63,19 @@ std::int64_t activation_mask_bytes(const TensorView& x) {
   return ActivationMaskLayout(SampleView(x)).bytes;
 }
 
-void normalize(const TensorView& x, const MaskView& mask, const double* mean, const double* rstd,
-               const TensorView& weight, const TensorView& bias, const TensorView& residual,
-               const MutableTensorView& y, std::uint8_t* activation_mask,
-               const Activation& activation, const Execution& execution) {
-  check_normalize(x, mask, weight, bias, residual, y, activation);
-  check_normalizer(mean, rstd, x.sizes[1]);
-  const SampleView from(x, mask);
+void normalize(const Normalization& p, const Execution& execution) {
+  check_normalize(p);
+  check_normalizer(p.mean, p.rstd, p.x.sizes[1]);
+  const SampleView from(p.x, p.mask);
   if (from.empty() || from.channels == 0) {
     return;
   }
   const cpu::FloatEnvironment environment;
-  const AffineValues affine(weight, bias, from.channels);
-  const std::optional<SampleView> added = optional_view(residual);
-  cpu::normalize(from, added ? &*added : nullptr, SampleView(y), activation_mask,
-                 {mean, rstd, affine.scale(), affine.shift()}, activation, *execution.executor);
+  const AffineValues affine(p.weight, p.bias, from.channels);
+  const std::optional<SampleView> added = optional_view(p.residual);
+  cpu::normalize(from, added ? &*added : nullptr, SampleView(p.y), p.activation_mask,
+                 {p.mean, p.rstd, affine.scale(), affine.shift()}, p.activation,
+                 *execution.executor);
 }
 
 void update_running_statistics(const MutableTensorView& running_mean,
@@ -107,113 +105,103 @@ void update_running_statistics(const MutableTensorView& running_mean,
   }
 }
 
-void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                     const double* mean, const double* rstd, const ActivationGradient& through,
-                     const MutableTensorView& u, std::int64_t* message, std::uint32_t fingerprint,
+void local_gradients(const GradientSums& p, std::int64_t* message, std::uint32_t fingerprint,
                      const Execution& execution) {
-  check_gradient_inputs(dy, x, mask, through, u);
-  if (through.activation.kind != ActivationKind::kNone && through.activation_mask == nullptr) {
-    check_normalizer(mean, rstd, x.sizes[1]);
+  check_gradient_inputs(p);
+  if (p.through.activation.kind != ActivationKind::kNone && p.through.activation_mask == nullptr) {
+    check_normalizer(p.mean, p.rstd, p.x.sizes[1]);
   }
-  write_message(x, mask, message, fingerprint, [&](const SampleView& samples, std::int64_t* words) {
-    const PullbackArguments pullback(through, mean, rstd, samples.channels);
-    const std::optional<SampleView> kept = optional_view(u);
-    cpu::gradient_sums(SampleView(dy), samples, kept ? &*kept : nullptr, words, pullback.view(),
-                       *execution.executor);
-  });
+  write_message(p.x, p.mask, message, fingerprint,
+                [&](const SampleView& samples, std::int64_t* words) {
+                  const PullbackArguments pullback(p.through, p.mean, p.rstd, samples.channels);
+                  const std::optional<SampleView> kept = optional_view(p.u);
+                  cpu::gradient_sums(SampleView(p.dy), samples, kept ? &*kept : nullptr, words,
+                                     pullback.view(), *execution.executor);
+                });
 }
 
-void finalize_gradients(const MessageInfo& info, const std::int64_t* words, const double* mean,
-                        const double* rstd, const TensorView& weight, double* coefficients,
-                        const MutableTensorView& dweight, const MutableTensorView& dbias,
-                        std::int64_t channels, std::int64_t count, const Execution& execution) {
-  check_channels(channels);
-  check_per_channel("weight", weight, channels, Device::kCpu);
-  check_affine(dweight, dbias, channels);
-  check_normalizer(mean, rstd, channels);
-  check_array("coefficients", coefficients, 3 * channels);
+void finalize_gradients(const MessageInfo& info, const std::int64_t* words,
+                        const ParameterGradients& p, std::int64_t count,
+                        const Execution& execution) {
+  check_channels(p.channels);
+  check_per_channel("weight", p.weight, p.channels, Device::kCpu);
+  check_affine(p.dweight, p.dbias, p.channels);
+  check_normalizer(p.mean, p.rstd, p.channels);
+  check_array("coefficients", p.coefficients, 3 * p.channels);
   const bool valid = usable(info) && info.count == count;
   if (valid && count > 0) {
-    check_array("words", words, channels * words_per_channel(info.dtype));
+    check_array("words", words, p.channels * words_per_channel(info.dtype));
   }
-  const cpu::Gradients to{valid ? count : 1, mean,    rstd,  weight,
-                          coefficients,      dweight, dbias, channels};
+  const cpu::Gradients to{valid ? count : 1, p.mean,    p.rstd,  p.weight,
+                          p.coefficients,    p.dweight, p.dbias, p.channels};
   if (!valid || count == 0) {
-    fill_gradients(valid, to, 0, channels);
+    fill_gradients(valid, to, 0, p.channels);
     return;
   }
-  for_each_channel(channels, execution, [&](std::int64_t begin, std::int64_t end) {
+  for_each_channel(p.channels, execution, [&](std::int64_t begin, std::int64_t end) {
     cpu::finalize(info.dtype, words, begin, end, to);
   });
 }
 
-void affine_gradient_shares(const std::int64_t* words, DType dtype, const double* mean,
-                            const double* rstd, const MutableTensorView& dweight,
-                            const MutableTensorView& dbias, std::int64_t channels,
+void affine_gradient_shares(const std::int64_t* words, DType dtype, const ParameterGradients& p,
                             const Execution& execution) {
-  check_channels(channels);
-  check_affine(dweight, dbias, channels);
-  check_normalizer(mean, rstd, channels);
-  check_array("words", words, channels * words_per_channel(dtype));
-  const cpu::Gradients to{1, mean, rstd, {}, nullptr, dweight, dbias, channels};
-  for_each_channel(channels, execution, [&](std::int64_t begin, std::int64_t end) {
+  check_channels(p.channels);
+  check_affine(p.dweight, p.dbias, p.channels);
+  check_normalizer(p.mean, p.rstd, p.channels);
+  check_array("words", words, p.channels * words_per_channel(dtype));
+  const cpu::Gradients to{1, p.mean, p.rstd, {}, nullptr, p.dweight, p.dbias, p.channels};
+  for_each_channel(p.channels, execution, [&](std::int64_t begin, std::int64_t end) {
     cpu::finalize(dtype, words, begin, end, to);
   });
 }
 
-void input_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                    const double* mean, const double* rstd, const double* coefficients,
-                    const ActivationGradient& through, const MutableTensorView& dx,
-                    const Execution& execution) {
-  check_samples("x", x);
-  check_mask(mask, x);
-  check_like("dy", dy, x);
-  check_through(through, x);
-  check_normalizer(mean, rstd, x.sizes[1]);
-  check_array("coefficients", coefficients, 3 * x.sizes[1]);
-  check_like("dx", dx, x);
-  check_output("dx", dx);
-  check_available(x.device);
-  const SampleView samples(x, mask);
+void input_gradient(const InputGradient& p, const Execution& execution) {
+  check_samples("x", p.x);
+  check_mask(p.mask, p.x);
+  check_like("dy", p.dy, p.x);
+  check_through(p.through, p.x);
+  check_normalizer(p.mean, p.rstd, p.x.sizes[1]);
+  check_array("coefficients", p.coefficients, 3 * p.x.sizes[1]);
+  check_like("dx", p.dx, p.x);
+  check_output("dx", p.dx);
+  check_available(p.x.device);
+  const SampleView samples(p.x, p.mask);
   if (samples.empty() || samples.channels == 0) {
     return;
   }
   const std::int64_t channels = samples.channels;
-  const PullbackArguments pullback(through, mean, rstd, channels);
+  const PullbackArguments pullback(p.through, p.mean, p.rstd, channels);
   cpu::input_gradient(
-      SampleView(dy), samples, SampleView(dx),
-      {mean, rstd, coefficients, coefficients + channels, coefficients + 2 * channels},
+      SampleView(p.dy), samples, SampleView(p.dx),
+      {p.mean, p.rstd, p.coefficients, p.coefficients + channels, p.coefficients + 2 * channels},
       pullback.view(), *execution.executor);
 }
 
-void recover_input(const TensorView& y, const double* mean, const double* rstd,
-                   const TensorView& weight, const TensorView& bias, const MutableTensorView& x,
-                   std::uint8_t* activation_mask, double negative_slope,
-                   const Execution& execution) {
-  check_samples("y", y);
-  check_per_channel("weight", weight, y.sizes[1], y.device);
-  check_per_channel("bias", bias, y.sizes[1], y.device);
-  check_normalizer(mean, rstd, y.sizes[1]);
-  check_like("x", x, y);
-  check_output("x", x);
-  check_available(y.device);
-  if (negative_slope == 0 || negative_slope - negative_slope != 0) {
-    throw InvalidArgument("negative_slope: got " + std::to_string(negative_slope) +
+void recover_input(const InputRecovery& p, const Execution& execution) {
+  check_samples("y", p.y);
+  check_per_channel("weight", p.weight, p.y.sizes[1], p.y.device);
+  check_per_channel("bias", p.bias, p.y.sizes[1], p.y.device);
+  check_normalizer(p.mean, p.rstd, p.y.sizes[1]);
+  check_like("x", p.x, p.y);
+  check_output("x", p.x);
+  check_available(p.y.device);
+  if (p.negative_slope == 0 || p.negative_slope - p.negative_slope != 0) {
+    throw InvalidArgument("negative_slope: got " + std::to_string(p.negative_slope) +
                           ", expected a finite number other than 0");
   }
-  const ActivationMaskLayout layout{SampleView(y)};
-  check_array("activation_mask", activation_mask, layout.bytes);
-  if (ActivationMaskLayout(SampleView(x)).by_rows != layout.by_rows) {
+  const ActivationMaskLayout layout{SampleView(p.y)};
+  check_array("activation_mask", p.activation_mask, layout.bytes);
+  if (ActivationMaskLayout(SampleView(p.x)).by_rows != layout.by_rows) {
     throw InvalidArgument("x: got strides of another order than y's, expected y's");
   }
-  const SampleView from(y);
+  const SampleView from(p.y);
   if (from.empty() || from.channels == 0) {
     return;
   }
   const cpu::FloatEnvironment environment;
-  const AffineValues affine(weight, bias, from.channels);
-  cpu::recover_input(from, SampleView(x), activation_mask,
-                     {mean, rstd, affine.scale(), affine.shift()}, negative_slope,
+  const AffineValues affine(p.weight, p.bias, from.channels);
+  cpu::recover_input(from, SampleView(p.x), p.activation_mask,
+                     {p.mean, p.rstd, affine.scale(), affine.shift()}, p.negative_slope,
                      *execution.executor);
 }
 

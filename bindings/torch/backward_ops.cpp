@@ -28,10 +28,10 @@ std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, co
   TorchExecutor executor;
   Tensor message = new_message(x, samples.dtype, channels, frame);
   Tensor u = keep ? new_output(x) : empty(x, 0, x.scalar_type());
-  syncbn::local_gradients(view("dy", dy), samples, mask_view(mask),
-                          double_data("mean", mean, channels), double_data("rstd", rstd, channels),
-                          through(x, weight, bias, activation_mask, activation, negative_slope),
-                          keep ? mutable_view("u", u) : MutableTensorView(),
+  syncbn::local_gradients({view("dy", dy), samples, mask_view(mask),
+                           double_data("mean", mean, channels), double_data("rstd", rstd, channels),
+                           through(x, weight, bias, activation_mask, activation, negative_slope),
+                           keep ? mutable_view("u", u) : MutableTensorView()},
                           int64_data("message", message, kHeaderWords), backward_fingerprint(tag),
                           executor);
   return {message, u};
@@ -48,10 +48,13 @@ std::tuple<Tensor, Tensor> affine_gradient_shares(const Tensor& message, const T
   Tensor dweight = new_parameter_gradient(x, weight_dtype);
   Tensor dbias = new_parameter_gradient(x, bias_dtype);
   TorchExecutor executor;
-  syncbn::affine_gradient_shares(words, dtype, double_data("mean", mean, channels),
-                                 double_data("rstd", rstd, channels),
-                                 wanted("dweight", dweight, weight_dtype),
-                                 wanted("dbias", dbias, bias_dtype), channels, executor);
+  syncbn::affine_gradient_shares(words, dtype,
+                                 {.mean = double_data("mean", mean, channels),
+                                  .rstd = double_data("rstd", rstd, channels),
+                                  .dweight = wanted("dweight", dweight, weight_dtype),
+                                  .dbias = wanted("dbias", dbias, bias_dtype),
+                                  .channels = channels},
+                                 executor);
   return {dweight, dbias};
 }
 
@@ -80,17 +83,25 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
   if (own.has_value()) {
     const DType dtype = dtype_of("x", x);
     syncbn::affine_gradient_shares(
-        int64_data("own", *own, message_words(dtype, channels)) + kHeaderWords, dtype, means, rstds,
-        out_weight, out_bias, channels, executor);
+        int64_data("own", *own, message_words(dtype, channels)) + kHeaderWords, dtype,
+        {.mean = means,
+         .rstd = rstds,
+         .dweight = out_weight,
+         .dbias = out_bias,
+         .channels = channels},
+        executor);
   }
-  finalize_gradients(words.info, words.words(), means, rstds, view("weight", weight),
-                     coefficients.data(), own.has_value() ? MutableTensorView() : out_weight,
-                     own.has_value() ? MutableTensorView() : out_bias, channels, count, executor);
+  finalize_gradients(words.info, words.words(),
+                     {means, rstds, view("weight", weight), coefficients.data(),
+                      own.has_value() ? MutableTensorView() : out_weight,
+                      own.has_value() ? MutableTensorView() : out_bias, channels},
+                     count, executor);
   Tensor dx = new_output(x);
-  syncbn::input_gradient(view("dy", dy), view("x", x), mask_view(mask), means, rstds,
-                         coefficients.data(),
-                         through(x, weight, bias, activation_mask, activation, negative_slope),
-                         mutable_view("dx", dx), executor);
+  syncbn::input_gradient(
+      {view("dy", dy), view("x", x), mask_view(mask), means, rstds, coefficients.data(),
+       through(x, weight, bias, activation_mask, activation, negative_slope),
+       mutable_view("dx", dx)},
+      executor);
   return {dx, dweight, dbias};
 }
 

@@ -168,7 +168,7 @@ Outputs batch_norm(const Tensor& x, const Tensor& estimated_mean, const Tensor& 
       return info;
     };
     TorchExecutor executor;
-    const BatchStatistics used = batch_norm_op(
+    const BatchNormOpStatistics used = batch_norm_op(
         inputs, outputs,
         {is_infer, use_global_est, epsilon, momentum, static_cast<std::uint64_t>(layer)}, sum,
         executor);
@@ -195,7 +195,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(
   return with_exchange(
       {x, channels, group, ranks, frame}, [&](GroupExchange& exchange) -> Gradients {
         const double* values = double_data("mean_rstd", mean_rstd, 2 * channels);
-        BatchStatistics used;
+        BatchNormOpStatistics used;
         used.mean.assign(values, values + channels);
         used.rstd.assign(values + channels, values + 2 * channels);
         used.count = int64_data("info", info, 2)[0];

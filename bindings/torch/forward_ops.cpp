@@ -102,9 +102,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalize_in_place(
     double negative_slope) {
   Statistics s = statistics_of(x, message, merged, rest, eps, ranks);
   TorchExecutor executor;
-  syncbn::normalize(view("x", x), {}, double_data(s.mean), double_data(s.rstd),
-                    view("weight", weight), view("bias", bias), {}, mutable_view("x", x), nullptr,
-                    {ActivationKind::kLeakyRelu, negative_slope}, executor);
+  syncbn::normalize({view("x", x),
+                     {},
+                     double_data(s.mean),
+                     double_data(s.rstd),
+                     view("weight", weight),
+                     view("bias", bias),
+                     {},
+                     mutable_view("x", x),
+                     nullptr,
+                     {ActivationKind::kLeakyRelu, negative_slope}},
+                    executor);
   return {s.mean, s.var, s.rstd, s.info};
 }
 
@@ -115,10 +123,11 @@ std::tuple<Tensor, Tensor> recover_input(const Tensor& y, const Tensor& mean, co
   Tensor x = new_output(y);
   Tensor activation_mask = new_activation_mask(y, true);
   TorchExecutor executor;
-  syncbn::recover_input(view("y", y), double_data("mean", mean, channels),
-                        double_data("rstd", rstd, channels), view("weight", weight),
-                        view("bias", bias), mutable_view("x", x), byte_data(activation_mask),
-                        negative_slope, executor);
+  syncbn::recover_input(
+      {view("y", y), double_data("mean", mean, channels), double_data("rstd", rstd, channels),
+       view("weight", weight), view("bias", bias), mutable_view("x", x), byte_data(activation_mask),
+       negative_slope},
+      executor);
   return {x, activation_mask};
 }
 

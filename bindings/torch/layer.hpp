@@ -142,10 +142,11 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalized(
       new_activation_mask(x, residual.has_value() && activation.kind != ActivationKind::kNone);
   TorchExecutor executor;
   const std::int64_t channels = channels_of(x);
-  syncbn::normalize(view("x", x), mask_view(mask), double_data("mean", statistics.mean, channels),
-                    double_data("rstd", statistics.rstd, channels), view("weight", weight),
-                    view("bias", bias), view("residual", residual), mutable_view("y", y),
-                    byte_data(activation_mask), activation, executor);
+  syncbn::normalize(
+      {view("x", x), mask_view(mask), double_data("mean", statistics.mean, channels),
+       double_data("rstd", statistics.rstd, channels), view("weight", weight), view("bias", bias),
+       view("residual", residual), mutable_view("y", y), byte_data(activation_mask), activation},
+      executor);
   return {y, statistics.mean, statistics.var, statistics.rstd, statistics.info, activation_mask};
 }
 

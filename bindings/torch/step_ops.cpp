@@ -65,8 +65,6 @@ struct Outcome {
 /// PyTorch's layer refuses one value per channel.
 bool is_no_single_value(const MessageInfo& info) { return info.count != 1; }
 
-int ranks_of_handle(std::int64_t handle) { return handle == kAlone ? 1 : ranks_of_group(handle); }
-
 std::tuple<Tensor, Tensor, std::optional<Tensor>, std::int64_t, std::int64_t, std::int64_t,
            std::optional<Tensor>, std::optional<Tensor>, std::int64_t>
 forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<Tensor> running_var,
@@ -78,10 +76,10 @@ forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<
              std::int64_t slice) {
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
-  const BatchNormOptions options{.eps = eps,
-                                 .momentum = momentum,
-                                 .layer = static_cast<std::uint64_t>(layer),
-                                 .activation = activation_of(activation, negative_slope)};
+  const BatchNorm::Options options{.channels = channels,
+                                   .eps = eps,
+                                   .momentum = momentum,
+                                   .activation = activation_of(activation, negative_slope)};
   const MaskView counted = mask_view(mask);
   const TensorView scale = view("weight", weight);
   const TensorView shift = view("bias", bias);
@@ -91,8 +89,15 @@ forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<
   std::int64_t* count = last_count.has_value() ? int64_data("last_count", *last_count, 1) : nullptr;
   Tensor y = new_output(x);
   const MutableTensorView out = mutable_view("y", y);
-  check_forward(samples, counted, scale, shift, added, out, updates.running_mean,
-                updates.running_var, updates.num_batches_tracked, options, ranks_of_handle(handle));
+  check_forward(options, {.x = samples,
+                          .mask = counted,
+                          .weight = scale,
+                          .bias = shift,
+                          .residual = added,
+                          .y = out,
+                          .running_mean = updates.running_mean,
+                          .running_var = updates.running_var,
+                          .num_batches_tracked = updates.num_batches_tracked});
   std::optional<Tensor> activation_mask;
   if (residual.has_value() && options.activation.kind != ActivationKind::kNone) {
     activation_mask = new_activation_mask(x, true);
@@ -107,14 +112,16 @@ forward_step(const Tensor& x, std::optional<Tensor> running_mean, std::optional<
   Outcome outcome = [&] {
     if (handle == kAlone) {
       const MessageInfo info =
-          forward_of_one_rank(samples, counted, scale, shift, added, out, bits, mean, var.data(),
-                              rstd, eps, options.activation, executor);
+          forward_of_one_rank({samples, counted, scale, shift, added, out, bits, mean, var.data(),
+                               rstd, eps, options.activation},
+                              executor);
       return Outcome(info, !is_no_single_value(info));
     }
     const GroupSum group{.fingerprint = tag, .backward = backward, .accept = is_no_single_value};
     return Outcome(x, handle, slice, group, [&](GroupSum& sum) {
-      return forward_in_group(samples, counted, scale, shift, added, out, bits, mean, var.data(),
-                              rstd, eps, options.activation, sum, executor);
+      return forward_in_group({samples, counted, scale, shift, added, out, bits, mean, var.data(),
+                               rstd, eps, options.activation},
+                              sum, executor);
     });
   }();
   if (outcome.status == kDone) {
@@ -164,21 +171,37 @@ backward_step(const Tensor& dy, const Tensor& x, const Tensor& statistics,
   const MutableTensorView kept = mutable_view("u", u);
   const MutableTensorView out_weight = mutable_view("dweight", dweight);
   const MutableTensorView out_bias = mutable_view("dbias", dbias);
-  check_backward(gradient, samples, counted, scale, out, out_weight, out_bias, kept,
-                 share ? AffineGradients::kShare : AffineGradients::kGlobal,
-                 ranks_of_handle(handle));
+  check_backward({.dy = gradient,
+                  .x = samples,
+                  .mask = counted,
+                  .weight = scale,
+                  .dx = out,
+                  .dweight = out_weight,
+                  .dbias = out_bias,
+                  .dresidual = kept});
   TorchExecutor executor;
   Outcome outcome = [&] {
     if (handle == kAlone) {
-      const MessageInfo info =
-          backward_of_one_rank(gradient, samples, counted, mean, rstd, back, scale, kept, out,
-                               out_weight, out_bias, count, executor);
+      const MessageInfo info = backward_of_one_rank({.dy = gradient,
+                                                     .x = samples,
+                                                     .mask = counted,
+                                                     .mean = mean,
+                                                     .rstd = rstd,
+                                                     .through = back,
+                                                     .weight = scale,
+                                                     .u = kept,
+                                                     .dx = out,
+                                                     .dweight = out_weight,
+                                                     .dbias = out_bias,
+                                                     .count = count},
+                                                    executor);
       return Outcome(info, info.count != count);
     }
     const GroupSum group{.fingerprint = backward_fingerprint(static_cast<std::uint32_t>(tag))};
     return Outcome(x, handle, slice, group, [&](GroupSum& sum) {
-      return backward_in_group(gradient, samples, counted, mean, rstd, back, scale, kept, out,
-                               out_weight, out_bias, share, count, sum, executor);
+      return backward_in_group({gradient, samples, counted, mean, rstd, back, scale, kept, out,
+                                out_weight, out_bias, share, count},
+                               sum, executor);
     });
   }();
   return {dx, dweight, dbias, u, outcome.message, outcome.merged, outcome.status};

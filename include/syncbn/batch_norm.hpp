@@ -1,8 +1,12 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
-#include <vector>
+#include <span>
+#include <string>
+#include <string_view>
 
 #include "syncbn/communicator.hpp"
 #include "syncbn/error.hpp"
@@ -14,48 +18,15 @@
 /// Batch normalization whose statistics are shared by all ranks of a communicator.
 namespace syncbn {
 
+namespace cuda {
+class Communicator;
+}
+struct SavedState;
+struct LayerState;
+
 enum class Statistics : std::uint8_t {
   kReproducible,  ///< exact sums: the bits do not depend on the number of ranks
   kWelford,       ///< per rank mean and M2, gathered and merged (syncbn/welford.hpp)
-};
-
-struct BatchNormOptions {
-  double eps = 1e-5;                     ///< finite, not negative
-  std::optional<double> momentum = 0.1;  ///< in [0, 1]; empty: cumulative averaging
-  /// The caller's number for this layer, the same on all ranks, which tells it from others of its
-  /// shape. Among several ranks from 1 on; one rank needs none.
-  std::uint64_t layer = 0;
-  /// How many calls of it came before, the same on all ranks. Left at 0, a layer's calls meet in
-  /// the order in which they come.
-  std::uint64_t call = 0;
-  Activation activation = {};
-  Statistics statistics = Statistics::kReproducible;  ///< of the forward direction
-};
-
-/// What all ranks must have in common of a layer besides channels and eps, hashed field by field:
-/// in the place of the layer's number in syncbn::fingerprint.
-SYNCBN_API std::uint64_t layer_identity(std::uint64_t layer, const Activation& activation,
-                                        Statistics statistics, bool residual);
-
-/// Buffers that training updates. mean and var: C entries of any dtype, or absent.
-/// num_batches_tracked may be null unless momentum is empty.
-struct RunningStatistics {
-  MutableTensorView mean;
-  MutableTensorView var;
-  std::int64_t* num_batches_tracked = nullptr;
-};
-
-/// Statistics of the whole batch, the same bits on every rank; what backward needs besides x.
-struct BatchStatistics {
-  std::vector<double> mean;
-  std::vector<double> var;  ///< biased
-  std::vector<double> rstd;
-  std::int64_t count = 0;  ///< elements per channel over all ranks
-  std::uint32_t fingerprint = 0;
-  Activation activation = {};
-  std::vector<std::uint8_t> activation_mask = {};  ///< if a residual was added before it
-  std::uint64_t layer = 0;                         ///< as errors of backward name it
-  std::uint64_t call = 0;
 };
 
 /// Which sum dweight and dbias hold.
@@ -64,77 +35,209 @@ enum class AffineGradients : std::uint8_t {
   kGlobal,  ///< all ranks' samples, the same on every rank
 };
 
-/// Training forward: y = activation((x - mean) / sqrt(var + eps) * weight + bias + residual) with
-/// mean and var over N, the spatial axes and all ranks. x: (N, C, spatial...), N may be 0 and may
-/// differ between ranks. mask: (N, spatial...), or absent; what it leaves out does not count and is
-/// +0 in y. A rank whose elements are all masked out is one without samples. residual: like x, or
-/// absent. A rank without samples passes an x of the
-/// group's dtype. Updates `running` unless the global count is 0. Makes one all_reduce_sum, or one
-/// all_gather with Statistics::kWelford.
-/// Throws on every rank: InvalidArgument on the rank whose argument is refused and PeerLost on the
-/// others; DivergenceError when the ranks' calls do not match. Nothing is changed then. After
-/// ExchangeTimeout and PeerLost `y` holds anything, and `running` what it held.
-SYNCBN_API BatchStatistics batch_norm_forward(
-    const TensorView& x, const MaskView& mask, const TensorView& weight, const TensorView& bias,
-    const TensorView& residual, const MutableTensorView& y, const RunningStatistics& running,
-    const BatchNormOptions& options, Communicator& communicator, const Execution& execution);
+/// Where memory that outlives a call comes from, for a caller with an allocator of its own. Without
+/// functions: operator new on the CPU, cudaMallocAsync and cudaFreeAsync on CUDA.
+struct Allocator {
+  void* context = nullptr;  ///< handed to both functions
+  /// Memory of the device for what is enqueued on the stream (a cudaStream_t; null on the CPU)
+  /// from now on, at a multiple of 64 bytes. Null or an exception: there is none.
+  void* (*allocate)(void* context, std::size_t bytes, Device device, void* stream) = nullptr;
+  /// Gets it back after what was enqueued on the stream. Throws nothing.
+  void (*release)(void* context, void* memory, std::size_t bytes, Device device,
+                  void* stream) = nullptr;
+};
 
-/// The same with statistics that the caller keeps, in their memory: from the second call of a shape
-/// on, neither this nor batch_norm_backward allocates anything, with serial_executor() or a
-/// ThreadPool, in groups of one rank, of threads or over shared memory. Threads keep what they need
-/// for that, at most 16 blocks of 2 MiB each; wider layers allocate. After an exception
-/// `statistics` holds anything.
-SYNCBN_API void batch_norm_forward(const TensorView& x, const MaskView& mask,
-                                   const TensorView& weight, const TensorView& bias,
-                                   const TensorView& residual, const MutableTensorView& y,
-                                   const RunningStatistics& running,
-                                   const BatchNormOptions& options, Communicator& communicator,
-                                   const Execution& execution, BatchStatistics& statistics);
+/// What a training forward hands to its backward. The caller holds one for each forward whose
+/// backward is to come, and uses it again for later forwards: from the second one of a shape on it
+/// allocates nothing. A forward that throws leaves it without content. One that was moved from may
+/// only be assigned to or destroyed, as a BatchNorm.
+class SYNCBN_API Saved {
+ public:
+  Saved() : Saved(Allocator()) {}
+  explicit Saved(const Allocator& allocator);
+  Saved(Saved&& other) noexcept;
+  Saved& operator=(Saved&& other) noexcept;
+  ~Saved();
 
-/// Training backward. mask, weight, bias: as in forward (bias is looked at if there is an
-/// activation). dx: gradient of x. dweight, dbias: C entries or absent. dresidual: gradient of the
-/// residual, or absent; like x, may be dy. Makes one all_reduce_sum. Errors as in
-/// batch_norm_forward.
-SYNCBN_API void batch_norm_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                                    const TensorView& weight, const TensorView& bias,
-                                    const BatchStatistics& statistics, const MutableTensorView& dx,
-                                    const MutableTensorView& dweight,
-                                    const MutableTensorView& dbias,
-                                    const MutableTensorView& dresidual, AffineGradients which,
-                                    Communicator& communicator, const Execution& execution);
+  /// Statistics of the whole batch, C entries each, the same bits on every rank; in memory of x's
+  /// device. Empty before the first forward.
+  std::span<const double> mean() const;
+  std::span<const double> var() const;  ///< biased
+  std::span<const double> rstd() const;
 
-/// The checks of batch_norm_forward's arguments, for those who own the exchange themselves: what
+  /// Elements per channel over all ranks; 0 before the first forward. On CUDA this waits for the
+  /// forward's stream, and throws DivergenceError if the ranks did not make the same call.
+  std::int64_t count() const;
+
+ private:
+  friend class BatchNorm;
+  std::unique_ptr<SavedState> state_;
+};
+
+/// One layer of one rank, for tensors on the CPU or on CUDA: C++'s torch.nn.SyncBatchNorm, with the
+/// parameters and buffers in the caller's hands. Every rank of the communicator has one and makes
+/// the same calls of it.
+///
+/// One thread at a time calls a layer; different layers are independent, but share a communicator
+/// only in one thread. On the CPU a call returns when its outputs are written. On CUDA it enqueues
+/// on the execution's stream and waits for nothing, from the second call of a shape on; all calls
+/// of a layer are on one stream, or the caller orders them. That stream outlives the layer and its
+/// Saved, whose memory goes back on it.
+///
+/// Errors carry the layer's name and the ranks that they are about. Every rank gets one:
+/// InvalidArgument on the rank whose argument is refused and PeerLost on the others;
+/// DivergenceError when the ranks' calls do not match; ExchangeTimeout and PeerLost when a rank
+/// does not come. A failed call counts as a call on every rank. After it outputs hold anything, and
+/// running statistics what they held; after InvalidArgument and DivergenceError outputs are
+/// untouched, too. On CUDA nobody waits to see whether the ranks' calls match. If they do not, the
+/// statistics, y and dx are NaN, running statistics are left alone, and check() and Saved::count()
+/// throw.
+class SYNCBN_API BatchNorm {
+ public:
+  struct Options {
+    std::int64_t channels = 0;  ///< C
+    /// The layer's own name, for example its path in the model, the same on all ranks: by it they
+    /// tell layers apart, and errors name it. Copied. A group of one rank needs none.
+    std::string_view name = {};
+    double eps = 1e-5;                     ///< finite, not negative
+    std::optional<double> momentum = 0.1;  ///< in [0, 1]; empty: cumulative averaging
+    Activation activation = {};
+    Statistics statistics = Statistics::kReproducible;  ///< of a training forward
+  };
+
+  /// x: (N, C, spatial...), any strides; N may be 0 and may differ between ranks. A rank without
+  /// samples passes an x of the group's dtype. All others may be absent, but for y.
+  struct Forward {
+    TensorView x = {};
+    MaskView mask = {};      ///< (N, spatial...): what it leaves out does not count and is +0 in y
+    TensorView weight = {};  ///< C entries of any dtype, as all that is per channel; absent: 1
+    TensorView bias = {};    ///< absent: 0
+    TensorView residual = {};             ///< like x; added before the activation
+    MutableTensorView y = {};             ///< like x; may be x or residual
+    MutableTensorView running_mean = {};  ///< updated unless nobody has a sample
+    MutableTensorView running_var = {};
+    /// On x's device; needed for cumulative averaging.
+    std::int64_t* num_batches_tracked = nullptr;
+  };
+
+  /// mask, weight, bias: as in forward. bias is looked at if there is an activation.
+  struct Backward {
+    TensorView dy = {};  ///< like x
+    TensorView x = {};
+    MaskView mask = {};
+    TensorView weight = {};
+    TensorView bias = {};
+    MutableTensorView dx = {};         ///< like x; may be dy or x
+    MutableTensorView dweight = {};    ///< C entries, or absent
+    MutableTensorView dbias = {};      ///< C entries, or absent
+    MutableTensorView dresidual = {};  ///< like x, or absent; may be dy
+    AffineGradients affine = AffineGradients::kShare;
+  };
+
+  /// Both running statistics, or neither: then those of the local batch.
+  struct Evaluate {
+    TensorView x = {};
+    MaskView mask = {};
+    TensorView weight = {};
+    TensorView bias = {};
+    TensorView residual = {};
+    TensorView running_mean = {};
+    TensorView running_var = {};
+    MutableTensorView y = {};
+  };
+
+  /// Of an evaluation with running statistics. dweight and dbias are local sums. With a residual
+  /// and an activation dx must not be dy.
+  struct EvaluateBackward {
+    TensorView dy = {};
+    TensorView x = {};
+    MaskView mask = {};
+    TensorView weight = {};
+    TensorView bias = {};
+    TensorView residual = {};
+    TensorView running_mean = {};
+    TensorView running_var = {};
+    MutableTensorView dx = {};
+    MutableTensorView dweight = {};
+    MutableTensorView dbias = {};
+    MutableTensorView dresidual = {};
+  };
+
+  /// A layer of one rank alone, on either device.
+  explicit BatchNorm(const Options& options, const Allocator& allocator = {})
+      : BatchNorm(options, sizeof(options), nullptr, nullptr, allocator) {}
+  /// For tensors on the CPU. The communicator outlives the layer. Throws InvalidArgument.
+  BatchNorm(const Options& options, Communicator& communicator, const Allocator& allocator = {})
+      : BatchNorm(options, sizeof(options), &communicator, nullptr, allocator) {}
+  /// The same for tensors on CUDA.
+  BatchNorm(const Options& options, cuda::Communicator& communicator,
+            const Allocator& allocator = {})
+      : BatchNorm(options, sizeof(options), nullptr, &communicator, allocator) {}
+  BatchNorm(BatchNorm&& other) noexcept;
+  BatchNorm& operator=(BatchNorm&& other) noexcept;
+  ~BatchNorm();
+
+  /// Training: y = activation((x - mean) / sqrt(var + eps) * weight + bias + residual) with mean
+  /// and var over N, the spatial axes and all ranks. Makes one exchange: an all_reduce_sum, or an
+  /// all_gather with Statistics::kWelford.
+  void forward(const Forward& arguments, Saved& saved, const Execution& execution = {}) {
+    forward(arguments, sizeof(arguments), saved, execution);
+  }
+
+  /// The gradients of that forward; `saved` is its, and stays as it is. Makes one all_reduce_sum.
+  void backward(const Backward& arguments, const Saved& saved, const Execution& execution = {}) {
+    backward(arguments, sizeof(arguments), saved, execution);
+  }
+
+  /// The same y with constant statistics. Exchanges nothing, and may be called on some ranks alone.
+  void evaluate(const Evaluate& arguments, const Execution& execution = {}) {
+    evaluate(arguments, sizeof(arguments), execution);
+  }
+
+  void evaluate_backward(const EvaluateBackward& arguments, const Execution& execution = {}) {
+    evaluate_backward(arguments, sizeof(arguments), execution);
+  }
+
+  /// Of the forwards that follow. The only option that may change, and that ranks need not share.
+  void set_momentum(std::optional<double> momentum);
+
+  /// For those who wrap a layer and refuse a forward themselves: counts it as a call that failed,
+  /// and tells the other ranks.
+  void abandon_forward(const std::string& reason);
+
+  /// How many training forwards were called, those that failed included.
+  std::uint64_t calls() const;
+
+  /// On CUDA waits for the stream, and throws DivergenceError if the ranks' last forwards did not
+  /// match, Error if CUDA reports a failure. Does nothing on the CPU, where calls throw themselves.
+  void check(const Execution& execution = {});
+
+ private:
+  // The size that the caller was compiled with: later versions append members.
+  BatchNorm(const Options& options, std::size_t size, Communicator* on_cpu,
+            cuda::Communicator* on_cuda, const Allocator& allocator);
+  void forward(const Forward& arguments, std::size_t size, Saved& saved,
+               const Execution& execution);
+  void backward(const Backward& arguments, std::size_t size, const Saved& saved,
+                const Execution& execution);
+  void evaluate(const Evaluate& arguments, std::size_t size, const Execution& execution);
+  void evaluate_backward(const EvaluateBackward& arguments, std::size_t size,
+                         const Execution& execution);
+
+  std::unique_ptr<LayerState> state_;
+};
+
+/// The checks of BatchNorm::forward's arguments, for those who own the exchange themselves: what
 /// passes them is not refused later. Throws InvalidArgument.
-SYNCBN_API void check_forward(const TensorView& x, const MaskView& mask, const TensorView& weight,
-                              const TensorView& bias, const TensorView& residual,
-                              const MutableTensorView& y, const MutableTensorView& running_mean,
-                              const MutableTensorView& running_var,
-                              const std::int64_t* num_batches_tracked,
-                              const BatchNormOptions& options, int ranks);
+SYNCBN_API void check_forward(const BatchNorm::Options& options,
+                              const BatchNorm::Forward& arguments);
 
-/// The same for batch_norm_backward.
-SYNCBN_API void check_backward(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                               const TensorView& weight, const MutableTensorView& dx,
-                               const MutableTensorView& dweight, const MutableTensorView& dbias,
-                               const MutableTensorView& dresidual, AffineGradients which,
-                               int ranks);
+/// The same for BatchNorm::backward.
+SYNCBN_API void check_backward(const BatchNorm::Backward& arguments);
 
-/// Evaluation: normalizes with running_mean and running_var (C entries each) or, when both are
-/// absent, with the statistics of the local batch. No exchange. Of the options, eps and activation
-/// count.
-SYNCBN_API void batch_norm_evaluate(const TensorView& x, const MaskView& mask,
-                                    const TensorView& weight, const TensorView& bias,
-                                    const TensorView& residual, const TensorView& running_mean,
-                                    const TensorView& running_var, const MutableTensorView& y,
-                                    const BatchNormOptions& options, const Execution& execution);
-
-/// Backward of batch_norm_evaluate with running statistics; dweight and dbias are local sums.
-/// dresidual: as in batch_norm_backward. With a residual and an activation dx must not be dy.
-SYNCBN_API void batch_norm_evaluate_backward(
-    const TensorView& dy, const TensorView& x, const MaskView& mask, const TensorView& weight,
-    const TensorView& bias, const TensorView& residual, const TensorView& running_mean,
-    const TensorView& running_var, const MutableTensorView& dx, const MutableTensorView& dweight,
-    const MutableTensorView& dbias, const MutableTensorView& dresidual,
-    const BatchNormOptions& options, const Execution& execution);
+/// What all ranks must have in common of a layer besides channels and eps, hashed field by field:
+/// in the place of the layer's number in syncbn::fingerprint.
+SYNCBN_API std::uint64_t layer_identity(std::uint64_t layer, const Activation& activation,
+                                        Statistics statistics, bool residual);
 
 }  // namespace syncbn

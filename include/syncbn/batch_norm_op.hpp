@@ -4,7 +4,6 @@
 #include <functional>
 #include <vector>
 
-#include "syncbn/batch_norm.hpp"
 #include "syncbn/communicator.hpp"
 #include "syncbn/export.hpp"
 #include "syncbn/passes.hpp"
@@ -21,7 +20,9 @@ struct BatchNormOpAttributes {
   bool use_global_est = false;  ///< in training normalize with the updated estimates
   double epsilon = 1e-6;        ///< finite, not negative
   double momentum = 0.99;       ///< in [0, 1]
-  std::uint64_t layer = 0;      ///< the caller's number for this layer, as in BatchNormOptions
+  /// The caller's number for this layer, the same on all ranks, by which they tell it from others
+  /// of its shape. Among several ranks from 1 on.
+  std::uint64_t layer = 0;
 };
 
 /// x: (N, C, spatial...). The estimates: C entries of any dtype. scale and bias: the same, or
@@ -46,6 +47,15 @@ struct BatchNormOpOutputs {
   std::int64_t* saved_batches = nullptr;
 };
 
+/// Statistics that y was normalized with.
+struct BatchNormOpStatistics {
+  std::vector<double> mean;
+  std::vector<double> var;  ///< biased
+  std::vector<double> rstd;
+  std::int64_t count = 0;  ///< elements per channel over all ranks
+  std::uint32_t fingerprint = 0;
+};
+
 /// Sums a message over the ranks in place, checks its header (check_header) and returns it. The
 /// message may come back in another length: that of the group's dtype, where this rank is empty.
 using Exchange = std::function<MessageInfo(std::vector<std::int64_t>& message)>;
@@ -56,24 +66,27 @@ using Exchange = std::function<MessageInfo(std::vector<std::int64_t>& message)>;
 /// estimates. One exchange. Inference: the given estimates are mean and var, batch_* and saved_*;
 /// no exchange.
 /// Returns the statistics that y was normalized with, which backward takes.
-/// Throws as batch_norm_forward does; nothing is changed then.
-SYNCBN_API BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs,
-                                         const BatchNormOpOutputs& outputs,
-                                         const BatchNormOpAttributes& attributes,
-                                         Communicator& communicator, const Execution& execution);
+/// Throws as BatchNorm::forward does; nothing is changed then.
+SYNCBN_API BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
+                                               const BatchNormOpOutputs& outputs,
+                                               const BatchNormOpAttributes& attributes,
+                                               Communicator& communicator,
+                                               const Execution& execution);
 
 /// The same for those who own the exchange; telling the other ranks of an exception that comes
 /// before it is then up to them, and so is a number of the layer among several ranks.
-SYNCBN_API BatchStatistics batch_norm_op(const BatchNormOpInputs& inputs,
-                                         const BatchNormOpOutputs& outputs,
-                                         const BatchNormOpAttributes& attributes,
-                                         const Exchange& exchange, const Execution& execution);
+SYNCBN_API BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
+                                               const BatchNormOpOutputs& outputs,
+                                               const BatchNormOpAttributes& attributes,
+                                               const Exchange& exchange,
+                                               const Execution& execution);
 
 /// dx, like x or absent; dscale and dbias, C entries or absent, of this rank's samples. Statistics
 /// of the batch are functions of x: one exchange if dx is wanted. Estimates (is_infer,
 /// use_global_est) are constants: dx = scale * rstd * dy, no exchange. Errors as for the forward.
 SYNCBN_API void batch_norm_op_backward(const TensorView& dy, const TensorView& x,
-                                       const TensorView& scale, const BatchStatistics& statistics,
+                                       const TensorView& scale,
+                                       const BatchNormOpStatistics& statistics,
                                        const BatchNormOpAttributes& attributes,
                                        const MutableTensorView& dx, const MutableTensorView& dscale,
                                        const MutableTensorView& dbias, Communicator& communicator,
@@ -81,7 +94,8 @@ SYNCBN_API void batch_norm_op_backward(const TensorView& dy, const TensorView& x
 
 /// The same for those who own the exchange.
 SYNCBN_API void batch_norm_op_backward(const TensorView& dy, const TensorView& x,
-                                       const TensorView& scale, const BatchStatistics& statistics,
+                                       const TensorView& scale,
+                                       const BatchNormOpStatistics& statistics,
                                        const BatchNormOpAttributes& attributes,
                                        const MutableTensorView& dx, const MutableTensorView& dscale,
                                        const MutableTensorView& dbias, const Exchange& exchange,

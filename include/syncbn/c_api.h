@@ -10,8 +10,9 @@
    statistics are unchanged. No C++ exception leaves a function.
 
    Where a comment says "or NULL", NULL stands for absent; elsewhere it is SYNCBN_INVALID_ARGUMENT.
-   Per-channel arrays have C entries. Argument order: inputs, outputs, sizes, options, execution.
-   Before 1.0 every minor version may change the structs and functions. */
+   Per-channel arrays have C entries. A struct that begins with struct_size may grow at its end: set
+   that member to sizeof of the struct, and to 0 what you do not need. A wrong size is
+   SYNCBN_INVALID_ARGUMENT. Before 1.0 every minor version may change the structs and functions. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -26,7 +27,7 @@ extern "C" {
 typedef enum syncbn_status {
   SYNCBN_OK = 0,
   SYNCBN_ERROR = 1,            /* anything that has no code of its own */
-  SYNCBN_INVALID_ARGUMENT = 2, /* the text is "argument: got ..., expected ..." */
+  SYNCBN_INVALID_ARGUMENT = 2, /* the text ends with "argument: got ..., expected ..." */
   SYNCBN_DIVERGENCE = 3,       /* the ranks of an exchange did not make the same call */
   SYNCBN_TIMEOUT = 4,          /* a rank did not come to an exchange in time */
   SYNCBN_PEER_LOST = 5,        /* a rank left the group */
@@ -37,6 +38,11 @@ typedef enum syncbn_status {
 /* The text of this thread's last failed call, valid until the thread's next call of the library;
    "" if none failed. */
 SYNCBN_API const char* syncbn_last_error(void);
+/* The name of the layer that was called; "" outside layers. Valid as the text is. */
+SYNCBN_API const char* syncbn_last_error_layer(void);
+/* How many ranks did not come, have left, or made another call than rank 0, as far as known; *ranks
+   becomes their array, valid as the text is. */
+SYNCBN_API int32_t syncbn_last_error_ranks(const int32_t** ranks);
 
 /* "MAJOR.MINOR.PATCH" of the library, which may be newer than this header. The header's own
    version: SYNCBN_VERSION_MAJOR, SYNCBN_VERSION_MINOR, SYNCBN_VERSION_PATCH, SYNCBN_VERSION_STRING.
@@ -51,13 +57,9 @@ enum syncbn_dtype {
   SYNCBN_FLOAT64 = 3
 };
 enum syncbn_device { SYNCBN_CPU = 0, SYNCBN_CUDA = 1 }; /* tensors on CUDA are refused */
-enum syncbn_direction { SYNCBN_FORWARD = 0, SYNCBN_BACKWARD = 1 };
 enum syncbn_activation_kind { SYNCBN_NONE = 0, SYNCBN_RELU = 1, SYNCBN_LEAKY_RELU = 2 };
 enum syncbn_statistics { SYNCBN_REPRODUCIBLE = 0, SYNCBN_WELFORD = 1 };
 enum syncbn_affine_gradients { SYNCBN_SHARE = 0, SYNCBN_GLOBAL = 1 };
-
-/* Words in front of the channels' words of a message. */
-#define SYNCBN_HEADER_WORDS 8
 
 /* A tensor of the caller's. Functions write only to those that are outputs. */
 typedef struct syncbn_tensor {
@@ -82,14 +84,6 @@ typedef struct syncbn_activation {
   double negative_slope;
 } syncbn_activation;
 
-/* How a gradient comes back through the activation: see ActivationGradient in syncbn/passes.hpp. */
-typedef struct syncbn_activation_gradient {
-  syncbn_activation activation;
-  const syncbn_tensor* weight;    /* or NULL */
-  const syncbn_tensor* bias;      /* or NULL */
-  const uint8_t* activation_mask; /* or NULL */
-} syncbn_activation_gradient;
-
 /* Threads that passes run on; everywhere NULL is the calling thread alone. Results do not depend
    on it. */
 typedef struct syncbn_executor syncbn_executor;
@@ -99,6 +93,7 @@ SYNCBN_API syncbn_status syncbn_thread_pool_create(int32_t threads, syncbn_execu
 
 /* Threads of the caller's. */
 typedef struct syncbn_executor_functions {
+  size_t struct_size;
   void* user_data;     /* handed to the function */
   int32_t concurrency; /* how many threads parallel_for uses at most: 1 or more */
   /* Calls body(body_data, b, e) on disjoint ranges that cover begin to end - 1, possibly at the
@@ -119,6 +114,7 @@ SYNCBN_API void syncbn_executor_destroy(syncbn_executor* executor); /* or NULL *
    is under way. Every rank of the group must then fail, or what the others do is up to the
    functions. No function may throw or jump out. */
 typedef struct syncbn_communicator {
+  size_t struct_size;
   void* user_data; /* handed to the functions */
   int32_t rank;    /* 0 to size - 1 */
   int32_t size;    /* 1 to 2048 */
@@ -165,178 +161,129 @@ SYNCBN_API const syncbn_communicator* syncbn_group_rank(const syncbn_group* grou
 /* Ranks of other processes that wait for this one get SYNCBN_PEER_LOST. */
 SYNCBN_API void syncbn_group_destroy(syncbn_group* group); /* or NULL */
 
-/* ---- The layer: one call per direction; see syncbn/batch_norm.hpp ---- */
+/* ---- The layer ---- */
 
 typedef struct syncbn_batch_norm_options {
-  double eps;
+  size_t struct_size;
+  int64_t channels;           /* C */
+  const char* name;           /* the layer's own, the same on all ranks; NULL: a group of one */
+  double eps;                 /* finite, not negative */
   double momentum;            /* in [0, 1] */
   int32_t cumulative_average; /* 1: momentum is not looked at, num_batches_tracked decides */
   int32_t statistics;         /* enum syncbn_statistics */
-  uint64_t layer;             /* the caller's number for this layer; with several ranks not 0 */
-  uint64_t call;              /* how many calls of it came before; 0: they meet in their order */
   syncbn_activation activation;
 } syncbn_batch_norm_options;
 
-/* eps 1e-5, momentum 0.1, negative_slope 0.01, and 0 for the rest. */
-SYNCBN_API void syncbn_batch_norm_options_init(syncbn_batch_norm_options* options);
+/* What to begin with; channels is still 0. */
+#define SYNCBN_BATCH_NORM_OPTIONS_INIT \
+  {sizeof(syncbn_batch_norm_options), 0, NULL, 1e-5, 0.1, 0, 0, {0, 0.01}}
 
-/* What a forward hands to its backward. The same bits on every rank. */
-typedef struct syncbn_batch_statistics syncbn_batch_statistics;
+/* One layer of one rank; all ranks make the same calls of it. One thread at a time calls it, and
+   one thread all layers that share a communicator. */
+typedef struct syncbn_batch_norm syncbn_batch_norm;
 
-SYNCBN_API void syncbn_batch_statistics_destroy(syncbn_batch_statistics* statistics); /* or NULL */
-SYNCBN_API int64_t syncbn_batch_statistics_channels(const syncbn_batch_statistics* statistics);
-SYNCBN_API int64_t syncbn_batch_statistics_count(const syncbn_batch_statistics* statistics);
-SYNCBN_API const double* syncbn_batch_statistics_mean(const syncbn_batch_statistics* statistics);
-SYNCBN_API const double* syncbn_batch_statistics_var(const syncbn_batch_statistics* statistics);
-SYNCBN_API const double* syncbn_batch_statistics_rstd(const syncbn_batch_statistics* statistics);
+/* options, communicator: copied. What the communicator's functions use, or the group that it is an
+   end of, outlives the layer. */
+SYNCBN_API syncbn_status syncbn_batch_norm_create(const syncbn_batch_norm_options* options,
+                                                  const syncbn_communicator* communicator,
+                                                  syncbn_batch_norm** layer);
 
-/* mask, weight, bias, residual, running_*, num_batches_tracked: or NULL. *statistics: a new object,
-   to be destroyed by the caller; left alone on an error. */
-SYNCBN_API syncbn_status syncbn_batch_norm_forward(
-    const syncbn_tensor* x, const syncbn_mask* mask, const syncbn_tensor* weight,
-    const syncbn_tensor* bias, const syncbn_tensor* residual, const syncbn_tensor* y,
-    const syncbn_tensor* running_mean, const syncbn_tensor* running_var,
-    int64_t* num_batches_tracked, syncbn_batch_statistics** statistics,
-    const syncbn_batch_norm_options* options, const syncbn_communicator* communicator,
-    syncbn_executor* executor);
+SYNCBN_API void syncbn_batch_norm_destroy(syncbn_batch_norm* layer); /* or NULL */
 
-/* mask, weight, bias, dweight, dbias, dresidual: or NULL. affine: enum syncbn_affine_gradients. */
-SYNCBN_API syncbn_status syncbn_batch_norm_backward(
-    const syncbn_tensor* dy, const syncbn_tensor* x, const syncbn_mask* mask,
-    const syncbn_tensor* weight, const syncbn_tensor* bias,
-    const syncbn_batch_statistics* statistics, const syncbn_tensor* dx,
-    const syncbn_tensor* dweight, const syncbn_tensor* dbias, const syncbn_tensor* dresidual,
-    int32_t affine, const syncbn_communicator* communicator, syncbn_executor* executor);
+/* What a forward hands to its backward: one for each forward whose backward is to come, used again
+   for later forwards. A forward that fails leaves it without content. */
+typedef struct syncbn_saved syncbn_saved;
 
-/* mask, weight, bias, residual, and both of running_*: or NULL. No exchange. */
-SYNCBN_API syncbn_status syncbn_batch_norm_evaluate(
-    const syncbn_tensor* x, const syncbn_mask* mask, const syncbn_tensor* weight,
-    const syncbn_tensor* bias, const syncbn_tensor* residual, const syncbn_tensor* running_mean,
-    const syncbn_tensor* running_var, const syncbn_tensor* y,
-    const syncbn_batch_norm_options* options, syncbn_executor* executor);
+SYNCBN_API syncbn_status syncbn_saved_create(syncbn_saved** saved);
+SYNCBN_API void syncbn_saved_destroy(syncbn_saved* saved); /* or NULL */
 
-/* Backward of syncbn_batch_norm_evaluate with running statistics: dweight and dbias are local sums.
-   mask, weight, bias, residual, dweight, dbias, dresidual: or NULL. No exchange. */
+/* Statistics of the whole batch, the same bits on every rank; 0 and NULL without content. */
+SYNCBN_API int64_t syncbn_saved_channels(const syncbn_saved* saved);
+SYNCBN_API int64_t syncbn_saved_count(const syncbn_saved* saved); /* elements per channel */
+SYNCBN_API const double* syncbn_saved_mean(const syncbn_saved* saved);
+SYNCBN_API const double* syncbn_saved_var(const syncbn_saved* saved); /* biased */
+SYNCBN_API const double* syncbn_saved_rstd(const syncbn_saved* saved);
+
+/* x and y are needed; the others may be NULL. */
+typedef struct syncbn_forward_arguments {
+  size_t struct_size;
+  const syncbn_tensor* x;
+  const syncbn_mask* mask;
+  const syncbn_tensor* weight;
+  const syncbn_tensor* bias;
+  const syncbn_tensor* residual;
+  const syncbn_tensor* y; /* written, as the next three */
+  const syncbn_tensor* running_mean;
+  const syncbn_tensor* running_var;
+  int64_t* num_batches_tracked;
+} syncbn_forward_arguments;
+
+SYNCBN_API syncbn_status syncbn_batch_norm_forward(syncbn_batch_norm* layer,
+                                                   const syncbn_forward_arguments* arguments,
+                                                   syncbn_saved* saved, syncbn_executor* executor);
+
+/* dy, x and dx are needed; the other tensors may be NULL. */
+typedef struct syncbn_backward_arguments {
+  size_t struct_size;
+  const syncbn_tensor* dy;
+  const syncbn_tensor* x;
+  const syncbn_mask* mask;
+  const syncbn_tensor* weight;
+  const syncbn_tensor* bias;
+  const syncbn_tensor* dx; /* written, as the next three */
+  const syncbn_tensor* dweight;
+  const syncbn_tensor* dbias;
+  const syncbn_tensor* dresidual;
+  int32_t affine; /* enum syncbn_affine_gradients */
+} syncbn_backward_arguments;
+
+SYNCBN_API syncbn_status syncbn_batch_norm_backward(syncbn_batch_norm* layer,
+                                                    const syncbn_backward_arguments* arguments,
+                                                    const syncbn_saved* saved,
+                                                    syncbn_executor* executor);
+
+/* x and y are needed; the others may be NULL, running_* only together. */
+typedef struct syncbn_evaluate_arguments {
+  size_t struct_size;
+  const syncbn_tensor* x;
+  const syncbn_mask* mask;
+  const syncbn_tensor* weight;
+  const syncbn_tensor* bias;
+  const syncbn_tensor* residual;
+  const syncbn_tensor* running_mean;
+  const syncbn_tensor* running_var;
+  const syncbn_tensor* y; /* written */
+} syncbn_evaluate_arguments;
+
+SYNCBN_API syncbn_status syncbn_batch_norm_evaluate(syncbn_batch_norm* layer,
+                                                    const syncbn_evaluate_arguments* arguments,
+                                                    syncbn_executor* executor);
+
+/* dy, x, running_* and dx are needed; the others may be NULL. */
+typedef struct syncbn_evaluate_backward_arguments {
+  size_t struct_size;
+  const syncbn_tensor* dy;
+  const syncbn_tensor* x;
+  const syncbn_mask* mask;
+  const syncbn_tensor* weight;
+  const syncbn_tensor* bias;
+  const syncbn_tensor* residual;
+  const syncbn_tensor* running_mean;
+  const syncbn_tensor* running_var;
+  const syncbn_tensor* dx; /* written, as the next three */
+  const syncbn_tensor* dweight;
+  const syncbn_tensor* dbias;
+  const syncbn_tensor* dresidual;
+} syncbn_evaluate_backward_arguments;
+
 SYNCBN_API syncbn_status syncbn_batch_norm_evaluate_backward(
-    const syncbn_tensor* dy, const syncbn_tensor* x, const syncbn_mask* mask,
-    const syncbn_tensor* weight, const syncbn_tensor* bias, const syncbn_tensor* residual,
-    const syncbn_tensor* running_mean, const syncbn_tensor* running_var, const syncbn_tensor* dx,
-    const syncbn_tensor* dweight, const syncbn_tensor* dbias, const syncbn_tensor* dresidual,
-    const syncbn_batch_norm_options* options, syncbn_executor* executor);
-
-/* ---- The passes, for those who own the exchange; see syncbn/passes.hpp ---- */
-
-SYNCBN_API syncbn_status syncbn_words_per_channel(int32_t dtype, int32_t* words);
-SYNCBN_API syncbn_status syncbn_message_words(int32_t dtype, int64_t channels, int64_t* words);
-SYNCBN_API syncbn_status syncbn_activation_mask_bytes(const syncbn_tensor* x, int64_t* bytes);
-
-/* 20 bits that all ranks of one exchange must share; direction: enum syncbn_direction. */
-SYNCBN_API syncbn_status syncbn_fingerprint(uint64_t layer, uint64_t call, int32_t direction,
-                                            int64_t channels, double eps, uint32_t* fingerprint);
-
-/* What the header of a summed message says; agree, any_rejected, any_data: 0 or 1. */
-typedef struct syncbn_message_info {
-  int64_t count;
-  int32_t agree;
-  int32_t any_rejected;
-  int32_t any_data;
-  int32_t dtype; /* enum syncbn_dtype */
-} syncbn_message_info;
-
-SYNCBN_API syncbn_status syncbn_read_header(const int64_t* merged, int32_t ranks,
-                                            syncbn_message_info* info);
-/* SYNCBN_DIVERGENCE unless all ranks agree. */
-SYNCBN_API syncbn_status syncbn_check_header(const syncbn_message_info* info);
-/* message: SYNCBN_HEADER_WORDS words, what a rank sends whose own input was refused. */
-SYNCBN_API syncbn_status syncbn_rejection_header(uint32_t fingerprint, int64_t* message);
-
-/* mask: or NULL. message: syncbn_message_words(dtype of x, C) words. */
-SYNCBN_API syncbn_status syncbn_local_moments(const syncbn_tensor* x, const syncbn_mask* mask,
-                                              int64_t* message, uint32_t fingerprint,
-                                              syncbn_executor* executor);
-
-/* words: a summed message behind its header. */
-SYNCBN_API syncbn_status syncbn_finalize_moments(const syncbn_message_info* info,
-                                                 const int64_t* words, double* mean, double* var,
-                                                 double* rstd, int64_t channels, double eps,
-                                                 syncbn_executor* executor);
-
-/* mask, weight, bias, residual, activation_mask, activation: or NULL. */
-SYNCBN_API syncbn_status syncbn_normalize(const syncbn_tensor* x, const syncbn_mask* mask,
-                                          const double* mean, const double* rstd,
-                                          const syncbn_tensor* weight, const syncbn_tensor* bias,
-                                          const syncbn_tensor* residual, const syncbn_tensor* y,
-                                          uint8_t* activation_mask,
-                                          const syncbn_activation* activation,
-                                          syncbn_executor* executor);
-
-/* running_mean, running_var: or NULL. factor: in [0, 1]. */
-SYNCBN_API syncbn_status syncbn_update_running_statistics(const syncbn_tensor* running_mean,
-                                                          const syncbn_tensor* running_var,
-                                                          const double* mean, const double* var,
-                                                          int64_t channels, int64_t count,
-                                                          double factor);
-
-/* mask, through, u: or NULL. fingerprint: with SYNCBN_BACKWARD. */
-SYNCBN_API syncbn_status syncbn_local_gradients(const syncbn_tensor* dy, const syncbn_tensor* x,
-                                                const syncbn_mask* mask, const double* mean,
-                                                const double* rstd,
-                                                const syncbn_activation_gradient* through,
-                                                const syncbn_tensor* u, int64_t* message,
-                                                uint32_t fingerprint, syncbn_executor* executor);
-
-/* weight, dweight, dbias: or NULL. coefficients: 3 * C. count: as forward had it. */
-SYNCBN_API syncbn_status syncbn_finalize_gradients(
-    const syncbn_message_info* info, const int64_t* words, const double* mean, const double* rstd,
-    const syncbn_tensor* weight, double* coefficients, const syncbn_tensor* dweight,
-    const syncbn_tensor* dbias, int64_t channels, int64_t count, syncbn_executor* executor);
-
-/* words: this rank's own message behind its header, of `dtype`. dweight, dbias: or NULL. */
-SYNCBN_API syncbn_status syncbn_affine_gradient_shares(const int64_t* words, int32_t dtype,
-                                                       const double* mean, const double* rstd,
-                                                       const syncbn_tensor* dweight,
-                                                       const syncbn_tensor* dbias, int64_t channels,
-                                                       syncbn_executor* executor);
-
-/* mask, through: or NULL. */
-SYNCBN_API syncbn_status syncbn_input_gradient(const syncbn_tensor* dy, const syncbn_tensor* x,
-                                               const syncbn_mask* mask, const double* mean,
-                                               const double* rstd, const double* coefficients,
-                                               const syncbn_activation_gradient* through,
-                                               const syncbn_tensor* dx, syncbn_executor* executor);
-
-/* x from y = leaky_relu(normalized x) of syncbn_normalize, without a mask, up to rounding; x may be
-   y. weight, bias: or NULL. activation_mask: syncbn_activation_mask_bytes(y) bytes, written. */
-SYNCBN_API syncbn_status syncbn_recover_input(const syncbn_tensor* y, const double* mean,
-                                              const double* rstd, const syncbn_tensor* weight,
-                                              const syncbn_tensor* bias, const syncbn_tensor* x,
-                                              uint8_t* activation_mask, double negative_slope,
-                                              syncbn_executor* executor);
-
-/* dx = weight * rstd * u, the gradient of syncbn_normalize with constant statistics; u: dy come
-   back through the activation. mask, weight: or NULL. */
-SYNCBN_API syncbn_status syncbn_evaluation_input_gradient(
-    const syncbn_tensor* u, const syncbn_mask* mask, const double* rstd,
-    const syncbn_tensor* weight, const syncbn_tensor* dx, syncbn_executor* executor);
-
-/* ---- The passes of SYNCBN_WELFORD; see syncbn/welford.hpp ---- */
-
-/* Of a rank's record, which stands behind the message's header. */
-SYNCBN_API syncbn_status syncbn_welford_words(int32_t dtype, int64_t channels, int64_t* words);
-
-/* mask: or NULL. message: SYNCBN_HEADER_WORDS and syncbn_welford_words(dtype of x, C) words. */
-SYNCBN_API syncbn_status syncbn_local_welford(const syncbn_tensor* x, const syncbn_mask* mask,
-                                              int64_t* message, uint32_t fingerprint,
-                                              syncbn_executor* executor);
-
-/* info: of the headers' sum. records: that of rank r begins at stride * r. */
-SYNCBN_API syncbn_status syncbn_merge_welford(const syncbn_message_info* info,
-                                              const int64_t* records, double* mean, double* var,
-                                              double* rstd, int64_t channels, int32_t ranks,
-                                              int64_t stride, double eps);
+    syncbn_batch_norm* layer, const syncbn_evaluate_backward_arguments* arguments,
+    syncbn_executor* executor);
 
 #ifdef __cplusplus
 }
 #endif
+
+#include "syncbn/c_passes.h"
 
 #endif /* SYNCBN_C_API_H */

@@ -33,8 +33,8 @@ class SYNCBN_API SumInParts {
 };
 
 /// One rank's end of a group that exchanges statistics. Every rank of the group makes the same
-/// sequence of calls. Calls on one communicator come from one thread at a time. On the CPU
-/// batch_norm_forward and batch_norm_backward ask a group of one rank for no sum.
+/// sequence of calls. Calls on one communicator come from one thread at a time. On the CPU a
+/// layer asks a group of one rank for no sum.
 class SYNCBN_API Communicator {
  public:
   virtual ~Communicator();

@@ -79,13 +79,8 @@ SYNCBN_API void merge_welford(const std::int64_t* messages, DType dtype, int ran
                               double* var, double* rstd, std::int64_t* info, std::int64_t channels,
                               double eps, const Stream& stream);
 
-/// y = activation((x - mean) * rstd * weight + bias + residual); arguments as in
-/// syncbn::normalize.
-SYNCBN_API void normalize(const TensorView& x, const MaskView& mask, const double* mean,
-                          const double* rstd, const TensorView& weight, const TensorView& bias,
-                          const TensorView& residual, const MutableTensorView& y,
-                          std::uint8_t* activation_mask, const Activation& activation,
-                          const Stream& stream);
+/// As syncbn::normalize.
+SYNCBN_API void normalize(const Normalization& pass, const Stream& stream);
 
 /// Running statistics, both counters plus 1 (num_batches_tracked unless the count is 0; call
 /// always), and the count. momentum empty: 1 / num_batches_tracked. Nothing but call and count
@@ -99,38 +94,24 @@ SYNCBN_API void update_running_statistics(const RunningStatistics& running, cons
 SYNCBN_API void evaluation_statistics(const TensorView& running_mean, const TensorView& running_var,
                                       double* mean, double* rstd, double eps, const Stream& stream);
 
-/// Sums of u and u*x, u being dy come back through the activation; arguments as in
-/// syncbn::local_gradients. info: the forward's; null gives the fingerprint 0. copy: null, or where
-/// the message goes a second time, for who has the first one summed in its place.
-SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                                const double* mean, const double* rstd,
-                                const ActivationGradient& through, const MutableTensorView& u,
-                                const std::int64_t* info, std::int64_t* message,
-                                std::int64_t* workspace, const Stream& stream,
-                                std::int64_t* copy = nullptr);
+/// As syncbn::local_gradients. info: the forward's; null gives the fingerprint 0. copy: null, or
+/// where the message goes a second time, for who has the first one summed in its place.
+SYNCBN_API void local_gradients(const GradientSums& pass, const std::int64_t* info,
+                                std::int64_t* message, std::int64_t* workspace,
+                                const Stream& stream, std::int64_t* copy = nullptr);
 
-/// coefficients (3*C) from a summed message, and the gradients of weight and bias: global ones from
-/// it, or, if `own` is not null, this rank's share from the message that it sent. NaN coefficients
-/// when the header disagrees or its count is not the forward's (info; null asks for no count).
+/// Coefficients from a summed message, and the gradients of weight and bias: global ones from it,
+/// or, if `own` is not null, this rank's share from the message that it sent. NaN coefficients when
+/// the header disagrees or its count is not the forward's (info; null asks for no count).
 SYNCBN_API void finalize_gradients(const std::int64_t* merged, DType dtype, int ranks,
                                    const std::int64_t* own, const std::int64_t* info,
-                                   const double* mean, const double* rstd, const TensorView& weight,
-                                   double* coefficients, const MutableTensorView& dweight,
-                                   const MutableTensorView& dbias, std::int64_t channels,
-                                   const Stream& stream);
+                                   const ParameterGradients& to, const Stream& stream);
 
-/// dx = c1*u + c2*(x - mean) + c3; arguments as in syncbn::input_gradient.
-SYNCBN_API void input_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                               const double* mean, const double* rstd, const double* coefficients,
-                               const ActivationGradient& through, const MutableTensorView& dx,
-                               const Stream& stream);
+/// As syncbn::input_gradient.
+SYNCBN_API void input_gradient(const InputGradient& pass, const Stream& stream);
 
-/// x and the activation mask from what normalize with leaky_relu wrote over x; arguments as in
-/// syncbn::recover_input.
-SYNCBN_API void recover_input(const TensorView& y, const double* mean, const double* rstd,
-                              const TensorView& weight, const TensorView& bias,
-                              const MutableTensorView& x, std::uint8_t* activation_mask,
-                              double negative_slope, const Stream& stream);
+/// As syncbn::recover_input.
+SYNCBN_API void recover_input(const InputRecovery& pass, const Stream& stream);
 
 /// dx = weight * rstd * u (constant statistics).
 SYNCBN_API void evaluation_input_gradient(const TensorView& u, const MaskView& mask,

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <memory>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "syncbn/export.hpp"
 
@@ -10,8 +13,26 @@ namespace syncbn {
 /// caller may rely on, and running statistics are unchanged.
 class SYNCBN_API Error : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  explicit Error(const std::string& text, std::vector<int> ranks = {});
+  Error(const Error&) noexcept = default;
+  Error& operator=(const Error&) noexcept = default;
   ~Error() override;
+
+  const char* what() const noexcept override;
+
+  /// The ranks that did not come, have left, or made another call than rank 0; empty where the
+  /// error is about this rank alone or nobody knows.
+  const std::vector<int>& ranks() const noexcept;
+
+  /// The name of the layer that was called; empty outside layers.
+  const std::string& layer() const noexcept;
+
+  /// Makes the text "call: text" and sets the layer, unless it is set.
+  void set_layer(const std::string& layer, const std::string& call);
+
+ private:
+  struct Details;
+  std::shared_ptr<const Details> details_;  // copies of an exception must not throw
 };
 
 /// An argument is outside what is allowed; the text names the argument, what was given and what is

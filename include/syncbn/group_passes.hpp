@@ -41,21 +41,12 @@ enum class Reached : std::uint8_t {
 /// local_moments, the sum, finalize_moments and normalize in one. Until kOutput mean, var, rstd, y
 /// and activation_mask hold anything; y may be x. Throws what the sum throws; after another error
 /// the caller has to abandon the group unless the sum is complete.
-SYNCBN_API Reached forward_in_group(const TensorView& x, const MaskView& mask,
-                                    const TensorView& weight, const TensorView& bias,
-                                    const TensorView& residual, const MutableTensorView& y,
-                                    std::uint8_t* activation_mask, double* mean, double* var,
-                                    double* rstd, double eps, const Activation& activation,
-                                    GroupSum& group, const Execution& execution);
+SYNCBN_API Reached forward_in_group(const ForwardPass& pass, GroupSum& group,
+                                    const Execution& execution);
 
 /// local_gradients, the sum, finalize_gradients (or, where `share`, affine_gradient_shares) and
-/// input_gradient in one, from u if there is one. count: elements per channel over all ranks.
-SYNCBN_API Reached backward_in_group(const TensorView& dy, const TensorView& x,
-                                     const MaskView& mask, const double* mean, const double* rstd,
-                                     const ActivationGradient& through, const TensorView& weight,
-                                     const MutableTensorView& u, const MutableTensorView& dx,
-                                     const MutableTensorView& dweight,
-                                     const MutableTensorView& dbias, bool share, std::int64_t count,
-                                     GroupSum& group, const Execution& execution);
+/// input_gradient in one.
+SYNCBN_API Reached backward_in_group(const BackwardPass& pass, GroupSum& group,
+                                     const Execution& execution);
 
 }  // namespace syncbn

@@ -13,7 +13,6 @@
 /// Tensors x, dy, y, dx have shape (N, C, spatial...), any strides, one dtype. Per-channel arrays
 /// have C entries. A mask says which elements of the tensor in front of it count: the others are
 /// left out of all sums and of the count, and y, dx and u are +0 there, whatever x and dy hold.
-/// Argument order: inputs, outputs, sizes, options, execution.
 /// What is written to has a place for each entry: no stride is 0 where there are several.
 /// All functions throw InvalidArgument before they write anything.
 namespace syncbn {
@@ -31,9 +30,16 @@ inline constexpr int kHeaderWords = 8;
 /// reads nothing.
 inline constexpr int kHeaderBackward = 4;
 
-/// What runs a pass: an executor for CPU tensors, a stream (cudaStream_t) for CUDA tensors.
+/// What runs a call: an executor for CPU tensors, a stream (cudaStream_t) for CUDA tensors. By
+/// default the calling thread alone, and the default stream.
 struct Execution {
+  Execution() : executor(&serial_executor()) {}
   Execution(Executor& cpu_executor) : executor(&cpu_executor) {}
+  static Execution on_stream(void* cuda_stream) {
+    Execution execution;
+    execution.stream = cuda_stream;
+    return execution;
+  }
   Executor* executor;
   void* stream = nullptr;
 };
@@ -111,15 +117,21 @@ SYNCBN_API void finalize_moments(const MessageInfo& info, const std::int64_t* wo
                                  double* var, double* rstd, std::int64_t channels, double eps,
                                  const Execution& execution);
 
-/// y = activation((x - mean) * rstd * weight + bias + residual) (section 4). weight and bias: C
-/// entries of any dtype, or absent (1 and 0). residual: x's shape and dtype, or absent. y: x's
-/// shape and dtype, any strides, may be x or residual itself. activation_mask:
-/// activation_mask_bytes(x) bytes, or null; bits of elements that do not count mean nothing.
-SYNCBN_API void normalize(const TensorView& x, const MaskView& mask, const double* mean,
-                          const double* rstd, const TensorView& weight, const TensorView& bias,
-                          const TensorView& residual, const MutableTensorView& y,
-                          std::uint8_t* activation_mask, const Activation& activation,
-                          const Execution& execution);
+/// y = activation((x - mean) * rstd * weight + bias + residual) (section 4).
+struct Normalization {
+  TensorView x = {};
+  MaskView mask = {};
+  const double* mean = nullptr;
+  const double* rstd = nullptr;
+  TensorView weight = {};    ///< C entries of any dtype, or absent: 1
+  TensorView bias = {};      ///< or absent: 0
+  TensorView residual = {};  ///< like x, or absent
+  MutableTensorView y = {};  ///< x's shape and dtype, any strides, may be x or residual itself
+  /// activation_mask_bytes(x) bytes, or null; bits of elements that do not count mean nothing.
+  std::uint8_t* activation_mask = nullptr;
+  Activation activation = {};
+};
+SYNCBN_API void normalize(const Normalization& pass, const Execution& execution);
 
 /// running <- (1 - factor) * running + factor * batch value, with the unbiased variance (section
 /// 5). count = 0 changes nothing. Either tensor may be absent.
@@ -128,39 +140,54 @@ SYNCBN_API void update_running_statistics(const MutableTensorView& running_mean,
                                           const double* var, std::int64_t channels,
                                           std::int64_t count, double factor);
 
-/// Sums of u and u*x over this rank's samples, u being dy come back through the activation. dy: x's
-/// shape and dtype. mean, rstd: C entries each, read where the activation's sign is computed again.
-/// u: written if not absent (the residual's gradient), x's shape and dtype, may be dy. message as
-/// in local_moments.
-SYNCBN_API void local_gradients(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                                const double* mean, const double* rstd,
-                                const ActivationGradient& through, const MutableTensorView& u,
-                                std::int64_t* message, std::uint32_t fingerprint,
-                                const Execution& execution);
+/// Sums of u and u*x over this rank's samples, u being dy come back through the activation.
+struct GradientSums {
+  TensorView dy = {};  ///< like x
+  TensorView x = {};
+  MaskView mask = {};
+  const double* mean = nullptr;  ///< read, as rstd, where the activation's sign is computed again
+  const double* rstd = nullptr;
+  ActivationGradient through = {};
+  MutableTensorView u = {};  ///< written unless absent (the residual's gradient); may be dy
+};
+/// message: as in local_moments.
+SYNCBN_API void local_gradients(const GradientSums& pass, std::int64_t* message,
+                                std::uint32_t fingerprint, const Execution& execution);
 
-/// Coefficients c1, c2, c3 of the input's gradient (coefficients: 3*C, c1 first) and the global
-/// gradients of weight and bias from a summed message (section 6). dweight and dbias: C entries of
-/// any dtype, or absent. Coefficients are NaN when the header disagrees or its count is not
-/// `count`.
+/// What is made of those sums: coefficients c1, c2, c3 of the input's gradient, and gradients of
+/// weight and bias (section 6).
+struct ParameterGradients {
+  const double* mean = nullptr;
+  const double* rstd = nullptr;
+  TensorView weight = {};
+  double* coefficients = nullptr;  ///< 3 * channels, c1 of all channels first
+  MutableTensorView dweight = {};  ///< C entries of any dtype, or absent
+  MutableTensorView dbias = {};
+  std::int64_t channels = 0;  ///< gradients_of_one_rank has those of x
+};
+/// From a summed message, with global gradients of weight and bias. Coefficients are NaN when the
+/// header disagrees or its count is not `count`.
 SYNCBN_API void finalize_gradients(const MessageInfo& info, const std::int64_t* words,
-                                   const double* mean, const double* rstd, const TensorView& weight,
-                                   double* coefficients, const MutableTensorView& dweight,
-                                   const MutableTensorView& dbias, std::int64_t channels,
-                                   std::int64_t count, const Execution& execution);
+                                   const ParameterGradients& to, std::int64_t count,
+                                   const Execution& execution);
 
 /// This rank's own share of the gradients of weight and bias, from the words of the message that it
-/// sent. dweight and dbias as above.
-SYNCBN_API void affine_gradient_shares(const std::int64_t* words, DType dtype, const double* mean,
-                                       const double* rstd, const MutableTensorView& dweight,
-                                       const MutableTensorView& dbias, std::int64_t channels,
-                                       const Execution& execution);
+/// sent. The coefficients are not written, nor is the weight read.
+SYNCBN_API void affine_gradient_shares(const std::int64_t* words, DType dtype,
+                                       const ParameterGradients& to, const Execution& execution);
 
-/// dx = c1*u + c2*(x - mean) + c3 (section 6), u being dy come back through the activation. dx: x's
-/// shape and dtype, any strides, may be dy or x.
-SYNCBN_API void input_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                               const double* mean, const double* rstd, const double* coefficients,
-                               const ActivationGradient& through, const MutableTensorView& dx,
-                               const Execution& execution);
+/// dx = c1*u + c2*(x - mean) + c3 (section 6), u being dy come back through the activation.
+struct InputGradient {
+  TensorView dy = {};
+  TensorView x = {};
+  MaskView mask = {};
+  const double* mean = nullptr;
+  const double* rstd = nullptr;
+  const double* coefficients = nullptr;
+  ActivationGradient through = {};
+  MutableTensorView dx = {};  ///< x's shape and dtype, any strides, may be dy or x
+};
+SYNCBN_API void input_gradient(const InputGradient& pass, const Execution& execution);
 
 // A group of one rank sends nothing, so its statistics need no message. Bits are those of the
 // functions above; more than kMaxCount elements per channel are an InvalidArgument. CPU tensors.
@@ -172,39 +199,58 @@ SYNCBN_API MessageInfo moments_of_one_rank(const TensorView& x, const MaskView& 
 
 /// local_gradients, read_header and finalize_gradients in one. On one rank the global gradients of
 /// weight and bias are its own share, too.
-SYNCBN_API MessageInfo gradients_of_one_rank(const TensorView& dy, const TensorView& x,
-                                             const MaskView& mask, const double* mean,
-                                             const double* rstd, const ActivationGradient& through,
-                                             const TensorView& weight, const MutableTensorView& u,
-                                             double* coefficients, const MutableTensorView& dweight,
-                                             const MutableTensorView& dbias, std::int64_t count,
-                                             const Execution& execution);
+SYNCBN_API MessageInfo gradients_of_one_rank(const GradientSums& pass, const ParameterGradients& to,
+                                             std::int64_t count, const Execution& execution);
 
-/// Whole directions. Where it pays, sums of some channels are taken while the results of those
-/// before them are on their way to memory.
-///
-/// moments_of_one_rank and normalize in one.
-SYNCBN_API MessageInfo forward_of_one_rank(const TensorView& x, const MaskView& mask,
-                                           const TensorView& weight, const TensorView& bias,
-                                           const TensorView& residual, const MutableTensorView& y,
-                                           std::uint8_t* activation_mask, double* mean, double* var,
-                                           double* rstd, double eps, const Activation& activation,
-                                           const Execution& execution);
+/// A whole direction: moments and normalize. Where it pays, sums of some channels are taken while
+/// the results of those before them are on their way to memory.
+struct ForwardPass {
+  TensorView x = {};  ///< as in Normalization, as what follows
+  MaskView mask = {};
+  TensorView weight = {};
+  TensorView bias = {};
+  TensorView residual = {};
+  MutableTensorView y = {};
+  std::uint8_t* activation_mask = nullptr;
+  double* mean = nullptr;  ///< written, C entries each
+  double* var = nullptr;
+  double* rstd = nullptr;
+  double eps = 1e-5;
+  Activation activation = {};
+};
+SYNCBN_API MessageInfo forward_of_one_rank(const ForwardPass& pass, const Execution& execution);
 
-/// gradients_of_one_rank and input_gradient in one, the latter from u if there is one.
-SYNCBN_API MessageInfo backward_of_one_rank(
-    const TensorView& dy, const TensorView& x, const MaskView& mask, const double* mean,
-    const double* rstd, const ActivationGradient& through, const TensorView& weight,
-    const MutableTensorView& u, const MutableTensorView& dx, const MutableTensorView& dweight,
-    const MutableTensorView& dbias, std::int64_t count, const Execution& execution);
+/// Sums of gradients, what is made of them, and the input's gradient, from u if there is one.
+struct BackwardPass {
+  TensorView dy = {};
+  TensorView x = {};
+  MaskView mask = {};
+  const double* mean = nullptr;
+  const double* rstd = nullptr;
+  ActivationGradient through = {};
+  TensorView weight = {};
+  MutableTensorView u = {};
+  MutableTensorView dx = {};
+  MutableTensorView dweight = {};
+  MutableTensorView dbias = {};
+  bool share = true;  ///< dweight and dbias are this rank's own share; on one rank all there is
+  std::int64_t count = 0;  ///< elements per channel over all ranks
+};
+SYNCBN_API MessageInfo backward_of_one_rank(const BackwardPass& pass, const Execution& execution);
 
 /// For a forward that wrote y = leaky_relu((x - mean) * rstd * weight + bias) over x: gives back x,
-/// up to rounding (docs/activation.md has the bound), and the activation mask. x: like y, may be y.
-/// activation_mask: activation_mask_bytes(x) bytes. Weights and negative_slope must not be 0.
-SYNCBN_API void recover_input(const TensorView& y, const double* mean, const double* rstd,
-                              const TensorView& weight, const TensorView& bias,
-                              const MutableTensorView& x, std::uint8_t* activation_mask,
-                              double negative_slope, const Execution& execution);
+/// up to rounding (docs/activation.md has the bound), and the activation mask.
+struct InputRecovery {
+  TensorView y = {};
+  const double* mean = nullptr;
+  const double* rstd = nullptr;
+  TensorView weight = {};  ///< no entry is 0
+  TensorView bias = {};
+  MutableTensorView x = {};                 ///< like y, may be y
+  std::uint8_t* activation_mask = nullptr;  ///< activation_mask_bytes(x) bytes
+  double negative_slope = 0.01;             ///< not 0
+};
+SYNCBN_API void recover_input(const InputRecovery& pass, const Execution& execution);
 
 /// The gradient of normalize with constant statistics (evaluation): dx = weight * rstd * u, u being
 /// dy come back through the activation already.

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <iterator>
+#include <ranges>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -141,13 +142,16 @@ struct BasicTensorView {
         strides(tensor_strides),
         device(tensor_device) {}
 
-  /// A contiguous tensor of all elements of a span; another number of them: InvalidArgument.
-  template <class T, std::size_t kSize>
-    requires(Element<std::remove_const_t<T>> && std::convertible_to<T*, Void*>)
-  BasicTensorView(std::span<T, kSize> values, const Extents& tensor_sizes)
-      : BasicTensorView(values.data(), kDtypeOf<std::remove_const_t<T>>, tensor_sizes) {
-    if (values.size() != static_cast<std::uint64_t>(numel())) {
-      throw InvalidArgument("values: got a span of " + std::to_string(values.size()) +
+  /// A contiguous tensor of all elements of a span, a vector or an array; another number of them:
+  /// InvalidArgument.
+  template <std::ranges::contiguous_range Range>
+    requires(std::ranges::borrowed_range<Range> && Element<std::ranges::range_value_t<Range>> &&
+             std::convertible_to<decltype(std::ranges::data(std::declval<Range&>())), Void*>)
+  BasicTensorView(Range&& values, const Extents& tensor_sizes)
+      : BasicTensorView(std::ranges::data(values), kDtypeOf<std::ranges::range_value_t<Range>>,
+                        tensor_sizes) {
+    if (std::ranges::size(values) != static_cast<std::uint64_t>(numel())) {
+      throw InvalidArgument("values: got " + std::to_string(std::ranges::size(values)) +
                             " elements, expected " + std::to_string(numel()));
     }
   }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "comm/pause.hpp"
+#include "comm/rank_set.hpp"
 #include "comm/rank_texts.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/passes.hpp"
@@ -36,6 +37,7 @@ struct Arrival {
 /// What rank 0 answers.
 struct Verdict {
   Answer answer;
+  RankSet about;
   std::array<char, 1024> text;
 };
 
@@ -157,8 +159,9 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
     return status.MPI_SOURCE;
   }
 
-  void answer(Answer what, const std::string& text) {
+  void answer(Answer what, const std::string& text, const std::vector<int>& about = {}) {
     verdict.answer = what;
+    verdict.about = RankSet::of(about);
     copy_text(verdict.text, text);
     tell(verdict);
   }
@@ -179,7 +182,7 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
       Arrival other;
       if (const auto from = receive(MPI_ANY_SOURCE, kArrivalTag, other); from.has_value()) {
         if (other.kind == Kind::kLeft) {
-          answer(Answer::kLost, left_text(*from, other.reason.data()));
+          answer(Answer::kLost, left_text(*from, other.reason.data()), {*from});
           return false;
         }
         arrivals[static_cast<std::size_t>(*from)] = other;
@@ -191,7 +194,7 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
             late.push_back(r);
           }
         }
-        answer(Answer::kTimeout, missing_text(late, timeout));
+        answer(Answer::kTimeout, missing_text(late, timeout), late);
         return false;
       } else {
         pause(start);
@@ -215,14 +218,21 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
       }
     }
     decided = Clock::now();
+    std::vector<int> odd;
     for (int r = 1; r < size; ++r) {
       const Arrival& other = arrivals[static_cast<std::size_t>(r)];
       if (other.kind != arrival.kind || other.bytes != arrival.bytes) {
-        return answer(Answer::kDivergence, divergence_text(0, static_cast<std::size_t>(size),
-                                                           static_cast<std::size_t>(arrival.bytes),
-                                                           r, static_cast<std::size_t>(other.bytes),
-                                                           other.kind != arrival.kind));
+        odd.push_back(r);
       }
+    }
+    if (!odd.empty()) {
+      const Arrival& other = arrivals[static_cast<std::size_t>(odd.front())];
+      return answer(
+          Answer::kDivergence,
+          divergence_text(0, static_cast<std::size_t>(size),
+                          static_cast<std::size_t>(arrival.bytes), odd.front(),
+                          static_cast<std::size_t>(other.bytes), other.kind != arrival.kind),
+          odd);
     }
     answer(Answer::kGo, "");
   }
@@ -241,7 +251,7 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
       } else if (Clock::now() - start > 2 * timeout) {
         const std::string text = missing_text({0}, timeout);
         leave(text);
-        throw ExchangeTimeout(who() + text);
+        throw ExchangeTimeout(who() + text, {0});
       } else {
         pause(start);
       }
@@ -264,13 +274,13 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
         return forget_sent();
       case Answer::kDivergence:
         forget_sent();
-        throw DivergenceError(text);
+        throw DivergenceError(text, verdict.about.list());
       case Answer::kTimeout:
         broken = text;
-        throw ExchangeTimeout(who() + text);
+        throw ExchangeTimeout(who() + text, verdict.about.list());
       case Answer::kLost:
         broken = text;
-        throw PeerLost(who() + text);
+        throw PeerLost(who() + text, verdict.about.list());
     }
   }
 
@@ -285,7 +295,7 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
     }
     try {
       if (rank == 0) {
-        answer(Answer::kLost, *broken);
+        answer(Answer::kLost, *broken, {0});
       } else {
         farewell.kind = Kind::kLeft;
         copy_text(farewell.reason, reason);

@@ -114,7 +114,7 @@ struct __attribute__((visibility("hidden"))) NcclCommunicator::State {
   /// Throws if this rank has left or NCCL has noticed an error since the last exchange.
   void look() {
     if (left.has_value()) {
-      throw PeerLost(who() + left_text(rank, *left));
+      throw PeerLost(who() + left_text(rank, *left), {rank});
     }
     ncclResult_t result = ncclSuccess;
     SYNCBN_NCCL_CHECK(who(), ncclCommGetAsyncError(handle, &result));

@@ -207,7 +207,8 @@ void SharedBarrier::look_at_peers() {
     if (alive_[i].revents != 0 && area(r).arrived.load() < number_) {
       break_at(number_ - 1, Cause::kDied,
                "rank " + std::to_string(peer.rank) + " is gone: its process " +
-                   std::to_string(peer.process) + " ended");
+                   std::to_string(peer.process) + " ended",
+               {peer.rank});
       return;
     }
   }
@@ -224,12 +225,13 @@ void SharedBarrier::look_at_clock(milliseconds waited) {
     }
   }
   if (!missing.empty()) {
-    break_at(number_ - 1, Cause::kTimeout, missing_text(missing, timeout_));
+    break_at(number_ - 1, Cause::kTimeout, missing_text(missing, timeout_), missing);
   }
 }
 
 /// Breaks the group, unless it is broken or has met another barrier meanwhile.
-bool SharedBarrier::break_at(std::uint64_t last_met, Cause cause, const std::string& text) {
+bool SharedBarrier::break_at(std::uint64_t last_met, Cause cause, const std::string& text,
+                             const std::vector<int>& about) {
   std::uint64_t before = pack(last_met, kNobody);
   if (control().state.load() != before) {
     return false;  // if this rank broke it, others are reading its reason
@@ -243,6 +245,7 @@ bool SharedBarrier::break_at(std::uint64_t last_met, Cause cause, const std::str
   mine.cause = cause;
   std::memcpy(mine.reason, text.data(), length);
   mine.reason[length] = '\0';
+  mine.about = RankSet::of(about);
   const bool broken =
       control().state.compare_exchange_strong(before, pack(last_met, static_cast<int>(rank_)));
   if (broken) {
@@ -255,7 +258,8 @@ void SharedBarrier::abandon(const std::string& reason) {
   check_process();
   for (;;) {
     const std::uint64_t state = control().state.load();
-    if (breaker_of(state) != kNobody || break_at(met_of(state), Cause::kLeft, reason)) {
+    if (breaker_of(state) != kNobody ||
+        break_at(met_of(state), Cause::kLeft, reason, {static_cast<int>(rank_)})) {
       return;
     }
   }
@@ -272,9 +276,10 @@ void SharedBarrier::throw_broken(std::uint64_t state, bool waiting) const {
   const RankArea& its = area(static_cast<std::size_t>(breaker));
   const std::string reason(its.reason, strnlen(its.reason, sizeof(its.reason)));
   if (its.cause == Cause::kTimeout && waiting) {
-    throw ExchangeTimeout(place + reason);
+    throw ExchangeTimeout(place + reason, its.about.list());
   }
-  throw PeerLost(place + (its.cause == Cause::kDied ? reason : left_text(breaker, reason)));
+  throw PeerLost(place + (its.cause == Cause::kDied ? reason : left_text(breaker, reason)),
+                 its.about.list());
 }
 
 }  // namespace syncbn

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/rank_set.hpp"
 #include "comm/shared_segment.hpp"
 
 // The barriers of a group in memory that its ranks share, and the slots that they fill for them.
@@ -32,6 +33,7 @@ struct alignas(64) RankArea {
   /// Why it has broken the group; written once, before `state` says so.
   alignas(64) Cause cause;
   char reason[508];
+  RankSet about;  ///< the ranks that are to blame
 };
 
 /// The barriers are numbered from 1. Before barrier b a rank fills its slot for it, number b % 2;
@@ -91,7 +93,8 @@ class SharedBarrier {
   void look_at_clock(std::chrono::milliseconds waited);
   void sleep(std::chrono::milliseconds limit);
   void ring();
-  bool break_at(std::uint64_t last_met, Cause cause, const std::string& text);
+  bool break_at(std::uint64_t last_met, Cause cause, const std::string& text,
+                const std::vector<int>& about);
   [[noreturn]] void throw_broken(std::uint64_t state, bool waiting) const;
 
   std::byte* memory_;

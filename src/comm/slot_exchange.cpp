@@ -188,9 +188,19 @@ std::size_t SlotExchange::common_end() {
 }
 
 void SlotExchange::throw_divergence(std::size_t other) const {
-  const auto& its = barrier_.area(other).message[barrier_.number() % 2];
+  const auto brought = [&](std::size_t rank) -> const auto& {
+    return barrier_.area(rank).message[barrier_.number() % 2];
+  };
+  std::vector<int> odd;
+  for (std::size_t r = 1; r < barrier_.size(); ++r) {
+    if (brought(r).bytes != brought(0).bytes || brought(r).kind != brought(0).kind) {
+      odd.push_back(static_cast<int>(r));
+    }
+  }
+  const auto& its = brought(other);
   throw DivergenceError(divergence_text(static_cast<int>(barrier_.rank()), barrier_.size(), bytes_,
-                                        static_cast<int>(other), its.bytes, its.kind != kind_));
+                                        static_cast<int>(other), its.bytes, its.kind != kind_),
+                        odd);
 }
 
 void SlotExchange::add_piece(std::size_t length) const {

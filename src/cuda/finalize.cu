@@ -155,20 +155,18 @@ void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double
 }
 
 void finalize_gradients(const std::int64_t* merged, DType dtype, int ranks, const std::int64_t* own,
-                        const std::int64_t* info, const double* mean, const double* rstd,
-                        const TensorView& weight, double* coefficients,
-                        const MutableTensorView& dweight, const MutableTensorView& dbias,
-                        std::int64_t channels, const Stream& stream) {
+                        const std::int64_t* info, const ParameterGradients& p,
+                        const Stream& stream) {
   check_ranks(ranks);
-  check_per_channel("weight", weight, channels, Device::kCuda);
-  check_per_channel("dweight", dweight, channels, Device::kCuda);
-  check_per_channel("dbias", dbias, channels, Device::kCuda);
+  check_per_channel("weight", p.weight, p.channels, Device::kCuda);
+  check_per_channel("dweight", p.dweight, p.channels, Device::kCuda);
+  check_per_channel("dbias", p.dbias, p.channels, Device::kCuda);
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename ElementTraits<decltype(type)>::SameFormat;
     start("finalize_gradients", &gradients_kernel<T>,
-          grid_for(channels, kThreads / kChannelThreads<T>, stream, 32), kThreads, 0, stream,
-          merged, ranks, own, info, mean, rstd, channel_array(weight, 1.0), coefficients,
-          channel_array(dweight, 0.0), channel_array(dbias, 0.0), channels);
+          grid_for(p.channels, kThreads / kChannelThreads<T>, stream, 32), kThreads, 0, stream,
+          merged, ranks, own, info, p.mean, p.rstd, channel_array(p.weight, 1.0), p.coefficients,
+          channel_array(p.dweight, 0.0), channel_array(p.dbias, 0.0), p.channels);
   });
 }
 

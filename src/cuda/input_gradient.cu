@@ -63,23 +63,20 @@ static void start_gradient(const TensorView& dy, const TensorView& x, const Mask
 
 void load_input_gradient(DType dtype) { load_elements<InputGradientPass>(dtype); }
 
-void input_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                    const double* mean, const double* rstd, const double* coefficients,
-                    const ActivationGradient& through, const MutableTensorView& dx,
-                    const Stream& stream) {
-  check_samples("x", x);
-  check_device("x", x);
-  check_mask(mask, x);
-  check_like("dy", dy, x);
-  check_pullback(through, x);
-  check_like("dx", dx, x);
-  if (coefficients == nullptr) {
+void input_gradient(const InputGradient& p, const Stream& stream) {
+  check_samples("x", p.x);
+  check_device("x", p.x);
+  check_mask(p.mask, p.x);
+  check_like("dy", p.dy, p.x);
+  check_pullback(p.through, p.x);
+  check_like("dx", p.dx, p.x);
+  if (p.coefficients == nullptr) {
     throw InvalidArgument("coefficients: got null, expected 3 * C numbers");
   }
   ElementArguments a;
-  a.pullback = pullback_arrays(through, mean, rstd, SampleView(x));
-  a.coefficients = coefficients;
-  start_gradient(dy, x, mask, "dx", dx, a, through.activation_mask, stream);
+  a.pullback = pullback_arrays(p.through, p.mean, p.rstd, SampleView(p.x));
+  a.coefficients = p.coefficients;
+  start_gradient(p.dy, p.x, p.mask, "dx", p.dx, a, p.through.activation_mask, stream);
 }
 
 void evaluation_input_gradient(const TensorView& u, const MaskView& mask, const double* rstd,

@@ -1,4 +1,4 @@
-#include "syncbn/cuda_communicator.hpp"
+#include "cuda/device_memory.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/error.hpp"
 
@@ -37,11 +37,7 @@ void merge_welford(const std::int64_t*, DType, int, double*, double*, double*, s
                    std::int64_t, double, const Stream&) {
   require_built();
 }
-void normalize(const TensorView&, const MaskView&, const double*, const double*, const TensorView&,
-               const TensorView&, const TensorView&, const MutableTensorView&, std::uint8_t*,
-               const Activation&, const Stream&) {
-  require_built();
-}
+void normalize(const Normalization&, const Stream&) { require_built(); }
 void update_running_statistics(const RunningStatistics&, const double*, const double*,
                                const std::int64_t*, std::int64_t, std::optional<double>,
                                const Stream&) {
@@ -51,43 +47,28 @@ void evaluation_statistics(const TensorView&, const TensorView&, double*, double
                            const Stream&) {
   require_built();
 }
-void local_gradients(const TensorView&, const TensorView&, const MaskView&, const double*,
-                     const double*, const ActivationGradient&, const MutableTensorView&,
-                     const std::int64_t*, std::int64_t*, std::int64_t*, const Stream&,
-                     std::int64_t*) {
+void local_gradients(const GradientSums&, const std::int64_t*, std::int64_t*, std::int64_t*,
+                     const Stream&, std::int64_t*) {
   require_built();
 }
 void finalize_gradients(const std::int64_t*, DType, int, const std::int64_t*, const std::int64_t*,
-                        const double*, const double*, const TensorView&, double*,
-                        const MutableTensorView&, const MutableTensorView&, std::int64_t,
-                        const Stream&) {
+                        const ParameterGradients&, const Stream&) {
   require_built();
 }
-void input_gradient(const TensorView&, const TensorView&, const MaskView&, const double*,
-                    const double*, const double*, const ActivationGradient&,
-                    const MutableTensorView&, const Stream&) {
-  require_built();
-}
-void recover_input(const TensorView&, const double*, const double*, const TensorView&,
-                   const TensorView&, const MutableTensorView&, std::uint8_t*, double,
-                   const Stream&) {
-  require_built();
-}
+void input_gradient(const InputGradient&, const Stream&) { require_built(); }
+void recover_input(const InputRecovery&, const Stream&) { require_built(); }
 void evaluation_input_gradient(const TensorView&, const MaskView&, const double*, const TensorView&,
                                const MutableTensorView&, const Stream&) {
   require_built();
 }
-std::unique_ptr<Communicator> self_communicator() {
+void* allocate_on(void*, std::size_t) {
   require_built();
   return nullptr;
 }
-std::unique_ptr<Communicator> staged_communicator(syncbn::Communicator&) {
-  require_built();
-  return nullptr;
-}
-std::int64_t read_count(const std::int64_t*, const Stream&) {
-  require_built();
-  return 0;
-}
+void release_on(void*, void*) noexcept {}
+void zero_on(void*, void*, std::size_t) { require_built(); }
+void copy_on(void*, void*, const void*, std::size_t) { require_built(); }
+void fetch_on(void*, void*, const void*, std::size_t) { require_built(); }
+void bring_on(void*, void*, const void*, std::size_t) { require_built(); }
 
 }  // namespace syncbn::cuda

@@ -30,41 +30,38 @@ struct NormalizePass {
 
 void load_normalize(DType dtype) { load_elements<NormalizePass>(dtype); }
 
-void normalize(const TensorView& x, const MaskView& mask, const double* mean, const double* rstd,
-               const TensorView& weight, const TensorView& bias, const TensorView& residual,
-               const MutableTensorView& y, std::uint8_t* activation_mask,
-               const Activation& activation, const Stream& stream) {
-  check_samples("x", x);
-  check_device("x", x);
-  check_mask(mask, x);
-  check_like("y", y, x);
-  check_per_channel("weight", weight, x.sizes[1], x.device);
-  check_per_channel("bias", bias, x.sizes[1], x.device);
-  if (!residual.absent()) {
-    check_like("residual", residual, x);
+void normalize(const Normalization& p, const Stream& stream) {
+  check_samples("x", p.x);
+  check_device("x", p.x);
+  check_mask(p.mask, p.x);
+  check_like("y", p.y, p.x);
+  check_per_channel("weight", p.weight, p.x.sizes[1], p.x.device);
+  check_per_channel("bias", p.bias, p.x.sizes[1], p.x.device);
+  if (!p.residual.absent()) {
+    check_like("residual", p.residual, p.x);
   }
-  check_activation(activation);
-  const SampleView from(x, mask);
+  check_activation(p.activation);
+  const SampleView from(p.x, p.mask);
   if (from.empty() || from.channels == 0) {
     return;
   }
-  const SampleView to(y);
-  const SampleView added(residual.absent() ? x : residual);
+  const SampleView to(p.y);
+  const SampleView added(p.residual.absent() ? p.x : p.residual);
   ElementArguments a;
   a.x = operand("x", from);
-  if (!residual.absent()) {
+  if (!p.residual.absent()) {
     a.other = operand("residual", added);
   }
   a.out = operand("y", to);
-  a.written = mask_bits(activation_mask, from);
-  a.pullback.activation = activation;
-  a.pullback.affine = {mean, rstd, channel_array(weight, 1.0), channel_array(bias, 0.0)};
+  a.written = mask_bits(p.activation_mask, from);
+  a.pullback.activation = p.activation;
+  a.pullback.affine = {p.mean, p.rstd, channel_array(p.weight, 1.0), channel_array(p.bias, 0.0)};
   a.counts = from.mask;
   a.samples = from.samples;
   a.channels = from.channels;
   a.plane = from.plane;
-  start_elements<NormalizePass>("normalize", x.dtype, Plan({&from, &added, &to}, activation_mask),
-                                a, stream);
+  start_elements<NormalizePass>("normalize", p.x.dtype,
+                                Plan({&from, &added, &to}, p.activation_mask), a, stream);
 }
 
 }  // namespace syncbn::cuda

@@ -26,16 +26,14 @@ struct RecoverPass {
 
 void load_recover_input(DType dtype) { load_elements<RecoverPass>(dtype); }
 
-void recover_input(const TensorView& y, const double* mean, const double* rstd,
-                   const TensorView& weight, const TensorView& bias, const MutableTensorView& x,
-                   std::uint8_t* activation_mask, double negative_slope, const Stream& stream) {
-  check_samples("y", y);
-  check_device("y", y);
-  check_per_channel("weight", weight, y.sizes[1], y.device);
-  check_per_channel("bias", bias, y.sizes[1], y.device);
-  check_like("x", x, y);
-  const SampleView from(y);
-  const SampleView to(x);
+void recover_input(const InputRecovery& p, const Stream& stream) {
+  check_samples("y", p.y);
+  check_device("y", p.y);
+  check_per_channel("weight", p.weight, p.y.sizes[1], p.y.device);
+  check_per_channel("bias", p.bias, p.y.sizes[1], p.y.device);
+  check_like("x", p.x, p.y);
+  const SampleView from(p.y);
+  const SampleView to(p.x);
   if (ActivationMaskLayout(to).by_rows != ActivationMaskLayout(from).by_rows) {
     throw InvalidArgument("x: got strides of another order than y's, expected y's");
   }
@@ -45,13 +43,13 @@ void recover_input(const TensorView& y, const double* mean, const double* rstd,
   ElementArguments a;
   a.x = operand("y", from);
   a.out = operand("x", to);
-  a.written = mask_bits(activation_mask, from);
-  a.pullback.activation.slope = negative_slope;
-  a.pullback.affine = {mean, rstd, channel_array(weight, 1.0), channel_array(bias, 0.0)};
+  a.written = mask_bits(p.activation_mask, from);
+  a.pullback.activation.slope = p.negative_slope;
+  a.pullback.affine = {p.mean, p.rstd, channel_array(p.weight, 1.0), channel_array(p.bias, 0.0)};
   a.samples = from.samples;
   a.channels = from.channels;
   a.plane = from.plane;
-  start_elements<RecoverPass>("recover_input", y.dtype, Plan({&from, &to}, activation_mask), a,
+  start_elements<RecoverPass>("recover_input", p.y.dtype, Plan({&from, &to}, p.activation_mask), a,
                               stream);
 }
 

@@ -64,11 +64,16 @@ std::vector<Case> cases() {
 
 /// One rank's layer, with everything that its caller holds.
 struct Layer {
-  explicit Layer(const Case& c)
-      : x(c.dtype, c.sizes, c.memory),
+  Layer(const Case& c, Communicator& group)
+      : layer({.channels = c.sizes[1],
+               .name = "layer",
+               .activation = c.activation,
+               .statistics = c.statistics},
+              group),
+        x(c.dtype, c.sizes, c.memory),
         weight(DType::kFloat32, {c.sizes[1]}),
         mask_bytes(static_cast<std::size_t>(x.numel() / c.sizes[1]), 1),
-        which(c.affine) {
+        affine(c.affine) {
     Random random(7);
     x.fill(testing::rough_values(random, c.dtype, c.sizes[0],
                                  x.numel() / std::max<std::int64_t>(1, c.sizes[0])));
@@ -77,7 +82,7 @@ struct Layer {
     mean = var = dweight = dbias = weight;
     if (c.residual) {
       residual = dresidual = x;
-      residual_view = std::as_const(residual).view();
+      residual_view = residual.view();
       dresidual_view = dresidual.view();
     }
     if (c.mask) {
@@ -88,32 +93,41 @@ struct Layer {
         mask.sizes.push_back(c.sizes[axis]);
       }
     }
-    options.layer = 1;
-    options.activation = c.activation;
-    options.statistics = c.statistics;
-  }
-  Layer(const Layer&) = delete;
-  Layer& operator=(const Layer&) = delete;
-
-  void step(Communicator& group, Executor& executor) {
-    const TensorView in = std::as_const(x).view(), gradient = std::as_const(dy).view();
-    const TensorView scale = std::as_const(weight).view();
-    batch_norm_forward(in, mask, scale, scale, residual_view, y.view(),
-                       {mean.view(), var.view(), &tracked}, options, group, executor, statistics);
-    batch_norm_backward(gradient, in, mask, scale, scale, statistics, dx.view(), dweight.view(),
-                        dbias.view(), dresidual_view, which, group, executor);
-    ++options.call;
   }
 
+  void step(Executor& executor) {
+    layer.forward({.x = x.view(),
+                   .mask = mask,
+                   .weight = weight.view(),
+                   .bias = weight.view(),
+                   .residual = residual_view,
+                   .y = y.view(),
+                   .running_mean = mean.view(),
+                   .running_var = var.view(),
+                   .num_batches_tracked = &tracked},
+                  saved, executor);
+    layer.backward({.dy = dy.view(),
+                    .x = x.view(),
+                    .mask = mask,
+                    .weight = weight.view(),
+                    .bias = weight.view(),
+                    .dx = dx.view(),
+                    .dweight = dweight.view(),
+                    .dbias = dbias.view(),
+                    .dresidual = dresidual_view,
+                    .affine = affine},
+                   saved, executor);
+  }
+
+  BatchNorm layer;
+  Saved saved;
   Tensor x, dy, y, dx, weight, mean, var, dweight, dbias, residual, dresidual;
   TensorView residual_view;
   MutableTensorView dresidual_view;
   std::vector<std::uint8_t> mask_bytes;
   MaskView mask;
-  BatchNormOptions options;
-  AffineGradients which;
+  AffineGradients affine;
   std::int64_t tracked = 0;
-  BatchStatistics statistics;
 };
 
 /// Allocations of all ranks' second step. threads: 0 is the serial executor.
@@ -126,14 +140,14 @@ std::int64_t allocations_of_second_step(const Case& c, testing::Group& group, in
     std::unique_ptr<ThreadPool> pool =
         threads == 0 ? nullptr : std::make_unique<ThreadPool>(threads);
     Executor& executor = pool == nullptr ? serial_executor() : *pool;
-    Layer layer(c);
-    layer.step(group.rank(r), executor);
+    Layer layer(c, group.rank(r));
+    layer.step(executor);
     together.arrive_and_wait();
     if (r == 0) {
       before = testing::allocations;
     }
     together.arrive_and_wait();
-    layer.step(group.rank(r), executor);
+    layer.step(executor);
     together.arrive_and_wait();
     if (r == 0) {
       after = testing::allocations;

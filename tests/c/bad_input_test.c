@@ -13,12 +13,12 @@ typedef struct arena {
   views v;
   syncbn_batch_norm_options options;
   syncbn_communicator group;
-  int64_t tracked;
+  int64_t tracked; /* in the views */
   int64_t message[WORDS];
   double mean[CHANNELS], var[CHANNELS], rstd[CHANNELS], coefficients[3 * CHANNELS];
   syncbn_message_info info;
-  syncbn_batch_statistics* statistics; /* of a good forward */
-  syncbn_batch_statistics* out;        /* stays NULL */
+  syncbn_saved* of_forward; /* of a good one */
+  syncbn_saved* saved;      /* stays without content */
 } arena;
 
 static const int64_t kNoStride[3] = {0, PLANE, 1};
@@ -27,12 +27,13 @@ static const int64_t kWide[3] = {0, ((int64_t)1 << 31) + 1, PLANE};
 /* 6 words each are 2 words modulo 2^64. */
 static const int64_t kWrapping = 3074457345618258603;
 
-static void make_arena(arena* a, syncbn_batch_statistics* statistics) {
+static void make_arena(arena* a, syncbn_saved* of_forward, syncbn_saved* saved) {
   fill(&a->m);
   view(&a->v, &a->m, 0, SAMPLES);
   a->options = options_of_reference();
   a->group = *syncbn_self_communicator();
   a->tracked = 7;
+  a->v.num_batches_tracked = &a->tracked;
   for (int i = 0; i < WORDS; ++i) {
     a->message[i] = 0;
   }
@@ -42,25 +43,28 @@ static void make_arena(arena* a, syncbn_batch_statistics* statistics) {
   }
   const syncbn_message_info info = {8, 1, 0, 1, SYNCBN_FLOAT32};
   a->info = info;
-  a->statistics = statistics;
-  a->out = NULL;
+  a->of_forward = of_forward;
+  a->saved = saved;
 }
 
 static syncbn_status run_forward(arena* a) {
-  const views* v = &a->v;
-  return syncbn_batch_norm_forward(&v->x, &v->mask, &v->weight, &v->bias, NULL, &v->y,
-                                   &v->running_mean, &v->running_var, &a->tracked, &a->out,
-                                   &a->options, &a->group, NULL);
+  return forward(&a->v, a->saved, &a->options, &a->group);
 }
 static syncbn_status run_backward(arena* a, int32_t affine) {
-  const views* v = &a->v;
-  return syncbn_batch_norm_backward(&v->dy, &v->x, &v->mask, &v->weight, &v->bias, a->statistics,
-                                    &v->dx, &v->dweight, &v->dbias, NULL, affine, &a->group, NULL);
+  syncbn_backward_arguments arguments = backward_arguments(&a->v);
+  arguments.affine = affine;
+  syncbn_batch_norm* layer = NULL;
+  EXPECT_OK(syncbn_batch_norm_create(&a->options, &a->group, &layer));
+  const syncbn_status status = syncbn_batch_norm_backward(layer, &arguments, a->of_forward, NULL);
+  syncbn_batch_norm_destroy(layer);
+  return status;
 }
-static syncbn_status run_evaluate(arena* a, const syncbn_batch_norm_options* options) {
-  const views* v = &a->v;
-  return syncbn_batch_norm_evaluate(&v->x, &v->mask, &v->weight, &v->bias, NULL, &v->running_mean,
-                                    &v->running_var, &v->evaluated, options, NULL);
+static syncbn_status run_evaluate(arena* a, const syncbn_evaluate_arguments* arguments) {
+  syncbn_batch_norm* layer = NULL;
+  EXPECT_OK(syncbn_batch_norm_create(&a->options, &a->group, &layer));
+  const syncbn_status status = syncbn_batch_norm_evaluate(layer, arguments, NULL);
+  syncbn_batch_norm_destroy(layer);
+  return status;
 }
 
 /* The functions of a group. */
@@ -122,11 +126,12 @@ static syncbn_status dweight_of_one_entry(arena* a) {
   a->v.dweight.sizes = one;
   return run_backward(a, SYNCBN_GLOBAL);
 }
-static syncbn_status evaluation_without_options(arena* a) { return run_evaluate(a, NULL); }
+static syncbn_status evaluation_without_arguments(arena* a) { return run_evaluate(a, NULL); }
 static syncbn_status evaluation_of_half(arena* a) {
   a->v.running_var.ndim = 0;
   a->v.running_var.data = NULL;
-  return run_evaluate(a, &a->options);
+  const syncbn_evaluate_arguments arguments = evaluate_arguments(&a->v);
+  return run_evaluate(a, &arguments);
 }
 static syncbn_status forward_of_a_lost_group(arena* a) {
   a->group.size = 2;
@@ -211,9 +216,8 @@ static const struct {
   const char* text;
 } kCases[] = {
     {y_in_one_place, SYNCBN_INVALID_ARGUMENT, "y: got stride 0 of axis 0"},
-    {running_var_in_one_place, SYNCBN_INVALID_ARGUMENT, "running.var: got stride 0 of axis 0"},
-    {negative_counter, SYNCBN_INVALID_ARGUMENT,
-     "running.num_batches_tracked: got -1, expected 0 to 2^53"},
+    {running_var_in_one_place, SYNCBN_INVALID_ARGUMENT, "running_var: got stride 0 of axis 0"},
+    {negative_counter, SYNCBN_INVALID_ARGUMENT, "num_batches_tracked: got -1, expected 0 to 2^53"},
     {wide_input, SYNCBN_INVALID_ARGUMENT,
      "x: got shape (0, 2147483649, 10), expected at most 2^31 channels"},
     {negative_eps, SYNCBN_INVALID_ARGUMENT, "eps: got -1e-05, expected a finite number"},
@@ -225,7 +229,8 @@ static const struct {
      "affine: got 7, expected SYNCBN_SHARE or SYNCBN_GLOBAL"},
     {dx_in_one_place, SYNCBN_INVALID_ARGUMENT, "dx: got stride 0 of axis 0"},
     {dweight_of_one_entry, SYNCBN_INVALID_ARGUMENT, "dweight: got shape (1), expected (3)"},
-    {evaluation_without_options, SYNCBN_INVALID_ARGUMENT, "options: got NULL"},
+    {evaluation_without_arguments, SYNCBN_INVALID_ARGUMENT,
+     "layer, evaluation: arguments: got NULL"},
     {evaluation_of_half, SYNCBN_INVALID_ARGUMENT,
      "running_mean, running_var: got only one of them, expected both"},
     {forward_of_a_lost_group, SYNCBN_PEER_LOST, "rank 1 is gone"},
@@ -254,40 +259,44 @@ static const struct {
 /* A forward, its backward and an evaluation. */
 static void good_step(arena* a) {
   EXPECT_OK(run_forward(a));
-  a->statistics = a->out;
+  a->of_forward = a->saved;
   EXPECT_OK(run_backward(a, SYNCBN_SHARE));
-  EXPECT_OK(run_evaluate(a, &a->options));
+  const syncbn_evaluate_arguments arguments = evaluate_arguments(&a->v);
+  EXPECT_OK(run_evaluate(a, &arguments));
   EXPECT(a->tracked == 8);
-  syncbn_batch_statistics_destroy(a->out);
 }
 
 void test_bad_input(void) {
   arena untouched, a, first;
-  make_arena(&first, NULL);
+  syncbn_saved *of_forward = NULL, *saved = NULL;
+  EXPECT_OK(syncbn_saved_create(&of_forward));
+  EXPECT_OK(syncbn_saved_create(&saved));
+  make_arena(&first, NULL, of_forward);
   EXPECT_OK(run_forward(&first));
-  make_arena(&untouched, NULL);
+  make_arena(&untouched, NULL, NULL);
   for (size_t i = 0; i < sizeof(kCases) / sizeof(kCases[0]); ++i) {
-    make_arena(&a, first.out);
+    make_arena(&a, of_forward, saved);
     EXPECT_ERROR(kCases[i].call(&a), kCases[i].code, kCases[i].text);
-    EXPECT(a.out == NULL);
+    EXPECT(syncbn_saved_count(saved) == 0);
     EXPECT(a.tracked == 7 || a.tracked == -1);
     EXPECT_SAME(&a.m, &untouched.m);
     EXPECT(a.mean[0] == 1 && a.var[2] == 1 && a.rstd[1] == 1 && a.coefficients[8] == 1);
     EXPECT(a.message[0] == 0 && a.message[WORDS - 1] == 0);
   }
-  syncbn_batch_statistics_destroy(first.out);
-  make_arena(&first, NULL);
+  make_arena(&first, NULL, of_forward);
   good_step(&first);
-  make_arena(&a, NULL);
+  make_arena(&a, NULL, saved);
   good_step(&a);
   EXPECT_SAME(&a.m, &first.m);
+  syncbn_saved_destroy(of_forward);
+  syncbn_saved_destroy(saved);
 
   /* What has nothing to return takes NULL. */
-  syncbn_batch_statistics_destroy(NULL);
+  syncbn_saved_destroy(NULL);
+  syncbn_batch_norm_destroy(NULL);
   syncbn_executor_destroy(NULL);
-  syncbn_batch_norm_options_init(NULL);
   syncbn_set_last_error(NULL);
-  EXPECT(syncbn_batch_statistics_count(NULL) == 0 && syncbn_batch_statistics_channels(NULL) == 0);
-  EXPECT(syncbn_batch_statistics_mean(NULL) == NULL && syncbn_batch_statistics_var(NULL) == NULL);
-  EXPECT(syncbn_batch_statistics_rstd(NULL) == NULL);
+  EXPECT(syncbn_saved_count(NULL) == 0 && syncbn_saved_channels(NULL) == 0);
+  EXPECT(syncbn_saved_mean(NULL) == NULL && syncbn_saved_var(NULL) == NULL);
+  EXPECT(syncbn_saved_rstd(NULL) == NULL);
 }

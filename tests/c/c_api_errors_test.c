@@ -13,8 +13,15 @@ typedef struct outcome {
   int64_t count[RANKS];
   double mean[RANKS][CHANNELS];
   syncbn_status status[RANKS];
-  char text[RANKS][300];
+  char text[RANKS][400];
+  char layer[RANKS][20];
+  int32_t odd[RANKS]; /* the only rank that the error is about, or -1 */
 } outcome;
+
+static int32_t only_rank(void) {
+  const int32_t* ranks = NULL;
+  return syncbn_last_error_ranks(&ranks) == 1 ? ranks[0] : -1;
+}
 
 /* A forward of the rank's samples, which `change` may spoil. */
 static void forward_of_rank(outcome* o, int rank,
@@ -25,23 +32,26 @@ static void forward_of_rank(outcome* o, int rank,
   views v;
   view(&v, &o->ranks[rank], 0, SAMPLES);
   change(&v, &options, rank);
-  syncbn_batch_statistics* statistics = NULL;
-  o->status[rank] = forward(&v, &statistics, &options, &communicator);
+  syncbn_saved* saved = NULL;
+  EXPECT_OK(syncbn_saved_create(&saved));
+  o->status[rank] = forward(&v, saved, &options, &communicator);
   snprintf(o->text[rank], sizeof(o->text[rank]), "%s", syncbn_last_error());
-  o->count[rank] = syncbn_batch_statistics_count(statistics);
-  if (statistics != NULL) {
-    memcpy(o->mean[rank], syncbn_batch_statistics_mean(statistics), sizeof(o->mean[rank]));
+  snprintf(o->layer[rank], sizeof(o->layer[rank]), "%s", syncbn_last_error_layer());
+  o->odd[rank] = only_rank();
+  o->count[rank] = syncbn_saved_count(saved);
+  if (o->count[rank] > 0) {
+    memcpy(o->mean[rank], syncbn_saved_mean(saved), sizeof(o->mean[rank]));
   }
-  syncbn_batch_statistics_destroy(statistics);
+  syncbn_saved_destroy(saved);
 }
 
 static void to_welford(views* v, syncbn_batch_norm_options* options, int rank) {
   (void)v, (void)rank;
   options->statistics = SYNCBN_WELFORD;
 }
-static void to_layers(views* v, syncbn_batch_norm_options* options, int rank) {
+static void to_names(views* v, syncbn_batch_norm_options* options, int rank) {
   (void)v;
-  options->layer = 1 + (uint64_t)rank;
+  options->name = rank == 1 ? "head" : "stem";
 }
 static void to_bad_y(views* v, syncbn_batch_norm_options* options, int rank) {
   (void)options;
@@ -49,9 +59,13 @@ static void to_bad_y(views* v, syncbn_batch_norm_options* options, int rank) {
     v->y.dtype = 77;
   }
 }
-static void to_unnumbered(views* v, syncbn_batch_norm_options* options, int rank) {
+static void to_unnamed(views* v, syncbn_batch_norm_options* options, int rank) {
   (void)v;
-  options->layer = rank == 1 ? 0 : options->layer;
+  options->name = rank == 1 ? NULL : options->name;
+}
+static void to_small_options(views* v, syncbn_batch_norm_options* options, int rank) {
+  (void)v;
+  options->struct_size -= rank == 1;
 }
 static void to_float64(views* v, syncbn_batch_norm_options* options, int rank) {
   (void)options;
@@ -64,10 +78,30 @@ static void to_float64(views* v, syncbn_batch_norm_options* options, int rank) {
 }
 
 static void welford_body(void* o, int rank) { forward_of_rank(o, rank, to_welford); }
-static void layers_body(void* o, int rank) { forward_of_rank(o, rank, to_layers); }
+static void names_body(void* o, int rank) { forward_of_rank(o, rank, to_names); }
 static void bad_y_body(void* o, int rank) { forward_of_rank(o, rank, to_bad_y); }
-static void unnumbered_body(void* o, int rank) { forward_of_rank(o, rank, to_unnumbered); }
+static void unnamed_body(void* o, int rank) { forward_of_rank(o, rank, to_unnamed); }
+static void small_options_body(void* o, int rank) { forward_of_rank(o, rank, to_small_options); }
 static void float64_body(void* o, int rank) { forward_of_rank(o, rank, to_float64); }
+
+/* A forward without arguments. */
+static void no_arguments_body(void* context, int rank) {
+  outcome* o = context;
+  const syncbn_communicator communicator = group_rank(o->group, rank);
+  const syncbn_batch_norm_options options = options_of_reference();
+  fill(&o->ranks[rank]);
+  views v;
+  view(&v, &o->ranks[rank], 0, SAMPLES);
+  const syncbn_forward_arguments arguments = forward_arguments(&v);
+  syncbn_batch_norm* layer = NULL;
+  syncbn_saved* saved = NULL;
+  EXPECT_OK(syncbn_batch_norm_create(&options, &communicator, &layer));
+  EXPECT_OK(syncbn_saved_create(&saved));
+  o->status[rank] = syncbn_batch_norm_forward(layer, rank == 1 ? NULL : &arguments, saved, NULL);
+  snprintf(o->text[rank], sizeof(o->text[rank]), "%s", syncbn_last_error());
+  syncbn_saved_destroy(saved);
+  syncbn_batch_norm_destroy(layer);
+}
 
 static outcome* run_outcome(void (*body)(void*, int)) {
   outcome* o = calloc(1, sizeof(outcome));
@@ -95,47 +129,161 @@ static void welford_gathers(void) {
 static void different_calls_are_an_error_on_every_rank(void) {
   step_memory untouched;
   fill(&untouched);
-  outcome* o = run_outcome(layers_body);
+  outcome* o = run_outcome(names_body);
   for (int r = 0; r < RANKS; ++r) {
     EXPECT(o->status[r] == SYNCBN_DIVERGENCE);
-    EXPECT(strstr(o->text[r], "did not make the same call") != NULL);
+    EXPECT(strstr(o->text[r], "layer: stem on rank 0, head on rank 1") != NULL);
+    EXPECT(strcmp(o->layer[r], r == 1 ? "head" : "stem") == 0);
+    EXPECT(o->odd[r] == 1);
     EXPECT_SAME(&o->ranks[r], &untouched);
   }
   free(o);
   o = run_outcome(float64_body); /* the callback's own code, without a text of its own */
   for (int r = 0; r < RANKS; ++r) {
     EXPECT(o->status[r] == SYNCBN_DIVERGENCE);
-    EXPECT(strcmp(o->text[r], "communicator.all_reduce_sum: got status 3, expected SYNCBN_OK") ==
-           0);
+    EXPECT(strstr(o->text[r], ": communicator.all_reduce_sum: got status 3, expected SYNCBN_OK") !=
+           NULL);
+    EXPECT(strcmp(o->layer[r], "layer") == 0);
+    EXPECT(o->odd[r] == -1);
   }
   free(o);
 }
 
-/* torch.nn.SyncBatchNorm: the other ranks wait until the process group's timeout. */
-static void a_refused_argument_reaches_the_other_rank(void) {
-  outcome* o = run_outcome(bad_y_body);
-  EXPECT(o->status[1] == SYNCBN_INVALID_ARGUMENT);
-  EXPECT(strncmp(o->text[1], "y: got 77, expected SYNCBN_FLOAT16", 33) == 0);
-  EXPECT(o->status[0] == SYNCBN_PEER_LOST);
-  EXPECT(strncmp(o->text[0], "rank 1 left: y: got 77", 22) == 0);
-  free(o);
+/* What rank 1 refuses, and what rank 0 gets to know of it. */
+static void expect_refused_on_rank_1(void (*body)(void*, int), const char* text,
+                                     const char* of_other) {
   step_memory untouched;
   fill(&untouched);
-  o = run_outcome(unnumbered_body);
+  outcome* o = run_outcome(body);
   EXPECT(o->status[1] == SYNCBN_INVALID_ARGUMENT);
-  EXPECT(strncmp(o->text[1], "options.layer: got 0, expected this layer's own number", 54) == 0);
+  EXPECT(strncmp(o->text[1], text, strlen(text)) == 0);
   EXPECT(o->status[0] == SYNCBN_PEER_LOST);
-  EXPECT(strncmp(o->text[0], "rank 1 left: options.layer: got 0", 33) == 0);
+  EXPECT(strncmp(o->text[0], of_other, strlen(of_other)) == 0);
   for (int r = 0; r < RANKS; ++r) {
     EXPECT_SAME(&o->ranks[r], &untouched);
   }
   free(o);
 }
 
+/* torch.nn.SyncBatchNorm: the other ranks wait until the process group's timeout. */
+static void a_refused_argument_reaches_the_other_rank(void) {
+#define LOST "layer, call 0, forward, 3 channels, float32: rank 1 left: "
+  expect_refused_on_rank_1(bad_y_body, "layer, call 0, forward: y: got 77, expected SYNCBN_FLOAT16",
+                           LOST "layer, call 0, forward: y: got 77");
+  expect_refused_on_rank_1(no_arguments_body, "layer, call 0, forward: arguments: got NULL",
+                           LOST "layer, call 0, forward: arguments: got NULL");
+  /* Where a layer is made. */
+  expect_refused_on_rank_1(unnamed_body, "options.name: got none, expected this layer's own name",
+                           LOST "options.name: got none");
+  expect_refused_on_rank_1(small_options_body, "options.struct_size: got ",
+                           LOST "options.struct_size: got ");
+}
+
 static int32_t fails_oddly(void* user_data, int64_t* words, int64_t count) {
   (void)user_data, (void)words, (void)count;
   syncbn_set_last_error("the network is down");
   return -5;
+}
+
+#define EXPECT_REFUSED(call, part) EXPECT_ERROR(call, SYNCBN_INVALID_ARGUMENT, part)
+
+/* A struct of another size than the library's. */
+static void expect_size_refused(syncbn_status status, const char* name, size_t got) {
+  char text[100];
+  snprintf(text, sizeof(text), "%s.struct_size: got %d, expected %d", name, (int)got, (int)got - 8);
+  EXPECT_REFUSED(status, text);
+}
+
+static void sizes_of_structs(void) {
+  step_memory m;
+  fill(&m);
+  views v;
+  view(&v, &m, 0, SAMPLES);
+  syncbn_batch_norm_options options = options_of_reference();
+  syncbn_communicator communicator = *syncbn_self_communicator();
+  syncbn_executor_functions functions = {.struct_size = sizeof(functions)};
+  syncbn_forward_arguments f = forward_arguments(&v);
+  syncbn_backward_arguments b = backward_arguments(&v);
+  syncbn_evaluate_arguments e = evaluate_arguments(&v);
+  syncbn_evaluate_backward_arguments eb = {.struct_size = sizeof(eb)};
+  syncbn_batch_norm* layer = NULL;
+  syncbn_saved* saved = NULL;
+  syncbn_executor* executor = NULL;
+  EXPECT(communicator.struct_size == sizeof(communicator));
+  options.struct_size += 8;
+  expect_size_refused(syncbn_batch_norm_create(&options, &communicator, &layer), "options",
+                      options.struct_size);
+  options.struct_size -= 8;
+  communicator.struct_size += 8;
+  expect_size_refused(syncbn_batch_norm_create(&options, &communicator, &layer), "communicator",
+                      communicator.struct_size);
+  communicator.struct_size -= 8;
+  functions.struct_size += 8;
+  expect_size_refused(syncbn_executor_create(&functions, &executor), "functions",
+                      functions.struct_size);
+  EXPECT(layer == NULL && executor == NULL);
+  EXPECT_OK(syncbn_batch_norm_create(&options, &communicator, &layer));
+  EXPECT_OK(syncbn_saved_create(&saved));
+  f.struct_size += 8;
+  expect_size_refused(syncbn_batch_norm_forward(layer, &f, saved, NULL), "arguments",
+                      f.struct_size);
+  b.struct_size += 8;
+  expect_size_refused(syncbn_batch_norm_backward(layer, &b, saved, NULL), "arguments",
+                      b.struct_size);
+  e.struct_size += 8;
+  expect_size_refused(syncbn_batch_norm_evaluate(layer, &e, NULL), "arguments", e.struct_size);
+  eb.struct_size += 8;
+  expect_size_refused(syncbn_batch_norm_evaluate_backward(layer, &eb, NULL), "arguments",
+                      eb.struct_size);
+  syncbn_saved_destroy(saved);
+  syncbn_batch_norm_destroy(layer);
+}
+
+/* A refused forward counts as a call, and empties what it was to fill. */
+static void refused_calls_of_a_layer(void) {
+  step_memory m;
+  fill(&m);
+  views v;
+  view(&v, &m, 0, SAMPLES);
+  const syncbn_batch_norm_options options = options_of_reference();
+  syncbn_forward_arguments f = forward_arguments(&v);
+  syncbn_backward_arguments b = backward_arguments(&v);
+  syncbn_evaluate_arguments e = evaluate_arguments(&v);
+  syncbn_batch_norm* layer = NULL;
+  syncbn_saved* saved = NULL;
+  EXPECT_OK(syncbn_batch_norm_create(&options, syncbn_self_communicator(), &layer));
+  EXPECT_OK(syncbn_saved_create(&saved));
+  EXPECT_OK(syncbn_batch_norm_forward(layer, &f, saved, NULL));
+  EXPECT(syncbn_saved_count(saved) > 0);
+  EXPECT_REFUSED(syncbn_batch_norm_forward(NULL, &f, saved, NULL), "layer: got NULL");
+  EXPECT(strcmp(syncbn_last_error_layer(), "") == 0);
+  EXPECT_REFUSED(syncbn_batch_norm_forward(layer, &f, NULL, NULL),
+                 "layer, call 1, forward: saved: got NULL");
+  EXPECT(strcmp(syncbn_last_error_layer(), "layer") == 0);
+  EXPECT_OK(syncbn_batch_norm_backward(layer, &b, saved, NULL));
+  f.y = NULL;
+  EXPECT_REFUSED(syncbn_batch_norm_forward(layer, &f, saved, NULL),
+                 "layer, call 2, forward: y: got NULL");
+  EXPECT(syncbn_saved_count(saved) == 0 && syncbn_saved_channels(saved) == 0);
+  EXPECT_REFUSED(syncbn_batch_norm_backward(layer, &b, saved, NULL),
+                 "saved: got one without content, expected that of a forward");
+  EXPECT_REFUSED(syncbn_batch_norm_backward(layer, &b, NULL, NULL),
+                 "layer, backward: saved: got NULL");
+  f = forward_arguments(&v);
+  v.weight.sizes = v.sizes;
+  EXPECT_REFUSED(syncbn_batch_norm_forward(layer, &f, saved, NULL),
+                 "layer, call 3, forward, 3 channels, float32: weight: got shape (7)");
+  e.y = NULL;
+  EXPECT_REFUSED(syncbn_batch_norm_evaluate(layer, &e, NULL), "layer, evaluation: y: got NULL");
+  e = evaluate_arguments(&v);
+  v.x.device = SYNCBN_CUDA; /* SYNCBN_UNAVAILABLE in a build without CUDA */
+  EXPECT(syncbn_batch_norm_evaluate(layer, &e, NULL) != SYNCBN_OK);
+  EXPECT(strstr(syncbn_last_error(), "CUDA") != NULL);
+  EXPECT_REFUSED(syncbn_batch_norm_create(&options, syncbn_self_communicator(), NULL),
+                 "layer: got NULL");
+  EXPECT_REFUSED(syncbn_saved_create(NULL), "saved: got NULL");
+  syncbn_saved_destroy(saved);
+  syncbn_batch_norm_destroy(layer);
 }
 
 static void bad_arguments(void) {
@@ -146,70 +294,70 @@ static void bad_arguments(void) {
   view(&good, &m, 0, SAMPLES);
   const syncbn_communicator* self = syncbn_self_communicator();
   syncbn_batch_norm_options options = options_of_reference();
-  syncbn_batch_statistics* statistics = NULL;
+  syncbn_saved* saved = NULL;
   syncbn_executor* executor = NULL;
+  EXPECT_OK(syncbn_saved_create(&saved));
 
-#define EXPECT_REFUSED(call, part) EXPECT_ERROR(call, SYNCBN_INVALID_ARGUMENT, part)
 #define WITH(change) (v = good, (change), &v)
-  EXPECT_REFUSED(forward(&good, &statistics, &options, NULL), "communicator: got NULL");
-  EXPECT_REFUSED(forward(&good, &statistics, NULL, self), "options: got NULL");
-  EXPECT_REFUSED(forward(&good, NULL, &options, self), "statistics: got NULL");
-  EXPECT_REFUSED(forward(WITH(v.x.dtype = 4), &statistics, &options, self), "x: got 4");
-  EXPECT_REFUSED(forward(WITH(v.x.device = -1), &statistics, &options, self), "x: got -1");
-  EXPECT_REFUSED(forward(WITH(v.x.ndim = -1), &statistics, &options, self), "x: got -1 axes");
-  EXPECT_REFUSED(forward(WITH(v.x.ndim = 1000), &statistics, &options, self), "x: got 1000 axes");
-  EXPECT_REFUSED(forward(WITH(v.x.ndim = 1), &statistics, &options, self), "x: got 1 axes");
-  EXPECT_REFUSED(forward(WITH(v.x.sizes = NULL), &statistics, &options, self), "x.sizes: got NULL");
-  EXPECT_REFUSED(forward(WITH(v.x.data = NULL), &statistics, &options, self),
-                 "x: got a null pointer");
+  EXPECT_REFUSED(forward(&good, saved, &options, NULL), "communicator: got NULL");
+  EXPECT_REFUSED(forward(&good, saved, NULL, self), "options: got NULL");
+  EXPECT_REFUSED(forward(WITH(v.x.dtype = 4), saved, &options, self), "x: got 4");
+  EXPECT_REFUSED(forward(WITH(v.x.device = -1), saved, &options, self), "x: got -1");
+  EXPECT_REFUSED(forward(WITH(v.x.ndim = -1), saved, &options, self), "x: got -1 axes");
+  EXPECT_REFUSED(forward(WITH(v.x.ndim = 1000), saved, &options, self), "x: got 1000 axes");
+  EXPECT_REFUSED(forward(WITH(v.x.ndim = 1), saved, &options, self), "x: got 1 axes");
+  EXPECT_REFUSED(forward(WITH(v.x.sizes = NULL), saved, &options, self), "x.sizes: got NULL");
+  EXPECT_REFUSED(forward(WITH(v.x.data = NULL), saved, &options, self), "x: got a null pointer");
   const int64_t huge[3] = {INT64_MAX, CHANNELS, INT64_MAX};
-  EXPECT_REFUSED(forward(WITH(v.x.sizes = huge), &statistics, &options, self), "x: got shape");
-  EXPECT_REFUSED(forward(WITH(v.y.dtype = SYNCBN_FLOAT64), &statistics, &options, self),
+  EXPECT_REFUSED(forward(WITH(v.x.sizes = huge), saved, &options, self), "x: got shape");
+  EXPECT_REFUSED(forward(WITH(v.y.dtype = SYNCBN_FLOAT64), saved, &options, self),
                  "y: got float64, expected the dtype of x, float32");
-  EXPECT_REFUSED(forward(WITH(v.mask.ndim = 1), &statistics, &options, self), "mask: got shape");
+  EXPECT_REFUSED(forward(WITH(v.mask.ndim = 1), saved, &options, self), "mask: got shape");
+  options.channels = 4;
+  EXPECT_REFUSED(forward(&good, saved, &options, self),
+                 "x: got 3 channels, expected those of the layer, 4");
+  options.channels = -1;
+  EXPECT_REFUSED(forward(&good, saved, &options, self), "channels: got -1");
+  options = options_of_reference();
   options.activation.kind = 9;
-  EXPECT_REFUSED(forward(&good, &statistics, &options, self), "activation: got 9");
+  EXPECT_REFUSED(forward(&good, saved, &options, self), "activation: got 9");
   options = options_of_reference();
   options.statistics = 2;
-  EXPECT_REFUSED(forward(&good, &statistics, &options, self), "statistics: got 2");
+  EXPECT_REFUSED(forward(&good, saved, &options, self), "statistics: got 2");
   options = options_of_reference();
   options.momentum = 2;
-  EXPECT_REFUSED(forward(&good, &statistics, &options, self), "momentum: got 2");
+  EXPECT_REFUSED(forward(&good, saved, &options, self), "momentum: got 2");
   options.cumulative_average = 1; /* asks for num_batches_tracked, which is absent here */
-  EXPECT_REFUSED(forward(&good, &statistics, &options, self), "running.num_batches_tracked");
+  EXPECT_REFUSED(forward(&good, saved, &options, self), "num_batches_tracked: got null");
   options = options_of_reference();
-  EXPECT_REFUSED(syncbn_batch_norm_forward(NULL, NULL, NULL, NULL, NULL, &good.y, NULL, NULL, NULL,
-                                           &statistics, &options, self, NULL),
-                 "x: got NULL");
 
   syncbn_communicator odd = *self;
   odd.size = 0;
-  EXPECT_REFUSED(forward(&good, &statistics, &options, &odd), "communicator.size: got 0");
+  EXPECT_REFUSED(forward(&good, saved, &options, &odd), "communicator.size: got 0");
   odd.size = 2049;
-  EXPECT_REFUSED(forward(&good, &statistics, &options, &odd), "communicator.size: got 2049");
+  EXPECT_REFUSED(forward(&good, saved, &options, &odd), "communicator.size: got 2049");
   odd = *self;
   odd.rank = 1;
-  EXPECT_REFUSED(forward(&good, &statistics, &options, &odd), "communicator.rank: got 1");
+  EXPECT_REFUSED(forward(&good, saved, &options, &odd), "communicator.rank: got 1");
   odd = *self;
   odd.all_reduce_sum = NULL;
-  EXPECT_REFUSED(forward(&good, &statistics, &options, &odd), "communicator.all_reduce_sum");
+  EXPECT_REFUSED(forward(&good, saved, &options, &odd), "communicator.all_reduce_sum");
   odd = *self;
   odd.all_gather = NULL;
   options.statistics = SYNCBN_WELFORD;
-  EXPECT_REFUSED(forward(&good, &statistics, &options, &odd), "communicator.all_gather: got NULL");
+  EXPECT_REFUSED(forward(&good, saved, &options, &odd), "communicator.all_gather: got NULL");
   options = options_of_reference();
   odd = *self;
   odd.size = 2;
   odd.all_reduce_sum = fails_oddly;
-  EXPECT_ERROR(forward(&good, &statistics, &options, &odd), SYNCBN_ERROR, "the network is down");
+  EXPECT_ERROR(forward(&good, saved, &options, &odd), SYNCBN_ERROR, "the network is down");
+  EXPECT(syncbn_saved_count(saved) == 0);
+  syncbn_saved_destroy(saved);
 
-  EXPECT_REFUSED(syncbn_batch_norm_backward(&good.dy, &good.x, NULL, NULL, NULL, NULL, &good.dx,
-                                            NULL, NULL, NULL, SYNCBN_SHARE, self, NULL),
-                 "statistics: got NULL");
   EXPECT_REFUSED(syncbn_thread_pool_create(0, &executor), "threads: got 0");
   EXPECT_REFUSED(syncbn_thread_pool_create(1, NULL), "executor: got NULL");
-  const syncbn_executor_functions no_function = {NULL, 1, NULL};
-  const syncbn_executor_functions no_thread = {NULL, 0, NULL};
+  const syncbn_executor_functions no_function = {sizeof(no_function), NULL, 1, NULL};
+  const syncbn_executor_functions no_thread = {sizeof(no_thread), NULL, 0, NULL};
   EXPECT_REFUSED(syncbn_executor_create(NULL, &executor), "functions: got NULL");
   EXPECT_REFUSED(syncbn_executor_create(&no_function, &executor), "functions.parallel_for");
   EXPECT_REFUSED(syncbn_executor_create(&no_thread, &executor), "functions.concurrency: got 0");
@@ -234,7 +382,7 @@ static void bad_arguments(void) {
   EXPECT_REFUSED(syncbn_update_running_statistics(NULL, NULL, mean, NULL, CHANNELS, 1, 0.1),
                  "var: got NULL");
 
-  EXPECT(statistics == NULL && executor == NULL);
+  EXPECT(executor == NULL);
   EXPECT_SAME(&m, &untouched);
 }
 
@@ -242,5 +390,7 @@ void test_errors(void) {
   welford_gathers();
   different_calls_are_an_error_on_every_rank();
   a_refused_argument_reaches_the_other_rank();
+  sizes_of_structs();
+  refused_calls_of_a_layer();
   bad_arguments();
 }

@@ -1,6 +1,7 @@
 /* The C interface against the C++ interface, bit for bit. torch.nn.SyncBatchNorm
    has no interface below Python to compare with; its results depend on how ranks share a batch. */
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,18 +23,19 @@ static step_memory expected_step(void) {
 static void layer_step_by_c(const views* v, const syncbn_communicator* communicator,
                             syncbn_executor* executor) {
   const syncbn_batch_norm_options options = options_of_reference();
-  syncbn_batch_statistics* statistics = NULL;
-  EXPECT_OK(syncbn_batch_norm_forward(&v->x, &v->mask, &v->weight, &v->bias, NULL, &v->y,
-                                      &v->running_mean, &v->running_var, NULL, &statistics,
-                                      &options, communicator, executor));
-  EXPECT(syncbn_batch_statistics_channels(statistics) == CHANNELS);
-  EXPECT_OK(syncbn_batch_norm_backward(&v->dy, &v->x, &v->mask, &v->weight, &v->bias, statistics,
-                                       &v->dx, &v->dweight, &v->dbias, NULL, SYNCBN_GLOBAL,
-                                       communicator, executor));
-  EXPECT_OK(syncbn_batch_norm_evaluate(&v->x, &v->mask, &v->weight, &v->bias, NULL,
-                                       &v->running_mean, &v->running_var, &v->evaluated, &options,
-                                       executor));
-  syncbn_batch_statistics_destroy(statistics);
+  const syncbn_forward_arguments f = forward_arguments(v);
+  const syncbn_backward_arguments b = backward_arguments(v);
+  const syncbn_evaluate_arguments e = evaluate_arguments(v);
+  syncbn_batch_norm* layer = NULL;
+  syncbn_saved* saved = NULL;
+  EXPECT_OK(syncbn_batch_norm_create(&options, communicator, &layer));
+  EXPECT_OK(syncbn_saved_create(&saved));
+  EXPECT_OK(syncbn_batch_norm_forward(layer, &f, saved, executor));
+  EXPECT(syncbn_saved_channels(saved) == CHANNELS);
+  EXPECT_OK(syncbn_batch_norm_backward(layer, &b, saved, executor));
+  EXPECT_OK(syncbn_batch_norm_evaluate(layer, &e, executor));
+  syncbn_saved_destroy(saved);
+  syncbn_batch_norm_destroy(layer);
 }
 
 /* Pieces in the reverse order; counts them. */
@@ -54,7 +56,7 @@ static void threads_of_the_caller_exact(void) {
   views v;
   view(&v, &m, 0, SAMPLES);
   int pieces = 0;
-  const syncbn_executor_functions functions = {&pieces, 2, backwards};
+  const syncbn_executor_functions functions = {sizeof(functions), &pieces, 2, backwards};
   syncbn_executor* executor = NULL;
   EXPECT_OK(syncbn_executor_create(&functions, &executor));
   layer_step_by_c(&v, syncbn_self_communicator(), executor);
@@ -78,6 +80,40 @@ static void one_rank_exact(void) {
     syncbn_executor_destroy(executor);
     EXPECT_SAME(&m, &expected);
   }
+}
+
+/* A saved is filled again by a later forward, and a backward leaves it as it is. */
+static void saved_again_exact(void) {
+  const step_memory expected = expected_step();
+  step_memory m;
+  fill(&m);
+  views part, whole;
+  view(&part, &m, 0, FIRST);
+  view(&whole, &m, 0, SAMPLES);
+  const syncbn_batch_norm_options options = options_of_reference();
+  syncbn_forward_arguments f = forward_arguments(&part);
+  f.running_mean = f.running_var = NULL;
+  syncbn_batch_norm* layer = NULL;
+  syncbn_saved* saved = NULL;
+  EXPECT_OK(syncbn_batch_norm_create(&options, syncbn_self_communicator(), &layer));
+  EXPECT_OK(syncbn_saved_create(&saved));
+  EXPECT(syncbn_saved_count(saved) == 0 && syncbn_saved_mean(saved) == NULL);
+  EXPECT_OK(syncbn_batch_norm_forward(layer, &f, saved, NULL));
+  const int64_t of_part = syncbn_saved_count(saved);
+  f = forward_arguments(&whole);
+  EXPECT_OK(syncbn_batch_norm_forward(layer, &f, saved, NULL));
+  EXPECT(0 < of_part && of_part < syncbn_saved_count(saved));
+  const syncbn_backward_arguments b = backward_arguments(&whole);
+  EXPECT_OK(syncbn_batch_norm_backward(layer, &b, saved, NULL));
+  memset(m.dx, 0, sizeof(m.dx));
+  EXPECT_OK(syncbn_batch_norm_backward(layer, &b, saved, NULL));
+  for (int c = 0; c < CHANNELS; ++c) {
+    EXPECT(syncbn_saved_rstd(saved)[c] == 1 / sqrt(syncbn_saved_var(saved)[c] + options.eps));
+  }
+  memcpy(m.evaluated, expected.evaluated, sizeof(m.evaluated));
+  EXPECT_SAME(&m, &expected);
+  syncbn_saved_destroy(saved);
+  syncbn_batch_norm_destroy(layer);
 }
 
 typedef struct two_ranks {
@@ -180,13 +216,23 @@ static void groups_that_cannot_be_made(void) {
   EXPECT(g == NULL);
   syncbn_group_destroy(NULL);
 
-  /* A rank that does not come. */
+  /* A rank that does not come, behind functions that are the caller's. */
+  step_memory m;
+  fill(&m);
+  views v;
+  view(&v, &m, 0, SAMPLES);
+  const syncbn_batch_norm_options options = options_of_reference();
+  syncbn_saved* saved = NULL;
+  EXPECT_OK(syncbn_saved_create(&saved));
   EXPECT_OK(syncbn_thread_group_create(2, 1, &g));
-  const syncbn_communicator* end = syncbn_group_rank(g, 0);
-  int64_t word = 1;
-  EXPECT_ERROR((syncbn_status)end->all_reduce_sum(end->user_data, &word, 1), SYNCBN_TIMEOUT,
-               "rank 1 did not come");
+  syncbn_communicator end = *syncbn_group_rank(g, 0);
+  end.abandon = NULL;
+  EXPECT_ERROR(forward(&v, saved, &options, &end), SYNCBN_TIMEOUT, "rank 1 did not come");
+  const int32_t* ranks = NULL;
+  EXPECT(syncbn_last_error_ranks(&ranks) == 1 && ranks[0] == 1);
+  EXPECT(strcmp(syncbn_last_error_layer(), "layer") == 0);
   syncbn_group_destroy(g);
+  syncbn_saved_destroy(saved);
 }
 
 /* The passes with the caller's own sum between them, for the same two ranks. */
@@ -281,9 +327,10 @@ static void strides_exact(void) {
   v.y.data = y;
   v.x.strides = v.y.strides = strides;
   const syncbn_batch_norm_options options = options_of_reference();
-  syncbn_batch_statistics* statistics = NULL;
-  EXPECT_OK(forward(&v, &statistics, &options, syncbn_self_communicator()));
-  syncbn_batch_statistics_destroy(statistics);
+  syncbn_saved* saved = NULL;
+  EXPECT_OK(syncbn_saved_create(&saved));
+  EXPECT_OK(forward(&v, saved, &options, syncbn_self_communicator()));
+  syncbn_saved_destroy(saved);
   for (int i = 0; i < ELEMENTS; ++i) {
     const int n = i / (CHANNELS * PLANE), c = i / PLANE % CHANNELS, e = i % PLANE;
     m.y[i] = y[(n * PLANE + e) * CHANNELS + c];
@@ -292,10 +339,12 @@ static void strides_exact(void) {
 }
 
 int main(void) {
-  EXPECT(strcmp(syncbn_last_error(), "") == 0);
+  EXPECT(strcmp(syncbn_last_error(), "") == 0 && strcmp(syncbn_last_error_layer(), "") == 0);
+  EXPECT(syncbn_last_error_ranks(NULL) == 0);
   EXPECT(strcmp(syncbn_version(), SYNCBN_TEST_VERSION) == 0);
   EXPECT(strcmp(syncbn_version(), SYNCBN_VERSION_STRING) == 0);
   one_rank_exact();
+  saved_again_exact();
   threads_of_the_caller_exact();
   functions_of_the_caller_exact();
   thread_group_exact();

@@ -117,8 +117,13 @@ static void leave(void* user_data, const char* reason) {
 }
 
 syncbn_communicator group_rank(group* g, int rank) {
-  const syncbn_communicator communicator = {&g->ends[rank], rank,       RANKS,
-                                            all_reduce_sum, all_gather, leave};
+  const syncbn_communicator communicator = {.struct_size = sizeof(communicator),
+                                            .user_data = &g->ends[rank],
+                                            .rank = rank,
+                                            .size = RANKS,
+                                            .all_reduce_sum = all_reduce_sum,
+                                            .all_gather = all_gather,
+                                            .abandon = leave};
   return communicator;
 }
 

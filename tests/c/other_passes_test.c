@@ -80,9 +80,20 @@ static void run_by_c(step_memory* m, results* r) {
   v.dbias.data = r->dbias;
   v.dx.data = r->dx;
   const syncbn_batch_norm_options options = options_of_reference();
-  EXPECT_OK(syncbn_batch_norm_evaluate_backward(&v.dy, &v.x, &v.mask, &v.weight, &v.bias, NULL,
-                                                &v.running_mean, &v.running_var, &v.dx, &v.dweight,
-                                                &v.dbias, NULL, &options, NULL));
+  syncbn_evaluate_backward_arguments e = {.struct_size = sizeof(e),
+                                          .dy = &v.dy,
+                                          .x = &v.x,
+                                          .mask = &v.mask,
+                                          .weight = &v.weight,
+                                          .bias = &v.bias,
+                                          .running_mean = &v.running_mean,
+                                          .running_var = &v.running_var,
+                                          .dx = &v.dx,
+                                          .dweight = &v.dweight,
+                                          .dbias = &v.dbias};
+  syncbn_batch_norm* layer = NULL;
+  EXPECT_OK(syncbn_batch_norm_create(&options, syncbn_self_communicator(), &layer));
+  EXPECT_OK(syncbn_batch_norm_evaluate_backward(layer, &e, NULL));
   merge(m, r);
   v.dx.data = r->plain_dx;
   EXPECT_OK(syncbn_evaluation_input_gradient(&v.dy, &v.mask, r->rstd, &v.weight, &v.dx, NULL));
@@ -97,10 +108,11 @@ static void run_by_c(step_memory* m, results* r) {
       SYNCBN_INVALID_ARGUMENT, "activation_mask: got NULL, expected an array");
   EXPECT_OK(syncbn_recover_input(&v.y, r->mean, r->rstd, &v.weight, &v.bias, &v.y,
                                  r->activation_mask, 0.2, NULL));
-  EXPECT_ERROR(syncbn_batch_norm_evaluate_backward(&v.dy, &v.x, &v.mask, &v.weight, &v.bias, NULL,
-                                                   NULL, &v.running_var, &v.dx, &v.dweight,
-                                                   &v.dbias, NULL, &options, NULL),
-               SYNCBN_INVALID_ARGUMENT, "running_mean");
+  e.running_mean = NULL;
+  EXPECT_ERROR(syncbn_batch_norm_evaluate_backward(layer, &e, NULL), SYNCBN_INVALID_ARGUMENT,
+               "layer, backward of an evaluation, 3 channels, float32: running_mean, running_var: "
+               "got only one");
+  syncbn_batch_norm_destroy(layer);
 }
 
 void test_other_passes(void) {

@@ -20,21 +20,38 @@ void reference_step(const layer_step* step) {
   const TensorView weight(step->weight, DType::kFloat32, {step->channels});
   const TensorView bias(step->bias, DType::kFloat32, {step->channels});
   const MaskView mask{step->mask, {step->samples, step->plane}};
-  BatchNormOptions options;
-  options.eps = 1e-3;
-  options.momentum = 0.3;
-  options.activation = {ActivationKind::kLeakyRelu, 0.2};
-  const auto self = self_communicator();
+  BatchNorm layer({.channels = step->channels,
+                   .eps = 1e-3,
+                   .momentum = 0.3,
+                   .activation = {ActivationKind::kLeakyRelu, 0.2}});
   const MutableTensorView running_mean = parameter(step->running_mean);
   const MutableTensorView running_var = parameter(step->running_var);
-  const BatchStatistics statistics =
-      batch_norm_forward(view(step->x), mask, weight, bias, {}, view(step->y),
-                         {running_mean, running_var}, options, *self, serial_executor());
-  batch_norm_backward(view(step->dy), view(step->x), mask, weight, bias, statistics, view(step->dx),
-                      parameter(step->dweight), parameter(step->dbias), {},
-                      AffineGradients::kGlobal, *self, serial_executor());
-  batch_norm_evaluate(view(step->x), mask, weight, bias, {}, running_mean, running_var,
-                      view(step->evaluated), options, serial_executor());
+  Saved saved;
+  layer.forward({.x = view(step->x),
+                 .mask = mask,
+                 .weight = weight,
+                 .bias = bias,
+                 .y = view(step->y),
+                 .running_mean = running_mean,
+                 .running_var = running_var},
+                saved);
+  layer.backward({.dy = view(step->dy),
+                  .x = view(step->x),
+                  .mask = mask,
+                  .weight = weight,
+                  .bias = bias,
+                  .dx = view(step->dx),
+                  .dweight = parameter(step->dweight),
+                  .dbias = parameter(step->dbias),
+                  .affine = AffineGradients::kGlobal},
+                 saved);
+  layer.evaluate({.x = view(step->x),
+                  .mask = mask,
+                  .weight = weight,
+                  .bias = bias,
+                  .running_mean = running_mean,
+                  .running_var = running_var,
+                  .y = view(step->evaluated)});
 }
 
 void reference_other_passes(const other_passes* p) {
@@ -49,13 +66,18 @@ void reference_other_passes(const other_passes* p) {
     return MutableTensorView(data, DType::kFloat32, {p->channels});
   };
   const MaskView mask{p->mask, {p->samples, p->plane}};
-  BatchNormOptions options;
-  options.eps = 1e-3;
-  options.activation = {ActivationKind::kLeakyRelu, 0.2};
-  batch_norm_evaluate_backward(dy, x, mask, entries(p->weight), entries(p->bias), {},
-                               entries(p->running_mean), entries(p->running_var),
-                               {p->dx, DType::kFloat32, shape}, written(p->dweight),
-                               written(p->dbias), {}, options, serial_executor());
+  const Activation activation = {ActivationKind::kLeakyRelu, 0.2};
+  BatchNorm layer({.channels = p->channels, .eps = 1e-3, .activation = activation});
+  layer.evaluate_backward({.dy = dy,
+                           .x = x,
+                           .mask = mask,
+                           .weight = entries(p->weight),
+                           .bias = entries(p->bias),
+                           .running_mean = entries(p->running_mean),
+                           .running_var = entries(p->running_var),
+                           .dx = {p->dx, DType::kFloat32, shape},
+                           .dweight = written(p->dweight),
+                           .dbias = written(p->dbias)});
 
   const std::int64_t stride = welford_words(DType::kFloat32, p->channels);
   std::vector<std::int64_t> headers(kHeaderWords);
@@ -78,8 +100,18 @@ void reference_other_passes(const other_passes* p) {
   evaluation_input_gradient(dy, mask, p->rstd, entries(p->weight),
                             {p->plain_dx, DType::kFloat32, shape}, serial_executor());
   const MutableTensorView recovered(p->recovered, DType::kFloat32, shape);
-  normalize(x, {}, p->mean, p->rstd, entries(p->weight), entries(p->bias), {}, recovered, nullptr,
-            options.activation, serial_executor());
-  recover_input(recovered, p->mean, p->rstd, entries(p->weight), entries(p->bias), recovered,
-                p->activation_mask, 0.2, serial_executor());
+  normalize({x,
+             {},
+             p->mean,
+             p->rstd,
+             entries(p->weight),
+             entries(p->bias),
+             {},
+             recovered,
+             nullptr,
+             activation},
+            serial_executor());
+  recover_input({recovered, p->mean, p->rstd, entries(p->weight), entries(p->bias), recovered,
+                 p->activation_mask, 0.2},
+                serial_executor());
 }

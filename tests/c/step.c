@@ -67,23 +67,68 @@ void view(views* v, step_memory* m, int first, int last) {
   v->mask.device = SYNCBN_CPU;
   v->mask.ndim = 2;
   v->mask.sizes = v->mask_sizes;
+  v->num_batches_tracked = NULL;
 }
 
 syncbn_batch_norm_options options_of_reference(void) {
-  syncbn_batch_norm_options options;
-  syncbn_batch_norm_options_init(&options);
+  syncbn_batch_norm_options options = SYNCBN_BATCH_NORM_OPTIONS_INIT;
+  options.channels = CHANNELS;
+  options.name = "layer";
   options.eps = 1e-3;
   options.momentum = 0.3;
-  options.layer = 1;
   options.activation.kind = SYNCBN_LEAKY_RELU;
   options.activation.negative_slope = 0.2;
   return options;
 }
 
-syncbn_status forward(const views* v, syncbn_batch_statistics** statistics,
-                      const syncbn_batch_norm_options* options,
+syncbn_forward_arguments forward_arguments(const views* v) {
+  const syncbn_forward_arguments arguments = {.struct_size = sizeof(arguments),
+                                              .x = &v->x,
+                                              .mask = &v->mask,
+                                              .weight = &v->weight,
+                                              .bias = &v->bias,
+                                              .y = &v->y,
+                                              .running_mean = &v->running_mean,
+                                              .running_var = &v->running_var,
+                                              .num_batches_tracked = v->num_batches_tracked};
+  return arguments;
+}
+
+syncbn_backward_arguments backward_arguments(const views* v) {
+  const syncbn_backward_arguments arguments = {.struct_size = sizeof(arguments),
+                                               .dy = &v->dy,
+                                               .x = &v->x,
+                                               .mask = &v->mask,
+                                               .weight = &v->weight,
+                                               .bias = &v->bias,
+                                               .dx = &v->dx,
+                                               .dweight = &v->dweight,
+                                               .dbias = &v->dbias,
+                                               .affine = SYNCBN_GLOBAL};
+  return arguments;
+}
+
+syncbn_evaluate_arguments evaluate_arguments(const views* v) {
+  const syncbn_evaluate_arguments arguments = {.struct_size = sizeof(arguments),
+                                               .x = &v->x,
+                                               .mask = &v->mask,
+                                               .weight = &v->weight,
+                                               .bias = &v->bias,
+                                               .running_mean = &v->running_mean,
+                                               .running_var = &v->running_var,
+                                               .y = &v->evaluated};
+  return arguments;
+}
+
+syncbn_status forward(const views* v, syncbn_saved* saved, const syncbn_batch_norm_options* options,
                       const syncbn_communicator* communicator) {
-  return syncbn_batch_norm_forward(&v->x, &v->mask, &v->weight, &v->bias, NULL, &v->y,
-                                   &v->running_mean, &v->running_var, NULL, statistics, options,
-                                   communicator, NULL);
+  const syncbn_forward_arguments arguments = forward_arguments(v);
+  syncbn_batch_norm* layer = NULL;
+  syncbn_status status = syncbn_batch_norm_create(options, communicator, &layer);
+  EXPECT((layer != NULL) == (status == SYNCBN_OK));
+  if (status == SYNCBN_OK) {
+    status = syncbn_batch_norm_forward(layer, &arguments, saved, NULL);
+  }
+  syncbn_batch_norm_destroy(layer);
+  return status;
 }

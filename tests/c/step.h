@@ -38,13 +38,20 @@ typedef struct views {
   syncbn_tensor x, dy, y, dx, evaluated;
   syncbn_tensor weight, bias, dweight, dbias, running_mean, running_var;
   syncbn_mask mask;
+  int64_t* num_batches_tracked;
 } views;
 
 void view(views* v, step_memory* m, int first, int last);
 
 syncbn_batch_norm_options options_of_reference(void);
-syncbn_status forward(const views* v, syncbn_batch_statistics** statistics,
-                      const syncbn_batch_norm_options* options,
+
+/* With all that views have; the residual and its gradient are absent. */
+syncbn_forward_arguments forward_arguments(const views* v);
+syncbn_backward_arguments backward_arguments(const views* v);
+syncbn_evaluate_arguments evaluate_arguments(const views* v);
+
+/* A forward of a layer that is made for it. */
+syncbn_status forward(const views* v, syncbn_saved* saved, const syncbn_batch_norm_options* options,
                       const syncbn_communicator* communicator);
 
 /* In c_api_errors_test.c, bad_input_test.c and other_passes_test.c. */

@@ -10,7 +10,6 @@
 
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
-#include "syncbn/cuda_passes.hpp"
 
 // Arguments that are refused: the exception's type, a text with the argument's name, what was given
 // and what is allowed; nothing is changed.
@@ -47,28 +46,57 @@ struct Call {
   MutableTensorView dx_view = dx.view();
   MutableTensorView dweight_view = dweight.view();
   MutableTensorView dbias_view = dbias.view();
-  RunningStatistics running{running_mean.view(), running_var.view(), &tracked};
-  BatchNormOptions options;
-  BatchStatistics statistics{{1, 2, 3}, {1, 1, 1}, {1, 1, 1}, 8, 5};
+  MutableTensorView mean_view = running_mean.view();
+  MutableTensorView var_view = running_var.view();
+  std::int64_t* counter = &tracked;
+  BatchNorm::Options options{.channels = 3};
+  Saved saved = saved_of({2, 3, 4});
+
+  static Saved saved_of(const std::vector<std::int64_t>& sizes) {
+    Tensor y(DType::kFloat32, sizes);
+    Saved saved;
+    BatchNorm({.channels = sizes[1]}).forward({.x = y.view(), .y = y.view()}, saved);
+    return saved;
+  }
 
   void forward() {
-    const auto self = self_communicator();
-    batch_norm_forward(x_view, {}, weight_view, bias_view, {}, y_view, running, options, *self,
-                       serial_executor());
+    BatchNorm(options).forward({.x = x_view,
+                                .weight = weight_view,
+                                .bias = bias_view,
+                                .y = y_view,
+                                .running_mean = mean_view,
+                                .running_var = var_view,
+                                .num_batches_tracked = counter},
+                               saved);
   }
   void backward() {
-    const auto self = self_communicator();
-    batch_norm_backward(dy_view, x_view, {}, weight_view, {}, statistics, dx_view, dweight_view,
-                        dbias_view, {}, AffineGradients::kGlobal, *self, serial_executor());
+    BatchNorm(options).backward({.dy = dy_view,
+                                 .x = x_view,
+                                 .weight = weight_view,
+                                 .bias = bias_view,
+                                 .dx = dx_view,
+                                 .dweight = dweight_view,
+                                 .dbias = dbias_view},
+                                saved);
   }
   void evaluate() {
-    batch_norm_evaluate(x_view, {}, weight_view, bias_view, {}, running.mean, running.var, y_view,
-                        {.eps = options.eps}, serial_executor());
+    BatchNorm(options).evaluate({.x = x_view,
+                                 .weight = weight_view,
+                                 .bias = bias_view,
+                                 .running_mean = mean_view,
+                                 .running_var = var_view,
+                                 .y = y_view});
   }
   void evaluate_backward() {
-    batch_norm_evaluate_backward(dy_view, x_view, {}, weight_view, {}, {}, running.mean,
-                                 running.var, dx_view, dweight_view, dbias_view, {},
-                                 {.eps = options.eps}, serial_executor());
+    BatchNorm(options).evaluate_backward({.dy = dy_view,
+                                          .x = x_view,
+                                          .weight = weight_view,
+                                          .bias = bias_view,
+                                          .running_mean = mean_view,
+                                          .running_var = var_view,
+                                          .dx = dx_view,
+                                          .dweight = dweight_view,
+                                          .dbias = dbias_view});
   }
   std::vector<std::vector<std::byte>> memory() const {
     return {y.storage(),
@@ -87,14 +115,13 @@ struct Refused {
   std::vector<std::string> parts;  ///< of the text
 };
 
-template <class Expected>
 void expect_refused(const std::vector<Refused>& cases, void (Call::*function)()) {
   for (const Refused& one : cases) {
     SCOPED_TRACE(one.what);
     Call call;
     one.spoil(call);
     const auto before = call.memory();
-    const std::string text = thrown_text<Expected>([&] { (call.*function)(); });
+    const std::string text = thrown_text<InvalidArgument>([&] { (call.*function)(); });
     for (const std::string& part : one.parts) {
       EXPECT_TRUE(contains(text, part));
     }
@@ -200,21 +227,11 @@ std::vector<Refused> size_cases() {
   return cases;
 }
 
-std::vector<Refused> eps_cases() {
-  return {{"eps", [](Call& c) { c.options.eps = -0.5; }, {"eps", "-0.5", "at least 0"}},
-          {"eps", [](Call& c) { c.options.eps = -1e-9; }, {"eps", "e-09", "at least 0"}},
-          {"eps", [](Call& c) { c.options.eps = kNan; }, {"eps", "nan", "finite"}},
-          {"eps", [](Call& c) { c.options.eps = kInf; }, {"eps", "inf", "finite"}}};
-}
-
 std::function<TensorView&(Call&)> view(TensorView Call::* member) {
   return [=](Call& c) -> TensorView& { return c.*member; };
 }
 std::function<MutableTensorView&(Call&)> view(MutableTensorView Call::* member) {
   return [=](Call& c) -> MutableTensorView& { return c.*member; };
-}
-std::function<MutableTensorView&(Call&)> view(MutableTensorView RunningStatistics::* member) {
-  return [=](Call& c) -> MutableTensorView& { return c.running.*member; };
 }
 
 TEST(Arguments, TheCallIsFine) {
@@ -227,137 +244,105 @@ TEST(Arguments, TheCallIsFine) {
   }
 }
 
-TEST(Arguments, Forward) {
-  using M = MutableTensorView;
-  expect_refused<InvalidArgument>(sample_cases("x", view(&Call::x_view)), &Call::forward);
-  expect_refused<InvalidArgument>(size_cases(), &Call::forward);
-  expect_refused<InvalidArgument>(like_cases<M>("y", view(&Call::y_view)), &Call::forward);
-  expect_refused<InvalidArgument>(channel_cases<TensorView>("weight", view(&Call::weight_view)),
-                                  &Call::forward);
-  expect_refused<InvalidArgument>(channel_cases<TensorView>("bias", view(&Call::bias_view)),
-                                  &Call::forward);
-  expect_refused<InvalidArgument>(channel_cases<M>("running.mean", view(&RunningStatistics::mean)),
-                                  &Call::forward);
-  expect_refused<InvalidArgument>(channel_cases<M>("running.var", view(&RunningStatistics::var)),
-                                  &Call::forward);
-  expect_refused<InvalidArgument>(eps_cases(), &Call::forward);
-}
+const std::vector<Refused> kOtherChannels = {
+    {"four channels",
+     [](Call& c) { c.options.channels = 4; },
+     {"x: got 3 channels", "expected those of the layer, 4"}}};
 
-TEST(Arguments, Momentum) {
-  expect_refused<InvalidArgument>(
-      {{"-0.1", [](Call& c) { c.options.momentum = -0.25; }, {"momentum", "-0.25", "[0, 1]"}},
+TEST(Arguments, Options) {
+  expect_refused(
+      {{"channels", [](Call& c) { c.options.channels = -1; }, {"channels", "-1", "0 to 2^31"}},
+       {"channels",
+        [](Call& c) { c.options.channels = (1LL << 31) + 1; },
+        {"channels", "2147483649", "0 to 2^31"}},
+       {"eps", [](Call& c) { c.options.eps = -0.5; }, {"eps", "-0.5", "at least 0"}},
+       {"eps", [](Call& c) { c.options.eps = -1e-9; }, {"eps", "e-09", "at least 0"}},
+       {"eps", [](Call& c) { c.options.eps = kNan; }, {"eps", "nan", "finite"}},
+       {"eps", [](Call& c) { c.options.eps = kInf; }, {"eps", "inf", "finite"}},
+       {"-0.1", [](Call& c) { c.options.momentum = -0.25; }, {"momentum", "-0.25", "[0, 1]"}},
        {"1.5", [](Call& c) { c.options.momentum = 1.5; }, {"momentum", "1.5", "[0, 1]"}},
        {"just above 1",
         [](Call& c) { c.options.momentum = 1.0000001; },
         {"momentum", "1.0000001", "[0, 1]"}},
        {"NaN", [](Call& c) { c.options.momentum = kNan; }, {"momentum", "nan", "[0, 1]"}}},
       &Call::forward);
-  const auto cumulative = [](Call& c) {
-    c.options.momentum.reset();
-    c.running.num_batches_tracked = nullptr;
-  };
-  expect_refused<InvalidArgument>(
-      {{"no counter", cumulative, {"num_batches_tracked", "null", "momentum"}},
-       {"no counter, only mean",
-        [=](Call& c) { cumulative(c), c.running.var = {}; },
-        {"num_batches_tracked", "null", "momentum"}},
-       {"no counter, only var",
-        [=](Call& c) { cumulative(c), c.running.mean = {}; },
-        {"num_batches_tracked", "null", "momentum"}}},
-      &Call::forward);
+}
+
+TEST(Arguments, Forward) {
+  using M = MutableTensorView;
+  const auto run = &Call::forward;
+  expect_refused(sample_cases("x", view(&Call::x_view)), run);
+  expect_refused(size_cases(), run);
+  expect_refused(kOtherChannels, run);
+  expect_refused(like_cases<M>("y", view(&Call::y_view)), run);
+  expect_refused(channel_cases<TensorView>("weight", view(&Call::weight_view)), run);
+  expect_refused(channel_cases<TensorView>("bias", view(&Call::bias_view)), run);
+  expect_refused(channel_cases<M>("running_mean", view(&Call::mean_view)), run);
+  expect_refused(channel_cases<M>("running_var", view(&Call::var_view)), run);
+}
+
+TEST(Arguments, CumulativeAveragingNeedsACounter) {
+  const auto cumulative = [](Call& c) { c.options.momentum.reset(), c.counter = nullptr; };
+  expect_refused({{"no counter", cumulative, {"num_batches_tracked", "null", "momentum"}},
+                  {"no counter, only mean",
+                   [=](Call& c) { cumulative(c), c.var_view = {}; },
+                   {"num_batches_tracked", "null", "momentum"}},
+                  {"no counter, only var",
+                   [=](Call& c) { cumulative(c), c.mean_view = {}; },
+                   {"num_batches_tracked", "null", "momentum"}}},
+                 &Call::forward);
 }
 
 TEST(Arguments, Backward) {
   using M = MutableTensorView;
-  expect_refused<InvalidArgument>(sample_cases("x", view(&Call::x_view)), &Call::backward);
-  expect_refused<InvalidArgument>(like_cases<TensorView>("dy", view(&Call::dy_view)),
-                                  &Call::backward);
-  expect_refused<InvalidArgument>(like_cases<M>("dx", view(&Call::dx_view)), &Call::backward);
-  expect_refused<InvalidArgument>(channel_cases<TensorView>("weight", view(&Call::weight_view)),
-                                  &Call::backward);
-  expect_refused<InvalidArgument>(channel_cases<M>("dweight", view(&Call::dweight_view)),
-                                  &Call::backward);
-  expect_refused<InvalidArgument>(channel_cases<M>("dbias", view(&Call::dbias_view)),
-                                  &Call::backward);
-  expect_refused<InvalidArgument>(
-      {{"mean of other channels",
-        [](Call& c) { c.statistics.mean.pop_back(); },
-        {"statistics", "2", "3"}},
-       {"rstd of other channels",
-        [](Call& c) { c.statistics.rstd.pop_back(); },
-        {"statistics", "2", "3"}},
-       {"no statistics", [](Call& c) { c.statistics = {}; }, {"statistics", "0", "3"}}},
-      &Call::backward);
+  const auto run = &Call::backward;
+  expect_refused(sample_cases("x", view(&Call::x_view)), run);
+  expect_refused(like_cases<TensorView>("dy", view(&Call::dy_view)), run);
+  expect_refused(like_cases<M>("dx", view(&Call::dx_view)), run);
+  expect_refused(channel_cases<TensorView>("weight", view(&Call::weight_view)), run);
+  expect_refused(channel_cases<TensorView>("bias", view(&Call::bias_view)), run);
+  expect_refused(channel_cases<M>("dweight", view(&Call::dweight_view)), run);
+  expect_refused(channel_cases<M>("dbias", view(&Call::dbias_view)), run);
+  expect_refused({{"statistics of other channels",
+                   [](Call& c) { c.saved = Call::saved_of({2, 2, 4}); },
+                   {"saved: got 2 channels", "expected those of x, 3"}},
+                  {"no statistics",
+                   [](Call& c) { c.saved = Saved(); },
+                   {"saved: got one without content", "that of a forward"}}},
+                 run);
 }
 
 TEST(Arguments, Evaluate) {
   using M = MutableTensorView;
-  expect_refused<InvalidArgument>(sample_cases("x", view(&Call::x_view)), &Call::evaluate);
-  expect_refused<InvalidArgument>(like_cases<M>("y", view(&Call::y_view)), &Call::evaluate);
-  expect_refused<InvalidArgument>(channel_cases<TensorView>("weight", view(&Call::weight_view)),
-                                  &Call::evaluate);
-  expect_refused<InvalidArgument>(channel_cases<M>("running_mean", view(&RunningStatistics::mean)),
-                                  &Call::evaluate);
-  expect_refused<InvalidArgument>(channel_cases<M>("running_var", view(&RunningStatistics::var)),
-                                  &Call::evaluate);
-  expect_refused<InvalidArgument>(eps_cases(), &Call::evaluate);
-  for (const auto member : {&RunningStatistics::mean, &RunningStatistics::var}) {
-    expect_refused<InvalidArgument>({{"only one of the running statistics",
-                                      [=](Call& c) { c.running.*member = {}; },
-                                      {"running_mean", "running_var", "only one", "both"}}},
-                                    &Call::evaluate);
+  const auto run = &Call::evaluate;
+  expect_refused(sample_cases("x", view(&Call::x_view)), run);
+  expect_refused(kOtherChannels, run);
+  expect_refused(like_cases<M>("y", view(&Call::y_view)), run);
+  expect_refused(channel_cases<TensorView>("weight", view(&Call::weight_view)), run);
+  expect_refused(channel_cases<M>("running_mean", view(&Call::mean_view)), run);
+  expect_refused(channel_cases<M>("running_var", view(&Call::var_view)), run);
+  for (const auto member : {&Call::mean_view, &Call::var_view}) {
+    expect_refused({{"only one of the running statistics",
+                     [=](Call& c) { c.*member = {}; },
+                     {"running_mean", "running_var", "only one", "both"}}},
+                   run);
   }
 }
 
 TEST(Arguments, EvaluateBackward) {
   using M = MutableTensorView;
   const auto run = &Call::evaluate_backward;
-  expect_refused<InvalidArgument>(sample_cases("x", view(&Call::x_view)), run);
-  expect_refused<InvalidArgument>(like_cases<TensorView>("dy", view(&Call::dy_view)), run);
-  expect_refused<InvalidArgument>(like_cases<M>("dx", view(&Call::dx_view)), run);
-  expect_refused<InvalidArgument>(channel_cases<TensorView>("weight", view(&Call::weight_view)),
-                                  run);
-  expect_refused<InvalidArgument>(channel_cases<M>("dweight", view(&Call::dweight_view)), run);
-  expect_refused<InvalidArgument>(channel_cases<M>("dbias", view(&Call::dbias_view)), run);
-  expect_refused<InvalidArgument>(eps_cases(), run);
-  expect_refused<InvalidArgument>({{"no running statistics",
-                                    [](Call& c) { c.running.mean = {}, c.running.var = {}; },
-                                    {"running_mean", "running_var", "none", "both"}}},
-                                  run);
-}
-
-bool has_kernels() {
-  try {
-    cuda::require_built();
-  } catch (const Unavailable&) {
-    return false;
-  }
-  return true;
-}
-
-/// With kernels they go to the functions of syncbn/cuda_batch_norm.hpp.
-TEST(Arguments, TensorsOnAGpuAreRefusedHere) {
-  const auto all_on_gpu = [](Call& c) {
-    const auto move = [](auto* tensor) {
-      tensor->device = Device::kCuda;
-      tensor->data = reinterpret_cast<decltype(tensor->data)>(64);  // not to be read here
-    };
-    for (TensorView* tensor : {&c.x_view, &c.dy_view, &c.weight_view, &c.bias_view}) {
-      move(tensor);
-    }
-    for (MutableTensorView* tensor :
-         {&c.y_view, &c.dx_view, &c.dweight_view, &c.dbias_view, &c.running.mean, &c.running.var}) {
-      move(tensor);
-    }
-  };
-  for (const auto function :
-       {&Call::forward, &Call::backward, &Call::evaluate, &Call::evaluate_backward}) {
-    if (has_kernels()) {
-      expect_refused<InvalidArgument>({{"GPU", all_on_gpu, {"CUDA", "CPU"}}}, function);
-    } else {
-      expect_refused<Unavailable>({{"GPU", all_on_gpu, {"CUDA", "CPU"}}}, function);
-    }
-  }
+  expect_refused(sample_cases("x", view(&Call::x_view)), run);
+  expect_refused(kOtherChannels, run);
+  expect_refused(like_cases<TensorView>("dy", view(&Call::dy_view)), run);
+  expect_refused(like_cases<M>("dx", view(&Call::dx_view)), run);
+  expect_refused(channel_cases<TensorView>("weight", view(&Call::weight_view)), run);
+  expect_refused(channel_cases<M>("dweight", view(&Call::dweight_view)), run);
+  expect_refused(channel_cases<M>("dbias", view(&Call::dbias_view)), run);
+  expect_refused({{"no running statistics",
+                   [](Call& c) { c.mean_view = {}, c.var_view = {}; },
+                   {"running_mean", "running_var", "none", "both"}}},
+                 run);
 }
 
 TEST(Arguments, UpdateOfRunningStatistics) {

@@ -68,34 +68,68 @@ struct Arena {
   MutableTensorView y = y_memory.view(), dx = dx_memory.view(), dresidual;
   MutableTensorView dweight = dweight_memory.view(), dbias = dbias_memory.view();
   MutableTensorView batch_mean = batch_mean_memory.view();
-  RunningStatistics running{mean_memory.view(), var_memory.view(), &tracked};
-  BatchNormOptions options;
-  BatchStatistics statistics{mean, var, rstd, 8, 5};
-  AffineGradients which = AffineGradients::kGlobal;
+  MutableTensorView running_mean = mean_memory.view(), running_var = var_memory.view();
+  BatchNorm::Options options{.channels = kChannels};
+  Saved saved = trained();
+  AffineGradients affine = AffineGradients::kGlobal;
   BatchNormOpAttributes attributes;
+  BatchNormOpStatistics statistics{mean, var, rstd, 8, 5};
   std::int64_t batches = 2;
   std::int64_t* saved_batches = &tracked;
   Executor& executor = serial_executor();
 
-  void forward(Communicator& group) {
-    batch_norm_forward(x, mask, weight, bias, residual, y, running, options, group, executor);
+  void forward() {
+    BatchNorm(options).forward({.x = x,
+                                .mask = mask,
+                                .weight = weight,
+                                .bias = bias,
+                                .residual = residual,
+                                .y = y,
+                                .running_mean = running_mean,
+                                .running_var = running_var,
+                                .num_batches_tracked = &tracked},
+                               saved);
   }
-  void forward() { forward(*self_communicator()); }
   void backward() {
-    batch_norm_backward(dy, x, mask, weight, bias, statistics, dx, dweight, dbias, dresidual, which,
-                        *self_communicator(), executor);
+    BatchNorm(options).backward({.dy = dy,
+                                 .x = x,
+                                 .mask = mask,
+                                 .weight = weight,
+                                 .bias = bias,
+                                 .dx = dx,
+                                 .dweight = dweight,
+                                 .dbias = dbias,
+                                 .dresidual = dresidual,
+                                 .affine = affine},
+                                saved);
   }
   void evaluate() {
-    batch_norm_evaluate(x, mask, weight, bias, residual, running.mean, running.var, y, options,
-                        executor);
+    BatchNorm(options).evaluate({.x = x,
+                                 .mask = mask,
+                                 .weight = weight,
+                                 .bias = bias,
+                                 .residual = residual,
+                                 .running_mean = running_mean,
+                                 .running_var = running_var,
+                                 .y = y});
   }
   void evaluate_backward() {
-    batch_norm_evaluate_backward(dy, x, mask, weight, bias, residual, running.mean, running.var, dx,
-                                 dweight, dbias, dresidual, options, executor);
+    BatchNorm(options).evaluate_backward({.dy = dy,
+                                          .x = x,
+                                          .mask = mask,
+                                          .weight = weight,
+                                          .bias = bias,
+                                          .residual = residual,
+                                          .running_mean = running_mean,
+                                          .running_var = running_var,
+                                          .dx = dx,
+                                          .dweight = dweight,
+                                          .dbias = dbias,
+                                          .dresidual = dresidual});
   }
   void op(Communicator& group) {
-    batch_norm_op({x, running.mean, running.var, weight, bias, batches},
-                  {y, batch_mean, {}, running.mean, running.var, saved_batches}, attributes, group,
+    batch_norm_op({x, running_mean, running_var, weight, bias, batches},
+                  {y, batch_mean, {}, running_mean, running_var, saved_batches}, attributes, group,
                   executor);
   }
   void op() { op(*self_communicator()); }
@@ -107,6 +141,13 @@ struct Arena {
     finalize_moments(info, message.data() + 4, mean.data(), var.data(), rstd.data(), kChannels,
                      1e-5, executor);
   }
+  /// The statistics of x, without another trace.
+  Saved trained() const {
+    Tensor out = x_memory;
+    Saved fresh;
+    BatchNorm({.channels = kChannels}).forward({.x = x, .mask = mask, .y = out.view()}, fresh);
+    return fresh;
+  }
   /// Puts back what a case spoils: the views, the options, and the counter.
   void repair() {
     const Arena fresh;
@@ -116,8 +157,9 @@ struct Arena {
     y = y_memory.view(), dx = dx_memory.view();
     dweight = dweight_memory.view(), dbias = dbias_memory.view();
     batch_mean = batch_mean_memory.view();
-    running = {mean_memory.view(), var_memory.view(), &tracked};
-    options = {}, attributes = {}, which = AffineGradients::kGlobal;
+    running_mean = mean_memory.view(), running_var = var_memory.view();
+    options = fresh.options, attributes = {}, affine = fresh.affine;
+    saved = trained();
     statistics = fresh.statistics, info = fresh.info;
     saved_batches = &tracked, batches = fresh.batches, tracked = fresh.tracked;
   }
@@ -150,8 +192,7 @@ void flatten(View& view, std::size_t axis) {
 
 /// A training step, evaluation and the operator, both directions.
 inline void good_step(A a) {
-  a.statistics = batch_norm_forward(a.x, a.mask, a.weight, a.bias, a.residual, a.y, a.running,
-                                    a.options, *self_communicator(), a.executor);
+  a.forward();
   a.backward();
   a.evaluate();
   a.op();

@@ -54,10 +54,10 @@ const std::vector<Case> kCases = {
      {"statistics: got number 7", "expected reproducible or welford"}},
     {"negative counter",
      [](A a) { a.tracked = -5, a.options.momentum.reset(), a.forward(); },
-     {"running.num_batches_tracked: got -5", "expected 0 to 2^53"}},
+     {"num_batches_tracked: got -5", "expected 0 to 2^53"}},
     {"counter that overflows",
      [](A a) { a.tracked = std::numeric_limits<std::int64_t>::max(), a.forward(); },
-     {"running.num_batches_tracked: got 9223372036854775807", "expected room for one more"}},
+     {"num_batches_tracked: got 9223372036854775807", "expected room for one more"}},
     {"y in one place",
      [](A a) { flatten(a.y, 1), a.forward(); },
      {"y: got stride 0 of axis 1 of shape (2, 3, 4)", "expected a place for each entry"}},
@@ -65,11 +65,11 @@ const std::vector<Case> kCases = {
      [](A a) { flatten(a.y, 2), a.evaluate(); },
      {"y: got stride 0 of axis 2", "expected a place for each entry"}},
     {"running mean in one place",
-     [](A a) { flatten(a.running.mean, 0), a.forward(); },
-     {"running.mean: got stride 0", "expected a place for each entry"}},
+     [](A a) { flatten(a.running_mean, 0), a.forward(); },
+     {"running_mean: got stride 0", "expected a place for each entry"}},
     {"running var in one place",
-     [](A a) { flatten(a.running.var, 0), a.forward(); },
-     {"running.var: got stride 0", "expected a place for each entry"}},
+     [](A a) { flatten(a.running_var, 0), a.forward(); },
+     {"running_var: got stride 0", "expected a place for each entry"}},
     {"2^31 + 1 channels",
      [](A a) { a.x = {nullptr, DType::kFloat32, {0, (1LL << 31) + 1}}, a.mask = {}, a.forward(); },
      {"x: got shape (0, 2147483649)", "expected at most 2^31 channels"}},
@@ -95,11 +95,17 @@ const std::vector<Case> kCases = {
      [](A a) { flatten(a.dbias, 0), a.evaluate_backward(); },
      {"dbias: got stride 0", "expected a place for each entry"}},
     {"unknown gradients",
-     [](A a) { a.which = static_cast<AffineGradients>(5), a.backward(); },
-     {"which: got number 5", "expected share or global"}},
+     [](A a) { a.affine = static_cast<AffineGradients>(5), a.backward(); },
+     {"affine: got number 5", "expected share or global"}},
     {"an activation mask of another input",
-     [](A a) { a.statistics.activation_mask.resize(5), a.backward(); },
-     {"statistics: got an activation mask of 5 bytes", "expected that of x's shape"}},
+     [](A a) {
+       Arena other;
+       other.x.sizes[0] = other.y.sizes[0] = 1, other.mask = {};
+       other.residual = other.x, other.options.activation.kind = ActivationKind::kRelu;
+       other.forward();
+       a.saved = std::move(other.saved), a.backward();
+     },
+     {"saved: got an activation mask of 3 bytes", "expected that of x's shape and layout, 6"}},
     {"dx that is dy",
      [](A a) {
        a.residual = std::as_const(a.z_memory).view(), a.dy = a.dx;
@@ -109,23 +115,23 @@ const std::vector<Case> kCases = {
     {"a group of nobody",
      [](A a) {
        Sized nobody(0);
-       a.forward(nobody);
+       BatchNorm(a.options, nobody);
      },
      {"ranks: got 0", "expected 1 to 2048"}},
     {"a group that is too large",
      [](A a) {
        Sized many(2049);
-       a.forward(many);
+       BatchNorm(a.options, many);
      },
      {"ranks: got 2049", "expected 1 to 2048"}},
-    {"a layer without a number among ranks",
+    {"a layer without a name among ranks",
      [](A a) {
        Sized three(3);
-       a.forward(three);
+       BatchNorm(a.options, three);
      },
-     {"options.layer: got 0", "expected this layer's own number", "(there are 3 ranks)"}},
+     {"options.name: got none", "expected this layer's own name", "(there are 3 ranks)"}},
     {"operator without estimates",
-     [](A a) { a.running.mean = {}, a.op(); },
+     [](A a) { a.running_mean = {}, a.op(); },
      {"estimated_mean: got none", "expected one entry per channel of x"}},
     {"operator with a negative counter",
      [](A a) { a.batches = -1, a.op(); },
@@ -146,7 +152,7 @@ const std::vector<Case> kCases = {
      [](A a) { a.attributes.momentum = 1.5, a.op_backward(); },
      {"momentum: got 1.5", "expected a number in [0, 1]"}},
     {"operator's estimate in one place",
-     [](A a) { flatten(a.running.var, 0), a.op(); },
+     [](A a) { flatten(a.running_var, 0), a.op(); },
      {"saved_var: got stride 0", "expected a place for each entry"}},
     {"operator's batch mean in one place",
      [](A a) { flatten(a.batch_mean, 0), a.op(); },
@@ -165,7 +171,7 @@ TEST(BadInput, OfTheLayerIsRefusedExact) { testing::expect_refused(kCases); }
 TEST(BadInput, TheGroupIsTold) {
   Arena arena;
   Sized group(2049);
-  thrown_text<InvalidArgument>([&] { arena.forward(group); });
+  thrown_text<InvalidArgument>([&] { BatchNorm(arena.options, group); });
   EXPECT_EQ(group.abandoned, 1);
 }
 

@@ -48,75 +48,85 @@ const std::vector<Case> kPassCases = {
      {"dtype: got dtype number 9", "expected float16"}},
     {"normalize without mean",
      [](A a) {
-       normalize(a.x, a.mask, nullptr, a.rstd.data(), a.weight, a.bias, {}, a.y, nullptr, {},
-                 a.executor);
+       normalize({a.x, a.mask, nullptr, a.rstd.data(), a.weight, a.bias, {}, a.y}, a.executor);
      },
      {"mean: got a null pointer", "expected 3 entries"}},
     {"update without var",
      [](A a) {
-       update_running_statistics(a.running.mean, a.running.var, a.mean.data(), nullptr, 3, 8, 0.5);
+       update_running_statistics(a.running_mean, a.running_var, a.mean.data(), nullptr, 3, 8, 0.5);
      },
      {"var: got a null pointer", "expected 3 entries"}},
     {"update of a negative count",
      [](A a) {
-       update_running_statistics(a.running.mean, a.running.var, a.mean.data(), a.var.data(), 3, -1,
+       update_running_statistics(a.running_mean, a.running_var, a.mean.data(), a.var.data(), 3, -1,
                                  0.5);
      },
      {"count: got -1", "expected 0 to 2^36"}},
     {"update in one place",
      [](A a) {
-       flatten(a.running.var, 0);
-       update_running_statistics(a.running.mean, a.running.var, a.mean.data(), a.var.data(), 3, 8,
+       flatten(a.running_var, 0);
+       update_running_statistics(a.running_mean, a.running_var, a.mean.data(), a.var.data(), 3, 8,
                                  0.5);
      },
      {"running_var: got stride 0", "expected a place for each entry"}},
     {"gradients without rstd",
      [](A a) {
        const ActivationGradient through{{ActivationKind::kRelu}, a.weight, a.bias};
-       local_gradients(a.dy, a.x, a.mask, a.mean.data(), nullptr, through, {}, a.message.data(), 0,
+       local_gradients({a.dy, a.x, a.mask, a.mean.data(), nullptr, through}, a.message.data(), 0,
                        a.executor);
      },
      {"rstd: got a null pointer", "expected 3 entries"}},
     {"u in one place",
      [](A a) {
        flatten(a.dx, 2);
-       local_gradients(a.dy, a.x, a.mask, a.mean.data(), a.rstd.data(), {}, a.dx, a.message.data(),
-                       0, a.executor);
+       local_gradients({a.dy, a.x, a.mask, a.mean.data(), a.rstd.data(), {}, a.dx},
+                       a.message.data(), 0, a.executor);
      },
      {"u: got stride 0 of axis 2", "expected a place for each entry"}},
     {"no coefficients",
      [](A a) {
-       finalize_gradients(a.info, a.message.data() + 4, a.mean.data(), a.rstd.data(), a.weight,
-                          nullptr, a.dweight, a.dbias, 3, 8, a.executor);
+       finalize_gradients(a.info, a.message.data() + 4,
+                          {a.mean.data(), a.rstd.data(), a.weight, nullptr, a.dweight, a.dbias, 3},
+                          8, a.executor);
      },
      {"coefficients: got a null pointer", "expected 9 entries"}},
     {"shares of an unknown dtype",
      [](A a) {
-       affine_gradient_shares(a.message.data() + 4, kUnknown, a.mean.data(), a.rstd.data(),
-                              a.dweight, a.dbias, 3, a.executor);
+       affine_gradient_shares(a.message.data() + 4, kUnknown,
+                              {.mean = a.mean.data(),
+                               .rstd = a.rstd.data(),
+                               .dweight = a.dweight,
+                               .dbias = a.dbias,
+                               .channels = 3},
+                              a.executor);
      },
      {"dtype: got dtype number 9", "expected float16"}},
     {"shares of no words",
      [](A a) {
-       affine_gradient_shares(nullptr, DType::kFloat32, a.mean.data(), a.rstd.data(), a.dweight,
-                              a.dbias, 3, a.executor);
+       affine_gradient_shares(nullptr, DType::kFloat32,
+                              {.mean = a.mean.data(),
+                               .rstd = a.rstd.data(),
+                               .dweight = a.dweight,
+                               .dbias = a.dbias,
+                               .channels = 3},
+                              a.executor);
      },
      {"words: got a null pointer", "expected 57 entries"}},
     {"input's gradient without coefficients",
      [](A a) {
-       input_gradient(a.dy, a.x, a.mask, a.mean.data(), a.rstd.data(), nullptr, {}, a.dx,
+       input_gradient({a.dy, a.x, a.mask, a.mean.data(), a.rstd.data(), nullptr, {}, a.dx},
                       a.executor);
      },
      {"coefficients: got a null pointer", "expected 9 entries"}},
     {"recovery without a place for bits",
      [](A a) {
-       recover_input(a.x, a.mean.data(), a.rstd.data(), a.weight, a.bias, a.dx, nullptr, 0.5,
+       recover_input({a.x, a.mean.data(), a.rstd.data(), a.weight, a.bias, a.dx, nullptr, 0.5},
                      a.executor);
      },
      {"activation_mask: got a null pointer", "expected "}},
     {"recovery with slope 0",
      [](A a) {
-       recover_input(a.x, a.mean.data(), a.rstd.data(), a.weight, a.bias, a.dx, a.bits.data(), 0,
+       recover_input({a.x, a.mean.data(), a.rstd.data(), a.weight, a.bias, a.dx, a.bits.data(), 0},
                      a.executor);
      },
      {"negative_slope: got 0", "expected a finite number other than 0"}},

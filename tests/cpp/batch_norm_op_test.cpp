@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "support.hpp"
+#include "syncbn/batch_norm.hpp"
 
 // The operator by the formulas of its header, and its bits against the layer's.
 namespace syncbn {
@@ -35,14 +36,14 @@ struct Variables {
         batch_mean(DType::kFloat64, {kChannels}, std::vector<double>(kChannels, -1)),
         batch_var(DType::kFloat64, {kChannels}, std::vector<double>(kChannels, -1)) {}
 
-  BatchStatistics run(const Tensor& x, const BatchNormOpAttributes& attributes,
-                      Communicator& communicator) {
+  BatchNormOpStatistics run(const Tensor& x, const BatchNormOpAttributes& attributes,
+                            Communicator& communicator) {
     return batch_norm_op(
         {x.view(), mean.view(), var.view(), scale.view(), bias.view(), batches},
         {y.view(), batch_mean.view(), batch_var.view(), mean.view(), var.view(), &batches},
         attributes, communicator, serial_executor());
   }
-  BatchStatistics run(const Tensor& x, const BatchNormOpAttributes& attributes = {}) {
+  BatchNormOpStatistics run(const Tensor& x, const BatchNormOpAttributes& attributes = {}) {
     const auto self = self_communicator();
     return run(x, attributes, *self);
   }
@@ -74,17 +75,16 @@ TEST(BatchNormOp, TrainingHasTheLayersBitsExact) {
     Variables op(x);
     BatchNormOpAttributes attributes;
     attributes.epsilon = 1e-3;
-    const BatchStatistics used = op.run(x, attributes);
+    const BatchNormOpStatistics used = op.run(x, attributes);
 
     Tensor y(dtype, {9, kChannels, 4});
-    BatchNormOptions options;
-    options.eps = 1e-3;
-    const BatchStatistics expected =
-        batch_norm_forward(x.view(), {}, op.scale.view(), op.bias.view(), {}, y.view(), {}, options,
-                           *self, serial_executor());
+    BatchNorm layer({.channels = kChannels, .eps = 1e-3});
+    Saved expected;
+    layer.forward({.x = x.view(), .weight = op.scale.view(), .bias = op.bias.view(), .y = y.view()},
+                  expected);
     EXPECT_TRUE(same_bits(op.y.values(), y.values()));
-    EXPECT_TRUE(same_bits(op.batch_mean.values(), expected.mean));
-    EXPECT_TRUE(same_bits(op.batch_var.values(), expected.var));
+    EXPECT_TRUE(same_bits(op.batch_mean.values(), expected.mean()));
+    EXPECT_TRUE(same_bits(op.batch_var.values(), expected.var()));
     EXPECT_EQ(used.count, 36);
 
     Tensor dx(dtype, {9, kChannels, 4}), layer_dx(dtype, {9, kChannels, 4});
@@ -92,9 +92,13 @@ TEST(BatchNormOp, TrainingHasTheLayersBitsExact) {
     Tensor dweight(DType::kFloat64, {kChannels}), dshift(DType::kFloat64, {kChannels});
     batch_norm_op_backward(dy.view(), x.view(), op.scale.view(), used, attributes, dx.view(),
                            dscale.view(), dbias.view(), *self, serial_executor());
-    batch_norm_backward(dy.view(), x.view(), {}, op.scale.view(), {}, expected, layer_dx.view(),
-                        dweight.view(), dshift.view(), {}, AffineGradients::kShare, *self,
-                        serial_executor());
+    layer.backward({.dy = dy.view(),
+                    .x = x.view(),
+                    .weight = op.scale.view(),
+                    .dx = layer_dx.view(),
+                    .dweight = dweight.view(),
+                    .dbias = dshift.view()},
+                   expected);
     EXPECT_TRUE(same_bits(dx.values(), layer_dx.values()));
     EXPECT_TRUE(same_bits(dscale.values(), dweight.values()));
     EXPECT_TRUE(same_bits(dbias.values(), dshift.values()));
@@ -135,7 +139,7 @@ TEST(BatchNormOp, GlobalEstimatesNormalizeAndAreConstants) {
     attributes.use_global_est = true;
     Variables op(x, estimates);
     op.batches = 5;
-    const BatchStatistics used = op.run(x, attributes);
+    const BatchNormOpStatistics used = op.run(x, attributes);
     EXPECT_EQ(op.batches, 6);
     // Inference with what was saved gives the same output, and changes nothing.
     Variables inference = op;
@@ -231,7 +235,7 @@ TEST(BatchNormOp, NobodyWaitsForInferenceAndConstants) {
   Variables op(x);
   BatchNormOpAttributes attributes;
   attributes.is_infer = true;
-  const BatchStatistics used = op.run(x, attributes, group.rank(0));
+  const BatchNormOpStatistics used = op.run(x, attributes, group.rank(0));
   Tensor dx(DType::kFloat32, {2, kChannels, 4}), dbias(DType::kFloat32, {kChannels});
   const auto backward = [&](const MutableTensorView& gradient) {
     batch_norm_op_backward(x.view(), x.view(), op.scale.view(), used, attributes, gradient, {},

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,12 +24,15 @@ using testing::Tensor;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-/// One rank's forward pass with no parameters.
-BatchStatistics forward(const Tensor& x, Tensor& y, const RunningStatistics& running = {},
-                        const BatchNormOptions& options = {}) {
-  const auto self = self_communicator();
-  return batch_norm_forward(x.view(), {}, {}, {}, {}, y.view(), running, options, *self,
-                            serial_executor());
+/// One rank's forward pass; `rest` is what it takes besides x and y.
+Saved forward(const Tensor& x, Tensor& y, BatchNorm::Forward rest = {},
+              BatchNorm::Options options = {}) {
+  rest.x = x.view();
+  rest.y = y.view();
+  options.channels = rest.x.sizes[1];
+  Saved saved;
+  BatchNorm(options).forward(rest, saved);
+  return saved;
 }
 
 // Each with its layer, by turns on one pool and each on a pool of its own.
@@ -49,20 +53,20 @@ TEST(BatchNorm, ThreadsWithLayersOfTheirOwnExact) {
   }
   ThreadPool shared(3);
   run_ranks(kThreads, [&](int i) {
-    const auto self = self_communicator();
     const Tensor& x = xs[static_cast<std::size_t>(i)];
+    BatchNorm layer({.channels = 16});
+    Saved saved;
     ThreadPool own(2);
     for (int round = 0; round < 50; ++round) {
       Tensor y(DType::kFloat32, {4, 16, 20 + i});
       Executor& executor = round % 2 == 0 ? shared : own;
-      batch_norm_forward(x.view(), {}, {}, {}, {}, y.view(), {}, {}, *self, executor);
+      layer.forward({.x = x.view(), .y = y.view()}, saved, executor);
       ASSERT_EQ(y.values(), ys[static_cast<std::size_t>(i)]) << "thread " << i;
     }
   });
 }
 
 TEST(BatchNorm, ForwardAndBackwardByHandExact) {
-  const auto self = self_communicator();
   for (const DType dtype : kDtypes) {
     SCOPED_TRACE(name(dtype));
     // Channel 0: 1, 3, 5, 7 (mean 4, var 5); channel 1: -2, 2, -2, 2 (mean 0, var 4).
@@ -70,24 +74,27 @@ TEST(BatchNorm, ForwardAndBackwardByHandExact) {
     const Tensor weight(DType::kFloat32, {2}, std::vector<double>{0.5, -3});
     const Tensor bias(DType::kFloat64, {2}, std::vector<double>{10, 0.1});
     Tensor y(dtype, {2, 2, 2});
-    BatchNormOptions options;
-    options.eps = 4;
-    const BatchStatistics s = batch_norm_forward(x.view(), {}, weight.view(), bias.view(), {},
-                                                 y.view(), {}, options, *self, serial_executor());
-    EXPECT_EQ(s.count, 4);
-    EXPECT_EQ(s.mean, (std::vector<double>{4, 0}));
-    EXPECT_EQ(s.var, (std::vector<double>{5, 4}));
+    BatchNorm layer({.channels = 2, .eps = 4});
+    Saved s;
+    layer.forward({.x = x.view(), .weight = weight.view(), .bias = bias.view(), .y = y.view()}, s);
+    EXPECT_EQ(s.count(), 4);
+    EXPECT_TRUE(same_bits(s.mean(), {4, 0}));
+    EXPECT_TRUE(same_bits(s.var(), {5, 4}));
     const std::vector<double> rstd = {1 / std::sqrt(9.0), 1 / std::sqrt(8.0)};
-    EXPECT_EQ(s.rstd, rstd);
-    const std::uint64_t layer = layer_identity(0, {}, Statistics::kReproducible, false);
-    EXPECT_EQ(s.fingerprint, fingerprint(layer, 0, Direction::kForward, 2, 4));
+    EXPECT_TRUE(same_bits(s.rstd(), rstd));
 
     const Tensor dy(dtype, {2, 2, 2}, std::vector<double>{1, 0, 2, 1, 0, -1, 0.5, 0.5});
     Tensor dx(dtype, {2, 2, 2});
     Tensor dweight(DType::kFloat64, {2});
     Tensor dbias(DType::kFloat32, {2});
-    batch_norm_backward(dy.view(), x.view(), {}, weight.view(), {}, s, dx.view(), dweight.view(),
-                        dbias.view(), {}, AffineGradients::kGlobal, *self, serial_executor());
+    layer.backward({.dy = dy.view(),
+                    .x = x.view(),
+                    .weight = weight.view(),
+                    .dx = dx.view(),
+                    .dweight = dweight.view(),
+                    .dbias = dbias.view(),
+                    .affine = AffineGradients::kGlobal},
+                   s);
     // A: 0 and 4; B: 1 - 7 = -6 and -4 + 2 - 1 + 1 = -2.
     const std::vector<double> a_sum = {0, 4};
     const std::vector<double> g_sum = {-6, -2};  // B - mean * A
@@ -101,7 +108,7 @@ TEST(BatchNorm, ForwardAndBackwardByHandExact) {
       const double c3 = -(w * (a_sum[c] / 4));
       for (const int k : {0, 1, 4, 5}) {
         const std::int64_t i = static_cast<std::int64_t>(2 * c) + k;
-        const double centred = x.get(i) - s.mean[c];  // exact, and the mean fits binary32
+        const double centred = x.get(i) - s.mean()[c];  // exact, and the mean fits binary32
         if (dtype == DType::kFloat64) {
           EXPECT_EQ(y.get(i), std::fma(w, centred, b));
           EXPECT_EQ(dx.get(i), std::fma(c1, dy.get(i), std::fma(c2, centred, c3)));
@@ -120,7 +127,6 @@ TEST(BatchNorm, ForwardAndBackwardByHandExact) {
 }
 
 TEST(BatchNorm, AbsentParametersAreOneAndZeroExact) {
-  const auto self = self_communicator();
   Random random(80);
   for (const DType dtype : kDtypes) {
     const Tensor x(dtype, {6, 3, 5}, testing::rough_values(random, dtype, 6, 15));
@@ -128,37 +134,37 @@ TEST(BatchNorm, AbsentParametersAreOneAndZeroExact) {
     const Tensor zeros(DType::kFloat16, {3}, std::vector<double>(3, 0.0));
     Tensor without(dtype, {6, 3, 5});
     Tensor with(dtype, {6, 3, 5});
-    const BatchStatistics s = forward(x, without);
-    batch_norm_forward(x.view(), {}, ones.view(), zeros.view(), {}, with.view(), {}, {}, *self,
-                       serial_executor());
+    const Saved s = forward(x, without);
+    forward(x, with, {.weight = ones.view(), .bias = zeros.view()});
     EXPECT_TRUE(same_bits(without.values(), with.values()));
     Tensor dx(dtype, {6, 3, 5});
     Tensor dx_with(dtype, {6, 3, 5});
-    batch_norm_backward(x.view(), x.view(), {}, {}, {}, s, dx.view(), {}, {}, {},
-                        AffineGradients::kShare, *self, serial_executor());
-    batch_norm_backward(x.view(), x.view(), {}, ones.view(), {}, s, dx_with.view(), {}, {}, {},
-                        AffineGradients::kGlobal, *self, serial_executor());
+    BatchNorm layer({.channels = 3});
+    layer.backward({.dy = x.view(), .x = x.view(), .dx = dx.view()}, s);
+    layer.backward({.dy = x.view(),
+                    .x = x.view(),
+                    .weight = ones.view(),
+                    .dx = dx_with.view(),
+                    .affine = AffineGradients::kGlobal},
+                   s);
     EXPECT_TRUE(same_bits(dx.values(), dx_with.values()));
   }
 }
 
 TEST(BatchNorm, OutputsMayBeTheInputsExact) {
-  const auto self = self_communicator();
   Random random(81);
   for (const DType dtype : kDtypes) {
     const Tensor x(dtype, {6, 3, 5}, testing::rough_values(random, dtype, 6, 15));
     const Tensor dy(dtype, {6, 3, 5}, testing::rough_values(random, dtype, 6, 15));
     Tensor y(dtype, {6, 3, 5});
     Tensor dx(dtype, {6, 3, 5});
-    const BatchStatistics s = forward(x, y);
-    batch_norm_backward(dy.view(), x.view(), {}, {}, {}, s, dx.view(), {}, {}, {},
-                        AffineGradients::kShare, *self, serial_executor());
+    const Saved s = forward(x, y);
+    BatchNorm layer({.channels = 3});
+    layer.backward({.dy = dy.view(), .x = x.view(), .dx = dx.view()}, s);
     Tensor x_and_y = x;
     Tensor dy_and_dx = dy;
-    batch_norm_forward(x_and_y.view(), {}, {}, {}, {}, x_and_y.view(), {}, {}, *self,
-                       serial_executor());
-    batch_norm_backward(dy_and_dx.view(), x.view(), {}, {}, {}, s, dy_and_dx.view(), {}, {}, {},
-                        AffineGradients::kShare, *self, serial_executor());
+    forward(x_and_y, x_and_y);
+    layer.backward({.dy = dy_and_dx.view(), .x = x.view(), .dx = dy_and_dx.view()}, s);
     EXPECT_TRUE(same_bits(x_and_y.values(), y.values()));
     EXPECT_TRUE(same_bits(dy_and_dx.values(), dx.values()));
   }
@@ -168,10 +174,10 @@ TEST(BatchNorm, OneElementPerChannelExact) {
   const Tensor x(DType::kFloat32, {1, 2}, std::vector<double>{3, -1e30});
   Tensor y(DType::kFloat32, {1, 2});
   Tensor running_var(DType::kFloat32, {2}, std::vector<double>{8, 16});
-  const BatchStatistics s = forward(x, y, {{}, running_var.view(), nullptr});
-  EXPECT_EQ(s.count, 1);
-  EXPECT_EQ(s.mean[0], 3);
-  EXPECT_EQ(s.var, (std::vector<double>{0, 0}));
+  const Saved s = forward(x, y, {.running_var = running_var.view()});
+  EXPECT_EQ(s.count(), 1);
+  EXPECT_EQ(s.mean()[0], 3);
+  EXPECT_TRUE(same_bits(s.var(), {0, 0}));
   EXPECT_TRUE(same_bits(y.values(), {0, 0}));
   EXPECT_EQ(running_var.get(0), round_to(DType::kFloat32, (1 - 0.1) * 8));  // no division by N - 1
 }
@@ -179,10 +185,8 @@ TEST(BatchNorm, OneElementPerChannelExact) {
 TEST(BatchNorm, WithoutEpsAConstantChannelIsNan) {
   const Tensor x(DType::kFloat32, {2, 2}, std::vector<double>{3, 1, 3, 2});
   Tensor y(DType::kFloat32, {2, 2});
-  BatchNormOptions options;
-  options.eps = 0;
-  const BatchStatistics s = forward(x, y, {}, options);
-  EXPECT_EQ(s.rstd[0], kInf);
+  const Saved s = forward(x, y, {}, {.eps = 0});
+  EXPECT_EQ(s.rstd()[0], kInf);
   EXPECT_TRUE(std::isnan(y.get(0)));
   EXPECT_EQ(y.get(1), -1);
 }
@@ -195,9 +199,9 @@ TEST(BatchNorm, WhatIsNotFiniteStaysInItsChannelExact) {
                                        1, 1, 1, -kInf, 3});
     Tensor y(dtype, {2, 5});
     Tensor running_mean(DType::kFloat64, {5}, std::vector<double>(5, 0.0));
-    const BatchStatistics s = forward(x, y, {running_mean.view(), {}, nullptr});
-    EXPECT_TRUE(same_bits(s.mean, {nan, kInf, -kInf, nan, 2}));
-    EXPECT_TRUE(same_bits(s.var, {nan, nan, nan, nan, 1}));
+    const Saved s = forward(x, y, {.running_mean = running_mean.view()});
+    EXPECT_TRUE(same_bits(s.mean(), {nan, kInf, -kInf, nan, 2}));
+    EXPECT_TRUE(same_bits(s.var(), {nan, nan, nan, nan, 1}));
     EXPECT_TRUE(std::isnan(running_mean.get(0)));
     EXPECT_EQ(running_mean.get(1), kInf);
     EXPECT_EQ(running_mean.get(4), 0.1 * 2);
@@ -207,10 +211,10 @@ TEST(BatchNorm, WhatIsNotFiniteStaysInItsChannelExact) {
   }
   const Tensor large(DType::kFloat64, {2, 1}, std::vector<double>{1e200, 2e200});
   Tensor y(DType::kFloat64, {2, 1});
-  const BatchStatistics s = forward(large, y);
-  EXPECT_EQ(s.mean[0], 1.5e200);
-  EXPECT_EQ(s.var[0], kInf);  // 1e400 does not fit
-  EXPECT_EQ(s.rstd[0], 0);
+  const Saved s = forward(large, y);
+  EXPECT_EQ(s.mean()[0], 1.5e200);
+  EXPECT_EQ(s.var()[0], kInf);  // 1e400 does not fit
+  EXPECT_EQ(s.rstd()[0], 0);
 }
 
 TEST(BatchNorm, RunningStatisticsOfAnyDtypeAreRoundedOnceExact) {
@@ -229,15 +233,16 @@ TEST(BatchNorm, RunningStatisticsOfAnyDtypeAreRoundedOnceExact) {
     Tensor mean(dtype, {40}, before);
     Tensor var(dtype, {40}, before);
     std::int64_t tracked = 0;
-    BatchNormOptions options;
-    options.momentum = 0.3;
-    const BatchStatistics s = forward(x, y, {mean.view(), var.view(), &tracked}, options);
+    const Saved s = forward(
+        x, y,
+        {.running_mean = mean.view(), .running_var = var.view(), .num_batches_tracked = &tracked},
+        {.momentum = 0.3});
     EXPECT_EQ(tracked, 1);
     for (std::size_t c = 0; c < 40; ++c) {
       const double kept = (1 - 0.3) * before[c];
       const auto i = static_cast<std::int64_t>(c);
-      EXPECT_EQ(mean.get(i), round_to(dtype, std::fma(0.3, s.mean[c], kept)));
-      EXPECT_EQ(var.get(i), round_to(dtype, std::fma(0.3, s.var[c] * (8.0 / 7.0), kept)));
+      EXPECT_EQ(mean.get(i), round_to(dtype, std::fma(0.3, s.mean()[c], kept)));
+      EXPECT_EQ(var.get(i), round_to(dtype, std::fma(0.3, s.var()[c] * (8.0 / 7.0), kept)));
     }
   }
 }
@@ -250,28 +255,26 @@ TEST(BatchNorm, MomentumZeroOneAndEmptyExact) {
   Tensor var(DType::kFloat64, {2}, expected_var);
   Tensor y(DType::kFloat32, {5, 2});
   std::int64_t tracked = 0;
-  BatchNormOptions options;
-  options.momentum.reset();  // cumulative: the factor is 1 / batches
+  const BatchNorm::Forward running{
+      .running_mean = mean.view(), .running_var = var.view(), .num_batches_tracked = &tracked};
   for (int step = 1; step <= 10; ++step) {
     const Tensor x(DType::kFloat32, {5, 2}, testing::rough_values(random, DType::kFloat32, 5, 2));
-    const BatchStatistics s = forward(x, y, {mean.view(), var.view(), &tracked}, options);
+    const Saved s = forward(x, y, running, {.momentum = std::nullopt});  // cumulative
     EXPECT_EQ(tracked, step);
     const double f = 1.0 / step;
     for (std::size_t c = 0; c < 2; ++c) {
-      expected_mean[c] = std::fma(f, s.mean[c], (1 - f) * expected_mean[c]);
-      expected_var[c] = std::fma(f, s.var[c] * (5.0 / 4.0), (1 - f) * expected_var[c]);
+      expected_mean[c] = std::fma(f, s.mean()[c], (1 - f) * expected_mean[c]);
+      expected_var[c] = std::fma(f, s.var()[c] * (5.0 / 4.0), (1 - f) * expected_var[c]);
     }
     ASSERT_TRUE(same_bits(mean.values(), expected_mean));
     ASSERT_TRUE(same_bits(var.values(), expected_var));
   }
   const Tensor x(DType::kFloat32, {2, 2}, std::vector<double>{1, 2, 3, 4});
   Tensor y2(DType::kFloat32, {2, 2});
-  options.momentum = 0;
-  forward(x, y2, {mean.view(), var.view(), &tracked}, options);
+  forward(x, y2, running, {.momentum = 0});
   EXPECT_TRUE(same_bits(mean.values(), expected_mean));
   EXPECT_EQ(tracked, 11);
-  options.momentum = 1;
-  forward(x, y2, {mean.view(), var.view(), nullptr}, options);
+  forward(x, y2, {.running_mean = mean.view(), .running_var = var.view()}, {.momentum = 1});
   EXPECT_EQ(mean.values(), (std::vector<double>{2, 3}));
   EXPECT_EQ(var.values(), (std::vector<double>{2, 2}));
 }
@@ -291,23 +294,29 @@ TEST(BatchNorm, AllRanksEmptyChangesNothingExact) {
         Tensor dweight(DType::kFloat32, {3}, before);
         Tensor dbias(DType::kFloat32, {3}, before);
         std::int64_t tracked = 5;
-        BatchNormOptions options{.layer = 1};
-        options.momentum.reset();
-        const BatchStatistics s = batch_norm_forward(x.view(), {}, {}, {}, {}, y.view(),
-                                                     {mean.view(), var.view(), &tracked}, options,
-                                                     group.rank(rank), serial_executor());
-        EXPECT_EQ(s.count, 0);
-        for (const auto& values : {s.mean, s.var, s.rstd}) {
+        BatchNorm layer({.channels = 3, .name = "layer", .momentum = std::nullopt},
+                        group.rank(rank));
+        Saved s;
+        layer.forward({.x = x.view(),
+                       .y = y.view(),
+                       .running_mean = mean.view(),
+                       .running_var = var.view(),
+                       .num_batches_tracked = &tracked},
+                      s);
+        EXPECT_EQ(s.count(), 0);
+        for (const auto values : {s.mean(), s.var(), s.rstd()}) {
           EXPECT_TRUE(same_bits(values, {0, 0, 0}));
         }
         EXPECT_TRUE(same_bits(mean.values(), before));
         EXPECT_TRUE(same_bits(var.values(), before));
         EXPECT_EQ(tracked, 5);
-        const bool global = rank == 0;
-        batch_norm_backward(x.view(), x.view(), {}, {}, {}, s, y.view(), dweight.view(),
-                            dbias.view(), {},
-                            global ? AffineGradients::kGlobal : AffineGradients::kShare,
-                            group.rank(rank), serial_executor());
+        layer.backward({.dy = x.view(),
+                        .x = x.view(),
+                        .dx = y.view(),
+                        .dweight = dweight.view(),
+                        .dbias = dbias.view(),
+                        .affine = rank == 0 ? AffineGradients::kGlobal : AffineGradients::kShare},
+                       s);
         EXPECT_TRUE(same_bits(dweight.values(), {0, 0, 0}));
         EXPECT_TRUE(same_bits(dbias.values(), {0, 0, 0}));
       });
@@ -321,31 +330,30 @@ TEST(BatchNorm, AllRanksEmptyChangesNothingExact) {
 TEST(BatchNorm, AnEmptyRankMayHaveAnotherDtypeOfTheSameFormat) {
   // float32 and bfloat16 share the message format; which one an empty rank has does not matter.
   ThreadGroup group(2);
-  std::vector<BatchStatistics> statistics(2);
+  std::vector<Saved> saved(2);
   const auto errors = run_ranks(2, [&](int rank) {
     const DType dtype = rank == 0 ? DType::kBFloat16 : DType::kFloat32;
     const Tensor x(dtype, {rank == 0 ? 2 : 0, 1}, std::vector<double>{1, 3});
     Tensor y = x;
-    statistics[static_cast<std::size_t>(rank)] = batch_norm_forward(
-        x.view(), {}, {}, {}, {}, y.view(), {}, {.layer = 1}, group.rank(rank), serial_executor());
+    BatchNorm({.channels = 1, .name = "layer"}, group.rank(rank))
+        .forward({.x = x.view(), .y = y.view()}, saved[static_cast<std::size_t>(rank)]);
   });
   for (std::size_t r = 0; r < 2; ++r) {
     EXPECT_EQ(errors[r], nullptr);
-    EXPECT_EQ(statistics[r].mean, std::vector<double>{2});
-    EXPECT_EQ(statistics[r].count, 2);
+    EXPECT_TRUE(same_bits(saved[r].mean(), {2}));
+    EXPECT_EQ(saved[r].count(), 2);
   }
 }
 
 TEST(BatchNorm, NoChannels) {
   const Tensor x(DType::kFloat32, {4, 0, 3});
   Tensor y(DType::kFloat32, {4, 0, 3});
-  const BatchStatistics s = forward(x, y);
-  EXPECT_TRUE(s.mean.empty());
+  const Saved s = forward(x, y);
+  EXPECT_TRUE(s.mean().empty());
 }
 
 TEST(BatchNorm, SizesAndStridesOfNoElementsMayBeAny) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
-  const auto self = self_communicator();
   for (const auto& sizes :
        {std::vector<std::int64_t>{0, 3, kMost, kMost},
         std::vector<std::int64_t>{kMost, 3, kMost, 0}, std::vector<std::int64_t>{2, 0, 4}}) {
@@ -357,13 +365,13 @@ TEST(BatchNorm, SizesAndStridesOfNoElementsMayBeAny) {
       const std::uint8_t all[8] = {1, 1, 1, 1, 1, 1, 1, 1};
       const MaskView mask =
           sizes[1] == 0 ? MaskView{all, {2, 4}} : MaskView{nullptr, {sizes[0], sizes[2], sizes[3]}};
-      const BatchStatistics statistics =
-          batch_norm_forward(x, mask, {}, {}, x, x, {}, {.activation = {ActivationKind::kRelu}},
-                             *self, serial_executor());
-      EXPECT_EQ(statistics.count, sizes[1] == 0 ? 8 : 0);
+      BatchNorm layer({.channels = sizes[1], .activation = {ActivationKind::kRelu}});
+      Saved saved;
+      layer.forward({.x = x, .mask = mask, .residual = x, .y = x}, saved);
+      EXPECT_EQ(saved.count(), sizes[1] == 0 ? 8 : 0);
       EXPECT_EQ(activation_mask_bytes(x), 0);
-      EXPECT_NO_THROW(batch_norm_backward(x, x, mask, {}, {}, statistics, x, {}, {}, x,
-                                          AffineGradients::kShare, *self, serial_executor()));
+      EXPECT_NO_THROW(
+          layer.backward({.dy = x, .x = x, .mask = mask, .dx = x, .dresidual = x}, saved));
     }
   }
 }

@@ -274,15 +274,29 @@ TEST_F(OneRankLayer, InPlaceHasTheBitsOfPassesExact) {
       OneRank actual = given;
       const MutableTensorView over_x = actual.x.view();
       const Tensor x = actual.x;
-      actual.forward_info = forward_of_one_rank(
-          actual.x_view(), {}, std::as_const(actual.weight).view(),
-          std::as_const(actual.bias).view(), {}, over_x, nullptr, actual.mean.data(),
-          actual.var.data(), actual.rstd.data(), OneRank::kEps, {}, two_);
+      actual.forward_info = forward_of_one_rank({actual.x_view(),
+                                                 {},
+                                                 std::as_const(actual.weight).view(),
+                                                 std::as_const(actual.bias).view(),
+                                                 {},
+                                                 over_x,
+                                                 nullptr,
+                                                 actual.mean.data(),
+                                                 actual.var.data(),
+                                                 actual.rstd.data(),
+                                                 OneRank::kEps},
+                                                two_);
       EXPECT_TRUE(same_bits(actual.x.values(), expected.y.values()));
-      backward_of_one_rank(std::as_const(actual.dy).view(), x.view(), {}, actual.mean.data(),
-                           actual.rstd.data(), {}, std::as_const(actual.weight).view(), {},
-                           actual.dy.view(), actual.dweight.view(), actual.dbias.view(),
-                           actual.forward_info.count, two_);
+      backward_of_one_rank({.dy = std::as_const(actual.dy).view(),
+                            .x = x.view(),
+                            .mean = actual.mean.data(),
+                            .rstd = actual.rstd.data(),
+                            .weight = std::as_const(actual.weight).view(),
+                            .dx = actual.dy.view(),
+                            .dweight = actual.dweight.view(),
+                            .dbias = actual.dbias.view(),
+                            .count = actual.forward_info.count},
+                           two_);
       EXPECT_TRUE(same_bits(actual.dy.values(), expected.dx.values()));
     }
   }

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -32,18 +33,27 @@ class FailingExecutor final : public Executor {
   int concurrency() const override { return 1; }
 };
 
-/// One rank's call.
+/// One rank's call, after two forwards on which all ranks agree.
 struct Step {
   DType dtype = DType::kFloat32;
   std::vector<std::int64_t> sizes = {2, 3, 4};
-  BatchNormOptions options{.layer = 1};
-  BatchStatistics statistics{{1, 2, 3}, {1, 1, 1}, {1, 1, 1}, 16, 5};
-  AffineGradients which = AffineGradients::kShare;
+  BatchNorm::Options options{.channels = 3, .name = "layer"};
+  BatchNorm::Options before = options;
+  bool same_layer = false;  ///< that of the forwards before: this is its third call
+  AffineGradients affine = AffineGradients::kShare;
   bool backward = false;
+  std::size_t saved = 1;  ///< backward's: of the first forward, of the second, or without content
   std::function<void(TensorView&)> spoil = [](TensorView&) {};  ///< of x
   Executor* executor = &serial_executor();
 
   void run(Communicator& communicator) const {
+    BatchNorm other(before, communicator);
+    std::array<Saved, 3> all;
+    for (std::size_t i = 0; i < 2; ++i) {
+      const Tensor x(DType::kFloat32, {2, 3, 4}, std::vector<double>(24, 1.0));
+      Tensor y = x;
+      other.forward({.x = x.view(), .y = y.view()}, all[i]);
+    }
     const std::vector<double> ones(static_cast<std::size_t>(sizes[1]), 1.0);
     Tensor x(dtype, sizes);
     x.fill(std::vector<double>(static_cast<std::size_t>(x.numel()), 1.0));
@@ -54,22 +64,31 @@ struct Step {
     Tensor dbias = mean;
     std::int64_t tracked = 7;
     TensorView x_view = std::as_const(x).view();
-    MutableTensorView y_view = y.view();
     spoil(x_view);
-    MutableTensorView channels[] = {mean.view(), var.view(), dweight.view(), dbias.view()};
-    y_view.device = x_view.device;
-    for (MutableTensorView& view : channels) {
+    const auto like_x = [&](MutableTensorView view) {
       view.device = x_view.device;
-    }
+      return view;
+    };
     try {
+      BatchNorm fresh(options, communicator);
+      BatchNorm& layer = same_layer ? other : fresh;
       if (backward) {
-        batch_norm_backward(x_view, x_view, {}, {}, {}, statistics, y_view, channels[2],
-                            channels[3], {}, which, communicator, *executor);
+        layer.backward({.dy = x_view,
+                        .x = x_view,
+                        .dx = like_x(y.view()),
+                        .dweight = like_x(dweight.view()),
+                        .dbias = like_x(dbias.view()),
+                        .affine = affine},
+                       all[saved], *executor);
       } else {
-        batch_norm_forward(x_view, {}, {}, {}, {}, y_view, {channels[0], channels[1], &tracked},
-                           options, communicator, *executor);
+        layer.forward({.x = x_view,
+                       .y = like_x(y.view()),
+                       .running_mean = like_x(mean.view()),
+                       .running_var = like_x(var.view()),
+                       .num_batches_tracked = &tracked},
+                      all[saved], *executor);
       }
-    } catch (...) {  // "Nothing is changed then."
+    } catch (...) {
       EXPECT_TRUE(y.storage() == x.storage());
       EXPECT_EQ(mean.values(), ones);
       EXPECT_EQ(var.values(), ones);
@@ -95,10 +114,10 @@ std::vector<std::exception_ptr> run_two(ThreadGroup& group, Step step, int odd,
 }
 
 Step forward_step() { return {}; }
-Step backward_step(AffineGradients which = AffineGradients::kShare) {
+Step backward_step(AffineGradients affine = AffineGradients::kShare) {
   Step step;
   step.backward = true;
-  step.which = which;
+  step.affine = affine;
   return step;
 }
 
@@ -121,36 +140,40 @@ struct Case {
 std::vector<Case> diverging_cases() {
   const Step forward = forward_step();
   Step welford = forward;
-  welford.options.statistics = Statistics::kWelford;
+  welford.options.statistics = welford.before.statistics = Statistics::kWelford;
   Step leaky = forward;
   leaky.options.activation.kind = ActivationKind::kLeakyRelu;
   const Step share = backward_step(AffineGradients::kShare);
   const Step global = backward_step(AffineGradients::kGlobal);
+  const Change four_channels = [](Step& s) {
+    s.sizes = {2, 4, 3};
+    s.options.channels = 4;
+  };
   return {
       {"eps", forward, [](Step& s) { s.options.eps = 1e-6; },
        "eps: 1e-05 on rank 0, 1e-06 on rank 1"},
-      {"layer", forward, [](Step& s) { s.options.layer = 2; },
-       "same call: layer: 1 on rank 0, 2 on rank 1"},
-      {"call", forward, [](Step& s) { s.options.call = 1; },
-       "same call: call: 0 on rank 0, 1 on rank 1"},
+      {"layer", forward, [](Step& s) { s.options.name = "other"; },
+       "same call: layer: layer on rank 0, other on rank 1"},
+      {"call", forward, [](Step& s) { s.same_layer = true; },
+       "same call: call: 0 on rank 0, 2 on rank 1"},
       {"activation", forward, [](Step& s) { s.options.activation.kind = ActivationKind::kRelu; },
        "activation: none on rank 0, relu on rank 1"},
       {"negative slope", leaky, [](Step& s) { s.options.activation.negative_slope = -0.01; },
        "negative slope: 0.01 on rank 0, -0.01 on rank 1"},
       {"statistics", forward, [](Step& s) { s.options.statistics = Statistics::kWelford; }},
-      {"call of the welford mode", welford, [](Step& s) { s.options.call = 1; },
-       "call: 0 on rank 0, 1 on rank 1"},
+      {"call of the welford mode", welford, [](Step& s) { s.same_layer = true; },
+       "call: 0 on rank 0, 2 on rank 1"},
       {"dtype of the welford mode", welford, [](Step& s) { s.dtype = DType::kBFloat16; }},
-      {"channels of the welford mode", welford, [](Step& s) { s.sizes = {2, 4, 3}; }},
-      {"channels", forward, [](Step& s) { s.sizes = {2, 4, 3}; }},
+      {"channels of the welford mode", welford, four_channels},
+      {"channels", forward, four_channels},
       {"dtype of the same format", forward, [](Step& s) { s.dtype = DType::kBFloat16; },
        "dtype: float32 on rank 0, bfloat16 on rank 1"},
       {"dtype of another format", forward, [](Step& s) { s.dtype = DType::kFloat64; }},
       {"smaller dtype", forward, [](Step& s) { s.dtype = DType::kFloat16; }},
       {"direction", forward, [](Step& s) { s.backward = true; }},
       {"direction", share, [](Step& s) { s.backward = false; }},
-      {"forward's fingerprint", share, [](Step& s) { s.statistics.fingerprint = 6; }},
-      {"forward's fingerprint", global, [](Step& s) { s.statistics.fingerprint = 6; }},
+      {"forward's fingerprint", share, [](Step& s) { s.saved = 0; }},
+      {"forward's fingerprint", global, [](Step& s) { s.saved = 0; }},
       {"dtype", share, [](Step& s) { s.dtype = DType::kBFloat16; }},
       {"dtype", global, [](Step& s) { s.dtype = DType::kBFloat16; }},
       {"fewer samples than in forward", share, [](Step& s) { s.sizes[0] = 1; }},
@@ -178,7 +201,7 @@ TEST(Divergence, EveryRankThrowsAndNothingChanges) {
 
 TEST(Divergence, WhatMayDiffer) {
   ThreadGroup group(2, kTimeout);
-  Step step = forward_step();
+  const Step step = forward_step();
   const std::vector<Change> changes = {
       [](Step& s) { s.options.momentum = 0.5; }, [](Step& s) { s.sizes = {0, 3, 4}; },
       [](Step& s) { s.sizes = {5, 3, 7, 2}; },
@@ -197,12 +220,12 @@ TEST(Divergence, LayersOfOneShapeInAnotherOrder) {
   ThreadGroup group(2, kTimeout);
   for (const auto& error : run_ranks(2, [&](int r) {
          Step step = forward_step();
-         for (const std::uint64_t layer : {1u, 2u}) {
-           step.options.layer = r == 0 ? layer : 3 - layer;
+         for (const char* name : {r == 0 ? "stem" : "head", r == 0 ? "head" : "stem"}) {
+           step.options.name = name;
            step.run(group.rank(r));
          }
        })) {
-    EXPECT_TRUE(contains(text_of<DivergenceError>(error), "layer: 1 on rank 0, 2 on rank 1"));
+    EXPECT_TRUE(contains(text_of<DivergenceError>(error), "layer: stem on rank 0, head on rank 1"));
   }
 }
 
@@ -228,38 +251,15 @@ TEST(Refusal, TheOtherRankLearnsOfItAtOnce) {
         step, [](Step& s) { s.spoil = [](TensorView& x) { x.dtype = static_cast<DType>(9); }; },
         "dtype number 9");
   }
-  expect_peer_lost<InvalidArgument>(forward_step(), [](Step& s) { s.options.eps = -1; }, "eps");
   expect_peer_lost<InvalidArgument>(
-      forward_step(), [](Step& s) { s.options.momentum = 2; }, "momentum");
-  expect_peer_lost<InvalidArgument>(
-      backward_step(), [](Step& s) { s.statistics.mean.clear(); }, "statistics");
-}
-
-TEST(Refusal, ALayerWithoutANumberAmongSeveralRanks) {
-  const Change unnumbered = [](Step& s) { s.options.layer = 0; };
-  Step welford = forward_step();
-  welford.options.statistics = Statistics::kWelford;
-  for (const Step& step : {forward_step(), welford}) {
-    expect_peer_lost<InvalidArgument>(
-        step, unnumbered,
-        "options.layer: got 0, expected this layer's own number, from 1 on, the same on all ranks "
-        "(there are 2 ranks)");
-  }
-  // On all of them, as where nobody thought of it.
-  ThreadGroup group(2, kTimeout);
-  Step step = forward_step();
-  unnumbered(step);
-  for (const auto& error : run_two(group, step, 0, unnumbered)) {
-    EXPECT_TRUE(contains(text_of<InvalidArgument>(error), "options.layer: got 0"));
-  }
-  const auto alone = self_communicator();
-  EXPECT_NO_THROW(step.run(*alone));
+      backward_step(), [](Step& s) { s.saved = 2; }, "saved: got one without content");
 }
 
 TEST(Refusal, AGpuTensorToo) {
   for (const Step& step : {forward_step(), backward_step()}) {
-    expect_peer_lost<Unavailable>(
-        step, [](Step& s) { s.spoil = [](TensorView& x) { x.device = Device::kCuda; }; }, "CUDA");
+    expect_peer_lost<InvalidArgument>(
+        step, [](Step& s) { s.spoil = [](TensorView& x) { x.device = Device::kCuda; }; },
+        "x: got a tensor on CUDA, expected one on the CPU");
   }
 }
 
@@ -285,7 +285,8 @@ TEST(Refusal, MoreElementsThanTheLimitOverAllRanksIsAnErrorOnEveryRank) {
   const auto errors = run_ranks(2, [&](int r) {
     const TensorView x(nullptr, DType::kFloat32, {(std::int64_t{1} << 35) + r, 0}, {0, 0});
     const MutableTensorView y(nullptr, DType::kFloat32, x.sizes, x.strides);
-    batch_norm_forward(x, {}, {}, {}, {}, y, {}, {.layer = 1}, group.rank(r), serial_executor());
+    Saved saved;
+    BatchNorm({.channels = 0, .name = "layer"}, group.rank(r)).forward({.x = x, .y = y}, saved);
   });
   for (const auto& error : errors) {
     EXPECT_TRUE(contains(text_of<InvalidArgument>(error), "2^36"));

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <limits>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "support.hpp"
@@ -51,6 +50,7 @@ struct Data {
       var.set(c, std::exp2(8 * random.signed_unit()));
     }
   }
+  BatchNorm layer() const { return BatchNorm({.channels = kChannels, .eps = eps}); }
   double rstd(std::int64_t c) const { return 1 / std::sqrt(var.get(c) + eps); }
   std::int64_t channel(std::int64_t i) const { return i / kPlane % kChannels; }
 };
@@ -89,12 +89,17 @@ TEST(Evaluation, ForwardExact) {
           Tensor x(dtype, kSizes, memory);
           x.fill(d.x.values());
           Tensor y(dtype, kSizes, memory);
-          batch_norm_evaluate(std::as_const(x).view(), {}, d.weight.view(), d.bias.view(), {},
-                              d.mean.view(), d.var.view(), y.view(), {.eps = d.eps},
-                              serial_executor());
+          d.layer().evaluate({.x = x.view(),
+                              .weight = d.weight.view(),
+                              .bias = d.bias.view(),
+                              .running_mean = d.mean.view(),
+                              .running_var = d.var.view(),
+                              .y = y.view()});
           EXPECT_TRUE(same_bits(y.values(), expected));
-          batch_norm_evaluate(std::as_const(x).view(), {}, {}, {}, {}, d.mean.view(), d.var.view(),
-                              x.view(), {.eps = d.eps}, serial_executor());
+          d.layer().evaluate({.x = x.view(),
+                              .running_mean = d.mean.view(),
+                              .running_var = d.var.view(),
+                              .y = x.view()});
           EXPECT_TRUE(same_bits(x.values(), without_parameters));
           EXPECT_TRUE(x.gaps_untouched() && y.gaps_untouched());
         }
@@ -105,17 +110,16 @@ TEST(Evaluation, ForwardExact) {
 
 TEST(Evaluation, WithoutRunningStatisticsThoseOfTheBatchExact) {
   Random random(101);
-  const auto self = self_communicator();
   for (const DType dtype : kDtypes) {
     const Data d(random, dtype, DType::kFloat32, DType::kFloat32);
     Tensor evaluated(dtype, kSizes);
     Tensor trained(dtype, kSizes);
-    batch_norm_evaluate(d.x.view(), {}, d.weight.view(), d.bias.view(), {}, {}, {},
-                        evaluated.view(), {.eps = d.eps}, serial_executor());
-    BatchNormOptions options;
-    options.eps = d.eps;
-    batch_norm_forward(d.x.view(), {}, d.weight.view(), d.bias.view(), {}, trained.view(), {},
-                       options, *self, serial_executor());
+    d.layer().evaluate(
+        {.x = d.x.view(), .weight = d.weight.view(), .bias = d.bias.view(), .y = evaluated.view()});
+    Saved saved;
+    d.layer().forward(
+        {.x = d.x.view(), .weight = d.weight.view(), .bias = d.bias.view(), .y = trained.view()},
+        saved);
     EXPECT_TRUE(same_bits(evaluated.values(), trained.values()));
   }
 }
@@ -139,10 +143,12 @@ TEST(Evaluation, InputGradientExact) {
         const LevelScope scope(level);
         for (const Memory memory : kMemories) {
           Tensor dx(dtype, kSizes, memory);
-          batch_norm_evaluate_backward(d.dy.view(), d.x.view(), {},
-                                       with_weight ? d.weight.view() : TensorView(), {}, {},
-                                       d.mean.view(), d.var.view(), dx.view(), {}, {}, {},
-                                       {.eps = d.eps}, serial_executor());
+          d.layer().evaluate_backward({.dy = d.dy.view(),
+                                       .x = d.x.view(),
+                                       .weight = with_weight ? d.weight.view() : TensorView(),
+                                       .running_mean = d.mean.view(),
+                                       .running_var = d.var.view(),
+                                       .dx = dx.view()});
           EXPECT_TRUE(same_bits(dx.values(), expected)) << level << name(dtype);
         }
       }
@@ -170,9 +176,14 @@ TEST(Evaluation, ParameterGradientsExact) {
       Tensor dx(dtype, kSizes);
       Tensor dweight(DType::kFloat64, {kChannels});
       Tensor dbias(DType::kFloat32, {kChannels});
-      batch_norm_evaluate_backward(d.dy.view(), d.x.view(), {}, d.weight.view(), {}, {},
-                                   d.mean.view(), d.var.view(), dx.view(), dweight.view(),
-                                   dbias.view(), {}, {.eps = d.eps}, serial_executor());
+      d.layer().evaluate_backward({.dy = d.dy.view(),
+                                   .x = d.x.view(),
+                                   .weight = d.weight.view(),
+                                   .running_mean = d.mean.view(),
+                                   .running_var = d.var.view(),
+                                   .dx = dx.view(),
+                                   .dweight = dweight.view(),
+                                   .dbias = dbias.view()});
       for (std::int64_t c = 0; c < kChannels; ++c) {
         const auto k = static_cast<std::size_t>(c);
         EXPECT_EQ(dweight.get(c), d.rstd(c) * std::fma(-d.mean.get(c), a[k], b[k]));
@@ -188,13 +199,15 @@ TEST(Evaluation, EmptyAndNotFinite) {
   const Tensor none(DType::kFloat32, {0, kChannels, 4});
   Tensor y = none;
   Tensor dweight(DType::kFloat32, {kChannels}, std::vector<double>(kChannels, 7.0));
-  batch_norm_evaluate(none.view(), {}, {}, {}, {}, d.mean.view(), d.var.view(), y.view(),
-                      {.eps = 1e-5}, serial_executor());
-  batch_norm_evaluate(none.view(), {}, {}, {}, {}, {}, {}, y.view(), {.eps = 1e-5},
-                      serial_executor());
-  batch_norm_evaluate_backward(none.view(), none.view(), {}, {}, {}, {}, d.mean.view(),
-                               d.var.view(), y.view(), dweight.view(), {}, {}, {.eps = 1e-5},
-                               serial_executor());
+  const TensorView mean = d.mean.view(), var = d.var.view();
+  d.layer().evaluate({.x = none.view(), .running_mean = mean, .running_var = var, .y = y.view()});
+  d.layer().evaluate({.x = none.view(), .y = y.view()});
+  d.layer().evaluate_backward({.dy = none.view(),
+                               .x = none.view(),
+                               .running_mean = mean,
+                               .running_var = var,
+                               .dx = y.view(),
+                               .dweight = dweight.view()});
   EXPECT_EQ(dweight.values(), std::vector<double>(kChannels, 0.0));
 
   // An infinite element is normalized like any other; it does not touch its neighbours.
@@ -203,8 +216,9 @@ TEST(Evaluation, EmptyAndNotFinite) {
   const Tensor zero(DType::kFloat64, {1}, std::vector<double>{0});
   const Tensor one(DType::kFloat64, {1}, std::vector<double>{1});
   Tensor out = x;
-  batch_norm_evaluate(x.view(), {}, {}, {}, {}, zero.view(), one.view(), out.view(), {.eps = 0},
-                      serial_executor());
+  BatchNorm({.channels = 1, .eps = 0})
+      .evaluate(
+          {.x = x.view(), .running_mean = zero.view(), .running_var = one.view(), .y = out.view()});
   EXPECT_TRUE(same_bits(out.values(), {inf, 1, -inf}));
 }
 

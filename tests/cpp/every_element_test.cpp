@@ -142,8 +142,17 @@ void check_normalize(const Elements& elements, Memory memory, const Line& line, 
   const Alike alike(elements.sizes[1], line);
   const Activation activation =
       slope == 1.0f ? Activation{} : Activation{ActivationKind::kLeakyRelu, slope};
-  normalize(x.view(), {}, alike.zeros.data(), alike.ones.data(), alike.weight, alike.bias, {},
-            y.view(), nullptr, activation, serial_executor());
+  normalize({x.view(),
+             {},
+             alike.zeros.data(),
+             alike.ones.data(),
+             alike.weight,
+             alike.bias,
+             {},
+             y.view(),
+             nullptr,
+             activation},
+            serial_executor());
   std::vector<double> expected;
   for (const float value : elements.values) {
     expected.push_back(
@@ -168,8 +177,14 @@ void check_gradient(const Elements& dy_elements, const Elements& x_elements, Mem
   }
   const Activation activation =
       slope == 1.0f ? Activation{} : Activation{ActivationKind::kLeakyRelu, slope};
-  input_gradient(dy.view(), x.view(), {}, alike.zeros.data(), alike.ones.data(),
-                 coefficients.data(), {activation, alike.weight, alike.bias, nullptr}, dx.view(),
+  input_gradient({dy.view(),
+                  x.view(),
+                  {},
+                  alike.zeros.data(),
+                  alike.ones.data(),
+                  coefficients.data(),
+                  {activation, alike.weight, alike.bias, nullptr},
+                  dx.view()},
                  serial_executor());
   std::vector<double> expected;
   for (std::size_t i = 0; i < dy_elements.values.size(); ++i) {
@@ -261,7 +276,7 @@ TEST(EveryElement, SummedExact) {
             const auto words = static_cast<std::size_t>(message_words(dtype, sizes[1]));
             std::vector<std::int64_t> both(2 * words, -1);
             local_moments(x.view(), {}, both.data(), 1, serial_executor());
-            local_gradients(dy.view(), x.view(), {}, alike.zeros.data(), alike.ones.data(), {}, {},
+            local_gradients({dy.view(), x.view(), {}, alike.zeros.data(), alike.ones.data()},
                             both.data() + words, 1, serial_executor());
             if (expected.empty()) {
               expected = both;  // the reference's: it comes first

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,7 @@ using testing::Random;
 using testing::round_to;
 using testing::same_bits;
 using testing::Tensor;
+using testing::values;
 
 constexpr unsigned int kDefault = 0x1f80;
 constexpr unsigned int kFlush = 0x8040;  ///< FTZ and DAZ
@@ -89,7 +91,6 @@ struct Data {
 /// Every result of every function, as binary64.
 std::vector<std::vector<double>> run(const Data& data, Executor& executor, double eps) {
   const std::int64_t channels = data.sizes[1];
-  const auto self = self_communicator();
   Tensor y(data.dtype, data.sizes, data.memory);
   Tensor dx = y;
   Tensor y_evaluated = y;
@@ -98,27 +99,47 @@ std::vector<std::vector<double>> run(const Data& data, Executor& executor, doubl
   Tensor running_var = data.running_var;
   std::vector<Tensor> parameters(4, Tensor(DType::kFloat64, {channels}));
   std::int64_t tracked = 4;  // the factor 1 / 5 is not what rounding down makes of it
-  BatchNormOptions options;
-  options.eps = eps;
-  options.momentum.reset();
-  const BatchStatistics s = batch_norm_forward(
-      data.x.view(), {}, data.weight.view(), data.bias.view(), {}, y.view(),
-      {running_mean.view(), running_var.view(), &tracked}, options, *self, executor);
-  batch_norm_backward(data.dy.view(), data.x.view(), {}, data.weight.view(), {}, s, dx.view(),
-                      parameters[0].view(), parameters[1].view(), {}, AffineGradients::kGlobal,
-                      *self, executor);
-  batch_norm_evaluate(data.x.view(), {}, data.weight.view(), data.bias.view(), {},
-                      data.running_mean.view(), data.running_var.view(), y_evaluated.view(),
-                      {.eps = eps}, executor);
-  batch_norm_evaluate_backward(data.dy.view(), data.x.view(), {}, data.weight.view(), {}, {},
-                               data.running_mean.view(), data.running_var.view(),
-                               dx_evaluated.view(), parameters[2].view(), parameters[3].view(), {},
-                               {.eps = eps}, executor);
+  BatchNorm layer({.channels = channels, .eps = eps, .momentum = std::nullopt});
+  Saved saved;
+  const TensorView x = data.x.view(), dy = data.dy.view(), weight = data.weight.view(),
+                   bias = data.bias.view();
+  layer.forward({.x = x,
+                 .weight = weight,
+                 .bias = bias,
+                 .y = y.view(),
+                 .running_mean = running_mean.view(),
+                 .running_var = running_var.view(),
+                 .num_batches_tracked = &tracked},
+                saved, executor);
+  layer.backward({.dy = dy,
+                  .x = x,
+                  .weight = weight,
+                  .dx = dx.view(),
+                  .dweight = parameters[0].view(),
+                  .dbias = parameters[1].view(),
+                  .affine = AffineGradients::kGlobal},
+                 saved, executor);
+  layer.evaluate({.x = x,
+                  .weight = weight,
+                  .bias = bias,
+                  .running_mean = data.running_mean.view(),
+                  .running_var = data.running_var.view(),
+                  .y = y_evaluated.view()},
+                 executor);
+  layer.evaluate_backward({.dy = dy,
+                           .x = x,
+                           .weight = weight,
+                           .running_mean = data.running_mean.view(),
+                           .running_var = data.running_var.view(),
+                           .dx = dx_evaluated.view(),
+                           .dweight = parameters[2].view(),
+                           .dbias = parameters[3].view()},
+                          executor);
   // Reading back must not flush either.
   const cpu::FloatEnvironment environment;
-  return {s.mean,
-          s.var,
-          s.rstd,
+  return {values(saved.mean()),
+          values(saved.var()),
+          values(saved.rstd()),
           y.values(),
           dx.values(),
           running_mean.values(),
@@ -184,12 +205,9 @@ TEST(FloatEnvironment, IsRestoredAfterAnException) {
   const ModeScope scope(kDefault | kFlush);
   const Tensor x(DType::kFloat32, {2, 2}, std::vector<double>(4, 1.0));
   Tensor y = x;
-  const auto self = self_communicator();
-  BatchNormOptions options;
-  options.eps = -1;
-  EXPECT_THROW(
-      batch_norm_forward(x.view(), {}, {}, {}, {}, y.view(), {}, options, *self, serial_executor()),
-      InvalidArgument);
+  Saved saved;
+  BatchNorm layer({.channels = 3});
+  EXPECT_THROW(layer.forward({.x = x.view(), .y = y.view()}, saved), InvalidArgument);
   EXPECT_EQ(_mm_getcsr() & kControl, (kDefault | kFlush) & kControl);
 }
 

@@ -241,7 +241,7 @@ TEST(Header, DisagreementGivesNan) {
   float dweight[2] = {};
   const MutableTensorView gradient(dweight, DType::kFloat32, {2});
   finalize_moments(info, words.data(), mean, var, rstd, 2, 1e-5, serial_executor());
-  finalize_gradients(info, words.data(), mean, rstd, {}, coefficients, gradient, {}, 2, 10,
+  finalize_gradients(info, words.data(), {mean, rstd, {}, coefficients, gradient, {}, 2}, 10,
                      serial_executor());
   EXPECT_TRUE(std::isnan(dweight[0]) && std::isnan(dweight[1]));
   for (const double v : {mean[0], mean[1], var[0], var[1], rstd[0], rstd[1], coefficients[0],
@@ -252,11 +252,11 @@ TEST(Header, DisagreementGivesNan) {
   other_count.agree = true;
   finalize_moments(other_count, words.data(), mean, var, rstd, 2, 0.25, serial_executor());
   EXPECT_EQ(mean[1], 0.0);
-  finalize_gradients(other_count, words.data(), mean, rstd, {}, coefficients, gradient, {}, 2, 10,
+  finalize_gradients(other_count, words.data(), {mean, rstd, {}, coefficients, gradient, {}, 2}, 10,
                      serial_executor());
   EXPECT_EQ(coefficients[0], 2.0);  // w = rstd = 1 / sqrt(eps)
   EXPECT_EQ(dweight[0], 0.0f);
-  finalize_gradients(other_count, words.data(), mean, rstd, {}, coefficients, gradient, {}, 2, 11,
+  finalize_gradients(other_count, words.data(), {mean, rstd, {}, coefficients, gradient, {}, 2}, 11,
                      serial_executor());
   EXPECT_TRUE(std::isnan(coefficients[0]));
   EXPECT_TRUE(std::isnan(dweight[1]));

@@ -81,9 +81,9 @@ Split random_split(Random& random, std::int64_t samples, int ranks) {
 
 /// What one rank knows after a step.
 struct RankOutcome {
-  std::vector<double> mean, var, rstd, running_mean, running_var, dweight, dbias;
-  std::int64_t count = 0;
-  std::int64_t tracked = 0;
+  Saved saved;
+  std::vector<double> running_mean, running_var, dweight, dbias;
+  std::int64_t tracked = 41;
 };
 struct Outcome {
   std::vector<double> y, dx;  ///< of the whole batch
@@ -122,8 +122,7 @@ void put_back(const Data& data, const Tensor& part, const std::vector<std::int64
 }
 
 /// Forward and backward of a batch that lies on split.size() ranks.
-Outcome run(const Data& data, const Split& split, const std::vector<Placement>& placements,
-            AffineGradients which = AffineGradients::kGlobal) {
+Outcome run(const Data& data, const Split& split, const std::vector<Placement>& placements) {
   const auto ranks = static_cast<int>(split.size());
   const std::int64_t channels = data.sizes[1];
   ThreadGroup group(ranks);
@@ -145,24 +144,27 @@ Outcome run(const Data& data, const Split& split, const std::vector<Placement>& 
     Tensor running_var(DType::kFloat32, {channels}, data.running_var);
     Tensor dweight(DType::kFloat32, {channels});
     Tensor dbias(DType::kFloat64, {channels});
-    mine.tracked = 41;
-    BatchNormOptions options;
-    options.layer = 3;
-    const BatchStatistics statistics =
-        batch_norm_forward(x.view(), {}, weight.view(), bias.view(), {}, y.view(),
-                           {running_mean.view(), running_var.view(), &mine.tracked}, options,
-                           group.rank(rank), *placement.executor);
-    batch_norm_backward(dy.view(), x.view(), {}, weight.view(), {}, statistics, dx.view(),
-                        dweight.view(), dbias.view(), {}, which, group.rank(rank),
-                        *placement.executor);
+    BatchNorm layer({.channels = channels, .name = "layer"}, group.rank(rank));
+    layer.forward({.x = x.view(),
+                   .weight = weight.view(),
+                   .bias = bias.view(),
+                   .y = y.view(),
+                   .running_mean = running_mean.view(),
+                   .running_var = running_var.view(),
+                   .num_batches_tracked = &mine.tracked},
+                  mine.saved, *placement.executor);
+    layer.backward({.dy = dy.view(),
+                    .x = x.view(),
+                    .weight = weight.view(),
+                    .dx = dx.view(),
+                    .dweight = dweight.view(),
+                    .dbias = dbias.view(),
+                    .affine = AffineGradients::kGlobal},
+                   mine.saved, *placement.executor);
     put_back(data, y, split[r], out.y);
     put_back(data, dx, split[r], out.dx);
     EXPECT_TRUE(y.gaps_untouched());
     EXPECT_TRUE(dx.gaps_untouched());
-    mine.mean = statistics.mean;
-    mine.var = statistics.var;
-    mine.rstd = statistics.rstd;
-    mine.count = statistics.count;
     mine.running_mean = running_mean.values();
     mine.running_var = running_var.values();
     mine.dweight = dweight.values();
@@ -179,14 +181,14 @@ Outcome run(const Data& data, const Split& split, const std::vector<Placement>& 
 void expect_same(const Outcome& actual, const Outcome& expected) {
   const RankOutcome& one = expected.ranks[0];
   for (const RankOutcome& rank : actual.ranks) {
-    EXPECT_TRUE(same_bits(rank.mean, one.mean)) << "mean";
-    EXPECT_TRUE(same_bits(rank.var, one.var)) << "var";
-    EXPECT_TRUE(same_bits(rank.rstd, one.rstd)) << "rstd";
+    EXPECT_TRUE(same_bits(rank.saved.mean(), one.saved.mean())) << "mean";
+    EXPECT_TRUE(same_bits(rank.saved.var(), one.saved.var())) << "var";
+    EXPECT_TRUE(same_bits(rank.saved.rstd(), one.saved.rstd())) << "rstd";
     EXPECT_TRUE(same_bits(rank.running_mean, one.running_mean)) << "running mean";
     EXPECT_TRUE(same_bits(rank.running_var, one.running_var)) << "running var";
     EXPECT_TRUE(same_bits(rank.dweight, one.dweight)) << "dweight";
     EXPECT_TRUE(same_bits(rank.dbias, one.dbias)) << "dbias";
-    EXPECT_EQ(rank.count, one.count);
+    EXPECT_EQ(rank.saved.count(), one.saved.count());
     EXPECT_EQ(rank.tracked, 42);
   }
   EXPECT_TRUE(same_bits(actual.y, expected.y)) << "y";
@@ -331,22 +333,26 @@ TEST(Shares, AddUpToTheGlobalGradients) {
         const Tensor x = part_of(data, data.x, split[r], Memory::kPlanes);
         const Tensor dy = part_of(data, data.dy, split[r], Memory::kRows);
         Tensor out = x;
-        const BatchStatistics statistics =
-            batch_norm_forward(x.view(), {}, {}, {}, {}, out.view(), {}, {.layer = 1},
-                               group.rank(rank), serial_executor());
+        BatchNorm layer({.channels = 5, .name = "layer"}, group.rank(rank));
+        Saved saved;
+        layer.forward({.x = x.view(), .y = out.view()}, saved);
         Tensor dweight(DType::kFloat64, {5});
         Tensor dbias(DType::kFloat64, {5});
-        for (const auto which : {AffineGradients::kShare, AffineGradients::kGlobal}) {
-          batch_norm_backward(dy.view(), x.view(), {}, {}, {}, statistics, out.view(),
-                              dweight.view(), dbias.view(), {}, which, group.rank(rank),
-                              serial_executor());
-          const std::size_t at = 4 * r + (which == AffineGradients::kShare ? 0 : 2);
+        for (const auto affine : {AffineGradients::kShare, AffineGradients::kGlobal}) {
+          layer.backward({.dy = dy.view(),
+                          .x = x.view(),
+                          .dx = out.view(),
+                          .dweight = dweight.view(),
+                          .dbias = dbias.view(),
+                          .affine = affine},
+                         saved);
+          const std::size_t at = 4 * r + (affine == AffineGradients::kShare ? 0 : 2);
           weights[at] = dweight.values();
           weights[at + 1] = dbias.values();
         }
         if (rank == 0) {
-          mean = statistics.mean;
-          rstd = statistics.rstd;
+          mean = testing::values(saved.mean());
+          rstd = testing::values(saved.rstd());
         }
       });
       for (const auto& error : errors) {

@@ -100,23 +100,35 @@ Outcome step(const Shape& s, DType dtype, Memory memory, const std::vector<doubl
   bytes.back() = 0;
   const MaskView mask = options.mask ? MaskView{bytes.data(), {s.samples, s.plane}} : MaskView{};
   const TensorView residual = options.residual ? std::as_const(z).view() : TensorView{};
-  const auto self = self_communicator();
-  const BatchNormOptions layer{.activation = options.activation, .statistics = options.statistics};
-  const BatchStatistics statistics = batch_norm_forward(
-      std::as_const(x).view(), mask, std::as_const(weight).view(), std::as_const(bias).view(),
-      residual, y.view(), {running_mean.view(), running_var.view()}, layer, *self,
-      serial_executor());
+  BatchNorm layer(
+      {.channels = s.channels, .activation = options.activation, .statistics = options.statistics});
+  Saved saved;
+  layer.forward({.x = x.view(),
+                 .mask = mask,
+                 .weight = weight.view(),
+                 .bias = bias.view(),
+                 .residual = residual,
+                 .y = y.view(),
+                 .running_mean = running_mean.view(),
+                 .running_var = running_var.view()},
+                saved);
   const bool keeps = options.residual;
   if (keeps) {
     dz.fill(dys);
   }
-  batch_norm_backward(
-      std::as_const(dy).view(), std::as_const(x).view(), mask, std::as_const(weight).view(),
-      std::as_const(bias).view(), statistics, dx.view(), dweight.view(), dbias.view(),
-      keeps ? dz.view() : MutableTensorView{}, AffineGradients::kGlobal, *self, serial_executor());
+  layer.backward({.dy = dy.view(),
+                  .x = x.view(),
+                  .mask = mask,
+                  .weight = weight.view(),
+                  .bias = bias.view(),
+                  .dx = dx.view(),
+                  .dweight = dweight.view(),
+                  .dbias = dbias.view(),
+                  .dresidual = keeps ? dz.view() : MutableTensorView{}},
+                 saved);
   Outcome out{std::vector<std::vector<double>>(static_cast<std::size_t>(s.channels)),
-              statistics.mean,
-              statistics.var,
+              testing::values(saved.mean()),
+              testing::values(saved.var()),
               running_mean.values(),
               running_var.values(),
               dweight.values()};
@@ -127,7 +139,7 @@ Outcome step(const Shape& s, DType dtype, Memory memory, const std::vector<doubl
       out.of_channel[c].push_back(values[i]);
     }
   }
-  for (const auto& values : {statistics.mean, statistics.var, statistics.rstd, out.running_mean,
+  for (const auto& values : {out.mean, out.var, testing::values(saved.rstd()), out.running_mean,
                              out.running_var, out.dweight, dbias.values()}) {
     for (std::size_t c = 0; c < values.size(); ++c) {
       out.of_channel[c].push_back(values[c]);

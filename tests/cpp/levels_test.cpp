@@ -159,19 +159,21 @@ Bits run(const Case& c, const Layouts& layouts, Executor& executor) {
   Tensor& dx_out = layouts.in_place ? dy : dx;
   Tensor& u_out = layouts.in_place ? dy : u;
   const TensorView x_view = std::as_const(x).view();
-  normalize(layouts.in_place ? std::as_const(x_copy).view() : x_view, mask, c.mean.data(),
-            c.rstd.data(), weight.view(), bias.view(), residual, y_out.view(),
-            activation_mask.empty() ? nullptr : activation_mask.data(), c.activation, executor);
+  normalize({layouts.in_place ? std::as_const(x_copy).view() : x_view, mask, c.mean.data(),
+             c.rstd.data(), weight.view(), bias.view(), residual, y_out.view(),
+             activation_mask.empty() ? nullptr : activation_mask.data(), c.activation},
+            executor);
   ActivationGradient through{c.activation, weight.view(), bias.view(),
                              activation_mask.empty() ? nullptr : activation_mask.data()};
-  local_gradients(std::as_const(dy).view(), x_view, mask, c.mean.data(), c.rstd.data(), through,
-                  c.keep ? u_out.view() : MutableTensorView(), bits.gradients.data(), 1, executor);
+  local_gradients({std::as_const(dy).view(), x_view, mask, c.mean.data(), c.rstd.data(), through,
+                   c.keep ? u_out.view() : MutableTensorView()},
+                  bits.gradients.data(), 1, executor);
   if (c.keep) {
     bits.u = u_out.values();
     through = {};
   }
-  input_gradient(c.keep ? std::as_const(u_out).view() : std::as_const(dy).view(), x_view, mask,
-                 c.mean.data(), c.rstd.data(), c.coefficients.data(), through, dx_out.view(),
+  input_gradient({c.keep ? std::as_const(u_out).view() : std::as_const(dy).view(), x_view, mask,
+                  c.mean.data(), c.rstd.data(), c.coefficients.data(), through, dx_out.view()},
                  executor);
   EXPECT_TRUE(y_out.gaps_untouched());
   EXPECT_TRUE(dx_out.gaps_untouched());

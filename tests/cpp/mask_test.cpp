@@ -16,17 +16,14 @@ namespace syncbn {
 namespace {
 
 using testing::available_levels;
-using testing::contains;
 using testing::kDtypes;
 using testing::LevelScope;
 using testing::Memory;
 using testing::Random;
 using testing::rough_values;
-using testing::round_to;
 using testing::run_ranks;
 using testing::same_bits;
 using testing::Tensor;
-using testing::thrown_text;
 
 constexpr std::int64_t kSamples = 12;
 constexpr std::int64_t kChannels = 5;
@@ -37,7 +34,7 @@ struct Batch {
   std::vector<std::int64_t> sizes;
   std::vector<double> x, dy, residual;
   std::vector<std::uint8_t> counts;  ///< of samples
-  BatchNormOptions options{.layer = 1};
+  BatchNorm::Options options{.channels = kChannels, .name = "layer"};
 
   std::int64_t per_sample() const { return static_cast<std::int64_t>(x.size()) / sizes[0]; }
 
@@ -90,7 +87,7 @@ Batch random_batch(Random& random, DType dtype, std::vector<std::int64_t> spatia
 
 struct Result {
   std::vector<double> y, dx, dresidual, dweight, dbias;
-  BatchStatistics statistics;
+  Saved saved = {};
 };
 
 /// What a function of the layer takes besides the batch.
@@ -129,12 +126,25 @@ Result step(const Batch& batch, Memory memory, bool masked, Communicator& commun
   Arguments a(batch, memory);
   const MaskView mask = masked ? a.mask : MaskView();
   Result out;
-  out.statistics =
-      batch_norm_forward(a.x.view(), mask, a.weight.view(), a.bias.view(), a.residual.view(),
-                         a.y.view(), {}, batch.options, communicator, serial_executor());
-  batch_norm_backward(a.dy.view(), a.x.view(), mask, a.weight.view(), a.bias.view(), out.statistics,
-                      a.dx.view(), a.dweight.view(), a.dbias.view(), a.dresidual.view(),
-                      AffineGradients::kGlobal, communicator, serial_executor());
+  BatchNorm layer(batch.options, communicator);
+  layer.forward({.x = a.x.view(),
+                 .mask = mask,
+                 .weight = a.weight.view(),
+                 .bias = a.bias.view(),
+                 .residual = a.residual.view(),
+                 .y = a.y.view()},
+                out.saved);
+  layer.backward({.dy = a.dy.view(),
+                  .x = a.x.view(),
+                  .mask = mask,
+                  .weight = a.weight.view(),
+                  .bias = a.bias.view(),
+                  .dx = a.dx.view(),
+                  .dweight = a.dweight.view(),
+                  .dbias = a.dbias.view(),
+                  .dresidual = a.dresidual.view(),
+                  .affine = AffineGradients::kGlobal},
+                 out.saved);
   out.y = a.y.values();
   out.dx = a.dx.values();
   out.dresidual = a.dresidual.values();
@@ -186,9 +196,9 @@ TEST(Mask, SamplesAreAsRemovedExact) {
               const Batch part = batch.part(bounds[r], bounds[r + 1], false);
               const Result& with = results[true][r];
               const Result& without = results[false][r];
-              EXPECT_EQ(with.statistics.count, without.statistics.count);
-              EXPECT_TRUE(same_bits(with.statistics.mean, without.statistics.mean));
-              EXPECT_TRUE(same_bits(with.statistics.var, without.statistics.var));
+              EXPECT_EQ(with.saved.count(), without.saved.count());
+              EXPECT_TRUE(same_bits(with.saved.mean(), without.saved.mean()));
+              EXPECT_TRUE(same_bits(with.saved.var(), without.saved.var()));
               EXPECT_TRUE(same_bits(counting(part, with.y), without.y)) << "y";
               EXPECT_TRUE(same_bits(counting(part, with.dx), without.dx)) << "dx";
               EXPECT_TRUE(same_bits(counting(part, with.dresidual), without.dresidual));
@@ -209,17 +219,30 @@ Result evaluate(const Batch& batch, Memory memory, bool masked, bool residual) {
   Arguments a(batch, memory);
   const MaskView mask = masked ? a.mask : MaskView();
   const TensorView added = residual ? a.residual.view() : TensorView();
-  batch_norm_evaluate(a.x.view(), mask, a.weight.view(), a.bias.view(), added, a.bias.view(),
-                      Tensor(DType::kFloat64, {kChannels}, {1, 2, 3, 4, 5}).view(), a.y.view(),
-                      batch.options, serial_executor());
-  batch_norm_evaluate_backward(
-      a.dy.view(), a.x.view(), mask, a.weight.view(), a.bias.view(), added, a.bias.view(),
-      Tensor(DType::kFloat64, {kChannels}, {1, 2, 3, 4, 5}).view(), a.dx.view(), a.dweight.view(),
-      a.dbias.view(), residual ? a.dresidual.view() : MutableTensorView(), batch.options,
-      serial_executor());
-  return {
-      a.y.values(),       a.dx.values(),    residual ? a.dresidual.values() : std::vector<double>(),
-      a.dweight.values(), a.dbias.values(), {}};
+  const Tensor var(DType::kFloat64, {kChannels}, {1, 2, 3, 4, 5});
+  BatchNorm layer(batch.options);
+  layer.evaluate({.x = a.x.view(),
+                  .mask = mask,
+                  .weight = a.weight.view(),
+                  .bias = a.bias.view(),
+                  .residual = added,
+                  .running_mean = a.bias.view(),
+                  .running_var = var.view(),
+                  .y = a.y.view()});
+  layer.evaluate_backward({.dy = a.dy.view(),
+                           .x = a.x.view(),
+                           .mask = mask,
+                           .weight = a.weight.view(),
+                           .bias = a.bias.view(),
+                           .residual = added,
+                           .running_mean = a.bias.view(),
+                           .running_var = var.view(),
+                           .dx = a.dx.view(),
+                           .dweight = a.dweight.view(),
+                           .dbias = a.dbias.view(),
+                           .dresidual = residual ? a.dresidual.view() : MutableTensorView()});
+  return {a.y.values(), a.dx.values(), residual ? a.dresidual.values() : std::vector<double>(),
+          a.dweight.values(), a.dbias.values()};
 }
 
 TEST(Mask, EvaluationExact) {
@@ -239,29 +262,6 @@ TEST(Mask, EvaluationExact) {
       }
     }
   }
-}
-
-TEST(Mask, RefusedMasksChangeNothing) {
-  Random random(122);
-  const Batch batch = random_batch(random, DType::kFloat32, {7, 3});
-  Arguments a(batch, Memory::kPlanes);
-  const auto before = a.y.storage();
-  const auto self = self_communicator();
-  const auto forward = [&](const MaskView& mask) {
-    return thrown_text<InvalidArgument>([&] {
-      batch_norm_forward(a.x.view(), mask, {}, {}, {}, a.y.view(), {}, {}, *self,
-                         serial_executor());
-    });
-  };
-  EXPECT_TRUE(contains(forward({a.mask.data, {kSamples, 7}}),
-                       "mask: got shape (12, 7), expected (12, 7, 3), the shape of x without"));
-  EXPECT_TRUE(contains(forward({a.mask.data, {kSamples, kChannels, 7, 3}}),
-                       "mask: got shape (12, 5, 7, 3), expected (12, 7, 3)"));
-  EXPECT_TRUE(contains(forward({nullptr, {kSamples, 7, 3}}),
-                       "mask: got a null pointer for shape (12, 7, 3), expected data"));
-  EXPECT_TRUE(contains(forward({a.mask.data, {kSamples, 7, 3}, Device::kCuda}),
-                       "mask: got a tensor on CUDA, expected the device of x, CPU"));
-  EXPECT_TRUE(a.y.storage() == before);
 }
 
 }  // namespace

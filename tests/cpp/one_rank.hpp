@@ -116,24 +116,27 @@ struct OneRank {
   }
   void gradients(Executor& executor) {
     std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(dtype, channels())));
-    local_gradients(std::as_const(dy).view(), x_view(), mask_view(), mean.data(), rstd.data(),
-                    through(), u_view(), message.data(), 1, executor);
+    local_gradients({std::as_const(dy).view(), x_view(), mask_view(), mean.data(), rstd.data(),
+                     through(), u_view()},
+                    message.data(), 1, executor);
     backward_info = read_header(message.data(), 1);
-    finalize_gradients(backward_info, message.data() + kHeaderWords, mean.data(), rstd.data(),
-                       std::as_const(weight).view(), coefficients.data(), dweight.view(),
-                       dbias.view(), channels(), forward_info.count, executor);
+    finalize_gradients(backward_info, message.data() + kHeaderWords,
+                       {mean.data(), rstd.data(), std::as_const(weight).view(), coefficients.data(),
+                        dweight.view(), dbias.view(), channels()},
+                       forward_info.count, executor);
   }
   void forward(Executor& executor) {
     moments(executor);
-    normalize(x_view(), mask_view(), mean.data(), rstd.data(), std::as_const(weight).view(),
-              std::as_const(bias).view(), residual_view(), y.view(), bits_data(), activation,
+    normalize({x_view(), mask_view(), mean.data(), rstd.data(), std::as_const(weight).view(),
+               std::as_const(bias).view(), residual_view(), y.view(), bits_data(), activation},
               executor);
   }
   void backward(Executor& executor) {
     gradients(executor);
-    input_gradient(keep ? std::as_const(u).view() : std::as_const(dy).view(), x_view(), mask_view(),
-                   mean.data(), rstd.data(), coefficients.data(),
-                   keep ? ActivationGradient() : through(), dx.view(), executor);
+    input_gradient({keep ? std::as_const(u).view() : std::as_const(dy).view(), x_view(),
+                    mask_view(), mean.data(), rstd.data(), coefficients.data(),
+                    keep ? ActivationGradient() : through(), dx.view()},
+                   executor);
   }
   /// The same without messages.
   void moments_alone(Executor& executor) {
@@ -142,21 +145,32 @@ struct OneRank {
   }
   void forward_alone(Executor& executor) {
     forward_info =
-        forward_of_one_rank(x_view(), mask_view(), std::as_const(weight).view(),
-                            std::as_const(bias).view(), residual_view(), y.view(), bits_data(),
-                            mean.data(), var.data(), rstd.data(), kEps, activation, executor);
+        forward_of_one_rank({x_view(), mask_view(), std::as_const(weight).view(),
+                             std::as_const(bias).view(), residual_view(), y.view(), bits_data(),
+                             mean.data(), var.data(), rstd.data(), kEps, activation},
+                            executor);
   }
   void backward_alone(Executor& executor) {
-    backward_info =
-        backward_of_one_rank(std::as_const(dy).view(), x_view(), mask_view(), mean.data(),
-                             rstd.data(), through(), std::as_const(weight).view(), u_view(),
-                             dx.view(), dweight.view(), dbias.view(), forward_info.count, executor);
+    backward_info = backward_of_one_rank({.dy = std::as_const(dy).view(),
+                                          .x = x_view(),
+                                          .mask = mask_view(),
+                                          .mean = mean.data(),
+                                          .rstd = rstd.data(),
+                                          .through = through(),
+                                          .weight = std::as_const(weight).view(),
+                                          .u = u_view(),
+                                          .dx = dx.view(),
+                                          .dweight = dweight.view(),
+                                          .dbias = dbias.view(),
+                                          .count = forward_info.count},
+                                         executor);
   }
   void gradients_alone(Executor& executor) {
-    backward_info = gradients_of_one_rank(
-        std::as_const(dy).view(), x_view(), mask_view(), mean.data(), rstd.data(), through(),
-        std::as_const(weight).view(), u_view(), coefficients.data(), dweight.view(), dbias.view(),
-        forward_info.count, executor);
+    backward_info = gradients_of_one_rank({std::as_const(dy).view(), x_view(), mask_view(),
+                                           mean.data(), rstd.data(), through(), u_view()},
+                                          {mean.data(), rstd.data(), std::as_const(weight).view(),
+                                           coefficients.data(), dweight.view(), dbias.view()},
+                                          forward_info.count, executor);
   }
 };
 

@@ -212,9 +212,14 @@ TEST_F(OneRankStatistics, RefuseBadArgumentsBeforeTheyWrite) {
   EXPECT_EQ(layer.mean, std::vector<double>(5, -1));
   const auto gradients = [&](const TensorView& dy, double* coefficients) {
     return thrown_text<InvalidArgument>([&] {
-      gradients_of_one_rank(dy, layer.x_view(), {}, layer.mean.data(), layer.rstd.data(), {}, {},
-                            {}, coefficients, layer.dweight.view(), layer.dbias.view(), 24,
-                            serial_executor());
+      gradients_of_one_rank({.dy = dy, .x = layer.x_view()},
+                            {layer.mean.data(),
+                             layer.rstd.data(),
+                             {},
+                             coefficients,
+                             layer.dweight.view(),
+                             layer.dbias.view()},
+                            24, serial_executor());
     });
   };
   EXPECT_TRUE(contains(gradients(layer.weight.view(), layer.coefficients.data()), "dy"));

@@ -86,7 +86,7 @@ struct Step {
   std::vector<std::uint8_t> mask;  ///< or none
   Parameter weight, bias, running_mean, running_var;
   std::int64_t tracked;  ///< batches before this one
-  BatchNormOptions options;
+  BatchNorm::Options options{.name = "layer"};
   bool keep;      ///< the residual's gradient is wanted
   bool expanded;  ///< dy is one number, its strides are 0
 
@@ -118,7 +118,7 @@ struct Step {
     options.momentum = random.one_in(4)
                            ? std::nullopt
                            : std::optional(random.pick(std::vector<double>{0.1, 0.01, 0, 1}));
-    options.layer = random.bits();
+    options.channels = channels();
     tracked = random.between(0, 100);
   }
   std::int64_t channels() const { return sizes[1]; }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "groups.hpp"
+#include "placed_rank.hpp"
 #include "properties.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
@@ -44,100 +45,13 @@ Split random_split(Random& random, std::int64_t samples) {
   return split;
 }
 
-/// How a rank's tensors lie in memory.
-struct Placement {
-  Memory x = Memory::kPlanes;
-  Memory dy = Memory::kPlanes;
-  Memory residual = Memory::kPlanes;
-  Memory out = Memory::kPlanes;
-  std::int64_t offset = 0;
-  bool in_place = false;           ///< y over x, dx over dy
-  bool residual_in_place = false;  ///< the residual's gradient over dy
-
-  Placement() = default;
-  explicit Placement(Random& random)
-      : x(random.pick(kMemories)), offset(random.between(0, 3)), in_place(random.one_in(4)) {
-    const auto like_x = [&] { return random.one_in(2) ? random.pick(kMemories) : x; };
-    dy = like_x();
-    residual = like_x();
-    out = like_x();
-    residual_in_place = !in_place && random.one_in(4);
-  }
-};
-
-/// What a rank has, in its own layouts.
-struct Rank {
-  Tensor x, dy, residual, y, dx, u;
-  TensorView dy_view;
-  std::vector<std::uint8_t> mask;
-  std::vector<std::int64_t> mask_sizes;
-  Tensor weight, bias, running_mean, running_var, dweight, dbias;
-  std::int64_t tracked;
-  Placement placement;
-  const Step& step;
-
-  Rank(const Step& s, const std::vector<std::int64_t>& samples, const Placement& how)
-      : weight(s.weight.tensor(s.channels())),
-        bias(s.bias.tensor(s.channels())),
-        running_mean(s.running_mean.tensor(s.channels())),
-        running_var(s.running_var.tensor(s.channels())),
-        dweight(s.weight.dtype, {s.channels()}),
-        dbias(s.bias.dtype, {s.channels()}),
-        tracked(s.tracked),
-        placement(how),
-        step(s) {
-    std::vector<std::int64_t> sizes = step.sizes;
-    sizes[0] = static_cast<std::int64_t>(samples.size());
-    const auto part = [&](const std::vector<double>& values, Memory memory) {
-      Tensor out(step.dtype, sizes, memory, how.offset);
-      out.fill(parts_of(values, samples, step.per_sample()));
-      return out;
-    };
-    x = part(step.x, how.x);
-    dy = part(step.dy, how.dy);
-    y = Tensor(step.dtype, sizes, how.out, how.offset);
-    dx = y;
-    u = y;
-    if (!step.residual.empty()) {
-      residual = part(step.residual, how.residual);
-    }
-    dy_view = std::as_const(dy).view();
-    if (step.expanded && dy.numel() > 0) {  // one element stands for all
-      std::fill(dy_view.strides.begin(), dy_view.strides.end(), 0);
-      placement.in_place = placement.residual_in_place = false;
-    }
-    if (!step.mask.empty()) {
-      mask = parts_of(step.mask, samples, step.plane());
-      sizes.erase(sizes.begin() + 1);
-      mask_sizes = std::move(sizes);
-    }
-  }
-  MaskView mask_view() const { return {mask.data(), mask_sizes}; }
-  TensorView x_view() const { return x.view(); }
-  TensorView residual_view() const {
-    return step.residual.empty() ? TensorView() : residual.view();
-  }
-  TensorView weight_view() const { return step.weight.present ? weight.view() : TensorView(); }
-  TensorView bias_view() const { return step.bias.present ? bias.view() : TensorView(); }
-  MutableTensorView mean_view() { return view(step.running_mean, running_mean); }
-  MutableTensorView var_view() { return view(step.running_var, running_var); }
-  Tensor& y_out() { return placement.in_place ? x : y; }
-  Tensor& dx_out() { return placement.in_place ? dy : dx; }
-  Tensor& u_out() { return placement.residual_in_place ? dy : u; }
-  MutableTensorView u_view() { return step.keep ? u_out().view() : MutableTensorView(); }
-
- private:
-  static MutableTensorView view(const Parameter& which, Tensor& of) {
-    return which.present ? of.view() : MutableTensorView();
-  }
-};
-
 /// What a step gives: whole batches, and what every rank knows.
 struct Outcome {
   std::vector<double> y, dx, u;
   struct Known {
-    std::vector<double> mean, var, rstd, running_mean, running_var, dweight, dbias;
+    std::vector<double> mean, var, rstd;
     std::int64_t count = 0;
+    std::vector<double> running_mean = {}, running_var = {}, dweight = {}, dbias = {};
     std::int64_t tracked = 0;
   };
   std::vector<Known> ranks;
@@ -146,7 +60,7 @@ struct Outcome {
       : y(step.x.size()), dx(y), u(step.keep ? y.size() : 0), ranks(size) {}
 
   void take(Rank& rank, std::size_t r, const std::vector<std::int64_t>& samples,
-            const BatchStatistics& statistics) {
+            const Known& statistics) {
     put_back(rank.dx_out().values(), samples, dx);
     if (rank.step.keep) {
       put_back(rank.u_out().values(), samples, u);
@@ -156,24 +70,16 @@ struct Outcome {
     ranks[r] = {statistics.mean,
                 statistics.var,
                 statistics.rstd,
+                statistics.count,
                 rank.running_mean.values(),
                 rank.running_var.values(),
                 rank.dweight.values(),
                 rank.dbias.values(),
-                statistics.count,
                 rank.tracked};
   }
 };
 
-/// Forward, and backward from the outputs that a copy of x was overwritten with.
-BatchStatistics forward(Rank& rank, Communicator& communicator, Executor& executor) {
-  return batch_norm_forward(rank.x_view(), rank.mask_view(), rank.weight_view(), rank.bias_view(),
-                            rank.residual_view(), rank.y_out().view(),
-                            {rank.mean_view(), rank.var_view(), &rank.tracked}, rank.step.options,
-                            communicator, executor);
-}
-
-/// Each rank a thread of a group, through the layer's functions.
+/// Each rank a thread of a group, through the layer's class.
 Outcome run_in_group(const Step& step, const Split& split, const std::vector<Placement>& placements,
                      GroupKind kind, Executor& executor) {
   const auto ranks = static_cast<int>(split.size());
@@ -183,13 +89,32 @@ Outcome run_in_group(const Step& step, const Split& split, const std::vector<Pla
     const auto r = static_cast<std::size_t>(number);
     Rank rank(step, split[r], placements[r]);
     const Tensor x = rank.x;
-    const BatchStatistics statistics = forward(rank, group->rank(number), executor);
+    BatchNorm layer(step.options, group->rank(number));
+    Saved saved;
+    layer.forward({.x = rank.x_view(),
+                   .mask = rank.mask_view(),
+                   .weight = rank.weight_view(),
+                   .bias = rank.bias_view(),
+                   .residual = rank.residual_view(),
+                   .y = rank.y_out().view(),
+                   .running_mean = rank.mean_view(),
+                   .running_var = rank.var_view(),
+                   .num_batches_tracked = &rank.tracked},
+                  saved, executor);
     put_back(rank.y_out().values(), split[r], out.y);
-    batch_norm_backward(rank.dy_view, x.view(), rank.mask_view(), rank.weight_view(),
-                        rank.bias_view(), statistics, rank.dx_out().view(), rank.dweight.view(),
-                        rank.dbias.view(), rank.u_view(), AffineGradients::kGlobal,
-                        group->rank(number), executor);
-    out.take(rank, r, split[r], statistics);
+    layer.backward({.dy = rank.dy_view,
+                    .x = x.view(),
+                    .mask = rank.mask_view(),
+                    .weight = rank.weight_view(),
+                    .bias = rank.bias_view(),
+                    .dx = rank.dx_out().view(),
+                    .dweight = rank.dweight.view(),
+                    .dbias = rank.dbias.view(),
+                    .dresidual = rank.u_view(),
+                    .affine = AffineGradients::kGlobal},
+                   saved, executor);
+    out.take(rank, r, split[r],
+             {values(saved.mean()), values(saved.var()), values(saved.rstd()), saved.count()});
   }));
   return out;
 }
@@ -216,7 +141,7 @@ Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Plac
   }
   const MessageInfo info = read_header(merged.data(), ranks);
   check_header(info);
-  BatchStatistics s;
+  Outcome::Known s;
   s.count = info.count;
   for (auto* values : {&s.mean, &s.var, &s.rstd}) {
     values->resize(static_cast<std::size_t>(channels));
@@ -241,15 +166,17 @@ Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Plac
     inputs.push_back(rank.x);
     const TensorView x = std::as_const(inputs.back()).view();
     kept_bits[r].resize(static_cast<std::size_t>(activation_mask_bytes(x)) + 1);
-    normalize(rank.x_view(), rank.mask_view(), s.mean.data(), s.rstd.data(), rank.weight_view(),
-              rank.bias_view(), rank.residual_view(), rank.y_out().view(),
-              bits ? kept_bits[r].data() : nullptr, step.options.activation, executor);
+    normalize({rank.x_view(), rank.mask_view(), s.mean.data(), s.rstd.data(), rank.weight_view(),
+               rank.bias_view(), rank.residual_view(), rank.y_out().view(),
+               bits ? kept_bits[r].data() : nullptr, step.options.activation},
+              executor);
     put_back(rank.y_out().values(), split[r], out.y);
     update_running_statistics(rank.mean_view(), rank.var_view(), s.mean.data(), s.var.data(),
                               channels, s.count, factor);
     rank.tracked += s.count > 0 ? 1 : 0;
-    local_gradients(rank.dy_view, x, rank.mask_view(), s.mean.data(), s.rstd.data(), through(r),
-                    rank.u_view(), message.data(), 6, executor);
+    local_gradients({rank.dy_view, x, rank.mask_view(), s.mean.data(), s.rstd.data(), through(r),
+                     rank.u_view()},
+                    message.data(), 6, executor);
     add(merged_gradients, message);
   }
   const MessageInfo back = read_header(merged_gradients.data(), ranks);
@@ -257,19 +184,24 @@ Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Plac
   std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
   for (std::size_t r = 0; r < split.size(); ++r) {
     Rank& rank = all[r];
-    finalize_gradients(back, merged_gradients.data() + kHeaderWords, s.mean.data(), s.rstd.data(),
-                       rank.weight_view(), coefficients.data(), rank.dweight.view(),
-                       rank.dbias.view(), channels, s.count, executor);
+    const ParameterGradients to{s.mean.data(),
+                                s.rstd.data(),
+                                rank.weight_view(),
+                                coefficients.data(),
+                                rank.dweight.view(),
+                                rank.dbias.view(),
+                                channels};
+    finalize_gradients(back, merged_gradients.data() + kHeaderWords, to, s.count, executor);
     if (ranks == 1 && !rank.placement.residual_in_place) {
-      gradients_of_one_rank(rank.dy_view, std::as_const(inputs[r]).view(), rank.mask_view(),
-                            s.mean.data(), s.rstd.data(), through(r), rank.weight_view(),
-                            rank.u_view(), coefficients.data(), rank.dweight.view(),
-                            rank.dbias.view(), s.count, executor);
+      gradients_of_one_rank({rank.dy_view, std::as_const(inputs[r]).view(), rank.mask_view(),
+                             s.mean.data(), s.rstd.data(), through(r), rank.u_view()},
+                            to, s.count, executor);
     }
-    input_gradient(step.keep ? TensorView(rank.u_view()) : rank.dy_view,
-                   std::as_const(inputs[r]).view(), rank.mask_view(), s.mean.data(), s.rstd.data(),
-                   coefficients.data(), step.keep ? ActivationGradient() : through(r),
-                   rank.dx_out().view(), executor);
+    input_gradient(
+        {step.keep ? TensorView(rank.u_view()) : rank.dy_view, std::as_const(inputs[r]).view(),
+         rank.mask_view(), s.mean.data(), s.rstd.data(), coefficients.data(),
+         step.keep ? ActivationGradient() : through(r), rank.dx_out().view()},
+        executor);
     out.take(rank, r, split[r], s);
   }
   return out;
@@ -367,15 +299,31 @@ TEST_F(Properties, EvaluationHasTheBitsOfPlainLoopsExact) {
           Rank rank(step, samples, placement);
           const TensorView mean = running ? rank.mean_view() : MutableTensorView();
           const TensorView var = running ? rank.var_view() : MutableTensorView();
-          batch_norm_evaluate(rank.x_view(), rank.mask_view(), rank.weight_view(), rank.bias_view(),
-                              rank.residual_view(), mean, var, rank.y.view(), step.options,
-                              threads);
+          BatchNorm layer(step.options);
+          layer.evaluate({.x = rank.x_view(),
+                          .mask = rank.mask_view(),
+                          .weight = rank.weight_view(),
+                          .bias = rank.bias_view(),
+                          .residual = rank.residual_view(),
+                          .running_mean = mean,
+                          .running_var = var,
+                          .y = rank.y.view()},
+                         threads);
           std::vector<double> all = rank.y.values();
           if (running) {
-            batch_norm_evaluate_backward(rank.dy_view, rank.x_view(), rank.mask_view(),
-                                         rank.weight_view(), rank.bias_view(), rank.residual_view(),
-                                         mean, var, rank.dx.view(), rank.dweight.view(),
-                                         rank.dbias.view(), rank.u_view(), step.options, threads);
+            layer.evaluate_backward({.dy = rank.dy_view,
+                                     .x = rank.x_view(),
+                                     .mask = rank.mask_view(),
+                                     .weight = rank.weight_view(),
+                                     .bias = rank.bias_view(),
+                                     .residual = rank.residual_view(),
+                                     .running_mean = mean,
+                                     .running_var = var,
+                                     .dx = rank.dx.view(),
+                                     .dweight = rank.dweight.view(),
+                                     .dbias = rank.dbias.view(),
+                                     .dresidual = rank.u_view()},
+                                    threads);
             for (const Tensor* tensor : {&rank.dx, &rank.u_out(), &rank.dweight, &rank.dbias}) {
               const std::vector<double> values = tensor->values();
               all.insert(all.end(), values.begin(), values.end());

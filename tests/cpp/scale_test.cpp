@@ -43,8 +43,8 @@ struct Batch {
 using Split = std::vector<std::vector<std::int64_t>>;
 
 struct Rank {
-  std::vector<double> mean, var, running_mean, running_var, dweight, dbias;
-  std::int64_t count = 0;
+  Saved saved;
+  std::vector<double> running_mean, running_var, dweight, dbias;
 };
 
 struct Step {
@@ -96,16 +96,28 @@ Step train(const Batch& batch, const Split& split) {
     Tensor running_var(DType::kFloat32, {kChannels}, batch.weight);
     Tensor dweight(DType::kFloat64, {kChannels});
     Tensor dbias(DType::kFloat64, {kChannels});
-    const BatchStatistics statistics = batch_norm_forward(
-        x.view(), {}, weight.view(), bias.view(), {}, y.view(),
-        {running_mean.view(), running_var.view()}, {.layer = 1}, group.rank(r), serial_executor());
-    batch_norm_backward(dy.view(), x.view(), {}, weight.view(), {}, statistics, dx.view(),
-                        dweight.view(), dbias.view(), {}, AffineGradients::kGlobal, group.rank(r),
-                        serial_executor());
+    BatchNorm layer({.channels = kChannels, .name = "layer"}, group.rank(r));
+    layer.forward({.x = x.view(),
+                   .weight = weight.view(),
+                   .bias = bias.view(),
+                   .y = y.view(),
+                   .running_mean = running_mean.view(),
+                   .running_var = running_var.view()},
+                  mine.saved);
+    layer.backward({.dy = dy.view(),
+                    .x = x.view(),
+                    .weight = weight.view(),
+                    .dx = dx.view(),
+                    .dweight = dweight.view(),
+                    .dbias = dbias.view(),
+                    .affine = AffineGradients::kGlobal},
+                   mine.saved);
     scatter(y, samples, step.y);
     scatter(dx, samples, step.dx);
-    mine = {statistics.mean,  statistics.var, running_mean.values(), running_var.values(),
-            dweight.values(), dbias.values(), statistics.count};
+    mine.running_mean = running_mean.values();
+    mine.running_var = running_var.values();
+    mine.dweight = dweight.values();
+    mine.dbias = dbias.values();
   });
   for (const std::exception_ptr& error : errors) {
     if (error != nullptr) {
@@ -160,11 +172,11 @@ TEST_P(Scale, LayerHasTheBitsOfOneRankExact) {
   EXPECT_TRUE(same_bits(actual.y, expected.y)) << "y";
   EXPECT_TRUE(same_bits(actual.dx, expected.dx)) << "dx";
   const Rank& one = expected.ranks[0];
-  EXPECT_EQ(one.count, batch.samples() * kPlane);
+  EXPECT_EQ(one.saved.count(), batch.samples() * kPlane);
   for (const Rank& rank : actual.ranks) {
-    EXPECT_EQ(rank.count, one.count);
-    EXPECT_TRUE(same_bits(rank.mean, one.mean)) << "mean";
-    EXPECT_TRUE(same_bits(rank.var, one.var)) << "var";
+    EXPECT_EQ(rank.saved.count(), one.saved.count());
+    EXPECT_TRUE(same_bits(rank.saved.mean(), one.saved.mean())) << "mean";
+    EXPECT_TRUE(same_bits(rank.saved.var(), one.saved.var())) << "var";
     EXPECT_TRUE(same_bits(rank.running_mean, one.running_mean)) << "running mean";
     EXPECT_TRUE(same_bits(rank.running_var, one.running_var)) << "running var";
     EXPECT_TRUE(same_bits(rank.dweight, one.dweight)) << "dweight";

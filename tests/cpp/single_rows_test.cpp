@@ -32,8 +32,8 @@ Sums sums_of(const Tensor& x, const Tensor& dy, const MaskView& mask, std::int64
   out.gradients = out.moments;
   const std::vector<double> zeros(static_cast<std::size_t>(channels));
   local_moments(x.view(), mask, out.moments.data(), 1, serial_executor());
-  local_gradients(dy.view(), x.view(), mask, zeros.data(), zeros.data(), {}, {},
-                  out.gradients.data(), 1, serial_executor());
+  local_gradients({dy.view(), x.view(), mask, zeros.data(), zeros.data()}, out.gradients.data(), 1,
+                  serial_executor());
   return out;
 }
 

@@ -100,8 +100,13 @@ Sums sums_of(const Case& c, Memory memory, std::int64_t offset, Executor& execut
   out.gradients = out.moments;
   local_moments(std::as_const(x).view(), mask, out.moments.data(), 1, executor);
   const bool through = c.activation.kind != ActivationKind::kNone;
-  local_gradients(std::as_const(dy).view(), std::as_const(x).view(), mask, mean.data(), rstd.data(),
-                  {c.activation, {}, {}}, through && c.keep ? u.view() : MutableTensorView(),
+  local_gradients({std::as_const(dy).view(),
+                   std::as_const(x).view(),
+                   mask,
+                   mean.data(),
+                   rstd.data(),
+                   {c.activation, {}, {}},
+                   through && c.keep ? u.view() : MutableTensorView()},
                   out.gradients.data(), 1, executor);
   if (through && c.keep) {
     EXPECT_TRUE(u.gaps_untouched());

@@ -134,8 +134,8 @@ void expect_words(DType dtype, const std::vector<double>& dy, const std::vector<
     EXPECT_EQ(message[2], 81);
     EXPECT_TRUE(std::equal(moments.begin(), moments.end(), message.begin() + kHeaderWords))
         << "moments";
-    local_gradients(dy_tensor.view(), x_tensor.view(), {}, nullptr, nullptr, {}, {}, message.data(),
-                    9, serial_executor());
+    local_gradients({.dy = dy_tensor.view(), .x = x_tensor.view()}, message.data(), 9,
+                    serial_executor());
     EXPECT_TRUE(std::equal(gradients.begin(), gradients.end(), message.begin() + kHeaderWords))
         << "gradients";
   }

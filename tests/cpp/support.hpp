@@ -10,6 +10,8 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <initializer_list>
+#include <span>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -173,14 +175,17 @@ class Tensor {
   std::vector<std::byte> storage_;
 };
 
+/// Copies that outlive their span.
+inline std::vector<double> values(std::span<const double> of) { return {of.begin(), of.end()}; }
+
 /// Equal bits; any NaN equals any NaN (their payloads are not specified).
 inline bool same_bits(double a, double b) {
   return (std::isnan(a) && std::isnan(b)) ||
          bit_copy<std::uint64_t>(a) == bit_copy<std::uint64_t>(b);
 }
 
-inline ::testing::AssertionResult same_bits(const std::vector<double>& actual,
-                                            const std::vector<double>& expected) {
+inline ::testing::AssertionResult same_bits(std::span<const double> actual,
+                                            std::span<const double> expected) {
   if (actual.size() != expected.size()) {
     return ::testing::AssertionFailure() << actual.size() << " values, not " << expected.size();
   }
@@ -191,6 +196,10 @@ inline ::testing::AssertionResult same_bits(const std::vector<double>& actual,
     }
   }
   return ::testing::AssertionSuccess();
+}
+inline ::testing::AssertionResult same_bits(std::span<const double> actual,
+                                            std::initializer_list<double> expected) {
+  return same_bits(actual, std::span(expected.begin(), expected.size()));
 }
 
 /// Samples with exponents over 60 binades (30 for float16), each with its negative, or half of

@@ -70,7 +70,7 @@ TEST(TensorView, IsMadeOfASpan) {
   EXPECT_FALSE((std::is_constructible_v<TensorView, std::span<int>, Extents>));
   EXPECT_EQ(
       thrown_text<InvalidArgument>([&] { const TensorView other{std::span(values), {2, 2}}; }),
-      "values: got a span of 6 elements, expected 4");
+      "values: got 6 elements, expected 4");
 }
 
 /// The part of std::mdspan's interface that views need.

@@ -58,15 +58,14 @@ void expect_close(const Moments& got, const Moments& expected, std::int64_t in_a
 }
 
 /// Statistics of a batch whose samples lie on ranks [bounds[r], bounds[r + 1]).
-std::vector<BatchStatistics> run(DType dtype, const std::vector<std::int64_t>& sizes,
-                                 const std::vector<double>& values,
-                                 const std::vector<std::int64_t>& bounds, Memory memory,
-                                 Executor& executor, std::vector<double>* y = nullptr) {
+std::vector<Saved> run(DType dtype, const std::vector<std::int64_t>& sizes,
+                       const std::vector<double>& values, const std::vector<std::int64_t>& bounds,
+                       Memory memory, Executor& executor, std::vector<double>* y = nullptr) {
   const auto ranks = static_cast<int>(bounds.size()) - 1;
   const std::int64_t per_sample =
       TensorView(nullptr, dtype, sizes).numel() / std::max<std::int64_t>(1, sizes[0]);
   ThreadGroup group(ranks);
-  std::vector<BatchStatistics> out(static_cast<std::size_t>(ranks));
+  std::vector<Saved> out(static_cast<std::size_t>(ranks));
   const auto errors = run_ranks(ranks, [&](int rank) {
     const auto r = static_cast<std::size_t>(rank);
     std::vector<std::int64_t> mine = sizes;
@@ -75,10 +74,9 @@ std::vector<BatchStatistics> run(DType dtype, const std::vector<std::int64_t>& s
     x.fill(std::vector<double>(values.begin() + bounds[r] * per_sample,
                                values.begin() + bounds[r + 1] * per_sample));
     Tensor result = x;
-    BatchNormOptions options{.layer = 1};
-    options.statistics = Statistics::kWelford;
-    out[r] = batch_norm_forward(x.view(), {}, {}, {}, {}, result.view(), {}, options,
-                                group.rank(rank), executor);
+    BatchNorm({.channels = sizes[1], .name = "layer", .statistics = Statistics::kWelford},
+              group.rank(rank))
+        .forward({.x = x.view(), .y = result.view()}, out[r], executor);
     if (y != nullptr) {
       const std::vector<double> part = result.values();
       std::copy(part.begin(), part.end(), y->begin() + bounds[r] * per_sample);
@@ -110,23 +108,31 @@ TEST(Welford, UnevenRanksWithinBound) {
                      std::to_string(static_cast<int>(memory)));
         std::vector<double> y(values.size());
         const auto ranks = run(dtype, sizes, values, bounds, memory, pool, &y);
-        for (const BatchStatistics& one : ranks) {
-          EXPECT_EQ(one.count, 40 * 35);
-          EXPECT_TRUE(same_bits(one.mean, ranks[0].mean)) << "all ranks have the same statistics";
-          EXPECT_TRUE(same_bits(one.rstd, ranks[0].rstd));
+        for (const Saved& one : ranks) {
+          EXPECT_EQ(one.count(), 40 * 35);
+          EXPECT_TRUE(same_bits(one.mean(), ranks[0].mean()))
+              << "all ranks have the same statistics";
+          EXPECT_TRUE(same_bits(one.rstd(), ranks[0].rstd()));
         }
         for (std::size_t c = 0; c < 70; ++c) {
           // At most all rows of a rank, or a lane's share of them and 16 merges; then the ranks.
-          expect_close({ranks[0].mean[c], ranks[0].var[c]}, exact(channels[c]), 40 * 35 + 16 + 4,
-                       dtype);
-          EXPECT_EQ(ranks[0].rstd[c], 1 / std::sqrt(ranks[0].var[c] + 1e-5));
+          expect_close({ranks[0].mean()[c], ranks[0].var()[c]}, exact(channels[c]),
+                       40 * 35 + 16 + 4, dtype);
+          EXPECT_EQ(ranks[0].rstd()[c], 1 / std::sqrt(ranks[0].var()[c] + 1e-5));
         }
         // y follows from the statistics by section 4 of docs/numerics.md.
         Tensor x(dtype, sizes, Memory::kPlanes);
         x.fill(values);
         Tensor expected = x;
-        normalize(x.view(), {}, ranks[0].mean.data(), ranks[0].rstd.data(), {}, {}, {},
-                  expected.view(), nullptr, {}, pool);
+        normalize({x.view(),
+                   {},
+                   ranks[0].mean().data(),
+                   ranks[0].rstd().data(),
+                   {},
+                   {},
+                   {},
+                   expected.view()},
+                  pool);
         EXPECT_TRUE(same_bits(y, expected.values()));
       }
     }
@@ -143,7 +149,8 @@ TEST(Welford, LargeMeanWithinBound) {
   }
   const auto ranks = run(DType::kFloat32, {4096, 1, 1}, values, {0, 1000, 4096}, Memory::kPlanes,
                          serial_executor());
-  expect_close({ranks[0].mean[0], ranks[0].var[0]}, exact(values), 4096 / 16 + 18, DType::kFloat32);
+  expect_close({ranks[0].mean()[0], ranks[0].var()[0]}, exact(values), 4096 / 16 + 18,
+               DType::kFloat32);
 }
 
 TEST(Welford, ThreadsAndRunsDoNotMatterExact) {
@@ -156,8 +163,8 @@ TEST(Welford, ThreadsAndRunsDoNotMatterExact) {
         run(DType::kFloat32, {6, 200, 50}, values, {0, 2, 6}, memory, serial_executor());
     for (Executor* executor : {static_cast<Executor*>(&two), static_cast<Executor*>(&three)}) {
       const auto other = run(DType::kFloat32, {6, 200, 50}, values, {0, 2, 6}, memory, *executor);
-      EXPECT_TRUE(same_bits(other[0].mean, one[0].mean));
-      EXPECT_TRUE(same_bits(other[0].var, one[0].var));
+      EXPECT_TRUE(same_bits(other[0].mean(), one[0].mean()));
+      EXPECT_TRUE(same_bits(other[0].var(), one[0].var()));
     }
   }
 }
@@ -166,17 +173,17 @@ TEST(Welford, EmptyRanksAndSpecialValues) {
   const std::vector<std::int64_t> none = {0, 2, 3};
   for (const auto& one :
        run(DType::kFloat32, none, {}, {0, 0}, Memory::kPlanes, serial_executor())) {
-    EXPECT_EQ(one.count, 0);
-    EXPECT_EQ(one.mean, std::vector<double>(2));
-    EXPECT_EQ(one.rstd, std::vector<double>(2));
+    EXPECT_EQ(one.count(), 0);
+    EXPECT_TRUE(same_bits(one.mean(), {0, 0}));
+    EXPECT_TRUE(same_bits(one.rstd(), {0, 0}));
   }
   const double inf = INFINITY;
   const auto ranks = run(DType::kFloat32, {2, 3}, {1, inf, NAN, 3, 1, 2}, {0, 1, 1, 2},
                          Memory::kPlanes, serial_executor());
-  EXPECT_EQ(ranks[1].mean[0], 2);
-  EXPECT_EQ(ranks[1].var[0], 1);
-  EXPECT_FALSE(std::isfinite(ranks[1].var[1]));
-  EXPECT_TRUE(std::isnan(ranks[1].mean[2]));
+  EXPECT_EQ(ranks[1].mean()[0], 2);
+  EXPECT_EQ(ranks[1].var()[0], 1);
+  EXPECT_FALSE(std::isfinite(ranks[1].var()[1]));
+  EXPECT_TRUE(std::isnan(ranks[1].mean()[2]));
 }
 
 TEST(Welford, RecordsAreEightBytesAChannel) {

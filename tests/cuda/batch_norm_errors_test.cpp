@@ -1,11 +1,12 @@
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <limits>
 #include <string>
 
 #include "device.hpp"
 #include "groups.hpp"
-#include "syncbn/cuda_batch_norm.hpp"
+#include "syncbn/batch_norm.hpp"
 #include "syncbn/error.hpp"
 
 // What a layer on CUDA makes of arguments that it refuses, and of ranks that disagree.
@@ -14,10 +15,10 @@ namespace {
 
 using testing::contains;
 using testing::device_communicator;
-using testing::DeviceArray;
 using testing::DeviceTensor;
 using testing::DeviceTurn;
 using testing::expect_no_errors;
+using testing::Random;
 using testing::run_ranks;
 using testing::same_bits;
 using testing::Tensor;
@@ -25,83 +26,127 @@ using testing::text_of;
 using testing::thrown_text;
 using Doubles = std::vector<double>;
 
-void expect_refused(const BatchNormOptions& wrong, const std::string& text) {
+/// Tensors of a rank on the device.
+struct OnDevice {
+  DeviceTensor x{Tensor(DType::kFloat32, {2, 3}, Doubles{1, 2, 3, 4, 5, 6})};
+  DeviceTensor y{Tensor(DType::kFloat32, {2, 3}, Doubles(6, 5.0))};
+  DeviceTensor dx{Tensor(DType::kFloat32, {2, 3})};
+  DeviceTensor running{Tensor(DType::kFloat32, {3}, Doubles(3, 2.0))};
+
+  BatchNorm::Forward forward() {
+    return {.x = x.view(),
+            .y = y.view(),
+            .running_mean = running.view(),
+            .running_var = running.view()};
+  }
+};
+
+const BatchNorm::Options kOptions{.channels = 3, .name = "layer"};
+
+TEST(CudaBatchNorm, RefusedArgumentsReachEveryRankAndChangeNothing) {
+  SYNCBN_NEEDS_DEVICE();
   ThreadGroup group(2);
   const auto errors = run_ranks(2, [&](int r) {
     const DeviceTurn turn;
-    DeviceTensor x(Tensor(DType::kFloat32, {2, 3}, Doubles(6, 1.0)));
-    DeviceTensor y(Tensor(DType::kFloat32, {2, 3}, Doubles(6, 5.0)));
-    DeviceTensor running(Tensor(DType::kFloat32, {3}, Doubles(3, 2.0)));
-    const DeviceArray<double> values(9);
-    const DeviceArray<std::int64_t> info(cuda::kInfoWords);
-    const DeviceArray<std::int64_t> workspace(cuda::batch_norm_workspace_words(DType::kFloat32, 3));
-    const BatchNormOptions options = r == 1 ? wrong : BatchNormOptions{.layer = 1};
-    const auto check = [&] {
-      EXPECT_EQ(y.fetch().values(), Doubles(6, 5.0));
-      EXPECT_EQ(running.fetch().values(), Doubles(3, 2.0));
-    };
+    OnDevice t;
     const auto communicator = device_communicator(group.rank(r));
+    BatchNorm layer(kOptions, *communicator);
+    Saved saved;
+    BatchNorm::Forward forward = t.forward();
+    if (r == 1) {
+      forward.y = t.running.view();
+    }
     try {
-      cuda::batch_norm_forward(
-          x.view(), {}, {}, {}, {}, y.view(), {running.view(), running.view(), nullptr, nullptr},
-          {values.data(), values.data() + 3, values.data() + 6, info.data(), nullptr}, options,
-          *communicator, workspace.data(), {});
+      layer.forward(forward, saved);
     } catch (...) {
-      check();
+      EXPECT_EQ(t.y.fetch().values(), Doubles(6, 5.0));
+      EXPECT_EQ(t.running.fetch().values(), Doubles(3, 2.0));
+      EXPECT_TRUE(saved.mean().empty());
       throw;
     }
   });
+  const std::string text = "layer, call 0, forward, 3 channels, float32: y: got";
   EXPECT_TRUE(contains(text_of<InvalidArgument>(errors[1]), text));
   EXPECT_TRUE(contains(text_of<PeerLost>(errors[0]), "rank 1 left the group: " + text));
 }
 
-TEST(CudaBatchNorm, RefusedArgumentsReachEveryRankAndChangeNothing) {
+TEST(CudaBatchNorm, RefusedOptionsReachEveryRank) {
   SYNCBN_NEEDS_DEVICE();
-  expect_refused({.eps = -1, .layer = 1}, "eps: got -1");
-  expect_refused({}, "options.layer: got 0, expected this layer's own number");
+  ThreadGroup group(2);
+  const auto errors = run_ranks(2, [&](int r) {
+    const DeviceTurn turn;
+    OnDevice t;
+    const auto communicator = device_communicator(group.rank(r));
+    BatchNorm layer(r == 1 ? BatchNorm::Options{.channels = 3} : kOptions, *communicator);
+    Saved saved;
+    layer.forward(t.forward(), saved);
+  });
+  const std::string text = "options.name: got none, expected this layer's own name";
+  EXPECT_TRUE(contains(text_of<InvalidArgument>(errors[1]), text));
+  EXPECT_TRUE(contains(text_of<PeerLost>(errors[0]), "rank 1 left the group: " + text));
 }
 
-TEST(CudaBatchNorm, WrongArgumentsAreNamed) {
+TEST(CudaBatchNorm, TensorsOfTheOtherDeviceAreNamed) {
   SYNCBN_NEEDS_DEVICE();
-  DeviceTensor x(Tensor(DType::kFloat32, {2, 3}, Doubles(6, 1.0)));
-  const DeviceArray<double> values(9);
-  const DeviceArray<std::int64_t> info(cuda::kInfoWords);
-  const DeviceArray<std::int64_t> workspace(cuda::batch_norm_workspace_words(DType::kFloat32, 3));
-  const cuda::BatchStatistics good{values.data(), values.data() + 3, values.data() + 6,
-                                   info.data()};
-  const auto forward = [&](const TensorView& in, const TensorView& residual,
-                           const cuda::BatchStatistics& statistics, const BatchNormOptions& options,
-                           std::int64_t* memory) {
-    ThreadGroup group(1);
-    return thrown_text<InvalidArgument>([&] {
-      const DeviceTurn turn;
-      MutableTensorView out = x.view();
-      out.device = in.device;
-      cuda::batch_norm_forward(in, {}, {}, {}, residual, out, {}, statistics, options,
-                               *device_communicator(group.rank(0)), memory, {});
-    });
-  };
-  TensorView on_cpu = x.view();
-  on_cpu.device = Device::kCpu;
-  EXPECT_TRUE(contains(forward(on_cpu, {}, good, {}, workspace.data()),
-                       "x: got a tensor on CPU, expected one on CUDA"));
-  EXPECT_TRUE(contains(forward(x.view(), {}, good, {}, nullptr),
-                       "workspace: got null, expected the words of batch_norm_workspace_words"));
-  EXPECT_TRUE(contains(forward(x.view(), {}, {}, {}, workspace.data()),
-                       "statistics.mean: got null, expected C entries"));
-  BatchNormOptions options;
-  options.call = 3;
-  EXPECT_TRUE(contains(forward(x.view(), {}, good, options, workspace.data()),
-                       "options.call: got 3, expected 0"));
-  options = {};
-  options.activation.kind = ActivationKind::kRelu;
-  EXPECT_TRUE(contains(forward(x.view(), x.view(), good, options, workspace.data()),
-                       "statistics.activation_mask: got null"));
-  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([] {
-                         cuda::batch_norm_workspace_words(DType::kFloat32, 3, Statistics::kWelford,
-                                                          0);
+  const DeviceTurn turn;
+  OnDevice t;
+  Tensor x(DType::kFloat32, {2, 3}, Doubles(6, 1.0));
+  const BatchNorm::Forward on_cpu{.x = x.view(), .y = x.view()};
+  Saved saved;
+  ThreadGroup group(1), pair(2);
+  const auto communicator = device_communicator(group.rank(0));
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
+                         BatchNorm layer(kOptions, *communicator);
+                         layer.forward(on_cpu, saved);
                        }),
-                       "ranks: got 0, expected 1 to 2048"));
+                       "x: got a tensor on the CPU, expected one on CUDA"));
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
+                         BatchNorm layer(kOptions, pair.rank(0));
+                         layer.forward(t.forward(), saved);
+                       }),
+                       "x: got a tensor on CUDA, expected one on the CPU"));
+}
+
+/// A layer of one rank goes where its tensors are.
+TEST(CudaBatchNorm, OneRankOnEitherDeviceExact) {
+  SYNCBN_NEEDS_DEVICE();
+  const DeviceTurn turn;
+  OnDevice t;
+  Tensor x(DType::kFloat32, {2, 3}, Doubles{1, 2, 3, 4, 5, 6}), y = x;
+  BatchNorm layer({.channels = 3});
+  Saved saved;
+  layer.forward({.x = x.view(), .y = y.view()}, saved);
+  EXPECT_EQ(saved.count(), 2);
+  layer.forward(t.forward(), saved);
+  EXPECT_EQ(saved.count(), 2);
+  EXPECT_TRUE(same_bits(t.y.fetch().values(), y.values()));
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
+                         layer.backward({.dy = x.view(), .x = x.view(), .dx = y.view()}, saved);
+                       }),
+                       "saved: got"));
+}
+
+/// The scratch memory of one type is no other's.
+TEST(CudaBatchNorm, TypesInTurnExact) {
+  SYNCBN_NEEDS_DEVICE();
+  const DeviceTurn turn;
+  Random random(3);
+  BatchNorm layer({.channels = 5});
+  Saved saved;
+  for (const int at : {3, 0, 2, 1, 3, 2, 0}) {
+    const DType dtype = testing::kDtypes[at];
+    SCOPED_TRACE(name(dtype));
+    Tensor x(dtype, {4, 5, 9}, testing::rough_values(random, dtype, 4, 45)), y = x, dx = x;
+    DeviceTensor there(x), y_there(y), dx_there(dx);
+    BatchNorm fresh({.channels = 5});
+    Saved expected;
+    fresh.forward({.x = x.view(), .y = y.view()}, expected);
+    fresh.backward({.dy = y.view(), .x = x.view(), .dx = dx.view()}, expected);
+    layer.forward({.x = there.view(), .y = y_there.view()}, saved);
+    layer.backward({.dy = y_there.view(), .x = there.view(), .dx = dx_there.view()}, saved);
+    EXPECT_TRUE(same_bits(y_there.fetch().values(), y.values()));
+    EXPECT_TRUE(same_bits(dx_there.fetch().values(), dx.values()));
+  }
 }
 
 /// Two layers meet: an error on the host would need to wait for the device.
@@ -110,28 +155,20 @@ TEST(CudaBatchNorm, DisagreementGivesNaNAndKeepsRunningStatistics) {
   ThreadGroup group(2);
   expect_no_errors(run_ranks(2, [&](int r) {
     const DeviceTurn turn;
-    DeviceTensor x(Tensor(DType::kFloat32, {2, 3}, Doubles{1, 2, 3, 4, 5, 6}));
-    DeviceTensor y(Tensor(DType::kFloat32, {2, 3}));
-    DeviceTensor dx(Tensor(DType::kFloat32, {2, 3}));
-    DeviceTensor running(Tensor(DType::kFloat32, {3}, Doubles(3, 2.0)));
-    const DeviceArray<double> values(9);
-    const DeviceArray<std::int64_t> info(cuda::kInfoWords);
-    const DeviceArray<std::int64_t> workspace(cuda::batch_norm_workspace_words(DType::kFloat32, 3));
-    const cuda::BatchStatistics statistics{values.data(), values.data() + 3, values.data() + 6,
-                                           info.data()};
-    BatchNormOptions options;
-    options.layer = static_cast<std::uint64_t>(1 + r);
+    OnDevice t;
     const auto communicator = device_communicator(group.rank(r));
-    cuda::batch_norm_forward(x.view(), {}, {}, {}, {}, y.view(),
-                             {running.view(), running.view(), nullptr, nullptr}, statistics,
-                             options, *communicator, workspace.data(), {});
-    cuda::batch_norm_backward(x.view(), x.view(), {}, {}, {}, statistics, dx.view(), {}, {}, {}, {},
-                              AffineGradients::kShare, *communicator, workspace.data(), {});
+    BatchNorm layer({.channels = 3, .name = r == 0 ? "stem" : "head"}, *communicator);
+    Saved saved;
+    layer.forward(t.forward(), saved);
+    layer.backward({.dy = t.x.view(), .x = t.x.view(), .dx = t.dx.view()}, saved);
     const double nan = std::numeric_limits<double>::quiet_NaN();
-    EXPECT_TRUE(same_bits(y.fetch().values(), Doubles(6, nan)));
-    EXPECT_TRUE(same_bits(dx.fetch().values(), Doubles(6, nan)));
-    EXPECT_EQ(running.fetch().values(), Doubles(3, 2.0));
-    EXPECT_EQ(info.values()[0], -1);
+    EXPECT_TRUE(same_bits(t.y.fetch().values(), Doubles(6, nan)));
+    EXPECT_TRUE(same_bits(t.dx.fetch().values(), Doubles(6, nan)));
+    EXPECT_EQ(t.running.fetch().values(), Doubles(3, 2.0));
+    for (const std::function<void()>& asks :
+         {std::function<void()>([&] { layer.check(); }), {[&] { saved.count(); }}}) {
+      EXPECT_TRUE(contains(thrown_text<DivergenceError>(asks), "did not make the same call"));
+    }
   }));
 }
 

@@ -30,7 +30,6 @@ LayerCase random_case(Random& random, int number) {
   c.spatial = random.pick<std::vector<std::int64_t>>(
       {{}, {1}, {7}, {16}, {7, 7}, {8, 8}, {3, 5, 2}, {23, 27}});
   c.options.eps = random.pick<double>({1e-5, 1e-3, 0});
-  c.options.layer = random.bits();
   c.options.momentum =
       random.one_in(3) ? std::nullopt : std::optional<double>(random.one_in(2) ? 0.1 : 1.0);
   c.options.activation.kind = static_cast<ActivationKind>(random.between(0, 2));
@@ -38,7 +37,7 @@ LayerCase random_case(Random& random, int number) {
   c.mask = random.one_in(3);
   c.running = !random.one_in(4);
   c.which = random.one_in(2) ? AffineGradients::kGlobal : AffineGradients::kShare;
-  c.call = random.between(0, 9);
+  c.steps = static_cast<int>(random.between(1, 3));
   return c;
 }
 
@@ -110,6 +109,7 @@ TEST(CudaBatchNorm, WelfordFromRecordsExact) {
     LayerCase c = random_case(random, i);
     c.options.statistics = Statistics::kWelford;
     c.records_of_cuda = true;
+    c.steps = 1;
     c.channels = std::min<std::int64_t>(c.channels, 16);
     const std::vector<std::int64_t>& samples = ranks[static_cast<std::size_t>(i) % ranks.size()];
     SCOPED_TRACE(text(c, samples.size()));

@@ -10,8 +10,8 @@
 
 #include "device.hpp"
 #include "groups.hpp"
-#include "layer_call.hpp"
-#include "syncbn/cuda_batch_norm.hpp"
+#include "layer.hpp"
+#include "syncbn/cuda_passes.hpp"
 #include "syncbn/welford.hpp"
 
 namespace syncbn::testing {
@@ -29,7 +29,7 @@ struct Tensors {
   Tensor dweight, dbias, evaluated_dweight, evaluated_dbias;
   std::vector<std::uint8_t> mask;
   Doubles mean, var, rstd;
-  std::int64_t tracked = 0, call = 0, count = 0, fingerprint = 0;
+  std::int64_t tracked = 0, count = 0;
 };
 
 Tensor filled(Tensor tensor, const Doubles& values) {
@@ -85,7 +85,6 @@ void add_parameters(Tensors& t, const LayerCase& c, Random random) {
     *out = Tensor(DType::kFloat64, {c.channels});
   }
   t.tracked = 3;
-  t.call = c.call;
 }
 
 Extents mask_sizes(const TensorView& x) {
@@ -97,22 +96,23 @@ Extents mask_sizes(const TensorView& x) {
 }
 
 /// The forward as the CPU's layer has it, from the records of CUDA.
-BatchStatistics forward_from_records(const LayerCase& c, Tensors& t, const MaskView& mask,
-                                     const TensorView& residual, const RunningStatistics& running,
-                                     const BatchNormOptions& options, Communicator& communicator) {
-  Executor& executor = serial_executor();
-  const std::uint64_t layer =
-      layer_identity(options.layer, options.activation, options.statistics, !residual.absent());
-  std::vector<std::int64_t> record(size(kHeaderWords + welford_words(c.dtype, c.channels)));
+void forward_from_records(const LayerState& layer, const BatchNorm::Forward& f, Tensors& t,
+                          SavedState& saved) {
+  const BatchNorm::Options& options = layer.options;
+  Communicator& communicator = *layer.on_cpu;
+  const std::int64_t channels = options.channels;
+  const std::uint64_t identity =
+      layer_identity(layer.number, options.activation, options.statistics, !f.residual.absent());
+  std::vector<std::int64_t> record(size(kHeaderWords + welford_words(f.x.dtype, channels)));
   {
     const DeviceTurn turn;
     DeviceTensor x(t.x);
     const DeviceArray<std::uint8_t> bytes(t.mask);
-    const DeviceArray<std::int64_t> call(1, c.call);
     const DeviceArray<std::int64_t> message(record);
-    cuda::local_welford(x.view(),
-                        c.mask ? MaskView{bytes.data(), mask.sizes, Device::kCuda} : MaskView{},
-                        {layer, call.data(), options.eps}, message.data(), {});
+    cuda::local_welford(
+        x.view(),
+        f.mask.absent() ? MaskView{} : MaskView{bytes.data(), f.mask.sizes, Device::kCuda},
+        {identity, nullptr, options.eps}, message.data(), {});
     record = message.values();
   }
   const auto ranks = size(communicator.size());
@@ -123,68 +123,114 @@ BatchStatistics forward_from_records(const LayerCase& c, Tensors& t, const MaskV
     header[i % header.size()] += all[i / header.size() * record.size() + i % header.size()];
   }
   const MessageInfo info = read_header(header.data(), communicator.size());
-  BatchStatistics s;
-  s.mean.resize(size(c.channels));
-  s.var = s.mean;
-  s.rstd = s.mean;
-  s.count = info.count;
-  s.activation = options.activation;
-  s.fingerprint = fingerprint(layer, options.call, Direction::kForward, c.channels, options.eps);
-  merge_welford(info, all.data() + kHeaderWords, s.mean.data(), s.var.data(), s.rstd.data(),
-                c.channels, communicator.size(), static_cast<std::int64_t>(record.size()),
-                options.eps);
-  const bool keeps_mask = c.residual && options.activation.kind != ActivationKind::kNone;
-  s.activation_mask.resize(keeps_mask ? size(activation_mask_bytes(t.x.view())) : 0);
-  normalize(t.x.view(), mask, s.mean.data(), s.rstd.data(), t.weight.view(), t.bias.view(),
-            residual, t.y.view(), keeps_mask ? s.activation_mask.data() : nullptr,
-            options.activation, executor);
-  if (c.running && s.count > 0) {
+  saved.reserve(f.x, !f.residual.absent() && options.activation.kind != ActivationKind::kNone,
+                nullptr);
+  saved.filled = true;
+  saved.count = info.count;
+  saved.fingerprint = fingerprint(identity, 0, Direction::kForward, channels, options.eps);
+  merge_welford(info, all.data() + kHeaderWords, saved.mean, saved.var, saved.rstd, channels,
+                communicator.size(), static_cast<std::int64_t>(record.size()), options.eps);
+  normalize({f.x, f.mask, saved.mean, saved.rstd, f.weight, f.bias, f.residual, f.y,
+             saved.activation_mask, options.activation},
+            {});
+  if (!f.running_mean.absent() && saved.count > 0) {
     t.tracked += 1;
-    update_running_statistics(running.mean, running.var, s.mean.data(), s.var.data(), c.channels,
-                              s.count,
+    update_running_statistics(f.running_mean, f.running_var, saved.mean, saved.var, channels,
+                              saved.count,
                               options.momentum.value_or(1.0 / static_cast<double>(t.tracked)));
   }
-  return s;
+}
+
+Doubles copied(const double* values, const Tensors& t) {
+  return {values, values + t.weight.numel()};
+}
+
+BatchNorm::Options options_of(const LayerCase& c) {
+  BatchNorm::Options options = c.options;
+  options.channels = c.channels;
+  return options;
 }
 
 void step_on_cpu(const LayerCase& c, Tensors& t, Communicator& communicator) {
-  Executor& executor = serial_executor();
   const MaskView mask = c.mask ? MaskView{t.mask.data(), mask_sizes(t.x.view())} : MaskView{};
   const TensorView residual = c.residual ? TensorView(t.residual.view()) : TensorView();
-  const MutableTensorView dresidual = c.residual ? t.dresidual.view() : MutableTensorView();
-  BatchNormOptions options = c.options;
-  options.call = static_cast<std::uint64_t>(c.call);
-  RunningStatistics running;
+  BatchNorm::Forward forward{.x = t.x.view(),
+                             .mask = mask,
+                             .weight = t.weight.view(),
+                             .bias = t.bias.view(),
+                             .residual = residual,
+                             .y = t.y.view()};
+  BatchNorm::Evaluate evaluate{.x = forward.x,
+                               .mask = mask,
+                               .weight = forward.weight,
+                               .bias = forward.bias,
+                               .residual = residual,
+                               .y = t.evaluated.view()};
   if (c.running) {
-    running = {t.running_mean.view(), t.running_var.view(), &t.tracked};
+    forward.running_mean = t.running_mean.view();
+    forward.running_var = t.running_var.view();
+    forward.num_batches_tracked = &t.tracked;
+    evaluate.running_mean = forward.running_mean;
+    evaluate.running_var = forward.running_var;
   }
-  const BatchStatistics s =
-      c.records_of_cuda
-          ? forward_from_records(c, t, mask, residual, running, options, communicator)
-          : batch_norm_forward(t.x.view(), mask, t.weight.view(), t.bias.view(), residual,
-                               t.y.view(), running, options, communicator, executor);
-  t.call += 1;
-  t.mean = s.mean;
-  t.var = s.var;
-  t.rstd = s.rstd;
-  t.count = s.count;
-  t.fingerprint = s.fingerprint;
-  batch_norm_backward(t.dy.view(), t.x.view(), mask, t.weight.view(), t.bias.view(), s, t.dx.view(),
-                      t.dweight.view(), t.dbias.view(), dresidual, c.which, communicator, executor);
-  const TensorView mean = c.running ? TensorView(t.running_mean.view()) : TensorView();
-  const TensorView var = c.running ? TensorView(t.running_var.view()) : TensorView();
-  batch_norm_evaluate(t.x.view(), mask, t.weight.view(), t.bias.view(), residual, mean, var,
-                      t.evaluated.view(), options, executor);
+  const BatchNorm::Backward backward{
+      .dy = t.dy.view(),
+      .x = forward.x,
+      .mask = mask,
+      .weight = forward.weight,
+      .bias = forward.bias,
+      .dx = t.dx.view(),
+      .dweight = t.dweight.view(),
+      .dbias = t.dbias.view(),
+      .dresidual = c.residual ? t.dresidual.view() : MutableTensorView(),
+      .affine = c.which};
+  BatchNorm layer(options_of(c), communicator);
+  if (c.records_of_cuda) {
+    LayerState state(options_of(c), {});
+    state.on_cpu = &communicator;
+    SavedState saved({});
+    forward_from_records(state, forward, t, saved);
+    backward_on_cpu({state, 0, "backward", forward.x}, backward, saved, {});
+    t.mean = copied(saved.mean, t);
+    t.var = copied(saved.var, t);
+    t.rstd = copied(saved.rstd, t);
+    t.count = saved.count;
+  } else {
+    Saved saved;
+    for (int step = 0; step < c.steps; ++step) {
+      layer.forward(forward, saved);
+      layer.backward(backward, saved);
+    }
+    t.mean = copied(saved.mean().data(), t);
+    t.var = copied(saved.var().data(), t);
+    t.rstd = copied(saved.rstd().data(), t);
+    t.count = saved.count();
+  }
+  layer.evaluate(evaluate);
   if (c.running) {
-    batch_norm_evaluate_backward(
-        t.dy.view(), t.x.view(), mask, t.weight.view(), t.bias.view(), residual, mean, var,
-        t.evaluated_dx.view(), t.evaluated_dweight.view(), t.evaluated_dbias.view(),
-        c.residual ? t.evaluated_dresidual.view() : MutableTensorView(), options, executor);
+    layer.evaluate_backward(
+        {.dy = t.dy.view(),
+         .x = forward.x,
+         .mask = mask,
+         .weight = forward.weight,
+         .bias = forward.bias,
+         .residual = residual,
+         .running_mean = evaluate.running_mean,
+         .running_var = evaluate.running_var,
+         .dx = t.evaluated_dx.view(),
+         .dweight = t.evaluated_dweight.view(),
+         .dbias = t.evaluated_dbias.view(),
+         .dresidual = c.residual ? t.evaluated_dresidual.view() : MutableTensorView()});
   }
 }
 
+Doubles fetched(std::span<const double> on_device) {
+  Doubles values(on_device.size());
+  copy_from_device(values.data(), on_device.data(), on_device.size_bytes());
+  return values;
+}
+
 void step_on_cuda(const LayerCase& c, Tensors& t, cuda::Communicator& communicator) {
-  const cuda::Stream stream;
   const auto absent_unless = [](bool there, Tensor& tensor) {
     return there ? DeviceTensor(tensor) : DeviceTensor();
   };
@@ -200,35 +246,53 @@ void step_on_cuda(const LayerCase& c, Tensors& t, cuda::Communicator& communicat
   const DeviceArray<std::uint8_t> mask_bytes(t.mask);
   const MaskView mask =
       c.mask ? MaskView{mask_bytes.data(), mask_sizes(t.x.view()), Device::kCuda} : MaskView{};
-  const DeviceArray<std::int64_t> counters(std::vector<std::int64_t>{t.tracked, t.call});
-  const DeviceArray<double> mean(c.channels), var(c.channels), rstd(c.channels);
-  const DeviceArray<std::int64_t> info(cuda::kInfoWords, -9);
-  const DeviceArray<std::uint8_t> bits(activation_mask_bytes(t.x.view()));
-  const DeviceArray<std::int64_t> workspace(cuda::batch_norm_workspace_words(
-      c.dtype, c.channels, c.options.statistics, communicator.size()));
-  const bool keeps_mask = c.residual && c.options.activation.kind != ActivationKind::kNone;
-  const cuda::BatchStatistics statistics{mean.data(), var.data(), rstd.data(), info.data(),
-                                         keeps_mask ? bits.data() : nullptr};
-  cuda::RunningStatistics running;
-  running.call = counters.data() + 1;
-  if (c.running) {
-    running.mean = running_mean.view();
-    running.var = running_var.view();
-    running.num_batches_tracked = counters.data();
+  const DeviceArray<std::int64_t> tracked(1, t.tracked);
+  const BatchNorm::Forward forward{.x = x.view(),
+                                   .mask = mask,
+                                   .weight = weight.view(),
+                                   .bias = bias.view(),
+                                   .residual = residual.view(),
+                                   .y = y.view(),
+                                   .running_mean = running_mean.view(),
+                                   .running_var = running_var.view(),
+                                   .num_batches_tracked = c.running ? tracked.data() : nullptr};
+  const BatchNorm::Backward backward{.dy = dy.view(),
+                                     .x = forward.x,
+                                     .mask = mask,
+                                     .weight = forward.weight,
+                                     .bias = forward.bias,
+                                     .dx = dx.view(),
+                                     .dweight = dweight.view(),
+                                     .dbias = dbias.view(),
+                                     .dresidual = dresidual.view(),
+                                     .affine = c.which};
+  BatchNorm layer(options_of(c), communicator);
+  Saved saved;
+  for (int step = 0; step < c.steps; ++step) {
+    layer.forward(forward, saved);
+    layer.backward(backward, saved);
   }
-  cuda::batch_norm_forward(x.view(), mask, weight.view(), bias.view(), residual.view(), y.view(),
-                           running, statistics, c.options, communicator, workspace.data(), stream);
-  cuda::batch_norm_backward(dy.view(), x.view(), mask, weight.view(), bias.view(), statistics,
-                            dx.view(), dweight.view(), dbias.view(), dresidual.view(),
-                            c.options.activation, c.which, communicator, workspace.data(), stream);
-  cuda::batch_norm_evaluate(x.view(), mask, weight.view(), bias.view(), residual.view(),
-                            running_mean.view(), running_var.view(), evaluated.view(), c.options,
-                            workspace.data(), stream);
+  layer.evaluate({.x = forward.x,
+                  .mask = mask,
+                  .weight = forward.weight,
+                  .bias = forward.bias,
+                  .residual = forward.residual,
+                  .running_mean = forward.running_mean,
+                  .running_var = forward.running_var,
+                  .y = evaluated.view()});
   if (c.running) {
-    cuda::batch_norm_evaluate_backward(
-        dy.view(), x.view(), mask, weight.view(), bias.view(), residual.view(), running_mean.view(),
-        running_var.view(), evaluated_dx.view(), evaluated_dweight.view(), evaluated_dbias.view(),
-        evaluated_dresidual.view(), c.options, bits.data(), workspace.data(), stream);
+    layer.evaluate_backward({.dy = backward.dy,
+                             .x = forward.x,
+                             .mask = mask,
+                             .weight = forward.weight,
+                             .bias = forward.bias,
+                             .residual = forward.residual,
+                             .running_mean = forward.running_mean,
+                             .running_var = forward.running_var,
+                             .dx = evaluated_dx.view(),
+                             .dweight = evaluated_dweight.view(),
+                             .dbias = evaluated_dbias.view(),
+                             .dresidual = evaluated_dresidual.view()});
     t.running_mean = running_mean.fetch();
     t.running_var = running_var.fetch();
     t.evaluated_dx = evaluated_dx.fetch();
@@ -244,13 +308,12 @@ void step_on_cuda(const LayerCase& c, Tensors& t, cuda::Communicator& communicat
   t.evaluated = evaluated.fetch();
   t.dweight = dweight.fetch();
   t.dbias = dbias.fetch();
-  t.mean = mean.values();
-  t.var = var.values();
-  t.rstd = rstd.values();
-  t.tracked = counters.values()[0];
-  t.call = counters.values()[1];
-  t.count = info.values()[0];
-  t.fingerprint = info.values()[1];
+  t.mean = fetched(saved.mean());
+  t.var = fetched(saved.var());
+  t.rstd = fetched(saved.rstd());
+  t.tracked = tracked.values()[0];
+  t.count = saved.count();
+  layer.check();
 }
 
 void expect_same(const Tensors& cuda, const Tensors& cpu) {
@@ -276,9 +339,7 @@ void expect_same(const Tensors& cuda, const Tensors& cpu) {
   EXPECT_TRUE(same_bits(cuda.var, cpu.var));
   EXPECT_TRUE(same_bits(cuda.rstd, cpu.rstd));
   EXPECT_EQ(cuda.tracked, cpu.tracked);
-  EXPECT_EQ(cuda.call, cpu.call);
   EXPECT_EQ(cuda.count, cpu.count);
-  EXPECT_EQ(cuda.fingerprint, cpu.fingerprint);
 }
 
 }  // namespace

@@ -16,12 +16,12 @@ struct LayerCase {
   DType dtype = DType::kFloat32;
   std::int64_t channels = 1;
   std::vector<std::int64_t> spatial;
-  BatchNormOptions options{.layer = 1};
+  BatchNorm::Options options{.name = "layer"};  ///< but for its channels
   bool residual = false;
   bool mask = false;
   bool running = true;
   AffineGradients which = AffineGradients::kShare;
-  std::int64_t call = 0;
+  int steps = 1;  ///< of one layer, on the same tensors
   /// Welford mode: the CPU's layer merges the ranks' records as CUDA has them, whose order within a
   /// rank is another.
   bool records_of_cuda = false;

@@ -11,7 +11,7 @@
 
 #include "cuda/check.hpp"
 #include "device.hpp"
-#include "syncbn/cuda_batch_norm.hpp"
+#include "syncbn/batch_norm.hpp"
 #include "syncbn/error.hpp"
 
 // Groups over NCCL. Several ranks need a device each, so most of this is one rank; processes that
@@ -107,30 +107,25 @@ TEST(Nccl, CapturedForwardReplaysExact) {
   const int device = 0;
   ASSERT_EQ(ncclCommInitAll(&handle, 1, &device), ncclSuccess);
   cuda::NcclCommunicator group(handle);
-  const auto self = cuda::self_communicator();
   const TestStream stream;
   testing::Random random(5);
   const auto batch = [&] {
     return Tensor(DType::kFloat32, {6, 3, 25},
                   testing::rough_values(random, DType::kFloat32, 6, 75));
   };
-  const DeviceArray<double> values(9);
-  const DeviceArray<std::int64_t> info(cuda::kInfoWords);
-  const DeviceArray<std::int64_t> workspace(cuda::batch_norm_workspace_words(DType::kFloat32, 3));
-  const auto forward = [&](DeviceTensor& x, DeviceTensor& y, cuda::Communicator& communicator) {
-    cuda::batch_norm_forward(x.view(), {}, {}, {}, {}, y.view(), {},
-                             {values.data(), values.data() + 3, values.data() + 6, info.data()}, {},
-                             communicator, workspace.data(), stream.get());
-  };
+  BatchNorm of_group({.channels = 3}, group), alone({.channels = 3});
+  Saved saved, expected_saved;
+  const auto execution = Execution::on_stream(stream.handle());
   const Tensor first = batch();
   const Tensor second = batch();
   DeviceTensor x(first), y(Tensor(DType::kFloat32, {6, 3, 25}));
-  forward(x, y, group);  // NCCL connects in the first exchange
+  // NCCL connects in the first exchange, and the layer makes its memory.
+  of_group.forward({.x = x.view(), .y = y.view()}, saved, execution);
   group.wait(stream.get());
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t executable = nullptr;
   SYNCBN_CUDA_CHECK(cudaStreamBeginCapture(stream.handle(), cudaStreamCaptureModeThreadLocal));
-  forward(x, y, group);
+  of_group.forward({.x = x.view(), .y = y.view()}, saved, execution);
   SYNCBN_CUDA_CHECK(cudaStreamEndCapture(stream.handle(), &graph));
   SYNCBN_CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
   for (const Tensor& input : {first, second}) {
@@ -139,9 +134,10 @@ TEST(Nccl, CapturedForwardReplaysExact) {
     group.wait(stream.get());
     DeviceTensor expected_x(input), expected(Tensor(DType::kFloat32, {6, 3, 25}));
     const Doubles actual = y.fetch().values();
-    forward(expected_x, expected, *self);
+    alone.forward({.x = expected_x.view(), .y = expected.view()}, expected_saved, execution);
     EXPECT_TRUE(same_bits(actual, expected.fetch().values()));
-    EXPECT_EQ(cuda::read_count(info.data(), stream.get()), 150);
+    EXPECT_EQ(saved.count(), 150);
+    of_group.check(execution);
   }
   SYNCBN_CUDA_CHECK(cudaGraphExecDestroy(executable));
   SYNCBN_CUDA_CHECK(cudaGraphDestroy(graph));

@@ -1,5 +1,5 @@
-// CUDA's runtime as far as exchanges through the host need it, for two devices whose memory is the
-// host's.
+// CUDA's runtime as far as layers need it besides their kernels, for two devices whose memory is
+// the host's.
 #include <cuda_runtime_api.h>
 
 #include <cstdlib>
@@ -17,6 +17,14 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
 }
 cudaError_t cudaFree(void* memory) {
   std::free(memory);
+  return cudaSuccess;
+}
+cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) {
+  return cudaMalloc(memory, bytes);
+}
+cudaError_t cudaFreeAsync(void* memory, cudaStream_t) { return cudaFree(memory); }
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  std::memset(memory, value, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {

@@ -92,14 +92,16 @@ TEST(CudaBits, RecoveredInputExact) {
     std::vector<std::uint8_t> expected_mask(size(activation_mask_bytes(c.x.view())), 0);
     std::vector<std::uint8_t> mask(expected_mask);
     Tensor expected = c.x;
-    recover_input(c.x.view(), mean.data(), rstd.data(), c.weight_view(), c.bias_view(),
-                  expected.view(), expected_mask.data(), 0.125, serial_executor());
+    recover_input({c.x.view(), mean.data(), rstd.data(), c.weight_view(), c.bias_view(),
+                   expected.view(), expected_mask.data(), 0.125},
+                  serial_executor());
     for (const Configuration& configuration : two_configurations(random)) {
       const ConfigurationScope scope(configuration);
       Tensor x = c.x;  // in place
-      cuda::recover_input(on_cuda(TensorView(x.view())), mean.data(), rstd.data(),
-                          on_cuda(c.weight_view()), on_cuda(c.bias_view()), on_cuda(x.view()),
-                          mask.data(), 0.125, {});
+      cuda::recover_input(
+          {on_cuda(TensorView(x.view())), mean.data(), rstd.data(), on_cuda(c.weight_view()),
+           on_cuda(c.bias_view()), on_cuda(x.view()), mask.data(), 0.125},
+          {});
       EXPECT_TRUE(same_bits(x.values(), expected.values()));
       EXPECT_EQ(mask, expected_mask);
     }

@@ -162,28 +162,42 @@ void expect_same(const Place& place, bool whole) {
   local_moments(x.view(), {}, reference.data(), 0, executor);
   cuda::local_moments(far_x.view(), {}, {}, message.data(), workspace.data(), {});
   expect_sums("moments");
-  local_gradients(dy.view(), x.view(), {}, mean.data(), rstd.data(), through, expected.view(),
+  local_gradients({dy.view(), x.view(), {}, mean.data(), rstd.data(), through, expected.view()},
                   reference.data(), 0, executor);
-  cuda::local_gradients(far_dy.view(), far_x.view(), {}, mean.data(), rstd.data(), through,
-                        far_out.view(), nullptr, message.data(), workspace.data(), {});
+  cuda::local_gradients(
+      {far_dy.view(), far_x.view(), {}, mean.data(), rstd.data(), through, far_out.view()}, nullptr,
+      message.data(), workspace.data(), {});
   expect_sums("gradients");
   expect_out("u");
 
-  normalize(x.view(), {}, mean.data(), rstd.data(), {}, {}, dy.view(), expected.view(), nullptr, {},
-            executor);
-  cuda::normalize(far_x.view(), {}, mean.data(), rstd.data(), {}, {}, far_dy.view(), far_out.view(),
-                  nullptr, {}, {});
+  normalize({x.view(), {}, mean.data(), rstd.data(), {}, {}, dy.view(), expected.view()}, executor);
+  cuda::normalize(
+      {far_x.view(), {}, mean.data(), rstd.data(), {}, {}, far_dy.view(), far_out.view()}, {});
   expect_out("y");
-  input_gradient(dy.view(), x.view(), {}, mean.data(), rstd.data(), coefficients.data(), through,
-                 expected.view(), executor);
-  cuda::input_gradient(far_dy.view(), far_x.view(), {}, mean.data(), rstd.data(),
-                       coefficients.data(), through, far_out.view(), {});
+  input_gradient({dy.view(),
+                  x.view(),
+                  {},
+                  mean.data(),
+                  rstd.data(),
+                  coefficients.data(),
+                  through,
+                  expected.view()},
+                 executor);
+  cuda::input_gradient({far_dy.view(),
+                        far_x.view(),
+                        {},
+                        mean.data(),
+                        rstd.data(),
+                        coefficients.data(),
+                        through,
+                        far_out.view()},
+                       {});
   expect_out("dx");
   std::vector<std::uint8_t> mask(size(activation_mask_bytes(x.view())));
-  recover_input(x.view(), mean.data(), rstd.data(), {}, {}, expected.view(), mask.data(), 0.125,
+  recover_input({x.view(), mean.data(), rstd.data(), {}, {}, expected.view(), mask.data(), 0.125},
                 executor);
-  cuda::recover_input(far_x.view(), mean.data(), rstd.data(), {}, {}, far_out.view(), nullptr,
-                      0.125, {});
+  cuda::recover_input(
+      {far_x.view(), mean.data(), rstd.data(), {}, {}, far_out.view(), nullptr, 0.125}, {});
   expect_out("recovered x");
 }
 

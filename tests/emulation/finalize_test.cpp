@@ -99,16 +99,28 @@ TEST(CudaFinalize, MergedMessagesOfAnyDigitsExact) {
     Doubles coefficients(size(3 * kChannels)), expected(coefficients);
     Tensor dweight(DType::kFloat64, {kChannels}), dbias(dweight), expected_dweight(dweight),
         expected_dbias(dweight);
-    finalize_gradients(info, message.data() + kHeaderWords, expected_mean.data(),
-                       expected_rstd.data(), {}, expected.data(), expected_dweight.view(),
-                       expected_dbias.view(), kChannels, info.count, serial_executor());
+    finalize_gradients(info, message.data() + kHeaderWords,
+                       {expected_mean.data(),
+                        expected_rstd.data(),
+                        {},
+                        expected.data(),
+                        expected_dweight.view(),
+                        expected_dbias.view(),
+                        kChannels},
+                       info.count, serial_executor());
     const auto on_cuda = [](MutableTensorView view) {
       view.device = Device::kCuda;
       return view;
     };
     cuda::finalize_gradients(message.data(), dtype, ranks, nullptr, words.data(),
-                             expected_mean.data(), expected_rstd.data(), {}, coefficients.data(),
-                             on_cuda(dweight.view()), on_cuda(dbias.view()), kChannels, {});
+                             {expected_mean.data(),
+                              expected_rstd.data(),
+                              {},
+                              coefficients.data(),
+                              on_cuda(dweight.view()),
+                              on_cuda(dbias.view()),
+                              kChannels},
+                             {});
     EXPECT_TRUE(same_bits(coefficients, expected)) << "coefficients";
     EXPECT_TRUE(same_bits(dweight.values(), expected_dweight.values())) << "dweight";
     EXPECT_TRUE(same_bits(dbias.values(), expected_dbias.values())) << "dbias";

@@ -12,7 +12,7 @@
 #include "emulator.hpp"
 #include "on_cuda.hpp"
 #include "support.hpp"
-#include "syncbn/cuda_batch_norm.hpp"
+#include "syncbn/batch_norm.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/welford.hpp"
@@ -74,14 +74,14 @@ struct Step {
                         channels, 1e-5, {});
   }
   void gradients() {
-    cuda::local_gradients(on_cuda(dy.view()), on_cuda(x.view()), {}, mean.data(), rstd.data(), {},
-                          {}, info.data(), message.data(), workspace.data(), {});
+    cuda::local_gradients({on_cuda(dy.view()), on_cuda(x.view()), {}, mean.data(), rstd.data()},
+                          info.data(), message.data(), workspace.data(), {});
   }
   void after_forward() {
     cuda::finalize_moments(message.data(), dtype, 1, mean.data(), var.data(), rstd.data(),
                            info.data(), channels, 1e-5, {});
-    cuda::normalize(on_cuda(x.view()), {}, mean.data(), rstd.data(), {}, {}, {}, on_cuda(y.view()),
-                    nullptr, {}, {});
+    cuda::normalize(
+        {on_cuda(x.view()), {}, mean.data(), rstd.data(), {}, {}, {}, on_cuda(y.view())}, {});
     cuda::update_running_statistics({{}, {}, nullptr, info.data()}, mean.data(), var.data(),
                                     info.data(), channels, 0.1, {});
   }
@@ -90,14 +90,22 @@ struct Step {
     cuda::evaluation_statistics(running, running, mean.data(), rstd.data(), 1e-5, {});
     cuda::evaluation_input_gradient(on_cuda(dy.view()), {}, rstd.data(), {}, on_cuda(dx.view()),
                                     {});
-    cuda::recover_input(on_cuda(y.view()), mean.data(), rstd.data(), {}, {}, on_cuda(y.view()),
-                        nullptr, 0.5, {});
+    cuda::recover_input(
+        {on_cuda(y.view()), mean.data(), rstd.data(), {}, {}, on_cuda(y.view()), nullptr, 0.5}, {});
   }
   void after_backward() {
-    cuda::finalize_gradients(message.data(), dtype, 1, nullptr, info.data(), mean.data(),
-                             rstd.data(), {}, coefficients.data(), {}, {}, channels, {});
-    cuda::input_gradient(on_cuda(dy.view()), on_cuda(x.view()), {}, mean.data(), rstd.data(),
-                         coefficients.data(), {}, on_cuda(dx.view()), {});
+    cuda::finalize_gradients(message.data(), dtype, 1, nullptr, info.data(),
+                             {mean.data(), rstd.data(), {}, coefficients.data(), {}, {}, channels},
+                             {});
+    cuda::input_gradient({on_cuda(dy.view()),
+                          on_cuda(x.view()),
+                          {},
+                          mean.data(),
+                          rstd.data(),
+                          coefficients.data(),
+                          {},
+                          on_cuda(dx.view())},
+                         {});
   }
 };
 
@@ -172,22 +180,6 @@ TEST(CudaLaunch, SeveralElementsAtOnceWhereTheyFit) {
   }
 }
 
-/// A rank alone: what is exchanged is copied, which is no kernel.
-class Alone final : public cuda::Communicator {
- public:
-  int rank() const override { return 0; }
-  int size() const override { return 1; }
-  void all_reduce_sum(std::span<const std::int64_t> in, std::span<std::int64_t> out,
-                      const cuda::Stream&) override {
-    std::copy(in.begin(), in.end(), out.begin());
-  }
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out,
-                  const cuda::Stream&) override {
-    std::copy(in.begin(), in.end(), out.begin());
-  }
-  void abandon(const std::string&) override {}
-};
-
 /// Sums, finalize and an element-wise kernel. torch.nn.SyncBatchNorm launches about ten forward.
 TEST(CudaLaunch, ThreeKernelsForEachDirection) {
   const std::int64_t channels = 8;
@@ -195,30 +187,29 @@ TEST(CudaLaunch, ThreeKernelsForEachDirection) {
     for (const bool welford : {false, true}) {
       for (const std::optional<double> momentum : {std::optional<double>(0.1), {}}) {
         Step s(dtype, {4, channels, 6}, Memory::kPlanes);
-        const BatchNormOptions options{
-            .momentum = momentum,
-            .statistics = welford ? Statistics::kWelford : Statistics::kReproducible};
-        Words memory(size(cuda::batch_norm_workspace_words(dtype, channels, options.statistics)));
-        std::int64_t counters[3] = {};
+        BatchNorm layer({.channels = channels,
+                         .momentum = momentum,
+                         .statistics = welford ? Statistics::kWelford : Statistics::kReproducible});
+        Saved saved;
+        std::int64_t tracked = 0;
         Tensor running(DType::kFloat32, {channels});
         const MutableTensorView estimate = on_cuda(running.view());
-        const cuda::BatchStatistics statistics{s.mean.data(), s.var.data(), s.rstd.data(),
-                                               s.info.data(), nullptr};
-        Alone alone;
         s.moments();  // loads the kernels
         auto launches = [before = emulation::counts().launches]() mutable {
           return emulation::counts().launches - std::exchange(before, emulation::counts().launches);
         };
-        cuda::batch_norm_forward(on_cuda(s.x.view()), {}, {}, {}, {}, on_cuda(s.y.view()),
-                                 {estimate, estimate, &counters[0], &counters[1], &counters[2]},
-                                 statistics, options, alone, memory.data(), {});
+        layer.forward({.x = on_cuda(s.x.view()),
+                       .y = on_cuda(s.y.view()),
+                       .running_mean = estimate,
+                       .running_var = estimate,
+                       .num_batches_tracked = &tracked},
+                      saved);
         EXPECT_EQ(launches(), welford || !momentum.has_value() ? 4u : 3u) << name(dtype);
-        EXPECT_EQ(counters[0], 1);
-        EXPECT_EQ(counters[1], 1);
-        EXPECT_EQ(counters[2], 24);
-        cuda::batch_norm_backward(on_cuda(s.dy.view()), on_cuda(s.x.view()), {}, {}, {}, statistics,
-                                  on_cuda(s.dx.view()), {}, {}, {}, {}, AffineGradients::kShare,
-                                  alone, memory.data(), {});
+        EXPECT_EQ(tracked, 1);
+        EXPECT_EQ(saved.count(), 24);
+        layer.backward(
+            {.dy = on_cuda(s.dy.view()), .x = on_cuda(s.x.view()), .dx = on_cuda(s.dx.view())},
+            saved);
         EXPECT_EQ(launches(), 3u) << name(dtype);
       }
     }

@@ -122,9 +122,9 @@ TEST(CudaPasses, DisagreementGivesNaNAndUpdatesNothing) {
   EXPECT_EQ(tracked, 4);
   EXPECT_EQ(call, 6) << "all ranks count calls, whatever came of them";
   Doubles coefficients(9);
-  cuda::finalize_gradients(cuda_moments(x, 1, 3).data(), DType::kFloat32, 1, nullptr,
-                           moments.info.data(), moments.mean.data(), moments.rstd.data(), {},
-                           coefficients.data(), {}, {}, 3, {});
+  cuda::finalize_gradients(
+      cuda_moments(x, 1, 3).data(), DType::kFloat32, 1, nullptr, moments.info.data(),
+      {moments.mean.data(), moments.rstd.data(), {}, coefficients.data(), {}, {}, 3}, {});
   EXPECT_TRUE(same_bits(coefficients, Doubles(9, nan)));
 }
 
@@ -142,10 +142,24 @@ TEST(CudaPasses, InputIsRecoveredByEachKernelExact) {
         const Doubles rstd(size(extent), 1.5);
         std::vector<std::uint8_t> expected_mask(size(activation_mask_bytes(x.view())));
         std::vector<std::uint8_t> mask(expected_mask);
-        recover_input(expected.view(), mean.data(), rstd.data(), {}, {}, expected.view(),
-                      expected_mask.data(), 0.125, serial_executor());
-        cuda::recover_input(on_cuda(TensorView(x.view())), mean.data(), rstd.data(), {}, {},
-                            on_cuda(x.view()), mask.data(), 0.125, {});
+        recover_input({expected.view(),
+                       mean.data(),
+                       rstd.data(),
+                       {},
+                       {},
+                       expected.view(),
+                       expected_mask.data(),
+                       0.125},
+                      serial_executor());
+        cuda::recover_input({on_cuda(TensorView(x.view())),
+                             mean.data(),
+                             rstd.data(),
+                             {},
+                             {},
+                             on_cuda(x.view()),
+                             mask.data(),
+                             0.125},
+                            {});
         EXPECT_EQ(mask, expected_mask);
         EXPECT_TRUE(same_bits(x.values(), expected.values())) << name(dtype) << " " << extent;
       }
@@ -311,9 +325,15 @@ TEST(CudaPasses, WrongArgumentsChangeNothing) {
   const Tensor y(DType::kFloat64, {2, 3}, Doubles(6, 1.0));
   const Doubles zeros(9);
   EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
-                         cuda::input_gradient(on_cuda(y.view()), on_cuda(x.view()), {},
-                                              zeros.data(), zeros.data(), zeros.data(), {},
-                                              on_cuda(x.view()), {});
+                         cuda::input_gradient({on_cuda(y.view()),
+                                               on_cuda(x.view()),
+                                               {},
+                                               zeros.data(),
+                                               zeros.data(),
+                                               zeros.data(),
+                                               {},
+                                               on_cuda(x.view())},
+                                              {});
                        }),
                        "dy: got float64, expected the dtype of x, float32"));
   EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {

@@ -163,7 +163,7 @@ struct PeerBatch {
         return view;
       };
       local_moments(part(x), {}, out.forward.data(), forward, serial_executor());
-      local_gradients(part(dy), part(x), {}, out.mean.data(), out.rstd.data(), {}, {},
+      local_gradients({part(dy), part(x), {}, out.mean.data(), out.rstd.data()},
                       out.backward.data(), backward_fingerprint(forward), serial_executor());
     };
     sums(0, all, one);
@@ -172,9 +172,9 @@ struct PeerBatch {
                      one.rstd.data(), channels, kPeerEps, serial_executor());
     one.info = {info.count, forward};
     finalize_gradients(read_header(one.backward.data(), 1), one.backward.data() + kHeaderWords,
-                       one.mean.data(), one.rstd.data(), one.weight.view(), one.coefficients.data(),
-                       one.dweight.view(), one.dbias.view(), channels, info.count,
-                       serial_executor());
+                       {one.mean.data(), one.rstd.data(), one.weight.view(),
+                        one.coefficients.data(), one.dweight.view(), one.dbias.view(), channels},
+                       info.count, serial_executor());
     std::int64_t first = 0;
     for (const std::int64_t count : samples) {
       ranks.emplace_back(dtype, channels, share);
@@ -182,9 +182,13 @@ struct PeerBatch {
       first += count;
       shares.push_back(one);
       if (share) {
-        affine_gradient_shares(ranks.back().backward.data() + kHeaderWords, dtype, one.mean.data(),
-                               one.rstd.data(), shares.back().dweight.view(),
-                               shares.back().dbias.view(), channels, serial_executor());
+        affine_gradient_shares(ranks.back().backward.data() + kHeaderWords, dtype,
+                               {.mean = one.mean.data(),
+                                .rstd = one.rstd.data(),
+                                .dweight = shares.back().dweight.view(),
+                                .dbias = shares.back().dbias.view(),
+                                .channels = channels},
+                               serial_executor());
       }
     }
   }

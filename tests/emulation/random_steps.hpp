@@ -240,20 +240,27 @@ inline void run_on_cpu(const Case& c, Results& r) {
   finalize_moments(info, r.message.data() + kHeaderWords, r.mean.data(), r.var.data(),
                    r.rstd.data(), c.channels(), kEps, executor);
   std::uint8_t* mask = r.mask.empty() ? nullptr : r.mask.data();
-  normalize(c.x.view(), counts, r.mean.data(), r.rstd.data(), c.weight_view(), c.bias_view(),
-            residual_of(c), r.y.view(), mask, c.activation, executor);
-  local_gradients(c.dy.view(), c.x.view(), counts, r.mean.data(), r.rstd.data(), through(c, r),
-                  c.kept ? r.u.view() : MutableTensorView(), r.gradient_message.data(),
-                  backward_fingerprint(tag), executor);
+  normalize({c.x.view(), counts, r.mean.data(), r.rstd.data(), c.weight_view(), c.bias_view(),
+             residual_of(c), r.y.view(), mask, c.activation},
+            executor);
+  local_gradients({c.dy.view(), c.x.view(), counts, r.mean.data(), r.rstd.data(), through(c, r),
+                   c.kept ? r.u.view() : MutableTensorView()},
+                  r.gradient_message.data(), backward_fingerprint(tag), executor);
   finalize_gradients(read_header(r.gradient_message.data(), 1),
-                     r.gradient_message.data() + kHeaderWords, r.mean.data(), r.rstd.data(),
-                     c.weight_view(), r.coefficients.data(), r.dweight.view(), r.dbias.view(),
-                     c.channels(), r.count, executor);
-  affine_gradient_shares(r.gradient_message.data() + kHeaderWords, c.dtype, r.mean.data(),
-                         r.rstd.data(), r.share_weight.view(), r.share_bias.view(), c.channels(),
+                     r.gradient_message.data() + kHeaderWords,
+                     {r.mean.data(), r.rstd.data(), c.weight_view(), r.coefficients.data(),
+                      r.dweight.view(), r.dbias.view(), c.channels()},
+                     r.count, executor);
+  affine_gradient_shares(r.gradient_message.data() + kHeaderWords, c.dtype,
+                         {.mean = r.mean.data(),
+                          .rstd = r.rstd.data(),
+                          .dweight = r.share_weight.view(),
+                          .dbias = r.share_bias.view(),
+                          .channels = c.channels()},
                          executor);
-  input_gradient(c.dy.view(), c.x.view(), counts, r.mean.data(), r.rstd.data(),
-                 r.coefficients.data(), through(c, r), r.dx.view(), executor);
+  input_gradient({c.dy.view(), c.x.view(), counts, r.mean.data(), r.rstd.data(),
+                  r.coefficients.data(), through(c, r), r.dx.view()},
+                 executor);
   evaluation_input_gradient(c.dy.view(), counts, r.rstd.data(), c.weight_view(), r.evaluated.view(),
                             executor);
 }
@@ -276,29 +283,33 @@ inline void run_on_cuda(const Case& c, Results& r) {
                          info.data(), c.channels(), kEps, stream);
   r.count = info[0];
   std::uint8_t* mask = r.mask.empty() ? nullptr : r.mask.data();
-  cuda::normalize(x, counts, r.mean.data(), r.rstd.data(), weight, bias, on_cuda(residual_of(c)),
-                  on_cuda(r.y.view()), mask, c.activation, stream);
+  cuda::normalize({x, counts, r.mean.data(), r.rstd.data(), weight, bias, on_cuda(residual_of(c)),
+                   on_cuda(r.y.view()), mask, c.activation},
+                  stream);
   EXPECT_EQ(emulation::counts().launches - before, 3u) << "kernels in forward";
   ActivationGradient back = through(c, r);
   back.weight = weight;
   back.bias = bias;
   Words copy(r.gradient_message);
-  cuda::local_gradients(dy, x, counts, r.mean.data(), r.rstd.data(), back,
-                        c.kept ? on_cuda(r.u.view()) : MutableTensorView(), info.data(),
-                        r.gradient_message.data(), workspace.data(), stream, copy.data());
+  cuda::local_gradients({dy, x, counts, r.mean.data(), r.rstd.data(), back,
+                         c.kept ? on_cuda(r.u.view()) : MutableTensorView()},
+                        info.data(), r.gradient_message.data(), workspace.data(), stream,
+                        copy.data());
   EXPECT_EQ(workspace, clean) << "left behind by the gradients' sums";
   EXPECT_EQ(copy, r.gradient_message);
   cuda::finalize_gradients(r.gradient_message.data(), c.dtype, 1, nullptr, info.data(),
-                           r.mean.data(), r.rstd.data(), weight, r.coefficients.data(),
-                           on_cuda(r.dweight.view()), on_cuda(r.dbias.view()), c.channels(),
+                           {r.mean.data(), r.rstd.data(), weight, r.coefficients.data(),
+                            on_cuda(r.dweight.view()), on_cuda(r.dbias.view()), c.channels()},
                            stream);
-  cuda::input_gradient(dy, x, counts, r.mean.data(), r.rstd.data(), r.coefficients.data(), back,
-                       on_cuda(r.dx.view()), stream);
+  cuda::input_gradient({dy, x, counts, r.mean.data(), r.rstd.data(), r.coefficients.data(), back,
+                        on_cuda(r.dx.view())},
+                       stream);
   EXPECT_EQ(emulation::counts().launches - before, 6u) << "and three in backward";
-  cuda::finalize_gradients(r.gradient_message.data(), c.dtype, 1, r.gradient_message.data(),
-                           info.data(), r.mean.data(), r.rstd.data(), weight, r.coefficients.data(),
-                           on_cuda(r.share_weight.view()), on_cuda(r.share_bias.view()),
-                           c.channels(), stream);
+  cuda::finalize_gradients(
+      r.gradient_message.data(), c.dtype, 1, r.gradient_message.data(), info.data(),
+      {r.mean.data(), r.rstd.data(), weight, r.coefficients.data(), on_cuda(r.share_weight.view()),
+       on_cuda(r.share_bias.view()), c.channels()},
+      stream);
   cuda::evaluation_input_gradient(dy, counts, r.rstd.data(), weight, on_cuda(r.evaluated.view()),
                                   stream);
 }

@@ -36,16 +36,17 @@ void expect_same_words(DType dtype, std::int64_t samples, std::int64_t channels,
     const testing::LevelScope scope("reference");
     local_moments(x.view(), mask, moments.data(),
                   fingerprint(1, 0, Direction::kForward, channels, 0.0), serial_executor());
-    local_gradients(dy.view(), x.view(), mask, zeros.data(), zeros.data(), {}, {}, gradients.data(),
-                    0, serial_executor());
+    local_gradients({dy.view(), x.view(), mask, zeros.data(), zeros.data()}, gradients.data(), 0,
+                    serial_executor());
   }
   Words workspace(static_cast<std::size_t>(cuda::workspace_words(dtype, channels)), 0);
   Words of_cuda(moments.size(), -1);
   cuda::local_moments(on_cuda(x.view()), on_cuda(mask), {.layer = 1}, of_cuda.data(),
                       workspace.data(), {});
   EXPECT_EQ(of_cuda, moments) << name(dtype) << " (" << samples << ", " << channels << ")";
-  cuda::local_gradients(on_cuda(dy.view()), on_cuda(x.view()), on_cuda(mask), zeros.data(),
-                        zeros.data(), {}, {}, nullptr, of_cuda.data(), workspace.data(), {});
+  cuda::local_gradients(
+      {on_cuda(dy.view()), on_cuda(x.view()), on_cuda(mask), zeros.data(), zeros.data()}, nullptr,
+      of_cuda.data(), workspace.data(), {});
   EXPECT_EQ(of_cuda, gradients) << name(dtype) << " (" << samples << ", " << channels << ")";
 }
 

@@ -63,9 +63,10 @@ syncbn_activation activation_of(Bytes& bytes) {
   return {enumeration(bytes, 3), number(bytes, 0.1)};
 }
 
-syncbn_batch_norm_options options_of(Bytes& bytes) {
-  syncbn_batch_norm_options options;
-  syncbn_batch_norm_options_init(&options);
+syncbn_batch_norm_options options_of(Bytes& bytes, const Argument& x) {
+  syncbn_batch_norm_options options = SYNCBN_BATCH_NORM_OPTIONS_INIT;
+  options.struct_size += bytes.seldom() ? 8 : 0;
+  options.channels = bytes.seldom() ? odd_number(bytes) : x.channels();
   options.eps = number(bytes, 1e-5);
   options.momentum = number(bytes, 0.1);
   options.cumulative_average = bytes.below(4) == 3 ? 1 : 0;
@@ -73,6 +74,32 @@ syncbn_batch_norm_options options_of(Bytes& bytes) {
   options.activation = activation_of(bytes);
   return options;
 }
+
+bool good_options(const syncbn_batch_norm_options& options, const Argument& x) {
+  return options.struct_size == sizeof(options) && options.channels == x.channels() &&
+         good_eps(options.eps) && is_member(options.statistics, 2) &&
+         good_activation(options.activation) &&
+         (options.cumulative_average != 0 || (options.momentum >= 0 && options.momentum <= 1));
+}
+
+/// A layer of one rank, and what a forward of it saves.
+struct Layer {
+  explicit Layer(const syncbn_batch_norm_options& options)
+      : status(syncbn_batch_norm_create(&options, syncbn_self_communicator(), &layer)) {
+    require(syncbn_saved_create(&saved) == SYNCBN_OK, "an object was refused");
+    require((layer != nullptr) == (status == SYNCBN_OK), "a layer that was refused");
+  }
+  ~Layer() {
+    syncbn_batch_norm_destroy(layer);
+    syncbn_saved_destroy(saved);
+  }
+  Layer(const Layer&) = delete;
+  Layer& operator=(const Layer&) = delete;
+
+  syncbn_batch_norm* layer = nullptr;
+  syncbn_saved* saved = nullptr;
+  syncbn_status status;
+};
 
 /// x, y or dy, and what all calls have beside it.
 struct Common {
@@ -111,56 +138,55 @@ struct Common {
 
 void forward(Bytes& bytes) {
   Common c(bytes);
-  const syncbn_batch_norm_options options = options_of(bytes);
+  const syncbn_batch_norm_options options = options_of(bytes, c.x);
   const bool counter = bytes.below(2) == 0;
-  const bool momentum = options.momentum >= 0 && options.momentum <= 1;
   const bool cumulative = options.cumulative_average != 0;
   const bool accepted = c.good_samples() && c.out.good_like(c.x) && c.good_residual() &&
                         c.good_parameters() && c.good_pair() && c.out.good_output() &&
-                        c.a.good_output() && c.b.good_output() && good_eps(options.eps) &&
-                        is_member(options.statistics, 2) && good_activation(options.activation) &&
-                        (cumulative ? counter || (c.a.absent() && c.b.absent()) : momentum);
+                        c.a.good_output() && c.b.good_output() && good_options(options, c.x) &&
+                        (!cumulative || counter || (c.a.absent() && c.b.absent()));
   if (c.too_large(accepted)) {
     return;
   }
   std::int64_t tracked = 3;
-  syncbn_batch_statistics* statistics = nullptr;
-  const syncbn_status status = syncbn_batch_norm_forward(
-      c.x.make(accepted), c.mask.make(accepted), c.weight.make(accepted), c.bias.make(accepted),
-      c.residual.make(accepted), c.out.make(accepted), c.a.make(accepted), c.b.make(accepted),
-      counter ? &tracked : nullptr, &statistics, &options, syncbn_self_communicator(), nullptr);
+  const syncbn_forward_arguments arguments = {.struct_size = sizeof(arguments),
+                                              .x = c.x.make(accepted),
+                                              .mask = c.mask.make(accepted),
+                                              .weight = c.weight.make(accepted),
+                                              .bias = c.bias.make(accepted),
+                                              .residual = c.residual.make(accepted),
+                                              .y = c.out.make(accepted),
+                                              .running_mean = c.a.make(accepted),
+                                              .running_var = c.b.make(accepted),
+                                              .num_batches_tracked = counter ? &tracked : nullptr};
+  const Layer of(options);
+  const syncbn_status status =
+      of.layer == nullptr ? of.status
+                          : syncbn_batch_norm_forward(of.layer, &arguments, of.saved, nullptr);
   expect(status, accepted);
-  require((statistics != nullptr) == (status == SYNCBN_OK), "statistics without a forward");
+  require(syncbn_saved_channels(of.saved) == (status == SYNCBN_OK ? c.x.channels() : 0),
+          "statistics without a forward");
   require(status == SYNCBN_OK || tracked == 3, "a refused forward counted");
-  syncbn_batch_statistics_destroy(statistics);
 }
 
-/// Statistics of a batch of these sizes, or of another one if that is not possible.
-syncbn_batch_statistics* statistics_of(const Argument& x, std::int32_t activation) {
-  std::vector<std::int64_t> sizes = {2, 3};
-  if (x.good_samples() && !x.large()) {
-    sizes = x.sizes;
-  }
+/// Makes a forward of a batch of these sizes.
+void fill(const Layer& of, const std::vector<std::int64_t>& sizes, std::int32_t dtype) {
   std::size_t count = 1;
   for (const std::int64_t size : sizes) {
     count *= static_cast<std::size_t>(size);
   }
   std::vector<double> values(count + 1, 0.5);
   const syncbn_tensor tensor = {values.data(),
-                                is_member(x.dtype, 4) ? x.dtype : 0,
+                                is_member(dtype, 4) ? dtype : 0,
                                 0,
                                 static_cast<std::int32_t>(sizes.size()),
                                 sizes.data(),
                                 nullptr};
-  syncbn_batch_norm_options options;
-  syncbn_batch_norm_options_init(&options);
-  options.activation.kind = activation;
-  syncbn_batch_statistics* statistics = nullptr;
-  const syncbn_status status = syncbn_batch_norm_forward(
-      &tensor, nullptr, nullptr, nullptr, nullptr, &tensor, nullptr, nullptr, nullptr, &statistics,
-      &options, syncbn_self_communicator(), nullptr);
-  require(status == SYNCBN_OK, syncbn_last_error());
-  return statistics;
+  syncbn_forward_arguments arguments{};
+  arguments.struct_size = sizeof(arguments);
+  arguments.x = arguments.y = &tensor;
+  require(syncbn_batch_norm_forward(of.layer, &arguments, of.saved, nullptr) == SYNCBN_OK,
+          syncbn_last_error());
 }
 
 void backward(Bytes& bytes) {
@@ -170,37 +196,55 @@ void backward(Bytes& bytes) {
   if (c.x.good_samples() && c.x.large()) {
     return;
   }
-  syncbn_batch_statistics* statistics = statistics_of(c.x, activation);
+  const std::vector<std::int64_t> sizes =
+      c.x.good_samples() ? c.x.sizes : std::vector<std::int64_t>{2, 3};
+  syncbn_batch_norm_options options = SYNCBN_BATCH_NORM_OPTIONS_INIT;
+  options.channels = sizes[1];
+  options.activation.kind = activation;
+  const Layer of(options);
+  fill(of, sizes, c.x.dtype);
   const bool accepted = c.good_samples() && c.other.good_like(c.x) && c.out.good_like(c.x) &&
                         c.good_residual() && c.good_parameters() && c.good_pair() &&
                         c.out.good_output() && c.residual.good_output() && c.a.good_output() &&
-                        c.b.good_output() && is_member(affine, 2) &&
-                        syncbn_batch_statistics_channels(statistics) == c.x.channels();
+                        c.b.good_output() && is_member(affine, 2);
   if (!c.too_large(accepted)) {
-    const syncbn_status status = syncbn_batch_norm_backward(
-        c.other.make(accepted), c.x.make(accepted), c.mask.make(accepted), c.weight.make(accepted),
-        c.bias.make(accepted), statistics, c.out.make(accepted), c.a.make(accepted),
-        c.b.make(accepted), c.residual.make(accepted), affine, syncbn_self_communicator(), nullptr);
-    expect(status, accepted, true);
+    const syncbn_backward_arguments arguments = {.struct_size = sizeof(arguments),
+                                                 .dy = c.other.make(accepted),
+                                                 .x = c.x.make(accepted),
+                                                 .mask = c.mask.make(accepted),
+                                                 .weight = c.weight.make(accepted),
+                                                 .bias = c.bias.make(accepted),
+                                                 .dx = c.out.make(accepted),
+                                                 .dweight = c.a.make(accepted),
+                                                 .dbias = c.b.make(accepted),
+                                                 .dresidual = c.residual.make(accepted),
+                                                 .affine = affine};
+    expect(syncbn_batch_norm_backward(of.layer, &arguments, of.saved, nullptr), accepted, true);
   }
-  syncbn_batch_statistics_destroy(statistics);
 }
 
 void evaluate(Bytes& bytes) {
   Common c(bytes);
-  const syncbn_batch_norm_options options = options_of(bytes);
+  const syncbn_batch_norm_options options = options_of(bytes, c.x);
   const bool accepted = c.good_samples() && c.out.good_like(c.x) && c.good_residual() &&
                         c.good_parameters() && c.good_pair() && c.out.good_output() &&
-                        good_eps(options.eps) && is_member(options.statistics, 2) &&
-                        good_activation(options.activation) && c.a.absent() == c.b.absent();
+                        good_options(options, c.x) && c.a.absent() == c.b.absent();
   if (c.too_large(accepted)) {
     return;
   }
-  expect(syncbn_batch_norm_evaluate(c.x.make(accepted), c.mask.make(accepted),
-                                    c.weight.make(accepted), c.bias.make(accepted),
-                                    c.residual.make(accepted), c.a.make(accepted),
-                                    c.b.make(accepted), c.out.make(accepted), &options, nullptr),
-         accepted);
+  const syncbn_evaluate_arguments arguments = {.struct_size = sizeof(arguments),
+                                               .x = c.x.make(accepted),
+                                               .mask = c.mask.make(accepted),
+                                               .weight = c.weight.make(accepted),
+                                               .bias = c.bias.make(accepted),
+                                               .residual = c.residual.make(accepted),
+                                               .running_mean = c.a.make(accepted),
+                                               .running_var = c.b.make(accepted),
+                                               .y = c.out.make(accepted)};
+  const Layer of(options);
+  expect(
+      of.layer == nullptr ? of.status : syncbn_batch_norm_evaluate(of.layer, &arguments, nullptr),
+      accepted);
 }
 
 /// The passes, with arrays of the caller's beside the tensors.

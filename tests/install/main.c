@@ -7,17 +7,24 @@ int main(void) {
   const int64_t sizes[] = {2, 1};
   const syncbn_tensor in = {x, SYNCBN_FLOAT32, SYNCBN_CPU, 2, sizes, NULL};
   const syncbn_tensor out = {y, SYNCBN_FLOAT32, SYNCBN_CPU, 2, sizes, NULL};
-  syncbn_batch_norm_options options;
-  syncbn_batch_norm_options_init(&options);
+  syncbn_batch_norm_options options = SYNCBN_BATCH_NORM_OPTIONS_INIT;
+  options.channels = 1;
   options.eps = 0;
-  syncbn_batch_statistics* statistics = NULL;
-  const syncbn_status status =
-      syncbn_batch_norm_forward(&in, NULL, NULL, NULL, NULL, &out, NULL, NULL, NULL, &statistics,
-                                &options, syncbn_self_communicator(), NULL);
+  syncbn_batch_norm* layer = NULL;
+  syncbn_saved* saved = NULL;
+  syncbn_status status = syncbn_batch_norm_create(&options, syncbn_self_communicator(), &layer);
+  if (status == SYNCBN_OK) {
+    status = syncbn_saved_create(&saved);
+  }
+  if (status == SYNCBN_OK) {
+    const syncbn_forward_arguments f = {.struct_size = sizeof(f), .x = &in, .y = &out};
+    status = syncbn_batch_norm_forward(layer, &f, saved, NULL);
+  }
   if (status != SYNCBN_OK || y[0] != -1 || y[1] != 1) {
     printf("status %d '%s', y %g %g\n", (int)status, syncbn_last_error(), y[0], y[1]);
     return 1;
   }
-  syncbn_batch_statistics_destroy(statistics);
+  syncbn_saved_destroy(saved);
+  syncbn_batch_norm_destroy(layer);
   return 0;
 }

@@ -6,15 +6,13 @@
 #include "syncbn/version.hpp"
 
 int main() {
-  float x[] = {1, 3};
+  const float x[] = {1, 3};
   float y[] = {0, 0};
-  const syncbn::MutableTensorView output(y, syncbn::DType::kFloat32, {2, 1});
-  const auto self = syncbn::self_communicator();
-  const syncbn::BatchStatistics statistics =
-      syncbn::batch_norm_forward({x, syncbn::DType::kFloat32, {2, 1}}, {}, {}, {}, {}, output, {},
-                                 {.eps = 0}, *self, syncbn::serial_executor());
-  if (statistics.mean[0] != 2 || y[0] != -1 || y[1] != 1) {
-    std::printf("mean %g, y %g %g\n", statistics.mean[0], double{y[0]}, double{y[1]});
+  syncbn::BatchNorm layer({.channels = 1, .eps = 0});
+  syncbn::Saved saved;
+  layer.forward({.x = {x, {2, 1}}, .y = {y, {2, 1}}}, saved);
+  if (saved.mean()[0] != 2 || y[0] != -1 || y[1] != 1) {
+    std::printf("mean %g, y %g %g\n", saved.mean()[0], double{y[0]}, double{y[1]});
     return 1;
   }
   try {

@@ -77,13 +77,14 @@ inline Lines differ(const Group& group) {
   Lines lines;
   lines.push_back(outcome([&] { (second ? other : layer)->forward(samples()); }));
   lines.push_back(outcome([&] { (second ? wide : layer)->forward(samples(4, second ? 600 : 3)); }));
+  SyncBatchNorm fresh = new_layer(group);  // the ranks have called `layer` more or less often
   lines.push_back(
-      outcome([&] { layer->forward(samples().to(second ? at::kBFloat16 : at::kFloat)); }));
+      outcome([&] { fresh->forward(samples().to(second ? at::kBFloat16 : at::kFloat)); }));
   const at::Tensor x = samples().requires_grad_();
-  const at::Tensor y = layer->forward(x);
+  const at::Tensor y = fresh->forward(x);
   lines.push_back(outcome([&] {
     if (second) {
-      layer->forward(samples());
+      fresh->forward(samples());
     } else {
       y.sum().backward();
     }
@@ -103,7 +104,7 @@ inline Lines unnamed(const Group& group) {
   lines.push_back(std::to_string(layer->num_batches_tracked.item<std::int64_t>()));
   layer->eval();
   lines.push_back(outcome([&] { layer->forward(samples()); }));  // exchanges nothing
-  lines.push_back(outcome([&] { named->forward(samples()); }));
+  lines.push_back(outcome([&] { new_layer(group)->forward(samples()); }));
   return lines;
 }
 

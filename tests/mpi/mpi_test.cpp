@@ -147,14 +147,21 @@ struct Step {
     };
     y.resize(static_cast<std::size_t>((last - first) * kSample));
     dx.resize(y.size());
-    BatchNormOptions options{.layer = 1};
-    options.statistics = statistics;
-    values = batch_norm_forward(view(x, first), {}, {}, {}, {}, view(y, 0),
-                                {parameter(running_mean), parameter(running_var)}, options, group,
-                                serial_executor());
-    batch_norm_backward(view(dy, first), view(x, first), {}, {}, {}, values, view(dx, 0),
-                        parameter(dweight), parameter(dbias), {}, AffineGradients::kGlobal, group,
-                        serial_executor());
+    BatchNorm layer({.channels = kChannels, .name = "layer", .statistics = statistics}, group);
+    layer.forward({.x = view(x, first),
+                   .y = view(y, 0),
+                   .running_mean = parameter(running_mean),
+                   .running_var = parameter(running_var)},
+                  saved);
+    layer.backward({.dy = view(dy, first),
+                    .x = view(x, first),
+                    .dx = view(dx, 0),
+                    .dweight = parameter(dweight),
+                    .dbias = parameter(dbias),
+                    .affine = AffineGradients::kGlobal},
+                   saved);
+    mean.assign(saved.mean().begin(), saved.mean().end());
+    rstd.assign(saved.rstd().begin(), saved.rstd().end());
   }
 
   std::int64_t first = 0;
@@ -162,7 +169,8 @@ struct Step {
   std::vector<float> y, dx;
   std::vector<float> running_mean = {0, 0, 0}, running_var = {1, 1, 1};
   std::vector<float> dweight = {0, 0, 0}, dbias = {0, 0, 0};
-  BatchStatistics values;
+  std::vector<double> mean, rstd;
+  Saved saved;
 };
 
 TEST(Mpi, LayerHasTheBitsOfOneRankExact) {
@@ -174,9 +182,9 @@ TEST(Mpi, LayerHasTheBitsOfOneRankExact) {
     return std::vector<float>(of.begin() + step.first * Step::kSample,
                               of.begin() + step.last * Step::kSample);
   };
-  EXPECT_EQ(step.values.mean, whole.values.mean);
-  EXPECT_EQ(step.values.rstd, whole.values.rstd);
-  EXPECT_EQ(step.values.count, whole.values.count);
+  EXPECT_EQ(step.mean, whole.mean);
+  EXPECT_EQ(step.rstd, whole.rstd);
+  EXPECT_EQ(step.saved.count(), whole.saved.count());
   EXPECT_EQ(step.y, part(whole.y));
   EXPECT_EQ(step.dx, part(whole.dx));
   EXPECT_EQ(step.running_mean, whole.running_mean);
@@ -188,10 +196,10 @@ TEST(Mpi, LayerHasTheBitsOfOneRankExact) {
 TEST(Mpi, WelfordIsTheSameOnEveryRankExact) {
   MpiCommunicator group(world());
   const Step step(group, Statistics::kWelford);
-  std::vector<double> of_rank_0 = step.values.mean;
+  std::vector<double> of_rank_0 = step.mean;
   MPI_Bcast(of_rank_0.data(), static_cast<int>(of_rank_0.size()), MPI_DOUBLE, 0, MPI_COMM_WORLD);
-  EXPECT_EQ(step.values.mean, of_rank_0);
-  EXPECT_EQ(step.values.count, Step::kSamples * Step::kPlane);
+  EXPECT_EQ(step.mean, of_rank_0);
+  EXPECT_EQ(step.saved.count(), Step::kSamples * Step::kPlane);
 }
 
 TEST(Mpi, APartOfTheWorldIsAGroup) {
@@ -248,16 +256,13 @@ TEST(Mpi, OtherLengthsAreAnErrorOnEveryRankAndTheGroupGoesOn) {
 }
 
 /// A forward whose y is right or not on this rank.
-void forward(Communicator& group, std::uint64_t layer, bool good) {
-  float x[] = {1, 2};
+void forward(Communicator& group, const char* name, bool good) {
+  const float x[] = {1, 2};
   float y[] = {-7, -7};
-  BatchNormOptions options;
-  options.layer = layer;
+  BatchNorm layer({.channels = 1, .name = name}, group);
+  Saved saved;
   try {
-    batch_norm_forward(
-        {x, DType::kFloat32, {2, 1}}, {}, {}, {}, {},
-        {y, DType::kFloat32, good ? std::vector<std::int64_t>{2, 1} : std::vector<std::int64_t>{1}},
-        {}, options, group, serial_executor());
+    layer.forward({.x = {x, {2, 1}}, .y = {y, good ? Extents{2, 1} : Extents{2}}}, saved);
   } catch (...) {
     EXPECT_EQ(y[0], -7);
     throw;
@@ -266,7 +271,7 @@ void forward(Communicator& group, std::uint64_t layer, bool good) {
 
 TEST(Mpi, OtherLayersAreAnErrorOnEveryRank) {
   MpiCommunicator group(world());
-  thrown<DivergenceError>([&] { forward(group, group.rank() == 0 ? 1 : 2, true); });
+  thrown<DivergenceError>([&] { forward(group, group.rank() == 0 ? "stem" : "head", true); });
   expect_usable(group);
 }
 
@@ -274,10 +279,12 @@ TEST(Mpi, ARefusedArgumentReachesEveryRank) {
   for (const int refusing : {0, 1}) {
     MpiCommunicator group(world());
     if (group.rank() == refusing) {
-      thrown<InvalidArgument>([&] { forward(group, 1, false); });
+      thrown<InvalidArgument>([&] { forward(group, "stem", false); });
     } else {
-      const std::string text = thrown<PeerLost>([&] { forward(group, 1, true); });
-      EXPECT_TRUE(contains(text, "rank " + std::to_string(refusing) + " left the group: y: got"))
+      const std::string text = thrown<PeerLost>([&] { forward(group, "stem", true); });
+      EXPECT_TRUE(
+          contains(text, "rank " + std::to_string(refusing) +
+                             " left the group: stem, call 0, forward, 1 channels, float32: y: got"))
           << text;
     }
     expect_broken(group, "rank " + std::to_string(refusing) + " left the group");

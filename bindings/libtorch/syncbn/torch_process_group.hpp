@@ -78,7 +78,7 @@ class ProcessGroupCommunicator final : public Communicator {
   int rank() const override { return group_->getRank(); }
   int size() const override { return group_->getSize(); }
 
-  /// What this rank does, for errors: "bn1, call 7, forward". They begin with it.
+  /// What this rank does, for the errors of the others: "bn1, call 7, forward".
   void set_call(std::string call) { call_ = std::move(call); }
 
   void all_reduce_sum(std::span<std::int64_t> words) override { exchange(Kind::kSum, words); }
@@ -109,13 +109,10 @@ class ProcessGroupCommunicator final : public Communicator {
       at::Tensor frame = new_frame();
       words_of(frame)[kLeavers] = 1;
       reduce(frame);
-      texts((call_.empty() ? "" : call_ + ": ") + reason);
+      texts(reason);
     } catch (const Error&) {  // the caller has an error of its own to throw
     }
   }
-
-  /// Throws DivergenceError with what each rank does; to be called by all of them.
-  [[noreturn]] void diverge() { diverge(call_); }
 
  private:
   enum class Kind : std::uint8_t { kSum, kGather };
@@ -133,20 +130,23 @@ class ProcessGroupCommunicator final : public Communicator {
   static std::int64_t* words_of(const at::Tensor& t) { return t.mutable_data_ptr<std::int64_t>(); }
 
   std::string who() const {
-    return call_ + (call_.empty() ? "" : ", ") + "rank " + std::to_string(rank()) + " of " +
-           std::to_string(size()) + ": ";
+    return "rank " + std::to_string(rank()) + " of " + std::to_string(size()) + ": ";
   }
 
   [[noreturn]] void diverge(const std::string& own) {
     std::string text;
+    std::vector<int> odd;
     const auto said = texts(own);
     for (std::size_t r = 0; r < said.size(); ++r) {
       text += "; rank " + std::to_string(r) + ": " + said[r];
+      if (said[r] != said[0]) {
+        odd.push_back(static_cast<int>(r));
+      }
     }
     if (text.empty()) {
       text = "; the others did not say";
     }
-    throw DivergenceError(who() + "the ranks did not make the same call" + text);
+    throw DivergenceError(who() + "the ranks did not make the same call" + text, odd);
   }
 
   void exchange(Kind kind, std::span<std::int64_t> words) {
@@ -163,7 +163,7 @@ class ProcessGroupCommunicator final : public Communicator {
     std::copy_n(words.data(), framed, data + kPrefixWords);
     reduce(frame);
     if (data[kLeavers] != 0) {
-      throw PeerLost(who() + left());
+      throw_left();
     }
     for (int i = 0; i < kTags; ++i) {  // sum of squares = square of the sum / ranks: all equal
       if (size() * data[2 * i + 1] != data[2 * i] * data[2 * i]) {
@@ -202,19 +202,21 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
   /// Of the ranks that abandoned this exchange: only they say something.
-  std::string left() {
+  [[noreturn]] void throw_left() {
     std::string text;
+    std::vector<int> ranks;
     const auto said = texts("");
     for (std::size_t r = 0; r < said.size(); ++r) {
       if (!said[r].empty()) {
         text += (text.empty() ? "rank " : "; rank ") + std::to_string(r) +
                 " left the group: " + said[r];
+        ranks.push_back(static_cast<int>(r));
       }
     }
     if (text.empty()) {
       text = "a rank left the group and did not say why";
     }
-    return text;
+    throw PeerLost(who() + text, ranks);
   }
 
   /// Sums over the ranks, in place. The tensor outlives this call where the backend still needs it.
@@ -239,7 +241,11 @@ class ProcessGroupCommunicator final : public Communicator {
     std::transform(lower.begin(), lower.end(), lower.begin(),
                    [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
     const bool late = lower.find("timed out") != std::string::npos;
-    const auto [missing, others] = who_is_here();
+    const auto [ranks, others] = who_is_here();
+    std::string missing;
+    for (const int rank : ranks) {
+      missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
+    }
     const std::string limit = std::to_string(timeout_.count());
     std::string why;
     if (late && missing.empty()) {
@@ -253,15 +259,15 @@ class ProcessGroupCommunicator final : public Communicator {
     }
     broken_ = why + others;
     if (late) {
-      throw ExchangeTimeout(who() + broken_);
+      throw ExchangeTimeout(who() + broken_, ranks);
     }
-    throw PeerLost(who() + broken_ + "; the process group: " + reason);
+    throw PeerLost(who() + broken_ + "; the process group: " + reason, ranks);
   }
 
-  /// Ranks that do not answer through the store ("rank 1, rank 2"), and what the others do. When
-  /// one rank fails, so do all that wait, at about the same time: connections are closed.
-  std::pair<std::string, std::string> who_is_here() {
-    std::string missing;
+  /// Ranks that do not answer through the store, and what the others do. When one rank fails, so do
+  /// all that wait, at about the same time: connections are closed.
+  std::pair<std::vector<int>, std::string> who_is_here() {
+    std::vector<int> missing;
     std::string others;
     try {
       const auto store = group_->getStore();
@@ -276,11 +282,10 @@ class ProcessGroupCommunicator final : public Communicator {
         while (!store->check({key}) && std::chrono::steady_clock::now() < until) {
           std::this_thread::sleep_for(std::chrono::milliseconds(10));
         }
-        const std::string name = "rank " + std::to_string(r);
         if (!store->check({key})) {
-          missing += (missing.empty() ? "" : ", ") + name;
+          missing.push_back(r);
         } else if (r != rank()) {
-          others += "; " + name + ": " + store->get_to_str(key);
+          others += "; rank " + std::to_string(r) + ": " + store->get_to_str(key);
         }
       }
     } catch (const std::exception&) {  // the store's own process may be the one that is gone

@@ -142,9 +142,9 @@ Normalized normalized(Outputs& out, const Tensor& x, const std::optional<Tensor>
                       const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                       const Activation& activation, const std::optional<Tensor>& mask,
                       const OnDevice& device) {
-  cuda::normalize(view("x", x), mask_view(mask), double_data(out.mean), double_data(out.rstd),
-                  view("weight", weight), view("bias", bias), view("residual", residual),
-                  mutable_view("y", out.y), byte_data(out.activation_mask), activation,
+  cuda::normalize({view("x", x), mask_view(mask), double_data(out.mean), double_data(out.rstd),
+                   view("weight", weight), view("bias", bias), view("residual", residual),
+                   mutable_view("y", out.y), byte_data(out.activation_mask), activation},
                   device.stream());
   return {out.y, out.mean, out.var, out.rstd, out.info, out.activation_mask};
 }
@@ -218,9 +218,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalize_in_place(
   check_no_rest(rest);
   DeviceStatistics s(x);
   finalize(s, x, merged, eps, ranks, device);
-  cuda::normalize(view("x", x), {}, double_data(s.mean), double_data(s.rstd),
-                  view("weight", weight), view("bias", bias), {}, mutable_view("x", x), nullptr,
-                  {ActivationKind::kLeakyRelu, negative_slope}, device.stream());
+  cuda::normalize({view("x", x),
+                   {},
+                   double_data(s.mean),
+                   double_data(s.rstd),
+                   view("weight", weight),
+                   view("bias", bias),
+                   {},
+                   mutable_view("x", x),
+                   nullptr,
+                   {ActivationKind::kLeakyRelu, negative_slope}},
+                  device.stream());
   return {s.mean, s.var, s.rstd, s.info};
 }
 
@@ -231,10 +239,11 @@ std::tuple<Tensor, Tensor> recover_input(const Tensor& y, const Tensor& mean, co
   const std::int64_t channels = channels_of(y);
   Tensor x = new_output(y);
   Tensor activation_mask = new_zero_mask(y, true);
-  cuda::recover_input(view("y", y), cuda_double("mean", mean, channels),
-                      cuda_double("rstd", rstd, channels), view("weight", weight),
-                      view("bias", bias), mutable_view("x", x), byte_data(activation_mask),
-                      negative_slope, device.stream());
+  cuda::recover_input(
+      {view("y", y), cuda_double("mean", mean, channels), cuda_double("rstd", rstd, channels),
+       view("weight", weight), view("bias", bias), mutable_view("x", x), byte_data(activation_mask),
+       negative_slope},
+      device.stream());
   return {x, activation_mask};
 }
 
@@ -267,12 +276,13 @@ std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, co
   std::int64_t* const to = cuda_int64("message", message, 0);
   Tensor workspace = new_workspace(x, samples.dtype, channels);
   Tensor u = keep ? new_output(x) : empty(x, 0, x.scalar_type());
-  cuda::local_gradients(
-      view("dy", dy), samples, mask_view(mask), cuda_double("mean", mean, channels),
-      cuda_double("rstd", rstd, channels),
-      through(x, weight, bias, activation_mask, activation, negative_slope),
-      keep ? mutable_view("u", u) : MutableTensorView(), cuda_int64("info", info, cuda::kInfoWords),
-      to, cuda_int64("workspace", workspace, 0), device.stream(), twice ? to + words : nullptr);
+  cuda::local_gradients({view("dy", dy), samples, mask_view(mask),
+                         cuda_double("mean", mean, channels), cuda_double("rstd", rstd, channels),
+                         through(x, weight, bias, activation_mask, activation, negative_slope),
+                         keep ? mutable_view("u", u) : MutableTensorView()},
+                        cuda_int64("info", info, cuda::kInfoWords), to,
+                        cuda_int64("workspace", workspace, 0), device.stream(),
+                        twice ? to + words : nullptr);
   return {message, u};
 }
 
@@ -287,11 +297,12 @@ std::tuple<Tensor, Tensor> affine_gradient_shares(const Tensor& message, const T
   Tensor dbias = new_parameter_gradient(x, bias_dtype);
   Tensor unused = empty(x, 3 * channels, ScalarType::Double);
   // A rank's own message, as if it were alone.
-  cuda::finalize_gradients(cuda_int64("message", message, message_words(dtype, channels)), dtype, 1,
-                           nullptr, nullptr, cuda_double("mean", mean, channels),
-                           cuda_double("rstd", rstd, channels), TensorView(), double_data(unused),
-                           wanted("dweight", dweight, weight_dtype),
-                           wanted("dbias", dbias, bias_dtype), channels, device.stream());
+  cuda::finalize_gradients(
+      cuda_int64("message", message, message_words(dtype, channels)), dtype, 1, nullptr, nullptr,
+      {cuda_double("mean", mean, channels), cuda_double("rstd", rstd, channels), TensorView(),
+       double_data(unused), wanted("dweight", dweight, weight_dtype),
+       wanted("dbias", dbias, bias_dtype), channels},
+      device.stream());
   return {dweight, dbias};
 }
 
@@ -318,14 +329,16 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
   cuda::finalize_gradients(
       cuda_int64("merged", merged, kHeaderWords), dtype, static_cast<int>(ranks),
       own.has_value() ? cuda_int64("own", *own, merged.numel()) : nullptr,
-      cuda_int64("info", info, cuda::kInfoWords), means, rstds, view("weight", weight),
-      double_data(coefficients), wanted("dweight", dweight, weight_dtype),
-      wanted("dbias", dbias, bias_dtype), channels, device.stream());
+      cuda_int64("info", info, cuda::kInfoWords),
+      {means, rstds, view("weight", weight), double_data(coefficients),
+       wanted("dweight", dweight, weight_dtype), wanted("dbias", dbias, bias_dtype), channels},
+      device.stream());
   Tensor dx = new_output(x);
-  cuda::input_gradient(view("dy", dy), view("x", x), mask_view(mask), means, rstds,
-                       double_data(coefficients),
-                       through(x, weight, bias, activation_mask, activation, negative_slope),
-                       mutable_view("dx", dx), device.stream());
+  cuda::input_gradient(
+      {view("dy", dy), view("x", x), mask_view(mask), means, rstds, double_data(coefficients),
+       through(x, weight, bias, activation_mask, activation, negative_slope),
+       mutable_view("dx", dx)},
+      device.stream());
   return {dx, dweight, dbias};
 }
 
@@ -344,8 +357,15 @@ std::tuple<Tensor, Tensor, Tensor> evaluate(const Tensor& x, const Tensor& mean,
   cuda::evaluation_statistics(view("mean", mean), view("var", var), double_data(means),
                               double_data(rstds), eps, device.stream());
   Tensor y = new_output(x);
-  cuda::normalize(view("x", x), {}, double_data(means), double_data(rstds), view("weight", weight),
-                  view("bias", bias), {}, mutable_view("y", y), nullptr, {}, device.stream());
+  cuda::normalize({view("x", x),
+                   {},
+                   double_data(means),
+                   double_data(rstds),
+                   view("weight", weight),
+                   view("bias", bias),
+                   {},
+                   mutable_view("y", y)},
+                  device.stream());
   return {y, means, rstds};
 }
 

@@ -3,7 +3,19 @@ and on two threads whose exchange is Python's, and errors with a text for what i
 
 import ctypes
 import threading
-from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_double,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_void_p,
+    pointer,
+    sizeof,
+)
 from pathlib import Path
 
 import pytest
@@ -13,7 +25,8 @@ import syncbn
 
 _PATH = Path(syncbn.__file__).parent / "lib" / "libsyncbn.so"
 LIBRARY = ctypes.CDLL(str(_PATH))
-LIBRARY.syncbn_last_error.restype = ctypes.c_char_p
+LIBRARY.syncbn_last_error.restype = c_char_p
+LIBRARY.syncbn_last_error_layer.restype = c_char_p
 LIBRARY.syncbn_self_communicator.restype = c_void_p
 INVALID, DIVERGENCE = 2, 3
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
@@ -32,14 +45,46 @@ class Tensor(Structure):
 
 class Options(Structure):
     _fields_ = [
+        ("struct_size", c_size_t),
+        ("channels", c_int64),
+        ("name", c_char_p),
         ("eps", c_double),
         ("momentum", c_double),
         ("cumulative_average", c_int32),
         ("statistics", c_int32),
-        ("layer", c_uint64),
-        ("call", c_uint64),
         ("activation_kind", c_int32),
         ("negative_slope", c_double),
+    ]
+
+
+class Forward(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("x", POINTER(Tensor)),
+        ("mask", c_void_p),
+        ("weight", POINTER(Tensor)),
+        ("bias", POINTER(Tensor)),
+        ("residual", POINTER(Tensor)),
+        ("y", POINTER(Tensor)),
+        ("running_mean", POINTER(Tensor)),
+        ("running_var", POINTER(Tensor)),
+        ("num_batches_tracked", POINTER(c_int64)),
+    ]
+
+
+class Backward(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("dy", POINTER(Tensor)),
+        ("x", POINTER(Tensor)),
+        ("mask", c_void_p),
+        ("weight", POINTER(Tensor)),
+        ("bias", POINTER(Tensor)),
+        ("dx", POINTER(Tensor)),
+        ("dweight", POINTER(Tensor)),
+        ("dbias", POINTER(Tensor)),
+        ("dresidual", POINTER(Tensor)),
+        ("affine", c_int32),
     ]
 
 
@@ -48,6 +93,7 @@ ALL_REDUCE = ctypes.CFUNCTYPE(c_int32, c_void_p, POINTER(c_int64), c_int64)
 
 class Communicator(Structure):
     _fields_ = [
+        ("struct_size", c_size_t),
         ("user_data", c_void_p),
         ("rank", c_int32),
         ("size", c_int32),
@@ -57,41 +103,59 @@ class Communicator(Structure):
     ]
 
 
-def tensor(t: torch.Tensor, **changes) -> Tensor:
+def sized(kind, **members):
+    return kind(struct_size=sizeof(kind), **members)
+
+
+def tensor(t: torch.Tensor, **changes):
     numbers = c_int64 * t.dim()
     result = Tensor(
         *(t.data_ptr(), DTYPES[t.dtype], 0, t.dim(), numbers(*t.shape), numbers(*t.stride()))
     )
     for name, value in changes.items():
         setattr(result, name, numbers(*value) if isinstance(value, list) else value)
-    return result
+    return pointer(result)
 
 
-def options(**changes) -> Options:
-    result = Options()
-    LIBRARY.syncbn_batch_norm_options_init(byref(result))
-    for name, value in ({"layer": 1} | changes).items():
-        setattr(result, name, value)
-    return result
-
-
-def train(x, dy, weight, bias, mean, var, communicator, changes=None, **with_options):
+def train(
+    x, dy, weight, bias, mean, var, communicator, changes=None, refused_before=0, **with_options
+):
     """(status, y, dx, dweight, dbias) of a step; mean and var are updated. changes: to what is said
-    about x."""
+    about x. refused_before: how many forwards without arguments come before."""
     y, dx, dweight, dbias = map(torch.empty_like, (x, x, weight, bias))
-    batches, statistics = c_int64(0), c_void_p()
-    status = LIBRARY.syncbn_batch_norm_forward(
-        *(byref(tensor(x, **(changes or {}))), None, byref(tensor(weight)), byref(tensor(bias))),
-        *(None, byref(tensor(y)), byref(tensor(mean)), byref(tensor(var)), byref(batches)),
-        *(byref(statistics), byref(options(**with_options)), communicator, None),
+    batches, layer, saved = c_int64(0), c_void_p(), c_void_p()
+    defaults = {"channels": x.shape[1], "name": b"layer", "eps": 1e-5, "momentum": 0.1}
+    options = sized(Options, **(defaults | with_options))
+    status = LIBRARY.syncbn_batch_norm_create(byref(options), communicator, byref(layer))
+    assert status == 0, LIBRARY.syncbn_last_error()
+    assert LIBRARY.syncbn_saved_create(byref(saved)) == 0
+    for _ in range(refused_before):
+        assert LIBRARY.syncbn_batch_norm_forward(layer, None, saved, None) == INVALID
+    parameters = {"weight": tensor(weight), "bias": tensor(bias)}
+    forward = sized(
+        Forward,
+        x=tensor(x, **(changes or {})),
+        y=tensor(y),
+        running_mean=tensor(mean),
+        running_var=tensor(var),
+        num_batches_tracked=pointer(batches),
+        **parameters,
     )
+    status = LIBRARY.syncbn_batch_norm_forward(layer, byref(forward), saved, None)
     if status == 0:
-        status = LIBRARY.syncbn_batch_norm_backward(
-            *(byref(tensor(dy)), byref(tensor(x)), None, byref(tensor(weight))),
-            *(byref(tensor(bias)), statistics, byref(tensor(dx)), byref(tensor(dweight))),
-            *(byref(tensor(dbias)), None, 1, communicator, None),
+        backward = sized(
+            Backward,
+            dy=tensor(dy),
+            x=tensor(x),
+            dx=tensor(dx),
+            dweight=tensor(dweight),
+            dbias=tensor(dbias),
+            affine=1,
+            **parameters,
         )
-    LIBRARY.syncbn_batch_statistics_destroy(statistics)
+        status = LIBRARY.syncbn_batch_norm_backward(layer, byref(backward), saved, None)
+    LIBRARY.syncbn_saved_destroy(saved)
+    LIBRARY.syncbn_batch_norm_destroy(layer)
     return status, y, dx, dweight, dbias
 
 
@@ -142,7 +206,7 @@ def run_two(steps):
                 words[i] = (word + 2**63) % 2**64 - 2**63
             return 0
 
-        communicator = Communicator(None, rank, 2, ALL_REDUCE(all_reduce), None, None)
+        communicator = sized(Communicator, rank=rank, size=2, all_reduce_sum=ALL_REDUCE(all_reduce))
         found[rank] = *steps[rank](byref(communicator)), LIBRARY.syncbn_last_error().decode()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
@@ -172,19 +236,26 @@ def test_two_ranks_exact():
             assert torch.equal(f, wanted)
 
 
-@pytest.mark.parametrize("field", ({"layer": 3}, {"call": 1}, {"eps": 1e-3}), ids=str)
-def test_ranks_that_differ_get_an_error(field):
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"name": b"other"}, "layer: layer on rank 0, other on rank 1"),
+        ({"refused_before": 1}, "call: 0 on rank 0, 1 on rank 1"),
+        ({"eps": 1e-3}, "eps: 1e-05 on rank 0, 0.001 on rank 1"),
+    ],
+)
+def test_ranks_that_differ_get_an_error(other, text):
     x, dy, weight, bias = case(torch.float32)
     buffers = [(torch.zeros(7), torch.ones(7)) for _ in range(2)]
     found = run_two(
         [
             lambda c: train(x, dy, weight, bias, *buffers[0], c),
-            lambda c: train(x, dy, weight, bias, *buffers[1], c, **field),
+            lambda c: train(x, dy, weight, bias, *buffers[1], c, **other),
         ]
     )
-    for rank, (status, *_, text) in enumerate(found):
+    for rank, (status, *_, told) in enumerate(found):
         assert status == DIVERGENCE
-        assert "did not make the same call" in text
+        assert text in told
         assert torch.equal(buffers[rank][0], torch.zeros(7)), "nothing is updated"
 
 
@@ -199,7 +270,8 @@ def test_ranks_that_differ_get_an_error(field):
         ({"ndim": 2**31 - 1}, "x"),
         ({"data": None}, "x"),
         ({"sizes": None}, "x.sizes"),
-        ({"sizes": [6, 8, 3, 5]}, "y"),
+        ({"sizes": [6, 8, 3, 5]}, "x"),
+        ({"sizes": [5, 7, 3, 5]}, "y"),
         ({"sizes": [-6, 7, 3, 5]}, "x"),
         ({"sizes": [2**62, 7, 2**62, 5]}, "x"),
     ],
@@ -212,5 +284,6 @@ def test_a_wrong_field_is_an_error_with_a_text(changes, argument):
     found, *_ = train(x, dy, weight, bias, mean, var, alone, changes)
     assert found == INVALID
     text = LIBRARY.syncbn_last_error().decode()
-    assert text.startswith(f"{argument}: got "), text
+    assert text.startswith("layer, call 0, forward") and f": {argument}: got " in text, text
+    assert LIBRARY.syncbn_last_error_layer() == b"layer"
     assert torch.equal(mean, torch.zeros(7)) and torch.equal(var, torch.ones(7))

@@ -220,34 +220,40 @@ def at(direction="forward", call=0, channels=3, dtype="float32", layer="bn") -> 
 
 def test_refused_input_is_an_error_on_every_rank_and_the_group_serves_on(errors):
     cpu = "expected the CPU; syncbn.SyncBatchNorm of the Python package takes CUDA tensors"
-    unknown = "bn, call 0, forward"
-    refused = {
-        "input: got dtype int64, expected float16, bfloat16, float32 or float64": at(dtype="int64"),
-        f"input: got a tensor on meta, {cpu}": at(),
-        "input: got an undefined tensor, expected a defined one": unknown,
-        "input: got a tensor without strides, expected one with strides": unknown,
-        "weight: got shape (3), expected (2), one entry per channel of x": at(channels=2),
-        "x: got 1 axes, shape (12), expected 2 to 64 axes (N, C, spatial...)": unknown,
-    }
+    refused = [
+        at(call=0, dtype="int64")
+        + ": input: got dtype int64, expected float16, bfloat16, float32 or float64",
+        f"{at(call=1)}: input: got a tensor on meta, {cpu}",
+        "bn, call 2, forward: input: got an undefined tensor, expected a defined one",
+        "bn, call 3, forward: input: got a tensor without strides, expected one with strides",
+        f"{at(call=4, channels=2)}: x: got 2 channels, expected those of the layer, 3",
+        "bn, call 5, forward: x: got 1 axes, shape (12), expected 2 to 64 axes (N, C, spatial...)",
+    ]
     assert lines(errors, "refused", 1) == [*(f"InvalidArgument: {t}" for t in refused), "ok", "1"]
     told = [
-        f"PeerLost: {at()}, rank 0 of 2: rank 1 left the group: {call}: {text}"
-        for text, call in refused.items()
+        f"PeerLost: {at(call=i)}: rank 0 of 2: rank 1 left the group: {text}"
+        for i, text in enumerate(refused)
     ]
     assert lines(errors, "refused", 0) == [*told, "ok", "1"]
 
 
 def test_calls_that_differ_are_named_on_every_rank(errors):
+    wide = (at(call=1), at(layer="wide", channels=600))
     calls = [
-        (at(), at(layer="stem.bn")),
-        (at(), at(layer="wide", channels=600)),
-        (at(), at(dtype="bfloat16")),
-        (at("backward"), at(call=1)),
+        (at(), at(layer="stem.bn"), ": layer: bn on rank 0, stem.bn on rank 1"),
+        # messages of different lengths
+        (*wide, f"; rank 0: {wide[0]}; rank 1: {wide[1]}"),
+        (at(), at(dtype="bfloat16"), ": dtype: float32 on rank 0, bfloat16 on rank 1"),
+        (
+            at("backward", call=1),
+            at(call=2),
+            ": call: 1 on rank 0, 2 on rank 1; direction: backward on rank 0, forward on rank 1",
+        ),
     ]
     for rank in (0, 1):
         told = [
-            f"DivergenceError: {pair[rank]}, rank {rank} of 2: the ranks did not make the same "
-            f"call; rank 0: {pair[0]}; rank 1: {pair[1]}"
+            f"DivergenceError: {pair[rank]}: rank {rank} of 2: the ranks did not make the same "
+            f"call{pair[2]}"
             for pair in calls
         ]
         assert lines(errors, "differ", rank) == [*told, "ok"]
@@ -259,7 +265,7 @@ def test_a_layer_without_a_name_is_refused_among_several_ranks(errors):
         "layer_name: got none, expected this layer's own name, the same on all ranks; "
         "syncbn::torch::name_layers(model) gives each layer its path"
     )
-    told = f"{at()}, rank 0 of 2: rank 1 left the group: {at(layer='SyncBatchNorm')}: {text}"
+    told = f"{at()}: rank 0 of 2: rank 1 left the group: {text}"
     refused = f"InvalidArgument: {text}"
     for rank, first in enumerate((f"PeerLost: {told}", refused)):
         assert lines(errors, "unnamed", rank) == [first, refused, "0", "ok", "ok"]
@@ -269,20 +275,20 @@ def test_one_value_over_all_ranks_is_refused_and_none_is_not(errors):
     text = "x: got 1 value per channel over all ranks, expected more than 1 when training"
     for rank in (0, 1):
         told = lines(errors, "one_value", rank)
-        assert told == [f"InvalidArgument: {text}", "0", "unchanged", "0"]
+        assert told == [f"InvalidArgument: {at()}: {text}", "0", "unchanged", "0"]
 
 
 def test_a_rank_that_does_not_come_is_named(errors):
     late = "rank 2 did not come to the exchange within 2000 ms"
     for rank in (0, 1):
-        who, other = f"{at()}, rank {rank} of 3", f"rank {1 - rank}: {at()}"
+        who, other = f"rank {rank} of 3", f"rank {1 - rank}: {at()}"
         assert lines(errors, "missing", rank) == [
-            f"ExchangeTimeout: {who}: {late}; {other}",
-            f"PeerLost: {who}: the group is broken: {late}; {other}",
+            f"ExchangeTimeout: {at()}: {who}: {late}; {other}",
+            f"PeerLost: {at(call=1)}: {who}: the group is broken: {late}; {other}",
         ]
     (told,) = lines(errors, "missing", 2)
     assert told.startswith(
-        f"PeerLost: {at()}, rank 2 of 3: a rank has ended, or closed its connections; "
+        f"PeerLost: {at()}: rank 2 of 3: a rank has ended, or closed its connections; "
         f"rank 0: {at()}; rank 1: {at()}; the process group: "
     )
 
@@ -290,7 +296,7 @@ def test_a_rank_that_does_not_come_is_named(errors):
 def test_a_rank_that_ended_is_named(errors):
     (told,) = lines(errors, "gone", 0)
     assert told.startswith(
-        f"PeerLost: {at(call=1)}, rank 0 of 2: rank 1 has ended, or closed its connections; "
+        f"PeerLost: {at(call=1)}: rank 0 of 2: rank 1 has ended, or closed its connections; "
         "the process group: "
     )
 
@@ -307,8 +313,8 @@ def test_one_message_per_direction_and_two_beyond_512_channels(errors):
 
 def test_layer_without_a_group(errors):
     assert lines(errors, "alone", 0) == [
-        "InvalidArgument: x: got 1 value per channel over all ranks, expected more than 1 when "
-        "training",
+        f"InvalidArgument: {at()}: x: got 1 value per channel over all ranks, expected more than "
+        "1 when training",
         "c10::Error: bn: got a second derivative, expected first ones alone, or "
         "syncbn.SyncBatchNorm of the Python package",
         "same gradient",  # with and without a gradient of the input

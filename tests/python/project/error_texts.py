@@ -27,7 +27,7 @@ _CPP_WORDS = {
     "nccl.cpp": r"\btext =",
     "no_memory.hpp": r"\btext_\(",
     "rank_texts.hpp": r"\breturn\b",
-    "torch.hpp": r"\btext =",
+    "torch_autograd.hpp": r"\btext =",
     "torch_process_group.hpp": r"\b(?:why|text) =",
 }
 _CPP_SKIPPED = re.compile(r"//[^\n]*|^[ \t]*#[ \t]*include[^\n]*", re.M)

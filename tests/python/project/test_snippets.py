@@ -47,7 +47,10 @@ def test_every_block_is_covered(page):
 
 
 def test_blocks_that_nothing_covers_are_found():
-    cases = {"docs/cpp.md": ("cpp", "c", "cmake", "bash"), "CONTRIBUTING.md": ("python", "console")}
+    cases = {
+        "docs/libtorch.md": ("cpp", "c", "cmake", "bash"),
+        "CONTRIBUTING.md": ("python", "console"),
+    }
     for page, kinds in cases.items():
         for kind in kinds:
             assert not is_covered(PROJECT / page, Block(None, kind, "")), (page, kind)
@@ -103,7 +106,8 @@ def test_quotes_are_what_the_files_say(page):
 
 def test_every_compiled_example_is_quoted_and_every_example_listed():
     page = PROJECT / "docs" / "examples.md"
-    quoted = {block.source for block in blocks(page)}
+    pages = [page, PROJECT / "docs" / "cpp_training.md"]
+    quoted = {block.source for path in pages for block in blocks(path)}
     assert quoted - {None} == {str(path.relative_to(PROJECT)) for path in COMPILED}
     listed = re.findall(r"^\| `(\d\d_.*?)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert listed == [path.name + "/" * path.is_dir() for path in EXAMPLES]
@@ -111,7 +115,8 @@ def test_every_compiled_example_is_quoted_and_every_example_listed():
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
 def test_compiled_examples_are_short(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 100
+    limit = 220 if path.name == "17_training.cpp" else 100  # a page leads through that one
+    assert len(path.read_text(encoding="utf-8").splitlines()) < limit
 
 
 def cuda_headers() -> Path | None:

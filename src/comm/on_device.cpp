@@ -1,18 +1,18 @@
-#include <cuda_runtime_api.h>
-
 #include <array>
 #include <vector>
 
 #include "comm/rank_texts.hpp"
-#include "cuda/check.hpp"
+#include "cuda/device_memory.hpp"
 #include "syncbn/cuda_communicator.hpp"
 #include "syncbn/error.hpp"
 
-// Groups that need nothing but CUDA: of one rank, and through the host.
+// Groups for messages on a device that need nothing but its memory: of one rank, and through the
+// host.
 namespace syncbn::cuda {
-namespace {
 
-cudaStream_t handle(const Stream& stream) { return static_cast<cudaStream_t>(stream.handle); }
+Communicator::~Communicator() = default;
+
+namespace {
 
 void check_sizes(std::size_t in, std::size_t out, std::size_t ranks) {
   if (out != in * ranks) {
@@ -32,8 +32,7 @@ class SelfCommunicator final : public Communicator {
                   const Stream& stream) override {
     check_sizes(in.size(), out.size(), 1);
     if (in.data() != out.data() && !in.empty()) {
-      SYNCBN_CUDA_CHECK(cudaMemcpyAsync(out.data(), in.data(), in.size(), cudaMemcpyDeviceToDevice,
-                                        handle(stream)));
+      copy_on(stream.handle, out.data(), in.data(), in.size());
     }
   }
   void abandon(const std::string&) override {}
@@ -50,10 +49,10 @@ class StagedCommunicator final : public Communicator {
     before_exchange([&] {
       check_sizes(in.size_bytes(), out.size_bytes(), 1);
       words_.resize(in.size());
-      fetch(words_.data(), in.data(), in.size_bytes(), stream);
+      fetch_on(stream.handle, words_.data(), in.data(), in.size_bytes());
     });
     host_.all_reduce_sum(words_);
-    bring(out.data(), words_.data(), out.size_bytes(), stream);
+    bring_on(stream.handle, out.data(), words_.data(), out.size_bytes());
   }
 
   void all_gather(std::span<const std::byte> in, std::span<std::byte> out,
@@ -62,10 +61,10 @@ class StagedCommunicator final : public Communicator {
       check_sizes(in.size(), out.size(), static_cast<std::size_t>(size()));
       mine_.resize(in.size());
       all_.resize(out.size());
-      fetch(mine_.data(), in.data(), in.size(), stream);
+      fetch_on(stream.handle, mine_.data(), in.data(), in.size());
     });
     host_.all_gather(mine_, all_);
-    bring(out.data(), all_.data(), out.size(), stream);
+    bring_on(stream.handle, out.data(), all_.data(), out.size());
   }
 
   void abandon(const std::string& reason) override { host_.abandon(reason); }
@@ -81,16 +80,6 @@ class StagedCommunicator final : public Communicator {
       throw;
     }
   }
-  static void fetch(void* to, const void* from, std::size_t bytes, const Stream& stream) {
-    SYNCBN_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, handle(stream)));
-    SYNCBN_CUDA_CHECK(cudaStreamSynchronize(handle(stream)));
-  }
-  /// Waits: `from` is pageable memory, which devices that read it directly may read late.
-  static void bring(void* to, const void* from, std::size_t bytes, const Stream& stream) {
-    SYNCBN_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, handle(stream)));
-    SYNCBN_CUDA_CHECK(cudaStreamSynchronize(handle(stream)));
-  }
-
   syncbn::Communicator& host_;
   std::vector<std::int64_t> words_;
   std::vector<std::byte> mine_;
@@ -99,17 +88,19 @@ class StagedCommunicator final : public Communicator {
 
 }  // namespace
 
-std::unique_ptr<Communicator> self_communicator() { return std::make_unique<SelfCommunicator>(); }
+std::unique_ptr<Communicator> self_communicator() {
+  require_built();
+  return std::make_unique<SelfCommunicator>();
+}
 
 std::unique_ptr<Communicator> staged_communicator(syncbn::Communicator& host) {
+  require_built();
   return std::make_unique<StagedCommunicator>(host);
 }
 
 std::int64_t read_count(const std::int64_t* info, const Stream& stream) {
   std::array<std::int64_t, kInfoWords> words{};
-  SYNCBN_CUDA_CHECK(
-      cudaMemcpyAsync(words.data(), info, sizeof(words), cudaMemcpyDeviceToHost, handle(stream)));
-  SYNCBN_CUDA_CHECK(cudaStreamSynchronize(handle(stream)));
+  fetch_on(stream.handle, words.data(), info, sizeof(words));
   if (words[0] < 0) {
     throw DivergenceError(
         "the ranks of the group did not make the same call (layer, call number, channels, eps, "

@@ -1,0 +1,296 @@
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/stable/c/shim.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "syncbn/batch_norm.hpp"
+#include "syncbn/torch_process_group.hpp"
+
+// The autograd function behind syncbn/torch.hpp, and what it makes of tensors.
+namespace syncbn::torch {
+
+namespace detail {
+
+/// PyTorch's own threads. Not at::parallel_for, which is a plain loop in a program without OpenMP.
+class TorchExecutor final : public Executor {
+ public:
+  void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
+                    const Body& body) override {
+    const auto run = [](std::int64_t first, std::int64_t last, void* what) {
+      (*static_cast<const Body*>(what))(first, last);
+    };
+    if (torch_parallel_for(begin, end, grain, run, const_cast<Body*>(&body)) != 0) {
+      throw Error("parallel_for of PyTorch failed");
+    }
+  }
+  int concurrency() const override { return at::get_num_threads(); }
+};
+
+[[noreturn]] inline void refuse(const char* name, const std::string& got, const char* expected) {
+  throw InvalidArgument(std::string(name) + ": got " + got + ", expected " + expected);
+}
+
+/// As Python names it: PyTorch 2.11 returns strings, 2.15 views.
+inline std::string dtype_name(const at::Tensor& tensor) {
+  return std::string(c10::getDtypeNames(tensor.scalar_type()).first);
+}
+
+inline void check_tensor(const char* name, const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    refuse(name, "an undefined tensor", "a defined one");
+  }
+  if (tensor.layout() != c10::kStrided || tensor.is_nested()) {
+    refuse(name, "a tensor without strides", "one with strides");
+  }
+  if (!tensor.is_cpu()) {
+    refuse(name, "a tensor on " + tensor.device().str(),
+           "the CPU; syncbn.SyncBatchNorm of the Python package takes CUDA tensors");
+  }
+}
+
+inline DType dtype_of(const char* name, const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    default:
+      refuse(name, "dtype " + dtype_name(tensor), "float16, bfloat16, float32 or float64");
+  }
+}
+
+/// Absent for an undefined tensor.
+inline MutableTensorView view(const char* name, const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    return {};
+  }
+  check_tensor(name, tensor);
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  return MutableTensorView(tensor.data_ptr(), dtype_of(name, tensor), {sizes.begin(), sizes.end()},
+                           {strides.begin(), strides.end()});
+}
+
+/// Elements per channel over all ranks: on every rank the same error.
+inline void check_count(std::int64_t count) {
+  if (count == 1) {
+    throw InvalidArgument(
+        "x: got 1 value per channel over all ranks, expected more than 1 when training");
+  }
+}
+
+/// The exchanges of a layer: over the process group if there is one.
+class LayerExchange final : public Communicator {
+ public:
+  explicit LayerExchange(std::shared_ptr<ProcessGroupCommunicator> group)
+      : group_(std::move(group)) {}
+  int rank() const override { return group_ ? group_->rank() : 0; }
+  int size() const override { return group_ ? group_->size() : 1; }
+  /// What the next exchange is for.
+  void begin(const std::string& call, bool forward) {
+    forward_ = forward;
+    if (group_) {
+      group_->set_call(call);
+    }
+  }
+  void all_reduce_sum(std::span<std::int64_t> words) override {
+    if (group_) {
+      group_->all_reduce_sum(words);
+    }
+    if (std::exchange(forward_, false)) {
+      const MessageInfo info = read_header(words.data(), size());
+      if (info.agree) {
+        check_count(info.count);
+      }
+    }
+  }
+  void all_gather(std::span<const std::byte>, std::span<std::byte>) override {
+    throw Error("all_gather: a layer makes sums alone");
+  }
+  void abandon(const std::string& reason) override {
+    if (group_) {
+      group_->abandon(reason);
+    }
+  }
+
+ private:
+  std::shared_ptr<ProcessGroupCommunicator> group_;
+  bool forward_ = false;
+};
+
+/// What a module and the graphs of its calls share.
+struct Layer {
+  LayerExchange exchange;
+  BatchNorm batch_norm;
+  std::string name;
+  Layer(std::shared_ptr<ProcessGroupCommunicator> group, const BatchNorm::Options& options)
+      : exchange(std::move(group)), batch_norm(options, exchange), name(options.name) {}
+
+  /// "bn1, call 7, backward, 64 channels, float32".
+  std::string text(std::uint64_t call, const char* direction, const at::Tensor& x) const {
+    std::string text = name + ", call " + std::to_string(call) + ", " + direction;
+    if (x.defined() && x.layout() == c10::kStrided && !x.is_nested() && x.dim() > 1) {
+      text += ", " + std::to_string(x.size(1)) + " channels, " + dtype_name(x);
+    }
+    return text;
+  }
+
+  /// Runs what comes before the layer's own forward; the other ranks learn of its errors.
+  template <class Body>
+  void before_forward(const std::string& call, const Body& body) {
+    try {
+      body();
+    } catch (Error& error) {
+      error.set_layer(name, call);
+      batch_norm.abandon_forward(error.what());
+      throw;
+    } catch (const std::exception& error) {
+      batch_norm.abandon_forward(call + ": " + error.what());
+      throw;
+    }
+  }
+};
+
+/// One training call: what its forward is given, and its backward needs besides tensors.
+struct Call final : ::torch::CustomClassHolder {
+  std::shared_ptr<Layer> layer;
+  std::uint64_t number = 0;
+  at::Tensor running_mean, running_var;
+  std::int64_t* num_batches_tracked = nullptr;
+  Saved saved;
+};
+
+class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> {
+ public:
+  static at::Tensor forward(::torch::autograd::AutogradContext* ctx, const at::Tensor& input,
+                            const std::optional<at::Tensor>& weight_or_none,
+                            const std::optional<at::Tensor>& bias_or_none,
+                            const c10::intrusive_ptr<Call>& call) {
+    const at::Tensor weight = weight_or_none.value_or(at::Tensor());
+    const at::Tensor bias = bias_or_none.value_or(at::Tensor());
+    Layer& layer = *call->layer;
+    const std::string text = layer.text(call->number, "forward", input);
+    at::Tensor x, y;
+    BatchNorm::Forward arguments;
+    layer.before_forward(text, [&] {
+      x = input.resolve_neg();
+      arguments.x = view("input", x);
+      if (layer.exchange.size() == 1 && x.dim() > 1 && x.size(1) > 0) {  // nothing is summed
+        check_count(x.numel() / x.size(1));
+      }
+      y = at::empty_like(x);
+      arguments.y = view("y", y);
+      arguments.weight = view("weight", weight);
+      arguments.bias = view("bias", bias);
+      arguments.running_mean = view("running_mean", call->running_mean);
+      arguments.running_var = view("running_var", call->running_var);
+      arguments.num_batches_tracked = call->num_batches_tracked;
+    });
+    TorchExecutor executor;
+    layer.exchange.begin(text, true);
+    layer.batch_norm.forward(arguments, call->saved, executor);
+    ctx->save_for_backward({x, weight});
+    ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+    ctx->saved_data["bias"] = bias.defined() ? c10::IValue(bias.scalar_type()) : c10::IValue();
+    return y;
+  }
+
+  static ::torch::autograd::variable_list backward(
+      ::torch::autograd::AutogradContext* ctx,
+      const ::torch::autograd::variable_list& output_gradients) {
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor& x = saved[0];
+    const at::Tensor& weight = saved[1];
+    const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
+    const c10::IValue& bias_dtype = ctx->saved_data["bias"];
+    // Edges are those of defined inputs.
+    const bool needs_x = ctx->needs_input_grad(0);
+    std::size_t edge = 1;
+    at::Tensor dx, dweight, dbias;
+    if (weight.defined() && ctx->needs_input_grad(edge++)) {
+      dweight = at::empty({x.size(1)}, x.options().dtype(weight.scalar_type()));
+    }
+    if (!bias_dtype.isNone() && ctx->needs_input_grad(edge)) {
+      dbias = at::empty({x.size(1)}, x.options().dtype(bias_dtype.toScalarType()));
+    }
+    at::Tensor dy = output_gradients[0].resolve_neg();
+    if (dy.strides() != x.strides()) {
+      dy = at::empty_like(x).copy_(dy);
+    }
+    if (needs_x) {
+      dx = at::empty_like(x);
+      TorchExecutor executor;
+      Layer& layer = *call->layer;
+      layer.exchange.begin(layer.text(call->number, "backward", x), false);
+      layer.batch_norm.backward({.dy = view("dy", dy),
+                                 .x = view("x", x),
+                                 .weight = view("weight", weight),
+                                 .dx = view("dx", dx),
+                                 .dweight = view("dweight", dweight),
+                                 .dbias = view("dbias", dbias)},
+                                call->saved, executor);
+    } else {
+      local_shares(*call, dy, x, dweight, dbias);
+    }
+    return once({dx, dweight, dbias, at::Tensor()}, call->layer->name);
+  }
+
+ private:
+  /// Without a gradient of x nothing is exchanged.
+  static void local_shares(const Call& call, const at::Tensor& dy, const at::Tensor& x,
+                           const at::Tensor& dweight, const at::Tensor& dbias) {
+    const TensorView x_view = view("x", x);
+    std::vector<std::int64_t> message(
+        static_cast<std::size_t>(message_words(x_view.dtype, x.size(1))));
+    TorchExecutor executor;
+    const double* mean = call.saved.mean().data();
+    const double* rstd = call.saved.rstd().data();
+    local_gradients({view("dy", dy), x_view, {}, mean, rstd}, message.data(), 0, executor);
+    affine_gradient_shares(message.data() + kHeaderWords, x_view.dtype,
+                           {.mean = mean,
+                            .rstd = rstd,
+                            .dweight = view("dweight", dweight),
+                            .dbias = view("dbias", dbias),
+                            .channels = x.size(1)},
+                           executor);
+  }
+
+  /// Gradients whose own differentiation is an error: what made them is no graph.
+  static ::torch::autograd::variable_list once(::torch::autograd::variable_list gradients,
+                                               const std::string& layer_name) {
+    if (!at::GradMode::is_enabled()) {  // create_graph
+      return gradients;
+    }
+    for (at::Tensor& gradient : gradients) {
+      if (gradient.defined()) {
+        gradient.set_requires_grad(true);
+      }
+    }
+    const std::string text =
+        layer_name +
+        ": got a second derivative, expected first ones alone, or syncbn.SyncBatchNorm of the "
+        "Python package";
+    ::torch::autograd::DelayedError refused(text, static_cast<std::int64_t>(gradients.size()));
+    return refused.apply(std::move(gradients));
+  }
+};
+
+}  // namespace detail
+
+}  // namespace syncbn::torch

@@ -1,0 +1,211 @@
+// Trains a network on three ranks, which are threads with 20, 100 and 180 samples: linear, batch
+// norm with ReLU, linear, logistic loss. All that ranks share goes through the group.
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <span>
+#include <syncbn/batch_norm.hpp>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr std::int64_t kSamples = 300;
+constexpr std::int64_t kHidden = 16;
+constexpr int kSteps = 300;
+constexpr float kLearningRate = 2.0f;
+
+/// One array of all parameters, so that one message has all gradients.
+struct Parameters {
+  std::array<float, 5 * kHidden + 1> all{};
+  std::span<float> linear() { return std::span(all).first<2 * kHidden>(); }  ///< (2, kHidden)
+  std::span<float> weight() { return std::span(all).subspan<2 * kHidden, kHidden>(); }
+  std::span<float> bias() { return std::span(all).subspan<3 * kHidden, kHidden>(); }
+  std::span<float> head() { return std::span(all).subspan<4 * kHidden, kHidden + 1>(); }
+};
+
+/// Points in the plane; those inside a circle are to be told from the others.
+struct Sample {
+  float x[2];
+  float target;
+};
+
+std::vector<Sample> all_samples() {
+  std::minstd_rand random(1);  // NOLINT(bugprone-random-generator-seed): the same on every rank
+  std::uniform_real_distribution<float> uniform(-1.5f, 1.5f);
+  std::vector<Sample> samples(kSamples);
+  for (Sample& s : samples) {
+    s = {{uniform(random), uniform(random)}, 0};
+    s.target = std::hypot(s.x[0], s.x[1]) < 1 ? 1.0f : 0.0f;
+  }
+  return samples;
+}
+
+/// One rank's network.
+class Network {
+ public:
+  explicit Network(syncbn::Communicator& group)
+      : group_(group),
+        layer_({.channels = kHidden,
+                .name = "hidden.bn",
+                .activation = {syncbn::ActivationKind::kRelu}},
+               group) {
+    std::minstd_rand random(2);  // NOLINT(bugprone-random-generator-seed): the same on every rank
+    std::normal_distribution<float> normal;
+    for (float& value : parameters_.linear()) {
+      value = normal(random);
+    }
+    for (float& value : parameters_.weight()) {
+      value = 1;
+    }
+    for (float& value : parameters_.head()) {
+      value = 0.1f * normal(random);
+    }
+  }
+
+  /// A step on this rank's samples; the loss over all ranks' samples.
+  float train(std::span<const Sample> samples) {
+    const std::int64_t n = std::ssize(samples);
+    std::vector<float> hidden(static_cast<std::size_t>(n * kHidden)), active(hidden);
+    linear(samples, hidden);
+    layer_.forward({.x = {hidden, {n, kHidden}},
+                    .weight = {parameters_.weight(), {kHidden}},
+                    .bias = {parameters_.bias(), {kHidden}},
+                    .y = {active, {n, kHidden}},
+                    .running_mean = {running_mean_, {kHidden}},
+                    .running_var = {running_var_, {kHidden}}},
+                   saved_);
+
+    Parameters gradients;
+    std::vector<float> dactive(active.size()), dhidden(active.size());
+    float loss = 0;
+    for (std::int64_t i = 0; i < n; ++i) {
+      const float target = samples[static_cast<std::size_t>(i)].target;
+      const float p = probability(active, i);
+      loss -= std::log(target > 0 ? p : 1 - p) / kSamples;
+      const float dlogit = (p - target) / kSamples;
+      for (std::int64_t c = 0; c < kHidden; ++c) {
+        const auto at = static_cast<std::size_t>(i * kHidden + c);
+        const auto channel = static_cast<std::size_t>(c);
+        gradients.head()[channel] += dlogit * active[at];
+        dactive[at] = dlogit * parameters_.head()[channel];
+      }
+      gradients.head()[kHidden] += dlogit;
+    }
+
+    layer_.backward({.dy = {dactive, {n, kHidden}},
+                     .x = {hidden, {n, kHidden}},
+                     .weight = {parameters_.weight(), {kHidden}},
+                     .bias = {parameters_.bias(), {kHidden}},
+                     .dx = {dhidden, {n, kHidden}},
+                     .dweight = {gradients.weight(), {kHidden}},
+                     .dbias = {gradients.bias(), {kHidden}}},
+                    saved_);
+    for (std::size_t at = 0; at < dhidden.size(); ++at) {
+      const Sample& s = samples[at / kHidden];
+      gradients.linear()[at % kHidden] += dhidden[at] * s.x[0];
+      gradients.linear()[kHidden + at % kHidden] += dhidden[at] * s.x[1];
+    }
+    loss = sum_over_ranks(gradients, loss);
+    for (std::size_t i = 0; i < parameters_.all.size(); ++i) {
+      parameters_.all[i] -= kLearningRate * gradients.all[i];
+    }
+    return loss;
+  }
+
+  /// The share of samples that are told rightly, with running statistics; no exchange.
+  float accuracy(std::span<const Sample> samples) {
+    const std::int64_t n = std::ssize(samples);
+    std::vector<float> hidden(static_cast<std::size_t>(n * kHidden));
+    linear(samples, hidden);
+    layer_.evaluate({.x = {hidden, {n, kHidden}},
+                     .weight = {parameters_.weight(), {kHidden}},
+                     .bias = {parameters_.bias(), {kHidden}},
+                     .running_mean = {running_mean_, {kHidden}},
+                     .running_var = {running_var_, {kHidden}},
+                     .y = {hidden, {n, kHidden}}});  // in place
+    std::int64_t right = 0;
+    for (std::int64_t i = 0; i < n; ++i) {
+      const bool inside = samples[static_cast<std::size_t>(i)].target > 0;
+      right += (probability(hidden, i) > 0.5f) == inside ? 1 : 0;
+    }
+    return static_cast<float>(right) / static_cast<float>(n);
+  }
+
+  const Parameters& parameters() const { return parameters_; }
+
+ private:
+  void linear(std::span<const Sample> samples, std::vector<float>& hidden) {
+    for (std::size_t at = 0; at < hidden.size(); ++at) {
+      const Sample& s = samples[at / kHidden];
+      hidden[at] = s.x[0] * parameters_.linear()[at % kHidden] +
+                   s.x[1] * parameters_.linear()[kHidden + at % kHidden];
+    }
+  }
+  float probability(const std::vector<float>& active, std::int64_t sample) {
+    float logit = parameters_.head()[kHidden];
+    for (std::size_t c = 0; c < kHidden; ++c) {
+      logit += parameters_.head()[c] * active[static_cast<std::size_t>(sample) * kHidden + c];
+    }
+    return 1 / (1 + std::exp(-logit));
+  }
+
+  /// In rank order, so that every rank has the same bits and parameters stay equal.
+  float sum_over_ranks(Parameters& gradients, float loss) {
+    struct Message {
+      Parameters gradients;
+      float loss;
+    };
+    const Message own{gradients, loss};
+    std::vector<Message> all(static_cast<std::size_t>(group_.size()));
+    group_.all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
+    gradients = {};
+    loss = 0;
+    for (const Message& one : all) {
+      for (std::size_t i = 0; i < gradients.all.size(); ++i) {
+        gradients.all[i] += one.gradients.all[i];
+      }
+      loss += one.loss;
+    }
+    return loss;
+  }
+
+  syncbn::Communicator& group_;
+  syncbn::BatchNorm layer_;
+  syncbn::Saved saved_;
+  Parameters parameters_;
+  std::array<float, kHidden> running_mean_{}, running_var_{};
+};
+
+}  // namespace
+
+int main() {
+  const std::vector<Sample> samples = all_samples();
+  constexpr std::array<std::size_t, 4> kBounds = {0, 20, 120, kSamples};
+  syncbn::ThreadGroup group(3);
+  std::array<Parameters, 3> trained;
+  std::array<float, 3> accuracy{};
+  std::vector<std::thread> ranks;
+  for (std::size_t r = 0; r < 3; ++r) {
+    ranks.emplace_back([&, r] {
+      Network network(group.rank(static_cast<int>(r)));
+      const auto share = std::span(samples).subspan(kBounds[r], kBounds[r + 1] - kBounds[r]);
+      for (int step = 0; step < kSteps; ++step) {
+        const float loss = network.train(share);
+        if (r == 0 && (step + 1) % 100 == 0) {
+          std::printf("step %d: loss %.3f\n", step + 1, double{loss});
+        }
+      }
+      trained[r] = network.parameters();
+      accuracy[r] = network.accuracy(samples);
+    });
+  }
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+  const bool same = trained[0].all == trained[1].all && trained[0].all == trained[2].all;
+  std::printf("accuracy %.3f; the ranks have %s parameters\n", double{accuracy[0]},
+              same ? "the same" : "different");
+  return same && accuracy[0] > 0.95f ? 0 : 1;
+}

@@ -1,0 +1,60 @@
+#include "block.hpp"
+
+#include <new>
+
+#include "cuda/device_memory.hpp"
+#include "syncbn/error.hpp"
+
+namespace syncbn {
+namespace {
+
+constexpr std::align_val_t kAlignment{64};
+
+}  // namespace
+
+void* Block::reserve(std::size_t bytes, Device device, void* stream) {
+  if (bytes > bytes_ || device != device_) {
+    release();
+    if (allocator_.allocate != nullptr) {
+      data_ = allocator_.allocate(allocator_.context, bytes, device, stream);
+      if (data_ == nullptr) {
+        throw std::bad_alloc();
+      }
+    } else if (device == Device::kCuda) {
+      data_ = cuda::allocate_on(stream, bytes);
+    } else {
+      data_ = ::operator new(bytes, kAlignment);
+    }
+    bytes_ = bytes;
+    device_ = device;
+    stream_ = stream;
+    if (device == Device::kCuda) {
+      cuda::zero_on(stream, data_, bytes);
+    }
+  }
+  stream_ = stream;
+  return data_;
+}
+
+void Block::release() noexcept {
+  if (data_ == nullptr) {
+    return;
+  }
+  if (allocator_.release != nullptr) {
+    allocator_.release(allocator_.context, data_, bytes_, device_, stream_);
+  } else if (device_ == Device::kCuda) {
+    cuda::release_on(stream_, data_);
+  } else {
+    ::operator delete(data_, kAlignment);
+  }
+  data_ = nullptr;
+  bytes_ = 0;
+}
+
+void check_allocator(const Allocator& allocator) {
+  if ((allocator.allocate == nullptr) != (allocator.release == nullptr)) {
+    throw InvalidArgument("allocator: got one of allocate and release, expected both or neither");
+  }
+}
+
+}  // namespace syncbn

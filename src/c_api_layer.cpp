@@ -1,0 +1,236 @@
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "c_api_arguments.hpp"
+#include "c_api_groups.hpp"
+#include "syncbn/batch_norm.hpp"
+
+// The layer of the C interface; no arithmetic.
+
+struct syncbn_batch_norm {
+  std::string name;
+  std::shared_ptr<syncbn::Communicator> communicator;
+  syncbn::BatchNorm of_cpp;
+};
+
+struct syncbn_saved {
+  syncbn::Saved of_cpp;
+};
+
+namespace syncbn::c_api {
+namespace {
+
+BatchNorm::Options options_of(const syncbn_batch_norm_options* given,
+                              const syncbn_communicator& communicator) {
+  const syncbn_batch_norm_options& from = sized("options", given);
+  BatchNorm::Options options;
+  options.channels = from.channels;
+  options.name = from.name == nullptr ? "" : from.name;
+  options.eps = from.eps;
+  options.momentum =
+      from.cumulative_average != 0 ? std::nullopt : std::optional<double>(from.momentum);
+  options.activation = activation_of(from.activation);
+  options.statistics = enum_of("statistics", from.statistics, Statistics::kWelford,
+                               "SYNCBN_REPRODUCIBLE or SYNCBN_WELFORD");
+  if (options.statistics == Statistics::kWelford && communicator.all_gather == nullptr) {
+    refuse("communicator.all_gather", "NULL", "a function (statistics is SYNCBN_WELFORD)");
+  }
+  return options;
+}
+
+BatchNorm::Forward forward_of(const syncbn_forward_arguments* given) {
+  const syncbn_forward_arguments& a = sized("arguments", given);
+  return {.x = samples("x", a.x),
+          .mask = mask_of(a.mask),
+          .weight = tensor("weight", a.weight),
+          .bias = tensor("bias", a.bias),
+          .residual = tensor("residual", a.residual),
+          .y = samples("y", a.y),
+          .running_mean = tensor("running_mean", a.running_mean),
+          .running_var = tensor("running_var", a.running_var),
+          .num_batches_tracked = a.num_batches_tracked};
+}
+
+BatchNorm::Backward backward_of(const syncbn_backward_arguments* given) {
+  const syncbn_backward_arguments& a = sized("arguments", given);
+  return {.dy = samples("dy", a.dy),
+          .x = samples("x", a.x),
+          .mask = mask_of(a.mask),
+          .weight = tensor("weight", a.weight),
+          .bias = tensor("bias", a.bias),
+          .dx = samples("dx", a.dx),
+          .dweight = tensor("dweight", a.dweight),
+          .dbias = tensor("dbias", a.dbias),
+          .dresidual = tensor("dresidual", a.dresidual),
+          .affine = enum_of("affine", a.affine, AffineGradients::kGlobal,
+                            "SYNCBN_SHARE or SYNCBN_GLOBAL")};
+}
+
+BatchNorm::Evaluate evaluate_of(const syncbn_evaluate_arguments* given) {
+  const syncbn_evaluate_arguments& a = sized("arguments", given);
+  const BatchNorm::Evaluate of_cpp = {.x = samples("x", a.x),
+                                      .mask = mask_of(a.mask),
+                                      .weight = tensor("weight", a.weight),
+                                      .bias = tensor("bias", a.bias),
+                                      .residual = tensor("residual", a.residual),
+                                      .running_mean = tensor("running_mean", a.running_mean),
+                                      .running_var = tensor("running_var", a.running_var),
+                                      .y = samples("y", a.y)};
+  check_available(of_cpp.x.device);
+  return of_cpp;
+}
+
+BatchNorm::EvaluateBackward evaluate_backward_of(const syncbn_evaluate_backward_arguments* given) {
+  const syncbn_evaluate_backward_arguments& a = sized("arguments", given);
+  const BatchNorm::EvaluateBackward of_cpp = {
+      .dy = samples("dy", a.dy),
+      .x = samples("x", a.x),
+      .mask = mask_of(a.mask),
+      .weight = tensor("weight", a.weight),
+      .bias = tensor("bias", a.bias),
+      .residual = tensor("residual", a.residual),
+      .running_mean = tensor("running_mean", a.running_mean),
+      .running_var = tensor("running_var", a.running_var),
+      .dx = samples("dx", a.dx),
+      .dweight = tensor("dweight", a.dweight),
+      .dbias = tensor("dbias", a.dbias),
+      .dresidual = tensor("dresidual", a.dresidual)};
+  check_available(of_cpp.x.device);
+  return of_cpp;
+}
+
+/// Reads what C hands over for a call; errors carry the layer, as those of the call itself.
+template <class Read>
+void before_call(const syncbn_batch_norm& layer, std::optional<std::uint64_t> number,
+                 const char* direction, const Read& read) {
+  try {
+    read();
+  } catch (Error& error) {
+    if (!layer.name.empty()) {
+      const std::string call = number.has_value() ? "call " + std::to_string(*number) + ", " : "";
+      error.set_layer(layer.name, layer.name + ", " + call + direction);
+    }
+    throw;
+  }
+}
+
+}  // namespace
+}  // namespace syncbn::c_api
+
+// What follows is C.
+using namespace syncbn;
+using namespace syncbn::c_api;
+
+syncbn_status syncbn_batch_norm_create(const syncbn_batch_norm_options* options,
+                                       const syncbn_communicator* communicator,
+                                       syncbn_batch_norm** layer) {
+  return guarded([&] {
+    const std::shared_ptr<Communicator> group = communicator_of(communicator);
+    BatchNorm::Options given;
+    std::unique_ptr<syncbn_batch_norm> made;
+    try {
+      required("layer", layer);
+      given = options_of(options, *communicator);
+      made.reset(  // its layer follows, which tells the others itself
+          new syncbn_batch_norm{std::string(given.name), group, BatchNorm(BatchNorm::Options())});
+    } catch (const std::exception& error) {  // the others would wait for a layer that is not there
+      group->abandon(error.what());
+      throw;
+    }
+    made->of_cpp = BatchNorm(given, *group);
+    *layer = made.release();
+  });
+}
+
+void syncbn_batch_norm_destroy(syncbn_batch_norm* layer) { delete layer; }
+
+syncbn_status syncbn_saved_create(syncbn_saved** saved) {
+  return guarded([&] {
+    syncbn_saved*& out = required("saved", saved);
+    out = new syncbn_saved;
+  });
+}
+
+void syncbn_saved_destroy(syncbn_saved* saved) { delete saved; }
+
+int64_t syncbn_saved_channels(const syncbn_saved* saved) {
+  return saved == nullptr ? 0 : static_cast<int64_t>(saved->of_cpp.mean().size());
+}
+int64_t syncbn_saved_count(const syncbn_saved* saved) {
+  return saved == nullptr ? 0 : saved->of_cpp.count();
+}
+const double* syncbn_saved_mean(const syncbn_saved* saved) {
+  return saved == nullptr ? nullptr : saved->of_cpp.mean().data();
+}
+const double* syncbn_saved_var(const syncbn_saved* saved) {
+  return saved == nullptr ? nullptr : saved->of_cpp.var().data();
+}
+const double* syncbn_saved_rstd(const syncbn_saved* saved) {
+  return saved == nullptr ? nullptr : saved->of_cpp.rstd().data();
+}
+
+syncbn_status syncbn_batch_norm_forward(syncbn_batch_norm* layer,
+                                        const syncbn_forward_arguments* arguments,
+                                        syncbn_saved* saved, syncbn_executor* executor) {
+  return guarded([&] {
+    syncbn_batch_norm& of = required("layer", layer);
+    BatchNorm::Forward forward;
+    try {
+      before_call(of, of.of_cpp.calls(), "forward", [&] {
+        required("saved", saved);
+        forward = forward_of(arguments);
+      });
+    } catch (const std::exception& error) {
+      of.of_cpp.abandon_forward(error.what());
+      if (saved != nullptr) {
+        saved->of_cpp = Saved();
+      }
+      throw;
+    }
+    of.of_cpp.forward(forward, saved->of_cpp, execution_of(executor));
+  });
+}
+
+syncbn_status syncbn_batch_norm_backward(syncbn_batch_norm* layer,
+                                         const syncbn_backward_arguments* arguments,
+                                         const syncbn_saved* saved, syncbn_executor* executor) {
+  return guarded([&] {
+    syncbn_batch_norm& of = required("layer", layer);
+    BatchNorm::Backward backward;
+    try {
+      before_call(of, std::nullopt, "backward", [&] {
+        required("saved", saved);
+        backward = backward_of(arguments);
+      });
+    } catch (const std::exception& error) {
+      of.communicator->abandon(error.what());
+      throw;
+    }
+    of.of_cpp.backward(backward, saved->of_cpp, execution_of(executor));
+  });
+}
+
+syncbn_status syncbn_batch_norm_evaluate(syncbn_batch_norm* layer,
+                                         const syncbn_evaluate_arguments* arguments,
+                                         syncbn_executor* executor) {
+  return guarded([&] {
+    syncbn_batch_norm& of = required("layer", layer);
+    BatchNorm::Evaluate evaluate;
+    before_call(of, std::nullopt, "evaluation", [&] { evaluate = evaluate_of(arguments); });
+    of.of_cpp.evaluate(evaluate, execution_of(executor));
+  });
+}
+
+syncbn_status syncbn_batch_norm_evaluate_backward(
+    syncbn_batch_norm* layer, const syncbn_evaluate_backward_arguments* arguments,
+    syncbn_executor* executor) {
+  return guarded([&] {
+    syncbn_batch_norm& of = required("layer", layer);
+    BatchNorm::EvaluateBackward backward;
+    before_call(of, std::nullopt, "backward of an evaluation",
+                [&] { backward = evaluate_backward_of(arguments); });
+    of.of_cpp.evaluate_backward(backward, execution_of(executor));
+  });
+}

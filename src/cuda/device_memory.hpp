@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cstddef>
+
+// Memory of a stream's device, in the order of the stream. All that the layer asks of CUDA besides
+// its kernels, so that an emulated device is easy to give. All throw Unavailable in a build without
+// CUDA, and Error.
+namespace syncbn::cuda {
+
+/// Throws std::bad_alloc, too.
+void* allocate_on(void* stream, std::size_t bytes);
+void release_on(void* stream, void* memory) noexcept;
+void zero_on(void* stream, void* memory, std::size_t bytes);
+/// From the device to itself.
+void copy_on(void* stream, void* to, const void* from, std::size_t bytes);
+/// To memory of the host; waits for the stream.
+void fetch_on(void* stream, void* to, const void* from, std::size_t bytes);
+/// From memory of the host; waits: a device that reads pageable memory directly may read it late.
+void bring_on(void* stream, void* to, const void* from, std::size_t bytes);
+
+}  // namespace syncbn::cuda

@@ -1,0 +1,143 @@
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "block.hpp"
+#include "syncbn/batch_norm.hpp"
+#include "syncbn/cuda_communicator.hpp"
+
+// What a layer is inside, and what its calls on CPU and on CUDA have in common.
+namespace syncbn {
+
+struct LayerState {
+  LayerState(const BatchNorm::Options& given, const Allocator& allocator)
+      : name(given.name),
+        options(given),
+        counters(allocator),
+        sums(allocator),
+        scratch(allocator),
+        activation_mask(allocator) {
+    options.name = name;
+  }
+  LayerState(const LayerState&) = delete;
+  LayerState& operator=(const LayerState&) = delete;
+
+  std::string name;
+  BatchNorm::Options options;
+  std::uint64_t number = 0;  ///< from the name
+  std::uint64_t calls = 0;   ///< forwards so far
+  Communicator* on_cpu = nullptr;
+  cuda::Communicator* on_cuda = nullptr;
+  std::unique_ptr<Communicator> alone_on_cpu;
+  std::unique_ptr<cuda::Communicator> alone_on_cuda;
+
+  // On CUDA.
+  Block counters;  ///< calls, and the last one's info
+  Block sums;      ///< zero between calls
+  Block scratch;
+  Block activation_mask;  ///< of a backward of an evaluation
+};
+
+struct SavedState {
+  explicit SavedState(const Allocator& allocator) : block(allocator) {}
+
+  /// Room for the statistics of x's channels and, where `masked`, an activation mask of x.
+  void reserve(const TensorView& x, bool masked, void* on_stream);
+
+  Block block;
+  bool filled = false;  ///< a forward has ended
+  Device device = Device::kCpu;
+  void* stream = nullptr;
+  std::int64_t channels = 0;
+  double* mean = nullptr;
+  double* var = nullptr;
+  double* rstd = nullptr;
+  std::int64_t* info = nullptr;  ///< CUDA: cuda::kInfoWords words
+  std::uint8_t* activation_mask = nullptr;
+  std::int64_t activation_mask_size = 0;  ///< bytes
+  std::int64_t count = 0;                 ///< CPU
+  std::uint32_t fingerprint = 0;          ///< CPU
+  std::uint64_t layer = 0;
+  std::uint64_t call = 0;
+};
+
+/// One call of a layer, as errors name it.
+struct LayerCall {
+  const LayerState& layer;
+  std::optional<std::uint64_t> number;  ///< of a training call
+  const char* direction;
+  const TensorView& x;
+
+  /// "stem.bn1, call 3, forward, 64 channels, float32"; empty for a layer without a name.
+  std::string text() const;
+  /// The text that the others get of an exception which is no Error.
+  std::string with_reason(const char* reason) const;
+};
+
+/// Runs what belongs to a call; the errors carry its layer.
+template <class Body>
+void in_call(const LayerCall& call, const Body& body) {
+  try {
+    body();
+  } catch (Error& error) {
+    if (!call.layer.name.empty()) {
+      error.set_layer(call.layer.name, call.text());
+    }
+    throw;
+  }
+}
+
+/// Runs what comes before an exchange, or in the middle of it. A rank that fails there tells the
+/// others, which would otherwise wait for it.
+template <class Group, class Body>
+void before_exchange(Group& communicator, const LayerCall& call, const Body& body) {
+  try {
+    in_call(call, body);
+  } catch (const Error& error) {
+    communicator.abandon(error.what());
+    throw;
+  } catch (const std::exception& error) {
+    communicator.abandon(call.with_reason(error.what()));
+    throw;
+  } catch (...) {  // an executor is the caller's
+    communicator.abandon(call.with_reason("an exception of an unknown type"));
+    throw;
+  }
+}
+
+void forward_on_cpu(const LayerCall& call, const BatchNorm::Forward& f, SavedState& saved,
+                    const Execution& execution);
+void backward_on_cpu(const LayerCall& call, const BatchNorm::Backward& b, const SavedState& saved,
+                     const Execution& execution);
+void evaluate_on_cpu(const BatchNorm::Options& options, const BatchNorm::Evaluate& e,
+                     const Execution& execution);
+void evaluate_backward_on_cpu(const BatchNorm::Options& options,
+                              const BatchNorm::EvaluateBackward& e, const Execution& execution);
+
+namespace cuda {
+void forward(LayerState& layer, const LayerCall& call, const BatchNorm::Forward& f,
+             SavedState& saved, const Execution& execution);
+void backward(LayerState& layer, const LayerCall& call, const BatchNorm::Backward& b,
+              const SavedState& saved, const Execution& execution);
+void evaluate(LayerState& layer, const BatchNorm::Evaluate& e, const Execution& execution);
+void evaluate_backward(LayerState& layer, const BatchNorm::EvaluateBackward& e,
+                       const Execution& execution);
+/// The last call's count, when all that was enqueued before is done.
+void check_last_call(LayerState& layer, const Execution& execution);
+}  // namespace cuda
+
+/// What does not depend on a call.
+void check_options(const BatchNorm::Options& options);
+
+/// What a backward is given of its forward.
+void check_saved(const SavedState& saved, const LayerState& layer, const TensorView& x);
+
+void check_evaluate(const BatchNorm::Options& options, const BatchNorm::Evaluate& e);
+void check_evaluate_backward(const BatchNorm::Options& options,
+                             const BatchNorm::EvaluateBackward& e);
+
+}  // namespace syncbn

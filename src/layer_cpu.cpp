@@ -1,0 +1,361 @@
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <limits>
+#include <optional>
+#include <span>
+
+#include "agreement.hpp"
+#include "channel_values.hpp"
+#include "checks.hpp"
+#include "cpu/float_environment.hpp"
+#include "cpu/scratch.hpp"
+#include "layer.hpp"
+#include "sample_view.hpp"
+#include "statistics/finalize.hpp"
+#include "statistics/scalar.hpp"
+#include "syncbn/group_passes.hpp"
+#include "syncbn/welford.hpp"
+
+// Checks, passes and exchange in their order; the arithmetic is elsewhere.
+namespace syncbn {
+namespace {
+
+void update_running(const BatchNorm::Forward& f, const BatchNorm::Options& options,
+                    const SavedState& saved) {
+  if (saved.count == 0) {
+    return;
+  }
+  const cpu::FloatEnvironment environment;  // the quotient is rounded by the contract too
+  double factor = options.momentum.value_or(0.0);
+  if (f.num_batches_tracked != nullptr && !options.momentum.has_value()) {
+    factor = 1.0 / static_cast<double>(*f.num_batches_tracked + 1);
+  }
+  update_running_statistics(f.running_mean, f.running_var, saved.mean, saved.var, saved.channels,
+                            saved.count, factor);
+  if (f.num_batches_tracked != nullptr) {  // last: the call before may lack memory
+    ++*f.num_batches_tracked;
+  }
+}
+
+/// cumulative: one is divided by it.
+void check_counter(const std::int64_t* num_batches_tracked, bool cumulative) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 53;
+  if (num_batches_tracked == nullptr) {
+    return;
+  }
+  if (cumulative && (*num_batches_tracked < 0 || *num_batches_tracked > kMost)) {
+    throw InvalidArgument("num_batches_tracked: got " + std::to_string(*num_batches_tracked) +
+                          ", expected 0 to 2^53");
+  }
+  if (*num_batches_tracked == std::numeric_limits<std::int64_t>::max()) {
+    throw InvalidArgument(
+        "num_batches_tracked: got 9223372036854775807, expected room for one more");
+  }
+}
+
+/// Running statistics as evaluation uses them.
+struct EvaluationStatistics {
+  EvaluationStatistics(const TensorView& running_mean, const TensorView& running_var,
+                       std::int64_t channels, double eps)
+      : mean(static_cast<std::size_t>(channels)), rstd(mean.size()) {
+    const cpu::FloatEnvironment environment;
+    load_channel_values(running_mean, 0, channels, 0.0, mean.data());
+    load_channel_values(running_var, 0, channels, 1.0, rstd.data());
+    for (double& value : rstd) {
+      value = rstd_of(value, eps);
+    }
+  }
+  cpu::ScratchArray<double> mean;
+  cpu::ScratchArray<double> rstd;
+};
+
+bool has_elements(const TensorView& x) {
+  return std::find(x.sizes.begin(), x.sizes.end(), 0) == x.sizes.end();
+}
+
+void check_on_cpu(const TensorView& x) {
+  if (x.device != Device::kCpu) {
+    throw InvalidArgument(
+        "x: got a tensor on CUDA, expected one on the CPU, as the layer's communicator is; "
+        "cuda::staged_communicator makes one for CUDA of it");
+  }
+}
+
+/// The one exchange of a direction.
+class LayerSum final : public SumInParts {
+ public:
+  LayerSum(const TensorView& x, const AgreedCall& call, Communicator& communicator)
+      : communicator_(communicator),
+        parts_(communicator.parts()),
+        words_(2 * static_cast<std::size_t>(message_words(x.dtype, x.sizes[1]))),
+        message_(words_.data(), words_.size() / 2),
+        merged_(words_.data() + message_.size(), message_.size()) {
+    group_.sum = this;
+    group_.in_parts = parts_ != nullptr;
+    group_.ranks = communicator.size();
+    group_.message = message_;
+    group_.merged = merged_;
+    group_.fingerprint = call.fingerprint();
+  }
+
+  LayerSum(const LayerSum&) = delete;
+  LayerSum& operator=(const LayerSum&) = delete;
+
+  /// run(GroupSum): the direction. Gives back the count of elements.
+  template <class Run>
+  std::int64_t run(const LayerCall& layer_call, const AgreedCall& call, const Run& run) {
+    Reached reached{};
+    before_exchange(*this, layer_call, [&] { reached = run(group_); });
+    if (reached != Reached::kOutput) {
+      check_agreement(group_.info, call, communicator_);
+    }
+    return group_.info.count;
+  }
+
+  /// After an error that the others do not see.
+  void abandon(const std::string& reason) {
+    if (!over_) {
+      communicator_.abandon(reason);
+    }
+  }
+
+  void open(std::span<const std::int64_t>, std::span<std::int64_t>) override {
+    watched([&] {
+      if (parts_ != nullptr) {
+        parts_->open(message_, merged_);
+      }
+    });
+  }
+  void publish(std::size_t words) override {
+    watched([&] {
+      if (parts_ != nullptr) {
+        parts_->publish(words);
+      }
+    });
+  }
+  /// To the end.
+  bool wait(std::size_t words, std::chrono::milliseconds slice) override {
+    watched([&] {
+      if (parts_ != nullptr) {
+        while (!parts_->wait(words, slice)) {
+        }
+      } else if (!over_) {
+        std::copy(message_.begin(), message_.end(), merged_.begin());
+        communicator_.all_reduce_sum(merged_);
+      }
+    });
+    over_ = over_ || words == message_.size();
+    return true;
+  }
+
+ private:
+  template <class Body>
+  void watched(const Body& body) {
+    try {
+      body();
+    } catch (...) {
+      over_ = true;  // the others know
+      throw;
+    }
+  }
+  Communicator& communicator_;
+  SumInParts* parts_;
+  cpu::ScratchArray<std::int64_t> words_;
+  std::span<std::int64_t> message_;
+  std::span<std::int64_t> merged_;
+  GroupSum group_;
+  bool over_ = false;
+};
+
+/// Mean and M2 of every rank, gathered; headers are summed here.
+class GatheredMoments {
+ public:
+  GatheredMoments(const TensorView& x, const MaskView& mask, std::uint32_t fingerprint, int ranks,
+                  const Execution& execution)
+      : message_(static_cast<std::size_t>(kHeaderWords + welford_words(x.dtype, x.sizes[1]))),
+        all_(message_.size() * static_cast<std::size_t>(ranks)) {
+    local_welford(x, mask, message_.data(), fingerprint, execution);
+  }
+  void merge(SavedState& out, const AgreedCall& call, Communicator& communicator) {
+    const int ranks = communicator.size();
+    const std::size_t size = message_.size();
+    communicator.all_gather(std::as_bytes(std::span(message_)),
+                            std::as_writable_bytes(std::span(all_)));
+    std::array<std::int64_t, kHeaderWords> header{};
+    for (std::size_t i = 0; i < all_.size(); i += size) {
+      for (std::size_t w = 0; w < kHeaderWords; ++w) {
+        header[w] += all_[i + w];
+      }
+    }
+    const MessageInfo info = read_header(header.data(), ranks);
+    check_agreement(info, call, communicator);
+    out.count = info.count;
+    merge_welford(info, all_.data() + kHeaderWords, out.mean, out.var, out.rstd, call.channels,
+                  ranks, static_cast<std::int64_t>(size), call.options->eps);
+  }
+
+ private:
+  cpu::ScratchArray<std::int64_t> message_;
+  cpu::ScratchArray<std::int64_t> all_;
+};
+
+AgreedCall agreed(const LayerCall& call, Direction direction) {
+  AgreedCall agreed;
+  agreed.options = &call.layer.options;
+  agreed.direction = direction;
+  agreed.name = call.layer.name;
+  agreed.layer = call.layer.number;
+  agreed.call = call.number.value_or(0);
+  agreed.channels = call.x.sizes[1];
+  agreed.dtype = call.x.dtype;
+  agreed.elements = has_elements(call.x);
+  return agreed;
+}
+
+}  // namespace
+
+void forward_on_cpu(const LayerCall& call, const BatchNorm::Forward& f, SavedState& saved,
+                    const Execution& execution) {
+  const BatchNorm::Options& options = call.layer.options;
+  Communicator& communicator = *call.layer.on_cpu;
+  AgreedCall forward;
+  std::optional<GatheredMoments> gathered;
+  std::optional<LayerSum> sum;
+  before_exchange(communicator, call, [&] {
+    check_forward(options, f);
+    check_on_cpu(f.x);
+    check_counter(f.num_batches_tracked, !options.momentum.has_value());
+    forward = agreed(call, Direction::kForward);
+    forward.residual = !f.residual.absent();
+    saved.reserve(f.x, forward.residual && options.activation.kind != ActivationKind::kNone,
+                  nullptr);
+    saved.fingerprint = forward.fingerprint();
+    if (options.statistics == Statistics::kWelford) {
+      gathered.emplace(f.x, f.mask, saved.fingerprint, communicator.size(), execution);
+    } else if (communicator.size() > 1) {
+      sum.emplace(f.x, forward, communicator);
+    }
+  });
+  if (gathered.has_value()) {
+    gathered->merge(saved, forward, communicator);
+    normalize({f.x, f.mask, saved.mean, saved.rstd, f.weight, f.bias, f.residual, f.y,
+               saved.activation_mask, options.activation},
+              execution);
+  } else if (sum.has_value()) {
+    saved.count = sum->run(call, forward, [&](GroupSum& group) {
+      return forward_in_group(
+          {f.x, f.mask, f.weight, f.bias, f.residual, f.y, saved.activation_mask, saved.mean,
+           saved.var, saved.rstd, options.eps, options.activation},
+          group, execution);
+    });
+  } else {
+    saved.count =
+        forward_of_one_rank({f.x, f.mask, f.weight, f.bias, f.residual, f.y, saved.activation_mask,
+                             saved.mean, saved.var, saved.rstd, options.eps, options.activation},
+                            execution)
+            .count;
+  }
+  update_running(f, options, saved);
+}
+
+void backward_on_cpu(const LayerCall& call, const BatchNorm::Backward& b, const SavedState& saved,
+                     const Execution& execution) {
+  Communicator& communicator = *call.layer.on_cpu;
+  const ActivationGradient through{call.layer.options.activation, b.weight, b.bias,
+                                   saved.activation_mask};
+  AgreedCall backward;
+  std::optional<LayerSum> sum;
+  const auto check_count = [&](std::int64_t count) {
+    if (count != saved.count) {
+      throw DivergenceError("backward: the ranks bring " + std::to_string(count) +
+                            " elements per channel, forward had " + std::to_string(saved.count));
+    }
+  };
+  before_exchange(communicator, call, [&] {
+    check_backward(b);
+    check_on_cpu(b.x);
+    check_saved(saved, call.layer, b.x);
+    backward = agreed(call, Direction::kBackward);
+    backward.forward = saved.fingerprint;
+    if (communicator.size() > 1) {
+      sum.emplace(b.x, backward, communicator);
+    }
+  });
+  if (sum.has_value()) {
+    check_count(sum->run(call, backward, [&](GroupSum& group) {
+      return backward_in_group(
+          {b.dy, b.x, b.mask, saved.mean, saved.rstd, through, b.weight, b.dresidual, b.dx,
+           b.dweight, b.dbias, b.affine == AffineGradients::kShare, saved.count},
+          group, execution);
+    }));
+  } else {
+    check_count(SampleView(b.x, b.mask).count());
+    backward_of_one_rank({.dy = b.dy,
+                          .x = b.x,
+                          .mask = b.mask,
+                          .mean = saved.mean,
+                          .rstd = saved.rstd,
+                          .through = through,
+                          .weight = b.weight,
+                          .u = b.dresidual,
+                          .dx = b.dx,
+                          .dweight = b.dweight,
+                          .dbias = b.dbias,
+                          .count = saved.count},
+                         execution);
+  }
+}
+
+void evaluate_on_cpu(const BatchNorm::Options& options, const BatchNorm::Evaluate& e,
+                     const Execution& execution) {
+  check_evaluate(options, e);
+  check_available(e.x.device);
+  const std::int64_t channels = e.x.sizes[1];
+  if (e.running_mean.absent()) {
+    const cpu::ScratchArray<double> statistics(3 * static_cast<std::size_t>(channels));
+    double* const mean = statistics.data();
+    forward_of_one_rank({e.x, e.mask, e.weight, e.bias, e.residual, e.y, nullptr, mean,
+                         mean + channels, mean + 2 * channels, options.eps, options.activation},
+                        execution);
+    return;
+  }
+  const EvaluationStatistics statistics(e.running_mean, e.running_var, channels, options.eps);
+  normalize({e.x, e.mask, statistics.mean.data(), statistics.rstd.data(), e.weight, e.bias,
+             e.residual, e.y, nullptr, options.activation},
+            execution);
+}
+
+void evaluate_backward_on_cpu(const BatchNorm::Options& options,
+                              const BatchNorm::EvaluateBackward& e, const Execution& execution) {
+  check_evaluate_backward(options, e);
+  check_available(e.x.device);
+  const std::int64_t channels = e.x.sizes[1];
+  const EvaluationStatistics statistics(e.running_mean, e.running_var, channels, options.eps);
+  const double* mean = statistics.mean.data();
+  const double* rstd = statistics.rstd.data();
+  ActivationGradient through{options.activation, e.weight, e.bias};
+  const bool activated = options.activation.kind != ActivationKind::kNone;
+  const bool masked = activated && !e.residual.absent();
+  const cpu::ScratchArray<std::uint8_t> activation_mask(
+      masked ? static_cast<std::size_t>(activation_mask_bytes(e.x)) : 0);
+  if (masked) {
+    normalize({e.x, e.mask, mean, rstd, e.weight, e.bias, e.residual, e.dx, activation_mask.data(),
+               options.activation},
+              execution);  // for the bits; dx is written again below
+    through.activation_mask = activation_mask.data();
+  }
+  const cpu::ScratchArray<std::int64_t> message(
+      static_cast<std::size_t>(message_words(e.x.dtype, channels)));
+  const MutableTensorView& u = e.dresidual.absent() ? e.dx : e.dresidual;
+  const bool keep = activated || !e.dresidual.absent();
+  local_gradients({e.dy, e.x, e.mask, mean, rstd, through, keep ? u : MutableTensorView()},
+                  message.data(), 0, execution);
+  evaluation_input_gradient(keep ? TensorView(u) : e.dy, e.mask, rstd, e.weight, e.dx, execution);
+  affine_gradient_shares(
+      message.data() + kHeaderWords, e.x.dtype,
+      {.mean = mean, .rstd = rstd, .dweight = e.dweight, .dbias = e.dbias, .channels = channels},
+      execution);
+}
+
+}  // namespace syncbn

@@ -1,0 +1,134 @@
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "small_step.hpp"
+#include "support.hpp"
+#include "syncbn/batch_norm.hpp"
+
+// What syncbn/error.hpp promises of the errors of a layer.
+namespace syncbn {
+namespace {
+
+using testing::contains;
+using testing::error_of;
+using testing::error_of_call;
+using testing::run_ranks;
+using testing::SmallStep;
+
+TEST(LayerErrors, NameTheLayerAndTheCall) {
+  std::string name = "stem.bn1";
+  BatchNorm layer({.channels = 3, .name = name});
+  name = "gone";  // it was copied
+  SmallStep step({2, 3, 4}), wide({2, 64}, DType::kBFloat16);
+  Saved saved;
+  step.forward(layer, saved);
+  step.forward(layer, saved);
+  const TensorView x = std::as_const(wide.x).view();
+  const MutableTensorView y = wide.y.view();
+  const std::string channels = ", 64 channels, bfloat16: x: got 64 channels, expected ";
+  const auto expect = [](const std::string& text, const auto& call) {
+    const auto error = error_of_call<InvalidArgument>(call);
+    EXPECT_TRUE(std::string(error.what()).starts_with(text)) << error.what();
+    EXPECT_EQ(error.layer(), "stem.bn1");
+    EXPECT_TRUE(error.ranks().empty());
+  };
+  expect("stem.bn1, call 1, backward, 64 channels, bfloat16: saved: got 3 channels",
+         [&] { wide.backward(layer, saved); });
+  expect("stem.bn1, call 2, forward" + channels, [&] { wide.forward(layer, saved); });
+  expect("stem.bn1, call 3, forward: x: got 0 axes", [&] { layer.forward({}, saved); });
+  expect("stem.bn1, evaluation" + channels, [&] { layer.evaluate({.x = x, .y = y}); });
+  expect("stem.bn1, backward of an evaluation" + channels,
+         [&] { layer.evaluate_backward({.dy = x, .x = x, .dx = y}); });
+}
+
+TEST(LayerErrors, OfALayerWithoutANameAndOfItsMakingHaveTheTextAlone) {
+  BatchNorm layer({.channels = 3});
+  Saved saved;
+  const auto expect = [](const std::string& text, const auto& call) {
+    const auto error = error_of_call<InvalidArgument>(call);
+    EXPECT_TRUE(std::string(error.what()).starts_with(text)) << error.what();
+    EXPECT_EQ(error.layer(), "");
+  };
+  expect("x: got 4 channels", [&] { SmallStep({2, 4}).forward(layer, saved); });
+  expect("channels: got -1", [] { BatchNorm({.channels = -1, .name = "layer"}); });
+}
+
+TEST(LayerErrors, KeepTheFirstLayerAndTheRanks) {
+  Error error("text", {2, 5});
+  const Error before = error;
+  error.set_layer("inner", "inner, call 3");
+  error.set_layer("outer", "outer, call 1");
+  EXPECT_STREQ(error.what(), "inner, call 3: text");
+  EXPECT_EQ(error.layer(), "inner");
+  EXPECT_EQ(error.ranks(), (std::vector<int>{2, 5}));
+  EXPECT_STREQ(before.what(), "text");
+  EXPECT_EQ(before.layer(), "");
+}
+
+/// What `ranks` ranks throw whose layers have these options.
+std::vector<DivergenceError> diverge(const std::vector<BatchNorm::Options>& options) {
+  const auto ranks = static_cast<int>(options.size());
+  ThreadGroup group(ranks, std::chrono::seconds(20));
+  std::vector<DivergenceError> out;
+  for (const auto& error : run_ranks(ranks, [&](int r) {
+         BatchNorm layer(options[static_cast<std::size_t>(r)], group.rank(r));
+         Saved saved;
+         SmallStep({2, 3, 4}).forward(layer, saved);
+       })) {
+    out.push_back(error_of<DivergenceError>(error));
+  }
+  return out;
+}
+
+TEST(LayerErrors, OfADivergenceNameTheRanksThatDiffer) {
+  const BatchNorm::Options usual{.channels = 3, .name = "stem.bn1"};
+  BatchNorm::Options odd = usual;
+  odd.eps = 1e-6;
+  const struct {
+    std::vector<BatchNorm::Options> options;
+    std::vector<int> ranks;
+    const char* text;
+  } cases[] = {
+      {{usual, usual, odd}, {2}, "eps: 1e-05 on ranks 0, 1, 1e-06 on rank 2"},
+      {{usual, odd, usual}, {1}, "eps: 1e-05 on ranks 0, 2, 1e-06 on rank 1"},
+      {{odd, usual, usual}, {1, 2}, "eps: 1e-06 on rank 0, 1e-05 on ranks 1, 2"},
+  };
+  for (const auto& one : cases) {
+    int rank = 0;
+    for (const DivergenceError& error : diverge(one.options)) {
+      EXPECT_EQ(error.ranks(), one.ranks);
+      EXPECT_EQ(error.layer(), "stem.bn1");
+      EXPECT_EQ(error.what(), "stem.bn1, call 0, forward, 3 channels, float32: rank " +
+                                  std::to_string(rank++) +
+                                  " of 3: the ranks did not make the same call: " + one.text);
+    }
+  }
+}
+
+TEST(LayerErrors, OfADivergenceNameTheLayers) {
+  const auto errors =
+      diverge({{.channels = 3, .name = "stem.bn1"}, {.channels = 3, .name = "stem.bn2"}});
+  EXPECT_EQ(errors[0].layer(), "stem.bn1");
+  EXPECT_EQ(errors[1].layer(), "stem.bn2");
+  // Of a long name the exchange carries the end.
+  const std::string end(126, 'a');
+  const std::string one = "begin" + end + ".1", two = "begin" + end + ".2";
+  const auto long_errors = diverge({{.channels = 3, .name = one}, {.channels = 3, .name = two}});
+  EXPECT_EQ(long_errors[1].layer(), two);
+  const std::string text = "layer: " + end + ".1 on rank 0, " + end + ".2 on rank 1";
+  for (const std::size_t r : {0U, 1U}) {
+    EXPECT_EQ(errors[r].ranks(), std::vector<int>{1});
+    EXPECT_EQ(long_errors[r].ranks(), std::vector<int>{1});
+    EXPECT_TRUE(contains(errors[r].what(), "layer: stem.bn1 on rank 0, stem.bn2 on rank 1"));
+    EXPECT_TRUE(contains(long_errors[r].what(), text));
+  }
+}
+
+}  // namespace
+}  // namespace syncbn

@@ -1,0 +1,365 @@
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <new>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "small_step.hpp"
+#include "support.hpp"
+#include "syncbn/batch_norm.hpp"
+
+// What syncbn/batch_norm.hpp promises of a layer, what it saves and its memory, besides numbers.
+namespace syncbn {
+namespace {
+
+using testing::contains;
+using testing::error_of;
+using testing::error_of_call;
+using testing::run_ranks;
+using testing::same_bits;
+using testing::SmallStep;
+using testing::Tensor;
+using testing::text_of;
+using testing::thrown_text;
+
+void expect_empty(const Saved& saved) {
+  EXPECT_TRUE(saved.mean().empty() && saved.var().empty() && saved.rstd().empty());
+  EXPECT_EQ(saved.count(), 0);
+}
+
+TEST(Saved, ServesOtherShapesAndLayersExact) {
+  Saved kept;
+  expect_empty(kept);
+  for (const std::vector<std::int64_t>& sizes :
+       std::vector<std::vector<std::int64_t>>{{2, 3, 4}, {5, 7, 9}, {1, 2}, {0, 4}, {5, 7, 9}}) {
+    for (const bool residual : {false, true}) {
+      const std::string name = "layer of " + std::to_string(sizes[1]);
+      BatchNorm layer({.channels = sizes[1], .name = name, .activation = {ActivationKind::kRelu}});
+      SmallStep step(sizes), expected(sizes);
+      Saved fresh;
+      step.forward(layer, kept, residual);
+      expected.forward(layer, fresh, residual);
+      step.backward(layer, kept, residual);
+      expected.backward(layer, fresh, residual);
+      EXPECT_TRUE(same_bits(kept.mean(), fresh.mean()));
+      EXPECT_TRUE(same_bits(kept.var(), fresh.var()));
+      EXPECT_TRUE(same_bits(kept.rstd(), fresh.rstd()));
+      EXPECT_EQ(kept.mean().size(), static_cast<std::size_t>(sizes[1]));
+      EXPECT_EQ(kept.count(), fresh.count());
+      EXPECT_TRUE(same_bits(step.y.values(), expected.y.values()));
+      EXPECT_TRUE(same_bits(step.dx.values(), expected.dx.values()));
+      EXPECT_TRUE(same_bits(step.dresidual.values(), expected.dresidual.values()));
+    }
+  }
+}
+
+TEST(Saved, OfAnotherLayerIsRefused) {
+  SmallStep step({2, 3, 4});
+  BatchNorm one({.channels = 3, .name = "one"}), two({.channels = 3, .name = "two"});
+  Saved saved;
+  step.forward(one, saved);
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { step.backward(two, saved); }),
+                       "saved: got that of another layer, expected that of this one's forward"));
+  EXPECT_TRUE(same_bits(step.dx.values(), step.x.values()));
+  EXPECT_NO_THROW(step.backward(one, saved));
+}
+
+TEST(Saved, IsWithoutContentAfterAForwardThatFails) {
+  SmallStep step({2, 3, 4}), wider({2, 4, 4});
+  BatchNorm layer({.channels = 3});
+  Saved saved;
+  step.forward(layer, saved);
+  EXPECT_EQ(saved.count(), 8);
+  EXPECT_THROW(wider.forward(layer, saved), InvalidArgument);
+  expect_empty(saved);
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { step.backward(layer, saved); }),
+                       "saved: got one without content, expected that of a forward"));
+}
+
+TEST(Saved, AndLayersMoveExact) {
+  SmallStep step({2, 3, 4}), expected({2, 3, 4});
+  BatchNorm first({.channels = 3, .name = "moved"}), third({.channels = 5, .name = "third"});
+  Saved one, three;
+  expected.forward(first, one);
+  expected.backward(first, one);
+  BatchNorm second = std::move(first);
+  Saved two = std::move(one);
+  third = std::move(second);
+  three = std::move(two);
+  EXPECT_EQ(three.count(), 8);
+  step.backward(third, three);
+  step.forward(third, three);
+  EXPECT_TRUE(same_bits(step.y.values(), expected.y.values()));
+  EXPECT_TRUE(same_bits(step.dx.values(), expected.dx.values()));
+  EXPECT_TRUE(
+      contains(thrown_text<InvalidArgument>([&] { SmallStep({2, 4}).forward(third, three); }),
+               "moved, call 2, forward"));
+}
+
+/// Memory that knows what is out.
+struct Ledger {
+  Allocator memory() {
+    return {this,
+            [](void* context, std::size_t bytes, Device device, void* stream) {
+              EXPECT_TRUE(device == Device::kCpu && stream == nullptr);
+              return static_cast<Ledger*>(context)->allocate(bytes);
+            },
+            [](void* context, void* memory, std::size_t bytes, Device device, void* stream) {
+              EXPECT_TRUE(device == Device::kCpu && stream == nullptr);
+              static_cast<Ledger*>(context)->release(memory, bytes);
+            }};
+  }
+  void* allocate(std::size_t bytes) {
+    ++calls;
+    if (failure == kThrows) {
+      throw 5;  // of no class
+    }
+    if (failure == kNull) {
+      return nullptr;
+    }
+    void* memory = ::operator new(bytes, std::align_val_t{64});
+    out[memory] = bytes;
+    return memory;
+  }
+  void release(void* memory, std::size_t bytes) {
+    ASSERT_EQ(out.count(memory), 1U);
+    EXPECT_EQ(out[memory], bytes);
+    out.erase(memory);
+    ::operator delete(memory, std::align_val_t{64});
+  }
+  enum Failure { kNone, kNull, kThrows } failure = kNone;
+  std::map<void*, std::size_t> out;
+  int calls = 0;
+};
+
+TEST(Allocator, IsTakenOnceForAShapeAndGivenBack) {
+  Ledger ledger;
+  {
+    BatchNorm layer({.channels = 3}, ledger.memory()), wide({.channels = 50}, ledger.memory());
+    SmallStep step({2, 3, 4}), wider({2, 50});
+    Saved saved(ledger.memory());
+    EXPECT_EQ(ledger.calls, 0);
+    for (int i = 0; i < 3; ++i) {
+      step.forward(layer, saved);
+      step.backward(layer, saved);
+      EXPECT_EQ(ledger.calls, 1);
+    }
+    EXPECT_GE(ledger.out.begin()->second, 9 * sizeof(double));
+    for (int i = 0; i < 3; ++i) {  // the smaller one fits in what the larger one has
+      wider.forward(wide, saved);
+      step.forward(layer, saved);
+      EXPECT_EQ(ledger.calls, 2);
+      EXPECT_EQ(ledger.out.size(), 1U);
+    }
+    Saved other = std::move(saved);
+    EXPECT_EQ(other.count(), 8);
+    EXPECT_EQ(ledger.out.size(), 1U);
+  }
+  EXPECT_TRUE(ledger.out.empty());
+  EXPECT_EQ(ledger.calls, 2);
+}
+
+TEST(Allocator, ThatIsNotThereFailsTheCallAlone) {
+  Ledger ledger;
+  SmallStep step({2, 3, 4}), wider({2, 3, 4});
+  BatchNorm layer({.channels = 3, .activation = {ActivationKind::kRelu}});
+  Saved saved(ledger.memory());
+  step.forward(layer, saved);
+  const std::vector<double> y = wider.y.values();
+  ledger.failure = Ledger::kNull;
+  EXPECT_THROW(wider.forward(layer, saved, true), std::bad_alloc);  // it needs bits, too
+  expect_empty(saved);
+  ledger.failure = Ledger::kThrows;
+  EXPECT_THROW(wider.forward(layer, saved, true), int);
+  expect_empty(saved);
+  EXPECT_TRUE(ledger.out.empty());
+  EXPECT_TRUE(same_bits(wider.y.values(), y));
+  ledger.failure = Ledger::kNone;
+  wider.forward(layer, saved, true);
+  wider.backward(layer, saved, true);
+  EXPECT_EQ(saved.count(), 8);
+}
+
+TEST(Allocator, ThatIsNotThereIsToldToTheOtherRanks) {
+  ThreadGroup group(2, std::chrono::seconds(20));
+  Ledger ledger;
+  ledger.failure = Ledger::kNull;
+  const auto errors = run_ranks(2, [&](int r) {
+    BatchNorm layer({.channels = 3, .name = "layer"}, group.rank(r));
+    Saved saved(r == 1 ? ledger.memory() : Allocator());
+    SmallStep({2, 3, 4}).forward(layer, saved);
+  });
+  EXPECT_THROW(std::rethrow_exception(errors[1]), std::bad_alloc);
+  EXPECT_TRUE(contains(text_of<PeerLost>(errors[0]),
+                       "rank 1 left the group: layer, call 0, forward, 3 channels, float32: "));
+}
+
+TEST(Allocator, NeedsBothFunctionsOrNone) {
+  Ledger ledger;
+  Allocator takes = ledger.memory(), gives = takes;
+  takes.release = nullptr;
+  gives.allocate = nullptr;
+  for (const Allocator& memory : {takes, gives}) {
+    for (const std::string& text :
+         {thrown_text<InvalidArgument>([&] { Saved{memory}; }),
+          thrown_text<InvalidArgument>([&] { BatchNorm({.channels = 3}, memory); })}) {
+      EXPECT_EQ(text, "allocator: got one of allocate and release, expected both or neither");
+    }
+  }
+}
+
+TEST(Layer, CallThatFailsCountsOnEveryRank) {
+  ThreadGroup group(3, std::chrono::seconds(20));
+  const auto errors = run_ranks(3, [&](int r) {
+    BatchNorm layer({.channels = 3, .name = "layer"}, group.rank(r));
+    Saved saved;
+    SmallStep step({2, 3, 4}), other({2, 3, 4}, DType::kBFloat16);
+    step.forward(layer, saved);
+    const auto error =
+        error_of_call<DivergenceError>([&] { (r == 1 ? other : step).forward(layer, saved); });
+    EXPECT_TRUE(contains(error.what(), "layer, call 1, forward"));
+    EXPECT_EQ(error.ranks(), std::vector<int>{1});
+    expect_empty(saved);
+    step.forward(layer, saved);
+    step.backward(layer, saved);
+    EXPECT_EQ(saved.count(), 24);
+    EXPECT_TRUE(contains(error_of_call<DivergenceError>([&] {
+                           (r == 2 ? other : step).forward(layer, saved);
+                         }).what(),
+                         "layer, call 3, forward"));
+  });
+  for (const auto& error : errors) {
+    EXPECT_EQ(error, nullptr);
+  }
+}
+
+/// A constructor that refuses leaves the group; the others would wait for that rank's layer.
+TEST(Layer, ThatIsRefusedIsToldToTheOtherRanks) {
+  Ledger ledger;
+  Allocator half = ledger.memory();
+  half.release = nullptr;
+  const struct {
+    BatchNorm::Options options;
+    Allocator memory;
+    const char* text;
+  } cases[] = {{{.channels = 3},
+                {},
+                "options.name: got none, expected this layer's own name, the same on all ranks "
+                "(there are 3 ranks)"},
+               {{.channels = -3, .name = "layer"}, {}, "channels: got -3"},
+               {{.channels = 3, .name = "layer", .eps = -1}, {}, "eps: got -1"},
+               {{.channels = 3, .name = "layer", .momentum = 2}, {}, "momentum: got 2"},
+               {{.channels = 3, .name = "layer"}, half, "allocator: got one"}};
+  for (const auto& one : cases) {
+    ThreadGroup group(3, std::chrono::seconds(20));
+    const auto errors = run_ranks(3, [&](int r) {
+      BatchNorm layer = r == 1 ? BatchNorm(one.options, group.rank(r), one.memory)
+                               : BatchNorm({.channels = 3, .name = "layer"}, group.rank(r));
+      Saved saved;
+      SmallStep({2, 3, 4}).forward(layer, saved);
+    });
+    const bool named = !one.options.name.empty();
+    const std::string text = (named ? "layer: " : "") + std::string(one.text);
+    EXPECT_TRUE(text_of<InvalidArgument>(errors[1]).starts_with(text));
+    EXPECT_EQ(error_of<InvalidArgument>(errors[1]).layer(), named ? "layer" : "");
+    for (const std::size_t r : {0U, 2U}) {
+      EXPECT_TRUE(contains(text_of<PeerLost>(errors[r]), "rank 1 left the group: " + text));
+      EXPECT_EQ(error_of<PeerLost>(errors[r]).ranks(), std::vector<int>{1});
+      EXPECT_EQ(error_of<PeerLost>(errors[r]).layer(), "layer");
+    }
+  }
+}
+
+/// As where nobody thought of it.
+TEST(Layer, WithoutANameIsRefusedOnEveryRankOfSeveral) {
+  ThreadGroup group(2, std::chrono::seconds(20)), alone(1);
+  for (const auto& error :
+       run_ranks(2, [&](int r) { BatchNorm({.channels = 3}, group.rank(r)); })) {
+    EXPECT_TRUE(contains(text_of<InvalidArgument>(error), "options.name: got none"));
+  }
+  EXPECT_NO_THROW(BatchNorm({.channels = 3}, alone.rank(0)));
+}
+
+/// Rank 1 never comes.
+TEST(Layer, EvaluatesOnOneRankAloneExact) {
+  ThreadGroup group(2, std::chrono::milliseconds(50));
+  BatchNorm layer({.channels = 3, .name = "layer"}, group.rank(0)), alone({.channels = 3});
+  const Tensor mean(DType::kFloat32, {3}, {1, 2, 3}), var(DType::kFloat32, {3}, {4, 5, 6});
+  SmallStep step({2, 3, 4}), expected({2, 3, 4});
+  const auto run = [&](BatchNorm& of, SmallStep& s) {
+    of.evaluate({.x = s.x.view(), .y = s.dresidual.view()});
+    of.evaluate(
+        {.x = s.x.view(), .running_mean = mean.view(), .running_var = var.view(), .y = s.y.view()});
+    of.evaluate_backward({.dy = s.x.view(),
+                          .x = s.x.view(),
+                          .running_mean = mean.view(),
+                          .running_var = var.view(),
+                          .dx = s.dx.view()});
+  };
+  run(layer, step);
+  run(alone, expected);
+  EXPECT_TRUE(same_bits(step.y.values(), expected.y.values()));
+  EXPECT_TRUE(same_bits(step.dx.values(), expected.dx.values()));
+  EXPECT_TRUE(same_bits(step.dresidual.values(), expected.dresidual.values()));
+  Saved saved;
+  EXPECT_THROW(step.forward(layer, saved), ExchangeTimeout);
+}
+
+TEST(Layer, CheckDoesNothingOnTheCpu) {
+  ThreadGroup group(1);
+  const auto check = [](BatchNorm layer) {
+    SmallStep step({2, 3, 4});
+    Saved saved;
+    EXPECT_NO_THROW(layer.check());
+    step.forward(layer, saved);
+    EXPECT_NO_THROW(layer.check());
+    EXPECT_THROW(SmallStep({2, 4}).forward(layer, saved), InvalidArgument);
+    EXPECT_NO_THROW(layer.check());
+  };
+  check(BatchNorm({.channels = 3}));
+  check(BatchNorm({.channels = 3, .name = "layer"}, group.rank(0)));
+}
+
+/// A rank of two that do the same, which notes the fingerprints that it sends.
+class Twin final : public Communicator {
+ public:
+  int rank() const override { return 0; }
+  int size() const override { return 2; }
+  void all_reduce_sum(std::span<std::int64_t> words) override {
+    fingerprints.push_back(static_cast<std::uint32_t>(words[1]));
+    for (std::int64_t& word : words) {
+      word *= 2;
+    }
+  }
+  void all_gather(std::span<const std::byte>, std::span<std::byte>) override {}
+  void abandon(const std::string&) override {}
+  std::vector<std::uint32_t> fingerprints;
+};
+
+TEST(Layer, FingerprintsAreOfTheNameAndTheCall) {
+  Twin group;
+  BatchNorm layer({.channels = 3, .name = "foobar", .eps = 0.5}, group);
+  Saved first, second;
+  SmallStep step({2, 3, 4});
+  step.forward(layer, first);
+  step.forward(layer, second);
+  step.backward(layer, second);
+  step.backward(layer, first);
+  // FNV-1a of "foobar", as its authors publish it.
+  const std::uint64_t identity =
+      layer_identity(0x85944171f73967e8U, {}, Statistics::kReproducible, false);
+  const std::uint32_t call_0 = fingerprint(identity, 0, Direction::kForward, 3, 0.5);
+  const std::uint32_t call_1 = fingerprint(identity, 1, Direction::kForward, 3, 0.5);
+  EXPECT_EQ(group.fingerprints,
+            (std::vector<std::uint32_t>{call_0, call_1, backward_fingerprint(call_1),
+                                        backward_fingerprint(call_0)}));
+}
+
+}  // namespace
+}  // namespace syncbn

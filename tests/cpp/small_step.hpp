@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <stdexcept>
+#include <vector>
+
+#include "support.hpp"
+#include "syncbn/batch_norm.hpp"
+
+namespace syncbn::testing {
+
+/// What a layer's step reads and writes, where its numbers do not matter.
+struct SmallStep {
+  explicit SmallStep(const std::vector<std::int64_t>& sizes, DType dtype = DType::kFloat32)
+      : x(dtype, sizes) {
+    Random random(7);
+    std::vector<double> values(static_cast<std::size_t>(x.numel()));
+    for (double& value : values) {
+      value = round_to(dtype, random.signed_unit());
+    }
+    x.fill(values);
+    y = dx = dresidual = x;
+  }
+  void forward(BatchNorm& layer, Saved& saved, bool residual = false) {
+    layer.forward({.x = x.view(), .residual = residual ? x.view() : TensorView(), .y = y.view()},
+                  saved);
+  }
+  void backward(BatchNorm& layer, const Saved& saved, bool residual = false) {
+    layer.backward({.dy = x.view(),
+                    .x = x.view(),
+                    .dx = dx.view(),
+                    .dresidual = residual ? dresidual.view() : MutableTensorView()},
+                   saved);
+  }
+  Tensor x, y, dx, dresidual;
+};
+
+/// A copy of what was thrown; anything else goes on.
+template <class Expected>
+Expected error_of(const std::exception_ptr& error) {
+  if (error == nullptr) {
+    throw std::logic_error("nothing was thrown");
+  }
+  try {
+    std::rethrow_exception(error);
+  } catch (const Expected& expected) {
+    return expected;
+  }
+}
+
+template <class Expected, class Function>
+Expected error_of_call(const Function& function) {
+  return error_of<Expected>(run_ranks(1, [&](int) { function(); })[0]);
+}
+
+}  // namespace syncbn::testing
