@@ -102,7 +102,7 @@ format: $(VENV)/.stamp-build $(VENV)/.stamp-lint  ## repair format and style
 
 docs: $(docs_tools)  ## the documentation site, in build/site; a few seconds after the first time
 	NO_MKDOCS_2_WARNING=1 $(docs_venv)/bin/mkdocs --quiet build
-	@echo "build/site/index.html"
+	@echo "build/site/index.html; with a search: python3 -m http.server --directory build/site"
 
 wheel: $(package)  ## a wheel in dist/, inspected and tried; with CUDA where nvcc fits PyTorch
 	rm -f dist/syncbn-*.whl

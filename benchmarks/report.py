@@ -179,7 +179,7 @@ def draw(results: dict, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(3, 1, figsize=(11, 13), layout="constrained")
+    figure, axes = plt.subplots(3, 1, figsize=(11, 15), layout="constrained")
 
     def bars(plot, title: str, rows: list[tuple[str, str, list[float]]]) -> None:
         """rows: place on the axis, colour, quartiles."""
@@ -193,7 +193,8 @@ def draw(results: dict, path: Path) -> None:
             plot.bar(x, heights, 0.8 / len(colours), yerr=errors, **style)
         plot.set_title(title)
         plot.set_ylabel("time / plain PyTorch's")
-        plot.set_xticks(range(len(places)), places, fontsize=6)
+        slanted = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+        plot.set_xticks(range(len(places)), places, fontsize=8, **slanted)
         plot.axhline(1, color="gray", linewidth=0.5)
         plot.legend()
 
@@ -201,7 +202,7 @@ def draw(results: dict, path: Path) -> None:
         chosen = filter(case(threads=1, direction=direction), results["layers"])
         rows = [
             (
-                f"{shape_text(r['shape'])}\n{r['layout']}",
+                f"{shape_text(r['shape'])} {r['layout']}",
                 f"{r['dtype']}, {r['memory']} memory",
                 r["ratios"]["PyTorch"],
             )

@@ -14,7 +14,9 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
+# The page of C++, and its links to headers, whose text the site shows below.
 CPP_REFERENCE = "cpp_reference.md"
+HEADER = r"\[`(syncbn/\w+\.hpp)`\]\(\.\./([^)]+)\)"
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 CODE = re.compile(r"```.*?```", re.S)
 
@@ -58,13 +60,17 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     if page.file.generated_by is not None:
         return markdown
-    text = relink(markdown, ROOT / "docs" / page.file.src_uri)
-    return text + headers(markdown) if page.file.src_uri == CPP_REFERENCE else text
-
-
-def headers(markdown: str) -> str:
-    """The text of all headers that the page links to, in its order."""
-    return "".join(
+    place = ROOT / "docs" / page.file.src_uri
+    if page.file.src_uri != CPP_REFERENCE:
+        return relink(markdown, place)
+    headers = re.findall(HEADER, markdown)
+    links = re.sub(HEADER, lambda match: f"[`{match[1]}`](#{slug(match[1])})", markdown)
+    return relink(links, place) + "\n## The text of the headers\n" + "".join(
         f"\n### {name}\n\n```cpp\n{(ROOT / path).read_text(encoding='utf-8')}```\n"
-        for name, path in re.findall(r"\[`(syncbn/\w+\.hpp)`\]\(\.\./([^)]+)\)", markdown)
+        for name, path in headers
     )
+
+
+def slug(title: str) -> str:
+    """The anchor that the site gives to a title."""
+    return re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-")

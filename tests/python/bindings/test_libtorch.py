@@ -242,7 +242,11 @@ def test_calls_that_differ_are_named_on_every_rank(errors):
     calls = [
         (at(), at(layer="stem.bn"), ": layer: bn on rank 0, stem.bn on rank 1"),
         # messages of different lengths
-        (*wide, f"; rank 0: {wide[0]}; rank 1: {wide[1]}"),
+        (
+            *wide,
+            ": layer: bn on rank 0, wide on rank 1; call: 1 on rank 0, 0 on rank 1; "
+            "channels: 3 on rank 0, 600 on rank 1",
+        ),
         (at(), at(dtype="bfloat16"), ": dtype: float32 on rank 0, bfloat16 on rank 1"),
         (
             at("backward", call=1),

@@ -1,5 +1,5 @@
 """Other libraries' code that asks for the classes of layers, on a model with this package's layer:
-what docs/class_checks.md says. It does what it does with torch.nn.SyncBatchNorm, and where a
+what docs/conversion.md says. It does what it does with torch.nn.SyncBatchNorm, and where a
 library takes that for no batch norm, the page says what to do.
 
 A library that is not installed is skipped by name; `make interop` installs all of them, also those

@@ -221,7 +221,7 @@ def loop_ultralytics(convert, rank, world):
     os.environ.update(YOLO_AUTOINSTALL="false")
     del os.environ["RANK"], os.environ["LOCAL_RANK"]
     library("ultralytics")
-    names = snippet("docs/class_checks.md", "python ultralytics")
+    names = snippet("docs/conversion.md", "python ultralytics")
     data = _pictures_with_boxes(Path(os.environ["LOOPS_FOLDER"]) / "boxes")
     with mock.patch.object(syncbn, "convert_sync_batchnorm", convert):
         trainer = names["Trainer"](

@@ -84,7 +84,7 @@ def _devices(names):
     assert all(p.grad is not None for p in names["network"].parameters())
 
 
-def _static_graph(names):
+def _compile(names):
     targets = [str(node.target) for node in names["program"].graph.nodes]
     assert any("conv" in name for name in targets)
     assert not any("batch_norm" in name for name in targets)
@@ -144,6 +144,6 @@ EXPECTED = {
     "docs/diagnosis.md": _diagnosis,
     "docs/masks.md": _masks,
     "docs/devices.md": _devices,
-    "docs/static_graph.md": _static_graph,
+    "docs/compile.md": _compile,
     "docs/activation.md": _activation,
 }
