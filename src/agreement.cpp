@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 #include <cstring>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -68,7 +69,6 @@ constexpr std::array<Field, 11> kFields = {{
     {"forward's fingerprint", number_text},
 }};
 constexpr std::size_t kLayerField = 0;
-constexpr std::size_t kDirectionField = 2;
 constexpr std::size_t kDtypeField = 4;
 constexpr std::size_t kForwardField = 10;
 /// The layer's name follows the fields; of a longer one its end, which differs sooner.
@@ -171,11 +171,10 @@ std::uint32_t AgreedCall::fingerprint() const {
       channels, options->eps);
 }
 
-void check_agreement(const MessageInfo& info, const AgreedCall& own, Communicator& communicator) {
-  if (info.agree || info.any_rejected) {
-    check_header(info);
-    return;
-  }
+namespace {
+
+/// What all ranks do, exchanged; empty if nothing differs.
+std::optional<DivergenceError> disagreement(const AgreedCall& own, Communicator& communicator) {
   // Each rank's words in a place of their own: every communicator has a sum.
   std::vector<std::int64_t> words(kWords * static_cast<std::size_t>(communicator.size()));
   write_words(own, words.data() + kWords * static_cast<std::size_t>(communicator.rank()));
@@ -184,19 +183,40 @@ void check_agreement(const MessageInfo& info, const AgreedCall& own, Communicato
   std::string text = "rank " + std::to_string(communicator.rank()) + " of " +
                      std::to_string(communicator.size()) + ": the ranks did not make the same call";
   const char* separator = ": ";
-  bool both_ways = false;
   for (std::size_t field = 0; field < kFields.size(); ++field) {
-    if (field == kForwardField && both_ways) {  // a forward has none
+    if (field == kForwardField && !ranks.odd().empty()) {  // follows from the others
       continue;
     }
     const std::string differs = ranks.difference(field);
     if (!differs.empty()) {
       text += separator + differs;
       separator = "; ";
-      both_ways = both_ways || field == kDirectionField;
     }
   }
-  throw DivergenceError(text, ranks.odd());
+  return ranks.odd().empty() ? std::nullopt : std::optional(DivergenceError(text, ranks.odd()));
+}
+
+}  // namespace
+
+void check_agreement(const MessageInfo& info, const AgreedCall& own, Communicator& communicator) {
+  if (info.agree || info.any_rejected) {
+    check_header(info);
+    return;
+  }
+  if (const auto error = disagreement(own, communicator); error.has_value()) {
+    throw *error;
+  }
+  throw DivergenceError("the ranks did not make the same call");
+}
+
+void explain_divergence(const DivergenceError& error, const AgreedCall& own,
+                        Communicator& communicator) {
+  std::optional<DivergenceError> named;
+  try {
+    named = disagreement(own, communicator);
+  } catch (const Error&) {  // not all ranks came here
+  }
+  throw named.value_or(error);
 }
 
 }  // namespace syncbn

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "syncbn/batch_norm.hpp"
+#include "syncbn/error.hpp"
 
 // What the ranks of a group must have in common, and what they say when they do not.
 namespace syncbn {
@@ -28,5 +29,10 @@ struct AgreedCall {
 /// which of its fields differ, and on which ranks: all ranks come here, because they see the same
 /// header, and make one more all_reduce_sum.
 void check_agreement(const MessageInfo& info, const AgreedCall& own, Communicator& communicator);
+
+/// After a DivergenceError of the communicator, whose messages did not fit each other: as above,
+/// or `error` itself, where a rank was in no layer's exchange.
+[[noreturn]] void explain_divergence(const DivergenceError& error, const AgreedCall& own,
+                                     Communicator& communicator);
 
 }  // namespace syncbn

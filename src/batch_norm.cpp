@@ -1,5 +1,7 @@
 #include "syncbn/batch_norm.hpp"
 
+#include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -43,6 +45,30 @@ void check_layer(const BatchNorm::Options& options, int ranks) {
   check_options(options);
 }
 
+/// Names of the layers of each communicator that has several ranks.
+class Names {
+ public:
+  static Names& all() {
+    static Names names;
+    return names;
+  }
+  void take(const void* communicator, const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    if (!taken_.emplace(communicator, name).second) {
+      throw InvalidArgument("options.name: got " + name +
+                            ", which another layer of this group has, expected a name of its own");
+    }
+  }
+  void give_back(const void* communicator, const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    taken_.erase({communicator, name});
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<std::pair<const void*, std::string>> taken_;
+};
+
 bool on_cuda(const LayerState& layer, const TensorView& x) {
   return layer.on_cpu == nullptr || (layer.alone_on_cpu && x.device == Device::kCuda);
 }
@@ -56,6 +82,17 @@ void need_cuda(LayerState& layer) {
 }
 
 }  // namespace
+
+void LayerState::take_name(const void* communicator) {
+  Names::all().take(communicator, name);
+  name_taken_for_ = communicator;
+}
+
+LayerState::~LayerState() {
+  if (name_taken_for_ != nullptr) {
+    Names::all().give_back(name_taken_for_, name);
+  }
+}
 
 std::string LayerCall::text() const {
   if (layer.name.empty()) {
@@ -131,6 +168,10 @@ BatchNorm::BatchNorm(const Options& options, std::size_t size, Communicator* com
     state_->number = number_of(state_->name);
     state_->on_cpu = communicator;
     state_->on_cuda = cuda_communicator;
+    if (ranks > 1) {
+      state_->take_name(communicator != nullptr ? static_cast<const void*>(communicator)
+                                                : cuda_communicator);
+    }
   };
   const auto of_group = [&](auto& group) {  // the others would wait for a layer that is not there
     try {
@@ -160,13 +201,18 @@ BatchNorm::BatchNorm(BatchNorm&&) noexcept = default;
 BatchNorm& BatchNorm::operator=(BatchNorm&&) noexcept = default;
 BatchNorm::~BatchNorm() = default;
 
-void BatchNorm::forward(const Forward& arguments, std::size_t size, Saved& saved,
-                        const Execution& execution) {
+void BatchNorm::sized_forward(const Forward& arguments, std::size_t size, Saved& saved,
+                              const Execution& execution) {
   const LayerCall call{*state_, state_->calls++, "forward", arguments.x};
   SavedState& kept = *saved.state_;
   kept.filled = false;
   in_call(call, [&] {
     check_size("arguments", size, sizeof(arguments));
+    if (state_->alone_on_cpu && !state_->name.empty()) {
+      throw InvalidArgument(
+          "communicator: got none, expected the group of the layer's ranks, or "
+          "self_communicator() for one rank alone");
+    }
     if (on_cuda(*state_, arguments.x)) {
       need_cuda(*state_);
       cuda::forward(*state_, call, arguments, kept, execution);
@@ -179,8 +225,8 @@ void BatchNorm::forward(const Forward& arguments, std::size_t size, Saved& saved
   });
 }
 
-void BatchNorm::backward(const Backward& arguments, std::size_t size, const Saved& saved,
-                         const Execution& execution) {
+void BatchNorm::sized_backward(const Backward& arguments, std::size_t size, const Saved& saved,
+                               const Execution& execution) {
   const SavedState& kept = *saved.state_;
   const LayerCall call{*state_, kept.call, "backward", arguments.x};
   in_call(call, [&] {
@@ -194,7 +240,8 @@ void BatchNorm::backward(const Backward& arguments, std::size_t size, const Save
   });
 }
 
-void BatchNorm::evaluate(const Evaluate& arguments, std::size_t size, const Execution& execution) {
+void BatchNorm::sized_evaluate(const Evaluate& arguments, std::size_t size,
+                               const Execution& execution) {
   in_call({*state_, std::nullopt, "evaluation", arguments.x}, [&] {
     check_size("arguments", size, sizeof(arguments));
     if (arguments.x.device == Device::kCuda) {
@@ -205,8 +252,8 @@ void BatchNorm::evaluate(const Evaluate& arguments, std::size_t size, const Exec
   });
 }
 
-void BatchNorm::evaluate_backward(const EvaluateBackward& arguments, std::size_t size,
-                                  const Execution& execution) {
+void BatchNorm::sized_evaluate_backward(const EvaluateBackward& arguments, std::size_t size,
+                                        const Execution& execution) {
   in_call({*state_, std::nullopt, "backward of an evaluation", arguments.x}, [&] {
     check_size("arguments", size, sizeof(arguments));
     if (arguments.x.device == Device::kCuda) {

@@ -54,6 +54,18 @@ void check_storage(const char* name, const TensorView& tensor) {
   if (tensor.data == nullptr && !empty) {
     refuse(name, "a null pointer for shape " + shape(tensor), "data");
   }
+  if (tensor.elements.has_value()) {
+    std::size_t wanted = 1;
+    bool too_many = false;
+    for (const std::int64_t size : tensor.sizes) {
+      too_many =
+          __builtin_mul_overflow(wanted, static_cast<std::size_t>(size), &wanted) || too_many;
+    }
+    if (empty ? *tensor.elements != 0 : too_many || *tensor.elements != wanted) {
+      refuse(name, std::to_string(*tensor.elements) + " elements",
+             "those of shape " + shape(tensor));
+    }
+  }
 }
 
 // The counts beside the enumerations are those of the kinds that have traits.

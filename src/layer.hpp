@@ -23,8 +23,12 @@ struct LayerState {
         activation_mask(allocator) {
     options.name = name;
   }
+  ~LayerState();
   LayerState(const LayerState&) = delete;
   LayerState& operator=(const LayerState&) = delete;
+
+  /// Throws InvalidArgument if another layer of the communicator has it.
+  void take_name(const void* communicator);
 
   std::string name;
   BatchNorm::Options options;
@@ -40,6 +44,9 @@ struct LayerState {
   Block sums;      ///< zero between calls
   Block scratch;
   Block activation_mask;  ///< of a backward of an evaluation
+
+ private:
+  const void* name_taken_for_ = nullptr;
 };
 
 struct SavedState {

@@ -106,7 +106,11 @@ class LayerSum final : public SumInParts {
   template <class Run>
   std::int64_t run(const LayerCall& layer_call, const AgreedCall& call, const Run& run) {
     Reached reached{};
-    before_exchange(*this, layer_call, [&] { reached = run(group_); });
+    try {
+      before_exchange(*this, layer_call, [&] { reached = run(group_); });
+    } catch (const DivergenceError& error) {
+      explain_divergence(error, call, communicator_);
+    }
     if (reached != Reached::kOutput) {
       check_agreement(group_.info, call, communicator_);
     }
@@ -180,8 +184,12 @@ class GatheredMoments {
   void merge(SavedState& out, const AgreedCall& call, Communicator& communicator) {
     const int ranks = communicator.size();
     const std::size_t size = message_.size();
-    communicator.all_gather(std::as_bytes(std::span(message_)),
-                            std::as_writable_bytes(std::span(all_)));
+    try {
+      communicator.all_gather(std::as_bytes(std::span(message_)),
+                              std::as_writable_bytes(std::span(all_)));
+    } catch (const DivergenceError& error) {
+      explain_divergence(error, call, communicator);
+    }
     std::array<std::int64_t, kHeaderWords> header{};
     for (std::size_t i = 0; i < all_.size(); i += size) {
       for (std::size_t w = 0; w < kHeaderWords; ++w) {

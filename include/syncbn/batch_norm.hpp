@@ -97,10 +97,13 @@ class SYNCBN_API BatchNorm {
   struct Options {
     std::int64_t channels = 0;  ///< C
     /// The layer's own name, for example its path in the model, the same on all ranks: by it they
-    /// tell layers apart, and errors name it. Copied. A group of one rank needs none.
+    /// tell layers apart, and errors name it. Copied. No other layer of the communicator has it at
+    /// the same time. A group of one rank needs none.
     std::string_view name = {};
-    double eps = 1e-5;                     ///< finite, not negative
-    std::optional<double> momentum = 0.1;  ///< in [0, 1]; empty: cumulative averaging
+    double eps = 1e-5;  ///< finite, not negative
+    /// In [0, 1]: running <- (1 - momentum) * running + momentum * batch value, for the variance
+    /// the unbiased one. Empty: cumulative averaging.
+    std::optional<double> momentum = 0.1;
     Activation activation = {};
     Statistics statistics = Statistics::kReproducible;  ///< of a training forward
   };
@@ -112,15 +115,17 @@ class SYNCBN_API BatchNorm {
     MaskView mask = {};      ///< (N, spatial...): what it leaves out does not count and is +0 in y
     TensorView weight = {};  ///< C entries of any dtype, as all that is per channel; absent: 1
     TensorView bias = {};    ///< absent: 0
-    TensorView residual = {};             ///< like x; added before the activation
-    MutableTensorView y = {};             ///< like x; may be x or residual
+    TensorView residual = {};  ///< like x; added before the activation
+    /// Like x. May be residual, and x where no backward follows, which needs x.
+    MutableTensorView y = {};
     MutableTensorView running_mean = {};  ///< updated unless nobody has a sample
     MutableTensorView running_var = {};
     /// On x's device; needed for cumulative averaging.
     std::int64_t* num_batches_tracked = nullptr;
   };
 
-  /// mask, weight, bias: as in forward. bias is looked at if there is an activation.
+  /// x, mask, weight, bias: those of the forward. A residual is not needed again: Saved has what
+  /// the activation made of it.
   struct Backward {
     TensorView dy = {};  ///< like x
     TensorView x = {};
@@ -163,7 +168,9 @@ class SYNCBN_API BatchNorm {
     MutableTensorView dresidual = {};
   };
 
-  /// A layer of one rank alone, on either device.
+  /// A layer of one rank alone, on either device. With a name it may evaluate but not train: a
+  /// group that was forgotten would be a layer without synchronization. self_communicator() says
+  /// that one rank is meant.
   explicit BatchNorm(const Options& options, const Allocator& allocator = {})
       : BatchNorm(options, sizeof(options), nullptr, nullptr, allocator) {}
   /// For tensors on the CPU. The communicator outlives the layer. Throws InvalidArgument.
@@ -181,21 +188,21 @@ class SYNCBN_API BatchNorm {
   /// and var over N, the spatial axes and all ranks. Makes one exchange: an all_reduce_sum, or an
   /// all_gather with Statistics::kWelford.
   void forward(const Forward& arguments, Saved& saved, const Execution& execution = {}) {
-    forward(arguments, sizeof(arguments), saved, execution);
+    sized_forward(arguments, sizeof(arguments), saved, execution);
   }
 
   /// The gradients of that forward; `saved` is its, and stays as it is. Makes one all_reduce_sum.
   void backward(const Backward& arguments, const Saved& saved, const Execution& execution = {}) {
-    backward(arguments, sizeof(arguments), saved, execution);
+    sized_backward(arguments, sizeof(arguments), saved, execution);
   }
 
   /// The same y with constant statistics. Exchanges nothing, and may be called on some ranks alone.
   void evaluate(const Evaluate& arguments, const Execution& execution = {}) {
-    evaluate(arguments, sizeof(arguments), execution);
+    sized_evaluate(arguments, sizeof(arguments), execution);
   }
 
   void evaluate_backward(const EvaluateBackward& arguments, const Execution& execution = {}) {
-    evaluate_backward(arguments, sizeof(arguments), execution);
+    sized_evaluate_backward(arguments, sizeof(arguments), execution);
   }
 
   /// Of the forwards that follow. The only option that may change, and that ranks need not share.
@@ -216,13 +223,13 @@ class SYNCBN_API BatchNorm {
   // The size that the caller was compiled with: later versions append members.
   BatchNorm(const Options& options, std::size_t size, Communicator* on_cpu,
             cuda::Communicator* on_cuda, const Allocator& allocator);
-  void forward(const Forward& arguments, std::size_t size, Saved& saved,
-               const Execution& execution);
-  void backward(const Backward& arguments, std::size_t size, const Saved& saved,
-                const Execution& execution);
-  void evaluate(const Evaluate& arguments, std::size_t size, const Execution& execution);
-  void evaluate_backward(const EvaluateBackward& arguments, std::size_t size,
-                         const Execution& execution);
+  void sized_forward(const Forward& arguments, std::size_t size, Saved& saved,
+                     const Execution& execution);
+  void sized_backward(const Backward& arguments, std::size_t size, const Saved& saved,
+                      const Execution& execution);
+  void sized_evaluate(const Evaluate& arguments, std::size_t size, const Execution& execution);
+  void sized_evaluate_backward(const EvaluateBackward& arguments, std::size_t size,
+                               const Execution& execution);
 
   std::unique_ptr<LayerState> state_;
 };

@@ -11,8 +11,9 @@
 
    Where a comment says "or NULL", NULL stands for absent; elsewhere it is SYNCBN_INVALID_ARGUMENT.
    Per-channel arrays have C entries. A struct that begins with struct_size may grow at its end: set
-   that member to sizeof of the struct, and to 0 what you do not need. A wrong size is
-   SYNCBN_INVALID_ARGUMENT. Before 1.0 every minor version may change the structs and functions. */
+   that member to sizeof of the struct, and other pointers to NULL where you have nothing. A wrong
+   size is SYNCBN_INVALID_ARGUMENT. Before 1.0 every minor version may change the structs and
+   functions. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -174,7 +175,7 @@ typedef struct syncbn_batch_norm_options {
   syncbn_activation activation;
 } syncbn_batch_norm_options;
 
-/* What to begin with; channels is still 0. */
+/* What to begin with, as 0 is a value of eps and of momentum; channels is still 0. */
 #define SYNCBN_BATCH_NORM_OPTIONS_INIT \
   {sizeof(syncbn_batch_norm_options), 0, NULL, 1e-5, 0.1, 0, 0, {0, 0.01}}
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <iterator>
+#include <optional>
 #include <ranges>
 #include <span>
 #include <string>
@@ -120,6 +121,9 @@ struct BasicTensorView {
   Extents sizes;
   Extents strides;
   Device device = Device::kCpu;
+  /// How many elements there are, where the view was made of a range; a call that gets another
+  /// number than the sizes say refuses it.
+  std::optional<std::size_t> elements;
 
   BasicTensorView() = default;
 
@@ -142,18 +146,14 @@ struct BasicTensorView {
         strides(tensor_strides),
         device(tensor_device) {}
 
-  /// A contiguous tensor of all elements of a span, a vector or an array; another number of them:
-  /// InvalidArgument.
+  /// A contiguous tensor of all elements of a span, a vector or an array.
   template <std::ranges::contiguous_range Range>
     requires(std::ranges::borrowed_range<Range> && Element<std::ranges::range_value_t<Range>> &&
              std::convertible_to<decltype(std::ranges::data(std::declval<Range&>())), Void*>)
   BasicTensorView(Range&& values, const Extents& tensor_sizes)
       : BasicTensorView(std::ranges::data(values), kDtypeOf<std::ranges::range_value_t<Range>>,
                         tensor_sizes) {
-    if (std::ranges::size(values) != static_cast<std::uint64_t>(numel())) {
-      throw InvalidArgument("values: got " + std::to_string(std::ranges::size(values)) +
-                            " elements, expected " + std::to_string(numel()));
-    }
+    elements = std::ranges::size(values);
   }
 
   /// What an mdspan sees.
@@ -169,7 +169,9 @@ struct BasicTensorView {
 
   /// A writable view serves where a read-only one is wanted.
   operator BasicTensorView<const void>() const {
-    return BasicTensorView<const void>(data, dtype, sizes, strides, device);
+    BasicTensorView<const void> view(data, dtype, sizes, strides, device);
+    view.elements = elements;
+    return view;
   }
 
   bool absent() const { return data == nullptr && sizes.empty(); }

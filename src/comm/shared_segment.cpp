@@ -103,6 +103,9 @@ std::string make_memory(std::size_t bytes, LocalOffer& out) {
 /// What speaks against a rank by its offer alone, or nothing. bytes: of rank 0's memory.
 std::string objection(const OfferContent& mine, const OfferContent& other, int rank,
                       std::size_t bytes) {
+  if (other.format == 0) {
+    return "brought an offer of zeros; gather puts every rank's bytes in their place";
+  }
   if (other.format != OfferContent::kFormat) {
     return "has another version of the exchange";
   }

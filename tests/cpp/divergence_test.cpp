@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -47,12 +48,12 @@ struct Step {
   Executor* executor = &serial_executor();
 
   void run(Communicator& communicator) const {
-    BatchNorm other(before, communicator);
+    std::optional<BatchNorm> layer(std::in_place, before, communicator);
     std::array<Saved, 3> all;
     for (std::size_t i = 0; i < 2; ++i) {
       const Tensor x(DType::kFloat32, {2, 3, 4}, std::vector<double>(24, 1.0));
       Tensor y = x;
-      other.forward({.x = x.view(), .y = y.view()}, all[i]);
+      layer->forward({.x = x.view(), .y = y.view()}, all[i]);
     }
     const std::vector<double> ones(static_cast<std::size_t>(sizes[1]), 1.0);
     Tensor x(dtype, sizes);
@@ -70,23 +71,25 @@ struct Step {
       return view;
     };
     try {
-      BatchNorm fresh(options, communicator);
-      BatchNorm& layer = same_layer ? other : fresh;
+      if (!same_layer) {
+        layer.reset();  // one of a name at a time
+        layer.emplace(options, communicator);
+      }
       if (backward) {
-        layer.backward({.dy = x_view,
-                        .x = x_view,
-                        .dx = like_x(y.view()),
-                        .dweight = like_x(dweight.view()),
-                        .dbias = like_x(dbias.view()),
-                        .affine = affine},
-                       all[saved], *executor);
+        layer->backward({.dy = x_view,
+                         .x = x_view,
+                         .dx = like_x(y.view()),
+                         .dweight = like_x(dweight.view()),
+                         .dbias = like_x(dbias.view()),
+                         .affine = affine},
+                        all[saved], *executor);
       } else {
-        layer.forward({.x = x_view,
-                       .y = like_x(y.view()),
-                       .running_mean = like_x(mean.view()),
-                       .running_var = like_x(var.view()),
-                       .num_batches_tracked = &tracked},
-                      all[saved], *executor);
+        layer->forward({.x = x_view,
+                        .y = like_x(y.view()),
+                        .running_mean = like_x(mean.view()),
+                        .running_var = like_x(var.view()),
+                        .num_batches_tracked = &tracked},
+                       all[saved], *executor);
       }
     } catch (...) {
       EXPECT_TRUE(y.storage() == x.storage());
@@ -160,21 +163,28 @@ std::vector<Case> diverging_cases() {
        "activation: none on rank 0, relu on rank 1"},
       {"negative slope", leaky, [](Step& s) { s.options.activation.negative_slope = -0.01; },
        "negative slope: 0.01 on rank 0, -0.01 on rank 1"},
-      {"statistics", forward, [](Step& s) { s.options.statistics = Statistics::kWelford; }},
+      {"statistics", forward, [](Step& s) { s.options.statistics = Statistics::kWelford; },
+       "statistics: reproducible on rank 0, welford on rank 1"},
       {"call of the welford mode", welford, [](Step& s) { s.same_layer = true; },
        "call: 0 on rank 0, 2 on rank 1"},
-      {"dtype of the welford mode", welford, [](Step& s) { s.dtype = DType::kBFloat16; }},
-      {"channels of the welford mode", welford, four_channels},
-      {"channels", forward, four_channels},
+      {"dtype of the welford mode", welford, [](Step& s) { s.dtype = DType::kBFloat16; },
+       "dtype: float32 on rank 0, bfloat16 on rank 1"},
+      {"channels of the welford mode", welford, four_channels,
+       "channels: 3 on rank 0, 4 on rank 1"},
+      {"channels", forward, four_channels, "channels: 3 on rank 0, 4 on rank 1"},
       {"dtype of the same format", forward, [](Step& s) { s.dtype = DType::kBFloat16; },
        "dtype: float32 on rank 0, bfloat16 on rank 1"},
-      {"dtype of another format", forward, [](Step& s) { s.dtype = DType::kFloat64; }},
-      {"smaller dtype", forward, [](Step& s) { s.dtype = DType::kFloat16; }},
-      {"direction", forward, [](Step& s) { s.backward = true; }},
+      {"dtype of another format", forward, [](Step& s) { s.dtype = DType::kFloat64; },
+       "dtype: float32 on rank 0, float64 on rank 1"},
+      {"smaller dtype", forward, [](Step& s) { s.dtype = DType::kFloat16; },
+       "dtype: float32 on rank 0, float16 on rank 1"},
+      {"direction", forward, [](Step& s) { s.backward = true; },
+       "direction: forward on rank 0, backward on rank 1"},
       {"direction", share, [](Step& s) { s.backward = false; }},
       {"forward's fingerprint", share, [](Step& s) { s.saved = 0; }},
       {"forward's fingerprint", global, [](Step& s) { s.saved = 0; }},
-      {"dtype", share, [](Step& s) { s.dtype = DType::kBFloat16; }},
+      {"dtype", share, [](Step& s) { s.dtype = DType::kBFloat16; },
+       "dtype: float32 on rank 0, bfloat16 on rank 1"},
       {"dtype", global, [](Step& s) { s.dtype = DType::kBFloat16; }},
       {"fewer samples than in forward", share, [](Step& s) { s.sizes[0] = 1; }},
       {"fewer samples than in forward", global, [](Step& s) { s.sizes[0] = 1; }},

@@ -20,10 +20,12 @@ using testing::error_of;
 using testing::error_of_call;
 using testing::run_ranks;
 using testing::SmallStep;
+using testing::thrown_text;
 
 TEST(LayerErrors, NameTheLayerAndTheCall) {
   std::string name = "stem.bn1";
-  BatchNorm layer({.channels = 3, .name = name});
+  const auto self = self_communicator();
+  BatchNorm layer({.channels = 3, .name = name}, *self);
   name = "gone";  // it was copied
   SmallStep step({2, 3, 4}), wide({2, 64}, DType::kBFloat16);
   Saved saved;
@@ -56,7 +58,33 @@ TEST(LayerErrors, OfALayerWithoutANameAndOfItsMakingHaveTheTextAlone) {
     EXPECT_EQ(error.layer(), "");
   };
   expect("x: got 4 channels", [&] { SmallStep({2, 4}).forward(layer, saved); });
-  expect("channels: got -1", [] { BatchNorm({.channels = -1, .name = "layer"}); });
+  expect("channels: got -1", [] { BatchNorm({.channels = -1}); });
+}
+
+/// A group that was forgotten would be a layer without synchronization.
+TEST(LayerErrors, ANameWithoutAGroupIsRefusedInTraining) {
+  SmallStep step({2, 3, 4});
+  BatchNorm layer({.channels = 3, .name = "stem.bn1"});
+  Saved saved;
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { step.forward(layer, saved); }),
+                       "stem.bn1, call 0, forward, 3 channels, float32: communicator: got none"));
+  EXPECT_NO_THROW(layer.evaluate({.x = step.x.view(), .y = step.y.view()}));
+}
+
+/// Calls of one would be taken for calls of the other.
+TEST(LayerErrors, TwoLayersOfOneNameInAGroupAreRefused) {
+  ThreadGroup group(2, std::chrono::seconds(20));
+  const BatchNorm::Options options{.channels = 3, .name = "bn"};
+  {
+    BatchNorm one(options, group.rank(0)), of_the_other_rank(options, group.rank(1));
+    BatchNorm moved = std::move(one);
+    EXPECT_TRUE(contains(
+        thrown_text<InvalidArgument>([&] { BatchNorm two(options, group.rank(0)); }),
+        "bn: options.name: got bn, which another layer of this group has, expected a name of its"));
+  }
+  ThreadGroup fresh(2);
+  EXPECT_NO_THROW(BatchNorm(options, fresh.rank(0)));
+  EXPECT_NO_THROW(BatchNorm(options, fresh.rank(0)));  // the first is gone
 }
 
 TEST(LayerErrors, KeepTheFirstLayerAndTheRanks) {

@@ -34,13 +34,15 @@ void expect_empty(const Saved& saved) {
 }
 
 TEST(Saved, ServesOtherShapesAndLayersExact) {
+  const auto self = self_communicator();
   Saved kept;
   expect_empty(kept);
   for (const std::vector<std::int64_t>& sizes :
        std::vector<std::vector<std::int64_t>>{{2, 3, 4}, {5, 7, 9}, {1, 2}, {0, 4}, {5, 7, 9}}) {
     for (const bool residual : {false, true}) {
       const std::string name = "layer of " + std::to_string(sizes[1]);
-      BatchNorm layer({.channels = sizes[1], .name = name, .activation = {ActivationKind::kRelu}});
+      BatchNorm layer({.channels = sizes[1], .name = name, .activation = {ActivationKind::kRelu}},
+                      *self);
       SmallStep step(sizes), expected(sizes);
       Saved fresh;
       step.forward(layer, kept, residual);
@@ -61,7 +63,8 @@ TEST(Saved, ServesOtherShapesAndLayersExact) {
 
 TEST(Saved, OfAnotherLayerIsRefused) {
   SmallStep step({2, 3, 4});
-  BatchNorm one({.channels = 3, .name = "one"}), two({.channels = 3, .name = "two"});
+  const auto self = self_communicator();
+  BatchNorm one({.channels = 3, .name = "one"}, *self), two({.channels = 3, .name = "two"}, *self);
   Saved saved;
   step.forward(one, saved);
   EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { step.backward(two, saved); }),
@@ -84,7 +87,8 @@ TEST(Saved, IsWithoutContentAfterAForwardThatFails) {
 
 TEST(Saved, AndLayersMoveExact) {
   SmallStep step({2, 3, 4}), expected({2, 3, 4});
-  BatchNorm first({.channels = 3, .name = "moved"}), third({.channels = 5, .name = "third"});
+  const auto self = self_communicator();
+  BatchNorm first({.channels = 3, .name = "moved"}, *self), third({.channels = 5}, *self);
   Saved one, three;
   expected.forward(first, one);
   expected.backward(first, one);

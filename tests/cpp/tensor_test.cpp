@@ -68,9 +68,11 @@ TEST(TensorView, IsMadeOfASpan) {
   using Constants = std::span<const float>;
   EXPECT_FALSE((std::is_constructible_v<MutableTensorView, Constants, Extents>));
   EXPECT_FALSE((std::is_constructible_v<TensorView, std::span<int>, Extents>));
+  EXPECT_EQ(view.elements, 6);
+  EXPECT_EQ(TensorView(view).elements, 6);
   EXPECT_EQ(
-      thrown_text<InvalidArgument>([&] { const TensorView other{std::span(values), {2, 2}}; }),
-      "values: got 6 elements, expected 4");
+      thrown_text<InvalidArgument>([&] { activation_mask_bytes({std::span(constants), {2, 2}}); }),
+      "x: got 2 elements, expected those of shape (2, 2)");
 }
 
 /// The part of std::mdspan's interface that views need.

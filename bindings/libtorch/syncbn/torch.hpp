@@ -175,11 +175,11 @@ class SyncBatchNorm : public ::torch::nn::ModuleHolder<SyncBatchNormImpl> {
 };
 
 /// Names each synchronized layer of a model by its path in it, as in "stem.bn1", so that errors say
-/// where they are and ranks at different layers are told. Call it once the model is whole. A layer
-/// that is the whole model has no path: give it a layer_name.
-inline void name_layers(::torch::nn::Module& model) {
-  for (const auto& item : model.named_modules(/*name_prefix=*/std::string(),
-                                              /*include_self=*/false)) {
+/// where they are and ranks at different layers are told. Call it once the model is whole. Several
+/// models need a prefix each, "critic" for example: layers of one name are taken for one layer. A
+/// layer that is the whole model has no path: give it a layer_name.
+inline void name_layers(::torch::nn::Module& model, const std::string& prefix = {}) {
+  for (const auto& item : model.named_modules(prefix, /*include_self=*/false)) {
     if (auto* layer = item.value()->as<SyncBatchNormImpl>()) {
       layer->options.layer_name(item.key());
     }
