@@ -65,9 +65,13 @@ def on_page_markdown(markdown, page, config, files):
         return relink(markdown, place)
     headers = re.findall(HEADER, markdown)
     links = re.sub(HEADER, lambda match: f"[`{match[1]}`](#{slug(match[1])})", markdown)
-    return relink(links, place) + "\n## The text of the headers\n" + "".join(
-        f"\n### {name}\n\n```cpp\n{(ROOT / path).read_text(encoding='utf-8')}```\n"
-        for name, path in headers
+    return (
+        relink(links, place)
+        + "\n## The text of the headers\n"
+        + "".join(
+            f"\n### {name}\n\n```cpp\n{(ROOT / path).read_text(encoding='utf-8')}```\n"
+            for name, path in headers
+        )
     )
 
 
