@@ -91,6 +91,8 @@ TEST(SharedMemoryOffer, OtherNodesContainersAndVersionsAreRefused) {
                        "rank 0 is in another container"));
   EXPECT_EQ(refusal([](OfferContent& zero) { ++zero.format; }),
             "rank 0 has another version of the exchange");
+  EXPECT_EQ(refusal([](OfferContent& zero) { zero = {.format = 0}; }),
+            "rank 0 brought an offer of zeros; gather puts every rank's bytes in their place");
 }
 
 TEST(SharedMemoryOffer, RanksThatCountDifferentlyAreRefused) {
