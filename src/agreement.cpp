@@ -214,7 +214,8 @@ void explain_divergence(const DivergenceError& error, const AgreedCall& own,
   std::optional<DivergenceError> named;
   try {
     named = disagreement(own, communicator);
-  } catch (const Error&) {  // not all ranks came here
+  } catch (const Error&) {
+    throw error;  // not all ranks came here
   }
   throw named.value_or(error);
 }
