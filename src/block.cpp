@@ -1,5 +1,6 @@
 #include "block.hpp"
 
+#include <algorithm>
 #include <new>
 
 #include "cuda/device_memory.hpp"
@@ -13,6 +14,7 @@ constexpr std::align_val_t kAlignment{64};
 }  // namespace
 
 void* Block::reserve(std::size_t bytes, Device device, void* stream) {
+  bytes = std::max<std::size_t>(bytes, 1);  // an allocator need not give nothing
   if (bytes > bytes_ || device != device_) {
     release();
     if (allocator_.allocate != nullptr) {
@@ -27,7 +29,6 @@ void* Block::reserve(std::size_t bytes, Device device, void* stream) {
     }
     bytes_ = bytes;
     device_ = device;
-    stream_ = stream;
     if (device == Device::kCuda) {
       cuda::zero_on(stream, data_, bytes);
     }

@@ -6,7 +6,7 @@
 
 namespace syncbn {
 
-/// Allocator that outlives a call: grows, and is given back at the end.
+/// Memory that outlives a call: grows, and is given back at the end.
 class Block {
  public:
   explicit Block(const Allocator& allocator) : allocator_(allocator) {}

@@ -64,6 +64,9 @@ inline Lines refused(const Group& group) {
                             samples().to_sparse(), samples(4, 2), samples().flatten()}) {
     lines.push_back(outcome([&] { layer->forward(input(wrong)); }));
   }
+  layer->options.momentum(second ? 2.0 : 0.1);
+  lines.push_back(outcome([&] { layer->forward(samples()); }));
+  layer->options.momentum(0.1);
   lines.push_back(outcome([&] { layer->forward(samples()); }));  // the group still serves
   lines.push_back(std::to_string(layer->num_batches_tracked.item<std::int64_t>()));
   return lines;

@@ -113,7 +113,6 @@ class SyncBatchNormImpl
                                                .momentum = options.momentum()});
       made_of_ = options;
     }
-    layer_->batch_norm.set_momentum(options.momentum());
     return *layer_;
   }
 
@@ -137,8 +136,10 @@ class SyncBatchNormImpl
     call->number = used.batch_norm.calls();
     call->running_mean = running_mean;
     call->running_var = running_var;
-    used.before_forward(used.text(call->number, "forward", input),
-                        [&] { detail::check_tensor("input", input); });
+    used.before_forward(used.text(call->number, "forward", input), [&] {
+      used.batch_norm.set_momentum(options.momentum());
+      detail::check_tensor("input", input);
+    });
     std::int64_t batches = 0;  // Module::to(dtype) may have made the buffer one of floats
     if (num_batches_tracked.defined()) {
       batches = num_batches_tracked.item<std::int64_t>();

@@ -154,6 +154,7 @@ struct Layer {
   /// Runs what comes before the layer's own forward; the other ranks learn of its errors.
   template <class Body>
   void before_forward(const std::string& call, const Body& body) {
+    exchange.begin(call, true);
     try {
       body();
     } catch (Error& error) {
@@ -203,7 +204,6 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
       arguments.num_batches_tracked = call->num_batches_tracked;
     });
     TorchExecutor executor;
-    layer.exchange.begin(text, true);
     layer.batch_norm.forward(arguments, call->saved, executor);
     ctx->save_for_backward({x, weight});
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
