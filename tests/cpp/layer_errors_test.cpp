@@ -71,6 +71,22 @@ TEST(LayerErrors, ANameWithoutAGroupIsRefusedInTraining) {
   EXPECT_NO_THROW(layer.evaluate({.x = step.x.view(), .y = step.y.view()}));
 }
 
+/// In the call, not before it, where the others would wait for this rank.
+TEST(LayerErrors, AVectorOfAnotherLengthReachesTheOtherRanks) {
+  ThreadGroup group(2, std::chrono::seconds(20));
+  const auto errors = run_ranks(2, [&](int r) {
+    const std::vector<float> x(8, 1.0F);
+    std::vector<float> y(r == 1 ? 7 : 8);
+    BatchNorm layer({.channels = 4, .name = "bn"}, group.rank(r));
+    Saved saved;
+    layer.forward({.x = {x, {2, 4}}, .y = {y, {2, 4}}}, saved);
+  });
+  const std::string text =
+      "bn, call 0, forward, 4 channels, float32: y: got 7 elements, expected those of shape (2, 4)";
+  EXPECT_EQ(error_of<InvalidArgument>(errors[1]).what(), text);
+  EXPECT_TRUE(contains(error_of<PeerLost>(errors[0]).what(), "rank 1 left the group: " + text));
+}
+
 /// Calls of one would be taken for calls of the other.
 TEST(LayerErrors, TwoLayersOfOneNameInAGroupAreRefused) {
   ThreadGroup group(2, std::chrono::seconds(20));
