@@ -182,7 +182,7 @@ OTHERS = {
     ),
     "function negative mean": (
         _function(running_mean=torch._neg_view(torch.zeros(4))),
-        r"^running_mean: got a tensor with the negative bit, expected that of resolve_neg\(\)",
+        r"^running_mean: got a tensor with the negative bit, expected the result of resolve_neg",
     ),
     "function momentum none": (
         _function(momentum=None),
