@@ -282,7 +282,7 @@ def fold(model: Model) -> Model:
 
     - it has running statistics,
     - it is called once, with one tensor, and
-    - that tensor is the output of a Conv*d, ConvTranspose*d or Linear and has no other use.
+    - that tensor is the output of a `Conv*d`, `ConvTranspose*d` or Linear and has no other use.
 
     That layer's weight and bias change. They are computed in float64 and rounded once to their
     dtype. The batch norm becomes nn.Identity, or the activation that it had. torch.fx finds the
