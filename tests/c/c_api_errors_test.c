@@ -267,7 +267,7 @@ static void refused_calls_of_a_layer(void) {
                  "layer, call 2, forward: y: got NULL");
   EXPECT(syncbn_saved_count(saved) == 0 && syncbn_saved_channels(saved) == 0);
   EXPECT_REFUSED(syncbn_batch_norm_backward(layer, &b, saved, NULL),
-                 "saved: got one without content, expected that of a forward");
+                 "saved: got one without content, expected one that a forward filled");
   EXPECT_REFUSED(syncbn_batch_norm_backward(layer, &b, NULL, NULL),
                  "layer, backward: saved: got NULL");
   f = forward_arguments(&v);

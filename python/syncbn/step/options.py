@@ -313,7 +313,7 @@ def check_written(name: str, tensor: Tensor) -> None:
         if stride == 0 and size > 1:
             raise ValueError(
                 f"{name}: got strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, "
-                "expected a place for each entry, as it is written"
+                "expected memory of its own for each entry"
             )
 
 

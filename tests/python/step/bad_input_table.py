@@ -105,7 +105,7 @@ OPTIONS = [
 ]
 
 COUNTER = "expected one torch.int64, or a floating-point average, on cpu"
-PLACE = "expected a place for each entry, as it is written"
+PLACE = "expected memory of its own for each entry"
 PARAMETERS = ("weight", "bias", "running_mean", "running_var")
 #: A parameter or buffer, what takes its place, and the text.
 STATE = [
