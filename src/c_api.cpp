@@ -1,5 +1,8 @@
 #include "syncbn/c_api.h"
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -158,12 +161,15 @@ int32_t syncbn_last_error_ranks(const int32_t** ranks) {
   return error.has_value() ? static_cast<int32_t>(error->ranks().size()) : 0;
 }
 
-void syncbn_set_last_error(const char* text) {
+void syncbn_set_last_error(const char* text, const int32_t* ranks, int32_t count) {
+  clear_last_error();
   if (text == nullptr || *text == '\0') {
-    clear_last_error();
-  } else {
-    keep(SYNCBN_ERROR, text);
+    return;
   }
+  guarded([&] {
+    const auto known = static_cast<std::size_t>(ranks == nullptr ? 0 : std::max(count, 0));
+    last_error().emplace(text, std::vector<int>(ranks, ranks + known));
+  });
 }
 
 const char* syncbn_version(void) { return kVersion; }

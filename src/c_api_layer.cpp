@@ -22,6 +22,10 @@ struct syncbn_saved {
 namespace syncbn::c_api {
 namespace {
 
+std::optional<double> momentum_of(double momentum, std::int32_t cumulative_average) {
+  return cumulative_average != 0 ? std::nullopt : std::optional<double>(momentum);
+}
+
 BatchNorm::Options options_of(const syncbn_batch_norm_options* given,
                               const syncbn_communicator& communicator) {
   const syncbn_batch_norm_options& from = sized("options", given);
@@ -29,8 +33,7 @@ BatchNorm::Options options_of(const syncbn_batch_norm_options* given,
   options.channels = from.channels;
   options.name = from.name == nullptr ? "" : from.name;
   options.eps = from.eps;
-  options.momentum =
-      from.cumulative_average != 0 ? std::nullopt : std::optional<double>(from.momentum);
+  options.momentum = momentum_of(from.momentum, from.cumulative_average);
   options.activation = activation_of(from.activation);
   options.statistics = enum_of("statistics", from.statistics, Statistics::kWelford,
                                "SYNCBN_REPRODUCIBLE or SYNCBN_WELFORD");
@@ -145,6 +148,13 @@ syncbn_status syncbn_batch_norm_create(const syncbn_batch_norm_options* options,
 }
 
 void syncbn_batch_norm_destroy(syncbn_batch_norm* layer) { delete layer; }
+
+syncbn_status syncbn_batch_norm_set_momentum(syncbn_batch_norm* layer, double momentum,
+                                             int32_t cumulative_average) {
+  return guarded([&] {
+    required("layer", layer).of_cpp.set_momentum(momentum_of(momentum, cumulative_average));
+  });
+}
 
 syncbn_status syncbn_saved_create(syncbn_saved** saved) {
   return guarded([&] {

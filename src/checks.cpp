@@ -118,7 +118,7 @@ void check_output(const char* name, const MutableTensorView& tensor) {
   for (std::size_t i = 0; i < tensor.sizes.size(); ++i) {
     if (tensor.sizes[i] > 1 && tensor.strides[i] == 0) {
       refuse(name, "stride 0 of axis " + std::to_string(i) + " of shape " + shape(tensor.sizes),
-             "a place for each entry, as it is written");
+             "memory of its own for each entry");
     }
   }
 }

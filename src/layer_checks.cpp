@@ -105,10 +105,11 @@ void check_backward(const BatchNorm::Backward& b) {
 
 void check_saved(const SavedState& saved, const LayerState& layer, const TensorView& x) {
   if (!saved.filled) {
-    throw InvalidArgument("saved: got one without content, expected that of a forward");
+    throw InvalidArgument("saved: got one without content, expected one that a forward filled");
   }
   if (saved.layer != layer.number) {
-    throw InvalidArgument("saved: got that of another layer, expected that of this one's forward");
+    throw InvalidArgument(
+        "saved: got that of another layer, expected one that this layer's forward filled");
   }
   if (saved.device != x.device || saved.channels != x.sizes[1]) {
     throw InvalidArgument("saved: got " + std::to_string(saved.channels) +

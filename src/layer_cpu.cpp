@@ -78,7 +78,7 @@ void check_on_cpu(const TensorView& x) {
   if (x.device != Device::kCpu) {
     throw InvalidArgument(
         "x: got a tensor on CUDA, expected one on the CPU, as the layer's communicator is; "
-        "cuda::staged_communicator makes one for CUDA of it");
+        "cuda::staged_communicator makes a communicator for CUDA from it");
   }
 }
 

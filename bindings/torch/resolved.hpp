@@ -14,8 +14,8 @@ template <class Result, class... Arguments, Result (*kOperator)(Arguments...)>
 struct OnlyResolved<kOperator> {
   static Result call(Arguments...) {
     throw InvalidArgument(
-        "got a tensor with PyTorch's negative or conjugate bit, expected those of "
-        "tensor.resolve_neg() and tensor.resolve_conj()");
+        "got a tensor with PyTorch's negative or conjugate bit, expected the results "
+        "of tensor.resolve_neg() and tensor.resolve_conj()");
   }
 };
 

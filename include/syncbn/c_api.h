@@ -111,8 +111,8 @@ SYNCBN_API syncbn_status syncbn_executor_create(const syncbn_executor_functions*
 SYNCBN_API void syncbn_executor_destroy(syncbn_executor* executor); /* or NULL */
 
 /* One rank's end of a group; the functions are the caller's. They return a syncbn_status; one that
-   fails may call syncbn_set_last_error first, and its text and code become those of the call that
-   is under way. Every rank of the group must then fail, or what the others do is up to the
+   fails may call syncbn_set_last_error first, and its text, ranks and code become those of the call
+   that is under way. Every rank of the group must then fail, or what the others do is up to the
    functions. No function may throw or jump out. */
 typedef struct syncbn_communicator {
   size_t struct_size;
@@ -133,8 +133,10 @@ typedef struct syncbn_communicator {
 /* The group of one rank. */
 SYNCBN_API const syncbn_communicator* syncbn_self_communicator(void);
 
-/* For functions of a communicator: the text of the error that they are about to return. */
-SYNCBN_API void syncbn_set_last_error(const char* text);
+/* For functions of a communicator: the text of the error that they are about to return, and the
+   `count` ranks that it is about, which syncbn_last_error_ranks() then gives. Both are copied.
+   ranks: or NULL where nobody knows. */
+SYNCBN_API void syncbn_set_last_error(const char* text, const int32_t* ranks, int32_t count);
 
 /* A group of the library's. timeout, everywhere: how many milliseconds a rank waits for the others
    in an exchange, 1 to 2^40. Groups over MPI: syncbn/mpi_c_api.h. */
@@ -190,6 +192,11 @@ SYNCBN_API syncbn_status syncbn_batch_norm_create(const syncbn_batch_norm_option
                                                   syncbn_batch_norm** layer);
 
 SYNCBN_API void syncbn_batch_norm_destroy(syncbn_batch_norm* layer); /* or NULL */
+
+/* The options of these names, for the forwards that follow; one that is refused changes nothing.
+   Ranks need not agree on them. */
+SYNCBN_API syncbn_status syncbn_batch_norm_set_momentum(syncbn_batch_norm* layer, double momentum,
+                                                        int32_t cumulative_average);
 
 /* What a forward hands to its backward: one for each forward whose backward is to come, used again
    for later forwards. A forward that fails leaves it without content. */

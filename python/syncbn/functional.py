@@ -54,21 +54,22 @@ def sync_batch_norm(
     Args:
         x: (N, C, *spatial), float16, bfloat16, float32 or float64, any strides. N may differ
             between ranks and may be 0.
-        running_mean, running_var: (C,), updated in place when training; needed when not.
-        weight, bias: (C,) or None (1 and 0).
-        training: False is torch.nn.functional.batch_norm, without an exchange.
-        momentum: share of the batch in the running statistics.
-        eps: added to the variance.
-        process_group: a group, its name, or a DeviceMesh of one axis. None: the default group;
-            without torch.distributed, this process alone.
-        residual: added to the normalized values, of x's shape and dtype.
+        running_mean, running_var: (C,), any of these dtypes, or None. Training updates them in
+            place. Without training they are needed.
+        weight, bias: (C,), any of these dtypes, or None for 1 and 0.
+        training: False calls torch.nn.functional.batch_norm, without an exchange.
+        momentum: the batch's share in the running statistics, in [0, 1].
+        eps: added to the variance, at least 0.
+        process_group: a group, its name, or a DeviceMesh of one axis. None is the default group,
+            or this process alone without torch.distributed.
+        residual: added to the normalized values before the activation; x's shape and dtype.
         mask: (N, *spatial), bool or uint8; as for SyncBatchNorm.forward.
         activation, negative_slope, inplace, timeout: as for SyncBatchNorm.
         statistics: "reproducible", or "welford" (docs/welford.md).
 
     Returns:
-        y like x. The gradients of weight and bias are this rank's own share, as in PyTorch: DDP
-        averages them.
+        y, of x's shape, dtype and layout. The gradients of weight and bias are this rank's own
+        share, as in PyTorch: DDP averages them.
 
     Raises:
         ValueError: an argument is refused, or all ranks together have one value per channel.

@@ -39,40 +39,47 @@ torch.fx.wrap("train_step")
 class SyncBatchNorm(nn.SyncBatchNorm):
     """Batch normalization over the batches of all ranks of a process group.
 
-    A drop-in for torch.nn.SyncBatchNorm: same arguments in the same order, same defaults, same
-    state_dict as torch.nn.BatchNorm*d; on CPU too, with uneven and empty ranks, and without a
-    process group. For given inputs and output gradients the statistics, the output and the input's
-    gradient have the same bits whatever the number of ranks (docs/guarantees.md).
+    A drop-in for torch.nn.SyncBatchNorm. It has the same arguments in the same order, the same
+    defaults, and the state_dict of torch.nn.BatchNorm*d. It also works on CPU, with uneven and
+    empty ranks, and without a process group. For given inputs and output gradients the statistics,
+    the output and the input's gradient have the same bits for any number of ranks
+    (docs/guarantees.md).
 
     Args:
         num_features: C of an input (N, C, *spatial) of 2 or more dimensions.
-        eps: added to the variance.
-        momentum: share of the batch in the running statistics; None for cumulative averaging.
+        eps: added to the variance, at least 0.
+        momentum: the batch's share in the running statistics, in [0, 1]. None: cumulative
+            averaging.
         affine: learn weight and bias, (C,) each.
-        track_running_stats: keep running statistics; without them evaluation normalizes with the
-            local batch, without an exchange.
+        track_running_stats: keep running statistics. Without them evaluation normalizes with the
+            statistics of the local batch, without an exchange.
         process_group: the ranks that share statistics: a group, its name, or a DeviceMesh of one
-            axis; None for the default group. The module keeps its name, so that it can be copied
-            and pickled. With a group that this rank is not a member of, training is an error.
-        affine_grad: "share", gradients of weight and bias from this rank's samples, as in PyTorch
-            (DDP averages them); or "global", the sums over all ranks, equal on every rank.
-        activation: "none", "relu" or "leaky_relu", applied to the normalized values in the same
-            pass, after the residual that forward may be given.
-        negative_slope: of leaky_relu.
-        sync: False switches the exchange off: statistics of this rank alone.
-        statistics: "reproducible", whose bits do not depend on the number of ranks; or "welford",
-            mean and variance of each rank, merged (docs/welford.md).
-        inplace: with leaky_relu, write the output over the input in training, and recover the
-            input in backward: within a bound, not with the same bits; weights for which the bound
-            is too large are refused (docs/activation.md). Without an activation it has no effect.
-        timeout: seconds, or a timedelta, that an exchange waits for the slowest rank before
-            ExchangeTimeout; None for the process group's own limit.
-        engine: "auto" takes shared memory between processes of one node, if all ranks can have it;
+            axis. None: the default group. The module stores the group's name, so it can be copied
+            and pickled. Training is an error if this rank is not a member of the group.
+        device, dtype: of the parameters and buffers; float16, bfloat16, float32 or float64.
+        affine_grad: "share": the gradients of weight and bias are sums over this rank's samples,
+            as in PyTorch (DDP averages them). "global": they are sums over all ranks' samples,
+            equal on every rank.
+        activation: "none", "relu" or "leaky_relu". It is applied in the same pass, after the
+            residual.
+        negative_slope: slope of leaky_relu.
+        sync: False switches the exchange off. Statistics are then those of this rank.
+        statistics: "reproducible": the bits do not depend on the number of ranks. "welford": the
+            mean and variance of each rank are merged (docs/welford.md).
+        inplace: with leaky_relu, training writes the output over the input. Backward recovers the
+            input within a bound, not with the same bits. Weights for which the bound is too large
+            are refused (docs/activation.md). Without an activation it has no effect.
+        timeout: how long an exchange waits for the slowest rank before it raises ExchangeTimeout:
+            seconds, or a timedelta. None: the process group's own limit.
+        engine: "auto" uses shared memory between processes of one node, if all ranks can have it.
             "process_group" never does.
         bias: False leaves the layer without a bias, as in PyTorch from 2.15 on.
 
-    In evaluation mode this is PyTorch's own batch norm operator (then its own addition and
-    activation).
+    In evaluation mode the layer calls PyTorch's own operators: batch norm, then the addition of the
+    residual and the activation.
+
+    Raises:
+        ValueError: an argument is refused.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -147,13 +154,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: Model, process_group: "groups.Group" = None) -> Model:
-        """syncbn.convert_sync_batchnorm(module, process_group), as code for torch.nn.SyncBatchNorm
-        calls it. Of a subclass too it makes layers of this class, as PyTorch's makes its own."""
+        """Calls syncbn.convert_sync_batchnorm(module, process_group).
+
+        For code that is written for torch.nn.SyncBatchNorm. Called on a subclass, it makes layers
+        of this class, as PyTorch's method does.
+        """
         return cls._convert(module, process_group)
 
     @property
     def process_group(self) -> Any:
-        """The process group, None for the default one. Setting it keeps timeout and engine."""
+        """The process group; None for the default one. Setting it keeps timeout and engine."""
         name = self.state.sharing.name
         if name == groups.OUTSIDE:
             return dist.GroupMember.NON_GROUP_MEMBER
@@ -201,13 +211,25 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @leaf
     def forward(self, input: Any, residual: Any = None, mask: Any = None) -> Any:
-        """input: (N, num_features, *spatial). residual: like it, added before the activation.
-        mask: (N, *spatial), bool or uint8; elements where it is False count neither in statistics
-        nor in gradients, and are 0 in the output and in the gradients of input and residual.
-        Returns a tensor like input.
+        """Normalizes the input and, in training, updates the running statistics.
 
-        With a list or tuple of tensors, one per device of this process, returns the list of their
-        outputs; in training the statistics are those of all of them (and of all ranks).
+        Args:
+            input: (N, num_features, *spatial), float16, bfloat16, float32 or float64, any strides.
+                In training N may differ between ranks and may be 0. Or a list of tensors, one for
+                each device of this process, which share statistics with each other and with all
+                ranks.
+            residual: like input; added before the activation.
+            mask: (N, *spatial), bool or uint8. Elements where it is False count neither in
+                statistics nor in gradients. They are 0 in the output and in the gradients of input
+                and residual.
+
+        Returns:
+            A tensor like input; for a list of inputs the list of their outputs.
+
+        Raises:
+            ValueError: an argument is refused, or all ranks together have one value per channel.
+            DivergenceError: the ranks did not make the same call.
+            ExchangeTimeout, PeerLost: a rank did not come, or has ended.
         """
         if isinstance(input, (list, tuple)):
             return lists.forward(self, input, residual, mask)

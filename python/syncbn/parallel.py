@@ -34,11 +34,11 @@ def _total(xs: Sequence[Tensor]) -> Tensor:
 
 
 class AllReduce(torch.autograd.Function):
-    """The sum over devices and processes, whose gradient is the sum of the gradients.
+    """The sum over devices and processes. Its gradient is the sum of the gradients.
 
-    AllReduce.apply(None, *xs) sums over the devices of this process and gives a tuple of as many
-    tensors; all_reduce checks its arguments and finds the group of ranks. Differentiable any number
-    of times.
+    AllReduce.apply(None, *xs) sums over the devices of this process and returns a tuple of as many
+    tensors. It can be differentiated any number of times. all_reduce checks its arguments and finds
+    the group of ranks.
     """
 
     @staticmethod
@@ -66,21 +66,21 @@ def all_reduce(x: Sequence[Tensor], group: "groups.Group" = None) -> list[Tensor
 
 
 def all_reduce(x: Tensor | Sequence[Tensor], group: "groups.Group" = None) -> Tensor | list[Tensor]:
-    """The sum of x over the devices of this process and the ranks of a process group.
+    """Sums x over the devices of this process and the ranks of a process group.
 
     Args:
         x: a tensor, or a list of tensors of equal shape and dtype, one per device.
-        group: a process group or its name. None: the default group; without torch.distributed,
-            this process alone.
+        group: a process group or its name. None is the default group, or this process alone
+            without torch.distributed.
 
     Returns:
         The sum, on the device of x; for a list the list of sums, each on the device of its x. The
-        gradient of each x is the sum of the gradients of all results on all ranks: all ranks must
-        call backward, and their x must agree in requires_grad.
+        gradient of each x is the sum of the gradients of all results on all ranks. So all ranks
+        must call backward, and their x must agree in requires_grad.
 
     Raises:
         ValueError: x is refused.
-        DivergenceError: the ranks brought other shapes or dtypes. Raised on every rank.
+        DivergenceError: the ranks brought different shapes or dtypes. Every rank raises it.
     """
     xs = [x] if isinstance(x, Tensor) else x
     peers = groups.peers(groups.sharing(group, None), "syncbn.parallel.all_reduce")
@@ -195,20 +195,23 @@ def _device(device: torch.device | str | int) -> torch.device:
 class SelfDataParallel(nn.Module):
     """Runs a model on the shares of several devices of this process, as one step of one batch.
 
-    The devices run one after the other up to a SyncBatchNorm in training mode; there the layer is
-    computed for all of them at once, with the statistics of all their samples (and of all ranks,
-    if torch.distributed is initialized). All other modules are applied per device. The model needs
-    no change but syncbn.convert_sync_batchnorm.
+    The devices run one after the other up to a SyncBatchNorm in training mode. There the layer is
+    computed for all of them at once, with the statistics of all their samples, and of all ranks if
+    torch.distributed is initialized. All other modules are applied to each device alone. The model
+    needs no change other than syncbn.convert_sync_batchnorm.
+
+    Running statistics are those of `module` and change once per step. Evaluation exchanges nothing.
 
     Args:
         module: the model, on devices[0].
-        devices: CUDA devices, or any number of CPU devices, such as ["cpu"] * 4; a device may occur
+        devices: CUDA devices, or any number of CPU devices, such as ["cpu"] * 4. A device may occur
             more than once. None: all CUDA devices.
-        replicate: give each device its own copy of the parameters for the step; gradients are
-            summed into those of `module` in device order. None: if the devices differ. Without
-            copies all devices use the parameters, and the buffers, of `module`.
+        replicate: True gives each device its own copy of the parameters for the step, and adds the
+            gradients to those of `module` in device order. False lets all devices use the
+            parameters and buffers of `module`. None: True if the devices differ.
 
-    Running statistics are those of `module` and change once per step. Evaluation exchanges nothing.
+    Raises:
+        ValueError: an argument is refused.
     """
 
     def __init__(
@@ -244,18 +247,19 @@ class SelfDataParallel(nn.Module):
         """Runs one step.
 
         Args:
-            inputs: a tensor, which is split along its first axis into one share per device, the
-                first ones a sample larger where it does not divide; or one entry per device, a
-                tensor or the tuple of the module's arguments. Shares may be empty.
+            inputs: a tensor, which is split along its first axis into one share per device. If it
+                does not divide evenly, the first shares have one sample more. Or a list with one
+                entry per device: a tensor, or the tuple of the module's arguments. Shares may be
+                empty.
 
         Returns:
-            The outputs of the devices, a list; torch.cat joins those of CPU devices. Add up the
-            losses of all devices and call backward once: a layer is one node of the graph.
+            The list of the devices' outputs; torch.cat joins those of CPU devices. Add up the
+            losses of all devices and call backward once, because a layer is one node of the graph.
 
         Raises:
             ValueError: an argument is refused.
-            DivergenceError: the devices did not reach the same layer. What a device raises itself
-                is raised as it is. The exchange that failed updates nothing.
+            DivergenceError: the devices did not reach the same layer. The exchange that failed
+                updates nothing. A device's own error passes through.
         """
         if baton.inside():
             raise RuntimeError("SelfDataParallel: got a call inside another one, expected none")

@@ -19,23 +19,31 @@ __all__ = ["LayerParity", "Parity", "parity"]
 
 
 class LayerParity(NamedTuple):
-    """One call of one layer. Numbers are largest absolute differences; 0.0 means equal bits."""
+    """The differences in one call of one layer.
+
+    Each number is the largest absolute difference; 0.0 means equal bits. statistics, output and
+    input_gradient are for identical inputs and output gradients: the layer promises 0.0.
+    output_drift and gradient_drift are of the layer in the network, where other layers round
+    differently; None where they cannot be compared.
+    """
 
     path: str
     call: int
     shape: tuple[int, ...]
-    #: for identical inputs and output gradients: the promise of the layer
     statistics: float
     output: float
     input_gradient: float
-    #: in the network, where the layers before and after add roundings; None: not comparable
     output_drift: float | None
     gradient_drift: float | None
 
 
 class Parity(list[LayerParity]):
-    """LayerParities; prints as a table. Losses and gradient_drift (the largest difference of the
-    parameters' gradients, relative to their largest entry) are of the whole network."""
+    """A list of LayerParity that prints as a table.
+
+    ranks is the number of ranks. losses are those of the whole network in one process and on the
+    ranks. gradient_drift is the largest difference of the parameters' gradients, relative to their
+    largest entry.
+    """
 
     def __init__(
         self,
@@ -232,37 +240,38 @@ def parity(
 ) -> Parity:
     """Compares one process that has the whole batch with `ranks` ranks that share it.
 
-    Ranks are virtual devices of this process (syncbn.parallel), which give the bits of as many
-    processes. Two things are compared for each call of each synchronized layer in training mode:
-    the layer for identical inputs and output gradients, those of the run with the whole batch,
-    whose statistics, output and input gradient must have the same bits; and the layer in the
-    network, where its inputs differ by what convolutions and other layers round differently for
-    another batch size. This drift is no error of the layer.
+    Ranks are virtual devices of this process (syncbn.parallel). They give the bits of as many
+    processes. No process group is needed, and none is used. For each call of each synchronized
+    layer in training mode two things are compared:
+
+    - The layer alone, for the inputs and output gradients of the run with the whole batch.
+      Statistics, output and input gradient must have the same bits.
+    - The layer in the network. There its inputs differ, because convolutions and other layers round
+      differently for another batch size. This drift is no error of the layer.
 
     Args:
-        model: in training mode, not wrapped by DistributedDataParallel or FSDP; not changed. If it
-            has no SyncBatchNorm, a converted copy is examined. No process group is needed; none is
-            used.
+        model: in training mode, not wrapped by DistributedDataParallel or FSDP. It is not changed.
+            If it has no SyncBatchNorm, a converted copy is examined.
         batch: the model's argument, or the tuple of its arguments: tensors, or nested tuples, lists
-            and dictionaries of tensors, with the samples along the first axis of each tensor.
-        ranks: among how many ranks the samples are split; shares may be empty.
-        loss: gives a number for the model's output for the whole batch (the ranks' outputs are
-            joined along their first axis); the mean of squares if not given.
+            and dictionaries of tensors. Samples lie along the first axis of each tensor.
+        ranks: how many ranks the samples are split among. Shares may be empty.
+        loss: a function of the model's output for the whole batch that returns a tensor of one
+            number. None: the mean of squares. The ranks' outputs are joined along their first axis.
 
     Returns:
-        A list of one LayerParity per layer and call, which prints as a table; its `exact` tells
-        whether all layers gave the same bits.
+        A Parity: one LayerParity per layer and call. Its `exact` tells whether all layers gave the
+        same bits.
 
     Raises:
         ValueError: an argument is refused, or the model's output is not made of tensors with
-            samples along their first axis. What the model raises is raised as it is.
+            samples along their first axis. Errors of the model itself pass through.
     """
     check_module(model, "model")
     for path, part in model.named_modules():
         text = wrapper(part)
         if text is not None and not text.startswith("compiled"):
             raise ValueError(
-                f"model: got {path or 'a model'}, {text}, expected the model that is not"
+                f"model: got {path or 'a model'}, {text}, expected the model without that"
             )
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"ranks: got {ranks!r}, expected an integer of at least 1")

@@ -98,7 +98,7 @@ bool SharedBarrier::in_own_process() const { return process_ == 0 || getpid() ==
 void SharedBarrier::check_process() const {
   if (!in_own_process()) {
     throw Error(rank_of(static_cast<int>(rank_), size_) + "process " + std::to_string(getpid()) +
-                " was forked from this rank's and has no part in its group");
+                " was forked from the rank's process and has no part in its group");
   }
 }
 

@@ -70,7 +70,8 @@ static syncbn_status run_evaluate(arena* a, const syncbn_evaluate_arguments* arg
 /* The functions of a group. */
 static int32_t lost(void* user_data, int64_t* words, int64_t count) {
   (void)user_data, (void)words, (void)count;
-  syncbn_set_last_error("rank 1 is gone");
+  const int32_t gone = 1;
+  syncbn_set_last_error("rank 1 is gone", &gone, -1);
   return SYNCBN_PEER_LOST;
 }
 static int32_t late(void* user_data, int64_t* words, int64_t count) {
@@ -295,7 +296,7 @@ void test_bad_input(void) {
   syncbn_saved_destroy(NULL);
   syncbn_batch_norm_destroy(NULL);
   syncbn_executor_destroy(NULL);
-  syncbn_set_last_error(NULL);
+  syncbn_set_last_error(NULL, NULL, 0);
   EXPECT(syncbn_saved_count(NULL) == 0 && syncbn_saved_channels(NULL) == 0);
   EXPECT(syncbn_saved_mean(NULL) == NULL && syncbn_saved_var(NULL) == NULL);
   EXPECT(syncbn_saved_rstd(NULL) == NULL);

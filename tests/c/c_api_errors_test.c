@@ -99,6 +99,7 @@ static void no_arguments_body(void* context, int rank) {
   EXPECT_OK(syncbn_saved_create(&saved));
   o->status[rank] = syncbn_batch_norm_forward(layer, rank == 1 ? NULL : &arguments, saved, NULL);
   snprintf(o->text[rank], sizeof(o->text[rank]), "%s", syncbn_last_error());
+  o->odd[rank] = only_rank();
   syncbn_saved_destroy(saved);
   syncbn_batch_norm_destroy(layer);
 }
@@ -158,6 +159,7 @@ static void expect_refused_on_rank_1(void (*body)(void*, int), const char* text,
   EXPECT(strncmp(o->text[1], text, strlen(text)) == 0);
   EXPECT(o->status[0] == SYNCBN_PEER_LOST);
   EXPECT(strncmp(o->text[0], of_other, strlen(of_other)) == 0);
+  EXPECT(o->odd[0] == 1);
   for (int r = 0; r < RANKS; ++r) {
     EXPECT_SAME(&o->ranks[r], &untouched);
   }
@@ -180,7 +182,7 @@ static void a_refused_argument_reaches_the_other_rank(void) {
 
 static int32_t fails_oddly(void* user_data, int64_t* words, int64_t count) {
   (void)user_data, (void)words, (void)count;
-  syncbn_set_last_error("the network is down");
+  syncbn_set_last_error("the network is down", NULL, 1);
   return -5;
 }
 
@@ -265,7 +267,7 @@ static void refused_calls_of_a_layer(void) {
                  "layer, call 2, forward: y: got NULL");
   EXPECT(syncbn_saved_count(saved) == 0 && syncbn_saved_channels(saved) == 0);
   EXPECT_REFUSED(syncbn_batch_norm_backward(layer, &b, saved, NULL),
-                 "saved: got one without content, expected that of a forward");
+                 "saved: got one without content, expected one that a forward filled");
   EXPECT_REFUSED(syncbn_batch_norm_backward(layer, &b, NULL, NULL),
                  "layer, backward: saved: got NULL");
   f = forward_arguments(&v);
@@ -350,6 +352,7 @@ static void bad_arguments(void) {
   odd.size = 2;
   odd.all_reduce_sum = fails_oddly;
   EXPECT_ERROR(forward(&good, saved, &options, &odd), SYNCBN_ERROR, "the network is down");
+  EXPECT(syncbn_last_error_ranks(NULL) == 0);
   EXPECT(syncbn_saved_count(saved) == 0);
   syncbn_saved_destroy(saved);
 

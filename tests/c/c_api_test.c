@@ -116,6 +116,41 @@ static void saved_again_exact(void) {
   syncbn_batch_norm_destroy(layer);
 }
 
+/* The momentum of later forwards; one that is refused changes nothing. */
+static void momentum_exact(void) {
+  const step_memory expected = expected_step();
+  step_memory m;
+  fill(&m);
+  views v;
+  view(&v, &m, 0, SAMPLES);
+  int64_t batches = 0;
+  v.num_batches_tracked = &batches;
+  const syncbn_forward_arguments f = forward_arguments(&v);
+  syncbn_batch_norm_options options = options_of_reference();
+  const double wanted = options.momentum;
+  options.momentum = 0.9;
+  syncbn_batch_norm* layer = NULL;
+  syncbn_saved* saved = NULL;
+  EXPECT_OK(syncbn_batch_norm_create(&options, syncbn_self_communicator(), &layer));
+  EXPECT_OK(syncbn_saved_create(&saved));
+  EXPECT_OK(syncbn_batch_norm_set_momentum(layer, wanted, 0));
+  EXPECT_ERROR(syncbn_batch_norm_set_momentum(layer, 2, 0), SYNCBN_INVALID_ARGUMENT,
+               "momentum: got 2, expected a number in [0, 1]");
+  EXPECT_ERROR(syncbn_batch_norm_set_momentum(NULL, wanted, 0), SYNCBN_INVALID_ARGUMENT,
+               "layer: got NULL");
+  EXPECT_OK(syncbn_batch_norm_forward(layer, &f, saved, NULL));
+  EXPECT(memcmp(m.running_mean, expected.running_mean, sizeof(m.running_mean)) == 0);
+  EXPECT(memcmp(m.running_var, expected.running_var, sizeof(m.running_var)) == 0);
+  batches = 0; /* the average of the next batch alone */
+  EXPECT_OK(syncbn_batch_norm_set_momentum(layer, 2, 1));
+  EXPECT_OK(syncbn_batch_norm_forward(layer, &f, saved, NULL));
+  for (int c = 0; c < CHANNELS; ++c) {
+    EXPECT(m.running_mean[c] == (float)syncbn_saved_mean(saved)[c]);
+  }
+  syncbn_saved_destroy(saved);
+  syncbn_batch_norm_destroy(layer);
+}
+
 typedef struct two_ranks {
   syncbn_communicator ends[RANKS];
   step_memory* batch;   /* of both; each rank has other samples of it */
@@ -189,7 +224,7 @@ static void shared_memory_group_exact(void) {
 
 static int32_t gathers_nothing(void* user_data, const void* in, int64_t bytes, void* out) {
   (void)user_data, (void)in, (void)bytes, (void)out;
-  syncbn_set_last_error("no way to the others");
+  syncbn_set_last_error("no way to the others", NULL, 0);
   return SYNCBN_PEER_LOST;
 }
 
@@ -345,6 +380,7 @@ int main(void) {
   EXPECT(strcmp(syncbn_version(), SYNCBN_VERSION_STRING) == 0);
   one_rank_exact();
   saved_again_exact();
+  momentum_exact();
   threads_of_the_caller_exact();
   functions_of_the_caller_exact();
   thread_group_exact();

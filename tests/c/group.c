@@ -20,6 +20,7 @@ struct group {
   const void* brought[RANKS];
   int64_t bytes[RANKS];
   char left[200]; /* why a rank left the group, or "" */
+  int32_t gone;   /* that rank */
   end ends[RANKS];
 };
 
@@ -63,7 +64,7 @@ static int32_t group_open(const end* mine, const void* in, int64_t bytes) {
   g->brought[mine->rank] = in;
   g->bytes[mine->rank] = bytes;
   if (meet(g)) {
-    syncbn_set_last_error(g->left);
+    syncbn_set_last_error(g->left, &g->gone, 1);
     return SYNCBN_PEER_LOST;
   }
   return SYNCBN_OK;
@@ -111,6 +112,7 @@ static void leave(void* user_data, const char* reason) {
   const end* mine = user_data;
   group* g = mine->g;
   pthread_mutex_lock(&g->mutex);
+  g->gone = mine->rank;
   snprintf(g->left, sizeof(g->left), "rank %d left: %s", mine->rank, reason);
   pthread_cond_broadcast(&g->changed);
   pthread_mutex_unlock(&g->mutex);

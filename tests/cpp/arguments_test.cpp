@@ -308,7 +308,7 @@ TEST(Arguments, Backward) {
                    {"saved: got 2 channels", "expected those of x, 3"}},
                   {"no statistics",
                    [](Call& c) { c.saved = Saved(); },
-                   {"saved: got one without content", "that of a forward"}}},
+                   {"saved: got one without content", "one that a forward filled"}}},
                  run);
 }
 

@@ -68,7 +68,7 @@ const std::vector<Case> kPassCases = {
        update_running_statistics(a.running_mean, a.running_var, a.mean.data(), a.var.data(), 3, 8,
                                  0.5);
      },
-     {"running_var: got stride 0", "expected a place for each entry"}},
+     {"running_var: got stride 0", "expected memory of its own for each entry"}},
     {"gradients without rstd",
      [](A a) {
        const ActivationGradient through{{ActivationKind::kRelu}, a.weight, a.bias};
@@ -82,7 +82,7 @@ const std::vector<Case> kPassCases = {
        local_gradients({a.dy, a.x, a.mask, a.mean.data(), a.rstd.data(), {}, a.dx},
                        a.message.data(), 0, a.executor);
      },
-     {"u: got stride 0 of axis 2", "expected a place for each entry"}},
+     {"u: got stride 0 of axis 2", "expected memory of its own for each entry"}},
     {"no coefficients",
      [](A a) {
        finalize_gradients(a.info, a.message.data() + 4,

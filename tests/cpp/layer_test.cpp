@@ -67,8 +67,9 @@ TEST(Saved, OfAnotherLayerIsRefused) {
   BatchNorm one({.channels = 3, .name = "one"}, *self), two({.channels = 3, .name = "two"}, *self);
   Saved saved;
   step.forward(one, saved);
-  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { step.backward(two, saved); }),
-                       "saved: got that of another layer, expected that of this one's forward"));
+  EXPECT_TRUE(
+      contains(thrown_text<InvalidArgument>([&] { step.backward(two, saved); }),
+               "saved: got that of another layer, expected one that this layer's forward filled"));
   EXPECT_TRUE(same_bits(step.dx.values(), step.x.values()));
   EXPECT_NO_THROW(step.backward(one, saved));
 }
@@ -82,7 +83,7 @@ TEST(Saved, IsWithoutContentAfterAForwardThatFails) {
   EXPECT_THROW(wider.forward(layer, saved), InvalidArgument);
   expect_empty(saved);
   EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { step.backward(layer, saved); }),
-                       "saved: got one without content, expected that of a forward"));
+                       "saved: got one without content, expected one that a forward filled"));
 }
 
 TEST(Saved, AndLayersMoveExact) {

@@ -121,7 +121,7 @@ class LayerExchange final : public Communicator {
     }
   }
   void all_gather(std::span<const std::byte>, std::span<std::byte>) override {
-    throw Error("all_gather: a layer makes sums alone");
+    throw Error("all_gather: got a call, expected all_reduce_sum alone");
   }
   void abandon(const std::string& reason) override {
     if (group_) {

@@ -40,7 +40,7 @@ class OnDevice {
   }
   static torch::stable::accelerator::DeviceIndex index_of(const Tensor& x) {
     if (!x.is_cuda()) {
-      throw InvalidArgument("x: got a tensor that is not on CUDA beside others that are");
+      throw InvalidArgument("x: got a tensor that is not on CUDA, expected all tensors on CUDA");
     }
     return static_cast<torch::stable::accelerator::DeviceIndex>(x.get_device_index());
   }

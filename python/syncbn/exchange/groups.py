@@ -173,8 +173,8 @@ def resolve(name: str | None) -> dist.ProcessGroup:
         return dist.group.WORLD  # type: ignore[return-value]  # where there is one
     if name == OUTSIDE:
         raise RuntimeError(
-            "process_group: got a group that this rank is not a member of, expected one of its "
-            "own for a layer that this rank trains"
+            "process_group: got a group that this rank is not a member of, expected one "
+            "with this rank, which trains the layer"
         )
     while name in _renamed:
         name = _renamed[name]

@@ -52,23 +52,24 @@ def _trace(model: nn.Module) -> fx.Graph:
 class Network:
     """A model with a training and an inference branch.
 
-    What comes before the first operation that depends on the mode (a batch normalization, dropout)
-    is common to both branches; everything from there on exists twice and never merges again. The
-    branches share every parameter and variable. A run computes what its target depends on, and what
-    the model writes in place. Copies are networks of their own.
+    The operations before the first one that depends on the mode (a batch normalization, dropout)
+    are common to both branches. All later ones exist twice and never merge again. The branches
+    share every parameter and variable. A run computes what its target depends on, and what the
+    model writes in place. A copy is a network of its own.
 
     Args:
-        model: an nn.Module that torch.fx can trace, with BatchNorm layers; None for an empty
-            network that input(), append(), batch_norm_layer() and output() fill.
-        loss: function or module (output, target) -> loss; then the loss is the training target.
-        data: batches for train() without arguments: an iterable, started again when it ends, of
-            tuples (arguments of train), dicts (keyword arguments) or tensors.
-        convert: take torch.nn.BatchNorm1d, 2d, 3d, SyncBatchNorm and syncbn.SyncBatchNorm as
+        model: an nn.Module that torch.fx can trace, with BatchNorm layers. None: an empty network
+            that input(), append(), batch_norm_layer() and output() fill.
+        loss: a function or module (output, target) -> loss. If given, the training branch computes
+            the loss.
+        data: batches for train() without arguments: an iterable of tuples (arguments of train),
+            dicts (keyword arguments) or tensors. It is started again when it ends.
+        convert: treat torch.nn.BatchNorm1d, 2d, 3d, SyncBatchNorm and syncbn.SyncBatchNorm as
             BatchNorm with the same parameters and buffers. The model is not changed.
-        group: the process group of converted layers; None for their own, or the default one.
+        group: the process group of converted layers. None: their own, or the default one.
 
     Raises:
-        ValueError: a layer is not a BatchNorm and convert is not given, or cannot be converted;
+        ValueError: a layer is not a BatchNorm and convert is False, or it cannot be converted; or
             the model assigns to a buffer.
     """
 
@@ -101,7 +102,7 @@ class Network:
     # Building a network node by node.
 
     def input(self, name: str = "x") -> fx.Proxy:
-        """A new input of the network."""
+        """Adds an input to the network and returns its node."""
         self._refuse_if_complete()
         if any(n.op == "placeholder" and n.target == name for n in self._source.nodes):
             raise ValueError(f"name: got {name!r}, expected one that is not taken")
@@ -110,10 +111,12 @@ class Network:
     def append(
         self, operation: Callable[..., Any], *args: Any, name: str | None = None, **kwargs: Any
     ) -> fx.Proxy:
-        """Adds an operation, a module or a function, on nodes and constants.
+        """Adds an operation: a module or a function, applied to nodes and constants.
+
+        Functions of torch and operators can also be called on nodes directly.
 
         Returns:
-            The node of its result. Functions of torch and operators also take nodes directly.
+            The node of the result.
         """
         self._refuse_if_complete()
         if not isinstance(operation, nn.Module):
@@ -130,7 +133,7 @@ class Network:
         return self._proxies.create_proxy("call_module", target, args, kwargs, name=target)
 
     def output(self, node: fx.Proxy) -> None:
-        """Completes the network: `node` is its result, and the network forks."""
+        """Completes the network, whose result is `node`, and forks it."""
         self._refuse_if_complete()
         self._proxies.create_proxy("output", "output", (node,), {})
         self._complete()
@@ -163,7 +166,7 @@ class Network:
     # Running it.
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """The parameters of the model and of the loss, each once."""
+        """Returns the parameters of the model and of the loss, each once."""
         return self._forked().root.parameters()
 
     @property
@@ -175,8 +178,11 @@ class Network:
         return str(self._forked())
 
     def train(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Runs the training branch on the next batch of `data`, or on the given inputs (`target` is
-        the loss's second argument). Returns the loss, or the output of a network without one."""
+        """Runs the training branch on the given inputs, or on the next batch of `data`.
+
+        The keyword `target` is the loss's second argument. Returns the loss, or the output of a
+        network without a loss.
+        """
         if not inputs and not named_inputs:
             batch = self._next_batch()
             if isinstance(batch, dict):
@@ -187,14 +193,19 @@ class Network:
 
     @torch.no_grad()
     def infer(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Runs the inference branch, without gradients and without updating a layer's variable."""
+        """Runs the inference branch, without gradients or updates, and returns its output."""
         return self.run("infer", *inputs, **named_inputs)
 
     def run(self, target: str, /, *inputs: Any, **named_inputs: Any) -> Any:
-        """Computes one node by name (see print(network)) as it is at its place in the model, and
-        what it depends on.
+        """Computes one node, and what it depends on, and returns its value.
 
-        inputs: by position, in the order of those inputs that the target depends on, or by name.
+        Args:
+            target: "train", "infer", or a node's name (see print(network)). The value is the one
+                that the node has at its place in the model.
+            inputs: the inputs that the target depends on, in their order or by name.
+
+        Raises:
+            ValueError: there is no such target, or the inputs are not those that it needs.
         """
         fork = self._forked()
         plan = fork.plan(target)
@@ -249,13 +260,15 @@ def batch_norm_layer(
     group: "groups.Group" = None,
     name: str | None = None,
 ) -> fx.Proxy:
-    """Adds a batch normalization to a network, with new variables estimated_mean, estimated_var and
-    batches, which its training and its inference operator share.
+    """Adds a batch normalization to a network.
+
+    Its training and its inference operator share new variables estimated_mean, estimated_var and
+    batches.
 
     Args:
         net: a network that is not complete yet.
         input: the node to normalize.
-        scale, bias: parameters (C,).
+        scale, bias: parameters of shape (C,).
         use_global_est, epsilon, momentum, group: as for syncbn.ops.batch_norm.
         name: the layer's name in the graph and in net.module.
 

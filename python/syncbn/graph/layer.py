@@ -16,7 +16,7 @@ VARIABLES = ("estimated_mean", "estimated_var", "scale", "bias", "batches")
 
 @dataclass(frozen=True)
 class BatchNormAttributes:
-    """What both operators of a layer have in common, fixed when the layer is made."""
+    """The attributes that both operators of a layer share. They are fixed when it is made."""
 
     use_global_est: bool = False
     epsilon: float = 1e-6
@@ -30,11 +30,15 @@ class BatchNorm(nn.Module):
 
     Args:
         num_features: C of an input (N, C, *spatial).
-        use_global_est, epsilon, momentum, group: as for syncbn.ops.batch_norm; afterwards
-            read-only, as `attributes`.
-        affine: have scale and bias, parameters of shape (C,).
+        use_global_est, epsilon, momentum, group: as for syncbn.ops.batch_norm. The layer has them
+            as `attributes`, which are read-only.
+        affine: True gives the layer scale and bias, parameters of shape (C,).
+        device, dtype: of the parameters and estimates.
 
-    In a Network it is two operators. Called as a module, it runs the one for its mode.
+    In a Network the layer is two operators. Called as a module, it runs the one for its mode.
+
+    Raises:
+        ValueError: epsilon or momentum is refused.
     """
 
     def __init__(

@@ -9,16 +9,17 @@ from .classes import check_module
 
 
 def check(module: nn.Module) -> None:
-    """Raises if in the last training call of a layer of `module` the ranks disagreed.
+    """Raises an error if the ranks disagreed in the last training call of a layer of `module`.
 
-    On CUDA over NCCL a step waits for nothing: where the ranks' calls differ, or one refused its
-    input, all ranks get NaN, and running statistics stay as they were. This looks at what the calls
-    left on the device, which waits for it, once per device. Nothing is exchanged: all ranks of a
-    group see the same.
+    On CUDA over NCCL a step waits for nothing. If the ranks' calls differ, or a rank refuses its
+    input, all ranks get NaN, and running statistics do not change. This function reads what the
+    calls left on the device, and waits for each device once. It exchanges nothing, and gives the
+    same result on all ranks of a group.
 
     Raises:
-        DivergenceError: names the layers, in the order of module.named_modules().
-        ValueError: `module` is none.
+        DivergenceError: ranks disagreed. The text names the layers, in the order of
+            module.named_modules().
+        ValueError: `module` is not a module.
     """
     check_module(module)
     layers = [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]

@@ -35,17 +35,17 @@ def register_conversion(
     make: Callable[..., nn.Module],
     revert: Callable[[nn.Module], nn.Module] | None = None,
 ) -> None:
-    """Teaches convert_sync_batchnorm what to do with layers of a class of your own or a library's.
+    """Tells convert_sync_batchnorm what to do with layers of another class.
 
     Args:
-        cls: the class; not its subclasses. Registering it again replaces what was registered.
-        make: called as make(layer, sync), returns what takes the layer's place.
-            sync(layer, cls=SyncBatchNorm, **options) turns a layer derived from PyTorch's batch
-            norm classes into SyncBatchNorm, or a subclass of it, in place, and returns it; options
-            are activation, negative_slope and the like. A subclass's __init__ is not called. To
-            leave the layer as it is, without a warning, return it.
-        revert: called by revert_sync_batchnorm with what make returned; returns a layer of `cls`.
-            Not needed for a layer that went through sync: it gets its class back.
+        cls: the class. Its subclasses are not included. A second call replaces the first.
+        make: called as make(layer, sync); returns what takes the layer's place. To leave the layer
+            as it is, without a warning, return it. sync(layer, cls=SyncBatchNorm, **options) turns
+            a layer derived from PyTorch's batch norm classes into SyncBatchNorm, or a subclass of
+            it, in place, and returns it. Options are activation, negative_slope and others of
+            SyncBatchNorm. A subclass's __init__ is not called.
+        revert: revert_sync_batchnorm calls it with what make returned; returns a layer of `cls`.
+            A layer that went through sync does not need it: it gets its class back.
 
     Raises:
         ValueError: an argument is not of its type, or cls is a SyncBatchNorm of this package.
@@ -53,7 +53,9 @@ def register_conversion(
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(f"cls: got {cls!r}, expected a subclass of torch.nn.Module")
     if issubclass(cls, SyncBatchNorm):
-        raise ValueError(f"cls: got {cls.__name__}, which is synchronized already")
+        raise ValueError(
+            f"cls: got {cls.__name__}, expected a class that is not a syncbn.SyncBatchNorm"
+        )
     if not callable(make):
         raise ValueError(f"make: got {make!r}, expected a function of a layer and of sync")
     if revert is not None and not callable(revert):

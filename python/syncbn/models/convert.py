@@ -98,7 +98,7 @@ def _check_module(module: nn.Module) -> None:
         text = wrapper(layer) or ""
         if text.startswith("sharded") and any(map(_may_convert, layer.modules())):
             raise ValueError(
-                f"module: got {where}, {text} already, expected the model before that: first "
+                f"module: got {where}, {text} already, expected the model before FSDP: first "
                 "convert_sync_batchnorm, then FSDP"
             )
         if class_of(layer) in LAZY:
@@ -118,7 +118,9 @@ def _check_not_sharded(module: nn.Module) -> None:
     for path, part in module.named_modules():
         text = wrapper(part) or ""
         if "FSDP" in text and any(isinstance(m, SyncBatchNorm) for m in part.modules()):
-            raise ValueError(f"module: got {path or 'a model'}, {text}, expected it before that")
+            raise ValueError(
+                f"module: got {path or 'a model'}, {text}, expected the model before FSDP"
+            )
 
 
 def _warn_of(left: list[tuple[str, nn.Module]]) -> None:
@@ -151,43 +153,43 @@ def convert_sync_batchnorm(
 ) -> Model:
     """Turns every torch.nn.BatchNorm1d, 2d, 3d and SyncBatchNorm in `module` into SyncBatchNorm.
 
-    Layers, their parameters, buffers, hooks and parametrizations stay the same objects, so convert
-    before or after making an optimizer, DistributedDataParallel or torch.compile, but before FSDP,
-    which gives layers classes of its own. If torch.distributed is initialized, this is a collective
-    call of the ranks of process_group, unless sync is False: it makes their group for exchanges.
+    Layers, parameters, buffers, hooks and parametrizations stay the same objects. So convert before
+    or after making an optimizer, DistributedDataParallel or torch.compile. Convert before FSDP,
+    which gives layers classes of its own. If torch.distributed is initialized and sync is not
+    False, this is a collective call of the ranks of process_group: it makes their group for
+    exchanges.
 
-    An argument that is given (not None) is applied to all layers, also to those that are
-    synchronized already. What is not given stays as it is in these, and is the default of
-    SyncBatchNorm in the others; a torch.nn.SyncBatchNorm keeps its process group.
+    An argument that is not None applies to all layers, including those that are synchronized
+    already. An argument that is None leaves these as they are, and is the default of SyncBatchNorm
+    for the others. A torch.nn.SyncBatchNorm keeps its process group.
 
-    Layers of other classes that hold running_mean and running_var, InstanceNorm excepted, are left
-    with one UserWarning that names them, or converted as register_conversion was told; so are
-    timm's BatchNormAct2d and SyncBatchNormAct, without being told.
+    Layers of other classes that hold running_mean and running_var, except InstanceNorm, are left as
+    they are, and one UserWarning names them. register_conversion tells how to convert such a class.
+    timm's BatchNormAct2d and SyncBatchNormAct are known already.
 
     Args:
         module: the model, changed in place.
         process_group: the ranks that share statistics: a group, its name, or a DeviceMesh of one
             axis. torch.distributed.group.WORLD puts layers back on the default group.
-        group_size: instead, groups of so many neighbouring ranks of the default group.
-        group: instead, "node": the ranks of one machine.
-        timeout: seconds, or a timedelta, that an exchange waits for the slowest rank; that of the
-            process group if it was never given.
-        engine: "auto", the default, takes shared memory between processes of one node, if all ranks
-            can have it; "process_group" never does.
-        affine_grad, statistics, sync: as for SyncBatchNorm, the same for every layer.
-            Its activation and inplace are no arguments here, nor is a residual: a plain batch norm
-            has no activation to convert.
+        group_size: instead of process_group: groups of this many neighbouring ranks of the default
+            group.
+        group: instead of process_group: "node", the ranks of one machine.
+        timeout: how long an exchange waits for the slowest rank: seconds, or a timedelta. If it
+            was never given, the limit of the process group applies.
+        engine: "auto", the default, uses shared memory between processes of one node, if all ranks
+            can have it. "process_group" never does.
+        affine_grad, statistics, sync: as for SyncBatchNorm, the same for every layer. There is no
+            activation, inplace or residual, because a plain batch norm has none to convert.
 
     Returns:
-        `module`, or what a registered conversion put in its place. (A type checker takes it to be
-        of the type of `module`.)
+        `module`, or what a registered conversion put in its place. Its annotated type is that of
+        `module`.
 
     Raises:
-        ValueError: the ranks cannot be grouped like this; affine_grad, statistics or sync is not
-            one of its values; `module` is, or contains, a model with layers to convert that is
-            sharded already, or a lazy layer that has not seen an input. With
-            any error `module` is as it was. On several ranks an error in converting is raised on
-            all ranks of the group.
+        ValueError: an argument is refused; the ranks cannot be grouped like this; `module` holds
+            layers to convert that FSDP has sharded, or a lazy layer that has not seen an input.
+            After any error `module` is as it was. An error of one rank is raised on all ranks of
+            the group.
     """
     given = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -300,20 +302,21 @@ def _reverts(module: nn.Module) -> Callable[[nn.Module], nn.Module] | None:
 
 
 def revert_sync_batchnorm(module: Model, default: type[nn.Module] = nn.BatchNorm2d) -> Model:
-    """Turns every layer in `module` that was converted back into what it was converted from.
+    """Turns every converted layer in `module` back into what it was before.
+
+    Layers, parameters and buffers stay the same objects.
 
     Args:
         module: the model, changed in place.
-        default: the class for SyncBatchNorms that were not made by convert_sync_batchnorm.
+        default: the class for SyncBatchNorms that convert_sync_batchnorm did not make.
 
     Returns:
-        `module`, or what a registered conversion puts in its place. Layers, parameters and buffers
-        stay the same objects.
+        `module`, or what a registered conversion puts in its place.
 
     Raises:
-        ValueError: a layer has a fused activation, which would be lost, or is sharded by FSDP;
-            default is no batch norm class of PyTorch, or one derived from them.
-        RuntimeError: the process group of a layer that was a torch.nn.SyncBatchNorm is gone. With
+        ValueError: a layer has an activation that would be lost, or is sharded by FSDP; or default
+            is neither a batch norm class of PyTorch nor derived from one.
+        RuntimeError: the process group of a layer that was a torch.nn.SyncBatchNorm is gone. After
             any error `module` is as it was.
     """
     check_module(module)
@@ -334,8 +337,8 @@ def revert_sync_batchnorm(module: Model, default: type[nn.Module] = nn.BatchNorm
             continue
         if layer.activation != original_activation(layer):
             raise ValueError(
-                f"{path or 'module'}: got a layer with activation {layer.activation!r}, which a "
-                f"{cls.__name__} has not; expected {original_activation(layer)!r}"
+                f"{path or 'module'}: got a layer with activation {layer.activation!r}, which "
+                f"{cls.__name__} does not have; expected {original_activation(layer)!r}"
             )
         classes[layer] = cls
         if issubclass(cls, nn.SyncBatchNorm):

@@ -42,7 +42,7 @@ def facts() -> dict[str, str]:
     """Versions, instruction sets, and whether the CUDA library is active, as lines to print."""
     nccl = dist.is_available() and dist.is_nccl_available()
     return {
-        "syncbn": f"{_build.__version__}, in {pathlib.Path(__file__).parent}",
+        "syncbn": f"{_build.__version__}, in {pathlib.Path(__file__).parents[1]}",
         "PyTorch": f"{torch.__version__}; syncbn was built for {_build.torch_version}",
         "Python": f"{platform.python_version()}, {platform.system()} {platform.release()}",
         "compiler": _build.compiler,

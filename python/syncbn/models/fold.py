@@ -278,25 +278,28 @@ def _become(module: nn.Module, other: nn.Module) -> None:
 def fold(model: Model) -> Model:
     """Folds batch norm into the convolution or linear layer before it.
 
-    Folded is every torch.nn.BatchNorm1d, 2d, 3d, SyncBatchNorm and syncbn.SyncBatchNorm with
-    running statistics whose input is the output of a Conv*d, ConvTranspose*d or Linear that has no
-    other use, and that is itself called once, with this one tensor. That layer's weight and bias
-    change (computed in float64 and rounded once to its dtype), and the batch norm becomes
-    nn.Identity, or the activation that it had. torch.fx finds the pairs; the model keeps its class
-    and code.
+    It folds a torch.nn.BatchNorm1d, 2d, 3d, SyncBatchNorm or syncbn.SyncBatchNorm if
+
+    - it has running statistics,
+    - it is called once, with one tensor, and
+    - that tensor is the output of a `Conv*d`, `ConvTranspose*d` or Linear and has no other use.
+
+    That layer's weight and bias change. They are computed in float64 and rounded once to their
+    dtype. The batch norm becomes nn.Identity, or the activation that it had. torch.fx finds the
+    pairs. The model keeps its class and code.
 
     Args:
-        model: a trained model, in either mode; not changed. Folding holds for calls with batched
-            input, in evaluation mode, that leave the optional arguments of model.forward at their
-            defaults: so it is traced.
+        model: a trained model, in either mode. It is not changed. It is traced in evaluation mode,
+            with the optional arguments of model.forward at their defaults, so the result is only
+            for such calls, with batched input.
 
     Returns:
-        A copy in evaluation mode. Its outputs differ from the model's by rounding. A UserWarning
-        names the batch norms that are not folded, each with the reason; submodules that cannot be
-        traced are not entered. Of the layers that it names, a syncbn.SyncBatchNorm all of whose
-        calls are known and pass one tensor, and of which nothing is read elsewhere, becomes
-        torch.nn.SyncBatchNorm or what it was converted from, in an nn.Sequential with its
-        activation if it has one. Others (with a residual, hooks, no call) stay as they are.
+        A copy in evaluation mode. Its outputs differ from the model's by rounding. One UserWarning
+        names the batch norms that are not folded, each with the reason. Submodules that cannot be
+        traced are left as they are. A syncbn.SyncBatchNorm that is not folded becomes
+        torch.nn.SyncBatchNorm, or the class it was converted from, followed by its activation in an
+        nn.Sequential, if all of its calls are known and pass one tensor, and no other code reads
+        its attributes. If not (a residual, hooks, no call), it stays as it is.
 
     Raises:
         TypeError: `model` is not a module.

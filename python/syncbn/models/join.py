@@ -268,38 +268,35 @@ class _Hook(JoinHook):
 class join(Joinable):
     """Context manager for a training loop in which ranks have different numbers of batches.
 
-    Takes the place of torch's Join and of DistributedDataParallel.join for models with
-    synchronized layers. Ranks whose loop has ended go out of the layers' exchanges; the others
-    exchange among themselves, with the bits of a job that has only them. An iteration is one
-    forward call of the first model. A collective call of the ranks of the process group, at the
-    beginning, at the end, and once per iteration.
+    It takes the place of torch's Join and of DistributedDataParallel.join for models with
+    synchronized layers. Ranks whose loop has ended leave the layers' exchanges. The others exchange
+    among themselves, with the bits of a job that has only them. An iteration is one forward call of
+    the first model. The ranks of the process group communicate at the beginning, at the end, and
+    once per iteration. At the end all ranks of a group have the running statistics of those that
+    were the last to have inputs.
 
-    It is a Joinable too: `Join([ddp_model, optimizer])` becomes
-    `Join([syncbn.join(ddp_model), optimizer])`. In torch's Join errors of one rank reach the others
-    later (docs/uneven_inputs.md).
+    It is also a Joinable: `Join([ddp_model, optimizer])` becomes
+    `Join([syncbn.join(ddp_model), optimizer])`. In torch's Join, errors of one rank reach the
+    others later (docs/uneven_inputs.md).
 
     Args:
-        models: the model that each iteration calls; then other models, and other Joinables, such
-            as ZeroRedundancyOptimizer. DistributedDataParallel's own collectives are shadowed as
-            in torch's Join.
-        enable: False does nothing; so does the absence of a process group.
-        throw_on_early_termination: instead of going on, RuntimeError on every rank at the first
-            iteration for which some ranks have an input and some have not.
-        options: for the join hooks of all Joinables, such as divide_by_initial_world_size. In
-            torch's Join this one and the two above are given to that.
-
-    At the end running statistics are those of the ranks that were the last of each group to have
-    inputs, on all its ranks.
+        models: first the model that each iteration calls, then other models and other Joinables,
+            such as ZeroRedundancyOptimizer. DistributedDataParallel's own collectives are shadowed
+            as in torch's Join.
+        enable: False switches the context off. So does the absence of a process group.
+        throw_on_early_termination: True raises RuntimeError on every rank at the first iteration
+            in which some ranks have an input and others do not.
+        options: for the join hooks of all Joinables, such as divide_by_initial_world_size. Inside
+            of torch's Join, give this and the two arguments above to Join instead.
 
     Raises:
-        ValueError: a model that cannot be joined: FullyShardedDataParallel, one with a
-            torch.nn.SyncBatchNorm, one that holds a DistributedDataParallel (give that itself), or
-            a layer that shares statistics with ranks outside the process group; Joinables of
-            different process groups.
-        RuntimeError: a context inside another one; a forward pass of DistributedDataParallel under
-            torch.no_grad, whose backward pass ranks without inputs would wait for.
-        DivergenceError, ExchangeTimeout, PeerLost: the models differ between ranks, a rank has
-            raised an error (which is quoted), does not come, or has ended.
+        ValueError: a model is FullyShardedDataParallel, contains a torch.nn.SyncBatchNorm, contains
+            a DistributedDataParallel (give that itself), or has a layer that shares statistics with
+            ranks outside the process group; or Joinables have different process groups.
+        RuntimeError: a context is inside another one; or a DistributedDataParallel ran forward
+            under torch.no_grad, so that ranks without inputs would wait for its backward.
+        DivergenceError, ExchangeTimeout, PeerLost: the models differ between ranks; or a rank has
+            raised an error (the text quotes it), does not come, or has ended.
     """
 
     def __init__(
@@ -336,7 +333,9 @@ class join(Joinable):
     def _begin(self, throw: bool, options: dict[str, Any]) -> _Hook:
         global _active
         if _active is not None:
-            raise RuntimeError(f"{_NAME}: got a context inside another one, expected one for all")
+            raise RuntimeError(
+                f"{_NAME}: got a context inside another one, expected one context for all models"
+            )
         self._inputs = _active = _Inputs(self._models, self.join_process_group, throw)
         return _Hook(self._inputs, options)
 
@@ -344,7 +343,7 @@ class join(Joinable):
         """For torch's Join."""
         if not self._enable or self._throw or self._options:
             raise ValueError(
-                f"{_NAME}: got options for the context inside of torch's Join, expected them there"
+                f"{_NAME}: got options inside of torch's Join, expected them as arguments of Join"
             )
         return self._begin(False, options)
 

@@ -139,22 +139,26 @@ def _raise(failures: list[LayerReport]) -> None:
 
 
 def report(module: nn.Module, strict: bool = False) -> Report:
-    """What each batch norm layer of `module` does: one row per layer.
+    """Lists what each batch norm layer of `module` does.
 
-    Rows are of all layers derived from PyTorch's batch norm and those that hold running_mean and
-    running_var, InstanceNorm excepted. Counts are read from the layers' device.
+    It lists all layers derived from PyTorch's batch norm, and all others that hold running_mean and
+    running_var, except InstanceNorm. It reads the counts from the layers' device.
 
-    A collective call of the ranks if their groups are not made yet; with `strict` one of all ranks
-    of the default group.
+    If the groups of the layers are not made yet, this is a collective call of their ranks. With
+    `strict` it is one of all ranks of the default group.
 
     Args:
-        module: the model; wrapped in SelfDataParallel, its devices count.
-        strict: raise if a layer is to share statistics and cannot.
+        module: the model. It may be wrapped in SelfDataParallel.
+        strict: raise an error if a layer should share statistics and cannot.
+
+    Returns:
+        A list with one LayerReport per layer, which prints as a table.
 
     Raises:
-        RuntimeError: with `strict`, on all ranks alike: a layer is not converted (nor registered to
-            be left), or was replaced by another converter; there is no process group, or a layer's
-            group is gone or broken by an earlier error. Layers with sync=False are as asked for.
+        RuntimeError: with `strict`, on all ranks alike: a layer is neither converted nor registered
+            to be left, or another converter replaced it; there is no process group; or a layer's
+            group is gone, or broken by an earlier error. Layers with sync=False are no error.
+        ValueError: `module` is not a module.
     """
     check_module(module)
     devices: dict[nn.Module, int] = {}

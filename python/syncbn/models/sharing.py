@@ -42,10 +42,10 @@ def set_group(
     timeout: float | datetime.timedelta | None = None,
     engine: groups.EngineName = "auto",
 ) -> Model:
-    """Changes with whom the synchronized layers of `module` share statistics.
+    """Changes the ranks with which the synchronized layers of `module` share statistics.
 
-    Arguments and errors as for convert_sync_batchnorm; a collective call as that is. Returns
-    `module`.
+    Like convert_sync_batchnorm, this is a collective call, and it has the same arguments and
+    errors. Arguments that are not given get their defaults. Returns `module`.
     """
     check_module(module)
     sharing = subgroups.choose(
@@ -57,9 +57,11 @@ def set_group(
 
 
 def prepare(module: Model) -> Model:
-    """Makes the groups that the layers of `module` exchange on, which otherwise the first eager
-    training step does: needed before a first step that is compiled. A collective call of their
-    ranks; does nothing without torch.distributed. Returns `module`."""
+    """Makes the groups that the layers of `module` exchange on, and returns `module`.
+
+    Otherwise the first eager training step makes them. Call this if the first step is compiled. It
+    is a collective call of the groups' ranks. Without torch.distributed it does nothing.
+    """
     check_module(module)
     if dist.is_available() and dist.is_initialized():
         for sharing, name in sharings_of(module).items():
@@ -68,11 +70,13 @@ def prepare(module: Model) -> Model:
 
 
 def reset_groups(module: nn.Module | None = None) -> None:
-    """Makes the groups of all layers anew, to go on after an ExchangeTimeout or PeerLost with all
-    ranks alive: every rank calls it, then all go on at the same layer. A collective call.
+    """Makes the groups of all layers anew, to go on after an ExchangeTimeout or PeerLost.
 
-    module: a model whose layers' call counters are set to the largest of all ranks, for ranks that
-    are not at the same call.
+    All ranks must be alive, and every rank makes this call. Then all go on at the same layer.
+
+    Args:
+        module: a model, for ranks that are not at the same call. Its layers' call counters are set
+            to the largest of all ranks.
     """
     if module is not None:
         check_module(module)
@@ -91,12 +95,16 @@ def reset_groups(module: nn.Module | None = None) -> None:
 def skip(module: nn.Module) -> Tensor:
     """Takes part in one call of each synchronized layer of `module`, without data.
 
-    For a rank that leaves out a layer, or a model, which the others call (a branch that depends on
-    the data, a shorter epoch). Layers are called in the order of module.modules(), each once.
+    For a rank that leaves out a layer, or a model, that the others call: in a branch that depends
+    on the data, or after a shorter epoch. It calls each layer once, in the order of
+    module.modules(). Layers in evaluation mode are left out.
 
     Returns:
         A scalar 0. Add it to the loss: its backward takes part in the others' backward exchanges,
-        in reverse order. Without a loss of its own the rank calls skip(...).backward().
+        in reverse order. A rank without a loss calls skip(...).backward().
+
+    Raises:
+        DivergenceError, ExchangeTimeout, PeerLost: as a call of these layers.
     """
     check_module(module)
     total: Tensor | None = None

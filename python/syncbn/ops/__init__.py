@@ -26,18 +26,18 @@ _TENSORS = ("x", "estimated_mean", "estimated_var", "scale", "bias", "batches")
 
 
 class BatchNormOutputs(NamedTuple):
-    """What batch_norm returns; only y has a gradient."""
+    """What batch_norm returns. Only y has a gradient.
 
-    #: like x
+    y is like x. batch_mean and batch_var are (C,) in float64: the mean and biased variance of the
+    batch over all ranks; in inference, the estimates. saved_mean and saved_var are the updated
+    estimates, and saved_batches (1,) in int64 is the updated counter.
+    """
+
     y: Tensor
-    #: float64 (C,): mean and biased variance of the batch over all ranks, or, in inference, the
-    #: estimates
     batch_mean: Tensor
     batch_var: Tensor
-    #: (C,) like the estimates: the updated estimates
     saved_mean: Tensor
     saved_var: Tensor
-    #: int64 (1,): the updated counter
     saved_batches: Tensor
 
 
@@ -252,34 +252,36 @@ def batch_norm(
     group: "groups.Group" = None,
     layer_name: str = "batch_norm",
 ) -> BatchNormOutputs:
-    """Normalizes x by the statistics of the batch over all ranks, or by the estimates.
+    """Normalizes x with the statistics of the batch over all ranks, or with the estimates.
 
-    In training, estimate <- momentum * estimate + (1 - momentum) * batch value; the first batch
-    (batches = 0) is assigned, and a batch without elements changes nothing. The variance is biased
-    everywhere. Changes none of its inputs; batch_norm_ does.
+    Training computes estimate <- momentum * estimate + (1 - momentum) * batch value. The first
+    batch (batches = 0) is assigned. A batch without elements changes nothing. The variance is
+    biased everywhere. The inputs are not changed; batch_norm_ updates them in place.
 
     Args:
-        x: (N, C, *spatial), float16, bfloat16, float32 or float64, any strides, on the CPU or
-            CUDA, as the others. N may differ between ranks and may be 0.
+        x: (N, C, *spatial), float16, bfloat16, float32 or float64, any strides. All tensors are on
+            the CPU, or all on one CUDA device. N may differ between ranks and may be 0.
         estimated_mean, estimated_var: (C,), any of these dtypes.
         scale, bias: (C,), any of these dtypes; None for 1 and 0.
-        batches: int64 with one entry, how many batches the estimates hold; equal on all ranks.
-        is_infer: normalize with the given estimates. No exchange; the outputs besides y are copies
-            of the inputs.
-        use_global_est: in training normalize with the updated estimates, which are then constants
-            of the gradient: backward exchanges nothing.
-        epsilon: added to the variance.
-        momentum: share of the old estimate, in [0, 1]; PyTorch's momentum is 1 minus this one.
-        group: a process group or its name; None for the default group, or this process alone.
-        layer_name: stands in errors; ranks that meet under different names diverge.
+        batches: int64 with one entry: how many batches the estimates hold. Equal on all ranks.
+        is_infer: True normalizes with the given estimates, without an exchange. The outputs other
+            than y are then copies of the inputs.
+        use_global_est: True normalizes with the updated estimates in training. They are constants
+            of the gradient, so backward exchanges nothing.
+        epsilon: added to the variance, at least 0.
+        momentum: the old estimate's share, in [0, 1]. PyTorch's momentum is 1 minus this one.
+        group: a process group or its name. None is the default group, or this process alone
+            without torch.distributed.
+        layer_name: the name in errors. Ranks that call under different names get DivergenceError.
 
     Returns:
         BatchNormOutputs. Gradients of scale and bias are this rank's own share, as in PyTorch.
 
     Raises:
         ValueError: an argument is refused, or all ranks together have one value per channel.
-        DivergenceError: the ranks did not make the same call. Over NCCL nobody looks: y, batch_mean
-            and batch_var are NaN then, and the estimates stay.
+        DivergenceError: the ranks did not make the same call. Over NCCL this raises nothing: y,
+            batch_mean and batch_var are NaN, and the estimates do not change.
+        RuntimeError: the exchange failed: a rank did not come, or has ended.
     """
     tensors = (x, estimated_mean, estimated_var, scale, bias, batches)
     options: dict[str, Any] = {
@@ -361,9 +363,11 @@ def batch_norm_(
     group: "groups.Group" = None,
     layer_name: str = "batch_norm",
 ) -> BatchNormOutputs:
-    """batch_norm in place: estimated_mean, estimated_var and batches are updated, and returned as
-    saved_mean, saved_var and saved_batches, in their own shapes. Arguments, options and errors as
-    for batch_norm."""
+    """Does what batch_norm does, and updates estimated_mean, estimated_var and batches in place.
+
+    They are returned as saved_mean, saved_var and saved_batches. Arguments and errors are those of
+    batch_norm.
+    """
     tensors = (x, estimated_mean, estimated_var, scale, bias, batches)
     options: dict[str, Any] = {
         "is_infer": is_infer,

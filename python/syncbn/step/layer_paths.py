@@ -63,7 +63,7 @@ def _agreed(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) 
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{state.name}: got its first exchange in a group while a CUDA graph is captured, "
-            "expected an eager training step before"
+            "expected an eager training step before the capture"
         )
     if peers.group_name not in _compared:
         for gone in [name for name in list(_compared) if not groups.exists(name)]:

@@ -103,7 +103,7 @@ class LayerState:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self.name}: got its first call on {device} while a CUDA graph is captured, "
-                "expected an eager training step before"
+                "expected an eager training step before the capture"
             )
         with _disable_current_modes(), torch.inference_mode(False):
             self.call, self.count = self.call.to(device), self.count.to(device)
@@ -147,6 +147,6 @@ def of_handle(handle: Tensor) -> LayerState:
     if state is None:
         raise RuntimeError(
             "syncbn: the layer of a compiled graph is gone; expected the model to live as long as "
-            "what was compiled of it"
+            "the function compiled from it"
         )
     return state

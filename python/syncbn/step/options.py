@@ -307,13 +307,13 @@ def check_written(name: str, tensor: Tensor) -> None:
     """Its entries have places of their own, and are what is there, not its negative."""
     if not torch.compiler.is_compiling() and tensor.is_neg():
         raise ValueError(
-            f"{name}: got a tensor with the negative bit, expected that of resolve_neg()"
+            f"{name}: got a tensor with the negative bit, expected the result of resolve_neg()"
         )
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride == 0 and size > 1:
             raise ValueError(
                 f"{name}: got strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, "
-                "expected a place for each entry, as it is written"
+                "expected memory of its own for each entry"
             )
 
 

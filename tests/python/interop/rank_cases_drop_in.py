@@ -108,7 +108,7 @@ def case_a_group_without_this_rank_is_an_error_of_an_exchange_alone(rank, world)
         (row,) = syncbn.report(layer)
         assert row.note == "this rank is not a member of the process group"
         before = {name: value.clone() for name, value in layer.state_dict().items()}
-        text = "^process_group: got a group that this rank is not a member of, expected one of its"
+        text = "^process_group: got a group that this rank is not a member of, expected one with"
         raises(RuntimeError, text, lambda layer=layer: layer(own(rank)))
         assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
         assert torch.isfinite(layer.eval()(own(rank))).all()

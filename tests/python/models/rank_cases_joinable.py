@@ -183,7 +183,7 @@ def case_joinable_refuses(rank, world):
 
     raises(
         ValueError,
-        "options for the context inside of torch's Join, expected them there",
+        "options inside of torch's Join, expected them as arguments of Join",
         lambda: enter(syncbn.join(model, throw_on_early_termination=True)),
     )
     raises(

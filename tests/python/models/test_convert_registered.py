@@ -73,7 +73,7 @@ def test_a_registered_fusion_and_its_fold_exact():
     assert type(folded[1]) is BatchNormLeaky and torch.equal(folded(x), expected)
     other = copy.deepcopy(net)
     other[1].activation = "relu"
-    with pytest.raises(ValueError, match=r"^1: got a layer with activation 'relu', which a BatchN"):
+    with pytest.raises(ValueError, match=r"^1: got a layer with activation 'relu', which BatchN"):
         syncbn.revert_sync_batchnorm(other)
     with pytest.warns(UserWarning, match="were not folded"):
         assert torch.equal(syncbn.fold(other)(x), other(x))
@@ -150,7 +150,7 @@ def test_registering_nonsense_is_refused():
     for arguments, text in (
         ((nn.BatchNorm2d(4), print), "^cls: got BatchNorm2d"),
         ((int, print), "^cls: got <class 'int'>, expected a subclass of torch.nn.Module"),
-        ((syncbn.SyncBatchNorm, print), "^cls: got SyncBatchNorm, which is synchronized already"),
+        ((syncbn.SyncBatchNorm, print), "^cls: got SyncBatchNorm, expected a class that is not"),
         ((OwnBatchNorm, "make"), "^make: got 'make', expected a function"),
         ((OwnBatchNorm, print, 1), "^revert: got 1, expected a function"),
     ):

@@ -182,7 +182,7 @@ def test_a_sharded_model_is_refused(one_rank):
     net = syncbn.convert_sync_batchnorm(nn.Sequential(sharded, nn.BatchNorm1d(4)))
     assert type(net[1]) is syncbn.SyncBatchNorm  # what is not inside may change
     torch.distributed.fsdp.fully_shard(net[1], mesh=mesh)
-    with pytest.raises(ValueError, match="^module: got 1, sharded by FSDP, expected it before"):
+    with pytest.raises(ValueError, match="^module: got 1, sharded by FSDP, expected the model"):
         syncbn.revert_sync_batchnorm(net)
     assert isinstance(net[1], syncbn.SyncBatchNorm)
 

@@ -1,6 +1,7 @@
 """python -m syncbn doctor. PyTorch's torch.utils.collect_env prints versions and tests nothing."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -26,7 +27,9 @@ def test_doctor_prints_what_is_active_and_passes():
     lines = ended.stdout.splitlines()
     names = [line[:16].strip() for line in lines[:8]]
     assert names == list(doctor.facts())
-    assert syncbn.__version__ in lines[0] and torch.__version__ in lines[1]
+    folder = pathlib.Path(syncbn.__file__).parent
+    assert lines[0] == f"{'syncbn':16}{syncbn.__version__}, in {folder}"
+    assert torch.__version__ in lines[1]
     assert lines[4].split()[1] in ("reference", "avx2", "avx512", "avx512_bf16")
     gloo, shared = lines[9:]
     assert gloo == "  gloo          passed: the bits of one process"

@@ -49,7 +49,7 @@ def test_running_statistics_with_a_pending_sign_are_refused(odd, at):
     good = _statistics()
     given = list(good)
     given[at] = odd_tensors.ODD[odd](good[at])
-    text = "negative or conjugate bit, expected those of tensor.resolve_neg()"
+    text = "negative or conjugate bit, expected the results of tensor.resolve_neg()"
     with pytest.raises(RuntimeError, match=text):
         ops.update_running_statistics(*given, mean, var, info, 0.1)
     with pytest.raises(RuntimeError, match=text):

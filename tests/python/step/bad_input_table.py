@@ -105,7 +105,7 @@ OPTIONS = [
 ]
 
 COUNTER = "expected one torch.int64, or a floating-point average, on cpu"
-PLACE = "expected a place for each entry, as it is written"
+PLACE = "expected memory of its own for each entry"
 PARAMETERS = ("weight", "bias", "running_mean", "running_var")
 #: A parameter or buffer, what takes its place, and the text.
 STATE = [
@@ -182,7 +182,7 @@ OTHERS = {
     ),
     "function negative mean": (
         _function(running_mean=torch._neg_view(torch.zeros(4))),
-        r"^running_mean: got a tensor with the negative bit, expected that of resolve_neg\(\)",
+        r"^running_mean: got a tensor with the negative bit, expected the result of resolve_neg",
     ),
     "function momentum none": (
         _function(momentum=None),
