@@ -2,7 +2,8 @@
 # Variables: TORCH=2.15.0 (another PyTorch, in an environment of its own), PYTHON, CXX, JOBS,
 # ARGS (for pytest or the demo), MINUTES (soak), SECONDS (fuzz), SEED (both), SYNCBN_WERROR=ON (as CI
 # does), SYNCBN_CUDA=OFF (the Python package without kernels, where nvcc would build them; ON: an error
-# without nvcc), MANYLINUX=2_28 (the newest system that a wheel may need).
+# without nvcc), MANYLINUX=2_28 (the newest system that a wheel may need),
+# SYNCBN_REPOSITORY=https://HOST/OWNER/NAME@TAG (where the links of the package index's page lead).
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -26,8 +27,8 @@ test_tools := $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-interop
 # The site needs nothing of what the package needs.
 docs_venv := .venv-docs
 docs_tools := $(docs_venv)/.stamp-docs
-package_sources := $(shell find CMakeLists.txt pyproject.toml README.md cmake include src bindings \
-                     python -not -path '*/__pycache__*' 2>/dev/null)
+package_sources := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE NOTICE cmake include \
+                     scripts/index_page.py src bindings python -not -path '*/__pycache__*' 2>/dev/null)
 
 help:  ## list these targets
 	@awk -F ':.*## *' '/^[a-z -]+:.*## / {printf "  %-24s %s\n", $$1, $$2}' Makefile

@@ -20,6 +20,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from index_page import CODE, LINK
+
 ROOT = Path(__file__).resolve().parents[1]
 MEGABYTES = 40  # unpacked, with the kernels of all architectures
 
@@ -116,6 +118,8 @@ def check_metadata(files: dict[str, bytes], info: str, wheel: Path) -> Iterator[
     }.items():
         if metadata.get_all(key, []) != wanted:
             yield f"METADATA: {key}: got {metadata.get_all(key, [])}, expected {wanted}"
+    for link in LINK.findall(CODE.sub("", metadata.get_payload())):
+        yield f"METADATA: description: {link[2]} is not beside it on the package index"
     for name in LICENSES:
         if files.get(f"{info}/licenses/{name}") != (ROOT / name).read_bytes():
             yield f"{name}: is not that of the sources"

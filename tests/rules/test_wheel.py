@@ -177,6 +177,11 @@ METADATA = {
         b"",
         "METADATA: License-Expression: got [], expected ['Apache-2.0']",
     ),
+    "description": (
+        rb"\Z",
+        b"[CUDA](docs/cuda.md)",
+        "METADATA: description: docs/cuda.md is not beside it on the package index",
+    ),
 }
 
 
