@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refuses a wheel that nobody should be given: python scripts/check_wheel.py [OPTIONS] WHEEL
 
 Looked at: the list of files, RECORD, metadata and licence, size, and of each library what it needs:

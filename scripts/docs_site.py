@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of mkdocs.yml: the site's pages that are files of the repository's root, which are written
 once, for readers of the repository, links to files that the site does not have, and the C++
 headers."""

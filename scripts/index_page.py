@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the package index shows: the README, beside which it has no files, and the addresses of the
 project. pyproject.toml names this module; scikit-build-core calls `dynamic_metadata`.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cpu/kernels.hpp"
 
 // Processors without vector code of their own run the reference.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/index_page.py: links of the package index's page lead into the repository. Where that is
 unknown there are none."""
 

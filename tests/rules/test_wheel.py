@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `make wheel` refuses: scripts/check_wheel.py passes the package as it is and tells each
 defect by its name alone; scripts/smoke_wheel.py uses the wheel, and no other syncbn that is about.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """.github/workflows: they parse, call what is there, and may do no more than they need."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether ranks disagreed in a step on CUDA, where nobody looks at the time."""
 
 import torch
