@@ -27,7 +27,7 @@ test_tools := $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-interop
 # The site needs nothing of what the package needs.
 docs_venv := .venv-docs
 docs_tools := $(docs_venv)/.stamp-docs
-package_sources := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE NOTICE cmake include \
+package_sources := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE *NOTICE* cmake include \
                      scripts/index_page.py src bindings python -not -path '*/__pycache__*' 2>/dev/null)
 
 help:  ## list these targets
