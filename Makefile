@@ -111,6 +111,13 @@ wheel: $(package)  ## a wheel in dist/, inspected and tried; with CUDA where nvc
 	$(python) scripts/check_wheel.py --retag $(if $(MANYLINUX),--at-most $(MANYLINUX)) dist/syncbn-*.whl
 	$(python) scripts/smoke_wheel.py dist/syncbn-*.whl
 
+sdist: $(VENV)/.stamp-build  ## a source distribution in dist/, and a wheel made of it, inspected and tried
+	rm -rf dist/syncbn-*.tar.gz build/sdist
+	$(python) -m build --no-isolation --sdist --outdir dist .
+	$(python) -m pip wheel --quiet --no-deps --wheel-dir build/sdist dist/syncbn-*.tar.gz
+	$(python) scripts/check_wheel.py --retag build/sdist/*.whl
+	$(python) scripts/smoke_wheel.py build/sdist/*.whl
+
 clean:  ## remove everything but the environments
 	rm -rf build dist demo-output .venv*/.stamp-package
 
@@ -142,4 +149,4 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo bench bench-count bench-cpp \
   gpu-check googletest asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
-  docs wheel clean
+  docs wheel sdist clean
