@@ -118,6 +118,9 @@ sdist: $(VENV)/.stamp-build  ## a source distribution in dist/, and a wheel made
 	$(python) scripts/check_wheel.py --retag build/sdist/*.whl
 	$(python) scripts/smoke_wheel.py build/sdist/*.whl
 
+recipes: $(VENV)/.stamp-recipes  ## render the conda recipe; build and inspect the Debian packages
+	@packaging/check.sh $(VENV)
+
 clean:  ## remove everything but the environments
 	rm -rf build dist demo-output .venv*/.stamp-package
 
@@ -134,7 +137,7 @@ $(VENV)/.stamp-%: requirements/%.txt scripts/bootstrap.sh
 	@scripts/bootstrap.sh $(VENV) $*
 	@touch $@
 $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-interop $(VENV)/.stamp-lint \
-  $(VENV)/.stamp-bench $(VENV)/.stamp-frameworks: \
+  $(VENV)/.stamp-bench $(VENV)/.stamp-frameworks $(VENV)/.stamp-recipes: \
   $(VENV)/.stamp-build
 
 $(docs_tools): requirements/docs.txt scripts/bootstrap.sh
@@ -149,4 +152,4 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo bench bench-count bench-cpp \
   gpu-check googletest asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
-  docs wheel sdist clean
+  docs wheel sdist recipes clean
