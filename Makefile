@@ -137,7 +137,7 @@ $(VENV)/.stamp-%: requirements/%.txt scripts/bootstrap.sh
 	@scripts/bootstrap.sh $(VENV) $*
 	@touch $@
 $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-interop $(VENV)/.stamp-lint \
-  $(VENV)/.stamp-bench $(VENV)/.stamp-frameworks $(VENV)/.stamp-recipes: \
+  $(VENV)/.stamp-bench $(VENV)/.stamp-frameworks: \
   $(VENV)/.stamp-build
 
 $(docs_tools): requirements/docs.txt scripts/bootstrap.sh
