@@ -68,6 +68,11 @@ gpu-check:  ## on a machine with a GPU, without a network: build, test, sanitize
 googletest:  ## its sources into build/googletest, which gpu-check needs where there is no package
 	$(or $(PYTHON),python3) scripts/googletest.py $(ARGS)
 
+aarch64: $(VENV)/.stamp-build googletest  ## cross-compile, and run the C++ tests of vector code under qemu-user
+	$(cmake) --preset $@
+	$(cmake) --build --preset $@
+	$(VENV)/bin/ctest --preset $@ -j 2
+
 asan tsan release cuda: $(VENV)/.stamp-build  ## C++ tests with this preset
 	$(cmake) --workflow --preset $@
 
@@ -140,5 +145,5 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo bench bench-count bench-cpp \
-  gpu-check googletest asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
+  gpu-check googletest aarch64 asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
   docs wheel clean

@@ -40,7 +40,7 @@ __all__ = [
 
 
 def cpu_instruction_set() -> str:
-    """Returns the vector code in use: "avx512_bf16", "avx512", "avx2" or "reference".
+    """Returns the vector code in use: "avx512_bf16", "avx512", "avx2", "neon" or "reference".
 
     Results never depend on it.
     """
