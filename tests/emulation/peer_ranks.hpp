@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "cuda/peer_exchange.hpp"
+#include "syncbn/cuda_peers.hpp"
 #include "emulator.hpp"
 #include "on_cuda.hpp"
 #include "statistics/header.hpp"
