@@ -68,7 +68,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         timeout: seconds, or a timedelta, that an exchange waits for the slowest rank before
             ExchangeTimeout; None for the process group's own limit.
         engine: "auto" takes shared memory between processes of one node, if all ranks can have it;
-            "process_group" never does.
+            "process_group" never does. "peer_memory" is "auto", and over NCCL, between GPUs of one
+            node, has them exchange by themselves if all can (docs/cuda.md); no GPU has run that.
         bias: False leaves the layer without a bias, as in PyTorch from 2.15 on.
 
     In evaluation mode this is PyTorch's own batch norm operator (then its own addition and

@@ -5,10 +5,10 @@ import itertools
 
 import torch
 from emulated import DTYPES, assert_equal, on_cpu, on_cuda, random, run_checks
+
 from ranks import Memory, on_ranks
 
 CHANNELS = 7
-FORWARD = (None, 1e-3)
 RELU = (1, 0.0)
 
 

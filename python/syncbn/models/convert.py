@@ -173,7 +173,7 @@ def convert_sync_batchnorm(
         timeout: seconds, or a timedelta, that an exchange waits for the slowest rank; that of the
             process group if it was never given.
         engine: "auto", the default, takes shared memory between processes of one node, if all ranks
-            can have it; "process_group" never does.
+            can have it; "process_group" never does; "peer_memory": see SyncBatchNorm.
         affine_grad, statistics, sync: as for SyncBatchNorm, the same for every layer.
             Its activation and inplace are no arguments here, nor is a residual: a plain batch norm
             has no activation to convert.
