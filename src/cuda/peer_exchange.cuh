@@ -3,10 +3,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "syncbn/cuda_peers.hpp"
 #include "cuda/running.cuh"
 #include "cuda/warp_finalize.cuh"
 #include "statistics/header.hpp"
+#include "syncbn/cuda_peers.hpp"
 
 // How blocks of several devices exchange a message. Block b of a rank meets the blocks b of the
 // others: it has a share of the channels, which it sends in one or more rounds, each with the
