@@ -140,7 +140,7 @@ def check_a_rank_that_does_not_come():
                 while not told.called:  # by the thread that watches
                     time.sleep(0.01)
             texts = [
-                told.call_args.args[2],
+                told.call_args.args[3],
                 error_of(syncbn.ExchangeTimeout, lambda: syncbn.check(layer)),
                 error_of(syncbn.PeerLost, lambda: layer(x)),
             ]

@@ -2,12 +2,15 @@
 on that, once for each group, and what they have of it."""
 
 import contextlib
+import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .. import operators_cuda
+from ..errors import ExchangeTimeout, PeerLost
 from ..operators import HEADER_WORDS, ops
 from . import peer_memory, shared_memory
 
@@ -16,13 +19,16 @@ from . import peer_memory, shared_memory
 BLOCKS = 8
 #: Of one block's part of a message: 2,048 channels of float32 go at once, more in several rounds.
 SLOT_WORDS = 1 + HEADER_WORDS + 256 * 19
+#: Seconds that exchanges have to end when a rank leaves a group.
+SETTLING = 5.0
 #: As the kernels have room for pointers.
 MOST_RANKS = 16
 
 
 class Met(NamedTuple):
     """What a rank has of a group whose devices exchange. state: counts exchanges, on the device.
-    mark: on the host, where a kernel says that one has failed. last: the stream of the last one."""
+    mark: on the host, where a kernel says that one has failed. last: the stream of the last one, by
+    whether it was captured."""
 
     rank: int
     ranks: int
@@ -32,7 +38,7 @@ class Met(NamedTuple):
     mark: torch.Tensor
     abort_word: int
     words: dict[float, torch.Tensor]
-    last: list[Any]
+    last: dict[bool, Any]
 
     def group(self, limit: float) -> torch.Tensor:
         """As operators take it; limit: seconds that an exchange waits."""
@@ -42,23 +48,48 @@ class Met(NamedTuple):
             self.words[limit] = torch.tensor(fields, dtype=torch.int64, device="cpu")
         return self.words[limit]
 
+    def failure(self) -> tuple[type[Exception], str] | None:
+        """What the mark says, if an exchange has failed."""
+        gave_up, *epochs = self.mark.tolist()
+        if gave_up == 0:
+            return None
+        if gave_up < 0:
+            return PeerLost, f"rank {-1 - gave_up} left the group"
+        late = ", ".join(str(rank) for rank, epoch in enumerate(epochs) if epoch != 0)
+        who = f"rank {late} did not come" if late else f"rank {gave_up - 1} gave up"
+        return ExchangeTimeout, who
+
     def follow(self) -> None:
         """Has the current stream wait for the exchange before, if that was on another one. In a
         capture only for those of the same capture."""
         if self.device.type != "cuda":
             return
         current = torch.cuda.current_stream(self.device)
-        if self.last and self.last[0] != current and _captures(self.last[0]) == _captures(current):
-            current.wait_stream(self.last[0])
-        self.last[:] = [current]
+        captures = _captures(current)
+        last = self.last.get(captures, current)
+        if last != current and _captures(last) == captures:
+            current.wait_stream(last)
+        self.last[captures] = current
 
-    def abort(self) -> None:
-        """Ends what the ranks' kernels wait for, and all that come later."""
+    def abort(self, ranks: Iterable[int]) -> None:
+        """Ends what kernels of these ranks wait for, and all that come later."""
         # On a stream of its own: this rank's exchange may be one of those that wait.
         side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         with torch.cuda.stream(side):
-            for rank in range(self.ranks):
+            for rank in ranks:
                 self.memory.words_of(rank, self.abort_word, 1).fill_(-1 - self.rank)
+
+    def settle(self) -> None:
+        """Returns when this rank's kernels are done with the memory. Those that still wait for
+        others after some seconds are ended."""
+        events = [stream.record_event() for stream in self.last.values() if not _captures(stream)]
+        until = time.monotonic() + SETTLING
+        while not all(event.query() for event in events):
+            if time.monotonic() > until:
+                self.abort([self.rank])
+                break
+            time.sleep(1e-3)
+        _finish(self.device)
 
 
 def _captures(stream: Any) -> bool:
@@ -86,8 +117,7 @@ def all_met() -> list[tuple[str, Met]]:
 def begin(group: str, ranks: tuple[int, ...], new: Met | None) -> None:
     """The ranks (global numbers) have made a group: all of them have left what they had before."""
     for old in [name for name in _left if _ranks[name] == ranks]:
-        _finish(_left.pop(old).device)
-        del _ranks[old]
+        del _left[old], _ranks[old]
     if new is not None:
         _met[group], _ranks[group] = new, ranks
 
@@ -96,6 +126,7 @@ def end(group: str) -> None:
     """This rank leaves the group. Its memory stays until the same ranks have made another one."""
     if group in _met:
         _left[group] = _met.pop(group)
+        _left[group].settle()
 
 
 def current_device() -> torch.device | None:
@@ -190,6 +221,7 @@ def _meet_on(
         state = torch.zeros(of_state, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         mark = torch.zeros(of_mark, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        _finish(device)
         return own, state, mark, abort_word
 
     def greet() -> None:
@@ -209,7 +241,7 @@ def _meet_on(
     memory = meeting.try_together(lambda: peer_memory.share(own, name, rank, ranks, store))
     meeting.try_together(greet)
     meeting.try_together(read)
-    return Met(rank, ranks, device, memory, state, mark, abort_word, {}, [])
+    return Met(rank, ranks, device, memory, state, mark, abort_word, {}, {})
 
 
 def _finish(device: torch.device) -> None:

@@ -8,7 +8,6 @@ import threading
 
 import torch
 
-from ..errors import ExchangeTimeout, PeerLost
 from ..operators import HEADER_WORDS, ops
 from . import groups, peer_meeting, whereabouts
 from .attempt import Attempt, Waiting, is_broken
@@ -30,22 +29,11 @@ class PeerEngine(Waiting):
     def abandon(self, why: str) -> None:
         """The kernels end at once; why, the hosts hear within two looks at the store."""
         whereabouts.tell(self.peers.group_name, why[:400])
-        self.met.abort()
-
-    def failure(self) -> tuple[type[Exception], str] | None:
-        """What the mark says, if an exchange has failed."""
-        gave_up, *epochs = self.met.mark.tolist()
-        if gave_up == 0:
-            return None
-        if gave_up < 0:
-            return PeerLost, f"rank {-1 - gave_up} left the group"
-        late = ", ".join(str(rank) for rank, epoch in enumerate(epochs) if epoch != 0)
-        who = f"rank {late} did not come" if late else f"rank {gave_up - 1} gave up"
-        return ExchangeTimeout, who
+        self.met.abort(range(self.met.ranks))
 
     def look(self, attempt: Attempt) -> None:
         """Raises if an exchange has failed."""
-        failure = self.failure()
+        failure = self.met.failure()
         if failure is not None:
             kind, what = failure
             last = whereabouts.last(self.peers.group_name)
@@ -57,9 +45,9 @@ class PeerEngine(Waiting):
 
 
 def look(group: str, who: str) -> None:
-    """Raises if an exchange of the group of that name has failed, unless that was said before."""
+    """Raises if an exchange of the group of that name has failed."""
     met = peer_meeting.met(group)
-    if met is not None and not is_broken(group):
+    if met is not None:
         engine = PeerEngine(groups.named(group), met)
         engine.look(Attempt(engine, Call(who)))
 
@@ -124,15 +112,13 @@ def _run() -> None:
     said = set()
     while not _stop.wait(whereabouts.INTERVAL):
         for name, met in peer_meeting.all_met():
-            if name in said or is_broken(name):
-                continue
-            peers = groups.named(name)
-            failure = PeerEngine(peers, met).failure()
+            failure = None if name in said or is_broken(name) else met.failure()
             if failure is not None:
                 said.add(name)
-                others = whereabouts.others(name, peers.rank, peers.ranks)
-                text = "%s: %s, in an exchange between the GPUs; this rank: %s; %s"
-                _log.error(text, peers, failure[1], whereabouts.last(name), others)
+                others = whereabouts.others(name, met.rank, met.ranks)
+                text = "rank %d of %d: %s, in an exchange between the GPUs; this rank: %s; %s"
+                last = whereabouts.last(name)
+                _log.error(text, met.rank, met.ranks, failure[1], last, others)
 
 
 def _forget_parent() -> None:

@@ -1,11 +1,14 @@
 """What is used of PyTorch's symmetric memory, which is private: that it is there, that a PyTorch
 without it is refused in a line, and in which order it is called."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from syncbn.exchange import groups, peer_memory
+from syncbn.exchange import groups, peer_meeting, peer_memory
+from syncbn.exchange.peer_meeting import Met
 
 
 def test_this_pytorch_has_what_is_used():
@@ -84,6 +87,80 @@ def test_what_changed_is_named(played, name):
 def test_no_symmetric_memory_at_all(monkeypatch):
     monkeypatch.delattr(torch._C._distributed_c10d, "_SymmetricMemory")
     assert peer_memory.why_not() == "this PyTorch has no symmetric memory"
+
+
+class Stream:
+    """Of a played GPU. captures: whether it is captured."""
+
+    def __init__(self, captures=False):
+        self.captures, self.waited_for = captures, []
+
+    def wait_stream(self, other):
+        self.waited_for.append(other)
+
+
+def test_exchanges_of_streams_come_one_after_the_other(monkeypatch):
+    """A capture cannot wait for what was enqueued outside of it, nor the other way round."""
+    current = []
+
+    @contextlib.contextmanager
+    def used(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", used)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].captures)
+    words = torch.zeros(1, dtype=torch.int64)
+    memory = peer_memory.PeerMemory(words, [], None)
+    met = Met(0, 2, torch.device("cuda", 0), memory, words, words, 0, {}, {})
+    first, second, captured = Stream(), Stream(), Stream(True)
+    for stream, waits_for in (
+        (first, []),
+        (first, []),
+        (second, [first]),
+        (captured, []),
+        (first, [second]),
+        (second, [first, first]),
+    ):
+        with used(stream):
+            met.follow()
+        assert stream.waited_for == waits_for
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_rank_that_leaves_ends_its_own_exchanges_alone(monkeypatch, waits):
+    """And only those that still wait."""
+    memory = [torch.zeros(4, dtype=torch.int64) for _ in range(2)]
+    finished = []
+
+    class Handle:
+        def get_buffer(self, rank, sizes, dtype, storage_offset):
+            return memory[rank][storage_offset:][: sizes[0]]
+
+    class Event:
+        def query(self):
+            return not waits or memory[0][3] != 0
+
+    stream = Stream()
+    stream.record_event = Event
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", finished.append)
+    monkeypatch.setattr(peer_meeting, "SETTLING", 0.02)
+    shared = peer_memory.PeerMemory(memory[0], [], Handle())
+    device = torch.device("cuda", 0)
+    met = Met(0, 2, device, shared, memory[0], memory[0], 3, {}, {False: stream})
+    peer_meeting.begin("group", (0, 1), met)
+    peer_meeting.end("group")
+    assert finished == [device] and [w[3].item() for w in memory] == [-1 if waits else 0, 0]
+    assert peer_meeting.met("group") is None and peer_meeting._left["group"] is met
+    peer_meeting.begin("another", (0, 2), None)
+    assert peer_meeting._left
+    peer_meeting.begin("another", (0, 1), None)
+    assert not peer_meeting._left and not peer_meeting._ranks
 
 
 def test_the_engine_has_a_name():
