@@ -1,4 +1,4 @@
-#include "cuda/peer_exchange.hpp"
+#include "syncbn/cuda_peers.hpp"
 
 #include <gtest/gtest.h>
 

@@ -99,8 +99,7 @@ class _Watch:
         asked = self.store.add("asked", 0)
         while self.answered < asked:
             self.answered += 1
-            state = _states.get(self.group, "in no exchange yet")
-            self.store.set(f"{self.answered}/{self.rank}", str(state))
+            self.store.set(f"{self.answered}/{self.rank}", last(self.group))
 
     def ask(self, seconds: float, found: dict[int, str]) -> None:
         number = self.store.add("asked", 1)
@@ -141,6 +140,11 @@ def tell(group: str, why: str) -> None:
     """Has the other ranks know that this one left the group, within two looks at the store. Waits
     for nothing."""
     _to_tell.setdefault(group, why)
+
+
+def last(group: str) -> str:
+    """What this rank did last in the group."""
+    return str(_states.get(group, "in no exchange yet"))
 
 
 def left(group: str) -> str | None:

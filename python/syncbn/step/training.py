@@ -104,6 +104,7 @@ def shared_sums(given: Inputs, exchanged: tuple | None = None) -> tuple[Step, tu
     if peers is not None and peers.group_name != state.group:
         layer_paths.compare(state, peers, x, options)
     call, transport = state.call_of(x, options), transport_of(peers, xs[0].device)
+    own = sum(map(values_per_channel, xs, masks))
     number, channels = options.identity(state.number, residuals[0] is not None), x.shape[1]
     merged: Sequence[Tensor | None]
     if exchanged is not None:
@@ -117,8 +118,10 @@ def shared_sums(given: Inputs, exchanged: tuple | None = None) -> tuple[Step, tu
             ((_cast(z, x.dtype), number, counter, options.eps), (mask, word))
             for z, mask, (counter,) in zip(xs, masks, _placed(xs, state.call))
         ]
-        message, _, *merged = transport.sums_of("moments", passes, lead, channels, call)
-    own = sum(map(values_per_channel, xs, masks))
+        # Where it is kept, or looked at below, the sum itself is wanted.
+        finalizes = segment is None and own > 1
+        sums_of = transport.sums_of("moments", passes, lead, channels, call, finalizes=finalizes)
+        message, _, *merged = sums_of
     if own <= 1:  # or unknown
         sizes = [list(z.shape) for z in xs]
         where = f"ranks (input size {sizes[0]} on this one)"
@@ -235,7 +238,9 @@ def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
     shares = shares and (needs_weight or needs_bias)
     if exchanged is None:
         transport = step.transport(x)
-        exchanged = transport.sums_of("gradients", passes, lead, x.shape[1], step.call, shares)
+        exchanged = transport.sums_of(
+            "gradients", passes, lead, x.shape[1], step.call, shares, finalizes=step.exchanges
+        )
     message, us, merged, rest = exchanged
     if keep:  # what comes back is there already
         gradients = [_cast(u, z.dtype) for u, z in zip(us, xs)]
