@@ -2,7 +2,8 @@
 # Variables: TORCH=2.15.0 (another PyTorch, in an environment of its own), PYTHON, CXX, JOBS,
 # ARGS (for pytest or the demo), MINUTES (soak), SECONDS (fuzz), SEED (both), SYNCBN_WERROR=ON (as CI
 # does), SYNCBN_CUDA=OFF (the Python package without kernels, where nvcc would build them; ON: an error
-# without nvcc), MANYLINUX=2_28 (the newest system that a wheel may need).
+# without nvcc), MANYLINUX=2_28 (the newest system that a wheel may need),
+# SYNCBN_REPOSITORY=https://HOST/OWNER/NAME@TAG (where the links of the package index's page lead).
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -26,11 +27,11 @@ test_tools := $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-interop
 # The site needs nothing of what the package needs.
 docs_venv := .venv-docs
 docs_tools := $(docs_venv)/.stamp-docs
-package_sources := $(shell find CMakeLists.txt pyproject.toml README.md cmake include src bindings \
-                     python -not -path '*/__pycache__*' 2>/dev/null)
+package_sources := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE *NOTICE* cmake include \
+                     scripts/index_page.py src bindings python -not -path '*/__pycache__*' 2>/dev/null)
 
 help:  ## list these targets
-	@awk -F ':.*## *' '/^[a-z -]+:.*## / {printf "  %-24s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## *' '/^[a-z0-9 -]+:.*## / {printf "  %-24s %s\n", $$1, $$2}' Makefile
 
 setup: $(foreach group,build test demo interop bench lint,$(VENV)/.stamp-$(group))  ## all tools, in .venv
 
@@ -115,6 +116,13 @@ wheel: $(package)  ## a wheel in dist/, inspected and tried; with CUDA where nvc
 	$(python) scripts/check_wheel.py --retag $(if $(MANYLINUX),--at-most $(MANYLINUX)) dist/syncbn-*.whl
 	$(python) scripts/smoke_wheel.py dist/syncbn-*.whl
 
+sdist: $(VENV)/.stamp-build  ## a source distribution in dist/, and a wheel made of it, inspected and tried
+	rm -rf dist/syncbn-*.tar.gz build/sdist
+	$(python) -m build --no-isolation --sdist --outdir dist .
+	$(python) -m pip wheel --quiet --no-deps --wheel-dir build/sdist dist/syncbn-*.tar.gz
+	$(python) scripts/check_wheel.py --retag build/sdist/*.whl
+	$(python) scripts/smoke_wheel.py build/sdist/*.whl
+
 clean:  ## remove everything but the environments
 	rm -rf build dist demo-output .venv*/.stamp-package
 
@@ -146,4 +154,4 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo bench bench-count bench-cpp \
   gpu-check googletest aarch64 asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
-  docs wheel clean
+  docs wheel sdist clean

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Latency of one all-reduce between the ranks of a node: threads, and processes with shared memory.
 //
 // bench_exchange [--rounds=3000] [--json=FILE]     (a tenth of the rounds first, to warm up)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // As bench_exchange, between ranks of MPI: mpiexec -n 2 bench_exchange_mpi [--rounds=] [--json=]
 #include <mpi.h>
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of a layer one by one, and the layer, on one GPU: beside a copy of the input within
 the device, torch.nn.BatchNorm and torch.nn.SyncBatchNorm over one rank.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward and backward of one layer on one rank, against PyTorch's own batch norm.
 
 One round has all types and both layers, each after a warm-up of its own, so that they meet the same

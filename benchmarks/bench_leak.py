@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a process over many training steps: does it grow?
 
 python benchmarks/bench_leak.py [--steps 10000] [--ranks 1 2]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a training step of a ResNet-50 block: batch norm and activation apart, fused, in place.
 
 python benchmarks/bench_memory.py [--batch 8]

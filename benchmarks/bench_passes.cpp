@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Times each pass of one layer on one rank against the fastest copy of its input.
 //
 // bench_passes [--threads=1,2] [--seconds=1] [--json=FILE] SHAPE...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What synchronizing a layer costs: one layer on several ranks, and the all-reduce under it.
 
 A layer is compared with the recipe that is usually written by hand (recipe.py) and with a batch

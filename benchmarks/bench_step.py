@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What synchronizing costs in a training step under DistributedDataParallel.
 
 Networks: the demo's (12 batch norms, 64 x 64 pictures), ResNet-20 (19, 32 x 32) and ResNet-50 (53,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One layer of two ranks that are threads, against the same two threads that do not exchange.
 //
 // bench_thread_ranks [--seconds=1] [--json=FILE] SHAPE...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the benchmarks share: shapes, timing in turns, summaries, the machine."""
 
 import datetime

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instructions of each pass, counted by callgrind and compared with benchmarks/counts.json.
 
 python benchmarks/count.py PROGRAM [--update]      PROGRAM: build/bench/benchmarks/count_passes

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs each pass once under callgrind, which counts its instructions: benchmarks/count.py calls it.
 //
 // valgrind --tool=callgrind --collect-atstart=no count_passes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model of the latency of the layer's exchange for many devices; nothing is measured here.
 
 python benchmarks/exchange_model.py

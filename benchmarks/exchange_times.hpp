@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 // Times of one all-reduce, as the programs for the engines measure, print and write them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times of work on a GPU: within replays of CUDA graphs, which no host holds up, and of eager calls
 as a host makes them. Also which kernels ran, by PyTorch's profiler."""
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 // One layer's data and its passes in the order in which the layer runs them, for the programs that

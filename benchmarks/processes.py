@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as processes of one thread, over Gloo, for the benchmarks."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synchronized batch norm as it is usually written by hand: means of x and x * x, and one
 differentiable all-reduce of both. What this library is measured against.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables and the plot of a run of the suite, and the page that shows them.
 
 python benchmarks/report.py [RESULTS.json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The residual network of 20 layers for 32 x 32 pictures (He et al. 2016, section 4.2)."""
 
 import torch

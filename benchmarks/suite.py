@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All CPU benchmarks in one run: one JSON, tables and a plot.
 
 python benchmarks/suite.py [--quick] [--only PART...] [--shapes SHAPE...] [--write]

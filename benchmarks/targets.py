@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the library aims at: limits for ratios that one run of the suite measures.
 
 A figure is a row of results with one of its ratios: over says to what, ratio has the quartiles.

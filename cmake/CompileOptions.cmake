@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # syncbn_compile_options(<target>...): what every target of this project is compiled with.
 function(syncbn_compile_options)
   foreach(target IN LISTS ARGN)

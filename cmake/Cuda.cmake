@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What SYNCBN_CUDA comes to: SYNCBN_WITH_CUDA says whether the kernels are built. AUTO: where nvcc is
 # found, which is for this machine, so not when cross-compiling; in a wheel, where only PyTorch calls them, if that is for nvcc's major version of CUDA, and
 # nvcc knows the architectures below (12.8).

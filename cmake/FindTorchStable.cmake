@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Finds the headers and the library of PyTorch's stable ABI: target torch::stable.
 # Not find_package(Torch): that one enables CUDA by itself and pulls in the whole C++ API.
 # SYNCBN_TORCH_DIR, if set, is the folder of the torch package.

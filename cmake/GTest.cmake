@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # GTest::gtest_main from the system, else from its repository at a fixed commit.
 find_package(GTest 1.12 CONFIG QUIET)
 if(GTest_FOUND)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What is installed, by component: syncbn_runtime, syncbn_development, syncbn_mpi and syncbn_nccl.
 include(CMakePackageConfigHelpers)
 if(SKBUILD)

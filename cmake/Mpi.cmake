@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What SYNCBN_MPI comes to: SYNCBN_WITH_MPI says whether syncbn::mpi is built.
 set(SYNCBN_WITH_MPI OFF)
 if(SKBUILD)  # in PyTorch the exchange is the process group's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What SYNCBN_NCCL comes to: SYNCBN_WITH_NCCL says whether syncbn::nccl is built. NCCL_ROOT, as a
 # variable or in the environment, is where include/nccl.h and lib/libnccl.so.2 are.
 set(SYNCBN_WITH_NCCL OFF)

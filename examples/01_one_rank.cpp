@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One rank: batch normalization in training, forward and backward.
 #include <cstdio>
 #include <syncbn/batch_norm.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Three ranks as threads share statistics, whatever each brings: the bits are those of one rank.
 #include <cstdio>
 #include <cstring>

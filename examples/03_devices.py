@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process, many devices: python examples/03_devices.py [devices, default 4 | cuda]
 
 Trains a small network on one device and on K, virtual ones on the CPU or all CUDA devices, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A network that forks at its batch normalization: train() and infer() run two branches of one
 graph, which share all parameters and estimates. Exits with 1 if the result is wrong."""
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operator in place: a training and an inference operator that share their variables.
 #include <cstdio>
 #include <syncbn/batch_norm_op.hpp>

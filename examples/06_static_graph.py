@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training step as one static graph, and a model without batch norm for inference.
 
 One network is trained three times from the same weights on the same data: eagerly, through

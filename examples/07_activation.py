@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch norm, addition and activation in one pass, and the in-place variant.
 
 A residual block is trained three times from the same weights: with PyTorch's separate operators,

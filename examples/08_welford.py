@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics by Welford's recurrence: mean and variance of each rank, gathered and merged.
 
 Three ranks of uneven size, one of them empty, normalize a batch whose mean is 4,000 times its

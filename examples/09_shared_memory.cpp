@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two processes share statistics through shared memory: the bits are those of one rank.
 #include <sys/wait.h>
 #include <unistd.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedDataParallel with synchronized batch norm and gradient accumulation:
 
     torchrun --nproc-per-node 2 examples/10_ddp.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face Accelerate with synchronized batch norm:
 
     torchrun --nproc-per-node 2 examples/11_accelerate.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning with synchronized batch norm:
 
     torchrun --nproc-per-node 2 examples/12_lightning.py

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One rank per GPU over NCCL, as threads of one process: the bits are those of one GPU. A rank may
 // as well be a process; then the unique id travels over what the launcher brings (MPI, a store).
 #include <cuda_runtime_api.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The C interface: three ranks that share statistics have the bits of one. The ranks are parts of
    one array here, and a loop adds up their messages; between processes any all-reduce (SUM) of
    int64 does, MPI_Allreduce for example. */

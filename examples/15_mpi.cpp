@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks of MPI share statistics: the bits are those of one rank. mpiexec -n 2 example_15_mpi
 #include <mpi.h>
 

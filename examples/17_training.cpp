@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trains a network on three ranks, which are threads with 20, 100 and 180 samples: linear, batch
 // norm with ReLU, linear, logistic loss. All that ranks share goes through the group.
 #include <array>

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Usage: scripts/bootstrap.sh VENV GROUP...
 # Makes the virtual environment VENV where there is none and installs requirements/GROUP.txt.
 # Environment: PYTHON (interpreter), CXX (compiler), TORCH (another version of PyTorch).

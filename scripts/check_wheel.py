@@ -1,8 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refuses a wheel that nobody should be given: python scripts/check_wheel.py [OPTIONS] WHEEL
 
-Looked at: the list of files, RECORD, metadata and licence, size, and of each library what it needs:
-libraries, search path and versions of symbols. The wheel's platform tag must promise no older
-system than these versions allow; --retag writes the right one first (it needs the wheel package).
+Looked at: the list of files, RECORD, metadata, licences, list of components (SBOM), size, and of
+each library what it needs: libraries, search path and versions of symbols. The wheel's platform tag
+must promise no older system than these versions allow; --retag writes the right one first (it needs
+the wheel package).
 """
 
 import argparse
@@ -10,6 +12,7 @@ import base64
 import csv
 import email.parser
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -19,6 +22,8 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from index_page import CODE, LINK
 
 ROOT = Path(__file__).resolve().parents[1]
 MEGABYTES = 40  # unpacked, with the kernels of all architectures
@@ -40,7 +45,10 @@ MACHINES = {"Advanced Micro Devices X86-64": "x86_64", "AArch64": "aarch64"}
 FOREIGN = re.compile(
     r"lib(?:torch|c10|shm|cu|nv|nccl|gomp|iomp|omp|mpi|pmix|stdc\+\+|gcc_s|c|m)[-_.\w]*\.so[.\d]*"
 )
-LICENSES = ("LICENSE", "NOTICE")
+LICENSES = ("LICENSE", "NOTICE", "THIRD_PARTY_NOTICES")
+SBOM = "sboms/syncbn.cdx.json"
+# A text of the CUDA runtime, which is thus linked statically.
+CUDART = b"CUDA driver version is insufficient for CUDA runtime version"
 LIBRARIES = ("libsyncbn.so", "libsyncbn_torch_cpu.so")
 CUDA_LIBRARY = "libsyncbn_torch_cuda.so"
 CMAKE = ("-config.cmake", "-config-version.cmake", "-targets.cmake", "-targets-release.cmake")
@@ -65,7 +73,7 @@ def expected_files(info: str, cuda: bool) -> set[str]:
         *(f"syncbn/include/syncbn/{path.name}" for path in headers),
         *(f"syncbn/cmake/syncbn{name}" for name in CMAKE),
         *(f"syncbn/lib/{name}" for name in (*LIBRARIES, *([CUDA_LIBRARY] if cuda else []))),
-        *(f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD")),
+        *(f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", SBOM)),
         *(f"{info}/licenses/{name}" for name in LICENSES),
     }
 
@@ -116,6 +124,8 @@ def check_metadata(files: dict[str, bytes], info: str, wheel: Path) -> Iterator[
     }.items():
         if metadata.get_all(key, []) != wanted:
             yield f"METADATA: {key}: got {metadata.get_all(key, [])}, expected {wanted}"
+    for link in LINK.findall(CODE.sub("", metadata.get_payload())):
+        yield f"METADATA: description: {link[2]} is not beside it on the package index"
     for name in LICENSES:
         if files.get(f"{info}/licenses/{name}") != (ROOT / name).read_bytes():
             yield f"{name}: is not that of the sources"
@@ -124,6 +134,21 @@ def check_metadata(files: dict[str, bytes], info: str, wheel: Path) -> Iterator[
         yield f"tag: got {wheel.stem} and {tags.get_all('Tag')}, expected one of py3-none, in both"
     if tags["Root-Is-Purelib"] != "false":
         yield f"WHEEL: Root-Is-Purelib: got {tags['Root-Is-Purelib']}, expected false"
+
+
+def check_sbom(files: dict[str, bytes], info: str) -> Iterator[str]:
+    """The components are what the libraries contain, each with a version and a licence."""
+    if f"{info}/{SBOM}" not in files:
+        return  # told as a missing file
+    sbom = json.loads(files[f"{info}/{SBOM}"])
+    version = info.removeprefix("syncbn-").removesuffix(".dist-info")
+    if sbom["metadata"]["component"]["version"] != version:
+        yield f"{SBOM}: version: got {sbom['metadata']['component']['version']}, expected {version}"
+    libraries = b"".join(content for name, content in files.items() if name.endswith(".so"))
+    wanted = ["torch", *(["cudart_static"] if CUDART in libraries else [])]
+    names = [part["name"] for part in sbom["components"] if part["version"] and part["licenses"]]
+    if names != wanted:
+        yield f"{SBOM}: components: got {names}, expected {wanted}"
 
 
 def readelf(option: str, library: Path) -> str:
@@ -217,6 +242,7 @@ def check(wheel: Path, at_most: tuple[int, int] = max(POLICIES)) -> list[str]:
         *check_files(files, info),
         *check_record(files, info),
         *check_metadata(files, info, wheel),
+        *check_sbom(files, info),
         *problems,
         *check_platform(wheel.stem.split("-")[-1], machines, versions, at_most),
     ]

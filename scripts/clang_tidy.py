@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run clang-tidy over every file of the project that some build compiles.
 
 python scripts/clang_tidy.py JOBS CLANG_TIDY BUILD_FOLDER...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of mkdocs.yml: the site's pages that are files of the repository's root, which are written
 once, for readers of the repository, links to files that the site does not have, and the C++
 headers."""
@@ -5,6 +6,7 @@ headers."""
 import re
 from pathlib import Path
 
+from index_page import replace_links
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,8 +19,6 @@ PAGES = {
 # The page of C++, and its links to headers, whose text the site shows below.
 CPP_REFERENCE = "cpp_reference.md"
 HEADER = r"\[`(syncbn/\w+\.hpp)`\]\(\.\./([^)]+)\)"
-LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
-CODE = re.compile(r"```.*?```", re.S)
 
 
 def relink(text: str, page: Path) -> str:
@@ -36,11 +36,7 @@ def relink(text: str, page: Path) -> str:
             raise ValueError(f"{page.relative_to(ROOT)}: there is no {target}")
         return f"{label} (`{path}`)"
 
-    pieces, end = [], 0
-    for code in CODE.finditer(text):
-        pieces += [LINK.sub(replace, text[end : code.start()]), code[0]]
-        end = code.end()
-    return "".join([*pieces, LINK.sub(replace, text[end:])])
+    return replace_links(text, replace)
 
 
 def on_config(config):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the libFuzzer targets, each for its share of the time.
 
 python scripts/fuzz.py SECONDS [SEED]

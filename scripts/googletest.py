@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies GoogleTest's sources, 1 MB, to build/googletest, where scripts/gpu_check.py finds them on
 a machine that has neither the package nor a network: `make googletest`.
 

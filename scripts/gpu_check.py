@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds, tests and measures everything that needs a GPU: `make gpu-check`.
 
 Needs no make and no network: PyTorch with CUDA, CMake, Ninja, nvcc, compute-sanitizer and pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Print registers and stack of every CUDA kernel of a library as a Markdown table.
 
 python scripts/kernel_table.py build/cuda/src/libsyncbn.so

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Usage: scripts/lint.sh {all|quick|format}
 # quick: formatting and ruff. all: also mypy and clang-tidy, which need `make build`. format: repair
 # instead.

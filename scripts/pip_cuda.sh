@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Usage: make wheel $(scripts/pip_cuda.sh VENV)
 # Where there is no CUDA toolkit: installs requirements/cuda.txt into VENV and prints CUDA_HOME=folder.
 set -euo pipefail

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Usage: scripts/ptx_soak.sh VENV [SEED]
 # What `make ptx` runs, for the PTX of three architectures, with random cases from SEED on (or from
 # a fresh number), and planted defects in more orders of threads.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Usage: scripts/sanitize.sh VENV
 # What CI runs of the sanitizers: C++ tests that come by most of the code with all three, PyTorch's
 # operators with those of addresses and undefined behaviour. `make asan tsan` run all C++ tests.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Installs a wheel into an environment of its own and trains with it, in a folder that is not the
 repository: python scripts/smoke_wheel.py [--with-dependencies | --torch VERSION] WHEEL
 

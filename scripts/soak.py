@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the property tests and random faults with fresh seeds until the time is up or one fails.
 
 python scripts/soak.py MINUTES [SEED]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs commands stage by stage, each within its time, and keeps a report on disk as it goes: for
 gpu_check.py, which may be ended, or lose its GPU, at any moment."""
 

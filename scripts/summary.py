@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One line with the counts of JUnit files: python scripts/summary.py FOLDER {cpp,python}..."""
 
 import sys

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Usage: scripts/test.sh VENV {cpp|python}...
 # Runs the tests that are already built, all of them even after a failure, and closes with counts.
 # Environment: ARGS (more arguments for pytest), JOBS (tests at a time; of pytest at most 4).

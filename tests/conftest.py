@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of the tests."""
 
 #: Their files take longest. What begins last should be short, so that all workers end together.

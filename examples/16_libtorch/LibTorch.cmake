@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # LibTorch as pip installs it, by hand: target libtorch. Not find_package(Torch), which looks for
 # the CUDA toolkit that a wheel was built with. LIBTORCH_DIR, if set, is the folder of the torch
 # package, or of an unpacked LibTorch.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two processes train a small segmentation network in C++. Statistics of all batch norms are
 // shared; gradients are averaged, as DistributedDataParallel does.
 #include <sys/wait.h>

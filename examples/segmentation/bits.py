@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Are the first layer's results the same bits on K ranks and on one? For identical inputs.
 
 The inputs are those of the network's first batch norm layer at step 0: x, the output of the first

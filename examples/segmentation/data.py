@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures for the demo: handwritten digits composed over photographs, and the common interface.
 
 Both sources, this one and folder.VocFolder, offer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture: learning curves, and test pictures beside their truth and the predictions."""
 
 from __future__ import annotations

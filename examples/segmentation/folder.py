@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures and masks from a folder of the user's own, in the layout of Pascal VOC.
 
 DIR/JPEGImages/NAME.jpg            pictures (.jpeg and .png are found too)

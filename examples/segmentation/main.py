@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain against synchronized batch norm, trained by real ranks. See README.md beside this file.
 
 python examples/segmentation/main.py [--quick] [--ranks K] [--batch-per-rank B] [--data DIR]

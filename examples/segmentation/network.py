@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small dilated residual network for per-pixel classification, its loss and its measure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks: real processes, one pool for everything that needs more than one of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What came out: the table, the comparisons, the picture, results.json."""
 
 from __future__ import annotations

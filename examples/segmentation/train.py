@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training and evaluation of one setting, on one rank; the same code for every setting."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #ifndef SYNCBN_C_API_H
 #define SYNCBN_C_API_H
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #ifndef SYNCBN_MPI_C_API_H
 #define SYNCBN_MPI_C_API_H
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The only place that states the version: CMake and the Python package read it from here. C too. */
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch normalization whose statistics are shared by every device that trains."""
 
 from . import functional, graph, ops, parallel, testing

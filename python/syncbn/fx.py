@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How torch.fx sees the layer: as one call, whichever tracer is used."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads the operators and registers their fakes (shapes and dtypes for tracing).
 
 In all of them x is (N, C, *spatial) and k is the number of int64 words per channel:

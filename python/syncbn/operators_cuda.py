@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operators on CUDA: loaded at the first tensor there, so that CPU needs nothing of them."""
 
 import pathlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process, many devices: data parallelism whose synchronized layers see all devices at once."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this package changes in PyTorch: two exceptions for its own layers, for code that asks for
 torch.nn.SyncBatchNorm (docs/design.md). All other layers go through PyTorch's own functions."""
 

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 #include <array>
+=======
+// SPDX-License-Identifier: Apache-2.0
+>>>>>>> wt-pkg
 #include <atomic>
 #include <cstring>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The element-wise passes over the vector type of one level (simd_*.hpp). Included inside a level
 // file's unnamed namespace; uses nothing but intrinsics, so that no shared inline function is
 // compiled with the level's flags (the linker might pick that copy for processors that lack the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rounding merged sums, a vector of channels at a time, and what follows per channel. Included
 // inside a level file's unnamed namespace; the rules of level_elements.hpp hold here too, but for
 // functions that are always in place.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Walks over planes and rows with the passes of level_elements.hpp, whose rules hold here too.
 
 constexpr std::int64_t kElementsAhead = 1024;  // bytes

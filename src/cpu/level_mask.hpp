@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Elements that a mask leaves out, over the vector type of one level. Included inside a level
 // file's unnamed namespace, before level_elements.hpp, whose rules hold here too.
 

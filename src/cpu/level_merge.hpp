@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Merging partials into the windows of their channels, over the vector type of one level. Included
 // inside a level file's unnamed namespace, before level_sums.hpp; the rules of level_elements.hpp
 // hold here too.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two vectors of floats as one, for bfloat16 where it is rounded by integers: a 32-bit word of
 // memory holds an even and an odd element, so that the even ones are one vector and the odd ones
 // another without shuffles.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All passes over the vector type of one level. Included inside a level file's unnamed namespace,
 // after the vector type (simd_*.hpp); each part may use what is above it.
 // clang-format off

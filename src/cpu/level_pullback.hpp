@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What has to be made of tensors before it is summed, in pieces that stay in a cache until then:
 // the gradient on its way back through a fused activation, and what a mask leaves. Included inside
 // a level file's unnamed namespace, after level_map.hpp; the rules of level_elements.hpp hold here

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sums of rows (channels-last) over the vector type of one level. Included inside a level
 // file's unnamed namespace, after level_single_rows.hpp and level_sums.hpp, whose rules hold here
 // too.

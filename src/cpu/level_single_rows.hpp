@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sums of 2-D input, where every element is a partial, over the vector type of one level.
 // Included inside a level file's unnamed namespace, after level_merge.hpp, whose rules hold here
 // too.

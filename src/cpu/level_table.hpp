@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One level's table of kernels. Included inside a level file's unnamed namespace, last.
 
 template <class T>

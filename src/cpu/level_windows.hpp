@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the windows of channels begin. Included inside a level file's unnamed namespace, after
 // level_elements.hpp, whose rules hold here too.
 

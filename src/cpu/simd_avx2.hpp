@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The vector type of level_passes.hpp on AVX2 with FMA and F16C. Included by one level file only,
 // inside its unnamed namespace.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The vector type of level_passes.hpp on AVX-512 (F, DQ, VL, BW), with and without BF16. Included
 // by the level files of either, inside their unnamed namespaces.
 

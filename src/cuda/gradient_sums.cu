@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/sum_launch.cuh"
 
 // Sums of u and u*x, u being dy come back through the activation.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/sum_launch.cuh"
 
 // Sums of x and x*x as exact integers, packed into a message.

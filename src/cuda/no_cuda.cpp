@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/device_memory.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/cuda_peers.hpp"

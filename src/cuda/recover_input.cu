@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/elements.cuh"
 #include "cuda/loading.hpp"
 

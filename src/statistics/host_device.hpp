@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 // The numeric contract (docs/numerics.md) is written once, for host and device compilers.

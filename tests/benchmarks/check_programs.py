@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the C++ benchmarks write and refuse: check_programs.py BENCH_PASSES BENCH_EXCHANGE
 BENCH_THREAD_RANKS [BENCH_EXCHANGE_MPI MPIEXEC].
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* A table of calls that the C interface refuses, besides those of c_api_errors_test.c: a code, a
    text with the argument, what was given and what is allowed; nothing is changed, and the next step
    has the bits of one that never saw them. */

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Bad arguments, calls that differ and ranks that refuse: a code and a text on every rank. */
 
 #include <stdio.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The C interface against the C++ interface, bit for bit. torch.nn.SyncBatchNorm
    has no interface below Python to compare with; its results depend on how ranks share a batch. */
 

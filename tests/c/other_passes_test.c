@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The backward of evaluation, the in-place variant and the passes of Welford statistics in C,
    against the C++ interface, bit for bit, and against what they are to compute. */
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #ifndef SYNCBN_TESTS_C_REFERENCE_H
 #define SYNCBN_TESTS_C_REFERENCE_H
 

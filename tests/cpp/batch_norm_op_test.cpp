@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "syncbn/batch_norm_op.hpp"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
 // Only x86 lets a program flush subnormals through a register that its headers name.

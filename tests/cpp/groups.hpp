@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 // Groups of each kind whose ranks are threads of the test, behind one interface.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 // A layer's tensors with data that breaks ordinary sums, and its directions through messages, for

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 // Random steps of a layer, for tests of properties. The environment chooses them:

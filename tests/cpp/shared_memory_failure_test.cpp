@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks of a SharedMemoryGroup that die, stall or leave.
 
 #include <gtest/gtest.h>

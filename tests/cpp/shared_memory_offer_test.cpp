@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How ranks find each other's memory, and every reason not to.
 
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 // What the tests share: random numbers, tensors in several layouts, ranks as threads.

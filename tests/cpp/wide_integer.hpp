@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 // A plain integer of 4,608 bits, two's complement, to check the library's own against.

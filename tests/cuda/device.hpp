@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 // Memory and ranks of a device, for tests that run on a GPU and, over the emulated kernels of

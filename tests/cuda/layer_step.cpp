@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "layer_step.hpp"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 // A training step and an evaluation of a layer, on CPU and on CUDA, and what both must have in

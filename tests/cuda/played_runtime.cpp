@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA's runtime as far as layers need it besides their kernels, for two devices whose memory is
 // the host's.
 #include <cuda_runtime_api.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of this folder share. Their arguments are LIBRARY...: the operators, those on the
 CPU first."""
 

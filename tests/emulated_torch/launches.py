@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training step on CUDA launches, counted on emulated kernels.
 
 torch.nn.SyncBatchNorm launches about ten kernels for a forward.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package's Python over the operators on CUDA, run on emulated kernels: the bits of the CPU.
 
 torch.nn.SyncBatchNorm has no such pair of devices: it refuses the CPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch's operators on CUDA, run on emulated kernels, have the bits of those on the CPU."""
 
 import itertools

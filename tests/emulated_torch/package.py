@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package of the source tree over the libraries that are loaded already."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Writes a copy of the kernels with one defect: cmake -D source=.. -D target=.. -D kernels=..
 # -D file=.. -D from=.. -D to=.. -P defects.cmake. `from` must occur exactly once.
 file(COPY ${source}/cuda DESTINATION ${target})

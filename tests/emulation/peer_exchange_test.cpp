@@ -1,4 +1,9 @@
+<<<<<<< HEAD
 #include "syncbn/cuda_peers.hpp"
+=======
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/peer_exchange.hpp"
+>>>>>>> wt-pkg
 
 #include <gtest/gtest.h>
 

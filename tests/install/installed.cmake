@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Installs the build, moves the result, and builds and runs a project that uses it from there.
 set(first ${work_dir}/installed)
 set(prefix ${work_dir}/moved)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Normalizes two numbers with an installed syncbn, from C. */
 #include <stdio.h>
 #include <syncbn/c_api.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Normalizes two numbers with an installed syncbn.
 #include <cstdio>
 #include <string_view>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Links an installed syncbn::mpi: MPI is not running, which is an error of this library's.
 #include <string_view>
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Compiles a C program with what pkg-config says of the package that install.installed moved.
 file(GLOB_RECURSE files ${prefix}/*.pc)
 list(GET files 0 file)

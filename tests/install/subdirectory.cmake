@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The same project with the sources in it (add_subdirectory), as one that wants static libraries, unity
 # builds and optimization at link time; then what that installs. Without other optimization: that is
 # quick.

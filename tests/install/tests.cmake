@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The tests of this folder; the projects in it are not part of the build.
 get_target_property(type syncbn TYPE)
 if(NOT type STREQUAL "SHARED_LIBRARY")

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What test_libtorch.py compares: layer steps DIR RANKS, layer errors DIR, layer state DIR.
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/serialize.h>

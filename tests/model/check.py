@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks shared_barrier.pml with spin: python check.py. The model has no error in any order of its
 steps, and the same model with a planted defect has the error that the defect leads to."""
 

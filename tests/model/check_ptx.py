@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks ptx_protocols.py by ptx_axioms.py: python check_ptx.py. No execution of a protocol has a
 wrong outcome or a flaw, and each change of it leads to one that has. Before that, ptx_axioms.py has
 to come to the verdicts of ptx_litmus.txt."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All executions of a small program that PTX's memory model allows.
 
 The model is chapter 8 of the PTX ISA 9 ("Memory Consistency Model", its sections are named below),

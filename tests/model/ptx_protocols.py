@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How threads, warps and blocks of the CUDA kernels hand memory over, as programs of ptx_axioms.py.
 
 Instructions are those that nvcc emits for sm_90: atom without .sem and .scope is .relaxed.gpu, and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Groups over MPI; every rank of mpiexec runs these tests in the same order. In these places
 // torch.nn.SyncBatchNorm has no MPI of its own: with PyTorch's MPI backend a rank that differs or
 // does not come hangs the others, without a time limit.

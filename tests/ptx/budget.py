@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instructions of SASS per element that kernels of plain training steps execute, against a budget.
 
 python budget.py --counts PROGRAM --kernels FOLDER --sass FOLDER TABLE.md [--write | --report WORD]

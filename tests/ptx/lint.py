@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must not be in the kernels' SASS: local memory, flushed subnormals, narrow accesses.
 
 python lint.py --kernels FOLDER LISTINGS...      FOLDER: with the PTX of which the listings are

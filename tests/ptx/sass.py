@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SASS of the kernels: how ptxas and nvdisasm are called, and what their listing says.
 
 python sass.py KERNELS.ptx ARCHITECTURE LISTING --ptxas PTXAS

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """That lint.py finds what is planted, and budget.py counts what small listings say.
 
 python sass_test.py PTXAS

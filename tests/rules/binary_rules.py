@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules about compiled libraries: levels, exported, paths and torch (see each function)."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A dtype or an activation that is added to its enumeration, and nowhere else, does not compile.
 
 python made_up_kinds.py COMPILER PROJECT_DIR. What else there is asks the traits, or is refused at

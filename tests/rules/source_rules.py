@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules about the text of the core: python source_rules.py {wall,manners,kinds} PROJECT_DIR."""
 
 import re

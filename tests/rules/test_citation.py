@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CITATION.cff says what version.hpp and pyproject.toml say."""
 
 import re

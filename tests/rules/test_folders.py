@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folders of tests/python are those of the package, and a few for what is about the whole."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports of the Python package go down: no module imports one above it, and none itself again."""
 
 import ast

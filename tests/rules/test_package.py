@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules about the installed Python package, as a user gets it."""
 
 import functools

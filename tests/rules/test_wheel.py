@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `make wheel` refuses: scripts/check_wheel.py passes the package as it is and tells each
 defect by its name alone; scripts/smoke_wheel.py uses the wheel, and no other syncbn that is about.
 """
@@ -6,6 +7,7 @@ import base64
 import csv
 import hashlib
 import io
+import json
 import os
 import re
 import shlex
@@ -177,6 +179,11 @@ METADATA = {
         b"",
         "METADATA: License-Expression: got [], expected ['Apache-2.0']",
     ),
+    "description": (
+        rb"\Z",
+        b"[CUDA](docs/cuda.md)",
+        "METADATA: description: docs/cuda.md is not beside it on the package index",
+    ),
 }
 
 
@@ -195,10 +202,28 @@ def test_another_version_and_another_licence_are_refused(package: Files, tmp_pat
     assert check_wheel.check(pack(files, tmp_path)) == [
         f"version: got 9.9.9, expected that of version.hpp, {version.partition('.dev')[0]}",
         f"METADATA: Version: got ['{version}'], expected ['9.9.9']",
+        f"{check_wheel.SBOM}: version: got {version}, expected 9.9.9",
     ]
-    for name in ("LICENSE", "NOTICE"):
+    for name in check_wheel.LICENSES:
         files = package | {f"{info}/licenses/{name}": b"Do as you like."}
         assert check_wheel.check(pack(files, tmp_path)) == [f"{name}: is not that of the sources"]
+
+
+def test_the_list_of_components_says_what_is_linked_statically(
+    package: Files, tmp_path: Path
+) -> None:
+    library = "syncbn/lib/libsyncbn.so"
+    content = package[library].replace(check_wheel.CUDART, b"")
+    files = package | {library: content + check_wheel.CUDART}
+    name = f"{info_of(package)}/{check_wheel.SBOM}"
+    without = json.loads(package[name])
+    without["components"] = [part for part in without["components"] if part["name"] == "torch"]
+    files[name] = json.dumps(without).encode()
+    told = f"{check_wheel.SBOM}: components: got ['torch'], expected ['torch', 'cudart_static']"
+    assert check_wheel.check(pack(files, tmp_path)) == [told]
+    without["components"].append({"name": "cudart_static", "version": "13.0", "licenses": []})
+    files[name] = json.dumps(without).encode()
+    assert check_wheel.check(pack(files, tmp_path)) == [told]
 
 
 @pytest.mark.parametrize("platform", ("linux_{}", "manylinux_2_17_{}", "manylinux_2_41_ppc64le"))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A user's program for `mypy --strict`, which reads what is installed. It is not run.
 
 Where an error is expected stands a `type: ignore`: one that is not needed is an error as well.

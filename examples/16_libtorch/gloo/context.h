@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 // PyTorch's wheel has the header of its Gloo backend, but not Gloo's own headers. The headers in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """K calls in K threads, of which one runs at a time.
 
 Device k runs until it reaches a synchronized layer or ends; then device k + 1 runs. When all K

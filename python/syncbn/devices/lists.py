@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer with the inputs of several devices of one process."""
 
 import contextlib

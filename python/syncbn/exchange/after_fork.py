@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that are forked from a rank: its groups stay the rank's own."""
 
 import os

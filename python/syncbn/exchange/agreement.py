@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks must have in common, and what they say when they do not."""
 
 import zlib

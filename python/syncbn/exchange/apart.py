@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that may never return, such as a request to a store whose host is gone, in threads of their
 own: nothing on the way of an error waits for them without a bound."""
 

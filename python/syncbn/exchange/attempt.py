@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One attempt to exchange in a group: what broke the group before, who exchanges now, for how long
 it may take, and what the other ranks hear when it fails."""
 

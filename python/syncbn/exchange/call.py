@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank is doing in an exchange, as it tells the other ranks."""
 
 from typing import NamedTuple, Protocol

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a group of ranks exchanges through: Gloo between all of them, shared memory inside nodes."""
 
 import datetime

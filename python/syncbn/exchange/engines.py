@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How int64 words are summed over the ranks of a group on the host: a class for each engine."""
 
 import ctypes

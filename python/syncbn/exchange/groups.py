@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of ranks that exchange statistics: made once per set of ranks, and rebuilt on demand."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that make a group meet in the store first.
 
 Gloo connects all ranks with all others, and names nobody who does not come. So each rank announces

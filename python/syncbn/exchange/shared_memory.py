@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchanges between processes of one node through memory that they share."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ranks share statistics where group_size or group asks for parts of the default group."""
 
 import datetime

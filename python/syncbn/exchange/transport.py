@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The way of a step's messages, one from each rank, which become one: what the steps of a layer ask
 of it, and what the ways have in common."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which way the messages of a step take, by where they lie and to whom they go."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each rank of a group is, told to the others when one of them has waited too long.
 
 A thread per process looks every second whether some rank asks (one small request to the group's

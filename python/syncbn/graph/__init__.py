@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Networks that fork at their batch normalization: one graph with a training and an inference
 branch, which share all parameters and variables and are run by target (docs/forked_graph.md)."""
 

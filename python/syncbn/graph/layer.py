@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer of a forking network: variables that a training and an inference operator share."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which nodes of a graph write in place, and which other nodes may see that."""
 
 import inspect

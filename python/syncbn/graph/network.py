@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From one graph of a model to one graph with a training and an inference branch."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turning a layer into another class in place, finding layers by class, and the registry of
 conversions."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From plain batch norm layers to synchronized ones, and back."""
 
 import copy

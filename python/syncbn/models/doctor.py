@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is active on this machine, and why: python -m syncbn doctor."""
 
 import datetime

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folds batch norm into the convolution or linear layer before it, for inference."""
 
 import contextlib

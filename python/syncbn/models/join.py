@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uneven numbers of batches: ranks that have none left go out of the exchanges."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A table of what each batch norm layer of a model does."""
 
 import sys

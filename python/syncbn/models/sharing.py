@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """With whom layers share statistics: choosing, preparing and rebuilding groups; taking part without
 data."""
 

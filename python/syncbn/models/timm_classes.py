@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """timm's batch norms with an activation and a drop layer. timm is not imported here: what is not
 loaded has made no layer of a model."""
 

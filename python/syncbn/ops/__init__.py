@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch normalization as one operator, for graphs: training and inference are two operators that
 share their variables (docs/forked_graph.md)."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """syncbn.ops.batch_norm on CUDA: the layer's operators around an exchange that is this package's,
 where the operator for the CPU exchanges inside of itself. Its bits are the same."""
 

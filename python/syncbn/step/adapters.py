@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training step as PyTorch calls it: checked, in autograd, in place or in a graph."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training step as one operator of a graph: of torch.compile, torch.export, and where tensors
 are fake. It does what eager mode does when the graph runs. So it waits, reports and raises as eager
 mode does, and knows by then which layer it is, with whom it exchanges, and at which call it is."""

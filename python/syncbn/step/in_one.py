@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The usual training step in eager mode: one operator for each direction, with the exchange inside.
 What this does not know, and what the operators refuse, goes the general way of adapters.py, whose
 errors have words."""

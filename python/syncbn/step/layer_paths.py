@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paths of layers in their models, which the ranks compare before a layer's first exchange in a
 group: layers of equal shape that ranks call in different orders would mix their statistics. The
 number that stands for the layer from then on is the same on all ranks."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer has besides the tensors of a batch norm: its name, its group, and its call number.
 
 None of it is a buffer: code that copies, moves, broadcasts or materializes the buffers of a model

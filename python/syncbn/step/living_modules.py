@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where layers lie in the models of this process."""
 
 import gc

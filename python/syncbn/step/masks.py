@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks: which elements of an input count, shared by all channels."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of a layer, and the checks of what it is given."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer's exchange brought, kept for the recomputation of a checkpointed segment.
 
 torch.utils.checkpoint runs a segment again during backward. The second run must not exchange (the

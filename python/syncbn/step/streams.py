@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The streams of a backward node that has tensors on several devices.
 
 The autograd engine makes one of forward's streams current, that of the node's first device. On the

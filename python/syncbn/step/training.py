@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training step of a layer: the passes, the exchange between them, and their gradient. It has K
 inputs, one for each device of this process; mostly K is 1."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transforms of PyTorch around a training step: those that have no exchange are refused."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C interface through ctypes, as another language calls it: the bits of the layer, on one rank
 and on two threads whose exchange is Python's, and errors with a text for what is wrong."""
 

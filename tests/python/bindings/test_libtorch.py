@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """syncbn/torch.hpp, the layer for LibTorch: the same bits as the Python package, on any number of
 ranks, and what ranks get when something is wrong. Programs in C++, built against the installed
 package and the torch that is installed beside it.

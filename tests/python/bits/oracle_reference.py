@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """References for the tests of the oracle: the definitions, over fractions.Fraction."""
 
 import math

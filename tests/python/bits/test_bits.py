@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every bit of the operators against the oracle (docs/numerics.md), on every vector code that this
 processor has, for every dtype and layout. All comparisons are exact."""
 

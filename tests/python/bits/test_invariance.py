@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same bits for any sharding: ranks, splits, sample order, layouts, threads, vector codes.
 
 Ranks are played by adding messages, which is what the exchange does; real processes are in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Self tests of the oracle: rounding, fma, words (sections 1 and 2 of docs/numerics.md).
 
 The references are straight loops over fractions.Fraction: slow, and with another arithmetic than

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Self tests of the oracle: finalize (section 3 of docs/numerics.md), with references as in
 test_oracle_layer.py.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Self tests of the oracle: invariance, passes (sections 4 to 6 of docs/numerics.md).
 
 References compute over fractions.Fraction and round where the contract rounds; where only accuracy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random shapes, layouts, splits, types and options, every bit against the oracle.
 
 By default the examples are the same in each run. With SYNCBN_EXAMPLES=1000 in the environment they

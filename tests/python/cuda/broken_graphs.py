@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What test_cuda_graphs.py runs in processes of their own: CUDA graphs that end in errors of CUDA,
 after which the process may be of no use."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each of two processes runs with CUDA tensors; test_cuda_ranks.py starts them."""
 
 import copy

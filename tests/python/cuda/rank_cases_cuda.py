@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How messages of CUDA tensors travel, with tensors on the CPU in their place: through the host
 with the frame, and in stream order, where no rank reads anything.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of two ranks, in pairs of processes. A case that fails, or hangs, on one rank leaves the
 other in the middle of an exchange: both are ended then, and a fresh pair goes on behind it."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer on CUDA: bits of the CPU, streams, errors; and what a machine without a GPU gets.
 
 torch.nn.SyncBatchNorm trains on GPUs only, adds in the order of its blocks, and so has neither the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA graphs, streams and waits of the host. A step of torch.nn.SyncBatchNorm waits for the device
 each time, to leave out empty ranks by a mask, except while a graph is captured."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two processes on one GPU: over NCCL, which allows that to processes with different NCCL_HOSTID,
 and over Gloo with CUDA tensors. torch.nn.SyncBatchNorm gives other bits for two ranks than for one,
 and cannot run over Gloo."""

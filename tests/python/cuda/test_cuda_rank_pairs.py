@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """rank_pairs.py itself, with cases that need neither PyTorch nor a GPU."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two processes with CUDA tensors, over NCCL and over Gloo; on one GPU where there is no other.
 torch.nn.SyncBatchNorm has the bits of no other number of ranks."""
 

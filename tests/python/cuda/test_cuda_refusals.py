@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which way a rank takes that refuses its call: that of the other ranks, whose tensors lie where
 the layer does. Without a GPU: tensors that have no memory say that they are on CUDA, and the two
 ways note that they were taken.

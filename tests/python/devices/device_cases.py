@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases for test_distributed.py, as in rank_cases.py: processes of several devices each."""
 
 import copy

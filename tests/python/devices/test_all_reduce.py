@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """all_reduce over the devices of one process; device_cases.py has it over processes."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The list form of the layer: the inputs of several devices of one process."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SelfDataParallel: models on several devices of one process."""
 
 import copy

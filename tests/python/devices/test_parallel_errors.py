@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several devices of one process refuse, and that nothing changes then."""
 
 import copy

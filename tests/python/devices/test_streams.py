@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backward of several devices on streams that are not forward's; streams and devices are played.
 
 torch.nn.DataParallel records streams for what it copies on streams of its own.

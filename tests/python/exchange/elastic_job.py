@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training job for test_elastic.py, started by torchrun: in the first incarnation rank 1 is
 killed in the middle of a step."""
 

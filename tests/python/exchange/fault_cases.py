@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong on one rank, and what each rank must see; run by test_faults.py.
 
 A scenario is a function scenario_*(run) that acts as this rank; it returns nothing if this rank is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of a round of test_fault_storm.py: a small net trains, and one rank, the odd one, has a
 fault at a moment that the round says.
 

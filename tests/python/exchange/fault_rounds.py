@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rounds of test_fault_storm.py: what is drawn, and what must come of it."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Children of a test's process, and what a process holds."""
 
 import os

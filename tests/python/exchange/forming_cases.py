@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong while a group is made, and what each rank must see; run by test_forming.py.
 
 A scenario is a function scenario_*(run) that acts as this rank. EXPECTED says what the odd rank

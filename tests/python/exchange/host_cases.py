@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each of four ranks on two hosts runs; test_hosts.py starts them, and says what to do next by
 files: `do.N` has the name of a function and its arguments, `done.N.RANK` what came of it."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two hosts on one machine: namespaces of network, processes and mounts with a boot ID of their
 own, and between them a link that loses, delays or drops what a test asks for. Needs root."""
 

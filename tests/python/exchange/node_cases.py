@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each of four ranks on two simulated nodes runs; test_nodes.py starts them.
 
 A case is a function case_*(rank, world), as in rank_cases.py; it runs once per layout of LAYOUTS.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes of their own for test_processes_and_threads.py: `python process_scenarios.py NAME`.
 What a scenario asserts is in it."""
 

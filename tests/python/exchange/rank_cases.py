@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each rank of a process group runs; test_distributed.py starts them and reads the results.
 
 A case is a function case_*(rank, world), called on every rank in the order of this file; it raises

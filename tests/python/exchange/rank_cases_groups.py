@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of ranks: by size, by machine, changed later; reports; Ctrl-C. Run by test_distributed.py
 as rank_cases.py is."""
 

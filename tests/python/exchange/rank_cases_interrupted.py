@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that leaves an exchange, or a step around it, by an exception of its own: the others hear
 of it at once and do not wait their limit; run by test_distributed.py as rank_cases.py is."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forked children, data loaders' workers, threads and many models of ranks. Run by
 test_distributed.py as rank_cases.py is."""
 

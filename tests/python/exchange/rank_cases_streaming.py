@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors so large that ranks exchange the sums of some channels while they compute those of
 others; run by test_distributed.py as rank_cases.py is."""
 

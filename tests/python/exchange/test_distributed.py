@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real processes, started once, run the cases of the modules rank_cases*.py and device_cases.py:
 here 2 ranks over shared memory, in test_distributed_gloo.py 3 ranks over Gloo alone. Cases that any
 engine serves alike run over one of them, over the other in the weekly run. SYNCBN_WORLDS, for

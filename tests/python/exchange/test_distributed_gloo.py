@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cases of test_distributed.py over Gloo: a file of its own, which runs beside that one."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job under torchrun that loses a rank: the launcher starts both ranks again, the layers make
 their groups anew, and nothing of the first attempt is left on the node."""
 

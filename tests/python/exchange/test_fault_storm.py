@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random faults on one rank, at random moments: every other rank ends in one error, in time, that
 names layer and ranks, with statistics that are whole, or comes through with the right bits.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank goes missing or disagrees: every surviving rank gets one error, in time, that names layer,
 call and ranks. Real processes, over shared memory and over Gloo; fault_cases.py has the scenarios.
 """

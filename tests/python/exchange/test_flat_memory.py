@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """10,000 steps on one rank, and on two through shared memory and over Gloo: resident memory,
 descriptors and threads stay. Live tensors and objects: test_memory.py."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank is late, dies or disagrees while the group is made: every surviving rank gets one error,
 in time, that names layer and ranks, and ranks that are alive go on. forming_cases.py has the
 scenarios."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two hosts with two ranks each, shared memory inside and Gloo between, on a link that is cut,
 loses and delays packets, and with a host that is stopped: the bits are equal, every rank on both
 sides raises in time, and ranks that are alive go on."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """init_process_group again, on the same port, after destroy_process_group, with as many ranks or
 another number: nothing of the layers' groups may hold the old store."""
 

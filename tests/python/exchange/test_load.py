@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many processes and many steps on one machine, through shared memory."""
 
 import tempfile

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on two nodes, simulated on one machine: four processes that are told which node they are
 on exchange through shared memory inside a node and over Gloo between them. node_cases.py has what
 they run."""

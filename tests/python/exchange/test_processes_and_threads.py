@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forked and spawned processes, data loaders' workers, threads, the interpreter's end, and a
 process without PyTorch and OpenMP. With ranks: rank_cases_processes.py; memory over steps:
 test_flat_memory.py."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operators of a shared-memory group, called by name: what they are given, and what becomes of
 an exchange whose caller drops it."""
 

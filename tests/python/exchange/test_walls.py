@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on one machine between which the system puts a wall: they exchange with the right bits, and
 the report says why not through shared memory. Needs root."""
 

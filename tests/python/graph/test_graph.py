@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forking networks: what is common, what a target computes, shared variables, immutability."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forking networks of models that write in place, assert, or pass their mode to a function."""
 
 import copy

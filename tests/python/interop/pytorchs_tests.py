@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch's own tests of torch.nn.SyncBatchNorm, of the wheel that is installed, moved to CPU and
 Gloo, with this package's layer in the place of PyTorch's.
 

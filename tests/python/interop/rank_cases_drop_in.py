@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer as torch.nn.SyncBatchNorm, over the ranks of a process group; run by
 test_distributed.py as rank_cases.py is."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 (fully_shard) and FSDP1 around the layer, on CPU over Gloo; run by test_distributed.py as
 rank_cases.py is.
 

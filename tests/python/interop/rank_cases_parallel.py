@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedDataParallel and weight averaging around the layer; run by test_distributed.py as
 rank_cases.py is.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other libraries' code that asks for the classes of layers, on a model with this package's layer:
 what docs/conversion.md says. It does what it does with torch.nn.SyncBatchNorm, and where a
 library takes that for no batch norm, the page says what to do.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What test_class_checks.py says, for transformers, Ultralytics and mmengine, which `make interop`
 installs."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer under code that asks for torch.nn.SyncBatchNorm: PyTorch's and that of libraries."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch's own tests of its layer pass with this one (pytorchs_tests.py)."""
 
 import os

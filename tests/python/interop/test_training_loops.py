@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training loops of other libraries, whole, on one rank and on two, with this package's layer: they
 end with what one process with plain batch norm has (training_loops.py)."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other people's training loops, on a model of theirs with this package's layer; run on ranks by
 test_training_loops.py.
 

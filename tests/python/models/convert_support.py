@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of conversion share: classes that are no plain batch norm, and refusals."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of folding share: networks on which nothing rounds, and the comparison of models.
 
 Networks are tested on numbers with which both ways of computing are exact, so that outputs must be

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uneven numbers of batches: syncbn.join. Run by test_distributed.py as rank_cases.py is.
 
 torch.nn.SyncBatchNorm has no place in torch's Join, which shadows the collectives of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """syncbn.join: what it costs, leaves behind, refuses, and how it fails. Run by test_distributed.py
 as rank_cases.py is."""
 

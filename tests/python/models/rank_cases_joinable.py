@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """syncbn.join as one of the Joinables of torch's Join. Run by test_distributed.py as rank_cases.py
 is.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """convert_sync_batchnorm and revert_sync_batchnorm on one rank."""
 
 import copy

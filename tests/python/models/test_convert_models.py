@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion of models of timm and torchvision, and of modules for quantization."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """register_conversion: what becomes of layers whose class is registered."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """convert_sync_batchnorm: what it keeps, leaves and refuses."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m syncbn doctor. PyTorch's torch.utils.collect_env prints versions and tests nothing."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """syncbn.fold: outputs stay equal, in single pairs of layers and in networks."""
 
 import copy

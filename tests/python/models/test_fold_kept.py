@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """syncbn.fold: synchronized layers whose place no plain layer can take stay, and work."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """syncbn.fold: which batch norms fold, what is reported, what is refused."""
 
 import copy

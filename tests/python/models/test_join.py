@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """syncbn.join without a process group; with one: rank_cases_join*.py, fault_cases.py."""
 
 import pytest

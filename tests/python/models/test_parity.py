@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """syncbn.testing.parity. PyTorch has nothing like it; torch.nn.SyncBatchNorm's statistics are sums
 in float32, whose bits change with the number of ranks."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """syncbn.report on one process; on several ranks: rank_cases_convert.py. torch.nn.SyncBatchNorm
 tells nothing: without a process group it computes this process's statistics, silently."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operators called with arguments of which one or two are odd: any tensor that PyTorch can make,
 and numbers at the ends of their ranges. Under a sanitizer, as scripts/sanitize.sh starts the tests,
 `python odd_tensors.py CALLS SEED` finds what only damages memory."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each rank of a process group runs for syncbn.ops and syncbn.graph; see rank_cases.py."""
 
 import copy

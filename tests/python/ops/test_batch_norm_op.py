@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """syncbn.ops.batch_norm on one rank: formulas, bits of the layer, variables, tracing, errors."""
 
 from fractions import Fraction

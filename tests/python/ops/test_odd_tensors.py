@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No operator crashes or damages memory, whatever tensor PyTorch hands it; odd_tensors.py makes the
 calls. make sanitize runs them with the sanitizers."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The texts of all errors, collected from the sources of the package, its operators and the core.
 
 What is known at run time only is "…": `raise ValueError(f"x: got {x}")` has the text "x: got …".

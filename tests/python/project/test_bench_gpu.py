@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/bench_gpu.py, which needs a GPU: on a CPU in its place (fake_machine/fake_device.py),
 whose times mean nothing, and in what it does where a part cannot be measured."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks' harness: what a run writes, and what it refuses. No time's size is looked at.
 
 torch.nn.SyncBatchNorm is nowhere beside these: it refuses tensors on the CPU.

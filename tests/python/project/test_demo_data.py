@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's pictures, network and measure (examples/segmentation); nothing is trained here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation says what the sources say: texts of errors, public names, links, formats.
 
 PyTorch's own pages have no such list of errors to compare with.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every example and every Python snippet of the docs runs. A snippet's page may expect more."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/gpu_check.py, which needs a GPU, in what it does without one: real stages over programs
 that play CMake, pytest and the device's tools. test_gpu_rehearsal.py runs the real ones."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/gpu_check.py from its first line to its last, as on a bare machine with a GPU: a fresh
 copy of the tree with GoogleTest in build/googletest, a PATH with compilers, CMake and Ninja and no
 more, nothing that could be fetched.

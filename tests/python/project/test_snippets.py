@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every fenced block of the docs is run, compiled, quoted from a file that is, or a known command.
 
 PyTorch's docs run their doctests only; no page quotes a program.

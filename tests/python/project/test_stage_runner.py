@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/stage_runner.py: stages and their time, what tests say, the report on disk."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a caller can get wrong: for each case what is given, and what the error must say.
 
 A case is (name, call, text): call(layer) of a fresh layer in training mode, with 4 channels and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A network with a segment in a segment, and its comparison with one without."""
 
 import functools

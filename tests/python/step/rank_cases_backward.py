@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who takes part in backward: gradients that not all ranks want; run by test_distributed.py as
 rank_cases.py is.
 

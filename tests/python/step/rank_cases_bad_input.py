@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input on one rank is an error on every rank and changes nothing on any; run by
 test_distributed.py as rank_cases.py is.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing on several ranks; as rank_cases.py. In all of these
 torch.nn.SyncBatchNorm updates its running statistics in both runs of a segment and exchanges in
 both, where it runs at all: it refuses the CPU."""

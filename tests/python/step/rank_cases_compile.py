@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of test_distributed.py: compiled and exported training steps on several ranks.
 
 torch.nn.SyncBatchNorm refuses CPU tensors, so on these machines it has no answer to any of them."""

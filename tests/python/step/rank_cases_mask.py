@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks over the ranks of a process group; run by test_distributed.py as rank_cases.py is.
 
 torch.nn.SyncBatchNorm has no mask; a rank's padding counts there as samples do.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks compare the paths of layers before a layer's first exchange in a group; run by
 test_distributed.py as rank_cases.py is.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank refuses, and what the others learn; run by test_distributed.py as rank_cases.py is.
 
 torch.nn.SyncBatchNorm raises on this rank, before or after its exchange; the others wait or go on.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Second derivatives over the ranks of a process group; run by test_distributed.py as rank_cases.py
 is. torch.nn.SyncBatchNorm has none ("derivative for aten::batch_norm_backward_reduce is not
 implemented"), and takes CUDA tensors alone."""

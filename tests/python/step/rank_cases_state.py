@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers whose state is no buffer, over ranks; run by test_distributed.py as rank_cases.py is."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Second derivatives of a training step in one process and float64, by PyTorch's batch norm, whose
 double backward is a formula of its own; and the layer's, to be compared with them."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused activation and residual: every bit against the oracle, gradients against autograd."""
 
 import itertools

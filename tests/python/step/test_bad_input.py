@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input of every kind is one clear error that changes nothing, and the next step has the bits
 of a layer that never saw it; what is no number stays in its channel; running statistics are whole
 when an exception comes."""

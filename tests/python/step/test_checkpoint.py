@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing in one process: the bits, the running statistics and the passes of a
 network without it. rank_cases_checkpoint.py has what several ranks do.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exporters and graph tools on a converted model: in evaluation mode it is the unconverted one to
 them, node by node.
 

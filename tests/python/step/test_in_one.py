@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The usual eager step in one operator for each direction: it is taken where it should be, and has
 the bits of the general way."""
 

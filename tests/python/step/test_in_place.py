@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The in-place variant: forward bits, recovered inputs and gradients within derived bounds."""
 
 import pytest

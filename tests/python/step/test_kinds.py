@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An activation that the table does not have is an error in all places that depend on one; one that
 only the table has is in all of them what the table says, and the core refuses it."""
 

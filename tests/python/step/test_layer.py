@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The module and the function on one rank, without a process group."""
 
 import copy

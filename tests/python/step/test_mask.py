@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks against the oracle, PyTorch's autograd and the contract's own equalities.
 
 torch.nn.SyncBatchNorm has no mask: padded positions enter mean and variance, and get gradients.

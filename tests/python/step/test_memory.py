@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training step keeps for backward, and that steps leave nothing behind."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modes of PyTorch around the layer: transforms, the profiler, deterministic and anomaly mode."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Types, shapes, layouts and options of the layer on one rank: their product, every bit against the
 oracle and every value against nn.BatchNorm in float64.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where layers are found among the living modules."""
 
 import copy

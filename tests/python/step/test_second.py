@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Second and third derivatives on one rank; rank_cases_second.py has them on several.
 
 torch.nn.SyncBatchNorm has no second derivatives: its backward calls operators without a derivative

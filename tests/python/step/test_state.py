@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer's state: parameters and buffers are those of torch.nn's batch norm and no more, whatever
 makes, copies, moves, loads or compiles a model.
 

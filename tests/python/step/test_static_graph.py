@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training step as one static graph: torch.compile without graph breaks, and torch.fx."""
 
 import copy

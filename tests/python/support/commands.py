@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is wrong with a command line of a workflow or of the docs, found without running it."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts processes, one per rank, waits for them and reads what came of each. run_cases: many cases
 one after the other, as a start costs seconds for importing PyTorch."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Between PyTorch tensors and the oracle's arrays; data that breaks ordinary sums; what several
 tests compare or run."""
 

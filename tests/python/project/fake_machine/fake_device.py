@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A CPU that says it is a GPU, for programs and tests that want one: "cuda" as a device is the CPU,
 streams and events are in order anyway, and a CUDA graph is a list of operators, which run again
 when it is replayed. What the hardware alone can do (its kernels, NCCL, the profiler) is not there.

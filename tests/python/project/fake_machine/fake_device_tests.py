@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plugin of pytest: tests that need a GPU run on the fake one, others as ever."""
 
 import fake_device

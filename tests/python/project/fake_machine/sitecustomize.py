@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Python reads this first, where the folder is on its path: PyTorch finds the fake device."""
 
 import importlib.abc

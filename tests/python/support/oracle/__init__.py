@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scalar oracle with unlimited integers: decides every bit of docs/numerics.md.
 
 Tensors are float64 arrays whose values are representable in the type named by `dtype`, one of

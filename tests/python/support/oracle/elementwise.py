@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elementwise passes of one rank (sections 4 and 6 of docs/numerics.md)."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Correctly rounded operations that numpy lacks: fma, fma32, and the error-free transformations.
 
 RN, RN32, fma and fma32 are those of docs/numerics.md. Everything works on float64 arrays.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From merged words to numbers per channel (sections 3, 5 and 6 of docs/numerics.md)."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Number types, rounding to them, and the wire formats (section 2 of docs/numerics.md)."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole layer over a list of ranks, and evaluation (sections 4 and 6 of docs/numerics.md)."""
 
 from dataclasses import dataclass

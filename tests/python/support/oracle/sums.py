@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local sums, wire words and their merge (sections 1 and 2 of docs/numerics.md)."""
 
 import numpy as np
