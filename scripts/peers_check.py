@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests engine="peer_memory" on a machine with two or more GPUs, beside DDP's traffic over NCCL.
 
 Each case runs in processes of its own, one for each GPU, and has its seconds: bits against one GPU

@@ -1,8 +1,5 @@
-<<<<<<< HEAD
-#include <array>
-=======
 // SPDX-License-Identifier: Apache-2.0
->>>>>>> wt-pkg
+#include <array>
 #include <atomic>
 #include <cstring>
 

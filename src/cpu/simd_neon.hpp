@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The vector type of level_passes.hpp on aarch64: two registers each, because passes take eight
 // floats and four doubles at least. Included by one level file only, inside its unnamed namespace.
 

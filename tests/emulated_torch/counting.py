@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run launches: kernels of the library, on the emulation, and those of PyTorch."""
 
 import torch

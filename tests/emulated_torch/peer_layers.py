@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of ranks whose GPUs exchange by themselves (engine="peer_memory"), from the meeting on:
 the bits of one rank on the CPU, and what ranks hear that wait for one."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operators whose kernels exchange with those of other ranks, in processes of their own, have the
 bits of one rank on the CPU."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of torch.distributed, in processes of their own, whose GPUs are played by emulated kernels,
 in memory that the processes share."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of the emulated kernels: processes whose kernels reach memory that all of them share."""
 
 import mmap

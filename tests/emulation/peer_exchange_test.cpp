@@ -1,9 +1,5 @@
-<<<<<<< HEAD
-#include "syncbn/cuda_peers.hpp"
-=======
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/peer_exchange.hpp"
->>>>>>> wt-pkg
+#include "syncbn/cuda_peers.hpp"
 
 #include <gtest/gtest.h>
 

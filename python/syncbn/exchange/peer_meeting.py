@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups whose GPUs exchange by themselves, in memory that all of them reach: how the ranks agree
 on that, once for each group, and what they have of it."""
 

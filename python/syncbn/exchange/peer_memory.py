@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a GPU that the other ranks of a node reach: the one place that knows PyTorch's
 symmetric memory, which is private and changes. What is used of it is checked before."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages that the ranks' GPUs exchange by themselves, and what the host hears of an exchange that
 failed: the GPU has then left a mark, at which every later call looks, and a thread."""
 

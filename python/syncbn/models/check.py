@@ -1,9 +1,5 @@
-<<<<<<< HEAD
-"""Whether ranks disagreed in a step on CUDA, or did not come, where nobody looks at the time."""
-=======
 # SPDX-License-Identifier: Apache-2.0
-"""Whether ranks disagreed in a step on CUDA, where nobody looks at the time."""
->>>>>>> wt-pkg
+"""Whether ranks disagreed in a step on CUDA, or did not come, where nobody looks at the time."""
 
 import torch
 from torch import nn

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is used of PyTorch's symmetric memory, which is private: that it is there, that a PyTorch
 without it is refused in a line, and in which order it is called."""
 

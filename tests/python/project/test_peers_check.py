@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/peers_check.py on a machine without two GPUs: it refuses in a line; its cases, but for
 the captured graph, run on the CPU."""
 
