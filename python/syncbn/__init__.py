@@ -10,6 +10,7 @@ from .models.fold import fold
 from .models.join import join
 from .models.report import report
 from .models.sharing import prepare, reset_groups, set_group, skip
+from .models.timing import timing
 from .nn import SyncBatchNorm
 from .operators import ops as _ops
 
@@ -36,6 +37,7 @@ __all__ = [
     "set_group",
     "skip",
     "testing",
+    "timing",
 ]
 
 
