@@ -11,6 +11,7 @@ from .models.fold import fold
 from .models.join import join
 from .models.report import report
 from .models.sharing import prepare, reset_groups, set_group, skip
+from .models.timing import timing
 from .nn import SyncBatchNorm
 from .operators import ops as _ops
 
@@ -37,6 +38,7 @@ __all__ = [
     "set_group",
     "skip",
     "testing",
+    "timing",
 ]
 
 

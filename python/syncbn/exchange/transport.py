@@ -12,6 +12,7 @@ from . import attempt
 from .agreement import Backward
 from .call import Call
 from .groups import Peers
+from .times import timed
 
 
 class Transport(ABC):
@@ -133,7 +134,7 @@ class Transport(ABC):
     def refusing(self, run, arguments: tuple, x: torch.Tensor, call: Call):
         """run(*arguments), a pass over x before an exchange. Its error is told to the others."""
         try:
-            return run(*arguments)
+            return timed(run, call.times, "summed")(*arguments)
         except Exception as error:
             raise self._refused(error, x, call) from None
 

@@ -49,10 +49,11 @@ def enter(group: str, call: Call) -> None:
     _states[group] = _State(call, True, time.monotonic())
 
 
-def leave(group: str) -> None:
-    """Notes that the exchange has ended."""
-    state = _states[group]
-    _states[group] = _State(state.call, False, time.monotonic())
+def leave(group: str) -> float:
+    """Notes that the exchange has ended; for how many seconds it went on."""
+    state, now = _states[group], time.monotonic()
+    _states[group] = _State(state.call, False, now)
+    return now - state.since
 
 
 def store(connection: dist.Store | None = None) -> dist.Store:

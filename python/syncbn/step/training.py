@@ -12,6 +12,7 @@ from ..exchange import agreement
 from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
 from ..exchange.call import Call
 from ..exchange.groups import Peers
+from ..exchange.times import timed
 from ..exchange.transport import Transport
 from ..exchange.transports import Alone, transport_of
 from ..operators import HEADER_WORDS, message_words, ops
@@ -175,6 +176,7 @@ def _forward(given: Inputs, updates: tuple, exchanged: tuple | None) -> tuple[St
         normalize = ops.normalize_gathered
     else:
         normalize = ops.normalize
+    run = timed(normalize, step.state.times, "normalized")
     # Without an activation mask, the activation's sign is computed again, which takes the bias.
     again = options.activation != "none" and residuals[0] is None
     ys: list[Tensor] = []
@@ -182,7 +184,7 @@ def _forward(given: Inputs, updates: tuple, exchanged: tuple | None) -> tuple[St
     saved = [weight, bias if again else None]
     for k, placed in enumerate(_placed(xs, *exchanged, weight, bias)):
         x, residual, mask = xs[k], residuals[k], masks[k]
-        y, mean, var, rstd, info, activation_mask = normalize(
+        y, mean, var, rstd, info, activation_mask = run(
             x,
             *placed,
             None if residual is None else like(residual, x),
@@ -248,12 +250,13 @@ def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
         through = [(w, None, None, 0, 0.0) for w, *_ in through]
     dxs, dweight, dbias = [], None, None
     if step.exchanges:
+        input_gradient = timed(ops.input_gradient, step.state.times, "normalized")
         for k, placed in enumerate(_placed(xs, merged, rest)):
             z, mean, rstd, info, _, mask = saved[2 + 6 * k : 8 + 6 * k]
             leads = k == lead
             wanted = dtypes if leads else (None, None)
             own = message if leads and shares else None
-            dx, *sums = ops.input_gradient(
+            dx, *sums = input_gradient(
                 *(gradients[k], z, *placed, mean, rstd, info, *through[k], *wanted),
                 *(step.ranks, mask, own),
             )
