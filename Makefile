@@ -31,7 +31,7 @@ package_sources := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE 
                      scripts/index_page.py src bindings python -not -path '*/__pycache__*' 2>/dev/null)
 
 help:  ## list these targets
-	@awk -F ':.*## *' '/^[a-z -]+:.*## / {printf "  %-24s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## *' '/^[a-z0-9 -]+:.*## / {printf "  %-24s %s\n", $$1, $$2}' Makefile
 
 setup: $(foreach group,build test demo interop bench lint,$(VENV)/.stamp-$(group))  ## all tools, in .venv
 
@@ -68,6 +68,11 @@ gpu-check:  ## on a machine with a GPU, without a network: build, test, sanitize
 
 googletest:  ## its sources into build/googletest, which gpu-check needs where there is no package
 	$(or $(PYTHON),python3) scripts/googletest.py $(ARGS)
+
+aarch64: $(VENV)/.stamp-build googletest  ## cross-compile, and run the C++ tests of vector code under qemu-user
+	$(cmake) --preset $@
+	$(cmake) --build --preset $@
+	$(VENV)/bin/ctest --preset $@ -j 2
 
 asan tsan release cuda: $(VENV)/.stamp-build  ## C++ tests with this preset
 	$(cmake) --workflow --preset $@
@@ -151,5 +156,5 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo bench bench-count bench-cpp \
-  gpu-check googletest asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
+  gpu-check googletest aarch64 asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
   docs wheel sdist recipes clean

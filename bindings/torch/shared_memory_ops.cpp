@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <torch/csrc/stable/library.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <map>
@@ -23,6 +24,14 @@
 namespace syncbn::torch_layer {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
+/// Whether exchanges note their times; for the process.
+std::atomic<bool>& timed() {
+  static std::atomic<bool> one = false;
+  return one;
+}
+
 struct Group {
   std::unique_ptr<SharedMemoryOffer> offer;
   /// What the exchange under way reads and writes; its caller may be interrupted and drop it.
@@ -30,6 +39,34 @@ struct Group {
   std::unique_ptr<SharedMemoryGroup> group;
   bool left = false;  ///< by this rank, in the middle of an exchange
   std::string error;
+  /// Of the last exchange, if its times are noted: until the last part was published, without the
+  /// waits; and all waits.
+  Clock::duration summed{}, waited{};
+};
+
+/// If times are noted, its life is a wait of the group, and a range of a profile.
+class NotedWait {
+ public:
+  explicit NotedWait(Group& entry) {
+    if (timed().load(std::memory_order_relaxed)) {
+      entry_ = &entry;
+      begin_ = Clock::now();
+      aoti_record_function_start("syncbn::wait", nullptr, nullptr, 0, &range_);
+    }
+  }
+  ~NotedWait() {
+    if (entry_ != nullptr) {
+      aoti_record_function_end(range_);
+      entry_->waited += Clock::now() - begin_;
+    }
+  }
+  NotedWait(const NotedWait&) = delete;
+  NotedWait& operator=(const NotedWait&) = delete;
+
+ private:
+  Group* entry_ = nullptr;
+  Clock::time_point begin_;
+  AtenRecordFunctionHandle range_ = nullptr;
 };
 
 class Registry {
@@ -155,6 +192,7 @@ void begin_exchange(Group& entry, const Tensor& words, const Tensor& out) {
     throw InvalidArgument("handle: got a group in the middle of an exchange, expected its end");
   }
   entry.pending.emplace(words, out);
+  entry.summed = entry.waited = {};
 }
 
 /// Whether the exchange is over.
@@ -162,6 +200,7 @@ bool wait_for_all(Group& entry, std::int64_t slice) {
   if (!entry.pending.has_value()) {
     return true;
   }
+  const NotedWait wait(entry);
   const auto words = static_cast<std::size_t>(entry.pending->second.numel());
   return opened(entry).parts()->wait(words, std::chrono::milliseconds(slice));
 }
@@ -190,17 +229,27 @@ std::int64_t shm_finish(std::int64_t handle, std::int64_t slice) {
   return guarded(*entry, [&] { return wait_for_all(*entry, slice); });
 }
 
-/// Notes how far a sum has come.
+/// Notes how far a sum of the group has come.
 class Watched final : public SumInParts {
  public:
-  explicit Watched(SumInParts& sum) : sum_(sum) {}
+  Watched(Group& entry, SumInParts& sum) : entry_(entry), sum_(sum) {
+    if (timed().load(std::memory_order_relaxed)) {
+      begin_ = Clock::now();
+    }
+  }
   void open(std::span<const std::int64_t> in, std::span<std::int64_t> out) override {
     sum_.open(in, out);
     opened = true;
     words_ = out.size();
   }
-  void publish(std::size_t words) override { sum_.publish(words); }
+  void publish(std::size_t words) override {
+    sum_.publish(words);
+    if (begin_.has_value()) {
+      entry_.summed = Clock::now() - *begin_ - entry_.waited;
+    }
+  }
   bool wait(std::size_t words, std::chrono::milliseconds slice) override {
+    const NotedWait wait(entry_);
     const bool there = sum_.wait(words, slice);
     complete = complete || (there && words == words_);
     return there;
@@ -209,11 +258,22 @@ class Watched final : public SumInParts {
   bool complete = false;
 
  private:
+  Group& entry_;
   SumInParts& sum_;
   std::size_t words_ = 0;
+  std::optional<Clock::time_point> begin_;
 };
 
 std::string shm_error(std::int64_t handle) { return registry().get(handle)->error; }
+
+void shm_time(bool on) { timed() = on; }
+
+/// Seconds of summing and of waiting in the last exchange.
+std::tuple<double, double> shm_times(std::int64_t handle) {
+  const auto entry = registry().get(handle);
+  using Seconds = std::chrono::duration<double>;
+  return {Seconds(entry->summed).count(), Seconds(entry->waited).count()};
+}
 
 }  // namespace
 
@@ -221,7 +281,7 @@ std::int64_t run_in_group(std::int64_t handle, const Tensor& message, const Tens
                           const std::function<Reached(SumInParts&)>& direction) {
   const auto entry = registry().get(handle);
   SharedMemoryGroup& group = opened(*entry);
-  Watched sum(*group.parts());
+  Watched sum(*entry, *group.parts());
   begin_exchange(*entry, message, merged);
   Reached reached{};
   std::int64_t status = kUnchecked;
@@ -257,6 +317,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def("shm_sum(Tensor words, int handle, int slice) -> (Tensor, int)");
   m.def("shm_finish(int handle, int slice) -> int");
   m.def("shm_error(int handle) -> str");
+  m.def("shm_time(bool on) -> ()");
+  m.def("shm_times(int handle) -> (float summed, float waited)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
@@ -273,6 +335,8 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CompositeExplicitAutograd, m) {
   m.impl("shm_abandon", TORCH_BOX(&shm_abandon));
   m.impl("shm_finish", TORCH_BOX(&shm_finish));
   m.impl("shm_error", TORCH_BOX(&shm_error));
+  m.impl("shm_time", TORCH_BOX(&shm_time));
+  m.impl("shm_times", TORCH_BOX(&shm_times));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, Negative, m) {

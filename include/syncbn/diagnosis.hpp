@@ -5,8 +5,8 @@
 
 namespace syncbn {
 
-/// The vector code in use on CPU: "avx512_bf16", "avx512", "avx2" or "reference". It never affects
-/// results.
+/// The vector code in use on CPU: "avx512_bf16", "avx512", "avx2", "neon" or "reference". It never
+/// affects results.
 SYNCBN_API const char* cpu_instruction_set();
 
 /// Chooses the vector code, for tests and diagnosis: false, and no change, if this build or this

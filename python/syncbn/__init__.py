@@ -11,6 +11,7 @@ from .models.fold import fold
 from .models.join import join
 from .models.report import report
 from .models.sharing import prepare, reset_groups, set_group, skip
+from .models.timing import timing
 from .nn import SyncBatchNorm
 from .operators import ops as _ops
 
@@ -37,11 +38,12 @@ __all__ = [
     "set_group",
     "skip",
     "testing",
+    "timing",
 ]
 
 
 def cpu_instruction_set() -> str:
-    """Returns the vector code in use: "avx512_bf16", "avx512", "avx2" or "reference".
+    """Returns the vector code in use: "avx512_bf16", "avx512", "avx2", "neon" or "reference".
 
     Results never depend on it.
     """

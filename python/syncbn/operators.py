@@ -86,7 +86,8 @@ def _activation_mask(x):
 
 
 def _normalized(x, residual, activation):
-    """y like x; statistics; activation mask, empty unless residual and activation are there."""
+    """y like x; statistics; activation mask, empty unless residual and activation are there. rest:
+    of the merged message; on CUDA a group whose devices exchange `merged`, this rank's message."""
     kept = residual is not None and activation != 0
     activation_mask = _activation_mask(x) if kept else x.new_empty((0,), dtype=torch.uint8)
     return torch.empty_like(x), *_statistics(x), activation_mask

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <array>
 #include <atomic>
 #include <cstring>
 
@@ -12,6 +13,11 @@
 namespace syncbn {
 namespace cpu {
 namespace {
+
+struct Level {
+  const Kernels* kernels;
+  bool available;  ///< on this processor
+};
 
 #if defined(__x86_64__)
 // __builtin_cpu_supports does not know these names in clang 14.
@@ -30,32 +36,30 @@ bool has_avx512_bf16() {
   unsigned int edx = 0;
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & kBit) != 0;
 }
-#endif
 
-bool processor_has(const Kernels* kernels) {
-#if defined(__x86_64__)
-  if (kernels == nullptr) {
-    return false;
-  }
+/// The best one first.
+std::array<Level, 3> levels() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-  if (kernels == kAvx2Kernels) {
-    return avx2;
-  }
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512bw");
-  return avx512 && (kernels == kAvx512Kernels || has_avx512_bf16());
-#else
-  (void)kernels;
-  return false;
-#endif
+  return {{{kAvx512Bf16Kernels, avx512 && has_avx512_bf16()},
+           {kAvx512Kernels, avx512},
+           {kAvx2Kernels, avx2}}};
 }
+#elif defined(__aarch64__)
+std::array<Level, 1> levels() { return {{{kNeonKernels, true}}}; }
+#else
+std::array<Level, 0> levels() { return {}; }
+#endif
 
 const Kernels* best_kernels() {
-  return processor_has(kAvx512Bf16Kernels) ? kAvx512Bf16Kernels
-         : processor_has(kAvx512Kernels)   ? kAvx512Kernels
-         : processor_has(kAvx2Kernels)     ? kAvx2Kernels
-                                           : nullptr;
+  for (const Level& level : levels()) {
+    if (level.available) {
+      return level.kernels;
+    }
+  }
+  return nullptr;
 }
 
 std::atomic<const Kernels*>& chosen() {
@@ -72,9 +76,9 @@ bool force_instruction_set(const char* name) {
     chosen() = nullptr;
     return true;
   }
-  for (const Kernels* kernels : {kAvx2Kernels, kAvx512Kernels, kAvx512Bf16Kernels}) {
-    if (processor_has(kernels) && std::strcmp(name, kernels->name) == 0) {
-      chosen() = kernels;
+  for (const Level& level : levels()) {
+    if (level.available && std::strcmp(name, level.kernels->name) == 0) {
+      chosen() = level.kernels;
       return true;
     }
   }

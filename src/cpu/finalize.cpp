@@ -86,9 +86,10 @@ void round_gradients(DType dtype, Sums sums, std::int64_t first, std::int64_t ch
       double rounded[2][kBlock];
       double weight[kBlock];
       double results[4][kBlock];
+      for (double* of : rounded) {  // up to three are not written
+        std::fill(of + std::max<std::int64_t>(some - 3, 0), of + some, 0.0);
+      }
       kernels->round_sums(sums.at(begin), some, rounded[0], rounded[1], done);
-      std::fill(rounded[0] + some / 4 * 4, rounded[0] + some, 0.0);  // never written
-      std::fill(rounded[1] + some / 4 * 4, rounded[1] + some, 0.0);
       load_channel_values(to.weight, at, some, 1.0, weight);
       const bool wanted = to.coefficients != nullptr;
       const auto array = [&](int i) {

@@ -176,16 +176,17 @@ struct Kernels {
                         const double* c3, std::int64_t channels, float* const* arrays);
 };
 
-extern const Kernels* const kAvx2Kernels;  ///< null where this build has none
+extern const Kernels* const kAvx2Kernels;  ///< x86-64
 extern const Kernels* const kAvx512Kernels;
 extern const Kernels* const kAvx512Bf16Kernels;
+extern const Kernels* const kNeonKernels;  ///< aarch64
 
 /// The kernels in use: the best that this processor has, or what force_instruction_set chose; null
 /// means the reference.
 const Kernels* active_kernels();
 
-/// "avx512_bf16", "avx512", "avx2" or "reference"; false if this build or processor does not have
-/// it. For tests and diagnosis; not to be called while a pass runs.
+/// "avx512_bf16", "avx512", "avx2", "neon" or "reference"; false if this build or processor does
+/// not have it. For tests and diagnosis; not to be called while a pass runs.
 bool force_instruction_set(const char* name);
 const char* instruction_set();
 

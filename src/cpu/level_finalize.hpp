@@ -7,10 +7,9 @@
 // does not fit is bounded, and a result counts only if the bound leaves one number to round to;
 // other channels are left to the integers of statistics/finalize.hpp. So the bits are the same.
 //
-// V is a compiler's vector of doubles: that of the level, or of four for what is left of it. Its
+// V is a compiler's vector of doubles: the level's WidestV, or LeastV for what is left of it. Its
 // comparisons give IntsOf<V>, all bits set where they hold; casts between the two keep bits.
 
-using WidestV = decltype(DoubleV::v);
 template <class V>
 using IntsOf = decltype(V() == V());
 template <class V>
@@ -42,26 +41,6 @@ template <class V>
 SYNCBN_INLINE void store_any(double* to, V v) {
   __builtin_memcpy(to, &v, sizeof(V));
 }
-
-SYNCBN_INLINE __m256d fused_minus(__m256d a, __m256d b, __m256d c) {
-  return _mm256_fmsub_pd(a, b, c);
-}
-SYNCBN_INLINE __m256d square_root(__m256d a) { return _mm256_sqrt_pd(a); }
-/// Whether no bit is set: -0 has one.
-SYNCBN_INLINE bool is_zero(__m256d a) {
-  const __m256i bits = _mm256_castpd_si256(a);
-  return _mm256_testz_si256(bits, bits) != 0;
-}
-#if defined(__AVX512F__)
-SYNCBN_INLINE __m512d fused_minus(__m512d a, __m512d b, __m512d c) {
-  return _mm512_fmsub_pd(a, b, c);
-}
-SYNCBN_INLINE __m512d square_root(__m512d a) { return _mm512_sqrt_pd(a); }
-SYNCBN_INLINE bool is_zero(__m512d a) {
-  const __m512i bits = _mm512_castpd_si512(a);
-  return _mm512_test_epi64_mask(bits, bits) == 0;
-}
-#endif
 
 /// high + low, off by at most about `error`.
 template <class V>
@@ -257,15 +236,17 @@ SYNCBN_INLINE void round_sums(const SumsAt& at, std::int64_t c, double* first, d
   store_certain<V>(certain, done + c);
 }
 
-/// Vectors of channels, then of four; up to three channels are left.
-template <class Wide, class Four>
-SYNCBN_INLINE void in_vectors(std::int64_t channels, const Wide& wide, const Four& four) {
+/// Wide vectors of channels, then small ones; up to three channels are left.
+template <class Wide, class Least>
+SYNCBN_INLINE void in_vectors(std::int64_t channels, const Wide& wide, const Least& least) {
+  constexpr std::int64_t kWide = sizeof(WidestV) / sizeof(double);
+  constexpr std::int64_t kLeast = sizeof(LeastV) / sizeof(double);
   std::int64_t c = 0;
-  for (; c + kDoubleLanes <= channels; c += kDoubleLanes) {
+  for (; c + kWide <= channels; c += kWide) {
     wide(c);
   }
-  for (; c + 4 <= channels; c += 4) {
-    four(c);
+  for (; c + kLeast <= channels; c += kLeast) {
+    least(c);
   }
 }
 
@@ -274,14 +255,14 @@ void round_moments(const SumsAt& at, std::int64_t channels, double count, double
   const MomentArrays to{mean, var, rstd, done};
   in_vectors(
       channels, [&](std::int64_t c) { round_moments<WidestV>(at, c, count, eps, to); },
-      [&](std::int64_t c) { round_moments<__m256d>(at, c, count, eps, to); });
+      [&](std::int64_t c) { round_moments<LeastV>(at, c, count, eps, to); });
 }
 
 void round_sums(const SumsAt& at, std::int64_t channels, double* first, double* second,
                 bool* done) {
   in_vectors(
       channels, [&](std::int64_t c) { round_sums<WidestV>(at, c, first, second, done); },
-      [&](std::int64_t c) { round_sums<__m256d>(at, c, first, second, done); });
+      [&](std::int64_t c) { round_sums<LeastV>(at, c, first, second, done); });
 }
 
 // The formulas of statistics/finalize.hpp in loops that compilers turn into vectors.

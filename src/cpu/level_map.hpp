@@ -72,8 +72,8 @@ inline void ask_ahead(const T* x, const T* other) {
 template <class T>
 inline void ask(NextRead& next) {
   constexpr auto kBytes = kLanesOf<T> * static_cast<std::int64_t>(sizeof(T));
-  _mm_prefetch(next.u, _MM_HINT_T1);
-  _mm_prefetch(next.v, _MM_HINT_T1);
+  prefetch_second(next.u);
+  prefetch_second(next.v);
   next.u += kBytes;
   next.v += kBytes;
 }
@@ -326,7 +326,7 @@ void map_planes(const ElementsTask& task) {
     end = begin;
   }
   if (kStream) {
-    _mm_sfence();
+    fence_streams();
   }
 }
 
@@ -392,6 +392,6 @@ void map_rows(const ElementsTask& task) {
     end = begin;
   }
   if (kStream) {
-    _mm_sfence();
+    fence_streams();
   }
 }

@@ -5,14 +5,15 @@
 constexpr unsigned kAllLanes = (1u << kFloatLanes) - 1;
 
 inline bool all_count(const std::uint8_t* mask, std::int64_t count) {
-  const __m256i zero = _mm256_setzero_si256();
-  __m256i zeros = zero;
+  constexpr std::uint64_t kLowest = 0x0101010101010101;
+  std::uint64_t zeros = 0;  // has a byte's top bit where a byte was zero, and perhaps above that
   std::int64_t i = 0;
-  for (; i + 32 <= count; i += 32) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(mask + i));
-    zeros = _mm256_or_si256(zeros, _mm256_cmpeq_epi8(bytes, zero));
+  for (; i + 8 <= count; i += 8) {
+    std::uint64_t bytes;
+    __builtin_memcpy(&bytes, mask + i, sizeof(bytes));
+    zeros |= (bytes - kLowest) & ~bytes & kLowest << 7;
   }
-  bool all = _mm256_testz_si256(zeros, zeros) != 0;
+  bool all = zeros == 0;
   for (; i < count; ++i) {
     all = all && mask[i] != 0;
   }

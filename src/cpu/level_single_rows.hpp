@@ -34,9 +34,9 @@ class Ahead {
     --rows_;
 #pragma GCC unroll 4
     for (std::int64_t i = 0; i < kBlockChannels; i += kLine) {
-      _mm_prefetch(u_ + i, _MM_HINT_T1);
+      prefetch_second(u_ + i);
       if (kBoth) {
-        _mm_prefetch(v_ + i, _MM_HINT_T1);
+        prefetch_second(v_ + i);
       }
     }
     u_ += u_step_;
@@ -61,7 +61,7 @@ struct ExactBlock {
   alignas(64) double first[kBlockChannels];
   alignas(64) double high[kBlockChannels];  ///< of the second sum
   alignas(64) double low[kBlockChannels];
-  /// Of |u| and |v|, as bits; the smallest nonzero less one, so that 0 comes last.
+  /// Of |u| and |v|, as bits; the smallest is that of those that are not 0, or 0.
   alignas(64) std::uint32_t largest[2][kBlockChannels];
   alignas(64) std::uint32_t smallest[2][kBlockChannels];
 };
@@ -135,32 +135,23 @@ SYNCBN_INLINE void add_exactly(ExactBlock& block, const WindowArrays& w, std::in
     store_double(block.low + c + i * kDoubleLanes, second[i].low);
   }
   store_bits_of(block.largest[0] + c, of_u.largest);
-  store_bits_of(block.smallest[0] + c, of_u.smallest);
+  store_bits_of(block.smallest[0] + c, plus_one(of_u.smallest));
   if (kProduct) {
     store_bits_of(block.largest[1] + c, of_v.largest);
-    store_bits_of(block.smallest[1] + c, of_v.smallest);
+    store_bits_of(block.smallest[1] + c, plus_one(of_v.smallest));
   }
 }
 
-/// Four floats given by their bits, as doubles.
-inline __m256d widened(__m128i bits) { return _mm256_cvtps_pd(_mm_castsi128_ps(bits)); }
-inline __m128i four(const std::uint32_t* p) {
-  return _mm_load_si128(reinterpret_cast<const __m128i*>(p));
-}
-
-/// Whether the additions to channels c .. c + 3 of the block were exact.
+/// Whether the additions to kDoubleLanes channels of the block, from c on, were exact.
 template <class T, bool kProduct>
 inline bool was_exact(const ExactBlock& block, const WindowArrays& w, std::int64_t channel,
                       std::int64_t c) {
-  const __m256d exponent =
-      _mm256_castsi256_pd(_mm256_set1_epi64x(static_cast<long long>(0x7ff0000000000000ULL)));
-  __m256d largest[2];
-  __m256d smallest[2];  // its power of two; 0 if all are 0
+  DoubleV largest[2];
+  DoubleV smallest[2];  // its power of two; 0 if all are 0
   for (int k = 0; k < 2; ++k) {
     const int from = kProduct ? k : 0;
-    largest[k] = widened(four(block.largest[from] + c));
-    smallest[k] = _mm256_and_pd(
-        widened(_mm_add_epi32(four(block.smallest[from] + c), _mm_set1_epi32(1))), exponent);
+    largest[k] = load_double_of_bits(block.largest[from] + c);
+    smallest[k] = with_bits(load_double_of_bits(block.smallest[from] + c), 0x7ff0000000000000);
   }
   // The units of the limbs that the lowest bits have to reach, over the bounds: |x| >= 2^e makes x
   // a multiple of 2^(e - kFraction).
@@ -169,22 +160,17 @@ inline bool was_exact(const ExactBlock& block, const WindowArrays& w, std::int64
   constexpr double kSecondStep =
       1.0 / static_cast<double>(1LL << (kHighBits + kLowBits - 2 * kFraction - 30)) /
       static_cast<double>(1LL << 30);
-  const __m256d first_bound = _mm256_load_pd(w.bound[0] + channel + c);
-  const __m256d second_bound = _mm256_load_pd(w.bound[1] + channel + c);
-  const __m256d product = _mm256_mul_pd(largest[0], largest[1]);
-  const __m256d below = _mm256_and_pd(_mm256_cmp_pd(largest[0], first_bound, _CMP_LT_OQ),
-                                      _mm256_cmp_pd(product, second_bound, _CMP_LT_OQ));
-  const __m256d zero = _mm256_setzero_pd();
-  const __m256d first_reaches = _mm256_or_pd(
-      _mm256_cmp_pd(smallest[0], _mm256_mul_pd(first_bound, _mm256_set1_pd(kFirstStep)),
-                    _CMP_GE_OQ),
-      _mm256_cmp_pd(largest[0], zero, _CMP_EQ_OQ));
-  const __m256d second_reaches = _mm256_or_pd(
-      _mm256_cmp_pd(_mm256_mul_pd(smallest[0], smallest[1]),
-                    _mm256_mul_pd(second_bound, _mm256_set1_pd(kSecondStep)), _CMP_GE_OQ),
-      _mm256_cmp_pd(product, zero, _CMP_EQ_OQ));
-  return _mm256_movemask_pd(_mm256_and_pd(below, _mm256_and_pd(first_reaches, second_reaches))) ==
-         15;
+  const DoubleV first_bound = load_double(w.bound[0] + channel + c);
+  const DoubleV second_bound = load_double(w.bound[1] + channel + c);
+  const DoubleV product = largest[0] * largest[1];
+  const DoubleV zero = zero_double();
+  const unsigned below = less(largest[0], first_bound) & less(product, second_bound);
+  const unsigned first_reaches =
+      at_least(smallest[0], first_bound * broadcast(kFirstStep)) | at_least(zero, largest[0]);
+  const unsigned second_reaches =
+      at_least(smallest[0] * smallest[1], second_bound * broadcast(kSecondStep)) |
+      at_least(zero, product);
+  return (below & first_reaches & second_reaches) == kAllFit;
 }
 
 /// Merges the elements of a few rows, kDoubleLanes channels from channel + c on, one by one.
@@ -261,10 +247,7 @@ void sum_single_rows(const SumsTask& task, Windows& windows, const WindowArrays&
                                         mask, ahead);
       }
       for (c = 0; c < channels; c += kDoubleLanes) {
-        bool exact = true;
-        for (int i = 0; i < kDoubleLanes; i += 4) {
-          exact = exact && was_exact<T, kProduct>(block, w, channel, c + i);
-        }
+        const bool exact = was_exact<T, kProduct>(block, w, channel, c);
         if (__builtin_expect(static_cast<long>(exact), 1) == 0) {
           merge_elements<T, kProduct>(windows, w, channel, c, channels, rows, u, u_step, v, v_step,
                                       mask);

@@ -11,6 +11,9 @@ struct FloatV {
 struct DoubleV {
   __m256d v;
 };
+/// Vectors of level_finalize.hpp, and of what those leave.
+using WidestV = __m256d;
+using LeastV = __m256d;
 
 // All ones in the first n of 8 lanes.
 inline __m256i lane_mask(std::int64_t n) {
@@ -83,6 +86,8 @@ inline void store_partial(T* p, FloatV a, std::int64_t n) {
   }
 }
 
+inline void fence_streams() { _mm_sfence(); }
+
 /// To the nearest number of type T.
 inline FloatV rounded(FloatV a, float) { return a; }
 template <class T>
@@ -93,6 +98,10 @@ inline FloatV rounded(FloatV a, T type) {
 // Always inline: GCC drops calls of a function that does nothing else.
 __attribute__((always_inline)) inline void prefetch(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+
+__attribute__((always_inline)) inline void prefetch_second(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
 }
 
 inline FloatV broadcast(float v) { return {_mm256_set1_ps(v)}; }
@@ -152,9 +161,15 @@ inline DoubleV operator+(DoubleV a, DoubleV b) { return {_mm256_add_pd(a.v, b.v)
 inline DoubleV fused(DoubleV a, DoubleV b, DoubleV c) { return {_mm256_fmadd_pd(a.v, b.v, c.v)}; }
 
 inline DoubleV operator-(DoubleV a, DoubleV b) { return {_mm256_sub_pd(a.v, b.v)}; }
+inline DoubleV operator*(DoubleV a, DoubleV b) { return {_mm256_mul_pd(a.v, b.v)}; }
 /// a*b - c, rounded once.
-inline DoubleV fused_minus(DoubleV a, DoubleV b, DoubleV c) {
-  return {_mm256_fmsub_pd(a.v, b.v, c.v)};
+inline __m256d fused_minus(__m256d a, __m256d b, __m256d c) { return _mm256_fmsub_pd(a, b, c); }
+inline DoubleV fused_minus(DoubleV a, DoubleV b, DoubleV c) { return {fused_minus(a.v, b.v, c.v)}; }
+inline __m256d square_root(__m256d a) { return _mm256_sqrt_pd(a); }
+/// Whether no bit is set: -0 has one.
+inline bool is_zero(__m256d a) {
+  const __m256i bits = _mm256_castpd_si256(a);
+  return _mm256_testz_si256(bits, bits) != 0;
 }
 inline DoubleV low_half(FloatV a) { return {_mm256_cvtps_pd(_mm256_castps256_ps128(a.v))}; }
 inline DoubleV high_half(FloatV a) { return {_mm256_cvtps_pd(_mm256_extractf128_ps(a.v, 1))}; }
@@ -174,14 +189,29 @@ inline BitsV magnitude_bits(FloatV a) {
   return {_mm256_and_si256(_mm256_castps_si256(a.v), _mm256_set1_epi32(0x7fffffff))};
 }
 inline BitsV minus_one(BitsV a) { return {_mm256_add_epi32(a.v, _mm256_set1_epi32(-1))}; }
+inline BitsV plus_one(BitsV a) { return {_mm256_add_epi32(a.v, _mm256_set1_epi32(1))}; }
 inline BitsV larger(BitsV a, BitsV b) { return {_mm256_max_epu32(a.v, b.v)}; }
 inline BitsV smaller(BitsV a, BitsV b) { return {_mm256_min_epu32(a.v, b.v)}; }
 
-inline DoubleV broadcast(double v) { return {_mm256_set1_pd(v)}; }
-inline DoubleV magnitude(DoubleV a) {
-  return {_mm256_and_pd(a.v, _mm256_castsi256_pd(_mm256_set1_epi64x(0x7fffffffffffffffLL)))};
+/// Floats given by their bits.
+inline DoubleV load_double_of_bits(const std::uint32_t* p) {
+  return {_mm256_cvtps_pd(_mm_castsi128_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(p))))};
 }
-/// Where a < b and c == d; as bits, lane 0 lowest.
+
+inline DoubleV broadcast(double v) { return {_mm256_set1_pd(v)}; }
+inline DoubleV with_bits(DoubleV a, std::uint64_t mask) {
+  return {
+      _mm256_and_pd(a.v, _mm256_castsi256_pd(_mm256_set1_epi64x(static_cast<long long>(mask))))};
+}
+inline DoubleV magnitude(DoubleV a) { return with_bits(a, 0x7fffffffffffffff); }
+/// Where a < b; as bits, lane 0 lowest.
+inline unsigned less(DoubleV a, DoubleV b) {
+  return static_cast<unsigned>(_mm256_movemask_pd(_mm256_cmp_pd(a.v, b.v, _CMP_LT_OQ)));
+}
+inline unsigned at_least(DoubleV a, DoubleV b) {
+  return static_cast<unsigned>(_mm256_movemask_pd(_mm256_cmp_pd(a.v, b.v, _CMP_GE_OQ)));
+}
+/// Where a < b and c == d.
 inline unsigned less_and_equal(DoubleV a, DoubleV b, DoubleV c, DoubleV d) {
   return static_cast<unsigned>(_mm256_movemask_pd(
       _mm256_and_pd(_mm256_cmp_pd(a.v, b.v, _CMP_LT_OQ), _mm256_cmp_pd(c.v, d.v, _CMP_EQ_OQ))));

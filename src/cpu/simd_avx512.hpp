@@ -11,6 +11,9 @@ struct FloatV {
 struct DoubleV {
   __m512d v;
 };
+/// Vectors of level_finalize.hpp, and of what those leave.
+using WidestV = __m512d;
+using LeastV = __m256d;
 
 inline __mmask16 lane_mask(std::int64_t n) {
   return static_cast<__mmask16>(n >= 16 ? 0xffffu : (1u << n) - 1u);
@@ -86,6 +89,8 @@ inline void store_partial(T* p, FloatV a, std::int64_t n) {
   _mm256_mask_storeu_epi16(p, lane_mask(n), narrow(a.v, T{}));
 }
 
+inline void fence_streams() { _mm_sfence(); }
+
 /// To the nearest number of type T.
 inline FloatV rounded(FloatV a, float) { return a; }
 template <class T>
@@ -96,6 +101,10 @@ inline FloatV rounded(FloatV a, T type) {
 // Always inline: GCC drops calls of a function that does nothing else.
 __attribute__((always_inline)) inline void prefetch(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+
+__attribute__((always_inline)) inline void prefetch_second(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
 }
 
 inline FloatV broadcast(float v) { return {_mm512_set1_ps(v)}; }
@@ -153,9 +162,21 @@ inline DoubleV operator+(DoubleV a, DoubleV b) { return {_mm512_add_pd(a.v, b.v)
 inline DoubleV fused(DoubleV a, DoubleV b, DoubleV c) { return {_mm512_fmadd_pd(a.v, b.v, c.v)}; }
 
 inline DoubleV operator-(DoubleV a, DoubleV b) { return {_mm512_sub_pd(a.v, b.v)}; }
+inline DoubleV operator*(DoubleV a, DoubleV b) { return {_mm512_mul_pd(a.v, b.v)}; }
 /// a*b - c, rounded once.
-inline DoubleV fused_minus(DoubleV a, DoubleV b, DoubleV c) {
-  return {_mm512_fmsub_pd(a.v, b.v, c.v)};
+inline __m512d fused_minus(__m512d a, __m512d b, __m512d c) { return _mm512_fmsub_pd(a, b, c); }
+inline __m256d fused_minus(__m256d a, __m256d b, __m256d c) { return _mm256_fmsub_pd(a, b, c); }
+inline DoubleV fused_minus(DoubleV a, DoubleV b, DoubleV c) { return {fused_minus(a.v, b.v, c.v)}; }
+inline __m512d square_root(__m512d a) { return _mm512_sqrt_pd(a); }
+inline __m256d square_root(__m256d a) { return _mm256_sqrt_pd(a); }
+/// Whether no bit is set: -0 has one.
+inline bool is_zero(__m512d a) {
+  const __m512i bits = _mm512_castpd_si512(a);
+  return _mm512_test_epi64_mask(bits, bits) == 0;
+}
+inline bool is_zero(__m256d a) {
+  const __m256i bits = _mm256_castpd_si256(a);
+  return _mm256_testz_si256(bits, bits) != 0;
 }
 inline DoubleV low_half(FloatV a) { return {_mm512_cvtps_pd(_mm512_castps512_ps256(a.v))}; }
 inline DoubleV high_half(FloatV a) { return {_mm512_cvtps_pd(_mm512_extractf32x8_ps(a.v, 1))}; }
@@ -171,12 +192,25 @@ inline BitsV magnitude_bits(FloatV a) {
   return {_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff))};
 }
 inline BitsV minus_one(BitsV a) { return {_mm512_add_epi32(a.v, _mm512_set1_epi32(-1))}; }
+inline BitsV plus_one(BitsV a) { return {_mm512_add_epi32(a.v, _mm512_set1_epi32(1))}; }
 inline BitsV larger(BitsV a, BitsV b) { return {_mm512_max_epu32(a.v, b.v)}; }
 inline BitsV smaller(BitsV a, BitsV b) { return {_mm512_min_epu32(a.v, b.v)}; }
 
+/// Floats given by their bits.
+inline DoubleV load_double_of_bits(const std::uint32_t* p) {
+  return {
+      _mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(p))))};
+}
+
 inline DoubleV broadcast(double v) { return {_mm512_set1_pd(v)}; }
+inline DoubleV with_bits(DoubleV a, std::uint64_t mask) {
+  return {_mm512_and_pd(a.v, _mm512_castsi512_pd(_mm512_set1_epi64(static_cast<long long>(mask))))};
+}
 inline DoubleV magnitude(DoubleV a) { return {_mm512_abs_pd(a.v)}; }
-/// Where a < b and c == d; as bits, lane 0 lowest.
+/// Where a < b; as bits, lane 0 lowest.
+inline unsigned less(DoubleV a, DoubleV b) { return _mm512_cmp_pd_mask(a.v, b.v, _CMP_LT_OQ); }
+inline unsigned at_least(DoubleV a, DoubleV b) { return _mm512_cmp_pd_mask(a.v, b.v, _CMP_GE_OQ); }
+/// Where a < b and c == d.
 inline unsigned less_and_equal(DoubleV a, DoubleV b, DoubleV c, DoubleV d) {
   return _mm512_mask_cmp_pd_mask(_mm512_cmp_pd_mask(a.v, b.v, _CMP_LT_OQ), c.v, d.v, _CMP_EQ_OQ);
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/device_memory.hpp"
 #include "syncbn/cuda_passes.hpp"
+#include "syncbn/cuda_peers.hpp"
 #include "syncbn/error.hpp"
 
 // What a build without CUDA answers.
@@ -60,6 +61,21 @@ void input_gradient(const InputGradient&, const Stream&) { require_built(); }
 void recover_input(const InputRecovery&, const Stream&) { require_built(); }
 void evaluation_input_gradient(const TensorView&, const MaskView&, const double*, const TensorView&,
                                const MutableTensorView&, const Stream&) {
+  require_built();
+}
+void load_peer_exchange(DType) { require_built(); }
+void exchange_moments(const std::int64_t*, DType, const PeerGroup&, double*, double*, double*,
+                      std::int64_t*, std::int64_t, double, const RunningStatistics&,
+                      std::optional<double>, const Stream&) {
+  require_built();
+}
+void exchange_gradients(const std::int64_t*, DType, const PeerGroup&, bool, const std::int64_t*,
+                        const double*, const double*, const TensorView&, double*,
+                        const MutableTensorView&, const MutableTensorView&, std::int64_t,
+                        const Stream&) {
+  require_built();
+}
+void exchange_sums(std::int64_t*, DType, const PeerGroup&, std::int64_t, const Stream&) {
   require_built();
 }
 void* allocate_on(void*, std::size_t) {

@@ -94,6 +94,31 @@ exchange_gradients_kernel(const PeerGroup group, const std::int64_t* message, bo
   }
 }
 
+/// In place: what a block writes it has read before, and its header all blocks, before the last one
+/// is done.
+template <class T>
+SYNCBN_KERNEL(kExchangeThreads)
+exchange_sums_kernel(const PeerGroup group, std::int64_t* message, std::int64_t channels) {
+  constexpr int kWords = FormatTraits<T>::kWords;
+  Exchanged exchanged =
+      exchange_channels<T, false>(group, message, channels,
+                                  [&](std::int64_t c, const std::int64_t* words,
+                                      const std::int64_t*, std::int64_t, bool writes) {
+                                    for (int i = 0; writes && i < kWords; ++i) {
+                                      message[kHeaderWords + c * kWords + i] = words[i];
+                                    }
+                                  });
+  if (!last_to_finish(group, exchanged) || device::thread_index() != 0) {
+    return;
+  }
+  message[kHeaderCount] = exchanged.count;
+  message[kHeaderFingerprint] = exchanged.fingerprint * group.ranks;
+  message[kHeaderSquare] = exchanged.fingerprint * exchanged.fingerprint * group.ranks;
+  if (!exchanged.usable) {
+    message[kHeaderFlags] = kRejected;
+  }
+}
+
 [[noreturn]] void refuse(const char* name, std::int64_t given, const std::string& expected) {
   throw InvalidArgument(std::string(name) + ": got " + std::to_string(given) + ", expected " +
                         expected);
@@ -124,14 +149,10 @@ void check_group(const PeerGroup& group) {
 
 }  // namespace
 
-std::int64_t PeerGroup::memory_words() const {
-  return kSlotsBegin + 2 * std::int64_t{ranks} * blocks * slot_words;
-}
-
 void load_peer_exchange(DType dtype) {
   dispatch_dtype(dtype, [](auto type) {
     using T = typename ElementTraits<decltype(type)>::SameFormat;
-    load(&exchange_moments_kernel<T>, &exchange_gradients_kernel<T>);
+    load(&exchange_moments_kernel<T>, &exchange_gradients_kernel<T>, &exchange_sums_kernel<T>);
   });
 }
 
@@ -165,6 +186,16 @@ void exchange_gradients(const std::int64_t* message, DType dtype, const PeerGrou
           kExchangeThreads, kExchangeBytes<T>, stream, group, message, share, info, mean, rstd,
           channel_array(weight, 1.0), coefficients, channel_array(dweight, 0.0),
           channel_array(dbias, 0.0), channels);
+  });
+}
+
+void exchange_sums(std::int64_t* message, DType dtype, const PeerGroup& group,
+                   std::int64_t channels, const Stream& stream) {
+  check_group(group);
+  dispatch_dtype(dtype, [&](auto type) {
+    using T = typename ElementTraits<decltype(type)>::SameFormat;
+    start("exchange_sums", &exchange_sums_kernel<T>, static_cast<unsigned>(group.blocks),
+          kExchangeThreads, kExchangeBytes<T>, stream, group, message, channels);
   });
 }
 

@@ -4,10 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/peer_exchange.hpp"
 #include "cuda/running.cuh"
 #include "cuda/warp_finalize.cuh"
 #include "statistics/header.hpp"
+#include "syncbn/cuda_peers.hpp"
 
 // How blocks of several devices exchange a message. Block b of a rank meets the blocks b of the
 // others: it has a share of the channels, which it sends in one or more rounds, each with the
@@ -23,7 +23,6 @@ namespace syncbn::cuda {
 constexpr unsigned kExchangeThreads = 256;
 constexpr unsigned kExchangeWarps = kExchangeThreads / device::kWarp;
 
-constexpr std::int64_t kSlotsBegin = kAbortWord + kMostPeers;
 /// In front of a block's channels: what tells the messages' lengths apart, and the header.
 constexpr std::int64_t kFrontWords = 1 + kHeaderWords;
 

@@ -233,7 +233,7 @@ inline std::vector<double> offset_values(Random& random, DType dtype, std::int64
 inline std::vector<std::string> available_levels() {
   const std::string before = cpu_instruction_set();
   std::vector<std::string> levels;
-  for (const char* level : {"reference", "avx2", "avx512", "avx512_bf16"}) {
+  for (const char* level : {"reference", "avx2", "avx512", "avx512_bf16", "neon"}) {
     if (force_cpu_instruction_set(level)) {
       levels.emplace_back(level);
     }

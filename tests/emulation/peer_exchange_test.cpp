@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/peer_exchange.hpp"
+#include "syncbn/cuda_peers.hpp"
 
 #include <gtest/gtest.h>
 

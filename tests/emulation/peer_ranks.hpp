@@ -7,11 +7,11 @@
 #include <optional>
 #include <vector>
 
-#include "cuda/peer_exchange.hpp"
 #include "emulator.hpp"
 #include "on_cuda.hpp"
 #include "statistics/header.hpp"
 #include "support.hpp"
+#include "syncbn/cuda_peers.hpp"
 #include "syncbn/executor.hpp"
 #include "syncbn/passes.hpp"
 

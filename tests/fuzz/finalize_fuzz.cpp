@@ -37,7 +37,7 @@ void require_same(double actual, double expected, const char* what) {
 /// Runs check with each vector code that this processor has.
 template <class Check>
 void with_each_level(const Check& check) {
-  for (const char* level : {"avx512_bf16", "avx512", "avx2", "reference"}) {
+  for (const char* level : {"avx512_bf16", "avx512", "avx2", "neon", "reference"}) {
     if (force_cpu_instruction_set(level)) {
       check();
     }

@@ -13,6 +13,7 @@ from ..errors import ExchangeTimeout, PeerLost
 from . import after_fork, whereabouts
 from .call import Call
 from .groups import Peers
+from .times import Times
 
 # Why groups cannot be used any more.
 _broken: dict[str, str] = {}
@@ -53,6 +54,10 @@ class Waiting(ABC):
     def set_limit(self, limit: float) -> None:
         """Seconds, of the exchanges from here on, where the engine itself waits."""
         return
+
+    def note(self, times: Times, seconds: float) -> None:
+        """Notes what an exchange took, that ended just now after so long."""
+        times.add(0.0, seconds, 0.0)
 
     def pass_on(self, why: str) -> None:
         """Tells the ranks that do not see by themselves that one is lost."""
@@ -97,8 +102,10 @@ class Attempt:
         # First: what comes now must not find the others waiting.
         if kind is not None and not issubclass(kind, _KNOWN_TO_ALL):
             abandon(self.engine, self.call, error)
-        whereabouts.leave(name)
+        seconds = whereabouts.leave(name)
         _threads.pop(name, None)
+        if self.call.times is not None and kind is None:
+            self.engine.note(self.call.times, seconds)
         if kind is None and self.call.direction in _STEP:
             _exchanged.add((name, self.call.layer, self.call.direction))
 

@@ -5,6 +5,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from .times import Times
+
 
 class Shared(Protocol):
     """Options of a layer, of which ranks must have some in common."""
@@ -27,6 +29,7 @@ class Call(NamedTuple):
     channels: int | None = None
     dtype: torch.dtype | None = None
     options: Shared | None = None  # named only where ranks are compared
+    times: Times | None = None  # where to note how long it takes, if anywhere
 
     def __str__(self) -> str:
         parts = [self.layer]
@@ -40,7 +43,7 @@ class Call(NamedTuple):
         return ", ".join(parts)
 
     def backward(self) -> "Call":
-        return Call(self.layer, self.number, "backward", self.channels, self.dtype, self.options)
+        return Call(self.layer, self.number, "backward", *self[3:])
 
     def fields(self) -> dict[str, str]:
         """What ranks must have in common, by name."""

@@ -15,6 +15,7 @@ from . import groups, shared_memory, whereabouts
 from .attempt import Attempt, LengthsDiffer, Refused, Waiting
 from .call import Call
 from .groups import Peers
+from .times import Times
 
 #: Words of the first message of an exchange over Gloo, the same for every call of the group: Gloo
 #: ends the process when ranks bring different lengths, so lengths may differ only after the first
@@ -133,6 +134,10 @@ class SharedMemory(_InMemory):
     name = "shared memory"
     frame_words = 0
     takes_steps = True
+
+    def note(self, times: Times, seconds: float) -> None:
+        summed, waited = ops.shm_times(self._handle)
+        times.add(summed, waited, seconds - summed - waited)
 
     def sum(self, words: torch.Tensor, call: Call) -> torch.Tensor:
         with Attempt(self, call) as attempt:

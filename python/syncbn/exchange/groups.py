@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import DivergenceError
-from . import after_fork, connections, meeting, shared_memory, whereabouts
+from . import after_fork, connections, meeting, peer_meeting, shared_memory, whereabouts
 
 _log = logging.getLogger("syncbn")
 
@@ -25,7 +25,8 @@ _LONGEST_TIMEOUT = 1e9
 Group = dist.ProcessGroup | DeviceMesh | str | None
 
 #: "auto" takes shared memory between processes of one node, "process_group" never does.
-EngineName = Literal["auto", "process_group"]
+#: "peer_memory" is "auto", and has the GPUs of one node exchange by themselves.
+EngineName = Literal["auto", "process_group", "peer_memory"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 #: In the place of a name: a group that this rank is not a member of.
@@ -65,8 +66,9 @@ class Peers(NamedTuple):
     shared: int | None = None
     nodes: int = 1
     leaders: str | None = None
-    #: why there is no shared memory
+    #: why there is no shared memory, and why GPUs do not exchange by themselves that were asked to
     note: str = ""
+    no_peer_memory: str = ""
     #: seconds that the first exchange of a layer waits: at least as long as the caller's group
     patience: float = 0.0
     #: the caller's group of these ranks, if it exchanges CUDA tensors over NCCL; else "", and
@@ -236,11 +238,14 @@ def own_group(
             return known
         _drop(_own_groups.pop(key))  # it went with destroy_process_group
     patience = max(timeout, patience)
-    share = engine == "auto" and len(ranks) > 1 and use_shared_memory
+    share = engine != "process_group" and len(ranks) > 1 and use_shared_memory
+    by_devices = engine == "peer_memory" and cuda != ""
+    device = peer_meeting.current_device() if by_devices else None
     members = ranks if len(ranks) <= 8 else (*ranks[:3], "...", ranks[-1], len(ranks))
     base = f"syncbn/{'_'.join(map(str, members))}"
     rank = ranks.index(dist.get_rank())
     made: list[connections.Connections] = []
+    met: list[tuple[peer_meeting.Met | None, str]] = []
     given_up: list[bool] = []
 
     def make(offers: list[meeting.Offer], place: str) -> tuple[str, int]:
@@ -249,11 +254,15 @@ def own_group(
         # Gloo's own limit must not come first: its errors name nobody.
         limit = patience + 2 * meeting.CONNECTING
         made.append(connections.make(name, place, rank, nodes, limit, share))
+        if by_devices:
+            formed, store = made[-1], dist.PrefixStore(f"{place}/memory", made[-1].store)
+            met.append(peer_meeting.meet(name, formed.groups[name], len(set(nodes)), store, device))
         if given_up:  # meanwhile, and nobody takes it
             made.pop().close()
         return name, number
 
-    asks = f"timeout={timeout:g}, engine={'auto' if share else 'process_group'!r}"
+    way = "peer_memory" if by_devices else "auto" if share else "process_group"
+    asks = f"timeout={timeout:g}, engine={way!r}"
     who = who() if callable(who) else who
     offer = meeting.Offer(who, asks, (_made.get(base, 0), node_identity()))
     _unmade[key] = patience
@@ -269,6 +278,8 @@ def own_group(
     del _unmade[key]
     (formed,) = made
     formed.register()
+    devices, no_devices = met[0] if met else (None, "")
+    peer_meeting.begin(name, ranks, devices)
     _limits[formed.groups[name]] = patience
     _alive().extend(formed.groups.values())
     _made[base] = number
@@ -285,7 +296,10 @@ def own_group(
         ),
         cuda=cuda,
         patience=patience,
+        no_peer_memory=no_devices,
     )
+    if no_devices and rank == 0:
+        _log.warning("exchanging over NCCL, not through peer memory: %s", no_devices)
     if own.note and rank == 0:
         _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
     _own_groups[key] = own
@@ -357,6 +371,7 @@ def global_ranks(group: dist.ProcessGroup) -> list[int]:
 
 def _drop(own: Peers) -> None:
     whereabouts.forget(own.group_name)
+    peer_meeting.end(own.group_name)
     if own.shared is not None:
         shared_memory.close(own.shared)
     inside = f"{own.group_name}/"  # a node's, and that between nodes

@@ -4,12 +4,13 @@
 import torch
 
 from ..operators import HEADER_WORDS
-from . import attempt, groups, shared_memory
+from . import attempt, groups, peer_meeting, shared_memory
 from .agreement import WANTS_SUMS, WANTS_X, Backward
 from .call import Call
 from .groups import Peers
 from .host_transport import OnHost, ThroughHost
 from .nccl_transport import InStream
+from .peer_transport import OnDevices
 from .transport import Transport
 
 
@@ -19,7 +20,10 @@ def transport_of(peers: Peers | None, device: torch.device) -> Transport:
         return Alone()
     if device.type != "cuda":
         return OnHost(peers)
-    return InStream(peers, device) if peers.cuda else ThroughHost(peers)
+    if not peers.cuda:
+        return ThroughHost(peers)
+    met = peer_meeting.met(peers.group_name)
+    return InStream(peers, device) if met is None else OnDevices(peers, device, met)
 
 
 class Alone(Transport):

@@ -49,10 +49,11 @@ def enter(group: str, call: Call) -> None:
     _states[group] = _State(call, True, time.monotonic())
 
 
-def leave(group: str) -> None:
-    """Notes that the exchange has ended."""
-    state = _states[group]
-    _states[group] = _State(state.call, False, time.monotonic())
+def leave(group: str) -> float:
+    """Notes that the exchange has ended; for how many seconds it went on."""
+    state, now = _states[group], time.monotonic()
+    _states[group] = _State(state.call, False, now)
+    return now - state.since
 
 
 def store(connection: dist.Store | None = None) -> dist.Store:
@@ -100,8 +101,7 @@ class _Watch:
         asked = self.store.add("asked", 0)
         while self.answered < asked:
             self.answered += 1
-            state = _states.get(self.group, "in no exchange yet")
-            self.store.set(f"{self.answered}/{self.rank}", str(state))
+            self.store.set(f"{self.answered}/{self.rank}", last(self.group))
 
     def ask(self, seconds: float, found: dict[int, str]) -> None:
         number = self.store.add("asked", 1)
@@ -142,6 +142,11 @@ def tell(group: str, why: str) -> None:
     """Has the other ranks know that this one left the group, within two looks at the store. Waits
     for nothing."""
     _to_tell.setdefault(group, why)
+
+
+def last(group: str) -> str:
+    """What this rank did last in the group."""
+    return str(_states.get(group, "in no exchange yet"))
 
 
 def left(group: str) -> str | None:

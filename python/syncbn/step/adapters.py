@@ -7,6 +7,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..exchange import transports
+from ..exchange.times import timed
 from ..operators import ops
 from . import as_operator, in_one, layer_paths, layer_state, recomputation, second_derivatives
 from .layer_state import Identity, LayerState
@@ -74,7 +75,8 @@ class _BatchNormInPlace(torch.autograd.Function):
         options = inputs.options
         try:
             ctx.step, exchanged = shared_sums(inputs)
-            mean, var, rstd, info = ops.normalize_in_place(
+            normalize = timed(ops.normalize_in_place, inputs.state.times, "normalized")
+            mean, var, rstd, info = normalize(
                 x, *exchanged, weight, bias, options.eps, ctx.step.ranks, options.negative_slope
             )
         except BaseException as error:

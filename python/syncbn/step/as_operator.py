@@ -114,7 +114,7 @@ _training_step.register_torch_dispatch(checkpoint._CachingTorchDispatchMode, _sa
 def _training_step_backward(dy, x, weight, bias, *arguments):
     *saved, backward, bias_dtype, needs = arguments[:8]
     state, options = _layer(*arguments[8:])
-    call = Call(state.name, None, "backward", x.shape[1], x.dtype, options)
+    call = Call(state.name, None, "backward", x.shape[1], x.dtype, options, state.times)
     known = (state.peers(options), call, _backward_of(backward), bias_dtype, tuple(needs))
     step = training.Step(state, options, *known)
     dx, dweight, dbias, dresidual = training.backward(step, (dy,), weight, bias, x, *saved)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..exchange import groups
 from ..exchange.call import Call
 from ..exchange.groups import Peers, Sharing
+from ..exchange.times import Times
 from .living_modules import paths_of_living
 from .options import Options, is_strided
 
@@ -66,6 +67,7 @@ class LayerState:
         self.number = zlib.crc32(name.encode())
         self.numbers: dict[str, int] = {}  # by group
         self.group = ""  # to which number belongs
+        self.times: Times | None = None  # while syncbn.timing notes them
         self.made = next(_ids)
         self.handle = _number(self.made)
         _states[self.made] = self
@@ -120,9 +122,9 @@ class LayerState:
         known = self.call is not None and self.call.is_cpu
         number = int(self.call.item()) if known else None
         if not is_strided(x):  # refused
-            return Call(self.name, number, options=options)
+            return Call(self.name, number, options=options, times=self.times)
         channels = x.shape[1] if x.dim() > 1 else None
-        return Call(self.name, number, "forward", channels, x.dtype, options)
+        return Call(self.name, number, "forward", channels, x.dtype, options, self.times)
 
 
 _ids = itertools.count(1)

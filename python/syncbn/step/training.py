@@ -12,6 +12,7 @@ from ..exchange import agreement
 from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
 from ..exchange.call import Call
 from ..exchange.groups import Peers
+from ..exchange.times import timed
 from ..exchange.transport import Transport
 from ..exchange.transports import Alone, transport_of
 from ..operators import HEADER_WORDS, message_words, ops
@@ -105,6 +106,7 @@ def shared_sums(given: Inputs, exchanged: tuple | None = None) -> tuple[Step, tu
     if peers is not None and peers.group_name != state.group:
         layer_paths.compare(state, peers, x, options)
     call, transport = state.call_of(x, options), transport_of(peers, xs[0].device)
+    own = sum(map(values_per_channel, xs, masks))
     number, channels = options.identity(state.number, residuals[0] is not None), x.shape[1]
     merged: Sequence[Tensor | None]
     if exchanged is not None:
@@ -118,8 +120,10 @@ def shared_sums(given: Inputs, exchanged: tuple | None = None) -> tuple[Step, tu
             ((_cast(z, x.dtype), number, counter, options.eps), (mask, word))
             for z, mask, (counter,) in zip(xs, masks, _placed(xs, state.call))
         ]
-        message, _, *merged = transport.sums_of("moments", passes, lead, channels, call)
-    own = sum(map(values_per_channel, xs, masks))
+        # Where it is kept, or looked at below, the sum itself is wanted.
+        finalizes = segment is None and own > 1
+        sums_of = transport.sums_of("moments", passes, lead, channels, call, finalizes=finalizes)
+        message, _, *merged = sums_of
     if own <= 1:  # or unknown
         sizes = [list(z.shape) for z in xs]
         where = f"ranks (input size {sizes[0]} on this one)"
@@ -172,6 +176,7 @@ def _forward(given: Inputs, updates: tuple, exchanged: tuple | None) -> tuple[St
         normalize = ops.normalize_gathered
     else:
         normalize = ops.normalize
+    run = timed(normalize, step.state.times, "normalized")
     # Without an activation mask, the activation's sign is computed again, which takes the bias.
     again = options.activation != "none" and residuals[0] is None
     ys: list[Tensor] = []
@@ -179,7 +184,7 @@ def _forward(given: Inputs, updates: tuple, exchanged: tuple | None) -> tuple[St
     saved = [weight, bias if again else None]
     for k, placed in enumerate(_placed(xs, *exchanged, weight, bias)):
         x, residual, mask = xs[k], residuals[k], masks[k]
-        y, mean, var, rstd, info, activation_mask = normalize(
+        y, mean, var, rstd, info, activation_mask = run(
             x,
             *placed,
             None if residual is None else like(residual, x),
@@ -236,19 +241,22 @@ def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
     shares = shares and (needs_weight or needs_bias)
     if exchanged is None:
         transport = step.transport(x)
-        exchanged = transport.sums_of("gradients", passes, lead, x.shape[1], step.call, shares)
+        exchanged = transport.sums_of(
+            "gradients", passes, lead, x.shape[1], step.call, shares, finalizes=step.exchanges
+        )
     message, us, merged, rest = exchanged
     if keep:  # what comes back is there already
         gradients = [_cast(u, z.dtype) for u, z in zip(us, xs)]
         through = [(w, None, None, 0, 0.0) for w, *_ in through]
     dxs, dweight, dbias = [], None, None
     if step.exchanges:
+        input_gradient = timed(ops.input_gradient, step.state.times, "normalized")
         for k, placed in enumerate(_placed(xs, merged, rest)):
             z, mean, rstd, info, _, mask = saved[2 + 6 * k : 8 + 6 * k]
             leads = k == lead
             wanted = dtypes if leads else (None, None)
             own = message if leads and shares else None
-            dx, *sums = ops.input_gradient(
+            dx, *sums = input_gradient(
                 *(gradients[k], z, *placed, mean, rstd, info, *through[k], *wanted),
                 *(step.ranks, mask, own),
             )

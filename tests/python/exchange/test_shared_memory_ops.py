@@ -100,3 +100,17 @@ def test_an_abandoned_exchange_is_the_others_error():
     assert ops.shm_sum(torch.arange(60), one, 0)[1] == LOST
     assert "rank 0 left the group: it had enough" in ops.shm_error(one)
     assert ops.shm_sum(torch.arange(60), zero, 0)[1] == LOST
+
+
+def test_times_are_noted_where_they_are_asked_for():
+    zero, one = two_ranks()
+    message = torch.arange(60)
+    for on in (False, True, False):
+        ops.shm_time(on)
+        assert ops.shm_sum(message, zero, 20)[1] == PENDING
+        assert ops.shm_sum(message, one, 0)[1] == DONE and ops.shm_finish(zero, 10) == DONE
+        late, early = ops.shm_times(one), ops.shm_times(zero)
+        if on:
+            assert early[1] >= 0.02 > late[1] > 0
+        else:
+            assert late == early == (0, 0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import syncbn
+from support import LEVELS
 from syncbn import __main__
 from syncbn.models import doctor
 from syncbn.operators import ops
@@ -31,7 +32,7 @@ def test_doctor_prints_what_is_active_and_passes():
     folder = pathlib.Path(syncbn.__file__).parent
     assert lines[0] == f"{'syncbn':16}{syncbn.__version__}, in {folder}"
     assert torch.__version__ in lines[1]
-    assert lines[4].split()[1] in ("reference", "avx2", "avx512", "avx512_bf16")
+    assert lines[4].split()[1] in LEVELS
     gloo, shared = lines[9:]
     assert gloo == "  gloo          passed: the bits of one process"
     assert shared.startswith("  shared memory passed: the bits of one process")

@@ -15,7 +15,7 @@ def make_targets() -> set[str]:
     """The targets that are commands: those that .PHONY lists."""
     makefile = (PROJECT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.M)
-    rules = re.findall(r"^([a-z][a-z -]*):(?!=)", makefile, re.M)
+    rules = re.findall(r"^([a-z][a-z0-9 -]*):(?!=)", makefile, re.M)
     assert set(phony.split()) <= {target for rule in rules for target in rule.split()}
     return set(phony.split())
 

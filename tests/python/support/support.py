@@ -24,7 +24,7 @@ TORCH_DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-LEVELS = ("reference", "avx2", "avx512", "avx512_bf16")
+LEVELS = ("reference", "avx2", "avx512", "avx512_bf16", "neon")
 
 
 def available_levels() -> list[str]:

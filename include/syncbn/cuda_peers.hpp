@@ -5,10 +5,11 @@
 #include <optional>
 
 #include "syncbn/cuda_passes.hpp"
+#include "syncbn/export.hpp"
 
-// The exchange of ranks on one node, on their devices: one kernel brings a message into the memory
-// of all peers, waits for theirs, and finalizes. No other kernel waits, and this one is small, so
-// that the kernels of other libraries that wait for peers, too, find room beside it.
+/// The exchange of ranks on one node, on their devices: one kernel brings a message into the memory
+/// of all peers, waits for theirs, and finalizes. No other kernel waits, and this one is small, so
+/// that the kernels of other libraries that wait for peers, too, find room beside it.
 namespace syncbn::cuda {
 
 inline constexpr int kMostPeers = 16;
@@ -28,6 +29,7 @@ inline constexpr std::int64_t kPeerMarkWords = 1 + kMostPeers;
 /// lies in its rank's memory at this word, and ends all exchanges of that rank: outputs are NaN,
 /// running statistics stay, and the ranks have to meet anew.
 inline constexpr std::int64_t kAbortWord = kMostExchangeBlocks * kMostPeers;
+inline constexpr std::int64_t kSlotsBegin = kAbortWord + kMostPeers;
 
 /// What the ranks of a group agreed on when they met, and what they gave each other.
 struct PeerGroup {
@@ -40,12 +42,14 @@ struct PeerGroup {
   std::int64_t* state = nullptr;
   std::int64_t* mark = nullptr;
 
-  std::int64_t memory_words() const;
+  constexpr std::int64_t memory_words() const {
+    return kSlotsBegin + 2 * std::int64_t{ranks} * blocks * slot_words;
+  }
 };
 inline constexpr std::int64_t kLeastSlotWords = 96;
 
-/// Loads the kernels on the current device (see loading.hpp), before the ranks' first exchange.
-void load_peer_exchange(DType dtype);
+/// Loads the kernels on the current device, before the ranks' first exchange.
+SYNCBN_API void load_peer_exchange(DType dtype);
 
 /// finalize_moments() with a momentum or without, of the sum of all ranks' messages. message: this
 /// rank's, as local_moments wrote it, or with a rank that refuses its input no more than a header,
@@ -53,17 +57,26 @@ void load_peer_exchange(DType dtype);
 /// where their messages have different lengths.
 ///
 /// All exchanges of a group come in the same order on all ranks, and on a rank one after the other.
-void exchange_moments(const std::int64_t* message, DType dtype, const PeerGroup& group,
-                      double* mean, double* var, double* rstd, std::int64_t* info,
-                      std::int64_t channels, double eps, const RunningStatistics& running,
-                      std::optional<double> momentum, const Stream& stream);
+SYNCBN_API void exchange_moments(const std::int64_t* message, DType dtype, const PeerGroup& group,
+                                 double* mean, double* var, double* rstd, std::int64_t* info,
+                                 std::int64_t channels, double eps,
+                                 const RunningStatistics& running, std::optional<double> momentum,
+                                 const Stream& stream);
 
 /// finalize_gradients() of the sum of all ranks' messages. share: dweight and dbias are this rank's
 /// own. They are NaN with the coefficients.
-void exchange_gradients(const std::int64_t* message, DType dtype, const PeerGroup& group,
-                        bool share, const std::int64_t* info, const double* mean,
-                        const double* rstd, const TensorView& weight, double* coefficients,
-                        const MutableTensorView& dweight, const MutableTensorView& dbias,
-                        std::int64_t channels, const Stream& stream);
+SYNCBN_API void exchange_gradients(const std::int64_t* message, DType dtype, const PeerGroup& group,
+                                   bool share, const std::int64_t* info, const double* mean,
+                                   const double* rstd, const TensorView& weight,
+                                   double* coefficients, const MutableTensorView& dweight,
+                                   const MutableTensorView& dbias, std::int64_t channels,
+                                   const Stream& stream);
+
+/// The sum of all ranks' messages, in place of this rank's; what is finalized or used otherwise
+/// later. Other ranks may be in one of the functions above with the same call. If the exchange
+/// fails, or the calls differ, its header is one that finalize_moments and finalize_gradients
+/// refuse.
+SYNCBN_API void exchange_sums(std::int64_t* message, DType dtype, const PeerGroup& group,
+                              std::int64_t channels, const Stream& stream);
 
 }  // namespace syncbn::cuda
