@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long this rank takes for the exchanges of a layer, noted while syncbn.timing is at work."""
 
 import time

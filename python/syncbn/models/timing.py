@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long each layer summed, waited for other ranks and normalized, and for which rank."""
 
 import html

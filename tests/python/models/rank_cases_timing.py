@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """syncbn.timing over the ranks of a group; run by test_distributed.py as rank_cases.py is."""
 
 import contextlib

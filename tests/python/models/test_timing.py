@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """syncbn.timing in one process; on several ranks: rank_cases_timing.py. PyTorch has no counterpart:
 its profiler shows one rank, and not for whom it waited."""
 
