@@ -123,6 +123,9 @@ sdist: $(VENV)/.stamp-build  ## a source distribution in dist/, and a wheel made
 	$(python) scripts/check_wheel.py --retag build/sdist/*.whl
 	$(python) scripts/smoke_wheel.py build/sdist/*.whl
 
+recipes: $(VENV)/.stamp-recipes  ## render the conda recipe; build and inspect the Debian packages
+	@packaging/check.sh $(VENV)
+
 clean:  ## remove everything but the environments
 	rm -rf build dist demo-output .venv*/.stamp-package
 
@@ -154,4 +157,4 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo bench bench-count bench-cpp \
   gpu-check googletest aarch64 asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
-  docs wheel sdist clean
+  docs wheel sdist recipes clean
