@@ -142,7 +142,7 @@ def case_other_layers_on_one_rank_are_an_error_on_all(rank, world):
 
 
 def case_a_rank_that_leaves_the_block_is_named(rank, world):
-    net = network(timeout=1.25)  # a group of its own, which breaks
+    net = network(timeout=2.25)  # a group of its own, which breaks
     steps(net, 1)
 
     def time_it():
