@@ -105,7 +105,7 @@ def make(
         parts.setdefault(node, []).append(r)
     mine = parts[nodes[rank]]
     several = len(parts) > 1
-    handle, why = None, "" if len(mine) > 1 else "it is the only rank of its node"
+    handle, why = None, "" if len(mine) > 1 else "it is the only rank of its node or container"
     try:
         if len(mine) > 1:
             local = add(f"/node{mine[0]}", mine) if several else whole

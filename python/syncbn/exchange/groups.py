@@ -206,12 +206,8 @@ def _alive() -> list[dist.ProcessGroup]:
 
 
 def node_identity() -> str:
-    """What ranks that may share memory have in common: the machine's running system."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return f"{socket.gethostname()}, process {os.getpid()}"
+    """What ranks that may share memory have in common."""
+    return meeting.node_identity() or f"{socket.gethostname()}, process {os.getpid()}"
 
 
 def own_group(

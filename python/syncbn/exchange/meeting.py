@@ -50,13 +50,20 @@ class _Over(Exception):
     """The attempt has failed, on all ranks; arguments: the kind of error, and its text."""
 
 
+def node_identity() -> str:
+    """What processes that can find each other have in common: the machine's running system, and the
+    PID namespace, which containers of one machine do not share. "" where that is not known."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
 def _process() -> tuple[int, str, str]:
     """This process, as others on its node can find it."""
     try:
-        space = os.readlink("/proc/self/ns/pid")
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            space += file.read().strip()
-        return os.getpid(), _started(os.getpid())[1], space
+        return os.getpid(), _started(os.getpid())[1], node_identity()
     except OSError:
         return os.getpid(), "", ""
 
@@ -70,8 +77,8 @@ def _started(process: int) -> tuple[str, str]:
 
 def _has_ended(process: tuple) -> bool:
     """Whether it is known to have ended: that is not seen from another node or PID namespace."""
-    number, started, space = process
-    if not space or space != _process()[2]:
+    number, started, node = process
+    if not node or node != _process()[2]:
         return False
     try:
         os.kill(number, 0)

@@ -91,10 +91,11 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
-def start_host(script: Path, host: int, folder: str) -> subprocess.Popen:
-    """Runs `script host folder` on a host of its own. It begins when the file `link` is there."""
-    boot = Path(folder, f"boot{host}")
-    boot.write_text(f"00000000-0000-0000-0000-00000000000{host}\n")
+def start_host(script: Path, host: int, folder: str, machine: int) -> subprocess.Popen:
+    """Runs `script host folder` on a host of its own, or, where hosts have the same machine, in a
+    container of its own. It begins when the file `link` is there."""
+    boot = Path(folder, f"boot{machine}")
+    boot.write_text(f"00000000-0000-0000-0000-00000000000{machine}\n")
     shell = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
     inside = ["sh", "-c", shell, str(boot), sys.executable, str(script), str(host), folder]
     isolated = ["unshare", "--net", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child"]

@@ -87,7 +87,7 @@ def case_report_names_the_engine(rank, world):
     with LogLines() as log:
         engine, note = engine_and_note()
     if is_uneven(world):
-        why = f"rank {world - 1}: it is the only rank of its node"
+        why = f"rank {world - 1}: it is the only rank of its node or container"
         assert (engine, note) == ("gloo between nodes", f"no shared memory: {why}")
         assert log.of_all_ranks == [f"exchanging over Gloo, not through shared memory: {why}"]
     else:

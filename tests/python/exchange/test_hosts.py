@@ -28,10 +28,13 @@ GONE = {"ExchangeTimeout", "PeerLost"}
 
 
 class Hosts:
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, machines: tuple[int, int]) -> None:
         self.folder, self.number = folder, 0
         script = Path(host_cases.__file__)
-        self.processes = [host_link.start_host(script, host, folder) for host in range(2)]
+        self.processes = [
+            host_link.start_host(script, host, folder, machine)
+            for host, machine in enumerate(machines)
+        ]
         time.sleep(0.5)  # the namespaces
         self.link = host_link.Link(self.processes)
         Path(folder, "link").touch()
@@ -100,13 +103,21 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts():
+def hosts(request):
     with tempfile.TemporaryDirectory() as folder:
-        one = Hosts(folder)
+        one = Hosts(folder, request.param)
         yield one
         one.close()
 
 
+@pytest.mark.parametrize("hosts", [(0, 0)], indirect=True)
+def test_two_containers_of_one_host(hosts):
+    """Processes of different PID namespaces cannot watch each other, and share no memory."""
+    assert hosts.do("make", LIMIT) == ["shared memory, gloo between nodes"] * WORLD
+    hosts.check_steps(0, 3, syncbn.SyncBatchNorm(host_cases.CHANNELS))
+
+
+@pytest.mark.parametrize("hosts", [(0, 1)], indirect=True)
 def test_two_hosts(hosts):
     """One after the other, because a start takes longer than most of it."""
     assert hosts.do("make", LIMIT) == ["shared memory, gloo between nodes"] * WORLD
