@@ -272,6 +272,13 @@ def build(folder: Path, name: str, source: str, *options: str) -> Path:
     return path
 
 
+def with_library(package: Files, content: bytes) -> Files:
+    """With another libsyncbn.so, for which the list of components holds."""
+    name = "syncbn/lib/libsyncbn.so"
+    mark = check_wheel.CUDART if check_wheel.CUDART in package[name] else b""
+    return package | {name: content + mark}
+
+
 def with_new_glibc(folder: Path) -> list[str]:
     script = folder / "versions"
     script.write_text("GLIBC_2.99 { global: later; };")
@@ -311,12 +318,12 @@ def test_what_a_library_may_not_need_is_refused(
 ) -> None:
     source = "int later(void); int now(void) { return later(); }"
     library = build(tmp_path, "libsyncbn.so", source, *options(tmp_path))
-    files = package | {"syncbn/lib/libsyncbn.so": library.read_bytes()}
+    files = with_library(package, library.read_bytes())
     assert check_wheel.check(pack(files, tmp_path)) == [told]
 
 
 def test_a_library_that_is_none_is_refused(package: Files, tmp_path: Path) -> None:
-    files = package | {"syncbn/lib/libsyncbn.so": b"libsyncbn.so.0.1"}  # a link, unpacked
+    files = with_library(package, b"libsyncbn.so.0.1")  # a link, unpacked
     problems = check_wheel.check(pack(files, tmp_path))
     assert problems == ["syncbn/lib/libsyncbn.so: not an ELF file"]
 
@@ -345,7 +352,7 @@ def test_a_maximum_can_be_asked_for(package: Files, tmp_path: Path) -> None:
     source = "int later(void); int now(void) { return later(); }"
     needed = with_new_glibc(tmp_path)
     library = build(tmp_path, "libsyncbn.so", source, *needed)
-    wheel = pack(package | {"syncbn/lib/libsyncbn.so": library.read_bytes()}, tmp_path)
+    wheel = pack(with_library(package, library.read_bytes()), tmp_path)
     refused = run("--at-most", "2_28", str(wheel))
     told = f"{wheel.name}: GLIBC_2.99: newer than manylinux_2_28 or not in its list"
     assert refused.returncode == 1 and told in refused.stderr.splitlines()

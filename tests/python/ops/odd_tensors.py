@@ -168,7 +168,7 @@ def calls(handle: int) -> dict:
 OTHERS = {
     *("shm_close", "shm_abandon", "shm_finish", "shm_error", "cpu_instruction_set"),
     *("force_cpu_instruction_set", "evaluate", "evaluation_input_gradient"),
-    *("shm_limit", "layer_identity"),
+    *("shm_limit", "shm_time", "shm_times", "layer_identity"),
     *("sum_over_group", "all_reduce_message"),
 }
 
