@@ -159,9 +159,7 @@ void finalize_gradients(const std::int64_t* merged, DType dtype, int ranks, cons
                         const std::int64_t* info, const ParameterGradients& p,
                         const Stream& stream) {
   check_ranks(ranks);
-  check_per_channel("weight", p.weight, p.channels, Device::kCuda);
-  check_per_channel("dweight", p.dweight, p.channels, Device::kCuda);
-  check_per_channel("dbias", p.dbias, p.channels, Device::kCuda);
+  check_pass(p);
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename ElementTraits<decltype(type)>::SameFormat;
     start("finalize_gradients", &gradients_kernel<T>,

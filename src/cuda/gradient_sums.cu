@@ -6,14 +6,7 @@ namespace syncbn::cuda {
 
 void local_gradients(const GradientSums& p, const std::int64_t* info, std::int64_t* message,
                      std::int64_t* workspace, const Stream& stream, std::int64_t* copy) {
-  check_samples("x", p.x);
-  check_device("x", p.x);
-  check_mask(p.mask, p.x);
-  check_like("dy", p.dy, p.x);
-  check_pullback(p.through, p.x);
-  if (!p.u.absent()) {
-    check_like("u", p.u, p.x);
-  }
+  check_pass(p);
   const SampleView samples(p.x, p.mask);
   const SampleView gradient(p.dy);
   const SampleView kept(p.u.absent() ? p.x : TensorView(p.u));
@@ -25,10 +18,7 @@ void local_gradients(const GradientSums& p, const std::int64_t* info, std::int64
   }
   a.pullback = pullback_arrays(p.through, p.mean, p.rstd, samples);
   a.copy = copy;
-  MessageHeader header;
-  header.direction = Direction::kBackward;
-  header.info = info;
-  if (prepare_sums(a, samples, header, message, workspace, stream)) {
+  if (prepare_sums(a, samples, gradients_header(info), message, workspace, stream)) {
     start_sums<true>(p.x.dtype, Plan({&samples, &gradient, &kept}, p.through.activation_mask), a,
                      stream);
   }

@@ -1,45 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "cuda/element_passes.cuh"
 #include "cuda/elements.cuh"
 #include "cuda/loading.hpp"
 
-// dx = c1*u + c2*(x - mean) + c3, u being dy come back through the activation; and weight * rstd *
-// u for constant statistics.
 namespace syncbn::cuda {
-
-template <class T, class AnyOrPlain>
-struct InputGradientPass {
-  using Options = AnyOrPlain;
-  static constexpr bool kHasPlain = true;
-  static constexpr bool kReadsOther = true;
-  static constexpr int kMostChannels = 4;
-  static bool is_plain(const ElementArguments& a) { return a.coefficients != nullptr; }
-  struct alignas(16) Channel {
-    ChannelPullback<T> pullback;
-    InputGradientOf<T> gradient;
-    Wide<T> scale = 0;
-    Channel() = default;
-    SYNCBN_DEVICE Channel(const ElementArguments& a, std::int64_t c) : pullback(a.pullback, c) {
-      const AffineArrays& affine = a.pullback.affine;
-      if (!Options::kPlain && a.coefficients == nullptr) {
-        scale = static_cast<Wide<T>>(affine.weight.get(c) * affine.rstd[c]);
-        return;
-      }
-      const double* k = a.coefficients + c;
-      gradient = InputGradientOf<T>(affine.mean[c], affine.rstd[c],
-                                    {k[0], k[a.channels], k[2 * a.channels]});
-    }
-  };
-  SYNCBN_DEVICE static T apply(const ElementArguments& a, const ActivationOf<T>& activation,
-                               const Channel& channel, unsigned bits, T x, T dy, bool&) {
-    if (!Options::kPlain && a.coefficients == nullptr) {
-      return rounded<T>(channel.scale * widened(dy));
-    }
-    if constexpr (Options::kPlain) {
-      return channel.gradient(channel.pullback.without_mask(activation, dy, x), x);
-    }
-    return channel.gradient(channel.pullback(a.pullback, activation, bits, dy, x), x);
-  }
-};
 
 static void start_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
                            const char* out_name, const MutableTensorView& out, ElementArguments& a,
@@ -65,15 +29,7 @@ static void start_gradient(const TensorView& dy, const TensorView& x, const Mask
 void load_input_gradient(DType dtype) { load_elements<InputGradientPass>(dtype); }
 
 void input_gradient(const InputGradient& p, const Stream& stream) {
-  check_samples("x", p.x);
-  check_device("x", p.x);
-  check_mask(p.mask, p.x);
-  check_like("dy", p.dy, p.x);
-  check_pullback(p.through, p.x);
-  check_like("dx", p.dx, p.x);
-  if (p.coefficients == nullptr) {
-    throw InvalidArgument("coefficients: got null, expected 3 * C numbers");
-  }
+  check_pass(p);
   ElementArguments a;
   a.pullback = pullback_arrays(p.through, p.mean, p.rstd, SampleView(p.x));
   a.coefficients = p.coefficients;

@@ -70,6 +70,46 @@ inline void check_pullback(const ActivationGradient& through, const TensorView& 
   check_per_channel("bias", through.bias, x.sizes[1], x.device);
 }
 
+// What is to be said about a pass's arguments.
+
+inline void check_input(const TensorView& x, const MaskView& mask) {
+  check_samples("x", x);
+  check_device("x", x);
+  check_mask(mask, x);
+}
+inline void check_pass(const Normalization& p) {
+  check_input(p.x, p.mask);
+  check_like("y", p.y, p.x);
+  check_per_channel("weight", p.weight, p.x.sizes[1], p.x.device);
+  check_per_channel("bias", p.bias, p.x.sizes[1], p.x.device);
+  if (!p.residual.absent()) {
+    check_like("residual", p.residual, p.x);
+  }
+  check_activation(p.activation);
+}
+inline void check_pass(const GradientSums& p) {
+  check_input(p.x, p.mask);
+  check_like("dy", p.dy, p.x);
+  check_pullback(p.through, p.x);
+  if (!p.u.absent()) {
+    check_like("u", p.u, p.x);
+  }
+}
+inline void check_pass(const InputGradient& p) {
+  check_input(p.x, p.mask);
+  check_like("dy", p.dy, p.x);
+  check_pullback(p.through, p.x);
+  check_like("dx", p.dx, p.x);
+  if (p.coefficients == nullptr) {
+    throw InvalidArgument("coefficients: got null, expected 3 * C numbers");
+  }
+}
+inline void check_pass(const ParameterGradients& p) {
+  check_per_channel("weight", p.weight, p.channels, Device::kCuda);
+  check_per_channel("dweight", p.dweight, p.channels, Device::kCuda);
+  check_per_channel("dbias", p.dbias, p.channels, Device::kCuda);
+}
+
 /// The layout that fits all views (as the mask does, if there is one: else runs of bits and of
 /// memory would differ), and whether 16-byte accesses do.
 struct Plan {

@@ -6,21 +6,13 @@ namespace syncbn::cuda {
 
 void local_moments(const TensorView& x, const MaskView& mask, const ForwardCall& call,
                    std::int64_t* message, std::int64_t* workspace, const Stream& stream) {
-  check_samples("x", x);
-  check_device("x", x);
-  check_mask(mask, x);
+  check_input(x, mask);
   check_eps(call.eps);
   const SampleView samples(x, mask);
   SumsArguments a;
   a.u = operand("x", samples);
   a.v = a.u;
-  MessageHeader header;
-  header.direction = Direction::kForward;
-  header.layer = call.layer;
-  header.call = call.call;
-  header.eps = call.eps;
-  header.backward = call.backward;
-  if (prepare_sums(a, samples, header, message, workspace, stream)) {
+  if (prepare_sums(a, samples, moments_header(call), message, workspace, stream)) {
     start_sums<false>(x.dtype, Plan({&samples}, nullptr), a, stream);
   }
 }
@@ -28,7 +20,7 @@ void local_moments(const TensorView& x, const MaskView& mask, const ForwardCall&
 void load_moments(DType dtype) { load_sums<false>(dtype); }
 
 std::int64_t workspace_words(DType dtype, std::int64_t channels) {
-  return channels * (format_of(dtype).slots() + 3);
+  return channels * (format_of(dtype).slots() + 3) + kMeetingWords;
 }
 
 }  // namespace syncbn::cuda

@@ -1,47 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "cuda/element_passes.cuh"
 #include "cuda/elements.cuh"
 #include "cuda/loading.hpp"
 
-// y = activation((x - mean) * rstd * weight + bias + residual), and the mask of the activation.
 namespace syncbn::cuda {
-
-template <class T, class AnyOrPlain>
-struct NormalizePass {
-  using Options = AnyOrPlain;
-  static constexpr bool kHasPlain = true;
-  static constexpr bool kReadsOther = false;  // of plain options
-  static constexpr int kMostChannels = Options::kPlain ? 8 : 4;
-  static bool is_plain(const ElementArguments& a) { return a.other.data == nullptr; }
-  struct alignas(16) Channel {
-    Affine<T> affine;
-    Channel() = default;
-    SYNCBN_DEVICE Channel(const ElementArguments& a, std::int64_t c)
-        : affine(a.pullback.affine.channel<T>(c)) {}
-  };
-  SYNCBN_DEVICE static T apply(const ElementArguments& a, const ActivationOf<T>& activation,
-                               const Channel& channel, unsigned, T x, T residual, bool& passes) {
-    Wide<T> v = channel.affine(x);
-    if (!Options::kPlain && a.other.data != nullptr) {
-      v += widened(residual);
-    }
-    passes = activation.passes(v);
-    return rounded<T>(activation.value(v));
-  }
-};
 
 void load_normalize(DType dtype) { load_elements<NormalizePass>(dtype); }
 
 void normalize(const Normalization& p, const Stream& stream) {
-  check_samples("x", p.x);
-  check_device("x", p.x);
-  check_mask(p.mask, p.x);
-  check_like("y", p.y, p.x);
-  check_per_channel("weight", p.weight, p.x.sizes[1], p.x.device);
-  check_per_channel("bias", p.bias, p.x.sizes[1], p.x.device);
-  if (!p.residual.absent()) {
-    check_like("residual", p.residual, p.x);
-  }
-  check_activation(p.activation);
+  check_pass(p);
   const SampleView from(p.x, p.mask);
   if (from.empty() || from.channels == 0) {
     return;

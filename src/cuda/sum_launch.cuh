@@ -166,6 +166,23 @@ void load_sums(DType dtype) {
   });
 }
 
+inline MessageHeader moments_header(const ForwardCall& call) {
+  MessageHeader header;
+  header.direction = Direction::kForward;
+  header.layer = call.layer;
+  header.call = call.call;
+  header.eps = call.eps;
+  header.backward = call.backward;
+  return header;
+}
+/// info: the forward's.
+inline MessageHeader gradients_header(const std::int64_t* info) {
+  MessageHeader header;
+  header.direction = Direction::kBackward;
+  header.info = info;
+  return header;
+}
+
 /// Everything but the layout; true if there is something to add up, else the message is enqueued.
 inline bool prepare_sums(SumsArguments& a, const SampleView& x, MessageHeader header,
                          std::int64_t* message, std::int64_t* workspace, const Stream& stream) {

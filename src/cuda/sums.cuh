@@ -107,12 +107,31 @@ SYNCBN_DEVICE LaneType lane_of(const LaneType& lane, unsigned thread) {
   return out;
 }
 
+/// What a kernel does besides adding up: nothing. (fused.cuh has others.)
+struct SumsAlone {
+  /// Of each vector of u and v that was added, in the order in which this thread took them.
+  template <class Vector>
+  SYNCBN_DEVICE void keep(const Vector&, const Vector&) {}
+  /// The message has the words of these channels. By all threads that packed them.
+  SYNCBN_DEVICE void packed(std::int64_t, unsigned) {}
+};
+
+/// The units of one channel (or block of channels) that are taken together.
+struct SumsJob {
+  std::int64_t channel;  ///< the quotient: number of the channel or block
+  std::int64_t begin;
+  std::int64_t end;
+  SYNCBN_DEVICE SumsJob(const SumsArguments& a, std::int64_t job)
+      : channel(a.jobs_per_channel.quotient(job)),
+        begin(a.jobs_per_channel.remainder(job) * a.units_per_job),
+        end(begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units) {}
+};
+
 /// Contiguous planes, or any strides (kStrided). A warp takes kGroups segments of a channel at a
 /// time, each on neighbouring threads. Units are the first segments of all samples, then the
 /// second ones: its loop is as long as the longest segment. Shared memory: kWords words per warp.
-template <class T, int kVector, bool kGradient, bool kStrided, class Options = AnyOptions>
-SYNCBN_KERNEL(kPlaneSumThreads)
-sum_planes(const SumsArguments a) {
+template <class T, int kVector, bool kGradient, bool kStrided, class Options, class Also>
+SYNCBN_DEVICE void add_planes(const SumsArguments& a, Also& also) {
   static_assert(!kStrided || kVector == 1);
   using Scratch = ChannelScratch<T>;
   constexpr unsigned kThreads = kLanes / kVector;  // of a segment
@@ -124,23 +143,22 @@ sum_planes(const SumsArguments a) {
   const auto activation = activation_of<T, Options>(a.pullback.activation);
   for (std::int64_t job = std::int64_t{device::block_index()} * warps + warp; job < a.jobs;
        job += std::int64_t{device::grid_size()} * warps) {
-    const std::int64_t c = a.jobs_per_channel.quotient(job);
-    const std::int64_t begin = a.jobs_per_channel.remainder(job) * a.units_per_job;
-    const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
+    const SumsJob my(a, job);
+    const std::int64_t c = my.channel;
     const Scratch scratch(a.workspace, c);
     PartialSum<T> partial(static_cast<int>(member), scratch);
     if (!Options::kPlain && a.counts != nullptr && c == 0) {
-      count_elements<T>(a, begin, end, lane, device::kWarp);
+      count_elements<T>(a, my.begin, my.end, lane, device::kWarp);
     }
     ChannelPullback<T> pullback;
     if constexpr (kGradient) {
       pullback = ChannelPullback<T>(a.pullback, c);
     }
-    for (std::int64_t first = begin; first < end; first += kGroups) {
+    for (std::int64_t first = my.begin; first < my.end; first += kGroups) {
       const std::int64_t unit = first + lane / kThreads;
       Lane<T> sums[kVector];
       Lane<T> products[kVector];
-      if (unit < end) {
+      if (unit < my.end) {
         const std::int64_t n = a.samples.remainder(unit);
         const std::int64_t e = a.samples.quotient(unit) * kSegment;
         const std::int64_t rest = a.plane - e;
@@ -166,6 +184,7 @@ sum_planes(const SumsArguments a) {
             sums[k].add(us.at[k]);
             products[k].add_product(us.at[k], vs.at[k]);
           }
+          also.keep(us, vs);
         }
       }
       fold_threads<kVector>(sums);
@@ -184,8 +203,16 @@ sum_planes(const SumsArguments a) {
     if (device::shuffle_index(done, 0) == a.jobs_per_channel.value()) {
       pack_channels<T>(a, c, 1, device::shared<std::int64_t>() + warp * Scratch::kWords, lane,
                        device::kWarp, [] { device::warp_barrier(); });
+      also.packed(c, 1);
     }
   }
+}
+
+template <class T, int kVector, bool kGradient, bool kStrided, class Options = AnyOptions>
+SYNCBN_KERNEL(kPlaneSumThreads)
+sum_planes(const SumsArguments a) {
+  SumsAlone nothing;
+  add_planes<T, kVector, kGradient, kStrided, Options>(a, nothing);
 }
 
 /// Threads of a block that takes rows: kLanes times the columns, which read a line of 128 bytes (or
@@ -196,9 +223,8 @@ inline constexpr unsigned kRowColumns = kVector == 1 ? 32 : 8;
 /// Neighbouring channels lie side by side (channels-last). A thread takes kVector channels and one
 /// lane of a segment, which is 512 rows; lanes are folded through shared memory. (With 128
 /// registers the gradients of float32 spill on sm_80.)
-template <class T, int kVector, bool kGradient, class Options = AnyOptions>
-SYNCBN_KERNEL_OF(kLanes* kRowColumns<kVector>, kVector == 1 ? 1 : 3)
-sum_rows(const SumsArguments a) {
+template <class T, int kVector, bool kGradient, class Options, class Also>
+SYNCBN_DEVICE void add_rows(const SumsArguments& a, Also& also) {
   constexpr int kColumns = kRowColumns<kVector>;
   constexpr int kWidth = kColumns * kVector;  // channels of a block
   static_assert(kWidth * kPartials<T> <= kLanes * kColumns);
@@ -207,11 +233,10 @@ sum_rows(const SumsArguments a) {
   auto* const staged = device::shared<Lane<T>>();  // [lane][channel]
   const auto activation = activation_of<T, Options>(a.pullback.activation);
   for (std::int64_t job = device::block_index(); job < a.jobs; job += device::grid_size()) {
-    const std::int64_t c0 = a.jobs_per_channel.quotient(job) * kWidth;
-    const std::int64_t begin = a.jobs_per_channel.remainder(job) * a.units_per_job;
-    const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
+    const SumsJob my(a, job);
+    const std::int64_t c0 = my.channel * kWidth;
     if (!Options::kPlain && a.counts != nullptr && c0 == 0) {
-      count_elements<T>(a, begin, end, device::thread_index(), device::block_size());
+      count_elements<T>(a, my.begin, my.end, device::thread_index(), device::block_size());
     }
     const std::int64_t c = c0 + column * kVector;
     const bool inside = c < a.channels;
@@ -228,7 +253,7 @@ sum_rows(const SumsArguments a) {
     const bool adds = which < kPartials<T> && c0 + mine < a.channels;
     const ChannelScratch<T> scratch(a.workspace, adds ? c0 + mine : c0);
     PartialSum<T> partial(which, scratch);
-    for (std::int64_t unit = begin; unit < end; ++unit) {
+    for (std::int64_t unit = my.begin; unit < my.end; ++unit) {
       const std::int64_t n = a.segments.quotient(unit);
       const std::int64_t e = a.segments.remainder(unit) * kSegment;
       const std::int64_t rest = a.plane - e;
@@ -253,6 +278,7 @@ sum_rows(const SumsArguments a) {
             sums[k].add(us.at[k]);
             products[k].add_product(us.at[k], vs.at[k]);
           }
+          also.keep(us, vs);
           u += kLanes * a.u.element_stride;
           v += kLanes * a.v.element_stride;
         }
@@ -281,8 +307,17 @@ sum_rows(const SumsArguments a) {
     if (adds) {
       partial.finish(scratch);
     }
-    finish_channels<T, kWidth, true>(a, c0);
+    if (const unsigned packed = finish_channels<T, kWidth, true>(a, c0); packed > 0) {
+      also.packed(c0, packed);
+    }
   }
+}
+
+template <class T, int kVector, bool kGradient, class Options = AnyOptions>
+SYNCBN_KERNEL_OF(kLanes* kRowColumns<kVector>, kVector == 1 ? 1 : 3)
+sum_rows(const SumsArguments a) {
+  SumsAlone nothing;
+  add_rows<T, kVector, kGradient, Options>(a, nothing);
 }
 
 /// Planes of one element (2-D input): every element is a partial. A thread takes one channel of
@@ -296,12 +331,11 @@ sum_columns(const SumsArguments a) {
   const std::int64_t row = device::thread_index() / kWidth;
   const ActivationOf<T> activation(a.pullback.activation);
   for (std::int64_t job = device::block_index(); job < a.jobs; job += device::grid_size()) {
-    const std::int64_t c0 = a.jobs_per_channel.quotient(job) * kWidth;
+    const SumsJob my(a, job);
+    const std::int64_t c0 = my.channel * kWidth;
     const std::int64_t c = c0 + column;
-    const std::int64_t begin = a.jobs_per_channel.remainder(job) * a.units_per_job;
-    const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
     if (a.counts != nullptr && c0 == 0) {
-      count_elements<T>(a, begin, end, device::thread_index(), device::block_size());
+      count_elements<T>(a, my.begin, my.end, device::thread_index(), device::block_size());
     }
     if (c < a.channels) {
       const ChannelScratch<T> scratch(a.workspace, c);
@@ -321,7 +355,7 @@ sum_columns(const SumsArguments a) {
         }
       };
       RowSums<T> exact;
-      for (std::int64_t n = begin + row; n < end; n += kRows * RowSums<T>::kAtOnce) {
+      for (std::int64_t n = my.begin + row; n < my.end; n += kRows * RowSums<T>::kAtOnce) {
         T us[RowSums<T>::kAtOnce];
         T vs[RowSums<T>::kAtOnce];
         SYNCBN_UNROLL(4)
@@ -329,7 +363,7 @@ sum_columns(const SumsArguments a) {
           const std::int64_t at = n + i * kRows;
           device::Vector<T, 1> u{};
           device::Vector<T, 1> v{};
-          if (at < end) {
+          if (at < my.end) {
             T* const kept = a.kept.data == nullptr ? nullptr : a.kept.at<T>(at, c);
             load_pair<T, 1, kGradient, AnyOptions>(
                 a, activation, &pullback, true, kGradient ? a.pullback.mask.bit(at, c, 0) : 0, at,

@@ -136,8 +136,9 @@ bool supply(Device& device) {
     device.next_block = 0;
     device.begun = true;
   }
+  const bool together = machine->memory.has_value() || kernel.together;
   while (device.next_block < device.order.size() &&
-         (machine->memory.has_value() || device.resident.size() < settings().resident)) {
+         (together || device.resident.size() < settings().resident)) {
     device.resident.push_back(start_block(device, device.order[device.next_block++]));
   }
   return true;

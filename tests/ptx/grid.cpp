@@ -70,7 +70,8 @@ class Device {
       }
       begin(launches_.front());
     }
-    while (next_ < order_.size() && (!machine_.alone || resident_.size() < options_.resident)) {
+    const bool together = !machine_.alone || grid_->launch->together;
+    while (next_ < order_.size() && (together || resident_.size() < options_.resident)) {
       resident_.push_back(start_block(*grid_, order_[next_++]));
     }
     return true;
@@ -83,20 +84,13 @@ class Device {
 
  private:
   void begin(const Launch& launch) {
-    const Program& program = *launch.program;
-    if (launch.blocks == 0 || launch.threads == 0 || launch.threads > 1024 ||
-        program.shared_bytes + launch.shared_bytes > (48 << 10)) {
-      throw KernelError("a launch of " + std::to_string(launch.blocks) + " blocks of " +
-                        std::to_string(launch.threads) + " threads with " +
-                        std::to_string(launch.shared_bytes) + " bytes of shared memory");
-    }
     grid_.emplace(Grid{.launch = &launch,
                        .options = options_,
                        .machine = machine_,
                        .device = number_,
                        .execution = {},
                        .known = known_});
-    grid_->execution.counts.resize(options_.counts ? program.blocks.size() : 0);
+    grid_->execution.counts.resize(options_.counts ? launch.program->blocks.size() : 0);
     const unsigned last = options_.last_blocks;
     const unsigned skipped = last == 0 || last > launch.blocks ? 0 : launch.blocks - last;
     order_.resize(launch.blocks - skipped);
