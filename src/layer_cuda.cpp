@@ -96,6 +96,7 @@ void forward(LayerState& layer, const LayerCall& call, const BatchNorm::Forward&
   const bool welford = options.statistics == Statistics::kWelford;
   Communicator& communicator = *layer.on_cuda;
   const int ranks = communicator.size();
+  const bool alone = ranks == 1 && !welford;
   const Stream stream{execution.stream};
   const std::int64_t channels = options.channels;
   Workspace w;
@@ -111,12 +112,20 @@ void forward(LayerState& layer, const LayerCall& call, const BatchNorm::Forward&
     const ForwardCall header{
         layer_identity(layer.number, options.activation, options.statistics, !f.residual.absent()),
         running.call, options.eps};
-    if (welford) {
+    if (alone) {
+      forward_of_one_rank({f.x, f.mask, f.weight, f.bias, f.residual, f.y, saved.activation_mask,
+                           saved.mean, saved.var, saved.rstd, options.eps, options.activation},
+                          header, saved.info, running, options.momentum, w.message.data(), w.sums,
+                          stream);
+    } else if (welford) {
       local_welford(f.x, f.mask, header, w.record.data(), stream);
     } else {
       local_moments(f.x, f.mask, header, w.message.data(), w.sums, stream);
     }
   });
+  if (alone) {
+    return;
+  }
   if (welford) {
     communicator.all_gather(std::as_bytes(w.record), std::as_writable_bytes(w.records), stream);
     merge_welford(w.records.data(), f.x.dtype, ranks, saved.mean, saved.var, saved.rstd, saved.info,
@@ -136,6 +145,7 @@ void forward(LayerState& layer, const LayerCall& call, const BatchNorm::Forward&
 void backward(LayerState& layer, const LayerCall& call, const BatchNorm::Backward& b,
               const SavedState& saved, const Execution& execution) {
   Communicator& communicator = *layer.on_cuda;
+  const bool alone = communicator.size() == 1;
   const Stream stream{execution.stream};
   const ActivationGradient through{layer.options.activation, b.weight, b.bias,
                                    saved.activation_mask};
@@ -145,9 +155,18 @@ void backward(LayerState& layer, const LayerCall& call, const BatchNorm::Backwar
     check_on_cuda(b.x);
     check_saved(saved, layer, b.x);
     w = Workspace(layer, b.x, stream.handle);
+    if (alone) {
+      backward_of_one_rank({b.dy, b.x, b.mask, saved.mean, saved.rstd, through, b.weight,
+                            b.dresidual, b.dx, b.dweight, b.dbias},
+                           saved.info, w.coefficients, w.message.data(), w.sums, stream);
+      return;
+    }
     local_gradients({b.dy, b.x, b.mask, saved.mean, saved.rstd, through, b.dresidual}, saved.info,
                     w.message.data(), w.sums, stream);
   });
+  if (alone) {
+    return;
+  }
   communicator.all_reduce_sum(w.message, w.merged, stream);
   finalize_gradients(
       w.merged.data(), b.x.dtype, communicator.size(),

@@ -123,8 +123,8 @@ SYNCBN_API void evaluation_input_gradient(const TensorView& u, const MaskView& m
 /// statistics as finalize_moments has them. Where masks, residuals, other activations than ReLU,
 /// cumulative averages and float64 have no part, planes or channels are whole accesses of 16 bytes,
 /// and x fits the shared memory of all multiprocessors, it is one kernel that reads x once; else it
-/// is local_moments, finalize_moments and normalize. call.eps counts, pass.eps does not. message and
-/// workspace: as in local_moments.
+/// is local_moments, finalize_moments and normalize. call.eps counts, pass.eps does not. message
+/// and workspace: as in local_moments.
 SYNCBN_API void forward_of_one_rank(const ForwardPass& pass, const ForwardCall& call,
                                     std::int64_t* info, const RunningStatistics& running,
                                     std::optional<double> momentum, std::int64_t* message,

@@ -5,8 +5,7 @@
 #include <cstddef>
 #include <optional>
 
-#include "cuda/loading.hpp"
-#include "cuda/sum_launch.cuh"
+#include "cuda/sum_arguments.cuh"
 
 // A direction of one rank: one kernel where the step is plain and its tensors fit the shared memory
 // of all multiprocessors, else three.
@@ -18,8 +17,8 @@ namespace {
 std::int64_t deal_out(SumsArguments& a, std::int64_t channel_blocks, std::int64_t at_once,
                       std::int64_t takers) {
   // No more jobs than takers: one with two jobs would make the tile of all twice as large.
-  deal(a, channel_blocks, at_once, std::max(takers / channel_blocks, std::int64_t{1}) *
-                                       channel_blocks);
+  deal(a, channel_blocks, at_once,
+       std::max(takers / channel_blocks, std::int64_t{1}) * channel_blocks);
   return divide_up(a.jobs, takers) * a.units_per_job / at_once;
 }
 
@@ -54,8 +53,8 @@ bool start_together(Kernel kernel, const Shape& shape, OneRankArguments& a, cons
       continue;
     }
     a.tile_at = static_cast<unsigned>(shape.bytes_before_tile);
-    const device::Failure failure = device::launch<true>(
-        kernel, static_cast<unsigned>(grid), shape.threads, bytes, stream.handle, a);
+    const device::Failure failure = device::launch<true>(kernel, static_cast<unsigned>(grid),
+                                                         shape.threads, bytes, stream.handle, a);
     if (failure.too_many_blocks) {
       return false;
     }
@@ -85,15 +84,15 @@ bool start_pass(const Plan& plan, OneRankArguments& a, const Stream& stream) {
   constexpr unsigned kWidth = kRowColumns<kVector> * kVector;
   constexpr unsigned kThreads = kLanes * kRowColumns<kVector>;
   constexpr std::size_t kFold = kLanes * kWidth * sizeof(Lane<T>);
-  return start_together(&one_rank_rows<Pass, T, kGradient, kVector>,
-                        {.threads = kThreads,
-                         .takers = 1,
-                         .channel_blocks = divide_up(a.sums.channels, std::int64_t{kWidth}),
-                         .at_once = 1,
-                         .bytes_of_vectors = kThreads * kVector * sizeof(T) * kInputs,
-                         .bytes_before_tile =
-                             std::max(kFold, std::min(kWidth, kPackedAtOnce<T>) * kWordBytes)},
-                        a, stream);
+  return start_together(
+      &one_rank_rows<Pass, T, kGradient, kVector>,
+      {.threads = kThreads,
+       .takers = 1,
+       .channel_blocks = divide_up(a.sums.channels, std::int64_t{kWidth}),
+       .at_once = 1,
+       .bytes_of_vectors = kThreads * kVector * sizeof(T) * kInputs,
+       .bytes_before_tile = std::max(kFold, std::min(kWidth, kPackedAtOnce<T>) * kWordBytes)},
+      a, stream);
 }
 
 template <bool kGradient, template <class, class> class Pass>
@@ -136,11 +135,9 @@ void set_up(OneRankArguments& a, const SampleView& x, const SampleView& out, con
 bool in_one_kernel(const ForwardPass& p, const ForwardCall& call, std::int64_t* info,
                    const RunningStatistics& running, std::optional<double> momentum,
                    std::int64_t* message, std::int64_t* workspace, const Stream& stream) {
-  const bool cumulative =
-      !momentum.has_value() && !(running.mean.absent() && running.var.absent());
+  const bool cumulative = !momentum.has_value() && !(running.mean.absent() && running.var.absent());
   const SampleView x(p.x, p.mask);
-  if (cumulative || x.empty() || x.channels == 0 || x.mask != nullptr || !p.residual.absent() ||
-      p.activation_mask != nullptr) {
+  if (cumulative || x.mask != nullptr || !p.residual.absent() || p.activation_mask != nullptr) {
     return false;
   }
   const SampleView y(p.y);
@@ -158,15 +155,14 @@ bool in_one_kernel(const ForwardPass& p, const ForwardCall& call, std::int64_t* 
   a.eps = call.eps;
   a.running = running_arrays(running);
   a.momentum = momentum.value_or(0.0);
-  return prepare_sums(a.sums, x, moments_header(call), message, workspace, stream) &&
+  return fill_sums(a.sums, x, moments_header(call), message, workspace) &&
          start_one_rank<false, NormalizePass>(p.x.dtype, Plan({&x, &y}, nullptr), a, stream);
 }
 
 bool in_one_kernel(const BackwardPass& p, const std::int64_t* info, double* coefficients,
                    std::int64_t* message, std::int64_t* workspace, const Stream& stream) {
   const SampleView x(p.x, p.mask);
-  if (x.empty() || x.channels == 0 || x.mask != nullptr || !p.u.absent() ||
-      p.through.activation_mask != nullptr) {
+  if (x.mask != nullptr || !p.u.absent() || p.through.activation_mask != nullptr) {
     return false;
   }
   const SampleView dy(p.dy);
@@ -183,7 +179,7 @@ bool in_one_kernel(const BackwardPass& p, const std::int64_t* info, double* coef
   a.coefficients = coefficients;
   a.dweight = channel_array(p.dweight, 0.0);
   a.dbias = channel_array(p.dbias, 0.0);
-  return prepare_sums(a.sums, x, gradients_header(info), message, workspace, stream) &&
+  return fill_sums(a.sums, x, gradients_header(info), message, workspace) &&
          start_one_rank<true, InputGradientPass>(p.x.dtype, Plan({&x, &dy, &dx}, nullptr), a,
                                                  stream);
 }
@@ -205,8 +201,9 @@ void load_one_rank(DType dtype) {
 void forward_of_one_rank(const ForwardPass& p, const ForwardCall& call, std::int64_t* info,
                          const RunningStatistics& running, std::optional<double> momentum,
                          std::int64_t* message, std::int64_t* workspace, const Stream& stream) {
-  const Normalization normalization{p.x,    p.mask,     p.mean, p.rstd,            p.weight,
-                                    p.bias, p.residual, p.y,    p.activation_mask, p.activation};
+  const Normalization normalization{
+      p.x,         p.mask, p.mean, p.rstd, p.weight, p.bias, p.residual, p.y, p.activation_mask,
+      p.activation};
   check_eps(call.eps);
   check_pass(normalization);
   check_update(running, p.x.sizes[1], momentum);
@@ -214,8 +211,8 @@ void forward_of_one_rank(const ForwardPass& p, const ForwardCall& call, std::int
     return;
   }
   local_moments(p.x, p.mask, call, message, workspace, stream);
-  finalize_moments(message, p.x.dtype, 1, p.mean, p.var, p.rstd, info, p.x.sizes[1], call.eps, running,
-                   momentum, stream);
+  finalize_moments(message, p.x.dtype, 1, p.mean, p.var, p.rstd, info, p.x.sizes[1], call.eps,
+                   running, momentum, stream);
   normalize(normalization, stream);
 }
 
@@ -224,15 +221,10 @@ void backward_of_one_rank(const BackwardPass& p, const std::int64_t* info, doubl
   // With a gradient of the residual, what came back through the activation is there already.
   const bool kept = !p.u.absent();
   const GradientSums sums{p.dy, p.x, p.mask, p.mean, p.rstd, p.through, p.u};
-  const InputGradient gradient{kept ? TensorView(p.u) : p.dy,
-                               p.x,
-                               p.mask,
-                               p.mean,
-                               p.rstd,
-                               coefficients,
-                               kept ? ActivationGradient() : p.through,
-                               p.dx};
-  const ParameterGradients parameters{p.mean,    p.rstd,  p.weight,       coefficients,
+  const InputGradient gradient{
+      kept ? TensorView(p.u) : p.dy,           p.x, p.mask, p.mean, p.rstd, coefficients,
+      kept ? ActivationGradient() : p.through, p.dx};
+  const ParameterGradients parameters{p.mean,    p.rstd,  p.weight,    coefficients,
                                       p.dweight, p.dbias, p.x.sizes[1]};
   check_pass(sums);
   check_pass(gradient);

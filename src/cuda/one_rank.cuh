@@ -13,8 +13,8 @@
 
 // A whole direction of a plain step of one rank, in one kernel whose blocks all run at once: each
 // adds up its share of the tensor and keeps it in shared memory, the last one done with a channel
-// finalizes it, all wait for each other, and each writes what becomes of its share. So memory is read
-// once.
+// finalizes it, all wait for each other, and each writes what becomes of its share. So memory is
+// read once.
 namespace syncbn::cuda {
 
 struct OneRankArguments {
@@ -46,7 +46,7 @@ SYNCBN_DEVICE void meet_grid(std::int64_t* meeting) {
     device::atomic_hand_over(meeting, 1);
     while (device::load_acquire(meeting) < blocks) {
     }
-    if (device::atomic_add(meeting + 1, 1) + 1 == blocks) {  // nobody looks at them any more
+    if (device::atomic_hand_over(meeting + 1, 1) + 1 == blocks) {  // all have seen the others
       meeting[0] = 0;
       meeting[1] = 0;
     }
@@ -104,7 +104,8 @@ struct OneRank {
     tile.keep(u, v);
   }
   SYNCBN_DEVICE void packed(std::int64_t c0, unsigned channels) {
-    kPackers == device::kWarp ? device::warp_barrier() : device::block_barrier();  // words are there
+    kPackers == device::kWarp ? device::warp_barrier()
+                              : device::block_barrier();  // words are there
     constexpr unsigned kAtOnce = kPackers / kDigitThreads;
     const unsigned thread = device::thread_index() % kPackers;
     for (unsigned first = 0; first < channels; first += kAtOnce) {
@@ -165,8 +166,8 @@ SYNCBN_DEVICE void write_next(const ElementArguments& a, const ActivationOf<T>& 
   SYNCBN_UNROLL(8)
   for (int k = 0; k < kVector; ++k) {
     bool passes = false;
-    us.at[k] = Pass::apply(a, activation, channels[one_channel ? 0 : k], 0, vs.at[k], us.at[k],
-                           passes);
+    us.at[k] =
+        Pass::apply(a, activation, channels[one_channel ? 0 : k], 0, vs.at[k], us.at[k], passes);
   }
   device::store_vector(out, us);
 }

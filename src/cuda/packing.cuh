@@ -86,11 +86,11 @@ template <class T>
 inline constexpr std::size_t kPackingBytes =
     kPackedAtOnce<T> * ChannelScratch<T>::kWords * sizeof(std::int64_t);
 
-/// Every thread of the block: who is last to be done with the block's channels packs them; returns
-/// how many. Shared memory: kPackingBytes. kShares: what comes after writes to that memory without a
-/// barrier.
-template <class T, unsigned kWidth, bool kShares>
-SYNCBN_DEVICE unsigned finish_channels(const SumsArguments& a, std::int64_t c0) {
+/// Every thread of the block: who is last to be done with the block's channels packs them, and then
+/// calls packed(first channel, channels). Shared memory: kPackingBytes. kShares: what comes after
+/// writes to that memory without a barrier.
+template <class T, unsigned kWidth, bool kShares, class Packed>
+SYNCBN_DEVICE void finish_channels(const SumsArguments& a, std::int64_t c0, const Packed& packed) {
   using Scratch = ChannelScratch<T>;
   auto* const staged = device::shared<std::int64_t>();
   device::block_barrier();  // the whole block's additions are done
@@ -100,20 +100,24 @@ SYNCBN_DEVICE unsigned finish_channels(const SumsArguments& a, std::int64_t c0) 
   device::block_barrier();  // the count is there
   const bool last = staged[0] == a.jobs_per_channel.value();
   device::block_barrier();  // and read
-  if (!last) {
-    return 0;
-  }
-  const std::int64_t left = a.channels - c0;
-  const unsigned count = left < kWidth ? static_cast<unsigned>(left) : kWidth;
-  for (unsigned i = 0; i < count; i += kPackedAtOnce<T>) {
-    const unsigned rest = count - i;
-    pack_channels<T>(a, c0 + i, rest < kPackedAtOnce<T> ? rest : kPackedAtOnce<T>, staged,
-                     device::thread_index(), device::block_size(), [] { device::block_barrier(); });
-    if constexpr (kShares || kWidth > kPackedAtOnce<T>) {
-      device::block_barrier();  // the staging area is free again
+  if (last) {
+    const std::int64_t left = a.channels - c0;
+    const unsigned count = left < kWidth ? static_cast<unsigned>(left) : kWidth;
+    for (unsigned i = 0; i < count; i += kPackedAtOnce<T>) {
+      const unsigned rest = count - i;
+      pack_channels<T>(a, c0 + i, rest < kPackedAtOnce<T> ? rest : kPackedAtOnce<T>, staged,
+                       device::thread_index(), device::block_size(),
+                       [] { device::block_barrier(); });
+      if constexpr (kShares || kWidth > kPackedAtOnce<T>) {
+        device::block_barrier();  // the staging area is free again
+      }
     }
+    packed(c0, count);
   }
-  return count;
+}
+template <class T, unsigned kWidth, bool kShares>
+SYNCBN_DEVICE void finish_channels(const SumsArguments& a, std::int64_t c0) {
+  finish_channels<T, kWidth, kShares>(a, c0, [](std::int64_t, unsigned) {});
 }
 
 }  // namespace syncbn::cuda

@@ -6,8 +6,8 @@
 #include <type_traits>
 
 #include "cuda/launch.cuh"
-#include "cuda/loading.hpp"
 #include "cuda/short_sums.cuh"
+#include "cuda/sum_arguments.cuh"
 #include "cuda/sums.cuh"
 
 // Which of the sums' kernels runs, and on how many threads.
@@ -33,16 +33,6 @@ static SYNCBN_KERNEL(kSumThreads)
   }
 }
 
-/// Cuts the units of a channel into jobs, about `wanted` in all, each a multiple of `at_once`.
-inline void deal(SumsArguments& a, std::int64_t channel_blocks, std::int64_t at_once,
-                 std::int64_t wanted) {
-  const std::int64_t rounds = divide_up(a.units, at_once);
-  const std::int64_t jobs = std::clamp<std::int64_t>(divide_up(wanted, channel_blocks), 1, rounds);
-  a.units_per_job = divide_up(rounds, jobs) * at_once;
-  a.jobs_per_channel = Divisor(divide_up(a.units, a.units_per_job));
-  a.jobs = a.jobs_per_channel.value() * channel_blocks;
-}
-
 template <class T, bool kGradient, int kVector, bool kStrided, class Options = AnyOptions>
 void start_planes(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWarps = kPlaneSumThreads / device::kWarp;
@@ -62,10 +52,6 @@ void start_rows(SumsArguments& a, const Stream& stream) {
   start("the sums of rows", &sum_rows<T, kVector, kGradient, Options>, grid_for(a.jobs, 1, stream),
         kThreads, std::max(kFold, kPackingBytes<T>), stream, a);
 }
-
-/// Channels of a thread: a 16-byte access, in backward of at most 4, or registers would not do.
-template <class T, bool kGradient>
-inline constexpr int kRowVector = kGradient ? std::min(kWidest<T>, 4) : kWidest<T>;
 
 template <class T, bool kGradient>
 void start_columns(SumsArguments& a, const Stream& stream) {
@@ -166,45 +152,15 @@ void load_sums(DType dtype) {
   });
 }
 
-inline MessageHeader moments_header(const ForwardCall& call) {
-  MessageHeader header;
-  header.direction = Direction::kForward;
-  header.layer = call.layer;
-  header.call = call.call;
-  header.eps = call.eps;
-  header.backward = call.backward;
-  return header;
-}
-/// info: the forward's.
-inline MessageHeader gradients_header(const std::int64_t* info) {
-  MessageHeader header;
-  header.direction = Direction::kBackward;
-  header.info = info;
-  return header;
-}
-
-/// Everything but the layout; true if there is something to add up, else the message is enqueued.
-inline bool prepare_sums(SumsArguments& a, const SampleView& x, MessageHeader header,
+/// As fill_sums, but where there is nothing to add up it enqueues the message.
+inline bool prepare_sums(SumsArguments& a, const SampleView& x, const MessageHeader& header,
                          std::int64_t* message, std::int64_t* workspace, const Stream& stream) {
-  load_kernels(x.dtype);
-  header.count = x.samples * x.plane;
-  header.dtype = x.dtype;
-  header.channels = x.channels;
-  a.header = header;
-  a.counts = x.mask;
-  a.message = message;
-  a.workspace = workspace;
-  a.channels = x.channels;
-  a.plane = x.plane;
-  if (!x.empty() && x.channels > 0) {
-    a.segments = Divisor(divide_up(x.plane, kSegment));
-    a.samples = Divisor(x.samples);
-    a.units = x.samples * a.segments.value();
+  if (fill_sums(a, x, header, message, workspace)) {
     return true;
   }
   const std::int64_t words = message_words(x.dtype, x.channels);
   start("an empty message", &write_empty_message, grid_for(words, kSumThreads, stream), kSumThreads,
-        0, stream, header, message, a.copy, words);
+        0, stream, a.header, message, a.copy, words);
   return false;
 }
 

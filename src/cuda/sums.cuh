@@ -107,7 +107,7 @@ SYNCBN_DEVICE LaneType lane_of(const LaneType& lane, unsigned thread) {
   return out;
 }
 
-/// What a kernel does besides adding up: nothing. (fused.cuh has others.)
+/// What a kernel does besides adding up: nothing. (one_rank.cuh has more.)
 struct SumsAlone {
   /// Of each vector of u and v that was added, in the order in which this thread took them.
   template <class Vector>
@@ -118,7 +118,7 @@ struct SumsAlone {
 
 /// The units of one channel (or block of channels) that are taken together.
 struct SumsJob {
-  std::int64_t channel;  ///< the quotient: number of the channel or block
+  std::int64_t channel;
   std::int64_t begin;
   std::int64_t end;
   SYNCBN_DEVICE SumsJob(const SumsArguments& a, std::int64_t job)
@@ -220,6 +220,10 @@ sum_planes(const SumsArguments a) {
 template <int kVector>
 inline constexpr unsigned kRowColumns = kVector == 1 ? 32 : 8;
 
+/// Channels of a thread: a 16-byte access, in backward of at most 4, or registers would not do.
+template <class T, bool kGradient>
+inline constexpr int kRowVector = kGradient ? std::min(kWidest<T>, 4) : kWidest<T>;
+
 /// Neighbouring channels lie side by side (channels-last). A thread takes kVector channels and one
 /// lane of a segment, which is 512 rows; lanes are folded through shared memory. (With 128
 /// registers the gradients of float32 spill on sm_80.)
@@ -307,9 +311,8 @@ SYNCBN_DEVICE void add_rows(const SumsArguments& a, Also& also) {
     if (adds) {
       partial.finish(scratch);
     }
-    if (const unsigned packed = finish_channels<T, kWidth, true>(a, c0); packed > 0) {
-      also.packed(c0, packed);
-    }
+    finish_channels<T, kWidth, true>(
+        a, c0, [&](std::int64_t first, unsigned count) { also.packed(first, count); });
   }
 }
 

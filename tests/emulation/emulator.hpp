@@ -31,14 +31,14 @@ struct Failure {
 };
 
 struct Settings {
-  std::uint64_t seed = 1;       ///< of the order in which threads and blocks run
-  int multiprocessors = 2;      ///< as the device reports it
+  std::uint64_t seed = 1;           ///< of the order in which threads and blocks run
+  int multiprocessors = 2;          ///< as the device reports it
   unsigned shared_kilobytes = 228;  ///< shared memory of each of them
   bool together = true;             ///< launches whose blocks run together are taken
-  unsigned resident = 3;        ///< blocks that run at a time; 0: launches are only counted
-  unsigned last_blocks = 0;     ///< run only so many of a grid, its last; 0: all
-  int device = 0;               ///< the current one's number
-  Failure launch_failure = {};  ///< what launches and loads answer
+  unsigned resident = 3;            ///< blocks that run at a time; 0: launches are only counted
+  unsigned last_blocks = 0;         ///< run only so many of a grid, its last; 0: all
+  int device = 0;                   ///< the current one's number
+  Failure launch_failure = {};      ///< what launches and loads answer
   Failure load_failure = {};
   std::int64_t step_nanoseconds = 1;  ///< that pass from one thread's turn to the next
   int killed = -1;                    ///< a device that runs no more

@@ -203,14 +203,14 @@ TEST(CudaOneRank, BadArgumentsAreRefusedBeforeAnythingHappens) {
   EXPECT_TRUE(testing::contains(forward(on_cuda(wrong.view()), kEps), "weight"));
   EXPECT_TRUE(testing::contains(forward({}, -1.0), "eps"));
   EXPECT_TRUE(testing::contains(testing::thrown_text<InvalidArgument>([&] {
-                                  cuda::backward_of_one_rank(
-                                      {.dy = on_cuda(c.dy.view()),
-                                       .x = on_cuda(c.x.view()),
-                                       .mean = r.mean.data(),
-                                       .rstd = r.rstd.data(),
-                                       .dx = on_cuda(r.dx.view())},
-                                      info.data(), nullptr, r.gradient_message.data(),
-                                      workspace.data(), {});
+                                  cuda::backward_of_one_rank({.dy = on_cuda(c.dy.view()),
+                                                              .x = on_cuda(c.x.view()),
+                                                              .mean = r.mean.data(),
+                                                              .rstd = r.rstd.data(),
+                                                              .dx = on_cuda(r.dx.view())},
+                                                             info.data(), nullptr,
+                                                             r.gradient_message.data(),
+                                                             workspace.data(), {});
                                 }),
                                 "coefficients"));
   EXPECT_EQ(emulation::counts().launches, before);

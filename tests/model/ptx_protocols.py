@@ -109,6 +109,19 @@ COUNTER = """
 0A: s = ld.weak n; bar.sync #read
 """
 
+# meet_grid of one_rank.cuh. Two blocks write a word each, p and q, and read the other's; the first
+# thread of each waits for both blocks. The next kernel finds what arrived and left hold at the end.
+GRID = """
+0A: bar.sync #written; n = atom.acq_rel.gpu.add arrived 1 #arrive
+    a = ld.acquire.gpu arrived #wait; assume a>=2; c = atom.acq_rel.gpu.add left 1 #leave
+    @c==1 st.weak arrived 0; @c==1 st.weak left 0; bar.sync #met
+0A: st.weak p 1; bar.sync #written; bar.sync #met; r = ld.weak q
+0B: bar.sync #written; m = atom.acq_rel.gpu.add arrived 1 #arrive
+    b = ld.acquire.gpu arrived #wait; assume b>=2; d = atom.acq_rel.gpu.add left 1 #leave
+    @d==1 st.weak arrived 0; @d==1 st.weak left 0; bar.sync #met
+0B: st.weak q 1; bar.sync #written; bar.sync #met; s = ld.weak p
+"""
+
 # peer_exchange.cuh. Blocks of two devices send to each other in each epoch, by way of two buffers
 # in turn: p and q for what A sends. (What B sends is alike.) One thread of each block has the
 # flags, the other one the payload. B sends its flag of an epoch when it has read all earlier
@@ -176,6 +189,17 @@ PROTOCOLS = [
         without("staged", "read"),
     ),
     Protocol("the counter of batches", COUNTER, "r != 0 or s != 0 or n != 1", without("read")),
+    Protocol(
+        "all blocks of a kernel meet",
+        GRID,
+        "r != 1 or s != 1 or arrived != 0 or left != 0",
+        without("written", "met")
+        # (Who waits acquires, so that an arrival need not.)
+        + [Change("arrive", "acq_rel", order) for order in ("relaxed", "acquire")]
+        + [Change("arrive", "gpu", "cta")]
+        + weaker("wait", "acquire", "gpu", "cta")
+        + weaker("leave", "acq_rel", "gpu", "cta"),
+    ),
     Protocol(
         "two devices, peer memory",
         PEERS,

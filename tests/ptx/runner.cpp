@@ -118,9 +118,8 @@ class Runner {
     if (grid_.random.one_in(one_in)) {
       constexpr std::uint64_t kToTheEnd = ~std::uint64_t{0};
       const bool alone = grid_.machine.alone && !grid_.launch->together;
-      until = alone && grid_.random.one_in(2)
-                  ? kToTheEnd
-                  : grid_.machine.steps + grid_.random.below(4000);
+      until = alone && grid_.random.one_in(2) ? kToTheEnd
+                                              : grid_.machine.steps + grid_.random.below(4000);
     }
   }
 

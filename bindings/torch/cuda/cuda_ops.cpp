@@ -5,6 +5,7 @@
 #include <string>
 #include <tuple>
 
+#include "bindings/torch/cuda/device_tensors.hpp"
 #include "bindings/torch/cuda/message_dtype.hpp"
 #include "bindings/torch/cuda/on_device.hpp"
 #include "bindings/torch/cuda/peer_group.hpp"
@@ -21,33 +22,10 @@
 namespace syncbn::torch_layer {
 namespace {
 
-std::int64_t* cuda_int64(const char* name, Tensor& tensor, std::int64_t at_least) {
-  return int64_data(name, tensor, at_least, Device::kCuda);
-}
-const std::int64_t* cuda_int64(const char* name, const Tensor& tensor, std::int64_t at_least) {
-  return int64_data(name, tensor, at_least, Device::kCuda);
-}
-const double* cuda_double(const char* name, const Tensor& tensor, std::int64_t size) {
-  return double_data(name, tensor, size, Device::kCuda);
-}
-
 void check_frame(std::int64_t frame) {
   if (frame != 0) {
     throw InvalidArgument("frame: got " + std::to_string(frame) + " words, expected 0 on CUDA");
   }
-}
-
-/// Scratch memory of one pass, zero. Fresh for each: calls on other streams, and graphs that are
-/// replayed there, never share it.
-Tensor new_workspace(const Tensor& x, DType dtype, std::int64_t channels) {
-  const std::array<std::int64_t, 1> sizes{cuda::workspace_words(dtype, channels)};
-  return torch::stable::new_zeros(x, sizes, ScalarType::Long);
-}
-
-/// Zeros: what no element uses has to be equal from run to run as well.
-Tensor new_zero_mask(const Tensor& x, bool wanted) {
-  const std::array<std::int64_t, 1> bytes{wanted ? room_for_activation_mask(x) : 0};
-  return torch::stable::new_zeros(x, bytes, ScalarType::Byte);
 }
 
 /// The dtype of the group's messages, each of `length` words by `words` (a function of dtype and
@@ -96,16 +74,6 @@ Tensor local_welford(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
   return message;
 }
 
-/// Room for the statistics of a batch.
-struct DeviceStatistics {
-  explicit DeviceStatistics(const Tensor& x)
-      : mean(empty(x, channels_of(x), ScalarType::Double)),
-        var(empty(x, channels_of(x), ScalarType::Double)),
-        rstd(empty(x, channels_of(x), ScalarType::Double)),
-        info(empty(x, cuda::kInfoWords, ScalarType::Long)) {}
-  Tensor mean, var, rstd, info;
-};
-
 /// From the messages' sum.
 void finalize(DeviceStatistics& s, const Tensor& x, const Tensor& merged,
               const std::optional<Tensor>& rest, double eps, std::int64_t ranks,
@@ -126,18 +94,6 @@ void finalize(DeviceStatistics& s, const Tensor& x, const Tensor& merged,
   }
 }
 
-using Normalized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-/// What a forward gives; the activation mask is empty unless backward needs it.
-struct Outputs : DeviceStatistics {
-  Outputs(const Tensor& x, const std::optional<Tensor>& residual, const Activation& activation)
-      : DeviceStatistics(x),
-        y(new_output(x)),
-        activation_mask(
-            new_zero_mask(x, residual.has_value() && activation.kind != ActivationKind::kNone)) {}
-  Tensor y, activation_mask;
-};
-
 Normalized normalized(Outputs& out, const Tensor& x, const std::optional<Tensor>& weight,
                       const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                       const Activation& activation, const std::optional<Tensor>& mask,
@@ -147,17 +103,6 @@ Normalized normalized(Outputs& out, const Tensor& x, const std::optional<Tensor>
                    mutable_view("y", out.y), byte_data(out.activation_mask), activation},
                   device.stream());
   return {out.y, out.mean, out.var, out.rstd, out.info, out.activation_mask};
-}
-
-std::int64_t* counter(const char* name, std::optional<Tensor>& tensor) {
-  return tensor.has_value() ? cuda_int64(name, *tensor, 1) : nullptr;
-}
-
-cuda::RunningStatistics running_statistics(std::optional<Tensor>& mean, std::optional<Tensor>& var,
-                                           std::optional<Tensor>& num_batches_tracked,
-                                           std::optional<Tensor>& call) {
-  return {mutable_view("running_mean", mean), mutable_view("running_var", var),
-          counter("num_batches_tracked", num_batches_tracked), counter("call", call)};
 }
 
 Normalized normalize_and_update(

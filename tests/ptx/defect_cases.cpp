@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "defect_cases.hpp"
+
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "emulator.hpp"
+#include "on_cuda.hpp"
+#include "peer_ranks.hpp"
+#include "support.hpp"
+#include "syncbn/cuda_passes.hpp"
+#include "syncbn/passes.hpp"
+#include "syncbn/welford.hpp"
+
+namespace syncbn::ptx {
+namespace {
+
+using testing::Tensor;
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+Bytes bytes_of(const Tensor& tensor) {
+  Bytes out((tensor.storage().size() + 7) / 8);
+  std::memcpy(out.data(), tensor.storage().data(), tensor.storage().size());
+  return out;
+}
+
+/// What two ranks get that exchange on their devices, in several rounds each.
+Bytes exchanged(DType dtype) {
+  testing::Random random(7);
+  testing::Peers peers(2, 2, cuda::kLeastSlotWords);
+  std::vector<testing::PeerBatch> batches;
+  const std::int64_t channels = 2 * cuda::kLeastSlotWords / words_per_channel(dtype) + 5;
+  for (std::uint64_t call = 0; call < 2; ++call) {
+    batches.emplace_back(random, dtype, channels, std::vector<std::int64_t>{2, 1}, call, call > 0);
+  }
+  std::vector<testing::PeerLayer> layers(2, {DType::kFloat32, channels});
+  // A backward of another forward, where the last block writes over what others wrote.
+  testing::PeerBatch other(random, dtype, channels, {1, 1}, 9, false);
+  emulation::run_devices(2, [&](unsigned r) {
+    for (testing::PeerBatch& batch : batches) {
+      batch.ranks[r].launch_forward(peers.group(static_cast<int>(r)), layers[r], {});
+      batch.ranks[r].launch_backward(peers.group(static_cast<int>(r)));
+    }
+    other.ranks[r].launch_backward(peers.group(static_cast<int>(r)));
+  });
+  batches.push_back(std::move(other));
+  Bytes out;
+  for (unsigned r = 0; r < 2; ++r) {
+    for (const testing::PeerBatch& batch : batches) {
+      const testing::RankStep& step = batch.ranks[r];
+      out.insert(out.end(), step.info.begin(), step.info.end());
+      for (const auto* doubles : {&step.mean, &step.var, &step.rstd, &step.coefficients}) {
+        for (const double value : *doubles) {
+          out.push_back(bit_copy<std::int64_t>(value));
+        }
+      }
+    }
+    for (const Tensor& tensor : {layers[r].running_mean, layers[r].running_var}) {
+      const Bytes words = bytes_of(tensor);
+      out.insert(out.end(), words.begin(), words.end());
+    }
+  }
+  return out;
+}
+
+/// A step of one rank in two kernels, whose blocks share each channel.
+Bytes step_of_one_rank(DType dtype, testing::Memory memory, ActivationKind kind) {
+  testing::Random random(6);
+  const bool rows = memory == testing::Memory::kRows;
+  const std::int64_t samples = rows ? 12 : 70;
+  const std::int64_t channels = rows ? 72 : 8;
+  Tensor x(dtype, {samples, channels, 32}, memory);
+  x.fill(testing::rough_values(random, dtype, samples, channels * 32));
+  Tensor y = x;
+  const TensorView view = on_cuda(TensorView(x.view()));
+  Bytes words(size(message_words(dtype, channels)), -1);
+  Bytes workspace(size(cuda::workspace_words(dtype, channels)), 0);
+  Bytes info(cuda::kInfoWords, -1);
+  std::vector<double> numbers(size(6 * channels));
+  double* const mean = numbers.data();
+  double* const rstd = mean + 2 * channels;
+  const Activation activation{kind, 0};
+  cuda::forward_of_one_rank({.x = view,
+                             .y = on_cuda(y.view()),
+                             .mean = mean,
+                             .var = mean + channels,
+                             .rstd = rstd,
+                             .activation = activation},
+                            {}, info.data(), {}, {}, words.data(), workspace.data(), {});
+  Bytes out = words;
+  cuda::backward_of_one_rank({.dy = view,
+                              .x = view,
+                              .mean = mean,
+                              .rstd = rstd,
+                              .through = {activation, {}, {}, nullptr},
+                              .dx = on_cuda(x.view())},
+                             info.data(), rstd + channels, words.data(), workspace.data(), {});
+  for (const Bytes& more : {words, workspace, info, bytes_of(y), bytes_of(x)}) {
+    out.insert(out.end(), more.begin(), more.end());
+  }
+  for (const double number : numbers) {
+    out.push_back(bit_copy<std::int64_t>(number));
+  }
+  return out;
+}
+
+}  // namespace
+
+std::vector<Case> all_cases() {
+  std::vector<Case> out;
+  testing::Random random(5);
+  for (const DType dtype : testing::kDtypes) {
+    for (const auto memory :
+         {testing::Memory::kPlanes, testing::Memory::kRows, testing::Memory::kPlanesSlice}) {
+      // With 7 channels accesses of 16 bytes do not fit; from 32 on short planes go through shared
+      // memory; with 600 and more there are more of them than blocks.
+      for (const auto& [samples, channels, plane] : std::vector<std::array<std::int64_t, 3>>{
+               {90, 36, 1}, {90, 8, 32}, {90, 7, 33}, {9, 8, 1104}, {2, 600, 32}, {2, 1101, 33}}) {
+        Tensor x(dtype, {samples, channels, plane}, memory);
+        x.fill(testing::rough_values(random, dtype, samples, channels * plane));
+        const std::vector<double> mean(size(channels), 0.25);
+        const std::string text = std::string(name(dtype)) + " " + std::to_string(plane) +
+                                 " memory " + std::to_string(static_cast<int>(memory));
+        out.push_back({"moments " + text,
+                       [=] {
+                         Bytes words(size(message_words(dtype, channels)), -1);
+                         Bytes workspace(size(cuda::workspace_words(dtype, channels)), 0);
+                         cuda::local_moments(on_cuda(x.view()), {}, {}, words.data(),
+                                             workspace.data(), {});
+                         words.insert(words.end(), workspace.begin(), workspace.end());
+                         return words;
+                       },
+                       {}});
+        for (const auto& [kind, keep] :
+             std::vector<std::pair<ActivationKind, bool>>{{ActivationKind::kNone, false},
+                                                          {ActivationKind::kRelu, false},
+                                                          {ActivationKind::kRelu, true}}) {
+          out.push_back({"gradients " + text,
+                         [=] {
+                           Bytes words(size(message_words(dtype, channels)), -1);
+                           Bytes workspace(size(cuda::workspace_words(dtype, channels)), 0);
+                           Tensor u = x;
+                           const ActivationGradient through{{kind, 0}, {}, {}, nullptr};
+                           const TensorView view = on_cuda(TensorView(x.view()));
+                           cuda::local_gradients({view,
+                                                  view,
+                                                  {},
+                                                  mean.data(),
+                                                  mean.data(),
+                                                  through,
+                                                  keep ? on_cuda(u.view()) : MutableTensorView()},
+                                                 nullptr, words.data(), workspace.data(), {});
+                           words.insert(words.end(), workspace.begin(), workspace.end());
+                           const Bytes kept = bytes_of(u);
+                           words.insert(words.end(), kept.begin(), kept.end());
+                           return words;
+                         },
+                         {}});
+          if (keep) {
+            continue;
+          }
+          out.push_back({"normalize " + text,
+                         [=] {
+                           Tensor y = x;
+                           cuda::normalize({on_cuda(TensorView(x.view())),
+                                            {},
+                                            mean.data(),
+                                            mean.data(),
+                                            {},
+                                            {},
+                                            {},
+                                            on_cuda(y.view()),
+                                            nullptr,
+                                            {kind, 0}},
+                                           {});
+                           return bytes_of(y);
+                         },
+                         {}});
+        }
+        out.push_back({"welford " + text,
+                       [=] {
+                         Bytes words(size(kHeaderWords + welford_words(dtype, channels)), -1);
+                         cuda::local_welford(on_cuda(x.view()), {}, {}, words.data(), {});
+                         return words;
+                       },
+                       {}});
+      }
+    }
+  }
+  for (const DType dtype : {DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
+    out.push_back({std::string("exchange ") + name(dtype), [=] { return exchanged(dtype); }, {}});
+  }
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32}) {
+    for (const auto memory : {testing::Memory::kPlanes, testing::Memory::kRows}) {
+      for (const ActivationKind kind : {ActivationKind::kNone, ActivationKind::kRelu}) {
+        out.push_back({std::string("one rank ") + name(dtype),
+                       [=] { return step_of_one_rank(dtype, memory, kind); },
+                       {}});
+      }
+    }
+  }
+  return out;
+}
+
+}  // namespace syncbn::ptx
