@@ -74,6 +74,11 @@ aarch64: $(VENV)/.stamp-build googletest  ## cross-compile, and run the C++ test
 	$(cmake) --build --preset $@
 	$(VENV)/bin/ctest --preset $@ -j 2
 
+macos: $(VENV)/.stamp-build $(VENV)/.stamp-macos  ## cross-compile the C++ library for macOS; nothing is run
+	$(cmake) -G Ninja -B build/macos --toolchain cmake/aarch64-macos.cmake -D SYNCBN_CUDA=OFF \
+	  -D SYNCBN_MPI=OFF -D SYNCBN_WERROR=ON
+	$(cmake) --build build/macos
+
 asan tsan release cuda: $(VENV)/.stamp-build  ## C++ tests with this preset
 	$(cmake) --workflow --preset $@
 
@@ -116,6 +121,18 @@ wheel: $(package)  ## a wheel in dist/, inspected and tried; with CUDA where nvc
 	$(python) scripts/check_wheel.py --retag $(if $(MANYLINUX),--at-most $(MANYLINUX)) dist/syncbn-*.whl
 	$(python) scripts/smoke_wheel.py dist/syncbn-*.whl
 
+# The headers and the library are those of PyTorch for aarch64, which nothing runs here.
+wheel-aarch64: $(VENV)/.stamp-build  ## cross-compile a wheel for aarch64 into dist/, CPU only, and inspect it
+	rm -rf build/wheel-aarch64 dist/syncbn-*aarch64.whl
+	$(python) -m pip install --quiet --no-deps --upgrade --target build/torch-aarch64 --only-binary :all: \
+	  --platform manylinux_2_28_aarch64 $$(grep '^torch==' requirements/build.txt)
+	SYNCBN_CUDA=OFF $(python) -m pip wheel --quiet --no-build-isolation --no-deps \
+	  --wheel-dir build/wheel-aarch64 -C build-dir=build/cmake-aarch64 -C cmake.define.SYNCBN_MPI=OFF \
+	  -C cmake.define.CMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake \
+	  -C cmake.define.SYNCBN_TORCH_DIR=$(CURDIR)/build/torch-aarch64/torch .
+	$(python) scripts/check_wheel.py --retag build/wheel-aarch64/*.whl
+	install -D --target-directory=dist --mode=644 build/wheel-aarch64/*.whl
+
 sdist: $(VENV)/.stamp-build  ## a source distribution in dist/, and a wheel made of it, inspected and tried
 	rm -rf dist/syncbn-*.tar.gz build/sdist
 	$(python) -m build --no-isolation --sdist --outdir dist .
@@ -142,7 +159,7 @@ $(VENV)/.stamp-%: requirements/%.txt scripts/bootstrap.sh
 	@scripts/bootstrap.sh $(VENV) $*
 	@touch $@
 $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-interop $(VENV)/.stamp-lint \
-  $(VENV)/.stamp-bench $(VENV)/.stamp-frameworks: \
+  $(VENV)/.stamp-bench $(VENV)/.stamp-frameworks $(VENV)/.stamp-macos: \
   $(VENV)/.stamp-build
 
 $(docs_tools): requirements/docs.txt scripts/bootstrap.sh
@@ -156,5 +173,5 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo bench bench-count bench-cpp \
-  gpu-check googletest aarch64 asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
-  docs wheel sdist recipes clean
+  gpu-check googletest aarch64 macos asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
+  docs wheel wheel-aarch64 sdist recipes clean

@@ -18,8 +18,10 @@ from pathlib import Path
 SECONDS = 300  # for one command
 NOT_LINKED = ("syncbn", "pip", "__editable__")
 
-#: With torchrun the ranks' uneven shares must have the bits of the whole batch on one process.
+#: With torchrun the ranks' uneven shares must have the bits of the whole batch on one process. Those
+#: of BITS are the same on every processor, Python and PyTorch, in both layouts.
 STEP = """
+import hashlib
 import os
 import pathlib
 import sys
@@ -41,6 +43,32 @@ def step(layer, x, dy):
     return y.detach(), x.grad, layer.running_mean, layer.running_var
 
 
+BITS = {
+    torch.float16: "41e196c01391eb8f",
+    torch.bfloat16: "4ee83ab4287dc3f4",
+    torch.float32: "6cb1e5ee5f66e06d",
+    torch.float64: "7631fce5aa8d8096",
+}
+
+
+def bits(dtype, layout):
+    n = torch.arange(7 * 8 * 5 * 5)
+    x, dy = (
+        (n * k % 8191 - 4095).div(512).reshape(7, 8, 5, 5).to(dtype, memory_format=layout)
+        for k in (3571, 2909)
+    )
+    layer = syncbn.convert_sync_batchnorm(torch.nn.BatchNorm2d(8)).to(dtype)
+    results = [*step(layer, x, dy), layer.weight.grad, layer.bias.grad]
+    torch.optim.SGD(layer.parameters(), 0.5).step()  # a power of two: fused or not is the same
+    results.append(layer(x).detach())
+    words = torch.cat([result.reshape(-1) for result in results]).view(torch.uint8)
+    return hashlib.sha256(bytes(words.tolist())).hexdigest()[:16]
+
+
+for dtype, expected in BITS.items():
+    for layout in (torch.contiguous_format, torch.channels_last):
+        got = bits(dtype, layout)
+        assert got == expected, f"{dtype}, {layout}: other bits: got {got}, expected {expected}"
 plain = step(torch.nn.BatchNorm2d(8), x, dy)
 whole = step(syncbn.convert_sync_batchnorm(torch.nn.BatchNorm2d(8)), x, dy)
 for ours, theirs in zip(whole, plain):

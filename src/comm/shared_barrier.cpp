@@ -198,7 +198,7 @@ void SharedBarrier::ring() {
 }
 
 void SharedBarrier::look_at_peers() {
-  if (alive_.empty() || poll(alive_.data(), alive_.size(), 0) <= 0) {
+  if (alive_.empty() || poll(alive_.data(), static_cast<nfds_t>(alive_.size()), 0) <= 0) {
     return;
   }
   for (std::size_t i = 0; i < alive_.size(); ++i) {

@@ -24,7 +24,7 @@ constexpr std::int64_t kStreamFreshBytes = std::int64_t{8} << 20;
 
 /// Whether the system has not given memory for these addresses yet, by a page in their middle. At
 /// the first store it clears a page, in the caches, where plain stores find it.
-bool is_fresh(const void* data, std::int64_t bytes) {
+bool is_fresh([[maybe_unused]] const void* data, [[maybe_unused]] std::int64_t bytes) {
 #if defined(__linux__)
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto middle =

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CITATION.cff says what version.hpp and pyproject.toml say."""
+"""CITATION.cff and the changelog say what version.hpp and pyproject.toml say."""
 
 import re
 from pathlib import Path
@@ -15,6 +15,14 @@ def test_citation_agrees_with_the_package() -> None:
     header = (PROJECT / "include" / "syncbn" / "version.hpp").read_text(encoding="utf-8")
     release = ".".join(re.findall(r"VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header))
     assert str(citation["version"]) == release
+    changelog = (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.findall(r"^## \[(\d\S*)\] - (\S+)$", changelog, re.M)
+    assert re.findall(r"^## .*", changelog, re.M)[0] == "## [Unreleased]"
+    (suffix,) = re.findall(r'^result = "{major}\.{minor}\.{patch}(|\.dev0)"', package, re.M)
+    if suffix:
+        assert release not in dict(released)
+    else:
+        assert released[0] == (release, str(citation["date-released"]))
     assert f'license = "{citation["license"]}"' in package
     keywords = ", ".join(f'"{word}"' for word in citation["keywords"])
     assert f"keywords = [{keywords}]" in package

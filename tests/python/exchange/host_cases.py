@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each of four ranks on two hosts runs; test_hosts.py starts them, and says what to do next by
+"""What each rank on a host of its own runs; hosts.py starts them, and says what to do next by
 files: `do.N` has the name of a function and its arguments, `done.N.RANK` what came of it."""
 
 import datetime
 import json
 import os
 import signal
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -14,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import syncbn
-from host_link import ADDRESSES, DEVICE
+from host_link import DEVICE, NETWORK
 
-PORT, WORLD, CHANNELS = 29511, 4, 5
+PORT, CHANNELS = 29511, 5
 #: Seconds that an exchange waits, and making a group.
 LIMIT = 3.0
 _rank = 0
@@ -50,6 +51,19 @@ def do_steps(folder: str, first: int, number: int) -> str:
     return "passed"
 
 
+def do_time(folder: str, engine: str, channels: int, steps: int) -> tuple[str, float]:
+    """The engine that a layer takes, and the milliseconds of a step in the middle of all."""
+    layer = syncbn.SyncBatchNorm(channels, engine=engine)
+    x = torch.ones(8, channels, 4, 4)
+    train(layer, x)
+    took = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        train(layer, x)
+        took.append(1000 * (time.perf_counter() - began))
+    return syncbn.report(layer)[0].engine, statistics.median(took)
+
+
 def do_reset(folder: str) -> str:
     syncbn.reset_groups()
     return "passed"
@@ -70,16 +84,16 @@ def _answer(folder: str, number: int) -> None:
     os.rename(f"{place}.new", f"{place}.json")
 
 
-def _rank_main(rank: int, folder: str) -> None:
+def _rank_main(rank: int, world: int, folder: str) -> None:
     global _rank
     _rank = rank
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{ADDRESSES[0]}:{PORT}",
+        init_method=f"tcp://{NETWORK}1:{PORT}",
         rank=rank,
-        world_size=WORLD,
+        world_size=world,
         timeout=datetime.timedelta(seconds=60),
     )
     from syncbn.exchange import groups
@@ -89,17 +103,19 @@ def _rank_main(rank: int, folder: str) -> None:
         _answer(folder, number)
 
 
-def main(host: int, folder: str) -> None:
+def main(host: int, ranks: list[int], folder: str) -> None:
+    """ranks: how many each host has."""
     while not Path(folder, "link").exists():
         time.sleep(0.02)
-    for rank in (2 * host, 2 * host + 1):
+    first = sum(ranks[:host])
+    for rank in range(first, first + ranks[host]):
         if os.fork() == 0:
             try:
-                _rank_main(rank, folder)
+                _rank_main(rank, sum(ranks), folder)
             finally:
                 os._exit(1)
     signal.pause()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hosts on one machine: namespaces of network, processes and mounts with a boot ID of their
-own, and between them a link that loses, delays or drops what a test asks for. Needs root."""
+"""Hosts on one machine: namespaces of network, processes and mounts with a boot ID of their
+own, and between them a switch that loses, delays or drops what a test asks for. Needs root."""
 
 import fcntl
 import heapq
@@ -18,7 +18,7 @@ from pathlib import Path
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 #: The name of each host's device.
 DEVICE = "syncbn0"
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+NETWORK = "10.77.0."  #: before the number of a host, from 1
 
 
 def why_not() -> str:
@@ -55,7 +55,7 @@ class Link:
         fcntl.ioctl(device, _TUNSETIFF, request)
         _run("ip", "link", "set", name, "netns", str(process), "name", DEVICE)
         inside = ("nsenter", "-t", str(process), "-n", "ip")
-        _run(*inside, "addr", "add", f"{ADDRESSES[host]}/24", "dev", DEVICE)
+        _run(*inside, "addr", "add", f"{NETWORK}{host + 1}/24", "dev", DEVICE)
         for name in ("lo", DEVICE):
             _run(*inside, "link", "set", name, "up")
         return device
@@ -63,7 +63,6 @@ class Link:
     def _carry(self) -> None:
         waiting: list[tuple[float, int, int, bytes]] = []
         number = 0
-        other = dict(zip(self._devices, reversed(self._devices), strict=True))
         readable = selectors.DefaultSelector()  # any number of descriptors, unlike select()
         for device in self._devices:
             readable.register(device, selectors.EVENT_READ)
@@ -72,10 +71,11 @@ class Link:
             for key, _ in readable.select(pause):
                 device = key.fd
                 packet = os.read(device, 65536)
-                if self._random.random() >= self.loss:
+                to = packet[19] - 1 if packet[0] >> 4 == 4 else -1  # IPv4: the destination's end
+                if 0 <= to < len(self._devices) and self._random.random() >= self.loss:
                     number += 1
                     due = time.monotonic() + self.delay
-                    heapq.heappush(waiting, (due, number, other[device], packet))
+                    heapq.heappush(waiting, (due, number, self._devices[to], packet))
             while waiting and waiting[0][0] <= time.monotonic():
                 _, _, device, packet = heapq.heappop(waiting)
                 os.write(device, packet)
@@ -91,12 +91,12 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
-def start_host(script: Path, host: int, folder: str, machine: int) -> subprocess.Popen:
-    """Runs `script host folder` on a host of its own, or, where hosts have the same machine, in a
-    container of its own. It begins when the file `link` is there."""
+def start_host(script: Path, host: int, ranks: str, folder: str, machine: int) -> subprocess.Popen:
+    """Runs `script host ranks folder` on a host of its own, or, where hosts have the same machine,
+    in a container of its own. It begins when the file `link` is there."""
     boot = Path(folder, f"boot{machine}")
     boot.write_text(f"00000000-0000-0000-0000-00000000000{machine}\n")
     shell = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
-    inside = ["sh", "-c", shell, str(boot), sys.executable, str(script), str(host), folder]
+    inside = ["sh", "-c", shell, str(boot), sys.executable, str(script), str(host), ranks, folder]
     isolated = ["unshare", "--net", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child"]
     return subprocess.Popen([*isolated, *inside])
