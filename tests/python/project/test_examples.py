@@ -25,8 +25,10 @@ PAGES = sorted(
 ELSEWHERE = {
     "README.md": "test_examples.py",
     "docs/cuda.md": "test_examples.py",
+    "docs/contrastive.md": "test_examples.py",
     "docs/data_parallel.md": "rank_cases_parallel.py",
     "docs/groups.md": "rank_cases_groups.py",
+    "docs/point_clouds.md": "test_examples.py",
     "docs/uneven_inputs.md": "test_examples.py",
 }
 PAGES = [page for page in PAGES if page not in ELSEWHERE]
@@ -62,6 +64,21 @@ def test_page_on_two_ranks(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(snippets(page)), encoding="utf-8")
     run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
+
+
+@pytest.mark.parametrize("page", ("docs/contrastive.md", "docs/point_clouds.md"))
+def test_page_prints_what_it_quotes(page):
+    """On the four ranks of scripts/tour.py."""
+    for library in ("matplotlib", "sklearn"):
+        pytest.importorskip(library)
+    run("scripts/tour.py", page)
+
+
+def test_an_output_that_differs_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1)\n```\n\n```\n2\n```\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"exit code 1\n(?s:.*)\n *-2\n *\+1\n"):
+        run("scripts/tour.py", str(page))
 
 
 @pytest.mark.parametrize("page", PAGES)
