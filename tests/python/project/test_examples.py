@@ -2,13 +2,16 @@
 """Every example and every Python snippet of the docs runs. A snippet's page may expect more."""
 
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import syncbn
+from snippets import blocks
 from support import PROJECT, run_snippets, snippets
 
 # On two ranks only, with the library that each is about; test_training_loops.py has the bits.
@@ -72,6 +75,16 @@ def test_page_prints_what_it_quotes(page):
     for library in ("matplotlib", "sklearn"):
         pytest.importorskip(library)
     run("scripts/tour.py", page)
+
+
+def test_cpp_training_prints_what_its_page_quotes(tmp_path):
+    program, library = tmp_path / "training", Path(syncbn.__file__).parent / "lib" / "libsyncbn.so"
+    command = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", "-pthread"]
+    command += ["-I", PROJECT / "include", PROJECT / "examples" / "17_training.cpp", "-o", program]
+    subprocess.run([*command, library, f"-Wl,-rpath,{library.parent}"], check=True)
+    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    (quoted,) = (b.text for b in blocks(PROJECT / "docs" / "cpp_training.md") if b.kind == "")
+    assert printed == quoted
 
 
 def test_an_output_that_differs_is_found(tmp_path):

@@ -100,7 +100,7 @@ def test_quotes_are_what_the_files_say(page):
     for block in blocks(page):
         if block.source is not None:
             text = (PROJECT / block.source).read_text(encoding="utf-8")
-            indented = (textwrap.indent(block.text, " " * n) for n in (0, 2, 4))
+            indented = (textwrap.indent(block.text, " " * n) for n in (0, 2, 4, 6))
             assert any(f"\n{quote}" in text for quote in indented), block.text
             assert {".c": "c", ".cpp": "cpp"}[Path(block.source).suffix] == block.kind
 
@@ -116,7 +116,7 @@ def test_every_compiled_example_is_quoted_and_every_example_listed():
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
 def test_compiled_examples_are_short(path):
-    limit = 220 if path.name == "17_training.cpp" else 100  # a page leads through that one
+    limit = 250 if path.name == "17_training.cpp" else 100  # a page leads through that one
     assert len(path.read_text(encoding="utf-8").splitlines()) < limit
 
 
