@@ -57,6 +57,10 @@ interop: $(package) $(test_tools) $(VENV)/.stamp-frameworks  ## other people's c
 demo: $(package) $(VENV)/.stamp-demo  ## train the example network, for example ARGS=--quick
 	$(python) examples/segmentation/main.py $(ARGS)
 
+demo-clipart: $(package) $(VENV)/.stamp-demo  ## the demo on drawings of Debian's package openclipart-png
+	$(python) examples/segmentation/clipart.py build/clipart
+	$(python) examples/segmentation/main.py --data build/clipart --size 64 $(ARGS)
+
 bench: $(package) bench-cpp $(VENV)/.stamp-bench  ## all CPU benchmarks, 7 minutes; ARGS=--quick, or --write for docs/
 	$(python) benchmarks/suite.py $(ARGS)
 
@@ -155,6 +159,6 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	$(python) -m pip install --quiet --no-deps --force-reinstall $(built_wheel)/*.whl
 	@touch $@
 
-.PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo bench bench-count bench-cpp \
+.PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo demo-clipart bench bench-count bench-cpp \
   gpu-check googletest aarch64 asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
   docs wheel sdist recipes clean

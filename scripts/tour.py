@@ -22,7 +22,8 @@ import torch
 import torch.multiprocessing as mp
 
 RANKS = 4
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+PROJECT = Path(__file__).resolve().parents[1]
+IMAGES = PROJECT / "docs" / "images"
 CELL = re.compile(r"(```python\n(.*?)^```\n)(\n```\n.*?^```\n)?", re.DOTALL | re.MULTILINE)
 
 
@@ -32,6 +33,7 @@ def run_rank(rank: int, page: str, cells: list[str], port: int, outputs: Path, f
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MPLBACKEND="Agg")
     os.chdir(figures)
     torch.set_num_threads(1)
+    sys.path.insert(0, str(PROJECT / "examples" / "segmentation"))  # modules that a page may use
     names: dict = {"__name__": "__main__"}
     for number, cell in enumerate(cells):
         with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "docs/data_parallel.md": "rank_cases_parallel.py",
     "docs/groups.md": "rank_cases_groups.py",
     "docs/point_clouds.md": "test_examples.py",
+    "docs/small_batches.md": "test_examples.py",
     "docs/uneven_inputs.md": "test_examples.py",
 }
 PAGES = [page for page in PAGES if page not in ELSEWHERE]
@@ -69,7 +70,9 @@ def test_page_on_two_ranks(page, tmp_path):
     run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
 
 
-@pytest.mark.parametrize("page", ("docs/contrastive.md", "docs/point_clouds.md"))
+@pytest.mark.parametrize(
+    "page", ("docs/contrastive.md", "docs/point_clouds.md", "docs/small_batches.md")
+)
 def test_page_prints_what_it_quotes(page):
     """On the four ranks of scripts/tour.py."""
     for library in ("matplotlib", "sklearn"):

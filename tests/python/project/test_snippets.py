@@ -59,7 +59,7 @@ def test_blocks_that_nothing_covers_are_found():
 
 @pytest.mark.parametrize(("page", "file"), test_examples.ELSEWHERE.items())
 def test_pages_that_run_elsewhere_do(page, file):
-    runs = rf'snippets\("{page}"\)|parametrize\("page", \(.*"{page}"'
+    runs = rf'snippets\("{page}"\)|parametrize\(\s*"page", \([^)]*"{page}"'
     (path,) = (PROJECT / "tests" / "python").glob(f"*/{file}")
     assert re.search(runs, path.read_text(encoding="utf-8"))
 
