@@ -54,6 +54,10 @@ interop: $(package) $(test_tools) $(VENV)/.stamp-frameworks  ## other people's c
 	  $(addprefix tests/python/interop/test_,pytorchs_tests.py class_checks.py \
 	    class_checks_frameworks.py training_loops.py)
 
+curves: $(package) $(test_tools) $(VENV)/.stamp-frameworks  ## learning curves of other people's training loops, into build/
+	@mkdir -p build
+	OMP_WAIT_POLICY=passive $(python) tests/python/interop/curves.py build/training_loops.png
+
 demo: $(package) $(VENV)/.stamp-demo  ## train the example network, for example ARGS=--quick
 	$(python) examples/segmentation/main.py $(ARGS)
 
@@ -160,5 +164,5 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo demo-clipart bench bench-count bench-cpp \
-  gpu-check googletest aarch64 asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
+  gpu-check googletest aarch64 asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop curves model lint format \
   docs wheel sdist recipes clean
