@@ -54,8 +54,16 @@ interop: $(package) $(test_tools) $(VENV)/.stamp-frameworks  ## other people's c
 	  $(addprefix tests/python/interop/test_,pytorchs_tests.py class_checks.py \
 	    class_checks_frameworks.py training_loops.py)
 
+curves: $(package) $(test_tools) $(VENV)/.stamp-frameworks  ## learning curves of other people's training loops, into build/
+	@mkdir -p build
+	OMP_WAIT_POLICY=passive $(python) tests/python/interop/curves.py build/training_loops.png
+
 demo: $(package) $(VENV)/.stamp-demo  ## train the example network, for example ARGS=--quick
 	$(python) examples/segmentation/main.py $(ARGS)
+
+demo-clipart: $(package) $(VENV)/.stamp-demo  ## the demo on drawings of Debian's package openclipart-png
+	$(python) examples/segmentation/clipart.py build/clipart
+	$(python) examples/segmentation/main.py --data build/clipart --size 64 $(ARGS)
 
 bench: $(package) bench-cpp $(VENV)/.stamp-bench  ## all CPU benchmarks, 7 minutes; ARGS=--quick, or --write for docs/
 	$(python) benchmarks/suite.py $(ARGS)
@@ -172,6 +180,6 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	$(python) -m pip install --quiet --no-deps --force-reinstall $(built_wheel)/*.whl
 	@touch $@
 
-.PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo bench bench-count bench-cpp \
-  gpu-check googletest aarch64 macos asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop model lint format \
-  docs wheel wheel-aarch64 sdist recipes clean
+.PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo demo-clipart bench bench-count bench-cpp \
+  gpu-check googletest aarch64 macos asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop curves model lint \
+  format docs wheel wheel-aarch64 sdist recipes clean

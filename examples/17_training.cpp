@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Trains a network on three ranks, which are threads with 20, 100 and 180 samples: linear, batch
-// norm with ReLU, linear, logistic loss. All that ranks share goes through the group.
+// norm with ReLU, linear, logistic loss. First each rank has statistics of its own samples, then
+// they are shared. All that ranks share goes through the group.
 #include <array>
 #include <cmath>
 #include <cstdio>
@@ -43,15 +44,15 @@ std::vector<Sample> all_samples() {
   return samples;
 }
 
-/// One rank's network.
+/// One rank's network. statistics: the group whose samples normalize.
 class Network {
  public:
-  explicit Network(syncbn::Communicator& group)
+  Network(syncbn::Communicator& group, syncbn::Communicator& statistics)
       : group_(group),
         layer_({.channels = kHidden,
                 .name = "hidden.bn",
                 .activation = {syncbn::ActivationKind::kRelu}},
-               group) {
+               statistics) {
     std::minstd_rand random(2);  // NOLINT(bugprone-random-generator-seed): the same on every rank
     std::normal_distribution<float> normal;
     for (float& value : parameters_.linear()) {
@@ -179,34 +180,60 @@ class Network {
   std::array<float, kHidden> running_mean_{}, running_var_{};
 };
 
-}  // namespace
+struct Trained {
+  Parameters parameters;
+  std::vector<float> losses, accuracy;  ///< every few steps
+};
 
-int main() {
-  const std::vector<Sample> samples = all_samples();
+/// Of each rank.
+std::array<Trained, 3> train(const std::vector<Sample>& samples, bool shared, int every) {
   constexpr std::array<std::size_t, 4> kBounds = {0, 20, 120, kSamples};
   syncbn::ThreadGroup group(3);
-  std::array<Parameters, 3> trained;
-  std::array<float, 3> accuracy{};
+  std::array<Trained, 3> trained;
   std::vector<std::thread> ranks;
   for (std::size_t r = 0; r < 3; ++r) {
     ranks.emplace_back([&, r] {
-      Network network(group.rank(static_cast<int>(r)));
+      syncbn::Communicator& all = group.rank(static_cast<int>(r));
+      const auto alone = syncbn::self_communicator();
+      Network network(all, shared ? all : *alone);
       const auto share = std::span(samples).subspan(kBounds[r], kBounds[r + 1] - kBounds[r]);
-      for (int step = 0; step < kSteps; ++step) {
+      for (int step = 1; step <= kSteps; ++step) {
         const float loss = network.train(share);
-        if (r == 0 && (step + 1) % 100 == 0) {
-          std::printf("step %d: loss %.3f\n", step + 1, double{loss});
+        if (step % every == 0) {
+          trained[r].losses.push_back(loss);
+          trained[r].accuracy.push_back(network.accuracy(samples));
         }
       }
-      trained[r] = network.parameters();
-      accuracy[r] = network.accuracy(samples);
+      trained[r].parameters = network.parameters();
     });
   }
   for (std::thread& rank : ranks) {
     rank.join();
   }
-  const bool same = trained[0].all == trained[1].all && trained[0].all == trained[2].all;
-  std::printf("accuracy %.3f; the ranks have %s parameters\n", double{accuracy[0]},
-              same ? "the same" : "different");
-  return same && accuracy[0] > 0.95f ? 0 : 1;
+  return trained;
+}
+
+}  // namespace
+
+int main(int argc, char** /*argv*/) {
+  const std::vector<Sample> samples = all_samples();
+  const int every = argc > 1 ? 5 : 100;  // with an argument: for the figure of the page
+  bool right = true;
+  for (const bool shared : {false, true}) {
+    const std::array<Trained, 3> ranks = train(samples, shared, every);
+    std::printf("%s statistics\n", shared ? "shared" : "own");
+    for (std::size_t i = 0; i < ranks[0].losses.size(); ++i) {
+      std::printf("step %3d: loss %.3f, accuracy of the ranks %.3f %.3f %.3f\n",
+                  every * static_cast<int>(i + 1), double{ranks[0].losses[i]},
+                  double{ranks[0].accuracy[i]}, double{ranks[1].accuracy[i]},
+                  double{ranks[2].accuracy[i]});
+    }
+    for (const Trained& rank : ranks) {
+      right = right && rank.parameters.all == ranks[0].parameters.all;
+      right = right && (!shared || rank.accuracy == ranks[0].accuracy);
+    }
+    right = right && (!shared || ranks[0].accuracy.back() > 0.95f);
+  }
+  std::printf("%s\n", right ? "the ranks have the same parameters" : "wrong");
+  return right ? 0 : 1;
 }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other people's training loops, on a model of theirs with this package's layer; run on ranks by
-test_training_loops.py.
+test_training_loops.py, and longer by curves.py.
 
 A loop is a function loop_*(convert, rank, world) that trains on batches of 8 samples of all ranks
 together and returns the tensors that came of it. They are those of one process that trains plain
@@ -22,17 +22,20 @@ import syncbn
 from snippets import blocks
 from support import PROJECT, library
 
-BATCH, STEPS = 8, 3
+BATCH, STEPS = 8, int(os.environ.get("LOOPS_STEPS", 3))
+LOSSES: list[float] = []  #: of a loop's steps, on this rank
 
 
 class Pictures(Dataset):
-    """As pairs, or as the dictionaries of transformers."""
+    """Noise that is brighter in the colour of its label. As pairs, or as the dictionaries of
+    transformers."""
 
     def __init__(self, pairs: bool = True, batches: int = STEPS) -> None:
         generator = torch.Generator().manual_seed(11)
         size = BATCH * batches
         self.x = torch.randn(size, 3, 32, 32, generator=generator, dtype=torch.float64)
         self.labels = torch.randint(3, (size,), generator=generator)
+        self.x[torch.arange(size), self.labels] += 1
         self.pairs = pairs
 
     def __len__(self) -> int:
@@ -58,6 +61,12 @@ def snippet(page: str, kind: str) -> dict:
     (block,) = (block for block in blocks(PROJECT / page) if block.kind == kind)
     exec(compile(block.text, page, "exec"), names)
     return names
+
+
+def _cross_entropy(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss = nn.functional.cross_entropy(outputs, labels, ignore_index=255)
+    LOSSES.append(loss.item())
+    return loss
 
 
 def _loader(world: int) -> DataLoader:
@@ -87,7 +96,7 @@ def loop_torchvision(convert, rank, world):
     )
     for step, (x, labels) in enumerate(_loader(world)):
         wrapped.train()
-        loss = nn.functional.cross_entropy(wrapped(x), labels)
+        loss = _cross_entropy(wrapped(x), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -98,6 +107,28 @@ def loop_torchvision(convert, rank, world):
     with torch.no_grad():
         outputs = average.eval()(Pictures().x[:2])
     return _state(model, average) | {"outputs": outputs}
+
+
+def loop_segmentation(convert, rank, world):
+    """In the order of torchvision's reference for segmentation: groups of parameters, and a
+    learning rate that decays in each step."""
+    get_model = library("torchvision.models").get_model
+    torch.manual_seed(17)
+    model = get_model("lraspp_mobilenet_v3_large", weights_backbone=None, num_classes=3)
+    model = convert(model.double())
+    groups = [{"params": list(part.parameters())} for part in (model.backbone, model.classifier)]
+    optimizer = torch.optim.SGD(groups, lr=0.02, momentum=0.9, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, STEPS, power=0.9)
+    wrapped = DistributedDataParallel(model)
+    for x, labels in _loader(world):
+        pixels = labels[:, None, None].expand(-1, 32, 32).clone()
+        pixels[:, 0] = 255  # void
+        loss = _cross_entropy(wrapped.train()(x)["out"], pixels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return _state(model)
 
 
 def loop_timm(convert, rank, world):
@@ -112,7 +143,7 @@ def loop_timm(convert, rank, world):
     wrapped = DistributedDataParallel(model)
     for x, labels in _loader(world):
         wrapped.train()
-        loss = nn.functional.cross_entropy(wrapped(x), labels)
+        loss = _cross_entropy(wrapped(x), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -120,8 +151,9 @@ def loop_timm(convert, rank, world):
     before = _state(model)
     for reduce in (True, False):
         utils.distribute_bn(model, world, reduce)
-    for name, value in _state(model).items():  # all ranks have the same already
-        torch.testing.assert_close(value, before[name], rtol=1e-15, atol=0)
+    if convert is not _plain:  # all ranks have the same already
+        for name, value in _state(model).items():
+            torch.testing.assert_close(value, before[name], rtol=1e-15, atol=0)
     return _state(model, average)
 
 
@@ -134,7 +166,7 @@ def loop_accelerate(convert, rank, world):
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for x, labels in loader:
         model.train()
-        loss = nn.functional.cross_entropy(model(x), labels)
+        loss = _cross_entropy(model(x), labels)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -158,7 +190,7 @@ def loop_lightning(convert, rank, world):
         def training_step(self, batch, number):
             self.kinds = {type(m) for m in self.modules()}
             x, labels = batch
-            return nn.functional.cross_entropy(self.network(x), labels)
+            return _cross_entropy(self.network(x), labels)
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -208,6 +240,7 @@ def loop_transformers(convert, rank, world):
         average_tokens_across_devices=False,  # would double the loss of a model without tokens
     )
     trainer = transformers.Trainer(model, arguments, train_dataset=Pictures(pairs=False))
+    model.register_forward_hook(lambda model, x, outputs: LOSSES.append(outputs.loss.item()))
     trainer.train()
     assert trainer.state.global_step == STEPS
     return _state(model)
@@ -286,7 +319,7 @@ def loop_mmengine(convert, rank, world):
             self.network = convert(small_network())
 
         def forward(self, inputs, labels, mode="tensor"):
-            return {"loss": nn.functional.cross_entropy(self.network(inputs), labels)}
+            return {"loss": _cross_entropy(self.network(inputs), labels)}
 
     options = dict(
         optimizer=dict(type="SGD", lr=0.1, weight_decay=0.01),

@@ -21,7 +21,7 @@ DEMO = PROJECT / "examples" / "segmentation"
 @pytest.fixture(scope="module")
 def demo():
     """The demo's modules, which are found beside its main.py and not in a package."""
-    names = ("data", "folder", "network")
+    names = ("clipart", "data", "folder", "network")
     sys.path.insert(0, str(DEMO))
     try:
         modules = {name: __import__(name) for name in names}
@@ -212,6 +212,31 @@ def test_folder_uses_its_lists(demo, voc):
     (lists / "val.txt").write_text("p2\np9\n")
     source = demo.folder.VocFolder(voc, size=32)
     assert source.train_names == ["p3", "p1"] and source.test_names == ["p2", "p9"]
+
+
+def test_folder_of_drawings(demo, tmp_path):
+    """A mask is where the drawing covers; one of another mode or too small is left out."""
+    for name in demo.clipart.CLASSES:
+        folder = tmp_path / "package" / name / "kind"
+        folder.mkdir(parents=True)
+        pixels = np.zeros((256, 256, 4), np.uint8)
+        pixels[:, 64:192] = (200, 10, 10, 255)  # half of the square
+        pixels[:, 192:200, 3] = 128
+        Image.fromarray(pixels).save(folder / "half.png")
+        Image.fromarray(pixels[..., :3]).save(folder / "opaque.png")
+        pixels[:, 70:] = 0
+        Image.fromarray(pixels).save(folder / "thin.png")
+    out = tmp_path / "out"
+    assert demo.clipart.write_folder(tmp_path / "package", out) == 4
+    source = demo.folder.VocFolder(out, size=32)
+    assert source.class_names == ["background", "1", "2", "3", "4"]
+    for value in range(1, 5):
+        stem = f"{value - 1:04}_{demo.clipart.CLASSES[value - 1]}.png"
+        mask = np.asarray(Image.open(out / "SegmentationClass" / stem))
+        assert (mask[:, 34:94] == value).all() and (mask[:, 98] == 255).all()
+        assert not mask[:, :30].any() and not mask[:, 102:].any()
+        picture = np.asarray(Image.open(out / "JPEGImages" / stem))
+        assert (picture[:, 34:94] == (200, 10, 10)).all()
 
 
 def test_folder_errors_say_what_is_wrong(demo, voc, tmp_path):

@@ -2,13 +2,16 @@
 """Every example and every Python snippet of the docs runs. A snippet's page may expect more."""
 
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import syncbn
+from snippets import blocks
 from support import PROJECT, run_snippets, snippets
 
 # On two ranks only, with the library that each is about; test_training_loops.py has the bits.
@@ -25,8 +28,11 @@ PAGES = sorted(
 ELSEWHERE = {
     "README.md": "test_examples.py",
     "docs/cuda.md": "test_examples.py",
+    "docs/contrastive.md": "test_examples.py",
     "docs/data_parallel.md": "rank_cases_parallel.py",
     "docs/groups.md": "rank_cases_groups.py",
+    "docs/point_clouds.md": "test_examples.py",
+    "docs/small_batches.md": "test_examples.py",
     "docs/uneven_inputs.md": "test_examples.py",
 }
 PAGES = [page for page in PAGES if page not in ELSEWHERE]
@@ -62,6 +68,33 @@ def test_page_on_two_ranks(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(snippets(page)), encoding="utf-8")
     run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
+
+
+@pytest.mark.parametrize(
+    "page", ("docs/contrastive.md", "docs/point_clouds.md", "docs/small_batches.md")
+)
+def test_page_prints_what_it_quotes(page):
+    """On the four ranks of scripts/tour.py."""
+    for library in ("matplotlib", "sklearn"):
+        pytest.importorskip(library)
+    run("scripts/tour.py", page)
+
+
+def test_cpp_training_prints_what_its_page_quotes(tmp_path):
+    program, library = tmp_path / "training", Path(syncbn.__file__).parent / "lib" / "libsyncbn.so"
+    command = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", "-pthread"]
+    command += ["-I", PROJECT / "include", PROJECT / "examples" / "17_training.cpp", "-o", program]
+    subprocess.run([*command, library, f"-Wl,-rpath,{library.parent}"], check=True)
+    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    (quoted,) = (b.text for b in blocks(PROJECT / "docs" / "cpp_training.md") if b.kind == "")
+    assert printed == quoted
+
+
+def test_an_output_that_differs_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1)\n```\n\n```\n2\n```\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"exit code 1\n(?s:.*)\n *-2\n *\+1\n"):
+        run("scripts/tour.py", str(page))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -59,7 +59,7 @@ def test_blocks_that_nothing_covers_are_found():
 
 @pytest.mark.parametrize(("page", "file"), test_examples.ELSEWHERE.items())
 def test_pages_that_run_elsewhere_do(page, file):
-    runs = rf'snippets\("{page}"\)|parametrize\("page", \(.*"{page}"'
+    runs = rf'snippets\("{page}"\)|parametrize\(\s*"page", \([^)]*"{page}"'
     (path,) = (PROJECT / "tests" / "python").glob(f"*/{file}")
     assert re.search(runs, path.read_text(encoding="utf-8"))
 
@@ -100,7 +100,7 @@ def test_quotes_are_what_the_files_say(page):
     for block in blocks(page):
         if block.source is not None:
             text = (PROJECT / block.source).read_text(encoding="utf-8")
-            indented = (textwrap.indent(block.text, " " * n) for n in (0, 2, 4))
+            indented = (textwrap.indent(block.text, " " * n) for n in (0, 2, 4, 6))
             assert any(f"\n{quote}" in text for quote in indented), block.text
             assert {".c": "c", ".cpp": "cpp"}[Path(block.source).suffix] == block.kind
 
@@ -116,7 +116,7 @@ def test_every_compiled_example_is_quoted_and_every_example_listed():
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
 def test_compiled_examples_are_short(path):
-    limit = 220 if path.name == "17_training.cpp" else 100  # a page leads through that one
+    limit = 250 if path.name == "17_training.cpp" else 100  # a page leads through that one
     assert len(path.read_text(encoding="utf-8").splitlines()) < limit
 
 

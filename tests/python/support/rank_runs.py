@@ -25,7 +25,13 @@ Cases = dict[str, Callable[[int, int], None]]
 
 
 def _rank_main(
-    rank: int, world: int, engine: str, port: int, results: Path, load: Callable[[], Cases]
+    rank: int,
+    world: int,
+    engine: str,
+    port: int,
+    results: Path,
+    load: Callable[[], Cases],
+    seconds: float,
 ) -> None:
     groups.use_shared_memory = engine == "shared memory"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -33,7 +39,7 @@ def _rank_main(
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=TIMEOUT)
     traces = open(results / f"hangs.{rank}", "w")
     for name, case in load().items():
-        faulthandler.dump_traceback_later(120, exit=True, file=traces)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=traces)
         try:
             case(rank, world)
             outcome = "passed"
@@ -78,11 +84,14 @@ def written(folder: str, world: int) -> dict:
     return {r: json.loads(f.read_text()) if f.exists() else None for r, f in enumerate(files)}
 
 
-def run_cases(load: Callable[[], Cases], world: int, engine: str, folder: Path) -> dict:
+def run_cases(
+    load: Callable[[], Cases], world: int, engine: str, folder: Path, seconds: float = 120
+) -> dict:
     """{case: {rank: "passed", "skipped: why" or a traceback}}. load: a function of a module, called
     on each rank; it returns functions case(rank, world), which raise if something is wrong there.
+    seconds: the limit of a case.
     """
-    arguments = (world, engine, free_port(), folder, load)
+    arguments = (world, engine, free_port(), folder, load, seconds)
     codes = run_ranks(mp.get_context("spawn"), _rank_main, world, arguments, 900)
     found: dict = {}
     hangs = [path for path in folder.iterdir() if path.name.startswith("hangs.")]
