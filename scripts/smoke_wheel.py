@@ -18,8 +18,8 @@ from pathlib import Path
 SECONDS = 300  # for one command
 NOT_LINKED = ("syncbn", "pip", "__editable__")
 
-#: With torchrun the ranks' uneven shares must have the bits of the whole batch on one process. Those
-#: of BITS are the same on every processor, Python and PyTorch, in both layouts.
+#: With torchrun the ranks' uneven shares must have the bits of the whole batch on one process.
+#: Those of BITS are the same on every processor, Python and PyTorch, in both layouts.
 STEP = """
 import hashlib
 import os
