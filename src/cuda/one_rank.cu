@@ -53,12 +53,13 @@ bool start_together(Kernel kernel, const Shape& shape, OneRankArguments& a, cons
       continue;
     }
     a.tile_at = static_cast<unsigned>(shape.bytes_before_tile);
-    const device::Failure failure = device::launch<true>(kernel, static_cast<unsigned>(grid),
-                                                         shape.threads, bytes, stream.handle, a);
+    const auto grid_size = static_cast<unsigned>(grid);
+    const device::Failure failure =
+        device::launch<true>(kernel, grid_size, shape.threads, bytes, stream.handle, a);
     if (failure.too_many_blocks) {
       return false;
     }
-    require("starting a direction of one rank", failure);
+    require_started("a direction of one rank", grid_size, shape.threads, failure);
     return true;
   }
   return false;
@@ -117,7 +118,7 @@ template <bool kGradient, class Pass, class T>
 void load_pass() {
   const auto load_with_memory = [](auto kernel) {
     load(kernel);
-    require("giving a kernel shared memory", device::allow_all_shared_memory(kernel));
+    require("loading a kernel", device::allow_all_shared_memory(kernel));
   };
   load_with_memory(&one_rank_planes<Pass, T, kGradient>);
   load_with_memory(&one_rank_rows<Pass, T, kGradient, kRowVector<T, kGradient>>);
