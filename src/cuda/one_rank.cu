@@ -128,8 +128,6 @@ void set_up(OneRankArguments& a, const SampleView& x, const SampleView& out, con
             std::int64_t* workspace) {
   a.elements.out = operand(out_name, out);
   a.elements.channels = x.channels;
-  a.elements.plane = x.plane;
-  a.elements.samples = x.samples;
   a.meeting = workspace + workspace_words(x.dtype, x.channels) - kMeetingWords;
 }
 
