@@ -69,7 +69,7 @@ bool start_together(Kernel kernel, const Shape& shape, OneRankArguments& a, cons
 template <bool kGradient, class Pass, class T>
 bool start_pass(const Plan& plan, OneRankArguments& a, const Stream& stream) {
   constexpr std::size_t kInputs = kGradient ? 2 : 1;
-  constexpr std::size_t kWordBytes = ChannelScratch<T>::kWords * sizeof(std::int64_t);
+  static_assert(kThreadPerSlot<T>);  // so that packing needs no memory beside the fold's
   if (plan.layout == Layout::kPlanes) {
     constexpr unsigned kWarps = kPlaneSumThreads / device::kWarp;
     return start_together(&one_rank_planes<Pass, T, kGradient>,
@@ -78,22 +78,21 @@ bool start_pass(const Plan& plan, OneRankArguments& a, const Stream& stream) {
                            .channel_blocks = a.sums.channels,
                            .at_once = device::kWarp * kWidest<T> / kLanes,
                            .bytes_of_vectors = kPlaneSumThreads * 16 * kInputs,
-                           .bytes_before_tile = kWarps * kWordBytes},
+                           .bytes_before_tile = 0},
                           a, stream);
   }
   constexpr int kVector = kRowVector<T, kGradient>;
   constexpr unsigned kWidth = kRowColumns<kVector> * kVector;
   constexpr unsigned kThreads = kLanes * kRowColumns<kVector>;
   constexpr std::size_t kFold = kLanes * kWidth * sizeof(Lane<T>);
-  return start_together(
-      &one_rank_rows<Pass, T, kGradient, kVector>,
-      {.threads = kThreads,
-       .takers = 1,
-       .channel_blocks = divide_up(a.sums.channels, std::int64_t{kWidth}),
-       .at_once = 1,
-       .bytes_of_vectors = kThreads * kVector * sizeof(T) * kInputs,
-       .bytes_before_tile = std::max(kFold, std::min(kWidth, kPackedAtOnce<T>) * kWordBytes)},
-      a, stream);
+  return start_together(&one_rank_rows<Pass, T, kGradient, kVector>,
+                        {.threads = kThreads,
+                         .takers = 1,
+                         .channel_blocks = divide_up(a.sums.channels, std::int64_t{kWidth}),
+                         .at_once = 1,
+                         .bytes_of_vectors = kThreads * kVector * sizeof(T) * kInputs,
+                         .bytes_before_tile = kFold},
+                        a, stream);
 }
 
 template <bool kGradient, template <class, class> class Pass>

@@ -39,8 +39,8 @@ void start_planes(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kGroups = device::kWarp * kVector / kLanes;
   deal(a, a.channels, kGroups, 32 * multiprocessors(stream));
   start("the sums of planes", &sum_planes<T, kVector, kGradient, kStrided, Options>,
-        grid_for(a.jobs, kWarps, stream, 32), kPlaneSumThreads,
-        kWarps * ChannelScratch<T>::kWords * sizeof(std::int64_t), stream, a);
+        grid_for(a.jobs, kWarps, stream, 32), kPlaneSumThreads, packing_bytes<T>(kWarps), stream,
+        a);
 }
 
 template <class T, bool kGradient, int kVector, class Options = AnyOptions>
@@ -50,7 +50,7 @@ void start_rows(SumsArguments& a, const Stream& stream) {
   constexpr std::size_t kFold = kLanes * kWidth * sizeof(Lane<T>);
   deal(a, divide_up(a.channels, kWidth), 1, 8 * multiprocessors(stream));
   start("the sums of rows", &sum_rows<T, kVector, kGradient, Options>, grid_for(a.jobs, 1, stream),
-        kThreads, std::max(kFold, kPackingBytes<T>), stream, a);
+        kThreads, std::max(kFold, packing_bytes<T>(kThreads / device::kWarp)), stream, a);
 }
 
 template <class T, bool kGradient>
@@ -58,7 +58,7 @@ void start_columns(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWarps = kSumThreads / device::kWarp;
   deal(a, divide_up(a.channels, device::kWarp), 4 * kWarps, 8 * multiprocessors(stream));
   start("the sums of 2-D input", &sum_columns<T, kGradient>, grid_for(a.jobs, 1, stream),
-        kSumThreads, kPackingBytes<T>, stream, a);
+        kSumThreads, packing_bytes<T>(kWarps), stream, a);
 }
 
 /// Whether sum_short_planes takes these.
@@ -83,7 +83,7 @@ void start_short_planes(SumsArguments& a, const Stream& stream) {
   const ShortSumsArguments arguments{a, SmallDivisor(plane)};
   start("the sums of short planes", &sum_short_planes<T, kGradient>,
         grid_for(a.jobs, 1, stream, 32), device::kWarp,
-        std::max(short_plane_bytes<T, kGradient>(plane), kPackingBytes<T>), stream, arguments);
+        std::max(short_plane_bytes<T, kGradient>(plane), packing_bytes<T>(1)), stream, arguments);
 }
 
 template <bool kGradient>

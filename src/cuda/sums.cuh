@@ -129,7 +129,7 @@ struct SumsJob {
 
 /// Contiguous planes, or any strides (kStrided). A warp takes kGroups segments of a channel at a
 /// time, each on neighbouring threads. Units are the first segments of all samples, then the
-/// second ones: its loop is as long as the longest segment. Shared memory: kWords words per warp.
+/// second ones: its loop is as long as the longest segment. Shared memory: packing_bytes.
 template <class T, int kVector, bool kGradient, bool kStrided, class Options, class Also>
 SYNCBN_DEVICE void add_planes(const SumsArguments& a, Also& also) {
   static_assert(!kStrided || kVector == 1);
@@ -201,8 +201,8 @@ SYNCBN_DEVICE void add_planes(const SumsArguments& a, Also& also) {
     }
     device::warp_barrier();  // a shuffle orders no memory
     if (device::shuffle_index(done, 0) == a.jobs_per_channel.value()) {
-      pack_channels<T>(a, c, 1, device::shared<std::int64_t>() + warp * Scratch::kWords, lane,
-                       device::kWarp, [] { device::warp_barrier(); });
+      pack_channels<T, 1>(a, c, c + 1, 1,
+                          device::shared<std::int64_t>() + warp * packing_bytes<T>(1) / 8);
       also.packed(c, 1);
     }
   }

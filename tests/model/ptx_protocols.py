@@ -53,21 +53,21 @@ def one_last(last: str, other: str) -> str:
     return f"not ({first} or {second}) or x != 0 or y != 0 or done != 0"
 
 
-# finish_channels and pack_channels. Two blocks have a share of a channel, x and y are its slots,
-# and done counts blocks. area is the first word of the shared memory where slots are staged; the
-# count is there before, and what the block does next writes there. The next kernel finds what x, y
-# and done hold at the end.
+# finish_channels and pack_staged. Two blocks have a share of a channel, x and y are its slots, and
+# done counts blocks. area is the first word of the shared memory where slots are staged (only
+# float64's; others stay in registers); the count is there before, and what the block does next
+# writes there. The next kernel finds what x, y and done hold at the end.
 BLOCKS = """
 0$: atom.relaxed.gpu.add y 1 #add; bar.sync #added
     d$ = atom.acq_rel.gpu.add done 1 #count; st.weak area$ d$; bar.sync #counted
     l$ = ld.weak area$; bar.sync #read
-    @l$==1 x$ = ld.weak x; @l$==1 st.weak area$ x$; @l$==1 st.weak x 0; @l$==1 bar.sync #staged
+    @l$==1 x$ = ld.weak x; @l$==1 st.weak area$ x$; @l$==1 st.weak x 0; @l$==1 bar.warp.sync #staged
     @l$==1 bar.sync #free; st.weak area$ 9
 0$: atom.relaxed.gpu.add x 1 #add; bar.sync #added
     bar.sync #counted
     m$ = ld.weak area$; bar.sync #read
     @m$==1 y$ = ld.weak y; @m$==1 st.weak y 0
-    @m$==1 e$ = ld.weak done; @m$==1 st.weak done 0; @m$==1 bar.sync #staged
+    @m$==1 e$ = ld.weak done; @m$==1 st.weak done 0; @m$==1 bar.warp.sync #staged
     @m$==1 p$ = ld.weak area$; @m$==1 bar.sync #free
 """
 # Without kShares nothing is written there before the next job's barrier for additions.
