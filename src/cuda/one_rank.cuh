@@ -196,11 +196,11 @@ one_rank_planes(const OneRankArguments all) {
        job < a.jobs; job += device::grid_size() * warps) {
     const SumsJob my(a, job);
     const typename Pass::Channel channel(all.elements, my.channel);
+    SegmentOf<true> segment(a, my.begin + lane / kThreads);
     for (std::int64_t unit = my.begin + lane / kThreads; unit < my.end; unit += kGroups) {
-      const std::int64_t e = a.samples.quotient(unit) * kSegment;
-      const std::int64_t rest = a.plane - e;
-      const int length = rest < kSegment ? static_cast<int>(rest) : kSegment;
-      T* const out = all.elements.out.at<T>(a.samples.remainder(unit), my.channel) + e;
+      const int length = segment.length;
+      T* const out = all.elements.out.at<T>(segment.n, my.channel) + segment.e;
+      segment.advance(kGroups);
       SYNCBN_UNROLL(4)
       for (int i = static_cast<int>(member) * kVector; i < length; i += kLanes) {
         write_next<Pass, T, kVector>(all.elements, activation, &channel, true, also.tile, out + i);
@@ -232,12 +232,12 @@ one_rank_rows(const OneRankArguments all) {
     for (int k = 0; k < kVector; ++k) {
       channels[k] = typename Pass::Channel(all.elements, c + k);
     }
+    SegmentOf<false> segment(a, my.begin);
     for (std::int64_t unit = my.begin; unit < my.end; ++unit) {
-      const std::int64_t e = a.segments.remainder(unit) * kSegment;
-      const std::int64_t rest = a.plane - e;
-      const int length = rest < kSegment ? static_cast<int>(rest) : kSegment;
+      const int length = segment.length;
       const std::int64_t stride = all.elements.out.element_stride;
-      T* const out = all.elements.out.at<T>(a.segments.quotient(unit), 0) + e * stride + c;
+      T* const out = all.elements.out.at<T>(segment.n, 0) + segment.e * stride + c;
+      segment.advance();
       SYNCBN_UNROLL(4)
       for (int i = lane; i < length; i += kLanes) {
         write_next<Pass, T, kVector>(all.elements, activation, channels, false, also.tile,

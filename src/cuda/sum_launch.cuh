@@ -56,7 +56,8 @@ void start_rows(SumsArguments& a, const Stream& stream) {
 template <class T, bool kGradient>
 void start_columns(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWarps = kSumThreads / device::kWarp;
-  deal(a, divide_up(a.channels, device::kWarp), 4 * kWarps, 8 * multiprocessors(stream));
+  // What a thread does besides its rows is as much as ten rows.
+  deal(a, divide_up(a.channels, device::kWarp), 4 * kWarps, 2 * multiprocessors(stream));
   start("the sums of 2-D input", &sum_columns<T, kGradient>, grid_for(a.jobs, 1, stream),
         kSumThreads, packing_bytes<T>(kWarps), stream, a);
 }
@@ -80,10 +81,9 @@ template <class T, bool kGradient>
 void start_short_planes(SumsArguments& a, const Stream& stream) {
   deal(a, divide_up(a.channels, device::kWarp), 1, 16 * multiprocessors(stream));
   const auto plane = static_cast<std::uint32_t>(a.plane);
-  const ShortSumsArguments arguments{a, SmallDivisor(plane)};
   start("the sums of short planes", &sum_short_planes<T, kGradient>,
         grid_for(a.jobs, 1, stream, 32), device::kWarp,
-        std::max(short_plane_bytes<T, kGradient>(plane), packing_bytes<T>(1)), stream, arguments);
+        std::max(short_plane_bytes<T, kGradient>(plane), packing_bytes<T>(1)), stream, a);
 }
 
 template <bool kGradient>

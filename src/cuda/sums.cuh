@@ -6,6 +6,7 @@
 #include "cuda/device/primitives.cuh"
 #include "cuda/packing.cuh"
 #include "cuda/row_sums.cuh"
+#include "cuda/sum_work.cuh"
 #include "cuda/views.cuh"
 #include "cuda/window.cuh"
 #include "statistics/lanes.hpp"
@@ -17,61 +18,6 @@ namespace syncbn::cuda {
 inline constexpr unsigned kSumThreads = 256;
 /// Of planes, where warps need nothing of each other: small blocks spread over all multiprocessors.
 inline constexpr unsigned kPlaneSumThreads = 64;
-
-/// Loads kVector elements of u and v, pulls u back and stores it if it is kept. What does not count
-/// is zero. element: n * plane + e.
-template <class T, int kVector, bool kGradient, class Options>
-SYNCBN_DEVICE void load_pair(const SumsArguments& a, const ActivationOf<T>& activation,
-                             const ChannelPullback<T>* pullback, bool one_channel,
-                             std::int64_t mask_at, std::int64_t element, const T* u, const T* v,
-                             T* kept, device::Vector<T, kVector>& us,
-                             device::Vector<T, kVector>& vs) {
-  us = device::load_vector<kVector>(u);
-  vs = us;
-  if constexpr (kGradient) {
-    vs = device::load_vector<kVector>(v);
-    unsigned bits = 0;
-    if (!Options::kPlain && a.pullback.mask.data != nullptr) {
-      bits = static_cast<unsigned>(a.pullback.mask.data[mask_at / 8]) >> (mask_at % 8);
-    }
-    SYNCBN_UNROLL(8)
-    for (int k = 0; k < kVector; ++k) {
-      const ChannelPullback<T>& back = pullback[one_channel ? 0 : k];
-      us.at[k] = Options::kPlain ? back.without_mask(activation, us.at[k], vs.at[k])
-                                 : back(a.pullback, activation, bits >> k, us.at[k], vs.at[k]);
-    }
-  }
-  if constexpr (Options::kPlain) {
-    return;
-  }
-  if (a.counts != nullptr) {
-    const unsigned counted = counted_bits<kVector>(a.counts, element, one_channel);
-    SYNCBN_UNROLL(8)
-    for (int k = 0; k < kVector; ++k) {
-      us.at[k] = (counted >> k & 1u) != 0 ? us.at[k] : T{};
-      vs.at[k] = (counted >> k & 1u) != 0 ? vs.at[k] : T{};
-    }
-  }
-  if (kGradient && kept != nullptr) {
-    device::store_vector(kept, us);
-  }
-}
-
-/// Adds the elements of a job's share that count to the first channel's scratch memory. Which job
-/// counts which does not matter: here they are dealt out evenly over units.
-template <class T>
-SYNCBN_DEVICE void count_elements(const SumsArguments& a, std::int64_t begin, std::int64_t end,
-                                  unsigned thread, unsigned threads) {
-  const std::int64_t share = a.segments.quotient(a.plane + a.segments.value() - 1);  // of a unit
-  const std::int64_t last = end * share < a.header.count ? end * share : a.header.count;
-  std::int64_t count = 0;
-  for (std::int64_t i = begin * share + thread; i < last; i += threads) {
-    count += a.counts[i] != 0;
-  }
-  if (count != 0) {
-    device::atomic_add(a.workspace + ChannelScratch<T>::kCount, count);
-  }
-}
 
 /// Folds the lanes of a segment that lie on neighbouring threads, kVector lanes each. The result is
 /// the first thread's.
@@ -116,20 +62,9 @@ struct SumsAlone {
   SYNCBN_DEVICE void packed(std::int64_t, unsigned) {}
 };
 
-/// The units of one channel (or block of channels) that are taken together.
-struct SumsJob {
-  std::int64_t channel;
-  std::int64_t begin;
-  std::int64_t end;
-  SYNCBN_DEVICE SumsJob(const SumsArguments& a, std::int64_t job)
-      : channel(a.jobs_per_channel.quotient(job)),
-        begin(a.jobs_per_channel.remainder(job) * a.units_per_job),
-        end(begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units) {}
-};
-
 /// Contiguous planes, or any strides (kStrided). A warp takes kGroups segments of a channel at a
-/// time, each on neighbouring threads. Units are the first segments of all samples, then the
-/// second ones: its loop is as long as the longest segment. Shared memory: packing_bytes.
+/// time, each on neighbouring threads; its loop is as long as the longest of them. Shared memory:
+/// packing_bytes.
 template <class T, int kVector, bool kGradient, bool kStrided, class Options, class Also>
 SYNCBN_DEVICE void add_planes(const SumsArguments& a, Also& also) {
   static_assert(!kStrided || kVector == 1);
@@ -154,15 +89,14 @@ SYNCBN_DEVICE void add_planes(const SumsArguments& a, Also& also) {
     if constexpr (kGradient) {
       pullback = ChannelPullback<T>(a.pullback, c);
     }
+    SegmentOf<true> segment(a, my.begin + lane / kThreads);
     for (std::int64_t first = my.begin; first < my.end; first += kGroups) {
-      const std::int64_t unit = first + lane / kThreads;
       Lane<T> sums[kVector];
       Lane<T> products[kVector];
-      if (unit < my.end) {
-        const std::int64_t n = a.samples.remainder(unit);
-        const std::int64_t e = a.samples.quotient(unit) * kSegment;
-        const std::int64_t rest = a.plane - e;
-        const int length = rest < kSegment ? static_cast<int>(rest) : kSegment;
+      if (first + lane / kThreads < my.end) {
+        const std::int64_t n = segment.n;
+        const std::int64_t e = segment.e;
+        const int length = segment.length;
         const T* const u = a.u.at<T>(n, c) + (kStrided ? 0 : e);
         const T* const v = a.v.at<T>(n, c) + (kStrided ? 0 : e);
         T* const kept = Options::kPlain || a.kept.data == nullptr
@@ -189,6 +123,7 @@ SYNCBN_DEVICE void add_planes(const SumsArguments& a, Also& also) {
       }
       fold_threads<kVector>(sums);
       fold_threads<kVector>(products);
+      segment.advance(kGroups);
       const unsigned leader = lane - member;
       partial.add(lane_of(sums[0], leader), lane_of(products[0], leader));
     }
@@ -257,11 +192,11 @@ SYNCBN_DEVICE void add_rows(const SumsArguments& a, Also& also) {
     const bool adds = which < kPartials<T> && c0 + mine < a.channels;
     const ChannelScratch<T> scratch(a.workspace, adds ? c0 + mine : c0);
     PartialSum<T> partial(which, scratch);
+    SegmentOf<false> segment(a, my.begin);
     for (std::int64_t unit = my.begin; unit < my.end; ++unit) {
-      const std::int64_t n = a.segments.quotient(unit);
-      const std::int64_t e = a.segments.remainder(unit) * kSegment;
-      const std::int64_t rest = a.plane - e;
-      const int length = rest < kSegment ? static_cast<int>(rest) : kSegment;
+      const std::int64_t n = segment.n;
+      const std::int64_t e = segment.e;
+      const int length = segment.length;
       Lane<T> sums[kVector];
       Lane<T> products[kVector];
       if (inside) {
@@ -270,7 +205,8 @@ SYNCBN_DEVICE void add_rows(const SumsArguments& a, Also& also) {
         T* const kept =
             Options::kPlain || a.kept.data == nullptr ? nullptr : a.kept.at<T>(n, 0) + c;
         SYNCBN_UNROLL(4)
-        for (int i = lane; i < length; i += kLanes) {
+        for (int left = length - lane; left > 0; left -= kLanes) {
+          const int i = length - left;
           device::Vector<T, kVector> us;
           device::Vector<T, kVector> vs;
           const std::int64_t mask_at = kGradient ? a.pullback.mask.bit(n, c, e + i) : 0;
@@ -307,6 +243,7 @@ SYNCBN_DEVICE void add_rows(const SumsArguments& a, Also& also) {
       if (adds) {
         partial.add(folded[0], folded[1]);
       }
+      segment.advance();
     }
     if (adds) {
       partial.finish(scratch);

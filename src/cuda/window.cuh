@@ -22,15 +22,16 @@ struct SumSlots {
   int unit;
 };
 
-/// Four neighbouring slots in registers.
+/// A part of a sum in registers: an integer of 128 bits.
 class Window {
  public:
   /// Adds a finite partial exactly.
   SYNCBN_DEVICE void add(double partial, const SumSlots& to) {
-    const auto bits = bit_copy<std::uint64_t>(partial);
-    const int exponent = static_cast<int>(bits >> 52 & 0x7ff);
-    std::uint64_t mantissa = bits & 0xfffffffffffffu;
-    mantissa |= static_cast<std::uint64_t>(exponent != 0) << 52;
+    const auto bits = bit_copy<std::int64_t>(partial);
+    const int exponent = static_cast<int>(bits >> 52) & 0x7ff;
+    const std::int64_t sign = bits >> 63;
+    std::int64_t mantissa = bits & 0xfffffffffffff;
+    mantissa |= static_cast<std::int64_t>(exponent != 0) << 52;
     int position = (exponent != 0 ? exponent : 1) - 1075 + to.unit;
     if (position < 0) {  // bits below the unit are zero: every partial is a multiple of it
       mantissa = position <= -64 ? 0 : mantissa >> -position;
@@ -39,44 +40,36 @@ class Window {
     if (mantissa == 0) {
       return;
     }
-    const int slot = position / kSlotBits;
-    const int shift = position % kSlotBits;
-    if (slot != base_ && slot != base_ + 1) {
+    int shift = position - base_;
+    if (static_cast<unsigned>(shift) >= kRange) {
       flush(to);
-      const int highest = to.count > kLimbs ? to.count - kLimbs : 0;
-      base_ = slot == 0 ? 0 : slot - 1 < highest ? slot - 1 : highest;
+      base_ = position < kPlace ? 0 : position / kPlace * kPlace - kPlace;
+      shift = position - base_;
     }
-    const std::uint64_t low = mantissa << shift;
-    const std::uint64_t high = shift == 0 ? 0 : mantissa >> (64 - shift);
-    const std::int64_t sign = (bits >> 63) != 0 ? -1 : 1;
-    const std::int64_t chunk[3] = {sign * static_cast<std::int64_t>(low & 0xffffffffu),
-                                   sign * static_cast<std::int64_t>(low >> 32),
-                                   sign * static_cast<std::int64_t>(high)};
-    const bool upper = slot != base_;
-    limb_[0] += upper ? 0 : chunk[0];
-    limb_[1] += upper ? chunk[0] : chunk[1];
-    limb_[2] += upper ? chunk[1] : chunk[2];
-    limb_[3] += upper ? chunk[2] : 0;
+    mantissa = (mantissa ^ sign) - sign;
+    const std::int64_t above = mantissa >> (64 - kRange) >> (kRange - shift);
+    sum_ += static_cast<__int128>(above) << 64 | static_cast<std::uint64_t>(mantissa) << shift;
   }
 
-  /// Empties the window into the slots. Carries go up first, so that each slot takes less than
-  /// 2^32, however many partials there were.
+  /// Empties the window into the slots, each of which takes less than 2^32, however many partials
+  /// there were.
   SYNCBN_DEVICE void flush(const SumSlots& to) {
     if (base_ == kNowhere) {
       return;
     }
-    std::int64_t carry = 0;
-    for (int i = 0; i < kLimbs; ++i) {
-      const bool last = base_ + i >= to.count - 1;
-      const std::int64_t value = limb_[i] + carry;
-      const std::int64_t chunk = last ? value : value & 0xffffffff;
-      carry = last ? 0 : value >> kSlotBits;
-      if (chunk != 0) {
-        atomic_add(to.slots + base_ + i, chunk);
+    const int shift = base_ % kSlotBits;
+    std::int64_t* slot = to.slots + base_ / kSlotBits;
+    add_chunk(slot, static_cast<std::uint32_t>(static_cast<std::uint64_t>(sum_) << shift));
+    __int128 rest = sum_ >> (kSlotBits - shift);
+    for (++slot; rest != 0; ++slot) {
+      // What is left is the highest chunk if it fits one, and has to fit the highest slot.
+      const auto low = static_cast<std::int64_t>(rest);
+      if (rest == static_cast<std::int32_t>(low) || slot == to.slots + to.count - 1) {
+        add_chunk(slot, low);
+        break;
       }
-    }
-    if (carry != 0) {
-      atomic_add(to.slots + base_ + kLimbs, carry);
+      add_chunk(slot, low & 0xffffffff);
+      rest >>= kSlotBits;
     }
     clear();
   }
@@ -87,36 +80,37 @@ class Window {
     for (unsigned bit = from; bit < device::kWarp; bit *= 2) {
       const bool same = device::shuffle_xor(base_, bit) == base_;
       const bool lower = (device::thread_index() & bit) == 0;
-      for (int i = 0; i < kLimbs; ++i) {
-        const std::int64_t other = device::shuffle_xor(limb_[i], bit);
-        limb_[i] += same && lower ? other : 0;
-      }
-      if (!lower) {
-        if (same) {
-          clear();
-        } else {
-          flush(to);
-        }
+      const std::uint64_t low = device::shuffle_xor(static_cast<std::uint64_t>(sum_), bit);
+      const std::int64_t high = device::shuffle_xor(static_cast<std::int64_t>(sum_ >> 64), bit);
+      if (same && lower) {
+        sum_ += static_cast<__int128>(high) << 64 | low;
+      } else if (same) {
+        clear();
+      } else if (!lower) {
+        flush(to);
       }
     }
   }
 
  private:
-  static constexpr int kLimbs = 4;
-  static constexpr int kNowhere = -2;  // neither it nor its successor is a slot
+  /// Where lowest bits of partials may lie above the window's, so that 2^26 of 53 bits fit. Windows
+  /// lie at multiples of kPlace, so that those of a warp mostly lie in one place.
+  static constexpr int kRange = 48;
+  static constexpr int kPlace = 16;
+  static constexpr int kNowhere = -kRange;  // no position is so close to it
 
-  SYNCBN_DEVICE static void atomic_add(std::int64_t* to, std::int64_t value) {
-    device::atomic_add(to, value);
+  SYNCBN_DEVICE static void add_chunk(std::int64_t* slot, std::int64_t chunk) {
+    if (chunk != 0) {
+      device::atomic_add(slot, chunk);
+    }
   }
   SYNCBN_DEVICE void clear() {
-    for (std::int64_t& limb : limb_) {
-      limb = 0;
-    }
+    sum_ = 0;
     base_ = kNowhere;
   }
 
-  std::int64_t limb_[kLimbs] = {};
-  int base_ = kNowhere;
+  __int128 sum_ = 0;
+  int base_ = kNowhere;  ///< of the sum's lowest bit
 };
 
 /// The partials that one segment gives: 2, or 4 for float64 (each sum's, then its compensation).
@@ -162,12 +156,12 @@ class PartialSum {
   SYNCBN_DEVICE void add(const Lane<T>& sums, const Lane<T>& products) {
     const double sum = first_ ? sums.sum : products.sum;
     const double value = !rest_ ? sum : first_ ? sums.rest() : products.rest();
-    const std::int64_t flag = partial_flag(sum, first_);
     if (idle_) {
       return;
     }
-    flags_ |= flag;
-    if (flag == 0 && is_finite(value)) {
+    if (!is_finite_by_bits(sum)) {
+      flags_ |= partial_flag(sum, first_);
+    } else if (!Lane<T>::kPair || is_finite_by_bits(value)) {
       window_.add(value, to_);
     }
   }
@@ -182,6 +176,11 @@ class PartialSum {
   }
 
  private:
+  /// Without binary64 operations.
+  SYNCBN_DEVICE static bool is_finite_by_bits(double value) {
+    return (bit_copy<std::uint64_t>(value) >> 52 & 0x7ff) != 0x7ff;
+  }
+
   bool first_;
   bool rest_;
   bool idle_;

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -12,7 +14,7 @@
 #include "random.hpp"
 #include "statistics/slots.hpp"
 
-// The digits of a channel, cut by a warp, against the loop over slots.
+// What a warp does to add partials up and to cut slots into digits, against the plain loops.
 namespace syncbn::cuda {
 namespace {
 
@@ -84,6 +86,57 @@ TEST(CudaPacking, DigitsOfSlotsExact) {
     expect_packed<BFloat16>(seed);
     expect_packed<Half>(seed);
     expect_packed<double>(seed);
+  }
+}
+
+/// Thread t of a warp adds the partials t, t + 32, ... in its window.
+void add_by_windows(const std::vector<double> partials, const SumSlots to, unsigned from) {
+  Window window;
+  for (std::size_t i = device::thread_index(); i < partials.size(); i += device::kWarp) {
+    window.add(partials[i], to);
+  }
+  window.gather(from, to);
+  window.flush(to);
+}
+
+/// Multiples of the unit, mostly of about the same size: with all bits or few, also at the ends of
+/// what fits, and zero.
+double partial_of(testing::Random& random, const SumFormat& format, int exponent) {
+  const int highest = std::min(32 * format.slots - format.unit - 20, 1000);  // a power of two
+  if (random.one_in(8)) {
+    exponent = static_cast<int>(random.between(-format.unit, highest));
+  }
+  exponent += static_cast<int>(random.between(-4, 4));
+  const std::int64_t mantissa =
+      random.between(0, (std::int64_t{1} << 53) - 1) >> (random.one_in(4) ? random.below(54) : 0);
+  const int unit = std::max(std::min(exponent, highest) - 53, -format.unit);
+  const double value = std::ldexp(static_cast<double>(mantissa), unit);
+  return random.one_in(2) ? value : -value;
+}
+
+TEST(CudaPacking, WindowsOfAWarpExact) {
+  for (const Format& format : {kSingleFormat, kHalfFormat, kDoubleFormat}) {
+    for (const SumFormat& sum : {format.first, format.second}) {
+      for (std::uint64_t seed = 0; seed < 100; ++seed) {
+        SCOPED_TRACE("unit " + std::to_string(sum.unit) + ", seed " + std::to_string(seed));
+        testing::Random random(seed);
+        const int exponent = static_cast<int>(random.between(-sum.unit, 40));
+        std::vector<double> partials(32 * random.below(9) + random.below(32));
+        Words expected(size(sum.slots));
+        for (double& partial : partials) {
+          partial = partial_of(random, sum, exponent);
+          add_partial(expected.data(), partial, sum.unit);
+        }
+        Words slots(expected.size());
+        start("windows", &add_by_windows, 1, device::kWarp, 0, {}, partials,
+              SumSlots{slots.data(), sum.slots, sum.unit}, 1u << random.below(6));
+        Words digits(size(sum.digits));
+        Words expected_digits = digits;
+        slots_to_digits(slots.data(), sum.slots, digits.data(), sum.digits);
+        slots_to_digits(expected.data(), sum.slots, expected_digits.data(), sum.digits);
+        EXPECT_EQ(digits, expected_digits);
+      }
+    }
   }
 }
 
