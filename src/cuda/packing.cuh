@@ -118,7 +118,6 @@ SYNCBN_DEVICE void pack_staged(const SumsArguments& a, std::int64_t c, std::int6
       write_header(a, staged[Scratch::kCount]);
     }
   }
-  device::warp_barrier();  // the staging area is free again
 }
 
 /// By one warp: the words of channels c, c + step, ... below `end` from their scratch memory, which
@@ -160,6 +159,9 @@ SYNCBN_DEVICE void pack_channels(const SumsArguments& a, std::int64_t c, std::in
   } else {
     for (; c < end; c += step) {
       pack_staged<T>(a, c, staged);
+      if (c + step < end) {
+        device::warp_barrier();  // the staging area is free again
+      }
     }
   }
 }
