@@ -27,6 +27,11 @@ struct Parameters {
   std::span<float> head() { return std::span(all).subspan<4 * kHidden, kHidden + 1>(); }
 };
 
+/// Between -limit and limit. The distributions of standard libraries differ between versions.
+float draw(std::minstd_rand& random, float limit) {
+  return limit * (static_cast<float>(random()) / 0x1p30f - 1);
+}
+
 /// Points in the plane; those inside a circle are to be told from the others.
 struct Sample {
   float x[2];
@@ -35,10 +40,9 @@ struct Sample {
 
 std::vector<Sample> all_samples() {
   std::minstd_rand random(1);  // NOLINT(bugprone-random-generator-seed): the same on every rank
-  std::uniform_real_distribution<float> uniform(-1.5f, 1.5f);
   std::vector<Sample> samples(kSamples);
   for (Sample& s : samples) {
-    s = {{uniform(random), uniform(random)}, 0};
+    s = {{draw(random, 1.5f), draw(random, 1.5f)}, 0};
     s.target = std::hypot(s.x[0], s.x[1]) < 1 ? 1.0f : 0.0f;
   }
   return samples;
@@ -53,16 +57,15 @@ class Network {
                 .name = "hidden.bn",
                 .activation = {syncbn::ActivationKind::kRelu}},
                statistics) {
-    std::minstd_rand random(2);  // NOLINT(bugprone-random-generator-seed): the same on every rank
-    std::normal_distribution<float> normal;
+    std::minstd_rand random(3);  // NOLINT(bugprone-random-generator-seed): the same on every rank
     for (float& value : parameters_.linear()) {
-      value = normal(random);
+      value = draw(random, 2.0f);
     }
     for (float& value : parameters_.weight()) {
       value = 1;
     }
     for (float& value : parameters_.head()) {
-      value = 0.1f * normal(random);
+      value = draw(random, 0.2f);
     }
   }
 

@@ -103,15 +103,17 @@ def make(
     parts: dict[str, list[int]] = {}
     for r, node in enumerate(nodes):
         parts.setdefault(node, []).append(r)
-    mine = parts[nodes[rank]]
+    if len(parts) == len(nodes):
+        why = "each rank is the only one of its node or container"
+        return Connections(groups, connection, nodes=len(parts), note=why)
+    mine = parts[nodes[rank]]  # perhaps this rank alone, whose memory then is nobody else's
     several = len(parts) > 1
-    handle, why = None, "" if len(mine) > 1 else "it is the only rank of its node or container"
+    handle, why = None, ""
     try:
-        if len(mine) > 1:
-            local = add(f"/node{mine[0]}", mine) if several else whole
-            handle, why = shared_memory.open_group(local, limit)
-            if why and several:
-                why = f"on its node, whose ranks count from 0: {why}"
+        local = add(f"/node{mine[0]}", mine) if several else whole
+        handle, why = shared_memory.open_group(local, limit)
+        if why and several:
+            why = f"on its node, whose ranks count from 0: {why}"
         if several:  # all nodes alike, or none
             reasons = shared_memory.gather_texts(why, whole)
             why = next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), "")

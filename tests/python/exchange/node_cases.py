@@ -26,7 +26,7 @@ from support import rough_samples
 from syncbn.exchange import groups, shared_memory
 
 #: The node of each of four ranks.
-LAYOUTS = {"in blocks": "AABB", "interleaved": "ABAB", "uneven": "AAAB"}
+LAYOUTS = {"in blocks": "AABB", "interleaved": "ABAB", "uneven": "AAAB", "alone": "ABCD"}
 BETWEEN_NODES = "shared memory, gloo between nodes"
 
 
@@ -71,10 +71,9 @@ def nodes_of_ranks(world: int) -> list[str]:
     return nodes
 
 
-def is_uneven(world: int) -> bool:
-    """Whether some node has one rank alone, which has nobody to share memory with."""
-    nodes = nodes_of_ranks(world)
-    return any(nodes.count(node) == 1 for node in nodes)
+def all_are_alone(world: int) -> bool:
+    """Whether each rank has a node of its own, so that nobody shares memory."""
+    return len(set(nodes_of_ranks(world))) == world
 
 
 def first_of_node(world: int) -> int:
@@ -86,8 +85,8 @@ def first_of_node(world: int) -> int:
 def case_report_names_the_engine(rank, world):
     with LogLines() as log:
         engine, note = engine_and_note()
-    if is_uneven(world):
-        why = f"rank {world - 1}: it is the only rank of its node or container"
+    if all_are_alone(world):
+        why = "each rank is the only one of its node or container"
         assert (engine, note) == ("gloo between nodes", f"no shared memory: {why}")
         assert log.of_all_ranks == [f"exchanging over Gloo, not through shared memory: {why}"]
     else:
@@ -218,11 +217,14 @@ REFUSALS = {
 
 def case_one_rank_that_cannot_share_memory_exact(rank, world):
     """All ranks of all nodes take Gloo, and say why once; with the same bits."""
-    if is_uneven(world):
+    if all_are_alone(world):
         return  # no shared memory to begin with
     forget_groups()
     x = rough_samples(np.random.default_rng(42), (11, 5, 6), "float32")
+    nodes = nodes_of_ranks(world)
     for refusing, how in itertools.product((0, world - 1), REFUSALS):
+        if how == "shm_open" and nodes.count(nodes[refusing]) == 1:
+            continue  # a rank alone on its node opens nothing of another one
         with _cannot_share_memory(rank == refusing, how), LogLines() as log:
             syncbn.reset_groups()
             engine, note = engine_and_note()

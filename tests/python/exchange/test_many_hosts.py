@@ -22,12 +22,13 @@ pytestmark = [
 
 TABLE = Path(__file__).parents[3] / "build" / "hosts.json"
 CHANNELS, STEPS = 256, 100
-#: Ranks of each host, and the engine. A rank alone on its host has nobody to share memory with.
+#: Ranks of each host, and the engine. Where each rank is alone on its host, nobody shares memory.
 CASES = {
     (4, 2): TWO_LEVELS,
     (2, 2, 2): TWO_LEVELS,
-    (3, 2, 1): "gloo between nodes",
-    (2, 2, 1, 1): "gloo between nodes",
+    (3, 2, 1): TWO_LEVELS,
+    (2, 2, 1, 1): TWO_LEVELS,
+    (1, 1, 1): "gloo between nodes",
 }
 
 

@@ -118,10 +118,12 @@ def test_two_nodes(results, layout, case):
 
 
 @pytest.mark.parametrize(
-    ("layout", "lost"), [("in blocks", 0), ("interleaved", 3)], ids=lambda value: str(value)
+    ("layout", "lost"),
+    [("in blocks", 0), ("interleaved", 3), ("uneven", 1), ("uneven", 3)],
+    ids=lambda value: str(value),
 )
 def test_a_killed_rank_ends_all_others_in_time(context, layout, lost):
-    """Rank 0 speaks for its node, rank 3 does not."""
+    """Ranks 0 and, alone on its node in the uneven layout, 3 speak for their nodes."""
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(context, _lost_main, WORLD, (folder, layout, lost), 60)
         results = written(folder, WORLD)

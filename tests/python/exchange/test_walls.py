@@ -105,7 +105,7 @@ def _read_only() -> None:
 WALLS = {
     "another user": (1, _become_nobody, r"rank 0: its memory /proc/.* cannot be opened"),
     "hidden processes": (1, _hidden, r"rank 0: process \d+ cannot be seen in /proc"),
-    "a container": (1, _in_a_container, "it is the only rank of its node or container"),
+    "a container": (1, _in_a_container, "each rank is the only one of its node or container"),
     "no pidfd_open": (1, lambda: _without("pidfd_open"), r"process \d+ cannot be watched: "),
     "no memfd_create": (
         *(0, lambda: _without("memfd_create")),

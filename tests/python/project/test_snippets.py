@@ -128,7 +128,9 @@ def cuda_headers() -> Path | None:
         for place in (spec.submodule_search_locations or ()) if spec else ():
             folders += Path(place).glob("cu1*/include")
             folders += Path(place).glob("backends/nvidia/include")
-    return next((f for f in folders if (f / "cuda_runtime_api.h").exists()), None)
+    # PyTorch's own lack the second one, which triton has.
+    headers = ("cuda_runtime_api.h", "crt/host_defines.h")
+    return next((f for f in folders if all((f / h).exists() for h in headers)), None)
 
 
 def test_the_example_of_nccl_compiles(tmp_path):
