@@ -94,6 +94,9 @@ class Tile {
 /// What the kernel does besides adding up: keeps the tile, and finalizes.
 template <class T, int kVector, bool kGradient, unsigned kPackers>
 struct OneRank {
+  /// A block that shares a channel has no other, and packed() begins with a barrier.
+  static constexpr bool kGoesOn = false;
+
   const OneRankArguments& a;
   Tile<T, kVector, kGradient> tile;
 

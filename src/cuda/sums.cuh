@@ -55,6 +55,8 @@ SYNCBN_DEVICE LaneType lane_of(const LaneType& lane, unsigned thread) {
 
 /// What a kernel does besides adding up: nothing. (one_rank.cuh has more.)
 struct SumsAlone {
+  /// A block may write to its shared memory as soon as it has handed over a channel.
+  static constexpr bool kGoesOn = true;
   /// Of each vector of u and v that was added, in the order in which this thread took them.
   template <class Vector>
   SYNCBN_DEVICE void keep(const Vector&, const Vector&) {}
@@ -248,7 +250,7 @@ SYNCBN_DEVICE void add_rows(const SumsArguments& a, Also& also) {
     if (adds) {
       partial.finish(scratch);
     }
-    finish_channels<T, kWidth, true>(
+    finish_channels<T, kWidth, Also::kGoesOn>(
         a, c0, [&](std::int64_t first, unsigned count) { also.packed(first, count); });
   }
 }
