@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "cuda/element_kernels.cuh"
 
@@ -19,87 +18,69 @@ inline constexpr unsigned kDenseRound = kElementThreads * kWidest<T> * kSteps;
 /// A vector takes elements of two planes at most.
 inline constexpr std::int64_t kSmallestDensePlane = 16;
 
-struct DenseArguments {
+/// The largest that a kernel computes with in 32 bits.
+inline constexpr std::int64_t kDenseLimit = std::int64_t{1} << 30;
+
+struct DensePlanes {
   ElementArguments elements;
   std::int64_t total = 0;  ///< elements
-  unsigned of_block = 0;   ///< those of one
+  int of_block = 0;        ///< those of one
   SmallDivisor plane;
+  SmallDivisor channels;  ///< if there are several
 };
 
-/// One of both, word by word: nvcc may keep both in local memory for the choice between addresses.
-template <class Channel>
-SYNCBN_DEVICE Channel either(bool first, const Channel& a, const Channel& b) {
-  constexpr unsigned kWords = sizeof(Channel) / sizeof(std::uint32_t);
-  std::uint32_t of_a[kWords];
-  std::uint32_t of_b[kWords];
-  std::memcpy(of_a, &a, sizeof(a));
-  std::memcpy(of_b, &b, sizeof(b));
-  SYNCBN_UNROLL(32)
-  for (unsigned i = 0; i < kWords; ++i) {
-    of_a[i] = first ? of_a[i] : of_b[i];
-  }
-  Channel out;
-  std::memcpy(&out, of_a, sizeof(out));
-  return out;
-}
-
-/// A thread's vectors of one round.
-template <class T>
-struct DenseBatch {
-  static constexpr int kVector = kWidest<T>;
-  static constexpr unsigned kStep = kElementThreads * kVector;
-  device::Vector<T, kVector> x[kSteps];
-  device::Vector<T, kVector> other[kSteps];
-
-  /// The vectors that begin before `end` (kAll: all do); at: of this thread's first.
-  template <bool kReadsOther, bool kAll>
-  SYNCBN_DEVICE void load(const T* xs, const T* others, unsigned at, unsigned end) {
-    SYNCBN_UNROLL(8)
-    for (unsigned s = 0; s < kSteps; ++s) {
-      if (kAll || at + s * kStep < end) {
-        x[s] = device::load_vector<kVector>(xs + at + s * kStep);
-        other[s] = kReadsOther ? device::load_vector<kVector>(others + at + s * kStep) : x[s];
-      }
-    }
-  }
+struct DenseRows {
+  ElementArguments elements;
+  int at_once = 0;  ///< rows
+  SmallDivisor columns;
+  int x_bytes = 0;  ///< from row to row
+  int other_bytes = 0;
+  int out_bytes = 0;
 };
 
-/// What the pass makes of a round. channels: the constants of the planes from where `before`
-/// elements lie in front of the block's; at, end: as above.
-template <class Pass, class T, bool kWhole, bool kAll>
-SYNCBN_DEVICE void store_round(const DenseArguments& dense, const ActivationOf<T>& activation,
-                               const typename Pass::Channel* channels, const DenseBatch<T>& batch,
-                               unsigned before, unsigned at, unsigned end, T* out) {
-  constexpr int kVector = kWidest<T>;
-  constexpr unsigned kStep = DenseBatch<T>::kStep;
-  using Channel = typename Pass::Channel;
-  const auto plane = static_cast<unsigned>(dense.elements.plane);
+/// Calls each(s, at + s * step) for kCount of them where that is before `end`; kAll: it is.
+template <int kCount, bool kAll, class Each>
+SYNCBN_DEVICE void for_round(int at, int step, int end, const Each& each) {
   SYNCBN_UNROLL(8)
-  for (unsigned s = 0; s < kSteps; ++s) {
-    if (kAll || at + s * kStep < end) {
-      const unsigned place = before + at + s * kStep;
-      const unsigned p = dense.plane.quotient(place);
-      const Channel here = channels[p];
-      const Channel next = kWhole ? here : channels[p + 1];
-      const unsigned rest = kWhole ? kVector : (p + 1) * plane - place;  // of this plane
-      device::Vector<T, kVector> result;
-      SYNCBN_UNROLL(8)
-      for (unsigned k = 0; k < kVector; ++k) {
-        bool passes = false;
-        result.at[k] =
-            Pass::apply(dense.elements, activation, kWhole ? here : either(k < rest, here, next), 0,
-                        batch.x[s].at[k], batch.other[s].at[k], passes);
-      }
-      device::store_vector(out + at + s * kStep, result);
+  for (int s = 0; s < kCount; ++s) {
+    if (kAll || at + s * step < end) {
+      each(s, at + s * step);
     }
   }
 }
 
-/// Contiguous planes one after the other. A block takes `rounds` times kDenseRound neighbours;
-/// kWhole: planes are whole vectors.
+/// Takes a thread's vectors at `at`, at + step, and so on, before `end`, kCount at a time: load(s,
+/// at) puts one into place s, store(s, at) has it done. The first loads are under way while
+/// prepare() runs. Whole rounds are taken without a look at each vector; advance() follows each.
+template <int kCount, class Load, class Prepare, class Store, class Advance>
+SYNCBN_DEVICE void take_rounds(int at, int step, int end, const Load& load, const Prepare& prepare,
+                               const Store& store, const Advance& advance) {
+  const auto whole = [&] { return at + (kCount - 1) * step < end; };
+  const bool any_whole = whole();
+  any_whole ? for_round<kCount, true>(at, step, end, load)
+            : for_round<kCount, false>(at, step, end, load);
+  prepare();
+  const auto store_round = [&] {
+    for_round<kCount, true>(at, step, end, store);
+    at += kCount * step;
+    advance();
+  };
+  if (any_whole) {
+    store_round();
+    while (whole()) {
+      for_round<kCount, true>(at, step, end, load);
+      store_round();
+    }
+    for_round<kCount, false>(at, step, end, load);
+  }
+  for_round<kCount, false>(at, step, end, store);
+}
+
+/// Contiguous planes one after the other. A block takes `of_block` neighbours; kWhole: planes are
+/// whole vectors.
 template <class Pass, class T, bool kWhole>
 SYNCBN_KERNEL(kElementThreads)
-map_dense_planes(const DenseArguments dense) {
+map_dense_planes(const DensePlanes dense) {
   constexpr int kVector = kWidest<T>;
   using Channel = typename Pass::Channel;
   const ElementArguments& a = dense.elements;
@@ -108,98 +89,134 @@ map_dense_planes(const DenseArguments dense) {
   auto* const channels = device::shared<Channel>();
   const std::int64_t begin = std::int64_t{device::block_index()} * dense.of_block;
   const std::int64_t left = dense.total - begin;
-  const unsigned length = left < dense.of_block ? static_cast<unsigned>(left) : dense.of_block;
-  const unsigned vectors = length / kVector * kVector;
-  const T* const x = static_cast<const T*>(a.x.data) + begin;
-  const T* const other = Pass::kReadsOther ? static_cast<const T*>(a.other.data) + begin : x;
-  T* const out = static_cast<T*>(a.out.data) + begin;
-  unsigned at = device::thread_index() * kVector;
-  DenseBatch<T> batch;
-  // Whole rounds are taken without a look at each vector; with 8 elements and two channels'
-  // constants there would be no registers for it.
-  const auto all = [&] {
-    return (kWhole || kVector < 8) && at + (kSteps - 1) * DenseBatch<T>::kStep < vectors;
-  };
-  const auto load = [&] {
-    all() ? batch.template load<Pass::kReadsOther, true>(x, other, at, vectors)
-          : batch.template load<Pass::kReadsOther, false>(x, other, at, vectors);
-  };
-  load();
-  const std::int64_t first = a.chunks.quotient(begin);  // plane
-  const auto before = static_cast<unsigned>(begin - first * a.plane);
-  const unsigned planes = dense.plane.quotient(before + length - 1) + 2;  // one more than it takes
-  for (unsigned p = device::thread_index(); p < planes; p += kElementThreads) {
-    channels[p] = Channel(a, a.per_sample.remainder(first + p));
-  }
-  device::block_barrier();  // the constants are there
-  while (at < vectors) {
-    all() ? store_round<Pass, T, kWhole, true>(dense, activation, channels, batch, before, at,
-                                               vectors, out)
-          : store_round<Pass, T, kWhole, false>(dense, activation, channels, batch, before, at,
-                                                vectors, out);
-    at += kDenseRound<T>;
-    load();
-  }
-  const unsigned last = vectors + device::thread_index();  // no whole vector
+  const int length = left < dense.of_block ? static_cast<int>(left) : dense.of_block;
+  const int vectors = length / kVector * kVector;
+  const auto thread = static_cast<int>(device::thread_index());
+  const auto plane = static_cast<unsigned>(a.plane);
+  constexpr int kStep = kElementThreads * kVector;
+  const auto first = [&](const Operand& operand) { return static_cast<T*>(operand.data) + begin; };
+  // Addresses that move with the rounds are the base of constant distances.
+  const T* x = first(a.x) + thread * kVector;
+  const T* other = Pass::kReadsOther ? first(a.other) + thread * kVector : x;
+  T* out = first(a.out) + thread * kVector;
+  unsigned before = 0;  // elements of the block's first plane that lie in front of it
+  device::Vector<T, kVector> xs[kSteps];
+  device::Vector<T, kVector> others[kSteps];
+  take_rounds<kSteps>(
+      thread * kVector, kElementThreads * kVector, vectors,
+      [&](int s, int) {
+        xs[s] = device::load_vector<kVector>(x + s * kStep);
+        others[s] = Pass::kReadsOther ? device::load_vector<kVector>(other + s * kStep) : xs[s];
+      },
+      [&] {
+        const std::int64_t first = a.chunks.quotient(begin);  // plane
+        before = static_cast<unsigned>(begin - first * a.plane);
+        const auto first_channel = static_cast<unsigned>(a.per_sample.remainder(first));
+        const unsigned planes =
+            dense.plane.quotient(before + static_cast<unsigned>(length) - 1) + 1;
+        for (unsigned p = device::thread_index(); p < planes; p += kElementThreads) {
+          const unsigned c = first_channel + p;
+          channels[p] = Channel(a, a.channels == 1 ? 0
+                                                   : c - dense.channels.quotient(c) *
+                                                             static_cast<unsigned>(a.channels));
+        }
+        device::block_barrier();  // the constants are there
+      },
+      [&](int s, int at) {
+        const unsigned place = before + static_cast<unsigned>(at);
+        const unsigned p = dense.plane.quotient(place);
+        const unsigned rest = (p + 1) * plane - place;  // elements of this plane
+        const Channel* const here = channels + p;
+        const Channel first_of_vector = *here;
+        device::Vector<T, kVector> result;
+        SYNCBN_UNROLL(8)
+        for (unsigned k = 0; k < kVector; ++k) {
+          const Channel channel =
+              kWhole || k == 0 ? first_of_vector : *(k < rest ? here : here + 1);
+          bool passes = false;
+          result.at[k] =
+              Pass::apply(a, activation, channel, 0, xs[s].at[k], others[s].at[k], passes);
+        }
+        device::store_vector(out + s * kStep, result);
+      },
+      [&] {
+        x += kSteps * kStep;
+        other += kSteps * kStep;
+        out += kSteps * kStep;
+      });
+  const int last = vectors + thread;  // no whole vector
   if (last < length) {
+    const unsigned p = dense.plane.quotient(before + static_cast<unsigned>(last));
+    const T x_last = first(a.x)[last];
     bool passes = false;
-    out[last] = Pass::apply(a, activation, channels[dense.plane.quotient(before + last)], 0,
-                            x[last], other[last], passes);
+    first(a.out)[last] = Pass::apply(a, activation, channels[p], 0, x_last,
+                                     Pass::kReadsOther ? first(a.other)[last] : x_last, passes);
   }
 }
+
+/// `distance` times `row` bytes further, by one multiplication.
+template <class T>
+SYNCBN_DEVICE const T* of_row(const T* first, int row, int distance) {
+  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(first) +
+                                    std::int64_t{row} * distance);
+}
+
+/// Vectors of rows that are under way at a time: two inputs and the constants of 8 channels leave
+/// registers for fewer.
+template <class Pass, int kVector>
+inline constexpr int kRowSteps = Pass::kReadsOther && kVector == 8 ? 2 : kSteps;
 
 /// Rows of neighbouring channels, at even steps. A thread keeps the constants of kVector channels
 /// and takes many rows.
 template <class Pass, class T, int kVector>
 SYNCBN_KERNEL(kElementThreads)
-map_dense_rows(const ElementArguments a) {
+map_dense_rows(const DenseRows dense) {
   using Channel = typename Pass::Channel;
+  const ElementArguments& a = dense.elements;
   const ActivationOf<T> activation =
       activation_of<T, typename Pass::Options>(a.pullback.activation);
   auto* const channels = device::shared<Channel>();
   const unsigned columns = a.group;
-  const unsigned column = device::thread_index() % columns;
-  const unsigned at_once = kElementThreads / columns;
-  const unsigned row_of_block = device::thread_index() / columns;  // at_once: no columns are left
+  const unsigned row = dense.columns.quotient(device::thread_index());  // at_once: none is left
+  const unsigned column = device::thread_index() - row * columns;
   const std::int64_t job = device::block_index();
-  const std::int64_t first_channel = a.chunks.quotient(job) * columns * kVector;
-  for (unsigned i = device::thread_index(); i < columns * kVector; i += kElementThreads) {
-    if (first_channel + i < a.channels) {
-      channels[i] = Channel(a, first_channel + i);
-    }
-  }
-  device::block_barrier();  // the constants are there
+  const std::int64_t block = a.chunks.quotient(job);  // of channels
+  const std::int64_t first_channel = block * columns * kVector;
   const std::int64_t c = first_channel + column * kVector;
-  if (c >= a.channels || row_of_block == at_once) {
-    return;
-  }
+  const std::int64_t begin = (job - block * a.chunks.value()) * a.rows_of_job;
+  const std::int64_t left = a.plane - begin;
+  const auto rows = static_cast<int>(left < a.rows_of_job ? left : a.rows_of_job);
+  const bool active = c < a.channels && static_cast<int>(row) < dense.at_once;
+  const auto first = [&](const Operand& operand) {
+    return static_cast<T*>(operand.data) + begin * operand.element_stride + c;
+  };
+  const T* const x = first(a.x);
+  const T* const other = Pass::kReadsOther ? first(a.other) : x;
+  T* const out = first(a.out);
+  device::Vector<T, kVector> xs[kRowSteps<Pass, kVector>];
+  device::Vector<T, kVector> others[kRowSteps<Pass, kVector>];
   Channel mine[kVector];
-  SYNCBN_UNROLL(8)
-  for (int k = 0; k < kVector; ++k) {
-    mine[k] = channels[column * kVector + static_cast<unsigned>(k)];
-  }
-  const std::int64_t begin = a.chunks.remainder(job) * a.rows_of_job;
-  const std::int64_t end = begin + a.rows_of_job < a.plane ? begin + a.rows_of_job : a.plane;
-  const T* const x = static_cast<const T*>(a.x.data) + c;
-  const T* const other = Pass::kReadsOther ? static_cast<const T*>(a.other.data) + c : x;
-  T* const out = static_cast<T*>(a.out.data) + c;
-  for (std::int64_t row = begin + row_of_block; row < end; row += std::int64_t{kSteps} * at_once) {
-    device::Vector<T, kVector> xs[kSteps];
-    device::Vector<T, kVector> others[kSteps];
-    SYNCBN_UNROLL(8)
-    for (unsigned s = 0; s < kSteps; ++s) {
-      const std::int64_t r = row + s * at_once;
-      if (r < end) {
-        xs[s] = device::load_vector<kVector>(x + r * a.x.element_stride);
+  take_rounds<kRowSteps<Pass, kVector>>(
+      static_cast<int>(row), dense.at_once, active ? rows : 0,
+      [&](int s, int at) {
+        xs[s] = device::load_vector<kVector>(of_row(x, at, dense.x_bytes));
         others[s] = Pass::kReadsOther
-                        ? device::load_vector<kVector>(other + r * a.other.element_stride)
+                        ? device::load_vector<kVector>(of_row(other, at, dense.other_bytes))
                         : xs[s];
-      }
-    }
-    SYNCBN_UNROLL(8)
-    for (unsigned s = 0; s < kSteps; ++s) {
-      const std::int64_t r = row + s * at_once;
-      if (r < end) {
+      },
+      [&] {
+        for (unsigned i = device::thread_index(); i < columns * kVector; i += kElementThreads) {
+          if (first_channel + i < a.channels) {
+            channels[i] = Channel(a, first_channel + i);
+          }
+        }
+        device::block_barrier();  // the constants are there
+        SYNCBN_UNROLL(8)
+        for (int k = 0; k < kVector; ++k) {
+          mine[k] = channels[column * kVector + static_cast<unsigned>(k)];
+        }
+      },
+      [&](int s, int at) {
         device::Vector<T, kVector> result;
         SYNCBN_UNROLL(8)
         for (int k = 0; k < kVector; ++k) {
@@ -207,10 +224,9 @@ map_dense_rows(const ElementArguments a) {
           result.at[k] =
               Pass::apply(a, activation, mine[k], 0, xs[s].at[k], others[s].at[k], passes);
         }
-        device::store_vector(out + r * a.out.element_stride, result);
-      }
-    }
-  }
+        device::store_vector(const_cast<T*>(of_row(out, at, dense.out_bytes)), result);
+      },
+      [] {});
 }
 
 }  // namespace syncbn::cuda

@@ -51,7 +51,11 @@ class SmallDivisor {
         static_cast<std::uint32_t>(((std::uint64_t{1} << (32 + shift_)) + divisor - 1) / divisor);
   }
   SYNCBN_HD std::uint32_t quotient(std::uint32_t n) const {
+#ifdef __CUDA_ARCH__
+    return __umulhi(n, magic_) >> shift_;
+#else
     return static_cast<std::uint32_t>((std::uint64_t{n} * magic_) >> 32) >> shift_;
+#endif
   }
 
  private:

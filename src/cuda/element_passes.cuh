@@ -40,7 +40,7 @@ struct InputGradientPass {
   using Options = AnyOrPlain;
   static constexpr bool kHasPlain = true;
   static constexpr bool kReadsOther = true;
-  static constexpr int kMostChannels = 4;
+  static constexpr int kMostChannels = Options::kPlain ? 8 : 4;
   static bool is_plain(const ElementArguments& a) { return a.coefficients != nullptr; }
   struct alignas(16) Channel {
     ChannelPullback<T> pullback;
@@ -64,7 +64,13 @@ struct InputGradientPass {
       return rounded<T>(channel.scale * widened(dy));
     }
     if constexpr (Options::kPlain) {
-      return channel.gradient(channel.pullback.without_mask(activation, dy, x), x);
+      if (Options::kRest == NotPositive::kKept) {
+        return channel.gradient(dy, x);
+      }
+      const Affine<T>& affine = channel.pullback.affine();
+      const Wide<T> t = affine.centered(x);
+      const bool passing = activation.passes(affine.of_centered(t));
+      return channel.gradient.of_centered(passing ? widened(dy) : Wide<T>(0), t);
     }
     return channel.gradient(channel.pullback(a.pullback, activation, bits, dy, x), x);
   }

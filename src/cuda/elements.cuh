@@ -66,29 +66,45 @@ inline bool is_dense_planes(const ElementArguments& a, Layout layout) {
             (a.samples == 1 || operand.sample_stride == a.channels * a.plane) &&
             reinterpret_cast<std::uintptr_t>(operand.data) % 16 == 0);
   };
-  return layout == Layout::kPlanes && a.plane >= kSmallestDensePlane &&
-         a.plane < (std::int64_t{1} << 30) && dense(a.x) && dense(a.other) && dense(a.out);
+  return layout == Layout::kPlanes && a.plane >= kSmallestDensePlane && a.plane < kDenseLimit &&
+         a.channels < kDenseLimit && dense(a.x) && dense(a.other) && dense(a.out);
 }
+
+/// Blocks of a multiprocessor at most, so that few of them prepare: a multiple of the 2, 3 or 4
+/// that run at once.
+inline constexpr std::int64_t kDenseBlocks = 12;
 
 template <class Pass, class T>
 void start_dense_planes(const char* name, ElementArguments& a, const Stream& stream) {
+  constexpr std::int64_t kRound = kElementThreads * kWidest<T> * kSteps;
   a.chunks = Divisor(a.plane);
   a.per_sample = Divisor(a.channels);
   const std::int64_t total = a.samples * a.channels * a.plane;
-  // Longer blocks compute fewer constants; there should be some for every multiprocessor, and the
-  // constants of several of them should fit its shared memory.
+  // The constants of several blocks should fit a multiprocessor's shared memory.
   constexpr std::int64_t kMostPlanes = 256;
-  const std::int64_t rounds =
-      std::clamp<std::int64_t>(std::min(total / kDenseRound<T> / (16 * multiprocessors(stream)),
-                                        kMostPlanes * a.plane / kDenseRound<T>),
-                               1, 16);
-  const DenseArguments dense{a, total, static_cast<unsigned>(rounds * kDenseRound<T>),
-                             SmallDivisor(static_cast<std::uint32_t>(a.plane))};
+  const std::int64_t rounds = std::clamp<std::int64_t>(
+      std::min(divide_up(total, kRound * kDenseBlocks * multiprocessors(stream)),
+               kMostPlanes * a.plane / kRound),
+      1, 16);
+  const DensePlanes dense{
+      a, total, static_cast<int>(rounds * kRound),
+      SmallDivisor(static_cast<std::uint32_t>(a.plane)),
+      SmallDivisor(static_cast<std::uint32_t>(std::max<std::int64_t>(a.channels, 2)))};
   const auto blocks = static_cast<unsigned>(divide_up(total, std::int64_t{dense.of_block}));
-  const auto planes = static_cast<std::size_t>(dense.of_block / a.plane + 3);
+  const auto planes = static_cast<std::size_t>(dense.of_block / a.plane + 2);
   const bool whole = a.plane % kWidest<T> == 0;
   start(name, whole ? &map_dense_planes<Pass, T, true> : &map_dense_planes<Pass, T, false>, blocks,
         kElementThreads, planes * sizeof(typename Pass::Channel), stream, dense);
+}
+
+/// Whether rows of one sample are several columns, in distances that kernels know in 32 bits.
+template <class T>
+bool is_dense_rows(const ElementArguments& a, const Plan& plan, std::int64_t columns) {
+  const auto near = [](const Operand& operand) {
+    return operand.element_stride < kDenseLimit / static_cast<std::int64_t>(sizeof(T));
+  };
+  return plan.layout == Layout::kRows && plan.wide && a.samples == 1 && columns > 1 && near(a.x) &&
+         near(a.other) && near(a.out);
 }
 
 /// `a`: of one sample.
@@ -98,14 +114,20 @@ void start_dense_rows(const char* name, ElementArguments& a, const Stream& strea
   const std::int64_t columns = a.channels / kVector;
   a.group = static_cast<unsigned>(columns <= kMostColumns ? columns : device::kWarp);
   const std::int64_t blocks = divide_up(columns, a.group);
-  const std::int64_t rows_at_once = kSteps * (kElementThreads / a.group);
-  const std::int64_t rounds = divide_up(a.plane, rows_at_once);
+  const std::int64_t at_once = kElementThreads / a.group;
+  const std::int64_t rounds = divide_up(a.plane, kSteps * at_once);
   const std::int64_t chunks =
-      std::clamp<std::int64_t>(divide_up(16 * multiprocessors(stream), blocks), 1, rounds);
-  a.rows_of_job = divide_up(rounds, chunks) * rows_at_once;
+      std::clamp<std::int64_t>(kDenseBlocks * multiprocessors(stream) / blocks,
+                               divide_up(rounds, kDenseLimit / (kSteps * at_once)), rounds);
+  a.rows_of_job = divide_up(rounds, chunks) * kSteps * at_once;
   a.chunks = Divisor(divide_up(a.plane, a.rows_of_job));
+  const auto bytes = [](const Operand& operand) {
+    return static_cast<int>(operand.element_stride * static_cast<std::int64_t>(sizeof(T)));
+  };
   start(name, &map_dense_rows<Pass, T, kVector>, static_cast<unsigned>(blocks * a.chunks.value()),
-        kElementThreads, a.group * kVector * sizeof(typename Pass::Channel), stream, a);
+        kElementThreads, a.group * kVector * sizeof(typename Pass::Channel), stream,
+        DenseRows{a, static_cast<int>(at_once), SmallDivisor(a.group), bytes(a.x), bytes(a.other),
+                  bytes(a.out)});
 }
 
 template <class Pass, class T>
@@ -117,8 +139,9 @@ void load_dense() {
 /// The pass of a plain step with the dense kernels, if there is one and it fits.
 template <class Pass, class T>
 bool start_dense(const char* name, const Plan& plan, ElementArguments& a, const Stream& stream) {
-  if (plan.layout == Layout::kRows && plan.wide && a.samples == 1) {
-    start_dense_rows<Pass, T, kMapRowVector<Pass, T>>(name, a, stream);
+  constexpr int kVector = kMapRowVector<Pass, T>;
+  if (is_dense_rows<T>(a, plan, a.channels / kVector)) {
+    start_dense_rows<Pass, T, kVector>(name, a, stream);
     return true;
   }
   if (is_dense_planes(a, plan.layout)) {

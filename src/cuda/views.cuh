@@ -124,6 +124,7 @@ class ChannelPullback {
   SYNCBN_DEVICE T without_mask(const ActivationOf<T>& activation, T dy, T x) const {
     return activation.gradient(dy, activation.passes(affine_(x)));
   }
+  SYNCBN_DEVICE const Affine<T>& affine() const { return affine_; }
 
  private:
   Affine<T> affine_;

@@ -53,13 +53,13 @@ class Affine {
       shift_ = p.b;
     }
   }
-  SYNCBN_HD Wide<T> operator()(T x) const {
-    Wide<T> t = widened(x) - mean_;
-    if constexpr (sizeof(T) != 8) {
-      t -= mean_low_;
-    }
-    return std::fma(scale_, t, shift_);
+  SYNCBN_HD Wide<T> operator()(T x) const { return of_centered(centered(x)); }
+  /// t = x - mean, which InputGradientOf has in common.
+  SYNCBN_HD Wide<T> centered(T x) const {
+    const Wide<T> t = widened(x) - mean_;
+    return sizeof(T) == 8 ? t : t - mean_low_;
   }
+  SYNCBN_HD Wide<T> of_centered(Wide<T> t) const { return std::fma(scale_, t, shift_); }
   /// x from v, up to rounding.
   SYNCBN_HD T inverse(Wide<T> v) const {
     return rounded<T>(std::fma(1 / scale_, v - shift_, mean_low_) + mean_);
@@ -120,11 +120,12 @@ class InputGradientOf {
     }
   }
   SYNCBN_HD T operator()(T u, T x) const {
-    Wide<T> t = widened(x) - mean_;
-    if constexpr (sizeof(T) != 8) {
-      t = (t - mean_low_) * power_;
-    }
-    return rounded<T>(std::fma(c1_, widened(u), std::fma(c2_, t, c3_)));
+    const Wide<T> t = widened(x) - mean_;
+    return of_centered(widened(u), sizeof(T) == 8 ? t : t - mean_low_);
+  }
+  SYNCBN_HD T of_centered(Wide<T> u, Wide<T> t) const {
+    const Wide<T> scaled = sizeof(T) == 8 ? t : t * power_;
+    return rounded<T>(std::fma(c1_, u, std::fma(c2_, scaled, c3_)));
   }
 
  private:

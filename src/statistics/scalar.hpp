@@ -30,7 +30,13 @@ struct BFloat16 {
 SYNCBN_HD inline float to_float(float v) { return v; }
 
 SYNCBN_HD inline float to_float(BFloat16 v) {
+#if defined(__CUDA_ARCH__)
+  float exact;  // one instruction also from the upper half of a register
+  asm("mov.b32 %0, {0, %1};" : "=f"(exact) : "h"(v.bits));
+  return exact;
+#else
   return bit_copy<float>(static_cast<std::uint32_t>(v.bits) << 16);
+#endif
 }
 
 SYNCBN_HD inline float to_float(Half v) {

@@ -25,12 +25,10 @@ SIXTEEN_BITS = r"NS_\d(Half|BFloat16)E"
 # Kernels of plain steps on dense memory: what their main loops have, and bits of their accesses to
 # global memory. The first that fits a kernel counts.
 MAIN_LOOPS = [
-    # A thread keeps the constants of the channels that it takes: 8 do not fit its registers.
-    (rf"map_dense_rowsINS0_17InputGradientPassI{SIXTEEN_BITS}", "STG", 64),
     (r"map_dense_(rows|planes)I", "STG", 128),
     (rf"sum_planesI{WIDEST}ELb[01]ELb0E", "DFMA", 128),
     (rf"sum_rowsI{WIDEST}ELb[01]E", "DFMA", 128),
-    # The sums of 8 channels of two inputs do not fit, either,
+    # The sums of 8 channels of two inputs do not fit the registers,
     (rf"sum_rowsI{SIXTEEN_BITS}Li4ELb1E", "DFMA", 64),
     # nor do the addresses of where 8 elements go to.
     (rf"sum_short_planesI{SIXTEEN_BITS}", "STS", 64),
