@@ -12,7 +12,7 @@ _loaded = False
 
 def why_not() -> str | None:
     """Why the operators on CUDA cannot be used; None if they can."""
-    if not _build.cuda:
+    if _build.cuda_version is None:
         return "this build has no CUDA library"
     if not torch.backends.cuda.is_built():
         return "this PyTorch is for CPU only"
@@ -39,7 +39,7 @@ def _remedy() -> str:
         f"build it again with CUDA {wanted}: nvcc on PATH, or CUDA_HOME set, and "
         "`pip install -C cmake.define.SYNCBN_CUDA=ON .` beside this PyTorch"
     )
-    if not _build.cuda:
+    if _build.cuda_version is None:
         return text
     if _major(_build.cuda_version) != wanted:
         return f"{text}; or install a PyTorch for CUDA {_major(_build.cuda_version)}"
