@@ -64,4 +64,8 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--package", type=Path, default=PACKAGE, help="its folder of pictures")
     options = parser.parse_args()
+    if not options.package.is_dir():
+        parser.error(
+            f"--package: got {options.package}, which is no folder; `apt install openclipart-png`"
+        )
     print(f"{write_folder(options.package, options.out)} pictures in {options.out}")
