@@ -79,7 +79,7 @@ def expected_files(info: str, cuda: bool) -> set[str]:
 
 
 def check_files(files: dict[str, bytes], info: str) -> Iterator[str]:
-    cuda = b"\ncuda = True\n" in files.get("syncbn/_build.py", b"")
+    cuda = b'\ncuda_version: str | None = "' in files.get("syncbn/_build.py", b"")
     expected = expected_files(info, cuda)
     for name in sorted(set(files) - expected):
         if FOREIGN.fullmatch(name.rpartition("/")[2]):

@@ -32,7 +32,7 @@ def _major(version: str) -> str:
 
 def _remedy() -> str:
     """What to do about why_not()."""
-    if _build.cuda and torch.version.cuda is None:
+    if _build.cuda_version is not None and torch.version.cuda is None:
         return "install a PyTorch for CUDA"
     wanted = _major(torch.version.cuda or "12")
     text = (

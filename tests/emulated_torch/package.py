@@ -11,7 +11,7 @@ import torch
 from emulated import on_cuda
 
 build = types.ModuleType("syncbn._build")
-build.__file__, build.__version__, build.cuda = __file__, "0", False
+build.__file__, build.__version__, build.cuda_version = __file__, "0", None
 sys.modules["syncbn._build"] = build
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python"))
 with mock.patch.object(torch.ops, "load_library"):

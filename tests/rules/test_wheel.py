@@ -122,12 +122,13 @@ def test_missing_files_are_told(package: Files, tmp_path: Path, name: str) -> No
 
 def test_the_cuda_library_is_there_where_the_build_says_so(package: Files, tmp_path: Path) -> None:
     build, library = "syncbn/_build.py", "syncbn/lib/libsyncbn_torch_cuda.so"
+    version = rb"(?m)^(cuda_version: .* = ).+$"
     without = {name: content for name, content in package.items() if name != library}
-    without[build] = re.sub(rb"(?m)^cuda = \w+$", b"cuda = True", package[build])
+    without[build] = re.sub(version, rb'\1"13.0"', package[build])
     assert check_wheel.check(pack(without, tmp_path)) == [f"{library}: is missing"]
     stale = without | {library: package["syncbn/lib/libsyncbn_torch_cpu.so"]}
     assert check_wheel.check(pack(stale, tmp_path)) == []
-    stale[build] = re.sub(rb"(?m)^cuda = \w+$", b"cuda = False", package[build])
+    stale[build] = re.sub(version, rb"\1None", package[build])
     assert check_wheel.check(pack(stale, tmp_path)) == [f"{library}: not an expected file"]
 
 

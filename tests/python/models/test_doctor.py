@@ -61,7 +61,6 @@ def test_facts_leave_the_instruction_set_as_it_was():
     ),
 )
 def test_why_cuda_is_not_active(monkeypatch, built, torch_built, torch_cuda, available, text):
-    monkeypatch.setattr(doctor._build, "cuda", built)
     monkeypatch.setattr(doctor._build, "cuda_version", "13.0.88" if built else None)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: torch_built)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
