@@ -44,7 +44,7 @@ def test_holds_its_libraries_and_nothing_else_compiled() -> None:
     from syncbn import _build
 
     expected = ["libsyncbn.so", "libsyncbn_torch_cpu.so"]
-    expected += ["libsyncbn_torch_cuda.so"] if _build.cuda else []
+    expected += ["libsyncbn_torch_cuda.so"] if _build.cuda_version else []
     assert sorted(path.name for path in libraries()) == expected
     assert {path.parent.name for path in libraries()} == {"lib"}
 
