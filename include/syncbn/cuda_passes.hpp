@@ -35,6 +35,11 @@ inline constexpr int kInfoWords = 2;
 /// after each. Passes that may run at the same time need one each.
 SYNCBN_API std::int64_t workspace_words(DType dtype, std::int64_t channels);
 
+/// Such memory, for passes on this stream of the current device alone; it lasts as long as the
+/// process. Null while the stream is captured, because a graph may be replayed beside it, and where
+/// there is no memory.
+SYNCBN_API std::int64_t* stream_workspace(DType dtype, std::int64_t channels, const Stream& stream);
+
 /// What the header of a forward is made of. layer, call and eps: as in syncbn::fingerprint; call is
 /// a counter on the device, or null (0). backward: this rank's counters of who takes part in it.
 struct ForwardCall {

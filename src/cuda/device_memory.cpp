@@ -47,4 +47,21 @@ void bring_on(void* stream, void* to, const void* from, std::size_t bytes) {
   SYNCBN_CUDA_CHECK(cudaStreamSynchronize(handle(stream)));
 }
 
+std::uint64_t stream_number(void* stream) noexcept {
+  // Another stream may get the handle of one that was destroyed, and runs beside what is left of
+  // it.
+  cudaStreamCaptureStatus captured = cudaStreamCaptureStatusActive;
+  unsigned long long id = 0;
+  int device = 0;
+  const bool known = cudaStreamIsCapturing(handle(stream), &captured) == cudaSuccess &&
+                     captured == cudaStreamCaptureStatusNone &&
+                     cudaStreamGetId(handle(stream), &id) == cudaSuccess &&
+                     cudaGetDevice(&device) == cudaSuccess;
+  if (!known) {
+    (void)cudaGetLastError();
+    return 0;
+  }
+  return id * 1024 + static_cast<unsigned>(device) + 1;
+}
+
 }  // namespace syncbn::cuda

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 // Memory of a stream's device, in the order of the stream. All that the layer asks of CUDA besides
 // its kernels, so that an emulated device is easy to give. All throw Unavailable in a build without
@@ -18,5 +19,9 @@ void copy_on(void* stream, void* to, const void* from, std::size_t bytes);
 void fetch_on(void* stream, void* to, const void* from, std::size_t bytes);
 /// From memory of the host; waits: a device that reads pageable memory directly may read it late.
 void bring_on(void* stream, void* to, const void* from, std::size_t bytes);
+
+/// Tells a stream of the current device from all that the process has, or had. Zero while it is
+/// captured, or if CUDA cannot say.
+std::uint64_t stream_number(void* stream) noexcept;
 
 }  // namespace syncbn::cuda

@@ -96,5 +96,6 @@ void zero_on(void*, void*, std::size_t) { require_built(); }
 void copy_on(void*, void*, const void*, std::size_t) { require_built(); }
 void fetch_on(void*, void*, const void*, std::size_t) { require_built(); }
 void bring_on(void*, void*, const void*, std::size_t) { require_built(); }
+std::uint64_t stream_number(void*) noexcept { return 0; }
 
 }  // namespace syncbn::cuda

@@ -6,6 +6,7 @@
 
 #include "cuda/running.cuh"
 #include "cuda/warp_finalize.cuh"
+#include "cuda/wire_form.cuh"
 #include "statistics/header.hpp"
 #include "syncbn/cuda_peers.hpp"
 
@@ -44,7 +45,7 @@ template <class T>
 inline constexpr std::size_t kExchangeBytes =
     (kStagedBegin + 2 * kExchangeWarps * kStagedWords<T>)*sizeof(std::int64_t);
 static_assert(kExchangeBytes<double> <= (32 << 10) && kExchangeBytes<float> <= (32 << 10));
-static_assert(kLeastSlotWords >= kFrontWords + FormatTraits<double>::kWords);
+static_assert(kLeastSlotWords >= kFrontWords + WireForm<double>::kPlace);
 
 SYNCBN_DEVICE std::int64_t* flag_of(const PeerGroup& group, unsigned owner, unsigned sender) {
   return group.memory[owner] + device::block_index() * kMostPeers + sender;
@@ -122,6 +123,7 @@ SYNCBN_DEVICE void verify(const PeerGroup& group, const std::int64_t* message, s
 template <class T, bool kOwn, class Body>
 SYNCBN_DEVICE Exchanged exchange_channels(const PeerGroup& group, const std::int64_t* message,
                                           std::int64_t channels, const Body& body) {
+  using Form = WireForm<T>;
   constexpr int kWords = FormatTraits<T>::kWords;
   constexpr unsigned kOfWarp = device::kWarp / kChannelThreads<T>;
   const unsigned thread = device::thread_index();
@@ -135,7 +137,7 @@ SYNCBN_DEVICE Exchanged exchange_channels(const PeerGroup& group, const std::int
   const std::int64_t share = divide_up(channels, group.blocks);
   const std::int64_t begin = device::block_index() * share;
   const std::int64_t end = begin + share < channels ? begin + share : channels;
-  const std::int64_t most = (group.slot_words - kFrontWords) / kWords;
+  const std::int64_t most = (group.slot_words - kFrontWords) / Form::kPlace;
   auto* const came = device::shared<std::int64_t>();
   std::int64_t* const sums = came + kStagedBegin + 2 * warp * kStagedWords<T>;
   std::int64_t* const own = sums + kStagedWords<T>;
@@ -151,16 +153,40 @@ SYNCBN_DEVICE Exchanged exchange_channels(const PeerGroup& group, const std::int
     ++out.epoch;
     const std::int64_t left = c0 < end ? end - c0 : 0;
     const std::int64_t count = left < most ? left : most;
-    for (std::int64_t i = thread; i < kFrontWords + count * kWords; i += kExchangeThreads) {
-      const std::int64_t word = i == 0            ? length
-                                : i < kFrontWords ? message[i - 1]
-                                                  : words[c0 * kWords + i - kFrontWords];
+    // All warps have something to do, and a warp's channels come in whole steps of the loop below.
+    const std::int64_t even = divide_up(divide_up(count, kExchangeWarps), kOfWarp) * kOfWarp;
+    const std::int64_t at_once = even < kStagedChannels<T> ? even : kStagedChannels<T>;
+    const auto send = [&](std::int64_t at, std::int64_t word) {
       for (unsigned peer = 0; peer < ranks; ++peer) {
         if (peer != rank) {
-          device::store_peer(slot_of(group, peer, rank, out.epoch) + i, word);
+          device::store_peer(slot_of(group, peer, rank, out.epoch) + at, word);
         }
       }
+    };
+    if (thread < kFrontWords) {
+      send(thread, thread == 0 ? length : message[thread - 1]);
     }
+    // each(first channel of the round, channels), with their words in shared memory.
+    const auto by_warps = [&](const auto& each) {
+      for (std::int64_t first = warp * at_once; first < count; first += kExchangeWarps * at_once) {
+        const std::int64_t here = count - first < at_once ? count - first : at_once;
+        const std::int64_t* const from = words + (c0 + first) * kWords;
+        for (std::int64_t i = lane; i < here * kWords; i += device::kWarp) {
+          sums[i] = from[i];
+          if constexpr (kOwn) {
+            own[i] = from[i];
+          }
+        }
+        device::warp_barrier();  // the words are staged
+        each(first, here);
+        device::warp_barrier();  // and read
+      }
+    };
+    by_warps([&](std::int64_t first, std::int64_t here) {
+      Form::write(sums, own, here, [&](std::int64_t at, std::int64_t word) {
+        send(kFrontWords + first * Form::kPlace + at, word);
+      });
+    });
     device::block_barrier();  // the payload is there, and all have read the last one
     if (thread < ranks) {
       bool here = true;
@@ -181,28 +207,11 @@ SYNCBN_DEVICE Exchanged exchange_channels(const PeerGroup& group, const std::int
     if (!out.usable) {  // on all ranks alike
       break;
     }
-    // All warps have something to do, and a warp's channels come in whole steps of the loop below.
-    const std::int64_t even = divide_up(divide_up(count, kExchangeWarps), kOfWarp) * kOfWarp;
-    const std::int64_t at_once = even < kStagedChannels<T> ? even : kStagedChannels<T>;
-    for (std::int64_t first = warp * at_once; first < count; first += kExchangeWarps * at_once) {
-      const std::int64_t here = count - first < at_once ? count - first : at_once;
-      const std::int64_t at = (c0 + first) * kWords;
-      for (std::int64_t i = lane; i < here * kWords; i += device::kWarp) {
-        const std::int64_t mine = words[at + i];
-        std::int64_t sum = mine;
-        SYNCBN_UNROLL(4)
-        for (unsigned peer = 0; peer < ranks; ++peer) {
-          if (peer != rank) {
-            sum += device::load_peer(slot_of(group, rank, peer, out.epoch) + kFrontWords +
-                                     first * kWords + i);
-          }
-        }
-        sums[i] = sum;
-        if constexpr (kOwn) {
-          own[i] = mine;
-        }
-      }
-      device::warp_barrier();  // the words are staged
+    by_warps([&](std::int64_t first, std::int64_t here) {
+      Form::add(sums, here, group.ranks, group.rank, [&](int peer) {
+        return slot_of(group, rank, static_cast<unsigned>(peer), out.epoch) + kFrontWords +
+               first * Form::kPlace;
+      });
       for (std::int64_t step = 0; step < here; step += kOfWarp) {
         const std::int64_t k = step + lane / kChannelThreads<T>;
         const std::int64_t used = k < here ? k : here - 1;
@@ -211,8 +220,7 @@ SYNCBN_DEVICE Exchanged exchange_channels(const PeerGroup& group, const std::int
                k < here && lane % kChannelThreads<T> == 0);
         }
       }
-      device::warp_barrier();  // and read
-    }
+    });
     c0 += count;
   } while (c0 < end);
   return out;

@@ -112,6 +112,32 @@ struct Step {
 
 /// A kernel that is loaded while an exchange waits for another rank may wait for it too.
 /// torch.nn.SyncBatchNorm loads its kernels as it comes to them.
+TEST(CudaLaunch, StreamsHaveWorkspacesThatPassesLeaveZero) {
+  const auto stream = [](std::intptr_t handle) {
+    return cuda::Stream{reinterpret_cast<void*>(handle)};
+  };
+  std::int64_t* const of_one = cuda::stream_workspace(DType::kFloat32, 6, stream(512));
+  ASSERT_NE(of_one, nullptr);
+  EXPECT_EQ(cuda::stream_workspace(DType::kFloat32, 5, stream(512)), of_one);
+  EXPECT_NE(cuda::stream_workspace(DType::kFloat32, 6, stream(1024)), of_one);
+  constexpr std::intptr_t kCaptured = -1;
+  EXPECT_EQ(cuda::stream_workspace(DType::kFloat32, 6, stream(kCaptured)), nullptr);
+  for (const DType dtype : kDtypes) {
+    Step step(dtype, {3, 41, 5}, Memory::kPlanes);
+    step.x.fill(Doubles(3 * 41 * 5, 1.5));
+    std::int64_t* const words = cuda::stream_workspace(dtype, step.channels, stream(512));
+    const std::span all(words, size(cuda::workspace_words(dtype, step.channels)));
+    EXPECT_EQ(Words(all.begin(), all.end()), Words(all.size())) << "before";
+    Words messages[2];
+    for (Words& message : messages) {
+      message.resize(size(message_words(dtype, step.channels)));
+      cuda::local_moments(on_cuda(step.x.view()), {}, {}, message.data(), words, stream(512));
+      EXPECT_EQ(Words(all.begin(), all.end()), Words(all.size())) << "after";
+    }
+    EXPECT_EQ(messages[0], messages[1]);
+  }
+}
+
 TEST(CudaLaunch, FirstPassLoadsAllKernels) {
   int device = 100;
   for (const DType dtype : kDtypes) {

@@ -52,12 +52,12 @@ Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
   Tensor message = empty(x, message_words(samples.dtype, channels), ScalarType::Long);
-  Tensor workspace = new_workspace(x, samples.dtype, channels);
+  const Workspace workspace(x, samples.dtype, device.stream());
   const cuda::ForwardCall forward{static_cast<std::uint64_t>(layer),
                                   call.has_value() ? cuda_int64("call", *call, 1) : nullptr, eps,
                                   backward};
   cuda::local_moments(samples, mask_view(mask), forward, cuda_int64("message", message, 0),
-                      cuda_int64("workspace", workspace, 0), device.stream());
+                      workspace.words(), device.stream());
   return message;
 }
 
@@ -217,14 +217,14 @@ std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, co
   const std::int64_t words = message_words(samples.dtype, channels);
   Tensor message = empty(x, twice ? 2 * words : words, ScalarType::Long);
   std::int64_t* const to = cuda_int64("message", message, 0);
-  Tensor workspace = new_workspace(x, samples.dtype, channels);
+  const Workspace workspace(x, samples.dtype, device.stream());
   Tensor u = keep ? new_output(x) : empty(x, 0, x.scalar_type());
   cuda::local_gradients({view("dy", dy), samples, mask_view(mask),
                          cuda_double("mean", mean, channels), cuda_double("rstd", rstd, channels),
                          through(x, weight, bias, activation_mask, activation, negative_slope),
                          keep ? mutable_view("u", u) : MutableTensorView()},
                         cuda_int64("info", info, cuda::kInfoWords), to,
-                        cuda_int64("workspace", workspace, 0), device.stream(),
+                        workspace.words(), device.stream(),
                         twice ? to + words : nullptr);
   return {message, u};
 }

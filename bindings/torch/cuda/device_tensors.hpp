@@ -25,12 +25,23 @@ inline const double* cuda_double(const char* name, const Tensor& tensor, std::in
   return double_data(name, tensor, size, Device::kCuda);
 }
 
-/// Scratch memory of one pass, zero. Fresh for each: calls on other streams, and graphs that are
-/// replayed there, never share it.
-inline Tensor new_workspace(const Tensor& x, DType dtype, std::int64_t channels) {
-  const std::array<std::int64_t, 1> sizes{cuda::workspace_words(dtype, channels)};
-  return torch::stable::new_zeros(x, sizes, ScalarType::Long);
-}
+/// Scratch memory of one pass, zero: the stream's, or, in a captured graph, the call's own.
+class Workspace {
+ public:
+  Workspace(const Tensor& x, DType dtype, const cuda::Stream& stream)
+      : words_(cuda::stream_workspace(dtype, channels_of(x), stream)) {
+    if (words_ == nullptr) {
+      const std::array<std::int64_t, 1> size{cuda::workspace_words(dtype, channels_of(x))};
+      own_ = torch::stable::new_zeros(x, size, ScalarType::Long);
+      words_ = cuda_int64("workspace", *own_, 0);
+    }
+  }
+  std::int64_t* words() const { return words_; }
+
+ private:
+  std::int64_t* words_;
+  std::optional<Tensor> own_;
+};
 
 /// Zeros: what no element uses has to be equal from run to run as well.
 inline Tensor new_zero_mask(const Tensor& x, bool wanted) {

@@ -32,7 +32,7 @@ Normalized forward_of_one_rank(const Tensor& x, std::int64_t layer, std::optiona
   const Activation applied = activation_of(activation, negative_slope);
   Outputs out(x, residual, applied);  // before anything is updated: there may be no memory
   Tensor message = empty(x, message_words(samples.dtype, channels), ScalarType::Long);
-  Tensor workspace = new_workspace(x, samples.dtype, channels);
+  const Workspace workspace(x, samples.dtype, device.stream());
   cuda::forward_of_one_rank({.x = samples,
                              .mask = mask_view(mask),
                              .weight = view("weight", weight),
@@ -47,7 +47,7 @@ Normalized forward_of_one_rank(const Tensor& x, std::int64_t layer, std::optiona
                             {static_cast<std::uint64_t>(layer), running.call, eps},
                             cuda_int64("info", out.info, 0), running, momentum,
                             cuda_int64("message", message, 0),
-                            cuda_int64("workspace", workspace, 0), device.stream());
+                            workspace.words(), device.stream());
   return {out.y, out.mean, out.var, out.rstd, out.info, out.activation_mask};
 }
 
@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_of_one_rank(
   const TensorView samples = view("x", x);
   const std::int64_t channels = channels_of(x);
   Tensor message = empty(x, message_words(samples.dtype, channels), ScalarType::Long);
-  Tensor workspace = new_workspace(x, samples.dtype, channels);
+  const Workspace workspace(x, samples.dtype, device.stream());
   Tensor coefficients = empty(x, 3 * channels, ScalarType::Double);
   Tensor u = keep ? new_output(x) : empty(x, 0, x.scalar_type());
   Tensor dweight = new_parameter_gradient(x, weight_dtype);
@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_of_one_rank(
        .dweight = wanted("dweight", dweight, weight_dtype),
        .dbias = wanted("dbias", dbias, bias_dtype)},
       cuda_int64("info", info, cuda::kInfoWords), double_data(coefficients),
-      cuda_int64("message", message, 0), cuda_int64("workspace", workspace, 0), device.stream());
+      cuda_int64("message", message, 0), workspace.words(), device.stream());
   return {dx, dweight, dbias, u};
 }
 
