@@ -161,7 +161,8 @@ DIFFERENCES = {
 
 
 def works(inputs: Inputs, layers: dict[str, nn.Module]) -> Iterator[tuple[str, Work, int]]:
-    """What is timed in graphs: name, work and the bytes that it has to move. The copy first."""
+    """What is timed in graphs: name, work and the bytes that it has to move. The copy first. Layers
+    count as in three kernels: one that reads x once may seem faster than the copy."""
     target = torch.empty_like(inputs.xs[0]).detach()
     yield "copy", lambda i: target.copy_(inputs.x(i).detach()), 2 * inputs.bytes
     for name, (work, moved) in kernels(inputs, layers["syncbn"]).items():

@@ -2,10 +2,11 @@
 """Tests engine="peer_memory" on a machine with two or more GPUs, beside DDP's traffic over NCCL.
 
 Each case runs in processes of its own, one for each GPU, and has its seconds: bits against one GPU
-alone, training beside DDP against the same over NCCL, replayed graphs, a rank that does not come,
-and one that is killed. The package is to be installed, with CUDA. One JSON in benchmarks/results,
-or in the folder that the variable OUT names. Exit codes: 0, 1 if anything failed, 2 without GPUs.
---rehearse runs what it can on the CPU, with engine="auto", to see that this script works.
+alone, training beside DDP against the same over NCCL, replayed graphs, a replay that is aborted, a
+rank that does not come, and one that is killed. The package is to be installed, with CUDA. One JSON
+in benchmarks/results, or in the folder that the variable OUT names. Exit codes: 0, 1 if anything
+failed, 2 without GPUs. --rehearse runs what it can on the CPU, with engine="auto", to see that this
+script works.
 """
 
 import argparse
@@ -108,10 +109,10 @@ def case_beside_ddp(rank: Rank) -> None:
         assert torch.equal(own, expected) and not own.isnan().any()
 
 
-def case_graphs(rank: Rank) -> None:
-    """A captured step, replayed."""
-    layer, eager = rank.layer(64), rank.layer(64)
-    x = rank.values(4, 64, 9, seed=rank.number).requires_grad_()
+def captured(
+    layer: syncbn.SyncBatchNorm, x: torch.Tensor
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of a forward, and its output."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -119,14 +120,49 @@ def case_graphs(rank: Rank) -> None:
             layer(x).sum().backward()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's thread goes on
         y = layer(x)
+    return graph, y
+
+
+def case_graphs(rank: Rank) -> None:
+    """A captured step, replayed."""
+    layer, eager = rank.layer(64), rank.layer(64)
+    x = rank.values(4, 64, 9, seed=rank.number).requires_grad_()
+    graph, y = captured(layer, x)
     for step in range(100):
         with torch.no_grad():
             x.copy_(rank.values(4, 64, 9, seed=100 * step + rank.number))
         graph.replay()
         assert torch.equal(y, eager(x)), step
     syncbn.check(layer)
+
+
+def case_a_replay_that_is_aborted(rank: Rank) -> None:
+    """The last rank replays one time less. The others' replay ends in time, and all go on after
+    reset_groups; the graph is of the group that was left, and gives NaN."""
+    layer = rank.layer(64, timeout=LIMIT)
+    x = rank.values(4, 64, 9, seed=rank.number).requires_grad_()
+    before = layer(x)
+    graph, y = captured(layer, x)
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return y
+
+    assert torch.equal(replay(), before)
+    if rank.number == rank.world - 1:
+        time.sleep(3 * LIMIT)
+        layer.state.call += 1  # it is not counted without a replay
+    else:
+        expect_error(layer, replay)
+        assert replay().isnan().all()
+        layer.state.call -= 1
+    syncbn.reset_groups()
+    assert torch.equal(layer(x), before)
+    syncbn.check(layer)
+    assert replay().isnan().all()
+    assert torch.equal(layer(x), before)
 
 
 def case_a_rank_that_does_not_come(rank: Rank) -> None:
@@ -138,7 +174,7 @@ def case_a_rank_that_does_not_come(rank: Rank) -> None:
         time.sleep(3 * LIMIT)
         layer.state.call += 0 if rank.rehearsed else 1  # it is not counted without an exchange
     else:
-        expect_error(layer, x)
+        expect_error(layer, lambda: layer(x))
     syncbn.reset_groups()
     assert torch.equal(layer(x), before)
     syncbn.check(layer)
@@ -150,14 +186,14 @@ def case_a_rank_that_is_killed(rank: Rank) -> None:
     layer(x)
     if rank.number == rank.world - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    expect_error(layer, x)
+    expect_error(layer, lambda: layer(x))
 
 
-def expect_error(layer: syncbn.SyncBatchNorm, x: torch.Tensor) -> None:
+def expect_error(layer: syncbn.SyncBatchNorm, step: Callable[[], torch.Tensor]) -> None:
     """From a step whose last rank is missing."""
     begin = time.monotonic()
     try:
-        assert layer(x).isnan().all(), "outputs of a failed exchange are not NaN"
+        assert step().isnan().all(), "outputs of a failed exchange are not NaN"
         syncbn.check(layer)
     except (syncbn.ExchangeTimeout, syncbn.PeerLost) as error:
         print(f"as it should be: {error}")
@@ -171,6 +207,7 @@ CASES: dict[str, Callable[[Rank], None]] = {
     for name, case in list(globals().items())
     if name.startswith("case_")
 }
+NOT_REHEARSED = ("graphs", "a_replay_that_is_aborted")
 
 
 def run_rank(number: int, world: int, rehearsed: bool, name: str, folder: str, port: int) -> None:
@@ -240,7 +277,7 @@ def main() -> int:
     path = folder / f"peers-check-{device.replace(' ', '-')}-{date[:10]}.json"
     folder.mkdir(parents=True, exist_ok=True)
     for name in CASES:
-        if rehearsed and name == "graphs":
+        if rehearsed and name in NOT_REHEARSED:
             continue
         begin = time.monotonic()
         problem = run_case(name, world, rehearsed)

@@ -159,6 +159,27 @@ def check_a_rank_that_does_not_come():
     assert "call syncbn.reset_groups()" in last, last
 
 
+def check_a_graph_of_a_group_that_was_left():
+    """It has pointers to memory that is gone when the ranks have met anew. Replays end at once, as
+    exchanges that failed, and touch nothing but the group's state."""
+
+    def step(rank):
+        layer = syncbn.SyncBatchNorm(CHANNELS, **PEERS)
+        x = random((4, CHANNELS, 5), rank)
+        before = layer(x)
+        ((_, met),) = peer_meeting.all_met()
+        captured, memory = met.group(60.0).clone(), met.memory.own
+        del met
+        syncbn.reset_groups()
+        assert torch.equal(layer(x), before)
+        memory.fill_(-5)
+        message = torch.ones(8 + CHANNELS * 19, dtype=torch.int64)
+        peer_meeting.ops.exchange_sums(message, CHANNELS, captured)
+        assert message[3] != 0 and (memory == -5).all()
+
+    on_played_gpus(2, step, meetings=2)
+
+
 def check_a_rank_that_is_interrupted():
     """Before its kernel exchanges: the others do not wait for their time limit."""
 

@@ -152,11 +152,12 @@ def test_a_rank_that_leaves_ends_its_own_exchanges_alone(monkeypatch, waits):
     monkeypatch.setattr(torch.cuda, "synchronize", finished.append)
     monkeypatch.setattr(peer_meeting, "SETTLING", 0.02)
     shared = peer_memory.PeerMemory(memory[0], [], Handle())
-    device = torch.device("cuda", 0)
-    met = Met(0, 2, device, shared, memory[0], memory[0], 3, {}, {False: stream})
+    device, state = torch.device("cuda", 0), torch.zeros(10, dtype=torch.int64)
+    met = Met(0, 2, device, shared, state, memory[0], 3, {}, {False: stream})
     peer_meeting.begin("group", (0, 1), met)
     peer_meeting.end("group")
     assert finished == [device] and [w[3].item() for w in memory] == [-1 if waits else 0, 0]
+    assert state.tolist() == [0] * 9 + [1]  # what is captured exchanges nothing any more
     assert peer_meeting.met("group") is None and peer_meeting._left["group"] is met
     peer_meeting.begin("another", (0, 2), None)
     assert peer_meeting._left
