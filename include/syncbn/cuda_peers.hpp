@@ -48,8 +48,9 @@ struct PeerGroup {
 };
 inline constexpr std::int64_t kLeastSlotWords = 96;
 
-/// Loads the kernels on the current device, before the ranks' first exchange.
-SYNCBN_API void load_peer_exchange(DType dtype);
+/// Loads the kernels on the current device, before the ranks' first exchange. Throws Unavailable
+/// where so many blocks of them do not run at once.
+SYNCBN_API void load_peer_exchange(DType dtype, int blocks);
 
 /// finalize_moments() with a momentum or without, of the sum of all ranks' messages. message: this
 /// rank's, as local_moments wrote it, or with a rank that refuses its input no more than a header,

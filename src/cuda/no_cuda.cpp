@@ -72,7 +72,7 @@ void evaluation_input_gradient(const TensorView&, const MaskView&, const double*
                                const MutableTensorView&, const Stream&) {
   require_built();
 }
-void load_peer_exchange(DType) { require_built(); }
+void load_peer_exchange(DType, int) { require_built(); }
 void exchange_moments(const std::int64_t*, DType, const PeerGroup&, double*, double*, double*,
                       std::int64_t*, std::int64_t, double, const RunningStatistics&,
                       std::optional<double>, const Stream&) {

@@ -149,10 +149,23 @@ void check_group(const PeerGroup& group) {
 
 }  // namespace
 
-void load_peer_exchange(DType dtype) {
-  dispatch_dtype(dtype, [](auto type) {
+void load_peer_exchange(DType dtype, int blocks) {
+  int count = 0;
+  require("finding the device", device::multiprocessors(&count));
+  dispatch_dtype(dtype, [&](auto type) {
     using T = typename ElementTraits<decltype(type)>::SameFormat;
-    load(&exchange_moments_kernel<T>, &exchange_gradients_kernel<T>, &exchange_sums_kernel<T>);
+    const auto load_one = [&](auto kernel) {
+      load(kernel);
+      const int fit = count * device::blocks_at_once(kernel, kExchangeThreads, kExchangeBytes<T>);
+      if (fit < blocks) {
+        throw Unavailable("an exchange of " + std::to_string(blocks) +
+                          " blocks does not fit the device, which runs " + std::to_string(fit) +
+                          " of them at once");
+      }
+    };
+    load_one(&exchange_moments_kernel<T>);
+    load_one(&exchange_gradients_kernel<T>);
+    load_one(&exchange_sums_kernel<T>);
   });
 }
 

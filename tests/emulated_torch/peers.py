@@ -7,7 +7,7 @@ import itertools
 import torch
 from emulated import DTYPES, assert_equal, on_cpu, on_cuda, random, run_checks
 
-from ranks import Memory, on_ranks
+from ranks import BLOCKS, Memory, on_ranks
 
 CHANNELS = 7
 RELU = (1, 0.0)
@@ -63,7 +63,7 @@ def check_bits_of_one_rank():
                 return merged
 
             rest = None if sums and rank == 0 else words
-            on_cuda("load_peer_exchange", xs[rank])
+            on_cuda("load_peer_exchange", xs[rank], BLOCKS)
             common = (len(sizes), share, merge, rest)
             out = forward(on_cuda, xs[rank], weight, bias, *common)
             back = gradients(on_cuda, dys[rank], xs[rank], weight, bias, out, *common)

@@ -60,7 +60,7 @@ class Node:
             for module, name, played in (
                 (groups, "nccl_name", lambda group: group.group_name),
                 (peer_meeting, "current_device", lambda: CPU),
-                (peer_meeting, "_gpu", lambda device: (f"GPU {dist.get_rank()}", 108)),
+                (peer_meeting, "_gpu", lambda device: f"GPU {dist.get_rank()}"),
                 (peer_memory, "why_not", lambda: ""),
                 (peer_memory, "allocate", self.allocate),
                 (peer_memory, "share", self.share),

@@ -26,7 +26,7 @@ class CudaPeers : public ::testing::Test {
   void TearDown() override { emulation::settings() = {}; }
 };
 
-void seed(std::uint64_t number) { emulation::settings() = {.seed = number, .multiprocessors = 1}; }
+void seed(std::uint64_t number) { emulation::settings() = {.seed = number, .multiprocessors = 2}; }
 
 bool all_nan(const Doubles& values) {
   return same_bits(values, Doubles(values.size(), std::numeric_limits<double>::quiet_NaN()));
@@ -112,7 +112,7 @@ TEST_F(CudaPeers, BitsOfOneRank) {
       const PeerLayer before(DType::kFloat32, channels);
       std::vector<PeerLayer> layers(at(ranks), before);
       seed(random.bits());
-      cuda::load_peer_exchange(dtype);
+      cuda::load_peer_exchange(dtype, blocks);
       const std::uint64_t unloaded = emulation::counts().launches_of_unloaded;
       run_steps(peers, batches, layers, momentum);
       EXPECT_EQ(emulation::counts().launches_of_unloaded, unloaded);

@@ -76,10 +76,10 @@ TEST_F(CudaPeerSums, AreThoseOfRanksThatFinalizeAtOnce) {
       PeerBatch batch(random, dtype, channels, {samples.begin(), samples.begin() + ranks}, 1,
                       false);
       std::vector<PeerLayer> layers(at(ranks), PeerLayer(DType::kFloat32, channels));
-      emulation::settings() = {.seed = random.bits(), .multiprocessors = 1};
+      emulation::settings() = {.seed = random.bits(), .multiprocessors = 2};
       const std::array directions = {&RankStep::forward, &RankStep::backward};
       const std::array expected = {total(batch, directions[0]), total(batch, directions[1])};
-      cuda::load_peer_exchange(dtype);
+      cuda::load_peer_exchange(dtype, blocks);
       const std::uint64_t unloaded = emulation::counts().launches_of_unloaded;
       emulation::run_devices(static_cast<unsigned>(ranks), [&](unsigned r) {
         const cuda::PeerGroup group = peers.group(static_cast<int>(r));
@@ -150,7 +150,7 @@ TEST_F(CudaPeerSums, AreRightWhateverDigitsAreInUse) {
         }
       }
       const Words expected = carried(total(batch, &RankStep::forward), dtype);
-      emulation::settings() = {.seed = random.bits(), .multiprocessors = 1};
+      emulation::settings() = {.seed = random.bits(), .multiprocessors = 2};
       emulation::run_devices(static_cast<unsigned>(ranks), [&](unsigned r) {
         cuda::exchange_sums(batch.ranks[r].forward.data(), dtype, peers.group(static_cast<int>(r)),
                             channels, {});
@@ -180,7 +180,7 @@ TEST_F(CudaPeerSums, OfUsualDataTravelInEightWordsAChannel) {
     Words message(at(message_words(dtype, kChannels)));
     local_moments(x.view(), {}, message.data(), 5, serial_executor());
     std::vector<Words> messages(2, message);
-    emulation::settings() = {.seed = 1, .multiprocessors = 1};
+    emulation::settings() = {.seed = 1, .multiprocessors = 2};
     emulation::run_devices(2, [&](unsigned r) {
       cuda::exchange_sums(messages[r].data(), dtype, peers.group(static_cast<int>(r)), kChannels,
                           {});
@@ -198,6 +198,13 @@ TEST_F(CudaPeerSums, OfUsualDataTravelInEightWordsAChannel) {
   }
 }
 
+TEST_F(CudaPeerSums, NeedADeviceThatRunsAllBlocksAtOnce) {
+  emulation::settings() = {.multiprocessors = 3};  // of two blocks each
+  cuda::load_peer_exchange(DType::kFloat32, 6);
+  EXPECT_EQ(thrown_text<Unavailable>([] { cuda::load_peer_exchange(DType::kFloat32, 7); }),
+            "an exchange of 7 blocks does not fit the device, which runs 6 of them at once");
+}
+
 TEST_F(CudaPeerSums, OfCallsThatDifferAreRefused) {
   Random random(12);
   const std::vector<std::int64_t> samples = {2, 1};
@@ -206,7 +213,7 @@ TEST_F(CudaPeerSums, OfCallsThatDifferAreRefused) {
     Peers peers(2, 2, cuda::kLeastSlotWords, 400'000'000);
     PeerBatch batch(random, DType::kFloat32, 9, samples, 1, false);
     PeerBatch next(random, DType::kFloat32, 9, samples, 2, false);
-    emulation::settings() = {.seed = random.bits(), .multiprocessors = 1};
+    emulation::settings() = {.seed = random.bits(), .multiprocessors = 2};
     emulation::settings().step_nanoseconds = 1000;
     emulation::run_devices(2, [&](unsigned r) {
       const cuda::PeerGroup group = peers.group(static_cast<int>(r));

@@ -23,10 +23,10 @@ std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t> peer_words(
   return {group.memory_words(), cuda::kPeerStateWords, cuda::kPeerMarkWords, cuda::kAbortWord};
 }
 
-void load_peer_exchange(const Tensor& like) {
+void load_peer_exchange(const Tensor& like, std::int64_t blocks) {
   const OnDevice device(like);
   for (int number = 0; number < kDtypeCount; ++number) {
-    cuda::load_peer_exchange(static_cast<DType>(number));
+    cuda::load_peer_exchange(static_cast<DType>(number), static_cast<int>(blocks));
   }
 }
 
@@ -42,7 +42,7 @@ void exchange_sums(Tensor message, std::int64_t channels, const Tensor& group) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def("peer_words(int ranks, int blocks, int slot_words) -> (int, int, int, int)");
-  m.def("load_peer_exchange(Tensor like) -> ()");
+  m.def("load_peer_exchange(Tensor like, int blocks) -> ()");
   m.def("exchange_sums(Tensor(a!) message, int channels, Tensor group) -> ()");
 }
 

@@ -4,7 +4,7 @@ on that, once for each group, and what they have of it."""
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,8 @@ from ..errors import ExchangeTimeout, PeerLost
 from ..operators import HEADER_WORDS, ops
 from . import peer_memory, shared_memory
 
-#: Blocks of the kernel that exchanges. All of them wait at the same time; a multiprocessor of every
-#: GPU has room for one, whatever else it has to do is over by itself.
+#: Blocks of the kernel that exchanges. All of them wait at the same time, and fit every GPU that
+#: load_peer_exchange() takes; whatever else a GPU has to do is over by itself.
 BLOCKS = 8
 #: Of one block's part of a message: 2,048 channels of float32 go at once, more in several rounds.
 SLOT_WORDS = 1 + HEADER_WORDS + 256 * 19
@@ -142,10 +142,19 @@ def current_device() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _gpu(device: torch.device) -> tuple[str, int]:
-    """What tells it from others, and how many multiprocessors it has."""
-    properties = torch.cuda.get_device_properties(device)
-    return str(properties.uuid), properties.multi_processor_count
+def _gpu(device: torch.device | int) -> str:
+    """What tells it from others."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _check_reach(device: torch.device, gpus: Sequence[str]) -> None:
+    """Raises RuntimeError where the device cannot reach another one of the GPUs."""
+    if device.type == "cuda":
+        for other in range(torch.cuda.device_count()):
+            if other == device.index or _gpu(other) not in gpus:
+                continue
+            if not torch.cuda.can_device_access_peer(device, other):
+                raise RuntimeError(f"{device} cannot reach the memory of cuda:{other}")
 
 
 def _refusal(ranks: int, nodes: int, device: torch.device | None) -> str:
@@ -156,9 +165,6 @@ def _refusal(ranks: int, nodes: int, device: torch.device | None) -> str:
         return f"{ranks} ranks are more than {MOST_RANKS}"
     if device is None:
         return operators_cuda.why_not() or "no device"
-    multiprocessors = _gpu(device)[1]
-    if multiprocessors < BLOCKS:
-        return f"{device} has {multiprocessors} multiprocessors, and {BLOCKS} are needed"
     return peer_memory.why_not()
 
 
@@ -204,13 +210,14 @@ def meet(
     rank, ranks = group.rank(), group.size()
     try:
         why = _refusal(ranks, nodes, device)
-        gpus = meeting.agree(why, "" if why or device is None else _gpu(device)[0])
+        gpus = meeting.agree(why, "" if why or device is None else _gpu(device))
         for r, gpu in enumerate(gpus):
             if gpu in gpus[:r]:
                 raise _Refused(f"ranks {gpus.index(gpu)} and {r} share a GPU")
         assert device is not None
         # The caller may be another thread than the one whose device it is.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            meeting.try_together(lambda: _check_reach(device, gpus))
             return _meet_on(device, name, rank, ranks, store, meeting), ""
     except _Refused as refused:
         return None, str(refused)
@@ -223,7 +230,7 @@ def _meet_on(
         operators_cuda.load()
         words, of_state, of_mark, abort_word = ops.peer_words(ranks, BLOCKS, SLOT_WORDS)
         own = peer_memory.allocate(words, device, name)
-        ops.load_peer_exchange(own)
+        ops.load_peer_exchange(own, BLOCKS)
         state = torch.zeros(of_state, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         mark = torch.zeros(of_mark, dtype=torch.int64, device="cpu", pin_memory=pinned)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..exchange import agreement
@@ -168,8 +169,11 @@ def forward(
 
 
 def _one_rank_on_device(peers: Peers | None, xs: Sequence[Tensor]) -> bool:
-    """Whether a direction can be one operator, which reads each element once if it can."""
-    return peers is None and len(xs) == 1 and xs[0].is_cuda
+    """Whether a direction can be one operator, which reads each element once if it can. Its kernel
+    starts when it finds the whole device free, so beside other ranks it would wait for NCCL's."""
+    if peers is not None or len(xs) > 1 or not xs[0].is_cuda:
+        return False
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
 def _forward(given: Inputs, updates: tuple, exchanged: tuple | None) -> tuple[Step, tuple, tuple]:

@@ -165,6 +165,18 @@ def test_a_rank_that_leaves_ends_its_own_exchanges_alone(monkeypatch, waits):
     assert not peer_meeting._left and not peer_meeting._ranks
 
 
+def test_a_gpu_that_another_one_of_the_group_does_not_reach_is_named(monkeypatch):
+    """Asked before PyTorch is, whose driver calls may end the process."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(peer_meeting, "_gpu", lambda index: f"GPU {index}")
+    reached = {1: True, 3: False}  # nobody asks for one that no rank has
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: reached[other])
+    device = torch.device("cuda", 0)
+    peer_meeting._check_reach(device, ["GPU 0", "GPU 1"])
+    with pytest.raises(RuntimeError, match="^cuda:0 cannot reach the memory of cuda:3$"):
+        peer_meeting._check_reach(device, ["GPU 0", "GPU 1", "GPU 3"])
+
+
 def test_the_engine_has_a_name():
     assert groups.sharing(None, None, "peer_memory").engine == "peer_memory"
     with pytest.raises(ValueError, match="engine: got 'peers', expected one of .*peer_memory"):
