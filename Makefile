@@ -129,6 +129,15 @@ wheel: $(package)  ## a wheel in dist/, inspected and tried; with CUDA where nvc
 	$(python) scripts/check_wheel.py --retag $(if $(MANYLINUX),--at-most $(MANYLINUX)) dist/syncbn-*.whl
 	$(python) scripts/smoke_wheel.py dist/syncbn-*.whl
 
+wheel-old: $(VENV)/.stamp-build  ## on Debian 12: a wheel in dist/ for systems from glibc 2.28 on, inspected and tried
+	scripts/sysroot.sh build/sysroot
+	rm -rf build/wheel-old dist/syncbn-*x86_64.whl
+	$(python) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel-old \
+	  -C build-dir=build/cmake-old -C cmake.define.CMAKE_TOOLCHAIN_FILE=cmake/sysroot.cmake .
+	$(python) scripts/check_wheel.py --retag --at-most 2_28 build/wheel-old/*.whl
+	install -D --target-directory=dist --mode=644 build/wheel-old/*.whl
+	$(python) scripts/smoke_wheel.py dist/syncbn-*x86_64.whl
+
 # The headers and the library are those of PyTorch for aarch64, which nothing runs here.
 wheel-aarch64: $(VENV)/.stamp-build  ## cross-compile a wheel for aarch64 into dist/, CPU only, and inspect it
 	rm -rf build/wheel-aarch64 dist/syncbn-*aarch64.whl
@@ -182,4 +191,4 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo demo-clipart bench bench-count bench-cpp \
   gpu-check googletest aarch64 macos asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop curves model lint \
-  format docs wheel wheel-aarch64 sdist recipes clean
+  format docs wheel wheel-old wheel-aarch64 sdist recipes clean

@@ -52,7 +52,8 @@ CUDART = b"CUDA driver version is insufficient for CUDA runtime version"
 LIBRARIES = ("libsyncbn.so", "libsyncbn_torch_cpu.so")
 CUDA_LIBRARY = "libsyncbn_torch_cuda.so"
 CMAKE = ("-config.cmake", "-config-version.cmake", "-targets.cmake", "-targets-release.cmake")
-SYSTEM = r"(?:libstdc\+\+|libm|libgcc_s|libc|ld-linux\S*)\.so\S*"
+# Before glibc 2.34 threads and dlopen were libraries of their own.
+SYSTEM = r"(?:libstdc\+\+|libm|libgcc_s|libc|libpthread|libdl|librt|ld-linux\S*)\.so\S*"
 # The CUDA runtime is linked statically and the driver opened when it is needed.
 NEEDED = {
     "libsyncbn.so": SYSTEM,

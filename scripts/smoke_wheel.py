@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 SECONDS = 300  # for one command
-NOT_LINKED = ("syncbn", "pip", "__editable__")
+#: PyTorch works without NumPy, and so must the package.
+NOT_LINKED = ("syncbn", "pip", "__editable__", "numpy")
 
 #: With torchrun the ranks' uneven shares must have the bits of the whole batch on one process.
 #: Those of BITS are the same on every processor, Python and PyTorch, in both layouts.

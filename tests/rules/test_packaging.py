@@ -20,12 +20,12 @@ HEADER = read(PROJECT / "include" / "syncbn" / "version.hpp")
 VERSION = ".".join(re.findall(r"VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", HEADER))
 CONDA = yaml.safe_load(read(PACKAGING / "conda" / "recipe.yaml"))
 VCPKG = json.loads(read(PACKAGING / "vcpkg" / "syncbn" / "vcpkg.json"))
-SPACK = read(PACKAGING / "spack" / "packages" / "syncbn" / "package.py")
+SPACK = read(PACKAGING / "spack/spack_repo/syncbn/packages/syncbn/package.py")
 
 
 def test_recipes_are_of_this_version() -> None:
     assert CONDA["context"]["version"] == VCPKG["version"] == VERSION
-    assert re.findall(r'version\("(.*?)"', SPACK) == [VERSION]
+    assert re.findall(r'version\("(.*?)", tag="v(.*?)"', SPACK) == [(VERSION, VERSION)]
     assert read(DEBIAN / "changelog").startswith(f"syncbn ({VERSION}-")
     library = (
         f"libsyncbn{VERSION.rpartition('.')[0]}"  # the library's own name has the minor version

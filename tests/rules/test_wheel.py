@@ -323,6 +323,17 @@ def test_what_a_library_may_not_need_is_refused(
     assert check_wheel.check(pack(files, tmp_path)) == [told]
 
 
+@pytest.mark.parametrize("needed", ("libpthread.so.0", "libdl.so.2", "librt.so.1"))
+def test_a_part_of_older_c_libraries_may_be_needed(
+    package: Files, tmp_path: Path, needed: str
+) -> None:
+    build(tmp_path, needed, "int later(void) { return 1; }")
+    source = "int later(void); int now(void) { return later(); }"
+    library = build(tmp_path, "libsyncbn.so", source, f"-L{tmp_path}", f"-l:{needed}")
+    files = with_library(package, library.read_bytes())
+    assert check_wheel.check(pack(files, tmp_path)) == []
+
+
 def test_a_library_that_is_none_is_refused(package: Files, tmp_path: Path) -> None:
     files = with_library(package, b"libsyncbn.so.0.1")  # a link, unpacked
     problems = check_wheel.check(pack(files, tmp_path))

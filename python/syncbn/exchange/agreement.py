@@ -51,10 +51,13 @@ def _texts(text: str, engine: Engine, call: Call) -> dict[int, str]:
     except (ExchangeTimeout, PeerLost):
         return {peers.rank: text}
     words = merged[HEADER_WORDS:][: peers.ranks * size].view(peers.ranks, size)
-    return {
-        rank: own.contiguous().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-        for rank, own in enumerate(words)
-    }
+    return {rank: text_of(own) for rank, own in enumerate(words)}
+
+
+def text_of(words: torch.Tensor) -> str:
+    """What lies in the words. NumPy, which PyTorch works without, is not needed."""
+    letters = bytes(words.contiguous().view(torch.uint8).tolist())
+    return letters.rstrip(b"\0").decode(errors="replace")
 
 
 def _difference(texts: dict[int, str]) -> str:

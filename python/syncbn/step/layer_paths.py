@@ -134,7 +134,7 @@ def _exchanged(path: str, peers: Peers, call: Call) -> list[str]:
     words = torch.zeros(peers.ranks, size, dtype=torch.int64, device="cpu")
     words[peers.rank] = torch.frombuffer(letters, dtype=torch.int64)
     words = agreement.agree(words.flatten(), _TAG, peers, call).view(peers.ranks, size)
-    return [row.contiguous().numpy().tobytes().rstrip(b"\0").decode() for row in words]
+    return [agreement.text_of(row) for row in words]
 
 
 def _ends(path: str, end: str) -> bool:

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
 from spack.package import conflicts, depends_on, license, variant, version
 from spack_repo.builtin.build_systems.cmake import CMakePackage
 
@@ -7,9 +9,12 @@ class Syncbn(CMakePackage):
     """Batch normalization whose statistics are shared by all ranks, with the same bits for any
     number of them."""
 
+    # The sources that this lies in, for want of an address.
+    git = Path(__file__).resolve().parents[6].as_uri()
+
     license("Apache-2.0")
 
-    version("0.1.0")
+    version("0.1.0", tag="v0.1.0")
 
     variant("cuda", default=False, description="Build the CUDA kernels")
     variant("mpi", default=False, description="Build groups over MPI")
