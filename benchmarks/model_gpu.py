@@ -19,14 +19,15 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Gpu(NamedTuple):
-    """adds, conversions: of binary64, by a multiprocessor in a clock; sm: whose instructions."""
+    """adds, conversions: of binary64, by a multiprocessor in a clock (the code for 7.5 and 12.0 has no
+    conversions); sm: whose instructions."""
 
     name: str
     gigabytes: float  # a second
     multiprocessors: int
     gigahertz: float
     adds: int
-    conversions: int
+    conversions: float
     sm: int
 
 
@@ -38,8 +39,8 @@ GPUS = [
     Gpu("B300", 8000, 160, 1.95, 2, 2, 90),
     Gpu("L40S", 864, 142, 2.52, 2, 2, 80),
     Gpu("RTX 4090", 1008, 128, 2.52, 2, 2, 80),
-    Gpu("RTX 5090", 1792, 170, 2.41, 2, 2, 90),
-    Gpu("T4", 320, 40, 1.59, 2, 2, 80),
+    Gpu("RTX 5090", 1792, 170, 2.41, 2, math.inf, 90),
+    Gpu("T4", 320, 40, 1.59, 2, math.inf, 80),
 ]
 #: Microseconds, forward and backward, of the kernels' first version.
 SHAPES = {
@@ -109,7 +110,7 @@ def tables(page: str) -> list[list[str]]:
     gpus = [f"| GPU | GB/s | Multiprocessors × GHz | a, c | {ways} |"]
     for gpu in GPUS:
         row = f"| {gpu.name} | {gpu.gigabytes:,} | {gpu.multiprocessors} × {gpu.gigahertz} |"
-        row += f" {gpu.adds}, {gpu.conversions} |"
+        row += f" {gpu.adds}, {str(gpu.conversions).replace('inf', '–')} |"
         gpus.append(row + "".join(f" {ceiling(page, gpu, d, t)} |" for d in INPUTS for t in BYTES))
     times = ["| Shape | MB | First version | float32 | one kernel | bfloat16 | one kernel |"]
     for shape, before in SHAPES.items():

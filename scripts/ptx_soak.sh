@@ -16,5 +16,6 @@ for architecture in 80 90 120; do
   tests=build/ptx/tests/ptx
   "$tests/syncbn_ptx_tests" --ptx="$tests/kernels" --kernels --gtest_brief=1
   "$tests/syncbn_ptx_tests" --ptx="$tests/kernels" --kernels --weak --gtest_brief=1
+  "$venv/bin/ctest" --preset ptx -R "^ptx.lint$"
 done
 "$tests/syncbn_ptx_defects" --ptx="$tests/kernels" --seeds=20 fence barrier warp_barrier

@@ -49,8 +49,8 @@ void channel_sums(const SampleView& dy, const SampleView& x, std::int64_t c, con
         }
         const T b = x_data[x_at.offset()];
         const T a = u(n, begin + e, dy_data[dy_at.offset()], b);
-        first[e % kLanes].add(a);
-        second[e % kLanes].add_product(a, b);
+        first[e % kLanes].add(to_double(a));
+        second[e % kLanes].add_product(to_double(a), to_double(b));
       }
       fold(first);
       fold(second);

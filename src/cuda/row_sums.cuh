@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/device/primitives.cuh"
+#include "cuda/widen.cuh"
 #include "cuda/window.cuh"
 #include "statistics/dtype.hpp"
 #include "statistics/elements.hpp"
@@ -67,8 +68,8 @@ class RowSums {
     rows_ += kAtOnce;
     SYNCBN_UNROLL(4)
     for (int i = 0; i < kAtOnce; ++i) {
-      const double x = to_double(u[i]);
-      const double y = to_double(v[i]);
+      const double x = as_double(u[i]);
+      const double y = as_double(v[i]);
       first_ += x;
       const double before = high_;
       high_ = std::fma(x, y, before);

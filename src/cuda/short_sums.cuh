@@ -6,6 +6,7 @@
 
 #include "cuda/packing.cuh"
 #include "cuda/sums.cuh"
+#include "cuda/widen.cuh"
 
 // The sums of short planes that are no whole 16 bytes (49 elements, or 196 of 16 bits). Planes of
 // neighbouring channels are one run of memory: a warp copies that of 32 channels to shared memory
@@ -81,16 +82,16 @@ SYNCBN_DEVICE void add_plane(const SumsArguments& a, const ActivationOf<T>& acti
   };
   const auto add = [&](int lane, int e) {
     take(e, [&](T u, T v) {
-      sums[lane].add(u);
-      products[lane].add_product(u, v);
+      sums[lane].add(as_double(u));
+      products[lane].add_product(as_double(u), as_double(v));
     });
   };
   // Zero and an element are that element, but for the sign of zeros, which no partial has.
   SYNCBN_UNROLL(16)
   for (int l = 0; l < kLanes; ++l) {
     take(l, [&](T u, T v) {
-      sums[l].sum = to_double(u);
-      products[l].sum = to_double(u) * to_double(v);
+      sums[l].sum = as_double(u);
+      products[l].sum = as_double(u) * as_double(v);
     });
   }
   int e = kLanes;

@@ -8,6 +8,7 @@
 #include "cuda/row_sums.cuh"
 #include "cuda/sum_work.cuh"
 #include "cuda/views.cuh"
+#include "cuda/widen.cuh"
 #include "cuda/window.cuh"
 #include "statistics/lanes.hpp"
 
@@ -104,7 +105,7 @@ SYNCBN_DEVICE void add_planes(const SumsArguments& a, Also& also) {
         T* const kept = Options::kPlain || a.kept.data == nullptr
                             ? nullptr
                             : a.kept.at<T>(n, c) + (kStrided ? 0 : e);
-        SYNCBN_UNROLL(4)
+        SYNCBN_UNROLL(device::vectors_ahead(kVector))
         for (int i = static_cast<int>(member) * kVector; i < length; i += kLanes) {
           device::Vector<T, kVector> us;
           device::Vector<T, kVector> vs;
@@ -117,8 +118,8 @@ SYNCBN_DEVICE void add_planes(const SumsArguments& a, Also& also) {
               kept == nullptr ? nullptr : kept + kept_at, us, vs);
           SYNCBN_UNROLL(8)
           for (int k = 0; k < kVector; ++k) {
-            sums[k].add(us.at[k]);
-            products[k].add_product(us.at[k], vs.at[k]);
+            sums[k].add(as_double(us.at[k]));
+            products[k].add_product(as_double(us.at[k]), as_double(vs.at[k]));
           }
           also.keep(us, vs);
         }
@@ -206,7 +207,7 @@ SYNCBN_DEVICE void add_rows(const SumsArguments& a, Also& also) {
         const T* v = a.v.at<T>(n, 0) + (e + lane) * a.v.element_stride + c;
         T* const kept =
             Options::kPlain || a.kept.data == nullptr ? nullptr : a.kept.at<T>(n, 0) + c;
-        SYNCBN_UNROLL(4)
+        SYNCBN_UNROLL(device::vectors_ahead(kVector))
         for (int left = length - lane; left > 0; left -= kLanes) {
           const int i = length - left;
           device::Vector<T, kVector> us;
@@ -217,8 +218,8 @@ SYNCBN_DEVICE void add_rows(const SumsArguments& a, Also& also) {
               kept == nullptr ? nullptr : kept + (e + i) * a.kept.element_stride, us, vs);
           SYNCBN_UNROLL(8)
           for (int k = 0; k < kVector; ++k) {
-            sums[k].add(us.at[k]);
-            products[k].add_product(us.at[k], vs.at[k]);
+            sums[k].add(as_double(us.at[k]));
+            products[k].add_product(as_double(us.at[k]), as_double(vs.at[k]));
           }
           also.keep(us, vs);
           u += kLanes * a.u.element_stride;
@@ -288,8 +289,8 @@ sum_columns(const SumsArguments a) {
       const auto add_one = [&](T u, T v) {
         Lane<T> one;
         Lane<T> squared;
-        one.add(u);
-        squared.add_product(u, v);
+        one.add(to_double(u));
+        squared.add_product(to_double(u), to_double(v));
         sum.add(one, squared);
         product.add(one, squared);
         if constexpr (Lane<T>::kPair) {

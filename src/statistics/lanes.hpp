@@ -16,8 +16,8 @@ template <class T>
 struct Lane {
   static constexpr bool kPair = false;
   double sum = 0.0;
-  SYNCBN_HD void add(T u) { sum += to_double(u); }
-  SYNCBN_HD void add_product(T u, T v) { sum = std::fma(to_double(u), to_double(v), sum); }
+  SYNCBN_HD void add(double u) { sum += u; }
+  SYNCBN_HD void add_product(double u, double v) { sum = std::fma(u, v, sum); }
   SYNCBN_HD void fold(const Lane& other) { sum += other.sum; }
   SYNCBN_HD double rest() const { return 0.0; }
 };

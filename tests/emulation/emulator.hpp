@@ -34,6 +34,7 @@ struct Settings {
   std::uint64_t seed = 1;           ///< of the order in which threads and blocks run
   int multiprocessors = 2;          ///< as the device reports it
   unsigned shared_kilobytes = 228;  ///< shared memory of each of them
+  bool few_binary64_units = false;  ///< what the primitive of that name answers
   bool together = true;             ///< launches whose blocks run together are taken
   unsigned resident = 3;            ///< blocks that run at a time; 0: launches are only counted
   unsigned last_blocks = 0;         ///< run only so many of a grid, its last; 0: all

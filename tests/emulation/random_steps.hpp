@@ -26,25 +26,28 @@ namespace syncbn {
 
 using testing::LevelScope;
 
-/// A grid and an order of threads.
+/// A grid, an order of threads, and a kind of device.
 struct Configuration {
   std::uint64_t seed;
   int multiprocessors;
   unsigned resident;
+  bool few_binary64_units = false;
 };
 
 class ConfigurationScope {
  public:
   explicit ConfigurationScope(const Configuration& c) {
-    emulation::settings() = {
-        .seed = c.seed, .multiprocessors = c.multiprocessors, .resident = c.resident};
+    emulation::settings() = {.seed = c.seed,
+                             .multiprocessors = c.multiprocessors,
+                             .few_binary64_units = c.few_binary64_units,
+                             .resident = c.resident};
     EXPECT_EQ(c.multiprocessors, emulation::settings().multiprocessors);
   }
   ~ConfigurationScope() { emulation::settings() = {}; }
 };
 
 inline std::vector<Configuration> two_configurations(Random& random) {
-  return {{random.bits(), 1, 1}, {random.bits(), static_cast<int>(random.between(2, 5)), 3}};
+  return {{random.bits(), 1, 1}, {random.bits(), static_cast<int>(random.between(2, 5)), 3, true}};
 }
 
 /// What the passes give.

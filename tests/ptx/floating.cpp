@@ -36,6 +36,9 @@ Handler float_operation(const Statement& s) {
   if (s.opcode() == "neg.f32" || s.opcode() == "neg.f64") {
     of([]<class T>(T a) { return -a; });
   }
+  if (s.opcode() == "abs.f32" || s.opcode() == "abs.f64") {
+    of([]<class T>(T a) { return std::fabs(a); });
+  }
   return out;
 }
 

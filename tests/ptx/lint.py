@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must not be in the kernels' SASS: local memory, flushed subnormals, narrow accesses.
+"""What must not be in the kernels' SASS: local memory, flushed subnormals, narrow accesses. And in
+PTX for GPUs with few units for binary64: conversions to it in the sums.
 
-python lint.py --kernels FOLDER LISTINGS...      FOLDER: with the PTX of which the listings are
+python lint.py --kernels FOLDER [LISTINGS...]    FOLDER: with the PTX of which the listings are
 """
 
 import argparse
@@ -34,6 +35,9 @@ MAIN_LOOPS = [
     (rf"sum_short_planesI{SIXTEEN_BITS}", "STS", 64),
     (r"sum_short_planesIf", "STS", 128),
 ]
+
+# As device::few_binary64_units has it.
+MANY_BINARY64_UNITS = ("sm_70", "sm_80", "sm_90", "sm_100")
 
 
 def flushes(blocks: list[Block], ptx: list[str]) -> set[str]:
@@ -86,10 +90,22 @@ def lint(listing: str, ptx: list[str], fits: set[str]) -> list[str]:
     return errors
 
 
+def conversions(ptx: str) -> list[str]:
+    """Sums of forward, which have no constants of channels, that convert to binary64."""
+    if re.search(rf"(?m)^\.target ({'|'.join(MANY_BINARY64_UNITS)})\b", ptx):
+        return []
+    names_and_texts = re.split(r"\.entry (\w+)", ptx)[1:]
+    return [
+        f"{name}: cvt.f64.f32, for a GPU with few units for binary64"
+        for name, text in zip(names_and_texts[::2], names_and_texts[1::2], strict=True)
+        if re.search(r"sum_(planes|rows|short_planes)I", name) and "cvt.f64.f32" in text
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kernels", type=Path, required=True)
-    parser.add_argument("listings", type=Path, nargs="+")
+    parser.add_argument("listings", type=Path, nargs="*")
     given = parser.parse_args()
     fits: set[str] = set()
     errors = []
@@ -97,7 +113,9 @@ def main() -> int:
         ptx = (given.kernels / f"{listing.stem}.ptx").read_text().splitlines()
         found = lint(listing.read_text(), ptx, fits)
         errors += [f"{listing.parent.name}/{listing.name}: {error}" for error in found]
-    errors += [f"no kernel fits {pattern}" for pattern, *_ in MAIN_LOOPS if pattern not in fits]
+    if given.listings:
+        errors += [f"no kernel fits {pattern}" for pattern, *_ in MAIN_LOOPS if pattern not in fits]
+    errors += conversions((given.kernels / "moments.ptx").read_text())
     for error in errors:
         print(error)
     return int(bool(errors))

@@ -163,6 +163,12 @@ TEST(PtxOperations, ConversionsExact) {
           const auto f = static_cast<float>(wide * std::bit_cast<double>(0x3FF0000010000001ull));
           return std::uint64_t{std::bit_cast<std::uint32_t>(f)};
         });
+    check("abs.f32 %f4, %f1;\nmov.b32 %r19, %f4;\ncvt.u64.u32 %rd9, %r19;",
+          [](std::uint64_t v) { return v & 0x7fffffffu; });
+    check("cvt.f64.f32 %fd3, %f1;\nabs.f64 %fd4, %fd3;\nmov.b64 %rd9, %fd4;", [](std::uint64_t v) {
+      const double wide = std::bit_cast<float>(static_cast<std::uint32_t>(v));
+      return std::bit_cast<std::uint64_t>(wide) & ~(1ull << 63);
+    });
     check("fma.rn.f32 %f4, %f1, %f1, 0f3F800001;\nmov.b32 %r19, %f4;\ncvt.u64.u32 %rd9, %r19;",
           [](std::uint64_t v) {
             const double f = std::bit_cast<float>(static_cast<std::uint32_t>(v));

@@ -8,7 +8,7 @@ import sys
 import unittest
 
 from budget import Executed, Launch, contradictions, execute
-from lint import lint
+from lint import conversions, lint
 from sass import blocks_of, listing_of
 
 PTXAS = "ptxas"
@@ -81,6 +81,13 @@ class Planted(unittest.TestCase):
         load = "ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd2];"
         (error,) = self.lint(load, load.replace("v4", "v2").replace(", %f3, %f4", ""))
         self.assertIn("LDG.E.64", error)
+
+    def test_conversions_are_found_where_there_are_few_units_for_binary64(self):
+        sums = KERNEL.replace("map_dense_planes", "sum_planes").replace(ADD, "cvt.f64.f32 %d, %f1;")
+        self.assertEqual(conversions(sums), [])
+        (error,) = conversions(sums.replace("sm_80", "sm_120"))
+        self.assertIn("sum_planesIf: cvt.f64.f32", error)
+        self.assertEqual(conversions(KERNEL.replace("sm_80", "sm_120")), [])
 
     def test_a_kernel_without_a_main_loop_is_found(self):
         (error,) = self.lint("@%p1 bra $LOOP;", "")

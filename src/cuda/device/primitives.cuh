@@ -26,6 +26,23 @@ SYNCBN_DEVICE unsigned block_index() { return blockIdx.x; }
 SYNCBN_DEVICE unsigned block_size() { return blockDim.x; }
 SYNCBN_DEVICE unsigned grid_size() { return gridDim.x; }
 
+/// Whether a multiprocessor does few operations of binary64, conversions to it among them: 2 a
+/// clock. (The code for 8.0 and 10.0 runs on 8.6, 8.9 and 10.3, too, and cannot know.)
+SYNCBN_DEVICE constexpr bool few_binary64_units() {
+#if defined(__CUDA_ARCH__)
+  return __CUDA_ARCH__ != 700 && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ != 900 &&
+         __CUDA_ARCH__ != 1000;
+#else
+  return false;
+#endif
+}
+
+/// For SYNCBN_UNROLL: how often loops are unrolled that add up vectors of `elements`. Four vectors
+/// hide the latency of loads; with few units for binary64 one vector takes as long.
+SYNCBN_DEVICE constexpr int vectors_ahead(int elements) {
+  return elements > 1 && few_binary64_units() ? 1 : 4;
+}
+
 /// The block's shared memory, 16-byte aligned, of the size given to launch.
 template <class T>
 SYNCBN_DEVICE T* shared() {

@@ -26,6 +26,8 @@ inline unsigned block_index() { return emulation::place().block; }
 inline unsigned block_size() { return emulation::place().threads; }
 inline unsigned grid_size() { return emulation::place().blocks; }
 
+inline bool few_binary64_units() { return emulation::settings().few_binary64_units; }
+
 template <class T>
 T* shared() {
   return static_cast<T*>(emulation::shared_memory());
