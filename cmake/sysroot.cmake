@@ -4,8 +4,9 @@
 set(sysroot ${CMAKE_CURRENT_LIST_DIR}/../build/sysroot)
 set(CMAKE_CXX_FLAGS_INIT --sysroot=${sysroot})
 set(CMAKE_CUDA_FLAGS_INIT -Xcompiler=--sysroot=${sysroot})
+# -B finds libraries and start files. With newer start files a program would run no constructors.
 foreach(kind IN ITEMS EXE SHARED MODULE)
-  set(CMAKE_${kind}_LINKER_FLAGS_INIT -L${sysroot}/usr/lib/x86_64-linux-gnu)
+  set(CMAKE_${kind}_LINKER_FLAGS_INIT -B${sysroot}/usr/lib/x86_64-linux-gnu)
 endforeach()
 foreach(language IN ITEMS CXX CUDA)
   set(CMAKE_${language}_STANDARD_LIBRARIES "-lsstream -lstdc++ -l:libstdc++.a")

@@ -27,7 +27,6 @@ find "$folder" -type l -lname '/*' | while read -r link; do
   ln -snf "$folder$(readlink "$link")" "$link"
 done
 ln -s libstdc++.so.6 "$libraries/libstdc++.so"
-ln -s "$folder/lib/x86_64-linux-gnu/libgcc_s.so.1" "$libraries/libgcc_s.so"
 # Debian 11's libstdc++ is newer than that of a system with glibc 2.28, in constructors alone that our
 # libraries call. They take them from their own compiler, as gcc-toolset does (libstdc++_nonshared.a).
 cd "$libraries"

@@ -7,11 +7,11 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <limits>
 #include <optional>
 #include <vector>
 
+#include "comm/mpi_messages.hpp"
 #include "comm/pause.hpp"
 #include "comm/rank_set.hpp"
 #include "comm/rank_texts.hpp"
@@ -23,34 +23,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
-
-enum class Kind : std::int64_t { kMissing, kSum, kGather, kLeft };
-enum class Answer : std::int64_t { kAsk, kGo, kDivergence, kTimeout, kLost };
-
-/// What a rank tells rank 0 before an exchange, or when it leaves. Small enough that MPI sends it
-/// without waiting for the receiver.
-struct Arrival {
-  Kind kind;
-  std::int64_t bytes;
-  std::array<char, 512> reason;
-};
-
-/// What rank 0 answers.
-struct Verdict {
-  Answer answer;
-  RankSet about;
-  std::array<char, 1024> text;
-};
-
-constexpr int kArrivalTag = 1;
-constexpr int kVerdictTag = 2;
-
-template <std::size_t kSize>
-void copy_text(std::array<char, kSize>& to, const std::string& from) {
-  const std::size_t length = std::min(from.size(), kSize - 1);
-  std::memcpy(to.data(), from.data(), length);
-  to[length] = '\0';
-}
 
 std::string mpi_text(int code) {
   std::array<char, MPI_MAX_ERROR_STRING> text{};

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// What goes wrong in a group over MPI is an error on every rank. In these places
+// torch.nn.SyncBatchNorm has no MPI of its own: with PyTorch's MPI backend a rank that differs or
+// does not come hangs the others, without a time limit.
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+#include "mpi_test.hpp"
+#include "syncbn/batch_norm.hpp"
+#include "syncbn/mpi.hpp"
+
+namespace syncbn {
+namespace {
+
+TEST(Mpi, OtherLengthsAreAnErrorOnEveryRankAndTheGroupGoesOn) {
+  MpiCommunicator group(world());
+  const int last = group.size() - 1;
+  std::vector<std::int64_t> words(group.rank() == last ? 3 : 2, 7);
+  const auto before = words;
+  std::string text = thrown<DivergenceError>([&] { group.all_reduce_sum(words); });
+  EXPECT_TRUE(contains(
+      text, "brought 16 bytes to the exchange, rank " + std::to_string(last) + " brought 24"))
+      << text;
+  EXPECT_EQ(words, before);
+  expect_usable(group);
+
+  text = thrown<DivergenceError>([&] {
+    if (group.rank() == last) {
+      std::vector<std::byte> all(16 * static_cast<std::size_t>(group.size()));
+      group.all_gather(std::vector<std::byte>(16), all);
+    } else {
+      std::vector<std::int64_t> two(2);
+      group.all_reduce_sum(two);
+    }
+  });
+  EXPECT_TRUE(contains(text, "to another kind of exchange")) << text;
+  expect_usable(group);
+}
+
+/// A forward whose y is right or not on this rank.
+void forward(Communicator& group, const char* name, bool good) {
+  const float x[] = {1, 2};
+  float y[] = {-7, -7};
+  BatchNorm layer({.channels = 1, .name = name}, group);
+  Saved saved;
+  try {
+    layer.forward({.x = {x, {2, 1}}, .y = {y, good ? Extents{2, 1} : Extents{2}}}, saved);
+  } catch (...) {
+    EXPECT_EQ(y[0], -7);
+    throw;
+  }
+}
+
+TEST(Mpi, OtherLayersAreAnErrorOnEveryRank) {
+  MpiCommunicator group(world());
+  thrown<DivergenceError>([&] { forward(group, group.rank() == 0 ? "stem" : "head", true); });
+  expect_usable(group);
+}
+
+TEST(Mpi, ARefusedArgumentReachesEveryRank) {
+  for (const int refusing : {0, 1}) {
+    MpiCommunicator group(world());
+    if (group.rank() == refusing) {
+      thrown<InvalidArgument>([&] { forward(group, "stem", false); });
+    } else {
+      const std::string text = thrown<PeerLost>([&] { forward(group, "stem", true); });
+      EXPECT_TRUE(
+          contains(text, "rank " + std::to_string(refusing) +
+                             " left the group: stem, call 0, forward, 1 channels, float32: y: got"))
+          << text;
+    }
+    expect_broken(group, "rank " + std::to_string(refusing) + " left the group");
+  }
+}
+
+TEST(Mpi, ARankThatComesLateIsNamedOnEveryRank) {
+  MpiCommunicator group(world(), kShort);
+  const int late = group.size() - 1;
+  if (group.rank() == late) {
+    std::this_thread::sleep_for(2 * kShort);
+  }
+  std::vector<std::int64_t> words = {1};
+  const std::string text = thrown<ExchangeTimeout>([&] { group.all_reduce_sum(words); });
+  EXPECT_TRUE(contains(
+      text, "rank " + std::to_string(late) + " did not come to the exchange within 600 ms"))
+      << text;
+  EXPECT_EQ(words[0], 1);
+  expect_broken(group, "did not come");
+  MPI_Barrier(MPI_COMM_WORLD);  // the caller's communicator still works
+}
+
+TEST(Mpi, ALateRank0IsNamed) {
+  MpiCommunicator group(world(), kShort);
+  std::vector<std::int64_t> words = {1};
+  if (group.rank() == 0) {
+    std::this_thread::sleep_for(3 * kShort);
+    const std::string text = thrown<PeerLost>([&] { group.all_reduce_sum(words); });
+    EXPECT_TRUE(contains(text, "left the group: rank 0 did not come")) << text;
+  } else {
+    const std::string text = thrown<ExchangeTimeout>([&] { group.all_reduce_sum(words); });
+    EXPECT_TRUE(contains(text, "rank 0 did not come to the exchange within 600 ms")) << text;
+  }
+  expect_broken(group, "did not come");
+}
+
+TEST(Mpi, ALongPauseOfAllRanksIsNoTimeout) {
+  MpiCommunicator group(world(), milliseconds(200));
+  std::this_thread::sleep_for(milliseconds(500));
+  MPI_Barrier(MPI_COMM_WORLD);
+  expect_usable(group);
+}
+
+TEST(Mpi, AnotherThreadIsRefusedAtThisLevel) {
+  MpiCommunicator group(world());
+  std::string text;
+  std::thread([&] {
+    std::vector<std::int64_t> words = {1};
+    text = thrown<InvalidArgument>([&] { group.all_reduce_sum(words); });
+  }).join();
+  EXPECT_TRUE(contains(text, "thread: got one that did not initialize MPI")) << text;
+  expect_usable(group);
+}
+
+TEST(Mpi, BadArguments) {
+  EXPECT_TRUE(contains(thrown<InvalidArgument>([] { MpiCommunicator(world(), milliseconds(0)); }),
+                       "timeout: got 0 ms, expected at least 1 ms"));
+  EXPECT_TRUE(contains(thrown<InvalidArgument>([] { MpiCommunicator(MPI_COMM_NULL); }),
+                       "communicator: got MPI_COMM_NULL"));
+  MpiCommunicator group(world());
+  std::vector<std::byte> small(1);
+  const std::string text =
+      thrown<InvalidArgument>([&] { group.all_gather(std::vector<std::byte>(3), small); });
+  EXPECT_TRUE(contains(text, "out: got 1 bytes, expected")) << text;
+  expect_broken(group, "left the group: out: got 1 bytes");
+}
+
+/// In a run of its own (mpi.dead): mpiexec must be told to leave the other ranks alone, and no rank
+/// can go on with MPI afterwards, not even to MPI_Finalize.
+TEST(Mpi, DISABLED_ADeadRankIsNamed) {
+  MpiCommunicator group(world(), kShort);
+  expect_usable(group);
+  const int dead = group.size() - 1;
+  if (group.rank() == dead) {
+    std::_Exit(0);
+  }
+  std::vector<std::int64_t> words = {1};
+  const std::string text = thrown<ExchangeTimeout>([&] { group.all_reduce_sum(words); });
+  EXPECT_TRUE(contains(text, "rank " + std::to_string(dead) + " did not come to the exchange"))
+      << text;
+  expect_broken(group, "did not come");
+  std::fprintf(stderr, "rank %d: %s\n", group.rank(),
+               HasFailure() ? "failed" : "named the dead rank");
+  std::_Exit(HasFailure() ? 1 : 0);
+}
+
+}  // namespace
+}  // namespace syncbn

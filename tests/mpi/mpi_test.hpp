@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gtest/gtest.h>
+#include <mpi.h>
+
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "syncbn/communicator.hpp"
+#include "syncbn/error.hpp"
+
+// What the tests of groups over MPI share.
+namespace syncbn {
+
+using std::chrono::milliseconds;
+
+/// Far above what ranks that come at the same time need on a busy machine.
+constexpr milliseconds kShort(600);
+
+inline MPI_Comm world() { return MPI_COMM_WORLD; }
+
+inline int world_rank() {
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  return rank;
+}
+
+inline int world_size() {
+  int size = 0;
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  return size;
+}
+
+/// The text of the exception of type E that body throws; "" and a failure without one.
+template <class E, class Body>
+std::string thrown(const Body& body) {
+  try {
+    body();
+  } catch (const E& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "another type: " << error.what();
+    return "";
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return "";
+}
+
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+inline void expect_usable(Communicator& group) {
+  std::vector<std::int64_t> words = {1, group.rank()};
+  group.all_reduce_sum(words);
+  EXPECT_EQ(words[0], group.size());
+  EXPECT_EQ(words[1], group.size() * (group.size() - 1) / 2);
+}
+
+inline void expect_broken(Communicator& group, const std::string& part) {
+  std::vector<std::int64_t> words = {1};
+  const std::string text = thrown<PeerLost>([&] { group.all_reduce_sum(words); });
+  EXPECT_TRUE(contains(text, part)) << text;
+  EXPECT_EQ(words[0], 1);
+}
+
+}  // namespace syncbn
