@@ -19,8 +19,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Gpu(NamedTuple):
-    """adds, conversions: of binary64, by a multiprocessor in a clock (the code for 7.5 and 12.0 has no
-    conversions); sm: whose instructions."""
+    """adds, conversions: of binary64, by a multiprocessor in a clock (the code for 7.5, 8.6 and
+    12.0 has no conversions); sm: whose instructions."""
 
     name: str
     gigabytes: float  # a second
@@ -37,8 +37,8 @@ GPUS = [
     Gpu("H200", 4800, 132, 1.98, 64, 16, 90),
     Gpu("B200", 7700, 148, 1.96, 64, 16, 90),
     Gpu("B300", 8000, 160, 1.95, 2, 2, 90),
-    Gpu("L40S", 864, 142, 2.52, 2, 2, 80),
-    Gpu("RTX 4090", 1008, 128, 2.52, 2, 2, 80),
+    Gpu("L40S", 864, 142, 2.52, 2, math.inf, 80),
+    Gpu("RTX 4090", 1008, 128, 2.52, 2, math.inf, 80),
     Gpu("RTX 5090", 1792, 170, 2.41, 2, math.inf, 90),
     Gpu("T4", 320, 40, 1.59, 2, math.inf, 80),
 ]

@@ -27,7 +27,7 @@ SYNCBN_DEVICE unsigned block_size() { return blockDim.x; }
 SYNCBN_DEVICE unsigned grid_size() { return gridDim.x; }
 
 /// Whether a multiprocessor does few operations of binary64, conversions to it among them: 2 a
-/// clock. (The code for 8.0 and 10.0 runs on 8.6, 8.9 and 10.3, too, and cannot know.)
+/// clock. (Code for 10.0 runs on 10.3, too, and cannot know.)
 SYNCBN_DEVICE constexpr bool few_binary64_units() {
 #if defined(__CUDA_ARCH__)
   return __CUDA_ARCH__ != 700 && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ != 900 &&
