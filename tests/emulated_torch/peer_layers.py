@@ -216,8 +216,8 @@ def check_agreed_refusals():
 
     cases = (
         (peer_meeting, "current_device", lambda: None, "rank 1: this build has no CUDA library"),
-        (peer_meeting, "_gpu", lambda _: ("GPU 1", 1), "rank 1: cpu has 1 multiprocessors"),
-        (peer_meeting, "_gpu", lambda _: ("GPU 0", 9), "ranks 0 and 1 share a GPU"),
+        (peer_meeting, "_gpu", lambda _: "GPU 0", "ranks 0 and 1 share a GPU"),
+        (peer_meeting, "_check_reach", failing, "rank 1: no CAP_SYS_PTRACE"),
         (peer_memory, "why_not", lambda: "no rendezvous", "rank 1: no rendezvous"),
         (operators_cuda, "load", failing, "rank 1: no CAP_SYS_PTRACE"),
         (peer_memory, "share", failing, "rank 1: no CAP_SYS_PTRACE"),
