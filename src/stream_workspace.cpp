@@ -22,8 +22,8 @@ struct Memory {
 
 /// Streams, and devices, are few. Never destroyed: at the end of the process CUDA may be gone.
 std::map<std::uint64_t, Memory>& memory_of_streams() {
-  static auto* const memory = new std::map<std::uint64_t, Memory>();
-  return *memory;
+  static auto* const kMemory = new std::map<std::uint64_t, Memory>();
+  return *kMemory;
 }
 
 }  // namespace

@@ -74,9 +74,9 @@ SYNCBN_API void exchange_gradients(const std::int64_t* message, DType dtype, con
                                    const Stream& stream);
 
 /// The sum of all ranks' messages, in place of this rank's; what is finalized or used otherwise
-/// later. Its digits may be negative, or need carries, as those of any sum of messages. Other ranks may be in one of the functions above with the same call. If the exchange
-/// fails, or the calls differ, its header is one that finalize_moments and finalize_gradients
-/// refuse.
+/// later. Its digits may be negative, or need carries, as those of any sum of messages. Other ranks
+/// may be in one of the functions above with the same call. If the exchange fails, or the calls
+/// differ, its header is one that finalize_moments and finalize_gradients refuse.
 SYNCBN_API void exchange_sums(std::int64_t* message, DType dtype, const PeerGroup& group,
                               std::int64_t channels, const Stream& stream);
 

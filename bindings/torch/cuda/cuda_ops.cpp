@@ -223,9 +223,8 @@ std::tuple<Tensor, Tensor> local_gradients(const Tensor& dy, const Tensor& x, co
                          cuda_double("mean", mean, channels), cuda_double("rstd", rstd, channels),
                          through(x, weight, bias, activation_mask, activation, negative_slope),
                          keep ? mutable_view("u", u) : MutableTensorView()},
-                        cuda_int64("info", info, cuda::kInfoWords), to,
-                        workspace.words(), device.stream(),
-                        twice ? to + words : nullptr);
+                        cuda_int64("info", info, cuda::kInfoWords), to, workspace.words(),
+                        device.stream(), twice ? to + words : nullptr);
   return {message, u};
 }
 

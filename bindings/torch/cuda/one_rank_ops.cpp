@@ -46,8 +46,7 @@ Normalized forward_of_one_rank(const Tensor& x, std::int64_t layer, std::optiona
                              .activation = applied},
                             {static_cast<std::uint64_t>(layer), running.call, eps},
                             cuda_int64("info", out.info, 0), running, momentum,
-                            cuda_int64("message", message, 0),
-                            workspace.words(), device.stream());
+                            cuda_int64("message", message, 0), workspace.words(), device.stream());
   return {out.y, out.mean, out.var, out.rstd, out.info, out.activation_mask};
 }
 
