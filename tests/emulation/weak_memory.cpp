@@ -8,7 +8,6 @@
 namespace syncbn::emulation {
 namespace {
 
-constexpr std::size_t kFew = 12;
 constexpr std::size_t kMostPending = 48;
 
 // Whole granules are read, of which a part may be outside of what is allocated.
@@ -38,24 +37,26 @@ bool View::knows(Epoch epoch) const {
       ((*many_)[epoch / 64] >> epoch % 64 & 1) != 0) {
     return true;
   }
-  return std::find(few_.begin(), few_.end(), epoch) != few_.end();
+  const auto end = few_.begin() + count_;
+  return std::find(few_.begin(), end, epoch) != end;
 }
 
 void View::fold() {
   auto all = many_ == nullptr ? std::vector<std::uint64_t>() : *many_;
-  for (const Epoch epoch : few_) {
+  for (std::size_t i = 0; i < count_; ++i) {
+    const Epoch epoch = few_[i];
     all.resize(std::max<std::size_t>(all.size(), epoch / 64 + 1));
     all[epoch / 64] |= std::uint64_t{1} << epoch % 64;
   }
-  few_.clear();
+  count_ = 0;
   many_ = std::make_shared<const std::vector<std::uint64_t>>(std::move(all));
 }
 
 void View::add(Epoch epoch) {
-  few_.push_back(epoch);
-  if (few_.size() > kFew) {
+  if (count_ == few_.size()) {
     fold();
   }
+  few_[count_++] = epoch;
 }
 
 void View::join(const View& other) {
@@ -78,9 +79,9 @@ void View::join(const View& other) {
       }
     }
   }
-  for (const Epoch epoch : other.few_) {
-    if (!knows(epoch)) {
-      add(epoch);
+  for (std::size_t i = 0; i < other.count_; ++i) {
+    if (!knows(other.few_[i])) {
+      add(other.few_[i]);
     }
   }
 }
@@ -114,6 +115,7 @@ void WeakMemory::take_effect(Pending one) {
   History& history = histories_[granule];
   touched_[filter_of(granule)] = 1;
   if (history.empty()) {
+    history.reserve(4);
     history.emplace_back();
     history.back().value = before;
   }

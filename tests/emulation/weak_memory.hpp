@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <memory_resource>
 #include <unordered_map>
 #include <vector>
 
@@ -39,12 +41,12 @@ class View {
   bool knows(Epoch epoch) const;
   void add(Epoch epoch);
   void join(const View& other);
-  bool empty() const { return many_ == nullptr && few_.empty(); }
 
  private:
   void fold();
   std::shared_ptr<const std::vector<std::uint64_t>> many_;  ///< a bit for each epoch
-  std::vector<Epoch> few_;
+  std::array<Epoch, 12> few_;                               ///< others, so many:
+  std::size_t count_ = 0;
 };
 using SharedView = std::shared_ptr<const View>;
 
@@ -92,7 +94,7 @@ class WeakMemory {
     bool strong = false, system = false;
     SharedView released, released_in_block;
   };
-  using History = std::vector<Message>;
+  using History = std::pmr::vector<Message>;
   struct Pending {
     std::uintptr_t address = 0;
     std::size_t bytes = 0;
@@ -113,7 +115,8 @@ class WeakMemory {
   Random random_;
   Epoch last_epoch_ = 0;
   std::uint64_t sequence_ = 0;
-  std::unordered_map<std::uintptr_t, History> histories_;
+  std::pmr::monotonic_buffer_resource memory_;  ///< of histories, which are many and small
+  std::pmr::unordered_map<std::uintptr_t, History> histories_{&memory_};
   std::vector<std::uint8_t> touched_ = std::vector<std::uint8_t>(1 << 16);  ///< a filter
   std::vector<Pending> pending_;
   View sequential_;  ///< what fence.sc have published
