@@ -56,7 +56,7 @@ bool start_together(Kernel kernel, const Shape& shape, OneRankArguments& a, cons
     const auto grid_size = static_cast<unsigned>(grid);
     const device::Failure failure =
         device::launch<true>(kernel, grid_size, shape.threads, bytes, stream.handle, a);
-    if (failure.too_many_blocks) {
+    if (failure.not_together) {
       return false;
     }
     require_started("a direction of one rank", grid_size, shape.threads, failure);

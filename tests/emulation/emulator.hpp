@@ -27,7 +27,7 @@ class KernelError : public std::runtime_error {
 struct Failure {
   const char* text = nullptr;
   bool of_earlier_work = false;
-  bool too_many_blocks = false;
+  bool not_together = false;
 };
 
 struct Settings {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The exchange of src/comm/shared_barrier.cpp and slot_exchange.cpp as a model: check.py lets spin
 // go through every order of the ranks' steps, with a fault between any two. An inline part has the
 // name of the function that it stands for.

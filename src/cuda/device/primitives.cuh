@@ -179,7 +179,9 @@ SYNCBN_DEVICE void store_vector(T* to, const Vector<T, kSize>& value) {
 struct Failure {
   const char* text = nullptr;
   bool of_earlier_work = false;  ///< of what was enqueued before, and is reported late
-  bool too_many_blocks = false;  ///< to run together; others may have taken multiprocessors away
+  /// Blocks that were to run together cannot: others may have taken multiprocessors away, or the
+  /// device, a virtual one perhaps, has no such launches.
+  bool not_together = false;
 };
 
 inline bool reported_late(cudaError_t error) {
@@ -212,7 +214,7 @@ inline Failure failure_of(cudaError_t error) {
   }
   (void)cudaGetLastError();  // the next launch must not report it again
   return {cudaGetErrorString(error), reported_late(error),
-          error == cudaErrorCooperativeLaunchTooLarge};
+          error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorNotSupported};
 }
 
 /// Starts the kernel on the stream (a cudaStream_t). kTogether: all blocks run at once, or none.
