@@ -146,7 +146,7 @@ def check_sbom(files: dict[str, bytes], info: str) -> Iterator[str]:
     if sbom["metadata"]["component"]["version"] != version:
         yield f"{SBOM}: version: got {sbom['metadata']['component']['version']}, expected {version}"
     libraries = b"".join(content for name, content in files.items() if name.endswith(".so"))
-    wanted = ["torch", *(["cudart_static"] if CUDART in libraries else [])]
+    wanted = ["torch", "gcc", *(["cudart_static"] if CUDART in libraries else [])]
     names = [part["name"] for part in sbom["components"] if part["version"] and part["licenses"]]
     if names != wanted:
         yield f"{SBOM}: components: got {names}, expected {wanted}"

@@ -13,7 +13,7 @@ echo "SYNCBN_SEED=$SYNCBN_SEED"
 for architecture in 80 90 120; do
   "$venv/bin/cmake" --preset ptx -D SYNCBN_PTX_ARCHITECTURE="$architecture" >/dev/null
   "$venv/bin/cmake" --build --preset ptx
-  tests=build/ptx/tests/ptx
+  tests=build/cpu/tests/ptx
   "$tests/syncbn_ptx_tests" --ptx="$tests/kernels" --kernels --gtest_brief=1
   "$tests/syncbn_ptx_tests" --ptx="$tests/kernels" --kernels --weak --gtest_brief=1
   "$venv/bin/ctest" --preset ptx -R "^ptx.lint$"
