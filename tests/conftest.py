@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of the tests."""
+"""The order of the tests, and their signals."""
+
+import signal
+
+# A shell starts commands of the background with Ctrl-C ignored, and their children inherit that.
+# Tests interrupt ranks.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Their files take longest. What begins last should be short, so that all workers end together.
 LONG = ("exchange", "project", "bindings", "rules")
