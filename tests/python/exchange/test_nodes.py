@@ -99,7 +99,7 @@ def results(context, request):
     ours = [i.callspec.params for i in request.session.items if i.path == request.path]
     runs = [(found["layout"], found["case"]) for found in ours if "case" in found]
     with tempfile.TemporaryDirectory() as folder:
-        codes = run_ranks(context, _case_main, WORLD, (folder, runs), 240)
+        codes = run_ranks(context, _case_main, WORLD, (folder, runs), 480)
         found = {path.stem: path.read_text() for path in Path(folder).glob("*.txt")}
     return found | {"exit codes": codes}
 
