@@ -203,7 +203,8 @@ def case_many_models_share_what_a_process_holds(rank, world):
     del models, each
     gc.collect()
     _assert_not_more(settled_held(), before)
-    assert _live_layers() <= layers_before
+    layers = _live_layers()
+    assert layers <= layers_before, f"{layers} layers live, {layers_before} before"
 
 
 def _assert_not_more(held, before):
