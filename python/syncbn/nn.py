@@ -2,6 +2,8 @@
 """Synchronized batch normalization as a module."""
 
 import datetime
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
@@ -177,6 +179,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self.share(self.state.sharing._replace(name=groups.group_name(group)))
 
     def _check_input_dim(self, x: Tensor) -> None:
+        if self.training and self.sync:  # PyTorch's forward asks, the one of this class does not
+            _warn_of_theirs(self.state.name)
         if not isinstance(x, Tensor):
             check_strided("input", x)
         if x.dim() < 2:
@@ -331,6 +335,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if activation_of(self.activation).slope is None:
             text += f", negative_slope={self.negative_slope}"
         return text
+
+
+@functools.cache
+def _warn_of_theirs(name: str) -> None:
+    warnings.warn(
+        f"{name}: got a training call of PyTorch's forward, whose statistics are those of one "
+        "rank; expected a call of the layer, or of a method that was bound after conversion",
+        stacklevel=4,
+    )
 
 
 def device_of(layer: SyncBatchNorm) -> torch.device:

@@ -18,6 +18,7 @@ from ..exchange.call import Call
 from ..nn import Model, SyncBatchNorm
 from ..step.layer_state import UNNAMED
 from ..step.options import ActivationName, AffineGrad, Options, Statistics, check_options
+from . import patches
 from .classes import (
     LAZY,
     PLAIN,
@@ -79,7 +80,12 @@ class _Undo:
             contents = {v: copy.copy(vars(m)[v]) for v in _CONTAINERS}
             self._before.append((m, m.__class__, dict(vars(m)), contents))
 
+    def rebind(self) -> None:
+        """For what modules hold of methods of layers that are of another class now."""
+        patches.rebind([(m, cls) for m, cls, *_ in self._before])
+
     def __call__(self) -> None:
+        now = [(m, type(m)) for m, *_ in self._before]
         for module, cls, attributes, contents in self._before:
             module.__class__ = cls
             module.__dict__.clear()
@@ -87,9 +93,18 @@ class _Undo:
             for name, content in contents.items():
                 attributes[name].clear()
                 attributes[name].update(content)
+        patches.rebind(now)
 
 
 _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def _taken(layer: nn.Module, original: type[nn.Module]) -> set[str]:
+    """Attributes of the layer that stand in the place of others of SyncBatchNorm."""
+    theirs = {*_OWN_ATTRIBUTES, *dir(SyncBatchNorm)} - {*dir(original)}
+    if issubclass(original, nn.SyncBatchNorm):  # whose attribute means the same
+        theirs.remove("process_group")
+    return theirs & {*vars(layer), *layer._parameters, *layer._buffers, *layer._modules}
 
 
 def _check_module(module: nn.Module) -> None:
@@ -166,7 +181,9 @@ def convert_sync_batchnorm(
 
     Layers of other classes that hold running_mean and running_var, except InstanceNorm, are left as
     they are, and one UserWarning names them. register_conversion tells how to convert such a class.
-    timm's BatchNormAct2d and SyncBatchNormAct are known already.
+    timm's BatchNormAct2d and SyncBatchNormAct are known already. Bound methods of the layers that
+    modules hold, as patches of forward do, become those of the new class. One UserWarning names
+    layers whose patch calls none.
 
     Args:
         module: the model, changed in place.
@@ -188,7 +205,8 @@ def convert_sync_batchnorm(
 
     Raises:
         ValueError: an argument is refused; the ranks cannot be grouped like this; `module` holds
-            layers to convert that FSDP has sharded, or a lazy layer that has not seen an input.
+            layers to convert that FSDP has sharded, a lazy layer that has not seen an input, or a
+            layer with attributes of its own of names that SyncBatchNorm uses.
             After any error `module` is as it was. An error of one rank is raised on all ranks of
             the group.
     """
@@ -220,6 +238,12 @@ def convert_sync_batchnorm(
         if not (isinstance(cls, type) and issubclass(cls, SyncBatchNorm)):
             raise ValueError(f"cls: got {cls!r}, expected syncbn.SyncBatchNorm or a subclass")
         original = class_of(layer)
+        taken = _taken(layer, original) - own.keys()
+        if taken:
+            raise ValueError(
+                f"{path or 'the model'}: got a layer with {', '.join(sorted(taken))} of its own, "
+                "expected other names, because SyncBatchNorm uses these"
+            )
         layer = set_class(layer, cls)
         layer.__dict__["_original_class"] = original
         theirs = layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm's handle
@@ -264,6 +288,7 @@ def convert_sync_batchnorm(
             left = list(left_alone(module))
             undo = _Undo(module)
             result = _replace(module, "", make, {})
+            undo.rebind()
         except Exception as raised:
             error = raised
         if exchanging:
@@ -277,11 +302,21 @@ def convert_sync_batchnorm(
         if undo is not None:
             undo()
         raise
+    evading = []
     for path, layer in result.named_modules():
         if isinstance(layer, SyncBatchNorm):
             layer.state.rename(path)
+            if layer.sync and patches.evades(layer):
+                evading.append(path or "the model")
     if left:
         _warn_of(left)
+    if evading:
+        warnings.warn(
+            f"{', '.join(evading)}: got a forward on the object that does not call the layer's, so "
+            "that statistics stay those of one rank; expected none, or one that calls a bound "
+            "method, as in old = layer.forward; layer.forward = lambda x: old(x)",
+            stacklevel=2,
+        )
     return result
 
 
@@ -360,7 +395,9 @@ def revert_sync_batchnorm(module: Model, default: type[nn.Module] = nn.BatchNorm
 
     undo = _Undo(module)
     try:
-        return _replace(module, "", make, {})
+        result = _replace(module, "", make, {})
+        undo.rebind()
+        return result
     except BaseException:
         undo()
         raise

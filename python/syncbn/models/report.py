@@ -14,6 +14,7 @@ from ..nn import SyncBatchNorm, device_of
 from ..operators import ops
 from ..parallel import SelfDataParallel
 from .classes import check_module, class_of, conversion_of, holds_statistics
+from .patches import evades
 
 
 class LayerReport(NamedTuple):
@@ -93,6 +94,8 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         note = "sync=False"
     elif outside:
         note = "this rank is not a member of the process group"
+    elif (peers is not None or devices > 1) and evades(layer):
+        failed, peers, note = True, None, "the forward on the object does not call the layer's"
     elif peers is None:
         failed = not (dist.is_available() and dist.is_initialized()) and devices == 1
         note = "no process group" if failed else "one rank"
@@ -105,7 +108,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
     device = device_of(layer)
     if device.type == "cuda" and operators_cuda.why_not() is not None:
         failed, note = True, f"no CUDA: {operators_cuda.why_not()}"
-    if devices > 1:
+    if devices > 1 and not failed:
         note = f"{devices} devices in this process"
     row = LayerReport(
         path,
@@ -159,8 +162,9 @@ def report(module: nn.Module, strict: bool = False) -> Report:
 
     Raises:
         RuntimeError: with `strict`, on all ranks alike: a layer is neither converted nor registered
-            to be left, or another converter replaced it; there is no process group; or a layer's
-            group is gone, or broken by an earlier error. Layers with sync=False are no error.
+            to be left, or another converter replaced it; there is no process group; a layer's
+            group is gone, or broken by an earlier error; or a forward on the object does not call
+            the layer's. Layers with sync=False are no error.
         ValueError: `module` is not a module.
     """
     check_module(module)

@@ -25,8 +25,9 @@ CASES = {
 ALIKE = {
     "shared memory": (
         *("rank_cases_checkpoint", "rank_cases_compile", "rank_cases_convert"),
-        *("rank_cases_drop_in", "rank_cases_fsdp", "rank_cases_parallel", "rank_cases_paths"),
-        *("rank_cases_processes", "rank_cases_second", "rank_cases_streaming"),
+        *("rank_cases_drop_in", "rank_cases_fsdp", "rank_cases_parallel", "rank_cases_patched"),
+        *("rank_cases_paths", "rank_cases_processes", "rank_cases_second"),
+        "rank_cases_streaming",
     ),
     "gloo": ("rank_cases_join", "rank_cases_join_errors", "rank_cases_joinable"),
 }

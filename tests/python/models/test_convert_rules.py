@@ -222,3 +222,13 @@ def test_conversion_keeps_nothing_alive():
     del net
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("name", ("activation", "state", "options", "share", "process_group"))
+@pytest.mark.parametrize("value", (7, nn.ReLU()))
+def test_an_attribute_that_is_in_the_way_is_refused(name, value):
+    """It would be lost, or be called in the place of a method. torch.nn's converter drops it."""
+    net = nn.Sequential(nn.BatchNorm2d(4))
+    setattr(net[0], name, value)
+    refused(net, rf"^0: got a layer with {name} of its own, expected other names")
+    assert getattr(net[0], name) is value

@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with a forward on the object: a patch that calls a bound method of the layer calls the
+class that the layer has now. torch.nn.SyncBatchNorm's converter makes new layers, and drops it."""
+
+import copy
+import functools
+import pickle
+import types
+import typing
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import syncbn
+from rank_cases import raises
+
+
+def by_closure(bn):
+    old = bn.forward
+    bn.forward = lambda x: old(x)
+
+
+def by_default_argument(bn):
+    def forward(x, old=bn.forward):
+        return old(x)
+
+    bn.forward = forward
+
+
+def by_keyword_default(bn):
+    def forward(x, *, old=bn.forward):
+        return old(x)
+
+    bn.forward = forward
+
+
+def by_partial(bn):
+    bn.forward = functools.partial(bn.forward)
+
+
+def by_partial_argument(bn):
+    bn.forward = functools.partial(lambda old, x, scale=None: old(x), bn.forward)
+
+
+def by_partial_keyword(bn):
+    bn.forward = functools.partial(lambda x, old: old(x), old=bn.forward)
+
+
+def by_method(bn):
+    old = bn.forward
+    bn.forward = types.MethodType(lambda self, x: old(x), bn)
+
+
+def by_the_bound_method_itself(bn):
+    bn.forward = bn.forward
+
+
+def by_the_function_bound_again(bn):
+    bn.forward = types.MethodType(type(bn).forward, bn)
+
+
+def by_attribute_of_the_layer(bn):
+    bn.my_forward = bn.forward
+    bn.forward = types.MethodType(lambda self, x: self.my_forward(x), bn)
+
+
+def by_disable(bn):
+    bn.forward = torch.compiler.disable(bn.forward)
+
+
+def by_compile(bn):
+    bn.forward = torch.compile(bn.forward, backend="eager")
+
+
+def by_decorators(bn):
+    bn.forward = torch.enable_grad()(torch.autocast("cpu", enabled=False)(bn.forward))
+
+
+def by_containers(bn):
+    kept = {"forwards": [(bn.forward, 1.0)]}
+    bn.forward = lambda x: kept["forwards"][0][0](x)
+
+
+def by_nested_functions(bn):
+    def around(function):
+        @functools.wraps(function)
+        def inner(*args):
+            return (lambda *a: function(*a))(*args)
+
+        return inner
+
+    for _ in range(5):
+        bn.forward = around(bn.forward)
+
+
+def by_wraps_and_a_closure(bn):
+    old = bn.forward
+    bn.forward = functools.wraps(old)(lambda x: old(x))
+
+
+class Probe:
+    def __init__(self, bn):
+        self.old = bn.forward
+        bn.forward = self.run
+
+    def run(self, x):
+        return self.old(x)
+
+
+class Callable:
+    __slots__ = ("old",)
+
+    def __init__(self, old):
+        self.old = old
+
+    def __call__(self, x):
+        return self.old(x)
+
+
+class Adapter(nn.Module):
+    """As LoRA's: a module that takes the place of another one's forward."""
+
+    def __init__(self, bn):
+        super().__init__()
+        self.org_forward = bn.forward
+        bn.forward = self.forward
+
+    def forward(self, x):
+        return self.org_forward(x)
+
+
+def by_object(bn):
+    Probe(bn)
+
+
+def by_method_of_an_object(bn):
+    bn.forward = (lambda probe: lambda x: probe.run(x))(Probe(bn))
+
+
+def by_the_module_itself(bn):
+    adapter = Adapter(bn)
+    bn.forward = lambda x: adapter(x)
+
+
+def by_global_object(bn):
+    global probe
+    probe = Probe(bn)
+    bn.forward = lambda x: probe.run(x)
+
+
+def by_named_attribute(bn):
+    bn.my_forward = bn.forward
+    bn.forward = types.MethodType(lambda self, x: getattr(self, "my_forward")(x), bn)  # noqa: B009
+
+
+def by_named_tuple(bn):
+    kept = Kept(bn.forward, 1.0)
+    bn.forward = lambda x: kept.forward(x)
+
+
+class Kept(typing.NamedTuple):
+    forward: typing.Callable
+    scale: float
+
+
+def by_callable_with_slots(bn):
+    bn.forward = Callable(bn.forward)
+
+
+def by_another_module(bn):
+    Adapter(bn)
+
+
+def by_a_global(bn):
+    global taken
+    taken = bn.forward
+    bn.forward = lambda x: called_by_name(x)
+
+
+def called_by_name(x):
+    return taken(x)
+
+
+def by_hook_of_accelerate(bn):
+    """As its add_hook_to_module."""
+    bn._old_forward = bn.forward
+
+    def new_forward(module, *args, **kwargs):
+        return module._old_forward(*args, **kwargs)
+
+    bn.forward = functools.update_wrapper(functools.partial(new_forward, bn), bn._old_forward)
+
+
+def by_call_impl(bn):
+    old = bn._call_impl
+    bn._call_impl = lambda *args: old(*args)
+
+
+def by_other_methods(bn):
+    """Beside forward: those that the classes differ in, and those that they share."""
+    for name in ("train", "extra_repr", "reset_parameters", "_check_input_dim"):
+        setattr(bn, name, functools.partial(getattr(bn, name)))
+
+
+PATCHES = {name: patch for name, patch in list(globals().items()) if name.startswith("by_")}
+
+
+def x_of(rank):
+    return torch.tensor([[0.0], [2.0]]) + 10 * rank
+
+
+def shared_statistics():
+    """Of two ranks' [0, 2, 10, 12]: mean 6, variance 26."""
+    world = dist.get_world_size()
+    return 1 + 5.0 * (world - 1), 1 + 100 * (world**2 - 1) / 12
+
+
+def check(net, rank, shared):
+    """A training step on fresh statistics: those of both ranks, or of this one."""
+    layer = net[0]
+    layer.reset_running_stats()
+    y = net(x_of(rank))
+    mean, var = shared_statistics() if shared else (1.0 + 10 * rank, 1.0)
+    expected = (x_of(rank).double() - mean) / (var + 1e-5) ** 0.5
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(layer.running_mean, torch.tensor([0.1 * mean]))
+    assert repr(net) and (layer.training, net.eval().training, net.train().training)
+    return y
+
+
+def quietly(function, *args, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return function(*args, **options)
+
+
+def _case(patch):
+    def case(rank, world):
+        for cls in (nn.BatchNorm1d, nn.SyncBatchNorm):
+            net = nn.Sequential(cls(1))
+            patch(net[0])
+            quietly(syncbn.convert_sync_batchnorm, net)
+            check(net, rank, shared=True)
+            (row,) = syncbn.report(net, strict=True)
+            assert (row.group, row.ranks, row.note) == ("world", world, "")
+            quietly(syncbn.convert_sync_batchnorm, net)  # again
+            y = check(net, rank, shared=True)
+            assert torch.equal(y, check(net, rank, shared=True))
+            quietly(syncbn.revert_sync_batchnorm, net)
+            assert type(net[0]) is cls
+            if cls is nn.BatchNorm1d:
+                check(net, rank, shared=False)
+        # Patched between conversion and its undoing.
+        net = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1)))
+        patch(net[0])
+        check(net, rank, shared=True)
+        (row,) = syncbn.report(net, strict=True)
+        assert (row.group, row.ranks, row.note) == ("world", world, "")
+        quietly(syncbn.revert_sync_batchnorm, net)
+        check(net, rank, shared=False)
+        quietly(syncbn.convert_sync_batchnorm, net)
+        check(net, rank, shared=True)
+
+    return case
+
+
+for _name, _patch in PATCHES.items():
+    globals()[f"case_a_patched_layer_is_synchronized_{_name}"] = _case(_patch)
+
+
+def case_methods_that_others_hold(rank, world):
+    """Not on the layer: in the module around it, and in another layer."""
+    net = nn.Sequential(nn.BatchNorm1d(1), nn.Identity())
+    net.norm = net[0].forward
+    net.norms = [(net[0].forward,)]
+    net[1].forward = net[0].forward
+    quietly(syncbn.convert_sync_batchnorm, net)
+    for call in (net.norm, net.norms[0][0], net[1]):
+        net[0].reset_running_stats()
+        call(x_of(rank))
+        mean, _ = shared_statistics()
+        torch.testing.assert_close(net[0].running_mean, torch.tensor([0.1 * mean]))
+    syncbn.revert_sync_batchnorm(net)
+    net.norm(x_of(rank))
+
+
+def unbound(bn):
+    bn.forward = lambda x: nn.BatchNorm1d.forward(bn, x)
+
+
+def unbound_beside_a_backup(bn):
+    """The former method is there, and nothing calls it."""
+    bn.original = bn.forward
+    bn.forward = types.MethodType(lambda self, x: nn.BatchNorm1d.forward(self, x), bn)
+
+
+def unbound_with_the_former_one_s_name(bn):
+    bn.forward = functools.wraps(bn.forward)(lambda x: nn.BatchNorm1d.forward(bn, x))
+
+
+def own_arithmetic(bn):
+    bn.forward = lambda x: nn.functional.batch_norm(
+        x, bn.running_mean, bn.running_var, bn.weight, bn.bias, True
+    )
+
+
+def of_a_copy(bn):
+    by_closure(other := copy.deepcopy(bn))
+    bn.forward = other.forward
+
+
+def own_call(bn):
+    bn._call_impl = lambda x: nn.BatchNorm1d.forward(bn, x)
+
+
+def weak(bn):
+    """A weak method holds the function and the layer, each by itself."""
+    method = weakref.WeakMethod(bn.forward)
+    bn.forward = lambda x: method()(x)
+
+
+def in_c(bn):
+    bn.forward = functools.lru_cache(bn.forward)
+
+
+def of_an_object_that_computes(bn):
+    class Owner:
+        def __init__(self):
+            self.before = bn.forward
+
+        def run(self, x):
+            return nn.BatchNorm1d.forward(bn, x)
+
+    owner = Owner()
+    bn.forward = lambda x: owner.run(x)
+
+
+def case_what_cannot_be_rebound_is_warned_of_and_refused(rank, world):
+    for patch in (
+        *(unbound, unbound_beside_a_backup, unbound_with_the_former_one_s_name, own_arithmetic),
+        *(of_a_copy, own_call, weak, in_c, of_an_object_that_computes),
+    ):
+        net = nn.Sequential(nn.Identity(), nn.Sequential(nn.BatchNorm1d(1)), nn.BatchNorm1d(1))
+        patch(net[1][0])
+        with pytest.warns(UserWarning, match=r"^1\.0: got a forward on the object") as found:
+            syncbn.convert_sync_batchnorm(net)
+        assert len(found) == 1, patch
+        line = r"\n  1\.0: syncbn\.SyncBatchNorm: the forward on the object does"
+        raises(RuntimeError, line, lambda n=net: syncbn.report(n, strict=True))
+        row, other = syncbn.report(net)
+        assert (row.group, row.ranks, row.engine) == ("", 1, "none")
+        assert (other.group, other.ranks) == ("world", world)
+        # Whose statistics are local on purpose.
+        quietly(syncbn.convert_sync_batchnorm, net, sync=False)
+        assert syncbn.report(net, strict=True)[0].note == "sync=False"
+        syncbn.revert_sync_batchnorm(net)
+        assert type(net[1][0]) is nn.BatchNorm1d
+
+
+def case_pytorch_s_forward_on_a_synchronized_layer_says_so_once(rank, world):
+    """Whoever calls it: here a bound method in a place where nobody looks for it."""
+    net = nn.Sequential(nn.BatchNorm1d(1))
+    kept = net[0].forward
+    syncbn.convert_sync_batchnorm(net)
+    with pytest.warns(UserWarning, match="^0: got a training call of PyTorch's forward"):
+        kept(x_of(rank))
+    quietly(kept, x_of(rank))
+    net.eval()
+    quietly(kept, x_of(rank))
+
+
+def case_a_failed_conversion_leaves_a_patched_layer_as_it_was(rank, world):
+    for patch in PATCHES.values():
+        net = nn.Sequential(nn.BatchNorm1d(1), nn.Identity())
+        patch(net[0])
+        before = vars(net[0]).copy()
+        if rank == 1:
+            net[1] = nn.LazyBatchNorm1d()
+        raises(ValueError, "a LazyBatchNorm1d", lambda n=net: syncbn.convert_sync_batchnorm(n))
+        net[1] = nn.Identity()
+        assert vars(net[0]).keys() == before.keys()
+        check(net, rank, shared=False)
+
+
+def case_copies_of_a_patched_layer(rank, world):
+    """Whose patches go along with them, as of a plain layer."""
+    net = nn.Sequential(nn.BatchNorm1d(1))
+    by_attribute_of_the_layer(net[0])
+    by_the_bound_method_itself(net[0])
+    del net[0].forward
+    net[0].forward = net[0].my_forward
+    del net[0].my_forward
+    syncbn.convert_sync_batchnorm(net)
+    copied = copy.deepcopy(net)
+    assert copied[0].forward.__self__ is copied[0]
+    check(copied, rank, shared=True)
+    assert net[0].running_mean.item() == 0
+    (row,) = syncbn.report(copied, strict=True)
+    assert row.ranks == world
+    del net[0].forward
+    check(pickle.loads(pickle.dumps(net)), rank, shared=True)
+
+
+def case_a_hook_of_accelerate_itself(rank, world):
+    hooks = pytest.importorskip("accelerate.hooks")
+    net = nn.Sequential(nn.BatchNorm1d(1))
+    hooks.add_hook_to_module(net[0], hooks.ModelHook())
+    quietly(syncbn.convert_sync_batchnorm, net)
+    check(net, rank, shared=True)
+    assert syncbn.report(net, strict=True)[0].ranks == world
+    hooks.add_hook_to_module(net[0], hooks.ModelHook(), append=True)
+    check(net, rank, shared=True)
+    hooks.remove_hook_from_module(net[0])
+    check(net, rank, shared=True)
+    assert syncbn.report(net, strict=True)[0].ranks == world
+    hooks.add_hook_to_module(net[0], hooks.ModelHook())
+    syncbn.revert_sync_batchnorm(net)
+    check(net, rank, shared=False)
+    hooks.remove_hook_from_module(net[0])
+    check(net, rank, shared=False)
+
+
+def case_patches_that_call_this_class_by_name(rank, world):
+    net = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1)))
+    layer = net[0]
+    layer.forward = lambda x: syncbn.SyncBatchNorm.forward(layer, x)
+    check(net, rank, shared=True)
+    assert syncbn.report(net, strict=True)[0].ranks == world
