@@ -91,6 +91,8 @@ def _agreed(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) 
         error.group_name = peers.group_name
         raise error
     group.count += 1
+    if state.apart and places[0] > 1:  # after the model and a copy at least
+        state.tell_apart(f" (copy {places[0]})")
     if longest:
         group.made[longest] = [*made, state.made][-_MOST:]
     return zlib.crc32(f"{longest} {group.count}".encode())
@@ -144,6 +146,7 @@ def _ends(path: str, end: str) -> bool:
 
 def _path(state: LayerState) -> str:
     """Without wrappers; "" of a layer that no module holds."""
-    if state.name == UNNAMED:
+    path = state.path
+    if path == UNNAMED:
         return ""
-    return ".".join(part for part in state.name.split(".") if part not in WRAPPERS)
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)

@@ -9,6 +9,7 @@ graph holds a tensor with the state's id, so that equal layers share one graph.
 import itertools
 import weakref
 import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +44,10 @@ def _number(value: int) -> Tensor:
 
 
 class LayerState:
-    """The state of one layer. A copy, by deepcopy or pickle, begins at call 0 under the same name.
+    """The state of one layer. A copy, by deepcopy or pickle, begins at call 0 with the same path.
 
+    name: the path, and what tells the layer apart from that which it is a deepcopy of: an averaged
+    copy of a model has the model's paths.
     call: int64 [1], which call of the layer is next; all ranks must be at the same one. count:
     int64 [1], elements per channel over all ranks in the last call; -1 where ranks disagreed on
     CUDA. Both lie where the layer was last called; None for a function, which has no calls of its
@@ -57,6 +60,8 @@ class LayerState:
         self, name: str, sharing: Sharing = _WORLD, counted: bool = True, compares: bool = True
     ) -> None:
         self.name = name
+        self.apart = ""  # with which the name ends
+        self.origin: Callable[[], LayerState | None] = _nothing  # what it is a deepcopy of
         #: whether the layer, which was given no name, was sought among the living modules; the name
         #: is then where it was found, if a module holds it
         self.sought = False
@@ -75,15 +80,28 @@ class LayerState:
     def __reduce__(self) -> tuple:
         return LayerState, tuple(self.identity)
 
+    def __deepcopy__(self, memo: dict) -> "LayerState":
+        copied = LayerState(*self.identity)
+        copied.tell_apart(" (copy)")
+        copied.origin = weakref.ref(self)
+        return copied
+
+    @property
+    def path(self) -> str:
+        return self.name.removesuffix(self.apart)
+
+    def tell_apart(self, text: str) -> None:
+        self.name, self.apart = self.path + text, text
+
     @property
     def identity(self) -> Identity:
-        name = UNNAMED if self.sought else self.name
+        name = UNNAMED if self.sought else self.path
         return Identity(name, self.sharing, self.call is not None)
 
     def rename(self, path: str) -> None:
         """Gives a layer that was made directly its path in a model that is converted."""
         if path and self.identity.name == UNNAMED:
-            self.name, self.sought = path, False
+            self.name, self.sought = path + self.apart, False
 
     def peers(self, options: Options) -> Peers | None:
         """Whom to exchange with, if anybody."""
@@ -92,11 +110,15 @@ class LayerState:
     def find_path(self) -> str:
         """The name. A layer that was made directly, and all others of them, get the path where they
         lie first."""
-        if self.name == UNNAMED and not self.sought:
+        if self.path == UNNAMED and not self.sought:
             paths = paths_of_living(LayerState)
             for other in living():
-                if other.name == UNNAMED and not other.sought:
-                    other.sought, other.name = True, paths.get(other) or UNNAMED
+                if other.path == UNNAMED and not other.sought:
+                    path = paths.get(other)
+                    # Of clones in one model the path says enough.
+                    alike = path == paths.get(other.origin())
+                    other.sought, other.name = True, path or UNNAMED
+                    other.tell_apart(other.apart if alike else "")
         return self.name
 
     def move(self, device: torch.device) -> None:
@@ -125,6 +147,10 @@ class LayerState:
             return Call(self.name, number, options=options, times=self.times)
         channels = x.shape[1] if x.dim() > 1 else None
         return Call(self.name, number, "forward", channels, x.dtype, options, self.times)
+
+
+def _nothing() -> None:
+    return None
 
 
 _ids = itertools.count(1)

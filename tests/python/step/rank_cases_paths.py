@@ -9,6 +9,7 @@ import copy
 import datetime
 import functools
 import pickle
+import re
 import time
 from unittest import mock
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
@@ -268,11 +270,32 @@ def case_copies_compare_anew(rank, world):
     model(share(rank))
     for make in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
         again = make(model)
-        assert again.first.state.name == "SyncBatchNorm"
-        expected = different(rank, world, *names(rank))
-        swapped(rank, again, expected)
+        assert again.first.state.path == "SyncBatchNorm"
+        own, at_0, at_1 = names(rank)
+        copied = r" \(copy\)" if make is copy.deepcopy else ""
+        swapped(rank, again, different(rank, world, own + copied, at_0, at_1))
         again(share(rank))
         model(share(rank))
+
+
+def case_averaged_copies_have_names_of_their_own(rank, world):
+    """The same on all ranks, whatever one of them has copied besides."""
+    model = syncbn.convert_sync_batchnorm(nn.ModuleDict({"norm": nn.BatchNorm1d(3)}))
+    kept = [copy.deepcopy(model) for _ in range(3 * rank)]  # of which the others do not know
+    models = [model, AveragedModel(model), copy.deepcopy(model)]
+    layers = [model["norm"], models[1].module["norm"], models[2]["norm"]]
+    shown = ["norm", "norm (copy)", "norm (copy 2)"]
+    for layer in layers:
+        layer(share(rank))
+    assert [layer.state.name for layer in layers] == shown and len(kept) == 3 * rank
+    # On one rank another one than on the others.
+    for one in range(3):
+        for other in {0, 1, 2} - {one}:
+            chosen = layers[one if rank == 0 else other]
+            texts = rf"layer: {re.escape(shown[one])} on rank 0, {re.escape(shown[other])} on rank"
+            raises(syncbn.DivergenceError, texts, lambda chosen=chosen: chosen(share(rank)))
+            for layer in layers:
+                layer(share(rank))
 
 
 def case_converted_afterwards(rank, world):

@@ -119,9 +119,31 @@ def test_names_that_are_found_are_not_copied_or_exported():
     model[0].state.find_path()
     assert model[0].state.name == "0" and model[0].state.identity.name == "SyncBatchNorm"
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert again[0].state.name == "SyncBatchNorm"
+        assert again[0].state.path == "SyncBatchNorm"
     syncbn.set_group(model, timeout=7)
     assert model[0].state.name == "SyncBatchNorm"
+
+
+@pytest.mark.parametrize("average", (AveragedModel, copy.deepcopy), ids=("average", "deepcopy"))
+@pytest.mark.parametrize("converted", (False, True))
+def test_a_copy_of_a_model_has_other_names_in_errors(average, converted):
+    model = nn.Sequential(nn.BatchNorm1d(3) if converted else new_layer())
+    syncbn.convert_sync_batchnorm(model) if converted else model[0].state.find_path()
+    averaged = average(model)
+    copied = next(m for m in averaged.modules() if isinstance(m, syncbn.SyncBatchNorm))
+    for layer, name in ((model[0], "0"), (copied, r"0 \(copy\)")):
+        layer.state.find_path()
+        with pytest.raises(RuntimeError, match=f"^{name}: torch.jit.script cannot compile"):
+            torch.jit.script(layer)
+    assert layer_paths._path(copied.state) == "0" and copied.state.sharing is not None
+    assert pickle.loads(pickle.dumps(averaged)) is not None
+
+
+def test_layers_that_are_cloned_into_one_model_have_their_paths():
+    """The path alone tells them apart."""
+    layer = new_layer()
+    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))
+    assert [m.state.find_path() for m in model] == ["0", "1", "2"]
 
 
 def test_conversion_names_layers_that_were_made_directly():
@@ -131,7 +153,7 @@ def test_conversion_names_layers_that_were_made_directly():
     assert [m.state.name for m in (model[0][0], model[1])] == ["0.0", "1"]
     again = syncbn.convert_sync_batchnorm(nn.ModuleDict({"inner": model}))
     assert [m.state.name for m in (model[0][0], model[1])] == ["0.0", "1"]
-    assert copy.deepcopy(again)["inner"][1].state.name == "1"
+    assert copy.deepcopy(again)["inner"][1].state.path == "1"
 
 
 @pytest.mark.parametrize(
