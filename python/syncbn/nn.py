@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from . import pytorch_patches
+from . import class_tables, pytorch_patches
 from .devices import baton, lists
 from .exchange import groups
 from .functional import finish
@@ -132,6 +133,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def _init_sync(self, name: str, sharing: groups.Sharing) -> None:
         """What a layer has besides a plain one; the options at their defaults."""
+        cls = parametrize.type_before_parametrizations(self)
+        class_tables.register(cls, whole=cls is SyncBatchNorm)
         self.state = LayerState(name, sharing)
         self.affine_grad = "share"
         self.activation = "none"

@@ -7,7 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "python" / "syncbn"
 #: From the bottom up; a folder stands for its modules, which may import each other.
 LAYERS = (
-    ("_build", "errors", "fx", "pytorch_patches"),
+    ("_build", "class_tables", "errors", "fx", "pytorch_patches"),
     ("operators", "operators_cuda"),
     ("exchange",),
     ("step",),

@@ -222,3 +222,46 @@ def test_their_reverts_lose_an_activation(path):
     x = torch.randn(4, 3, 2, 2)
     assert torch.equal(layer.eval()(x), reverted.eval()(x).relu())
     assert (reverted(x) < 0).any()
+
+
+# Tools that ask for the exact class
+
+
+def small(make):
+    """A network, and one whose layers are PyTorch's synchronized ones."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), make(4), nn.ReLU())
+
+
+def all_kinds():
+    """PyTorch's two, converted, and made by hand."""
+    library("thop"), library("ptflops"), library("opacus.validators")
+    converted = syncbn.convert_sync_batchnorm(small(nn.BatchNorm2d))
+    return [small(nn.BatchNorm2d), small(nn.SyncBatchNorm), converted, small(syncbn.SyncBatchNorm)]
+
+
+def test_thop_and_ptflops_count_as_for_plain_layers():
+    counts = [
+        (
+            library("ptflops").get_model_complexity_info(
+                net.eval(),
+                (3, 8, 8),
+                as_strings=False,
+                print_per_layer_stat=False,
+                backend="pytorch",
+            ),
+            library("thop").profile(net, (torch.randn(1, 3, 8, 8),), verbose=False),
+        )
+        for net in all_kinds()
+    ]
+    assert counts[1][1] == counts[0][1] and counts[1][0] != counts[0][0]  # PyTorch's
+    assert counts[2] == counts[3] == counts[0]
+
+
+def test_opacus_refuses_and_replaces_as_plain_layers():
+    validator = library("opacus.validators").ModuleValidator
+    for net in all_kinds():
+        assert [type(e).__name__ for e in validator.validate(net)] == ["ShouldReplaceModuleError"]
+        assert type(validator.fix(net)[1]) is nn.GroupNorm
+    fused = nn.Sequential(syncbn.SyncBatchNorm(4, activation="relu"))
+    with pytest.raises(ValueError, match="got activation 'relu', which what replaces the layer"):
+        validator.fix(fused)
