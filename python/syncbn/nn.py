@@ -264,11 +264,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             )
         self._check_input_dim(input)
         local_batch = self.running_mean is None and self.running_var is None
+        # Unused here, but an exported graph may be trained further.
+        momentum = 0.0 if self.momentum is None else self.momentum
 
         def normalize(x: Tensor) -> Tensor:
             statistics = self._evaluation_statistics(x)
             parameters = self._evaluation_parameters()
-            return F.batch_norm(x, *statistics, *parameters, local_batch, 0.0, self.eps)
+            return F.batch_norm(x, *statistics, *parameters, local_batch, momentum, self.eps)
 
         if mask is None:
             return finish(normalize(input), residual, self.options())

@@ -59,6 +59,58 @@ def test_exported_evaluation_is_plain_batch_norm_exact():
         assert torch.equal(ours.module()(x), plain.module()(x))
 
 
+def whole_nodes(program: torch.export.ExportedProgram) -> list[tuple]:
+    """Every node with its arguments, in which other nodes are their names."""
+    return [(n.op, n.name, str(n.target), str(n.args), str(n.kwargs)) for n in program.graph.nodes]
+
+
+@pytest.mark.parametrize("momentum", (0.1, 0.03, None, 1.0))
+@pytest.mark.parametrize("affine", (True, False))
+@pytest.mark.parametrize("track", (True, False))
+def test_exported_nodes_have_the_arguments_of_plain_batch_norm(momentum, affine, track):
+    """Also what evaluation does not use: momentum. Whoever trains the graph further needs it."""
+    options = {"momentum": momentum, "affine": affine, "track_running_stats": track, "eps": 1e-3}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(2, 3, 4, 4, dtype=dtype)
+        made = (
+            nn.BatchNorm2d(3, **options, dtype=dtype),
+            syncbn.convert_sync_batchnorm(nn.BatchNorm2d(3, **options, dtype=dtype)),
+            syncbn.SyncBatchNorm(3, **options, dtype=dtype),
+        )
+        plain, *ours = (torch.export.export(layer.eval(), (x,)) for layer in made)
+        for program in ours:
+            assert whole_nodes(program) == whole_nodes(plain)
+
+
+@pytest.mark.parametrize("momentum", (0.03, None))
+def test_exported_residual_activation_and_mask_are_plain_around_plain(momentum):
+    class Plain(nn.Module):
+        def __init__(self, masked):
+            super().__init__()
+            self.norm, self.masked = nn.BatchNorm2d(3, momentum=momentum), masked
+
+        def forward(self, input, residual=None, mask=None):
+            if not self.masked:
+                return nn.functional.relu(self.norm(input) + residual)
+            counts = mask.to(torch.bool).unsqueeze(1)
+            y = self.norm(torch.where(counts, input, 0))
+            y = torch.where(mask.to(torch.bool).unsqueeze(1), y, 0)
+            y = nn.functional.relu(y + residual)
+            return torch.where(mask.to(torch.bool).unsqueeze(1), y, 0)
+
+    x = torch.ones(2, 3, 4, 4)
+    ours = syncbn.SyncBatchNorm(3, momentum=momentum, activation="relu")
+    for masked in (False, True):
+        given = (x, x, x[:, 0] > 0) if masked else (x, x)
+        graphs = []
+        for layer in (ours, Plain(masked)):
+            graph = torch.export.export(layer.eval(), given).graph
+            nodes = [n for n in graph.nodes if n.op == "call_function"]
+            graphs.append([(str(n.target), n.args[5:]) for n in nodes if len(n.args) > 5])
+            graphs[-1].append([str(n.target) for n in nodes])
+        assert graphs[0] == graphs[1]
+
+
 def test_exported_fold_has_no_batch_norm():
     net = syncbn.convert_sync_batchnorm(plain_net())[:3].eval()
     program = torch.export.export(syncbn.fold(net), (samples(),))
@@ -86,6 +138,10 @@ def test_onnx_nodes_and_values(dynamo):
     graph = exported(ours).graph
     assert [n.op_type for n in graph.node] == ["Relu", "BatchNormalization"]
     assert [n.op_type for n in exported(plain).graph.node] == ["Relu", "BatchNormalization"]
+    for momentum in (0.03, None, 1.0):
+        ours[1].momentum = plain[1].momentum = momentum
+        (attributes, wanted) = (exported(m).graph.node[1].attribute for m in (ours, plain))
+        assert list(attributes) == list(wanted)
     (got,) = ReferenceEvaluator(exported(ours)).run(None, {graph.input[0].name: x.numpy()})
     # Both form s x - s m + b, s = w / sqrt(v + eps), in float32, in some order: at most 8 roundings
     # of each term, so 2 gamma(8) (s (|x| + |m|) + |b|) between them.
