@@ -16,19 +16,8 @@ from .step.options import (
     ActivationName,
     Options,
     Statistics,
-    activation_of,
-    check_like_input,
     check_options,
 )
-
-
-def finish(y: Tensor, residual: Tensor | None, options: Options) -> Tensor:
-    """What follows PyTorch's batch norm in evaluation: its own addition and activation."""
-    if residual is not None:
-        check_like_input("residual", residual, y)
-        y = y + residual
-    activation = activation_of(options.activation)
-    return activation.function(y, *activation.arguments(options.negative_slope))
 
 
 def sync_batch_norm(
@@ -116,7 +105,4 @@ def sync_batch_norm(
     def normalize(x: Tensor) -> Tensor:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
 
-    if mask is None:
-        return finish(normalize(x), residual, options)
-    y = masks.evaluate(normalize, x, mask, local_batch=False)
-    return masks.counting(finish(y, residual, options), mask)
+    return masks.plain(normalize, x, residual, mask, options)

@@ -16,7 +16,6 @@ from torch.nn.utils import parametrize
 from . import class_tables, pytorch_patches
 from .devices import baton, lists
 from .exchange import groups
-from .functional import finish
 from .fx import leaf
 from .step import masks
 from .step.adapters import train_step
@@ -272,10 +271,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             parameters = self._evaluation_parameters()
             return F.batch_norm(x, *statistics, *parameters, local_batch, momentum, self.eps)
 
-        if mask is None:
-            return finish(normalize(input), residual, self.options())
-        y = masks.evaluate(normalize, input, mask, local_batch)
-        return masks.counting(finish(y, residual, self.options()), mask)
+        return masks.plain(normalize, input, residual, mask, self.options(), local_batch)
 
     def _evaluation_statistics(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Copies where backward will take them: DDP writes to the buffers in the next forward."""

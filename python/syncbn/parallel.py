@@ -17,6 +17,7 @@ from .exchange.call import Call
 from .models.classes import check_module
 from .nn import SyncBatchNorm
 from .step.streams import Streams
+from .step.transforms import refuse_tracing
 
 __all__ = ["AllReduce", "SelfDataParallel", "all_reduce"]
 
@@ -84,7 +85,9 @@ def all_reduce(x: Tensor | Sequence[Tensor], group: "groups.Group" = None) -> Te
         DivergenceError: the ranks brought different shapes or dtypes. Every rank raises it.
     """
     xs = [x] if isinstance(x, Tensor) else x
-    peers = groups.peers(groups.sharing(group, None), "syncbn.parallel.all_reduce")
+    sharing = groups.sharing(group, None)
+    refuse_tracing("syncbn.parallel.all_reduce", sharing)
+    peers = groups.peers(sharing, "syncbn.parallel.all_reduce")
     try:
         _check_summands(xs)
     except ValueError as error:
@@ -275,6 +278,7 @@ class SelfDataParallel(nn.Module):
         if len(self.devices) == 1:
             with _current(self.devices[0], streams[0]):
                 return [self.module(*arguments[0])]
+        refuse_tracing("SelfDataParallel", None, len(self.devices))
         modules = [self.module] * len(self.devices)
         if self.replicate:
             modules = _replicas(self.module, self.devices)

@@ -16,7 +16,7 @@ from ..step.masks import check_mask
 from ..step.options import check_arguments, check_counter, check_options
 from ..step.profiling import recorded
 from ..step.training import has_samples, takes_part
-from ..step.transforms import check_transforms, outside_transforms
+from ..step.transforms import check_transforms, outside_transforms, refuse_tracing
 from . import baton
 
 #: The digits of a message have room for this many (docs/numerics.md).
@@ -86,6 +86,7 @@ def train_step(
 ) -> list[Tensor]:
     """One training forward of a SyncBatchNorm for all devices; running statistics change once."""
     options, state = module.options(), module.state
+    refuse_tracing(state.name, None, devices=2)
     peers = state.peers(options)
     none = [None] * len(xs)
     masks = none if masks is None else masks

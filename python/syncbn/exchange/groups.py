@@ -337,6 +337,15 @@ def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | 
     return own_group(ranks, timeout, sharing.engine, cuda, patience, who)
 
 
+def size(sharing: Sharing) -> int:
+    """How many ranks peers() would be, without making their group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if sharing.name is not None:
+            resolve(sharing.name)
+        return 1
+    return len(set(global_ranks(resolve(sharing.name))) - _absent)
+
+
 @torch.compiler.assume_constant_result
 def peers_of(*sharing) -> Peers | None:
     """peers() by a Sharing's fields: one that traced code has made has none in PyTorch 2.15."""

@@ -20,6 +20,7 @@ from ..operators import ops
 from ..step.as_operator import operator
 from ..step.options import check_strided, check_written, is_number
 from ..step.training import like
+from ..step.transforms import refuse_tracing
 from . import cuda_step
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
@@ -312,9 +313,10 @@ def _run(
     x, estimated_mean, estimated_var, scale, bias, batches = tensors
     if not isinstance(layer_name, str):
         raise ValueError(f"layer_name: got {layer_name!r}, expected a string")
-    peers = (
-        None if is_infer is True else groups.peers_of(*groups.sharing(group, None, "process_group"))
-    )
+    sharing = groups.sharing(group, None, "process_group")
+    if is_infer is not True:
+        refuse_tracing(layer_name, sharing)
+    peers = None if is_infer is True else groups.peers_of(*sharing)
     try:
         _check_kinds(tensors, is_infer, use_global_est, epsilon, momentum)
         if written:

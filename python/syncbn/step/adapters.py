@@ -2,6 +2,7 @@
 """The training step as PyTorch calls it: checked, in autograd, in place or in a graph."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
@@ -9,14 +10,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..exchange import transports
 from ..exchange.times import timed
 from ..operators import ops
-from . import as_operator, in_one, layer_paths, layer_state, recomputation, second_derivatives
+from . import (
+    as_operator,
+    in_one,
+    layer_paths,
+    layer_state,
+    masks,
+    recomputation,
+    second_derivatives,
+)
 from .layer_state import Identity, LayerState
-from .masks import check_mask
 from .options import Options, check_arguments, check_counter, check_in_place, check_options
 from .profiling import recorded
 from .streams import Streams
 from .training import Inputs, backward, forward, leave, shared_sums, takes_part
-from .transforms import check_transforms, outside_transforms, refuse_tracing
+from .transforms import check_transforms, outside_transforms, refuse_tracing, tracer
 
 
 class _BatchNormTraining(torch.autograd.Function):
@@ -114,7 +122,26 @@ def _is_fake(x: object, parameter: Tensor | None) -> bool:
         return parameter is None or parameter.is_meta
     if isinstance(x, FakeTensor):
         return True
-    return torch._C._len_torch_dispatch_stack() > 0 and detect_fake_mode() is not None
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # of make_fx
+    return proxies is not None or detect_fake_mode() is not None
+
+
+def _plain_step(x, running, weight, bias, residual, mask, options) -> Tensor:
+    """The step of one rank in PyTorch's own operators, as nn.BatchNorm makes it."""
+    check_options(options)
+    *statistics, tracked = running
+    momentum = options.momentum
+    if tracked is not None:
+        tracked.add_(1)
+    if momentum is None:
+        momentum = 0.0 if tracked is None else 1.0 / float(tracked)
+
+    def normalize(x: Tensor) -> Tensor:
+        return F.batch_norm(x, *statistics, weight, bias, True, momentum, options.eps)
+
+    return masks.plain(normalize, x, residual, mask, options, local_batch=True)
 
 
 @recorded(lambda *arguments: arguments[7].name)
@@ -146,8 +173,9 @@ def train_step(
     live = None  # a graph finds the state when it runs
     if not traced:
         state = live = layer_state.named(state) if isinstance(state, Identity) else state
-    if torch.jit.is_tracing():
-        refuse_tracing(state, options, x)
+    if tracer() is not None:
+        refuse_tracing(state.name, state.sharing if options.sync else None)
+        return _plain_step(x, running, weight, bias, residual, mask, options)
     # A compiler plans memory by itself, and cannot trace this.
     inplace = options.writes_over_input and not traced
     peers = segment = None
@@ -165,7 +193,7 @@ def train_step(
             if segment is not None:
                 segment.check_in_place(x)
         if mask is not None:
-            check_mask(mask, x)
+            masks.check_mask(mask, x)
             if options.writes_over_input:
                 raise ValueError("mask: got one with inplace=True, expected None")
         if live is not None:

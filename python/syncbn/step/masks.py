@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .options import check_strided
+from .options import Options, check_strided, finish
 
 
 def check_mask(mask: Tensor, x: Tensor) -> None:
@@ -30,15 +30,23 @@ def counting(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.to(torch.bool).unsqueeze(1), x, 0)
 
 
-def evaluate(
-    normalize: Callable[[Tensor], Tensor], x: Tensor, mask: Tensor, local_batch: bool
+def plain(
+    normalize: Callable[[Tensor], Tensor],
+    x: Tensor,
+    residual: Tensor | None,
+    mask: Tensor | None,
+    options: Options,
+    local_batch: bool = False,
 ) -> Tensor:
-    """PyTorch's batch norm of the elements that count. local_batch: it takes its statistics from
-    x, so it is given those elements alone."""
+    """PyTorch's own operators: batch norm of the elements that count, addition and activation.
+    local_batch: normalize takes its statistics from x, so it is given those elements alone."""
+    if mask is None:
+        return finish(normalize(x), residual, options)
     check_mask(mask, x)
-    if not local_batch:
-        # Zeros go in too: a NaN that does not count would reach the weight's gradient.
-        return counting(normalize(counting(x, mask)), mask)
-    rows, counts = x.movedim(1, -1), mask.to(torch.bool)
-    packed = normalize(rows[counts])
-    return torch.zeros_like(rows).index_put((counts,), packed).movedim(-1, 1)
+    if local_batch:
+        rows, counts = x.movedim(1, -1), mask.to(torch.bool)
+        packed = normalize(rows[counts])
+        y = torch.zeros_like(rows).index_put((counts,), packed).movedim(-1, 1)
+    else:  # Zeros go in too: a NaN that does not count would reach the weight's gradient.
+        y = counting(normalize(counting(x, mask)), mask)
+    return counting(finish(y, residual, options), mask)

@@ -341,3 +341,12 @@ def check_arguments(
                 check_written(name, tensor)
     if residual is not None:
         check_like_input("residual", residual, x)
+
+
+def finish(y: Tensor, residual: Tensor | None, options: Options) -> Tensor:
+    """What follows PyTorch's batch norm: its own addition and activation."""
+    if residual is not None:
+        check_like_input("residual", residual, y)
+        y = y + residual
+    activation = activation_of(options.activation)
+    return activation.function(y, *activation.arguments(options.negative_slope))

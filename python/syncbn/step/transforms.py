@@ -2,6 +2,7 @@
 """Transforms of PyTorch around a training step: those that have no exchange are refused."""
 
 import contextlib
+import sys
 
 import torch
 from torch import Tensor
@@ -9,9 +10,9 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
-from ..exchange import transports
+from ..exchange import groups, transports
 from ..exchange.call import Call
-from . import layer_paths
+from ..exchange.groups import Sharing
 
 
 def check_transforms(state, **tensors: Tensor | None) -> None:
@@ -34,24 +35,30 @@ def check_transforms(state, **tensors: Tensor | None) -> None:
             )
 
 
-def refuse_tracing(state, options, x: Tensor) -> None:
-    """Refuses torch.jit.trace of a training call with an exchange, which a trace cannot hold."""
-    tracing = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # not in the stubs
-    try:
-        peers = state.peers(options)
-        if peers is None:
-            return
-        error = NotImplementedError(
-            f"{state.name}: got torch.jit.trace of a training call on {peers.ranks} ranks, "
-            "expected evaluation mode; torch.export takes training steps"
+@torch.compiler.assume_constant_result
+def tracer() -> str | None:
+    """The tool that writes this call down in PyTorch's own operators, if one does: it keeps no
+    others."""
+    onnx = sys.modules.get("torch.onnx")  # PyTorch imports it where it is first named
+    if onnx is not None and onnx.is_in_onnx_export():
+        return "torch.onnx.export"
+    return "torch.jit.trace" if torch.jit.is_tracing() else None
+
+
+def refuse_tracing(who: str, sharing: Sharing | None, devices: int = 1) -> None:
+    """Refuses a tracer of a call between ranks or devices, which it cannot hold. Takes no part in
+    an exchange: the other ranks do not trace. sharing: None where nobody is exchanged with."""
+    tool = tracer()
+    if tool is None:
+        return
+    if devices > 1:
+        raise NotImplementedError(f"{who}: got {tool} of several devices, expected one")
+    ranks = 1 if sharing is None else groups.size(sharing)
+    if ranks > 1:
+        raise NotImplementedError(
+            f"{who}: got {tool} of an exchange between {ranks} ranks, expected evaluation mode; "
+            "torch.export takes training steps"
         )
-        peers = layer_paths.way(state, peers)
-        call = state.call_of(x, options)
-        transports.reject(peers, call, error, x=x, counter=state.call)
-    finally:
-        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]  # nor here
-    raise error
 
 
 def outside_transforms() -> contextlib.AbstractContextManager:

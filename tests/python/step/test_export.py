@@ -167,6 +167,120 @@ def test_jit_trace_of_evaluation_is_plain_batch_norm_exact():
     assert torch.equal(torch.jit.load(file)(x), plain(x))
 
 
+TRAINED = (
+    {},
+    {"momentum": None},
+    {"momentum": 0.03, "affine": False},
+    {"track_running_stats": False},
+    {"eps": 1e-2, "dtype": torch.float64},
+)
+#: What only the layer has, and leaves no mark in a trace.
+OWN = ({}, {"statistics": "welford"}, {"affine_grad": "global", "sync": False})
+
+
+def kinds_of(traced) -> list[str]:
+    return [node.kind() for node in traced.inlined_graph.nodes()]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("options", TRAINED, ids=str)
+def test_jit_trace_of_training_on_one_rank_is_plain_batch_norm_exact(options):
+    """The trace trains as that of nn.BatchNorm2d does: output, gradients, running statistics."""
+    dtype = options.get("dtype", torch.float32)
+    x = torch.cat([samples(), samples()], dim=1).to(dtype)
+    for own in OWN:
+        ours, plain = syncbn.SyncBatchNorm(6, **options, **own), nn.BatchNorm2d(6, **options)
+        # The check runs the layer itself once, which has the bits of its own operators.
+        traces = [torch.jit.trace(layer, x, check_trace=False) for layer in (ours, plain)]
+        assert kinds_of(traces[0]) == kinds_of(traces[1])
+        assert "aten::batch_norm" in kinds_of(traces[0])
+        assert torch.equal(*(trace(x * 3) for trace in traces))
+        for trace in traces:
+            z = x.flip(0).requires_grad_()
+            trace(z).square().sum().backward()
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+        for a, b in zip(ours.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(a, b)
+        torch.jit.save(traces[0], io.BytesIO())
+        if options.get("momentum", 0.1) is not None:  # without it plain fails the check, too
+            torch.jit.trace(ours, x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_trace_of_training_with_residual_activation_mask_and_as_a_function_exact():
+    x, z = samples(4, 1)[:, :2], samples(4, 2)[:, :2]
+    mask = x[:, 0] > -0.5
+    for slope, inplace in ((0.1, False), (0.1, True)):
+        options = {"activation": "leaky_relu", "negative_slope": slope, "inplace": inplace}
+        for given in ((x,), (x, z), (x, z, mask)):
+            layer, plain = syncbn.SyncBatchNorm(2, **options), nn.BatchNorm1d(2)
+            counts = mask if len(given) == 3 else torch.ones_like(mask)
+            trace = torch.jit.trace(layer, given, check_trace=False)
+            for _ in range(2):  # the trace itself, and a call of it
+                y = plain(x.movedim(1, -1)[counts])
+                expected = torch.zeros_like(x).movedim(1, -1).index_put((counts,), y).movedim(-1, 1)
+                expected = expected + z if len(given) > 1 else expected
+                expected = nn.functional.leaky_relu(expected, slope)
+                expected = torch.where(counts[:, None], expected, 0)
+            torch.testing.assert_close(trace(*given), expected)
+            torch.testing.assert_close(layer.running_var, plain.running_var)
+
+    def function(x):
+        return syncbn.functional.sync_batch_norm(x, training=True, residual=z, activation="relu")
+
+    trace = torch.jit.trace(function, x)
+    expected = nn.functional.batch_norm(x, None, None, training=True) + z
+    assert torch.equal(trace(x), expected.relu())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("dynamo", (True, False), ids=("dynamo", "TorchScript"))
+def test_onnx_of_training_on_one_rank_is_that_of_plain_batch_norm(dynamo):
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+
+    def nodes(net):
+        if dynamo:
+            model = torch.onnx.export(net, (samples(),), dynamo=True, verbose=False).model_proto
+        else:
+            file, mode = io.BytesIO(), torch.onnx.TrainingMode.TRAINING
+            torch.onnx.export(net, (samples(),), file, dynamo=False, training=mode)
+            model = onnx.load_from_string(file.getvalue())
+        return [(n.op_type, list(n.attribute)) for n in model.graph.node]
+
+    ours, plain = nets()
+    ours[1].activation = "relu"
+    ours[2] = nn.Identity()
+    assert nodes(ours) == nodes(plain)
+    assert ours.training and "BatchNormalization" in str(nodes(ours))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_trace_of_several_devices_is_refused():
+    layer, x = syncbn.SyncBatchNorm(3), samples()
+    model = syncbn.parallel.SelfDataParallel(nn.Sequential(layer, nn.ReLU()), ["cpu"] * 2)
+    text = "got torch.jit.trace of several devices, expected one"
+    for call in (lambda x: layer([x, x])[0], lambda x: torch.cat(model(x))):
+        with pytest.raises(NotImplementedError, match=text):
+            torch.jit.trace(call, x)
+    assert torch.equal(layer.running_mean, torch.zeros(3))
+    model(x)
+
+
+def test_make_fx_has_one_operator_in_training():
+    """As torch.export: a graph of the exchange's parts would not be one that any rank can run."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    layer, reference = syncbn.SyncBatchNorm(3), syncbn.SyncBatchNorm(3)
+    graph = make_fx(layer)(samples())
+    steps = [n for n in graph.graph.nodes if n.target == ops.training_step.default]
+    assert len(steps) == 1
+    layer.load_state_dict(reference.state_dict())
+    assert torch.equal(graph(samples(5)), reference(samples(5)))
+    assert_same_layers(layer, reference)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_jit_script_is_refused_and_changes_nothing():
     """torch.nn.SyncBatchNorm: "attribute lookup is not defined on python value", in torch.*."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import syncbn
-from syncbn.functional import finish
+from syncbn.step.options import finish
 from syncbn.step import as_operator, options, second_derivatives
 from syncbn.step.options import ACTIVATIONS, Activation, Options
 
