@@ -16,7 +16,7 @@ from ..step.masks import check_mask
 from ..step.options import check_arguments, check_counter, check_options
 from ..step.profiling import recorded
 from ..step.training import has_samples, takes_part
-from ..step.transforms import check_transforms, outside_transforms, refuse_tracing
+from ..step.transforms import check_transforms, refuse_tracing
 from . import baton
 
 #: The digits of a message have room for this many (docs/numerics.md).
@@ -86,7 +86,16 @@ def train_step(
 ) -> list[Tensor]:
     """One training forward of a SyncBatchNorm for all devices; running statistics change once."""
     options, state = module.options(), module.state
-    refuse_tracing(state.name, None, devices=2)
+    refuse_tracing(state, None, devices=2)
+    zs = residuals if isinstance(residuals, (list, tuple)) else ()  # else refused below
+    check_transforms(
+        state,
+        [
+            *(("weight", module.weight), ("bias", module.bias)),
+            *((f"inputs[{k}]", x) for k, x in enumerate(xs)),
+            *((f"residual[{k}]", z) for k, z in enumerate(zs)),
+        ],
+    )
     peers = state.peers(options)
     none = [None] * len(xs)
     masks = none if masks is None else masks
@@ -109,14 +118,10 @@ def train_step(
             raise ValueError("inplace: got True for a list of inputs, expected False")
         ranks = 1 if peers is None else peers.ranks
         _check_inputs(module, xs, residuals, masks, ranks)
-        tensors: dict[str, Tensor | None] = {f"inputs[{k}]": x for k, x in enumerate(xs)}
-        tensors |= {f"residual[{k}]": z for k, z in enumerate(residuals)}
-        check_transforms(state, weight=module.weight, bias=module.bias, **tensors)
         state.move(xs[0].device)
     except Exception as error:
         if not again:
-            with outside_transforms():
-                _reject(peers, module, error, xs[0] if xs else None)
+            _reject(peers, module, error, xs[0] if xs else None)
         raise
     masks = [None if mask is None else mask.contiguous() for mask in masks]
     word = takes_part(xs, (module.weight, module.bias), residuals, options, segment)

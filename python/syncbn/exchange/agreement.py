@@ -120,9 +120,9 @@ def agree(words: torch.Tensor, tag: int, peers: Peers, call: Call) -> torch.Tens
     return merged[HEADER_WORDS:size]
 
 
-def tell_error(engine: Engine, call: Call, error: BaseException) -> None:
+def tell(engine: Engine, call: Call, text: str) -> None:
     """The text of a rank that refused its input, for the others."""
-    _texts(f"{call}: {type(error).__name__}: {error}", engine, call)
+    _texts(text, engine, call)
 
 
 def check_count(merged: torch.Tensor, own: int, sizes: str) -> None:

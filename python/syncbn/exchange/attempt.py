@@ -2,15 +2,19 @@
 """One attempt to exchange in a group: what broke the group before, who exchanges now, for how long
 it may take, and what the other ranks hear when it fails."""
 
+import atexit
+import contextlib
 import datetime
 import re
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
 from ..errors import ExchangeTimeout, PeerLost
-from . import after_fork, whereabouts
+from . import after_fork, groups, whereabouts
 from .call import Call
 from .groups import Peers
 from .times import Times
@@ -64,6 +68,55 @@ class Waiting(ABC):
         return
 
 
+class Refusal(threading.Thread):
+    """Tells the other ranks, in exchanges of the engine's group, that this rank refused a call. It
+    waits for them, and the caller does not. What this rank exchanges in the group afterwards comes
+    after it; at the end of the process it has some seconds left."""
+
+    def __init__(self, engine: Waiting, why: str, tell: Callable[[], None]) -> None:
+        super().__init__(name="syncbn-refusal", daemon=True)
+        self.engine, self.why, self.tell = engine, why, tell
+        with contextlib.suppress(RuntimeError):
+            # While it is there, nothing waits for works of Gloo that nobody will finish.
+            self.group = groups.resolve(engine.peers.group_name)
+        self.earlier = _refusals.get(engine.peers.group_name)
+        _refusals[engine.peers.group_name] = self
+        self.start()
+
+    def run(self) -> None:
+        if self.earlier is not None:
+            self.earlier.join()
+        with contextlib.suppress(Exception):  # nobody would hear of it
+            self.tell()
+        name = self.engine.peers.group_name
+        if _refusals.get(name) is self:
+            del _refusals[name]
+
+
+_refusals: dict[str, Refusal] = {}
+
+
+def end_refusals(group: str) -> None:
+    """Waits until the others have heard what this rank refused: what it exchanges now is for the
+    call after that."""
+    refusal = _refusals.get(group)
+    if isinstance(threading.current_thread(), Refusal):
+        return
+    while refusal is not None and refusal.is_alive():
+        refusal.join(0.05)  # so that Ctrl-C works
+
+
+@atexit.register
+def _leave_refusals() -> None:
+    until = time.monotonic() + 5.0
+    for refusal in list(_refusals.values()):
+        refusal.join(max(0.0, until - time.monotonic()))
+        if refusal.is_alive():
+            with contextlib.suppress(Exception):
+                refusal.engine.abandon(refusal.why)
+            refusal.join(0.2)
+
+
 class Attempt:
     """Around an exchange of the engine's group: notes where this rank is, and what breaks the
     group. One thread at a time: ranks pair exchanges by their order, which two threads have not in
@@ -79,6 +132,8 @@ class Attempt:
         if call.direction in _STEP and (peers.group_name, call[0], call[2]) not in _exchanged:
             self.limit = max(peers.timeout, peers.patience)
         after_fork.check()
+        if _refusals:
+            end_refusals(peers.group_name)
         why = _broken.get(peers.group_name) or whereabouts.left(peers.group_name)
         if why is not None:
             raise PeerLost(

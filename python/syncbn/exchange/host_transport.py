@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages that are summed on the host."""
 
-import contextlib
-
 import torch
 import torch.nn.functional as F
 
-from ..errors import ExchangeTimeout, PeerLost
 from ..operators import (
     DTYPES,
     HEADER_BACKWARD,
@@ -16,6 +13,7 @@ from ..operators import (
     record_words,
 )
 from . import agreement
+from .attempt import Refusal
 from .engines import Engine, engine_of
 from .groups import Peers
 from .transport import Transport
@@ -91,12 +89,15 @@ class OnHost(Transport):
         return agreement.backward_of(int(merged[HEADER_BACKWARD].item()), own, self.peers, call)
 
     def reject(self, call, error, compare=True, x=None, parameter=None):
-        # This rank's own error is the one to raise, whatever becomes of the exchange.
-        with contextlib.suppress(ExchangeTimeout, PeerLost):
+        text = f"{call}: {type(error).__name__}: {error}"
+
+        def tell() -> None:
             like = torch.empty(0, device="cpu")
             self.engine.sum_first(ops.rejection(like, self.engine.frame_words), call)
             if compare:
-                agreement.tell_error(self.engine, call, error)
+                agreement.tell(self.engine, call, text)
+
+        Refusal(self.engine, text, tell)
 
 
 class ThroughHost(OnHost):

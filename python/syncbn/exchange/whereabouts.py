@@ -33,6 +33,8 @@ class _State(NamedTuple):
 
 
 _states: dict[str, _State] = {}
+#: What this process refused last by itself, and when.
+_refused: tuple[str, float] | None = None
 #: By group: why this rank left it, to be said; and what one of its ranks said.
 _to_tell: dict[str, str] = {}
 _left: dict[str, str] = {}
@@ -144,9 +146,19 @@ def tell(group: str, why: str) -> None:
     _to_tell.setdefault(group, why)
 
 
+def refuse(error: Exception) -> None:
+    """Notes a refusal of which the others hear nothing, unless they wait for this rank in vain."""
+    global _refused
+    _refused = f"{type(error).__name__}: {error}", time.monotonic()
+
+
 def last(group: str) -> str:
-    """What this rank did last in the group."""
-    return str(_states.get(group, "in no exchange yet"))
+    """What this rank did last in the group, and what it refused since."""
+    state = _states.get(group)
+    text = "in no exchange yet" if state is None else str(state)
+    if _refused is None or (state is not None and (state.inside or _refused[1] < state.since)):
+        return text
+    return f"{text}; it refused {time.monotonic() - _refused[1]:.1f} s ago: {_refused[0]}"
 
 
 def left(group: str) -> str | None:

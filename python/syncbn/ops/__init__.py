@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import DivergenceError
-from ..exchange import after_fork, engines, groups, transports
+from ..exchange import after_fork, attempt, engines, groups, transports
 from ..exchange.call import Call
 from ..operators import ops
 from ..step.as_operator import operator
@@ -103,6 +103,7 @@ _failure = threading.local()
 def _sum_over_group(words: Tensor, group: str) -> Tensor:
     """The exchange of the operators on the CPU, which call it from C++."""
     try:
+        attempt.end_refusals(group)
         merged = torch.ops._c10d_functional.all_reduce(words, "sum", group)
         return torch.ops._c10d_functional.wait_tensor(merged)
     except Exception as error:

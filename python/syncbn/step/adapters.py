@@ -24,7 +24,7 @@ from .options import Options, check_arguments, check_counter, check_in_place, ch
 from .profiling import recorded
 from .streams import Streams
 from .training import Inputs, backward, forward, leave, shared_sums, takes_part
-from .transforms import check_transforms, outside_transforms, refuse_tracing, tracer
+from .transforms import check_transforms, refuse_tracing, tracer
 
 
 class _BatchNormTraining(torch.autograd.Function):
@@ -173,8 +173,10 @@ def train_step(
     live = None  # a graph finds the state when it runs
     if not traced:
         state = live = layer_state.named(state) if isinstance(state, Identity) else state
+    tensors = (("input", x), ("weight", weight), ("bias", bias), ("residual", residual))
+    check_transforms(state, tensors)
     if tracer() is not None:
-        refuse_tracing(state.name, state.sharing if options.sync else None)
+        refuse_tracing(state, state.sharing if options.sync else None)
         return _plain_step(x, running, weight, bias, residual, mask, options)
     # A compiler plans memory by itself, and cannot trace this.
     inplace = options.writes_over_input and not traced
@@ -184,7 +186,6 @@ def train_step(
         segment = recomputation.segment(live, options, residual is not None, x, mask)
     again = segment is not None and segment.kept is not None
     try:
-        check_transforms(state, input=x, weight=weight, bias=bias, residual=residual)
         check_options(options)
         check_arguments(x, running_mean, running_var, weight, bias, residual, traced)
         check_counter(options.momentum, running_mean, running_var, num_batches_tracked, traced)
@@ -200,9 +201,8 @@ def train_step(
             live.move(x.device)
     except Exception as error:
         if live is not None and not again:
-            with outside_transforms():
-                peers, call = layer_paths.way(live, peers), live.call_of(x, options)
-                transports.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
+            peers, call = layer_paths.way(live, peers), live.call_of(x, options)
+            transports.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
         raise
     if mask is not None:
         mask = mask.contiguous()

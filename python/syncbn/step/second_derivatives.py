@@ -154,7 +154,7 @@ class _Differentiable(torch.autograd.Function):
         step, again = ctx.step, torch.is_grad_enabled()
         given = [c for c in cotangents if c is not None]
         for cotangent in given:
-            check_not_batched(step, _second_call(step), cotangent, x)
+            check_not_batched(_second_call(step), cotangent)
         positive = None
         if step.options.activation != "none":
             with torch.no_grad():  # relu's gradient of ones, by the very bits of forward
@@ -190,7 +190,7 @@ class _Differentiable(torch.autograd.Function):
 
 def differentiable(step, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
     """gradient(step, (dy,), *saved), differentiable."""
-    check_not_batched(step, step.call, dy, saved[2])
+    check_not_batched(step.call, dy)
     return _Differentiable.apply(step, gradient, dy, *saved)
 
 

@@ -268,7 +268,7 @@ def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
     for k, (w, b) in enumerate(_placed(xs, weight, bias)):
         z, *statistics, activation_mask, mask = saved[2 + 6 * k : 8 + 6 * k]
         dy = torch.zeros_like(z) if dys[k] is None else dys[k]
-        check_not_batched(step, step.call, dy, z)
+        check_not_batched(step.call, dy)
         dy = like(dy, z)
         after = (w, b, activation_mask, options.activation_kind, options.negative_slope)
         arguments = (_cast(dy, x.dtype), _cast(z, x.dtype), *statistics, *after, keep)

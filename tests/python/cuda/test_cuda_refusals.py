@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import syncbn
 from syncbn import operators_cuda, ops
 from syncbn.devices import lists
-from syncbn.exchange import agreement, groups
+from syncbn.exchange import attempt, groups
 from syncbn.exchange.call import Call
 from syncbn.exchange.engines import Gloo
 from syncbn.exchange.nccl_transport import InStream
-from syncbn.step import adapters, training, transforms
+from syncbn.step import adapters
 from syncbn.step.layer_state import LayerState
 from syncbn.step.options import Options
 
@@ -38,6 +38,7 @@ def ways(monkeypatch):
 
     monkeypatch.setattr(InStream, "reject", in_stream_order)
     monkeypatch.setattr(Gloo, "sum_first", through_the_host)
+    monkeypatch.setattr(attempt.Refusal, "start", attempt.Refusal.run)
     monkeypatch.setattr(operators_cuda, "_loaded", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(groups, "is_nccl_alone", lambda peers: False)
@@ -65,9 +66,7 @@ def test_refused_before_the_first_exchange(ways):
     with pytest.raises(ValueError, match="inputs: got an empty list"):
         layer([])
     lists.give_up([(layer, x)], RuntimeError("ended"))
-    with pytest.raises(NotImplementedError, match="torch.jit.trace"):
-        transforms.refuse_tracing(layer.state, Options(), x)
-    assert ways == ["host"] * 4
+    assert ways == ["host"] * 3
 
 
 @pytest.mark.parametrize(
@@ -99,22 +98,6 @@ def test_without_a_tensor_of_the_layer_by_the_group_or_the_input(ways, monkeypat
     with pytest.raises(ValueError, match="input: got torch.int32"):
         function(torch.empty(4, 3).int(), None, None, training=True)
     assert ways == ["cuda"]
-
-
-@pytest.mark.parametrize("place, way", (("cuda", "cuda"), ("cpu", "host")))
-def test_refused_modes(ways, monkeypatch, place, way):
-    """A trace, and a backward of many gradients at once."""
-    state, x = LayerState("layer"), torch.empty(4, 3, device=place)
-    state.numbers[PEERS.group_name] = 1
-    with pytest.raises(NotImplementedError, match="torch.jit.trace"):
-        transforms.refuse_tracing(state, Options(), x)
-    monkeypatch.setattr(transforms, "is_legacy_batchedtensor", lambda gradient: True)
-    needs = (True, False, False, False)
-    backward = agreement.Backward(True, False)
-    step = training.Step(state, Options(), PEERS, Call("layer"), backward, None, needs)
-    with pytest.raises(NotImplementedError, match="inside vmap"):
-        transforms.check_not_batched(step, step.call, x, x)
-    assert ways == [way, way]
 
 
 @pytest.mark.parametrize("place, way", (("cuda", "cuda"), ("cpu", "host")))
