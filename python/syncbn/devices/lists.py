@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..exchange import transports
 from ..step import layer_paths, recomputation
-from ..step.adapters import apply_step
+from ..step.adapters import apply_step, like_operators, plain
 from ..step.masks import check_mask
 from ..step.options import check_arguments, check_counter, check_options
 from ..step.profiling import recorded
@@ -30,6 +30,10 @@ def _check_list(name: str, tensors, xs: Sequence[Tensor]) -> None:
     if not isinstance(tensors, (list, tuple)) or len(tensors) != len(xs):
         given = len(tensors) if isinstance(tensors, (list, tuple)) else type(tensors).__name__
         raise ValueError(f"{name}: got {given}, expected a list of {len(xs)}, one per input")
+
+
+def _plain(tensors):
+    return [plain(t) for t in tensors] if isinstance(tensors, (list, tuple)) else tensors
 
 
 def _check_some(xs: Sequence[Tensor]) -> None:
@@ -99,6 +103,8 @@ def train_step(
     peers = state.peers(options)
     none = [None] * len(xs)
     masks = none if masks is None else masks
+    given = xs, residuals, masks
+    xs, residuals, masks = map(_plain, given)
     inputs = [t for t in (xs, masks) if isinstance(t, (list, tuple))]  # else refused below
     segment = recomputation.segment(
         state, options, residuals is not None, *itertools.chain(*inputs)
@@ -107,7 +113,7 @@ def train_step(
     again = segment is not None and segment.kept is not None
     try:
         check_options(options)
-        statistics = module._tracked()
+        statistics = tuple(map(plain, module._tracked()))
         check_counter(options.momentum, *statistics)
         if options.statistics != "reproducible":
             raise ValueError(
@@ -124,12 +130,14 @@ def train_step(
             _reject(peers, module, error, xs[0] if xs else None)
         raise
     masks = [None if mask is None else mask.contiguous() for mask in masks]
-    word = takes_part(xs, (module.weight, module.bias), residuals, options, segment)
-    given = (options, state, peers, word, segment)
-    ys = apply_step(xs, module.weight, module.bias, residuals, masks, given, statistics)
+    weight, bias = map(plain, module._affine())
+    word = takes_part(xs, (weight, bias), residuals, options, segment)
+    step = (options, state, peers, word, segment)
+    ys = apply_step(xs, weight, bias, residuals, masks, step, statistics)
     if not again:
         _called_with_lists.add(module)
-    return ys
+    shared = *module._tracked()[:2], *module._affine()
+    return [like_operators(*each, *shared) for each in zip(ys, *(t or none for t in given))]
 
 
 def forward(

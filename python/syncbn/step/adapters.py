@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training step as PyTorch calls it: checked, in autograd, in place or in a graph."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
 
 from ..exchange import transports
 from ..exchange.times import timed
@@ -144,6 +147,35 @@ def _plain_step(x, running, weight, bias, residual, mask, options) -> Tensor:
     return masks.plain(normalize, x, residual, mask, options, local_batch=True)
 
 
+def plain(tensor: Any) -> Any:
+    """The same without its class, if operators do not ask that: a class's __torch_function__ would
+    be asked in the middle of a step, and would make views of what operators give."""
+    if not isinstance(tensor, Tensor) or type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    if torch.compiler.is_compiling():  # which cannot trace as_subclass()
+        return tensor.view_as(tensor)
+    dispatches = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return tensor if dispatches else tensor.as_subclass(Tensor)
+
+
+def like_operators(y: Tensor, *tensors: Tensor | None) -> Tensor:
+    """y, of plain tensors, as an operator on these would have given it: of their class."""
+    given = tuple(t for t in tensors if t is not None)
+    if not has_torch_function(given):
+        return y
+    return handle_torch_function(_last, given, *given, y)
+
+
+def _last(*tensors: Tensor) -> Tensor:
+    return tensors[-1]
+
+
+def _tell(error: Exception, live: LayerState, x: object, parameter, options: Options) -> None:
+    """Tells the others that this rank refuses its input."""
+    peers, call = layer_paths.way(live, live.peers(options)), live.call_of(x, options)
+    transports.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
+
+
 @recorded(lambda *arguments: arguments[7].name)
 def train_step(
     x: Tensor,
@@ -164,11 +196,33 @@ def train_step(
     advanced by one, and its count becomes the global one.
     """
     running = (running_mean, running_var, num_batches_tracked)
+    inside = not torch._C._is_torch_function_enabled()  # a subclass's __torch_function__
+    if inside:
+        running_mean, running_var, weight, bias, residual, mask = map(
+            plain, (running_mean, running_var, weight, bias, residual, mask)
+        )
+        running = running_mean, running_var, running[2]
+        x = x if options.writes_over_input else plain(x)  # an alias would be a view
+    elif has_torch_function_variadic(x, *running, weight, bias, residual, mask):
+        running = running_mean, running_var, plain(num_batches_tracked)
+        named = {"weight": weight, "bias": bias, "residual": residual, "mask": mask}
+        relevant = tuple(t for t in (x, *running[:2], *named.values()) if t is not None)
+        if has_torch_function(relevant):
+            step = train_step.__wrapped__  # type: ignore[attr-defined]  # it is recorded already
+            named |= {"options": options, "state": state, "num_batches_tracked": running[2]}
+            try:  # by position and by name as F.batch_norm has them
+                return handle_torch_function(step, relevant, x, *running[:2], **named)
+            except TypeError as error:
+                # Of classes that do not take each other, before the step has begun.
+                if str(error).startswith(f"no implementation found for '{__name__}.train_step'"):
+                    live = layer_state.named(state) if isinstance(state, Identity) else state
+                    _tell(error, live, x, plain(weight), options)
+                raise
     if not torch.compiler.is_compiling():
         y = in_one.train_step(x, running, weight, bias, residual, mask, options, state)
         if y is not None:
             return y
-    parameter = next((t for t in (running_mean, weight, bias) if t is not None), None)
+    parameter = next((t for t in (running[0], weight, bias) if t is not None), None)
     traced = torch.compiler.is_compiling() or _is_fake(x, parameter)
     live = None  # a graph finds the state when it runs
     if not traced:
@@ -187,8 +241,8 @@ def train_step(
     again = segment is not None and segment.kept is not None
     try:
         check_options(options)
-        check_arguments(x, running_mean, running_var, weight, bias, residual, traced)
-        check_counter(options.momentum, running_mean, running_var, num_batches_tracked, traced)
+        check_arguments(x, *running[:2], weight, bias, residual, traced)
+        check_counter(options.momentum, *running, traced)
         if inplace:
             check_in_place(x, weight, bias, residual, options.negative_slope)
             if segment is not None:
@@ -201,8 +255,7 @@ def train_step(
             live.move(x.device)
     except Exception as error:
         if live is not None and not again:
-            peers, call = layer_paths.way(live, peers), live.call_of(x, options)
-            transports.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
+            _tell(error, live, x, parameter, options)
         raise
     if mask is not None:
         mask = mask.contiguous()
@@ -216,12 +269,12 @@ def train_step(
     if live is None:
         y, *statistics = as_operator.training_step(*tensors, options, state)
         _update(running, None, statistics, options.momentum)
-        return y
+        return y.clone() if inside and torch.compiler.is_compiling() else y
     word = takes_part((x,), (weight, bias), (residual,), options, segment)
     given = (options, live, peers, word, segment)
     # Both runs of a checkpointed segment take the same operators.
     apart = inplace or segment is not None or options.statistics == "welford"
-    if not (apart or _is_average(num_batches_tracked)):
+    if not (apart or _is_average(running[2])):
         updates = (*running, live.call, live.count, options.momentum)
         return _BatchNormTraining.apply(given, updates, *tensors)
     if not inplace:
