@@ -32,6 +32,8 @@ ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 #: In the place of a name: a group that this rank is not a member of.
 OUTSIDE = "a group without this rank"
 
+_LISTED = "expected one that torch.distributed's init_process_group or new_group made"
+
 
 class Sharing(NamedTuple):
     """With whom a layer shares statistics, as a module keeps it: names, not handles.
@@ -119,7 +121,12 @@ def group_name(group: Group) -> str | None:
             f"process_group: got {group!r}, expected a process group, its name, a DeviceMesh of "
             "one axis, or None"
         )
-    return group.group_name
+    name = ""
+    with contextlib.suppress(RuntimeError, ValueError):
+        name = group.group_name
+    if not name:
+        raise ValueError(f"process_group: got {group!r}, which has no name, {_LISTED}")
+    return name
 
 
 def sharing(
@@ -140,18 +147,26 @@ def sharing(
     return Sharing(group_name(group), float(seconds), engine)
 
 
+def _backends(group: dist.ProcessGroup) -> str:
+    """As in "cpu:gloo,cuda:nccl"."""
+    return dist.distributed_c10d._world.pg_backend_config.get(group, "")
+
+
 def nccl_name(group: dist.ProcessGroup) -> str:
-    """The group's name if CUDA tensors go over NCCL in it, else ""."""
-    backends = dist.distributed_c10d._world.pg_backend_config.get(group, "")
-    return group.group_name if "cuda:nccl" in backends else ""
+    """The group's name if CUDA tensors go over NCCL in it (nccl, nccl2, nccl-lazy, ncclx), else
+    ""."""
+    return group.group_name if "cuda:nccl" in _backends(group) else ""
 
 
 def is_nccl_alone(peers: "Peers") -> bool:
     """Whether the caller's group takes no other tensors than those on CUDA."""
-    if not peers.cuda:
-        return False
-    config = dist.distributed_c10d._world.pg_backend_config.get(resolve(peers.cuda), "")
-    return "cpu:" not in config
+    return peers.cuda != "" and "cpu:" not in _backends(resolve(peers.cuda))
+
+
+def device_of(peers: "Peers") -> torch.device:
+    """Where the caller's NCCL group takes tensors: each of PyTorch 2.15 is bound to a device."""
+    bound = resolve(peers.cuda).bound_device_id if exists(peers.cuda) else None
+    return bound or torch.device("cuda", torch.cuda.current_device())
 
 
 _limits: "weakref.WeakKeyDictionary[dist.ProcessGroup, float]" = weakref.WeakKeyDictionary()
@@ -161,6 +176,7 @@ def limit_of(group: dist.ProcessGroup) -> float:
     """Seconds that its own collectives wait, as it was made; PyTorch's default where no backend
     tells."""
     if group not in _limits:
+        _check_exchanges(group)
         _limits[group] = dist.default_pg_timeout.total_seconds()
         for device in ("cpu", "cuda"):
             with contextlib.suppress(RuntimeError, AttributeError):
@@ -168,6 +184,14 @@ def limit_of(group: dist.ProcessGroup) -> float:
                 _limits[group] = min(backend.options._timeout.total_seconds(), _LONGEST_TIMEOUT)
                 break
     return _limits[group]
+
+
+def _check_exchanges(group: dist.ProcessGroup) -> None:
+    if {backend.split(":")[-1] for backend in _backends(group).split(",")} == {"fake"}:
+        raise RuntimeError(
+            f"process_group: got {group.group_name!r}, whose backend is 'fake' and exchanges "
+            "nothing, expected one whose ranks are there, or sync=False"
+        )
 
 
 def resolve(name: str | None) -> dist.ProcessGroup:
@@ -322,9 +346,10 @@ def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | 
             resolve(sharing.name)
         return None
     group = resolve(sharing.name)
-    if group.size() == 1:
+    ranks = global_ranks(group)
+    if len(ranks) == 1:
         return None
-    ranks, cuda, patience = global_ranks(group), nccl_name(group), limit_of(group)
+    cuda, patience = nccl_name(group), limit_of(group)
     timeout = patience if sharing.limit is None else sharing.limit
     if not _absent.isdisjoint(ranks):
         ranks = sorted(set(ranks) - _absent)
@@ -366,12 +391,39 @@ def leave_out(ranks: Iterable[int]) -> None:
             _drop(_own_groups.pop(key))
 
 
+_compared: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]]" = weakref.WeakKeyDictionary()
+
+
 def global_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Its members' global numbers."""
-    for (ranks, *_), own in list(_own_groups.items()):
+    """Its members' global numbers, as torch.distributed lists them. They fit what the group says of
+    itself: a library may have made it, or changed it since, without a word to torch.distributed."""
+    ranks = _compared.get(group)
+    if ranks is None or len(ranks) != group.size():
+        ranks = _compared[group] = _compare(group)
+    return ranks
+
+
+def _compare(group: dist.ProcessGroup) -> list[int]:
+    for (members, *_), own in list(_own_groups.items()):
         if own.group_name == group.group_name:
-            return list(ranks)
-    return dist.get_process_group_ranks(group)
+            return list(members)
+    _check_exchanges(group)
+    size, rank, own_number = group.size(), group.rank(), dist.get_rank()
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except LookupError as error:
+        raise RuntimeError(
+            f"process_group: got {group.group_name!r}, which torch.distributed does not list, "
+            f"{_LISTED}"
+        ) from error
+    fits = len(set(ranks)) == len(ranks) == size and 0 <= rank < size
+    if not fits or ranks[rank] != own_number or max(ranks) >= dist.get_world_size():
+        raise RuntimeError(
+            f"process_group: got {group.group_name!r} of {size} ranks with this process as rank "
+            f"{rank}, but torch.distributed lists its ranks as {ranks} and this process as rank "
+            f"{own_number}; expected the same of both, or sync=False"
+        )
+    return ranks
 
 
 def _drop(own: Peers) -> None:

@@ -46,6 +46,7 @@ def choose(
         raise ValueError(
             f"got {given[0]} without a process group, expected init_process_group first"
         )
+    patience = groups.limit_of(groups.resolve(None))
     rank, world = dist.get_rank(), dist.get_world_size()
     if group is not None:
         hosts = gather_text(host_name(), who)
@@ -59,7 +60,6 @@ def choose(
     if groups.nccl_name(groups.resolve(None)):
         return chosen._replace(name=_nccl_part(parts, rank))
     ranks = next(part for part in parts if rank in part)
-    patience = groups.limit_of(groups.resolve(None))
     limit = patience if chosen.limit is None else chosen.limit
     own = groups.own_group(ranks, limit, engine, patience=patience, who=who)
     return chosen._replace(name=own.group_name)

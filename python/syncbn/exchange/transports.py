@@ -88,5 +88,5 @@ def _device_of_others(
     if counter is not None and counter.is_cuda:  # else the layer may not have been called yet
         return counter.device
     if groups.is_nccl_alone(peers):
-        return torch.device("cuda", torch.cuda.current_device())
+        return groups.device_of(peers)
     return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
