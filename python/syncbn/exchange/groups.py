@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import DivergenceError
-from . import after_fork, connections, meeting, peer_meeting, shared_memory, whereabouts
+from . import after_fork, alone, connections, meeting, peer_meeting, shared_memory, whereabouts
 
 _log = logging.getLogger("syncbn")
 
@@ -323,6 +323,8 @@ def own_group(
     if own.note and rank == 0:
         _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
     _own_groups[key] = own
+    if len(ranks) > 1:
+        alone.found_others()
     whereabouts.watch(name, rank, len(ranks), formed.store)
     return own
 
@@ -341,7 +343,7 @@ def named(name: str) -> Peers:
 def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | None:
     """Whom to exchange with; None: nobody (no process group, or one rank). who: as in own_group."""
     after_fork.check()
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _initialized():
         if sharing.name is not None:
             resolve(sharing.name)
         return None
@@ -371,10 +373,34 @@ def size(sharing: Sharing) -> int:
     return len(set(global_ranks(resolve(sharing.name))) - _absent)
 
 
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _sees_nobody(sharing: Sharing) -> bool:
+    """Whether there is none but this rank in the default group, if there is one, which the layer
+    has because nobody chose another."""
+    return sharing.name is None and not (_initialized() and resolve(None).size() > 1)
+
+
+def beside(sharing: Sharing) -> str:
+    """What tells that a layer without peers has others beside it by accident; "" if nothing."""
+    return alone.beside() if _sees_nobody(sharing) else ""
+
+
+def training_peers(sharing: Sharing, who: str | Callable[[], str]) -> Peers | None:
+    """As peers(), for a call that trains: warns once of others that it does not see."""
+    found = peers(sharing, who)
+    if found is None and not alone.looked and _sees_nobody(sharing):
+        alone.look(who() if callable(who) else who, _initialized())
+    return found
+
+
 @torch.compiler.assume_constant_result
 def peers_of(*sharing) -> Peers | None:
-    """peers() by a Sharing's fields: one that traced code has made has none in PyTorch 2.15."""
-    return peers(Sharing(*sharing))
+    """Of an operator that trains, by a Sharing's fields: one that traced code has made has none in
+    PyTorch 2.15."""
+    return training_peers(Sharing(*sharing), "syncbn.ops.batch_norm")
 
 
 def leave_out(ranks: Iterable[int]) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import operators_cuda
-from ..exchange import attempt, groups, subgroups, transports
+from ..exchange import alone, attempt, groups, subgroups, transports
 from ..nn import SyncBatchNorm, device_of
 from ..operators import ops
 from ..parallel import SelfDataParallel
@@ -85,7 +85,8 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
     failed, note = False, "" if layer.training else "evaluation mode: no exchange"
     outside = layer.sync and layer.state.sharing.name == groups.OUTSIDE
     try:
-        peers = None if outside else layer.state.peers(layer.options())
+        if layer.sync and not outside:
+            peers = groups.peers(layer.state.sharing, layer.state.find_path)
     except RuntimeError as error:  # its group is gone
         failed, note = True, str(error)
     if failed:
@@ -96,6 +97,8 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         note = "this rank is not a member of the process group"
     elif (peers is not None or devices > 1) and evades(layer):
         failed, peers, note = True, None, "the forward on the object does not call the layer's"
+    elif peers is None and (others := groups.beside(layer.state.sharing)):
+        failed, note = True, alone.text(others)
     elif peers is None:
         failed = not (dist.is_available() and dist.is_initialized()) and devices == 1
         note = "no process group" if failed else "one rank"
@@ -162,9 +165,10 @@ def report(module: nn.Module, strict: bool = False) -> Report:
 
     Raises:
         RuntimeError: with `strict`, on all ranks alike: a layer is neither converted nor registered
-            to be left, or another converter replaced it; there is no process group; a layer's
-            group is gone, or broken by an earlier error; or a forward on the object does not call
-            the layer's. Layers with sync=False are no error.
+            to be left, or another converter replaced it; there is no process group; nobody is in
+            it, and the environment or torchft tells of others; a layer's group is gone, is none
+            that PyTorch lists with its ranks, or is broken by an earlier error; or a forward on the
+            object does not call the layer's. Layers with sync=False are no error.
         ValueError: `module` is not a module.
     """
     check_module(module)

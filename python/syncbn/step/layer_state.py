@@ -104,8 +104,8 @@ class LayerState:
             self.name, self.sought = path + self.apart, False
 
     def peers(self, options: Options) -> Peers | None:
-        """Whom to exchange with, if anybody."""
-        return groups.peers(self.sharing, self.find_path) if options.sync else None
+        """Whom a training call exchanges with, if anybody."""
+        return groups.training_peers(self.sharing, self.find_path) if options.sync else None
 
     def find_path(self) -> str:
         """The name. A layer that was made directly, and all others of them, get the path where they

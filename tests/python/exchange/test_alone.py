@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that trains alone though others are there: one warning, and an error of strict reports.
+torch.nn.SyncBatchNorm says nothing. Each case is a process of its own."""
+
+import copy
+import os
+import sys
+import traceback
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import syncbn
+from rank_runs import free_port, quick_context, run_ranks
+from syncbn.parallel import SelfDataParallel
+
+
+def model(**options) -> nn.Module:
+    return syncbn.convert_sync_batchnorm(
+        nn.Sequential(nn.Flatten(), nn.BatchNorm1d(2), nn.BatchNorm1d(2)), **options
+    )
+
+
+def said(*steps) -> list[str]:
+    """The warnings of syncbn in these steps."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in steps:
+            step()
+    texts = [str(w.message) for w in caught]
+    return [text for text in texts if "statistics of this process alone" in text]
+
+
+def train(layer, *rest):
+    return layer(torch.randn(4, 2), *rest)
+
+
+def strict_error(layer) -> str:
+    try:
+        syncbn.report(layer, strict=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def warns_once(text: str, layer=None, path: str = "1") -> None:
+    layer = model() if layer is None else layer
+    assert said(lambda: syncbn.report(layer), lambda: strict_error(layer)) == []
+    (warning,) = said(*[lambda: train(layer)] * 3, lambda: train(model()))
+    assert warning.startswith(f"{path}: statistics of this process alone, though ") and (
+        text in warning
+    ), warning
+    note = warning.split(": ", 1)[1]
+    assert note in strict_error(layer), strict_error(layer)
+    assert note == syncbn.report(layer)[0].note
+
+
+def is_quiet(layer=None) -> None:
+    layer = model() if layer is None else layer
+    assert said(*[lambda: train(layer)] * 3) == []
+    assert "though" not in strict_error(layer)
+
+
+def world_of_one() -> None:
+    init = f"tcp://127.0.0.1:{free_port()}"
+    dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
+
+
+def torchft(*, living: bool, derived: bool = False) -> object:
+    """A module of that name, with a manager or without."""
+
+    class Manager:
+        pass
+
+    class Derived(Manager):
+        pass
+
+    module = types.ModuleType("torchft.manager")
+    vars(module)["Manager"] = Manager
+    sys.modules["torchft.manager"] = module
+    return (Derived if derived else Manager)() if living else None
+
+
+def case_plain():
+    is_quiet()
+    assert strict_error(model()).endswith("no process group")
+
+
+def case_torchrun_without_a_group():
+    os.environ.update(RANK="0", WORLD_SIZE="2")
+    warns_once("the environment has WORLD_SIZE=2")
+
+
+def case_a_group_of_one_beside_others():
+    os.environ.update(RANK="0", WORLD_SIZE="2")
+    world_of_one()
+    warns_once("WORLD_SIZE=2")
+    assert strict_error(model()) != ""
+
+
+def case_chosen():
+    os.environ.update(RANK="0", WORLD_SIZE="2")
+    manager = torchft(living=True)
+    is_quiet(model(sync=False))
+    assert strict_error(model(sync=False)) == ""
+    world_of_one()
+    chosen = (
+        *(model(sync=False), model(group_size=1), model(group="node")),
+        *(model(process_group=dist.group.WORLD), model(process_group=dist.new_group([0]))),
+    )
+    for layer in chosen:
+        is_quiet(layer)
+        assert strict_error(layer) == ""
+        assert syncbn.report(layer)[0].note in ("one rank", "sync=False")
+    warns_once("WORLD_SIZE=2")
+    assert manager
+
+
+def case_a_size_of_one():
+    os.environ.update(WORLD_SIZE="1", OMPI_COMM_WORLD_SIZE="4", SLURM_STEP_NUM_TASKS="4")
+    is_quiet()
+
+
+def case_an_allocation():
+    os.environ.update(SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_NPROCS="4", PMI_SIZE="")
+    is_quiet()
+
+
+def _launched(name: str):
+    def case():
+        os.environ.update({"WORLD_SIZE": "many", name: "3"})
+        warns_once(f"the environment has {name}=3")
+
+    return case
+
+
+case_open_mpi = _launched("OMPI_COMM_WORLD_SIZE")
+case_mpich = _launched("PMI_SIZE")
+case_mvapich = _launched("MV2_COMM_WORLD_SIZE")
+case_slurm_step = _launched("SLURM_STEP_NUM_TASKS")
+
+
+def case_torchft_without_a_manager():
+    torchft(living=False)
+    is_quiet()
+
+
+def case_torchft_without_a_group():
+    manager = torchft(living=True)
+    warns_once("torchft's Manager is there for other replicas")
+    assert manager
+
+
+def case_torchft_with_a_group_of_one():
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    world_of_one()
+    manager = torchft(living=True, derived=True)
+    warns_once("torchft's Manager is there for other replicas")
+    assert manager
+
+
+def case_evaluation():
+    os.environ["WORLD_SIZE"] = "2"
+    assert said(lambda: train(model().eval())) == []
+
+
+def case_named_layer():
+    os.environ["WORLD_SIZE"] = "2"
+    layer = nn.Sequential(nn.Flatten(), nn.Sequential(syncbn.SyncBatchNorm(2)))
+    warns_once("WORLD_SIZE=2", layer, "1.0")
+
+
+def case_several_devices():
+    os.environ["WORLD_SIZE"] = "2"
+    layer = SelfDataParallel(model(), ["cpu"] * 2)
+    assert "WORLD_SIZE=2" in strict_error(layer)
+    assert len(said(lambda: layer(torch.randn(4, 2)))) == 1
+
+
+def case_welford():
+    os.environ["WORLD_SIZE"] = "2"
+    warns_once("WORLD_SIZE=2", model(statistics="welford"))
+
+
+def case_compiled():
+    os.environ["WORLD_SIZE"] = "2"
+    step = torch.compile(model(), backend="aot_eager", fullgraph=True)
+    (warning,) = said(lambda: train(step), lambda: train(step))
+    assert warning.startswith("1: ")
+
+
+def case_function():
+    os.environ["WORLD_SIZE"] = "2"
+    x, mean, var = torch.randn(4, 2), torch.zeros(2), torch.ones(2)
+    (warning,) = said(*[lambda: syncbn.functional.sync_batch_norm(x, mean, var, training=True)] * 2)
+    assert warning.startswith("sync_batch_norm: ")
+
+
+def case_operator():
+    os.environ["WORLD_SIZE"] = "2"
+    arguments = (torch.randn(4, 2), *torch.ones(4, 2), torch.tensor([0]))
+    assert said(lambda: syncbn.ops.batch_norm(*arguments, is_infer=True)) == []
+    (warning,) = said(*[lambda: syncbn.ops.batch_norm(*arguments)] * 2)
+    assert warning.startswith("syncbn.ops.batch_norm: ")
+
+
+ALONE = {name: case for name, case in vars().items() if name.startswith("case_")}
+
+
+def _init(rank: int, port: int) -> None:
+    init = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
+
+
+def gone(layer) -> None:
+    (warning,) = said(*[lambda: train(layer)] * 2, lambda: train(model()))
+    assert warning.startswith("1: statistics of this process alone, though the process group with")
+
+
+def pair_destroyed(rank, ports):
+    """Layers that were synchronized, and a second time."""
+    layer = None
+    for port in ports[:2]:
+        _init(rank, port)
+        layer = model() if layer is None else layer
+        assert said(lambda: train(layer)) == []
+        dist.barrier()
+        dist.destroy_process_group()
+        assert said(lambda: train(layer.eval())) == []
+        gone(layer.train())
+
+
+def pair_destroyed_before_training(rank, ports):
+    _init(rank, ports[0])
+    layer = model()
+    dist.barrier()
+    dist.destroy_process_group()
+    gone(layer)
+
+
+def pair_destroyed_and_copied(rank, ports):
+    _init(rank, ports[0])
+    layer = model()
+    train(layer)
+    dist.barrier()
+    dist.destroy_process_group()
+    gone(copy.deepcopy(layer))
+
+
+def pair_destroyed_and_a_group_of_one(rank, ports):
+    """As after a job that has shrunk; and with sync=False."""
+    _init(rank, ports[0])
+    layer = model()
+    train(layer)
+    dist.barrier()
+    dist.destroy_process_group()
+    is_quiet(model(sync=False))
+    world_of_one()
+    is_quiet(layer)
+
+
+def pair_others_are_left_out(rank, ports):
+    """Of syncbn.join: one rank goes on, in a group of two."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    _init(rank, ports[0])
+    layer = model()
+
+    def epoch():
+        with syncbn.join(layer):
+            for _ in range(1 + 2 * rank):
+                train(layer).sum().backward()
+                syncbn.report(layer)
+
+    assert said(epoch) == []
+    dist.destroy_process_group()
+
+
+PAIRS = {name: case for name, case in vars().items() if name.startswith("pair_")}
+
+
+def _main(rank: int, name: str, ports: list[int], folder: str) -> None:
+    torch.set_num_threads(1)
+    try:
+        ALONE[name]() if name in ALONE else PAIRS[name](rank, ports)
+        outcome = "passed"
+    except BaseException:
+        outcome = traceback.format_exc()
+    Path(folder, str(rank)).write_text(outcome)
+
+
+@pytest.mark.parametrize("name", (*ALONE, *PAIRS))
+def test_case(name, tmp_path):
+    world = 1 if name in ALONE else 2
+    ports = [free_port() for _ in range(2)]
+    run_ranks(quick_context(), _main, world, (name, ports, str(tmp_path)), 100)
+    assert [Path(tmp_path, str(r)).read_text() for r in range(world)] == ["passed"] * world
