@@ -366,7 +366,7 @@ def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | 
 
 def size(sharing: Sharing) -> int:
     """How many ranks peers() would be, without making their group."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _initialized():
         if sharing.name is not None:
             resolve(sharing.name)
         return 1
