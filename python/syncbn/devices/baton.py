@@ -3,18 +3,20 @@
 
 Device k runs until it reaches a synchronized layer or ends; then device k + 1 runs. When all K
 wait at the same layer, the caller's thread computes the layer for all of them, and the round goes
-on. The order is that of one thread, so nothing can deadlock, and random numbers are drawn in device
-order.
+on. The order is that of one thread, so nothing can deadlock. Each device has a CPU generator of its
+own.
 """
 
 import contextlib
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 #: How many runs are in progress in this process: an integer, so that torch.compile can guard on it.
 running = 0
@@ -117,6 +119,45 @@ class _Device:
             self.error = None  # its traceback holds this object, and with it tensors
 
 
+class _Generators:
+    """The states of the devices' CPU generators, of which PyTorch's default one holds that of the
+    device that runs. Device 0's is the default generator's own. Device k's begins as a process's
+    does that calls torch.manual_seed(seed + k), and goes on from step to step while nothing else
+    draws from the default generator. After that it begins with a seed that stands for the default
+    generator's state, so that a program which seeds again repeats itself.
+    """
+
+    #: The default generator's state after the last run, its seed, and the other devices' states.
+    _left: tuple[Tensor, int, list[Tensor]] | None = None
+
+    def __init__(self, count: int) -> None:
+        with _disable_current_modes():
+            own = torch.get_rng_state()
+            if self._left is not None and torch.equal(own, self._left[0]):
+                _, self.seed, others = self._left
+            else:
+                self.seed, others = torch.initial_seed(), []
+                if not torch.equal(own, self._begin(0)):
+                    self.seed = zlib.crc32(bytes(own.tolist()))
+            self.states = [own, *others]
+            self.states += [self._begin(k) for k in range(len(self.states), count)]
+        self.at = 0
+
+    def _begin(self, k: int) -> Tensor:
+        return torch.Generator("cpu").manual_seed((self.seed + k) % 2**64).get_state()
+
+    def switch(self, k: int) -> None:
+        """Before device k runs."""
+        if k != self.at:
+            self.states[self.at] = torch.get_rng_state()
+            torch.set_rng_state(self.states[k])
+            self.at = k
+
+    def leave(self) -> None:
+        self.switch(0)
+        _Generators._left = torch.get_rng_state(), self.seed, self.states[1:]
+
+
 def inside() -> bool:
     """Whether this thread runs one device of several."""
     return getattr(_local, "device", None) is not None
@@ -142,12 +183,14 @@ def run(
     global running
     state = ThreadState.current()
     devices = [_Device(call, state) for call in calls]
+    generators = _Generators(len(devices))
     with _running_lock:
         running += 1
     answers: Sequence[Tensor | None] = [None] * len(devices)
     try:
         while True:
-            for device, answer in zip(devices, answers):
+            for k, (device, answer) in enumerate(zip(devices, answers)):
+                generators.switch(k)
                 device.resume(answer)
                 if device.error is not None:
                     give_up([d.request for d in devices], device.error)
@@ -160,5 +203,6 @@ def run(
     finally:
         for device in devices:
             device.abandon()
+        generators.leave()
         with _running_lock:
             running -= 1

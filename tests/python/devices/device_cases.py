@@ -2,12 +2,15 @@
 """Cases for test_distributed.py, as in rank_cases.py: processes of several devices each."""
 
 import copy
+import functools
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import syncbn
 from rank_cases import DTYPES, raises, shards, unchanged
@@ -54,6 +57,58 @@ def case_virtual_devices_equal_processes_exact(rank, world):
             same(dxs[rank], mine.grad, f"{dtype}, {kind}, dx")
             same(virtual.running_mean, layer.running_mean, "running_mean")
             same(virtual.running_var, layer.running_var, "running_var")
+
+
+class _WithDropout(nn.Module):
+    """Random numbers before, between and after layers, in a checkpointed segment, too."""
+
+    def __init__(self, group, affine_grad):
+        super().__init__()
+        options = {"process_group": group, "affine_grad": affine_grad}
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)
+        self.norms = nn.ModuleList(syncbn.SyncBatchNorm(4, **options) for _ in range(2))
+
+    def _segment(self, x):
+        return F.dropout(self.second(F.dropout(x, 0.3)), 0.3)
+
+    def forward(self, x):
+        x = self.norms[0](F.dropout(self.first(x), 0.2))
+        x = self.norms[1](F.dropout(x.relu() + 0.1 * torch.randn(x.shape), 0.4))
+        return checkpoint(self._segment, x, use_reentrant=False)
+
+
+def case_virtual_devices_equal_processes_with_dropout_exact(rank, world):
+    """Process r seeds with seed + r, the process of all devices with seed: outputs, gradients,
+    parameters and running statistics of some steps have equal bits."""
+    group = alone(rank)
+    for replicate in (True, False) if world == 2 else (True,):  # the order of a sum of three
+        torch.manual_seed(3)
+        mine, whole = _WithDropout(None, "global"), _WithDropout(group, "global")
+        whole.load_state_dict(mine.state_dict())
+        devices = SelfDataParallel(whole, ["cpu"] * world, replicate)
+        xs = list(torch.randn(4, world, 3, 3, 6, 6))
+        results = []
+        own = (mine, slice(rank, rank + 1), 70 + rank)
+        for model, shares, seed in (own, (devices, slice(None), 70)):
+            torch.manual_seed(seed)
+            results.append([])
+            for x in xs:
+                parts = [part.clone().requires_grad_() for part in x[shares]]
+                ys = [model(parts[0])] if model is mine else model(parts)
+                sum(y.square().sum() for y in ys).backward()
+                at = 0 if model is mine else rank
+                results[-1] += [ys[at].detach(), parts[at].grad]
+                with torch.no_grad():
+                    for name, p in (mine if model is mine else whole).named_parameters():
+                        if model is mine and "norms" not in name:
+                            every = [torch.empty_like(p.grad) for _ in range(world)]
+                            dist.all_gather(every, p.grad)
+                            p.grad = functools.reduce(torch.add, every)
+                        results[-1].append(p.grad.clone())
+                        p -= 0.01 * p.grad
+                        p.grad = None
+        assert all(map(torch.equal, *results)) and len(results[0]) == len(results[1])
+        unchanged(whole, mine.state_dict())
 
 
 def case_processes_times_devices_exact(rank, world):

@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import syncbn
@@ -266,12 +267,51 @@ def test_gradient_of_a_tensor_that_is_split_exact(replicate):
 
 
 @pytest.mark.parametrize("replicate", (False, True))
-def test_random_numbers_are_drawn_in_device_order_exact(replicate):
+def test_each_device_has_random_numbers_of_its_own_exact(replicate):
+    """Device k those of torch.manual_seed(seed + k), in all models and steps after the seed."""
     x, dropout = torch.ones(6, 5), nn.Dropout(0.5)
+    models = [SelfDataParallel(dropout, ["cpu"] * k, replicate) for k in (2, 3)]
     torch.manual_seed(9)
-    ys = SelfDataParallel(dropout, ["cpu"] * 3, replicate)(x)
-    torch.manual_seed(9)
-    assert all(torch.equal(y, dropout(part)) for y, part in zip(ys, x.chunk(3), strict=True))
+    steps, after = [model(x) for model in (*models, *models)], torch.rand(3)
+    for k in range(3):
+        torch.manual_seed(9 + k)
+        for ys in steps:
+            if k < len(ys):
+                assert torch.equal(ys[k], dropout(torch.ones_like(ys[k])))
+        if k == 0:
+            assert torch.equal(after, torch.rand(3))
+
+
+def test_a_seed_gives_the_same_random_numbers_whatever_is_drawn_before_and_between_exact():
+    model, x = SelfDataParallel(nn.Dropout(0.5), ["cpu"] * 3), torch.ones(9, 5)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        torch.rand(7)  # such as a model's parameters
+        runs.append([model(x)[2], model(x)[2], torch.rand(3), model(x)[2]])
+        before = torch.get_rng_state()
+        runs[-1] += model(x)
+        torch.set_rng_state(before)
+        assert not torch.equal(*runs[-1][:2])
+    assert all(map(torch.equal, *runs))
+
+
+def test_random_numbers_after_an_error_are_those_of_device_0_exact():
+    def fails(x):
+        y = F.dropout(x)
+        if len(x) == 1:
+            raise KeyError("device 1")
+        return y
+
+    module = nn.Module()
+    module.forward = fails
+    torch.manual_seed(5)
+    with pytest.raises(KeyError):
+        SelfDataParallel(module, ["cpu"] * 2)(torch.ones(3, 5))
+    got = torch.rand(3)
+    torch.manual_seed(5)
+    F.dropout(torch.ones(2, 5))
+    assert torch.equal(got, torch.rand(3))
 
 
 def test_compiled_models_meet_at_their_layers_exact():
