@@ -13,7 +13,7 @@ from ..exchange import transports
 from ..step import layer_paths, recomputation
 from ..step.adapters import apply_step, like_operators, plain
 from ..step.masks import check_mask
-from ..step.options import check_arguments, check_counter, check_options
+from ..step.options import RUNNING, check_arguments, check_counter, check_options, check_plain
 from ..step.profiling import recorded
 from ..step.training import has_samples, takes_part
 from ..step.transforms import check_transforms, refuse_tracing
@@ -65,6 +65,7 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
             check_arguments(x, mean, var, weight, bias, residuals[k])
             if masks[k] is not None:
                 check_mask(masks[k], x)
+            check_plain(ranks == 1, input=x, residual=residuals[k], mask=masks[k])
         except ValueError as error:
             raise ValueError(f"inputs[{k}], of device {k}: {error}") from None
         if x.shape[1] != xs[0].shape[1]:
@@ -114,6 +115,8 @@ def train_step(
     try:
         check_options(options)
         statistics = tuple(map(plain, module._tracked()))
+        shared = dict(zip((*RUNNING, "weight", "bias"), (*statistics, *module._affine())))
+        check_plain(peers is None, **shared)
         check_counter(options.momentum, *statistics)
         if options.statistics != "reproducible":
             raise ValueError(
@@ -136,8 +139,8 @@ def train_step(
     ys = apply_step(xs, weight, bias, residuals, masks, step, statistics)
     if not again:
         _called_with_lists.add(module)
-    shared = *module._tracked()[:2], *module._affine()
-    return [like_operators(*each, *shared) for each in zip(ys, *(t or none for t in given))]
+    own = *module._tracked()[:2], *module._affine()
+    return [like_operators(*each, *own) for each in zip(ys, *(t or none for t in given))]
 
 
 def forward(

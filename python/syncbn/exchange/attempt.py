@@ -29,6 +29,8 @@ _threads: dict[str, int] = {}
 _exchanged: set[tuple[str, str, str]] = set()
 _STEP = ("forward", "backward", "conversion")
 
+#: An operator's error about an argument.
+_INVALID = re.compile(r"\w+: got [^\n]*, expected ")
 #: In PyTorch's error for a tensor on CPU, which has no type of its own.
 _NO_MEMORY = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
 
@@ -222,11 +224,22 @@ def reason_of(error: BaseException) -> str:
     return "memory: got none" if text in ("", "std::bad_alloc") else text
 
 
+def invalid(error: Exception, call: Call, peers: Peers | None) -> Exception:
+    """What an operator says of an argument, as a ValueError with the names of the layer and of this
+    rank; any other error as it is. PyTorch makes a RuntimeError of it."""
+    if not _INVALID.match(str(error)):
+        return error
+    return ValueError(f"{call}{_named(peers)}: {error}")
+
+
+def _named(peers: Peers | None) -> str:
+    return "" if peers is None else f", {peers}"
+
+
 def out_of_memory(error: BaseException, call: Call, peers: Peers | None) -> MemoryError:
     """The same, with the names of the layer and of this rank, to be raised after the others were
     told."""
-    who = "" if peers is None else f", {peers}"
-    named = MemoryError(f"{call}{who}: {reason_of(error)}")
+    named = MemoryError(f"{call}{_named(peers)}: {reason_of(error)}")
     named.told = True  # type: ignore[attr-defined]  # for leave()
     return named
 

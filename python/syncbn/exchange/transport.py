@@ -139,8 +139,10 @@ class Transport(ABC):
             raise self._refused(error, x, call) from None
 
     def _refused(self, error: Exception, x: torch.Tensor, call: Call) -> Exception:
-        """The error to raise, which names the layer where there was no memory."""
+        """The error to raise, which names the layer where there was no memory, and where an
+        operator refused an argument."""
         if not attempt.lacks_memory(error):
+            error = attempt.invalid(error, call, self.peers)
             self.reject(call, error, x=x)
             return error
         self.reject(call, MemoryError(attempt.reason_of(error)), x=x)

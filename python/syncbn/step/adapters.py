@@ -23,7 +23,15 @@ from . import (
     second_derivatives,
 )
 from .layer_state import Identity, LayerState
-from .options import Options, check_arguments, check_counter, check_in_place, check_options
+from .options import (
+    RUNNING,
+    Options,
+    check_arguments,
+    check_counter,
+    check_in_place,
+    check_options,
+    check_plain,
+)
 from .profiling import recorded
 from .streams import Streams
 from .training import Inputs, backward, forward, leave, shared_sums, takes_part
@@ -104,7 +112,8 @@ class _BatchNormInPlace(torch.autograd.Function):
         step = ctx.step._replace(needs=ctx.needs_input_grad[2:6])
         with torch.no_grad():
             slope = step.options.negative_slope
-            x, bits = ops.recover_input(y, mean, rstd, weight, bias, slope)
+            given = (y, mean, rstd, weight, bias, slope)
+            x, bits = step.transport(y).refusing(ops.recover_input, given, y, step.call)
             # The sign is y's: computed again from x it could differ next to 0.
             gradients = backward(step, (dy,), weight, None, x, mean, rstd, info, bits, None)
         if torch.is_grad_enabled():
@@ -216,7 +225,8 @@ def train_step(
                 # Of classes that do not take each other, before the step has begun.
                 if str(error).startswith(f"no implementation found for '{__name__}.train_step'"):
                     live = layer_state.named(state) if isinstance(state, Identity) else state
-                    _tell(error, live, x, plain(weight), options)
+                    with torch._C.DisableTorchFunctionSubclass():
+                        _tell(error, live, x, weight, options)
                 raise
     if not torch.compiler.is_compiling():
         y = in_one.train_step(x, running, weight, bias, residual, mask, options, state)
@@ -241,6 +251,9 @@ def train_step(
     again = segment is not None and segment.kept is not None
     try:
         check_options(options)
+        if not traced:
+            given = {"input": x, "weight": weight, "bias": bias, "residual": residual, "mask": mask}
+            check_plain(peers is None, **given, **dict(zip(RUNNING, running)))
         check_arguments(x, *running[:2], weight, bias, residual, traced)
         check_counter(options.momentum, *running, traced)
         if inplace:
@@ -259,13 +272,11 @@ def train_step(
         raise
     if mask is not None:
         mask = mask.contiguous()
-    if not traced and any(t is not None and t.is_neg() for t in (x, weight, bias, residual)):
-        # An operator that writes to some arguments takes none with the negative bit.
-        x = x.resolve_neg()
-        weight, bias, residual = (
-            None if t is None else t.resolve_neg() for t in (weight, bias, residual)
-        )
     tensors = (x, weight, bias, residual, mask)
+    if not traced and any(t is not None and t.is_neg() for t in tensors):
+        # An operator that writes to some arguments takes none with the negative bit.
+        tensors = tuple(None if t is None else t.resolve_neg() for t in tensors)
+        x, weight, bias, residual, mask = tensors
     if live is None:
         y, *statistics = as_operator.training_step(*tensors, options, state)
         _update(running, None, statistics, options.momentum)

@@ -156,7 +156,10 @@ def _back(step: Step, made: tuple, dy: Tensor, saved: tuple) -> tuple[tuple | No
     try:
         _, needs_weight, needs_bias, needs_residual = step.needs
         keep = needs_residual and (kind != 0 or mask is not None)
-        dy = like(dy, x)
+        try:
+            dy = like(dy, x)
+        except ValueError:
+            return None, None  # the general way tells the others
         arguments = (
             *(dy, x, statistics, weight, bias, activation_mask, mask, count, tag, kind),
             *(options.negative_slope, keep, weight.dtype if needs_weight else None),

@@ -20,8 +20,12 @@ ActivationName = Literal["none", "relu", "leaky_relu"]
 
 AFFINE_GRADS: tuple[AffineGrad, ...] = get_args(AffineGrad)
 STATISTICS: tuple[Statistics, ...] = get_args(Statistics)
+#: What training updates, by name.
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 #: Of the core: that of the words of a message.
 _MOST_CHANNELS = 2**31
+#: Of the core, and of PyTorch's own operators.
+_MOST_AXES = 64
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -111,6 +115,27 @@ def check_strided(name: str, x: object) -> None:
         got = f"a tensor of layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
         got = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else got
         raise ValueError(f"{name}: got {got}, expected a tensor with strides")
+
+
+def check_plain(alone: bool, **tensors: Tensor | None) -> None:
+    """Refuses a tensor of a class that decides itself about each operator, if it takes none of this
+    package, or if other ranks would get a message of that class."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+            continue
+        cause = None
+        if alone:
+            try:
+                ops.rejection(tensor.detach(), 0)  # a small one
+                continue
+            except Exception as error:
+                cause = error
+        what = "does not take this package's operators" if alone else "cannot be exchanged"
+        raise ValueError(
+            f"{name}: got a {type(tensor).__name__}, which {what}, expected a plain tensor"
+        ) from cause
 
 
 def check_like_input(name: str, tensor: Tensor, x: Tensor) -> None:
@@ -280,6 +305,8 @@ def check_input(name: str, x: Tensor, traced: bool = False) -> None:
         raise ValueError(f"{name}: got a tensor on {x.device}, expected the CPU or CUDA")
     if x.dim() < 2:
         raise ValueError(f"{name}: got {x.dim()}D input, expected at least 2D (N, C, ...)")
+    if x.dim() > _MOST_AXES:
+        raise ValueError(f"{name}: got {x.dim()}D input, expected at most {_MOST_AXES}D")
     _check_dtype(name, x)
 
 

@@ -19,7 +19,7 @@ from ..exchange.transports import Alone, transport_of
 from ..operators import HEADER_WORDS, message_words, ops
 from . import layer_paths
 from .layer_state import LayerState
-from .options import Options, values_per_channel
+from .options import Options, check_plain, check_strided, values_per_channel
 from .profiling import recorded
 from .recomputation import Segment
 from .transforms import check_not_batched
@@ -142,7 +142,17 @@ def shared_sums(given: Inputs, exchanged: tuple | None = None) -> tuple[Step, tu
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
     """The tensor in x's layout."""
-    return tensor if tensor.stride() == x.stride() else torch.empty_like(x).copy_(tensor)
+    if tensor.stride() == x.stride():
+        return tensor
+    check_strided("gradient", tensor)
+    if tensor.shape != x.shape:  # x.data is another since forward
+        raise ValueError(f"input: got shape {tuple(x.shape)}, expected {tuple(tensor.shape)} still")
+    return torch.empty_like(x).copy_(tensor)
+
+
+def _fitting(dy: Tensor, x: Tensor, alone: bool) -> Tensor:
+    check_plain(alone, gradient=dy)
+    return like(dy, x)
 
 
 def leave(error: BaseException, given: Inputs) -> None:
@@ -265,11 +275,12 @@ def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
     masked = any(mask is not None for mask in saved[7::6])
     keep = needs_residual and (options.activation != "none" or masked)
     gradients, through, passes = [], [], []
+    transport = step.transport(x)
     for k, (w, b) in enumerate(_placed(xs, weight, bias)):
         z, *statistics, activation_mask, mask = saved[2 + 6 * k : 8 + 6 * k]
         dy = torch.zeros_like(z) if dys[k] is None else dys[k]
         check_not_batched(step.call, dy)
-        dy = like(dy, z)
+        dy = transport.refusing(_fitting, (dy, z, step.peers is None), x, step.call)
         after = (w, b, activation_mask, options.activation_kind, options.negative_slope)
         arguments = (_cast(dy, x.dtype), _cast(z, x.dtype), *statistics, *after, keep)
         gradients.append(dy)
@@ -288,7 +299,6 @@ def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
             (u if keep else gradients[0]) if needs_residual else None,
         )
     if exchanged is None:
-        transport = step.transport(x)
         exchanged = transport.sums_of(
             "gradients", passes, lead, x.shape[1], step.call, shares, finalizes=step.exchanges
         )

@@ -174,7 +174,21 @@ OPERATOR = (
     ({"group": 3}, "^process_group: got 3, expected a process group"),
 )
 
+MASKED = torch.masked.MaskedTensor._from_values(X, X > 0)  # without its warning
+OPERATORS = "got a MaskedTensor, which does not take this package's operators, expected a plain"
+
 OTHERS = {
+    "axes": (
+        lambda layer: layer(X.view(5, C, 3, *(1,) * 62)),
+        "^input: got 65D input, expected at most 64D",
+    ),
+    "conjugate": (
+        lambda layer: layer(X.to(torch.complex64).conj()),
+        f"^input: got torch.complex64, {FLOATS}",
+    ),
+    "masked": (lambda layer: layer(MASKED), f"^input: {OPERATORS}"),
+    "masked residual": (lambda layer: layer(X, MASKED), f"^residual: {OPERATORS}"),
+    "masked function": (_function(x=MASKED), f"^input: {OPERATORS}"),
     "counter negative": (_cumulative(-5), r"^num_batches_tracked: got -5, expected 0 to 2\^53"),
     "counter overflows": (_cumulative(2**63 - 1), r"^num_batches_tracked: got 9.*0 to 2\^53"),
     "counter at its end": (

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from bad_input_table import CASES, INPUTS, MASKS, RESIDUALS, C, X
+from bad_input_table import CASES, INPUTS, MASKED, MASKS, RESIDUALS, C, X
 from support import available_levels, layouts_of, new_layer
 from syncbn.operators import ops
 
@@ -109,6 +109,46 @@ def test_operators_called_by_name_refuse_in_backward(bad):
     with pytest.raises(RuntimeError):
         ops.local_gradients(bad, *rest)
     assert torch.equal(ops.local_gradients(X, *rest)[0], good)
+
+
+def _replace_weight(layer, x):
+    layer.weight.data = torch.ones(C + 1)
+
+
+def _free_input(layer, x):
+    x.untyped_storage().resize_(0)
+
+
+def _one(layer, x, dy=X):
+    return lambda y=layer(x): y.backward(dy)
+
+
+BACKWARDS = {
+    "one": _one,
+    "list": lambda layer, x: lambda ys=layer([x, x]): sum(y.sum() for y in ys).backward(),
+    "twice": lambda layer, x: lambda y=layer(x): torch.autograd.grad(
+        y.sum(), x, create_graph=True
+    ),
+}
+
+
+@pytest.mark.parametrize("change", (_replace_weight, _free_input))
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_a_tensor_that_changed_before_backward(backward, change):
+    layer, x = new_layer(C), X.clone().requires_grad_()
+    run = BACKWARDS[backward](layer, x)
+    change(layer, x)
+    with pytest.raises(ValueError, match=r"^SyncBatchNorm, call 0, backward, .*: got .*expected"):
+        run()
+    assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("dy", (X.to_sparse(), MASKED), ids=("sparse", "masked"))
+@pytest.mark.parametrize("activation", ("none", "relu"))
+def test_a_gradient_that_is_no_plain_tensor(dy, activation):
+    run = _one(new_layer(C, activation=activation), X.clone().requires_grad_(), dy)
+    with pytest.raises(ValueError, match="^SyncBatchNorm, call 0, backward, .*: gradient: got a"):
+        run()
 
 
 POISONS = {

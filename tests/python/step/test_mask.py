@@ -381,3 +381,10 @@ def test_operators_follow_their_schemas():
     ):
         with pytest.raises(RuntimeError, match=given):
             ops.local_moments(torch.randn(5, 4, 6), 0, None, 1e-5, 0, mask)
+
+
+def test_a_mask_with_the_negative_bit():
+    x = torch.linspace(-1, 1, 60).view(5, 4, 3)
+    mask = (x[:, 0] > 0).to(torch.uint8)
+    y = syncbn.SyncBatchNorm(4)(x, None, torch._neg_view(-mask))
+    assert torch.equal(y, syncbn.SyncBatchNorm(4)(x, None, mask))

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of other classes, and tensors that change between forward and backward, on one rank or on
+all; run by test_distributed.py as rank_cases.py is."""
+
+import warnings
+
+import torch
+from torch import nn
+from torch.masked import masked_tensor
+
+import syncbn
+from rank_cases import raises
+from subclasses import CLASSES, Closed
+
+X = torch.linspace(-2, 3, 4 * 3 * 5 * 5).sin().view(4, 3, 5, 5)
+DY = X.cos()
+
+
+def _step(layer, x):
+    x = x.clone().requires_grad_()
+    layer(x).backward(DY)
+    return x.grad
+
+
+def case_a_subclass_on_one_rank_exact(rank, world):
+    expected = syncbn.SyncBatchNorm(3)
+    dx = _step(expected, X + rank)
+    for make in (make for name, make in CLASSES.items() if name != "wrapper"):
+        layer = syncbn.SyncBatchNorm(3)
+        x = make(X + rank) if rank == 0 else X + rank
+        x.requires_grad_()
+        layer(x).mul_(1).backward(DY.clone())
+        assert torch.equal(x.grad.as_subclass(torch.Tensor), dx)
+        assert torch.equal(layer.weight.grad, expected.weight.grad)
+        assert torch.equal(layer.running_var, expected.running_var)
+        assert type(layer(x)) is type(nn.BatchNorm2d(3)(x))
+
+
+def _closed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is a prototype
+        yield "MaskedTensor", lambda x: masked_tensor(x, x > 0)
+    yield "Closed", lambda x: x.as_subclass(Closed)
+    yield "Wrapper", CLASSES["wrapper"]
+
+
+def case_classes_that_take_no_operator(rank, world):
+    layer = syncbn.SyncBatchNorm(3)
+    mask, text = X[:, 0] > 0, "expected a plain tensor"
+    for kind, make in _closed():
+        for name, given in (
+            ("input", lambda make=make: layer(make(X))),
+            ("residual", lambda make=make: layer(X, make(X))),
+            ("mask", lambda make=make: layer(X, None, make(mask))),
+            ("inputs.0., of device 0: input", lambda make=make: layer([make(X), X])),
+            ("inputs.1., of device 1: residual", lambda make=make: layer([X, X], [X, make(X)])),
+            ("inputs.0., of device 0: mask", lambda make=make: layer([X, X], None, [make(mask), None])),
+            ("running_mean", lambda make=make: _with(layer, "running_mean", make)),
+            ("running_var", lambda make=make: _with(layer, "running_var", make)),
+            ("num_batches_tracked", lambda make=make: _with(layer, "num_batches_tracked", make)),
+        ):
+            if rank == 0:
+                raises(ValueError, f"^{name}: got a {kind}, .*{text}", given)
+            else:
+                text_here = f"a rank refused its input: rank 0: .*ValueError: {name}: got a {kind}"
+                call = (lambda: layer([X, X])) if "inputs" in name else (lambda: layer(X))
+                raises(syncbn.DivergenceError, text_here, call)
+    layer(X)
+    assert layer.num_batches_tracked == 1
+
+
+def _with(layer, name, make):
+    good = layer._buffers[name]
+    layer._buffers[name] = make(good.clone())
+    try:
+        layer(X)
+    finally:
+        layer._buffers[name] = good
+
+
+def case_classes_that_do_not_take_each_other(rank, world):
+    layer = syncbn.SyncBatchNorm(3)
+    if rank == 0:
+        layer.running_mean = CLASSES["lost"](layer.running_mean)
+
+        class Other(torch.Tensor):
+            __torch_function__ = classmethod(lambda *_, **__: NotImplemented)
+
+        text = "no implementation found for .*train_step"
+        raises(TypeError, text, lambda: layer(X.as_subclass(Other)))
+    else:
+        text = "rank 0: .*TypeError: no implementation found"
+        raises(syncbn.DivergenceError, text, lambda: layer(X))
+    layer(X)
+
+
+def _weight(layer, x):
+    layer.weight.data = torch.ones(5)
+
+
+def _weight_storage(layer, x):
+    layer.weight.untyped_storage().resize_(0)
+
+
+def _bias(layer, x):
+    layer.bias.data = torch.zeros(5)
+
+
+def _bias_storage(layer, x):
+    layer.bias.untyped_storage().resize_(0)
+
+
+def _input(layer, x):
+    x.data = torch.ones(3, 3)
+
+
+def _input_samples(layer, x):
+    x.data = torch.ones(2, 3, 5, 5)
+
+
+def _input_strides(layer, x):
+    x.data = torch.ones(1, 4, 3, 5, 5)
+
+
+def _input_storage(layer, x):
+    x.untyped_storage().resize_(0)
+
+
+def _residual(layer, x):
+    x.untyped_storage().resize_(0)
+
+
+CHANGES = (_weight, _weight_storage, _bias, _bias_storage, _input, _input_samples)
+CHANGES += (_input_strides, _input_storage, _residual)
+
+
+def case_refusals_in_backward_reach_every_rank(rank, world):
+    """Over an operator that the whole step is, and over the general way."""
+    for options in ({}, {"activation": "relu"}, {"statistics": "welford"}, IN_PLACE):
+        for change in CHANGES:
+            if change in (_bias, _bias_storage) and "activation" not in options:
+                continue  # backward does not read the bias
+            if options is IN_PLACE and change not in (_weight, _weight_storage, _bias):
+                continue  # its input is its output
+            layer = nn.Sequential(syncbn.SyncBatchNorm(3, **options))[0]
+            x = X.clone().requires_grad_()
+            y = layer(x * 1) if options is IN_PLACE else layer(x)
+            y = layer(x, x) if change is _residual else y
+            if rank == 0:
+                change(layer, x)
+                text = r"SyncBatchNorm, call \d, backward, 3 channels, float32.*: "
+                text += r"(input|x|dy|weight|bias): got .*, expected "
+                raises(ValueError, text, lambda: y.backward(DY))
+            else:
+                text = "rank 0: .*ValueError: .*: got .*, expected "
+                raises(syncbn.DivergenceError, text, lambda: y.backward(DY))
+
+
+IN_PLACE = {"activation": "leaky_relu", "inplace": True}
