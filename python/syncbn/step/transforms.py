@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transforms and tracers of PyTorch around a training step: those that have no exchange are refused.
-What a rank does with them it does alone. So it takes part in no exchange for the refusal, and the
-other ranks, who wait for a step of training, find it there if it goes on."""
+"""Transforms and tracers of PyTorch around a training step: those that have no exchange are
+refused. What a rank does with them it does alone. So it takes part in no exchange for the refusal,
+and the other ranks, who wait for a step of training, find it there if it goes on."""
 
 import sys
 from collections.abc import Iterable
@@ -38,9 +38,9 @@ def check_transforms(state: Any, tensors: Iterable[tuple[str, object]]) -> None:
         return
     if torch._C._are_functorch_transforms_active():
         refuse(
-            f"{_name(state)}: got a training call inside a transform of torch.func (vmap, grad, jvp, "
-            "...), expected one outside; derivatives come from torch.autograd, also second ones, "
-            "and evaluation mode takes all transforms"
+            f"{_name(state)}: got a training call inside a transform of torch.func (vmap, grad, "
+            "jvp, ...), expected one outside; derivatives come from torch.autograd, also second "
+            "ones, and evaluation mode takes all transforms"
         )
     if forward_ad._current_level < 0:
         return
