@@ -89,11 +89,10 @@ def make(
     # A connection to each rank, one to the store, and what shared memory needs.
     _check_descriptors(len(nodes) + 16)
     connection = whereabouts.connection()
-    store = whereabouts.store(connection)
     groups: dict[str, dist.ProcessGroup] = {}
 
     def add(part: str, ranks: list[int]) -> dist.ProcessGroup:
-        place = dist.PrefixStore(f"{key}{part}", store)
+        place = dist.PrefixStore(f"{key}{part}", connection)
         groups[name + part] = _gloo(place, ranks.index(rank), len(ranks), limit)
         return groups[name + part]
 

@@ -268,7 +268,7 @@ def own_group(
     met: list[tuple[peer_meeting.Met | None, str]] = []
     given_up: list[bool] = []
 
-    def make(offers: list[meeting.Offer], place: str) -> tuple[str, int]:
+    def make(offers: list[meeting.Offer], place: str) -> tuple[str, int, str]:
         number = 1 + max(offer.value[0] for offer in offers)
         name, nodes = f"{base}/{number}", [offer.value[1] for offer in offers]
         # Gloo's own limit must not come first: its errors name nobody.
@@ -279,7 +279,7 @@ def own_group(
             met.append(peer_meeting.meet(name, formed.groups[name], len(set(nodes)), store, device))
         if given_up:  # meanwhile, and nobody takes it
             made.pop().close()
-        return name, number
+        return name, number, place
 
     way = "peer_memory" if by_devices else "auto" if share else "process_group"
     asks = f"timeout={timeout:g}, engine={way!r}"
@@ -287,7 +287,7 @@ def own_group(
     offer = meeting.Offer(who, asks, (_made.get(base, 0), node_identity()))
     _unmade[key] = patience
     try:
-        name, number = meeting.meet("syncbn/group", ranks, rank, patience, offer, make)
+        name, number, place = meeting.meet("syncbn/group", ranks, rank, patience, offer, make)
     except BaseException as error:
         if isinstance(error, DivergenceError):  # to be asked for in another way
             del _unmade[key]
@@ -325,7 +325,7 @@ def own_group(
     _own_groups[key] = own
     if len(ranks) > 1:
         alone.found_others()
-    whereabouts.watch(name, rank, len(ranks), formed.store)
+    whereabouts.watch(name, rank, len(ranks), formed.store, place)
     return own
 
 

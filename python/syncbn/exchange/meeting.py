@@ -4,15 +4,20 @@
 Gloo connects all ranks with all others, and names nobody who does not come. So each rank announces
 itself in the store and waits until all have; then they make the group, and each says that it has.
 Both waits end with one verdict for all ranks: that all came, or the first rank's reason why not.
+
+The store may be older than these processes, and hold what others have left there. So each rank that
+comes begins a round, under a random token, and ranks that wait follow to it: who has come to the
+last round was alive when the last rank came. No clock and no counter of a launcher decides that.
 """
 
 import hashlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -36,6 +41,13 @@ _ALL = "all"
 _KINDS = {kind.__name__: kind for kind in (ExchangeTimeout, PeerLost)}
 
 
+#: By topic: the rounds that this process's last attempt was in.
+_rounds: dict[str, list[str]] = {}
+#: By topic: the attempt that waits now.
+_waiting: dict[str, "_Attempt"] = {}
+os.register_at_fork(after_in_child=_waiting.clear)
+
+
 class Offer(NamedTuple):
     """What a rank announces. who: the layer or function that needs the group. asks: what all ranks
     must ask for alike, as a text. value: what the others need of this rank."""
@@ -44,6 +56,8 @@ class Offer(NamedTuple):
     asks: str = ""
     value: Any = None
     process: tuple = ()
+    round: str = ""
+    at: float = 0.0
 
 
 class _Over(Exception):
@@ -90,13 +104,25 @@ def _has_ended(process: tuple) -> bool:
         return False
 
 
+def _since() -> float:
+    """When this process began. What was written before is not of this job's ranks, or old; clocks
+    of two nodes differ by less than a job needs to start. On it depends only how soon errors come.
+    """
+    try:
+        age = time.clock_gettime(time.CLOCK_BOOTTIME)
+        age -= int(_started(os.getpid())[1]) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return 0.0
+    return time.time() - age
+
+
 def _refusal(kind: type[Exception], text: str) -> str:
-    return json.dumps([kind.__name__, text])
+    return json.dumps([kind.__name__, text, time.time()])
 
 
 class _Attempt:
-    """One attempt of these ranks to meet. Its keys lie under a number that all ranks agree on: a
-    rank that is in an earlier attempt of its own goes on to the next, where the others find it."""
+    """One attempt of these ranks to meet. The key "now" has the token of the last round, and when
+    that is over its verdict."""
 
     def __init__(self, topic: str, ranks: tuple[int, ...], rank: int, limit: float, offer: Offer):
         self.ranks, self.rank = ranks, rank
@@ -106,20 +132,15 @@ class _Attempt:
         self.offers: dict[int, Offer] = {}
         #: why this rank goes, if it does
         self.left = ""
-        self._missing = [r for r in range(len(ranks)) if r != rank]
+        self.round, self.since = "", _since()
+        self.rounds: list[str] = []
+        self._missing = self._all_others()
         self._looked = time.monotonic()
 
     def run(self, make: Callable | None) -> Any:
-        self.store = dist.PrefixStore(self.topic, whereabouts.store())
-        number = self._swap("now", "", "1")
-        while self._is_past(number):
-            number = self._swap("now", number, str(int(number) + 1))
-        if self.left:  # while the store did not answer
-            raise _Over(PeerLost, self.left)
-        self.store = dist.PrefixStore(f"{self.topic}/{number}", whereabouts.store())
-        self.store.set(f"came/{self.rank}", json.dumps(self.offer))
-        self._come("came")
-        self._wait("came", None)
+        self.store = dist.PrefixStore(self.topic, dist.distributed_c10d._get_default_store())
+        self._wait_for_all()
+        self._missing = []
         texts = self.store.multi_get([f"came/{r}" for r in range(len(self.ranks))])
         self.offers = {r: Offer(*json.loads(text)) for r, text in enumerate(texts)}
         offers = list(self.offers.values())
@@ -130,50 +151,99 @@ class _Attempt:
         if make is None:
             return [offer.value for offer in offers]
         self.until = max(self.until, time.monotonic() + CONNECTING)
-        making = apart.begin(lambda: make(offers, f"{self.topic}/{number}"))
-        self._wait("made", making)
+        making = apart.begin(lambda: make(offers, f"{self.topic}/{self.round}"))
+        self._wait_until_made(making)
         return making.result()
 
-    def _is_past(self, number: str) -> bool:
-        """Whether this rank was in that attempt, or need not come to it any more."""
-        if self.store.check([f"{number}/came/{self.rank}"]):
-            return True
-        return skip_failed and self.store.check([f"{number}/came/verdict"])
+    def begin(self, make: Callable | None) -> Future:
+        """What run() gives, or raises."""
+        self._before = _rounds.get(self.topic, [])
+        _rounds[self.topic] = self.rounds
+        return apart.begin(lambda: self.run(make))
 
-    def _swap(self, key: str, expected: str, value: str) -> str:
-        return self.store.compare_set(key, expected, value).decode()
+    def _begin_round(self) -> None:
+        """Raises the others' error if they have given up before this rank came."""
+        fresh = secrets.token_hex(8)
+        now = self._swap("now", "", fresh)
+        while now != fresh:
+            token, _, verdict = now.partition(" ")
+            if verdict not in ("", _ALL) and token not in self._before and not skip_failed:
+                if json.loads(verdict)[2] >= self.since:
+                    self.round = token
+                    self._raise(verdict, "came")
+            if self.left:  # while the store did not answer
+                raise _Over(PeerLost, self.left)
+            now = self._swap("now", now, fresh)
+
+    def _wait_for_all(self) -> None:
+        """Looks again and again: a request that waits in the store would keep the store from other
+        threads, and Ctrl-C from this rank."""
+        self._begin_round()
+        pause = 0.001
+        while True:
+            now = self.store.get("now").decode()
+            token, _, verdict = now.partition(" ")
+            if self.left and _rounds[self.topic] is not self.rounds:  # it has come again
+                raise _Over(PeerLost, self.left)
+            if verdict:
+                self.rounds.append(token)
+            if verdict == _ALL:
+                return
+            if verdict:
+                self._raise(verdict, "came")
+            if reason := self._reason():
+                self._swap("now", now, f"{now} {reason}")
+            elif token != self.round:
+                self.round = token
+                self._come("came")
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.1)
 
     def _come(self, stage: str) -> None:
-        if stage != "came":
-            self.store.set(f"{stage}/{self.rank}", "yes")
-        if self.store.add(stage, 1) == len(self.ranks):
-            self._swap(f"{stage}/verdict", "", _ALL)
+        if stage == "came":
+            self.rounds.append(self.round)
+            self._missing = self._all_others()
+            offer = self.offer._replace(round=self.round, at=time.time())
+            self.store.set(f"came/{self.rank}", json.dumps(offer))
+        else:
+            self.store.set(f"{self.round}/{stage}/{self.rank}", "yes")
+        if self.store.add(f"{self.round}/{stage}", 1) == len(self.ranks):
+            if stage == "came":
+                self._swap("now", self.round, f"{self.round} {_ALL}")
+            else:
+                self._swap(f"{self.round}/{stage}/verdict", "", _ALL)
 
-    def _wait(self, stage: str, making: Future | None) -> None:
-        """Until there is a verdict. Looks again and again: a request that waits in the store would
-        keep the store from other threads, and Ctrl-C from this rank."""
-        key, pause = f"{stage}/verdict", 0.001
+    def _wait_until_made(self, making: Future) -> None:
+        key, pause = f"{self.round}/made/verdict", 0.001
+        waits = True
         while True:
             verdict = self.store.get(key).decode() if self.store.check([key]) else ""
             if not verdict:
                 reason = self._reason()
-                if making is not None and making.done():
+                if waits and making.done():
                     error = making.exception()
-                    making = None
+                    waits = False
                     if error is not None:
                         reason = self._leaves(f"{type(error).__name__}: {error}")
                     elif not reason:
-                        self._come(stage)
+                        self._come("made")
                         continue
                 if reason:
                     verdict = self._swap(key, "", reason)
             if verdict == _ALL:
                 return
             if verdict:
-                kind, text = json.loads(verdict)
-                raise _Over(_KINDS[kind], f"{text}; {self._others(stage)}")
+                self._raise(verdict, "made")
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
+
+    def _swap(self, key: str, expected: str, value: str) -> str:
+        return self.store.compare_set(key, expected, value).decode()
+
+    def _raise(self, verdict: str, stage: str) -> NoReturn:
+        kind, text, _ = json.loads(verdict)
+        raise _Over(_KINDS[kind], f"{text}; {self._others(stage)}")
 
     def _leaves(self, why: str) -> str:
         return _refusal(PeerLost, f"rank {self.rank} left the group: {why}")
@@ -193,30 +263,36 @@ class _Attempt:
                 return _refusal(PeerLost, f"rank {ended[0]} ended while the group was made")
         return ""
 
+    def _all_others(self) -> list[int]:
+        return [rank for rank in range(len(self.ranks)) if rank != self.rank]
+
     def _read(self, number: int) -> None:
-        """Looks for announcements that are new, of at most `number` ranks."""
+        """Looks for at most `number` ranks that have not come to this round."""
         looked, self._missing = self._missing[:number], self._missing[number:]
         for rank in looked:
             key = f"came/{rank}"
             if self.store.check([key]):
-                self.offers[rank] = Offer(*json.loads(self.store.get(key)))
-            else:
-                self._missing.append(rank)
+                offer = Offer(*json.loads(self.store.get(key)))
+                if offer.at >= self.since:  # else of another process, which may have ended
+                    self.offers[rank] = offer
+                if offer.round == self.round:
+                    continue
+            self._missing.append(rank)
 
     def _others(self, stage: str) -> str:
         """A line for each of the other ranks."""
         if stage == "came":
             self._read(len(self._missing))
         lines = []
-        for rank in range(len(self.ranks)):
-            if rank == self.rank:
-                continue
+        for rank in self._all_others():
             offer = self.offers.get(rank)
-            if offer is None:
-                line = "has not come (ended, stopped, or elsewhere)"
-            elif _has_ended(offer.process):
+            if offer is not None and _has_ended(offer.process):
                 line = "has ended"
-            elif stage != "came" and not self.store.check([f"{stage}/{rank}"]):
+            elif offer is None:
+                line = "has not come (ended, stopped, or elsewhere)"
+            elif offer.round != self.round:
+                line = f"came, for {offer.who}, and does not answer (ended, stopped, or elsewhere)"
+            elif stage != "came" and not self.store.check([f"{self.round}/{stage}/{rank}"]):
                 line = f"came, for {offer.who}, and is not connected"
             else:
                 line = f"came, for {offer.who}"
@@ -241,8 +317,13 @@ def meet(
     """
     place = f"{offer.who}, while the group is made, rank {rank} of {len(ranks)}"
     attempt = _Attempt(topic, ranks, rank, limit, offer)
-    result = apart.begin(lambda: attempt.run(make))
     try:
+        if _waiting.setdefault(attempt.topic, attempt) is not attempt:
+            raise RuntimeError(
+                f"{place}: got a call while another thread exchanges in the same group, expected "
+                "one thread for each group (process_group=)"
+            )
+        result = attempt.begin(make)
         while not apart.is_done(result, attempt.until + _GRACE - time.monotonic()):
             if time.monotonic() > attempt.until + _GRACE:
                 raise ExchangeTimeout(
@@ -252,6 +333,9 @@ def meet(
     except BaseException as error:
         attempt.left = "it was interrupted" if not isinstance(error, Exception) else "it gave up"
         raise
+    finally:
+        if _waiting.get(attempt.topic) is attempt:
+            del _waiting[attempt.topic]
     try:
         return result.result()
     except _Over as over:

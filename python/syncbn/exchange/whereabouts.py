@@ -58,15 +58,6 @@ def leave(group: str) -> float:
     return now - state.since
 
 
-def store(connection: dist.Store | None = None) -> dist.Store:
-    """torch.distributed's store, for keys of this attempt alone: a launcher that restarts a job may
-    keep the store, and with it what the attempt before has left there."""
-    if connection is None:
-        connection = dist.distributed_c10d._get_default_store()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt{attempt}", connection)
-
-
 def _connections(use: str) -> list[dist.Store]:
     """To the store, until destroy_process_group clears them: a connection left over would hold the
     store's server, and with it a port that the next init_process_group may want."""
@@ -86,13 +77,14 @@ def connection() -> dist.Store:
 
 
 class _Watch:
-    """One group's keys in the store. own: a connection on which no request waits."""
+    """One group's keys in the store, below `place`, which is this group's alone. own: a connection
+    on which no request waits."""
 
-    def __init__(self, group: str, rank: int, ranks: int, own: dist.Store) -> None:
+    def __init__(self, group: str, rank: int, ranks: int, own: dist.Store, place: str) -> None:
         self.group, self.rank, self.ranks = group, rank, ranks
         # By its identity: holding the store would keep its server, and with it the port.
         self.origin = id(dist.distributed_c10d._get_default_store())
-        self.store = dist.PrefixStore(f"syncbn/where/{group}", store(own))
+        self.store = dist.PrefixStore(f"{place}/where", own)
         self.answered = 0
 
     def answer(self) -> None:
@@ -117,13 +109,14 @@ class _Watch:
             time.sleep(0.02)
 
 
-def watch(group: str, rank: int, ranks: int, used: dist.Store) -> None:
-    """Answers for this group from now on. used: a connection() that the caller needs no more."""
+def watch(group: str, rank: int, ranks: int, used: dist.Store, place: str) -> None:
+    """Answers for this group from now on. used: a connection() that the caller needs no more.
+    place: of the store, for this group alone."""
     global _thread
     with _lock:
         own = _connections("watch")
         (_connections("free") if own else own).append(used)
-        _watched[group] = _Watch(group, rank, ranks, own[0])
+        _watched[group] = _Watch(group, rank, ranks, own[0], place)
         if _thread is None:
             _thread = threading.Thread(target=_run, name="syncbn-where", daemon=True)
             _thread.start()

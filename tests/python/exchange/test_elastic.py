@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job under torchrun that loses a rank: the launcher starts both ranks again, the layers make
-their groups anew, and nothing of the first attempt is left on the node."""
+"""A job that loses a rank, and that its launcher starts again: the layers make their groups anew,
+whatever the launcher's agents count and its store still holds, and nothing of the first attempt is
+left on the node."""
 
+import datetime
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+
+import syncbn
+from rank_runs import quick_context, run_ranks, written
+from syncbn.exchange import groups, whereabouts
 
 JOB = Path(__file__).with_name("elastic_job.py")
 
@@ -62,3 +72,80 @@ def test_a_killed_rank_is_started_again_and_nothing_is_left(tmp_path):
     assert [p for p in processes if _start_time(p) is not None] == []
     # Two starts of two processes on a busy machine, and nobody waits for the limit of 300 s.
     assert seconds < 200, f"{seconds:.0f} s"
+
+
+def _attempt_before(rank: int, world: int, port: int, left: str) -> None:
+    """Leaves in the store what an attempt leaves there that ends so."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # that has no keys there
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world)
+    ranks, whereabouts.INTERVAL = list(range(world)), 0.1
+    if left == "made":
+        own = groups.own_group(ranks, 20.0, "auto")
+        whereabouts.tell(own.group_name, f"rank {rank} left the group: it was ended")
+        time.sleep(1)
+    elif rank > 0:  # rank 0 does not come
+        limit = 0.5 if left == "given up" else 20.0
+        threading.Thread(
+            target=groups.own_group, args=(ranks, limit, "auto"), daemon=True
+        ).start()
+        time.sleep(2)
+    os._exit(0)
+
+
+def _attempt(rank: int, world: int, port: int, counts: list[int], folder: str) -> None:
+    """Layers of the default group and of a smaller one, made in their first steps."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(counts[rank])
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    limit = datetime.timedelta(seconds=20)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    pair = dist.new_group([0, world - 1])
+    began = time.monotonic()
+    time.sleep(0.3 * rank)  # those that left something come first, or last
+    layer = syncbn.SyncBatchNorm(1, momentum=1.0)
+    layer(torch.tensor([[rank + 1.0], [rank + 2.0]]))
+    means = [layer.running_mean.item()]
+    if rank in (0, world - 1):
+        small = syncbn.SyncBatchNorm(1, momentum=1.0, process_group=pair)
+        small(torch.tensor([[rank + 1.0], [rank + 2.0]]))
+        means.append(small.running_mean.item())
+    Path(folder, f"{rank}.json").write_text(str([time.monotonic() - began, *means]))
+    dist.barrier()
+    os._exit(0)
+
+
+CASES = [
+    *(("nothing", [1, 1, 0]), ("waiting", [0, 0, 0]), ("waiting", [0, 2, 1])),
+    *(("given up", [0, 0, 0]), ("made", [0, 0, 0]), ("made", [1, 0, 0])),
+]
+
+
+def _run(left: str, counts: list[int]) -> dict:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = quick_context()
+    world = len(counts)
+    with tempfile.TemporaryDirectory() as folder:
+        if left != "nothing":
+            run_ranks(context, _attempt_before, world, (world, store.port, left), 60)
+        run_ranks(context, _attempt, world, (world, store.port, counts, folder), 60)
+        return written(folder, world)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """All runs at a time: they mostly wait."""
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        return list(pool.map(lambda case: _run(*case), CASES))
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{a}, {b}" for a, b in CASES])
+def test_agents_agree_without_their_counters(outcomes, case):
+    """Of restarts: a replaced node's begins at 0. The store is that of the attempt before."""
+    results = outcomes[case]
+    for rank, result in results.items():
+        assert result is not None, f"rank {rank} has failed; {results}"
+        seconds, *means = result
+        assert means == ([2.5, 2.5] if rank != 1 else [2.5]), results
+        assert seconds < 15, results
