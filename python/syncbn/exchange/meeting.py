@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from . import apart, whereabouts
+from . import apart
 
 #: Seconds that connecting has at least, once all ranks have come.
 CONNECTING = 5.0
@@ -41,6 +41,7 @@ _ALL = "all"
 _KINDS = {kind.__name__: kind for kind in (ExchangeTimeout, PeerLost)}
 
 
+_IMPORTED = time.time()
 #: By topic: the rounds that this process's last attempt was in.
 _rounds: dict[str, list[str]] = {}
 #: By topic: the attempt that waits now.
@@ -105,24 +106,28 @@ def _has_ended(process: tuple) -> bool:
 
 
 def _since() -> float:
-    """When this process began. What was written before is not of this job's ranks, or old; clocks
-    of two nodes differ by less than a job needs to start. On it depends only how soon errors come.
+    """When this process began. News in the store that is older is of an earlier attempt: clocks of
+    two nodes differ by less than a job needs to start. Only how soon errors come depends on it.
     """
     try:
-        age = time.clock_gettime(time.CLOCK_BOOTTIME)
-        age -= int(_started(os.getpid())[1]) / os.sysconf("SC_CLK_TCK")
+        began = int(_started(os.getpid())[1]) / os.sysconf("SC_CLK_TCK")
     except OSError:
-        return 0.0
-    return time.time() - age
+        return _IMPORTED
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - began)
 
 
 def _refusal(kind: type[Exception], text: str) -> str:
     return json.dumps([kind.__name__, text, time.time()])
 
 
+def _parts(now: str) -> tuple[str, str, str]:
+    token, whole, *verdict = now.split(" ", 2)
+    return token, whole, "".join(verdict)
+
+
 class _Attempt:
-    """One attempt of these ranks to meet. The key "now" has the token of the last round, and when
-    that is over its verdict."""
+    """One attempt of these ranks to meet. The key "now" has the token of the last round, that of
+    the round before to which all came, and when the last round is over its verdict."""
 
     def __init__(self, topic: str, ranks: tuple[int, ...], rank: int, limit: float, offer: Offer):
         self.ranks, self.rank = ranks, rank
@@ -133,6 +138,7 @@ class _Attempt:
         #: why this rank goes, if it does
         self.left = ""
         self.round, self.since = "", _since()
+        self._open = ""  # what "now" is while this round goes on
         self.rounds: list[str] = []
         self._missing = self._all_others()
         self._looked = time.monotonic()
@@ -141,7 +147,7 @@ class _Attempt:
         self.store = dist.PrefixStore(self.topic, dist.distributed_c10d._get_default_store())
         self._wait_for_all()
         self._missing = []
-        texts = self.store.multi_get([f"came/{r}" for r in range(len(self.ranks))])
+        texts = self.store.multi_get([f"{self.round}/came/{r}" for r in range(len(self.ranks))])
         self.offers = {r: Offer(*json.loads(text)) for r, text in enumerate(texts)}
         offers = list(self.offers.values())
         if len({offer.asks for offer in offers}) > 1:
@@ -164,16 +170,18 @@ class _Attempt:
     def _begin_round(self) -> None:
         """Raises the others' error if they have given up before this rank came."""
         fresh = secrets.token_hex(8)
-        now = self._swap("now", "", fresh)
-        while now != fresh:
-            token, _, verdict = now.partition(" ")
+        mine = f"{fresh} -"
+        now = self._swap("now", "", mine)
+        while now != mine:
+            token, whole, verdict = _parts(now)
             if verdict not in ("", _ALL) and token not in self._before and not skip_failed:
                 if json.loads(verdict)[2] >= self.since:
                     self.round = token
                     self._raise(verdict, "came")
             if self.left:  # while the store did not answer
                 raise _Over(PeerLost, self.left)
-            now = self._swap("now", now, fresh)
+            mine = f"{fresh} {token if verdict == _ALL else whole}"
+            now = self._swap("now", now, mine)
 
     def _wait_for_all(self) -> None:
         """Looks again and again: a request that waits in the store would keep the store from other
@@ -182,7 +190,9 @@ class _Attempt:
         pause = 0.001
         while True:
             now = self.store.get("now").decode()
-            token, _, verdict = now.partition(" ")
+            token, whole, verdict = _parts(now)
+            if whole == self.round:  # and meanwhile some met again
+                return
             if self.left and _rounds[self.topic] is not self.rounds:  # it has come again
                 raise _Over(PeerLost, self.left)
             if verdict:
@@ -194,7 +204,9 @@ class _Attempt:
             if reason := self._reason():
                 self._swap("now", now, f"{now} {reason}")
             elif token != self.round:
-                self.round = token
+                if self.round:
+                    self.store.delete_key(f"{self.round}/came/{self.rank}")
+                self.round, self._open = token, now
                 self._come("came")
             else:
                 time.sleep(pause)
@@ -205,12 +217,14 @@ class _Attempt:
             self.rounds.append(self.round)
             self._missing = self._all_others()
             offer = self.offer._replace(round=self.round, at=time.time())
+            # For ranks that come later, and for those of this round.
             self.store.set(f"came/{self.rank}", json.dumps(offer))
+            self.store.set(f"{self.round}/came/{self.rank}", json.dumps(offer))
         else:
             self.store.set(f"{self.round}/{stage}/{self.rank}", "yes")
         if self.store.add(f"{self.round}/{stage}", 1) == len(self.ranks):
             if stage == "came":
-                self._swap("now", self.round, f"{self.round} {_ALL}")
+                self._swap("now", self._open, f"{self._open} {_ALL}")
             else:
                 self._swap(f"{self.round}/{stage}/verdict", "", _ALL)
 
