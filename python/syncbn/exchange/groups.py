@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of ranks that exchange statistics: made once per set of ranks, and rebuilt on demand."""
+"""Groups of ranks that exchange statistics: made once per group of the caller's, and rebuilt on
+demand."""
 
 import contextlib
 import datetime
+import functools
+import hashlib
 import logging
 import os
+import re
 import socket
 import weakref
 from collections.abc import Callable, Iterable
@@ -85,20 +89,23 @@ class Peers(NamedTuple):
         return self._replace(cuda="")
 
 
-# The groups that this module made, by their ranks (global numbers, ascending), timeout, engine and
-# the name of the group for CUDA tensors, which takes no part in making them.
-_own_groups: dict[tuple[tuple[int, ...], float, str, str], Peers] = {}
+#: Of a group that this module makes: its ranks (global numbers, ascending), timeout, engine, the
+#: caller's group as all its ranks name it, and the name of the group for CUDA tensors, which takes
+#: no part in making it.
+Key = tuple[tuple[int, ...], float, str, str, str]
+
+_own_groups: dict[Key, Peers] = {}
 # The last number in a name that begins like this: a name must never come twice.
 _made: dict[str, int] = {}
 # Groups that could not be made, as in _own_groups, with the patience of each.
-_unmade: dict[tuple[tuple[int, ...], float, str, str], float] = {}
+_unmade: dict[Key, float] = {}
 
 # New names of groups that were made again.
 _renamed: dict[str, str] = {}
 
 # Ranks (global numbers) that take part in no exchange for now, and the groups without them.
 _absent: frozenset[int] = frozenset()
-_without_absent: list[tuple[tuple[int, ...], float, str, str]] = []
+_without_absent: list[Key] = []
 
 
 def group_name(group: Group) -> str | None:
@@ -234,35 +241,27 @@ def node_identity() -> str:
     return meeting.node_identity() or f"{socket.gethostname()}, process {os.getpid()}"
 
 
-def own_group(
-    group_ranks: list[int],
-    timeout: float,
-    engine: str,
-    cuda: str = "",
-    patience: float = 0.0,
-    who: str | Callable[[], str] = "syncbn",
-) -> Peers:
+def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn") -> Peers:
     """A group of the same ranks for exchanges alone, so that one that times out does not take the
-    user's group with it. Made once per set of ranks; a collective call of its members. cuda: the
-    user's group, if it has NCCL. patience: the limit of the user's group, in seconds. who: for
-    errors, the layer or function that needs the group, or what finds out.
+    user's group with it. Made once per group of the user's; a collective call of its members.
+    patience: the limit of the user's group, in seconds. who: for errors, the layer or function that
+    needs the group, or what finds out.
 
     Raises ExchangeTimeout, PeerLost or DivergenceError on every rank if it cannot be made.
     """
     after_fork.check()
-    ranks = tuple(sorted(group_ranks))
-    key = ranks, timeout, engine, cuda
     known = _own_groups.get(key)
     if known is not None:
         if exists(known.group_name):
             return known
         _drop(_own_groups.pop(key))  # it went with destroy_process_group
+    ranks, timeout, engine, label, cuda = key
     patience = max(timeout, patience)
     share = engine != "process_group" and len(ranks) > 1 and use_shared_memory
     by_devices = engine == "peer_memory" and cuda != ""
     device = peer_meeting.current_device() if by_devices else None
-    members = ranks if len(ranks) <= 8 else (*ranks[:3], "...", ranks[-1], len(ranks))
-    base = f"syncbn/{'_'.join(map(str, members))}"
+    shown = ranks if len(ranks) <= 8 else (*ranks[:3], "...", ranks[-1], len(ranks))
+    base = f"syncbn/{label}/{'_'.join(map(str, shown))}"
     rank = ranks.index(dist.get_rank())
     made: list[connections.Connections] = []
     met: list[tuple[peer_meeting.Met | None, str]] = []
@@ -287,7 +286,8 @@ def own_group(
     offer = meeting.Offer(who, asks, (_made.get(base, 0), node_identity()))
     _unmade[key] = patience
     try:
-        name, number, place = meeting.meet("syncbn/group", ranks, rank, patience, offer, make)
+        topic = f"syncbn/group/{label}"
+        name, number, place = meeting.meet(topic, ranks, rank, patience, offer, make)
     except BaseException as error:
         if isinstance(error, DivergenceError):  # to be asked for in another way
             del _unmade[key]
@@ -342,26 +342,35 @@ def named(name: str) -> Peers:
 
 def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | None:
     """Whom to exchange with; None: nobody (no process group, or one rank). who: as in own_group."""
+    asked = asked_of(sharing)
+    if asked is None:
+        return None
+    return own_group(*asked, who)
+
+
+def asked_of(sharing: Sharing) -> tuple[Key, float] | None:
+    """The group that peers() gives, and its patience; None: nobody."""
     after_fork.check()
     if not _initialized():
         if sharing.name is not None:
             resolve(sharing.name)
         return None
     group = resolve(sharing.name)
-    ranks = global_ranks(group)
+    cuda = nccl_name(group)
+    ranks, label = members(group, cuda)
     if len(ranks) == 1:
         return None
-    cuda, patience = nccl_name(group), limit_of(group)
+    patience = limit_of(group)
     timeout = patience if sharing.limit is None else sharing.limit
     if not _absent.isdisjoint(ranks):
         ranks = sorted(set(ranks) - _absent)
         if len(ranks) == 1:
             return None
         cuda = ""  # NCCL makes no group without the ranks that are absent
-        key = tuple(ranks), timeout, sharing.engine, cuda
+        key = tuple(ranks), timeout, sharing.engine, label, cuda
         if key not in _own_groups:
             _without_absent.append(key)
-    return own_group(ranks, timeout, sharing.engine, cuda, patience, who)
+    return (tuple(sorted(ranks)), timeout, sharing.engine, label, cuda), patience
 
 
 def size(sharing: Sharing) -> int:
@@ -417,22 +426,40 @@ def leave_out(ranks: Iterable[int]) -> None:
             _drop(_own_groups.pop(key))
 
 
-_compared: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]]" = weakref.WeakKeyDictionary()
+@functools.cache
+def _label(name: str, cuda: str) -> str:
+    """new_group counts or hashes alike on all ranks. Where NCCL splits a group, the hash has this
+    rank's number of groups in it."""
+    return name if re.fullmatch(r"\d+" if cuda else r"\d+|[0-9a-f]{40}", name) else ""
+
+
+#: By the caller's group: its members' global numbers, and the label of one of ours.
+_compared: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[list[int], str | None]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def members(group: dist.ProcessGroup, cuda: str) -> tuple[list[int], str]:
+    """Their global numbers, as torch.distributed lists them, and a label that tells the group from
+    others of the same ranks, alike on all of them; groups whose names may differ between ranks
+    share the label "". cuda: as nccl_name() has it. The numbers fit what the group says of itself:
+    a library may have made it, or changed it since, without a word to torch.distributed."""
+    found = _compared.get(group)
+    if found is None or len(found[0]) != group.size():
+        found = _compared[group] = _compare(group)
+    ranks, label = found
+    return ranks, _label(group.group_name, cuda) if label is None else label
 
 
 def global_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Its members' global numbers, as torch.distributed lists them. They fit what the group says of
-    itself: a library may have made it, or changed it since, without a word to torch.distributed."""
-    ranks = _compared.get(group)
-    if ranks is None or len(ranks) != group.size():
-        ranks = _compared[group] = _compare(group)
-    return ranks
+    """Its members' global numbers."""
+    return members(group, "")[0]
 
 
-def _compare(group: dist.ProcessGroup) -> list[int]:
-    for (members, *_), own in list(_own_groups.items()):
+def _compare(group: dist.ProcessGroup) -> tuple[list[int], str | None]:
+    for (ranks, _, _, label, _), own in list(_own_groups.items()):
         if own.group_name == group.group_name:
-            return list(members)
+            return list(ranks), label
     _check_exchanges(group)
     size, rank, own_number = group.size(), group.rank(), dist.get_rank()
     try:
@@ -449,7 +476,7 @@ def _compare(group: dist.ProcessGroup) -> list[int]:
             f"{rank}, but torch.distributed lists its ranks as {ranks} and this process as rank "
             f"{own_number}; expected the same of both, or sync=False"
         )
-    return ranks
+    return ranks, None
 
 
 def _drop(own: Peers) -> None:
@@ -461,23 +488,63 @@ def _drop(own: Peers) -> None:
     _alive()[:] = [g for g in _alive() if not f"{g.group_name}/".startswith(inside)]
 
 
-def rebuild() -> None:
-    """Makes every group of this package anew, and those that could not be made; a collective call
-    of the ranks of each."""
+def _by_digest(keys: Iterable[Key]) -> dict[str, Key]:
+    """By what all ranks of a group call it, in one order on all of them."""
+    found: dict[str, Key] = {}
+    for key in sorted(keys):
+        number = sum(other[:4] == key[:4] for other in found.values())
+        found[hashlib.sha256(repr((key[:4], number)).encode()).hexdigest()[:16]] = key
+    return found
+
+
+def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
+    """Makes the groups of this package anew, also those that could not be made, of which all ranks
+    know; a collective call of all ranks. sharings: those of layers, by which name; DivergenceError
+    on all ranks if not all ranks of a group have such a layer."""
     after_fork.check()
     meeting.skip_failed = True
-    old = {key: own for key, own in _own_groups.items() if exists(own.group_name)}
-    for key, own in _own_groups.items():
-        if key not in old:  # it went with destroy_process_group
-            _drop(own)
-    _own_groups.clear()
+    for key in [key for key, own in _own_groups.items() if not exists(own.group_name)]:
+        _drop(_own_groups.pop(key))  # it went with destroy_process_group
+    if not (dist.is_available() and dist.is_initialized()):
+        _unmade.clear()
+        return
+    world, who = dist.get_world_size(), "syncbn.reset_groups"
+    keys = _by_digest(key for key in {*_own_groups, *_unmade} if max(key[0]) < world)
+    found = ((asked_of(sharing), name) for sharing, name in (sharings or {}).items())
+    names = {asked[0]: name for asked, name in found if asked is not None}
+    needs = {
+        digest: (
+            len(key[0]),
+            f"{names[key]}, timeout={key[1]:g}, engine={key[2]!r}, {len(key[0])} ranks",
+        )
+        for digest, key in _by_digest(names).items()
+    }
+    value = {digest: len(key[0]) for digest, key in keys.items()}, needs
+    limit = limit_of(resolve(None))
+    offer = meeting.Offer(who, value=value)
+    told = meeting.meet("syncbn/reset", tuple(range(world)), dist.get_rank(), limit, offer)
+    lines = []
+    for digest, (number, text) in dict(item for _, own in told for item in own.items()).items():
+        ranks = [rank for rank, (_, own) in enumerate(told) if digest in own]
+        if len(ranks) < number:
+            lines.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}")
+    if lines:
+        text = "; ".join(sorted(lines))
+        raise DivergenceError(
+            f"{who}, rank {dist.get_rank()} of {world}: the ranks ask for different exchanges: "
+            f"{text}; not all ranks of the group have such a layer"
+        )
+    old = {key: _own_groups.pop(key) for key in list(_own_groups)}
     _unmade.update((key, own.patience) for key, own in old.items())
-    for key in sorted(_unmade):  # one order on all ranks, so that none waits in a circle
-        if max(key[0]) >= dist.get_world_size():  # of a process group with more ranks
-            del _unmade[key]
-            continue
+    common = [k for d, k in keys.items() if sum(d in own for own, _ in told) == len(k[0])]
+    for key in _unmade.keys() - common:
+        del _unmade[key]
         if key in old:
             _drop(old[key])
-        new = own_group(list(key[0]), *key[1:], _unmade[key], "syncbn.reset_groups")
+        _log.warning("%s: forgets a group that not all of its ranks have: %s", who, key)
+    for key in common:
+        if key in old:
+            _drop(old[key])
+        new = own_group(key, _unmade[key], who)
         if key in old:
             _renamed[old[key].group_name] = new.group_name

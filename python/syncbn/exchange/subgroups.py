@@ -60,8 +60,9 @@ def choose(
     if groups.nccl_name(groups.resolve(None)):
         return chosen._replace(name=_nccl_part(parts, rank))
     ranks = next(part for part in parts if rank in part)
+    label = groups.members(groups.resolve(None), "")[1]
     limit = patience if chosen.limit is None else chosen.limit
-    own = groups.own_group(ranks, limit, engine, patience=patience, who=who)
+    own = groups.own_group((tuple(ranks), limit, engine, label, ""), patience, who)
     return chosen._replace(name=own.group_name)
 
 

@@ -6,6 +6,7 @@ store), and answers with what this process last did. Exchanges themselves only n
 """
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -69,9 +70,8 @@ def connection() -> dist.Store:
     """One to the store for the caller alone: a request that waits keeps others from a connection.
     Used ones are taken again, because PyTorch asks a name server for the address of a new one,
     which may take seconds."""
-    free = _connections("free")
-    if free:
-        return free.pop()
+    with contextlib.suppress(IndexError):
+        return _connections("free").pop()
     used: Any = dist.distributed_c10d._get_default_store()  # PyTorch's stubs have no clone()
     return used.clone()
 

@@ -114,7 +114,7 @@ def case_prepare_makes_the_group_for_a_compiled_first_step(rank, world):
     step(torch.randn(3, 4))
 
 
-def case_one_group_per_set_of_ranks(rank, world):
+def case_one_group_per_process_group(rank, world):
     before = len(groups._own_groups)
     for _ in range(3):
         syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), timeout=43)

@@ -164,25 +164,33 @@ def case_second_thread_in_a_group_is_an_error(rank, world):
 
 
 def case_threads_with_groups_of_their_own_exact(rank, world):
-    """Four threads, each with its layer and its group, at once; then one after the other."""
-    names = range(4)
-    own = [dist.new_group(list(range(world))) for _ in names]
-    layers = [syncbn.SyncBatchNorm(3, process_group=g, timeout=100 + i) for i, g in enumerate(own)]
+    """Six threads, each with its layer and its group, which the thread makes in its first step, all
+    at once, in an order of this rank's own; then one after the other. After a reset once more."""
+    ranks = list(range(world))
+    own = [*(dist.new_group(ranks) for _ in range(5)), None]
+    names = range(len(own))
+    layers = [syncbn.SyncBatchNorm(3, process_group=group) for group in own]
     again = [copy.deepcopy(layer) for layer in layers]
-    for layer in layers:
-        syncbn.prepare(layer)
-    results = [None] * 4
+    for steps in (20, 5):
+        results = [None] * len(own)
 
-    def run(i):
-        results[i] = train(layers[i], 20, seed=10 * rank + i, samples=2 + i)
+        def run(i, results=results, steps=steps):
+            results[i] = train(layers[i], steps, seed=10 * rank + i, samples=2 + i)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i in names:
-        assert equal(results[i], train(again[i], 20, seed=10 * rank + i, samples=2 + i))
+        threads = [threading.Thread(target=run, args=(i,)) for i in names]
+        for thread in threads if rank == 0 else reversed(threads):
+            thread.start()
+            time.sleep(0.02)
+        for thread in threads:
+            thread.join()
+        for i in names:
+            expected = train(again[i], steps, seed=10 * rank + i, samples=2 + i)
+            assert equal(results[i], expected), i
+        syncbn.reset_groups()
+    number = len(groups._own_groups)
+    syncbn.SyncBatchNorm(3, process_group=dist.group.WORLD)(own_samples(rank))
+    syncbn.SyncBatchNorm(3, process_group=own[0])(own_samples(rank))
+    assert len(groups._own_groups) == number
 
 
 def case_many_models_share_what_a_process_holds(rank, world):

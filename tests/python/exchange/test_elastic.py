@@ -80,16 +80,15 @@ def _attempt_before(rank: int, world: int, port: int, left: str) -> None:
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("fake", store=store, rank=rank, world_size=world)
-    ranks, whereabouts.INTERVAL = list(range(world)), 0.1
+    whereabouts.INTERVAL = 0.1
+    limit = 0.5 if left == "given up" else 20.0
+    key = tuple(range(world)), limit, "auto", "0", ""
     if left == "made":
-        own = groups.own_group(ranks, 20.0, "auto")
+        own = groups.own_group(key, limit)
         whereabouts.tell(own.group_name, f"rank {rank} left the group: it was ended")
         time.sleep(1)
     elif rank > 0:  # rank 0 does not come
-        limit = 0.5 if left == "given up" else 20.0
-        threading.Thread(
-            target=groups.own_group, args=(ranks, limit, "auto"), daemon=True
-        ).start()
+        threading.Thread(target=groups.own_group, args=(key, limit), daemon=True).start()
         time.sleep(2)
     os._exit(0)
 
