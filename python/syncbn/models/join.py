@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # not in the stubs
     _create_work_from_future,
 )
@@ -17,10 +17,10 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import DivergenceError
-from ..exchange import agreement, engines, groups, transports
+from ..exchange import agreement, groups, transports
 from ..exchange.call import Call
 from ..nn import SyncBatchNorm
-from .sharing import prepare, sharings_of
+from .sharing import bring, prepare, sharings_of
 
 _NAME = "syncbn.join"
 _OFF = _JoinConfig.construct_disabled_join_config()
@@ -179,21 +179,8 @@ class _Inputs:
                 )
                 if tensor is not None
             ]
-            words = torch.cat([_words(tensor) for tensor in tensors])
-            if ranks[peers.rank] != source:
-                words.zero_()
             end = self.call._replace(direction="end")
-            words = engines.engine_of(peers).sum(words, end)
-            sizes = [tensor.numel() for tensor in tensors]
-            for tensor, part in zip(tensors, words.split(sizes), strict=True):
-                values = part.view(torch.float64) if tensor.is_floating_point() else part
-                tensor.copy_(values.view_as(tensor))
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """int64, one per element: the sum with zeros is exact for them."""
-    values = tensor.detach().flatten().cpu()
-    return values.double().view(torch.int64) if values.is_floating_point() else values
+            bring(tensors, ranks[peers.rank] == source, peers, end)
 
 
 def _check(models: tuple[Any, ...]) -> None:

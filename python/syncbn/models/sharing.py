@@ -3,15 +3,23 @@
 data."""
 
 import datetime
+import hashlib
+import logging
+import zlib
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import DivergenceError
 from ..exchange import agreement, attempt, groups, subgroups
 from ..exchange.call import Call
+from ..exchange.engines import engine_of
 from ..nn import Model, SyncBatchNorm, device_of
+from ..step.living_modules import WRAPPERS
 from .classes import check_module
+
+_log = logging.getLogger("syncbn")
 
 
 def _layers(module: nn.Module) -> list[tuple[str, SyncBatchNorm]]:
@@ -70,27 +78,129 @@ def prepare(module: Model) -> Model:
     return module
 
 
-def reset_groups(module: nn.Module | None = None) -> None:
+def reset_groups(module: nn.Module | None = None, *, strict: bool = False) -> None:
     """Makes the groups of all layers anew, to go on after an ExchangeTimeout or PeerLost.
 
-    All ranks must be alive, and every rank makes this call. Then all go on at the same layer.
+    All ranks must be alive, and every rank makes this call. Then all go on at the same layer. A
+    group that some of its ranks do not have is forgotten.
 
     Args:
         module: a model, for ranks that are not at the same call. Its layers' call counters are set
-            to the largest of all ranks.
+            to the largest of all ranks. If an interrupt left ranks of a group with different
+            running statistics, all take those of the rank with the most batches (the first of
+            these), and one warning of the group's first rank names the layers and that rank.
+        strict: different running statistics are an error instead, on all ranks of the group.
+
+    Raises:
+        DivergenceError: the models' layers differ between ranks, or with strict their statistics.
+        ExchangeTimeout, PeerLost: a rank does not come, or has ended.
     """
+    sharings = {}
     if module is not None:
         check_module(module)
+        sharings = sharings_of(module)
+    groups.rebuild(sharings)
     attempt.forget_errors()
-    groups.rebuild()
     if module is None:
         return
-    for _, layer in _layers(module):
+    layers: dict[groups.Peers, list[tuple[str, SyncBatchNorm]]] = {}
+    for sharing, name in sharings.items():
+        peers = groups.peers(sharing, name)
+        if peers is not None:
+            layers.setdefault(peers, [])
+    for path, layer in _layers(module):
         peers = layer.state.peers(layer.options()) if _exchanges(layer) else None
         if peers is not None:
-            call = Call(layer.state.name, direction="syncbn.reset_groups")
-            numbers = agreement.numbers_of_ranks(int(layer.state.call.item()), 0, peers, call)
-            layer.state.call.fill_(max(numbers))
+            place = ".".join(part for part in path.split(".") if part not in WRAPPERS)
+            layers[peers].append((place or layer.state.find_path(), layer))
+    errors = []
+    for peers in sorted(layers, key=lambda peers: peers.group_name):  # one order on all ranks
+        try:
+            _level(layers[peers], peers, strict)
+        except DivergenceError as error:  # ranks of other groups go on to these
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+class _Compared(Call):
+    """What ranks must have in common: the layers of a group, and their statistics."""
+
+    layers: dict[str, str]
+
+    def fields(self) -> dict[str, str]:
+        return self.layers
+
+
+def _level(layers: list[tuple[str, SyncBatchNorm]], peers: groups.Peers, strict: bool) -> None:
+    """Has the ranks of a group go on from the same calls and running statistics."""
+    call = _Compared("syncbn.reset_groups", direction="comparing layers")
+    call.layers = {"layers": str(len(layers))} | {
+        path: ", ".join(f"{x.numel()} of {x.dtype}" for x in _statistics(layer)).replace(
+            "torch.", ""
+        )
+        or "no statistics"
+        for path, layer in layers
+    }
+    tag = zlib.crc32(repr(call.layers).encode()) & 0xFFFFF
+    agreement.numbers_of_ranks(0, tag, peers, call)
+    own = torch.tensor([_numbers(layer) for _, layer in layers], dtype=torch.int64, device="cpu")
+    ranks = engine_of(peers).gather(own.flatten(), call).view(peers.ranks, len(layers), 3)
+    sources: dict[int, list[tuple[str, SyncBatchNorm]]] = {}
+    for named, (calls, batches, digests) in zip(layers, ranks.permute(1, 2, 0).tolist()):
+        named[1].state.call.fill_(max(calls))
+        if len(set(digests)) > 1:
+            sources.setdefault(batches.index(max(batches)), []).append(named)
+    if not sources:
+        return
+    text = "; ".join(
+        f"those of rank {source} for {', '.join(path for path, _ in apart)}"
+        for source, apart in sorted(sources.items())
+    )
+    if strict:
+        raise DivergenceError(
+            f"{call}, {peers}: running statistics differ between ranks; without strict=True all "
+            f"take {text}"
+        )
+    for source, apart in sorted(sources.items()):
+        tensors = [x for _, layer in apart for x in (*_statistics(layer), layer.state.count)]
+        bring(tensors, source == peers.rank, peers, call)
+    if peers.rank == 0:
+        _log.warning(
+            "%s, %s: running statistics differed between ranks; all took %s", call, peers, text
+        )
+
+
+def _statistics(layer: SyncBatchNorm) -> list[Tensor]:
+    own = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
+    return [tensor for tensor in own if tensor is not None]
+
+
+def _numbers(layer: SyncBatchNorm) -> tuple[int, int, int]:
+    """Its next call, its batches, and what stands for the bits of its statistics."""
+    words = b"".join(bytes(_words(x).view(torch.uint8).tolist()) for x in _statistics(layer))
+    digest = int.from_bytes(hashlib.sha256(words).digest()[:8], "little", signed=True)
+    batches = layer.num_batches_tracked
+    return int(layer.state.call.item()), -1 if batches is None else int(batches.item()), digest
+
+
+#: By the bytes of an element.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of each element, in int64: the sum with zeros is exact for them."""
+    return tensor.detach().flatten().cpu().view(_BITS[tensor.element_size()]).long()
+
+
+def bring(tensors: list[Tensor], mine: bool, peers: groups.Peers, call: Call) -> None:
+    """Sets the tensors on all ranks to what they are on the one rank whose call has `mine`."""
+    words = torch.cat([_words(tensor) for tensor in tensors])
+    words = engine_of(peers).sum(words if mine else torch.zeros_like(words), call)
+    parts = words.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        bits = part.to(_BITS[tensor.element_size()])
+        tensor.copy_(bits.view(tensor.dtype).view_as(tensor))
 
 
 def skip(module: nn.Module) -> Tensor:
