@@ -15,6 +15,7 @@ from ..exchange.times import timed
 from ..operators import ops
 from . import (
     as_operator,
+    dtensors,
     in_one,
     layer_paths,
     layer_state,
@@ -232,6 +233,8 @@ def train_step(
         y = in_one.train_step(x, running, weight, bias, residual, mask, options, state)
         if y is not None:
             return y
+    if dtensors.among((x, weight, bias, residual, mask, *running)):
+        return _of_parts(x, weight, bias, residual, mask, running, options, state)
     parameter = next((t for t in (running[0], weight, bias) if t is not None), None)
     traced = torch.compiler.is_compiling() or _is_fake(x, parameter)
     live = None  # a graph finds the state when it runs
@@ -295,6 +298,23 @@ def train_step(
         live.note(statistics[-1])
         _update(running, live.call, statistics, options.momentum)
     return y
+
+
+def _of_parts(x, weight, bias, residual, mask, running, options, state) -> Tensor:
+    """train_step() where some of the tensors are DTensors."""
+    live = layer_state.named(state) if isinstance(state, Identity) else state
+    samples = {"input": x, "residual": residual, "mask": mask}
+    shared = {"weight": weight, "bias": bias, **dict(zip(RUNNING, running))}
+    try:
+        peers, shares = live.peers(options), options.affine_grad == "share"
+        given = dtensors.parts(samples, shared, peers, shares)
+    except ValueError as error:
+        _tell(error, live, None, None, options)
+        raise
+    y = train_step.__wrapped__(  # type: ignore[attr-defined]  # it is recorded already
+        given.pop("input"), options=options, state=state, **given
+    )
+    return dtensors.like(y, x)
 
 
 def apply_step(xs, weight, bias, residuals, masks, given: tuple, running: tuple) -> list[Tensor]:
