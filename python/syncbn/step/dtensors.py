@@ -39,7 +39,8 @@ def _is_split(x: Any, peers: Peers | None) -> list[bool]:
         shared = groups.global_ranks(groups.resolve(peers.group_name))
     copied = all(s or type(p) is Replicate for s, p in zip(split, x.placements))
     if not copied or sorted(ranks.flatten().tolist()) != sorted(shared):
-        _refuse("input", x, f"Shard(0) over ranks {shared}, which share statistics, and Replicate()")
+        expected = f"Shard(0) over ranks {shared}, which share statistics, and Replicate()"
+        _refuse("input", x, expected)
     return split
 
 

@@ -54,7 +54,10 @@ def case_classes_that_take_no_operator(rank, world):
             ("mask", lambda make=make: layer(X, None, make(mask))),
             ("inputs.0., of device 0: input", lambda make=make: layer([make(X), X])),
             ("inputs.1., of device 1: residual", lambda make=make: layer([X, X], [X, make(X)])),
-            ("inputs.0., of device 0: mask", lambda make=make: layer([X, X], None, [make(mask), None])),
+            (
+                "inputs.0., of device 0: mask",
+                lambda make=make: layer([X, X], None, [make(mask), None]),
+            ),
             ("running_mean", lambda make=make: _with(layer, "running_mean", make)),
             ("running_var", lambda make=make: _with(layer, "running_var", make)),
             ("num_batches_tracked", lambda make=make: _with(layer, "num_batches_tracked", make)),

@@ -2,16 +2,13 @@
 """Tensors of other classes in training: the class, the data and the gradients are those that
 nn.BatchNorm2d gives, the bits those of plain tensors, and what comes out can be written to."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
-from torch.masked import masked_tensor
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from subclasses import CLASSES, Bare, Closed, Lost, Named, named
+from subclasses import CLASSES, Bare, Named, named
 from syncbn.functional import sync_batch_norm
 
 X = torch.linspace(-2, 3, 4 * 3 * 5 * 5).sin().view(4, 3, 5, 5)
