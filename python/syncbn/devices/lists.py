@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..exchange import transports
 from ..step import layer_paths, recomputation
-from ..step.adapters import apply_step, like_operators, plain
+from ..step.adapters import apply_step
 from ..step.masks import check_mask
 from ..step.options import RUNNING, check_arguments, check_counter, check_options, check_plain
 from ..step.profiling import recorded
+from ..step.tensor_classes import like_operators, plain
 from ..step.training import has_samples, takes_part
 from ..step.transforms import check_transforms, refuse_tracing
 from . import baton

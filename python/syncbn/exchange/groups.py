@@ -457,9 +457,9 @@ def global_ranks(group: dist.ProcessGroup) -> list[int]:
 
 
 def _compare(group: dist.ProcessGroup) -> tuple[list[int], str | None]:
-    for (ranks, _, _, label, _), own in list(_own_groups.items()):
+    for (members_of_ours, _, _, label, _), own in list(_own_groups.items()):
         if own.group_name == group.group_name:
-            return list(ranks), label
+            return list(members_of_ours), label
     _check_exchanges(group)
     size, rank, own_number = group.size(), group.rank(), dist.get_rank()
     try:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training step as PyTorch calls it: checked, in autograd, in place or in a graph."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
@@ -15,13 +13,13 @@ from ..exchange.times import timed
 from ..operators import ops
 from . import (
     as_operator,
-    dtensors,
     in_one,
     layer_paths,
     layer_state,
     masks,
     recomputation,
     second_derivatives,
+    tensor_classes,
 )
 from .layer_state import Identity, LayerState
 from .options import (
@@ -35,6 +33,7 @@ from .options import (
 )
 from .profiling import recorded
 from .streams import Streams
+from .tensor_classes import plain
 from .training import Inputs, backward, forward, leave, shared_sums, takes_part
 from .transforms import check_transforms, refuse_tracing, tracer
 
@@ -141,10 +140,10 @@ def _is_fake(x: object, parameter: Tensor | None) -> bool:
     return proxies is not None or detect_fake_mode() is not None
 
 
-def _plain_step(x, running, weight, bias, residual, mask, options) -> Tensor:
+def _plain_step(x, running: tuple, weight, bias, residual, mask, options) -> Tensor:
     """The step of one rank in PyTorch's own operators, as nn.BatchNorm makes it."""
     check_options(options)
-    *statistics, tracked = running
+    mean, var, tracked = running
     momentum = options.momentum
     if tracked is not None:
         tracked.add_(1)
@@ -152,32 +151,9 @@ def _plain_step(x, running, weight, bias, residual, mask, options) -> Tensor:
         momentum = 0.0 if tracked is None else 1.0 / float(tracked)
 
     def normalize(x: Tensor) -> Tensor:
-        return F.batch_norm(x, *statistics, weight, bias, True, momentum, options.eps)
+        return F.batch_norm(x, mean, var, weight, bias, True, momentum, options.eps)
 
     return masks.plain(normalize, x, residual, mask, options, local_batch=True)
-
-
-def plain(tensor: Any) -> Any:
-    """The same without its class, if operators do not ask that: a class's __torch_function__ would
-    be asked in the middle of a step, and would make views of what operators give."""
-    if not isinstance(tensor, Tensor) or type(tensor) in (Tensor, nn.Parameter):
-        return tensor
-    if torch.compiler.is_compiling():  # which cannot trace as_subclass()
-        return tensor.view_as(tensor)
-    dispatches = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return tensor if dispatches else tensor.as_subclass(Tensor)
-
-
-def like_operators(y: Tensor, *tensors: Tensor | None) -> Tensor:
-    """y, of plain tensors, as an operator on these would have given it: of their class."""
-    given = tuple(t for t in tensors if t is not None)
-    if not has_torch_function(given):
-        return y
-    return handle_torch_function(_last, given, *given, y)
-
-
-def _last(*tensors: Tensor) -> Tensor:
-    return tensors[-1]
 
 
 def _tell(error: Exception, live: LayerState, x: object, parameter, options: Options) -> None:
@@ -206,42 +182,56 @@ def train_step(
     advanced by one, and its count becomes the global one.
     """
     running = (running_mean, running_var, num_batches_tracked)
-    inside = not torch._C._is_torch_function_enabled()  # a subclass's __torch_function__
-    if inside:
-        running_mean, running_var, weight, bias, residual, mask = map(
-            plain, (running_mean, running_var, weight, bias, residual, mask)
-        )
-        running = running_mean, running_var, running[2]
-        x = x if options.writes_over_input else plain(x)  # an alias would be a view
-    elif has_torch_function_variadic(x, *running, weight, bias, residual, mask):
-        running = running_mean, running_var, plain(num_batches_tracked)
-        named = {"weight": weight, "bias": bias, "residual": residual, "mask": mask}
-        relevant = tuple(t for t in (x, *running[:2], *named.values()) if t is not None)
-        if has_torch_function(relevant):
-            step = train_step.__wrapped__  # type: ignore[attr-defined]  # it is recorded already
-            named |= {"options": options, "state": state, "num_batches_tracked": running[2]}
-            try:  # by position and by name as F.batch_norm has them
-                return handle_torch_function(step, relevant, x, *running[:2], **named)
-            except TypeError as error:
-                # Of classes that do not take each other, before the step has begun.
-                if str(error).startswith(f"no implementation found for '{__name__}.train_step'"):
-                    live = layer_state.named(state) if isinstance(state, Identity) else state
-                    with torch._C.DisableTorchFunctionSubclass():
-                        _tell(error, live, x, weight, options)
-                raise
+    if not torch._C._is_torch_function_enabled():  # inside that of a tensor's class
+        if not options.writes_over_input:  # an alias would be a view
+            x = plain(x)
+        running = (plain(running_mean), plain(running_var), num_batches_tracked)
+        weight, bias, residual, mask = map(plain, (weight, bias, residual, mask))
+        y = _step(x, running, weight, bias, residual, mask, options, state)
+        return y.clone() if torch.compiler.is_compiling() else y
+    if has_torch_function_variadic(x, *running, weight, bias, residual, mask):
+        return _through_classes(x, running, weight, bias, residual, mask, options, state)
+    return _step(x, running, weight, bias, residual, mask, options, state)
+
+
+def _through_classes(x, running, weight, bias, residual, mask, options, state) -> Tensor:
+    """train_step() where tensors are of classes with a __torch_function__, which sees one step."""
+    running = *running[:2], plain(running[2])
+    named = {"weight": weight, "bias": bias, "residual": residual, "mask": mask}
+    relevant = tuple(t for t in (x, *running[:2], *named.values()) if t is not None)
+    if not has_torch_function(relevant):
+        return _step(x, running, weight, bias, residual, mask, options, state)
+    others = {"options": options, "state": state, "num_batches_tracked": running[2]}
+    try:  # by position and by name as F.batch_norm has them
+        return handle_torch_function(_inside, relevant, x, *running[:2], **named, **others)
+    except TypeError as error:
+        # Of classes that do not take each other, before the step has begun.
+        if str(error).startswith(f"no implementation found for '{__name__}.train_step'"):
+            live = layer_state.named(state) if isinstance(state, Identity) else state
+            with torch._C.DisableTorchFunctionSubclass():
+                _tell(error, live, x, weight, options)
+        raise
+
+
+#: Without its range in a profile, which is there already.
+_inside = train_step.__wrapped__  # type: ignore[attr-defined]
+
+
+def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Tensor:
     if not torch.compiler.is_compiling():
         y = in_one.train_step(x, running, weight, bias, residual, mask, options, state)
         if y is not None:
             return y
-    if dtensors.among((x, weight, bias, residual, mask, *running)):
+    if tensor_classes.has_dtensor((x, weight, bias, residual, mask, *running)):
         return _of_parts(x, weight, bias, residual, mask, running, options, state)
-    parameter = next((t for t in (running[0], weight, bias) if t is not None), None)
+    running_mean, running_var, tracked = running
+    parameter = next((t for t in (running_mean, weight, bias) if t is not None), None)
     traced = torch.compiler.is_compiling() or _is_fake(x, parameter)
-    live = None  # a graph finds the state when it runs
+    live: LayerState | None = None  # a graph finds the state when it runs
     if not traced:
         state = live = layer_state.named(state) if isinstance(state, Identity) else state
-    tensors = (("input", x), ("weight", weight), ("bias", bias), ("residual", residual))
-    check_transforms(state, tensors)
+    differentiable = (("input", x), ("weight", weight), ("bias", bias), ("residual", residual))
+    check_transforms(state, differentiable)
     if tracer() is not None:
         refuse_tracing(state, state.sharing if options.sync else None)
         return _plain_step(x, running, weight, bias, residual, mask, options)
@@ -255,10 +245,11 @@ def train_step(
     try:
         check_options(options)
         if not traced:
-            given = {"input": x, "weight": weight, "bias": bias, "residual": residual, "mask": mask}
-            check_plain(peers is None, **given, **dict(zip(RUNNING, running)))
-        check_arguments(x, *running[:2], weight, bias, residual, traced)
-        check_counter(options.momentum, *running, traced)
+            check_plain(
+                peers is None, **dict(differentiable), mask=mask, **dict(zip(RUNNING, running))
+            )
+        check_arguments(x, running_mean, running_var, weight, bias, residual, traced)
+        check_counter(options.momentum, running_mean, running_var, tracked, traced)
         if inplace:
             check_in_place(x, weight, bias, residual, options.negative_slope)
             if segment is not None:
@@ -275,20 +266,21 @@ def train_step(
         raise
     if mask is not None:
         mask = mask.contiguous()
-    tensors = (x, weight, bias, residual, mask)
-    if not traced and any(t is not None and t.is_neg() for t in tensors):
+    if not traced and any(t is not None and t.is_neg() for t in (x, weight, bias, residual, mask)):
         # An operator that writes to some arguments takes none with the negative bit.
-        tensors = tuple(None if t is None else t.resolve_neg() for t in tensors)
-        x, weight, bias, residual, mask = tensors
+        x, weight, bias, residual, mask = (
+            None if t is None else t.resolve_neg() for t in (x, weight, bias, residual, mask)
+        )
+    tensors = (x, weight, bias, residual, mask)
     if live is None:
         y, *statistics = as_operator.training_step(*tensors, options, state)
         _update(running, None, statistics, options.momentum)
-        return y.clone() if inside and torch.compiler.is_compiling() else y
+        return y
     word = takes_part((x,), (weight, bias), (residual,), options, segment)
     given = (options, live, peers, word, segment)
     # Both runs of a checkpointed segment take the same operators.
     apart = inplace or segment is not None or options.statistics == "welford"
-    if not (apart or _is_average(running[2])):
+    if not (apart or _is_average(tracked)):
         updates = (*running, live.call, live.count, options.momentum)
         return _BatchNormTraining.apply(given, updates, *tensors)
     if not inplace:
@@ -307,14 +299,16 @@ def _of_parts(x, weight, bias, residual, mask, running, options, state) -> Tenso
     shared = {"weight": weight, "bias": bias, **dict(zip(RUNNING, running))}
     try:
         peers, shares = live.peers(options), options.affine_grad == "share"
-        given = dtensors.parts(samples, shared, peers, shares)
+        given = tensor_classes.parts(samples, shared, peers, shares)
     except ValueError as error:
         _tell(error, live, None, None, options)
         raise
-    y = train_step.__wrapped__(  # type: ignore[attr-defined]  # it is recorded already
-        given.pop("input"), options=options, state=state, **given
+    running = tuple(given[name] for name in RUNNING)
+    y = _step(
+        *(given["input"], running, given["weight"], given["bias"], given["residual"]),
+        *(given["mask"], options, state),
     )
-    return dtensors.like(y, x)
+    return tensor_classes.as_dtensor(y, x)
 
 
 def apply_step(xs, weight, bias, residuals, masks, given: tuple, running: tuple) -> list[Tensor]:

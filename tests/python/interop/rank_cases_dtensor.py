@@ -123,7 +123,7 @@ def case_other_placements_are_refused(rank, world):
     own = X[rank::world]
     split = distribute_tensor(X, mesh, [Shard(0)])
     mixed = distribute_module(_layer(), mesh)
-    layer, x = _layer(), distribute_tensor(X, mesh, [Replicate()])
+    layer, copied = _layer(), distribute_tensor(X, mesh, [Replicate()])
     mask = DTensor.from_local(own[:, 0] > 0, mesh, [Replicate()], run_check=False)
     others = [distribute_tensor(X, mesh, [Shard(axis)]) for axis in (1, 2)]
     others.append(DTensor.from_local(own, mesh, [Partial()], run_check=False))
@@ -133,9 +133,9 @@ def case_other_placements_are_refused(rank, world):
         delattr(other, name)
         other.register_buffer(name, distribute_tensor(good, mesh, [Shard(0)]))
     for name, call, plainly in (
-        *(("input", lambda x=x: layer(x), lambda: layer(own)) for x in (x, *others)),
-        ("residual", lambda: layer(split, x), lambda: layer(own, own)),
-        ("residual", lambda: layer(own, x), lambda: layer(own, own)),
+        *(("input", lambda x=x: layer(x), lambda: layer(own)) for x in (copied, *others)),
+        ("residual", lambda: layer(split, copied), lambda: layer(own, own)),
+        ("residual", lambda: layer(own, copied), lambda: layer(own, own)),
         ("mask", lambda: layer(split, None, mask), lambda: layer(own, None, own[:, 0] > 0)),
         ("weight", lambda: mixed(own), lambda: layer(own)),
         ("weight", lambda: sharded["weight"](split), lambda: layer(own)),
@@ -147,8 +147,8 @@ def case_other_placements_are_refused(rank, world):
         else:
             text = f"rank 0: .*ValueError: {name}: got a DTensor"
             raises(syncbn.DivergenceError, text, plainly)
-    for x in (x, *others):  # on all ranks
+    for x in (copied, *others):  # on all ranks
         text = r"^input: got a DTensor .*expected Shard.*to_local\(\)"
-        raises(ValueError, text, lambda: layer(x))
+        raises(ValueError, text, lambda x=x: layer(x))
     layer(own)
     assert layer.num_batches_tracked == 1

@@ -153,10 +153,10 @@ def case_refusals_in_backward_reach_every_rank(rank, world):
                 change(layer, x)
                 text = r"SyncBatchNorm, call \d, backward, 3 channels, float32.*: "
                 text += r"(input|x|dy|weight|bias): got .*, expected "
-                raises(ValueError, text, lambda: y.backward(DY))
+                raises(ValueError, text, lambda y=y: y.backward(DY))
             else:
                 text = "rank 0: .*ValueError: .*: got .*, expected "
-                raises(syncbn.DivergenceError, text, lambda: y.backward(DY))
+                raises(syncbn.DivergenceError, text, lambda y=y: y.backward(DY))
 
 
 IN_PLACE = {"activation": "leaky_relu", "inplace": True}

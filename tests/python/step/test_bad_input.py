@@ -119,16 +119,10 @@ def _free_input(layer, x):
     x.untyped_storage().resize_(0)
 
 
-def _one(layer, x, dy=X):
-    return lambda y=layer(x): y.backward(dy)
-
-
 BACKWARDS = {
-    "one": _one,
-    "list": lambda layer, x: lambda ys=layer([x, x]): sum(y.sum() for y in ys).backward(),
-    "twice": lambda layer, x: lambda y=layer(x): torch.autograd.grad(
-        y.sum(), x, create_graph=True
-    ),
+    "one": lambda y, x: y.backward(X),
+    "list": lambda ys, x: sum(y.sum() for y in ys).backward(),
+    "twice": lambda y, x: torch.autograd.grad(y.sum(), x, create_graph=True),
 }
 
 
@@ -136,19 +130,19 @@ BACKWARDS = {
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_a_tensor_that_changed_before_backward(backward, change):
     layer, x = new_layer(C), X.clone().requires_grad_()
-    run = BACKWARDS[backward](layer, x)
+    y = layer([x, x] if backward == "list" else x)
     change(layer, x)
     with pytest.raises(ValueError, match=r"^SyncBatchNorm, call 0, backward, .*: got .*expected"):
-        run()
+        BACKWARDS[backward](y, x)
     assert layer.weight.grad is None
 
 
 @pytest.mark.parametrize("dy", (X.to_sparse(), MASKED), ids=("sparse", "masked"))
 @pytest.mark.parametrize("activation", ("none", "relu"))
 def test_a_gradient_that_is_no_plain_tensor(dy, activation):
-    run = _one(new_layer(C, activation=activation), X.clone().requires_grad_(), dy)
+    y = new_layer(C, activation=activation)(X.clone().requires_grad_())
     with pytest.raises(ValueError, match="^SyncBatchNorm, call 0, backward, .*: gradient: got a"):
-        run()
+        y.backward(dy)
 
 
 POISONS = {

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 import syncbn
-from syncbn.step.options import finish
 from syncbn.step import as_operator, options, second_derivatives
-from syncbn.step.options import ACTIVATIONS, Activation, Options
+from syncbn.step.options import ACTIVATIONS, Activation, Options, finish
 
 NAME = "made_up"
 

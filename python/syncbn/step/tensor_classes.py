@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors. One whose samples are split over the ranks of a layer is what these ranks bring to the
-layer anyway, each its own samples; so a step takes this rank's part of it."""
+"""Tensors of other classes than PyTorch's own. A class sees a step as one operator, inside of which
+tensors are plain. Of a DTensor whose samples are split over the ranks of a layer, a step takes this
+rank's part: these ranks bring their own samples to the layer anyway."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..exchange import groups
 from ..exchange.groups import Peers
@@ -16,7 +18,30 @@ if dist.is_available():
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
-def among(tensors: Sequence[object]) -> bool:
+def plain(tensor: Any) -> Any:
+    """The same without its class, if operators do not ask that: a class's __torch_function__ would
+    be asked in the middle of a step, and would make views of what operators give."""
+    if not isinstance(tensor, Tensor) or type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    if torch.compiler.is_compiling():  # which cannot trace as_subclass()
+        return tensor.view_as(tensor)
+    dispatches = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return tensor if dispatches else tensor.as_subclass(Tensor)
+
+
+def like_operators(y: Tensor, *tensors: Tensor | None) -> Tensor:
+    """y, of plain tensors, as an operator on these would have given it: of their class."""
+    given = tuple(t for t in tensors if t is not None)
+    if not has_torch_function(given):
+        return y
+    return handle_torch_function(_last, given, *given, y)
+
+
+def _last(*tensors: Tensor) -> Tensor:
+    return tensors[-1]
+
+
+def has_dtensor(tensors: Sequence[object]) -> bool:
     """Whether one of them is a DTensor."""
     return dist.is_available() and any(isinstance(t, DTensor) for t in tensors)
 
@@ -71,9 +96,10 @@ def parts(
     return found
 
 
-def like(y: Tensor, x: Any) -> Tensor:
+def as_dtensor(y: Tensor, x: Any) -> Tensor:
     """An output, of the part of x, as a DTensor as x is one."""
     if not isinstance(x, DTensor):
         return y
-    place = {"shape": x.shape, "stride": x.stride()}
-    return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, **place)
+    return DTensor.from_local(
+        y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
