@@ -86,9 +86,9 @@ void write_words(const AgreedCall& call, std::int64_t* to) {
       static_cast<std::int64_t>(call.direction),
       call.channels,
       call.elements ? static_cast<std::int64_t>(call.dtype) : -1,
-      bit_copy<std::int64_t>(options.eps + 0.0),
+      static_cast<std::int64_t>(option_bits(options.eps)),
       static_cast<std::int64_t>(activation.kind),
-      bit_copy<std::int64_t>(scaled ? activation.negative_slope + 0.0 : 0.0),
+      static_cast<std::int64_t>(option_bits(scaled ? activation.negative_slope : 0.0)),
       static_cast<std::int64_t>(options.statistics),
       std::int64_t{call.residual},
       std::int64_t{call.forward}};
@@ -157,7 +157,7 @@ std::uint64_t layer_identity(std::uint64_t layer, const Activation& activation,
                              Statistics statistics, bool residual) {
   std::uint64_t state = mix(layer, static_cast<std::uint64_t>(activation.kind));
   if (traits_of(activation.kind).scaled) {
-    state = mix(state, bit_copy<std::uint64_t>(activation.negative_slope + 0.0));  // -0 is 0
+    state = mix(state, option_bits(activation.negative_slope));
   }
   state = mix(state, static_cast<std::uint64_t>(statistics));
   return mix(state, std::uint64_t{residual});

@@ -162,6 +162,7 @@ struct Updates {
 
 BatchNormOpStatistics infer(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
                             const BatchNormOpAttributes& attributes, const Execution& execution) {
+  const cpu::FloatEnvironment environment;
   BatchNormOpStatistics statistics;
   const std::int64_t channels = inputs.x.sizes[1];
   use_estimates(channel_values(inputs.estimated_mean, channels, 0.0),

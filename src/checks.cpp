@@ -6,6 +6,7 @@
 #include <string>
 #include <type_traits>
 
+#include "cpu/float_environment.hpp"
 #include "sample_view.hpp"
 #include "statistics/activation.hpp"
 #include "statistics/dtype.hpp"
@@ -210,6 +211,7 @@ void check_available(Device device) {
 }
 
 void check_eps(double eps, const char* name) {
+  const cpu::FloatEnvironment environment;
   if (!(eps >= 0) || eps - eps != 0) {
     refuse(name, number(eps), "a finite number of at least 0");
   }
@@ -249,6 +251,7 @@ void check_timeout(std::chrono::milliseconds timeout) {
 }
 
 void check_momentum(double momentum) {
+  const cpu::FloatEnvironment environment;
   if (!(momentum >= 0 && momentum <= 1)) {
     refuse("momentum", number(momentum), "a number in [0, 1]");
   }

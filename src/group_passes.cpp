@@ -84,7 +84,6 @@ bool without_elements(Sums<Make>& sums, GroupSum& group, std::int64_t channels) 
   if (!sums.wait(channels)) {
     return false;
   }
-  const cpu::FloatEnvironment environment;
   sums.finalize(0, channels);
   return true;
 }
@@ -92,12 +91,12 @@ bool without_elements(Sums<Make>& sums, GroupSum& group, std::int64_t channels) 
 }  // namespace
 
 Reached forward_in_group(const ForwardPass& p, GroupSum& group, const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_normalize(p);
   check_moments(p.mean, p.var, p.rstd, p.eps, p.x.sizes[1]);
   check_group(group, p.x);
   const SampleView samples(p.x, p.mask);
   const std::int64_t channels = samples.channels;
-  const cpu::FloatEnvironment environment;
   const AffineValues affine(p.weight, p.bias, channels);
   const std::optional<SampleView> added = optional_view(p.residual);
   const auto make = [&](std::int64_t begin, std::int64_t end) {
@@ -115,11 +114,12 @@ Reached forward_in_group(const ForwardPass& p, GroupSum& group, const Execution&
           : cpu::forward_in_group(samples, added ? &*added : nullptr, SampleView(p.y),
                                   p.activation_mask, affine.scale(), affine.shift(), p.activation,
                                   {0, p.eps, p.mean, p.var, p.rstd},
-                                  group.message.data() + kHeaderWords, sums, *execution.executor);
+                                  group.message.data() + kHeaderWords, sums, executor);
   return done ? Reached::kOutput : sums.reached();
 }
 
 Reached backward_in_group(const BackwardPass& p, GroupSum& group, const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_gradient_inputs(p);
   check_like("dx", p.dx, p.x);
   check_output("dx", p.dx);
@@ -156,7 +156,7 @@ Reached backward_in_group(const BackwardPass& p, GroupSum& group, const Executio
           ? without_elements(sums, group, channels)
           : cpu::backward_in_group(SampleView(p.dy), samples, kept ? &*kept : nullptr,
                                    SampleView(p.dx), pullback.view(), global,
-                                   group.message.data() + kHeaderWords, sums, *execution.executor);
+                                   group.message.data() + kHeaderWords, sums, executor);
   return done ? Reached::kOutput : sums.reached();
 }
 

@@ -27,10 +27,9 @@ void update_running(const BatchNorm::Forward& f, const BatchNorm::Options& optio
   if (saved.count == 0) {
     return;
   }
-  const cpu::FloatEnvironment environment;  // the quotient is rounded by the contract too
   double factor = options.momentum.value_or(0.0);
   if (f.num_batches_tracked != nullptr && !options.momentum.has_value()) {
-    factor = 1.0 / static_cast<double>(*f.num_batches_tracked + 1);
+    factor = cumulative_factor(static_cast<double>(*f.num_batches_tracked));
   }
   update_running_statistics(f.running_mean, f.running_var, saved.mean, saved.var, saved.channels,
                             saved.count, factor);

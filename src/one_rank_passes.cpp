@@ -23,6 +23,7 @@ MessageInfo info_of(const SampleView& samples) {
 
 MessageInfo moments_of_one_rank(const TensorView& x, const MaskView& mask, double* mean,
                                 double* var, double* rstd, double eps, const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_samples("x", x);
   check_mask(mask, x);
   check_available(x.device);
@@ -33,13 +34,14 @@ MessageInfo moments_of_one_rank(const TensorView& x, const MaskView& mask, doubl
   if (info.count == 0) {
     fill_moments(true, mean, var, rstd, channels);
   } else if (channels > 0) {
-    cpu::moments_of_one_rank(samples, {info.count, eps, mean, var, rstd}, *execution.executor);
+    cpu::moments_of_one_rank(samples, {info.count, eps, mean, var, rstd}, executor);
   }
   return info;
 }
 
 MessageInfo gradients_of_one_rank(const GradientSums& p, const ParameterGradients& g,
                                   std::int64_t count, const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_gradient_inputs(p);
   check_finalize_gradients(g, p.x);
   const std::int64_t channels = p.x.sizes[1];
@@ -53,7 +55,7 @@ MessageInfo gradients_of_one_rank(const GradientSums& p, const ParameterGradient
     const PullbackArguments pullback(p.through, p.mean, p.rstd, channels);
     const std::optional<SampleView> kept = optional_view(p.u);
     cpu::gradients_of_one_rank(SampleView(p.dy), samples, kept ? &*kept : nullptr, pullback.view(),
-                               to, *execution.executor);
+                               to, executor);
   }
   if (!valid || count == 0) {
     fill_gradients(valid, to, 0, channels);
@@ -62,6 +64,7 @@ MessageInfo gradients_of_one_rank(const GradientSums& p, const ParameterGradient
 }
 
 MessageInfo forward_of_one_rank(const ForwardPass& p, const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_normalize(p);
   check_moments(p.mean, p.var, p.rstd, p.eps, p.x.sizes[1]);
   const SampleView samples(p.x, p.mask);
@@ -73,17 +76,17 @@ MessageInfo forward_of_one_rank(const ForwardPass& p, const Execution& execution
                p.activation},
               execution);
   } else if (channels > 0) {
-    const cpu::FloatEnvironment environment;
     const AffineValues affine(p.weight, p.bias, channels);
     const std::optional<SampleView> added = optional_view(p.residual);
     cpu::forward_of_one_rank(samples, added ? &*added : nullptr, SampleView(p.y), p.activation_mask,
                              affine.scale(), affine.shift(), p.activation,
-                             {info.count, p.eps, p.mean, p.var, p.rstd}, *execution.executor);
+                             {info.count, p.eps, p.mean, p.var, p.rstd}, executor);
   }
   return info;
 }
 
 MessageInfo backward_of_one_rank(const BackwardPass& p, const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_gradient_inputs(p);
   check_like("dx", p.dx, p.x);
   check_output("dx", p.dx);
@@ -107,7 +110,7 @@ MessageInfo backward_of_one_rank(const BackwardPass& p, const Execution& executi
                             pullback.view(),
                             {p.count, p.mean, p.rstd, p.weight, coefficients.data(), p.dweight,
                              p.dbias, samples.channels},
-                            *execution.executor);
+                            executor);
   return info;
 }
 

@@ -114,14 +114,11 @@ inline std::optional<SampleView> optional_view(const TensorView& tensor) {
   return tensor.absent() ? std::nullopt : std::optional<SampleView>(tensor);
 }
 
-/// Runs body(begin, end) for channels with the contract's floating-point environment.
+/// Runs body(begin, end) for channels.
 template <class Body>
-void for_each_channel(std::int64_t channels, const Execution& execution, const Body& body) {
+void for_each_channel(std::int64_t channels, cpu::ContractExecutor& executor, const Body& body) {
   constexpr std::int64_t kGrain = 256;  // at which a second thread pays
-  execution.executor->parallel_for(0, channels, kGrain, [&](std::int64_t begin, std::int64_t end) {
-    const cpu::FloatEnvironment environment;
-    body(begin, end);
-  });
+  executor.parallel_for(0, channels, kGrain, body);
 }
 
 /// What stands for statistics where there are none: zeros of no elements, or NaN of ranks that
@@ -134,7 +131,6 @@ inline void fill_moments(bool agree, double* mean, double* var, double* rstd,
 }
 inline void fill_gradients(bool agree, const cpu::Gradients& to, std::int64_t begin,
                            std::int64_t end) {
-  const cpu::FloatEnvironment environment;
   const double v = agree ? 0.0 : std::numeric_limits<double>::quiet_NaN();
   for (std::int64_t c = begin; c < end; ++c) {
     to.store({v, v, v, v, !agree}, c);

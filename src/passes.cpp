@@ -36,15 +36,17 @@ void write_message(const TensorView& x, const MaskView& mask, std::int64_t* mess
 
 void local_moments(const TensorView& x, const MaskView& mask, std::int64_t* message,
                    std::uint32_t fingerprint, const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_samples("x", x);
   check_mask(mask, x);
   write_message(x, mask, message, fingerprint, [&](const SampleView& samples, std::int64_t* words) {
-    cpu::moment_sums(samples, words, *execution.executor);
+    cpu::moment_sums(samples, words, executor);
   });
 }
 
 void finalize_moments(const MessageInfo& info, const std::int64_t* words, double* mean, double* var,
                       double* rstd, std::int64_t channels, double eps, const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_channels(channels);
   check_moments(mean, var, rstd, eps, channels);
   if (usable(info) && info.count > 0) {
@@ -54,7 +56,7 @@ void finalize_moments(const MessageInfo& info, const std::int64_t* words, double
     fill_moments(usable(info), mean, var, rstd, channels);
     return;
   }
-  for_each_channel(channels, execution, [&](std::int64_t begin, std::int64_t end) {
+  for_each_channel(channels, executor, [&](std::int64_t begin, std::int64_t end) {
     cpu::finalize(info.dtype, words, begin, end, {info.count, eps, mean, var, rstd});
   });
 }
@@ -65,24 +67,24 @@ std::int64_t activation_mask_bytes(const TensorView& x) {
 }
 
 void normalize(const Normalization& p, const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_normalize(p);
   check_normalizer(p.mean, p.rstd, p.x.sizes[1]);
   const SampleView from(p.x, p.mask);
   if (from.empty() || from.channels == 0) {
     return;
   }
-  const cpu::FloatEnvironment environment;
   const AffineValues affine(p.weight, p.bias, from.channels);
   const std::optional<SampleView> added = optional_view(p.residual);
   cpu::normalize(from, added ? &*added : nullptr, SampleView(p.y), p.activation_mask,
-                 {p.mean, p.rstd, affine.scale(), affine.shift()}, p.activation,
-                 *execution.executor);
+                 {p.mean, p.rstd, affine.scale(), affine.shift()}, p.activation, executor);
 }
 
 void update_running_statistics(const MutableTensorView& running_mean,
                                const MutableTensorView& running_var, const double* mean,
                                const double* var, std::int64_t channels, std::int64_t count,
                                double factor) {
+  const cpu::FloatEnvironment environment;
   check_channels(channels);
   check_per_channel("running_mean", running_mean, channels, Device::kCpu);
   check_per_channel("running_var", running_var, channels, Device::kCpu);
@@ -97,7 +99,6 @@ void update_running_statistics(const MutableTensorView& running_mean,
   }
   check_array("mean", mean, running_mean.absent() ? 0 : channels);
   check_array("var", var, running_var.absent() ? 0 : channels);
-  const cpu::FloatEnvironment environment;
   if (!running_mean.absent()) {
     cpu::update_running(running_mean, mean, channels, factor, 1.0);
   }
@@ -106,8 +107,14 @@ void update_running_statistics(const MutableTensorView& running_mean,
   }
 }
 
+double cumulative_factor(double batches) {
+  const cpu::FloatEnvironment environment;
+  return 1.0 / (batches + 1.0);
+}
+
 void local_gradients(const GradientSums& p, std::int64_t* message, std::uint32_t fingerprint,
                      const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_gradient_inputs(p);
   if (p.through.activation.kind != ActivationKind::kNone && p.through.activation_mask == nullptr) {
     check_normalizer(p.mean, p.rstd, p.x.sizes[1]);
@@ -117,13 +124,14 @@ void local_gradients(const GradientSums& p, std::int64_t* message, std::uint32_t
                   const PullbackArguments pullback(p.through, p.mean, p.rstd, samples.channels);
                   const std::optional<SampleView> kept = optional_view(p.u);
                   cpu::gradient_sums(SampleView(p.dy), samples, kept ? &*kept : nullptr, words,
-                                     pullback.view(), *execution.executor);
+                                     pullback.view(), executor);
                 });
 }
 
 void finalize_gradients(const MessageInfo& info, const std::int64_t* words,
                         const ParameterGradients& p, std::int64_t count,
                         const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_channels(p.channels);
   check_per_channel("weight", p.weight, p.channels, Device::kCpu);
   check_affine(p.dweight, p.dbias, p.channels);
@@ -139,24 +147,26 @@ void finalize_gradients(const MessageInfo& info, const std::int64_t* words,
     fill_gradients(valid, to, 0, p.channels);
     return;
   }
-  for_each_channel(p.channels, execution, [&](std::int64_t begin, std::int64_t end) {
+  for_each_channel(p.channels, executor, [&](std::int64_t begin, std::int64_t end) {
     cpu::finalize(info.dtype, words, begin, end, to);
   });
 }
 
 void affine_gradient_shares(const std::int64_t* words, DType dtype, const ParameterGradients& p,
                             const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_channels(p.channels);
   check_affine(p.dweight, p.dbias, p.channels);
   check_normalizer(p.mean, p.rstd, p.channels);
   check_array("words", words, p.channels * words_per_channel(dtype));
   const cpu::Gradients to{1, p.mean, p.rstd, {}, nullptr, p.dweight, p.dbias, p.channels};
-  for_each_channel(p.channels, execution, [&](std::int64_t begin, std::int64_t end) {
+  for_each_channel(p.channels, executor, [&](std::int64_t begin, std::int64_t end) {
     cpu::finalize(dtype, words, begin, end, to);
   });
 }
 
 void input_gradient(const InputGradient& p, const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_samples("x", p.x);
   check_mask(p.mask, p.x);
   check_like("dy", p.dy, p.x);
@@ -175,10 +185,11 @@ void input_gradient(const InputGradient& p, const Execution& execution) {
   cpu::input_gradient(
       SampleView(p.dy), samples, SampleView(p.dx),
       {p.mean, p.rstd, p.coefficients, p.coefficients + channels, p.coefficients + 2 * channels},
-      pullback.view(), *execution.executor);
+      pullback.view(), executor);
 }
 
 void recover_input(const InputRecovery& p, const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_samples("y", p.y);
   check_per_channel("weight", p.weight, p.y.sizes[1], p.y.device);
   check_per_channel("bias", p.bias, p.y.sizes[1], p.y.device);
@@ -199,16 +210,15 @@ void recover_input(const InputRecovery& p, const Execution& execution) {
   if (from.empty() || from.channels == 0) {
     return;
   }
-  const cpu::FloatEnvironment environment;
   const AffineValues affine(p.weight, p.bias, from.channels);
   cpu::recover_input(from, SampleView(p.x), p.activation_mask,
-                     {p.mean, p.rstd, affine.scale(), affine.shift()}, p.negative_slope,
-                     *execution.executor);
+                     {p.mean, p.rstd, affine.scale(), affine.shift()}, p.negative_slope, executor);
 }
 
 void evaluation_input_gradient(const TensorView& u, const MaskView& mask, const double* rstd,
                                const TensorView& weight, const MutableTensorView& dx,
                                const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_samples("u", u);
   check_mask(mask, u);
   check_like("dx", dx, u);
@@ -220,13 +230,12 @@ void evaluation_input_gradient(const TensorView& u, const MaskView& mask, const 
   if (samples.empty() || samples.channels == 0) {
     return;
   }
-  const cpu::FloatEnvironment environment;
   const cpu::ScratchArray<double> c1(static_cast<std::size_t>(samples.channels));
   load_channel_values(weight, 0, samples.channels, 1.0, c1.data());
   for (std::size_t c = 0; c < c1.size(); ++c) {
     c1[c] *= rstd[c];
   }
-  cpu::evaluation_input_gradient(samples, SampleView(dx), c1.data(), *execution.executor);
+  cpu::evaluation_input_gradient(samples, SampleView(dx), c1.data(), executor);
 }
 
 }  // namespace syncbn

@@ -23,6 +23,7 @@ std::int64_t welford_words(DType dtype, std::int64_t channels) {
 
 void local_welford(const TensorView& x, const MaskView& mask, std::int64_t* message,
                    std::uint32_t fingerprint, const Execution& execution) {
+  cpu::ContractExecutor executor(*execution.executor);
   check_samples("x", x);
   check_mask(mask, x);
   check_available(x.device);
@@ -34,13 +35,14 @@ void local_welford(const TensorView& x, const MaskView& mask, std::int64_t* mess
   std::fill_n(record, welford_words(x.dtype, samples.channels), 0);
   record[0] = count;
   if (count > 0 && samples.channels > 0) {
-    cpu::welford_records(samples, record + 1, *execution.executor);
+    cpu::welford_records(samples, record + 1, executor);
   }
 }
 
 void merge_welford(const MessageInfo& info, const std::int64_t* records, double* mean, double* var,
                    double* rstd, std::int64_t channels, int ranks, std::int64_t stride,
                    double eps) {
+  const cpu::FloatEnvironment environment;
   check_eps(eps);
   check_ranks(ranks);
   check_channels(channels);
@@ -48,7 +50,6 @@ void merge_welford(const MessageInfo& info, const std::int64_t* records, double*
   check_array("mean", mean, channels);
   check_array("var", var, channels);
   check_array("rstd", rstd, channels);
-  const cpu::FloatEnvironment environment;
   const std::int64_t of_channel = record_words(info.dtype);
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (std::int64_t c = 0; c < channels; ++c) {

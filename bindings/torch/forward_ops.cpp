@@ -49,11 +49,12 @@ Updates::Updates(std::optional<Tensor>& mean, std::optional<Tensor>& var,
 
 void Updates::apply(const double* mean, const double* var, std::int64_t channels,
                     std::int64_t count) {
-  const std::int64_t batches = num_batches_tracked == nullptr ? 0 : *num_batches_tracked + 1;
-  const double factor = momentum_.value_or(batches > 0 ? 1.0 / static_cast<double>(batches) : 0.0);
+  const std::int64_t batches = num_batches_tracked == nullptr ? 0 : *num_batches_tracked;
+  const double factor =
+      momentum_.has_value() ? *momentum_ : cumulative_factor(static_cast<double>(batches));
   syncbn::update_running_statistics(running_mean, running_var, mean, var, channels, count, factor);
   if (num_batches_tracked != nullptr && count > 0) {
-    *num_batches_tracked = batches;
+    *num_batches_tracked = batches + 1;
   }
   if (call_ != nullptr) {
     *call_ = static_cast<std::int64_t>(static_cast<std::uint64_t>(*call_) + 1);

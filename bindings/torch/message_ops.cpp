@@ -89,6 +89,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def(
       "layer_identity(int layer, int activation, float negative_slope, int statistics, "
       "bool residual) -> int");
+  m.def("cumulative_factor(float batches) -> float");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
@@ -101,4 +102,5 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CompositeExplicitAutograd, m) {
   using namespace syncbn::torch_layer;
   m.impl("layer_identity", TORCH_BOX(&layer_identity));
+  m.impl("cumulative_factor", TORCH_BOX(&syncbn::cumulative_factor));
 }

@@ -134,6 +134,9 @@ struct Normalization {
 };
 SYNCBN_API void normalize(const Normalization& pass, const Execution& execution);
 
+/// The factor of cumulative averaging when `batches` came before this one.
+SYNCBN_API double cumulative_factor(double batches);
+
 /// running <- (1 - factor) * running + factor * batch value, with the unbiased variance (section
 /// 5). count = 0 changes nothing. Either tensor may be absent.
 SYNCBN_API void update_running_statistics(const MutableTensorView& running_mean,

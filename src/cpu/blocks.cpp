@@ -6,7 +6,6 @@
 #include <optional>
 #include <utility>
 
-#include "cpu/float_environment.hpp"
 #include "cpu/scratch.hpp"
 
 // Sums and the element-wise pass of one direction in turns, block of channels by block.
@@ -197,7 +196,6 @@ void run_in_blocks(const SampleView& x, const VectorSums& sums, VectorMap& map, 
   const std::int64_t blocks = (x.channels + block - 1) / block;
   const std::int64_t shares = std::min<std::int64_t>(executor.concurrency(), blocks);
   executor.parallel_for(0, shares, 1, [&](std::int64_t first, std::int64_t last) {
-    const FloatEnvironment environment;
     Lane lane(x, sums, map, sink, set_constants);
     Channels before{0, 0};
     for (std::int64_t b = blocks * first / shares; b < blocks * last / shares; ++b) {
@@ -230,7 +228,6 @@ bool run_in_waves(const SampleView& x, const VectorSums& sums, VectorMap& map, S
   bool come = true;  // what was waited for
   for (std::int64_t wave = 0; wave < waves + 2 && (come || wave < waves); ++wave) {
     executor.parallel_for(0, threads, 1, [&](std::int64_t first, std::int64_t last) {
-      const FloatEnvironment environment;
       for (std::int64_t t = first; t < last; ++t) {
         Lane& lane = *lanes[static_cast<std::size_t>(t)];
         lane.step(channels_of(wave, t), channels_of(come ? wave - 2 : -1, t));

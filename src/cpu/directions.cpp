@@ -2,7 +2,6 @@
 #include "cpu/blocks.hpp"
 #include "cpu/cpu_passes.hpp"
 #include "cpu/finalize.hpp"
-#include "cpu/float_environment.hpp"
 #include "cpu/scratch.hpp"
 #include "cpu/sums.hpp"
 #include "statistics/dtype.hpp"
@@ -124,7 +123,6 @@ void statistics_alone(const VectorSums& sums, const SampleView& x, const Loops& 
       static_cast<std::size_t>(x.channels * format_of(x.dtype).words()));
   loops(words.data());
   executor.parallel_for(0, x.channels, kGrainOfLoops, [&](std::int64_t begin, std::int64_t end) {
-    const FloatEnvironment environment;
     finalize(x.dtype, words.data(), begin, end, to);
   });
 }
@@ -142,7 +140,6 @@ void map_all(One& one, Executor& executor) {
     one.map_by_loops(executor);
     return;
   }
-  const FloatEnvironment environment;
   one.set_constants(0, one.x.channels);
   one.map.run(executor);
 }
@@ -187,10 +184,8 @@ bool in_group(One one, std::int64_t* words, GroupSums& group, Executor& executor
   if (!group.wait(channels)) {
     return false;
   }
-  executor.parallel_for(0, channels, kGrain, [&](std::int64_t begin, std::int64_t end) {
-    const FloatEnvironment environment;
-    group.finalize(begin, end);
-  });
+  executor.parallel_for(0, channels, kGrain,
+                        [&](std::int64_t begin, std::int64_t end) { group.finalize(begin, end); });
   map_all(one, executor);
   return true;
 }

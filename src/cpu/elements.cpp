@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "cpu/float_environment.hpp"
 #include "statistics/activation.hpp"
 #include "statistics/dtype.hpp"
 
@@ -159,7 +158,6 @@ VectorMap::VectorMap(const SampleView& dy, const SampleView& x, const SampleView
           pullback.activation.kind == ActivationKind::kNone ? nullptr : pullback.activation_mask,
           activation_constants(pullback.activation)) {
   if (possible_ && pass_ == ElementPass::kGradientActivated) {
-    const FloatEnvironment environment;
     packed_.set_affine(pullback.affine, 0, x.channels);
   }
 }
@@ -169,7 +167,6 @@ VectorMap::VectorMap(const SampleView& y, const SampleView& x, std::uint8_t* act
     : VectorMap(ElementPass::kRecover, y, nullptr, x, activation_mask,
                 {false, 1.0f / static_cast<float>(negative_slope)}) {
   if (possible_) {
-    const FloatEnvironment environment;
     packed_.set_inverse(constants, y.channels);
   }
 }
@@ -180,7 +177,6 @@ void VectorMap::run(Executor& executor) const {
   const std::int64_t items = x_->samples * (rows_ ? x_->plane : x_->channels * blocks);
   const std::int64_t grain = std::max<std::int64_t>(1, kElementsPerThread * items / elements);
   executor.parallel_for(0, items, grain, [&](std::int64_t begin, std::int64_t end) {
-    const FloatEnvironment environment;
     ElementsTask part = task_;
     part.begin = begin;
     part.end = end;
@@ -214,7 +210,6 @@ void normalize(const SampleView& x, const SampleView* residual, const SampleView
     reference::normalize(x, residual, y, activation_mask, constants, activation, executor);
     return;
   }
-  const FloatEnvironment environment;
   map.constants().set_affine(constants, 0, x.channels);
   map.run(executor);
 }
@@ -227,7 +222,6 @@ void input_gradient(const SampleView& dy, const SampleView& x, const SampleView&
     reference::input_gradient(dy, x, dx, constants, pullback, executor);
     return;
   }
-  const FloatEnvironment environment;
   map.constants().set_gradient(constants, 0, x.channels);
   map.run(executor);
 }

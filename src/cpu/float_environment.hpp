@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "syncbn/executor.hpp"
+
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
@@ -35,6 +37,25 @@ class FloatEnvironment {
  public:
   FloatEnvironment(const FloatEnvironment&) = delete;
   FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+};
+
+/// The executor of a pass: while it lives, this thread computes in that environment, and so does
+/// each thread that runs a part. Each pass begins with one, so that nothing is left out.
+class ContractExecutor final : public Executor {
+ public:
+  explicit ContractExecutor(Executor& executor) : executor_(executor) {}
+  void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
+                    const Body& body) override {
+    executor_.parallel_for(begin, end, grain, [&](std::int64_t first, std::int64_t last) {
+      const FloatEnvironment environment;
+      body(first, last);
+    });
+  }
+  int concurrency() const override { return executor_.concurrency(); }
+
+ private:
+  Executor& executor_;
+  FloatEnvironment environment_;
 };
 
 }  // namespace syncbn::cpu

@@ -6,7 +6,6 @@
 
 #include "activation_mask.hpp"
 #include "cpu/cpu_passes.hpp"
-#include "cpu/float_environment.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/elements.hpp"
 #include "statistics/finalize.hpp"
@@ -117,7 +116,6 @@ void for_each_plane(const SampleView& x, std::int64_t at_once, Executor& executo
   const std::int64_t items = x.samples * x.channels / at_once;
   executor.parallel_for(0, items, std::max<std::int64_t>(1, 4096 / (x.plane * at_once)),
                         [&](std::int64_t begin, std::int64_t end) {
-                          const FloatEnvironment environment;
                           for (std::int64_t i = begin * at_once; i < end * at_once; ++i) {
                             body(i / x.channels, i % x.channels);
                           }
@@ -180,7 +178,6 @@ void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* 
                    std::int64_t* words, const Pullback& pullback, Executor& executor) {
   const Format& format = format_of(x.dtype);
   executor.parallel_for(0, x.channels, 1, [&](std::int64_t begin, std::int64_t end) {
-    const FloatEnvironment environment;
     std::array<std::int64_t, kDoubleFormat.slots()> slots;  // the longest
     for (std::int64_t c = begin; c < end; ++c) {
       dispatch_dtype(x.dtype, [&](auto type) {

@@ -5,7 +5,6 @@
 #include <optional>
 #include <utility>
 
-#include "cpu/float_environment.hpp"
 #include "statistics/dtype.hpp"
 
 // Deals the sums of a tensor to threads and vector kernels, and merges their windows. How it is
@@ -108,7 +107,6 @@ void VectorSums::run(SumsSink& sink, Executor& executor) const {
   };
   if (by_channel) {
     executor.parallel_for(0, pieces, 1, [&](std::int64_t begin, std::int64_t end) {
-      const FloatEnvironment environment;
       for (std::int64_t i = begin; i < end; ++i) {
         const Share part = share(i);
         Windows windows = sum(part.channel_begin, part.channel_end, nullptr);
@@ -124,12 +122,10 @@ void VectorSums::run(SumsSink& sink, Executor& executor) const {
     windows[i] = &owned[i].emplace(format_of(u_->dtype), u_->channels);
   }
   executor.parallel_for(0, pieces, 1, [&](std::int64_t begin, std::int64_t end) {
-    const FloatEnvironment environment;
     for (std::int64_t i = begin; i < end; ++i) {
       sum(share(i), nullptr, *windows[static_cast<std::size_t>(i)]);
     }
   });
-  const FloatEnvironment environment;
   for (std::size_t i = 1; i < windows.size(); ++i) {
     windows[0]->absorb(*windows[i], 0, u_->channels);
   }
@@ -153,7 +149,6 @@ VectorSums::VectorSums(const SampleView& dy, const SampleView& x, const SampleVi
     pullback_ = &pullback;
     packed_.emplace(x.channels);
     if (activated && pullback.activation_mask == nullptr) {
-      const FloatEnvironment environment;
       packed_->set_affine(pullback.affine, 0, x.channels);
     }
   }

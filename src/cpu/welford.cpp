@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "cpu/cpu_passes.hpp"
-#include "cpu/float_environment.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/elements.hpp"
 #include "statistics/welford.hpp"
@@ -113,7 +112,6 @@ void records_of(const SampleView& x, std::int64_t* records, Executor& executor) 
   const std::int64_t step = rows ? kBlockChannels : 1;
   executor.parallel_for(0, (x.channels + step - 1) / step, 1,
                         [&](std::int64_t begin, std::int64_t end) {
-                          const FloatEnvironment environment;
                           const std::int64_t last = std::min(x.channels, end * step);
                           if (rows) {
                             rows_records<T>(x, begin * step, last, records);

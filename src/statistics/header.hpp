@@ -95,7 +95,7 @@ SYNCBN_HD inline std::uint32_t call_fingerprint(std::uint64_t layer, std::uint64
   state = mix(state, call);
   state = mix(state, static_cast<std::uint64_t>(direction));
   state = mix(state, static_cast<std::uint64_t>(channels));
-  return fingerprint_of(mix(state, bit_copy<std::uint64_t>(eps + 0.0)));  // -0 is 0
+  return fingerprint_of(mix(state, option_bits(eps)));
 }
 
 SYNCBN_HD inline std::uint32_t backward_call_fingerprint(std::uint32_t forward) {

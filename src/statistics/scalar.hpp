@@ -19,6 +19,12 @@ SYNCBN_HD_IN_PLACE To bit_copy(const From& from) {
   return to;
 }
 
+/// The bits of an option that ranks compare; -0 is 0. In integers, whatever mode the process is in.
+SYNCBN_HD_IN_PLACE std::uint64_t option_bits(double v) {
+  const auto bits = bit_copy<std::uint64_t>(v);
+  return bits << 1 == 0 ? 0 : bits;
+}
+
 struct Half {
   std::uint16_t bits;
 };

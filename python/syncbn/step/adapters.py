@@ -332,7 +332,7 @@ def _is_average(tracked: Tensor | None) -> bool:
 def _update(running: tuple, call: Tensor | None, statistics, momentum: float | None) -> None:
     *averages, tracked = running
     if averaged := _is_average(tracked):
-        momentum = 1.0 / (tracked.item() + 1.0) if momentum is None else momentum
+        momentum = ops.cumulative_factor(tracked.item()) if momentum is None else momentum
     counters = (None if averaged else tracked, call)
     if any(t is not None for t in (*averages, *counters)):
         ops.update_running_statistics(*averages, *counters, *statistics, momentum)

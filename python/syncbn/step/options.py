@@ -4,6 +4,8 @@
 import functools
 import math
 import numbers
+import struct
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
@@ -151,12 +153,19 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)
 
 
+def _is_from_0_to(most: float, value: Any) -> bool:
+    """Whether it is such a number. The sign is that of its bits, because a process that flushes
+    subnormals takes them for 0."""
+    bits = functools.partial(struct.pack, ">d")
+    return is_number(value) and value <= most and bits(value) <= bits(-0.0)
+
+
 def check_options(options: Options) -> None:
     """One error that names the option, what was given and what is allowed."""
-    if not (is_number(options.eps) and 0 <= options.eps < math.inf):
+    if not _is_from_0_to(sys.float_info.max, options.eps):
         raise ValueError(f"eps: got {options.eps!r}, expected a finite number of at least 0")
     momentum = options.momentum
-    if momentum is not None and not (is_number(momentum) and 0 <= momentum <= 1):
+    if momentum is not None and not _is_from_0_to(1.0, momentum):
         raise ValueError(f"momentum: got {momentum!r}, expected a number in [0, 1], or None")
     activation = activation_of(options.activation)
     for name, allowed in (("affine_grad", AFFINE_GRADS), ("statistics", STATISTICS)):
