@@ -35,6 +35,8 @@ constexpr std::uint64_t pack(std::uint64_t met, int breaker) {
 constexpr std::uint64_t met_of(std::uint64_t state) { return state >> 16; }
 constexpr int breaker_of(std::uint64_t state) { return static_cast<int>(state & 0xffff) - 1; }
 constexpr int kNobody = -1;
+/// A breaker that is no rank.
+constexpr int kOverwritten = 0xfffe;
 
 constexpr std::size_t whole_pages(std::size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
@@ -134,14 +136,24 @@ void SharedBarrier::try_meet() {
 
 /// Whether this rank's barrier is met; throws if the group broke before.
 bool SharedBarrier::met() const {
-  const std::uint64_t state = control().state.load();
-  if (met_of(state) >= number_) {
-    return true;
+  for (;;) {
+    std::uint64_t state = control().state.load();
+    if (met_of(state) == number_) {
+      return true;
+    }
+    // This rank has passed the barrier before, and no rank passes the next one without it.
+    const bool possible = met_of(state) + 1 == number_;
+    if (breaker_of(state) != kNobody && (possible || breaker_of(state) == kOverwritten)) {
+      throw_broken(state, true);
+    }
+    if (possible) {
+      return false;
+    }
+    // Nobody would wait for what comes of it: the others take this rank's word.
+    if (control().state.compare_exchange_strong(state, pack(number_ - 1, kOverwritten))) {
+      ring();
+    }
   }
-  if (breaker_of(state) != kNobody) {
-    throw_broken(state, true);
-  }
-  return false;
 }
 
 bool SharedBarrier::wait(milliseconds slice) {
@@ -189,7 +201,7 @@ void SharedBarrier::sleep(milliseconds limit) {
 }
 
 /// After a change of state.
-void SharedBarrier::ring() {
+void SharedBarrier::ring() const {
   Control& shared = control();
   shared.bell.fetch_add(1);
   if (shared.sleepers.load() > 0) {

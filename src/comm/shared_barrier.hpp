@@ -77,7 +77,8 @@ class SharedBarrier {
   std::chrono::milliseconds waited() const { return waited_; }
   /// Comes to the next barrier.
   void arrive();
-  /// Whether all have come. Throws ExchangeTimeout or PeerLost if the group broke before.
+  /// Whether all have come. Throws ExchangeTimeout or PeerLost if the group broke before; breaks it
+  /// if other processes wrote to the word that says so.
   bool met() const;
   /// Waits for the others for about `slice`; whether all have come. Errors as of met(); the group
   /// breaks at the time limit and when a missing rank is dead.
@@ -93,7 +94,7 @@ class SharedBarrier {
   void look_at_peers();
   void look_at_clock(std::chrono::milliseconds waited);
   void sleep(std::chrono::milliseconds limit);
-  void ring();
+  void ring() const;
   bool break_at(std::uint64_t last_met, Cause cause, const std::string& text,
                 const std::vector<int>& about);
   [[noreturn]] void throw_broken(std::uint64_t state, bool waiting) const;

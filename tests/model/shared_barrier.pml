@@ -155,6 +155,9 @@ inline try_meet() {
 }
 
 inline met() {
+#ifndef ARRIVALS_DECIDE
+  assert(met_of(state) == number || met_of(state) + 1 == number);  // else it was overwritten
+#endif
   if
 #ifdef BROKEN_BEFORE_MET
   :: breaker_of(state) != NOBODY -> at = THROW_BROKEN
@@ -162,7 +165,7 @@ inline met() {
 #ifdef ARRIVALS_DECIDE
   :: ALL(CAME) -> at = ADVANCE
 #endif
-  :: met_of(state) >= number -> at = ADVANCE
+  :: met_of(state) == number -> at = ADVANCE
   :: else -> check_usable()
   fi
 }

@@ -35,16 +35,12 @@ _INVALID = re.compile(r"\w+: got [^\n]*, expected ")
 _NO_MEMORY = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
 
 
-class LengthsDiffer(Exception):
-    """The ranks brought messages of different lengths; raised on all of them."""
-
-
 class Refused(Exception):
     """An operator of a whole direction took no such arguments; its exchange did not begin."""
 
 
 #: Ways out of an exchange that the other ranks take as well, or that are no part of it.
-_KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, LengthsDiffer, Refused)
+_KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, Refused)
 
 
 class Waiting(ABC):

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ..errors import ExchangeTimeout, PeerLost
+from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import HEADER_WORDS, ops
 from . import groups, shared_memory, whereabouts
-from .attempt import Attempt, LengthsDiffer, Refused, Waiting
+from .attempt import Attempt, Refused, Waiting
 from .call import Call
 from .groups import Peers
 from .times import Times
@@ -103,10 +103,12 @@ class _InMemory(Engine):
         return self.peers.shared
 
     def _sum_on_node(self, words: torch.Tensor, attempt: Attempt) -> torch.Tensor:
-        """Raises LengthsDiffer on all ranks."""
+        """Raises DivergenceError if lengths differ, which breaks the group: the ranks are in
+        different exchanges."""
         total, status = shared_memory.all_reduce(words, self._handle)
         if status == shared_memory.DIVERGED:
-            raise LengthsDiffer(ops.shm_error(self._handle))
+            reason = ops.shm_error(self._handle).removeprefix(f"{self.peers}: ")
+            raise DivergenceError(f"{attempt.call}, {self.peers}: {reason}")
         self._fail_unless_done(status, attempt)
         return total
 
@@ -145,10 +147,12 @@ class SharedMemory(_InMemory):
 
     def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
         """The whole message; if lengths differ the header alone, which tells why."""
-        try:
-            return self.sum(message, call)
-        except LengthsDiffer:
-            return self.sum(message[:HEADER_WORDS], call)
+        with Attempt(self, call) as attempt:
+            total, status = shared_memory.all_reduce(message, self._handle)
+            if status != shared_memory.DIVERGED:
+                self._fail_unless_done(status, attempt)
+                return total
+        return self.sum(message[:HEADER_WORDS], call)
 
     def step(self, run: Callable[..., tuple], arguments: tuple, call: Call) -> tuple:
         handle = self._handle
