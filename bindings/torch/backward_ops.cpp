@@ -59,14 +59,27 @@ std::tuple<Tensor, Tensor> affine_gradient_shares(const Tensor& message, const T
   return {dweight, dbias};
 }
 
+/// What input_gradient writes to, as its `room`: dx, dweight, dbias, and three numbers per channel.
+std::vector<Tensor> backward_outputs(const Tensor& x, std::optional<ScalarType> weight_dtype,
+                                     std::optional<ScalarType> bias_dtype) {
+  return {new_output(x), new_parameter_gradient(x, weight_dtype),
+          new_parameter_gradient(x, bias_dtype), empty(x, 3 * channels_of(x), ScalarType::Double)};
+}
+
 std::tuple<Tensor, Tensor, Tensor> input_gradient(
     const Tensor& dy, const Tensor& x, const Tensor& merged, std::optional<Tensor> rest,
     const Tensor& mean, const Tensor& rstd, const Tensor& info, std::optional<Tensor> weight,
     std::optional<Tensor> bias, std::optional<Tensor> activation_mask, std::int64_t activation,
     double negative_slope, std::optional<ScalarType> weight_dtype,
     std::optional<ScalarType> bias_dtype, std::int64_t ranks, std::optional<Tensor> mask,
-    std::optional<Tensor> own) {
+    std::optional<Tensor> own, Room room) {
   const std::int64_t channels = channels_of(x);
+  std::vector<Tensor> out =
+      room.has_value() ? *std::move(room) : backward_outputs(x, weight_dtype, bias_dtype);
+  check_room(out, 4);
+  Tensor &dx = out[0], &dweight = out[1], &dbias = out[2];
+  (void)double_data("room", out[3], 3 * channels);
+  double* const coefficients = double_data(out[3]);
   const Merged words(merged, rest, ranks, channels);
   const std::int64_t count = int64_data("info", info, 2)[0];
   if (words.info.count != count) {
@@ -75,9 +88,6 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
   }
   const double* means = double_data("mean", mean, channels);
   const double* rstds = double_data("rstd", rstd, channels);
-  Tensor dweight = new_parameter_gradient(x, weight_dtype);
-  Tensor dbias = new_parameter_gradient(x, bias_dtype);
-  std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
   TorchExecutor executor;
   const MutableTensorView out_weight = wanted("dweight", dweight, weight_dtype);
   const MutableTensorView out_bias = wanted("dbias", dbias, bias_dtype);
@@ -93,16 +103,14 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
         executor);
   }
   finalize_gradients(words.info, words.words(),
-                     {means, rstds, view("weight", weight), coefficients.data(),
+                     {means, rstds, view("weight", weight), coefficients,
                       own.has_value() ? MutableTensorView() : out_weight,
                       own.has_value() ? MutableTensorView() : out_bias, channels},
                      count, executor);
-  Tensor dx = new_output(x);
-  syncbn::input_gradient(
-      {view("dy", dy), view("x", x), mask_view(mask), means, rstds, coefficients.data(),
-       through(x, weight, bias, activation_mask, activation, negative_slope),
-       mutable_view("dx", dx)},
-      executor);
+  syncbn::input_gradient({view("dy", dy), view("x", x), mask_view(mask), means, rstds, coefficients,
+                          through(x, weight, bias, activation_mask, activation, negative_slope),
+                          mutable_view("dx", dx)},
+                         executor);
   return {dx, dweight, dbias};
 }
 
@@ -122,7 +130,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
       "input_gradient(Tensor dy, Tensor x, Tensor merged, Tensor? rest, Tensor mean, Tensor rstd, "
       "Tensor info, Tensor? weight, Tensor? bias, Tensor? activation_mask, int activation, "
       "float negative_slope, ScalarType? weight_dtype, ScalarType? bias_dtype, int ranks, "
-      "Tensor? mask=None, Tensor? own=None) -> (Tensor, Tensor, Tensor)");
+      "Tensor? mask=None, Tensor? own=None, Tensor[]? room=None) -> (Tensor, Tensor, Tensor)");
+  m.def("backward_outputs(Tensor x, ScalarType? weight_dtype, ScalarType? bias_dtype) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
@@ -130,4 +139,5 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
   m.impl("local_gradients", TORCH_BOX(&local_gradients));
   m.impl("affine_gradient_shares", TORCH_BOX(&affine_gradient_shares));
   m.impl("input_gradient", TORCH_BOX(&input_gradient));
+  m.impl("backward_outputs", TORCH_BOX(&backward_outputs));
 }

@@ -4,12 +4,14 @@
 #include <limits>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "bindings/torch/cpu_ops.hpp"
 #include "bindings/torch/layer.hpp"
 #include "bindings/torch/new_output.hpp"
 #include "bindings/torch/resolved.hpp"
 #include "bindings/torch/tensors.hpp"
+#include "syncbn/batch_norm.hpp"
 #include "syncbn/passes.hpp"
 
 // The operators of the forward direction on CPU: the core's passes with PyTorch's tensors and
@@ -76,33 +78,40 @@ Tensor local_moments(const Tensor& x, std::int64_t layer, std::optional<Tensor> 
   return message;
 }
 
-/// mean, var, rstd and (count, fingerprint) from the merged message.
-Statistics statistics_of(const Tensor& x, const Tensor& message, const Tensor& merged,
-                         const std::optional<Tensor>& rest, double eps, std::int64_t ranks) {
+/// What normalize writes to, as its `room`.
+std::vector<Tensor> forward_outputs(const Tensor& x, bool activation_mask) {
+  const ForwardOutputs out(x, activation_mask);
+  return {out.y, out.mean, out.var, out.rstd, out.info, out.activation_mask};
+}
+
+/// From the merged message.
+void set_statistics(Statistics& out, const Tensor& x, const Tensor& message, const Tensor& merged,
+                    const std::optional<Tensor>& rest, double eps, std::int64_t ranks) {
   const std::int64_t channels = channels_of(x);
   const Merged words(merged, rest, ranks, channels);
-  Statistics out(x, words.info, message);
+  out.set_info(words.info, message);
   TorchExecutor executor;
   finalize_moments(words.info, words.words(), double_data(out.mean), double_data(out.var),
                    double_data(out.rstd), channels, eps, executor);
-  return out;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize(
     const Tensor& x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
     std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
     double eps, std::int64_t ranks, std::int64_t activation, double negative_slope,
-    std::optional<Tensor> mask) {
-  const Statistics statistics = statistics_of(x, message, merged, rest, eps, ranks);
-  return normalized(x, statistics, weight, bias, residual,
-                    activation_of(activation, negative_slope), mask);
+    std::optional<Tensor> mask, Room room) {
+  const Activation applied = activation_of(activation, negative_slope);
+  ForwardOutputs out = outputs_of(room, x, residual, applied);
+  set_statistics(out, x, message, merged, rest, eps, ranks);
+  return normalized(x, out, weight, bias, residual, applied, mask);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> normalize_in_place(
     Tensor x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
     std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, std::int64_t ranks,
     double negative_slope) {
-  Statistics s = statistics_of(x, message, merged, rest, eps, ranks);
+  Statistics s(x);
+  set_statistics(s, x, message, merged, rest, eps, ranks);
   TorchExecutor executor;
   syncbn::normalize({view("x", x),
                      {},
@@ -151,16 +160,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize_and_update(
     double eps, std::int64_t ranks, std::int64_t activation, double negative_slope,
     std::optional<Tensor> mask, std::optional<Tensor> running_mean,
     std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
-    std::optional<Tensor> call, std::optional<Tensor> last_count, std::optional<double> momentum) {
-  auto out = normalize(x, message, merged, rest, weight, bias, residual, eps, ranks, activation,
-                       negative_slope, mask);
-  const auto& [y, mean, var, rstd, info, activation_mask] = out;
-  update_running_statistics(running_mean, running_var, num_batches_tracked, call, mean, var, info,
-                            momentum);
-  if (last_count.has_value()) {
-    *int64_data("last_count", *last_count, 1) = int64_data("info", info, 2)[0];
+    std::optional<Tensor> call, std::optional<Tensor> last_count, std::optional<double> momentum,
+    Room room) {
+  const std::int64_t channels = channels_of(x);
+  const BatchNorm::Options options{.channels = channels,
+                                   .eps = eps,
+                                   .momentum = momentum,
+                                   .activation = activation_of(activation, negative_slope)};
+  Updates updates(running_mean, running_var, num_batches_tracked, call, momentum);
+  std::int64_t* count = last_count.has_value() ? int64_data("last_count", *last_count, 1) : nullptr;
+  ForwardOutputs out = outputs_of(room, x, residual, options.activation);
+  check_forward(options, {.x = view("x", x),
+                          .mask = mask_view(mask),
+                          .weight = view("weight", weight),
+                          .bias = view("bias", bias),
+                          .residual = view("residual", residual),
+                          .y = mutable_view("y", out.y),
+                          .running_mean = updates.running_mean,
+                          .running_var = updates.running_var,
+                          .num_batches_tracked = updates.num_batches_tracked});
+  set_statistics(out, x, message, merged, rest, eps, ranks);
+  const std::int64_t elements = int64_data("info", out.info, 2)[0];
+  // First: the other ranks make these updates, whatever becomes of y here.
+  updates.apply(double_data(out.mean), double_data(out.var), channels, elements);
+  if (count != nullptr) {
+    *count = elements;
   }
-  return out;
+  return normalized(x, out, weight, bias, residual, options.activation, mask);
 }
 
 /// On every device.
@@ -181,7 +207,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def(
       "normalize(Tensor x, Tensor message, Tensor merged, Tensor? rest, Tensor? weight, "
       "Tensor? bias, Tensor? residual, float eps, int ranks, int activation, "
-      "float negative_slope, Tensor? mask=None) -> "
+      "float negative_slope, Tensor? mask=None, Tensor[]? room=None) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "normalize_in_place(Tensor(a!) x, Tensor message, Tensor merged, Tensor? rest, "
@@ -199,12 +225,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
       "Tensor? weight, Tensor? bias, Tensor? residual, float eps, int ranks, int activation, "
       "float negative_slope, Tensor? mask, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
       "Tensor(c!)? num_batches_tracked, Tensor(d!)? call, Tensor(e!)? last_count, "
-      "float? momentum) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "float? momentum, Tensor[]? room=None) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("forward_outputs(Tensor x, bool activation_mask) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
   using namespace syncbn::torch_layer;
   m.impl("local_moments", TORCH_BOX(&local_moments));
+  m.impl("forward_outputs", TORCH_BOX(&forward_outputs));
   m.impl("normalize", TORCH_BOX(&normalize));
   m.impl("normalize_in_place", TORCH_BOX(&normalize_in_place));
   m.impl("recover_input", TORCH_BOX(&recover_input));

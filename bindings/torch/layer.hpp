@@ -112,15 +112,36 @@ inline Tensor new_activation_mask(const Tensor& x, bool wanted) {
   return out;
 }
 
+/// Tensors that an operator writes to, made before an exchange: after it there may be no memory,
+/// and the other ranks go on.
+using Room = std::optional<std::vector<Tensor>>;
+
+inline void check_room(const std::vector<Tensor>& room, std::size_t size) {
+  if (room.size() != size) {
+    throw InvalidArgument("room: got " + std::to_string(room.size()) + " tensors, expected " +
+                          std::to_string(size));
+  }
+}
+
 /// Statistics of a batch that all ranks share.
 struct Statistics {
-  /// info: of the merged message; message: this rank's. Throws on every rank if there is only one
-  /// element.
-  Statistics(const Tensor& x, const MessageInfo& merged, const Tensor& message)
+  explicit Statistics(const Tensor& x)
       : mean(empty(x, channels_of(x), ScalarType::Double)),
         var(empty(x, channels_of(x), ScalarType::Double)),
         rstd(empty(x, channels_of(x), ScalarType::Double)),
-        info(empty(x, 2, ScalarType::Long)) {
+        info(empty(x, 2, ScalarType::Long)) {}
+  /// Of these tensors, of which the first is an output.
+  Statistics(const std::vector<Tensor>& room, std::int64_t channels)
+      : mean(room[1]), var(room[2]), rstd(room[3]), info(room[4]) {
+    for (const Tensor* tensor : {&mean, &var, &rstd}) {
+      (void)double_data("room", *tensor, channels);
+    }
+    (void)int64_data("room", info, 2);
+  }
+
+  /// merged: the messages' sum; message: this rank's. Throws on every rank if there is only one
+  /// element.
+  void set_info(const MessageInfo& merged, const Tensor& message) {
     if (merged.count == 1) {
       throw InvalidArgument(
           "x: got 1 value per channel over all ranks, expected more than 1 when training");
@@ -133,22 +154,46 @@ struct Statistics {
   Tensor info;  ///< count and fingerprint
 };
 
-/// y, the statistics and the activation mask, empty unless backward needs it.
+/// What a forward gives; the activation mask is empty unless backward needs it.
+struct ForwardOutputs : Statistics {
+  ForwardOutputs(const Tensor& x, bool with_activation_mask)
+      : Statistics(x),
+        y(new_output(x)),
+        activation_mask(new_activation_mask(x, with_activation_mask)) {}
+  ForwardOutputs(const std::vector<Tensor>& room, const Tensor& x, bool with_activation_mask)
+      : Statistics(room, channels_of(x)), y(room[0]), activation_mask(room[5]) {
+    const std::int64_t bytes = with_activation_mask ? room_for_activation_mask(x) : 0;
+    if (activation_mask.scalar_type() != ScalarType::Byte || !activation_mask.is_cpu() ||
+        !activation_mask.is_contiguous() || activation_mask.numel() != bytes) {
+      throw InvalidArgument("room: expected what forward_outputs gave for this input");
+    }
+    check_storage("room", activation_mask);
+  }
+  Tensor y, activation_mask;
+};
+
+inline ForwardOutputs outputs_of(const Room& room, const Tensor& x,
+                                 const std::optional<Tensor>& residual,
+                                 const Activation& activation) {
+  const bool with_mask = residual.has_value() && activation.kind != ActivationKind::kNone;
+  if (!room.has_value()) {
+    return ForwardOutputs(x, with_mask);
+  }
+  check_room(*room, 6);
+  return ForwardOutputs(*room, x, with_mask);
+}
+
+/// y from the statistics in `out`, and all of it.
 inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalized(
-    const Tensor& x, const Statistics& statistics, const std::optional<Tensor>& weight,
+    const Tensor& x, ForwardOutputs& out, const std::optional<Tensor>& weight,
     const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
     const Activation& activation, const std::optional<Tensor>& mask) {
-  Tensor y = new_output(x);
-  Tensor activation_mask =
-      new_activation_mask(x, residual.has_value() && activation.kind != ActivationKind::kNone);
   TorchExecutor executor;
-  const std::int64_t channels = channels_of(x);
-  syncbn::normalize(
-      {view("x", x), mask_view(mask), double_data("mean", statistics.mean, channels),
-       double_data("rstd", statistics.rstd, channels), view("weight", weight), view("bias", bias),
-       view("residual", residual), mutable_view("y", y), byte_data(activation_mask), activation},
-      executor);
-  return {y, statistics.mean, statistics.var, statistics.rstd, statistics.info, activation_mask};
+  syncbn::normalize({view("x", x), mask_view(mask), double_data(out.mean), double_data(out.rstd),
+                     view("weight", weight), view("bias", bias), view("residual", residual),
+                     mutable_view("y", out.y), byte_data(out.activation_mask), activation},
+                    executor);
+  return {out.y, out.mean, out.var, out.rstd, out.info, out.activation_mask};
 }
 
 }  // namespace syncbn::torch_layer

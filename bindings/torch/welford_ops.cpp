@@ -30,18 +30,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> normalize_gathered(
     const Tensor& x, const Tensor& message, const Tensor& merged, const Tensor& records,
     std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
     double eps, std::int64_t ranks, std::int64_t activation, double negative_slope,
-    std::optional<Tensor> mask) {
+    std::optional<Tensor> mask, Room room) {
+  const Activation applied = activation_of(activation, negative_slope);
+  ForwardOutputs out = outputs_of(room, x, residual, applied);
   const std::int64_t channels = channels_of(x);
   const MessageInfo info = read_header(int64_data("merged", merged, kHeaderWords), ranks_of(ranks));
   check_header(info);
   const DType dtype = info.any_data ? info.dtype : dtype_of("x", x);
   const std::int64_t stride = welford_words(dtype, channels);
-  Statistics statistics(x, info, message);
-  merge_welford(info, int64_data("records", records, ranks * stride), double_data(statistics.mean),
-                double_data(statistics.var), double_data(statistics.rstd), channels,
-                ranks_of(ranks), stride, eps);
-  return normalized(x, statistics, weight, bias, residual,
-                    activation_of(activation, negative_slope), mask);
+  out.set_info(info, message);
+  merge_welford(info, int64_data("records", records, ranks * stride), double_data(out.mean),
+                double_data(out.var), double_data(out.rstd), channels, ranks_of(ranks), stride,
+                eps);
+  return normalized(x, out, weight, bias, residual, applied, mask);
 }
 
 }  // namespace
@@ -54,7 +55,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def(
       "normalize_gathered(Tensor x, Tensor message, Tensor merged, Tensor records, "
       "Tensor? weight, Tensor? bias, Tensor? residual, float eps, int ranks, int activation, "
-      "float negative_slope, Tensor? mask=None) -> "
+      "float negative_slope, Tensor? mask=None, Tensor[]? room=None) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 

@@ -93,8 +93,29 @@ def _normalized(x, residual, activation):
     return torch.empty_like(x), *_statistics(x), activation_mask
 
 
+@_fake("syncbn::forward_outputs")
+def _(x, activation_mask):
+    """Uninitialized: y like x; statistics; the activation mask, empty unless it is wanted."""
+    return list(_normalized(x, x if activation_mask else None, int(activation_mask)))
+
+
 @_fake("syncbn::normalize")
-def _(x, message, merged, rest, weight, bias, residual, eps, ranks, activation, slope, mask=None):
+def _(
+    x,
+    message,
+    merged,
+    rest,
+    weight,
+    bias,
+    residual,
+    eps,
+    ranks,
+    activation,
+    slope,
+    mask=None,
+    room=None,
+):
+    """room: what forward_outputs gave, to be written to."""
     return _normalized(x, residual, activation)
 
 
@@ -106,7 +127,19 @@ def _(x, layer, call, eps, mask=None, backward=0):
 
 @_fake("syncbn::normalize_gathered")
 def _(
-    x, message, merged, records, weight, bias, residual, eps, ranks, activation, slope, mask=None
+    x,
+    message,
+    merged,
+    records,
+    weight,
+    bias,
+    residual,
+    eps,
+    ranks,
+    activation,
+    slope,
+    mask=None,
+    room=None,
 ):
     """As normalize, from all ranks' records of the welford mode; on CUDA from their messages."""
     return _normalized(x, residual, activation)
@@ -169,6 +202,13 @@ def _(message, x, mean, rstd, weight_dtype, bias_dtype):
     return tuple(_parameter_gradients(x, weight_dtype, bias_dtype))
 
 
+@_fake("syncbn::backward_outputs")
+def _(x, weight_dtype, bias_dtype):
+    """Uninitialized: dx like x; dweight and dbias; three numbers per channel."""
+    gradients = _parameter_gradients(x, weight_dtype, bias_dtype)
+    return [torch.empty_like(x), *gradients, x.new_empty(3 * x.shape[1], dtype=torch.float64)]
+
+
 @_fake("syncbn::input_gradient")
 def _(
     dy,
@@ -188,7 +228,8 @@ def _(
     ranks,
     mask=None,
     own=None,
+    room=None,
 ):
     """dx like x; dweight and dbias of all ranks' samples, or, with the message that this rank sent
-    as own, of this rank's."""
+    as own, of this rank's. room: what backward_outputs gave, to be written to."""
     return torch.empty_like(x), *_parameter_gradients(x, weight_dtype, bias_dtype)

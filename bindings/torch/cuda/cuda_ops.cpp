@@ -4,6 +4,8 @@
 #include <array>
 #include <string>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "bindings/torch/cuda/device_tensors.hpp"
 #include "bindings/torch/cuda/message_dtype.hpp"
@@ -105,20 +107,23 @@ Normalized normalized(Outputs& out, const Tensor& x, const std::optional<Tensor>
   return {out.y, out.mean, out.var, out.rstd, out.info, out.activation_mask};
 }
 
-Normalized normalize_and_update(
-    const Tensor& x, const Tensor& message, const Tensor& merged, std::optional<Tensor> rest,
-    std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
-    double eps, std::int64_t ranks, std::int64_t activation, double negative_slope,
-    std::optional<Tensor> mask, std::optional<Tensor> running_mean,
-    std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
-    std::optional<Tensor> call, std::optional<Tensor> last_count, std::optional<double> momentum) {
+Normalized normalize_and_update(const Tensor& x, const Tensor& message, const Tensor& merged,
+                                std::optional<Tensor> rest, std::optional<Tensor> weight,
+                                std::optional<Tensor> bias, std::optional<Tensor> residual,
+                                double eps, std::int64_t ranks, std::int64_t activation,
+                                double negative_slope, std::optional<Tensor> mask,
+                                std::optional<Tensor> running_mean,
+                                std::optional<Tensor> running_var,
+                                std::optional<Tensor> num_batches_tracked,
+                                std::optional<Tensor> call, std::optional<Tensor> last_count,
+                                std::optional<double> momentum, Room room) {
   const OnDevice device(x, message, merged, weight, bias, residual, mask, running_mean, running_var,
                         num_batches_tracked, call, last_count);
   cuda::RunningStatistics running =
       running_statistics(running_mean, running_var, num_batches_tracked, call);
   running.count = counter("last_count", last_count);
   const Activation applied = activation_of(activation, negative_slope);
-  Outputs out(x, residual, applied);  // before anything is updated: there may be no memory
+  Outputs out(room, x, residual, applied);  // before anything is updated: there may be no memory
   finalize(out, x, merged, rest, eps, ranks, device, running, momentum);
   return normalized(out, x, weight, bias, residual, applied, mask, device);
 }
@@ -127,9 +132,10 @@ Normalized normalize(const Tensor& x, const Tensor& message, const Tensor& merge
                      std::optional<Tensor> rest, std::optional<Tensor> weight,
                      std::optional<Tensor> bias, std::optional<Tensor> residual, double eps,
                      std::int64_t ranks, std::int64_t activation, double negative_slope,
-                     std::optional<Tensor> mask) {
+                     std::optional<Tensor> mask, Room room) {
   return normalize_and_update(x, message, merged, rest, weight, bias, residual, eps, ranks,
-                              activation, negative_slope, mask, {}, {}, {}, {}, {}, {});
+                              activation, negative_slope, mask, {}, {}, {}, {}, {}, {},
+                              std::move(room));
 }
 
 /// records: here whole messages, because the device looks at their headers; `merged` is not read.
@@ -137,7 +143,7 @@ Normalized normalize_gathered(const Tensor& x, const Tensor& message, const Tens
                               const Tensor& records, std::optional<Tensor> weight,
                               std::optional<Tensor> bias, std::optional<Tensor> residual,
                               double eps, std::int64_t ranks, std::int64_t activation,
-                              double negative_slope, std::optional<Tensor> mask) {
+                              double negative_slope, std::optional<Tensor> mask, Room room) {
   const OnDevice device(x, message, merged, records, weight, bias, residual, mask);
   if (ranks < 1 || records.numel() % ranks != 0) {
     throw InvalidArgument("records: got " + std::to_string(records.numel()) +
@@ -147,7 +153,7 @@ Normalized normalize_gathered(const Tensor& x, const Tensor& message, const Tens
   const DType dtype =
       dtype_of_messages("records", records.numel() / ranks, x, welford_message_words);
   const Activation applied = activation_of(activation, negative_slope);
-  Outputs out(x, residual, applied);
+  Outputs out(room, x, residual, applied);
   cuda::merge_welford(cuda_int64("records", records, 0), dtype, static_cast<int>(ranks),
                       double_data(out.mean), double_data(out.var), double_data(out.rstd),
                       cuda_int64("info", out.info, 0), channels_of(x), eps, device.stream());
@@ -248,13 +254,26 @@ std::tuple<Tensor, Tensor> affine_gradient_shares(const Tensor& message, const T
   return {dweight, dbias};
 }
 
+std::vector<Tensor> forward_outputs(const Tensor& x, bool activation_mask) {
+  const OnDevice device(x);
+  const Outputs out(x, activation_mask);
+  return {out.y, out.mean, out.var, out.rstd, out.info, out.activation_mask};
+}
+
+std::vector<Tensor> backward_outputs(const Tensor& x, std::optional<ScalarType> weight_dtype,
+                                     std::optional<ScalarType> bias_dtype) {
+  const OnDevice device(x);
+  return {new_output(x), new_parameter_gradient(x, weight_dtype),
+          new_parameter_gradient(x, bias_dtype), empty(x, 3 * channels_of(x), ScalarType::Double)};
+}
+
 std::tuple<Tensor, Tensor, Tensor> input_gradient(
     const Tensor& dy, const Tensor& x, const Tensor& merged, std::optional<Tensor> rest,
     const Tensor& mean, const Tensor& rstd, const Tensor& info, std::optional<Tensor> weight,
     std::optional<Tensor> bias, std::optional<Tensor> activation_mask, std::int64_t activation,
     double negative_slope, std::optional<ScalarType> weight_dtype,
     std::optional<ScalarType> bias_dtype, std::int64_t ranks, std::optional<Tensor> mask,
-    std::optional<Tensor> own) {
+    std::optional<Tensor> own, Room room) {
   const OnDevice device(x, dy, merged, mean, rstd, info, weight, bias, activation_mask, mask, own);
   const std::int64_t channels = channels_of(x);
   const DType dtype = dtype_of_messages("merged", merged.numel(), x, message_words);
@@ -263,9 +282,9 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
   const std::int64_t* const words = cuda_int64("merged", merged, kHeaderWords);
   const std::int64_t* const forward = cuda_int64("info", info, cuda::kInfoWords);
   const std::optional<cuda::PeerGroup> peers = peers_of(rest);
-  Tensor dweight = new_parameter_gradient(x, weight_dtype);
-  Tensor dbias = new_parameter_gradient(x, bias_dtype);
-  Tensor coefficients = empty(x, 3 * channels, ScalarType::Double);
+  std::vector<Tensor> out =
+      room.has_value() ? *std::move(room) : backward_outputs(x, weight_dtype, bias_dtype);
+  Tensor &dx = out[0], &dweight = out[1], &dbias = out[2], &coefficients = out[3];
   if (own.has_value() && own->numel() != merged.numel()) {
     // No samples, in another dtype than the group: zeros in any format.
     own = torch::stable::new_zeros(*own, std::array<std::int64_t, 1>{merged.numel()});
@@ -286,7 +305,6 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
                              own.has_value() ? cuda_int64("own", *own, merged.numel()) : nullptr,
                              forward, gradients, device.stream());
   }
-  Tensor dx = new_output(x);
   cuda::input_gradient(
       {view("dy", dy), view("x", x), mask_view(mask), means, rstds, double_data(coefficients),
        through(x, weight, bias, activation_mask, activation, negative_slope),
@@ -347,6 +365,8 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {
   m.impl("local_gradients", TORCH_BOX(&local_gradients));
   m.impl("affine_gradient_shares", TORCH_BOX(&affine_gradient_shares));
   m.impl("input_gradient", TORCH_BOX(&input_gradient));
+  m.impl("forward_outputs", TORCH_BOX(&forward_outputs));
+  m.impl("backward_outputs", TORCH_BOX(&backward_outputs));
   m.impl("evaluate", TORCH_BOX(&evaluate));
   m.impl("evaluation_input_gradient", TORCH_BOX(&evaluation_input_gradient));
 }

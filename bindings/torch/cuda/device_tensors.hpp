@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "bindings/torch/layer.hpp"
 #include "bindings/torch/new_output.hpp"
@@ -56,6 +57,8 @@ struct DeviceStatistics {
         var(empty(x, channels_of(x), ScalarType::Double)),
         rstd(empty(x, channels_of(x), ScalarType::Double)),
         info(empty(x, cuda::kInfoWords, ScalarType::Long)) {}
+  explicit DeviceStatistics(const std::vector<Tensor>& room)
+      : mean(room[1]), var(room[2]), rstd(room[3]), info(room[4]) {}
   Tensor mean, var, rstd, info;
 };
 
@@ -63,12 +66,21 @@ using Normalized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 /// What a forward gives; the activation mask is empty unless backward needs it.
 struct Outputs : DeviceStatistics {
-  Outputs(const Tensor& x, const std::optional<Tensor>& residual, const Activation& activation)
+  Outputs(const Tensor& x, bool with_activation_mask)
       : DeviceStatistics(x),
         y(new_output(x)),
-        activation_mask(
-            new_zero_mask(x, residual.has_value() && activation.kind != ActivationKind::kNone)) {}
+        activation_mask(new_zero_mask(x, with_activation_mask)) {}
+  /// room: what forward_outputs gave, or none.
+  Outputs(const Room& room, const Tensor& x, const std::optional<Tensor>& residual,
+          const Activation& activation)
+      : Outputs(room.has_value() ? Outputs(*room)
+                                 : Outputs(x, residual.has_value() &&
+                                                  activation.kind != ActivationKind::kNone)) {}
   Tensor y, activation_mask;
+
+ private:
+  explicit Outputs(const std::vector<Tensor>& room)
+      : DeviceStatistics(room), y(room[0]), activation_mask(room[5]) {}
 };
 
 inline std::int64_t* counter(const char* name, std::optional<Tensor>& tensor) {

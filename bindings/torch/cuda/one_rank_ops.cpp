@@ -30,7 +30,7 @@ Normalized forward_of_one_rank(const Tensor& x, std::int64_t layer, std::optiona
       running_statistics(running_mean, running_var, num_batches_tracked, call);
   running.count = counter("last_count", last_count);
   const Activation applied = activation_of(activation, negative_slope);
-  Outputs out(x, residual, applied);  // before anything is updated: there may be no memory
+  Outputs out(Room(), x, residual, applied);  // before anything is updated: there may be no memory
   Tensor message = empty(x, message_words(samples.dtype, channels), ScalarType::Long);
   const Workspace workspace(x, samples.dtype, device.stream());
   cuda::forward_of_one_rank({.x = samples,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import DTYPES, HEADER_WORDS, ops
@@ -134,7 +135,9 @@ def check_count(merged: torch.Tensor, own: int, sizes: str) -> None:
     """
     if own > 1 or (merged.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    if int(merged[0]) == 1:
+    with _disable_current_modes():
+        count = int(merged[0])
+    if count == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got 1 over all {sizes}"
         )

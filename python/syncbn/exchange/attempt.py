@@ -12,8 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import ExchangeTimeout, PeerLost
+from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from . import after_fork, groups, whereabouts
 from .call import Call
 from .groups import Peers
@@ -38,6 +40,9 @@ _NO_MEMORY = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
 class Refused(Exception):
     """An operator of a whole direction took no such arguments; its exchange did not begin."""
 
+
+#: Errors after an exchange that all ranks have.
+_OF_ALL_RANKS = (DivergenceError, ExchangeTimeout, PeerLost, ValueError)
 
 #: Ways out of an exchange that the other ranks take as well, or that are no part of it.
 _KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, Refused)
@@ -184,7 +189,8 @@ def abandon(engine: Waiting, call: Call, error: BaseException) -> None:
     else:
         why = f"{call} was interrupted"
     _broken.setdefault(engine.peers.group_name, why)
-    engine.abandon(why)
+    with _disable_current_modes():  # one that raises, and goes on to raise
+        engine.abandon(why)
 
 
 def leave(error: BaseException, engine: Waiting | None, call: Call, peers: Peers | None) -> None:
@@ -193,7 +199,10 @@ def leave(error: BaseException, engine: Waiting | None, call: Call, peers: Peers
     here, with the layer's name. engine: None where nobody waits for this rank.
     """
     no_memory = lacks_memory(error)
-    if getattr(error, "told", False) or (isinstance(error, Exception) and not no_memory):
+    own = no_memory or not isinstance(error, Exception)
+    # A mode of the caller's may raise anything, anywhere.
+    own = own or (_len_torch_dispatch_stack() > 0 and not isinstance(error, _OF_ALL_RANKS))
+    if getattr(error, "told", False) or not own:
         return
     if engine is not None:
         abandon(engine, call, error)
@@ -208,7 +217,8 @@ def lacks_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)  # PyTorch 2.15 does not hand on the type of the operators' error
-    return text.startswith("memory: got none") or bool(_NO_MEMORY.search(text))
+    known = text.startswith(("memory: got none", "std::bad_alloc"))
+    return known or bool(_NO_MEMORY.search(text))
 
 
 def reason_of(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..operators import (
     DTYPES,
@@ -13,7 +14,7 @@ from ..operators import (
     record_words,
 )
 from . import agreement
-from .attempt import Refusal
+from .attempt import Refusal, Refused, lacks_memory
 from .engines import Engine, engine_of
 from .groups import Peers
 from .transport import Transport
@@ -38,14 +39,22 @@ class OnHost(Transport):
 
     def _rest_after(self, first, message, channels, call):
         """What exchange() returns, when the first part of the sum is there."""
-        agreement.check_header(first, self.engine, call)
-        rest = ops.remaining_words(message, first, self.peers.ranks, channels, -1)
+        # A mode of the caller's that raised here would leave the others alone with the sum.
+        with _disable_current_modes():
+            agreement.check_header(first, self.engine, call)
+            rest = ops.remaining_words(message, first, self.peers.ranks, channels, -1)
         if rest.numel() == 0:
             return first, None
         return first, self.engine.sum(rest, call)
 
     def step(self, run, arguments, call):
-        given, message, first = self.engine.step(run, arguments, call)
+        try:
+            given, message, first = self.engine.step(run, arguments, call)
+        except Refused as refused:
+            error = refused.__cause__
+            if isinstance(error, Exception) and lacks_memory(error):
+                raise self._refused(error, None, call) from None
+            raise
         if message is None:
             return given, None
         return given, (message, *self._rest_after(first, message, call.channels, call))
@@ -56,14 +65,15 @@ class OnHost(Transport):
         frame, fits = self.refusing(self._placed, (message, channels), message, call)
         words, size = frame.numel(), message.numel() - HEADER_WORDS
         first = self.engine.sum_first(frame, call)
-        dtype = agreement.check_header(first, self.engine, call)
-        if dtype is not None:
-            size = record_words(channels, dtype)
-        ranks = self.peers.ranks
-        if fits and first.numel() == words:
-            return first, first[HEADER_WORDS : HEADER_WORDS + ranks * size]
-        whole = torch.cat([frame[: first.numel()], message[HEADER_WORDS:]])
-        record = ops.remaining_words(whole, first, ranks, channels, size)
+        with _disable_current_modes():
+            dtype = agreement.check_header(first, self.engine, call)
+            if dtype is not None:
+                size = record_words(channels, dtype)
+            ranks = self.peers.ranks
+            if fits and first.numel() == words:
+                return first, first[HEADER_WORDS : HEADER_WORDS + ranks * size]
+            whole = torch.cat([frame[: first.numel()], message[HEADER_WORDS:]])
+            record = ops.remaining_words(whole, first, ranks, channels, size)
         return first, self.engine.gather(record, call)
 
     def _placed(self, message, channels):
@@ -86,7 +96,9 @@ class OnHost(Transport):
         return self.engine.sum_of_numbers(x.cpu().contiguous(), call).to(x.device)
 
     def backward_of(self, merged, own, call):
-        return agreement.backward_of(int(merged[HEADER_BACKWARD].item()), own, self.peers, call)
+        with _disable_current_modes():
+            word = int(merged[HEADER_BACKWARD].item())
+            return agreement.backward_of(word, own, self.peers, call)
 
     def reject(self, call, error, compare=True, x=None, parameter=None):
         text = f"{call}: {type(error).__name__}: {error}"

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..operators import HEADER_WORDS, ops
 from . import attempt
@@ -138,12 +139,14 @@ class Transport(ABC):
         except Exception as error:
             raise self._refused(error, x, call) from None
 
-    def _refused(self, error: Exception, x: torch.Tensor, call: Call) -> Exception:
+    def _refused(self, error: Exception, x: torch.Tensor | None, call: Call) -> Exception:
         """The error to raise, which names the layer where there was no memory, and where an
         operator refused an argument."""
         if not attempt.lacks_memory(error):
             error = attempt.invalid(error, call, self.peers)
-            self.reject(call, error, x=x)
+            with _disable_current_modes():
+                self.reject(call, error, x=x)
+            error.told = True  # type: ignore[attr-defined]  # for attempt.leave()
             return error
         self.reject(call, MemoryError(attempt.reason_of(error)), x=x)
         return attempt.out_of_memory(error, call, self.peers)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..exchange import transports
 from ..exchange.times import timed
@@ -34,7 +35,7 @@ from .options import (
 from .profiling import recorded
 from .streams import Streams
 from .tensor_classes import plain
-from .training import Inputs, backward, forward, leave, shared_sums, takes_part
+from .training import Inputs, backward, ended, forward, leave, shared_sums, takes_part
 from .transforms import check_transforms, refuse_tracing, tracer
 
 
@@ -88,26 +89,28 @@ class _BatchNormInPlace(torch.autograd.Function):
     """As _BatchNormTraining with leaky_relu, written over x; backward recovers x from y."""
 
     @staticmethod
-    def forward(ctx, given, _updates, *tensors):
+    def forward(ctx, given, running, *tensors):
         x, weight, bias, residual, mask = tensors
         inputs = Inputs((x,), weight, bias, (residual,), (mask,), *given)
         options = inputs.options
         try:
-            ctx.step, exchanged = shared_sums(inputs)
+            ctx.step, exchanged, _ = shared_sums(inputs, makes_room=False)
             normalize = timed(ops.normalize_in_place, inputs.state.times, "normalized")
-            mean, var, rstd, info = normalize(
-                x, *exchanged, weight, bias, options.eps, ctx.step.ranks, options.negative_slope
-            )
+            with _disable_current_modes():  # as in training.forward()
+                mean, var, rstd, info = normalize(
+                    x, *exchanged, weight, bias, options.eps, ctx.step.ranks, options.negative_slope
+                )
+            if inputs.segment is None or inputs.segment.kept is None:
+                _update_of_all(running, inputs.state, (mean, var, info), options.momentum)
         except BaseException as error:
             leave(error, inputs)
             raise
         ctx.mark_dirty(x)
         ctx.save_for_backward(x, weight, bias, mean, rstd, info)
-        ctx.mark_non_differentiable(mean, var, info)
-        return x, mean, var, info
+        return x
 
     @staticmethod
-    def backward(ctx, dy, *_):
+    def backward(ctx, dy):
         y, weight, bias, mean, rstd, info = ctx.saved_tensors
         step = ctx.step._replace(needs=ctx.needs_input_grad[2:6])
         with torch.no_grad():
@@ -158,8 +161,9 @@ def _plain_step(x, running: tuple, weight, bias, residual, mask, options) -> Ten
 
 def _tell(error: Exception, live: LayerState, x: object, parameter, options: Options) -> None:
     """Tells the others that this rank refuses its input."""
-    peers, call = layer_paths.way(live, live.peers(options)), live.call_of(x, options)
-    transports.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
+    with _disable_current_modes():
+        peers, call = layer_paths.way(live, live.peers(options)), live.call_of(x, options)
+        transports.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
 
 
 @recorded(lambda *arguments: arguments[7].name)
@@ -285,11 +289,7 @@ def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Te
         return _BatchNormTraining.apply(given, updates, *tensors)
     if not inplace:
         return apply_step((x,), weight, bias, (residual,), (mask,), given, running)[0]
-    y, *statistics = _BatchNormInPlace.apply(given, (), *tensors)
-    if not again:
-        live.note(statistics[-1])
-        _update(running, live.call, statistics, options.momentum)
-    return y
+    return _BatchNormInPlace.apply(given, running, *tensors)
 
 
 def _of_parts(x, weight, bias, residual, mask, running, options, state) -> Tensor:
@@ -318,8 +318,7 @@ def apply_step(xs, weight, bias, residuals, masks, given: tuple, running: tuple)
     tensors = (*xs, weight, bias, *residuals, *masks)
     *ys, mean, var, info = _BatchNormTraining.apply(given, (), *tensors)
     if segment is None or segment.kept is None:
-        state.note(info)
-        _update(running, state.call, (mean, var, info), options.momentum)
+        _update_of_all(running, state, (mean, var, info), options.momentum)
     return ys
 
 
@@ -327,6 +326,12 @@ def _is_average(tracked: Tensor | None) -> bool:
     """Whether it is a number of batches as averaged checkpoints have it; the core counts in
     integers."""
     return tracked is not None and tracked.is_floating_point()
+
+
+def _update_of_all(running: tuple, state: LayerState, statistics, momentum: float | None) -> None:
+    with _disable_current_modes():
+        state.note(statistics[-1])
+    ended(_update, state, running, state.call, statistics, momentum)
 
 
 def _update(running: tuple, call: Tensor | None, statistics, momentum: float | None) -> None:

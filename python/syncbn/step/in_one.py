@@ -86,8 +86,8 @@ def _step(x, running, weight, bias, residual, mask, options, state, peers, kind)
     transport = transport_of(peers, x.device)
     if not transport.takes_steps:
         return None
-    if residual is not None:
-        residual = like(residual, x)
+    if residual is not None and residual.stride() != x.stride():
+        residual = transport.refusing(like, (residual, x), x, state.call_of(x, options))
     word = 0 if peers is None else takes_part((x,), (weight, bias), (residual,), options)
     given = options, state, peers, transport, word, kind, running
     return _apply(given, x, weight, bias, residual, mask)
@@ -156,10 +156,8 @@ def _back(step: Step, made: tuple, dy: Tensor, saved: tuple) -> tuple[tuple | No
     try:
         _, needs_weight, needs_bias, needs_residual = step.needs
         keep = needs_residual and (kind != 0 or mask is not None)
-        try:
-            dy = like(dy, x)
-        except ValueError:
-            return None, None  # the general way tells the others
+        if not is_strided(dy) or dy.stride() != x.stride():
+            dy = transport.refusing(like, (dy, x), x, step.call)
         arguments = (
             *(dy, x, statistics, weight, bias, activation_mask, mask, count, tag, kind),
             *(options.negative_slope, keep, weight.dtype if needs_weight else None),

@@ -2,12 +2,14 @@
 """One training step of a layer: the passes, the exchange between them, and their gradient. It has K
 inputs, one for each device of this process; mostly K is 1."""
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..exchange import agreement
 from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
@@ -95,13 +97,17 @@ def _placed(xs: Sequence[Tensor], *tensors: Tensor | None) -> Iterable[Sequence[
     return ([None if t is None else t.to(x.device) for t in tensors] for x in xs)
 
 
-def shared_sums(given: Inputs, exchanged: tuple | None = None) -> tuple[Step, tuple]:
-    """What backward will know; and (message, merged, rest or records), this rank's part and what
-    all ranks share. In a checkpointed segment the header alone of this rank's part, and no more
-    than is needed. exchanged: the same, where it is there already."""
+def shared_sums(
+    given: Inputs, exchanged: tuple | None = None, makes_room: bool = True
+) -> tuple[Step, tuple, list]:
+    """What backward will know; (message, merged, rest or records), this rank's part and what all
+    ranks share; and of each x what _room() gives, made before the exchange, if there was one.
+    In a checkpointed segment the header alone of this rank's part, and no more than is needed.
+    exchanged: the second, where it is there already. makes_room: there are outputs beside x."""
+    rooms: list = [None] * len(given.xs)
     xs, _, bias, residuals, masks, options, state, peers, word, segment = given
     if segment is not None and segment.kept is not None:
-        return segment.kept.step, segment.kept.words
+        return segment.kept.step, segment.kept.words, rooms
     lead = _lead(xs, masks)
     x = xs[lead]
     if peers is not None and peers.group_name != state.group:
@@ -110,6 +116,9 @@ def shared_sums(given: Inputs, exchanged: tuple | None = None) -> tuple[Step, tu
     own = sum(map(values_per_channel, xs, masks))
     number, channels = options.identity(state.number, residuals[0] is not None), x.shape[1]
     merged: Sequence[Tensor | None]
+    if exchanged is None and makes_room:
+        for k, (z, residual) in enumerate(zip(xs, residuals)):
+            rooms[k] = transport.refusing(_room, (z, residual, options), z, call)
     if exchanged is not None:
         message, *merged = exchanged
     elif options.statistics == "welford":
@@ -135,9 +144,10 @@ def shared_sums(given: Inputs, exchanged: tuple | None = None) -> tuple[Step, tu
     bias_dtype = None if bias is None else bias.dtype
     step = Step(state, options, peers, call.backward(), backward, bias_dtype, lead=lead)
     if segment is None:
-        return step, (message, *merged)
+        return step, (message, *merged), rooms
     needed = HEADER_WORDS if options.statistics == "welford" else message_words(x, masks[lead])
-    return step, segment.keep(step, (message, *merged), needed)
+    with _disable_current_modes():  # as in _forward()
+        return step, segment.keep(step, (message, *merged), needed), rooms
 
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
@@ -155,10 +165,19 @@ def _fitting(dy: Tensor, x: Tensor, alone: bool) -> Tensor:
     return like(dy, x)
 
 
+def _room(x: Tensor, residual: Tensor | None, options: Options) -> tuple:
+    """What a forward of x writes to, and the residual in x's layout."""
+    keeps_signs = residual is not None and options.activation != "none"
+    room = ops.forward_outputs(x, keeps_signs)
+    return room, None if residual is None else like(residual, x)
+
+
 def leave(error: BaseException, given: Inputs) -> None:
     again = given.segment is not None and given.segment.kept is not None
     transport = Alone() if again else transport_of(given.peers, given.xs[0].device)
-    transport.leave(error, given.state.call_of(given.xs[0], given.options))
+    with _disable_current_modes():
+        call = given.state.call_of(given.xs[0], given.options)
+    transport.leave(error, call)
 
 
 def forward(
@@ -178,6 +197,30 @@ def forward(
         raise
 
 
+def ended(run: Callable, state: LayerState, *arguments):
+    """run(*arguments), which makes the updates after an exchange. The other ranks make them, so if
+    a mode of the caller's raises in its place, it runs without the mode before the error goes on.
+    The layer's call number tells whether it has run."""
+
+    def number():
+        with _disable_current_modes():
+            return None if state.call is None or state.call.is_cuda else int(state.call)
+
+    before = number() if torch._C._len_torch_dispatch_stack() > 0 else None
+    try:
+        return run(*arguments)
+    except BaseException:
+        if before is not None and before == number():
+            with _disable_current_modes():
+                run(*arguments)
+        raise
+
+
+def _without_modes(run: Callable, _: LayerState, *arguments):
+    with _disable_current_modes():
+        return run(*arguments)
+
+
 def _one_rank_on_device(peers: Peers | None, xs: Sequence[Tensor]) -> bool:
     """Whether a direction can be one operator, which reads each element once if it can. Its kernel
     starts when it finds the whole device free, so beside other ranks it would wait for NCCL's."""
@@ -191,7 +234,7 @@ def _forward(given: Inputs, updates: tuple, exchanged: tuple | None) -> tuple[St
     own = values_per_channel(xs[0], masks[0])
     if updates and own > 1 and _one_rank_on_device(given.peers, xs):
         return _forward_of_one_rank(given, updates)
-    step, exchanged = shared_sums(given, exchanged)
+    step, exchanged, rooms = shared_sums(given, exchanged)
     if updates:
         normalize = ops.normalize_and_update
     elif options.statistics == "welford":
@@ -199,6 +242,8 @@ def _forward(given: Inputs, updates: tuple, exchanged: tuple | None) -> tuple[St
     else:
         normalize = ops.normalize
     run = timed(normalize, step.state.times, "normalized")
+    # What comes before the updates must not fail on this rank alone.
+    run = functools.partial(ended if updates else _without_modes, run, step.state)
     # Without an activation mask, the activation's sign is computed again, which takes the bias.
     again = options.activation != "none" and residuals[0] is None
     ys: list[Tensor] = []
@@ -206,16 +251,21 @@ def _forward(given: Inputs, updates: tuple, exchanged: tuple | None) -> tuple[St
     saved = [weight, bias if again else None]
     for k, placed in enumerate(_placed(xs, *exchanged, weight, bias)):
         x, residual, mask = xs[k], residuals[k], masks[k]
+        if rooms[k] is None:  # after an exchange, or without one
+            room, residual = None, None if residual is None else like(residual, x)
+        else:
+            room, residual = rooms[k]
         y, mean, var, rstd, info, activation_mask = run(
             x,
             *placed,
-            None if residual is None else like(residual, x),
+            residual,
             options.eps,
             step.ranks,
             options.activation_kind,
             options.negative_slope,
             mask,
             *updates,
+            room,
         )
         ys.append(y)
         saved += (x, mean, rstd, info, activation_mask, mask)
@@ -280,7 +330,11 @@ def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
         z, *statistics, activation_mask, mask = saved[2 + 6 * k : 8 + 6 * k]
         dy = torch.zeros_like(z) if dys[k] is None else dys[k]
         check_not_batched(step.call, dy)
-        dy = transport.refusing(_fitting, (dy, z, step.peers is None), x, step.call)
+        fit = dy, z, step.peers is None
+        if exchanged is None:
+            dy = transport.refusing(_fitting, fit, z, step.call)
+        else:
+            dy = _fitting(*fit)
         after = (w, b, activation_mask, options.activation_kind, options.negative_slope)
         arguments = (_cast(dy, x.dtype), _cast(z, x.dtype), *statistics, *after, keep)
         gradients.append(dy)
@@ -298,7 +352,12 @@ def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
             dbias if needs_bias else None,
             (u if keep else gradients[0]) if needs_residual else None,
         )
+    rooms = [None] * len(xs)
     if exchanged is None:
+        if step.exchanges:
+            for k, z in enumerate(xs):
+                asked = (z, *(dtypes if k == lead else (None, None)))
+                rooms[k] = transport.refusing(ops.backward_outputs, asked, z, step.call)
         exchanged = transport.sums_of(
             "gradients", passes, lead, x.shape[1], step.call, shares, finalizes=step.exchanges
         )
@@ -316,7 +375,7 @@ def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
             own = message if leads and shares else None
             dx, *sums = input_gradient(
                 *(gradients[k], z, *placed, mean, rstd, info, *through[k], *wanted),
-                *(step.ranks, mask, own),
+                *(step.ranks, mask, own, rooms[k]),
             )
             dxs.append(dx)
             if leads:

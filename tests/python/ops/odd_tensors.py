@@ -131,7 +131,9 @@ def calls(handle: int) -> dict:
         "rejection": (x, 8),
         "header": (message, 1),
         "remaining_words": (message, message[:9].clone(), 1, C, -1),
-        "normalize": (x, message, message, None, *parts),
+        "forward_outputs": (x, True),
+        "backward_outputs": (x, *dtypes),
+        "normalize": (x, message, message, None, *parts, ops.forward_outputs(x, True)),
         "normalize_in_place": (x, message, message, None, weight, bias, EPS, 1, 0.5),
         "recover_input": (y, mean, rstd, weight, bias, 0.5),
         "update_running_statistics": (*running, mean, var, info, 0.1),
@@ -140,6 +142,7 @@ def calls(handle: int) -> dict:
         "affine_gradient_shares": (gradients, x, mean, rstd, *dtypes),
         "input_gradient": (
             *(y, x, gradients, None, mean, rstd, info, *through, *dtypes, 1, None, gradients),
+            ops.backward_outputs(x, *dtypes),
         ),
         "local_welford": (x, 0, call, EPS, mask),
         "normalize_gathered": (x, record, record, record[4:].clone(), *parts),
@@ -168,7 +171,7 @@ def calls(handle: int) -> dict:
 OTHERS = {
     *("shm_close", "shm_abandon", "shm_finish", "shm_error", "cpu_instruction_set"),
     *("force_cpu_instruction_set", "evaluate", "evaluation_input_gradient"),
-    *("shm_limit", "shm_time", "shm_times", "layer_identity"),
+    *("shm_limit", "shm_time", "shm_times", "layer_identity", "cumulative_factor"),
     *("sum_over_group", "all_reduce_message"),
 }
 
@@ -181,6 +184,10 @@ def odd(value, draw: random.Random):
             return ODD[name](value), name
         except Exception:  # no such tensor of this shape and dtype
             return value, "good"
+    if isinstance(value, list) and isinstance(value[0], torch.Tensor):
+        at = draw.randrange(len(value))
+        other, name = odd(value[at], draw)
+        return [*value[:at], *(() if other is None else (other,)), *value[at + 1 :]], name
     if isinstance(value, bool):
         return not value, "not"
     if isinstance(value, (int, float)):
