@@ -154,10 +154,13 @@ def is_number(value: object) -> bool:
 
 
 def _is_from_0_to(most: float, value: Any) -> bool:
-    """Whether it is such a number. The sign is that of its bits, because a process that flushes
-    subnormals takes them for 0."""
-    bits = functools.partial(struct.pack, ">d")
-    return is_number(value) and value <= most and bits(value) <= bits(-0.0)
+    """Whether it is such a number, by its bits, if need be: a process that flushes subnormals takes
+    them for 0. Compilers do not know the bits."""
+    if not (is_number(value) and 0 <= value <= most):
+        return False
+    if value > 0 or torch.compiler.is_compiling():
+        return True
+    return struct.pack(">d", value) <= struct.pack(">d", -0.0)
 
 
 def check_options(options: Options) -> None:

@@ -258,7 +258,8 @@ def case_a_mode_that_raises_leaves_equal_statistics(rank, world):
         call(layer, x)
         if not _is_shared(layer) and options not in ({"momentum": None}, in_place):
             continue  # each round takes seconds
-        for at in range(100):
+        # The first operators are the caller's, or compare paths, alike in all forms.
+        for at in range(0 if (options, call) == _FORMS[0] else 14, 100):
             mode = _Raises(at, goes_on=at % 2 == 1)
             begin, raised, over = time.monotonic(), False, torch.tensor(False)
             with _quick_looks():
@@ -346,7 +347,7 @@ _FORMS = (
     ({"statistics": "welford"}, lambda layer, x: layer(x)),
     # PyTorch's other form leaves its hooks behind after an exception.
     ({}, lambda layer, x: checkpoint(layer, x, use_reentrant=True)),
-    ({}, lambda layer, x: layer([x, x.detach()[:1]])[0]),
+    ({}, lambda layer, x: layer([x, x])[0]),
 )
 
 
