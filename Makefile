@@ -157,9 +157,6 @@ sdist: $(VENV)/.stamp-build  ## a source distribution in dist/, and a wheel made
 	$(python) scripts/check_wheel.py --retag build/sdist/*.whl
 	$(python) scripts/smoke_wheel.py build/sdist/*.whl
 
-recipes: $(VENV)/.stamp-recipes  ## render the conda recipe; build and inspect the Debian packages
-	@packaging/check.sh $(VENV)
-
 clean:  ## remove everything but the environments
 	rm -rf build dist demo-output .venv*/.stamp-package
 
@@ -191,4 +188,4 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo demo-clipart bench bench-count bench-cpp \
   gpu-check googletest aarch64 macos asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop curves model lint \
-  format docs wheel wheel-old wheel-aarch64 sdist recipes clean
+  format docs wheel wheel-old wheel-aarch64 sdist clean
