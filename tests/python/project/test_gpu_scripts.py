@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts for machines with a GPU, in what they do without one."""
+
+import json
+import subprocess
+import sys
+import time
+
+import torch
+
+from support import PROJECT
+
+sys.path.insert(0, str(PROJECT / "scripts"))
+import gpu_check
+
+
+def test_gpu_check_names_files_that_there_are():
+    commands = {name: command for name, _, command in gpu_check.stages("90")}
+    files = [a for command in commands.values() for a in command if a.endswith(".py")]
+    assert {path.rpartition("/")[2] for path in files} == {
+        *(path.name for path in (PROJECT / "tests/python/cuda").glob("test_*.py")),
+        "bench_gpu.py",
+        "gpu_check.py",
+    }
+    assert sum(seconds for _, seconds, _ in gpu_check.stages("90")) <= 540
+
+
+def test_gpu_check_ends_a_stage_that_hangs_and_keeps_what_it_printed(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "BUILD", tmp_path)
+    marker = tmp_path / "marker"
+    child = f"import time; time.sleep(8); open({str(marker)!r}, 'w')"
+    text = f"import subprocess, sys; print('begun', flush=True)\n" + (
+        f"subprocess.run([sys.executable, '-c', {child!r}])"
+    )
+    begin = time.monotonic()
+    hangs = gpu_check.run("hangs", 3, [sys.executable, "-c", text])
+    assert time.monotonic() - begin < 7
+    assert (hangs["problem"], hangs["log"]) == ("not done after 3 s", "begun\n")
+    fails = gpu_check.run("fails", 60, [sys.executable, "-c", "print('no'); exit(3)"])
+    assert (fails["problem"], fails["log"]) == ("exit code 3", "no\n")
+    assert gpu_check.run("works", 60, [sys.executable, "-c", ""])["problem"] == ""
+    assert "No such file" in gpu_check.run("missing", 60, ["/no/such/program"])["problem"]
+    time.sleep(max(0, 9 - (time.monotonic() - begin)))
+    assert not marker.exists()  # its children are ended with it
+
+
+def test_gpu_check_runs_nothing_without_a_gpu():
+    if torch.cuda.is_available():
+        return
+    command = [sys.executable, str(PROJECT / "scripts" / "gpu_check.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "finds no GPU" in done.stdout
+
+
+def test_benchmark_measures_every_layer(tmp_path):
+    """On a CPU, whose times mean nothing."""
+    path = tmp_path / "figures.json"
+    command = [sys.executable, str(PROJECT / "benchmarks" / "bench_gpu.py"), "--device", "cpu"]
+    done = subprocess.run([*command, "--rounds", "1", "--json", str(path)], capture_output=True)
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    layers = json.loads(path.read_text())["layers"]
+    assert len(layers) == 6
+    for row in layers:
+        for name in ("syncbn", "torch"):
+            for part in ("forward", "step", "eager"):
+                assert row[f"{name} {part}"] > 0 and row[f"{name} {part}, copies"] > 0
