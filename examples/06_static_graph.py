@@ -3,7 +3,8 @@
 
 One network is trained three times from the same weights on the same data: eagerly, through
 torch.compile without graph breaks, and as a graph that torch.fx traced. The weights must have the
-same bits. Then its batch norms are folded into the convolutions. Run it alone, or on several ranks:
+same bits. Then PyTorch folds its batch norms into the convolutions. Run it alone, or on several
+ranks:
 
     python examples/06_static_graph.py
     torchrun --nproc-per-node 2 examples/06_static_graph.py
@@ -16,6 +17,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.fx.experimental.optimization import fuse
 
 import syncbn
 
@@ -75,7 +77,8 @@ def main() -> int:
     passed &= check("traced training has the eager bits", same_bits(eager, traced))
 
     eager.double()
-    folded = syncbn.fold(eager)
+    plain = syncbn.revert_sync_batchnorm(copy.deepcopy(eager)).eval()
+    folded = fuse(plain)
     x = torch.randn(5, 3, 12, 12, dtype=torch.float64)
     with torch.no_grad():
         expected, got = copy.deepcopy(eager).eval()(x), folded(x)

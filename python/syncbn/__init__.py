@@ -7,7 +7,6 @@ from .errors import DivergenceError, ExchangeTimeout, PeerLost
 from .models.check import check
 from .models.classes import register_conversion
 from .models.convert import convert_sync_batchnorm, revert_sync_batchnorm
-from .models.fold import fold
 from .models.join import join
 from .models.report import report
 from .models.sharing import prepare, reset_groups, set_group, skip
@@ -24,7 +23,6 @@ __all__ = [
     "check",
     "convert_sync_batchnorm",
     "cpu_instruction_set",
-    "fold",
     "functional",
     "graph",
     "join",

@@ -314,7 +314,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         raise RuntimeError(
             f"{self.state.name}: torch.jit.script cannot compile a synchronized layer; expected "
             "torch.jit.trace of the model in evaluation mode, or a copy of the model without such "
-            "layers: syncbn.revert_sync_batchnorm(copy.deepcopy(model)) or syncbn.fold(model)"
+            "layers: syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
         )
 
     def extra_repr(self) -> str:

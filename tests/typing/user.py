@@ -38,7 +38,6 @@ def models(net: Net) -> None:
     assert_type(syncbn.set_group(net, group_size=2, engine="auto"), Net)
     assert_type(syncbn.prepare(net), Net)
     assert_type(syncbn.revert_sync_batchnorm(net), Net)
-    assert_type(syncbn.fold(net), Net)
     assert_type(syncbn.report(net, strict=True)[0].count, int | None)
     syncbn.register_conversion(nn.BatchNorm2d, lambda layer, sync: sync(layer, activation="relu"))
     syncbn.check(net)

@@ -87,7 +87,7 @@ def test_torch_fuse_conv_bn_exact():
 
 
 def test_torch_fx_fusion_leaves_layers_unfused():
-    """It asks for exactly BatchNorm*d: results are right, not faster. fold() fuses them."""
+    """It asks for exactly BatchNorm*d: results are right, not faster. Reverted ones it fuses."""
     from torch.fx.experimental.optimization import fuse
 
     net = syncbn.convert_sync_batchnorm(network()).eval()

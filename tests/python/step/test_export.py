@@ -111,12 +111,6 @@ def test_exported_residual_activation_and_mask_are_plain_around_plain(momentum):
         assert graphs[0] == graphs[1]
 
 
-def test_exported_fold_has_no_batch_norm():
-    net = syncbn.convert_sync_batchnorm(plain_net())[:3].eval()
-    program = torch.export.export(syncbn.fold(net), (samples(),))
-    assert not any("norm" in target for target in targets(program))
-
-
 @pytest.mark.parametrize("dynamo", (True, False), ids=("dynamo", "TorchScript"))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_onnx_nodes_and_values(dynamo):

@@ -40,7 +40,6 @@ PLACES = {
     "training": lambda: model()(X),
     "evaluation": lambda: model().eval()(X),
     "function": lambda: finish(X, None, Options(activation=NAME)),
-    "fold": lambda: syncbn.fold(model()),
     "text": lambda: repr(model()),
     "agreement": lambda: Options(activation=NAME).shared(),
     "identity": lambda: Options(activation=NAME).identity(1, False),
@@ -63,9 +62,6 @@ def test_one_in_the_table_is_what_the_table_says(made_up):
     plain[1].activation = "none"
     expected = halved(plain(X))
     assert torch.equal(model().eval()(X), expected)
-    folded = syncbn.fold(model())
-    assert type(folded[1]) is Halved
-    assert torch.allclose(folded(X), expected, atol=1e-6)
     assert "negative_slope" not in repr(model())
     assert "negative_slope" not in Options(activation=NAME).shared()
 
