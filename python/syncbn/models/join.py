@@ -3,9 +3,8 @@
 
 import sys
 import zlib
-from itertools import chain
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import nn
 from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # not in the stubs
     _create_work_from_future,
 )
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import DivergenceError
@@ -31,11 +30,15 @@ _active: "_Inputs | None" = None
 class _Inputs:
     """Which ranks still have inputs: agreed once per iteration, by all ranks."""
 
-    def __init__(self, models: tuple[Any, ...], group: dist.ProcessGroup, throw: bool) -> None:
+    def __init__(self, models: tuple[Any, ...], throw: bool, options: dict[str, Any]) -> None:
         self.models = nn.ModuleList(model for model in models if isinstance(model, nn.Module))
         self.joinables = [model for model in models if isinstance(model, Joinable)]
         self.ddp_models = [m for m in self.models if isinstance(m, DistributedDataParallel)]
         self.throw = throw
+        given = [joinable.join_process_group for joinable in self.joinables]
+        if any(group != given[0] for group in given):
+            raise ValueError("models: got Joinables of several process groups, expected one")
+        group = given[0] if given else dist.distributed_c10d._get_default_group()
         self.ranks = sorted(groups.global_ranks(group))
         self.layers = [m for m in self.models.modules() if isinstance(m, SyncBatchNorm)]
         for layer in (layer for layer in self.layers if layer.sync):
@@ -61,6 +64,7 @@ class _Inputs:
         #: whether the error that ends the context was raised on all ranks
         self.known_error = False
         self.hooks: list[Any] = []
+        self.join_hooks = [joinable.join_hook(**options) for joinable in self.joinables]
 
     def meet(self, has_input: bool) -> int:
         """How many ranks have an input for the next iteration. A collective call of all ranks."""
@@ -102,17 +106,14 @@ class _Inputs:
         groups.leave_out(absent)
         prepare(self.models)
 
-    def enter(self, joined: "join") -> None:
+    def enter(self) -> None:
         """From now on an iteration begins with the ranks' agreement."""
 
         def begin(model: nn.Module, _args: Any) -> None:
             self.refuse_compiled_around()
             # A model that evaluates exchanges nothing, unless it is one that notifies nevertheless.
             if isinstance(model, Joinable) or any(layer.training for layer in self.layers):
-                work = Join.notify_join_context(joined)  # torch's Join, if the first of its list
                 self.meet(has_input=True)
-                if work is not None:
-                    work.wait()
                 self._divide_by_number_of_ranks()
 
         if "torch._dynamo" in sys.modules:
@@ -122,6 +123,20 @@ class _Inputs:
             model.register_forward_pre_hook(_refuse_without_backward, prepend=True)
             for model in self.ddp_models
         ]
+        for joinable in self.joinables:
+            joinable._join_config = _ON
+
+    def end(self) -> None:
+        """Plays the collectives of the joinables until no rank has inputs; then all are equal."""
+        last = True
+        while self.meet(has_input=False):
+            last = False
+            for hook in self.join_hooks:
+                hook.main_hook()
+        for hook in self.join_hooks:
+            hook.post_hook(last)
+        self.leave()
+        self.share_statistics()
 
     def _divide_by_number_of_ranks(self) -> None:
         """DistributedDataParallel takes the number from what it believes to be a notification."""
@@ -220,40 +235,7 @@ def _refuse_without_backward(model: DistributedDataParallel, _args: Any) -> None
         )
 
 
-class _Hook(JoinHook):
-    """Lives as long as the context."""
-
-    def __init__(self, inputs: _Inputs, options: dict[str, Any]) -> None:
-        self.inputs = inputs
-        self.hooks = [joinable.join_hook(**options) for joinable in inputs.joinables]
-
-    def main_hook(self) -> None:
-        try:
-            self.inputs.meet(has_input=False)
-            self.shadow()
-        except Exception:
-            self.inputs.leave()
-            raise
-
-    def shadow(self) -> None:
-        """The collectives of the joinables in one iteration."""
-        for hook in self.hooks:
-            hook.main_hook()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        try:
-            for hook in self.hooks:
-                hook.post_hook(is_last_joiner)
-        finally:
-            self.inputs.leave()
-        self.inputs.share_statistics()
-
-    def __del__(self) -> None:
-        # torch's Join calls no hook when the loop has raised.
-        self.inputs.leave()
-
-
-class join(Joinable):
+class join:
     """Context manager for a training loop in which ranks have different numbers of batches.
 
     It takes the place of torch's Join and of DistributedDataParallel.join for models with
@@ -263,19 +245,13 @@ class join(Joinable):
     once per iteration. At the end all ranks of a group have the running statistics of those that
     were the last to have inputs.
 
-    It is also a Joinable: `Join([ddp_model, optimizer])` becomes
-    `Join([syncbn.join(ddp_model), optimizer])`. In torch's Join, errors of one rank reach the
-    others later (docs/uneven_inputs.md).
-
     Args:
-        models: first the model that each iteration calls, then other models and other Joinables,
-            such as ZeroRedundancyOptimizer. DistributedDataParallel's own collectives are shadowed
-            as in torch's Join.
+        models: first the model that each iteration calls, then other models and Joinables, such as
+            ZeroRedundancyOptimizer, whose own collectives are shadowed as in torch's Join.
         enable: False switches the context off. So does the absence of a process group.
         throw_on_early_termination: True raises RuntimeError on every rank at the first iteration
             in which some ranks have an input and others do not.
-        options: for the join hooks of all Joinables, such as divide_by_initial_world_size. Inside
-            of torch's Join, give this and the two arguments above to Join instead.
+        options: for the join hooks of all Joinables, such as divide_by_initial_world_size.
 
     Raises:
         ValueError: a model is FullyShardedDataParallel, contains a torch.nn.SyncBatchNorm, contains
@@ -298,77 +274,25 @@ class join(Joinable):
         self._models, self._options = models, options
         self._enable, self._throw = enable, throw_on_early_termination
         self._inputs: _Inputs | None = None
-        self._hook: _Hook | None = None
-        super().__init__()
 
-    @property
-    def _join_config(self) -> _JoinConfig:
-        return self._config
-
-    @_join_config.setter
-    def _join_config(self, config: _JoinConfig) -> None:
-        """Set by torch's Join after join_hook(). This object notifies in the stead of its own."""
-        self._config = config
-        if self._inputs is None:
-            return
-        for joinable in self._inputs.joinables:
-            joinable._join_config = config._replace(is_first_joinable=False)
-        if config.enable:
-            self._inputs.enter(self)
-        else:
-            self._inputs.leave()
-
-    def _begin(self, throw: bool, options: dict[str, Any]) -> _Hook:
+    def __enter__(self) -> None:
         global _active
+        if not (self._enable and dist.is_available() and dist.is_initialized()):
+            return
         if _active is not None:
             raise RuntimeError(
                 f"{_NAME}: got a context inside another one, expected one context for all models"
             )
-        self._inputs = _active = _Inputs(self._models, self.join_process_group, throw)
-        return _Hook(self._inputs, options)
-
-    def join_hook(self, **options: Any) -> JoinHook:
-        """For torch's Join."""
-        if not self._enable or self._throw or self._options:
-            raise ValueError(
-                f"{_NAME}: got options inside of torch's Join, expected them as arguments of Join"
-            )
-        return self._begin(False, options)
-
-    @property
-    def join_device(self) -> torch.device:
-        for model in self._models:
-            if isinstance(model, Joinable):
-                return model.join_device
-        first = cast(nn.Module, self._models[0])
-        tensors = chain(first.parameters(), first.buffers())
-        return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The world if there is no Joinable."""
-        given = [m.join_process_group for m in self._models if isinstance(m, Joinable)]
-        if any(group != given[0] for group in given):
-            raise ValueError("models: got Joinables of several process groups, expected one")
-        return given[0] if given else dist.distributed_c10d._get_default_group()
-
-    def __enter__(self) -> None:
-        if self._enable and dist.is_available() and dist.is_initialized():
-            self._hook = self._begin(self._throw, self._options)
-            self._join_config = _ON
+        self._inputs = _active = _Inputs(self._models, self._throw, self._options)
+        self._inputs.enter()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        hook, self._hook = self._hook, None
-        if hook is None:
+        inputs, self._inputs = self._inputs, None
+        if inputs is None:
             return
-        inputs = hook.inputs
         try:
             if error is None:
-                is_last_joiner = True
-                while inputs.meet(has_input=False):
-                    is_last_joiner = False
-                    hook.shadow()
-                hook.post_hook(is_last_joiner)
+                inputs.end()
         except Exception as at_the_end:
             error = at_the_end
             raise

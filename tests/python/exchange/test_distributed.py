@@ -29,7 +29,7 @@ ALIKE = {
         *("rank_cases_paths", "rank_cases_processes", "rank_cases_second"),
         "rank_cases_streaming",
     ),
-    "gloo": ("rank_cases_join", "rank_cases_join_errors", "rank_cases_joinable"),
+    "gloo": ("rank_cases_join", "rank_cases_join_errors"),
 }
 
 

@@ -88,13 +88,13 @@ def same_statistics(model: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(buffer, other), f"{name}: {buffer}, expected {other}"
 
 
-def check_uneven(rank, world, counts, wrap, members=None, join=syncbn.join, **options) -> None:
+def check_uneven(rank, world, counts, wrap, members=None, **options) -> None:
     """Outputs, gradients of inputs and running statistics are those of a job that has only the
     ranks with inputs; afterwards all ranks train on together."""
     network = Network(**options)
     expected, outputs = reference(network, rank, counts, members)
     model = wrap(network)
-    with join(model):
+    with syncbn.join(model):
         actual = run_steps(model, rank, counts[rank])
     same_outputs(actual, outputs)
     same_statistics(network, expected)
@@ -319,3 +319,18 @@ def case_join_of_a_compiled_model_exact(rank, world):
 
     raises(RuntimeError, "expected torch.compile inside", loop)
     torch._dynamo.reset()
+
+
+def case_join_divides_by_ranks_with_inputs(rank, world):
+    """A model that is not the first: torch's Join divides its gradients by the number of all
+    ranks, whatever divide_by_initial_world_size says."""
+    first = new_layer(3)
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    inputs = batch(0, 0)[:, 0]
+    with syncbn.join(first, model, divide_by_initial_world_size=False):
+        for _ in range(2 if rank == 0 else 1):
+            first(inputs)
+            model.zero_grad()
+            model(inputs).sum().backward()
+    if rank == 0:  # alone in the second iteration: its own gradient, of two samples, and zeros
+        assert torch.equal(model.module.weight.grad, inputs.sum(0).expand(2, 3))

@@ -141,6 +141,8 @@ def case_join_refuses(rank, world):
         r"torch.nn.SyncBatchNorm \(at 0\)",
         lambda: enter(nn.Sequential(nn.SyncBatchNorm(4))),
     )
+    apart = DistributedDataParallel(nn.Linear(2, 2), process_group=dist.new_group())
+    raises(ValueError, "several process groups", lambda: enter(model, apart))
     sharded = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (world,)))
     raises(ValueError, "which has no join hook", lambda: enter(sharded))
     pair = dist.new_group([0, 1])

@@ -4,14 +4,12 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable
 
 import syncbn
 from support import assert_same_layers, new_layer
 
 
 def test_nothing_to_join_without_a_process_group():
-    """torch's Join needs a process group."""
     joined, plain = new_layer(4), new_layer(4)
     x = torch.randn(5, 4)
     with syncbn.join(joined):
@@ -19,19 +17,6 @@ def test_nothing_to_join_without_a_process_group():
     plain(x).square().sum().backward()
     assert_same_layers(joined, plain)
     assert not joined._forward_pre_hooks
-
-
-def test_torch_join_needs_a_process_group():
-    layer = new_layer(4)
-    joined = syncbn.join(layer)
-    assert isinstance(joined, Joinable)
-    with pytest.raises(ValueError, match="process group has not been initialized"):
-        Join([joined])
-    assert not layer._forward_pre_hooks
-    with joined:  # of itself it does nothing then, and may be entered again
-        layer(torch.randn(5, 4))
-    with joined:
-        layer(torch.randn(5, 4))
 
 
 @pytest.mark.parametrize("bad", [(), (3,), (None, nn.Linear(2, 2))])
