@@ -2,6 +2,7 @@
 """What is active on this machine, and why: python -m syncbn doctor."""
 
 import datetime
+import importlib.util
 import json
 import pathlib
 import platform
@@ -42,7 +43,7 @@ def _cuda_library() -> str:
 def facts() -> dict[str, str]:
     """Versions, instruction sets, and whether the CUDA library is active, as lines to print."""
     nccl = dist.is_available() and dist.is_nccl_available()
-    return {
+    found = {
         "syncbn": f"{_build.__version__}, in {pathlib.Path(__file__).parents[1]}",
         "PyTorch": f"{torch.__version__}; syncbn was built for {_build.torch_version}",
         "Python": f"{platform.python_version()}, {platform.system()} {platform.release()}",
@@ -52,6 +53,9 @@ def facts() -> dict[str, str]:
         "PyTorch's CUDA": torch.version.cuda or "none",
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if nccl else "none",
     }
+    if importlib.util.find_spec("apex") is not None:
+        found["apex"] = "installed; apex.parallel.SyncBatchNorm does not work beside this package"
+    return found
 
 
 class Result(NamedTuple):

@@ -45,6 +45,14 @@ def test_facts_leave_the_instruction_set_as_it_was():
     assert "reference" in facts["CPU"]
 
 
+def test_doctor_says_where_apex_is_installed(tmp_path, monkeypatch):
+    """It takes this package for its own extension."""
+    assert "apex" not in doctor.facts()
+    (tmp_path / "apex.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "does not work beside this package" in doctor.facts()["apex"]
+
+
 @pytest.mark.parametrize(
     "built, torch_built, torch_cuda, available, text",
     (
