@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/device_memory.hpp"
 #include "syncbn/cuda_passes.hpp"
-#include "syncbn/cuda_peers.hpp"
 #include "syncbn/error.hpp"
 
 // What a build without CUDA answers.
@@ -70,21 +69,6 @@ void backward_of_one_rank(const BackwardPass&, const std::int64_t*, double*, std
 void recover_input(const InputRecovery&, const Stream&) { require_built(); }
 void evaluation_input_gradient(const TensorView&, const MaskView&, const double*, const TensorView&,
                                const MutableTensorView&, const Stream&) {
-  require_built();
-}
-void load_peer_exchange(DType, int) { require_built(); }
-void exchange_moments(const std::int64_t*, DType, const PeerGroup&, double*, double*, double*,
-                      std::int64_t*, std::int64_t, double, const RunningStatistics&,
-                      std::optional<double>, const Stream&) {
-  require_built();
-}
-void exchange_gradients(const std::int64_t*, DType, const PeerGroup&, bool, const std::int64_t*,
-                        const double*, const double*, const TensorView&, double*,
-                        const MutableTensorView&, const MutableTensorView&, std::int64_t,
-                        const Stream&) {
-  require_built();
-}
-void exchange_sums(std::int64_t*, DType, const PeerGroup&, std::int64_t, const Stream&) {
   require_built();
 }
 void* allocate_on(void*, std::size_t) {

@@ -165,51 +165,6 @@ TEST_P(Emulator, SharedMemoryBeginsAsRubbish) {
   EXPECT_EQ(out, -1);
 }
 
-void send_or_wait(std::int64_t* payload, std::int64_t* flag, std::int64_t* out, bool sends,
-                  bool barrier, bool release) {
-  const unsigned i = thread_index();
-  if (sends) {
-    store_peer(payload + i, 7);
-    if (barrier) {
-      block_barrier();
-    }
-    if (i == 0) {
-      release ? store_release_system(flag, 1) : store_system(flag, 1);
-    }
-    return;
-  }
-  while (i == 0 && load_acquire_system(flag) == 0) {
-  }
-  block_barrier();
-  out[i] = load_peer(payload + (block_size() - 1 - i));
-}
-
-/// How two devices gave themselves away, in one of many orders.
-std::string error_of_devices(bool barrier, bool release) {
-  for (std::uint64_t seed = 1; seed <= 30; ++seed) {
-    std::vector<std::int64_t> payload(64), out(64);
-    std::int64_t flag = 0;
-    emulation::settings().seed = seed;
-    try {
-      emulation::run_devices(2, [&](unsigned device) {
-        launch(&send_or_wait, 1, 64, 0, nullptr, payload.data(), &flag, out.data(), device == 0,
-               barrier, release);
-      });
-    } catch (const KernelError& error) {
-      return error.what();
-    }
-    EXPECT_EQ(out, std::vector<std::int64_t>(64, 7));
-  }
-  return "";
-}
-
-TEST(EmulatedDevices, ShareWeakMemory) {
-  EXPECT_EQ(error_of_devices(true, true), "");
-  EXPECT_TRUE(contains(error_of_devices(false, true), "a race"));
-  EXPECT_TRUE(contains(error_of_devices(true, false), "a race"));
-  emulation::settings() = {};
-}
-
 INSTANTIATE_TEST_SUITE_P(Seeds, Emulator, ::testing::Values(1, 2, 3));
 
 }  // namespace

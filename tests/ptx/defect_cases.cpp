@@ -7,7 +7,6 @@
 
 #include "emulator.hpp"
 #include "on_cuda.hpp"
-#include "peer_ranks.hpp"
 #include "support.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/passes.hpp"
@@ -22,45 +21,6 @@ std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 Bytes bytes_of(const Tensor& tensor) {
   Bytes out((tensor.storage().size() + 7) / 8);
   std::memcpy(out.data(), tensor.storage().data(), tensor.storage().size());
-  return out;
-}
-
-/// What two ranks get that exchange on their devices, in several rounds each.
-Bytes exchanged(DType dtype) {
-  testing::Random random(7);
-  testing::Peers peers(2, 2, cuda::kLeastSlotWords);
-  std::vector<testing::PeerBatch> batches;
-  const std::int64_t channels = 2 * cuda::kLeastSlotWords / words_per_channel(dtype) + 5;
-  for (std::uint64_t call = 0; call < 2; ++call) {
-    batches.emplace_back(random, dtype, channels, std::vector<std::int64_t>{2, 1}, call, call > 0);
-  }
-  std::vector<testing::PeerLayer> layers(2, {DType::kFloat32, channels});
-  // A backward of another forward, where the last block writes over what others wrote.
-  testing::PeerBatch other(random, dtype, channels, {1, 1}, 9, false);
-  emulation::run_devices(2, [&](unsigned r) {
-    for (testing::PeerBatch& batch : batches) {
-      batch.ranks[r].launch_forward(peers.group(static_cast<int>(r)), layers[r], {});
-      batch.ranks[r].launch_backward(peers.group(static_cast<int>(r)));
-    }
-    other.ranks[r].launch_backward(peers.group(static_cast<int>(r)));
-  });
-  batches.push_back(std::move(other));
-  Bytes out;
-  for (unsigned r = 0; r < 2; ++r) {
-    for (const testing::PeerBatch& batch : batches) {
-      const testing::RankStep& step = batch.ranks[r];
-      out.insert(out.end(), step.info.begin(), step.info.end());
-      for (const auto* doubles : {&step.mean, &step.var, &step.rstd, &step.coefficients}) {
-        for (const double value : *doubles) {
-          out.push_back(bit_copy<std::int64_t>(value));
-        }
-      }
-    }
-    for (const Tensor& tensor : {layers[r].running_mean, layers[r].running_var}) {
-      const Bytes words = bytes_of(tensor);
-      out.insert(out.end(), words.begin(), words.end());
-    }
-  }
   return out;
 }
 
@@ -187,9 +147,6 @@ std::vector<Case> all_cases() {
                        {}});
       }
     }
-  }
-  for (const DType dtype : {DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
-    out.push_back({std::string("exchange ") + name(dtype), [=] { return exchanged(dtype); }, {}});
   }
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32}) {
     for (const auto memory : {testing::Memory::kPlanes, testing::Memory::kRows}) {

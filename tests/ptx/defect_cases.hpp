@@ -17,7 +17,7 @@ struct Case {
   Bytes expected;
 };
 
-/// The sums of one tensor, forward and backward, and welford's, exchanges, and steps of one rank,
+/// The sums of one tensor, forward and backward, and welford's, and steps of one rank,
 /// which have all of the fences, barriers and shuffles; and a few passes that only store.
 std::vector<Case> all_cases();
 

@@ -8,9 +8,7 @@
 #include <vector>
 
 #include "bindings/torch/cuda/device_tensors.hpp"
-#include "bindings/torch/cuda/message_dtype.hpp"
 #include "bindings/torch/cuda/on_device.hpp"
-#include "bindings/torch/cuda/peer_group.hpp"
 #include "bindings/torch/layer.hpp"
 #include "bindings/torch/new_output.hpp"
 #include "bindings/torch/tensors.hpp"
@@ -19,14 +17,20 @@
 
 // The operators on CUDA: the core's passes on PyTorch's current stream, with memory of PyTorch's
 // allocator. The host reads nothing, so `header` and `remaining_words` do not exist here: messages
-// have no frame, and merged ones lie in one piece of exactly the group's length; or they are not
-// merged yet, and `rest` is the group whose devices do that.
+// have no frame, and merged ones lie in one piece of exactly the group's length.
 namespace syncbn::torch_layer {
 namespace {
 
 void check_frame(std::int64_t frame) {
   if (frame != 0) {
     throw InvalidArgument("frame: got " + std::to_string(frame) + " words, expected 0 on CUDA");
+  }
+}
+
+void check_rest(const std::optional<Tensor>& rest) {
+  if (rest.has_value()) {
+    throw InvalidArgument("rest: got " + std::to_string(rest->numel()) +
+                          " words, expected none on CUDA");
   }
 }
 
@@ -40,7 +44,14 @@ DType dtype_of_messages(const char* name, std::int64_t length, const Tensor& x,
   if (const DType dtype = dtype_of("x", x); length == words(dtype, channels)) {
     return dtype;
   }
-  return dtype_of_length(name, length, channels, words);
+  for (int number = 0; number < kDtypeCount; ++number) {
+    if (const auto dtype = static_cast<DType>(number); length == words(dtype, channels)) {
+      return dtype;
+    }
+  }
+  throw InvalidArgument(std::string(name) + ": got " + std::to_string(length) +
+                        " words, expected a whole message of " + std::to_string(channels) +
+                        " channels");
 }
 
 std::int64_t welford_message_words(DType dtype, std::int64_t channels) {
@@ -81,19 +92,12 @@ void finalize(DeviceStatistics& s, const Tensor& x, const Tensor& merged,
               const std::optional<Tensor>& rest, double eps, std::int64_t ranks,
               const OnDevice& device, const cuda::RunningStatistics& running = {},
               std::optional<double> momentum = {}) {
+  check_rest(rest);
   const DType dtype = dtype_of_messages("merged", merged.numel(), x, message_words);
-  const std::int64_t* const words = cuda_int64("merged", merged, kHeaderWords);
-  const std::optional<cuda::PeerGroup> peers = peers_of(rest);
-  double *mean = double_data(s.mean), *var = double_data(s.var), *rstd = double_data(s.rstd);
-  std::int64_t* const info = cuda_int64("info", s.info, 0);
-  const std::int64_t channels = channels_of(x);
-  if (peers.has_value()) {
-    cuda::exchange_moments(words, dtype, *peers, mean, var, rstd, info, channels, eps, running,
-                           momentum, device.stream());
-  } else {
-    cuda::finalize_moments(words, dtype, static_cast<int>(ranks), mean, var, rstd, info, channels,
-                           eps, running, momentum, device.stream());
-  }
+  cuda::finalize_moments(cuda_int64("merged", merged, kHeaderWords), dtype, static_cast<int>(ranks),
+                         double_data(s.mean), double_data(s.var), double_data(s.rstd),
+                         cuda_int64("info", s.info, 0), channels_of(x), eps, running, momentum,
+                         device.stream());
 }
 
 Normalized normalized(Outputs& out, const Tensor& x, const std::optional<Tensor>& weight,
@@ -275,13 +279,11 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
     std::optional<ScalarType> bias_dtype, std::int64_t ranks, std::optional<Tensor> mask,
     std::optional<Tensor> own, Room room) {
   const OnDevice device(x, dy, merged, mean, rstd, info, weight, bias, activation_mask, mask, own);
+  check_rest(rest);
   const std::int64_t channels = channels_of(x);
   const DType dtype = dtype_of_messages("merged", merged.numel(), x, message_words);
   const double* means = cuda_double("mean", mean, channels);
   const double* rstds = cuda_double("rstd", rstd, channels);
-  const std::int64_t* const words = cuda_int64("merged", merged, kHeaderWords);
-  const std::int64_t* const forward = cuda_int64("info", info, cuda::kInfoWords);
-  const std::optional<cuda::PeerGroup> peers = peers_of(rest);
   std::vector<Tensor> out =
       room.has_value() ? *std::move(room) : backward_outputs(x, weight_dtype, bias_dtype);
   Tensor &dx = out[0], &dweight = out[1], &dbias = out[2], &coefficients = out[3];
@@ -289,22 +291,13 @@ std::tuple<Tensor, Tensor, Tensor> input_gradient(
     // No samples, in another dtype than the group: zeros in any format.
     own = torch::stable::new_zeros(*own, std::array<std::int64_t, 1>{merged.numel()});
   }
-  const ParameterGradients gradients{means,
-                                     rstds,
-                                     view("weight", weight),
-                                     double_data(coefficients),
-                                     wanted("dweight", dweight, weight_dtype),
-                                     wanted("dbias", dbias, bias_dtype),
-                                     channels};
-  if (peers.has_value()) {  // `own`, if it is there, is the message that is to be exchanged
-    cuda::exchange_gradients(words, dtype, *peers, own.has_value(), forward, means, rstds,
-                             gradients.weight, gradients.coefficients, gradients.dweight,
-                             gradients.dbias, channels, device.stream());
-  } else {
-    cuda::finalize_gradients(words, dtype, static_cast<int>(ranks),
-                             own.has_value() ? cuda_int64("own", *own, merged.numel()) : nullptr,
-                             forward, gradients, device.stream());
-  }
+  cuda::finalize_gradients(
+      cuda_int64("merged", merged, kHeaderWords), dtype, static_cast<int>(ranks),
+      own.has_value() ? cuda_int64("own", *own, merged.numel()) : nullptr,
+      cuda_int64("info", info, cuda::kInfoWords),
+      {means, rstds, view("weight", weight), double_data(coefficients),
+       wanted("dweight", dweight, weight_dtype), wanted("dbias", dbias, bias_dtype), channels},
+      device.stream());
   cuda::input_gradient(
       {view("dy", dy), view("x", x), mask_view(mask), means, rstds, double_data(coefficients),
        through(x, weight, bias, activation_mask, activation, negative_slope),

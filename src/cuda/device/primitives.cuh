@@ -105,46 +105,6 @@ SYNCBN_DEVICE std::int64_t load_fresh(const std::int64_t* address) {
   return static_cast<std::int64_t>(__ldcg(reinterpret_cast<const long long*>(address)));
 }
 
-/// Memory that several devices share. What a peer stores with the first two is there for who has
-/// seen its flag: stored with a release after a barrier of the storing block, loaded with an
-/// acquire before one of the reading block.
-SYNCBN_DEVICE void store_peer(std::int64_t* address, std::int64_t value) { *address = value; }
-SYNCBN_DEVICE std::int64_t load_peer(const std::int64_t* address) { return *address; }
-SYNCBN_DEVICE void store_release_system(std::int64_t* flag, std::int64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(flag)),
-               "l"(value)
-               : "memory");
-}
-SYNCBN_DEVICE std::int64_t load_acquire_system(const std::int64_t* flag) {
-  std::int64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];"
-               : "=l"(value)
-               : "l"(__cvta_generic_to_global(flag))
-               : "memory");
-  return value;
-}
-/// Single words that devices and the host write at any time, and that order nothing.
-SYNCBN_DEVICE void store_system(std::int64_t* address, std::int64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(address)),
-               "l"(value)
-               : "memory");
-}
-SYNCBN_DEVICE std::int64_t load_system(const std::int64_t* address) {
-  std::int64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];"
-               : "=l"(value)
-               : "l"(__cvta_generic_to_global(address))
-               : "memory");
-  return value;
-}
-
-/// Since any time, of the clock that libcu++ takes; for time limits, as its steps may be long.
-SYNCBN_DEVICE std::int64_t nanoseconds() {
-  std::int64_t now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-  return now;
-}
-
 /// kSize neighbours, one access of at most 16 bytes, aligned to its size.
 template <class T, int kSize>
 struct alignas(sizeof(T) * kSize) Vector {

@@ -95,31 +95,6 @@ inline std::int64_t load_fresh(const std::int64_t* address) {
   return *address;
 }
 
-using emulation::Order;
-inline void store_peer(std::int64_t* address, std::int64_t value,
-                       const Site& at = Site::current()) {
-  emulation::store_shared(address, value, {}, at);
-}
-inline std::int64_t load_peer(const std::int64_t* address, const Site& at = Site::current()) {
-  return emulation::load_shared(address, {}, at);
-}
-inline void store_release_system(std::int64_t* flag, std::int64_t value,
-                                 const Site& at = Site::current()) {
-  emulation::store_shared(flag, value, {.strong = true, .release = true, .system = true}, at);
-}
-inline std::int64_t load_acquire_system(const std::int64_t* flag,
-                                        const Site& at = Site::current()) {
-  return emulation::load_shared(flag, {.strong = true, .acquire = true, .system = true}, at);
-}
-inline void store_system(std::int64_t* address, std::int64_t value,
-                         const Site& at = Site::current()) {
-  emulation::store_shared(address, value, {.strong = true, .system = true}, at);
-}
-inline std::int64_t load_system(const std::int64_t* address, const Site& at = Site::current()) {
-  return emulation::load_shared(address, {.strong = true, .system = true}, at);
-}
-inline std::int64_t nanoseconds() { return emulation::nanoseconds(); }
-
 template <class T, int kSize>
 struct alignas(sizeof(T) * kSize) Vector {
   T at[kSize];
