@@ -66,6 +66,15 @@ struct Workspace {
   }
 };
 
+/// The sum of all ranks' messages; alone, this rank's own.
+const std::int64_t* summed(Communicator& communicator, const Workspace& w, const Stream& stream) {
+  if (communicator.size() == 1) {
+    return w.message.data();
+  }
+  communicator.all_reduce_sum(w.message, w.merged, stream);
+  return w.merged.data();
+}
+
 /// What a layer keeps on the device: how many calls it had, and the last one's info.
 struct Counters {
   std::int64_t* call;
@@ -96,7 +105,6 @@ void forward(LayerState& layer, const LayerCall& call, const BatchNorm::Forward&
   const bool welford = options.statistics == Statistics::kWelford;
   Communicator& communicator = *layer.on_cuda;
   const int ranks = communicator.size();
-  const bool alone = ranks == 1 && !welford;
   const Stream stream{execution.stream};
   const std::int64_t channels = options.channels;
   Workspace w;
@@ -112,20 +120,12 @@ void forward(LayerState& layer, const LayerCall& call, const BatchNorm::Forward&
     const ForwardCall header{
         layer_identity(layer.number, options.activation, options.statistics, !f.residual.absent()),
         running.call, options.eps};
-    if (alone) {
-      forward_of_one_rank({f.x, f.mask, f.weight, f.bias, f.residual, f.y, saved.activation_mask,
-                           saved.mean, saved.var, saved.rstd, options.eps, options.activation},
-                          header, saved.info, running, options.momentum, w.message.data(), w.sums,
-                          stream);
-    } else if (welford) {
+    if (welford) {
       local_welford(f.x, f.mask, header, w.record.data(), stream);
     } else {
       local_moments(f.x, f.mask, header, w.message.data(), w.sums, stream);
     }
   });
-  if (alone) {
-    return;
-  }
   if (welford) {
     communicator.all_gather(std::as_bytes(w.record), std::as_writable_bytes(w.records), stream);
     merge_welford(w.records.data(), f.x.dtype, ranks, saved.mean, saved.var, saved.rstd, saved.info,
@@ -133,9 +133,9 @@ void forward(LayerState& layer, const LayerCall& call, const BatchNorm::Forward&
     update_running_statistics(running, saved.mean, saved.var, saved.info, channels,
                               options.momentum, stream);
   } else {
-    communicator.all_reduce_sum(w.message, w.merged, stream);
-    finalize_moments(w.merged.data(), f.x.dtype, ranks, saved.mean, saved.var, saved.rstd,
-                     saved.info, channels, options.eps, running, options.momentum, stream);
+    finalize_moments(summed(communicator, w, stream), f.x.dtype, ranks, saved.mean, saved.var,
+                     saved.rstd, saved.info, channels, options.eps, running, options.momentum,
+                     stream);
   }
   normalize({f.x, f.mask, saved.mean, saved.rstd, f.weight, f.bias, f.residual, f.y,
              saved.activation_mask, options.activation},
@@ -155,22 +155,12 @@ void backward(LayerState& layer, const LayerCall& call, const BatchNorm::Backwar
     check_on_cuda(b.x);
     check_saved(saved, layer, b.x);
     w = Workspace(layer, b.x, stream.handle);
-    if (alone) {
-      backward_of_one_rank({b.dy, b.x, b.mask, saved.mean, saved.rstd, through, b.weight,
-                            b.dresidual, b.dx, b.dweight, b.dbias},
-                           saved.info, w.coefficients, w.message.data(), w.sums, stream);
-      return;
-    }
     local_gradients({b.dy, b.x, b.mask, saved.mean, saved.rstd, through, b.dresidual}, saved.info,
                     w.message.data(), w.sums, stream);
   });
-  if (alone) {
-    return;
-  }
-  communicator.all_reduce_sum(w.message, w.merged, stream);
   finalize_gradients(
-      w.merged.data(), b.x.dtype, communicator.size(),
-      b.affine == AffineGradients::kShare ? w.message.data() : nullptr, saved.info,
+      summed(communicator, w, stream), b.x.dtype, communicator.size(),
+      b.affine == AffineGradients::kShare && !alone ? w.message.data() : nullptr, saved.info,
       {saved.mean, saved.rstd, b.weight, w.coefficients, b.dweight, b.dbias, saved.channels},
       stream);
   // With a gradient of the residual, what came back through the activation is there already.

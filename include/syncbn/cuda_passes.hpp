@@ -124,21 +124,4 @@ SYNCBN_API void evaluation_input_gradient(const TensorView& u, const MaskView& m
                                           const double* rstd, const TensorView& weight,
                                           const MutableTensorView& dx, const Stream& stream);
 
-/// A whole direction of a group of one rank, as syncbn::forward_of_one_rank, with info and running
-/// statistics as finalize_moments has them. Where masks, residuals, other activations than ReLU,
-/// cumulative averages and float64 have no part, planes or channels are whole accesses of 16 bytes,
-/// and x fits the shared memory of all multiprocessors, it is one kernel that reads x once; else it
-/// is local_moments, finalize_moments and normalize. call.eps counts, pass.eps does not. message
-/// and workspace: as in local_moments.
-SYNCBN_API void forward_of_one_rank(const ForwardPass& pass, const ForwardCall& call,
-                                    std::int64_t* info, const RunningStatistics& running,
-                                    std::optional<double> momentum, std::int64_t* message,
-                                    std::int64_t* workspace, const Stream& stream);
-
-/// The same for backward, of dy and x together. info: the forward's. coefficients: 3 * C entries
-/// that are written. pass.count and pass.share have no meaning here.
-SYNCBN_API void backward_of_one_rank(const BackwardPass& pass, const std::int64_t* info,
-                                     double* coefficients, std::int64_t* message,
-                                     std::int64_t* workspace, const Stream& stream);
-
 }  // namespace syncbn::cuda

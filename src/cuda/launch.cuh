@@ -171,21 +171,17 @@ inline unsigned grid_for(std::int64_t items, std::int64_t per_block, const Strea
   return static_cast<unsigned>(std::clamp<std::int64_t>(divide_up(items, per_block), 1, most));
 }
 
-inline void require_started(const char* name, unsigned blocks, unsigned threads,
-                            const device::Failure& failure) {
+/// Starts a kernel; `name` is for the error.
+template <class Kernel, class... Arguments>
+void start(const char* name, Kernel kernel, unsigned blocks, unsigned threads, std::size_t shared,
+           const Stream& stream, const Arguments&... arguments) {
+  const device::Failure failure =
+      device::launch(kernel, blocks, threads, shared, stream.handle, arguments...);
   if (failure.text != nullptr) {
     require(std::string("starting ") + name + " (" + std::to_string(blocks) + " blocks of " +
                 std::to_string(threads) + " threads)",
             failure);
   }
-}
-
-/// Starts a kernel; `name` is for the error.
-template <class Kernel, class... Arguments>
-void start(const char* name, Kernel kernel, unsigned blocks, unsigned threads, std::size_t shared,
-           const Stream& stream, const Arguments&... arguments) {
-  require_started(name, blocks, threads,
-                  device::launch(kernel, blocks, threads, shared, stream.handle, arguments...));
 }
 
 /// Calls body(Plain<...>) if the activation is known at compile time.

@@ -28,7 +28,6 @@ void load_kernels(DType dtype) {
   load_normalize(dtype);
   load_input_gradient(dtype);
   load_recover_input(dtype);
-  load_one_rank(dtype);
   const std::scoped_lock lock(mutex);
   loaded.insert({number, dtype});
 }

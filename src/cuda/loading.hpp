@@ -20,6 +20,5 @@ void load_finalize(DType dtype);
 void load_normalize(DType dtype);
 void load_input_gradient(DType dtype);
 void load_recover_input(DType dtype);
-void load_one_rank(DType dtype);
 
 }  // namespace syncbn::cuda

@@ -20,7 +20,7 @@ void local_moments(const TensorView& x, const MaskView& mask, const ForwardCall&
 void load_moments(DType dtype) { load_sums<false>(dtype); }
 
 std::int64_t workspace_words(DType dtype, std::int64_t channels) {
-  return channels * (format_of(dtype).slots() + 3) + kMeetingWords;
+  return channels * (format_of(dtype).slots() + 3);
 }
 
 }  // namespace syncbn::cuda

@@ -57,15 +57,6 @@ void finalize_gradients(const std::int64_t*, DType, int, const std::int64_t*, co
   require_built();
 }
 void input_gradient(const InputGradient&, const Stream&) { require_built(); }
-void forward_of_one_rank(const ForwardPass&, const ForwardCall&, std::int64_t*,
-                         const RunningStatistics&, std::optional<double>, std::int64_t*,
-                         std::int64_t*, const Stream&) {
-  require_built();
-}
-void backward_of_one_rank(const BackwardPass&, const std::int64_t*, double*, std::int64_t*,
-                          std::int64_t*, const Stream&) {
-  require_built();
-}
 void recover_input(const InputRecovery&, const Stream&) { require_built(); }
 void evaluation_input_gradient(const TensorView&, const MaskView&, const double*, const TensorView&,
                                const MutableTensorView&, const Stream&) {

@@ -172,11 +172,10 @@ inline constexpr std::size_t packing_bytes(unsigned warps) {
   return (kThreadPerSlot<T> ? 1 : warps * ChannelScratch<T>::kWords) * sizeof(std::int64_t);
 }
 
-/// Every thread of the block: who is last to be done with the block's channels packs them, and then
-/// calls packed(first channel, channels). Shared memory: packing_bytes. kShares: what comes after
-/// writes to that memory without a barrier.
-template <class T, unsigned kWidth, bool kShares, class Packed>
-SYNCBN_DEVICE void finish_channels(const SumsArguments& a, std::int64_t c0, const Packed& packed) {
+/// Every thread of the block: who is last to be done with the block's channels packs them. Shared
+/// memory: packing_bytes. kShares: what comes after writes to that memory without a barrier.
+template <class T, unsigned kWidth, bool kShares>
+SYNCBN_DEVICE void finish_channels(const SumsArguments& a, std::int64_t c0) {
   using Scratch = ChannelScratch<T>;
   auto* const staged = device::shared<std::int64_t>();
   device::block_barrier();  // the whole block's additions are done
@@ -197,12 +196,7 @@ SYNCBN_DEVICE void finish_channels(const SumsArguments& a, std::int64_t c0, cons
     if (kShares && !kThreadPerSlot<T>) {
       device::block_barrier();  // the staging area is free again
     }
-    packed(c0, count);
   }
-}
-template <class T, unsigned kWidth, bool kShares>
-SYNCBN_DEVICE void finish_channels(const SumsArguments& a, std::int64_t c0) {
-  finish_channels<T, kWidth, kShares>(a, c0, [](std::int64_t, unsigned) {});
 }
 
 }  // namespace syncbn::cuda

@@ -6,12 +6,29 @@
 #include <type_traits>
 
 #include "cuda/launch.cuh"
+#include "cuda/loading.hpp"
 #include "cuda/short_sums.cuh"
-#include "cuda/sum_arguments.cuh"
 #include "cuda/sums.cuh"
 
-// Which of the sums' kernels runs, and on how many threads.
+// What sums are given, which of their kernels runs, and on how many threads.
 namespace syncbn::cuda {
+
+inline MessageHeader moments_header(const ForwardCall& call) {
+  MessageHeader header;
+  header.direction = Direction::kForward;
+  header.layer = call.layer;
+  header.call = call.call;
+  header.eps = call.eps;
+  header.backward = call.backward;
+  return header;
+}
+/// info: the forward's.
+inline MessageHeader gradients_header(const std::int64_t* info) {
+  MessageHeader header;
+  header.direction = Direction::kBackward;
+  header.info = info;
+  return header;
+}
 
 /// The message of a rank without elements: the header and zeros. copy: as SumsArguments::copy.
 static SYNCBN_KERNEL(kSumThreads)
@@ -31,6 +48,16 @@ static SYNCBN_KERNEL(kSumThreads)
       header.write(copy, header.count);
     }
   }
+}
+
+/// Cuts the units of a channel into jobs, about `wanted` in all, each a multiple of `at_once`.
+inline void deal(SumsArguments& a, std::int64_t channel_blocks, std::int64_t at_once,
+                 std::int64_t wanted) {
+  const std::int64_t rounds = divide_up(a.units, at_once);
+  const std::int64_t jobs = std::clamp<std::int64_t>(divide_up(wanted, channel_blocks), 1, rounds);
+  a.units_per_job = divide_up(rounds, jobs) * at_once;
+  a.jobs_per_channel = Divisor(divide_up(a.units, a.units_per_job));
+  a.jobs = a.jobs_per_channel.value() * channel_blocks;
 }
 
 template <class T, bool kGradient, int kVector, bool kStrided, class Options = AnyOptions>
@@ -152,16 +179,30 @@ void load_sums(DType dtype) {
   });
 }
 
-/// As fill_sums, but where there is nothing to add up it enqueues the message.
+/// Everything but the layout, and loads all kernels. False: there is nothing to add up, and the
+/// message is enqueued.
 inline bool prepare_sums(SumsArguments& a, const SampleView& x, const MessageHeader& header,
                          std::int64_t* message, std::int64_t* workspace, const Stream& stream) {
-  if (fill_sums(a, x, header, message, workspace)) {
-    return true;
+  load_kernels(x.dtype);
+  a.header = header;
+  a.header.count = x.samples * x.plane;
+  a.header.dtype = x.dtype;
+  a.header.channels = x.channels;
+  a.counts = x.mask;
+  a.message = message;
+  a.workspace = workspace;
+  a.channels = x.channels;
+  a.plane = x.plane;
+  if (x.empty() || x.channels == 0) {
+    const std::int64_t words = message_words(x.dtype, x.channels);
+    start("an empty message", &write_empty_message, grid_for(words, kSumThreads, stream),
+          kSumThreads, 0, stream, a.header, message, a.copy, words);
+    return false;
   }
-  const std::int64_t words = message_words(x.dtype, x.channels);
-  start("an empty message", &write_empty_message, grid_for(words, kSumThreads, stream), kSumThreads,
-        0, stream, a.header, message, a.copy, words);
-  return false;
+  a.segments = Divisor(divide_up(x.plane, kSegment));
+  a.samples = Divisor(x.samples);
+  a.units = x.samples * a.segments.value();
+  return true;
 }
 
 }  // namespace syncbn::cuda

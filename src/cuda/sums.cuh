@@ -54,22 +54,12 @@ SYNCBN_DEVICE LaneType lane_of(const LaneType& lane, unsigned thread) {
   return out;
 }
 
-/// What a kernel does besides adding up: nothing. (one_rank.cuh has more.)
-struct SumsAlone {
-  /// A block may write to its shared memory as soon as it has handed over a channel.
-  static constexpr bool kGoesOn = true;
-  /// Of each vector of u and v that was added, in the order in which this thread took them.
-  template <class Vector>
-  SYNCBN_DEVICE void keep(const Vector&, const Vector&) {}
-  /// The message has the words of these channels. By all threads that packed them.
-  SYNCBN_DEVICE void packed(std::int64_t, unsigned) {}
-};
-
 /// Contiguous planes, or any strides (kStrided). A warp takes kGroups segments of a channel at a
 /// time, each on neighbouring threads; its loop is as long as the longest of them. Shared memory:
 /// packing_bytes.
-template <class T, int kVector, bool kGradient, bool kStrided, class Options, class Also>
-SYNCBN_DEVICE void add_planes(const SumsArguments& a, Also& also) {
+template <class T, int kVector, bool kGradient, bool kStrided, class Options = AnyOptions>
+SYNCBN_KERNEL(kPlaneSumThreads)
+sum_planes(const SumsArguments a) {
   static_assert(!kStrided || kVector == 1);
   using Scratch = ChannelScratch<T>;
   constexpr unsigned kThreads = kLanes / kVector;  // of a segment
@@ -121,7 +111,6 @@ SYNCBN_DEVICE void add_planes(const SumsArguments& a, Also& also) {
             sums[k].add(as_double(us.at[k]));
             products[k].add_product(as_double(us.at[k]), as_double(vs.at[k]));
           }
-          also.keep(us, vs);
         }
       }
       fold_threads<kVector>(sums);
@@ -141,16 +130,8 @@ SYNCBN_DEVICE void add_planes(const SumsArguments& a, Also& also) {
     if (device::shuffle_index(done, 0) == a.jobs_per_channel.value()) {
       pack_channels<T, 1>(a, c, c + 1, 1,
                           device::shared<std::int64_t>() + warp * packing_bytes<T>(1) / 8);
-      also.packed(c, 1);
     }
   }
-}
-
-template <class T, int kVector, bool kGradient, bool kStrided, class Options = AnyOptions>
-SYNCBN_KERNEL(kPlaneSumThreads)
-sum_planes(const SumsArguments a) {
-  SumsAlone nothing;
-  add_planes<T, kVector, kGradient, kStrided, Options>(a, nothing);
 }
 
 /// Threads of a block that takes rows: kLanes times the columns, which read a line of 128 bytes (or
@@ -165,8 +146,9 @@ inline constexpr int kRowVector = kGradient ? std::min(kWidest<T>, 4) : kWidest<
 /// Neighbouring channels lie side by side (channels-last). A thread takes kVector channels and one
 /// lane of a segment, which is 512 rows; lanes are folded through shared memory. (With 128
 /// registers the gradients of float32 spill on sm_80.)
-template <class T, int kVector, bool kGradient, class Options, class Also>
-SYNCBN_DEVICE void add_rows(const SumsArguments& a, Also& also) {
+template <class T, int kVector, bool kGradient, class Options = AnyOptions>
+SYNCBN_KERNEL_OF(kLanes* kRowColumns<kVector>, kVector == 1 ? 1 : 3)
+sum_rows(const SumsArguments a) {
   constexpr int kColumns = kRowColumns<kVector>;
   constexpr int kWidth = kColumns * kVector;  // channels of a block
   static_assert(kWidth * kPartials<T> <= kLanes * kColumns);
@@ -221,7 +203,6 @@ SYNCBN_DEVICE void add_rows(const SumsArguments& a, Also& also) {
             sums[k].add(as_double(us.at[k]));
             products[k].add_product(as_double(us.at[k]), as_double(vs.at[k]));
           }
-          also.keep(us, vs);
           u += kLanes * a.u.element_stride;
           v += kLanes * a.v.element_stride;
         }
@@ -251,16 +232,8 @@ SYNCBN_DEVICE void add_rows(const SumsArguments& a, Also& also) {
     if (adds) {
       partial.finish(scratch);
     }
-    finish_channels<T, kWidth, Also::kGoesOn>(
-        a, c0, [&](std::int64_t first, unsigned count) { also.packed(first, count); });
+    finish_channels<T, kWidth, true>(a, c0);
   }
-}
-
-template <class T, int kVector, bool kGradient, class Options = AnyOptions>
-SYNCBN_KERNEL_OF(kLanes* kRowColumns<kVector>, kVector == 1 ? 1 : 3)
-sum_rows(const SumsArguments a) {
-  SumsAlone nothing;
-  add_rows<T, kVector, kGradient, Options>(a, nothing);
 }
 
 /// Planes of one element (2-D input): every element is a partial. A thread takes one channel of

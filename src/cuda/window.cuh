@@ -140,9 +140,6 @@ struct ChannelScratch {
   }
 };
 
-/// Words behind the scratch memory of all channels, in which blocks that run at once meet.
-inline constexpr std::int64_t kMeetingWords = 2;
-
 /// One thread's share of a channel's sums: partial number `which` of each segment.
 template <class T>
 class PartialSum {

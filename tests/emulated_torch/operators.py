@@ -283,7 +283,9 @@ def check_errors():
     message = on_cuda("local_moments", x, 1, None, 0.0, 0, None)
     refused("frame: got 9732 words", "local_moments", x, 1, None, 0.0, 9732, None)
     options = (None, None, None, 0.0, 1, 0, 0.0, None)
-    refused("rest: got 65 words, expected none", "normalize", x, message, message, message, *options)
+    refused(
+        "rest: got 65 words, expected none", "normalize", x, message, message, message, *options
+    )
     refused("merged: got 64 words", "normalize", x, message, message[:-1], None, *options)
     refused("weight: got", "normalize", x, message, message, None, x[0, 0], *options[1:])
     refused("eps: got", "local_moments", x, 1, None, -1.0, 0, None)

@@ -28,10 +28,6 @@ class OnCuda:
         return lambda *arguments: on_cuda(name, *arguments)
 
 
-def alone(peers, xs):
-    return peers is None and len(xs) == 1
-
-
 @contextlib.contextmanager
 def emulated():
     """Layers and batch_norm take the operators on CUDA, and no others."""
@@ -39,6 +35,5 @@ def emulated():
         for module in (agreement, peer_transport, transport, cuda_step, adapters, training):
             stack.enter_context(mock.patch.object(module, "ops", OnCuda()))
         stack.enter_context(mock.patch.object(in_one, "train_step", lambda *_: None))
-        stack.enter_context(mock.patch.object(training, "_one_rank_on_device", alone))
         stack.enter_context(mock.patch.object(syncbn.ops, "_on_cuda", lambda _: True))
         yield

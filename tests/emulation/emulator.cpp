@@ -47,18 +47,9 @@ void set_runner(void (*runner)(std::span<const Launches> devices, bool shared)) 
   other_runner = runner;
 }
 
-unsigned blocks_at_once(unsigned threads, std::size_t shared_bytes) {
-  // As __launch_bounds__ has it; a block takes 1 KB more than it asks for.
-  const std::size_t fit = (std::size_t{settings().shared_kilobytes} << 10) / (shared_bytes + 1024);
-  return std::min(512 / threads, static_cast<unsigned>(fit));
-}
-
 void run(KernelLaunch kernel) {
   const bool fits =
-      kernel.together
-          ? kernel.blocks <= static_cast<unsigned>(settings().multiprocessors) *
-                                 blocks_at_once(kernel.threads, kernel.shared_bytes)
-          : kernel.threads > 0 && kernel.threads <= 1024 && kernel.shared_bytes <= (48 << 10);
+      kernel.threads > 0 && kernel.threads <= 1024 && kernel.shared_bytes <= (48 << 10);
   if (kernel.blocks == 0 || !fits) {
     throw KernelError("a launch of " + std::to_string(kernel.blocks) + " blocks of " +
                       std::to_string(kernel.threads) + " threads with " +

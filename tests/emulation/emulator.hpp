@@ -27,15 +27,12 @@ class KernelError : public std::runtime_error {
 struct Failure {
   const char* text = nullptr;
   bool of_earlier_work = false;
-  bool not_together = false;
 };
 
 struct Settings {
   std::uint64_t seed = 1;           ///< of the order in which threads and blocks run
   int multiprocessors = 2;          ///< as the device reports it
-  unsigned shared_kilobytes = 228;  ///< shared memory of each of them
   bool few_binary64_units = false;  ///< what the primitive of that name answers
-  bool together = true;             ///< launches whose blocks run together are taken
   unsigned resident = 3;            ///< blocks that run at a time; 0: launches are only counted
   unsigned last_blocks = 0;         ///< run only so many of a grid, its last; 0: all
   int device = 0;                   ///< the current one's number
@@ -68,15 +65,12 @@ struct KernelLaunch {
   std::size_t shared_bytes;
   std::vector<std::vector<std::byte>> arguments;
   std::function<void()> thread;
-  bool together = false;  ///< all blocks run at once
 };
 /// What a device runs, one after the other.
 using Launches = std::vector<KernelLaunch>;
 
 /// Runs the kernel to its end. Throws KernelError.
 void run(KernelLaunch kernel);
-/// Blocks of a kernel that run on a multiprocessor at once, of those whose launches are together.
-unsigned blocks_at_once(unsigned threads, std::size_t shared_bytes);
 /// enqueue(d) launches what device d is to run. Then all devices run, in one order of threads; now
 /// and then a device stands still. Blocks of a kernel are resident all at once.
 void run_devices(unsigned devices, const std::function<void(unsigned)>& enqueue);

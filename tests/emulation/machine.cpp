@@ -136,7 +136,7 @@ bool supply(Device& device) {
     device.next_block = 0;
     device.begun = true;
   }
-  const bool together = machine->memory.has_value() || kernel.together;
+  const bool together = machine->memory.has_value();
   while (device.next_block < device.order.size() &&
          (together || device.resident.size() < settings().resident)) {
     device.resident.push_back(start_block(device, device.order[device.next_block++]));

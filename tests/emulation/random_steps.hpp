@@ -172,52 +172,6 @@ inline void run_on_cuda(const Case& c, Results& r) {
                                   stream);
 }
 
-/// The same by whole directions, for what they give.
-inline void run_as_one_rank(const Case& c, Results& r) {
-  const cuda::Stream stream;
-  Words workspace(size(cuda::workspace_words(c.dtype, c.channels())), 0);
-  const Words clean = workspace;
-  Words info(cuda::kInfoWords, -7);
-  const TensorView x = on_cuda(c.x.view());
-  const TensorView weight = on_cuda(c.weight_view());
-  const TensorView bias = on_cuda(c.bias_view());
-  const std::int64_t call = kCall;
-  const MaskView counts = c.mask(Device::kCuda);
-  cuda::forward_of_one_rank({.x = x,
-                             .mask = counts,
-                             .weight = weight,
-                             .bias = bias,
-                             .residual = on_cuda(residual_of(c)),
-                             .y = on_cuda(r.y.view()),
-                             .activation_mask = r.mask.empty() ? nullptr : r.mask.data(),
-                             .mean = r.mean.data(),
-                             .var = r.var.data(),
-                             .rstd = r.rstd.data(),
-                             .activation = c.activation},
-                            {kLayer, &call, kEps}, info.data(), {}, {}, r.message.data(),
-                            workspace.data(), stream);
-  EXPECT_EQ(workspace, clean) << "left behind by forward";
-  r.count = info[0];
-  EXPECT_EQ(info[1], r.message[kHeaderFingerprint]);
-  ActivationGradient back = through(c, r);
-  back.weight = weight;
-  back.bias = bias;
-  cuda::backward_of_one_rank({.dy = on_cuda(c.dy.view()),
-                              .x = x,
-                              .mask = counts,
-                              .mean = r.mean.data(),
-                              .rstd = r.rstd.data(),
-                              .through = back,
-                              .weight = weight,
-                              .u = c.kept ? on_cuda(r.u.view()) : MutableTensorView(),
-                              .dx = on_cuda(r.dx.view()),
-                              .dweight = on_cuda(r.dweight.view()),
-                              .dbias = on_cuda(r.dbias.view())},
-                             info.data(), r.coefficients.data(), r.gradient_message.data(),
-                             workspace.data(), stream);
-  EXPECT_EQ(workspace, clean) << "left behind by backward";
-}
-
 inline void expect_equal(const Results& actual, const Results& expected, const Case& c) {
   EXPECT_EQ(actual.message, expected.message);
   EXPECT_EQ(actual.count, expected.count);
@@ -253,15 +207,6 @@ inline void expect_same(const Case& c, const std::vector<Configuration>& configu
     Results actual(c);
     EXPECT_NO_THROW(run_on_cuda(c, actual));
     expect_equal(actual, expected, c);
-    if (c.counts.empty() && !c.with_residual) {
-      SCOPED_TRACE("whole directions");
-      Results whole(c);
-      whole.share_weight = expected.share_weight;
-      whole.share_bias = expected.share_bias;
-      whole.evaluated = expected.evaluated;
-      EXPECT_NO_THROW(run_as_one_rank(c, whole));
-      expect_equal(whole, expected, c);
-    }
   }
 }
 

@@ -24,47 +24,6 @@ Bytes bytes_of(const Tensor& tensor) {
   return out;
 }
 
-/// A step of one rank in two kernels, whose blocks share each channel.
-Bytes step_of_one_rank(DType dtype, testing::Memory memory, ActivationKind kind) {
-  testing::Random random(6);
-  const bool rows = memory == testing::Memory::kRows;
-  const std::int64_t samples = rows ? 12 : 70;
-  const std::int64_t channels = rows ? 72 : 8;
-  Tensor x(dtype, {samples, channels, 32}, memory);
-  x.fill(testing::rough_values(random, dtype, samples, channels * 32));
-  Tensor y = x;
-  const TensorView view = on_cuda(TensorView(x.view()));
-  Bytes words(size(message_words(dtype, channels)), -1);
-  Bytes workspace(size(cuda::workspace_words(dtype, channels)), 0);
-  Bytes info(cuda::kInfoWords, -1);
-  std::vector<double> numbers(size(6 * channels));
-  double* const mean = numbers.data();
-  double* const rstd = mean + 2 * channels;
-  const Activation activation{kind, 0};
-  cuda::forward_of_one_rank({.x = view,
-                             .y = on_cuda(y.view()),
-                             .mean = mean,
-                             .var = mean + channels,
-                             .rstd = rstd,
-                             .activation = activation},
-                            {}, info.data(), {}, {}, words.data(), workspace.data(), {});
-  Bytes out = words;
-  cuda::backward_of_one_rank({.dy = view,
-                              .x = view,
-                              .mean = mean,
-                              .rstd = rstd,
-                              .through = {activation, {}, {}, nullptr},
-                              .dx = on_cuda(x.view())},
-                             info.data(), rstd + channels, words.data(), workspace.data(), {});
-  for (const Bytes& more : {words, workspace, info, bytes_of(y), bytes_of(x)}) {
-    out.insert(out.end(), more.begin(), more.end());
-  }
-  for (const double number : numbers) {
-    out.push_back(bit_copy<std::int64_t>(number));
-  }
-  return out;
-}
-
 }  // namespace
 
 std::vector<Case> all_cases() {
@@ -144,15 +103,6 @@ std::vector<Case> all_cases() {
                          cuda::local_welford(on_cuda(x.view()), {}, {}, words.data(), {});
                          return words;
                        },
-                       {}});
-      }
-    }
-  }
-  for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32}) {
-    for (const auto memory : {testing::Memory::kPlanes, testing::Memory::kRows}) {
-      for (const ActivationKind kind : {ActivationKind::kNone, ActivationKind::kRelu}) {
-        out.push_back({std::string("one rank ") + name(dtype),
-                       [=] { return step_of_one_rank(dtype, memory, kind); },
                        {}});
       }
     }

@@ -17,8 +17,8 @@ struct Case {
   Bytes expected;
 };
 
-/// The sums of one tensor, forward and backward, and welford's, and steps of one rank,
-/// which have all of the fences, barriers and shuffles; and a few passes that only store.
+/// The sums of one tensor, forward and backward, and welford's, which have all of the fences,
+/// barriers and shuffles; and a few passes that only store.
 std::vector<Case> all_cases();
 
 }  // namespace syncbn::ptx

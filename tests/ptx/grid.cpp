@@ -70,7 +70,7 @@ class Device {
       }
       begin(launches_.front());
     }
-    const bool together = !machine_.alone || grid_->launch->together;
+    const bool together = !machine_.alone;
     while (next_ < order_.size() && (together || resident_.size() < options_.resident)) {
       resident_.push_back(start_block(*grid_, order_[next_++]));
     }

@@ -49,7 +49,6 @@ struct Launch {
   unsigned threads = 0;
   std::size_t shared_bytes = 0;
   std::vector<std::byte> parameters;
-  bool together = false;  ///< blocks wait for each other
 };
 
 struct Barrier {

@@ -24,7 +24,6 @@ Launch launch_of(const emulation::KernelLaunch& kernel, Library::Entry& entry) {
   launch.blocks = kernel.blocks;
   launch.threads = kernel.threads;
   launch.shared_bytes = kernel.shared_bytes;
-  launch.together = kernel.together;
   launch.parameters.resize(program.parameter_bytes);
   if (kernel.arguments.size() != program.parameter_sizes.size()) {
     throw KernelError(program.name + ": launched with " + std::to_string(kernel.arguments.size()) +

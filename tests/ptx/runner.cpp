@@ -117,7 +117,7 @@ class Runner {
   void rest(std::uint64_t& until, std::uint64_t one_in) {
     if (grid_.random.one_in(one_in)) {
       constexpr std::uint64_t kToTheEnd = ~std::uint64_t{0};
-      const bool alone = grid_.machine.alone && !grid_.launch->together;
+      const bool alone = grid_.machine.alone;
       until = alone && grid_.random.one_in(2) ? kToTheEnd
                                               : grid_.machine.steps + grid_.random.below(4000);
     }

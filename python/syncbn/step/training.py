@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -221,19 +220,8 @@ def _without_modes(run: Callable, _: LayerState, *arguments):
         return run(*arguments)
 
 
-def _one_rank_on_device(peers: Peers | None, xs: Sequence[Tensor]) -> bool:
-    """Whether a direction can be one operator, which reads each element once if it can. Its kernel
-    starts when it finds the whole device free, so beside other ranks it would wait for NCCL's."""
-    if peers is not None or len(xs) > 1 or not xs[0].is_cuda:
-        return False
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-
-
 def _forward(given: Inputs, updates: tuple, exchanged: tuple | None) -> tuple[Step, tuple, tuple]:
     xs, weight, bias, residuals, masks, options, *_ = given
-    own = values_per_channel(xs[0], masks[0])
-    if updates and own > 1 and _one_rank_on_device(given.peers, xs):
-        return _forward_of_one_rank(given, updates)
     step, exchanged, rooms = shared_sums(given, exchanged)
     if updates:
         normalize = ops.normalize_and_update
@@ -271,33 +259,6 @@ def _forward(given: Inputs, updates: tuple, exchanged: tuple | None) -> tuple[St
         saved += (x, mean, rstd, info, activation_mask, mask)
         statistics = statistics or (mean, var, info)
     return step, (*ys, *statistics), tuple(saved)
-
-
-def _forward_of_one_rank(given: Inputs, updates: tuple) -> tuple[Step, tuple, tuple]:
-    (x,), weight, bias, (residual,), (mask,), options, state, *_ = given
-    call = state.call_of(x, options)
-    run = timed(ops.forward_of_one_rank, state.times, "normalized")
-    *running, counter, last_count, momentum = updates
-    y, mean, var, rstd, info, activation_mask = run(
-        x,
-        options.identity(state.number, residual is not None),
-        counter,
-        options.eps,
-        weight,
-        bias,
-        None if residual is None else like(residual, x),
-        options.activation_kind,
-        options.negative_slope,
-        mask,
-        *running,
-        last_count,
-        momentum,
-    )
-    bias_dtype = None if bias is None else bias.dtype
-    step = Step(state, options, None, call.backward(), Backward(True, True), bias_dtype)
-    again = options.activation != "none" and residual is None
-    saved = (weight, bias if again else None, x, mean, rstd, info, activation_mask, mask)
-    return step, (y, mean, var, info), saved
 
 
 @recorded(lambda step, *_: step.state.name, " backward")
@@ -343,15 +304,6 @@ def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
     # One rank's share is the whole, and comes with dx.
     shares = options.affine_grad == "share" and not (step.peers is None and needs_x)
     shares = shares and (needs_weight or needs_bias)
-    if needs_x and exchanged is None and _one_rank_on_device(step.peers, xs):
-        run = timed(ops.backward_of_one_rank, step.state.times, "normalized")
-        dx, dweight, dbias, u = run(*passes[0][0], *dtypes, *passes[0][1])
-        return (
-            dx,
-            dweight if needs_weight else None,
-            dbias if needs_bias else None,
-            (u if keep else gradients[0]) if needs_residual else None,
-        )
     rooms = [None] * len(xs)
     if exchanged is None:
         if step.exchanges:

@@ -89,17 +89,6 @@ SYNCBN_DEVICE std::int64_t atomic_hand_over(std::int64_t* address, std::int64_t 
   return before;
 }
 
-/// What was handed over to this address. Afterwards the other blocks' writes before are there for
-/// this thread, and by a barrier for its block.
-SYNCBN_DEVICE std::int64_t load_acquire(const std::int64_t* address) {
-  std::int64_t value;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
-               : "=l"(value)
-               : "l"(__cvta_generic_to_global(address))
-               : "memory");
-  return value;
-}
-
 /// What other blocks wrote: read from where atomics take effect, past this processor's cache.
 SYNCBN_DEVICE std::int64_t load_fresh(const std::int64_t* address) {
   return static_cast<std::int64_t>(__ldcg(reinterpret_cast<const long long*>(address)));
@@ -139,9 +128,6 @@ SYNCBN_DEVICE void store_vector(T* to, const Vector<T, kSize>& value) {
 struct Failure {
   const char* text = nullptr;
   bool of_earlier_work = false;  ///< of what was enqueued before, and is reported late
-  /// Blocks that were to run together cannot: others may have taken multiprocessors away, or the
-  /// device, a virtual one perhaps, has no such launches.
-  bool not_together = false;
 };
 
 inline bool reported_late(cudaError_t error) {
@@ -173,23 +159,18 @@ inline Failure failure_of(cudaError_t error) {
     return {};
   }
   (void)cudaGetLastError();  // the next launch must not report it again
-  return {cudaGetErrorString(error), reported_late(error),
-          error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorNotSupported};
+  return {cudaGetErrorString(error), reported_late(error)};
 }
 
-/// Starts the kernel on the stream (a cudaStream_t). kTogether: all blocks run at once, or none.
-template <bool kTogether = false, class... Parameters, class... Arguments>
+/// Starts the kernel on the stream (a cudaStream_t).
+template <class... Parameters, class... Arguments>
 Failure launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
                std::size_t shared_bytes, void* stream, const Arguments&... arguments) {
   // Not the last error, which another library may have left behind.
   const auto start = [&](Parameters... values) {
     void* pointers[] = {const_cast<void*>(static_cast<const void*>(&values))...};
-    const auto* const function = reinterpret_cast<const void*>(kernel);
-    const auto on = static_cast<cudaStream_t>(stream);
-    return kTogether ? cudaLaunchCooperativeKernel(function, dim3(blocks), dim3(threads), pointers,
-                                                   shared_bytes, on)
-                     : cudaLaunchKernel(function, dim3(blocks), dim3(threads), pointers,
-                                        shared_bytes, on);
+    return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(threads),
+                            pointers, shared_bytes, static_cast<cudaStream_t>(stream));
   };
   return failure_of(start(static_cast<Parameters>(arguments)...));
 }
@@ -205,31 +186,6 @@ Failure load(void (*kernel)(Parameters...)) {
       cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
   (void)cudaThreadExchangeStreamCaptureMode(&mode);
   return failure_of(error);
-}
-
-/// Lets the kernel have as much shared memory as the current device gives a block.
-template <class... Parameters>
-Failure allow_all_shared_memory(void (*kernel)(Parameters...)) {
-  int device = 0;
-  int bytes = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  }
-  return failure_of(error);
-}
-
-/// How many blocks of the kernel a multiprocessor of the current device runs at once; 0: none.
-template <class... Parameters>
-int blocks_at_once(void (*kernel)(Parameters...), unsigned threads, std::size_t shared_bytes) {
-  int blocks = 0;
-  const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-      &blocks, reinterpret_cast<const void*>(kernel), static_cast<int>(threads), shared_bytes);
-  return failure_of(error).text == nullptr ? blocks : 0;
 }
 
 /// The number of the current device.

@@ -9,12 +9,10 @@ import copy
 import os
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import syncbn
@@ -29,7 +27,7 @@ from support import (
 from syncbn import _build, operators_cuda
 from syncbn.models import doctor
 from syncbn.ops import batch_norm
-from syncbn.step import adapters, training
+from syncbn.step import adapters
 from syncbn.step.layer_state import LayerState
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -152,15 +150,6 @@ def test_operator_refuses_by_name(fake_cuda):
 def test_other_devices_are_refused():
     with pytest.raises(ValueError, match="got a tensor on meta, expected the CPU or CUDA"):
         syncbn.SyncBatchNorm(3)(torch.empty(4, 3, device="meta"))
-
-
-def test_one_kernel_for_a_direction_not_beside_other_ranks(monkeypatch):
-    on_gpu = [types.SimpleNamespace(is_cuda=True)]
-    assert training._one_rank_on_device(None, on_gpu)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    for ranks, expected in ((1, True), (2, False)):
-        monkeypatch.setattr(dist, "get_world_size", lambda ranks=ranks: ranks)
-        assert training._one_rank_on_device(None, on_gpu) == expected
 
 
 def test_check_names_the_layers_whose_ranks_disagreed():

@@ -85,11 +85,6 @@ inline std::int64_t atomic_or(std::int64_t* address, std::int64_t value) {
 inline std::int64_t atomic_hand_over(std::int64_t* address, std::int64_t value) {
   return atomic_add(address, value);
 }
-inline std::int64_t load_acquire(const std::int64_t* address) {
-  emulation::check_aligned(address, sizeof(*address), "load_acquire");
-  emulation::pause();
-  return *address;
-}
 inline std::int64_t load_fresh(const std::int64_t* address) {
   emulation::check_aligned(address, sizeof(*address), "load_fresh");
   return *address;
@@ -118,7 +113,7 @@ void store_vector(T* to, const Vector<T, kSize>& value) {
 
 using Failure = emulation::Failure;
 
-template <bool kTogether = false, class... Parameters, class... Arguments>
+template <class... Parameters, class... Arguments>
 Failure launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
                std::size_t shared_bytes, void*, const Arguments&... arguments) {
   emulation::note_launch(reinterpret_cast<const void*>(kernel));
@@ -132,12 +127,8 @@ Failure launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
                     threads,
                     shared_bytes,
                     {bytes_of(values)...},
-                    [=] { kernel(values...); },
-                    kTogether});
+                    [=] { kernel(values...); }});
   };
-  if (kTogether && !emulation::settings().together) {
-    return {"too many blocks", false, true};
-  }
   if (emulation::settings().launch_failure.text == nullptr) {
     start(static_cast<Parameters>(arguments)...);
   }
@@ -148,15 +139,6 @@ template <class... Parameters>
 Failure load(void (*kernel)(Parameters...)) {
   emulation::note_load(reinterpret_cast<const void*>(kernel));
   return emulation::settings().load_failure;
-}
-
-template <class... Parameters>
-Failure allow_all_shared_memory(void (*)(Parameters...)) {
-  return {};
-}
-template <class... Parameters>
-int blocks_at_once(void (*)(Parameters...), unsigned threads, std::size_t shared_bytes) {
-  return static_cast<int>(emulation::blocks_at_once(threads, shared_bytes));
 }
 
 inline Failure current_device(int* device) {
