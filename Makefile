@@ -95,9 +95,6 @@ ptx: $(VENV)/.stamp-build  ## interpret the kernels' PTX on the CPU, needs nvcc,
 	$(cmake) --build --preset ptx
 	$(VENV)/bin/ctest --preset ptx
 
-ptx-soak: $(VENV)/.stamp-build  ## the same for three architectures, with fresh cases, SEED=
-	@scripts/ptx_soak.sh $(VENV) $(SEED)
-
 sanitize: $(test_tools)  ## what CI runs of the sanitizers: C++ tests, PyTorch's operators
 	@scripts/sanitize.sh $(VENV)
 
@@ -187,5 +184,5 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo demo-clipart bench bench-count bench-cpp \
-  gpu-check googletest aarch64 macos asan tsan release cuda ptx ptx-soak sanitize soak fuzz interop curves model lint \
+  gpu-check googletest aarch64 macos asan tsan release cuda ptx sanitize soak fuzz interop curves model lint \
   format docs wheel wheel-old wheel-aarch64 sdist clean

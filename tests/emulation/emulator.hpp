@@ -5,17 +5,14 @@
 #include <cstdint>
 #include <functional>
 #include <source_location>
-#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "order.hpp"
-
 // CUDA's execution model on one CPU thread: every CUDA thread is a fiber that runs until it meets
 // others at a barrier or shuffle, in an order that a seed decides. Stricter than a GPU where a
-// GPU's behaviour is undefined; weaker in one respect: a device's own memory is sequentially
-// consistent, so a missing fence goes unnoticed. Memory that devices share is as weak as PTX's.
+// GPU's behaviour is undefined; weaker in one respect: memory is sequentially consistent, so a
+// missing fence goes unnoticed.
 namespace syncbn::emulation {
 
 /// A kernel did what is undefined on a GPU.
@@ -38,9 +35,6 @@ struct Settings {
   int device = 0;                   ///< the current one's number
   Failure launch_failure = {};      ///< what launches and loads answer
   Failure load_failure = {};
-  std::int64_t step_nanoseconds = 1;  ///< that pass from one thread's turn to the next
-  int killed = -1;                    ///< a device that runs no more
-  std::uint64_t killed_after = 0;     ///< so many turns of all threads
 };
 Settings& settings();
 
@@ -66,21 +60,11 @@ struct KernelLaunch {
   std::vector<std::vector<std::byte>> arguments;
   std::function<void()> thread;
 };
-/// What a device runs, one after the other.
-using Launches = std::vector<KernelLaunch>;
 
 /// Runs the kernel to its end. Throws KernelError.
-void run(KernelLaunch kernel);
-/// enqueue(d) launches what device d is to run. Then all devices run, in one order of threads; now
-/// and then a device stands still. Blocks of a kernel are resident all at once.
-void run_devices(unsigned devices, const std::function<void(unsigned)>& enqueue);
-/// Something else that runs kernels: tests/ptx takes what nvcc made of them. shared: memory of the
-/// devices is weak.
-void set_runner(void (*runner)(std::span<const Launches> devices, bool shared));
-
-/// Since the program began; tick: for another runner.
-std::int64_t nanoseconds();
-void tick();
+void run(const KernelLaunch& kernel);
+/// Something else that runs kernels: tests/ptx takes what nvcc made of them.
+void set_runner(void (*runner)(const KernelLaunch& kernel));
 
 inline constexpr unsigned kWarp = 32;
 
@@ -103,12 +87,6 @@ const std::uint64_t* meet_warp(Operation operation, std::uint64_t value,
                                const std::source_location& at);
 /// A point where another thread may go first.
 void pause();
-
-/// Memory that several devices share: in run_devices, of 64-bit words.
-std::int64_t load_shared(const std::int64_t* address, const Order& order,
-                         const std::source_location& at);
-void store_shared(std::int64_t* address, std::int64_t value, const Order& order,
-                  const std::source_location& at);
 
 void check_aligned(const void* address, std::size_t alignment, const char* what);
 

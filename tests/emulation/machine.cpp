@@ -20,7 +20,7 @@ std::vector<std::unique_ptr<Fiber>> spare_fibers;
 void run_thread(void* argument) {
   auto& thread = *static_cast<Thread*>(argument);
   try {
-    thread.block->device->launches.front().thread();
+    machine->kernel.thread();
   } catch (...) {
     machine->error = std::current_exception();
   }
@@ -29,24 +29,11 @@ void run_thread(void* argument) {
   thread.fiber->suspend(true);
 }
 
-/// From the thread's warp or block, all of which have met.
-void share_knowledge(std::vector<Thread>& threads, unsigned first, unsigned count) {
-  std::vector<Observer*> all;
-  for (unsigned i = first; i < first + count; ++i) {
-    if (std::optional<Observer>& observer = threads[i].observer; observer.has_value()) {
-      all.push_back(&*observer);
-    }
-  }
-  WeakMemory::barrier(all);
-}
-
-std::unique_ptr<Block> start_block(Device& device, unsigned index) {
-  const KernelLaunch& kernel = device.launches.front();
+std::unique_ptr<Block> start_block(unsigned index) {
+  const KernelLaunch& kernel = machine->kernel;
   const unsigned threads = kernel.threads;
   const std::size_t shared_bytes = kernel.shared_bytes;
   auto block = std::make_unique<Block>();
-  const std::uint64_t number = ++machine->blocks;
-  block->device = &device;
   block->live = threads;
   block->bytes = shared_bytes;
   block->memory.assign(shared_bytes + 2 * kCanaryBytes + 16, kCanary);
@@ -59,13 +46,6 @@ std::unique_ptr<Block> start_block(Device& device, unsigned index) {
     Thread& thread = block->threads[i];
     thread.at = {i, index, threads, kernel.blocks};
     thread.block = block.get();
-    if (machine->memory.has_value()) {
-      Observer& observer = thread.observer.emplace();
-      observer.thread = ++machine->threads;
-      observer.block = number;
-      observer.device = device.number;
-      observer.current = device.known;
-    }
     ++block->warps[i / kWarp].expected;
     if (spare_fibers.empty()) {
       thread.fiber = std::make_unique<Fiber>();
@@ -74,7 +54,7 @@ std::unique_ptr<Block> start_block(Device& device, unsigned index) {
       spare_fibers.pop_back();
     }
     thread.fiber->start(&run_thread, &thread);
-    device.runnable.push_back(&thread);
+    machine->runnable.push_back(&thread);
   }
   return block;
 }
@@ -90,9 +70,6 @@ void end_block(Block& block) {
                       " bytes of shared memory");
   }
   for (Thread& thread : block.threads) {
-    if (thread.observer.has_value()) {
-      block.device->known.join(thread.observer->current);
-    }
     spare_fibers.push_back(std::move(thread.fiber));
   }
 }
@@ -100,102 +77,35 @@ void end_block(Block& block) {
 [[noreturn]] void report_deadlock() {
   std::string text = "no thread can go on:";
   int shown = 0;
-  for (const Device& device : machine->devices) {
-    for (const auto& block : device.resident) {
-      // Threads that wait at different things explain it best.
-      const Thread* last = nullptr;
-      for (const Thread& thread : block->threads) {
-        if (shown < 6 &&
-            (last == nullptr || last->ended != thread.ended || last->waits_at != thread.waits_at ||
-             last->site.line() != thread.site.line())) {
-          text += (shown++ > 0 ? "; " : " ") + text_of(thread);
-          last = &thread;
-        }
+  for (const auto& block : machine->resident) {
+    // Threads that wait at different things explain it best.
+    const Thread* last = nullptr;
+    for (const Thread& thread : block->threads) {
+      if (shown < 6 &&
+          (last == nullptr || last->ended != thread.ended || last->waits_at != thread.waits_at ||
+           last->site.line() != thread.site.line())) {
+        text += (shown++ > 0 ? "; " : " ") + text_of(thread);
+        last = &thread;
       }
     }
   }
   throw KernelError(text);
 }
 
-/// Starts blocks, and the next kernel where one has ended. False: the device has nothing to do.
-bool supply(Device& device) {
-  if (device.begun && device.next_block == device.order.size() && device.resident.empty()) {
-    device.launches = device.launches.subspan(1);
-    device.begun = false;
-  }
-  if (device.launches.empty()) {
-    return false;
-  }
-  const KernelLaunch& kernel = device.launches.front();
-  if (!device.begun) {
-    const unsigned last = settings().last_blocks;
-    const unsigned skipped = last == 0 || last > kernel.blocks ? 0 : kernel.blocks - last;
-    device.order.resize(kernel.blocks - skipped);
-    std::iota(device.order.begin(), device.order.end(), skipped);
-    machine->random.shuffle(device.order);
-    device.next_block = 0;
-    device.begun = true;
-  }
-  const bool together = machine->memory.has_value();
-  while (device.next_block < device.order.size() &&
-         (together || device.resident.size() < settings().resident)) {
-    device.resident.push_back(start_block(device, device.order[device.next_block++]));
-  }
-  return true;
-}
-
-/// Some device that can go on and is awake, if there is one that is.
-Device* next_device() {
-  std::vector<Device>& all = machine->devices;
-  bool work = false;
-  Device* asleep = nullptr;
-  const std::size_t first = all.size() == 1 ? 0 : machine->random.below(all.size());
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    Device& device = all[(first + i) % all.size()];
-    const bool killed = static_cast<int>(device.number) == settings().killed &&
-                        machine->steps > settings().killed_after;
-    if (killed || !supply(device)) {
-      continue;
-    }
-    work = true;
-    if (device.runnable.empty()) {
-      continue;
-    }
-    if (device.sleeps_until <= machine->steps) {
-      return &device;
-    }
-    asleep = &device;
-  }
-  if (work && asleep == nullptr) {
-    report_deadlock();
-  }
-  return asleep;
-}
-
-/// Lets some thread of the device run until it waits.
-void step(Device& device) {
-  testing::Random& random = machine->random;
-  std::swap(device.runnable[random.below(device.runnable.size())], device.runnable.back());
-  current = device.runnable.back();
-  device.runnable.pop_back();
-  ++machine->steps;
-  tick();
+/// Lets some thread run until it waits.
+void step() {
+  std::vector<Thread*>& runnable = machine->runnable;
+  std::swap(runnable[machine->random.below(runnable.size())], runnable.back());
+  current = runnable.back();
+  runnable.pop_back();
   current->fiber->resume();
   if (machine->error) {
     std::rethrow_exception(machine->error);
   }
-  for (std::size_t i = 0; current->ended && i < device.resident.size(); ++i) {
-    if (device.resident[i]->live == 0) {
-      end_block(*device.resident[i]);
-      device.resident.erase(device.resident.begin() + static_cast<std::ptrdiff_t>(i));
-      break;
-    }
-  }
-  if (machine->memory.has_value()) {
-    machine->memory->pause();
-    if (random.one_in(3000)) {
-      device.sleeps_until = machine->steps + random.below(10000);
-    }
+  Block* const block = current->block;
+  if (current->ended && block->live == 0) {
+    end_block(*block);
+    std::erase_if(machine->resident, [&](const auto& one) { return one.get() == block; });
   }
 }
 
@@ -227,13 +137,6 @@ std::string text_of(const Thread& thread) {
          std::to_string(thread.site.line());
 }
 
-[[noreturn]] void refuse_race(const char* what, const std::source_location& at) {
-  throw KernelError("a race, no flag or barrier orders it after another thread's write: thread " +
-                    std::to_string(current->at.thread) + " of block " +
-                    std::to_string(current->at.block) + " " + what + " in line " +
-                    std::to_string(at.line()));
-}
-
 void meet(Meeting& meeting, Operation operation, const std::source_location& at) {
   Thread& me = *current;
   me.waits_at = operation;
@@ -251,32 +154,31 @@ void meet(Meeting& meeting, Operation operation, const std::source_location& at)
     Thread& other = me.block->threads[i];
     if (&other != &me) {
       other.waits_at = Operation::kNone;
-      me.block->device->runnable.push_back(&other);
+      machine->runnable.push_back(&other);
     }
-  }
-  if (machine->memory.has_value() &&
-      (operation == Operation::kBlockBarrier || operation == Operation::kWarpBarrier)) {
-    share_knowledge(me.block->threads, first, meeting.expected);
   }
   pause();
 }
 
-void run_machine(std::span<const Launches> launches, bool shared) {
-  Machine mine(settings().seed);
+void run_machine(const KernelLaunch& kernel) {
+  Machine mine{.kernel = kernel, .random = testing::Random(settings().seed)};
   machine = &mine;
-  if (shared) {
-    mine.memory.emplace(settings().seed);
-  }
-  mine.devices.resize(launches.size());
-  for (std::size_t i = 0; i < launches.size(); ++i) {
-    mine.devices[i].launches = launches[i];
-    mine.devices[i].number = i;
-  }
-  while (Device* device = next_device()) {
-    step(*device);
-  }
-  if (shared) {
-    mine.memory->settle();
+  const unsigned last = settings().last_blocks;
+  const unsigned skipped = last == 0 || last > kernel.blocks ? 0 : kernel.blocks - last;
+  mine.order.resize(kernel.blocks - skipped);
+  std::iota(mine.order.begin(), mine.order.end(), skipped);
+  mine.random.shuffle(mine.order);
+  while (true) {
+    while (mine.next_block < mine.order.size() && mine.resident.size() < settings().resident) {
+      mine.resident.push_back(start_block(mine.order[mine.next_block++]));
+    }
+    if (mine.resident.empty()) {
+      return;
+    }
+    if (mine.runnable.empty()) {
+      report_deadlock();
+    }
+    step();
   }
 }
 

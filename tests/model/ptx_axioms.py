@@ -10,7 +10,6 @@ Instructions are PTX's, with locations and registers by name; ";" or a new line 
     r = ld.weak x | st.release.sys x 1 | r = atom.acq_rel.gpu.add x 1 | red.relaxed.gpu.add x 1
     fence.sc.gpu | bar.sync | bar.warp.sync
     kernel          a kernel ends and the next one begins: all threads of the device meet
-    assume r>=1     what a loop waits for; executions in which it goes on waiting are left out
     @r==1 ...       executed if this holds. The register may be another thread's, as by a shuffle
     ... #name       a name of the instruction
 Locations are 0 at first. A register is written once."""
@@ -53,7 +52,7 @@ class Execution(NamedTuple):
 
 def parse(thread: int, text: str) -> Event:
     found = re.fullmatch(
-        r"(?:@(\S+) )?(?:(\w+) = )?(ld|st|atom|red|fence|bar|kernel|assume)"
+        r"(?:@(\S+) )?(?:(\w+) = )?(ld|st|atom|red|fence|bar|kernel)"
         r"(?:\.(weak|relaxed|acquire|release|acq_rel|sc|sync|warp\.sync))?(?:\.(cta|gpu|sys))?"
         r"(?:\.add)?(?: ([\w>=!]+))?(?: (\w+))?",
         text,
@@ -340,17 +339,16 @@ class Path:
 
 
 def executions(program: str) -> Iterator[Execution]:
-    places, threads, holds = [], [], {}
+    places, threads = [], []
     for number, thread in enumerate(re.split(r"\n(?=\d)", program.strip())):
         place, text = thread.split(":")
         code = [re.sub(r"#\w+", "", part).strip() for part in re.split("[;\n]", text)]
         events = [parse(number, part) for part in code if part]
-        holds |= {event.location: True for event in events if event.op == "assume"}
         places.append(place)
-        threads.append([event for event in events if event.op != "assume"])
+        threads.append(events)
     guards = sorted({event.guard for thread in threads for event in thread if event.guard})
     for outcome in itertools.product((True, False), repeat=len(guards)):
-        yield from Path(places, threads, holds | dict(zip(guards, outcome))).executions()
+        yield from Path(places, threads, dict(zip(guards, outcome))).executions()
 
 
 def find(program: str, outcome: str) -> Execution | None:

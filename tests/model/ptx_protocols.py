@@ -109,53 +109,6 @@ COUNTER = """
 0A: s = ld.weak n; bar.sync #read
 """
 
-# meet_grid of one_rank.cuh. Two blocks write a word each, p and q, and read the other's; the first
-# thread of each waits for both blocks. The next kernel finds what arrived and left hold at the end.
-GRID = """
-0A: bar.sync #written; n = atom.acq_rel.gpu.add arrived 1 #arrive
-    a = ld.acquire.gpu arrived #wait; assume a>=2; c = atom.acq_rel.gpu.add left 1 #leave
-    @c==1 st.weak arrived 0; @c==1 st.weak left 0; bar.sync #met
-0A: st.weak p 1; bar.sync #written; bar.sync #met; r = ld.weak q
-0B: bar.sync #written; m = atom.acq_rel.gpu.add arrived 1 #arrive
-    b = ld.acquire.gpu arrived #wait; assume b>=2; d = atom.acq_rel.gpu.add left 1 #leave
-    @d==1 st.weak arrived 0; @d==1 st.weak left 0; bar.sync #met
-0B: st.weak q 1; bar.sync #written; bar.sync #met; s = ld.weak p
-"""
-
-# peer_exchange.cuh. Blocks of two devices send to each other in each epoch, by way of two buffers
-# in turn: p and q for what A sends. (What B sends is alike.) One thread of each block has the
-# flags, the other one the payload. B sends its flag of an epoch when it has read all earlier
-# payloads, and A waits for that flag before the epoch in which it writes to the same buffer.
-PEERS = """
-0A: bar.sync #sent; st.release.sys flag_b 1 #to_B; u = ld.acquire.sys flag_a #from_B; assume u>=1
-    bar.sync; bar.sync #sent; st.release.sys flag_b 2 #to_B
-    v = ld.acquire.sys flag_a #from_B; assume v>=2; bar.sync #free
-    bar.sync #sent; st.release.sys flag_b 3 #to_B
-0A: st.weak p 1; bar.sync #sent
-    bar.sync; st.weak q 2 #even; bar.sync #sent
-    bar.sync #free
-    st.weak p 3; bar.sync #sent
-1B: bar.sync; st.release.sys flag_a 1; a = ld.acquire.sys flag_b #from_A; assume a>=1
-    bar.sync #received; bar.sync #used; st.release.sys flag_a 2 #to_A
-    b = ld.acquire.sys flag_b #from_A; assume b>=2; bar.sync #received
-    bar.sync; st.release.sys flag_a 3; c = ld.acquire.sys flag_b #from_A; assume c>=3
-    bar.sync #received
-1B: bar.sync; bar.sync #received; r = ld.weak p; bar.sync #used
-    bar.sync #received; s = ld.weak q #even; bar.sync
-    bar.sync #received; t = ld.weak p
-"""
-# A's message of epoch 2 is one of another call. A thread of B looks at the headers, h and i, and
-# tells the other one, which must not use that payload. (In the kernel each thread looks itself.)
-HEADER = """
-0A: st.weak h 1; st.weak p 1; st.release.sys flag 1 #to_B
-    st.weak i 9; st.weak q 9; st.release.sys flag 2 #to_B
-1B: a = ld.acquire.sys flag #from_A; assume a>=1; b = ld.weak h; st.weak good b; bar.sync #verified
-    bar.sync #used
-    c = ld.acquire.sys flag #from_A; assume c>=2; d = ld.weak i; st.weak good d; bar.sync #verified
-1B: bar.sync #verified; e = ld.weak good; @e==1 r = ld.weak p; bar.sync #used
-    bar.sync #verified; f = ld.weak good; @f==1 s = ld.weak q
-"""
-
 PROTOCOLS = [
     Protocol(
         "the last block packs",
@@ -189,34 +142,4 @@ PROTOCOLS = [
         without("staged", "read"),
     ),
     Protocol("the counter of batches", COUNTER, "r != 0 or s != 0 or n != 1", without("read")),
-    Protocol(
-        "all blocks of a kernel meet",
-        GRID,
-        "r != 1 or s != 1 or arrived != 0 or left != 0",
-        without("written", "met")
-        # (Who waits acquires, so that an arrival need not.)
-        + [Change("arrive", "acq_rel", order) for order in ("relaxed", "acquire")]
-        + [Change("arrive", "gpu", "cta")]
-        + weaker("wait", "acquire", "gpu", "cta")
-        + weaker("leave", "acq_rel", "gpu", "cta"),
-    ),
-    Protocol(
-        "two devices, peer memory",
-        PEERS,
-        "r != 1 or s != 2 or t != 3",
-        without("sent", "received", "used", "free")
-        + weaker("to_A", "release", "sys", "gpu")
-        + weaker("to_B", "release", "sys", "gpu")
-        + weaker("from_A", "acquire", "sys", "gpu")
-        + weaker("from_B", "acquire", "sys", "gpu")
-        + [Change("even", "q", "p")],
-    ),
-    Protocol(
-        "the header of a peer's message",
-        HEADER,
-        "r != 1 or f != 9",
-        without("verified", "used")
-        + weaker("to_B", "release", "sys", "gpu")
-        + weaker("from_A", "acquire", "sys", "gpu"),
-    ),
 ]

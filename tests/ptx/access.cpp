@@ -6,7 +6,7 @@
 #include "grid.hpp"
 #include "operations.hpp"
 
-// Loads, stores, atomics and fences, with the checks of each.
+// Loads, stores and atomics, with the checks of each.
 namespace syncbn::ptx {
 namespace {
 
@@ -68,11 +68,7 @@ class Accessor {
       default:
         break;
     }
-    if (!grid_.weak.has_value()) {
-      std::memcpy(value, reinterpret_cast<const void*>(place.at), bytes);
-      return true;
-    }
-    refuse(grid_.weak->read(observer(), place.at, bytes, at_.order, value), "reads", bytes, place);
+    std::memcpy(value, reinterpret_cast<const void*>(place.at), bytes);
     return true;
   }
   void store(const Place& place, std::size_t bytes, std::uint64_t value, bool defined) {
@@ -94,40 +90,12 @@ class Accessor {
     if (!defined) {
       fail(warp_, at_, lane_, "what it stores was never written");
     }
-    if (!grid_.weak.has_value()) {
-      std::memcpy(reinterpret_cast<void*>(place.at), &value, bytes);
-      return;
-    }
-    refuse(grid_.weak->write(observer(), place.at, bytes, at_.order, value), "writes", bytes,
-           place);
+    std::memcpy(reinterpret_cast<void*>(place.at), &value, bytes);
   }
-  std::uint64_t update(const Place& place, std::size_t bytes, emulation::Update update,
-                       std::uint64_t operand, bool wanted) {
-    std::uint64_t before = 0;
-    if (grid_.weak.has_value()) {
-      refuse(grid_.weak->update(observer(), place.at, bytes, at_.order, update, operand, wanted,
-                                &before),
-             "updates", bytes, place);
-      return before;
-    }
-    auto* const to = reinterpret_cast<std::byte*>(place.at);
-    std::memcpy(&before, to, bytes);
-    const std::uint64_t after = update(before, operand);
-    std::memcpy(to, &after, bytes);
-    return before;
-  }
-  Observer& observer() { return block_.observers[thread()]; }
 
  private:
   unsigned thread() const { return warp_.index * kLanes + lane_; }
   TrackedMemory& local() { return block_.local[thread()]; }
-  void refuse(bool race, const char* what, std::size_t bytes, const Place& place) {
-    if (race && grid_.options.races) {
-      fail(warp_, at_, lane_,
-           "a race, no fence or barrier orders it after another thread's write: " +
-               text_of(what, bytes, place));
-    }
-  }
   void note(const Place& place, std::size_t bytes, bool writes) {
     const std::string race = block_.shared.note(
         place.at, bytes, {thread(), block_.barriers_passed, warp_.barriers}, writes);
@@ -213,6 +181,7 @@ void store(Warp& w, const Instruction& i, std::uint32_t mask) {
   });
 }
 
+using Update = std::uint64_t (*)(std::uint64_t before, std::uint64_t operand);
 std::uint64_t sum(std::uint64_t a, std::uint64_t b) { return a + b; }
 std::uint64_t either(std::uint64_t a, std::uint64_t b) { return a | b; }
 
@@ -224,21 +193,15 @@ void update(Warp& w, const Instruction& i, std::uint32_t mask) {
     const Place place = place_of(i, row(w, i.a)[l] + static_cast<std::uint64_t>(i.offset));
     Accessor accessor(w, i, l);
     accessor.check(place, i.bytes, "updates");
-    const std::uint64_t before = accessor.update(
-        place, i.bytes, reinterpret_cast<emulation::Update>(i.extra), row(w, i.b)[l], i.d != kSink);
+    auto* const to = reinterpret_cast<std::uint64_t*>(place.at);
+    const std::uint64_t before = *to;
+    *to = reinterpret_cast<Update>(i.extra)(before, row(w, i.b)[l]);
     if (i.d != kSink) {
       written(w, i.d)[l] = before;
     }
   });
   if (i.d != kSink) {
     define(w, i.d, mask, kAllLanes);
-  }
-}
-
-void fence(Warp& w, const Instruction& i, std::uint32_t mask) {
-  if (w.block->grid->weak.has_value()) {
-    each(mask,
-         [&](unsigned l) { w.block->grid->weak->fence(Accessor(w, i, l).observer(), i.order); });
   }
 }
 
@@ -265,18 +228,12 @@ bool element(const std::string& type, Instruction& out) {
 Handler access(const Statement& s, Instruction& out) {
   const std::string& op = s.op[0];
   const bool atomic = op == "atom" || op == "red";
-  out.order = {.strong = s.has("relaxed") || s.has("acquire") || s.has("release") ||
-                         s.has("acq_rel") || atomic,
-               .acquire = s.has("acquire") || s.has("acq_rel"),
-               .release = s.has("release") || s.has("acq_rel"),
-               .block_scope = s.has("cta"),
-               .system = s.has("sys")};
+  out.pauses = atomic;
   out.space = space_of(s);
   if (op == "ld" || op == "st" || atomic) {
     for (std::size_t i = 1; i + 1 < s.op.size(); ++i) {
       static const std::set<std::string> kKnown = {
-          "global",  "shared",  "local",   "param", "v2",  "v4",  "cg",  "relaxed",
-          "acquire", "release", "acq_rel", "gpu",   "sys", "cta", "add", "or"};
+          "global", "shared", "local", "param", "v2", "v4", "cg", "acq_rel", "gpu", "add", "or"};
       if (kKnown.count(s.op[i]) == 0) {
         return nullptr;
       }
@@ -292,18 +249,9 @@ Handler access(const Statement& s, Instruction& out) {
     return &store;
   }
   if (atomic && out.space == Space::kGlobal && out.bytes == 8) {
-    const emulation::Update how = s.has("add") ? &sum : s.has("or") ? &either : nullptr;
+    const Update how = s.has("add") ? &sum : s.has("or") ? &either : nullptr;
     out.extra = reinterpret_cast<std::uint64_t>(how);
     return how == nullptr ? nullptr : &update;
-  }
-  if (s.opcode() == "membar.gl" || s.opcode() == "membar.cta" || op == "fence") {
-    const bool one_way = s.has("acquire") || s.has("release");
-    out.order = {.strong = true,
-                 .acquire = !one_way || s.has("acquire"),
-                 .release = !one_way || s.has("release"),
-                 .sequential = op == "membar" || s.has("sc"),
-                 .block_scope = s.has("cta")};
-    return &fence;
   }
   return nullptr;
 }

@@ -9,10 +9,7 @@
 
 namespace syncbn::ptx {
 
-/// Threads may change where one ends: at branches, meetings, atomics, fences.
+/// Threads may change where one ends: at branches, meetings, atomics.
 void cut_into_blocks(Program& program, const std::map<std::string, std::size_t>& labels);
-
-/// An atomic whose result nobody reads is a reduction, which ptxas makes of it.
-void mark_unused_results(Program& program);
 
 }  // namespace syncbn::ptx

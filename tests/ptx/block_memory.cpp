@@ -86,6 +86,4 @@ bool AllocatedMemory::holds(std::uintptr_t address, std::size_t bytes) {
 #endif
 }
 
-void AllocatedMemory::forget() { std::fill(mapped_, mapped_ + kPages, 0); }
-
 }  // namespace syncbn::ptx

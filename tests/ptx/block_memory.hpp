@@ -57,7 +57,6 @@ class SharedMemory : public TrackedMemory {
 class AllocatedMemory {
  public:
   bool holds(std::uintptr_t address, std::size_t bytes);
-  void forget();  ///< pages may have been unmapped
 
  private:
   static constexpr std::size_t kPages = 512;

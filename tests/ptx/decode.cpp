@@ -44,7 +44,6 @@ class Decoder {
       program.opcodes.emplace_back("exit");
     }
     cut_into_blocks(program, function_.labels);
-    mark_unused_results(program);
     share_slots(program, values_);
     for (const std::uint64_t value : constants_) {
       program.constants.insert(program.constants.end(), kLanes, value);

@@ -14,12 +14,11 @@ void fail(const Warp& warp, const Instruction& at, unsigned lane, const std::str
                     std::to_string(warp.block->index) + " of " + warp.program->name + ": " + what);
 }
 
-void report_deadlock(const std::vector<const Block*>& blocks) {
+void report_deadlock(const Grid& grid) {
   std::string text;
   int shown = 0;
-  const Program& first = *blocks.front()->grid->launch->program;
-  for (const Block* block : blocks) {
-    const Program& program = *block->grid->launch->program;
+  const Program& program = *grid.launch->program;
+  for (const auto& block : grid.resident) {
     std::string last;
     for (const Warp& warp : block->warps) {
       each(warp.lanes, [&](unsigned l) {
@@ -37,7 +36,7 @@ void report_deadlock(const std::vector<const Block*>& blocks) {
       });
     }
   }
-  throw KernelError(first.file + ", " + first.name + ": no thread can go on:" + text);
+  throw KernelError(program.file + ", " + program.name + ": no thread can go on:" + text);
 }
 
 }  // namespace syncbn::ptx

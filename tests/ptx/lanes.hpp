@@ -10,14 +10,12 @@
 #include <vector>
 
 #include "emulator.hpp"
-#include "order.hpp"
 
 // Decoded instructions, and a warp's registers that they work on: one row of 32 values for each
 // register, of which an instruction takes those of the lanes that execute it.
 namespace syncbn::ptx {
 
 using emulation::KernelError;
-using emulation::Order;
 
 inline constexpr unsigned kLanes = emulation::kWarp;
 inline constexpr std::uint32_t kAllLanes = 0xffffffffu;
@@ -55,9 +53,9 @@ struct Instruction {
   std::uint32_t r_flip = 0;             ///< all ones: the opposite
   Kind kind = Kind::kPlain;
   Space space = Space::kGeneric;
-  std::uint8_t bytes = 0;  ///< of one element of an access
-  bool sign = false;       ///< which a load extends
-  Order order;
+  std::uint8_t bytes = 0;   ///< of one element of an access
+  bool sign = false;        ///< which a load extends
+  bool pauses = false;      ///< others may come between it and what follows
   std::uint32_t parts = 0;  ///< first of Program::parts, registers of a vector
   std::uint32_t count = 0;  ///< of them
   std::int64_t offset = 0;  ///< of an address; a branch's target
@@ -71,8 +69,6 @@ struct Instruction {
 struct BasicBlock {
   std::uint32_t begin = 0;
   std::uint32_t end = 0;
-  int first_line = 0;
-  int last_line = 0;
 };
 
 struct Program {
@@ -105,11 +101,9 @@ struct Warp {
   std::uint32_t exited = 0;
   std::uint32_t waiting = 0;
   std::uint32_t pc[kLanes] = {};
-  std::uint8_t team[kLanes] = {};      ///< lanes of a team run together where they can
-  bool teams_in_turn = false;          ///< one goes on alone until it waits, then the next
-  std::uint64_t rests_until = 0;       ///< steps of the grid
-  std::uint32_t barriers = 0;          ///< warp barriers so far
-  std::vector<std::uint32_t> entered;  ///< times each lane entered each basic block
+  std::uint8_t team[kLanes] = {};  ///< lanes of a team run together where they can
+  bool teams_in_turn = false;      ///< one goes on alone until it waits, then the next
+  std::uint32_t barriers = 0;      ///< warp barriers so far
 };
 
 [[noreturn]] void fail(const Warp& warp, const Instruction& at, unsigned lane,

@@ -5,11 +5,10 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <map>
-#include <span>
 #include <utility>
 
 #include "emulator.hpp"
+#include "grid.hpp"
 #include "symbols.hpp"
 
 namespace syncbn::ptx {
@@ -43,39 +42,15 @@ Launch launch_of(const emulation::KernelLaunch& kernel, Library::Entry& entry) {
   return launch;
 }
 
-void run_ptx(std::span<const emulation::Launches> devices, bool shared) {
-  Session& mine = session();
-  std::vector<std::vector<Launch>> launches;
-  std::map<const Program*, Library::Entry*> entries;
-  for (const emulation::Launches& all : devices) {
-    launches.emplace_back();
-    for (const emulation::KernelLaunch& kernel : all) {
-      Library::Entry& entry = mine.library->entry_of(kernel.kernel);
-      launches.back().push_back(launch_of(kernel, entry));
-      entries[launches.back().back().program] = &entry;
-      ++entry.launches;
-    }
-  }
+Library* used = nullptr;
+
+void run_ptx(const emulation::KernelLaunch& kernel) {
+  Library::Entry& entry = used->entry_of(kernel.kernel);
+  ++entry.launches;
   const emulation::Settings& settings = emulation::settings();
-  const Options options{.seed = settings.seed,
-                        .resident = settings.resident,
-                        .last_blocks = settings.last_blocks,
-                        .weak = mine.weak,
-                        .races = mine.races,
-                        .counts = mine.record != nullptr};
-  const auto done = [&](const Launch& launch, Execution execution) {
-    entries.at(launch.program)->thread_instructions += execution.thread_instructions;
-    mine.thread_instructions += execution.thread_instructions;
-    if (mine.record != nullptr) {
-      mine.record({launch.program, launch.blocks, launch.threads, std::move(execution)});
-    }
-  };
-  if (shared) {
-    run_devices(launches, options, done);
-  } else {
-    const Launch& alone = launches.at(0).at(0);
-    done(alone, run(alone, options));
-  }
+  used->thread_instructions += run(
+      launch_of(kernel, entry),
+      {.seed = settings.seed, .resident = settings.resident, .last_blocks = settings.last_blocks});
 }
 
 }  // namespace
@@ -138,11 +113,9 @@ Library::Entry& Library::entry_of(const void* function) {
   return entries_[candidates.back()];
 }
 
-Session& session() {
-  static Session mine;
-  return mine;
+void use(Library& library) {
+  used = &library;
+  emulation::set_runner(&run_ptx);
 }
-
-void use_ptx() { emulation::set_runner(&run_ptx); }
 
 }  // namespace syncbn::ptx

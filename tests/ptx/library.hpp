@@ -3,14 +3,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "decode.hpp"
-#include "grid.hpp"
 #include "syntax.hpp"
 
 // All kernels of some PTX, and which of them a function of the library stands for.
@@ -23,7 +21,6 @@ class Library {
     const EntryText* text = nullptr;
     std::unique_ptr<Program> kernel;  ///< once it was asked for
     std::uint64_t launches = 0;
-    std::uint64_t thread_instructions = 0;
     const Program& program();
   };
 
@@ -34,7 +31,7 @@ class Library {
   /// Throws KernelError if there is none.
   Entry& entry_of(const void* function);
   std::vector<Entry>& entries() { return entries_; }
-  const std::vector<std::unique_ptr<Module>>& modules() const { return modules_; }
+  std::uint64_t thread_instructions = 0;  ///< of all launches
 
  private:
   std::vector<std::unique_ptr<Module>> modules_;
@@ -43,26 +40,7 @@ class Library {
   std::map<const void*, std::vector<std::size_t>> by_function_;
 };
 
-/// What a launch did, for who counts instructions.
-struct Record {
-  const Program* program = nullptr;
-  unsigned blocks = 0;
-  unsigned threads = 0;
-  Execution execution;
-};
-
-/// How the library's launches are run from now on, until another session begins.
-struct Session {
-  Library* library = nullptr;
-  bool weak = false;
-  bool races = true;
-  /// With counts of basic blocks, if it is there.
-  std::function<void(Record)> record;
-  std::uint64_t thread_instructions = 0;
-};
-Session& session();
-
-/// From now on launches of emulated kernels run the session's PTX.
-void use_ptx();
+/// From now on launches of emulated kernels run this PTX.
+void use(Library& library);
 
 }  // namespace syncbn::ptx

@@ -6,7 +6,7 @@
 #include "operations.hpp"
 
 // What the lanes of a warp do together. Handlers run once, when all lanes that a mask names are
-// there; none of it orders memory.
+// there.
 namespace syncbn::ptx {
 namespace {
 
@@ -59,15 +59,7 @@ void ballot(Warp& w, const Instruction& i, std::uint32_t mask) {
   define(w, i.d, mask, kAllLanes);
 }
 
-void barrier(Warp& w, const Instruction&, std::uint32_t mask) {
-  ++w.barriers;
-  Block& block = *w.block;
-  if (block.grid->weak.has_value()) {
-    std::vector<Observer*> all;
-    each(mask, [&](unsigned l) { all.push_back(&block.observers[w.index * kLanes + l]); });
-    WeakMemory::barrier(all);
-  }
-}
+void barrier(Warp& w, const Instruction&, std::uint32_t) { ++w.barriers; }
 
 }  // namespace
 

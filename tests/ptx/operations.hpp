@@ -16,7 +16,7 @@ Handler conversion(const Statement& s);
 Handler selection(const Statement& s);
 /// A special register's value: %tid.x. Null: there is none of that name.
 Handler special_register(const std::string& name);
-/// Loads, stores, atomics and fences.
+/// Loads, stores and atomics.
 Handler access(const Statement& s, Instruction& out);
 /// Shuffles, votes and barriers of a warp.
 Handler meeting(const Statement& s, Instruction& out);

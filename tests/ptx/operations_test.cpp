@@ -254,25 +254,6 @@ TEST(PtxOperations, ComparisonsWithWhatIsNoNumber) {
   check("nan", {0, 0, 0}, true);
 }
 
-TEST(PtxOperations, CountsOfBasicBlocks) {
-  std::uint64_t out[64] = {};
-  Execution execution;
-  // Thread i goes round the loop i % 4 + 1 times.
-  const std::string text = small_kernel(
-      1,
-      "ld.param.u64 %rd0, [p0];\nand.b32 %r2, %r0, 3;\nmov.u32 %r3, 0;\n$LOOP:\n"
-      "add.s32 %r3, %r3, 1;\nsetp.le.u32 %p1, %r3, %r2;\n@%p1 bra $LOOP;\n"
-      "mul.wide.u32 %rd1, %r0, 8;\nadd.s64 %rd2, %rd0, %rd1;\nst.global.u32 [%rd2], %r3;");
-  ASSERT_EQ(run_small(text, {1, 64}, {address(out)}, {.counts = true}, &execution), "");
-  ASSERT_EQ(execution.counts.size(), 3u);
-  EXPECT_EQ(execution.counts[0].threads, 64u);
-  EXPECT_EQ(execution.counts[0].warps, 2u);
-  EXPECT_EQ(execution.counts[1].threads, 16u * (1 + 2 + 3 + 4));
-  EXPECT_EQ(execution.counts[1].warps, 8u) << "the longest way of a warp's lanes";
-  EXPECT_EQ(execution.counts[2].threads, 64u);
-  EXPECT_EQ(execution.thread_instructions, 64u * 5 + 160u * 3 + 64u * 4);
-}
-
 TEST(PtxOperations, UnknownOperationsAreErrors) {
   for (const char* body :
        {"add.ftz.f32 %f1, %f2, %f3;", "rcp.approx.f32 %f1, %f2;", "cvt.rz.f32.f64 %f1, %fd1;",

@@ -3,9 +3,7 @@
 
 #include <algorithm>
 #include <bit>
-#include <numeric>
 #include <string>
-#include <utility>
 
 namespace syncbn::ptx {
 namespace {
@@ -77,11 +75,7 @@ class Runner {
     for (std::uint64_t blocks = 1 + grid_.random.below(32); blocks > 0; --blocks) {
       const Instruction* const code = program_.code.data();
       const BasicBlock& block = program_.blocks[code[pc].block];
-      if (grid_.options.counts) {
-        auto* const entered = warp.entered.data() + std::size_t{code[pc].block} * kLanes;
-        each(mask, [&](unsigned l) { ++entered[l]; });
-      }
-      grid_.execution.thread_instructions +=
+      grid_.thread_instructions +=
           std::uint64_t{block.end - pc} * static_cast<unsigned>(std::popcount(mask));
       for (; pc + 1 < block.end; ++pc) {
         plain(warp, code[pc], mask);
@@ -90,15 +84,9 @@ class Runner {
       if (last.kind == Kind::kPlain) {
         plain(warp, last, mask);
         ++pc;
-        if (last.order.strong) {
+        if (last.pauses) {
           stay(warp, mask, pc);
-          if (last.order.acquire || last.order.release) {
-            warp.block->fenced = true;
-            rest(warp.rests_until, 150);
-          } else if (behind(warp, pc)) {
-            rest(warp.rests_until, 6);
-          }
-          return;  // others may come between
+          return;
         }
         continue;
       }
@@ -108,27 +96,6 @@ class Runner {
       }
     }
     stay(warp, mask, pc);
-  }
-
-  /// A warp after a fence or barrier, or some lanes of it after an atomic that others have still to
-  /// come to, and a block after the barrier that follows a fence, sometimes stand still while
-  /// others go on, even to their end: what is wrong between fences and atomics shows then. (Not to
-  /// the end where others may wait for them.)
-  void rest(std::uint64_t& until, std::uint64_t one_in) {
-    if (grid_.random.one_in(one_in)) {
-      constexpr std::uint64_t kToTheEnd = ~std::uint64_t{0};
-      const bool alone = grid_.machine.alone;
-      until = alone && grid_.random.one_in(2) ? kToTheEnd
-                                              : grid_.machine.steps + grid_.random.below(4000);
-    }
-  }
-
-  /// Whether lanes of the warp have still to come here.
-  static bool behind(const Warp& warp, std::uint32_t pc) {
-    bool found = false;
-    each(warp.lanes & ~warp.exited & ~warp.waiting,
-         [&](unsigned l) { found = found || warp.pc[l] < pc; });
-    return found;
   }
 
   static void plain(Warp& warp, const Instruction& i, std::uint32_t mask) {
@@ -230,24 +197,13 @@ class Runner {
   }
 
   void release(Block& block) {
-    if (grid_.weak.has_value()) {
-      std::vector<Observer*> all;
-      for (Observer& one : block.observers) {
-        all.push_back(&one);
-      }
-      WeakMemory::barrier(all);
-    }
     for (Warp& warp : block.warps) {
       stay(warp, warp.lanes, block.barrier.pc + 1);
       warp.waiting = 0;
       draw_teams(grid_.random, warp, warp.lanes);
-      rest(warp.rests_until, 1000);
     }
     ++block.barriers_passed;
     block.barrier = {};
-    if (std::exchange(block.fenced, false)) {
-      rest(block.rests_until, 3);
-    }
   }
 
   Grid& grid_;
@@ -264,16 +220,6 @@ std::unique_ptr<Block> start_block(Grid& grid, unsigned index) {
   block->index = index;
   block->live = launch.threads;
   block->local.assign(launch.threads, TrackedMemory(program.local_bytes));
-  if (grid.weak.has_value()) {
-    block->observers.resize(launch.threads);
-    const std::uint64_t number = grid.machine.blocks++;
-    for (Observer& one : block->observers) {
-      one.thread = grid.machine.threads++;
-      one.block = number;
-      one.device = grid.device;
-      one.current = grid.known;
-    }
-  }
   block->warps.resize((launch.threads + kLanes - 1) / kLanes);
   for (unsigned i = 0; i < block->warps.size(); ++i) {
     Warp& warp = block->warps[i];
@@ -289,30 +235,11 @@ std::unique_ptr<Block> start_block(Grid& grid, unsigned index) {
     warp.predicates.assign(program.predicates, 0);
     warp.predicates_defined.assign(program.predicates, 0);
     warp.predicates[0] = warp.predicates_defined[0] = kAllLanes;
-    if (grid.options.counts) {
-      warp.entered.resize(program.blocks.size() * kLanes);
-    }
   }
   for (Warp& warp : block->warps) {
     draw_teams(grid.random, warp, warp.lanes);
   }
   return block;
-}
-
-void end_block(Grid& grid, const Block& block) {
-  for (const Observer& one : block.observers) {
-    grid.known.join(one.current);
-  }
-  if (!grid.options.counts) {
-    return;
-  }
-  for (const Warp& warp : block.warps) {
-    for (std::size_t b = 0; b < grid.execution.counts.size(); ++b) {
-      const auto* const lanes = warp.entered.data() + b * kLanes;
-      grid.execution.counts[b].threads += std::accumulate(lanes, lanes + kLanes, std::uint64_t{0});
-      grid.execution.counts[b].warps += *std::max_element(lanes, lanes + kLanes);
-    }
-  }
 }
 
 bool step(Grid& grid, Warp& warp) { return Runner(grid).step(warp); }

@@ -9,8 +9,6 @@
 namespace syncbn::ptx {
 
 std::unique_ptr<Block> start_block(Grid& grid, unsigned index);
-/// After its last thread has ended.
-void end_block(Grid& grid, const Block& block);
 /// Runs some lanes of the warp for a while. False: none of them can.
 bool step(Grid& grid, Warp& warp);
 

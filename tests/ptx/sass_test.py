@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""That lint.py finds what is planted, and budget.py counts what small listings say.
+"""That lint.py finds what is planted.
 
 python sass_test.py PTXAS
 """
@@ -7,9 +7,8 @@ python sass_test.py PTXAS
 import sys
 import unittest
 
-from budget import Executed, Launch, contradictions, execute
 from lint import conversions, lint
-from sass import blocks_of, listing_of
+from sass import listing_of
 
 PTXAS = "ptxas"
 
@@ -92,56 +91,6 @@ class Planted(unittest.TestCase):
     def test_a_kernel_without_a_main_loop_is_found(self):
         (error,) = self.lint("@%p1 bra $LOOP;", "")
         self.assertIn("expected accesses of 128 bits", error)
-
-
-class Budget(unittest.TestCase):
-    PTX = ["mov.u32 %r1, 0;", "ld.global.f32 %f1, [%rd1];", "@%p1 bra $LOOP;", "ret;"]
-    COUNTS = [(1, 1, 2), (2, 3, 50), (4, 4, 2)]  # lines, warps
-
-    def execute(self, *instructions: tuple[int, str] | str) -> Executed:
-        text = []
-        for one in instructions:
-            if isinstance(one, str):
-                text.append(one)
-            else:
-                text += [f'//## File ".nv_debug_ptx_txt", line {one[0]}', f"/*0000*/ {one[1]} ;"]
-        out = Executed()
-        execute(Launch("", "", self.COUNTS), 64, blocks_of(text), self.PTX, out)
-        return out
-
-    def test_a_block_runs_as_often_as_where_most_of_it_comes_from(self):
-        loop = [
-            (2, "LDG.E R1, R2"),
-            (1, "MOV R2, RZ"),
-            (2, "IADD3 R2, R2"),
-            (3, "@P0 BRA `(.L_x_1)"),
-        ]
-        done = self.execute((1, "MOV R1, RZ"), ".L_x_1:", *loop, (4, "EXIT"))
-        self.assertEqual(done.total, (2 * 1 + 50 * 4 + 2 * 1) * 32 / 64)
-        self.assertEqual(done.ops["LDG.E"], 25)
-        self.assertEqual(contradictions("", done), [])
-
-    def test_copies_share_what_they_are_copies_of(self):
-        twice = [(2, "LDG.E R1, R2"), (2, "IADD3 R2, R2")] * 2 + [(3, "@P0 BRA `(.L_x_1)")]
-        done = self.execute((1, "MOV R1, RZ"), ".L_x_1:", *twice, (4, "EXIT"))
-        self.assertEqual(done.total, (2 * 1 + 25 * 5 + 2 * 1) * 32 / 64)
-        self.assertEqual(contradictions("", done), [])
-
-    def test_paths_of_lanes_that_part_do_not_count(self):
-        apart = ["BRA.DIV UR4, `(.L_x_2)", "EXIT"]
-        rest = [".L_x_2:", (2, "SHFL.IDX R1"), (2, "BRA `(.L_x_3)")]
-        done = self.execute((1, "MOV R1, RZ"), *((4, op) for op in apart), *rest)
-        self.assertEqual(done.ops["SHFL.IDX"], 0)
-
-    def test_a_wrong_estimate_is_found(self):
-        moved = [(1, "MOV R1, RZ"), (1, "MOV R2, RZ"), (2, "LDG.E R1, R2"), (4, "EXIT")]
-        self.assertIn("estimated", contradictions("case", self.execute(*moved))[0])
-
-    def test_functions_of_ptxas_are_found(self):
-        code = [(1, "CALL.REL.NOINC `($__internal_0_div)"), (4, "EXIT"), "$__internal_0_div:"]
-        done = self.execute(*code, (4, "FADD.FTZ R1, R2, R3"), (4, "RET.REL R2"))
-        self.assertEqual(done.ops["FADD.FTZ"], 0)
-        self.assertIn("__internal_0_div", contradictions("case", done)[0])
 
 
 if __name__ == "__main__":

@@ -27,11 +27,6 @@ struct Threads {
 struct Blocks {
   std::uint32_t operator()(const Warp& w, unsigned) { return w.block->grid->launch->blocks; }
 };
-struct GlobalTimer {
-  std::uint64_t operator()(const Warp&, unsigned) {
-    return static_cast<std::uint64_t>(emulation::nanoseconds());
-  }
-};
 
 }  // namespace
 
@@ -41,7 +36,6 @@ Handler special_register(const std::string& name) {
       {"%ctaid.x", &fill<BlockNumber>},
       {"%ntid.x", &fill<Threads>},
       {"%nctaid.x", &fill<Blocks>},
-      {"%globaltimer", &fill<GlobalTimer>},
   };
   const auto found = kAll.find(name);
   return found == kAll.end() ? nullptr : found->second;
