@@ -75,8 +75,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         timeout: how long an exchange waits for the slowest rank before it raises ExchangeTimeout:
             seconds, or a timedelta. None: the process group's own limit.
         engine: "auto" uses shared memory between processes of one node, if all ranks can have it.
-            "process_group" never does. "peer_memory" is "auto", but over NCCL the GPUs of one node
-            exchange by themselves, if all can (docs/cuda.md). No GPU has run that yet.
+            "process_group" never does.
         bias: False leaves the layer without a bias, as in PyTorch from 2.15 on.
 
     In evaluation mode the layer calls PyTorch's own operators: batch norm, then the addition of the

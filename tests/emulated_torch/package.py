@@ -16,7 +16,7 @@ sys.modules["syncbn._build"] = build
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python"))
 with mock.patch.object(torch.ops, "load_library"):
     import syncbn
-    from syncbn.exchange import agreement, peer_transport, transport
+    from syncbn.exchange import agreement, transport
     from syncbn.ops import cuda_step
     from syncbn.step import adapters, in_one, training
 
@@ -32,7 +32,7 @@ class OnCuda:
 def emulated():
     """Layers and batch_norm take the operators on CUDA, and no others."""
     with contextlib.ExitStack() as stack:
-        for module in (agreement, peer_transport, transport, cuda_step, adapters, training):
+        for module in (agreement, transport, cuda_step, adapters, training):
             stack.enter_context(mock.patch.object(module, "ops", OnCuda()))
         stack.enter_context(mock.patch.object(in_one, "train_step", lambda *_: None))
         stack.enter_context(mock.patch.object(syncbn.ops, "_on_cuda", lambda _: True))

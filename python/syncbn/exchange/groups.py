@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import DivergenceError
-from . import after_fork, alone, connections, meeting, peer_meeting, shared_memory, whereabouts
+from . import after_fork, alone, connections, meeting, shared_memory, whereabouts
 
 _log = logging.getLogger("syncbn")
 
@@ -29,8 +29,7 @@ _LONGEST_TIMEOUT = 1e9
 Group = dist.ProcessGroup | DeviceMesh | str | None
 
 #: "auto" takes shared memory between processes of one node, "process_group" never does.
-#: "peer_memory" is "auto", and has the GPUs of one node exchange by themselves.
-EngineName = Literal["auto", "process_group", "peer_memory"]
+EngineName = Literal["auto", "process_group"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 #: In the place of a name: a group that this rank is not a member of.
@@ -72,9 +71,8 @@ class Peers(NamedTuple):
     shared: int | None = None
     nodes: int = 1
     leaders: str | None = None
-    #: why there is no shared memory, and why GPUs do not exchange by themselves that were asked to
+    #: why there is no shared memory
     note: str = ""
-    no_peer_memory: str = ""
     #: seconds that the first exchange of a layer waits: at least as long as the caller's group
     patience: float = 0.0
     #: the caller's group of these ranks, if it exchanges CUDA tensors over NCCL; else "", and
@@ -258,13 +256,10 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
     ranks, timeout, engine, label, cuda = key
     patience = max(timeout, patience)
     share = engine != "process_group" and len(ranks) > 1 and use_shared_memory
-    by_devices = engine == "peer_memory" and cuda != ""
-    device = peer_meeting.current_device() if by_devices else None
     shown = ranks if len(ranks) <= 8 else (*ranks[:3], "...", ranks[-1], len(ranks))
     base = f"syncbn/{label}/{'_'.join(map(str, shown))}"
     rank = ranks.index(dist.get_rank())
     made: list[connections.Connections] = []
-    met: list[tuple[peer_meeting.Met | None, str]] = []
     given_up: list[bool] = []
 
     def make(offers: list[meeting.Offer], place: str) -> tuple[str, int, str]:
@@ -273,14 +268,11 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
         # Gloo's own limit must not come first: its errors name nobody.
         limit = patience + 2 * meeting.CONNECTING
         made.append(connections.make(name, place, rank, nodes, limit, share))
-        if by_devices:
-            formed, store = made[-1], dist.PrefixStore(f"{place}/memory", made[-1].store)
-            met.append(peer_meeting.meet(name, formed.groups[name], len(set(nodes)), store, device))
         if given_up:  # meanwhile, and nobody takes it
             made.pop().close()
         return name, number, place
 
-    way = "peer_memory" if by_devices else "auto" if share else "process_group"
+    way = "auto" if share else "process_group"
     asks = f"timeout={timeout:g}, engine={way!r}"
     who = who() if callable(who) else who
     offer = meeting.Offer(who, asks, (_made.get(base, 0), node_identity()))
@@ -298,8 +290,6 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
     del _unmade[key]
     (formed,) = made
     formed.register()
-    devices, no_devices = met[0] if met else (None, "")
-    peer_meeting.begin(name, ranks, devices)
     _limits[formed.groups[name]] = patience
     _alive().extend(formed.groups.values())
     _made[base] = number
@@ -316,10 +306,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
         ),
         cuda=cuda,
         patience=patience,
-        no_peer_memory=no_devices,
     )
-    if no_devices and rank == 0:
-        _log.warning("exchanging over NCCL, not through peer memory: %s", no_devices)
     if own.note and rank == 0:
         _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
     _own_groups[key] = own
@@ -481,7 +468,6 @@ def _compare(group: dist.ProcessGroup) -> tuple[list[int], str | None]:
 
 def _drop(own: Peers) -> None:
     whereabouts.forget(own.group_name)
-    peer_meeting.end(own.group_name)
     if own.shared is not None:
         shared_memory.close(own.shared)
     inside = f"{own.group_name}/"  # a node's, and that between nodes

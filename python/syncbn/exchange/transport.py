@@ -31,8 +31,6 @@ class Transport(ABC):
     takes_steps = False
     #: Whether exchange_over() writes the sum over the message.
     sums_in_place = False
-    #: Whether deferred() has what operators take that finalize.
-    finalizes = False
 
     @abstractmethod
     def exchange(
@@ -90,11 +88,6 @@ class Transport(ABC):
         """As attempt.leave()."""
         attempt.leave(error, self.engine, call, self.peers)
 
-    def deferred(self, call: Call) -> torch.Tensor:
-        """In the place of exchange(): what an operator that finalizes takes as the rest of this
-        rank's message, to exchange it by itself."""
-        raise NotImplementedError
-
     def sums_of(
         self,
         name: str,
@@ -103,17 +96,14 @@ class Transport(ABC):
         channels: int,
         call: Call,
         keeps: bool = False,
-        finalizes: bool = False,
     ) -> tuple:
         """(Message, what else the passes give, merged, rest): runs the operator local_`name` on
         each of the inputs of this process, and exchange_over() on the sum of their messages.
         passes: the arguments before and behind the frame's words. lead: the input that speaks for
         all. keeps: the message is wanted afterwards; the operator then gives it twice, if need be.
-        finalizes: merged and rest go to one operator that finalizes, and to nothing else.
         """
         run = getattr(ops, f"local_{name}")
-        deferred = finalizes and self.finalizes and len(passes) == 1
-        copies = keeps and self.sums_in_place and not deferred
+        copies = keeps and self.sums_in_place
         twice = (True,) if copies and len(passes) == 1 else ()
         messages, others = list[torch.Tensor](), list[torch.Tensor]()
         for arguments, rest in passes:
@@ -128,8 +118,6 @@ class Transport(ABC):
         else:
             message = messages[0] if len(messages) == 1 else _total(messages, lead)
             own = message.clone() if copies else message
-        if deferred:
-            return own, others, message, self.deferred(call)
         return own, others, *self.exchange_over(message, channels, call)
 
     def refusing(self, run, arguments: tuple, x: torch.Tensor, call: Call):

@@ -4,13 +4,12 @@
 import torch
 
 from ..operators import HEADER_WORDS
-from . import attempt, groups, peer_meeting, shared_memory
+from . import attempt, groups, shared_memory
 from .agreement import WANTS_SUMS, WANTS_X, Backward
 from .call import Call
 from .groups import Peers
 from .host_transport import OnHost, ThroughHost
 from .nccl_transport import InStream
-from .peer_transport import OnDevices
 from .transport import Transport
 
 
@@ -22,8 +21,7 @@ def transport_of(peers: Peers | None, device: torch.device) -> Transport:
         return OnHost(peers)
     if not peers.cuda:
         return ThroughHost(peers)
-    met = peer_meeting.met(peers.group_name)
-    return InStream(peers, device) if met is None else OnDevices(peers, device, met)
+    return InStream(peers, device)
 
 
 class Alone(Transport):

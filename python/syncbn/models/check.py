@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether ranks disagreed in a step on CUDA, or did not come, where nobody looks at the time."""
+"""Whether ranks disagreed in a step on CUDA, where nobody looks at the time."""
 
 import torch
 from torch import nn
 
 from ..errors import DivergenceError
-from ..exchange import peer_transport
 from ..nn import SyncBatchNorm
 from .classes import check_module
 
@@ -19,8 +18,6 @@ def check(module: nn.Module) -> None:
     same result on all ranks of a group.
 
     Raises:
-        ExchangeTimeout, PeerLost: an exchange between GPUs (engine="peer_memory") has failed. The
-            text names the rank that did not come, and where the others are.
         DivergenceError: ranks disagreed. The text names the layers, in the order of
             module.named_modules().
         ValueError: `module` is not a module.
@@ -37,8 +34,6 @@ def check(module: nn.Module) -> None:
             if count < 0:
                 call = f"call {calls - 1}, {layer.num_features} channels"
                 found[name] = f"{name or layer.state.name} ({call}, {layer.options()})"
-    for group in dict.fromkeys(layer.state.group for _, layer in layers):
-        peer_transport.look(group, "syncbn.check")
     if found:
         texts = "; ".join(found[name] for name, _ in layers if name in found)
         raise DivergenceError(

@@ -195,7 +195,7 @@ def convert_sync_batchnorm(
         timeout: how long an exchange waits for the slowest rank: seconds, or a timedelta. If it
             was never given, the limit of the process group applies.
         engine: "auto", the default, uses shared memory between processes of one node, if all ranks
-            can have it. "process_group" never does. "peer_memory": see SyncBatchNorm.
+            can have it. "process_group" never does.
         affine_grad, statistics, sync: as for SyncBatchNorm, the same for every layer. There is no
             activation, inplace or residual, because a plain batch norm has none to convert.
 

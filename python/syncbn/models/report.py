@@ -28,7 +28,7 @@ class LayerReport(NamedTuple):
     ranks: int
     rank: int
     #: "none" (nobody to exchange with), "shared memory", "gloo", or the former two between nodes;
-    #: of layers on CUDA "nccl", "peer memory", or one of the others "through the host"
+    #: of layers on CUDA "nccl", or one of the others "through the host"
     engine: str
     statistics: str
     #: vector code of this processor, or "cuda"
@@ -104,8 +104,6 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         note = "no process group" if failed else "one rank"
     elif attempt.is_broken(peers.group_name):
         failed, note = True, "broken by an earlier error: call syncbn.reset_groups()"
-    elif peers.no_peer_memory and not note:
-        note = f"no peer memory: {peers.no_peer_memory}"
     elif peers.note and not note:
         note = f"no shared memory: {peers.note}"
     device = device_of(layer)

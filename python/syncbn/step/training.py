@@ -129,10 +129,7 @@ def shared_sums(
             ((_cast(z, x.dtype), number, counter, options.eps), (mask, word))
             for z, mask, (counter,) in zip(xs, masks, _placed(xs, state.call))
         ]
-        # Where it is kept, or looked at below, the sum itself is wanted.
-        finalizes = segment is None and own > 1
-        sums_of = transport.sums_of("moments", passes, lead, channels, call, finalizes=finalizes)
-        message, _, *merged = sums_of
+        message, _, *merged = transport.sums_of("moments", passes, lead, channels, call)
     if own <= 1:  # or unknown
         sizes = [list(z.shape) for z in xs]
         where = f"ranks (input size {sizes[0]} on this one)"
@@ -310,9 +307,7 @@ def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
             for k, z in enumerate(xs):
                 asked = (z, *(dtypes if k == lead else (None, None)))
                 rooms[k] = transport.refusing(ops.backward_outputs, asked, z, step.call)
-        exchanged = transport.sums_of(
-            "gradients", passes, lead, x.shape[1], step.call, shares, finalizes=step.exchanges
-        )
+        exchanged = transport.sums_of("gradients", passes, lead, x.shape[1], step.call, shares)
     message, us, merged, rest = exchanged
     if keep:  # what comes back is there already
         gradients = [_cast(u, z.dtype) for u, z in zip(us, xs)]
