@@ -18,7 +18,10 @@ void local_gradients(const GradientSums& p, const std::int64_t* info, std::int64
   }
   a.pullback = pullback_arrays(p.through, p.mean, p.rstd, samples);
   a.copy = copy;
-  if (prepare_sums(a, samples, gradients_header(info), message, workspace, stream)) {
+  MessageHeader header;
+  header.direction = Direction::kBackward;
+  header.info = info;
+  if (prepare_sums(a, samples, header, message, workspace, stream)) {
     start_sums<true>(p.x.dtype, Plan({&samples, &gradient, &kept}, p.through.activation_mask), a,
                      stream);
   }

@@ -13,23 +13,6 @@
 // What sums are given, which of their kernels runs, and on how many threads.
 namespace syncbn::cuda {
 
-inline MessageHeader moments_header(const ForwardCall& call) {
-  MessageHeader header;
-  header.direction = Direction::kForward;
-  header.layer = call.layer;
-  header.call = call.call;
-  header.eps = call.eps;
-  header.backward = call.backward;
-  return header;
-}
-/// info: the forward's.
-inline MessageHeader gradients_header(const std::int64_t* info) {
-  MessageHeader header;
-  header.direction = Direction::kBackward;
-  header.info = info;
-  return header;
-}
-
 /// The message of a rank without elements: the header and zeros. copy: as SumsArguments::copy.
 static SYNCBN_KERNEL(kSumThreads)
     write_empty_message(const MessageHeader header, std::int64_t* message, std::int64_t* copy,
