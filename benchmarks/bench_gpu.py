@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times training steps of one layer on a GPU, beside torch.nn.BatchNorm and a copy of device memory.
+"""Times a layer on a GPU, beside torch.nn.BatchNorm and a copy of device memory.
 
 python benchmarks/bench_gpu.py --json FILE
 

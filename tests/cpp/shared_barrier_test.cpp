@@ -18,8 +18,8 @@
 namespace syncbn {
 namespace {
 
-using testing::run_ranks;
 using std::chrono::milliseconds;
+using testing::run_ranks;
 
 constexpr int kRanks = 3;
 constexpr milliseconds kLimit(400);

@@ -217,7 +217,7 @@ def case_no_memory_for_the_message(rank, world):
             text = (
                 r"SyncBatchNorm, call 0, forward, .* rank 0 of .*: memory: got none for a tensor of"
             )
-            raises(MemoryError, text, lambda run=run: _without_memory(layer, run))
+            raises(MemoryError, text, lambda run=run, layer=layer: _without_memory(layer, run))
         else:
             text = "a rank refused its input: rank 0: .*MemoryError: memory: got none"
             raises(syncbn.DivergenceError, text, run)
@@ -358,9 +358,9 @@ def case_no_memory_for_the_output(rank, world):
         layer = _layer(**options)
         call(layer, torch.randn(3, 4, 2, 2))
         leaf = x.clone().requires_grad_()
-        _refused_for_memory(rank, layer, lambda: call(layer, leaf), "forward")
+        _refused_for_memory(rank, layer, functools.partial(call, layer, leaf), "forward")
         if number < 4:  # a checkpointed segment would run again, and needs more
             y = call(layer, leaf)
             dy = torch.ones(()).expand(y.shape)
-            _refused_for_memory(rank, layer, lambda: y.backward(dy), "backward")
+            _refused_for_memory(rank, layer, functools.partial(y.backward, dy), "backward")
         call(layer, torch.randn(3, 4, 2, 2))

@@ -29,7 +29,7 @@ def test_gpu_check_ends_a_stage_that_hangs_and_keeps_what_it_printed(tmp_path, m
     monkeypatch.setattr(gpu_check, "BUILD", tmp_path)
     marker = tmp_path / "marker"
     child = f"import time; time.sleep(8); open({str(marker)!r}, 'w')"
-    text = f"import subprocess, sys; print('begun', flush=True)\n" + (
+    text = "import subprocess, sys; print('begun', flush=True)\n" + (
         f"subprocess.run([sys.executable, '-c', {child!r}])"
     )
     begin = time.monotonic()
