@@ -44,6 +44,8 @@ def ways(monkeypatch):
     monkeypatch.setattr(groups, "is_nccl_alone", lambda peers: False)
     # Not as where shapes alone are wanted. Counters would not follow to a device without memory.
     monkeypatch.setattr(adapters, "_is_fake", lambda x, parameter: False)
+    for module in (adapters, lists):
+        monkeypatch.setattr(module, "check_plain", lambda alone, **tensors: None)
     monkeypatch.setattr(LayerState, "move", lambda self, device: None)
     call_of = lambda self, x, options: Call(self.name, options=options)  # noqa: E731
     monkeypatch.setattr(LayerState, "call_of", call_of)

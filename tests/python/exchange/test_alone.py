@@ -220,7 +220,8 @@ def _init(rank: int, port: int) -> None:
 
 def gone(layer) -> None:
     (warning,) = said(*[lambda: train(layer)] * 2, lambda: train(model()))
-    assert warning.startswith("1: statistics of this process alone, though the process group with")
+    text = ": statistics of this process alone, though the process group with"
+    assert warning.startswith(layer[1].state.name + text)
 
 
 def pair_destroyed(rank, ports):

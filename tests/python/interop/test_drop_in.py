@@ -268,6 +268,7 @@ def test_conversion_keeps_a_layer_without_a_bias_exact(cls):
     syncbn.convert_sync_batchnorm(net)
     assert net[1].bias is None and torch.equal(net.eval()(x), expected)
     net.train()(x).sum().backward()
+    expected = net.eval()(x)
     syncbn.revert_sync_batchnorm(net)
     assert type(net[1]) is cls and net[1].bias is None
     assert torch.equal(net(x), expected)
