@@ -109,7 +109,10 @@ void update_running_statistics(const MutableTensorView& running_mean,
 
 double cumulative_factor(double batches) {
   const cpu::FloatEnvironment environment;
-  return 1.0 / (batches + 1.0);
+  // A compiler may move arithmetic alone past the change of the mode.
+  const volatile double before = batches;
+  const volatile double factor = 1.0 / (before + 1.0);
+  return factor;
 }
 
 void local_gradients(const GradientSums& p, std::int64_t* message, std::uint32_t fingerprint,
