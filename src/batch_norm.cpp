@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "syncbn/batch_norm.hpp"
 
+#include <atomic>
 #include <mutex>
 #include <set>
 #include <string>
@@ -25,8 +26,13 @@ void check_size(const char* name, std::size_t size, std::size_t expected) {
   }
 }
 
-/// FNV-1a, 64 bits, never 0; see "The FNV Non-Cryptographic Hash Algorithm" (RFC 9923).
+/// FNV-1a, 64 bits, never 0; see "The FNV Non-Cryptographic Hash Algorithm" (RFC 9923). Layers
+/// without a name, which have one rank, get a number each.
 std::uint64_t number_of(const std::string& name) {
+  static std::atomic<std::uint64_t> unnamed{0};
+  if (name.empty()) {
+    return ++unnamed;
+  }
   std::uint64_t hash = 0xcbf29ce484222325U;
   for (const char c : name) {
     hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
@@ -120,15 +126,26 @@ void SavedState::reserve(const TensorView& x, bool masked, void* on_stream) {
   device = x.device;
   stream = on_stream;
   channels = x.sizes[1];
-  activation_mask_size = masked ? activation_mask_bytes(x) : 0;
+  const std::int64_t mask_bytes = masked ? activation_mask_bytes(x) : 0;
   const std::int64_t numbers = 3 * channels + cuda::kInfoWords;
   auto* const memory = static_cast<std::byte*>(
-      block.reserve(static_cast<std::size_t>(8 * numbers + activation_mask_size), device, stream));
+      block.reserve(static_cast<std::size_t>(8 * numbers + mask_bytes), device, stream));
   mean = reinterpret_cast<double*>(memory);
   var = mean + channels;
   rstd = var + channels;
   info = reinterpret_cast<std::int64_t*>(rstd + channels);
   activation_mask = masked ? reinterpret_cast<std::uint8_t*>(info + cuda::kInfoWords) : nullptr;
+}
+
+void SavedState::keep(const BatchNorm::Forward& f) {
+  x = f.x;
+  y = f.y.data;
+  mask = !f.mask.absent();
+  weight = !f.weight.absent();
+  bias = !f.bias.absent();
+  residual = !f.residual.absent();
+  overwritten_by = x.data == y ? "the forward wrote y to" : nullptr;
+  filled = true;
 }
 
 Saved::Saved(const Allocator& allocator) : state_(std::make_unique<SavedState>(allocator)) {
@@ -222,7 +239,7 @@ void BatchNorm::sized_forward(const Forward& arguments, std::size_t size, Saved&
     }
     kept.layer = state_->number;
     kept.call = *call.number;
-    kept.filled = true;
+    kept.keep(arguments);
   });
 }
 
@@ -237,6 +254,9 @@ void BatchNorm::sized_backward(const Backward& arguments, std::size_t size, cons
       cuda::backward(*state_, call, arguments, kept, execution);
     } else {
       backward_on_cpu(call, arguments, kept, execution);
+    }
+    if (arguments.dx.data == arguments.x.data) {
+      kept.overwritten_by = "an earlier backward wrote dx to";
     }
   });
 }

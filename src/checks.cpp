@@ -17,15 +17,8 @@
 namespace syncbn {
 namespace {
 
-std::string shape(const Extents& sizes) {
-  std::string text = "(";
-  for (const std::int64_t size : sizes) {
-    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  }
-  return text + (sizes.size() > kMaxDims ? ", ...)" : ")");
-}
-
-std::string shape(const TensorView& tensor) { return shape(tensor.sizes); }
+std::string shape(const Extents& sizes) { return shape_text(sizes); }
+std::string shape(const TensorView& tensor) { return shape_text(tensor.sizes); }
 
 [[noreturn]] void refuse(const char* name, const std::string& given, const std::string& allowed) {
   throw InvalidArgument(std::string(name) + ": got " + given + ", expected " + allowed);
@@ -88,6 +81,14 @@ static_assert(IsActivation<kActivationCount - 1> && !IsActivation<kActivationCou
 constexpr std::int64_t kMaxTimeout = std::int64_t{1} << 40;
 
 }  // namespace
+
+std::string shape_text(const Extents& sizes) {
+  std::string text = "(";
+  for (const std::int64_t size : sizes) {
+    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  }
+  return text + (sizes.size() > kMaxDims ? ", ...)" : ")");
+}
 
 void check_dtype(const char* name, DType dtype) {
   if (static_cast<int>(dtype) >= kDtypeCount) {

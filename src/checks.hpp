@@ -15,6 +15,9 @@ namespace syncbn {
 
 void check_dtype(const char* name, DType dtype);
 
+/// "(2, 3, 4)".
+std::string shape_text(const Extents& sizes);
+
 /// "a, b or c", the names of kinds 0 to count - 1.
 template <class Name>
 std::string listed(int count, const Name& name) {

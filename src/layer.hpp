@@ -33,7 +33,7 @@ struct LayerState {
 
   std::string name;
   BatchNorm::Options options;
-  std::uint64_t number = 0;  ///< from the name
+  std::uint64_t number = 0;  ///< from the name; of one without a name its own in this process
   std::uint64_t calls = 0;   ///< forwards so far
   Communicator* on_cpu = nullptr;
   cuda::Communicator* on_cuda = nullptr;
@@ -56,6 +56,9 @@ struct SavedState {
   /// Room for the statistics of x's channels and, where `masked`, an activation mask of x.
   void reserve(const TensorView& x, bool masked, void* on_stream);
 
+  /// What a backward is held to, of a forward that has ended.
+  void keep(const BatchNorm::Forward& f);
+
   Block block;
   bool filled = false;  ///< a forward has ended
   Device device = Device::kCpu;
@@ -66,11 +69,18 @@ struct SavedState {
   double* rstd = nullptr;
   std::int64_t* info = nullptr;  ///< CUDA: cuda::kInfoWords words
   std::uint8_t* activation_mask = nullptr;
-  std::int64_t activation_mask_size = 0;  ///< bytes
   std::int64_t count = 0;                 ///< CPU
   std::uint32_t fingerprint = 0;          ///< CPU
-  std::uint64_t layer = 0;
+  std::uint64_t layer = 0;  ///< its number
   std::uint64_t call = 0;
+  TensorView x;
+  const void* y = nullptr;
+  bool mask = false;  ///< whether there was one, as of the next ones
+  bool weight = false;
+  bool bias = false;
+  bool residual = false;
+  /// What was written to x's memory; null: nothing that the layer knows of.
+  mutable const char* overwritten_by = nullptr;
 };
 
 /// One call of a layer, as errors name it.
@@ -142,7 +152,7 @@ void check_last_call(LayerState& layer, const Execution& execution);
 void check_options(const BatchNorm::Options& options);
 
 /// What a backward is given of its forward.
-void check_saved(const SavedState& saved, const LayerState& layer, const TensorView& x);
+void check_saved(const SavedState& saved, const LayerState& layer, const BatchNorm::Backward& b);
 
 void check_evaluate(const BatchNorm::Options& options, const BatchNorm::Evaluate& e);
 void check_evaluate_backward(const BatchNorm::Options& options,

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <string>
 
 #include "checks.hpp"
@@ -62,6 +63,44 @@ void check_running(const Arguments& a, bool may_be_absent) {
   check_per_channel("running_var", a.running_var, a.x.sizes[1], a.x.device);
 }
 
+/// The backward's x holds what the forward's did, as far as can be told without reading it.
+void check_same_x(const SavedState& saved, const TensorView& x) {
+  if (x.sizes != saved.x.sizes) {
+    throw InvalidArgument("x: got shape " + shape_text(x.sizes) +
+                          ", expected that of the forward, " + shape_text(saved.x.sizes));
+  }
+  if (std::find(x.sizes.begin(), x.sizes.end(), 0) != x.sizes.end()) {
+    return;  // without elements it is nowhere
+  }
+  if (x.dtype != saved.x.dtype) {
+    throw InvalidArgument(std::string("x: got ") + name(x.dtype) +
+                          ", expected the dtype of the forward, " + name(saved.x.dtype));
+  }
+  if (x.data != saved.x.data) {
+    throw InvalidArgument(x.data == saved.y
+                              ? "x: got the forward's y, expected its x"
+                              : "x: got other memory than the forward did, expected the same x");
+  }
+  for (std::size_t axis = 0; axis < x.sizes.size(); ++axis) {
+    if (x.sizes[axis] > 1 && x.strides[axis] != saved.x.strides[axis]) {
+      throw InvalidArgument("x: got other strides than in the forward, expected the same x");
+    }
+  }
+  if (saved.overwritten_by != nullptr) {
+    throw InvalidArgument(std::string("x: got the memory that ") + saved.overwritten_by +
+                          ", expected what the forward normalized");
+  }
+}
+
+template <class View>
+void check_as_in_forward(const char* name, const View& view, bool in_forward) {
+  if (view.absent() == in_forward) {
+    throw InvalidArgument(std::string(name) +
+                          (in_forward ? ": got none, expected that of the forward"
+                                      : ": got one, expected none, as in the forward"));
+  }
+}
+
 }  // namespace
 
 void check_options(const BatchNorm::Options& options) {
@@ -104,7 +143,7 @@ void check_backward(const BatchNorm::Backward& b) {
   check_per_channel("bias", b.bias, b.x.sizes[1], b.x.device);
 }
 
-void check_saved(const SavedState& saved, const LayerState& layer, const TensorView& x) {
+void check_saved(const SavedState& saved, const LayerState& layer, const BatchNorm::Backward& b) {
   if (!saved.filled) {
     throw InvalidArgument("saved: got one without content, expected one that a forward filled");
   }
@@ -112,16 +151,18 @@ void check_saved(const SavedState& saved, const LayerState& layer, const TensorV
     throw InvalidArgument(
         "saved: got that of another layer, expected one that this layer's forward filled");
   }
-  if (saved.device != x.device || saved.channels != x.sizes[1]) {
+  if (saved.device != b.x.device || saved.channels != b.x.sizes[1]) {
     throw InvalidArgument("saved: got " + std::to_string(saved.channels) +
-                          " channels, expected those of x, " + std::to_string(x.sizes[1]) +
+                          " channels, expected those of x, " + std::to_string(b.x.sizes[1]) +
                           ", on its device");
   }
-  if (saved.activation_mask != nullptr && saved.activation_mask_size != activation_mask_bytes(x)) {
-    throw InvalidArgument("saved: got an activation mask of " +
-                          std::to_string(saved.activation_mask_size) +
-                          " bytes, expected that of x's shape and layout, " +
-                          std::to_string(activation_mask_bytes(x)));
+  check_same_x(saved, b.x);
+  check_as_in_forward("mask", b.mask, saved.mask);
+  check_as_in_forward("weight", b.weight, saved.weight);
+  check_as_in_forward("bias", b.bias, saved.bias);
+  if (!b.dresidual.absent() && !saved.residual) {
+    throw InvalidArgument(
+        "dresidual: got one, expected none, as the forward had no residual");
   }
 }
 

@@ -283,7 +283,7 @@ void backward_on_cpu(const LayerCall& call, const BatchNorm::Backward& b, const 
   before_exchange(communicator, call, [&] {
     check_backward(b);
     check_on_cpu(b.x);
-    check_saved(saved, call.layer, b.x);
+    check_saved(saved, call.layer, b);
     backward = agreed(call, Direction::kBackward);
     backward.forward = saved.fingerprint;
     if (communicator.size() > 1) {

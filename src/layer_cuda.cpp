@@ -153,7 +153,7 @@ void backward(LayerState& layer, const LayerCall& call, const BatchNorm::Backwar
   before_exchange(communicator, call, [&] {
     check_backward(b);
     check_on_cuda(b.x);
-    check_saved(saved, layer, b.x);
+    check_saved(saved, layer, b);
     w = Workspace(layer, b.x, stream.handle);
     local_gradients({b.dy, b.x, b.mask, saved.mean, saved.rstd, through, b.dresidual}, saved.info,
                     w.message.data(), w.sums, stream);

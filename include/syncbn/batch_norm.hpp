@@ -48,9 +48,9 @@ struct Allocator {
                   void* stream) = nullptr;
 };
 
-/// What a training forward hands to its backward. The caller holds one for each forward whose
-/// backward is to come, and uses it again for later forwards: from the second one of a shape on it
-/// allocates nothing. A forward that throws leaves it without content. One that was moved from may
+/// What a training forward hands to its backward, and by what the backward is held to that forward.
+/// The caller holds one for each forward whose backward is to come, and uses it again for later
+/// forwards: from the second one of a shape on it allocates nothing. A forward that throws leaves it without content. One that was moved from may
 /// only be assigned to or destroyed, as a BatchNorm.
 class SYNCBN_API Saved {
  public:
@@ -125,8 +125,9 @@ class SYNCBN_API BatchNorm {
     std::int64_t* num_batches_tracked = nullptr;
   };
 
-  /// x, mask, weight, bias: those of the forward. A residual is not needed again: Saved has what
-  /// the activation made of it.
+  /// x, mask, weight, bias: those of the forward, and x in the same memory, unchanged. Another x,
+  /// or one of the others left out or added, is refused. A residual is not needed again: Saved has
+  /// what the activation made of it.
   struct Backward {
     TensorView dy = {};  ///< like x
     TensorView x = {};

@@ -18,7 +18,8 @@ typedef struct arena {
   int64_t message[WORDS];
   double mean[CHANNELS], var[CHANNELS], rstd[CHANNELS], coefficients[3 * CHANNELS];
   syncbn_message_info info;
-  syncbn_saved* of_forward; /* of a good one */
+  syncbn_saved* of_forward; /* of a good one, */
+  void* x_of_forward;       /* and its x */
   syncbn_saved* saved;      /* stays without content */
 } arena;
 
@@ -51,14 +52,17 @@ static void make_arena(arena* a, syncbn_saved* of_forward, syncbn_saved* saved) 
 static syncbn_status run_forward(arena* a) {
   return forward(&a->v, a->saved, &a->options, &a->group);
 }
+static syncbn_status backward_of(arena* a, const syncbn_backward_arguments* arguments) {
+  syncbn_batch_norm* layer = NULL;
+  EXPECT_OK(syncbn_batch_norm_create(&a->options, &a->group, &layer));
+  const syncbn_status status = syncbn_batch_norm_backward(layer, arguments, a->of_forward, NULL);
+  syncbn_batch_norm_destroy(layer);
+  return status;
+}
 static syncbn_status run_backward(arena* a, int32_t affine) {
   syncbn_backward_arguments arguments = backward_arguments(&a->v);
   arguments.affine = affine;
-  syncbn_batch_norm* layer = NULL;
-  EXPECT_OK(syncbn_batch_norm_create(&a->options, &a->group, &layer));
-  const syncbn_status status = syncbn_batch_norm_backward(layer, &arguments, a->of_forward, NULL);
-  syncbn_batch_norm_destroy(layer);
-  return status;
+  return backward_of(a, &arguments);
 }
 static syncbn_status run_evaluate(arena* a, const syncbn_evaluate_arguments* arguments) {
   syncbn_batch_norm* layer = NULL;
@@ -143,7 +147,15 @@ static syncbn_status forward_of_a_lost_group(arena* a) {
 static syncbn_status backward_of_a_late_group(arena* a) {
   a->group.size = 2;
   a->group.all_reduce_sum = late;
+  a->v.x.data = a->x_of_forward;
   return run_backward(a, SYNCBN_SHARE);
+}
+static syncbn_status backward_of_another_x(arena* a) { return run_backward(a, SYNCBN_SHARE); }
+static syncbn_status backward_without_a_mask(arena* a) {
+  syncbn_backward_arguments arguments = backward_arguments(&a->v);
+  a->v.x.data = a->x_of_forward;
+  arguments.mask = NULL;
+  return backward_of(a, &arguments);
 }
 static syncbn_status gather_without_memory(arena* a) {
   a->group.all_gather = no_memory;
@@ -229,6 +241,10 @@ static const struct {
     {mask_of_nothing, SYNCBN_INVALID_ARGUMENT, "mask: got a null pointer for shape (7, 10)"},
     {unknown_gradients, SYNCBN_INVALID_ARGUMENT,
      "affine: got 7, expected SYNCBN_SHARE or SYNCBN_GLOBAL"},
+    {backward_of_another_x, SYNCBN_INVALID_ARGUMENT,
+     "x: got other memory than the forward did, expected the same x"},
+    {backward_without_a_mask, SYNCBN_INVALID_ARGUMENT,
+     "mask: got none, expected that of the forward"},
     {dx_in_one_place, SYNCBN_INVALID_ARGUMENT, "dx: got stride 0 of axis 0"},
     {dweight_of_one_entry, SYNCBN_INVALID_ARGUMENT, "dweight: got shape (1), expected (3)"},
     {evaluation_without_arguments, SYNCBN_INVALID_ARGUMENT,
@@ -278,6 +294,7 @@ void test_bad_input(void) {
   make_arena(&untouched, NULL, NULL);
   for (size_t i = 0; i < sizeof(kCases) / sizeof(kCases[0]); ++i) {
     make_arena(&a, of_forward, saved);
+    a.x_of_forward = first.v.x.data;
     EXPECT_ERROR(kCases[i].call(&a), kCases[i].code, kCases[i].text);
     EXPECT(syncbn_saved_count(saved) == 0);
     EXPECT(a.tracked == 7 || a.tracked == -1);

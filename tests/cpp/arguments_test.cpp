@@ -51,13 +51,18 @@ struct Call {
   MutableTensorView var_view = running_var.view();
   std::int64_t* counter = &tracked;
   BatchNorm::Options options{.channels = 3};
-  Saved saved = saved_of({2, 3, 4});
+  BatchNorm layer{options};
+  Saved saved = saved_of(x_view, {.weight = weight_view, .bias = bias_view});
 
-  static Saved saved_of(const std::vector<std::int64_t>& sizes) {
-    Tensor y(DType::kFloat32, sizes);
-    Saved saved;
-    BatchNorm({.channels = sizes[1]}).forward({.x = y.view(), .y = y.view()}, saved);
-    return saved;
+  /// For the layer that there is now.
+  Saved saved_of(const TensorView& of, BatchNorm::Forward rest = {}) {
+    Tensor other(DType::kFloat32, {of.sizes.begin(), of.sizes.end()});
+    rest.x = of;
+    rest.y = other.view();
+    Saved filled;
+    layer = BatchNorm({.channels = of.sizes[1]});
+    layer.forward(rest, filled);
+    return filled;
   }
 
   void forward() {
@@ -71,14 +76,14 @@ struct Call {
                                saved);
   }
   void backward() {
-    BatchNorm(options).backward({.dy = dy_view,
-                                 .x = x_view,
-                                 .weight = weight_view,
-                                 .bias = bias_view,
-                                 .dx = dx_view,
-                                 .dweight = dweight_view,
-                                 .dbias = dbias_view},
-                                saved);
+    layer.backward({.dy = dy_view,
+                    .x = x_view,
+                    .weight = weight_view,
+                    .bias = bias_view,
+                    .dx = dx_view,
+                    .dweight = dweight_view,
+                    .dbias = dbias_view},
+                   saved);
   }
   void evaluate() {
     BatchNorm(options).evaluate({.x = x_view,
@@ -305,7 +310,7 @@ TEST(Arguments, Backward) {
   expect_refused(channel_cases<M>("dweight", view(&Call::dweight_view)), run);
   expect_refused(channel_cases<M>("dbias", view(&Call::dbias_view)), run);
   expect_refused({{"statistics of other channels",
-                   [](Call& c) { c.saved = Call::saved_of({2, 2, 4}); },
+                   [](Call& c) { c.saved = c.saved_of({c.x_view.data, DType::kFloat32, {2, 2, 4}}); },
                    {"saved: got 2 channels", "expected those of x, 3"}},
                   {"no statistics",
                    [](Call& c) { c.saved = Saved(); },

@@ -71,6 +71,7 @@ struct Arena {
   MutableTensorView batch_mean = batch_mean_memory.view();
   MutableTensorView running_mean = mean_memory.view(), running_var = var_memory.view();
   BatchNorm::Options options{.channels = kChannels};
+  BatchNorm layer{options};
   Saved saved = trained();
   AffineGradients affine = AffineGradients::kGlobal;
   BatchNormOpAttributes attributes;
@@ -80,29 +81,30 @@ struct Arena {
   Executor& executor = serial_executor();
 
   void forward() {
-    BatchNorm(options).forward({.x = x,
-                                .mask = mask,
-                                .weight = weight,
-                                .bias = bias,
-                                .residual = residual,
-                                .y = y,
-                                .running_mean = running_mean,
-                                .running_var = running_var,
-                                .num_batches_tracked = &tracked},
-                               saved);
+    layer = BatchNorm(options);
+    layer.forward({.x = x,
+                   .mask = mask,
+                   .weight = weight,
+                   .bias = bias,
+                   .residual = residual,
+                   .y = y,
+                   .running_mean = running_mean,
+                   .running_var = running_var,
+                   .num_batches_tracked = &tracked},
+                  saved);
   }
   void backward() {
-    BatchNorm(options).backward({.dy = dy,
-                                 .x = x,
-                                 .mask = mask,
-                                 .weight = weight,
-                                 .bias = bias,
-                                 .dx = dx,
-                                 .dweight = dweight,
-                                 .dbias = dbias,
-                                 .dresidual = dresidual,
-                                 .affine = affine},
-                                saved);
+    layer.backward({.dy = dy,
+                    .x = x,
+                    .mask = mask,
+                    .weight = weight,
+                    .bias = bias,
+                    .dx = dx,
+                    .dweight = dweight,
+                    .dbias = dbias,
+                    .dresidual = dresidual,
+                    .affine = affine},
+                   saved);
   }
   void evaluate() {
     BatchNorm(options).evaluate({.x = x,
@@ -142,11 +144,12 @@ struct Arena {
     finalize_moments(info, message.data() + 4, mean.data(), var.data(), rstd.data(), kChannels,
                      1e-5, executor);
   }
-  /// The statistics of x, without another trace.
-  Saved trained() const {
+  /// A forward of x, without another trace.
+  Saved trained() {
     Tensor out = x_memory;
     Saved fresh;
-    BatchNorm({.channels = kChannels}).forward({.x = x, .mask = mask, .y = out.view()}, fresh);
+    layer = BatchNorm({.channels = kChannels});
+    layer.forward({.x = x, .mask = mask, .weight = weight, .bias = bias, .y = out.view()}, fresh);
     return fresh;
   }
   /// Puts back what a case spoils: the views, the options, and the counter.

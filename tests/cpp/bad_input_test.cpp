@@ -98,15 +98,6 @@ const std::vector<Case> kCases = {
     {"unknown gradients",
      [](A a) { a.affine = static_cast<AffineGradients>(5), a.backward(); },
      {"affine: got number 5", "expected share or global"}},
-    {"an activation mask of another input",
-     [](A a) {
-       Arena other;
-       other.x.sizes[0] = other.y.sizes[0] = 1, other.mask = {};
-       other.residual = other.x, other.options.activation.kind = ActivationKind::kRelu;
-       other.forward();
-       a.saved = std::move(other.saved), a.backward();
-     },
-     {"saved: got an activation mask of 3 bytes", "expected that of x's shape and layout, 6"}},
     {"dx that is dy",
      [](A a) {
        a.residual = std::as_const(a.z_memory).view(), a.dy = a.dx;

@@ -96,6 +96,7 @@ TEST(BatchNormOp, TrainingHasTheLayersBitsExact) {
     layer.backward({.dy = dy.view(),
                     .x = x.view(),
                     .weight = op.scale.view(),
+                    .bias = op.bias.view(),
                     .dx = layer_dx.view(),
                     .dweight = dweight.view(),
                     .dbias = dshift.view()},

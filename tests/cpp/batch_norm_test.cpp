@@ -26,14 +26,19 @@ using testing::Tensor;
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
 /// One rank's forward pass; `rest` is what it takes besides x and y.
-Saved forward(const Tensor& x, Tensor& y, BatchNorm::Forward rest = {},
-              BatchNorm::Options options = {}) {
+Saved forward(BatchNorm& layer, const Tensor& x, Tensor& y, BatchNorm::Forward rest = {}) {
   rest.x = x.view();
   rest.y = y.view();
-  options.channels = rest.x.sizes[1];
   Saved saved;
-  BatchNorm(options).forward(rest, saved);
+  layer.forward(rest, saved);
   return saved;
+}
+
+Saved forward(const Tensor& x, Tensor& y, const BatchNorm::Forward& rest = {},
+              BatchNorm::Options options = {}) {
+  options.channels = x.view().sizes[1];
+  BatchNorm layer(options);
+  return forward(layer, x, y, rest);
 }
 
 // Each with its layer, by turns on one pool and each on a pool of its own.
@@ -91,6 +96,7 @@ TEST(BatchNorm, ForwardAndBackwardByHandExact) {
     layer.backward({.dy = dy.view(),
                     .x = x.view(),
                     .weight = weight.view(),
+                    .bias = bias.view(),
                     .dx = dx.view(),
                     .dweight = dweight.view(),
                     .dbias = dbias.view(),
@@ -135,19 +141,20 @@ TEST(BatchNorm, AbsentParametersAreOneAndZeroExact) {
     const Tensor zeros(DType::kFloat16, {3}, std::vector<double>(3, 0.0));
     Tensor without(dtype, {6, 3, 5});
     Tensor with(dtype, {6, 3, 5});
-    const Saved s = forward(x, without);
-    forward(x, with, {.weight = ones.view(), .bias = zeros.view()});
+    BatchNorm layer({.channels = 3});
+    const Saved s = forward(layer, x, without);
+    const Saved of_with = forward(layer, x, with, {.weight = ones.view(), .bias = zeros.view()});
     EXPECT_TRUE(same_bits(without.values(), with.values()));
     Tensor dx(dtype, {6, 3, 5});
     Tensor dx_with(dtype, {6, 3, 5});
-    BatchNorm layer({.channels = 3});
     layer.backward({.dy = x.view(), .x = x.view(), .dx = dx.view()}, s);
     layer.backward({.dy = x.view(),
                     .x = x.view(),
                     .weight = ones.view(),
+                    .bias = zeros.view(),
                     .dx = dx_with.view(),
                     .affine = AffineGradients::kGlobal},
-                   s);
+                   of_with);
     EXPECT_TRUE(same_bits(dx.values(), dx_with.values()));
   }
 }
@@ -159,8 +166,8 @@ TEST(BatchNorm, OutputsMayBeTheInputsExact) {
     const Tensor dy(dtype, {6, 3, 5}, testing::rough_values(random, dtype, 6, 15));
     Tensor y(dtype, {6, 3, 5});
     Tensor dx(dtype, {6, 3, 5});
-    const Saved s = forward(x, y);
     BatchNorm layer({.channels = 3});
+    const Saved s = forward(layer, x, y);
     layer.backward({.dy = dy.view(), .x = x.view(), .dx = dx.view()}, s);
     Tensor x_and_y = x;
     Tensor dy_and_dx = dy;

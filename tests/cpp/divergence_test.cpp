@@ -51,10 +51,10 @@ struct Step {
   void run(Communicator& communicator) const {
     std::optional<BatchNorm> layer(std::in_place, before, communicator);
     std::array<Saved, 3> all;
+    const Tensor of_forwards(DType::kFloat32, {2, 3, 4}, std::vector<double>(24, 1.0));
     for (std::size_t i = 0; i < 2; ++i) {
-      const Tensor x(DType::kFloat32, {2, 3, 4}, std::vector<double>(24, 1.0));
-      Tensor y = x;
-      layer->forward({.x = x.view(), .y = y.view()}, all[i]);
+      Tensor y = of_forwards;
+      layer->forward({.x = of_forwards.view(), .y = y.view()}, all[i]);
     }
     const std::vector<double> ones(static_cast<std::size_t>(sizes[1]), 1.0);
     Tensor x(dtype, sizes);
@@ -65,7 +65,7 @@ struct Step {
     Tensor dweight = mean;
     Tensor dbias = mean;
     std::int64_t tracked = 7;
-    TensorView x_view = std::as_const(x).view();
+    TensorView x_view = backward ? of_forwards.view() : std::as_const(x).view();
     spoil(x_view);
     const auto like_x = [&](MutableTensorView view) {
       view.device = x_view.device;
@@ -184,11 +184,6 @@ std::vector<Case> diverging_cases() {
       {"direction", share, [](Step& s) { s.backward = false; }},
       {"forward's fingerprint", share, [](Step& s) { s.saved = 0; }},
       {"forward's fingerprint", global, [](Step& s) { s.saved = 0; }},
-      {"dtype", share, [](Step& s) { s.dtype = DType::kBFloat16; },
-       "dtype: float32 on rank 0, bfloat16 on rank 1"},
-      {"dtype", global, [](Step& s) { s.dtype = DType::kBFloat16; }},
-      {"fewer samples than in forward", share, [](Step& s) { s.sizes[0] = 1; }},
-      {"fewer samples than in forward", global, [](Step& s) { s.sizes[0] = 1; }},
   };
 }
 

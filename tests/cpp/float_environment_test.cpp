@@ -115,6 +115,7 @@ std::vector<std::vector<double>> run(const Data& data, Executor& executor, doubl
   layer.backward({.dy = dy,
                   .x = x,
                   .weight = weight,
+                  .bias = bias,
                   .dx = dx.view(),
                   .dweight = parameters[0].view(),
                   .dbias = parameters[1].view(),

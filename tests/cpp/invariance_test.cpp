@@ -157,6 +157,7 @@ Outcome run(const Data& data, const Split& split, const std::vector<Placement>& 
     layer.backward({.dy = dy.view(),
                     .x = x.view(),
                     .weight = weight.view(),
+                    .bias = bias.view(),
                     .dx = dx.view(),
                     .dweight = dweight.view(),
                     .dbias = dbias.view(),

@@ -103,6 +103,14 @@ Outcome run_in_group(const Step& step, const Split& split, const std::vector<Pla
                    .num_batches_tracked = &rank.tracked},
                   saved, executor);
     put_back(rank.y_out().values(), split[r], out.y);
+    Tensor again = rank.y;  // y may be x's memory, which a backward needs
+    layer.forward({.x = x.view(),
+                   .mask = rank.mask_view(),
+                   .weight = rank.weight_view(),
+                   .bias = rank.bias_view(),
+                   .residual = rank.residual_view(),
+                   .y = again.view()},
+                  saved, executor);
     layer.backward({.dy = rank.dy_view,
                     .x = x.view(),
                     .mask = rank.mask_view(),

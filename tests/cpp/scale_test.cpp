@@ -108,6 +108,7 @@ Step train(const Batch& batch, const Split& split) {
     layer.backward({.dy = dy.view(),
                     .x = x.view(),
                     .weight = weight.view(),
+                    .bias = bias.view(),
                     .dx = dx.view(),
                     .dweight = dweight.view(),
                     .dbias = dbias.view(),

@@ -208,7 +208,8 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
     layer.batch_norm.forward(arguments, call->saved, executor);
     ctx->save_for_backward({x, weight});
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
-    ctx->saved_data["bias"] = bias.defined() ? c10::IValue(bias.scalar_type()) : c10::IValue();
+    // Not as one of the variables: backward does not read it, so that it may change meanwhile.
+    ctx->saved_data["bias"] = bias.defined() ? c10::IValue(bias.detach()) : c10::IValue();
     return y;
   }
 
@@ -219,7 +220,8 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
     const at::Tensor& x = saved[0];
     const at::Tensor& weight = saved[1];
     const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
-    const c10::IValue& bias_dtype = ctx->saved_data["bias"];
+    const c10::IValue& kept_bias = ctx->saved_data["bias"];
+    const at::Tensor bias = kept_bias.isNone() ? at::Tensor() : kept_bias.toTensor();
     // Edges are those of defined inputs.
     const bool needs_x = ctx->needs_input_grad(0);
     std::size_t edge = 1;
@@ -227,8 +229,8 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
     if (weight.defined() && ctx->needs_input_grad(edge++)) {
       dweight = at::empty({x.size(1)}, x.options().dtype(weight.scalar_type()));
     }
-    if (!bias_dtype.isNone() && ctx->needs_input_grad(edge)) {
-      dbias = at::empty({x.size(1)}, x.options().dtype(bias_dtype.toScalarType()));
+    if (bias.defined() && ctx->needs_input_grad(edge)) {
+      dbias = at::empty({x.size(1)}, x.options().dtype(bias.scalar_type()));
     }
     at::Tensor dy = output_gradients[0].resolve_neg();
     if (dy.strides() != x.strides()) {
@@ -242,6 +244,7 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
       layer.batch_norm.backward({.dy = view("dy", dy),
                                  .x = view("x", x),
                                  .weight = view("weight", weight),
+                                 .bias = view("bias", bias),
                                  .dx = view("dx", dx),
                                  .dweight = view("dweight", dweight),
                                  .dbias = view("dbias", dbias)},
