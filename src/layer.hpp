@@ -151,6 +151,9 @@ void check_last_call(LayerState& layer, const Execution& execution);
 /// What does not depend on a call.
 void check_options(const BatchNorm::Options& options);
 
+/// check_forward, and that the running statistics come together.
+void check_layer_forward(const BatchNorm::Options& options, const BatchNorm::Forward& f);
+
 /// What a backward is given of its forward.
 void check_saved(const SavedState& saved, const LayerState& layer, const BatchNorm::Backward& b);
 

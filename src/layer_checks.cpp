@@ -131,6 +131,11 @@ void check_forward(const BatchNorm::Options& options, const BatchNorm::Forward& 
   }
 }
 
+void check_layer_forward(const BatchNorm::Options& options, const BatchNorm::Forward& f) {
+  check_forward(options, f);
+  check_running(f, true);
+}
+
 void check_backward(const BatchNorm::Backward& b) {
   check_samples("x", b.x);
   check_mask(b.mask, b.x);

@@ -231,7 +231,7 @@ void forward_on_cpu(const LayerCall& call, const BatchNorm::Forward& f, SavedSta
   std::optional<GatheredMoments> gathered;
   std::optional<LayerSum> sum;
   before_exchange(communicator, call, [&] {
-    check_forward(options, f);
+    check_layer_forward(options, f);
     check_on_cpu(f.x);
     check_counter(f.num_batches_tracked, !options.momentum.has_value());
     forward = agreed(call, Direction::kForward);

@@ -110,7 +110,7 @@ void forward(LayerState& layer, const LayerCall& call, const BatchNorm::Forward&
   Workspace w;
   RunningStatistics running{f.running_mean, f.running_var, f.num_batches_tracked};
   before_exchange(communicator, call, [&] {
-    check_forward(options, f);
+    check_layer_forward(options, f);
     check_on_cuda(f.x);
     saved.reserve(f.x, activated(layer) && !f.residual.absent(), stream.handle);
     const Counters counters(layer, stream.handle);

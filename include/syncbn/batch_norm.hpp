@@ -119,7 +119,7 @@ class SYNCBN_API BatchNorm {
     TensorView residual = {};  ///< like x; added before the activation
     /// Like x. May be residual, and x where no backward follows, which needs x.
     MutableTensorView y = {};
-    MutableTensorView running_mean = {};  ///< updated unless nobody has a sample
+    MutableTensorView running_mean = {};  ///< updated unless nobody has a sample; both or neither
     MutableTensorView running_var = {};
     /// On x's device; needed for cumulative averaging.
     std::int64_t* num_batches_tracked = nullptr;

@@ -182,7 +182,9 @@ TEST(BatchNorm, OneElementPerChannelExact) {
   const Tensor x(DType::kFloat32, {1, 2}, std::vector<double>{3, -1e30});
   Tensor y(DType::kFloat32, {1, 2});
   Tensor running_var(DType::kFloat32, {2}, std::vector<double>{8, 16});
-  const Saved s = forward(x, y, {.running_var = running_var.view()});
+  Tensor running_mean = running_var;
+  const Saved s =
+      forward(x, y, {.running_mean = running_mean.view(), .running_var = running_var.view()});
   EXPECT_EQ(s.count(), 1);
   EXPECT_EQ(s.mean()[0], 3);
   EXPECT_TRUE(same_bits(s.var(), {0, 0}));
@@ -207,7 +209,9 @@ TEST(BatchNorm, WhatIsNotFiniteStaysInItsChannelExact) {
                                        1, 1, 1, -kInf, 3});
     Tensor y(dtype, {2, 5});
     Tensor running_mean(DType::kFloat64, {5}, std::vector<double>(5, 0.0));
-    const Saved s = forward(x, y, {.running_mean = running_mean.view()});
+    Tensor running_var = running_mean;
+    const Saved s =
+        forward(x, y, {.running_mean = running_mean.view(), .running_var = running_var.view()});
     EXPECT_TRUE(same_bits(s.mean(), {nan, kInf, -kInf, nan, 2}));
     EXPECT_TRUE(same_bits(s.var(), {nan, nan, nan, nan, 1}));
     EXPECT_TRUE(std::isnan(running_mean.get(0)));

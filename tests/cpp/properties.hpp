@@ -115,6 +115,7 @@ struct Step {
     bias = Parameter(random, type(), channels(), 0);
     running_mean = Parameter(random, type(), channels(), 0);
     running_var = Parameter(random, type(), channels(), 1);
+    running_var.present = running_mean.present;
     options.eps = random.pick(std::vector<double>{1e-5, 1e-3, 0, 1});
     options.momentum = random.one_in(4)
                            ? std::nullopt
