@@ -49,14 +49,14 @@ std::string statistics_text(std::int64_t word) {
   return word == static_cast<std::int64_t>(Statistics::kWelford) ? "welford" : "reproducible";
 }
 
-std::string residual_text(std::int64_t word) { return word == 0 ? "absent" : "given"; }
+std::string presence_text(std::int64_t word) { return word == 0 ? "absent" : "given"; }
 
 struct Field {
   const char* name;
   std::string (*text)(std::int64_t word);
 };
 
-constexpr std::array<Field, 11> kFields = {{
+constexpr std::array<Field, 13> kFields = {{
     {"layer", number_text},
     {"call", number_text},
     {"direction", direction_text},
@@ -66,12 +66,14 @@ constexpr std::array<Field, 11> kFields = {{
     {"activation", activation_text},
     {"negative slope", real_text},
     {"statistics", statistics_text},
-    {"residual", residual_text},
+    {"residual", presence_text},
+    {"weight", presence_text},
+    {"bias", presence_text},
     {"forward's fingerprint", number_text},
 }};
 constexpr std::size_t kLayerField = 0;
 constexpr std::size_t kDtypeField = 4;
-constexpr std::size_t kForwardField = 10;
+constexpr std::size_t kForwardField = 12;
 /// The layer's name follows the fields; of a longer one its end, which differs sooner.
 constexpr std::size_t kNameBytes = 128;
 constexpr std::size_t kWords = kFields.size() + kNameBytes / sizeof(std::int64_t);
@@ -91,6 +93,8 @@ void write_words(const AgreedCall& call, std::int64_t* to) {
       static_cast<std::int64_t>(option_bits(scaled ? activation.negative_slope : 0.0)),
       static_cast<std::int64_t>(options.statistics),
       std::int64_t{call.residual},
+      std::int64_t{call.weight},
+      std::int64_t{call.bias},
       std::int64_t{call.forward}};
   std::copy(fields.begin(), fields.end(), to);
   const std::size_t length = std::min(call.name.size(), kNameBytes);
@@ -154,13 +158,13 @@ class Ranks {
 }  // namespace
 
 std::uint64_t layer_identity(std::uint64_t layer, const Activation& activation,
-                             Statistics statistics, bool residual) {
+                             Statistics statistics, bool residual, bool weight, bool bias) {
   std::uint64_t state = mix(layer, static_cast<std::uint64_t>(activation.kind));
   if (traits_of(activation.kind).scaled) {
     state = mix(state, option_bits(activation.negative_slope));
   }
   state = mix(state, static_cast<std::uint64_t>(statistics));
-  return mix(state, std::uint64_t{residual});
+  return mix(state, std::uint64_t{residual} | std::uint64_t{weight} << 1 | std::uint64_t{bias} << 2);
 }
 
 std::uint32_t AgreedCall::fingerprint() const {
@@ -168,8 +172,8 @@ std::uint32_t AgreedCall::fingerprint() const {
     return backward_fingerprint(forward);
   }
   return syncbn::fingerprint(
-      layer_identity(layer, options->activation, options->statistics, residual), call, direction,
-      channels, options->eps);
+      layer_identity(layer, options->activation, options->statistics, residual, weight, bias), call,
+      direction, channels, options->eps);
 }
 
 namespace {

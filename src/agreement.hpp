@@ -20,7 +20,9 @@ struct AgreedCall {
   std::int64_t channels = 0;
   DType dtype = DType::kFloat32;
   bool elements = false;  ///< a rank without any does not know the group's dtype
-  bool residual = false;
+  bool residual = false;  ///< whether there is one, as of the next two
+  bool weight = false;
+  bool bias = false;
   std::uint32_t forward = 0;
 
   std::uint32_t fingerprint() const;

@@ -236,6 +236,8 @@ void forward_on_cpu(const LayerCall& call, const BatchNorm::Forward& f, SavedSta
     check_counter(f.num_batches_tracked, !options.momentum.has_value());
     forward = agreed(call, Direction::kForward);
     forward.residual = !f.residual.absent();
+    forward.weight = !f.weight.absent();
+    forward.bias = !f.bias.absent();
     saved.reserve(f.x, forward.residual && options.activation.kind != ActivationKind::kNone,
                   nullptr);
     saved.fingerprint = forward.fingerprint();

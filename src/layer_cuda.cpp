@@ -118,7 +118,8 @@ void forward(LayerState& layer, const LayerCall& call, const BatchNorm::Forward&
     running.count = counters.info;
     w = Workspace(layer, f.x, stream.handle, welford ? ranks : 0);
     const ForwardCall header{
-        layer_identity(layer.number, options.activation, options.statistics, !f.residual.absent()),
+        layer_identity(layer.number, options.activation, options.statistics, !f.residual.absent(),
+                       !f.weight.absent(), !f.bias.absent()),
         running.call, options.eps};
     if (welford) {
       local_welford(f.x, f.mask, header, w.record.data(), stream);

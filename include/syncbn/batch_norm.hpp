@@ -245,8 +245,10 @@ SYNCBN_API void check_forward(const BatchNorm::Options& options,
 SYNCBN_API void check_backward(const BatchNorm::Backward& arguments);
 
 /// What all ranks must have in common of a layer besides channels and eps, hashed field by field:
-/// in the place of the layer's number in syncbn::fingerprint.
+/// in the place of the layer's number in syncbn::fingerprint. residual, weight, bias: whether there
+/// is one.
 SYNCBN_API std::uint64_t layer_identity(std::uint64_t layer, const Activation& activation,
-                                        Statistics statistics, bool residual);
+                                        Statistics statistics, bool residual, bool weight = false,
+                                        bool bias = false);
 
 }  // namespace syncbn

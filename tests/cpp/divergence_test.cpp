@@ -43,6 +43,8 @@ struct Step {
   BatchNorm::Options before = options;
   bool same_layer = false;  ///< that of the forwards before: this is its third call
   AffineGradients affine = AffineGradients::kShare;
+  bool weight = false;
+  bool bias = false;
   bool backward = false;
   std::size_t saved = 1;  ///< backward's: of the first forward, of the second, or without content
   std::function<void(TensorView&)> spoil = [](TensorView&) {};  ///< of x
@@ -85,7 +87,10 @@ struct Step {
                          .affine = affine},
                         all[saved], *executor);
       } else {
+        const Tensor values = mean;
         layer->forward({.x = x_view,
+                        .weight = weight ? values.view() : TensorView(),
+                        .bias = bias ? values.view() : TensorView(),
                         .y = like_x(y.view()),
                         .running_mean = like_x(mean.view()),
                         .running_var = like_x(var.view()),
@@ -164,6 +169,12 @@ std::vector<Case> diverging_cases() {
        "activation: none on rank 0, relu on rank 1"},
       {"negative slope", leaky, [](Step& s) { s.options.activation.negative_slope = -0.01; },
        "negative slope: 0.01 on rank 0, -0.01 on rank 1"},
+      {"weight", forward, [](Step& s) { s.weight = true; },
+       "same call: weight: absent on rank 0, given on rank 1"},
+      {"bias", forward, [](Step& s) { s.bias = true; },
+       "same call: bias: absent on rank 0, given on rank 1"},
+      {"weight of the welford mode", welford, [](Step& s) { s.weight = true; },
+       "same call: weight: absent on rank 0, given on rank 1"},
       {"statistics", forward, [](Step& s) { s.options.statistics = Statistics::kWelford; },
        "statistics: reproducible on rank 0, welford on rank 1"},
       {"call of the welford mode", welford, [](Step& s) { s.same_layer = true; },
