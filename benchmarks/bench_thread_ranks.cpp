@@ -95,8 +95,8 @@ class Measurement {
   void run(const Shape& shape, int r, Clock::time_point until) {
     Rank rank(shape);
     const syncbn::BatchNorm::Options options{.channels = shape[1], .name = "layer"};
-    const auto self = syncbn::self_communicator();
-    syncbn::BatchNorm of_ranks(options, group_.rank(r)), alone(options, *self);
+    syncbn::Communicator& self = syncbn::self_communicator();
+    syncbn::BatchNorm of_ranks(options, group_.rank(r)), alone(options, self);
     for (std::size_t round = 0; !done_; ++round) {
       for (const bool together : {false, true}) {
         syncbn::BatchNorm& layer = together ? of_ranks : alone;

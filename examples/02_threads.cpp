@@ -29,8 +29,8 @@ int main() {
   for (std::size_t i = 0; i < x.size(); ++i) {
     x[i] = static_cast<float>(i * i % 97) * 0.37f;
   }
-  const auto alone = syncbn::self_communicator();
-  const std::vector<float> expected = normalize(x, 0, 100, *alone);
+  syncbn::Communicator& alone = syncbn::self_communicator();
+  const std::vector<float> expected = normalize(x, 0, 100, alone);
 
   syncbn::ThreadGroup group(3);
   const std::int64_t bounds[] = {0, 10, 10, 100};  // rank 1 has no samples

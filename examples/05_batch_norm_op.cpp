@@ -12,11 +12,11 @@ int main() {
   const syncbn::MutableTensorView output(y.data(), DType::kFloat32, {4, 1});
   const syncbn::MutableTensorView mean(estimated_mean.data(), DType::kFloat32, {1});
   const syncbn::MutableTensorView var(estimated_var.data(), DType::kFloat32, {1});
-  const auto communicator = syncbn::self_communicator();
+  syncbn::Communicator& communicator = syncbn::self_communicator();
 
   const auto run = [&](const syncbn::BatchNormOpAttributes& attributes) {
     return syncbn::batch_norm_op({{x.data(), DType::kFloat32, {4, 1}}, mean, var, {}, {}, batches},
-                                 {output, {}, {}, mean, var, &batches}, attributes, *communicator,
+                                 {output, {}, {}, mean, var, &batches}, attributes, communicator,
                                  syncbn::serial_executor());
   };
   const syncbn::BatchNormOpAttributes train;

@@ -67,8 +67,8 @@ int main() {
   for (std::size_t i = 0; i < x.size(); ++i) {
     x[i] = static_cast<float>(i * i % 97) * 0.37f;
   }
-  const auto alone = syncbn::self_communicator();
-  const std::vector<float> expected = normalize(x, 0, kSamples, *alone);
+  syncbn::Communicator& alone = syncbn::self_communicator();
+  const std::vector<float> expected = normalize(x, 0, kSamples, alone);
 
   Pipes pipes;
   if (pipe(pipes.to[0]) != 0 || pipe(pipes.to[1]) != 0) {

@@ -31,8 +31,8 @@ int run() {
   for (std::size_t i = 0; i < x.size(); ++i) {
     x[i] = static_cast<float>(i * i % 97) * 0.37f;
   }
-  const auto alone = syncbn::self_communicator();
-  const std::vector<float> expected = normalize(x, 0, kSamples, *alone);
+  syncbn::Communicator& alone = syncbn::self_communicator();
+  const std::vector<float> expected = normalize(x, 0, kSamples, alone);
 
   syncbn::MpiCommunicator group(MPI_COMM_WORLD);
   const std::int64_t first = kSamples * group.rank() / group.size();

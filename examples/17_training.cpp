@@ -197,8 +197,8 @@ std::array<Trained, 3> train(const std::vector<Sample>& samples, bool shared, in
   for (std::size_t r = 0; r < 3; ++r) {
     ranks.emplace_back([&, r] {
       syncbn::Communicator& all = group.rank(static_cast<int>(r));
-      const auto alone = syncbn::self_communicator();
-      Network network(all, shared ? all : *alone);
+      syncbn::Communicator& alone = syncbn::self_communicator();
+      Network network(all, shared ? all : alone);
       const auto share = std::span(samples).subspan(kBounds[r], kBounds[r + 1] - kBounds[r]);
       for (int step = 1; step <= kSteps; ++step) {
         const float loss = network.train(share);

@@ -77,22 +77,33 @@ class Names {
 };
 
 bool on_cuda(const LayerState& layer, const TensorView& x) {
-  return layer.on_cpu == nullptr || (layer.alone_on_cpu && x.device == Device::kCuda);
+  return layer.on_cpu == nullptr || (layer.alone && x.device == Device::kCuda);
 }
 
 /// A layer of one rank has its communicator for CUDA from the first such call on.
 void need_cuda(LayerState& layer) {
   if (layer.on_cuda == nullptr) {
-    layer.alone_on_cuda = cuda::self_communicator();
-    layer.on_cuda = layer.alone_on_cuda.get();
+    layer.on_cuda = &cuda::self_communicator();
   }
 }
 
 }  // namespace
 
-void LayerState::take_name(const void* communicator) {
-  Names::all().take(communicator, name);
-  name_taken_for_ = communicator;
+void LayerState::take_name() {
+  const void* const group = on_cpu != nullptr ? cpu_link.identity() : cuda_link.identity();
+  Names::all().take(group, name);
+  name_taken_for_ = group;
+}
+
+void LayerState::need_group() const {
+  if (alone) {
+    return;
+  }
+  if (on_cpu != nullptr) {
+    cpu_link.get();
+  } else {
+    cuda_link.get();
+  }
 }
 
 LayerState::~LayerState() {
@@ -184,11 +195,15 @@ BatchNorm::BatchNorm(const Options& options, std::size_t size, Communicator* com
     check_layer(options, ranks);
     state_ = std::make_unique<LayerState>(options, allocator);
     state_->number = number_of(state_->name);
-    state_->on_cpu = communicator;
-    state_->on_cuda = cuda_communicator;
+    if (communicator != nullptr) {
+      state_->on_cpu = communicator;
+      state_->cpu_link = detail::GroupLink(*communicator);
+    } else if (cuda_communicator != nullptr) {
+      state_->on_cuda = cuda_communicator;
+      state_->cuda_link = detail::GroupLink(*cuda_communicator);
+    }
     if (ranks > 1) {
-      state_->take_name(communicator != nullptr ? static_cast<const void*>(communicator)
-                                                : cuda_communicator);
+      state_->take_name();
     }
   };
   const auto of_group = [&](auto& group) {  // the others would wait for a layer that is not there
@@ -211,8 +226,8 @@ BatchNorm::BatchNorm(const Options& options, std::size_t size, Communicator* com
     of_group(*cuda_communicator);
   } else {
     make(1);
-    state_->alone_on_cpu = self_communicator();
-    state_->on_cpu = state_->alone_on_cpu.get();
+    state_->alone = true;
+    state_->on_cpu = &self_communicator();
   }
 }
 BatchNorm::BatchNorm(BatchNorm&&) noexcept = default;
@@ -226,7 +241,8 @@ void BatchNorm::sized_forward(const Forward& arguments, std::size_t size, Saved&
   kept.filled = false;
   in_call(call, [&] {
     check_size("arguments", size, sizeof(arguments));
-    if (state_->alone_on_cpu && !state_->name.empty()) {
+    state_->need_group();
+    if (state_->alone && !state_->name.empty()) {
       throw InvalidArgument(
           "communicator: got none, expected the group of the layer's ranks, or "
           "self_communicator() for one rank alone");
@@ -249,6 +265,7 @@ void BatchNorm::sized_backward(const Backward& arguments, std::size_t size, cons
   const LayerCall call{*state_, kept.call, "backward", arguments.x};
   in_call(call, [&] {
     check_size("arguments", size, sizeof(arguments));
+    state_->need_group();
     if (on_cuda(*state_, arguments.x)) {
       need_cuda(*state_);
       cuda::backward(*state_, call, arguments, kept, execution);
@@ -293,12 +310,19 @@ void BatchNorm::set_momentum(std::optional<double> momentum) {
 }
 
 void BatchNorm::abandon_forward(const std::string& reason) {
-  ++state_->calls;
-  if (state_->on_cpu != nullptr) {
-    state_->on_cpu->abandon(reason);
-  } else {
-    state_->on_cuda->abandon(reason);
-  }
+  TensorView none;
+  in_call({*state_, state_->calls++, "forward", none}, [&] {
+    state_->need_group();
+    if (state_->on_cpu != nullptr) {
+      state_->on_cpu->abandon(reason);
+    } else {
+      state_->on_cuda->abandon(reason);
+    }
+  });
+}
+
+Communicator* BatchNorm::group() const noexcept {
+  return state_->alone ? state_->on_cpu : state_->cpu_link.look();
 }
 
 std::uint64_t BatchNorm::calls() const { return state_->calls; }

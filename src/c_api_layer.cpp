@@ -216,7 +216,9 @@ syncbn_status syncbn_batch_norm_backward(syncbn_batch_norm* layer,
         backward = backward_of(arguments);
       });
     } catch (const std::exception& error) {
-      of.communicator->abandon(error.what());
+      if (Communicator* const group = of.of_cpp.group()) {
+        group->abandon(error.what());
+      }
       throw;
     }
     of.of_cpp.backward(backward, saved->of_cpp, execution_of(executor));

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "block.hpp"
+#include "group_link.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/cuda_communicator.hpp"
 
@@ -29,16 +30,21 @@ struct LayerState {
   LayerState& operator=(const LayerState&) = delete;
 
   /// Throws InvalidArgument if another layer of the communicator has it.
-  void take_name(const void* communicator);
+  void take_name();
+
+  /// Throws InvalidArgument if the group is gone.
+  void need_group() const;
 
   std::string name;
   BatchNorm::Options options;
   std::uint64_t number = 0;  ///< from the name; of one without a name its own in this process
   std::uint64_t calls = 0;   ///< forwards so far
+  // The group: one of the two, or, alone, that of one rank on either device.
   Communicator* on_cpu = nullptr;
   cuda::Communicator* on_cuda = nullptr;
-  std::unique_ptr<Communicator> alone_on_cpu;
-  std::unique_ptr<cuda::Communicator> alone_on_cuda;
+  bool alone = false;
+  detail::GroupLink<Communicator> cpu_link;  ///< whether it is still there
+  detail::GroupLink<cuda::Communicator> cuda_link;
 
   // On CUDA.
   Block counters;  ///< calls, and the last one's info

@@ -175,7 +175,8 @@ class SYNCBN_API BatchNorm {
   /// that one rank is meant.
   explicit BatchNorm(const Options& options, const Allocator& allocator = {})
       : BatchNorm(options, sizeof(options), nullptr, nullptr, allocator) {}
-  /// For tensors on the CPU. The communicator outlives the layer. Throws InvalidArgument.
+  /// For tensors on the CPU. The communicator outlives the layer, whose training calls are refused
+  /// once it is gone. Throws InvalidArgument.
   BatchNorm(const Options& options, Communicator& communicator, const Allocator& allocator = {})
       : BatchNorm(options, sizeof(options), &communicator, nullptr, allocator) {}
   /// The same for tensors on CUDA.
@@ -213,6 +214,9 @@ class SYNCBN_API BatchNorm {
   /// For those who wrap a layer and refuse a forward themselves: counts it as a call that failed,
   /// and tells the other ranks.
   void abandon_forward(const std::string& reason);
+
+  /// The group of a layer for the CPU; null where it is gone, and for a layer on CUDA.
+  Communicator* group() const noexcept;
 
   /// How many training forwards were called, those that failed included.
   std::uint64_t calls() const;

@@ -33,6 +33,24 @@ class SYNCBN_API SumInParts {
   virtual bool wait(std::size_t words, std::chrono::milliseconds slice) = 0;
 };
 
+namespace detail {
+template <class Group>
+class GroupLink;
+
+/// By it those that refer to a group see that it is gone, or was reset. No copy shares it.
+class SYNCBN_API GroupLife {
+ public:
+  GroupLife();
+  GroupLife(const GroupLife&) : GroupLife() {}
+  GroupLife& operator=(const GroupLife&) { return *this; }
+
+ private:
+  template <class Group>
+  friend class GroupLink;
+  std::shared_ptr<std::uint64_t> beginnings_;
+};
+}  // namespace detail
+
 /// One rank's end of a group that exchanges statistics. Every rank of the group makes the same
 /// sequence of calls. Calls on one communicator come from one thread at a time. On the CPU a
 /// layer asks a group of one rank for no sum.
@@ -58,10 +76,14 @@ class SYNCBN_API Communicator {
   /// Tells the other ranks that this one cannot take part any more (its call failed); those that
   /// wait now or come later get PeerLost with this rank's number and the reason.
   virtual void abandon(const std::string& reason) = 0;
+
+ private:
+  friend class detail::GroupLink<Communicator>;
+  detail::GroupLife life_;
 };
 
-/// The group of one rank: an exchange does nothing.
-SYNCBN_API std::unique_ptr<Communicator> self_communicator();
+/// The group of one rank: an exchange does nothing. There is one for all, which is always there.
+SYNCBN_API Communicator& self_communicator();
 
 /// A group whose ranks are threads of this process.
 class SYNCBN_API ThreadGroup {

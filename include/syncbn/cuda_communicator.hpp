@@ -34,10 +34,15 @@ class SYNCBN_API Communicator {
 
   /// Tells the other ranks that this one cannot take part any more (its call failed).
   virtual void abandon(const std::string& reason) = 0;
+
+ private:
+  friend class syncbn::detail::GroupLink<Communicator>;
+  syncbn::detail::GroupLife life_;
 };
 
-/// The group of one rank: enqueues at most a copy. Unavailable in a build without CUDA.
-SYNCBN_API std::unique_ptr<Communicator> self_communicator();
+/// The group of one rank: enqueues at most a copy. There is one for all, which is always there.
+/// Unavailable in a build without CUDA.
+SYNCBN_API Communicator& self_communicator();
 
 /// Exchanges through the host: waits for the stream, copies the message out, exchanges it over
 /// `host`, copies the result in. So ranks of a ThreadGroup or SharedMemoryGroup may have a device

@@ -4,6 +4,7 @@
 
 #include "comm/rank_texts.hpp"
 #include "cuda/device_memory.hpp"
+#include "group_link.hpp"
 #include "syncbn/cuda_communicator.hpp"
 #include "syncbn/error.hpp"
 
@@ -42,8 +43,8 @@ class SelfCommunicator final : public Communicator {
 class StagedCommunicator final : public Communicator {
  public:
   explicit StagedCommunicator(syncbn::Communicator& host) : host_(host) {}
-  int rank() const override { return host_.rank(); }
-  int size() const override { return host_.size(); }
+  int rank() const override { return host_.get().rank(); }
+  int size() const override { return host_.get().size(); }
 
   void all_reduce_sum(std::span<const std::int64_t> in, std::span<std::int64_t> out,
                       const Stream& stream) override {
@@ -52,7 +53,7 @@ class StagedCommunicator final : public Communicator {
       words_.resize(in.size());
       fetch_on(stream.handle, words_.data(), in.data(), in.size_bytes());
     });
-    host_.all_reduce_sum(words_);
+    host_.get().all_reduce_sum(words_);
     bring_on(stream.handle, out.data(), words_.data(), out.size_bytes());
   }
 
@@ -64,11 +65,15 @@ class StagedCommunicator final : public Communicator {
       all_.resize(out.size());
       fetch_on(stream.handle, mine_.data(), in.data(), in.size());
     });
-    host_.all_gather(mine_, all_);
+    host_.get().all_gather(mine_, all_);
     bring_on(stream.handle, out.data(), all_.data(), out.size());
   }
 
-  void abandon(const std::string& reason) override { host_.abandon(reason); }
+  void abandon(const std::string& reason) override {
+    if (auto* const host = host_.look()) {
+      host->abandon(reason);
+    }
+  }
 
  private:
   /// The other ranks would wait for one that fails here.
@@ -81,7 +86,7 @@ class StagedCommunicator final : public Communicator {
       throw;
     }
   }
-  syncbn::Communicator& host_;
+  syncbn::detail::GroupLink<syncbn::Communicator> host_;
   std::vector<std::int64_t> words_;
   std::vector<std::byte> mine_;
   std::vector<std::byte> all_;
@@ -89,9 +94,10 @@ class StagedCommunicator final : public Communicator {
 
 }  // namespace
 
-std::unique_ptr<Communicator> self_communicator() {
+Communicator& self_communicator() {
   require_built();
-  return std::make_unique<SelfCommunicator>();
+  static auto* const self = new SelfCommunicator;  // also for layers that end after main
+  return *self;
 }
 
 std::unique_ptr<Communicator> staged_communicator(syncbn::Communicator& host) {

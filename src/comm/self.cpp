@@ -6,6 +6,7 @@
 
 namespace syncbn {
 
+detail::GroupLife::GroupLife() : beginnings_(std::make_shared<std::uint64_t>(0)) {}
 Communicator::~Communicator() = default;
 SumInParts::~SumInParts() = default;
 
@@ -28,6 +29,9 @@ class SelfCommunicator final : public Communicator {
 
 }  // namespace
 
-std::unique_ptr<Communicator> self_communicator() { return std::make_unique<SelfCommunicator>(); }
+Communicator& self_communicator() {
+  static auto* const self = new SelfCommunicator;  // also for layers that end after main
+  return *self;
+}
 
 }  // namespace syncbn

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <new>
-#include <vector>
 
 #include "checks.hpp"
 #include "comm/slot_exchange.hpp"
@@ -38,7 +38,7 @@ struct Free {
 
 struct __attribute__((visibility("hidden"))) ThreadGroup::State {
   std::unique_ptr<std::byte, Free> memory;
-  std::vector<Rank> ranks;
+  std::deque<Rank> ranks;  // none moves
 };
 
 ThreadGroup::ThreadGroup(int size, std::chrono::milliseconds timeout) {
@@ -48,7 +48,6 @@ ThreadGroup::ThreadGroup(int size, std::chrono::milliseconds timeout) {
   std::byte* const memory = static_cast<std::byte*>(::operator new(bytes, Free::kPage));
   state_.reset(new State{std::unique_ptr<std::byte, Free>(memory), {}});
   std::memset(memory, 0, SharedBarrier::control_bytes(size));  // slots cost nothing until used
-  state_->ranks.reserve(static_cast<std::size_t>(size));
   for (int r = 0; r < size; ++r) {
     state_->ranks.emplace_back(SharedBarrier(memory, {}, r, size, timeout, 0));
   }

@@ -46,13 +46,13 @@ bool fails_at(std::int64_t at, const std::function<void()>& body) {
 }
 
 TEST(Allocation, FailsAndRunningStatisticsAreWholeExact) {
-  const auto self = self_communicator();
+  Communicator& self = self_communicator();
   for (const auto& [name, kind] : kStepKinds) {
     StepTensors expected(kind);
     const auto before = expected.state();
-    expected.forward(*self);
+    expected.forward(self);
     const auto after = expected.state();
-    expected.backward(*self);
+    expected.backward(self);
     for (const bool forward : {true, false}) {
       std::int64_t at = 0;
       for (bool failed = true; failed; ++at) {
@@ -60,15 +60,15 @@ TEST(Allocation, FailsAndRunningStatisticsAreWholeExact) {
                      std::to_string(at));
         StepTensors step(kind);
         if (!forward) {
-          step.forward(*self);
+          step.forward(self);
         }
-        failed = fails_at(at, [&] { forward ? step.forward(*self) : step.backward(*self); });
+        failed = fails_at(at, [&] { forward ? step.forward(self) : step.backward(self); });
         ASSERT_TRUE(step.state() == before || step.state() == after) << "updated in part";
         ASSERT_EQ(step.state() == before, failed && forward);
         if (failed && forward) {
-          step.forward(*self);
+          step.forward(self);
         }
-        step.backward(*self);
+        step.backward(self);
         ASSERT_TRUE(step.state() == after);
         ASSERT_TRUE(step.results() == expected.results());
       }

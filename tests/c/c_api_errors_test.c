@@ -288,6 +288,36 @@ static void refused_calls_of_a_layer(void) {
   syncbn_batch_norm_destroy(layer);
 }
 
+/* C programs are to destroy the layer first; the other order is an error with words. */
+static void group_gone_before_its_layer(void) {
+  step_memory m;
+  fill(&m);
+  views v;
+  view(&v, &m, 0, SAMPLES);
+  const syncbn_batch_norm_options options = options_of_reference();
+  syncbn_forward_arguments f = forward_arguments(&v);
+  syncbn_backward_arguments b = backward_arguments(&v);
+  syncbn_group* group = NULL;
+  syncbn_batch_norm* layer = NULL;
+  syncbn_saved* saved = NULL;
+  EXPECT_OK(syncbn_saved_create(&saved));
+  EXPECT_OK(syncbn_thread_group_create(1, 1000, &group));
+  EXPECT_OK(syncbn_batch_norm_create(&options, syncbn_group_rank(group, 0), &layer));
+  EXPECT_OK(syncbn_batch_norm_forward(layer, &f, saved, NULL));
+  syncbn_group_destroy(group);
+  EXPECT_REFUSED(syncbn_batch_norm_backward(layer, &b, saved, NULL),
+                 "communicator: got one that is gone");
+  EXPECT_REFUSED(syncbn_batch_norm_forward(layer, &f, saved, NULL),
+                 "communicator: got one that is gone");
+  f.y = NULL;
+  b.dy = NULL;
+  EXPECT_REFUSED(syncbn_batch_norm_forward(layer, &f, saved, NULL),
+                 "communicator: got one that is gone");
+  EXPECT_REFUSED(syncbn_batch_norm_backward(layer, &b, saved, NULL), "dy: got NULL");
+  syncbn_batch_norm_destroy(layer);
+  syncbn_saved_destroy(saved);
+}
+
 static void bad_arguments(void) {
   step_memory m, untouched;
   fill(&m);
@@ -395,5 +425,6 @@ void test_errors(void) {
   a_refused_argument_reaches_the_other_rank();
   sizes_of_structs();
   refused_calls_of_a_layer();
+  group_gone_before_its_layer();
   bad_arguments();
 }

@@ -135,10 +135,10 @@ struct Arena {
                   {y, batch_mean, {}, running_mean, running_var, saved_batches}, attributes, group,
                   executor);
   }
-  void op() { op(*self_communicator()); }
+  void op() { op(self_communicator()); }
   void op_backward() {
     batch_norm_op_backward(dy, x, weight, statistics, attributes, dx, dweight, dbias,
-                           *self_communicator(), executor);
+                           self_communicator(), executor);
   }
   void finalize() {
     finalize_moments(info, message.data() + 4, mean.data(), var.data(), rstd.data(), kChannels,

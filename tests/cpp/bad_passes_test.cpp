@@ -195,7 +195,7 @@ const std::vector<Case> kGroupCases = {
     {"a gather to too little",
      [](A a) {
        const auto out = std::as_writable_bytes(std::span(a.message));
-       self_communicator()->all_gather(std::as_bytes(std::span(a.mean)), out.first(8));
+       self_communicator().all_gather(std::as_bytes(std::span(a.mean)), out.first(8));
      },
      {"out: got 8 bytes", "expected 24"}},
     {"a pool without threads", [](A) { ThreadPool(0); }, {"threads: got 0", "at least 1"}},

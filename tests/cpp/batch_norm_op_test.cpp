@@ -45,8 +45,8 @@ struct Variables {
         attributes, communicator, serial_executor());
   }
   BatchNormOpStatistics run(const Tensor& x, const BatchNormOpAttributes& attributes = {}) {
-    const auto self = self_communicator();
-    return run(x, attributes, *self);
+    Communicator& self = self_communicator();
+    return run(x, attributes, self);
   }
 
   Tensor mean;
@@ -68,7 +68,7 @@ Tensor samples(DType dtype, std::int64_t first, std::int64_t last, std::uint64_t
 }
 
 TEST(BatchNormOp, TrainingHasTheLayersBitsExact) {
-  const auto self = self_communicator();
+  Communicator& self = self_communicator();
   for (const DType dtype : kDtypes) {
     SCOPED_TRACE(name(dtype));
     const Tensor x = samples(dtype, 0, 9);
@@ -92,7 +92,7 @@ TEST(BatchNormOp, TrainingHasTheLayersBitsExact) {
     Tensor dscale(DType::kFloat64, {kChannels}), dbias(DType::kFloat64, {kChannels});
     Tensor dweight(DType::kFloat64, {kChannels}), dshift(DType::kFloat64, {kChannels});
     batch_norm_op_backward(dy.view(), x.view(), op.scale.view(), used, attributes, dx.view(),
-                           dscale.view(), dbias.view(), *self, serial_executor());
+                           dscale.view(), dbias.view(), self, serial_executor());
     layer.backward({.dy = dy.view(),
                     .x = x.view(),
                     .weight = op.scale.view(),
@@ -133,7 +133,7 @@ TEST(BatchNormOp, FirstBatchAssignsAndLaterOnesAverageExact) {
 }
 
 TEST(BatchNormOp, GlobalEstimatesNormalizeAndAreConstants) {
-  const auto self = self_communicator();
+  Communicator& self = self_communicator();
   for (const DType estimates : kDtypes) {
     const Tensor x = samples(DType::kFloat32, 0, 9);
     const Tensor dy = samples(DType::kFloat32, 0, 9, 2);
@@ -155,7 +155,7 @@ TEST(BatchNormOp, GlobalEstimatesNormalizeAndAreConstants) {
     // dx = scale * rstd * dy.
     Tensor dx(DType::kFloat32, {9, kChannels, 4});
     batch_norm_op_backward(dy.view(), x.view(), op.scale.view(), used, attributes, dx.view(), {},
-                           {}, *self, serial_executor());
+                           {}, self, serial_executor());
     for (std::int64_t i = 0; i < dx.numel(); ++i) {
       const std::int64_t c = i / 4 % kChannels;
       const auto w = static_cast<float>(op.scale.get(c) / std::sqrt(op.var.get(c) + 1e-6));
@@ -262,9 +262,9 @@ TEST(BatchNormOp, RefusedArguments) {
                                op.mean.view(), op.var.view(),        &op.batches};
     BatchNormOpAttributes attributes;
     spoil(inputs, outputs, attributes);
-    const auto self = self_communicator();
+    Communicator& self = self_communicator();
     std::string text = thrown_text<InvalidArgument>(
-        [&] { batch_norm_op(inputs, outputs, attributes, *self, serial_executor()); });
+        [&] { batch_norm_op(inputs, outputs, attributes, self, serial_executor()); });
     EXPECT_EQ(op.mean.values(), std::vector<double>(kChannels, 7));
     EXPECT_EQ(op.batches, 0);
     return text;

@@ -349,23 +349,23 @@ TEST_P(GroupKinds, WrongGatherSizeIsRefusedAndToldToTheOthers) {
 }
 
 TEST(SelfCommunicator, LeavesWordsAsTheyAreExact) {
-  const auto self = self_communicator();
-  EXPECT_EQ(self->rank(), 0);
-  EXPECT_EQ(self->size(), 1);
+  Communicator& self = self_communicator();
+  EXPECT_EQ(self.rank(), 0);
+  EXPECT_EQ(self.size(), 1);
   std::vector<std::int64_t> words = {1, -2, std::numeric_limits<std::int64_t>::min()};
   const auto before = words;
-  self->all_reduce_sum(words);
+  self.all_reduce_sum(words);
   EXPECT_EQ(words, before);
   std::vector<std::int64_t> all(3);
-  self->all_gather(bytes_of(words), std::as_writable_bytes(std::span(all)));
+  self.all_gather(bytes_of(words), std::as_writable_bytes(std::span(all)));
   EXPECT_EQ(all, before);
   std::vector<std::byte> short_out(1);
   const std::string text =
-      thrown_text<InvalidArgument>([&] { self->all_gather(bytes_of(words), short_out); });
+      thrown_text<InvalidArgument>([&] { self.all_gather(bytes_of(words), short_out); });
   EXPECT_TRUE(contains(text, "out"));
   EXPECT_TRUE(contains(text, "24"));
-  self->abandon("nobody listens");
-  self->all_reduce_sum(words);
+  self.abandon("nobody listens");
+  self.all_reduce_sum(words);
 }
 
 }  // namespace

@@ -124,9 +124,9 @@ TEST(Exceptions, OfACommunicatorExact) {
 }
 
 TEST(Exceptions, OfAnExecutorExact) {
-  const auto self = self_communicator();
+  Communicator& self = self_communicator();
   Failing twins(-1, false);
-  for (Communicator* group : {self.get(), static_cast<Communicator*>(&twins)}) {
+  for (Communicator* group : {&self, static_cast<Communicator*>(&twins)}) {
     for (const auto& [name, kind] : kStepKinds) {
       for (const bool late : {false, true}) {
         int loops = 0;

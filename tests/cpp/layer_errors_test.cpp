@@ -25,8 +25,8 @@ using testing::thrown_text;
 
 TEST(LayerErrors, NameTheLayerAndTheCall) {
   std::string name = "stem.bn1";
-  const auto self = self_communicator();
-  BatchNorm layer({.channels = 3, .name = name}, *self);
+  Communicator& self = self_communicator();
+  BatchNorm layer({.channels = 3, .name = name}, self);
   name = "gone";  // it was copied
   SmallStep step({2, 3, 4}), wide({2, 64}, DType::kBFloat16);
   Saved saved;

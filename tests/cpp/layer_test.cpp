@@ -4,13 +4,16 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <new>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "groups.hpp"
 #include "small_step.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
@@ -29,13 +32,23 @@ using testing::Tensor;
 using testing::text_of;
 using testing::thrown_text;
 
+template <class Function>
+bool thrown_by(const Function& function) {
+  try {
+    function();
+  } catch (const Error&) {
+    return true;
+  }
+  return false;
+}
+
 void expect_empty(const Saved& saved) {
   EXPECT_TRUE(saved.mean().empty() && saved.var().empty() && saved.rstd().empty());
   EXPECT_EQ(saved.count(), 0);
 }
 
 TEST(Saved, ServesOtherShapesAndLayersExact) {
-  const auto self = self_communicator();
+  Communicator& self = self_communicator();
   Saved kept;
   expect_empty(kept);
   for (const std::vector<std::int64_t>& sizes :
@@ -43,7 +56,7 @@ TEST(Saved, ServesOtherShapesAndLayersExact) {
     for (const bool residual : {false, true}) {
       const std::string name = "layer of " + std::to_string(sizes[1]);
       BatchNorm layer({.channels = sizes[1], .name = name, .activation = {ActivationKind::kRelu}},
-                      *self);
+                      self);
       SmallStep step(sizes), expected(sizes);
       Saved fresh;
       step.forward(layer, kept, residual);
@@ -64,8 +77,8 @@ TEST(Saved, ServesOtherShapesAndLayersExact) {
 
 TEST(Saved, OfAnotherLayerIsRefused) {
   SmallStep step({2, 3, 4});
-  const auto self = self_communicator();
-  BatchNorm one({.channels = 3, .name = "one"}, *self), two({.channels = 3, .name = "two"}, *self);
+  Communicator& self = self_communicator();
+  BatchNorm one({.channels = 3, .name = "one"}, self), two({.channels = 3, .name = "two"}, self);
   Saved saved;
   step.forward(one, saved);
   EXPECT_TRUE(
@@ -89,8 +102,8 @@ TEST(Saved, IsWithoutContentAfterAForwardThatFails) {
 
 TEST(Saved, AndLayersMoveExact) {
   SmallStep step({2, 3, 4}), expected({2, 3, 4});
-  const auto self = self_communicator();
-  BatchNorm first({.channels = 3, .name = "moved"}, *self), third({.channels = 5}, *self);
+  Communicator& self = self_communicator();
+  BatchNorm first({.channels = 3, .name = "moved"}, self), third({.channels = 5}, self);
   Saved one, three;
   expected.forward(first, one);
   expected.backward(first, one);
@@ -291,6 +304,47 @@ TEST(Layer, WithoutANameIsRefusedOnEveryRankOfSeveral) {
     EXPECT_TRUE(contains(text_of<InvalidArgument>(error), "options.name: got none"));
   }
   EXPECT_NO_THROW(BatchNorm({.channels = 3}, alone.rank(0)));
+}
+
+TEST(Layer, OfOneRankKeepsNoGroupAlive) {
+  BatchNorm layer({.channels = 3, .name = "layer"}, self_communicator());
+  SmallStep step({2, 3, 4});
+  Saved saved;
+  step.forward(layer, saved);
+  step.backward(layer, saved);
+  EXPECT_EQ(saved.count(), 8);
+}
+
+TEST(Layer, WhoseGroupIsGoneSaysSo) {
+  for (const auto kind : {testing::GroupKind::kThreads, testing::GroupKind::kSharedMemory}) {
+    for (const int ranks : {1, 2}) {
+      auto group = testing::make_group(kind, ranks);
+      const BatchNorm::Options options{.channels = 3, .name = "layer"};
+      BatchNorm layer(options, group->rank(0));
+      SmallStep step({2, 3, 4});
+      Saved saved;
+      if (ranks == 1) {
+        step.forward(layer, saved);
+      }
+      group.reset();
+      const std::function<void()> calls[] = {[&] { step.forward(layer, saved); },
+                                             [&] { step.backward(layer, saved); },
+                                             [&] { layer.abandon_forward("no data"); }};
+      for (const auto& call : calls) {
+        const auto error = error_of_call<InvalidArgument>(call);
+        EXPECT_TRUE(contains(error.what(), "communicator: got one that is gone, expected"));
+        EXPECT_EQ(error.layer(), "layer");
+      }
+      EXPECT_NO_THROW(layer.evaluate({.x = step.x.view(), .y = step.y.view()}));
+      EXPECT_NO_THROW(layer.check());
+      // Perhaps at the address of the one before; its layer's name is no matter.
+      group = testing::make_group(kind, ranks);
+      EXPECT_NO_THROW(BatchNorm(options, group->rank(0)));
+      std::optional<BatchNorm> next(std::in_place, options, group->rank(0));
+      { const BatchNorm ends = std::move(layer); }
+      EXPECT_EQ(ranks > 1, thrown_by([&] { BatchNorm(options, group->rank(0)); }));
+    }
+  }
 }
 
 /// Rank 1 never comes.

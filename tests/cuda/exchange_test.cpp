@@ -26,17 +26,17 @@ using Words = std::vector<std::int64_t>;
 
 TEST(CudaExchange, OneRankExact) {
   SYNCBN_NEEDS_DEVICE();
-  const auto self = cuda::self_communicator();
-  EXPECT_EQ(self->rank(), 0);
-  EXPECT_EQ(self->size(), 1);
+  cuda::Communicator& self = cuda::self_communicator();
+  EXPECT_EQ(self.rank(), 0);
+  EXPECT_EQ(self.size(), 1);
   const Words words = {1, -2, 3};
   const DeviceArray<std::int64_t> in(words), out(3, -1);
-  self->all_reduce_sum({in.data(), 3}, {out.data(), 3}, {});
+  self.all_reduce_sum({in.data(), 3}, {out.data(), 3}, {});
   EXPECT_EQ(out.values(), words);
-  self->all_reduce_sum({in.data(), 3}, {in.data(), 3}, {});
+  self.all_reduce_sum({in.data(), 3}, {in.data(), 3}, {});
   EXPECT_EQ(in.values(), words);
   EXPECT_TRUE(contains(thrown_text<InvalidArgument>(
-                           [&] { self->all_reduce_sum({in.data(), 3}, {out.data(), 2}, {}); }),
+                           [&] { self.all_reduce_sum({in.data(), 3}, {out.data(), 2}, {}); }),
                        "out: got 16 bytes, expected 24"));
 }
 

@@ -114,8 +114,8 @@ struct Step {
 TEST(Mpi, LayerHasTheBitsOfOneRankExact) {
   MpiCommunicator group(world());
   const Step step(group, Statistics::kReproducible);
-  const auto self = self_communicator();
-  const Step whole(*self, Statistics::kReproducible);
+  Communicator& self = self_communicator();
+  const Step whole(self, Statistics::kReproducible);
   const auto part = [&](const std::vector<float>& of) {
     return std::vector<float>(of.begin() + step.first * Step::kSample,
                               of.begin() + step.last * Step::kSample);
