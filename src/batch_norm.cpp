@@ -106,6 +106,14 @@ void LayerState::need_group() const {
   }
 }
 
+void LayerState::see_reset() noexcept {
+  const std::uint64_t now = cpu_link.beginnings();
+  if (now != beginnings_) {
+    beginnings_ = now;
+    calls = 0;
+  }
+}
+
 LayerState::~LayerState() {
   if (name_taken_for_ != nullptr) {
     Names::all().give_back(name_taken_for_, name);
@@ -198,6 +206,7 @@ BatchNorm::BatchNorm(const Options& options, std::size_t size, Communicator* com
     if (communicator != nullptr) {
       state_->on_cpu = communicator;
       state_->cpu_link = detail::GroupLink(*communicator);
+      state_->see_reset();
     } else if (cuda_communicator != nullptr) {
       state_->on_cuda = cuda_communicator;
       state_->cuda_link = detail::GroupLink(*cuda_communicator);
@@ -213,10 +222,10 @@ BatchNorm::BatchNorm(const Options& options, std::size_t size, Communicator* com
       if (!options.name.empty()) {
         error.set_layer(std::string(options.name), std::string(options.name));
       }
-      group.abandon(error.what());
+      group.refuse(error.what());
       throw;
     } catch (const std::exception& error) {
-      group.abandon(error.what());
+      group.refuse(error.what());
       throw;
     }
   };
@@ -236,6 +245,7 @@ BatchNorm::~BatchNorm() = default;
 
 void BatchNorm::sized_forward(const Forward& arguments, std::size_t size, Saved& saved,
                               const Execution& execution) {
+  state_->see_reset();
   const LayerCall call{*state_, state_->calls++, "forward", arguments.x};
   SavedState& kept = *saved.state_;
   kept.filled = false;
@@ -311,12 +321,13 @@ void BatchNorm::set_momentum(std::optional<double> momentum) {
 
 void BatchNorm::abandon_forward(const std::string& reason) {
   TensorView none;
+  state_->see_reset();
   in_call({*state_, state_->calls++, "forward", none}, [&] {
     state_->need_group();
     if (state_->on_cpu != nullptr) {
-      state_->on_cpu->abandon(reason);
+      state_->on_cpu->refuse(reason);
     } else {
-      state_->on_cuda->abandon(reason);
+      state_->on_cuda->refuse(reason);
     }
   });
 }
@@ -325,7 +336,10 @@ Communicator* BatchNorm::group() const noexcept {
   return state_->alone ? state_->on_cpu : state_->cpu_link.look();
 }
 
-std::uint64_t BatchNorm::calls() const { return state_->calls; }
+std::uint64_t BatchNorm::calls() const {
+  state_->see_reset();
+  return state_->calls;
+}
 
 void BatchNorm::check(const Execution& execution) {
   TensorView none;

@@ -30,12 +30,12 @@ auto with_communicator(Communicator& communicator, const Body& body) {
     return body(exchange);
   } catch (const std::exception& error) {
     if (!exchanged) {
-      communicator.abandon(error.what());
+      communicator.refuse(error.what());
     }
     throw;
   } catch (...) {  // an executor is the caller's
     if (!exchanged) {
-      communicator.abandon("an exception of an unknown type");
+      communicator.refuse("an exception of an unknown type");
     }
     throw;
   }

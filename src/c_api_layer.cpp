@@ -140,7 +140,7 @@ syncbn_status syncbn_batch_norm_create(const syncbn_batch_norm_options* options,
       made.reset(  // its layer follows, which tells the others itself
           new syncbn_batch_norm{std::string(given.name), group, BatchNorm(BatchNorm::Options())});
     } catch (const std::exception& error) {  // the others would wait for a layer that is not there
-      group->abandon(error.what());
+      group->refuse(error.what());
       throw;
     }
     made->of_cpp = BatchNorm(given, *group);
@@ -217,7 +217,7 @@ syncbn_status syncbn_batch_norm_backward(syncbn_batch_norm* layer,
       });
     } catch (const std::exception& error) {
       if (Communicator* const group = of.of_cpp.group()) {
-        group->abandon(error.what());
+        group->refuse(error.what());
       }
       throw;
     }

@@ -14,7 +14,7 @@ template <class Group>
 class GroupLink {
  public:
   GroupLink() = default;
-  explicit GroupLink(Group& group) : group_(&group), life_(group.life_.beginnings_) {}
+  explicit GroupLink(Group& group) : group_(&group), beginnings_(group.life_.beginnings_.get()), life_(group.life_.beginnings_) {}
 
   /// Null: gone, or none.
   Group* look() const { return life_.expired() ? nullptr : group_; }
@@ -25,11 +25,14 @@ class GroupLink {
     }
     return *group_;
   }
+  /// How often the group has begun again; 0 without one.
+  std::uint64_t beginnings() const { return life_.expired() ? 0 : *beginnings_; }
   /// The same for all links of one group and for those of no other, as long as there are any.
   const void* identity() const { return life_.lock().get(); }
 
  private:
   Group* group_ = nullptr;
+  const std::uint64_t* beginnings_ = nullptr;
   std::weak_ptr<std::uint64_t> life_;
 };
 

@@ -35,10 +35,13 @@ struct LayerState {
   /// Throws InvalidArgument if the group is gone.
   void need_group() const;
 
+  /// Forgets the calls before the group's last reset.
+  void see_reset() noexcept;
+
   std::string name;
   BatchNorm::Options options;
   std::uint64_t number = 0;  ///< from the name; of one without a name its own in this process
-  std::uint64_t calls = 0;   ///< forwards so far
+  std::uint64_t calls = 0;   ///< forwards so far, since the group's last reset
   // The group: one of the two, or, alone, that of one rank on either device.
   Communicator* on_cpu = nullptr;
   cuda::Communicator* on_cuda = nullptr;
@@ -53,6 +56,7 @@ struct LayerState {
   Block activation_mask;  ///< of a backward of an evaluation
 
  private:
+  std::uint64_t beginnings_ = 0;  ///< of the group, as far as this layer knows
   const void* name_taken_for_ = nullptr;
 };
 
@@ -122,13 +126,13 @@ void before_exchange(Group& communicator, const LayerCall& call, const Body& bod
   try {
     in_call(call, body);
   } catch (const Error& error) {
-    communicator.abandon(error.what());
+    communicator.refuse(error.what());
     throw;
   } catch (const std::exception& error) {
-    communicator.abandon(call.with_reason(error.what()));
+    communicator.refuse(call.with_reason(error.what()));
     throw;
   } catch (...) {  // an executor is the caller's
-    communicator.abandon(call.with_reason("an exception of an unknown type"));
+    communicator.refuse(call.with_reason("an exception of an unknown type"));
     throw;
   }
 }

@@ -118,9 +118,9 @@ class LayerSum final : public SumInParts {
   }
 
   /// After an error that the others do not see.
-  void abandon(const std::string& reason) {
+  void refuse(const std::string& reason) {
     if (!over_) {
-      communicator_.abandon(reason);
+      communicator_.refuse(reason);
     }
   }
 

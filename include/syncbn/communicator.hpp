@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -43,6 +44,7 @@ class SYNCBN_API GroupLife {
   GroupLife();
   GroupLife(const GroupLife&) : GroupLife() {}
   GroupLife& operator=(const GroupLife&) { return *this; }
+  void begin_again() noexcept { ++*beginnings_; }
 
  private:
   template <class Group>
@@ -73,9 +75,19 @@ class SYNCBN_API Communicator {
   /// all_reduce_sum.
   virtual void all_gather(std::span<const std::byte> in, std::span<std::byte> out) = 0;
 
-  /// Tells the other ranks that this one cannot take part any more (its call failed); those that
-  /// wait now or come later get PeerLost with this rank's number and the reason.
+  /// Tells the other ranks that this one cannot take part any more; those that wait now or come
+  /// later get PeerLost with this rank's number and the reason.
   virtual void abandon(const std::string& reason) = 0;
+
+  /// Tells them that it does not take part in the exchange that comes next, because its call was
+  /// refused: there they get PeerLost with the reason, and then the group goes on. Waits for nobody,
+  /// but for those who have not come yet to the one that it refused before. Where a group has no
+  /// such word, this rank abandons it.
+  virtual void refuse(const std::string& reason);
+
+ protected:
+  /// After a reset: layers count their calls from 0.
+  void begin_again() noexcept;
 
  private:
   friend class detail::GroupLink<Communicator>;
@@ -98,14 +110,23 @@ class SYNCBN_API ThreadGroup {
   ThreadGroup(const ThreadGroup&) = delete;
   ThreadGroup& operator=(const ThreadGroup&) = delete;
 
-  int size() const;
+  int size() const noexcept;
 
   /// Rank `rank`'s end, to be used by one thread; valid while the group lives.
   Communicator& rank(int rank);
+
+  /// Makes a broken group a new one, with the same ends; their layers begin at call 0. While no
+  /// thread is in a call of the group.
+  void reset();
 
  private:
   struct State;
   std::unique_ptr<State> state_;
 };
+
+/// Runs body(end) for every rank's end of the group, each on a thread of its own, and waits for
+/// all. A rank whose body throws abandons the group, so that none waits for it. Throws what was
+/// thrown first.
+SYNCBN_API void run(ThreadGroup& group, const std::function<void(Communicator& end)>& body);
 
 }  // namespace syncbn

@@ -35,6 +35,9 @@ class SYNCBN_API Communicator {
   /// Tells the other ranks that this one cannot take part any more (its call failed).
   virtual void abandon(const std::string& reason) = 0;
 
+  /// As syncbn::Communicator::refuse.
+  virtual void refuse(const std::string& reason) { abandon(reason); }
+
  private:
   friend class syncbn::detail::GroupLink<Communicator>;
   syncbn::detail::GroupLife life_;

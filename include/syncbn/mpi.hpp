@@ -26,8 +26,9 @@ struct MpiHandle {
 /// Before each exchange every rank tells rank 0 what it brings, and rank 0 answers; only when all
 /// are there with the same call does MPI's collective begin. So lengths may differ (DivergenceError
 /// on every rank; the group can be used further), a rank may leave, and a rank that does not come
-/// has a name. After ExchangeTimeout and PeerLost the group is broken for good: later calls throw
-/// PeerLost. A failed call of MPI throws Error with its text and breaks the group.
+/// has a name. A rank that refuses an argument is a PeerLost on the others, after which the group
+/// can be used further. After ExchangeTimeout and any other PeerLost it is broken until reset: later
+/// calls throw PeerLost. A failed call of MPI throws Error with its text and breaks the group.
 ///
 /// MPI must be initialized, with MPI_THREAD_SERIALIZED if calls come from another thread than the
 /// one that initialized it, and MPI_THREAD_MULTIPLE if other threads use MPI meanwhile; exchanges
@@ -50,7 +51,7 @@ class SYNCBN_API MpiCommunicator final : public Communicator {
 #endif
 
   /// Of all ranks and before MPI_Finalize (MPI_Comm_free). The duplicate of a broken group is left
-  /// to MPI.
+  /// to MPI. While an exception ends the scope it abandons the group and waits for nobody.
   ~MpiCommunicator() override;
 
   int rank() const override;
@@ -58,6 +59,12 @@ class SYNCBN_API MpiCommunicator final : public Communicator {
   void all_reduce_sum(std::span<std::int64_t> words) override;
   void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
   void abandon(const std::string& reason) override;
+  void refuse(const std::string& reason) override;
+
+  /// Makes a broken group a new one, from the communicator that it was made of, which is still
+  /// there. All its ranks call this; MPI waits for them without a limit. The layers of the group
+  /// begin at call 0.
+  void reset();
 
  private:
   struct State;

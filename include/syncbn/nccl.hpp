@@ -47,7 +47,8 @@ class SYNCBN_API NcclCommunicator final : public Communicator {
   NcclCommunicator(const NcclUniqueId& id, int rank, int size,
                    std::chrono::milliseconds timeout = kDefaultTimeout);
 
-  /// Of a group made here: waits for enqueued exchanges, at most `timeout`.
+  /// Of a group made here: waits for enqueued exchanges, at most `timeout`. While an exception ends
+  /// the scope it abandons the group instead.
   ~NcclCommunicator() override;
 
   int rank() const override;

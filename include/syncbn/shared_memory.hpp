@@ -41,9 +41,9 @@ class SYNCBN_API SharedMemoryOffer {
 /// One rank's end of a group whose ranks are processes (or threads) of one node and exchange
 /// through memory that they share.
 ///
-/// After DivergenceError the group can be used further. After ExchangeTimeout and PeerLost it is
-/// broken for good: every later call on every rank throws PeerLost at once. A process that dies is
-/// noticed within about 50 ms. Whether an exchange succeeds is the same for all surviving ranks. In
+/// After DivergenceError, and after PeerLost because a rank refused an argument, the group can be
+/// used further. After ExchangeTimeout and any other PeerLost it is broken until reset: every later
+/// call on every rank throws PeerLost at once. A process that dies is noticed within about 50 ms. Whether an exchange succeeds is the same for all surviving ranks. In
 /// a child that the rank's process forks, calls throw Error.
 class SYNCBN_API SharedMemoryGroup final : public Communicator {
  public:
@@ -82,8 +82,13 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
   void all_reduce_sum(std::span<std::int64_t> words) override;
   void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
   void abandon(const std::string& reason) override;
+  void refuse(const std::string& reason) override;
 
   SumInParts* parts() override;
+
+  /// Makes a broken group a new one, as create does: every rank that it is to have calls this. The
+  /// layers of the group begin at call 0. Error, and the group stays broken, where create has none.
+  void reset(const Gather& gather);
 
   /// The timeout of this rank from now on, also in an exchange that is under way.
   void set_timeout(std::chrono::milliseconds timeout);

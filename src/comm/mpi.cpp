@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
 #include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "comm/mpi_messages.hpp"
@@ -56,18 +58,24 @@ void require_running() {
 }  // namespace
 
 struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
+  MPI_Comm given = MPI_COMM_NULL;
   MPI_Comm comm = MPI_COMM_NULL;
   milliseconds timeout = kDefaultTimeout;
   int rank = 0;
   int size = 0;
   Clock::time_point decided = Clock::now();  ///< when rank 0 last let the ranks go
   std::optional<std::string> broken;         ///< why there are no further exchanges
+  bool refused = false;  ///< the last exchange, whose other half is still to come
+  std::vector<std::pair<int, Arrival>> early;  ///< at rank 0, of ranks that are one exchange ahead
+  const int exceptions = std::uncaught_exceptions();
 
   // Memory that MPI may still read or write when an exchange has failed, and then stays allocated.
   Arrival arrival{};
   Arrival farewell{};
+  Arrival refusal{};
   Verdict verdict{};
   Verdict question{};  ///< kAsk
+  Verdict no{};        ///< of a rank 0 that refuses
   std::vector<MPI_Request> sent;
   std::vector<std::uint64_t> words;
   std::vector<std::byte> mine;
@@ -87,8 +95,14 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
                             "did, or MPI_THREAD_SERIALIZED");
     }
     try {
+      settle();
       body();
     } catch (const DivergenceError&) {
+      throw;
+    } catch (const PeerLost&) {  // one that refused comes again, and otherwise it is broken
+      throw;
+    } catch (const InvalidArgument& error) {
+      refuse(error.what());
       throw;
     } catch (const std::exception& error) {
       leave(error.what());
@@ -150,15 +164,24 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
     arrivals.assign(static_cast<std::size_t>(size), Arrival{});  // kMissing
     arrivals[0] = arrival;
     int missing = size - 1;
+    for (const auto& [from, other] : std::exchange(early, {})) {
+      arrivals[static_cast<std::size_t>(from)] = other;
+      --missing;
+    }
     const auto start = Clock::now();
     while (missing > 0) {
       Arrival other;
       if (const auto from = receive(MPI_ANY_SOURCE, kArrivalTag, other); from.has_value()) {
+        Arrival& its = arrivals[static_cast<std::size_t>(*from)];
         if (other.kind == Kind::kLeft) {
           answer(Answer::kLost, left_text(*from, other.reason.data()), {*from});
           return false;
         }
-        arrivals[static_cast<std::size_t>(*from)] = other;
+        if (its.kind != Kind::kMissing) {
+          early.emplace_back(*from, other);
+          continue;
+        }
+        its = other;
         --missing;
       } else if (Clock::now() - start > timeout) {
         std::vector<int> late;
@@ -176,6 +199,24 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
     return true;
   }
 
+  /// Rank 0: whether ranks that came refuse the exchange, which all then learn.
+  bool answer_refusals(const std::vector<Arrival>& arrivals) {
+    std::string text;
+    std::vector<int> ranks;
+    for (int r = 1; r < size; ++r) {
+      const Arrival& other = arrivals[static_cast<std::size_t>(r)];
+      if (other.kind == Kind::kRefused) {
+        ranks.push_back(r);
+        text += (text.empty() ? "" : "; ") + left_text(r, other.reason.data());
+      }
+    }
+    if (!ranks.empty()) {
+      decided = Clock::now();
+      answer(Answer::kRefused, text, ranks);
+    }
+    return !ranks.empty();
+  }
+
   /// Rank 0: waits for all ranks, and answers all of them.
   void decide() {
     const bool late = Clock::now() - decided > timeout;
@@ -183,10 +224,13 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
     if (!collect(arrivals)) {
       return;
     }
+    if (answer_refusals(arrivals)) {
+      return;
+    }
     if (late) {  // they may have come and gone: those that wait come again
       question.answer = Answer::kAsk;
       tell(question);
-      if (!collect(arrivals)) {
+      if (!collect(arrivals) || answer_refusals(arrivals)) {
         return;
       }
     }
@@ -211,15 +255,14 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
   }
 
   /// The other ranks: rank 0 that comes within `timeout` has answered after twice that.
-  void await_answer() {
-    send(&arrival, sizeof(arrival), 0, kArrivalTag);
+  void await_answer(const Arrival& mine) {
     auto start = Clock::now();
     for (;;) {
       if (receive(0, kVerdictTag, verdict).has_value()) {
         if (verdict.answer != Answer::kAsk) {
           return;
         }
-        send(&arrival, sizeof(arrival), 0, kArrivalTag);
+        send(&mine, sizeof(mine), 0, kArrivalTag);
         start = Clock::now();
       } else if (Clock::now() - start > 2 * timeout) {
         const std::string text = missing_text({0}, timeout);
@@ -238,8 +281,14 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
     if (rank == 0) {
       decide();
     } else {
-      await_answer();
+      send(&arrival, sizeof(arrival), 0, kArrivalTag);
+      await_answer(arrival);
     }
+    heed();
+  }
+
+  /// What rank 0 answered.
+  void heed() {
     const std::string text = verdict.text.data();
     switch (verdict.answer) {
       case Answer::kAsk:  // answered already
@@ -248,6 +297,9 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
       case Answer::kDivergence:
         forget_sent();
         throw DivergenceError(text, verdict.about.list());
+      case Answer::kRefused:
+        forget_sent();
+        throw PeerLost(who() + text, verdict.about.list());
       case Answer::kTimeout:
         broken = text;
         throw ExchangeTimeout(who() + text, verdict.about.list());
@@ -255,6 +307,46 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
         broken = text;
         throw PeerLost(who() + text, verdict.about.list());
     }
+  }
+
+  /// Tells the others, as rank 0 or through it, that this rank is not in the exchange to come.
+  void refuse(const std::string& reason) {
+    if (broken.has_value() || !right_thread()) {
+      return;
+    }
+    try {
+      settle();
+      if (rank == 0) {
+        decided = Clock::now();
+        no.answer = Answer::kRefused;
+        no.about = RankSet::of({0});
+        copy_text(no.text, left_text(0, reason));
+        tell(no);
+      } else {
+        refusal.kind = Kind::kRefused;
+        copy_text(refusal.reason, reason);
+        send(&refusal, sizeof(refusal), 0, kArrivalTag);
+      }
+      refused = true;
+    } catch (const Error& error) {
+      leave(error.what());
+    }
+  }
+
+  /// The other half of an exchange that this rank refused.
+  void settle() {
+    if (!std::exchange(refused, false)) {
+      return;
+    }
+    if (rank > 0) {
+      await_answer(refusal);
+    } else if (std::vector<Arrival> arrivals; collect(arrivals)) {
+      return forget_sent();
+    }
+    if (verdict.answer == Answer::kTimeout || verdict.answer == Answer::kLost) {
+      heed();
+    }
+    forget_sent();
   }
 
   /// Tells the others, as rank 0 or through it, and does not wait for them.
@@ -271,7 +363,10 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
         answer(Answer::kLost, *broken, {0});
       } else {
         farewell.kind = Kind::kLeft;
-        copy_text(farewell.reason, reason);
+        farewell.reason = refusal.reason;  // of one that nobody may have heard of yet
+        if (!refused) {
+          copy_text(farewell.reason, reason);
+        }
         send(&farewell, sizeof(farewell), 0, kArrivalTag);
       }
     } catch (const Error& error) {  // of MPI; the others come to their time limit
@@ -328,6 +423,7 @@ MpiCommunicator::MpiCommunicator(MpiHandle communicator, milliseconds timeout)
                           " ranks, expected 1 to " + std::to_string(kMaxRanks));
   }
   state_->timeout = timeout;
+  state_->given = given;
   SYNCBN_MPI_CHECK("", MPI_Comm_dup(given, &state_->comm));
   SYNCBN_MPI_CHECK("", MPI_Comm_set_errhandler(state_->comm, MPI_ERRORS_RETURN));
 }
@@ -337,6 +433,9 @@ MpiCommunicator::~MpiCommunicator() {
   MPI_Finalized(&finalized);
   if (finalized != 0) {
     return;
+  }
+  if (std::uncaught_exceptions() > state_->exceptions) {
+    state_->leave("an exception ended the scope of its end of the group");
   }
   if (state_->broken.has_value()) {
     [[maybe_unused]] const State* kept = state_.release();  // MPI may still use its memory
@@ -384,5 +483,13 @@ void MpiCommunicator::all_gather(std::span<const std::byte> in, std::span<std::b
 }
 
 void MpiCommunicator::abandon(const std::string& reason) { state_->leave(reason); }
+void MpiCommunicator::refuse(const std::string& reason) { state_->refuse(reason); }
+
+void MpiCommunicator::reset() {
+  state_->leave("it makes the group anew");
+  MpiCommunicator fresh(MpiHandle{MPI_Comm_c2f(state_->given)}, state_->timeout);
+  state_.swap(fresh.state_);
+  begin_again();
+}
 
 }  // namespace syncbn

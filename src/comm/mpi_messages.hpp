@@ -13,8 +13,8 @@
 // What the ranks of a group over MPI and its rank 0 tell each other around an exchange.
 namespace syncbn {
 
-enum class Kind : std::int64_t { kMissing, kSum, kGather, kLeft };
-enum class Answer : std::int64_t { kAsk, kGo, kDivergence, kTimeout, kLost };
+enum class Kind : std::int64_t { kMissing, kSum, kGather, kRefused, kLeft };
+enum class Answer : std::int64_t { kAsk, kGo, kDivergence, kRefused, kTimeout, kLost };
 
 /// What a rank tells rank 0 before an exchange, or when it leaves. Small enough that MPI sends it
 /// without waiting for the receiver.

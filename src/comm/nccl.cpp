@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <optional>
 
 #include "comm/pause.hpp"
@@ -66,6 +67,7 @@ struct __attribute__((visibility("hidden"))) NcclCommunicator::State {
   int rank = 0;
   int size = 0;
   std::optional<std::string> left;  ///< why this rank has left the group
+  const int exceptions = std::uncaught_exceptions();
 
   std::string who() const { return rank_of(rank, static_cast<std::size_t>(size)); }
 
@@ -163,6 +165,9 @@ NcclCommunicator::NcclCommunicator(const NcclUniqueId& id, int rank, int size,
 }
 
 NcclCommunicator::~NcclCommunicator() {
+  if (std::uncaught_exceptions() > state_->exceptions) {  // the others wait for this rank
+    state_->leave("an exception ended the scope of its end of the group");
+  }
   if (!state_->owned || state_->handle == nullptr) {
     return;
   }

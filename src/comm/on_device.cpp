@@ -74,6 +74,11 @@ class StagedCommunicator final : public Communicator {
       host->abandon(reason);
     }
   }
+  void refuse(const std::string& reason) override {
+    if (auto* const host = host_.look()) {
+      host->refuse(reason);
+    }
+  }
 
  private:
   /// The other ranks would wait for one that fails here.
@@ -82,7 +87,7 @@ class StagedCommunicator final : public Communicator {
     try {
       body();
     } catch (const std::exception& error) {
-      abandon(error.what());
+      refuse(error.what());
       throw;
     }
   }

@@ -121,6 +121,11 @@ void SharedBarrier::arrive() {
   try_meet();
 }
 
+void SharedBarrier::begin_waits_again() {
+  arrived_at_ = Clock::now();
+  waited_ = waited_before_ = milliseconds(0);
+}
+
 /// Not only for the last rank that comes: it could die between arriving and saying so.
 void SharedBarrier::try_meet() {
   for (std::size_t r = 0; r < size_; ++r) {

@@ -19,7 +19,7 @@ namespace syncbn {
 /// What a rank brings to one barrier; longer messages go in pieces. The L2 cache holds a few.
 inline constexpr std::size_t kPieceBytes = std::size_t{128} << 10;
 
-enum class ExchangeKind : std::uint64_t { kSum, kGather };
+enum class ExchangeKind : std::uint64_t { kSum, kGather, kRefused };
 
 /// What a rank tells the others. A rank writes its own only.
 struct alignas(64) RankArea {
@@ -66,6 +66,7 @@ class SharedBarrier {
   }
 
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+  std::chrono::milliseconds timeout() const { return timeout_; }
 
   /// Throws PeerLost if the group is broken, Error in a forked child.
   void check_usable() const;
@@ -73,6 +74,8 @@ class SharedBarrier {
   void check_process() const;
   /// From here on waits share one time limit.
   void begin_waits() { waited_ = std::chrono::milliseconds(0); }
+  /// The same, at a barrier that this rank has come to before.
+  void begin_waits_again();
   /// How long this rank has waited since, but for waits that ended at once.
   std::chrono::milliseconds waited() const { return waited_; }
   /// Comes to the next barrier.

@@ -153,5 +153,16 @@ void SharedMemoryGroup::set_timeout(milliseconds timeout) {
 }
 
 void SharedMemoryGroup::abandon(const std::string& reason) { state_->abandon(reason); }
+void SharedMemoryGroup::refuse(const std::string& reason) { state_->refuse(reason); }
+
+void SharedMemoryGroup::reset(const Gather& gather) {
+  state_->abandon("it makes the group anew");
+  Opened opened = create(rank(), size(), gather, state_->barrier().timeout());
+  if (opened.group == nullptr) {
+    throw Error(opened.why);
+  }
+  state_.swap(opened.group->state_);
+  begin_again();
+}
 
 }  // namespace syncbn

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "comm/rank_texts.hpp"
 #include "syncbn/error.hpp"
@@ -14,6 +15,8 @@ constexpr std::size_t kWord = sizeof(std::uint64_t);
 /// From this length on, three and more ranks sum a stripe each and then copy the stripes of the
 /// others, which costs one barrier more; below, every rank sums everything.
 constexpr std::size_t kStripedBytes = std::size_t{32} << 10;
+/// Of the text by which a rank refuses an exchange.
+constexpr std::size_t kReasonBytes = 512;
 /// A wait without end: the barrier has a limit of its own.
 constexpr std::chrono::milliseconds kLong = std::chrono::hours(1);
 
@@ -50,9 +53,13 @@ void SlotExchange::begin(ExchangeKind kind, const void* in, void* out, std::size
   out_ = static_cast<std::byte*>(out);
   bytes_ = bytes;
   published_ = brought_ = stripes_ = 0;
-  arrived_ = false;
   under_way_ = true;
-  barrier_.begin_waits();
+  if (refused_) {
+    barrier_.begin_waits_again();
+  } else {
+    arrived_ = false;
+    barrier_.begin_waits();
+  }
 }
 
 void SlotExchange::publish(std::size_t words) {
@@ -117,7 +124,7 @@ void SlotExchange::all_gather(std::span<const std::byte> in, std::span<std::byte
   const std::size_t expected = in.size() * barrier_.size();
   if (out.size() != expected) {
     const std::string reason = gather_size_text(out.size(), expected);
-    abandon(reason);
+    refuse(reason);
     throw InvalidArgument(reason);
   }
   begin(ExchangeKind::kGather, in.data(), out.data(), in.size());
@@ -125,8 +132,40 @@ void SlotExchange::all_gather(std::span<const std::byte> in, std::span<std::byte
 }
 
 void SlotExchange::abandon(const std::string& reason) {
-  barrier_.abandon(reason);
+  bool unheard = false;  // some have not come to the exchange that this rank refused
+  try {
+    unheard = refused_ && !barrier_.met();
+  } catch (const Error&) {  // the group is broken already
+  }
+  barrier_.abandon(unheard ? refusal_of(barrier_.rank()) : reason);
   under_way_ = false;
+}
+
+void SlotExchange::refuse(const std::string& reason) {
+  if (under_way_) {
+    return abandon(reason);
+  }
+  try {
+    barrier_.check_usable();
+    if (refused_) {
+      barrier_.begin_waits_again();
+      while (!barrier_.wait(kLong)) {
+      }
+    }
+    const std::uint64_t next = barrier_.number() + 1;
+    const std::size_t length = std::min(reason.size(), kReasonBytes);
+    copy_bytes(barrier_.slot(barrier_.rank(), next), reason.data(), length);
+    barrier_.area(barrier_.rank()).message[next % 2] = {length, 0, ExchangeKind::kRefused};
+    arrived_ = refused_ = true;
+    barrier_.arrive();
+  } catch (const Error&) {  // the group is broken, as the others know
+  }
+}
+
+std::string SlotExchange::refusal_of(std::size_t rank) const {
+  const auto& message = barrier_.area(rank).message[barrier_.number() % 2];
+  const auto* text = reinterpret_cast<const char*>(barrier_.slot(rank, barrier_.number()));
+  return {text, strnlen(text, std::min<std::size_t>(message.bytes, kReasonBytes))};
 }
 
 std::uint64_t* SlotExchange::words(std::size_t rank) const {
@@ -153,6 +192,9 @@ void SlotExchange::come() {
 /// After a barrier: reads the others' slots.
 void SlotExchange::advance() {
   arrived_ = false;
+  if (std::exchange(refused_, false)) {
+    return;
+  }
   const std::size_t length = common_end() - brought_;
   if (stripes_ > 0) {
     collect_stripes();
@@ -176,7 +218,7 @@ std::size_t SlotExchange::common_end() {
   for (std::size_t r = 0; r < barrier_.size(); ++r) {
     const auto& other = barrier_.area(r).message[barrier_.number() % 2];
     if (other.bytes != bytes_ || other.kind != kind_) {
-      throw_divergence(r);
+      throw_mismatch(r);
     }
     end = std::min<std::size_t>(end, other.end);
   }
@@ -188,11 +230,21 @@ std::size_t SlotExchange::common_end() {
   return end;
 }
 
-void SlotExchange::throw_divergence(std::size_t other) const {
+void SlotExchange::throw_mismatch(std::size_t other) const {
   const auto brought = [&](std::size_t rank) -> const auto& {
     return barrier_.area(rank).message[barrier_.number() % 2];
   };
   std::vector<int> odd;
+  std::string refusals;
+  for (std::size_t r = 0; r < barrier_.size(); ++r) {
+    if (brought(r).kind == ExchangeKind::kRefused) {
+      odd.push_back(static_cast<int>(r));
+      refusals += (refusals.empty() ? "" : "; ") + left_text(odd.back(), refusal_of(r));
+    }
+  }
+  if (!odd.empty()) {
+    throw PeerLost(rank_of(static_cast<int>(barrier_.rank()), barrier_.size()) + refusals, odd);
+  }
   for (std::size_t r = 1; r < barrier_.size(); ++r) {
     if (brought(r).bytes != brought(0).bytes || brought(r).kind != brought(0).kind) {
       odd.push_back(static_cast<int>(r));

@@ -28,9 +28,12 @@ class SlotExchange : public SumInParts {
   bool wait(std::size_t words, milliseconds slice) override;
 
   void all_reduce_sum(std::span<std::int64_t> words);
-  /// out.size() == size * in.size(); otherwise the group is abandoned, and InvalidArgument.
+  /// out.size() == size * in.size(); otherwise the exchange is refused, and InvalidArgument.
   void all_gather(std::span<const std::byte> in, std::span<std::byte> out);
   void abandon(const std::string& reason);
+  /// Comes to the next barrier with the reason in place of a message, and does not wait there: that
+  /// is made up for by the next exchange. In the middle of an exchange this is abandon.
+  void refuse(const std::string& reason);
 
   SharedBarrier& barrier() { return barrier_; }
   const SharedBarrier& barrier() const { return barrier_; }
@@ -48,12 +51,14 @@ class SlotExchange : public SumInParts {
   void copy_pieces(std::size_t length) const;
   std::uint64_t* words(std::size_t rank) const;
   std::uint64_t* stripe(std::size_t rank, std::uint64_t number) const;
-  [[noreturn]] void throw_divergence(std::size_t other) const;
+  [[noreturn]] void throw_mismatch(std::size_t other) const;
+  std::string refusal_of(std::size_t rank) const;
 
   SharedBarrier barrier_;
   // The exchange under way. Bytes are counted from the message's first.
   bool under_way_ = false;
   bool arrived_ = false;  ///< at a barrier that it has not seen met
+  bool refused_ = false;  ///< and has no message there
   ExchangeKind kind_ = ExchangeKind::kSum;
   const std::byte* in_ = nullptr;
   std::byte* out_ = nullptr;

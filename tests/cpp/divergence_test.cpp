@@ -288,12 +288,12 @@ TEST(Refusal, AFailureBeforeTheExchangeToo) {
   }
 }
 
-TEST(Refusal, LaterCallsOfTheGroupFailAtOnce) {
+TEST(Refusal, OfOptionsLeavesTheGroupUsable) {
   ThreadGroup group(2, kTimeout);
-  run_two(group, forward_step(), 1, [](Step& s) { s.options.eps = -1; });
-  const auto errors = run_two(group, forward_step(), 1, [](Step&) {});
+  const auto errors = run_two(group, forward_step(), 1, [](Step& s) { s.options.eps = -1; });
   text_of<PeerLost>(errors[0]);
-  text_of<PeerLost>(errors[1]);
+  text_of<InvalidArgument>(errors[1]);
+  expect_usable(group);
 }
 
 TEST(Refusal, MoreElementsThanTheLimitOverAllRanksIsAnErrorOnEveryRank) {

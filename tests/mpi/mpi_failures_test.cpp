@@ -2,9 +2,12 @@
 // What goes wrong in a group over MPI is an error on every rank. In these places
 // torch.nn.SyncBatchNorm has no MPI of its own: with PyTorch's MPI backend a rank that differs or
 // does not come hangs the others, without a time limit.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <stdexcept>
 #include <thread>
+#include <vector>
 
 #include "mpi_test.hpp"
 #include "syncbn/batch_norm.hpp"
@@ -58,20 +61,75 @@ TEST(Mpi, OtherLayersAreAnErrorOnEveryRank) {
   expect_usable(group);
 }
 
-TEST(Mpi, ARefusedArgumentReachesEveryRank) {
+TEST(Mpi, ARefusedArgumentReachesEveryRankAndTheGroupGoesOn) {
+  MpiCommunicator group(world());
+  for (const std::vector<int>& refusing :
+       std::vector<std::vector<int>>{{0}, {1}, {1}, {0}, {0, 1}, {1}}) {
+    const bool refuses = std::count(refusing.begin(), refusing.end(), group.rank()) > 0;
+    for (int twice = 0; twice < 2; ++twice) {
+      if (refuses) {
+        thrown<InvalidArgument>([&] { forward(group, "stem", false); });
+      } else {
+        const std::string text = thrown<PeerLost>([&] { forward(group, "stem", true); });
+        EXPECT_TRUE(contains(
+            text, "rank " + std::to_string(refusing[0]) +
+                      " left the group: stem, call 0, forward, 1 channels, float32: y: got"))
+            << text;
+      }
+    }
+    expect_usable(group);
+  }
+}
+
+TEST(Mpi, ARefusalIsNotHiddenByAnAbandon) {
   for (const int refusing : {0, 1}) {
     MpiCommunicator group(world());
     if (group.rank() == refusing) {
-      thrown<InvalidArgument>([&] { forward(group, "stem", false); });
+      group.refuse("its argument");
+      group.abandon("it ends");
     } else {
       const std::string text = thrown<PeerLost>([&] { forward(group, "stem", true); });
-      EXPECT_TRUE(
-          contains(text, "rank " + std::to_string(refusing) +
-                             " left the group: stem, call 0, forward, 1 channels, float32: y: got"))
-          << text;
+      EXPECT_TRUE(contains(text, "left the group: its argument")) << text;
     }
-    expect_broken(group, "rank " + std::to_string(refusing) + " left the group");
+    expect_broken(group, "left the group");
   }
+}
+
+TEST(Mpi, ARankThatUnwindsTellsTheOthers) {
+  for (const int unwinding : {0, 1}) {
+    int rank = 0;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    try {
+      MpiCommunicator group(world());
+      if (rank == unwinding) {
+        throw std::runtime_error("no data");
+      }
+      const std::string text = thrown<PeerLost>([&] { forward(group, "stem", true); });
+      EXPECT_TRUE(contains(text, "an exception ended the scope of its end of the group")) << text;
+    } catch (const std::runtime_error& error) {
+      EXPECT_STREQ(error.what(), "no data");
+    }
+    MPI_Barrier(MPI_COMM_WORLD);
+  }
+}
+
+TEST(Mpi, ResetMakesABrokenGroupANewOne) {
+  MpiCommunicator group(world());
+  BatchNorm layer({.channels = 1, .name = "kept"}, group);
+  Saved saved;
+  const float x[] = {1, 2};
+  float y[] = {0, 0};
+  const BatchNorm::Forward arguments{.x = {x, {2, 1}}, .y = {y, {2, 1}}};
+  for (const int leaving : {0, 1}) {
+    layer.forward(arguments, saved);
+    EXPECT_EQ(layer.calls(), 1U);
+    if (group.rank() == leaving) {
+      group.abandon("enough");
+    }
+    thrown<PeerLost>([&] { layer.forward(arguments, saved); });
+    group.reset();
+  }
+  expect_usable(group);
 }
 
 TEST(Mpi, ARankThatComesLateIsNamedOnEveryRank) {
@@ -132,7 +190,7 @@ TEST(Mpi, BadArguments) {
   const std::string text =
       thrown<InvalidArgument>([&] { group.all_gather(std::vector<std::byte>(3), small); });
   EXPECT_TRUE(contains(text, "out: got 1 bytes, expected")) << text;
-  expect_broken(group, "left the group: out: got 1 bytes");
+  expect_usable(group);
 }
 
 /// In a run of its own (mpi.dead): mpiexec must be told to leave the other ranks alone, and no rank
