@@ -118,7 +118,7 @@ inline Device device_of(const char* name, std::int32_t device) {
 
 inline Extents sizes_of(const char* name, std::int32_t ndim, const std::int64_t* sizes) {
   if (ndim < 0 || ndim > kMaxDims) {
-    refuse(name, std::to_string(ndim) + " axes", "0 to 64");
+    refuse(name, std::to_string(ndim) + " axes", "0 to 12");
   }
   require_array((std::string(name) + ".sizes").c_str(), sizes, ndim);
   return Extents(sizes, sizes + ndim);

@@ -37,7 +37,7 @@ void check_array(const char* name, const void* array, std::int64_t entries);
 /// Somewhere to write to: no two entries in one place (stride 0).
 void check_output(const char* name, const MutableTensorView& tensor);
 
-/// A tensor of samples: 2 to 64 axes, strides for each, a known dtype, data unless it is empty, at
+/// A tensor of samples: 2 to 12 axes, strides for each, a known dtype, data unless it is empty, at
 /// most kMaxChannels channels and kMaxCount elements per channel.
 void check_samples(const char* name, const TensorView& tensor);
 

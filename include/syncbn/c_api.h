@@ -68,7 +68,7 @@ typedef struct syncbn_tensor {
   void* data;             /* element (0, ..., 0) */
   int32_t dtype;          /* enum syncbn_dtype */
   int32_t device;         /* enum syncbn_device */
-  int32_t ndim;           /* x, y and gradients: 2 or more axes (N, C, spatial...); weight: 1 */
+  int32_t ndim;           /* x, y and gradients: 2 to 12 axes (N, C, spatial...); weight: 1 */
   const int64_t* sizes;   /* ndim sizes */
   const int64_t* strides; /* ndim strides in elements, or NULL: row-major */
 } syncbn_tensor;

@@ -44,7 +44,7 @@ constexpr std::size_t size_of(DType dtype) {
                         ", expected less than " + std::to_string(kDtypeCount));
 }
 
-inline constexpr int kMaxDims = 64;  ///< axes of a tensor
+inline constexpr int kMaxDims = 12;  ///< axes of a tensor
 
 /// The sizes or the strides of a tensor, in place: nothing is allocated. Of more than kMaxDims axes
 /// it keeps the first ones and how many there are, so that the function that gets them can name the

@@ -337,6 +337,8 @@ static void bad_arguments(void) {
   EXPECT_REFUSED(forward(WITH(v.x.device = -1), saved, &options, self), "x: got -1");
   EXPECT_REFUSED(forward(WITH(v.x.ndim = -1), saved, &options, self), "x: got -1 axes");
   EXPECT_REFUSED(forward(WITH(v.x.ndim = 1000), saved, &options, self), "x: got 1000 axes");
+  EXPECT_REFUSED(forward(WITH(v.x.ndim = 13), saved, &options, self),
+                 "x: got 13 axes, expected 0 to 12");
   EXPECT_REFUSED(forward(WITH(v.x.ndim = 1), saved, &options, self), "x: got 1 axes");
   EXPECT_REFUSED(forward(WITH(v.x.sizes = NULL), saved, &options, self), "x.sizes: got NULL");
   EXPECT_REFUSED(forward(WITH(v.x.data = NULL), saved, &options, self), "x: got a null pointer");

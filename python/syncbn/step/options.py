@@ -26,8 +26,8 @@ STATISTICS: tuple[Statistics, ...] = get_args(Statistics)
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 #: Of the core: that of the words of a message.
 _MOST_CHANNELS = 2**31
-#: Of the core, and of PyTorch's own operators.
-_MOST_AXES = 64
+#: Of the core.
+_MOST_AXES = 12
 _LARGEST = torch.finfo(torch.float32).max
 
 

@@ -228,7 +228,7 @@ def test_refused_input_is_an_error_on_every_rank_and_the_group_serves_on(errors)
         "bn, call 2, forward: input: got an undefined tensor, expected a defined one",
         "bn, call 3, forward: input: got a tensor without strides, expected one with strides",
         f"{at(call=4, channels=2)}: x: got 2 channels, expected those of the layer, 3",
-        "bn, call 5, forward: x: got 1 axes, shape (12), expected 2 to 64 axes (N, C, spatial...)",
+        "bn, call 5, forward: x: got 1 axes, shape (12), expected 2 to 12 axes (N, C, spatial...)",
         f"{at(call=6)}: momentum: got 2, expected a number in [0, 1]",
     ]
     assert lines(errors, "refused", 1) == [*(f"InvalidArgument: {t}" for t in refused), "ok", "1"]
