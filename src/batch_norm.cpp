@@ -176,18 +176,25 @@ Saved::~Saved() = default;
 
 namespace {
 
-std::span<const double> entries(const SavedState& saved, const double* values) {
-  return saved.filled ? std::span(values, static_cast<std::size_t>(saved.channels))
-                      : std::span<const double>();
+std::span<const double> entries(const SavedState* saved, double* SavedState::* values) noexcept {
+  return saved != nullptr && saved->filled
+             ? std::span<const double>(saved->*values, static_cast<std::size_t>(saved->channels))
+             : std::span<const double>();
 }
 
 }  // namespace
 
-std::span<const double> Saved::mean() const { return entries(*state_, state_->mean); }
-std::span<const double> Saved::var() const { return entries(*state_, state_->var); }
-std::span<const double> Saved::rstd() const { return entries(*state_, state_->rstd); }
+std::span<const double> Saved::mean() const noexcept {
+  return entries(state_.get(), &SavedState::mean);
+}
+std::span<const double> Saved::var() const noexcept {
+  return entries(state_.get(), &SavedState::var);
+}
+std::span<const double> Saved::rstd() const noexcept {
+  return entries(state_.get(), &SavedState::rstd);
+}
 std::int64_t Saved::count() const {
-  if (!state_->filled) {
+  if (state_ == nullptr || !state_->filled) {
     return 0;
   }
   return state_->device == Device::kCpu
@@ -243,27 +250,56 @@ BatchNorm::BatchNorm(BatchNorm&&) noexcept = default;
 BatchNorm& BatchNorm::operator=(BatchNorm&&) noexcept = default;
 BatchNorm::~BatchNorm() = default;
 
+LayerState& BatchNorm::state() const {
+  if (state_ == nullptr) {
+    throw InvalidArgument("layer: got one that was moved from, expected another");
+  }
+  return *state_;
+}
+
+namespace {
+
+/// The others learn of a Saved that was moved from.
+SavedState& content_of(const LayerCall& call, SavedState* saved) {
+  const auto check = [&] {
+    if (saved == nullptr) {
+      throw InvalidArgument("saved: got one that was moved from, expected another");
+    }
+  };
+  if (call.layer.on_cpu != nullptr) {
+    before_exchange(*call.layer.on_cpu, call, check);
+  } else {
+    before_exchange(*call.layer.on_cuda, call, check);
+  }
+  return *saved;
+}
+
+}  // namespace
+
 void BatchNorm::sized_forward(const Forward& arguments, std::size_t size, Saved& saved,
                               const Execution& execution) {
-  state_->see_reset();
-  const LayerCall call{*state_, state_->calls++, "forward", arguments.x};
-  SavedState& kept = *saved.state_;
-  kept.filled = false;
+  LayerState& layer = state();
+  layer.see_reset();
+  const LayerCall call{layer, layer.calls++, "forward", arguments.x};
+  if (saved.state_ != nullptr) {
+    saved.state_->filled = false;
+  }
   in_call(call, [&] {
     check_size("arguments", size, sizeof(arguments));
-    state_->need_group();
-    if (state_->alone && !state_->name.empty()) {
+    layer.need_group();
+    if (layer.alone && !layer.name.empty()) {
       throw InvalidArgument(
           "communicator: got none, expected the group of the layer's ranks, or "
           "self_communicator() for one rank alone");
     }
-    if (on_cuda(*state_, arguments.x)) {
-      need_cuda(*state_);
-      cuda::forward(*state_, call, arguments, kept, execution);
+    SavedState& kept = content_of(call, saved.state_.get());
+    if (on_cuda(layer, arguments.x)) {
+      need_cuda(layer);
+      cuda::forward(layer, call, arguments, kept, execution);
     } else {
       forward_on_cpu(call, arguments, kept, execution);
     }
-    kept.layer = state_->number;
+    kept.layer = layer.number;
     kept.call = *call.number;
     kept.keep(arguments);
   });
@@ -271,14 +307,16 @@ void BatchNorm::sized_forward(const Forward& arguments, std::size_t size, Saved&
 
 void BatchNorm::sized_backward(const Backward& arguments, std::size_t size, const Saved& saved,
                                const Execution& execution) {
-  const SavedState& kept = *saved.state_;
-  const LayerCall call{*state_, kept.call, "backward", arguments.x};
+  LayerState& layer = state();
+  const LayerCall call{layer, saved.state_ == nullptr ? 0 : saved.state_->call, "backward",
+                       arguments.x};
   in_call(call, [&] {
     check_size("arguments", size, sizeof(arguments));
-    state_->need_group();
-    if (on_cuda(*state_, arguments.x)) {
-      need_cuda(*state_);
-      cuda::backward(*state_, call, arguments, kept, execution);
+    layer.need_group();
+    const SavedState& kept = content_of(call, saved.state_.get());
+    if (on_cuda(layer, arguments.x)) {
+      need_cuda(layer);
+      cuda::backward(layer, call, arguments, kept, execution);
     } else {
       backward_on_cpu(call, arguments, kept, execution);
     }
@@ -290,24 +328,26 @@ void BatchNorm::sized_backward(const Backward& arguments, std::size_t size, cons
 
 void BatchNorm::sized_evaluate(const Evaluate& arguments, std::size_t size,
                                const Execution& execution) {
-  in_call({*state_, std::nullopt, "evaluation", arguments.x}, [&] {
+  LayerState& layer = state();
+  in_call({layer, std::nullopt, "evaluation", arguments.x}, [&] {
     check_size("arguments", size, sizeof(arguments));
     if (arguments.x.device == Device::kCuda) {
-      cuda::evaluate(*state_, arguments, execution);
+      cuda::evaluate(layer, arguments, execution);
     } else {
-      evaluate_on_cpu(state_->options, arguments, execution);
+      evaluate_on_cpu(layer.options, arguments, execution);
     }
   });
 }
 
 void BatchNorm::sized_evaluate_backward(const EvaluateBackward& arguments, std::size_t size,
                                         const Execution& execution) {
-  in_call({*state_, std::nullopt, "backward of an evaluation", arguments.x}, [&] {
+  LayerState& layer = state();
+  in_call({layer, std::nullopt, "backward of an evaluation", arguments.x}, [&] {
     check_size("arguments", size, sizeof(arguments));
     if (arguments.x.device == Device::kCuda) {
-      cuda::evaluate_backward(*state_, arguments, execution);
+      cuda::evaluate_backward(layer, arguments, execution);
     } else {
-      evaluate_backward_on_cpu(state_->options, arguments, execution);
+      evaluate_backward_on_cpu(layer.options, arguments, execution);
     }
   });
 }
@@ -316,35 +356,42 @@ void BatchNorm::set_momentum(std::optional<double> momentum) {
   if (momentum.has_value()) {
     check_momentum(*momentum);
   }
-  state_->options.momentum = momentum;
+  state().options.momentum = momentum;
 }
 
 void BatchNorm::abandon_forward(const std::string& reason) {
   TensorView none;
-  state_->see_reset();
-  in_call({*state_, state_->calls++, "forward", none}, [&] {
-    state_->need_group();
-    if (state_->on_cpu != nullptr) {
-      state_->on_cpu->refuse(reason);
+  LayerState& layer = state();
+  layer.see_reset();
+  in_call({layer, layer.calls++, "forward", none}, [&] {
+    layer.need_group();
+    if (layer.on_cpu != nullptr) {
+      layer.on_cpu->refuse(reason);
     } else {
-      state_->on_cuda->refuse(reason);
+      layer.on_cuda->refuse(reason);
     }
   });
 }
 
-Communicator* BatchNorm::group() const noexcept {
-  return state_->alone ? state_->on_cpu : state_->cpu_link.look();
+const std::string& BatchNorm::name() const { return state().name; }
+std::int64_t BatchNorm::channels() const { return state().options.channels; }
+const BatchNorm::Options& BatchNorm::options() const { return state().options; }
+Communicator* BatchNorm::group() const {
+  const LayerState& layer = state();
+  return layer.alone ? layer.on_cpu : layer.cpu_link.look();
 }
 
 std::uint64_t BatchNorm::calls() const {
-  state_->see_reset();
-  return state_->calls;
+  LayerState& layer = state();
+  layer.see_reset();
+  return layer.calls;
 }
 
 void BatchNorm::check(const Execution& execution) {
   TensorView none;
-  in_call({*state_, state_->calls - 1, "forward", none},
-          [&] { cuda::check_last_call(*state_, execution); });
+  LayerState& layer = state();
+  in_call({layer, layer.calls - 1, "forward", none},
+          [&] { cuda::check_last_call(layer, execution); });
 }
 
 }  // namespace syncbn

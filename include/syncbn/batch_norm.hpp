@@ -50,8 +50,9 @@ struct Allocator {
 
 /// What a training forward hands to its backward, and by what the backward is held to that forward.
 /// The caller holds one for each forward whose backward is to come, and uses it again for later
-/// forwards: from the second one of a shape on it allocates nothing. A forward that throws leaves it without content. One that was moved from may
-/// only be assigned to or destroyed, as a BatchNorm.
+/// forwards: from the second one of a shape on it allocates nothing. A forward that throws leaves it
+/// without content. One that was moved from has none, and a forward refuses it until another is
+/// assigned to it.
 class SYNCBN_API Saved {
  public:
   Saved() : Saved(Allocator()) {}
@@ -62,9 +63,9 @@ class SYNCBN_API Saved {
 
   /// Statistics of the whole batch, C entries each, the same bits on every rank; in memory of x's
   /// device. Empty before the first forward.
-  std::span<const double> mean() const;
-  std::span<const double> var() const;  ///< biased
-  std::span<const double> rstd() const;
+  [[nodiscard]] std::span<const double> mean() const noexcept;
+  [[nodiscard]] std::span<const double> var() const noexcept;  ///< biased
+  [[nodiscard]] std::span<const double> rstd() const noexcept;
 
   /// Elements per channel over all ranks; 0 before the first forward. On CUDA this waits for the
   /// forward's stream, and throws DivergenceError if the ranks did not make the same call.
@@ -183,6 +184,7 @@ class SYNCBN_API BatchNorm {
   BatchNorm(const Options& options, cuda::Communicator& communicator,
             const Allocator& allocator = {})
       : BatchNorm(options, sizeof(options), nullptr, &communicator, allocator) {}
+  /// All calls of one that was moved from throw InvalidArgument.
   BatchNorm(BatchNorm&& other) noexcept;
   BatchNorm& operator=(BatchNorm&& other) noexcept;
   ~BatchNorm();
@@ -215,11 +217,16 @@ class SYNCBN_API BatchNorm {
   /// and tells the other ranks.
   void abandon_forward(const std::string& reason);
 
+  [[nodiscard]] const std::string& name() const;
+  [[nodiscard]] std::int64_t channels() const;
+  /// As they are now; their name is good while the layer lives.
+  [[nodiscard]] const Options& options() const;
   /// The group of a layer for the CPU; null where it is gone, and for a layer on CUDA.
-  Communicator* group() const noexcept;
+  [[nodiscard]] Communicator* group() const;
 
-  /// How many training forwards were called, those that failed included.
-  std::uint64_t calls() const;
+  /// How many training forwards were called, those that failed included, since the group's last
+  /// reset.
+  [[nodiscard]] std::uint64_t calls() const;
 
   /// On CUDA waits for the stream, and throws DivergenceError if the ranks' last forwards did not
   /// match, Error if CUDA reports a failure. Does nothing on the CPU, where calls throw themselves.
@@ -236,6 +243,8 @@ class SYNCBN_API BatchNorm {
   void sized_evaluate(const Evaluate& arguments, std::size_t size, const Execution& execution);
   void sized_evaluate_backward(const EvaluateBackward& arguments, std::size_t size,
                                const Execution& execution);
+
+  LayerState& state() const;
 
   std::unique_ptr<LayerState> state_;
 };

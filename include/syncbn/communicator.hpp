@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 
+#include "syncbn/error.hpp"
 #include "syncbn/export.hpp"
 
 namespace syncbn {
@@ -60,8 +61,8 @@ class SYNCBN_API Communicator {
  public:
   virtual ~Communicator();
 
-  virtual int rank() const = 0;
-  virtual int size() const = 0;
+  [[nodiscard]] virtual int rank() const = 0;
+  [[nodiscard]] virtual int size() const = 0;
 
   /// words[i] becomes the sum over ranks of words[i], modulo 2^64; afterwards words is the same on
   /// every rank. Throws on every rank: DivergenceError when lengths differ, ExchangeTimeout when a
@@ -69,7 +70,7 @@ class SYNCBN_API Communicator {
   virtual void all_reduce_sum(std::span<std::int64_t> words) = 0;
 
   /// all_reduce_sum in parts, or null where words travel only at once.
-  virtual SumInParts* parts() { return nullptr; }
+  [[nodiscard]] virtual SumInParts* parts() { return nullptr; }
 
   /// Concatenates every rank's bytes in rank order; out.size() == size() * in.size(). Errors as for
   /// all_reduce_sum.
@@ -95,7 +96,7 @@ class SYNCBN_API Communicator {
 };
 
 /// The group of one rank: an exchange does nothing. There is one for all, which is always there.
-SYNCBN_API Communicator& self_communicator();
+[[nodiscard]] SYNCBN_API Communicator& self_communicator();
 
 /// A group whose ranks are threads of this process.
 class SYNCBN_API ThreadGroup {
@@ -110,7 +111,7 @@ class SYNCBN_API ThreadGroup {
   ThreadGroup(const ThreadGroup&) = delete;
   ThreadGroup& operator=(const ThreadGroup&) = delete;
 
-  int size() const noexcept;
+  [[nodiscard]] int size() const noexcept;
 
   /// Rank `rank`'s end, to be used by one thread; valid while the group lives.
   Communicator& rank(int rank);

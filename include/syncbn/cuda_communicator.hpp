@@ -20,8 +20,8 @@ class SYNCBN_API Communicator {
  public:
   virtual ~Communicator();
 
-  virtual int rank() const = 0;
-  virtual int size() const = 0;
+  [[nodiscard]] virtual int rank() const = 0;
+  [[nodiscard]] virtual int size() const = 0;
 
   /// out[i] becomes the sum over ranks of in[i], modulo 2^64. out.size() == in.size(), the same on
   /// every rank; in and out are the same memory or apart.

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#if __cplusplus <= 201703L
+#error "syncbn's C++ headers need C++20 (-std=c++20); syncbn/c_api.h does not"
+#endif
+
 #include <memory>
 #include <stdexcept>
 #include <string>

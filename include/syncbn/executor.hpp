@@ -5,6 +5,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "syncbn/error.hpp"
 #include "syncbn/export.hpp"
 
 namespace syncbn {
@@ -40,11 +41,11 @@ class SYNCBN_API Executor {
                             const Body& body) = 0;
 
   /// How many threads parallel_for uses at most, the caller's included.
-  virtual int concurrency() const = 0;
+  [[nodiscard]] virtual int concurrency() const = 0;
 };
 
 /// Runs everything on the calling thread.
-SYNCBN_API Executor& serial_executor();
+[[nodiscard]] SYNCBN_API Executor& serial_executor();
 
 /// A small pool. One parallel_for at a time; a second caller waits. In a child that its process
 /// forks, everything runs on the calling thread.

@@ -29,7 +29,7 @@ class SYNCBN_API SharedMemoryOffer {
   SharedMemoryOffer& operator=(SharedMemoryOffer&&) = delete;
 
   /// To be gathered from all ranks, by any means: pipes, a key-value store, MPI.
-  std::span<const std::byte, kBytes> bytes() const { return bytes_; }
+  [[nodiscard]] std::span<const std::byte, kBytes> bytes() const noexcept { return bytes_; }
 
  private:
   friend class SharedMemoryGroup;
@@ -59,7 +59,7 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
   /// whether each rank could use them. On every rank a group that may be used at once, or on every
   /// rank the reason why there is none. rank, size, timeout: as for SharedMemoryOffer and open.
   /// What `gather` throws comes out of here.
-  static Opened create(int rank, int size, const Gather& gather,
+  [[nodiscard]] static Opened create(int rank, int size, const Gather& gather,
                        std::chrono::milliseconds timeout = kDefaultTimeout);
 
   /// Opens the memory that the offers describe: for callers who gather in steps of their own.
@@ -71,7 +71,7 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
   /// Ranks that do not see each other's memory (other nodes or containers) are not an error: the
   /// result then says why. The group may be used once all ranks have opened it, so the caller
   /// gathers each rank's success first.
-  static Opened open(SharedMemoryOffer offer, std::span<const std::byte> offers,
+  [[nodiscard]] static Opened open(SharedMemoryOffer offer, std::span<const std::byte> offers,
                      std::chrono::milliseconds timeout = kDefaultTimeout);
 
   /// Ranks that wait now or come later get PeerLost.

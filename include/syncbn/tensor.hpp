@@ -11,7 +11,6 @@
 #include <optional>
 #include <ranges>
 #include <span>
-#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -27,10 +26,13 @@ inline constexpr int kDtypeCount = 4;  ///< how many there are
 enum class Device : std::uint8_t { kCpu, kCuda };
 
 /// "float16", "bfloat16", "float32" or "float64"; throws InvalidArgument for another number.
-SYNCBN_API const char* name(DType dtype);
+[[nodiscard]] SYNCBN_API const char* name(DType dtype);
+
+/// Throws InvalidArgument about a number that is no DType's.
+[[noreturn]] SYNCBN_API void refuse_dtype(DType dtype);
 
 /// Bytes per element; throws InvalidArgument for another number.
-constexpr std::size_t size_of(DType dtype) {
+[[nodiscard]] constexpr std::size_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat16:
     case DType::kBFloat16:
@@ -40,8 +42,7 @@ constexpr std::size_t size_of(DType dtype) {
     case DType::kFloat64:
       return 8;
   }
-  throw InvalidArgument("dtype: got number " + std::to_string(static_cast<int>(dtype)) +
-                        ", expected less than " + std::to_string(kDtypeCount));
+  refuse_dtype(dtype);
 }
 
 inline constexpr int kMaxDims = 12;  ///< axes of a tensor
@@ -74,35 +75,66 @@ class Extents {
   }
 
   /// The number of axes.
-  std::size_t size() const { return size_; }
-  bool empty() const { return size_ == 0; }
-  std::int64_t& operator[](std::size_t axis) { return values_[axis]; }
-  std::int64_t operator[](std::size_t axis) const { return values_[axis]; }
-  std::int64_t* begin() { return values_.data(); }
-  const std::int64_t* begin() const { return values_.data(); }
-  std::int64_t* end() { return begin() + kept(); }
-  const std::int64_t* end() const { return begin() + kept(); }
-  void push_back(std::int64_t value) {
+  [[nodiscard]] std::size_t size() const noexcept { return size_; }
+  [[nodiscard]] bool empty() const noexcept { return size_ == 0; }
+  std::int64_t& operator[](std::size_t axis) noexcept { return values_[axis]; }
+  std::int64_t operator[](std::size_t axis) const noexcept { return values_[axis]; }
+  [[nodiscard]] std::int64_t* begin() noexcept { return values_.data(); }
+  [[nodiscard]] const std::int64_t* begin() const noexcept { return values_.data(); }
+  [[nodiscard]] std::int64_t* end() noexcept { return begin() + kept(); }
+  [[nodiscard]] const std::int64_t* end() const noexcept { return begin() + kept(); }
+  void push_back(std::int64_t value) noexcept {
     if (size_ < values_.size()) {
       values_[size_] = value;
     }
     ++size_;
   }
-  bool operator==(const Extents& other) const {
+  bool operator==(const Extents& other) const noexcept {
     return size_ == other.size_ && std::equal(begin(), end(), other.begin());
   }
 
  private:
-  std::size_t kept() const { return std::min(size_, values_.size()); }
+  std::size_t kept() const noexcept { return std::min(size_, values_.size()); }
   std::size_t size_ = 0;
   std::array<std::int64_t, kMaxDims> values_;
 };
 
-/// C++ types of elements, and their dtype.
+namespace detail {
 template <class T>
-concept Element = std::same_as<T, float> || std::same_as<T, double>;
+struct DtypeOf {};
+template <>
+struct DtypeOf<float> {
+  static constexpr DType kValue = DType::kFloat32;
+};
+template <>
+struct DtypeOf<double> {
+  static constexpr DType kValue = DType::kFloat64;
+};
+// Where the compiler has them; std::float16_t and std::bfloat16_t are these types.
+#if defined(__FLT16_MANT_DIG__) && \
+    (defined(__clang__) || __GNUC__ >= 13 || (__GNUC__ == 12 && defined(__x86_64__)))
+#define SYNCBN_HAS_FLOAT16 1
+template <>
+struct DtypeOf<_Float16> {
+  static constexpr DType kValue = DType::kFloat16;
+};
+#endif
+#if defined(__BFLT16_MANT_DIG__) || defined(__ARM_BF16_FORMAT_ALTERNATIVE) || \
+    (defined(__clang__) && __clang_major__ >= 15 && defined(__SSE2__))
+#define SYNCBN_HAS_BFLOAT16 1
+template <>
+struct DtypeOf<__bf16> {
+  static constexpr DType kValue = DType::kBFloat16;
+};
+#endif
+}  // namespace detail
+
+/// C++ types of elements: float, double and, where the compiler has them, _Float16 and __bf16, which
+/// C++23 calls std::float16_t and std::bfloat16_t.
+template <class T>
+concept Element = requires { detail::DtypeOf<T>::kValue; };
 template <Element T>
-inline constexpr DType kDtypeOf = std::same_as<T, float> ? DType::kFloat32 : DType::kFloat64;
+inline constexpr DType kDtypeOf = detail::DtypeOf<T>::kValue;
 
 /// std::mdspan of such elements with strides, or a class with its interface.
 template <class T>
@@ -175,9 +207,9 @@ struct BasicTensorView {
     return view;
   }
 
-  bool absent() const { return data == nullptr && sizes.empty(); }
+  [[nodiscard]] bool absent() const noexcept { return data == nullptr && sizes.empty(); }
 
-  std::int64_t numel() const {
+  [[nodiscard]] std::int64_t numel() const noexcept {
     std::int64_t n = 1;
     for (const std::int64_t s : sizes) {
       n *= s;
@@ -197,7 +229,7 @@ struct MaskView {
   Extents sizes;
   Device device = Device::kCpu;
 
-  bool absent() const { return data == nullptr && sizes.empty(); }
+  [[nodiscard]] bool absent() const noexcept { return data == nullptr && sizes.empty(); }
 };
 
 }  // namespace syncbn

@@ -48,9 +48,6 @@ struct ElementTraits<double> {
   static constexpr bool kVectorized = false;
 };
 
-/// Throws InvalidArgument. Not inline: files that are compiled for one instruction set call it.
-[[noreturn]] void refuse_dtype(DType dtype);
-
 /// Calls function with a value of the dtype's element type: what every choice by dtype goes
 /// through.
 SYNCBN_CALLS_ANY

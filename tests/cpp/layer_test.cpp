@@ -122,6 +122,78 @@ TEST(Saved, AndLayersMoveExact) {
                "moved, call 2, forward"));
 }
 
+TEST(Layer, SaysWhatItIs) {
+  ThreadGroup group(2);
+  std::string name = "stem.bn1";
+  BatchNorm layer({.channels = 3, .name = name, .eps = 0.5}, group.rank(1)), alone({.channels = 7});
+  name = "gone";
+  layer.set_momentum(0.25);
+  EXPECT_EQ(layer.name(), "stem.bn1");
+  EXPECT_EQ(layer.channels(), 3);
+  EXPECT_EQ(layer.options().name, "stem.bn1");
+  EXPECT_EQ(layer.options().eps, 0.5);
+  EXPECT_EQ(layer.options().momentum, 0.25);
+  EXPECT_EQ(layer.group(), &group.rank(1));
+  EXPECT_EQ(alone.name(), "");
+  EXPECT_EQ(alone.group(), &self_communicator());
+}
+
+TEST(Layer, ThatWasMovedFromSaysSo) {
+  SmallStep step({2, 3, 4});
+  BatchNorm layer({.channels = 3});
+  Saved saved;
+  const BatchNorm moved = std::move(layer);
+  const std::function<void()> calls[] = {
+      [&] { step.forward(layer, saved); },
+      [&] { step.backward(layer, saved); },
+      [&] { layer.evaluate({.x = step.x.view(), .y = step.y.view()}); },
+      [&] { layer.evaluate_backward({.dy = step.x.view(), .x = step.x.view()}); },
+      [&] { layer.set_momentum(0.5); },
+      [&] { layer.abandon_forward("no data"); },
+      [&] { layer.check(); },
+      [&] { EXPECT_EQ(layer.calls(), 0U); },
+      [&] { EXPECT_EQ(layer.name(), ""); },
+      [&] { EXPECT_EQ(layer.channels(), 3); },
+      [&] { EXPECT_EQ(layer.options().eps, 1e-5); },
+      [&] { EXPECT_EQ(layer.group(), nullptr); }};
+  for (const auto& call : calls) {
+    EXPECT_EQ(thrown_text<InvalidArgument>(call),
+              "layer: got one that was moved from, expected another");
+  }
+  layer = BatchNorm({.channels = 3});
+  EXPECT_NO_THROW(step.forward(layer, saved));
+}
+
+TEST(Saved, ThatWasMovedFromIsRefusedOnEveryRank) {
+  ThreadGroup group(2, std::chrono::seconds(20));
+  for (const auto& error : run_ranks(2, [&](int r) {
+         BatchNorm layer({.channels = 3, .name = "layer"}, group.rank(r));
+         SmallStep step({2, 3, 4});
+         Saved saved;
+         step.forward(layer, saved);
+         Saved other;
+         if (r == 1) {
+           other = std::move(saved);
+           expect_empty(saved);
+         }
+         for (const auto& call : {std::function<void()>([&] { step.backward(layer, saved); }),
+                                  {[&] { step.forward(layer, saved); }}}) {
+           if (r == 1) {
+             EXPECT_TRUE(contains(thrown_text<InvalidArgument>(call),
+                                  "saved: got one that was moved from, expected another"));
+           } else {
+             EXPECT_TRUE(contains(thrown_text<PeerLost>(call), "saved: got one that was moved"));
+           }
+         }
+         saved = Saved();
+         step.forward(layer, saved);
+         step.backward(layer, saved);
+         EXPECT_EQ(saved.count(), 16);
+       })) {
+    EXPECT_EQ(error, nullptr);
+  }
+}
+
 /// Memory that knows what is out.
 struct Ledger {
   Allocator memory() {

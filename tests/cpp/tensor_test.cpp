@@ -5,8 +5,10 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "support.hpp"
@@ -17,6 +19,7 @@ namespace syncbn {
 namespace {
 
 using testing::contains;
+using testing::Tensor;
 using testing::thrown_text;
 
 std::vector<std::int64_t> values_of(const Extents& extents) {
@@ -79,6 +82,33 @@ TEST(TensorView, IsMadeOfASpan) {
   EXPECT_EQ(
       thrown_text<InvalidArgument>([&] { activation_mask_bytes({std::span(constants), {2, 2}}); }),
       "x: got 2 elements, expected those of shape (2, 2)");
+}
+
+/// Elements of a 16-bit type are those of the DType of its name.
+template <class T>
+void expect_made_of(DType dtype) {
+  std::vector<T> x(6), y(6);
+  const T expected[6] = {-1, 1, 1, -1, -1, 1};
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    x[i] = static_cast<T>(i < 2 ? -2.0F : 2.0F) * expected[i];
+  }
+  EXPECT_EQ(MutableTensorView(y, {3, 2}).dtype, dtype);
+  EXPECT_EQ(TensorView(std::as_const(x), {3, 2}).elements, 6);
+  EXPECT_EQ(sizeof(T), size_of(dtype));
+  const Tensor same(dtype, {3, 2}, {2, -2, 2, -2, -2, 2});
+  EXPECT_EQ(std::memcmp(x.data(), same.view().data, 12), 0);
+}
+
+TEST(TensorView, IsMadeOf16BitTypes) {
+#ifdef SYNCBN_HAS_FLOAT16
+  expect_made_of<_Float16>(DType::kFloat16);
+#endif
+#ifdef SYNCBN_HAS_BFLOAT16
+  expect_made_of<__bf16>(DType::kBFloat16);
+#endif
+#if defined(__x86_64__) && !defined(SYNCBN_HAS_FLOAT16) && __GNUC__ >= 12 && !defined(__clang__)
+  FAIL() << "GCC has _Float16 here";
+#endif
 }
 
 /// The part of std::mdspan's interface that views need.
