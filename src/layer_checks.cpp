@@ -76,10 +76,11 @@ void check_same_x(const SavedState& saved, const TensorView& x) {
     throw InvalidArgument(std::string("x: got ") + name(x.dtype) +
                           ", expected the dtype of the forward, " + name(saved.x.dtype));
   }
+  if (x.data != saved.x.data && x.data == saved.y) {
+    throw InvalidArgument("x: got the forward's y, expected its x");
+  }
   if (x.data != saved.x.data) {
-    throw InvalidArgument(x.data == saved.y
-                              ? "x: got the forward's y, expected its x"
-                              : "x: got other memory than the forward did, expected the same x");
+    throw InvalidArgument("x: got other memory than the forward did, expected the same x");
   }
   for (std::size_t axis = 0; axis < x.sizes.size(); ++axis) {
     if (x.sizes[axis] > 1 && x.strides[axis] != saved.x.strides[axis]) {
@@ -94,10 +95,11 @@ void check_same_x(const SavedState& saved, const TensorView& x) {
 
 template <class View>
 void check_as_in_forward(const char* name, const View& view, bool in_forward) {
-  if (view.absent() == in_forward) {
-    throw InvalidArgument(std::string(name) +
-                          (in_forward ? ": got none, expected that of the forward"
-                                      : ": got one, expected none, as in the forward"));
+  if (in_forward && view.absent()) {
+    throw InvalidArgument(std::string(name) + ": got none, expected that of the forward");
+  }
+  if (!in_forward && !view.absent()) {
+    throw InvalidArgument(std::string(name) + ": got one, expected none, as in the forward");
   }
 }
 
