@@ -164,7 +164,8 @@ std::uint64_t layer_identity(std::uint64_t layer, const Activation& activation,
     state = mix(state, option_bits(activation.negative_slope));
   }
   state = mix(state, static_cast<std::uint64_t>(statistics));
-  return mix(state, std::uint64_t{residual} | std::uint64_t{weight} << 1 | std::uint64_t{bias} << 2);
+  return mix(state,
+             std::uint64_t{residual} | std::uint64_t{weight} << 1 | std::uint64_t{bias} << 2);
 }
 
 std::uint32_t AgreedCall::fingerprint() const {

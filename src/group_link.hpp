@@ -14,14 +14,18 @@ template <class Group>
 class GroupLink {
  public:
   GroupLink() = default;
-  explicit GroupLink(Group& group) : group_(&group), beginnings_(group.life_.beginnings_.get()), life_(group.life_.beginnings_) {}
+  explicit GroupLink(Group& group)
+      : group_(&group),
+        beginnings_(group.life_.beginnings_.get()),
+        life_(group.life_.beginnings_) {}
 
   /// Null: gone, or none.
   Group* look() const { return life_.expired() ? nullptr : group_; }
   Group& get() const {
     if (life_.expired()) {
-      throw InvalidArgument("communicator: got one that is gone, expected the group to outlive what "
-                            "was made with it");
+      throw InvalidArgument(
+          "communicator: got one that is gone, expected the group to outlive what was made with "
+          "it");
     }
     return *group_;
   }

@@ -79,9 +79,9 @@ struct SavedState {
   double* rstd = nullptr;
   std::int64_t* info = nullptr;  ///< CUDA: cuda::kInfoWords words
   std::uint8_t* activation_mask = nullptr;
-  std::int64_t count = 0;                 ///< CPU
-  std::uint32_t fingerprint = 0;          ///< CPU
-  std::uint64_t layer = 0;  ///< its number
+  std::int64_t count = 0;         ///< CPU
+  std::uint32_t fingerprint = 0;  ///< CPU
+  std::uint64_t layer = 0;        ///< its number
   std::uint64_t call = 0;
   TensorView x;
   const void* y = nullptr;

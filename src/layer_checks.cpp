@@ -168,8 +168,7 @@ void check_saved(const SavedState& saved, const LayerState& layer, const BatchNo
   check_as_in_forward("weight", b.weight, saved.weight);
   check_as_in_forward("bias", b.bias, saved.bias);
   if (!b.dresidual.absent() && !saved.residual) {
-    throw InvalidArgument(
-        "dresidual: got one, expected none, as the forward had no residual");
+    throw InvalidArgument("dresidual: got one, expected none, as the forward had no residual");
   }
 }
 

@@ -50,8 +50,8 @@ struct Allocator {
 
 /// What a training forward hands to its backward, and by what the backward is held to that forward.
 /// The caller holds one for each forward whose backward is to come, and uses it again for later
-/// forwards: from the second one of a shape on it allocates nothing. A forward that throws leaves it
-/// without content. One that was moved from has none, and a forward refuses it until another is
+/// forwards: from the second one of a shape on it allocates nothing. A forward that throws leaves
+/// it without content. One that was moved from has none, and a forward refuses it until another is
 /// assigned to it.
 class SYNCBN_API Saved {
  public:

@@ -81,9 +81,9 @@ class SYNCBN_API Communicator {
   virtual void abandon(const std::string& reason) = 0;
 
   /// Tells them that it does not take part in the exchange that comes next, because its call was
-  /// refused: there they get PeerLost with the reason, and then the group goes on. Waits for nobody,
-  /// but for those who have not come yet to the one that it refused before. Where a group has no
-  /// such word, this rank abandons it.
+  /// refused: there they get PeerLost with the reason, and then the group goes on. Waits for
+  /// nobody, but for those who have not come yet to the one that it refused before. Where a group
+  /// has no such word, this rank abandons it.
   virtual void refuse(const std::string& reason);
 
  protected:

@@ -27,8 +27,9 @@ struct MpiHandle {
 /// are there with the same call does MPI's collective begin. So lengths may differ (DivergenceError
 /// on every rank; the group can be used further), a rank may leave, and a rank that does not come
 /// has a name. A rank that refuses an argument is a PeerLost on the others, after which the group
-/// can be used further. After ExchangeTimeout and any other PeerLost it is broken until reset: later
-/// calls throw PeerLost. A failed call of MPI throws Error with its text and breaks the group.
+/// can be used further. After ExchangeTimeout and any other PeerLost it is broken until reset:
+/// later calls throw PeerLost. A failed call of MPI throws Error with its text and breaks the
+/// group.
 ///
 /// MPI must be initialized, with MPI_THREAD_SERIALIZED if calls come from another thread than the
 /// one that initialized it, and MPI_THREAD_MULTIPLE if other threads use MPI meanwhile; exchanges

@@ -129,8 +129,8 @@ struct DtypeOf<__bf16> {
 #endif
 }  // namespace detail
 
-/// C++ types of elements: float, double and, where the compiler has them, _Float16 and __bf16, which
-/// C++23 calls std::float16_t and std::bfloat16_t.
+/// C++ types of elements: float, double and, where the compiler has them, _Float16 and __bf16,
+/// which C++23 calls std::float16_t and std::bfloat16_t.
 template <class T>
 concept Element = requires { detail::DtypeOf<T>::kValue; };
 template <Element T>

@@ -189,7 +189,7 @@ const std::vector<Case> kGroupCases = {
      [](A) {
        SharedMemoryOffer offer(0, 1);
        const std::vector<std::byte> bytes(offer.bytes().begin(), offer.bytes().end());
-       SharedMemoryGroup::open(std::move(offer), bytes, milliseconds::max());
+       (void)SharedMemoryGroup::open(std::move(offer), bytes, milliseconds::max());
      },
      {"timeout: got 9223372036854775807 ms", "expected 1 ms to 2^40 ms"}},
     {"a gather to too little",

@@ -46,8 +46,8 @@ TEST(Kinds, EveryPlaceRefusesAMadeUpDtype) {
   const SampleView x = samples_of(kMadeUpDtype, data.data());
   Executor& executor = serial_executor();
   const std::vector<std::function<void()>> places{
-      [&] { size_of(kMadeUpDtype); },
-      [&] { name(kMadeUpDtype); },
+      [&] { (void)size_of(kMadeUpDtype); },
+      [&] { (void)name(kMadeUpDtype); },
       [&] { words_per_channel(kMadeUpDtype); },
       [&] { welford_words(kMadeUpDtype, 1); },
       [&] { format_of(kMadeUpDtype); },

@@ -117,9 +117,10 @@ TEST(Saved, AndLayersMoveExact) {
   step.forward(third, three);
   EXPECT_TRUE(same_bits(step.y.values(), expected.y.values()));
   EXPECT_TRUE(same_bits(expected.dx.values(), dx));
-  EXPECT_TRUE(
-      contains(thrown_text<InvalidArgument>([&] { SmallStep({2, 4}).forward(third, three); }),
-               "moved, call 2, forward"));
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
+                         SmallStep({2, 4}).forward(third, three);
+                       }),
+                       "moved, call 2, forward"));
 }
 
 TEST(Layer, SaysWhatItIs) {
@@ -215,7 +216,7 @@ struct Ledger {
     if (failure == kNull) {
       return nullptr;
     }
-    void* memory = ::operator new(bytes, std::align_val_t{64});
+    void* memory = ::operator new (bytes, std::align_val_t{64});
     out[memory] = bytes;
     return memory;
   }
@@ -223,7 +224,7 @@ struct Ledger {
     ASSERT_EQ(out.count(memory), 1U);
     EXPECT_EQ(out[memory], bytes);
     out.erase(memory);
-    ::operator delete(memory, std::align_val_t{64});
+    ::operator delete (memory, std::align_val_t{64});
   }
   enum Failure { kNone, kNull, kThrows } failure = kNone;
   std::map<void*, std::size_t> out;

@@ -127,8 +127,8 @@ TEST_P(Refusals, OfSumsAndGatheringsLeaveTheGroupUsable) {
     if (r == 0) {
       end.refuse(std::string(2000, 'x'));  // a long reason is cut
     } else {
-      EXPECT_TRUE(contains(
-          error_of_call<PeerLost>([&] { end.all_reduce_sum(words); }).what(), std::string(500, 'x')));
+      EXPECT_TRUE(contains(error_of_call<PeerLost>([&] { end.all_reduce_sum(words); }).what(),
+                           std::string(500, 'x')));
     }
     end.all_reduce_sum(words);
     EXPECT_EQ(words[0], 10);
@@ -165,8 +165,8 @@ TEST(Reset, OfThreadsBeginsAgainWithTheirLayersExact) {
   ThreadGroup group(2, std::chrono::milliseconds(200));
   std::vector<std::unique_ptr<BatchNorm>> layers;
   for (int r = 0; r < 2; ++r) {
-    layers.push_back(std::make_unique<BatchNorm>(
-        BatchNorm::Options{.channels = 3, .name = "layer"}, group.rank(r)));
+    layers.push_back(std::make_unique<BatchNorm>(BatchNorm::Options{.channels = 3, .name = "layer"},
+                                                 group.rank(r)));
   }
   const auto step = [&](int r) {
     Saved saved;
@@ -175,8 +175,7 @@ TEST(Reset, OfThreadsBeginsAgainWithTheirLayersExact) {
   };
   std::vector<std::vector<double>> results(2);
   const auto all = [&] {
-    expect_no_errors(
-        run_ranks(2, [&](int r) { results[static_cast<std::size_t>(r)] = step(r); }));
+    expect_no_errors(run_ranks(2, [&](int r) { results[static_cast<std::size_t>(r)] = step(r); }));
   };
   all();
   const auto expected = results;

@@ -86,10 +86,14 @@ std::vector<Mismatch> mismatches() {
       {"mask: got one, expected none, as in the forward",
        [](Step& s) { s.backward.mask = s.whole_mask(); }},
       {"dresidual: got one, expected none, as the forward had no residual",
-       [](Step& s) { s.backward.dresidual = {s.dresidual, kSizes}; }},
+       [](Step& s) {
+         s.backward.dresidual = {s.dresidual, kSizes};
+       }},
       {"x: got the forward's y, expected its x", [](Step& s) { s.backward.x = s.forward.y; }},
       {"x: got other memory than the forward did, expected the same x",
-       [](Step& s) { s.backward.x = {s.added, kSizes}; }},
+       [](Step& s) {
+         s.backward.x = {s.added, kSizes};
+       }},
       {"x: got shape (2, 3, 2, 2), expected that of the forward, (2, 3, 4)",
        [](Step& s) {
          const Extents sizes = {2, kChannels, 2, 2};
@@ -116,7 +120,9 @@ std::vector<Mismatch> mismatches() {
          s.backward.dx = as(s.dx, DType::kBFloat16);
        }},
       {"x: got the memory that the forward wrote y to, expected what the forward normalized",
-       [](Step& s) { s.forward.y = {s.x, kSizes}; }},
+       [](Step& s) {
+         s.forward.y = {s.x, kSizes};
+       }},
   };
 }
 
@@ -140,8 +146,8 @@ TEST(SavedStep, ThatDoesNotFitIsRefusedBeforeAnythingIsWritten) {
       BatchNorm layer({.channels = kChannels, .activation = {kind}});
       Saved saved;
       layer.forward(s.forward, saved);
-      EXPECT_TRUE(contains(
-          thrown_text<InvalidArgument>([&] { layer.backward(s.backward, saved); }), one.text));
+      EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { layer.backward(s.backward, saved); }),
+                           one.text));
       EXPECT_EQ(s.dx, std::vector<float>(24, 7.0F)) << one.text;
       EXPECT_EQ(s.dresidual, std::vector<float>(24, 7.0F)) << one.text;
     }
@@ -179,9 +185,8 @@ TEST(SavedStep, OfTwoForwardsIsThatOfTheSecond) {
   layer.forward(first.forward, saved);
   layer.forward(second.forward, saved);
   layer.backward(second.backward, saved);
-  EXPECT_TRUE(
-      contains(thrown_text<InvalidArgument>([&] { layer.backward(first.backward, saved); }),
-               "x: got other memory than the forward did, expected the same x"));
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { layer.backward(first.backward, saved); }),
+                       "x: got other memory than the forward did, expected the same x"));
 }
 
 TEST(SavedStep, OfAnotherLayerIsRefusedWithoutANameToo) {

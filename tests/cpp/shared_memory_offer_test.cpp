@@ -277,7 +277,7 @@ TEST(SharedMemoryOffer, WrongArgumentsOfOpenAreRefused) {
     all[0] ^= change;
     all.resize(bytes);
     return thrown_text<InvalidArgument>(
-        [&] { SharedMemoryGroup::open(std::move(offer), all, timeout); });
+        [&] { (void)SharedMemoryGroup::open(std::move(offer), all, timeout); });
   };
   constexpr std::byte kNone{0};
   EXPECT_EQ(open(255, milliseconds(1), kNone), "offers: got 255 bytes, expected 256");
@@ -288,9 +288,9 @@ TEST(SharedMemoryOffer, WrongArgumentsOfOpenAreRefused) {
   SharedMemoryOffer& used = offer;
   const std::vector<std::byte> all = gathered({&offer});
   EXPECT_NE(SharedMemoryGroup::open(std::move(offer), all).group, nullptr);
-  EXPECT_TRUE(
-      contains(thrown_text<InvalidArgument>([&] { SharedMemoryGroup::open(std::move(used), all); }),
-               "offer: got one that was used"));
+  EXPECT_TRUE(contains(
+      thrown_text<InvalidArgument>([&] { (void)SharedMemoryGroup::open(std::move(used), all); }),
+      "offer: got one that was used"));
 }
 
 TEST(SharedMemoryOffer, AForkedChildCannotUseItsParentsOffer) {
@@ -299,7 +299,7 @@ TEST(SharedMemoryOffer, AForkedChildCannotUseItsParentsOffer) {
   if (child == 0) {
     const std::vector<std::byte> all = gathered({&offer});
     const std::string text =
-        thrown_text<InvalidArgument>([&] { SharedMemoryGroup::open(std::move(offer), all); });
+        thrown_text<InvalidArgument>([&] { (void)SharedMemoryGroup::open(std::move(offer), all); });
     _exit(text.find("offer: got that of process") == 0 ? 0 : 1);
   }
   int status = -1;
@@ -360,10 +360,10 @@ TEST(SharedMemoryCreate, TellsEveryRankWhyOneHasNone) {
 TEST(SharedMemoryCreate, RefusesArgumentsBeforeItGathers) {
   const auto never = [](std::span<const std::byte>, std::span<std::byte>) { FAIL(); };
   EXPECT_TRUE(
-      contains(thrown_text<InvalidArgument>([&] { SharedMemoryGroup::create(2, 2, never); }),
+      contains(thrown_text<InvalidArgument>([&] { (void)SharedMemoryGroup::create(2, 2, never); }),
                "rank: got 2, expected 0 to 1"));
   EXPECT_TRUE(contains(thrown_text<InvalidArgument>(
-                           [&] { SharedMemoryGroup::create(0, 1, never, milliseconds(0)); }),
+                           [&] { (void)SharedMemoryGroup::create(0, 1, never, milliseconds(0)); }),
                        "timeout: got 0 ms"));
 }
 
