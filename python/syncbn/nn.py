@@ -181,6 +181,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def _check_input_dim(self, x: Tensor) -> None:
         if self.training and self.sync:  # PyTorch's forward asks, the one of this class does not
+            self.state.evaded = True
             _warn_of_theirs(self.state.name)
         if not isinstance(x, Tensor):
             check_strided("input", x)

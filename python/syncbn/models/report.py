@@ -95,8 +95,10 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         note = "sync=False"
     elif outside:
         note = "this rank is not a member of the process group"
-    elif (peers is not None or devices > 1) and evades(layer):
+    elif (peers is not None or devices > 1) and (layer.state.evaded or evades(layer)):
         failed, peers, note = True, None, "the forward on the object does not call the layer's"
+        if layer.state.evaded:
+            note = "a training call of PyTorch's forward"
     elif peers is None and (others := groups.beside(layer.state.sharing)):
         failed, note = True, alone.text(others)
     elif peers is None:
@@ -165,8 +167,8 @@ def report(module: nn.Module, strict: bool = False) -> Report:
         RuntimeError: with `strict`, on all ranks alike: a layer is neither converted nor registered
             to be left, or another converter replaced it; there is no process group; nobody is in
             it, and the environment or torchft tells of others; a layer's group is gone, is none
-            that PyTorch lists with its ranks, or is broken by an earlier error; or a forward on the
-            object does not call the layer's. Layers with sync=False are no error.
+            that PyTorch lists with its ranks, or is broken by an earlier error; a forward on the
+            object does not call the layer's; or PyTorch's forward was called in training. Layers with sync=False are no error.
         ValueError: `module` is not a module.
     """
     check_module(module)

@@ -68,6 +68,7 @@ class LayerState:
         self.sharing = sharing
         self.call: Tensor | Any = _number(0) if counted else None
         self.count: Tensor | Any = _number(0) if counted else None
+        self.evaded = False  # by a training call of PyTorch's forward
         self.compares = compares
         self.number = zlib.crc32(name.encode())
         self.numbers: dict[str, int] = {}  # by group
