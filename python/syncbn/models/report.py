@@ -168,7 +168,8 @@ def report(module: nn.Module, strict: bool = False) -> Report:
             to be left, or another converter replaced it; there is no process group; nobody is in
             it, and the environment or torchft tells of others; a layer's group is gone, is none
             that PyTorch lists with its ranks, or is broken by an earlier error; a forward on the
-            object does not call the layer's; or PyTorch's forward was called in training. Layers with sync=False are no error.
+            object does not call the layer's; or PyTorch's was called in training. Layers with
+            sync=False are no error.
         ValueError: `module` is not a module.
     """
     check_module(module)
