@@ -137,7 +137,7 @@ def group_name(group: Group) -> str | None:
 def sharing(
     group: Group, timeout: float | datetime.timedelta | None, engine: EngineName = "auto"
 ) -> Sharing:
-    """Checked."""
+    """Checks the arguments, and keeps the group's name."""
     if engine not in ENGINES:
         raise ValueError(f"engine: got {engine!r}, expected one of {ENGINES}")
     if timeout is None:
@@ -153,7 +153,7 @@ def sharing(
 
 
 def _backends(group: dist.ProcessGroup) -> str:
-    """As in "cpu:gloo,cuda:nccl"."""
+    """The backend of each device, such as "cpu:gloo,cuda:nccl"."""
     return dist.distributed_c10d._world.pg_backend_config.get(group, "")
 
 
@@ -385,7 +385,7 @@ def beside(sharing: Sharing) -> str:
 
 
 def training_peers(sharing: Sharing, who: str | Callable[[], str]) -> Peers | None:
-    """As peers(), for a call that trains: warns once of others that it does not see."""
+    """The peers() of a call that trains; warns once of others that it does not see."""
     found = peers(sharing, who)
     if found is None and not alone.looked and _sees_nobody(sharing):
         alone.look(who() if callable(who) else who, _initialized())

@@ -122,7 +122,7 @@ def _size(peers: Peers) -> int:
 
 
 def _end_of(path: str, peers: Peers) -> str:
-    """As much of the path as there is room for."""
+    """The end of the path that there is room for."""
     room = 8 * _size(peers)
     while len(path.encode()) > room and "." in path:
         path = path.partition(".")[2]

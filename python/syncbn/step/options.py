@@ -103,7 +103,7 @@ def _identity(*fields: Any) -> int:
 
 
 def values_per_channel(x: Tensor, mask: Tensor | None) -> int:
-    """As far as it is known without reading a mask: 0 where there is one."""
+    """Their number in the input; 0 with a mask, which is not read for it."""
     return x.shape[0] * math.prod(x.shape[2:]) if mask is None else 0
 
 
