@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import operators_cuda
-from ..exchange import alone, attempt, groups, subgroups, transports
+from ..exchange import alone, attempt, callers, groups, subgroups, transports
 from ..nn import SyncBatchNorm, device_of
 from ..operators import ops
 from ..parallel import SelfDataParallel
@@ -48,7 +48,7 @@ def table(rows: Sequence[tuple[object, ...]]) -> str:
 
 
 class Report(list[LayerReport]):
-    """LayerReports; prints as a table."""
+    """A list of LayerReports, which prints as a table."""
 
     def __str__(self) -> str:
         return table([LayerReport._fields, *self])
@@ -83,7 +83,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
     """The row of a synchronized layer, and whether it cannot synchronize."""
     peers: groups.Peers | None = None
     failed, note = False, "" if layer.training else "evaluation mode: no exchange"
-    outside = layer.sync and layer.state.sharing.name == groups.OUTSIDE
+    outside = layer.sync and layer.state.sharing.name == callers.OUTSIDE
     try:
         if layer.sync and not outside:
             peers = groups.peers(layer.state.sharing, layer.state.find_path)

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..exchange import groups
 from ..exchange.call import Call
-from ..exchange.groups import Peers, Sharing
+from ..exchange.callers import Sharing
+from ..exchange.groups import Peers
 from ..exchange.times import Times
 from .living_modules import paths_of_living
 from .options import Options, is_strided

@@ -301,7 +301,7 @@ def check_dtype(name: str, dtype: object) -> None:
 
 
 def check_num_features(channels: int) -> None:
-    """Integers of other libraries too."""
+    """Takes integers of other libraries, too."""
     integer = isinstance(channels, (int, numbers.Integral)) and not isinstance(channels, bool)
     if not (integer and 0 <= channels <= _MOST_CHANNELS):
         raise ValueError(f"num_features: got {channels!r}, expected an integer from 0 to 2^31")
