@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .devices import baton
-from .exchange.groups import Group, sharing
+from .exchange.callers import Group, sharing
 from .step import masks
 from .step.adapters import train_step
 from .step.layer_state import Identity

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from . import class_tables, pytorch_patches
 from .devices import baton, lists
-from .exchange import groups
+from .exchange import callers
 from .fx import leaf
 from .step import masks
 from .step.adapters import train_step
@@ -97,7 +97,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: "groups.Group" = None,
+        process_group: "callers.Group" = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
@@ -108,7 +108,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         statistics: Statistics = "reproducible",
         inplace: bool = False,
         timeout: "float | datetime.timedelta | None" = None,
-        engine: groups.EngineName = "auto",
+        engine: callers.EngineName = "auto",
         bias: bool = True,
     ) -> None:
         check_num_features(num_features)
@@ -119,7 +119,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         )
         if not bias:  # PyTorch before 2.15 does not take the argument
             self.register_parameter("bias", None)
-        sharing = groups.sharing(process_group, timeout, engine)
+        sharing = callers.sharing(process_group, timeout, engine)
         self._init_sync(UNNAMED, sharing)
         self.affine_grad = affine_grad
         self.activation = activation
@@ -129,7 +129,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self.inplace = inplace
         check_options(self.options())
 
-    def _init_sync(self, name: str, sharing: groups.Sharing) -> None:
+    def _init_sync(self, name: str, sharing: callers.Sharing) -> None:
         """What a layer has besides a plain one; the options at their defaults."""
         cls = parametrize.type_before_parametrizations(self)
         class_tables.register(cls, whole=cls is SyncBatchNorm)
@@ -141,7 +141,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self.statistics = "reproducible"
         self.inplace = False
 
-    def share(self, sharing: groups.Sharing) -> None:
+    def share(self, sharing: callers.Sharing) -> None:
         """Exchanges with others from now on, beginning at call 0."""
         if sharing != self.state.sharing:
             self.state = LayerState(self.state.identity.name, sharing)
@@ -158,7 +158,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     _convert: Callable[..., Any]
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: Model, process_group: "groups.Group" = None) -> Model:
+    def convert_sync_batchnorm(cls, module: Model, process_group: "callers.Group" = None) -> Model:
         """Calls syncbn.convert_sync_batchnorm(module, process_group).
 
         For code that is written for torch.nn.SyncBatchNorm. Called on a subclass, it makes layers
@@ -170,17 +170,18 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def process_group(self) -> Any:
         """The process group; None for the default one. Setting it keeps timeout and engine."""
         name = self.state.sharing.name
-        if name == groups.OUTSIDE:
+        if name == callers.OUTSIDE:
             return dist.GroupMember.NON_GROUP_MEMBER
-        return None if name is None else groups.resolve(name)
+        return None if name is None else callers.resolve(name)
 
     @process_group.setter
-    def process_group(self, group: "groups.Group") -> None:
+    def process_group(self, group: "callers.Group") -> None:
         if "state" in vars(self):  # not yet in the base class's constructor
-            self.share(self.state.sharing._replace(name=groups.group_name(group)))
+            self.share(self.state.sharing._replace(name=callers.group_name(group)))
 
     def _check_input_dim(self, x: Tensor) -> None:
         if self.training and self.sync:  # PyTorch's forward asks, the one of this class does not
+            self.state.evaded = True
             _warn_of_theirs(self.state.name)
         if not isinstance(x, Tensor):
             check_strided("input", x)

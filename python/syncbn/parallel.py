@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .devices import baton, lists
 from .errors import DivergenceError
-from .exchange import groups, transports
+from .exchange import callers, groups, transports
 from .exchange.call import Call
 from .models.classes import check_module
 from .nn import SyncBatchNorm
@@ -60,14 +60,16 @@ class AllReduce(torch.autograd.Function):
 
 
 @overload
-def all_reduce(x: Tensor, group: "groups.Group" = None) -> Tensor: ...
+def all_reduce(x: Tensor, group: "callers.Group" = None) -> Tensor: ...
 
 
 @overload
-def all_reduce(x: Sequence[Tensor], group: "groups.Group" = None) -> list[Tensor]: ...
+def all_reduce(x: Sequence[Tensor], group: "callers.Group" = None) -> list[Tensor]: ...
 
 
-def all_reduce(x: Tensor | Sequence[Tensor], group: "groups.Group" = None) -> Tensor | list[Tensor]:
+def all_reduce(
+    x: Tensor | Sequence[Tensor], group: "callers.Group" = None
+) -> Tensor | list[Tensor]:
     """Sums x over the devices of this process and the ranks of a process group.
 
     Args:
@@ -85,7 +87,7 @@ def all_reduce(x: Tensor | Sequence[Tensor], group: "groups.Group" = None) -> Te
         DivergenceError: the ranks brought different shapes or dtypes. Every rank raises it.
     """
     xs = [x] if isinstance(x, Tensor) else x
-    sharing = groups.sharing(group, None)
+    sharing = callers.sharing(group, None)
     refuse_tracing("syncbn.parallel.all_reduce", sharing)
     peers = groups.peers(sharing, "syncbn.parallel.all_reduce")
     try:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about the text of the core: python source_rules.py {wall,manners,kinds} PROJECT_DIR."""
+"""Rules about the text of the sources:
+python source_rules.py {wall,manners,kinds,docstrings} PROJECT_DIR."""
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -28,12 +30,12 @@ KIND = re.compile(r"\b(?:DType::k(?!Float32\b)\w+|ActivationKind::k(?!None\b)\w+
 KNOWS_KINDS = {"tensor.hpp", "passes.hpp", "dtype.hpp", "activation.hpp"}
 
 
-def core_files(project: Path) -> list[Path]:
+def files_in(project: Path, folders: tuple[str, ...], suffixes: set[str]) -> list[Path]:
     files = [
         path
-        for folder in ("include", "src")
+        for folder in folders
         for path in sorted((project / folder).rglob("*"))
-        if path.suffix in SUFFIXES
+        if path.suffix in suffixes
     ]
     if not files:
         raise SystemExit(f"no source files under {project}")
@@ -67,11 +69,24 @@ def kinds(text: str) -> Iterator[tuple[int, str]]:
         )
 
 
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
+    """A docstring of the Python package is a sentence that says what the thing is or does."""
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        said = ast.get_docstring(node)
+        if said is not None and (said.startswith("As ") or len(said.split()) < 3):
+            offset = sum(map(len, lines[: node.body[0].lineno - 1]))
+            yield offset, f"a docstring that is no sentence: {said}"
+
+
 def main() -> int:
-    rule = {"wall": wall, "manners": manners, "kinds": kinds}[sys.argv[1]]
+    rule = {"wall": wall, "manners": manners, "kinds": kinds, "docstrings": docstrings}[sys.argv[1]]
     project = Path(sys.argv[2])
+    where = (("python/syncbn",), {".py"}) if rule is docstrings else (("include", "src"), SUFFIXES)
     found = 0
-    for path in core_files(project):
+    for path in files_in(project, *where):
         if rule is kinds and path.name in KNOWS_KINDS:
             continue
         text = path.read_text(encoding="utf-8")

@@ -147,7 +147,7 @@ class _Generators:
         return torch.Generator("cpu").manual_seed((self.seed + k) % 2**64).get_state()
 
     def switch(self, k: int) -> None:
-        """Before device k runs."""
+        """Gives device k, which runs next, its own generator."""
         if k != self.at:
             self.states[self.at] = torch.get_rng_state()
             torch.set_rng_state(self.states[k])

@@ -16,7 +16,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from . import after_fork, groups, whereabouts
+from . import after_fork, callers, whereabouts
 from .call import Call
 from .groups import Peers
 from .times import Times
@@ -81,7 +81,7 @@ class Refusal(threading.Thread):
         self.engine, self.why, self.tell = engine, why, tell
         with contextlib.suppress(RuntimeError):
             # While it is there, nothing waits for works of Gloo that nobody will finish.
-            self.group = groups.resolve(engine.peers.group_name)
+            self.group = callers.resolve(engine.peers.group_name)
         self.earlier = _refusals.get(engine.peers.group_name)
         _refusals[engine.peers.group_name] = self
         self.start()

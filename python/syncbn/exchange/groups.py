@@ -2,58 +2,21 @@
 """Groups of ranks that exchange statistics: made once per group of the caller's, and rebuilt on
 demand."""
 
-import contextlib
-import datetime
-import functools
 import hashlib
 import logging
 import os
-import re
 import socket
-import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import DivergenceError
-from . import after_fork, alone, connections, meeting, shared_memory, whereabouts
+from . import after_fork, alone, callers, connections, meeting, shared_memory, whereabouts
+from .callers import Sharing, initialized, limit_of, resolve
 
 _log = logging.getLogger("syncbn")
-
-#: Clocks count nanoseconds in 64 bits.
-_LONGEST_TIMEOUT = 1e9
-
-Group = dist.ProcessGroup | DeviceMesh | str | None
-
-#: "auto" takes shared memory between processes of one node, "process_group" never does.
-EngineName = Literal["auto", "process_group"]
-ENGINES: tuple[EngineName, ...] = get_args(EngineName)
-
-#: In the place of a name: a group that this rank is not a member of.
-OUTSIDE = "a group without this rank"
-
-_LISTED = "expected one that torch.distributed's init_process_group or new_group made"
-
-
-class Sharing(NamedTuple):
-    """With whom a layer shares statistics, as a module keeps it: names, not handles.
-
-    name: a process group's name, None for the world. limit: the timeout in seconds, None for that
-    of the process group.
-    """
-
-    name: str | None = None
-    limit: float | None = None
-    engine: EngineName = "auto"
-
-    @property
-    def timeout(self) -> float:
-        """In seconds; of a group that there is, or for which a limit was given."""
-        return limit_of(resolve(self.name)) if self.limit is None else self.limit
-
 
 #: False: "auto" is "process_group", for tests of the framing over Gloo.
 use_shared_memory = True
@@ -98,140 +61,26 @@ _made: dict[str, int] = {}
 # Groups that could not be made, as in _own_groups, with the patience of each.
 _unmade: dict[Key, float] = {}
 
-# New names of groups that were made again.
-_renamed: dict[str, str] = {}
-
 # Ranks (global numbers) that take part in no exchange for now, and the groups without them.
 _absent: frozenset[int] = frozenset()
 _without_absent: list[Key] = []
-
-
-def group_name(group: Group) -> str | None:
-    """The name under which torch.distributed knows the group; None stays None (the world)."""
-    if group is None or isinstance(group, str):
-        return group
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"process_group: got a DeviceMesh of {group.ndim} axes, expected one of one axis, "
-                "as mesh['name'] is"
-            )
-        member = group.get_coordinate() is not None
-        outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # to the stubs a number, and no group
-        group = group.get_group() if member else outside
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        return OUTSIDE
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            f"process_group: got {group!r}, expected a process group, its name, a DeviceMesh of "
-            "one axis, or None"
-        )
-    name = ""
-    with contextlib.suppress(RuntimeError, ValueError):
-        name = group.group_name
-    if not name:
-        raise ValueError(f"process_group: got {group!r}, which has no name, {_LISTED}")
-    return name
-
-
-def sharing(
-    group: Group, timeout: float | datetime.timedelta | None, engine: EngineName = "auto"
-) -> Sharing:
-    """Checked."""
-    if engine not in ENGINES:
-        raise ValueError(f"engine: got {engine!r}, expected one of {ENGINES}")
-    if timeout is None:
-        return Sharing(group_name(group), None, engine)
-    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
-    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not (number and 0 < seconds <= _LONGEST_TIMEOUT):
-        raise ValueError(
-            f"timeout: got {timeout!r}, expected a positive number of seconds, at most 1e9, or a "
-            "timedelta"
-        )
-    return Sharing(group_name(group), float(seconds), engine)
-
-
-def _backends(group: dist.ProcessGroup) -> str:
-    """As in "cpu:gloo,cuda:nccl"."""
-    return dist.distributed_c10d._world.pg_backend_config.get(group, "")
-
-
-def nccl_name(group: dist.ProcessGroup) -> str:
-    """The group's name if CUDA tensors go over NCCL in it (nccl, nccl2, nccl-lazy, ncclx), else
-    ""."""
-    return group.group_name if "cuda:nccl" in _backends(group) else ""
-
-
-def is_nccl_alone(peers: "Peers") -> bool:
-    """Whether the caller's group takes no other tensors than those on CUDA."""
-    return peers.cuda != "" and "cpu:" not in _backends(resolve(peers.cuda))
-
-
-def device_of(peers: "Peers") -> torch.device:
-    """Where the caller's NCCL group takes tensors: each of PyTorch 2.15 is bound to a device."""
-    bound = resolve(peers.cuda).bound_device_id if exists(peers.cuda) else None
-    return bound or torch.device("cuda", torch.cuda.current_device())
-
-
-_limits: "weakref.WeakKeyDictionary[dist.ProcessGroup, float]" = weakref.WeakKeyDictionary()
-
-
-def limit_of(group: dist.ProcessGroup) -> float:
-    """Seconds that its own collectives wait, as it was made; PyTorch's default where no backend
-    tells."""
-    if group not in _limits:
-        _check_exchanges(group)
-        _limits[group] = dist.default_pg_timeout.total_seconds()
-        for device in ("cpu", "cuda"):
-            with contextlib.suppress(RuntimeError, AttributeError):
-                backend = group._get_backend(torch.device(device))
-                _limits[group] = min(backend.options._timeout.total_seconds(), _LONGEST_TIMEOUT)
-                break
-    return _limits[group]
-
-
-def _check_exchanges(group: dist.ProcessGroup) -> None:
-    if {backend.split(":")[-1] for backend in _backends(group).split(",")} == {"fake"}:
-        raise RuntimeError(
-            f"process_group: got {group.group_name!r}, whose backend is 'fake' and exchanges "
-            "nothing, expected one whose ranks are there, or sync=False"
-        )
-
-
-def resolve(name: str | None) -> dist.ProcessGroup:
-    """The process group of that name in this process; None is the world."""
-    if name is None:
-        return dist.group.WORLD  # type: ignore[return-value]  # where there is one
-    if name == OUTSIDE:
-        raise RuntimeError(
-            "process_group: got a group that this rank is not a member of, expected one "
-            "with this rank, which trains the layer"
-        )
-    while name in _renamed:
-        name = _renamed[name]
-    try:
-        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a str
-    except (RuntimeError, ValueError, LookupError) as error:
-        raise RuntimeError(
-            f"process_group: no process group named {name!r} in this process; was it destroyed, or "
-            "the layer loaded in another job? Convert the model again with the group to use, or "
-            "call syncbn.set_group"
-        ) from error
-
-
-def exists(name: str) -> bool:
-    try:
-        dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a str
-    except (RuntimeError, ValueError, LookupError):
-        return False
-    return True
 
 
 def _alive() -> list[dist.ProcessGroup]:
     """Keeps the groups, until destroy_process_group clears it: a group left over would hold the
     store's server, and with it a port that the next init_process_group may want."""
     return dist.distributed_c10d._world.tags_to_pg.setdefault("syncbn", [])
+
+
+def is_nccl_alone(peers: "Peers") -> bool:
+    """Whether the caller's group takes no other tensors than those on CUDA."""
+    return peers.cuda != "" and "cpu:" not in callers.backends(resolve(peers.cuda))
+
+
+def device_of(peers: "Peers") -> torch.device:
+    """Where the caller's NCCL group takes tensors: each of PyTorch 2.15 is bound to a device."""
+    bound = resolve(peers.cuda).bound_device_id if callers.exists(peers.cuda) else None
+    return bound or torch.device("cuda", torch.cuda.current_device())
 
 
 def node_identity() -> str:
@@ -250,7 +99,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
     after_fork.check()
     known = _own_groups.get(key)
     if known is not None:
-        if exists(known.group_name):
+        if callers.exists(known.group_name):
             return known
         _drop(_own_groups.pop(key))  # it went with destroy_process_group
     ranks, timeout, engine, label, cuda = key
@@ -290,7 +139,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
     del _unmade[key]
     (formed,) = made
     formed.register()
-    _limits[formed.groups[name]] = patience
+    callers.keep(formed.groups[name], patience, list(ranks), label)
     _alive().extend(formed.groups.values())
     _made[base] = number
     own = Peers(
@@ -338,13 +187,13 @@ def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | 
 def asked_of(sharing: Sharing) -> tuple[Key, float] | None:
     """The group that peers() gives, and its patience; None: nobody."""
     after_fork.check()
-    if not _initialized():
+    if not initialized():
         if sharing.name is not None:
             resolve(sharing.name)
         return None
     group = resolve(sharing.name)
-    cuda = nccl_name(group)
-    ranks, label = members(group, cuda)
+    cuda = callers.nccl_name(group)
+    ranks, label = callers.members(group, cuda)
     if len(ranks) == 1:
         return None
     patience = limit_of(group)
@@ -362,21 +211,17 @@ def asked_of(sharing: Sharing) -> tuple[Key, float] | None:
 
 def size(sharing: Sharing) -> int:
     """How many ranks peers() would be, without making their group."""
-    if not _initialized():
+    if not initialized():
         if sharing.name is not None:
             resolve(sharing.name)
         return 1
-    return len(set(global_ranks(resolve(sharing.name))) - _absent)
-
-
-def _initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return len(set(callers.global_ranks(resolve(sharing.name))) - _absent)
 
 
 def _sees_nobody(sharing: Sharing) -> bool:
     """Whether there is none but this rank in the default group, if there is one, which the layer
     has because nobody chose another."""
-    return sharing.name is None and not (_initialized() and resolve(None).size() > 1)
+    return sharing.name is None and not (initialized() and resolve(None).size() > 1)
 
 
 def beside(sharing: Sharing) -> str:
@@ -385,10 +230,10 @@ def beside(sharing: Sharing) -> str:
 
 
 def training_peers(sharing: Sharing, who: str | Callable[[], str]) -> Peers | None:
-    """As peers(), for a call that trains: warns once of others that it does not see."""
+    """The peers() of a call that trains; warns once of others that it does not see."""
     found = peers(sharing, who)
     if found is None and not alone.looked and _sees_nobody(sharing):
-        alone.look(who() if callable(who) else who, _initialized())
+        alone.look(who() if callable(who) else who, initialized())
     return found
 
 
@@ -411,59 +256,6 @@ def leave_out(ranks: Iterable[int]) -> None:
         _unmade.pop(key, None)
         if key in _own_groups:
             _drop(_own_groups.pop(key))
-
-
-@functools.cache
-def _label(name: str, cuda: str) -> str:
-    """new_group counts or hashes alike on all ranks. Where NCCL splits a group, the hash has this
-    rank's number of groups in it."""
-    return name if re.fullmatch(r"\d+" if cuda else r"\d+|[0-9a-f]{40}", name) else ""
-
-
-#: By the caller's group: its members' global numbers, and the label of one of ours.
-_compared: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[list[int], str | None]]" = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def members(group: dist.ProcessGroup, cuda: str) -> tuple[list[int], str]:
-    """Their global numbers, as torch.distributed lists them, and a label that tells the group from
-    others of the same ranks, alike on all of them; groups whose names may differ between ranks
-    share the label "". cuda: as nccl_name() has it. The numbers fit what the group says of itself:
-    a library may have made it, or changed it since, without a word to torch.distributed."""
-    found = _compared.get(group)
-    if found is None or len(found[0]) != group.size():
-        found = _compared[group] = _compare(group)
-    ranks, label = found
-    return ranks, _label(group.group_name, cuda) if label is None else label
-
-
-def global_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Its members' global numbers."""
-    return members(group, "")[0]
-
-
-def _compare(group: dist.ProcessGroup) -> tuple[list[int], str | None]:
-    for (members_of_ours, _, _, label, _), own in list(_own_groups.items()):
-        if own.group_name == group.group_name:
-            return list(members_of_ours), label
-    _check_exchanges(group)
-    size, rank, own_number = group.size(), group.rank(), dist.get_rank()
-    try:
-        ranks = dist.get_process_group_ranks(group)
-    except LookupError as error:
-        raise RuntimeError(
-            f"process_group: got {group.group_name!r}, which torch.distributed does not list, "
-            f"{_LISTED}"
-        ) from error
-    fits = len(set(ranks)) == len(ranks) == size and 0 <= rank < size
-    if not fits or ranks[rank] != own_number or max(ranks) >= dist.get_world_size():
-        raise RuntimeError(
-            f"process_group: got {group.group_name!r} of {size} ranks with this process as rank "
-            f"{rank}, but torch.distributed lists its ranks as {ranks} and this process as rank "
-            f"{own_number}; expected the same of both, or sync=False"
-        )
-    return ranks, None
 
 
 def _drop(own: Peers) -> None:
@@ -489,9 +281,9 @@ def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
     on all ranks if not all ranks of a group have such a layer."""
     after_fork.check()
     meeting.skip_failed = True
-    for key in [key for key, own in _own_groups.items() if not exists(own.group_name)]:
+    for key in [key for key, own in _own_groups.items() if not callers.exists(own.group_name)]:
         _drop(_own_groups.pop(key))  # it went with destroy_process_group
-    if not (dist.is_available() and dist.is_initialized()):
+    if not initialized():
         _unmade.clear()
         return
     world, who = dist.get_world_size(), "syncbn.reset_groups"
@@ -533,4 +325,4 @@ def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
             _drop(old[key])
         new = own_group(key, _unmade[key], who)
         if key in old:
-            _renamed[old[key].group_name] = new.group_name
+            callers.renamed[old[key].group_name] = new.group_name

@@ -162,7 +162,7 @@ class _Attempt:
         return making.result()
 
     def begin(self, make: Callable | None) -> Future:
-        """What run() gives, or raises."""
+        """Starts run() in a thread. The future has what it gives, or raises."""
         self._before = _rounds.get(self.topic, [])
         _rounds[self.topic] = self.rounds
         return apart.begin(lambda: self.run(make))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ..operators import HEADER_WORDS, MESSAGE_WORDS, record_words
-from . import groups
+from . import callers
 from .agreement import Backward
 from .groups import Peers
 from .transport import Transport
@@ -28,12 +28,12 @@ class InStream(Transport):
         return self.exchange_over(message.clone(), channels, call)
 
     def exchange_over(self, message, channels, call):
-        dist.all_reduce(message, group=groups.resolve(self.peers.cuda))
+        dist.all_reduce(message, group=callers.resolve(self.peers.cuda))
         return message, None
 
     def gather(self, message, channels, call):
         messages = message.new_empty(self.peers.ranks, message.numel())
-        group = groups.resolve(self.peers.cuda)
+        group = callers.resolve(self.peers.cuda)
         dist.all_gather_into_tensor(messages.view(-1), message, group=group)
         return messages[:, :HEADER_WORDS].sum(0), messages.flatten()
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from . import groups, meeting
+from . import callers, groups, meeting
 
 #: Which ranks of the default group share statistics: those of one machine.
 Part = Literal["node"]
@@ -17,13 +17,13 @@ _nccl_groups: dict[tuple[tuple[int, ...], ...], str] = {}
 
 
 def choose(
-    process_group: groups.Group,
+    process_group: callers.Group,
     group_size: int | None,
     group: Part | None,
     timeout: float | datetime.timedelta | None,
-    engine: groups.EngineName = "auto",
+    engine: callers.EngineName = "auto",
     who: str = "syncbn",
-) -> groups.Sharing:
+) -> callers.Sharing:
     """The ranks that one of process_group, group_size and group asks for. With the latter two a
     collective call of the default group's ranks. who: asks, as errors of that name it."""
     given = [
@@ -37,7 +37,7 @@ def choose(
     ]
     if len(given) > 1:
         raise ValueError(f"got {' and '.join(given)}, expected only one of them")
-    chosen = groups.sharing(process_group, timeout, engine)
+    chosen = callers.sharing(process_group, timeout, engine)
     if process_group is not None or not given:
         return chosen
     if group is not None and group != "node":
@@ -46,7 +46,7 @@ def choose(
         raise ValueError(
             f"got {given[0]} without a process group, expected init_process_group first"
         )
-    patience = groups.limit_of(groups.resolve(None))
+    patience = callers.limit_of(callers.resolve(None))
     rank, world = dist.get_rank(), dist.get_world_size()
     if group is not None:
         hosts = gather_text(host_name(), who)
@@ -57,10 +57,10 @@ def choose(
                 f"group_size: got {group_size!r}, expected a divisor of the {world} ranks"
             )
         parts = [list(range(r, r + group_size)) for r in range(0, world, group_size)]
-    if groups.nccl_name(groups.resolve(None)):
+    if callers.nccl_name(callers.resolve(None)):
         return chosen._replace(name=_nccl_part(parts, rank))
     ranks = next(part for part in parts if rank in part)
-    label = groups.members(groups.resolve(None), "")[1]
+    label = callers.members(callers.resolve(None), "")[1]
     limit = patience if chosen.limit is None else chosen.limit
     own = groups.own_group((tuple(ranks), limit, engine, label, ""), patience, who)
     return chosen._replace(name=own.group_name)
@@ -69,7 +69,7 @@ def choose(
 def _nccl_part(parts: list[list[int]], rank: int) -> str:
     """The name of the group of this rank's part, made by PyTorch, for NCCL."""
     key = tuple(map(tuple, parts))
-    if key not in _nccl_groups or not groups.exists(_nccl_groups[key]):
+    if key not in _nccl_groups or not callers.exists(_nccl_groups[key]):
         made = [dist.new_group(part) for part in parts]
         _nccl_groups[key] = next(g for g, part in zip(made, parts) if rank in part).group_name
     return _nccl_groups[key]
@@ -82,6 +82,6 @@ def host_name() -> str:
 
 def gather_text(text: str, who: str) -> list[str]:
     """Every rank's text, through the store: on every backend, without a device."""
-    ranks, limit = tuple(range(dist.get_world_size())), groups.limit_of(groups.resolve(None))
+    ranks, limit = tuple(range(dist.get_world_size())), callers.limit_of(callers.resolve(None))
     offer = meeting.Offer(who, value=text)
     return meeting.meet("syncbn/text", ranks, dist.get_rank(), limit, offer)

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..exchange import groups
+from ..exchange import callers
 from .layer import BatchNorm, BatchNormAttributes, from_plain
 from .network import Fork
 
@@ -81,7 +81,7 @@ class Network:
         loss: Callable | None = None,
         data: Iterable | None = None,
         convert: bool = False,
-        group: "groups.Group" = None,
+        group: "callers.Group" = None,
     ) -> None:
         if isinstance(model, _BatchNorm):  # as a layer of a model, which can be taken over
             model = nn.Sequential(model)
@@ -258,7 +258,7 @@ def batch_norm_layer(
     use_global_est: bool = False,
     epsilon: float = 1e-6,
     momentum: float = 0.99,
-    group: "groups.Group" = None,
+    group: "callers.Group" = None,
     name: str | None = None,
 ) -> fx.Proxy:
     """Adds a batch normalization to a network.

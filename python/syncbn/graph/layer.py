@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..exchange import groups
+from ..exchange import callers
 from ..ops import batch_norm_
 
 #: The inputs of an operator besides x, in its order.
@@ -48,7 +48,7 @@ class BatchNorm(nn.Module):
         use_global_est: bool = False,
         epsilon: float = 1e-6,
         momentum: float = 0.99,
-        group: "groups.Group" = None,
+        group: "callers.Group" = None,
         affine: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -59,7 +59,7 @@ class BatchNorm(nn.Module):
         if not 0 <= epsilon < float("inf"):
             raise ValueError(f"epsilon: got {epsilon}, expected a finite number of at least 0")
         self._attributes = BatchNormAttributes(
-            use_global_est, epsilon, momentum, groups.group_name(group)
+            use_global_est, epsilon, momentum, callers.group_name(group)
         )
         like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.scale = nn.Parameter(torch.ones(num_features, **like)) if affine else None
@@ -92,7 +92,7 @@ class BatchNorm(nn.Module):
         return f"{self.estimated_mean.numel()}, {attributes}"
 
 
-def from_plain(layer: _BatchNorm, path: str, group: "groups.Group") -> BatchNorm:
+def from_plain(layer: _BatchNorm, path: str, group: "callers.Group") -> BatchNorm:
     """A BatchNorm with the parameters and buffers of a layer of PyTorch or of syncbn.nn."""
     if layer.momentum is None:
         raise ValueError(f"momentum of {path}: got None, expected a number in [0, 1]")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..exchange import agreement, groups, subgroups
+from ..exchange import agreement, callers, groups, subgroups
 from ..exchange.call import Call
 from ..nn import Model, SyncBatchNorm
 from ..step.layer_state import UNNAMED
@@ -157,12 +157,12 @@ _NAME = "convert_sync_batchnorm"
 
 def convert_sync_batchnorm(
     module: Model,
-    process_group: "groups.Group" = None,
+    process_group: "callers.Group" = None,
     *,
     group_size: int | None = None,
     group: subgroups.Part | None = None,
     timeout: "float | datetime.timedelta | None" = None,
-    engine: groups.EngineName | None = None,
+    engine: callers.EngineName | None = None,
     affine_grad: AffineGrad | None = None,
     statistics: Statistics | None = None,
     sync: bool | None = None,
@@ -223,7 +223,7 @@ def convert_sync_batchnorm(
         if any(argument is not None for argument in arguments)
     }
     initialized = sync is not False and dist.is_available() and dist.is_initialized()
-    exchanging = initialized and sharing.name != groups.OUTSIDE
+    exchanging = initialized and sharing.name != callers.OUTSIDE
     if exchanging:
         groups.peers(sharing, _NAME)
 
@@ -249,7 +249,7 @@ def convert_sync_batchnorm(
         theirs = layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm's handle
         shared = sharing
         if theirs is not None and "name" not in asked:
-            shared = sharing._replace(name=groups.group_name(theirs))
+            shared = sharing._replace(name=callers.group_name(theirs))
         layer._init_sync(path or UNNAMED, shared)
         for name, value in (options | own).items():
             if name not in _OPTIONS:

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from .. import _build, operators_cuda
-from ..exchange import groups
+from ..exchange import callers, groups
 from ..exchange.engines import engine_of
 from ..nn import SyncBatchNorm
 from ..operators import ops
 
 #: Seconds that the two processes of the self-test have, with the time to start Python twice.
 TIMEOUT = 60.0
-_ENGINES: dict[groups.EngineName, str] = {"process_group": "gloo", "auto": "shared memory"}
+_ENGINES: dict[callers.EngineName, str] = {"process_group": "gloo", "auto": "shared memory"}
 
 
 def _instruction_sets() -> str:
@@ -79,7 +79,7 @@ def _step(layer: SyncBatchNorm, x: torch.Tensor, dy: torch.Tensor) -> dict[str, 
     }
 
 
-def _differences(rank: int, engine: groups.EngineName, timeout: float) -> list[str]:
+def _differences(rank: int, engine: callers.EngineName, timeout: float) -> list[str]:
     """What has not the bits of one process with the whole batch: 2 samples on rank 0, 3 on rank 1,
     with exponents over 60 binades, where ordinary sums depend on their order."""
     random = torch.Generator().manual_seed(0)
@@ -102,7 +102,7 @@ def _rank_main(rank: str, folder: str, timeout: str) -> None:
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=2, timeout=limit)
     results = []
     for engine, name in _ENGINES.items():
-        peers = groups.peers(groups.sharing(None, float(timeout), engine))
+        peers = groups.peers(callers.sharing(None, float(timeout), engine))
         assert peers is not None  # there are two
         differing = _differences(int(rank), engine, float(timeout))
         text = f"differs from one process in {', '.join(differing)}"

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import DivergenceError
-from ..exchange import agreement, groups, transports
+from ..exchange import agreement, callers, groups, transports
 from ..exchange.call import Call
 from ..nn import SyncBatchNorm
 from .sharing import bring, prepare, sharings_of
@@ -39,10 +39,10 @@ class _Inputs:
         if any(group != given[0] for group in given):
             raise ValueError("models: got Joinables of several process groups, expected one")
         group = given[0] if given else dist.distributed_c10d._get_default_group()
-        self.ranks = sorted(groups.global_ranks(group))
+        self.ranks = sorted(callers.global_ranks(group))
         self.layers = [m for m in self.models.modules() if isinstance(m, SyncBatchNorm)]
         for layer in (layer for layer in self.layers if layer.sync):
-            members = groups.global_ranks(groups.resolve(layer.state.sharing.name))
+            members = callers.global_ranks(callers.resolve(layer.state.sharing.name))
             outside = set(members).difference(self.ranks)
             if outside:
                 raise ValueError(
@@ -51,7 +51,7 @@ class _Inputs:
                 )
         # The slowest layer's limit: an iteration may take as long.
         sharings = [layer.state.sharing for layer in self.layers if layer.sync]
-        slowest = max(sharings, key=lambda s: s.timeout, default=groups.Sharing())
+        slowest = max(sharings, key=lambda s: s.timeout, default=callers.Sharing())
         limit = slowest.timeout if sharings else None
         self.peers = groups.peers(slowest._replace(name=group.group_name, limit=limit), _NAME)
         # What ranks must have in common for the exchange that ends the context.
@@ -179,7 +179,7 @@ class _Inputs:
             peers = groups.peers(sharing, _NAME)
             if peers is None:
                 continue
-            ranks = sorted(groups.global_ranks(groups.resolve(sharing.name)))
+            ranks = sorted(callers.global_ranks(callers.resolve(sharing.name)))
             source = max(ranks, key=lambda rank: (self.iterations[rank], rank))
             tensors = [
                 tensor

@@ -203,6 +203,6 @@ def _comes_to_a_layer(patch: Any) -> bool:
 
 def evades(layer: SyncBatchNorm) -> bool:
     """Whether what lies on the layer in the place of its forward is not seen to call it."""
-    own = vars(layer)
-    places = [name for name in ("forward", "_call_impl") if name in own]
-    return not all(_comes_to_a_layer(own[name]) for name in places)
+    places = ("forward", "_call_impl", "_compiled_call_impl")
+    own = [vars(layer)[name] for name in places if name in vars(layer)]
+    return not all(_comes_to_a_layer(value) for value in own if value is not None)

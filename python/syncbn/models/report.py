@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import operators_cuda
-from ..exchange import alone, attempt, groups, subgroups, transports
+from ..exchange import alone, attempt, callers, groups, subgroups, transports
 from ..nn import SyncBatchNorm, device_of
 from ..operators import ops
 from ..parallel import SelfDataParallel
@@ -48,7 +48,7 @@ def table(rows: Sequence[tuple[object, ...]]) -> str:
 
 
 class Report(list[LayerReport]):
-    """LayerReports; prints as a table."""
+    """A list of LayerReports, which prints as a table."""
 
     def __str__(self) -> str:
         return table([LayerReport._fields, *self])
@@ -83,7 +83,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
     """The row of a synchronized layer, and whether it cannot synchronize."""
     peers: groups.Peers | None = None
     failed, note = False, "" if layer.training else "evaluation mode: no exchange"
-    outside = layer.sync and layer.state.sharing.name == groups.OUTSIDE
+    outside = layer.sync and layer.state.sharing.name == callers.OUTSIDE
     try:
         if layer.sync and not outside:
             peers = groups.peers(layer.state.sharing, layer.state.find_path)
@@ -95,8 +95,10 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         note = "sync=False"
     elif outside:
         note = "this rank is not a member of the process group"
-    elif (peers is not None or devices > 1) and evades(layer):
+    elif (peers is not None or devices > 1) and (layer.state.evaded or evades(layer)):
         failed, peers, note = True, None, "the forward on the object does not call the layer's"
+        if layer.state.evaded:
+            note = "a training call of PyTorch's forward"
     elif peers is None and (others := groups.beside(layer.state.sharing)):
         failed, note = True, alone.text(others)
     elif peers is None:
@@ -165,8 +167,9 @@ def report(module: nn.Module, strict: bool = False) -> Report:
         RuntimeError: with `strict`, on all ranks alike: a layer is neither converted nor registered
             to be left, or another converter replaced it; there is no process group; nobody is in
             it, and the environment or torchft tells of others; a layer's group is gone, is none
-            that PyTorch lists with its ranks, or is broken by an earlier error; or a forward on the
-            object does not call the layer's. Layers with sync=False are no error.
+            that PyTorch lists with its ranks, or is broken by an earlier error; a forward on the
+            object does not call the layer's; or PyTorch's was called in training. Layers with
+            sync=False are no error.
         ValueError: `module` is not a module.
     """
     check_module(module)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import DivergenceError
-from ..exchange import agreement, attempt, groups, subgroups
+from ..exchange import agreement, attempt, callers, groups, subgroups
 from ..exchange.call import Call
 from ..exchange.engines import engine_of
 from ..nn import Model, SyncBatchNorm, device_of
@@ -27,10 +27,10 @@ def _layers(module: nn.Module) -> list[tuple[str, SyncBatchNorm]]:
 
 
 def _exchanges(layer: SyncBatchNorm) -> bool:
-    return layer.sync and layer.state.sharing.name != groups.OUTSIDE
+    return layer.sync and layer.state.sharing.name != callers.OUTSIDE
 
 
-def sharings_of(module: nn.Module) -> dict[groups.Sharing, str]:
+def sharings_of(module: nn.Module) -> dict[callers.Sharing, str]:
     """With whom its layers exchange, in one order on all ranks; and a layer's name for each."""
     layers = [layer for _, layer in reversed(_layers(module)) if _exchanges(layer)]
     found = {layer.state.sharing: layer.state.name for layer in layers}
@@ -44,12 +44,12 @@ def sharings_of(module: nn.Module) -> dict[groups.Sharing, str]:
 
 def set_group(
     module: Model,
-    process_group: "groups.Group" = None,
+    process_group: "callers.Group" = None,
     *,
     group_size: int | None = None,
     group: subgroups.Part | None = None,
     timeout: float | datetime.timedelta | None = None,
-    engine: groups.EngineName = "auto",
+    engine: callers.EngineName = "auto",
 ) -> Model:
     """Changes the ranks with which the synchronized layers of `module` share statistics.
 

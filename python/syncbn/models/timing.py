@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..exchange import groups, transports
+from ..exchange import callers, transports
 from ..exchange.call import Call
 from ..exchange.times import Times
 from ..nn import SyncBatchNorm, device_of
@@ -75,7 +75,7 @@ class Timing(list[LayerTiming]):
 
     @property
     def summary(self) -> str:
-        """A sentence about it."""
+        """A sentence that names the rank that the others wait for."""
         rank = self.straggler
         if rank is None:
             return "no exchange between ranks on the host"
@@ -180,7 +180,7 @@ _HEADING = ("path", "exchanges", "summed", "waited", "normalized", "last", "wait
 
 
 def _cells(row: LayerTiming) -> tuple[object, ...]:
-    """Times per exchange."""
+    """The cells of a row, with times per exchange."""
     if row.exchanges == 0:
         return row.path, 0, *(None,) * 5
     own = (row.summed, row.waited, row.normalized)
@@ -200,14 +200,14 @@ def _gathered(noted: Sequence[tuple[str, SyncBatchNorm, Times]]) -> list[LayerTi
     found = {}
     for number, (path, layer, _) in enumerate(noted):
         rows[number] = LayerTiming(path, 0, None, 0.0, None, 0, {}, {})
-        outside = layer.state.sharing.name == groups.OUTSIDE
+        outside = layer.state.sharing.name == callers.OUTSIDE
         peers = None if outside else layer.state.peers(layer.options())
         transport = transports.transport_of(peers, device_of(layer))
         if peers is not None and transport.engine is not None:
             by_group.setdefault(peers.group_name, []).append(number)
             found[peers.group_name] = transport
     for name, numbers in by_group.items():
-        members = groups.global_ranks(groups.resolve(name))
+        members = callers.global_ranks(callers.resolve(name))
         waits = _waits_of_all(found[name], [noted[n] for n in numbers])
         for number, of_layer in zip(numbers, waits, strict=True):
             rows[number] = _row(*noted[number], of_layer, members)

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import DivergenceError
-from ..exchange import after_fork, attempt, engines, groups, transports
+from ..exchange import after_fork, attempt, callers, engines, groups, transports
 from ..exchange.call import Call
 from ..operators import ops
 from ..step.as_operator import operator
@@ -252,7 +252,7 @@ def batch_norm(
     use_global_est: bool = False,
     epsilon: float = 1e-6,
     momentum: float = 0.99,
-    group: "groups.Group" = None,
+    group: "callers.Group" = None,
     layer_name: str = "batch_norm",
 ) -> BatchNormOutputs:
     """Normalizes x with the statistics of the batch over all ranks, or with the estimates.
@@ -306,7 +306,7 @@ def _run(
     use_global_est: bool,
     epsilon: float,
     momentum: float,
-    group: "groups.Group",
+    group: "callers.Group",
     layer_name: str,
     written: bool = False,
 ) -> BatchNormOutputs:
@@ -314,7 +314,7 @@ def _run(
     x, estimated_mean, estimated_var, scale, bias, batches = tensors
     if not isinstance(layer_name, str):
         raise ValueError(f"layer_name: got {layer_name!r}, expected a string")
-    sharing = groups.sharing(group, None, "process_group")
+    sharing = callers.sharing(group, None, "process_group")
     if is_infer is not True:
         refuse_tracing(layer_name, sharing)
     peers = None if is_infer is True else groups.peers_of(*sharing)
@@ -364,7 +364,7 @@ def batch_norm_(
     use_global_est: bool = False,
     epsilon: float = 1e-6,
     momentum: float = 0.99,
-    group: "groups.Group" = None,
+    group: "callers.Group" = None,
     layer_name: str = "batch_norm",
 ) -> BatchNormOutputs:
     """Does what batch_norm does, and updates estimated_mean, estimated_var and batches in place.

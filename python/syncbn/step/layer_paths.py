@@ -9,7 +9,7 @@ import zlib
 import torch
 
 from ..errors import DivergenceError
-from ..exchange import agreement, engines, groups
+from ..exchange import agreement, callers, engines
 from ..exchange.call import Call
 from ..exchange.groups import Peers
 from ..operators import HEADER_WORDS
@@ -44,7 +44,7 @@ def compare(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) 
     group = peers.group_name
     if state.compares:
         if group not in state.numbers:
-            state.numbers = {g: n for g, n in state.numbers.items() if groups.exists(g)}
+            state.numbers = {g: n for g, n in state.numbers.items() if callers.exists(g)}
             state.numbers[group] = _agreed(state, peers, x, options)
         state.number = state.numbers[group]
     state.group = group
@@ -67,7 +67,7 @@ def _agreed(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) 
             "expected an eager training step before the capture"
         )
     if peers.group_name not in _compared:
-        for gone in [name for name in list(_compared) if not groups.exists(name)]:
+        for gone in [name for name in list(_compared) if not callers.exists(name)]:
             _compared.pop(gone, None)
         _compared[peers.group_name] = _Group()
     group, path = _compared[peers.group_name], _end_of(_path(state), peers)
@@ -122,7 +122,7 @@ def _size(peers: Peers) -> int:
 
 
 def _end_of(path: str, peers: Peers) -> str:
-    """As much of the path as there is room for."""
+    """The end of the path that there is room for."""
     room = 8 * _size(peers)
     while len(path.encode()) > room and "." in path:
         path = path.partition(".")[2]

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..exchange import groups
 from ..exchange.call import Call
-from ..exchange.groups import Peers, Sharing
+from ..exchange.callers import Sharing
+from ..exchange.groups import Peers
 from ..exchange.times import Times
 from .living_modules import paths_of_living
 from .options import Options, is_strided
@@ -68,6 +69,7 @@ class LayerState:
         self.sharing = sharing
         self.call: Tensor | Any = _number(0) if counted else None
         self.count: Tensor | Any = _number(0) if counted else None
+        self.evaded = False  # by a training call of PyTorch's forward
         self.compares = compares
         self.number = zlib.crc32(name.encode())
         self.numbers: dict[str, int] = {}  # by group

@@ -45,7 +45,10 @@ def plain(
     check_mask(mask, x)
     if local_batch:
         rows, counts = x.movedim(1, -1), mask.to(torch.bool)
-        packed = normalize(rows[counts])
+        packed = rows[counts]
+        if torch.compiler.is_compiling():  # where how many they are is not known
+            torch._check(packed.shape[0] > 1)
+        packed = normalize(packed)
         y = torch.zeros_like(rows).index_put((counts,), packed).movedim(-1, 1)
     else:  # Zeros go in too: a NaN that does not count would reach the weight's gradient.
         y = counting(normalize(counting(x, mask)), mask)

@@ -103,7 +103,7 @@ def _identity(*fields: Any) -> int:
 
 
 def values_per_channel(x: Tensor, mask: Tensor | None) -> int:
-    """As far as it is known without reading a mask: 0 where there is one."""
+    """Their number in the input; 0 with a mask, which is not read for it."""
     return x.shape[0] * math.prod(x.shape[2:]) if mask is None else 0
 
 
@@ -301,7 +301,7 @@ def check_dtype(name: str, dtype: object) -> None:
 
 
 def check_num_features(channels: int) -> None:
-    """Integers of other libraries too."""
+    """Takes integers of other libraries, too."""
     integer = isinstance(channels, (int, numbers.Integral)) and not isinstance(channels, bool)
     if not (integer and 0 <= channels <= _MOST_CHANNELS):
         raise ValueError(f"num_features: got {channels!r}, expected an integer from 0 to 2^31")

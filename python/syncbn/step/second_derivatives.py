@@ -189,7 +189,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def differentiable(step, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
-    """gradient(step, (dy,), *saved), differentiable."""
+    """What gradient(step, (dy,), *saved) gives, with a graph behind it."""
     check_not_batched(step.call, dy)
     return _Differentiable.apply(step, gradient, dy, *saved)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..exchange import groups
+from ..exchange import callers
 from ..exchange.groups import Peers
 
 if dist.is_available():
@@ -61,7 +61,7 @@ def _is_split(x: Any, peers: Peers | None) -> list[bool]:
     ranks = x.device_mesh.mesh[tuple(slice(None) if s else own for s, own in place)]
     shared = [dist.get_rank()]
     if peers is not None:
-        shared = groups.global_ranks(groups.resolve(peers.group_name))
+        shared = callers.global_ranks(callers.resolve(peers.group_name))
     copied = all(s or type(p) is Replicate for s, p in zip(split, x.placements))
     if not copied or sorted(ranks.flatten().tolist()) != sorted(shared):
         expected = f"Shard(0) over ranks {shared}, which share statistics, and Replicate()"

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from ..exchange import groups, whereabouts
 from ..exchange.call import Call
-from ..exchange.groups import Sharing
+from ..exchange.callers import Sharing
 
 
 def refuse(text: str) -> NoReturn:

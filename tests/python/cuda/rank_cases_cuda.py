@@ -12,7 +12,7 @@ import torch.distributed as dist
 import syncbn
 from rank_cases import raises, shards
 from support import new_layer
-from syncbn.exchange import groups, subgroups
+from syncbn.exchange import callers, groups, subgroups
 from syncbn.exchange.call import Call
 from syncbn.exchange.host_transport import ThroughHost
 from syncbn.exchange.nccl_transport import InStream
@@ -22,7 +22,7 @@ from syncbn.step.options import Options
 
 
 def peers_of_world():
-    return groups.peers(groups.Sharing())
+    return groups.peers(callers.Sharing())
 
 
 def through_host():
@@ -175,7 +175,7 @@ def case_nccl_is_taken_where_the_group_has_it(rank, world):
         parts = [
             subgroups.choose(None, group_size=1, group=None, timeout=None).name for _ in range(2)
         ]
-        assert parts[0] == parts[1] and groups.resolve(parts[0]).size() == 1
+        assert parts[0] == parts[1] and callers.resolve(parts[0]).size() == 1
     finally:
         backends[group] = before
         subgroups._nccl_groups.clear()

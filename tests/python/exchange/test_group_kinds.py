@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
-from syncbn.exchange import groups, transports
+from syncbn.exchange import callers, groups, transports
 
 LISTED = "expected one that torch.distributed's init_process_group or new_group made"
 
@@ -72,8 +72,8 @@ def refused(text: str, *uses, kind=RuntimeError):
 
 
 def uses_of(group) -> tuple:
-    layer, name = nn.BatchNorm1d(2), groups.group_name(group)
-    sharing = groups.Sharing(name)
+    layer, name = nn.BatchNorm1d(2), callers.group_name(group)
+    sharing = callers.Sharing(name)
 
     def train():
         own = syncbn.SyncBatchNorm(2, process_group=group)
@@ -223,7 +223,7 @@ def test_the_limit_is_that_of_the_group(world, monkeypatch, debug):
     finally:
         monkeypatch.undo()
         dist.set_debug_level_from_env()
-    assert groups.limit_of(group) == 77
+    assert callers.limit_of(group) == 77
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_backends_that_exchange_over_nccl(world, monkeypatch, config, nccl, alon
     """Names of PyTorch 2.15 and of torchcomms."""
     group = dist.group.WORLD
     monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, config)
-    name = groups.nccl_name(group)
+    name = callers.nccl_name(group)
     assert name == (group.group_name if nccl else "")
     peers = groups.Peers("", 2, 0, 1.0, cuda=name)
     assert groups.is_nccl_alone(peers) == alone

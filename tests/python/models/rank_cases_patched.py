@@ -200,6 +200,10 @@ def by_call_impl(bn):
     bn._call_impl = lambda *args: old(*args)
 
 
+def by_compiled_call(bn):
+    bn.compile(backend="eager")
+
+
 def by_other_methods(bn):
     """Beside forward: those that the classes differ in, and those that they share."""
     for name in ("train", "extra_repr", "reset_parameters", "_check_input_dim"):
@@ -317,6 +321,10 @@ def own_call(bn):
     bn._call_impl = lambda x: nn.BatchNorm1d.forward(bn, x)
 
 
+def own_compiled_call(bn):
+    bn._compiled_call_impl = lambda x: nn.BatchNorm1d.forward(bn, x)
+
+
 def weak(bn):
     """A weak method holds the function and the layer, each by itself."""
     method = weakref.WeakMethod(bn.forward)
@@ -342,7 +350,7 @@ def of_an_object_that_computes(bn):
 def case_what_cannot_be_rebound_is_warned_of_and_refused(rank, world):
     for patch in (
         *(unbound, unbound_beside_a_backup, unbound_with_the_former_one_s_name, own_arithmetic),
-        *(of_a_copy, own_call, weak, in_c, of_an_object_that_computes),
+        *(of_a_copy, own_call, own_compiled_call, weak, in_c, of_an_object_that_computes),
     ):
         net = nn.Sequential(nn.Identity(), nn.Sequential(nn.BatchNorm1d(1)), nn.BatchNorm1d(1))
         patch(net[1][0])
@@ -369,8 +377,13 @@ def case_pytorch_s_forward_on_a_synchronized_layer_says_so_once(rank, world):
     with pytest.warns(UserWarning, match="^0: got a training call of PyTorch's forward"):
         kept(x_of(rank))
     quietly(kept, x_of(rank))
+    line = "\n  0: syncbn.SyncBatchNorm: a training call of PyTorch's forward$"
+    raises(RuntimeError, line, lambda: syncbn.report(net, strict=True))
     net.eval()
     quietly(kept, x_of(rank))
+    syncbn.revert_sync_batchnorm(net)
+    syncbn.convert_sync_batchnorm(net)
+    assert syncbn.report(net, strict=True)[0].ranks == world
 
 
 def case_a_failed_conversion_leaves_a_patched_layer_as_it_was(rank, world):

@@ -256,6 +256,27 @@ def test_onnx_of_training_on_one_rank_is_that_of_plain_batch_norm(dynamo):
     assert ours.training and "BatchNormalization" in str(nodes(ours))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("dynamo", (True, False), ids=("dynamo", "TorchScript"))
+def test_onnx_of_training_with_a_mask_computes_as_the_layer(dynamo):
+    reference = pytest.importorskip("onnx.reference")
+    pytest.importorskip("onnxscript")
+    layer, x = syncbn.SyncBatchNorm(3), samples()
+    mask = x[:, 0] > -0.5
+    if dynamo:
+        given = torch.onnx.export(layer, (x, None, mask), dynamo=True, verbose=False).model_proto
+    else:
+        given, mode = io.BytesIO(), torch.onnx.TrainingMode.TRAINING
+        torch.onnx.export(layer, (x, None, mask), given, dynamo=False, training=mode)
+        given = given.getvalue()
+    evaluator = reference.ReferenceEvaluator(given)
+    inputs = dict(zip(evaluator.input_names, (x.numpy(), mask.numpy())))
+    y = torch.from_numpy(evaluator.run(None, inputs)[0])
+    # With dynamo PyTorch writes also a plain layer's step with the statistics of evaluation.
+    expected = layer.train(not dynamo)(x, mask=mask).detach()
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_jit_trace_of_several_devices_is_refused():
     layer, x = syncbn.SyncBatchNorm(3), samples()

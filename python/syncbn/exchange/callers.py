@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The caller's groups, as torch.distributed knows them: by name, with their ranks and limit."""
+
+import contextlib
+import datetime
+import functools
+import re
+import weakref
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+#: Clocks count nanoseconds in 64 bits.
+_LONGEST_TIMEOUT = 1e9
+
+Group = dist.ProcessGroup | DeviceMesh | str | None
+
+#: "auto" takes shared memory between processes of one node, "process_group" never does.
+EngineName = Literal["auto", "process_group"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+
+#: In the place of a name: a group that this rank is not a member of.
+OUTSIDE = "a group without this rank"
+
+_LISTED = "expected one that torch.distributed's init_process_group or new_group made"
+
+
+class Sharing(NamedTuple):
+    """With whom a layer shares statistics, as a module keeps it: names, not handles.
+
+    name: a process group's name, None for the world. limit: the timeout in seconds, None for that
+    of the process group.
+    """
+
+    name: str | None = None
+    limit: float | None = None
+    engine: EngineName = "auto"
+
+    @property
+    def timeout(self) -> float:
+        """In seconds; of a group that there is, or for which a limit was given."""
+        return limit_of(resolve(self.name)) if self.limit is None else self.limit
+
+
+# New names of groups that were made again.
+renamed: dict[str, str] = {}
+
+
+def initialized() -> bool:
+    """Whether this process has a default group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def group_name(group: Group) -> str | None:
+    """The name under which torch.distributed knows the group; None stays None (the world)."""
+    if group is None or isinstance(group, str):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"process_group: got a DeviceMesh of {group.ndim} axes, expected one of one axis, "
+                "as mesh['name'] is"
+            )
+        member = group.get_coordinate() is not None
+        outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # to the stubs a number, and no group
+        group = group.get_group() if member else outside
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        return OUTSIDE
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"process_group: got {group!r}, expected a process group, its name, a DeviceMesh of "
+            "one axis, or None"
+        )
+    name = ""
+    with contextlib.suppress(RuntimeError, ValueError):
+        name = group.group_name
+    if not name:
+        raise ValueError(f"process_group: got {group!r}, which has no name, {_LISTED}")
+    return name
+
+
+def sharing(
+    group: Group, timeout: float | datetime.timedelta | None, engine: EngineName = "auto"
+) -> Sharing:
+    """Checks the arguments, and keeps the group's name."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine: got {engine!r}, expected one of {ENGINES}")
+    if timeout is None:
+        return Sharing(group_name(group), None, engine)
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not (number and 0 < seconds <= _LONGEST_TIMEOUT):
+        raise ValueError(
+            f"timeout: got {timeout!r}, expected a positive number of seconds, at most 1e9, or a "
+            "timedelta"
+        )
+    return Sharing(group_name(group), float(seconds), engine)
+
+
+def backends(group: dist.ProcessGroup) -> str:
+    """The backend of each device, such as "cpu:gloo,cuda:nccl"."""
+    return dist.distributed_c10d._world.pg_backend_config.get(group, "")
+
+
+def nccl_name(group: dist.ProcessGroup) -> str:
+    """The group's name if CUDA tensors go over NCCL in it (nccl, nccl2, nccl-lazy, ncclx), else
+    ""."""
+    return group.group_name if "cuda:nccl" in backends(group) else ""
+
+
+_limits: "weakref.WeakKeyDictionary[dist.ProcessGroup, float]" = weakref.WeakKeyDictionary()
+
+
+def limit_of(group: dist.ProcessGroup) -> float:
+    """Seconds that its own collectives wait, as it was made; PyTorch's default where no backend
+    tells."""
+    if group not in _limits:
+        _check_exchanges(group)
+        _limits[group] = dist.default_pg_timeout.total_seconds()
+        for device in ("cpu", "cuda"):
+            with contextlib.suppress(RuntimeError, AttributeError):
+                backend = group._get_backend(torch.device(device))
+                _limits[group] = min(backend.options._timeout.total_seconds(), _LONGEST_TIMEOUT)
+                break
+    return _limits[group]
+
+
+def _check_exchanges(group: dist.ProcessGroup) -> None:
+    if {backend.split(":")[-1] for backend in backends(group).split(",")} == {"fake"}:
+        raise RuntimeError(
+            f"process_group: got {group.group_name!r}, whose backend is 'fake' and exchanges "
+            "nothing, expected one whose ranks are there, or sync=False"
+        )
+
+
+def resolve(name: str | None) -> dist.ProcessGroup:
+    """The process group of that name in this process; None is the world."""
+    if name is None:
+        return dist.group.WORLD  # type: ignore[return-value]  # where there is one
+    if name == OUTSIDE:
+        raise RuntimeError(
+            "process_group: got a group that this rank is not a member of, expected one "
+            "with this rank, which trains the layer"
+        )
+    while name in renamed:
+        name = renamed[name]
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a str
+    except (RuntimeError, ValueError, LookupError) as error:
+        raise RuntimeError(
+            f"process_group: no process group named {name!r} in this process; was it destroyed, or "
+            "the layer loaded in another job? Convert the model again with the group to use, or "
+            "call syncbn.set_group"
+        ) from error
+
+
+def exists(name: str) -> bool:
+    try:
+        dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a str
+    except (RuntimeError, ValueError, LookupError):
+        return False
+    return True
+
+
+@functools.cache
+def _label(name: str, cuda: str) -> str:
+    """new_group counts or hashes alike on all ranks. Where NCCL splits a group, the hash has this
+    rank's number of groups in it."""
+    return name if re.fullmatch(r"\d+" if cuda else r"\d+|[0-9a-f]{40}", name) else ""
+
+
+#: By the caller's group: its members' global numbers, and the label of one of ours.
+_compared: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[list[int], str | None]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def keep(group: dist.ProcessGroup, limit: float, ranks: list[int], label: str) -> None:
+    """Notes what is known of a group that this package has made."""
+    _limits[group], _compared[group] = limit, (ranks, label)
+
+
+def members(group: dist.ProcessGroup, cuda: str) -> tuple[list[int], str]:
+    """Their global numbers, as torch.distributed lists them, and a label that tells the group from
+    others of the same ranks, alike on all of them; groups whose names may differ between ranks
+    share the label "". cuda: as nccl_name() has it. The numbers fit what the group says of itself:
+    a library may have made it, or changed it since, without a word to torch.distributed."""
+    found = _compared.get(group)
+    if found is None or len(found[0]) != group.size():
+        found = _compared[group] = _compare(group)
+    ranks, label = found
+    return ranks, _label(group.group_name, cuda) if label is None else label
+
+
+def global_ranks(group: dist.ProcessGroup) -> list[int]:
+    """Its members' global numbers."""
+    return members(group, "")[0]
+
+
+def _compare(group: dist.ProcessGroup) -> tuple[list[int], str | None]:
+    _check_exchanges(group)
+    size, rank, own_number = group.size(), group.rank(), dist.get_rank()
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except LookupError as error:
+        raise RuntimeError(
+            f"process_group: got {group.group_name!r}, which torch.distributed does not list, "
+            f"{_LISTED}"
+        ) from error
+    fits = len(set(ranks)) == len(ranks) == size and 0 <= rank < size
+    if not fits or ranks[rank] != own_number or max(ranks) >= dist.get_world_size():
+        raise RuntimeError(
+            f"process_group: got {group.group_name!r} of {size} ranks with this process as rank "
+            f"{rank}, but torch.distributed lists its ranks as {ranks} and this process as rank "
+            f"{own_number}; expected the same of both, or sync=False"
+        )
+    return ranks, None
