@@ -28,7 +28,7 @@ preloaded="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libstdc++
 LD_PRELOAD=$preloaded ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$PWD/build/asan/package \
   SYNCBN_EXAMPLES=60 OMP_NUM_THREADS=2 "$venv/bin/python" -m pytest -p no:cacheprovider \
   --hypothesis-seed=1 tests/python/bits/test_properties.py tests/python/step/test_in_place.py \
-  tests/python/ops/test_{batch_norm_op,odd_tensors}.py \
+  tests/python/graph/test_{batch_norm_op,odd_tensors}.py \
   tests/python/exchange/test_shared_memory_ops.py
 
 "$venv/bin/cmake" --preset tsan >/dev/null

@@ -176,7 +176,7 @@ Saved::~Saved() = default;
 
 namespace {
 
-std::span<const double> entries(const SavedState* saved, double* SavedState::*values) noexcept {
+std::span<const double> entries(const SavedState* saved, double* SavedState::* values) noexcept {
   return saved != nullptr && saved->filled
              ? std::span<const double>(saved->*values, static_cast<std::size_t>(saved->channels))
              : std::span<const double>();

@@ -16,57 +16,22 @@
 #include "statistics/finalize.hpp"
 #include "statistics/scalar.hpp"
 #include "syncbn/group_passes.hpp"
+#include "syncbn/step.hpp"
 #include "syncbn/welford.hpp"
 
 // Checks, passes and exchange in their order; the arithmetic is elsewhere.
 namespace syncbn {
 namespace {
 
-void update_running(const BatchNorm::Forward& f, const BatchNorm::Options& options,
-                    const SavedState& saved) {
-  if (saved.count == 0) {
-    return;
-  }
-  double factor = options.momentum.value_or(0.0);
-  if (f.num_batches_tracked != nullptr && !options.momentum.has_value()) {
-    factor = cumulative_factor(static_cast<double>(*f.num_batches_tracked));
-  }
-  update_running_statistics(f.running_mean, f.running_var, saved.mean, saved.var, saved.channels,
-                            saved.count, factor);
-  if (f.num_batches_tracked != nullptr) {  // last: the call before may lack memory
-    ++*f.num_batches_tracked;
-  }
-}
-
-/// cumulative: one is divided by it.
-void check_counter(const std::int64_t* num_batches_tracked, bool cumulative) {
-  constexpr std::int64_t kMost = std::int64_t{1} << 53;
-  if (num_batches_tracked == nullptr) {
-    return;
-  }
-  if (cumulative && (*num_batches_tracked < 0 || *num_batches_tracked > kMost)) {
-    throw InvalidArgument("num_batches_tracked: got " + std::to_string(*num_batches_tracked) +
-                          ", expected 0 to 2^53");
-  }
-  if (*num_batches_tracked == std::numeric_limits<std::int64_t>::max()) {
-    throw InvalidArgument(
-        "num_batches_tracked: got 9223372036854775807, expected room for one more");
-  }
-}
-
 /// Running statistics as evaluation uses them.
 struct EvaluationStatistics {
   EvaluationStatistics(const TensorView& running_mean, const TensorView& running_var,
                        std::int64_t channels, double eps)
-      : mean(static_cast<std::size_t>(channels)), rstd(mean.size()) {
-    const cpu::FloatEnvironment environment;
-    load_channel_values(running_mean, 0, channels, 0.0, mean.data());
-    load_channel_values(running_var, 0, channels, 1.0, rstd.data());
-    for (double& value : rstd) {
-      value = rstd_of(value, eps);
-    }
+      : mean(static_cast<std::size_t>(channels)), var(mean.size()), rstd(mean.size()) {
+    evaluation_statistics(running_mean, running_var, mean.data(), var.data(), rstd.data(), eps, {});
   }
   cpu::ScratchArray<double> mean;
+  cpu::ScratchArray<double> var;
   cpu::ScratchArray<double> rstd;
 };
 
@@ -172,40 +137,38 @@ class LayerSum final : public SumInParts {
   bool over_ = false;
 };
 
-/// Mean and M2 of every rank, gathered; headers are summed here.
-class GatheredMoments {
+/// The records of all ranks, one after another, and the sum of their headers.
+class GatheredRecords {
  public:
-  GatheredMoments(const TensorView& x, const MaskView& mask, std::uint32_t fingerprint, int ranks,
-                  const Execution& execution)
-      : message_(static_cast<std::size_t>(kHeaderWords + welford_words(x.dtype, x.sizes[1]))),
+  GatheredRecords(const ForwardStep& step, int ranks, const Execution& execution)
+      : message_(static_cast<std::size_t>(
+            forward_words(step.statistics, step.pass.x.dtype, step.pass.x.sizes[1]))),
         all_(message_.size() * static_cast<std::size_t>(ranks)) {
-    local_welford(x, mask, message_.data(), fingerprint, execution);
+    forward_begin(step, message_.data(), execution);
   }
-  void merge(SavedState& out, const AgreedCall& call, Communicator& communicator) {
+  Merged gather(const AgreedCall& call, Communicator& communicator) {
     const int ranks = communicator.size();
-    const std::size_t size = message_.size();
     try {
       communicator.all_gather(std::as_bytes(std::span(message_)),
                               std::as_writable_bytes(std::span(all_)));
     } catch (const DivergenceError& error) {
       explain_divergence(error, call, communicator);
     }
-    std::array<std::int64_t, kHeaderWords> header{};
-    for (std::size_t i = 0; i < all_.size(); i += size) {
+    std::int64_t* to = all_.data();
+    for (std::size_t i = 0; i < all_.size(); i += message_.size()) {
       for (std::size_t w = 0; w < kHeaderWords; ++w) {
-        header[w] += all_[i + w];
+        header_[w] += all_[i + w];
       }
+      to = std::copy_n(all_.data() + i + kHeaderWords, message_.size() - kHeaderWords, to);
     }
-    const MessageInfo info = read_header(header.data(), ranks);
-    check_agreement(info, call, communicator);
-    out.count = info.count;
-    merge_welford(info, all_.data() + kHeaderWords, out.mean, out.var, out.rstd, call.channels,
-                  ranks, static_cast<std::int64_t>(size), call.options->eps);
+    check_agreement(read_header(header_.data(), ranks), call, communicator);
+    return {header_.data(), all_.data(), call.dtype, ranks};
   }
 
  private:
   cpu::ScratchArray<std::int64_t> message_;
   cpu::ScratchArray<std::int64_t> all_;
+  std::array<std::int64_t, kHeaderWords> header_{};
 };
 
 AgreedCall agreed(const LayerCall& call, Direction direction) {
@@ -227,46 +190,51 @@ void forward_on_cpu(const LayerCall& call, const BatchNorm::Forward& f, SavedSta
                     const Execution& execution) {
   const BatchNorm::Options& options = call.layer.options;
   Communicator& communicator = *call.layer.on_cpu;
+  const auto number = static_cast<std::int64_t>(call.number.value_or(0));
+  const Running running{f.running_mean, f.running_var, f.num_batches_tracked,
+                        nullptr,        nullptr,       options.momentum};
   AgreedCall forward;
-  std::optional<GatheredMoments> gathered;
+  ForwardStep step;
+  std::optional<GatheredRecords> gathered;
   std::optional<LayerSum> sum;
   before_exchange(communicator, call, [&] {
     check_layer_forward(options, f);
     check_on_cpu(f.x);
-    check_counter(f.num_batches_tracked, !options.momentum.has_value());
     forward = agreed(call, Direction::kForward);
     forward.residual = !f.residual.absent();
     forward.weight = !f.weight.absent();
     forward.bias = !f.bias.absent();
     saved.reserve(f.x, forward.residual && options.activation.kind != ActivationKind::kNone,
                   nullptr);
+    step = {{f.x, f.mask, f.weight, f.bias, f.residual, f.y, saved.activation_mask, saved.mean,
+             saved.var, saved.rstd, options.eps, options.activation},
+            options.statistics,
+            layer_identity(forward.layer, options.activation, options.statistics, forward.residual,
+                           forward.weight, forward.bias),
+            &number,
+            0,
+            {},
+            saved.info};
+    running.check();
     saved.fingerprint = forward.fingerprint();
     if (options.statistics == Statistics::kWelford) {
-      gathered.emplace(f.x, f.mask, saved.fingerprint, communicator.size(), execution);
+      gathered.emplace(step, communicator.size(), execution);
     } else if (communicator.size() > 1) {
       sum.emplace(f.x, forward, communicator);
     }
   });
   if (gathered.has_value()) {
-    gathered->merge(saved, forward, communicator);
-    normalize({f.x, f.mask, saved.mean, saved.rstd, f.weight, f.bias, f.residual, f.y,
-               saved.activation_mask, options.activation},
-              execution);
-  } else if (sum.has_value()) {
-    saved.count = sum->run(call, forward, [&](GroupSum& group) {
-      return forward_in_group(
-          {f.x, f.mask, f.weight, f.bias, f.residual, f.y, saved.activation_mask, saved.mean,
-           saved.var, saved.rstd, options.eps, options.activation},
-          group, execution);
-    });
+    forward_finish(step, gathered->gather(forward, communicator), execution);
+    saved.count = step.info[0];
   } else {
-    saved.count =
-        forward_of_one_rank({f.x, f.mask, f.weight, f.bias, f.residual, f.y, saved.activation_mask,
-                             saved.mean, saved.var, saved.rstd, options.eps, options.activation},
-                            execution)
-            .count;
+    saved.count = sum.has_value() ? sum->run(call, forward,
+                                             [&](GroupSum& group) {
+                                               return forward_in_group(step.pass, group, execution);
+                                             })
+                                  : forward_of_one_rank(step.pass, execution).count;
   }
-  update_running(f, options, saved);
+  // Last: a step that fails has updated nothing, and can be made again.
+  running.update(saved.mean, saved.var, saved.channels, saved.count);
 }
 
 void backward_on_cpu(const LayerCall& call, const BatchNorm::Backward& b, const SavedState& saved,
@@ -276,31 +244,30 @@ void backward_on_cpu(const LayerCall& call, const BatchNorm::Backward& b, const 
                                    saved.activation_mask};
   AgreedCall backward;
   std::optional<LayerSum> sum;
-  const auto check_count = [&](std::int64_t count) {
-    if (count != saved.count) {
-      throw DivergenceError("backward: the ranks bring " + std::to_string(count) +
-                            " elements per channel, forward had " + std::to_string(saved.count));
-    }
-  };
   before_exchange(communicator, call, [&] {
     check_backward(b);
     check_on_cpu(b.x);
     check_saved(saved, call.layer, b);
     backward = agreed(call, Direction::kBackward);
     backward.forward = saved.fingerprint;
+    backward.weight = !b.weight.absent();
+    backward.bias = !b.bias.absent();
     if (communicator.size() > 1) {
       sum.emplace(b.x, backward, communicator);
     }
   });
   if (sum.has_value()) {
-    check_count(sum->run(call, backward, [&](GroupSum& group) {
-      return backward_in_group(
-          {b.dy, b.x, b.mask, saved.mean, saved.rstd, through, b.weight, b.dresidual, b.dx,
-           b.dweight, b.dbias, b.affine == AffineGradients::kShare, saved.count},
-          group, execution);
-    }));
+    check_count(
+        sum->run(call, backward,
+                 [&](GroupSum& group) {
+                   return backward_in_group(
+                       {b.dy, b.x, b.mask, saved.mean, saved.rstd, through, b.weight, b.dresidual,
+                        b.dx, b.dweight, b.dbias, b.affine == AffineGradients::kShare, saved.count},
+                       group, execution);
+                 }),
+        saved.count);
   } else {
-    check_count(SampleView(b.x, b.mask).count());
+    check_count(SampleView(b.x, b.mask).count(), saved.count);
     backward_of_one_rank({.dy = b.dy,
                           .x = b.x,
                           .mask = b.mask,

@@ -7,6 +7,7 @@
 #include "layer.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/error.hpp"
+#include "syncbn/step.hpp"
 #include "syncbn/welford.hpp"
 
 // A layer's checks, passes and exchange on a stream in their order; the arithmetic is in the
@@ -67,12 +68,13 @@ struct Workspace {
 };
 
 /// The sum of all ranks' messages; alone, this rank's own.
-const std::int64_t* summed(Communicator& communicator, const Workspace& w, const Stream& stream) {
-  if (communicator.size() == 1) {
-    return w.message.data();
+Merged summed(Communicator& communicator, const Workspace& w, DType dtype, const Stream& stream) {
+  const std::int64_t* header = w.message.data();
+  if (communicator.size() > 1) {
+    communicator.all_reduce_sum(w.message, w.merged, stream);
+    header = w.merged.data();
   }
-  communicator.all_reduce_sum(w.message, w.merged, stream);
-  return w.merged.data();
+  return {header, header + kHeaderWords, dtype, communicator.size()};
 }
 
 /// What a layer keeps on the device: how many calls it had, and the last one's info.
@@ -106,88 +108,83 @@ void forward(LayerState& layer, const LayerCall& call, const BatchNorm::Forward&
   Communicator& communicator = *layer.on_cuda;
   const int ranks = communicator.size();
   const Stream stream{execution.stream};
-  const std::int64_t channels = options.channels;
   Workspace w;
-  RunningStatistics running{f.running_mean, f.running_var, f.num_batches_tracked};
+  ForwardStep step;
   before_exchange(communicator, call, [&] {
     check_layer_forward(options, f);
     check_on_cuda(f.x);
     saved.reserve(f.x, activated(layer) && !f.residual.absent(), stream.handle);
     const Counters counters(layer, stream.handle);
-    running.call = counters.call;
-    running.count = counters.info;
     w = Workspace(layer, f.x, stream.handle, welford ? ranks : 0);
-    const ForwardCall header{
-        layer_identity(layer.number, options.activation, options.statistics, !f.residual.absent(),
-                       !f.weight.absent(), !f.bias.absent()),
-        running.call, options.eps};
-    if (welford) {
-      local_welford(f.x, f.mask, header, w.record.data(), stream);
-    } else {
-      local_moments(f.x, f.mask, header, w.message.data(), w.sums, stream);
-    }
+    step = {{f.x, f.mask, f.weight, f.bias, f.residual, f.y, saved.activation_mask, saved.mean,
+             saved.var, saved.rstd, options.eps, options.activation},
+            options.statistics,
+            layer_identity(layer.number, options.activation, options.statistics,
+                           !f.residual.absent(), !f.weight.absent(), !f.bias.absent()),
+            counters.call,
+            0,
+            {f.running_mean, f.running_var, f.num_batches_tracked, counters.call, counters.info,
+             options.momentum},
+            saved.info,
+            w.sums};
+    forward_begin(step, welford ? w.record.data() : w.message.data(), execution);
   });
   if (welford) {
     communicator.all_gather(std::as_bytes(w.record), std::as_writable_bytes(w.records), stream);
-    merge_welford(w.records.data(), f.x.dtype, ranks, saved.mean, saved.var, saved.rstd, saved.info,
-                  channels, options.eps, stream);
-    update_running_statistics(running, saved.mean, saved.var, saved.info, channels,
-                              options.momentum, stream);
+    forward_finish(step, {w.records.data(), w.records.data(), f.x.dtype, ranks}, execution);
   } else {
-    finalize_moments(summed(communicator, w, stream), f.x.dtype, ranks, saved.mean, saved.var,
-                     saved.rstd, saved.info, channels, options.eps, running, options.momentum,
-                     stream);
+    forward_finish(step, summed(communicator, w, f.x.dtype, stream), execution);
   }
-  normalize({f.x, f.mask, saved.mean, saved.rstd, f.weight, f.bias, f.residual, f.y,
-             saved.activation_mask, options.activation},
-            stream);
 }
 
 void backward(LayerState& layer, const LayerCall& call, const BatchNorm::Backward& b,
               const SavedState& saved, const Execution& execution) {
   Communicator& communicator = *layer.on_cuda;
-  const bool alone = communicator.size() == 1;
   const Stream stream{execution.stream};
-  const ActivationGradient through{layer.options.activation, b.weight, b.bias,
-                                   saved.activation_mask};
   Workspace w;
+  BackwardStep step;
   before_exchange(communicator, call, [&] {
     check_backward(b);
     check_on_cuda(b.x);
     check_saved(saved, layer, b);
     w = Workspace(layer, b.x, stream.handle);
-    local_gradients({b.dy, b.x, b.mask, saved.mean, saved.rstd, through, b.dresidual}, saved.info,
-                    w.message.data(), w.sums, stream);
+    step = {{b.dy,
+             b.x,
+             b.mask,
+             saved.mean,
+             saved.rstd,
+             {layer.options.activation, b.weight, b.bias, saved.activation_mask},
+             b.weight,
+             b.dresidual,
+             b.dx,
+             b.dweight,
+             b.dbias,
+             b.affine == AffineGradients::kShare && communicator.size() > 1},
+            saved.info,
+            w.coefficients,
+            w.sums};
+    backward_begin(step, w.message.data(), nullptr, execution);
   });
-  finalize_gradients(
-      summed(communicator, w, stream), b.x.dtype, communicator.size(),
-      b.affine == AffineGradients::kShare && !alone ? w.message.data() : nullptr, saved.info,
-      {saved.mean, saved.rstd, b.weight, w.coefficients, b.dweight, b.dbias, saved.channels},
-      stream);
-  // With a gradient of the residual, what came back through the activation is there already.
-  const bool pulled_back = !b.dresidual.absent();
-  input_gradient({pulled_back ? TensorView(b.dresidual) : b.dy, b.x, b.mask, saved.mean, saved.rstd,
-                  w.coefficients, pulled_back ? ActivationGradient() : through, b.dx},
-                 stream);
+  backward_finish(step, w.message.data(), summed(communicator, w, b.x.dtype, stream), execution);
 }
 
 void evaluate(LayerState& layer, const BatchNorm::Evaluate& e, const Execution& execution) {
   check_evaluate(layer.options, e);
   check_on_cuda(e.x);
-  const Stream stream{execution.stream};
-  const std::int64_t channels = layer.options.channels;
-  const double eps = layer.options.eps;
-  const Workspace w(layer, e.x, stream.handle);
+  const Workspace w(layer, e.x, execution.stream);
+  ForwardStep step{{e.x, e.mask, e.weight, e.bias, e.residual, e.y, nullptr, w.mean, w.var, w.rstd,
+                    layer.options.eps, layer.options.activation}};
   if (e.running_mean.absent()) {
-    local_moments(e.x, e.mask, {0, nullptr, eps}, w.message.data(), w.sums, stream);
-    finalize_moments(w.message.data(), e.x.dtype, 1, w.mean, w.var, w.rstd, w.info, channels, eps,
-                     stream);
-  } else {
-    evaluation_statistics(e.running_mean, e.running_var, w.mean, w.rstd, eps, stream);
+    step.info = w.info;
+    step.workspace = w.sums;
+    forward_begin(step, w.message.data(), execution);
+    forward_finish(step, {w.message.data(), w.message.data() + kHeaderWords, e.x.dtype, 1},
+                   execution);
+    return;
   }
-  normalize({e.x, e.mask, w.mean, w.rstd, e.weight, e.bias, e.residual, e.y, nullptr,
-             layer.options.activation},
-            stream);
+  evaluation_statistics(e.running_mean, e.running_var, w.mean, w.rstd, layer.options.eps,
+                        Stream{execution.stream});
+  forward_map(step.pass, execution);
 }
 
 void evaluate_backward(LayerState& layer, const BatchNorm::EvaluateBackward& e,

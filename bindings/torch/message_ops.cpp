@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <string>
 
-#include "bindings/torch/cpu_ops.hpp"
 #include "bindings/torch/tensors.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/passes.hpp"
@@ -12,14 +11,6 @@
 // The operators of messages between ranks. Shapes and dtypes stand beside their fakes in
 // python/syncbn/operators.py.
 namespace syncbn::torch_layer {
-
-Tensor new_message(const Tensor& x, DType dtype, std::int64_t channels, std::int64_t frame) {
-  const std::int64_t words = message_words(dtype, channels);
-  Tensor message = empty(x, std::max(checked_frame(frame), words), ScalarType::Long);
-  std::int64_t* data = int64_data("message", message, words);
-  std::fill(data + words, data + message.numel(), 0);
-  return message;
-}
 
 namespace {
 

@@ -44,6 +44,7 @@ class SYNCBN_API GroupLife {
  public:
   GroupLife();
   GroupLife(const GroupLife&) : GroupLife() {}
+  // NOLINTNEXTLINE(bugprone-unhandled-self-assignment): nothing is taken over
   GroupLife& operator=(const GroupLife&) { return *this; }
   void begin_again() noexcept { ++*beginnings_; }
 

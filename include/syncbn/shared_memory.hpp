@@ -61,7 +61,7 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
   /// rank the reason why there is none. rank, size, timeout: as for SharedMemoryOffer and open.
   /// What `gather` throws comes out of here.
   [[nodiscard]] static Opened create(int rank, int size, const Gather& gather,
-                       std::chrono::milliseconds timeout = kDefaultTimeout);
+                                     std::chrono::milliseconds timeout = kDefaultTimeout);
 
   /// Opens the memory that the offers describe: for callers who gather in steps of their own.
   ///
@@ -73,7 +73,7 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
   /// result then says why. The group may be used once all ranks have opened it, so the caller
   /// gathers each rank's success first.
   [[nodiscard]] static Opened open(SharedMemoryOffer offer, std::span<const std::byte> offers,
-                     std::chrono::milliseconds timeout = kDefaultTimeout);
+                                   std::chrono::milliseconds timeout = kDefaultTimeout);
 
   /// Ranks that wait now or come later get PeerLost.
   ~SharedMemoryGroup() override;

@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .devices import baton
 from .exchange.callers import Group, sharing
 from .step import masks
-from .step.adapters import train_step
+from .step.autograd import train_step
 from .step.layer_state import Identity
 from .step.options import (
     ActivationName,

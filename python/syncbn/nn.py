@@ -18,7 +18,7 @@ from .devices import baton, lists
 from .exchange import callers
 from .fx import leaf
 from .step import masks
-from .step.adapters import train_step
+from .step.autograd import train_step
 from .step.layer_state import UNNAMED, LayerState
 from .step.options import (
     ActivationName,

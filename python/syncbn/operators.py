@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the operators and registers their fakes (shapes and dtypes for tracing).
+"""Loads the operators of a step.
 
-In all of them x is (N, C, *spatial) and k is the number of int64 words per channel:
-6 for float16, 19 for bfloat16 and float32, 83 for float64. mask is None or contiguous, bool or
-uint8, (N, *spatial): where it is 0 an element is left out of sums and count, and y, u and dx are 0.
+forward_begin takes sums of x and goes as far as its way lets it: to the end, or to a message that
+the ranks have to add up. forward_finish makes the rest of the sum. backward_begin and
+backward_finish do the same of the gradient. In all of them x is (N, C, *spatial) and a message has
+8 words and, for each channel, 6 words for float16, 19 for bfloat16 and float32, 83 for float64.
+mask is None or contiguous, bool or uint8, (N, *spatial): where it is 0 an element is left out of
+sums and count, and y, u and dx are 0. bindings/torch/step_ops.hpp has what they give.
 """
 
 import pathlib
@@ -17,14 +20,16 @@ torch.ops.load_library(_LIBRARY)
 
 ops = torch.ops.syncbn
 
+#: How far a begin goes; 0 and more are the numbers of groups in shared memory, over which it goes
+#: to the end. ALONE does so for one rank; MESSAGE and IN_PLACE stop at the message, with and
+#: without room for y; OWN is a backward without an exchange.
+ALONE, MESSAGE, IN_PLACE, OWN = -1, -2, -3, -4
 HEADER_WORDS = 8
 #: Where a forward's message says who takes part in backward.
 HEADER_BACKWARD = 4
 #: Words per channel, in the order of the core's DType.
 MESSAGE_WORDS = {torch.float16: 6, torch.bfloat16: 19, torch.float32: 19, torch.float64: 83}
 DTYPES = tuple(MESSAGE_WORDS)
-
-_fake = torch.library.register_fake
 
 
 def message_words(x: torch.Tensor, mask: torch.Tensor | None) -> int:
@@ -39,44 +44,20 @@ def record_words(channels: int, dtype: torch.dtype) -> int:
     return 1 + channels * (2 if dtype.itemsize == 8 else 1)
 
 
-def _message(x: torch.Tensor, frame: int) -> torch.Tensor:
-    words = HEADER_WORDS + x.shape[1] * MESSAGE_WORDS[x.dtype]
-    return x.new_empty((max(frame, words),), dtype=torch.int64)
+def saved_of(x: torch.Tensor) -> torch.Tensor:
+    """A new tensor for what a forward knows of its batch: float64 [3 C + 2]: mean, biased variance
+    and rstd, then as int64 the count over all ranks (-1 where ranks disagreed on CUDA) and the
+    call's fingerprint."""
+    return x.new_empty((3 * x.shape[1] + 2,), dtype=torch.float64)
 
 
-@_fake("syncbn::local_moments")
-def _(x, layer, call, eps, frame, mask=None, backward=0):
-    """int64 message [max(frame, 8 + C * k)]: header and exact sums of x and x * x. backward: a word
-    of the header, handed on."""
-    return _message(x, frame)
+def info_of(saved: torch.Tensor) -> torch.Tensor:
+    """Count and fingerprint, int64 [2], of what a forward saved."""
+    return saved[-2:].view(torch.int64)
 
 
-@_fake("syncbn::rejection")
-def _(like, frame):
-    """int64 message [max(frame, 8)] of a rank that refused its input."""
-    return like.new_empty((max(frame, HEADER_WORDS),), dtype=torch.int64)
-
-
-@_fake("syncbn::header")
-def _(merged, ranks):
-    """int64 [4]: count, ranks agree, some rank refused, dtype of the ranks with data or -1."""
-    return merged.new_empty((4,))
-
-
-@_fake("syncbn::remaining_words")
-def _(message, merged, ranks, channels, size):
-    """int64 [size]: the words beyond the frame; size -1 (not traceable) takes the group's."""
-    return message.new_empty((size,))
-
-
-def _statistics(x):
-    """mean, var, rstd float64 [C]; info int64 [2]: count and fingerprint."""
-    channel = x.new_empty((x.shape[1],), dtype=torch.float64)
-    return channel, channel.clone(), channel.clone(), x.new_empty((2,), dtype=torch.int64)
-
-
-def _activation_mask(x):
-    """uint8: room for one bit per element in any layout."""
+def activation_mask_of(x):
+    """A new tensor with room for one bit per element in any layout: uint8."""
     samples, channels, *spatial = x.shape
     plane = 1
     for size in spatial:
@@ -85,151 +66,7 @@ def _activation_mask(x):
     return x.new_empty((samples * torch.sym_max(by_planes, by_rows),), dtype=torch.uint8)
 
 
-def _normalized(x, residual, activation):
-    """y like x; statistics; activation mask, empty unless residual and activation are there. rest:
-    of the merged message; on CUDA a group whose devices exchange `merged`, this rank's message."""
-    kept = residual is not None and activation != 0
-    activation_mask = _activation_mask(x) if kept else x.new_empty((0,), dtype=torch.uint8)
-    return torch.empty_like(x), *_statistics(x), activation_mask
-
-
-@_fake("syncbn::forward_outputs")
-def _(x, activation_mask):
-    """Uninitialized: y like x; statistics; the activation mask, empty unless it is wanted."""
-    return list(_normalized(x, x if activation_mask else None, int(activation_mask)))
-
-
-@_fake("syncbn::normalize")
-def _(
-    x,
-    message,
-    merged,
-    rest,
-    weight,
-    bias,
-    residual,
-    eps,
-    ranks,
-    activation,
-    slope,
-    mask=None,
-    room=None,
-):
-    """room: what forward_outputs gave, to be written to."""
-    return _normalized(x, residual, activation)
-
-
-@_fake("syncbn::local_welford")
-def _(x, layer, call, eps, mask=None, backward=0):
-    """int64 message [8 + n]: header; count, then mean and M2 of each channel, packed."""
-    return x.new_empty((HEADER_WORDS + record_words(x.shape[1], x.dtype),), dtype=torch.int64)
-
-
-@_fake("syncbn::normalize_gathered")
-def _(
-    x,
-    message,
-    merged,
-    records,
-    weight,
-    bias,
-    residual,
-    eps,
-    ranks,
-    activation,
-    slope,
-    mask=None,
-    room=None,
-):
-    """As normalize, from all ranks' records of the welford mode; on CUDA from their messages."""
-    return _normalized(x, residual, activation)
-
-
-@_fake("syncbn::normalize_in_place")
-def _(x, message, merged, rest, weight, bias, eps, ranks, negative_slope):
-    """Statistics; leaky_relu of the normalized values is written over x."""
-    return _statistics(x)
-
-
-@_fake("syncbn::recover_input")
-def _(y, mean, rstd, weight, bias, negative_slope):
-    """x like y, and the activation mask, from what normalize_in_place wrote."""
-    return torch.empty_like(y), _activation_mask(y)
-
-
-@_fake("syncbn::update_running_statistics")
-def _(running_mean, running_var, num_batches_tracked, call, mean, var, info, momentum):
-    """Updates the first four in place; a count of 0 leaves all but `call` as they are."""
-
-
-@_fake("syncbn::local_gradients")
-def _(
-    dy,
-    x,
-    mean,
-    rstd,
-    info,
-    weight,
-    bias,
-    activation_mask,
-    activation,
-    negative_slope,
-    keep,
-    frame,
-    mask=None,
-    twice=False,
-):
-    """int64 message as for local_moments, with the sums of u and u * x, u being dy come back
-    through the activation (by its mask, or, if that is None or empty, by what x gave); u like x,
-    empty unless keep. twice: on CUDA a copy of the message follows it."""
-    message = _message(x, frame)
-    if twice and x.is_cuda:
-        message = message.new_empty((2 * message.numel(),))
-    return message, torch.empty_like(x) if keep else x.new_empty((0,))
-
-
-def _parameter_gradients(x, *dtypes):
-    """[C] each, empty where the dtype is None."""
-    return [
-        x.new_empty((0 if dtype is None else x.shape[1],), dtype=dtype or torch.float32)
-        for dtype in dtypes
-    ]
-
-
-@_fake("syncbn::affine_gradient_shares")
-def _(message, x, mean, rstd, weight_dtype, bias_dtype):
-    """dweight and dbias of this rank's samples, from the message that it sent."""
-    return tuple(_parameter_gradients(x, weight_dtype, bias_dtype))
-
-
-@_fake("syncbn::backward_outputs")
-def _(x, weight_dtype, bias_dtype):
-    """Uninitialized: dx like x; dweight and dbias; three numbers per channel."""
-    gradients = _parameter_gradients(x, weight_dtype, bias_dtype)
-    return [torch.empty_like(x), *gradients, x.new_empty(3 * x.shape[1], dtype=torch.float64)]
-
-
-@_fake("syncbn::input_gradient")
-def _(
-    dy,
-    x,
-    merged,
-    rest,
-    mean,
-    rstd,
-    info,
-    weight,
-    bias,
-    activation_mask,
-    activation,
-    negative_slope,
-    weight_dtype,
-    bias_dtype,
-    ranks,
-    mask=None,
-    own=None,
-    room=None,
-):
-    """dx like x; dweight and dbias of all ranks' samples, or, with the message that this rank sent
-    as own, of this rank's. room: what backward_outputs gave, to be written to."""
-    return torch.empty_like(x), *_parameter_gradients(x, weight_dtype, bias_dtype)
+@torch.library.register_fake("syncbn::update_running_statistics")
+def _(running_mean, running_var, num_batches_tracked, call, saved, momentum):
+    """Updates the first four in place, by what a forward saved; a count of 0 leaves all but `call`
+    as they are. momentum None: cumulative averaging by num_batches_tracked."""

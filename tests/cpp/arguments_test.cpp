@@ -309,15 +309,14 @@ TEST(Arguments, Backward) {
   expect_refused(channel_cases<TensorView>("bias", view(&Call::bias_view)), run);
   expect_refused(channel_cases<M>("dweight", view(&Call::dweight_view)), run);
   expect_refused(channel_cases<M>("dbias", view(&Call::dbias_view)), run);
-  expect_refused({{"statistics of other channels",
-                   [](Call& c) {
-                     c.saved = c.saved_of({c.x_view.data, DType::kFloat32, {2, 2, 4}});
-                   },
-                   {"saved: got 2 channels", "expected those of x, 3"}},
-                  {"no statistics",
-                   [](Call& c) { c.saved = Saved(); },
-                   {"saved: got one without content", "one that a forward filled"}}},
-                 run);
+  expect_refused(
+      {{"statistics of other channels",
+        [](Call& c) { c.saved = c.saved_of({c.x_view.data, DType::kFloat32, {2, 2, 4}}); },
+        {"saved: got 2 channels", "expected those of x, 3"}},
+       {"no statistics",
+        [](Call& c) { c.saved = Saved(); },
+        {"saved: got one without content", "one that a forward filled"}}},
+      run);
 }
 
 TEST(Arguments, Evaluate) {

@@ -117,10 +117,9 @@ TEST(Saved, AndLayersMoveExact) {
   step.forward(third, three);
   EXPECT_TRUE(same_bits(step.y.values(), expected.y.values()));
   EXPECT_TRUE(same_bits(expected.dx.values(), dx));
-  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
-                         SmallStep({2, 4}).forward(third, three);
-                       }),
-                       "moved, call 2, forward"));
+  EXPECT_TRUE(
+      contains(thrown_text<InvalidArgument>([&] { SmallStep({2, 4}).forward(third, three); }),
+               "moved, call 2, forward"));
 }
 
 TEST(Layer, SaysWhatItIs) {
@@ -216,7 +215,7 @@ struct Ledger {
     if (failure == kNull) {
       return nullptr;
     }
-    void* memory = ::operator new (bytes, std::align_val_t{64});
+    void* memory = ::operator new(bytes, std::align_val_t{64});
     out[memory] = bytes;
     return memory;
   }
@@ -224,7 +223,7 @@ struct Ledger {
     ASSERT_EQ(out.count(memory), 1U);
     EXPECT_EQ(out[memory], bytes);
     out.erase(memory);
-    ::operator delete (memory, std::align_val_t{64});
+    ::operator delete(memory, std::align_val_t{64});
   }
   enum Failure { kNone, kNull, kThrows } failure = kNone;
   std::map<void*, std::size_t> out;
@@ -414,7 +413,9 @@ TEST(Layer, WhoseGroupIsGoneSaysSo) {
       group = testing::make_group(kind, ranks);
       EXPECT_NO_THROW(BatchNorm(options, group->rank(0)));
       std::optional<BatchNorm> next(std::in_place, options, group->rank(0));
-      { const BatchNorm ends = std::move(layer); }
+      {
+        const BatchNorm ends = std::move(layer);
+      }
       EXPECT_EQ(ranks > 1, thrown_by([&] { BatchNorm(options, group->rank(0)); }));
     }
   }

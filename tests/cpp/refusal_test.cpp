@@ -72,8 +72,7 @@ TEST_P(Refusals, OfAnArgumentLeaveTheGroupUsableExact) {
       for (const std::vector<int>& refusing :
            std::vector<std::vector<int>>{{1}, {0}, {0, 2}, {1}, {0, 1, 2}}) {
         const bool refuses = std::find(refusing.begin(), refusing.end(), r) != refusing.end();
-        expect_refused(
-            refuses, [&] { (refuses ? other : step).forward(layer, saved); }, refusing);
+        expect_refused(refuses, [&] { (refuses ? other : step).forward(layer, saved); }, refusing);
         expect_refused(  // twice in a row, and of both directions
             refuses, [&] { step.backward(layer, refuses ? saved : good); }, refusing);
         expect_refused(
@@ -238,9 +237,8 @@ TEST(Run, ThrowsWhatARankThrewAndLetsNobodyWait) {
         if (end.rank() == 1) {
           typed ? throw std::runtime_error("no data") : throw 5;
         }
-        const std::string text = error_of_call<PeerLost>([&] {
-                                   SmallStep({2, 3, 4}).forward(layer, saved);
-                                 }).what();
+        const std::string text =
+            error_of_call<PeerLost>([&] { SmallStep({2, 3, 4}).forward(layer, saved); }).what();
         told += contains(text, typed ? "rank 1 left the group: no data" : "an unknown type");
       });
     })[0];

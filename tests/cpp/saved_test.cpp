@@ -86,14 +86,10 @@ std::vector<Mismatch> mismatches() {
       {"mask: got one, expected none, as in the forward",
        [](Step& s) { s.backward.mask = s.whole_mask(); }},
       {"dresidual: got one, expected none, as the forward had no residual",
-       [](Step& s) {
-         s.backward.dresidual = {s.dresidual, kSizes};
-       }},
+       [](Step& s) { s.backward.dresidual = {s.dresidual, kSizes}; }},
       {"x: got the forward's y, expected its x", [](Step& s) { s.backward.x = s.forward.y; }},
       {"x: got other memory than the forward did, expected the same x",
-       [](Step& s) {
-         s.backward.x = {s.added, kSizes};
-       }},
+       [](Step& s) { s.backward.x = {s.added, kSizes}; }},
       {"x: got shape (2, 3, 2, 2), expected that of the forward, (2, 3, 4)",
        [](Step& s) {
          const Extents sizes = {2, kChannels, 2, 2};
@@ -120,9 +116,7 @@ std::vector<Mismatch> mismatches() {
          s.backward.dx = as(s.dx, DType::kBFloat16);
        }},
       {"x: got the memory that the forward wrote y to, expected what the forward normalized",
-       [](Step& s) {
-         s.forward.y = {s.x, kSizes};
-       }},
+       [](Step& s) { s.forward.y = {s.x, kSizes}; }},
   };
 }
 

@@ -2,6 +2,7 @@
 """What the tests of this folder share. Their arguments are LIBRARY...: the operators, those on the
 CPU first."""
 
+import functools
 import sys
 
 import torch
@@ -12,14 +13,18 @@ for library in sys.argv[1:]:
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def on_cpu(name, *arguments):
-    return getattr(torch.ops.syncbn, name)(*arguments)
+class OnCuda:
+    """In the place of torch.ops.syncbn: the kernels that are registered for CUDA, given tensors on
+    the CPU."""
+
+    def __getattr__(self, name):
+        operator = getattr(torch.ops.syncbn, name).default
+        if name.startswith("batch_norm"):  # in Python, of the others
+            return operator
+        return functools.partial(operator._op_dk, torch._C.DispatchKey.CUDA)
 
 
-def on_cuda(name, *arguments):
-    """The kernel that is registered for CUDA, given tensors on the CPU."""
-    operator = getattr(torch.ops.syncbn, name).default
-    return operator._op_dk(torch._C.DispatchKey.CUDA, *arguments)
+on_cpu, on_cuda = torch.ops.syncbn, OnCuda()
 
 
 def random(shape, seed, dtype=torch.float32):

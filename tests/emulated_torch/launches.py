@@ -14,7 +14,7 @@ from counting import counted
 from emulated import DTYPES, random, run_checks
 from package import emulated, syncbn
 
-from syncbn.exchange import groups
+from syncbn.exchange import callers
 from syncbn.exchange.nccl_transport import InStream
 from syncbn.step import layer_state, training
 
@@ -53,7 +53,7 @@ class Played:
         self.patches = [
             mock.patch.object(layer_state.LayerState, "peers", lambda *_: self.peers),
             mock.patch.object(training, "transport_of", lambda p, device: InStream(p, device)),
-            mock.patch.object(groups, "resolve", lambda _: None),
+            mock.patch.object(callers, "resolve", lambda _: None),
             mock.patch.object(dist, "all_reduce", all_reduce),
         ]
         for patch in self.patches:

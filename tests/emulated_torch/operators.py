@@ -3,92 +3,48 @@
 
 import itertools
 
+import package  # noqa: F401  it finds the two below
 import torch
 from emulated import DTYPES, assert_equal, on_cpu, on_cuda, random, run_checks
+
+from rank import Rank
+from syncbn.operators import IN_PLACE, OWN, info_of
 
 
 def total(messages):
     return torch.stack(messages).sum(0)
 
 
-def step(run, xs, dys, weight, bias, residuals, kind, mask, call):
+def step(ops, xs, dys, weight, bias, residual, kind, mask, call):
     """All operators of a step of several ranks, on the first of them."""
-    ranks, x, dy, z = len(xs), xs[0], dys[0], residuals[0]
-    masks = [mask] + [None] * (ranks - 1)
-    messages = [
-        run("local_moments", t, 7, call, 1e-3, 0, m, 0x2001001)
-        for t, m in zip(xs, masks, strict=True)
-    ]
-    out = run(
-        "normalize",
-        x,
-        messages[0],
-        total(messages),
-        None,
-        weight,
-        bias,
-        z,
-        1e-3,
-        ranks,
-        kind,
-        0.1,
-        mask,
+    x, count, counter = xs[0], len(xs), call.clone()
+    running = torch.zeros(x.shape[1]), torch.ones(x.shape[1]).double(), torch.tensor(3)
+    options = {"eps": 1e-3, "kind": kind, "slope": 0.1, "layer": 7, "ops": ops}
+    first = Rank(
+        *(x, weight, bias, residual, mask),
+        **{**options, "call": counter, "running": running, "momentum": None},
     )
-    y, mean, var, rstd, info, bits = out
-    through = (weight, bias, bits, kind, 0.1)
-    keep = z is not None and kind != 0
-    gradients, us = zip(
-        *(
-            run(
-                "local_gradients",
-                d,
-                t,
-                mean,
-                rstd,
-                info,
-                *(through if i == 0 else (None, None, None, 0, 0.0)),
-                keep and i == 0,
-                0,
-                m,
-            )
-            for i, (d, t, m) in enumerate(zip(dys, xs, masks, strict=True))
-        )
-    )
-    shares = run("affine_gradient_shares", gradients[0], x, mean, rstd, torch.float64, x.dtype)
-    merged = total(gradients)
-    arguments = (
-        dy,
-        x,
-        merged,
-        None,
-        mean,
-        rstd,
-        info,
-        *through,
-        torch.float32,
-        torch.float64,
-        ranks,
-    )
-    whole = run("input_gradient", *arguments, mask, None)
-    own = run("input_gradient", *arguments, mask, gradients[0])
-    unwanted = run("input_gradient", *arguments[:-3], None, None, ranks, mask, None)
-    buffers = []
-    for momentum in (0.3, None):
-        running = torch.zeros(x.shape[1]), torch.ones(x.shape[1], dtype=torch.float64)
-        tracked, counter = torch.tensor(3), call.clone()
-        run("update_running_statistics", *running, tracked, counter, mean, var, info, momentum)
-        buffers += [*running, tracked, counter]
-    return [
-        messages[0][:8],
-        *out,
-        gradients[0][:8],
-        us[0],
-        *shares,
-        *whole,
-        *own,
-        *unwanted,
-        *buffers,
-    ]
+    ranks = [first, *(Rank(t, weight, bias, call=call.clone(), **options) for t in xs[1:])]
+    messages = [rank.begin(word=0x2001001) for rank in ranks]
+    for rank in ranks:
+        rank.finish(total(messages), count)
+    results = [messages[0][:8], first.y, first.saved, first.bits]
+    results += [t.clone() for t in (*running, counter)]
+    keep = residual is not None and kind != 0
+    for share, dtypes in (
+        (False, (torch.float32, torch.float64)),
+        (True, (torch.float64, x.dtype)),
+        (False, (None, None)),
+    ):
+        sums = [
+            rank.begin_backward(dy, keep and rank is first, dtypes, share)
+            for rank, dy in zip(ranks, dys, strict=True)
+        ]
+        results += [sums[0][:8], first.u, *first.finish_backward(total(sums), count)]
+    first.begin_backward(dys[0], keep, share=True, way=OWN)
+    results += first.finish_backward(None)
+    ops.update_running_statistics(*running, counter, first.saved, 0.3)
+    return [*results, *running, counter]
 
 
 def check_steps():
@@ -103,115 +59,66 @@ def check_steps():
             z = torch.empty_like(xs[0]).copy_(random(shape, 5, dtype)) if with_residual else None
             mask = random((shape[0], *shape[2:]), 6) > -0.5 if with_mask else None
             weight, bias = random(channels, 7), random(channels, 8, dtype)
-            arguments = (xs, dys, weight, bias, [z], kind, mask, call)
+            arguments = (xs, dys, weight, bias, z, kind, mask, call)
             got, expected = step(on_cuda, *arguments), step(on_cpu, *arguments)
             if mask is not None:  # bits of elements that do not count are nobody's
-                got[6] = expected[6]
+                got[3] = expected[3]
             assert_equal(got, expected, (dtype, shape, kind, with_residual, with_mask, ranks))
 
 
 def check_ranks_without_samples_of_another_dtype():
     """The merged message is in the group's format; this rank's own, in any, is of zeros."""
-    x, empty = random((4, 3, 5), 0), torch.empty(0, 3, 5, dtype=torch.float16)
-    message = on_cuda("local_moments", x, 1, None, 0.0, 0, None)
-    merged = message.clone()
-    merged[:8] += on_cuda("local_moments", empty, 1, None, 0.0, 0, None)[:8]
-    nothing = (None, None, None, 0.0, 2, 0, 0.0, None)
-    got = on_cuda("normalize", empty, message, merged, None, *nothing)[1:5]
-    expected = on_cpu("normalize", x, message, merged, None, *nothing)[1:5]
-    assert_equal(got, expected, "statistics")
-    mean, _, rstd, info = got
-    plain = (None, None, None, 0, 0.0)
-    gradients = [
-        on_cuda("local_gradients", t, t, mean, rstd, info, *plain, False, 0, None)[0]
-        for t in (x, empty)
-    ]
-    merged = gradients[0].clone()
-    merged[:8] += gradients[1][:8]
-    dx, dweight, dbias = on_cuda(
-        "input_gradient",
-        empty,
-        empty,
-        merged,
-        None,
-        mean,
-        rstd,
-        info,
-        *plain,
-        torch.float32,
-        torch.float32,
-        2,
-        None,
-        gradients[1],
-    )
-    assert dx.shape == empty.shape and not dweight.any() and not dbias.any()
+    tensors = random((4, 3, 5), 0), torch.empty(0, 3, 5, dtype=torch.float16)
+    ranks = [Rank(t, eps=0.0, ops=on_cuda) for t in tensors]
+
+    def merged(messages):
+        words = messages[0].clone()
+        words[:8] += messages[1][:8]
+        return words
+
+    sums = merged([rank.begin() for rank in ranks])
+    for rank in ranks:
+        rank.finish(sums, 2)
+    assert_equal([ranks[1].saved], [ranks[0].saved], "saved")
+    sums = merged([rank.begin_backward(t, share=True) for rank, t in zip(ranks, tensors)])
+    dx, dweight, dbias = ranks[1].finish_backward(sums, 2)
+    assert dx.shape == tensors[1].shape and not dweight.any() and not dbias.any()
 
 
 def check_disagreement_gives_nan():
     """And a count of -1, which leaves running statistics alone; the gradient is NaN too."""
-    x = random((4, 3, 5), 0)
-    messages = [on_cuda("local_moments", x, layer, None, 0.0, 0, None) for layer in (1, 2)]
-    out = on_cuda(
-        "normalize", x, messages[0], total(messages), None, *(None,) * 3, 0.0, 2, 0, 0.0, None
-    )
-    y, mean, var, rstd, info, _ = out
-    assert all(t.isnan().all() for t in (y, mean, var, rstd)) and info.tolist() == [-1, 0]
-    running, tracked, call = torch.zeros(3), torch.tensor(0), torch.tensor([0])
-    on_cuda("update_running_statistics", running, None, tracked, call, mean, var, info, 0.1)
-    assert not running.any() and tracked == 0 and call == 1
-    plain = (None, None, None, 0, 0.0)
-    gradients, _ = on_cuda("local_gradients", x, x, mean, rstd, info, *plain, False, 0, None)
-    dx, dweight, _ = on_cuda(
-        "input_gradient",
-        x,
-        x,
-        2 * gradients,
-        None,
-        mean,
-        rstd,
-        info,
-        *plain,
-        torch.float32,
-        None,
-        2,
-        None,
-        gradients,
-    )
+    x, running, call = random((4, 3, 5), 0), [torch.zeros(3), torch.ones(3)], torch.tensor([0])
+    tracked = torch.tensor(0)
+    rank = Rank(x, layer=1, call=call, running=(*running, tracked), momentum=0.1, ops=on_cuda)
+    y = rank.finish(rank.begin() + Rank(x, layer=2, call=call, ops=on_cuda).begin(), 2)
+    assert all(t.isnan().all() for t in (y, rank.mean, rank.var, rank.rstd))
+    assert info_of(rank.saved).tolist() == [-1, 0]
+    assert not running[0].any() and running[1].eq(1).all() and tracked == 0 and call == 1
+    sums = rank.begin_backward(x, dtypes=(torch.float32, None), share=True)
+    dx, dweight, _ = rank.finish_backward(2 * sums, 2)
     assert dx.isnan().all() and dweight.isnan().all()
 
 
 def check_welford():
     """The mean and variance of all ranks' elements: n values take at most three roundings each to
     float32 (float64), of at most the largest value, or its square."""
-    for dtype, ranks in itertools.product(DTYPES, (1, 3)):
-        xs = [random((2 + i, 4, 3, 5), i, dtype) for i in range(ranks)]
-        call = torch.tensor([3])
-        messages = [on_cuda("local_welford", x, 7, call, 1e-3, None, 5) for x in xs]
-        out = on_cuda(
-            "normalize_gathered",
-            xs[0],
-            messages[0],
-            messages[0],
-            torch.cat(messages),
-            None,
-            None,
-            None,
-            1e-3,
-            ranks,
-            0,
-            0.0,
-            None,
-        )
-        own = on_cpu("local_welford", xs[0], 7, call, 1e-3, None, 5)
+    for dtype, count in itertools.product(DTYPES, (1, 3)):
+        xs = [random((2 + i, 4, 3, 5), i, dtype) for i in range(count)]
+        options = {"eps": 1e-3, "statistics": 1, "layer": 7, "call": torch.tensor([3])}
+        own = Rank(xs[0], **options).begin(word=5)
+        ranks = [Rank(x, **options, ops=on_cuda) for x in xs]
+        messages = [rank.begin(word=5) for rank in ranks]
         assert_equal([messages[0][:9]], [own[:9]], dtype)
-        y, mean, var, rstd, info, _ = out
+        first = ranks[0]
+        first.finish(total([m[:8] for m in messages]), count, torch.cat(messages))
         whole = torch.cat(xs).double()
-        count, size = whole.numel() // 4, whole.abs().max()
-        bound = 3 * count * (2**-53 if dtype == torch.float64 else 2**-24)
-        assert (mean - whole.mean((0, 2, 3))).abs().max() <= bound * size
-        assert (var - whole.var((0, 2, 3), unbiased=False)).abs().max() <= 4 * bound * size**2
-        assert info[0] == count and info[1] == messages[0][1]
-        torch.testing.assert_close(rstd, (var + 1e-3).rsqrt(), rtol=2**-50, atol=0)
+        elements, size = whole.numel() // 4, whole.abs().max()
+        bound = 3 * elements * (2**-53 if dtype == torch.float64 else 2**-24)
+        assert (first.mean - whole.mean((0, 2, 3))).abs().max() <= bound * size
+        var = whole.var((0, 2, 3), unbiased=False)
+        assert (first.var - var).abs().max() <= 4 * bound * size**2
+        assert info_of(first.saved).tolist() == [elements, messages[0][1]]
+        torch.testing.assert_close(first.rstd, (first.var + 1e-3).rsqrt(), rtol=2**-50, atol=0)
 
 
 def check_in_place():
@@ -224,75 +131,61 @@ def check_in_place():
             if len(shape) == 4 and weight is not None:
                 x = x.to(memory_format=torch.channels_last)
             results = []
-            for run in (on_cuda, on_cpu):
-                y = x.clone()
-                message = run("local_moments", y, 7, None, 1e-3, 0, None)
-                statistics = run(
-                    "normalize_in_place", y, message, message, None, weight, bias, 1e-3, 1, 0.25
-                )
-                mean, _, rstd, _ = statistics
-                recovered = run("recover_input", y, mean, rstd, weight, bias, 0.25)
-                results.append((y, *statistics, *recovered))
+            for ops in (on_cuda, on_cpu):
+                rank = Rank(x.clone(), weight, bias, eps=1e-3, kind=2, slope=0.25, ops=ops)
+                y = rank.finish(rank.begin(way=IN_PLACE))
+                assert y is rank.x
+                recovered = ops.recover_input(y, rank.saved, weight, bias, 0.25)
+                results.append((y, rank.saved, *recovered))
             assert_equal(*results, (dtype, shape, weight is None))
 
 
 def check_given_statistics():
-    """Normalization by estimates, and its gradient, against batch_norm on the CPU in inference."""
+    """Normalization by estimates, and its gradient."""
     shapes = ((3, 6, 4, 5), (7, 6), (0, 6, 3))
     for dtype, shape, of_estimates in itertools.product(DTYPES, shapes, DTYPES):
         x, dy = random(shape, 1, dtype), random(shape, 2, dtype)
         mean, var = random(6, 3, of_estimates), random(6, 4, of_estimates).abs()
         for weight, bias in ((random(6, 7), random(6, 8, dtype)), (None, None)):
-            batches = torch.tensor([2])
-            expected = on_cpu("batch_norm", x, mean, var, weight, bias, batches, True, False, 1e-3)
-            *_, mean_rstd, info = expected
-            got = on_cuda("evaluate", x, mean, var, weight, bias, 1e-3)
-            what = (dtype, shape, of_estimates)
-            assert_equal((got[0], torch.cat(got[1:])), (expected[0], mean_rstd), what)
-            expected = on_cpu(
-                "batch_norm_backward", dy, x, weight, mean_rstd, info, True, True, None, None
-            )
-            dx = on_cuda("evaluation_input_gradient", dy, got[2], weight)
-            assert_equal((dx,), expected[:1], what)
+            results = []
+            for ops in (on_cuda, on_cpu):
+                y, saved = ops.evaluate(x, mean, var, weight, bias, 1e-3)
+                dx = ops.evaluation_input_gradient(dy, saved, weight)
+                results.append((y, saved[:6], saved[12:18], dx))
+            assert_equal(*results, (dtype, shape, of_estimates))
 
 
 def check_refused_welford_call_gives_nan():
     """Of a message of zeros but for the word that tells of a refusal, as another rank sends it."""
     for dtype in DTYPES:
-        x = random((4, 3, 5), 0, dtype)
-        message = on_cuda("local_welford", x, 1, None, 0.0, None)
+        rank = Rank(random((4, 3, 5), 0, dtype), statistics=1, ops=on_cuda)
+        message = rank.begin()
         refusal = torch.zeros_like(message)
         refusal[3] = 1
-        records, options = torch.cat([message, refusal]), (None, None, None, 0.0, 2, 0, 0.0, None)
-        out = on_cuda("normalize_gathered", x, message, message, records, *options)
-        y, mean, var, rstd, info, _ = out
-        assert all(t.isnan().all() for t in (y, mean, var, rstd)) and info.tolist() == [-1, 0]
+        y = rank.finish(total([message, refusal])[:8], 2, torch.cat([message, refusal]))
+        assert all(t.isnan().all() for t in (y, rank.mean, rank.var, rank.rstd))
+        assert info_of(rank.saved).tolist() == [-1, 0]
 
 
-def refused(text, name, *arguments):
+def refused(text, function, *arguments):
     try:
-        on_cuda(name, *arguments)
+        function(*arguments)
     except Exception as error:
         assert text in str(error), error
         return
-    raise AssertionError(f"{name} took it")
+    raise AssertionError(f"expected {text}")
 
 
 def check_errors():
-    x = random((4, 3, 5), 0)
-    message = on_cuda("local_moments", x, 1, None, 0.0, 0, None)
-    refused("frame: got 9732 words", "local_moments", x, 1, None, 0.0, 9732, None)
-    options = (None, None, None, 0.0, 1, 0, 0.0, None)
-    refused(
-        "rest: got 65 words, expected none", "normalize", x, message, message, message, *options
-    )
-    refused("merged: got 64 words", "normalize", x, message, message[:-1], None, *options)
-    refused("weight: got", "normalize", x, message, message, None, x[0, 0], *options[1:])
-    refused("eps: got", "local_moments", x, 1, None, -1.0, 0, None)
-    mean = torch.zeros(3, dtype=torch.float64)
-    refused("mean: got 2 entries", "evaluate", x, mean[:2], mean, None, None, 0.0)
-    arguments = (x, message, message, None, None, x[0, 0], 0.0, 1, 0.5)
-    refused("bias: got", "normalize_in_place", *arguments)
+    x, mean = random((4, 3, 5), 0), torch.zeros(3, dtype=torch.float64)
+    rank = Rank(x, ops=on_cuda)
+    message = rank.begin()
+    refused("rest: got 65 words, expected none", rank.finish, message, 1, message)
+    refused("merged: got 64 words", rank.finish, message[:-1])
+    refused("weight: got", Rank(x, x[0, 0], ops=on_cuda).begin)
+    refused("eps: got", Rank(x, eps=-1.0, ops=on_cuda).begin)
+    refused("bias: got", Rank(x, None, x[0, 0], ops=on_cuda).begin, 0, IN_PLACE)
+    refused("mean: got 2 entries", on_cuda.evaluate, x, mean[:2], mean, None, None, 0.0)
 
 
 run_checks(globals())

@@ -13,27 +13,24 @@ from emulated import on_cuda
 build = types.ModuleType("syncbn._build")
 build.__file__, build.__version__, build.cuda_version = __file__, "0", None
 sys.modules["syncbn._build"] = build
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python"))
+root = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(root / folder) for folder in ("python", "tests/python/support")]
 with mock.patch.object(torch.ops, "load_library"):
-    import syncbn
-    from syncbn.exchange import agreement, transport
-    from syncbn.ops import cuda_step
-    from syncbn.step import adapters, in_one, training
+    import syncbn  # noqa: F401  for those that import it from here
+    from syncbn import ops
+    from syncbn.exchange import agreement
+    from syncbn.step import autograd, training
 
-
-class OnCuda:
-    """In the place of torch.ops.syncbn."""
-
-    def __getattr__(self, name):
-        return lambda *arguments: on_cuda(name, *arguments)
+DOORS = ("forward_begin", "forward_finish", "backward_begin", "backward_finish")
 
 
 @contextlib.contextmanager
 def emulated():
     """Layers and batch_norm take the operators on CUDA, and no others."""
     with contextlib.ExitStack() as stack:
-        for module in (agreement, transport, cuda_step, adapters, training):
-            stack.enter_context(mock.patch.object(module, "ops", OnCuda()))
-        stack.enter_context(mock.patch.object(in_one, "train_step", lambda *_: None))
-        stack.enter_context(mock.patch.object(syncbn.ops, "_on_cuda", lambda _: True))
+        for module in (agreement, autograd, ops, training):
+            stack.enter_context(mock.patch.object(module, "ops", on_cuda))
+        for name in DOORS:
+            stack.enter_context(mock.patch.object(training, f"_{name}", getattr(on_cuda, name)))
+        stack.enter_context(mock.patch.object(autograd, "_is_usual", lambda _: False))
         yield

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..exchange import transports
 from ..step import layer_paths, recomputation
-from ..step.adapters import apply_step
+from ..step.autograd import apply_step
 from ..step.masks import check_mask
 from ..step.options import RUNNING, check_arguments, check_counter, check_options, check_plain
 from ..step.profiling import recorded
 from ..step.tensor_classes import like_operators, plain
-from ..step.training import has_samples, takes_part
+from ..step.training import has_samples
 from ..step.transforms import check_transforms, refuse_tracing
 from . import baton
 
@@ -135,9 +135,9 @@ def train_step(
         raise
     masks = [None if mask is None else mask.contiguous() for mask in masks]
     weight, bias = map(plain, module._affine())
-    word = takes_part(xs, (weight, bias), residuals, options, segment)
-    step = (options, state, peers, word, segment)
-    ys = apply_step(xs, weight, bias, residuals, masks, step, statistics)
+    step = (statistics, options, state, peers, segment)
+    ys = apply_step(xs, weight, bias, residuals, masks, *step)
+    ys = [ys] if len(xs) == 1 else ys
     if not again:
         _called_with_lists.add(module)
     own = *module._tracked()[:2], *module._affine()

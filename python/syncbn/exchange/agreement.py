@@ -126,18 +126,19 @@ def tell(engine: Engine, call: Call, text: str) -> None:
     _texts(text, engine, call)
 
 
-def check_count(merged: torch.Tensor, own: int, sizes: str) -> None:
+def check_count(merged: torch.Tensor | None, own: int, sizes: str) -> None:
     """Refuses one value per channel over all ranks: it has no variance. All ranks see the same
-    count, so all refuse it.
+    count, so all refuse it. merged: None where it is known to be that.
 
     own: this rank's count, known without a look at the device; 0 where it is not. Only a rank with
     at most one value looks at the sum: on a GPU it waits for that, and not in a captured graph.
     """
-    if own > 1 or (merged.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    with _disable_current_modes():
-        count = int(merged[0])
-    if count == 1:
+    if merged is not None:
+        if own > 1 or (merged.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        with _disable_current_modes():
+            count = int(merged[0])
+    if merged is None or count == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got 1 over all {sizes}"
         )

@@ -43,7 +43,8 @@ class Call(NamedTuple):
         return ", ".join(parts)
 
     def backward(self) -> "Call":
-        return Call(self.layer, self.number, "backward", *self[3:])
+        layer, number, _, channels, dtype, options, times = self
+        return Call(layer, number, "backward", channels, dtype, options, times)
 
     def fields(self) -> dict[str, str]:
         """What ranks must have in common, by name."""

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from ..operators import HEADER_WORDS, ops
-from . import groups, shared_memory, whereabouts
+from ..operators import HEADER_WORDS, MESSAGE, ops
+from . import callers, shared_memory, whereabouts
 from .attempt import Attempt, Refused, Waiting
 from .call import Call
 from .groups import Peers
@@ -40,8 +40,8 @@ class Engine(Waiting):
     name: str
     #: Words that a first message has at least; 0: it may have any length, also a wrong one.
     frame_words = FRAME_WORDS
-    #: Whether step() takes operators.
-    takes_steps = False
+    #: How far an operator that begins a direction goes.
+    way = MESSAGE
 
     @abstractmethod
     def sum(self, words: torch.Tensor, call: Call) -> torch.Tensor:
@@ -54,12 +54,6 @@ class Engine(Waiting):
     def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
         """The sum of what goes first: the frame."""
         return self.sum(message[: self.frame_words], call)
-
-    def step(self, run: Callable[..., tuple], arguments: tuple, call: Call) -> tuple:
-        """Runs an operator of a whole direction. Returns (what it gives, None, None), or where it
-        could not go on (what it gives, this rank's message, the sum of what goes first). Raises
-        Refused where it refuses its arguments."""
-        raise Refused
 
     def sum_of_numbers(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The sum of tensors of any dtype, equal in shape on all ranks."""
@@ -80,7 +74,7 @@ class Gloo(Engine):
         with Attempt(self, call) as attempt:
             options = dist.distributed_c10d.AllgatherOptions()
             options.timeout = attempt.timeout
-            group = groups.resolve(self.peers.group_name)
+            group = callers.resolve(self.peers.group_name)
             _wait(group.allgather([list(out)], [words], options), attempt)
         return out.flatten()
 
@@ -126,7 +120,6 @@ class _InMemory(Engine):
         shared_memory.set_limit(self._handle, limit)
 
     def abandon(self, why: str) -> None:
-        """At once."""
         ops.shm_abandon(self._handle, why[:400])
 
 
@@ -135,7 +128,10 @@ class SharedMemory(_InMemory):
 
     name = "shared memory"
     frame_words = 0
-    takes_steps = True
+
+    @property
+    def way(self) -> int:  # type: ignore[override]
+        return self._handle
 
     def note(self, times: Times, seconds: float) -> None:
         summed, waited = ops.shm_times(self._handle)
@@ -155,6 +151,9 @@ class SharedMemory(_InMemory):
         return self.sum(message[:HEADER_WORDS], call)
 
     def step(self, run: Callable[..., tuple], arguments: tuple, call: Call) -> tuple:
+        """Runs an operator that begins a direction, and the exchange with it. Returns (what it
+        gives, None, None), or where it could not go on (what it gives, this rank's message, the sum
+        of what goes first). Raises Refused where it refuses its arguments."""
         handle = self._handle
         with Attempt(self, call) as attempt:
             try:
@@ -210,14 +209,14 @@ def _keep(peers: Peers) -> None:
     """For ever: the end of a Gloo group waits for works that nobody will finish."""
     for name in (peers.group_name, peers.leaders):
         if name is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups.resolve(name)))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(callers.resolve(name)))
 
 
 def _sum_over_gloo(total: torch.Tensor, group: str, attempt: Attempt) -> torch.Tensor:
-    """In place."""
+    """The sum over the group, which is written over what it is made of."""
     options = dist.AllreduceOptions()
     options.timeout = attempt.timeout
-    _wait(groups.resolve(group).allreduce([total], options), attempt)
+    _wait(callers.resolve(group).allreduce([total], options), attempt)
     return total
 
 

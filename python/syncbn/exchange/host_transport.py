@@ -9,13 +9,14 @@ from ..operators import (
     DTYPES,
     HEADER_BACKWARD,
     HEADER_WORDS,
+    MESSAGE,
     MESSAGE_WORDS,
     ops,
     record_words,
 )
 from . import agreement
 from .attempt import Refusal, Refused, lacks_memory
-from .engines import Engine, engine_of
+from .engines import Engine, SharedMemory, engine_of
 from .groups import Peers
 from .transport import Transport
 
@@ -30,8 +31,7 @@ class OnHost(Transport):
         self.peers = peers
         self.engine = engine_of(peers)
         self.name = self.engine.name
-        self.frame_words = self.engine.frame_words
-        self.takes_steps = self.engine.takes_steps
+        self.frame_words, self.way = self.engine.frame_words, self.engine.way
 
     def exchange(self, message, channels, call):
         first = self.engine.sum_first(message, call)
@@ -47,17 +47,22 @@ class OnHost(Transport):
             return first, None
         return first, self.engine.sum(rest, call)
 
-    def step(self, run, arguments, call):
+    def begin(self, run, passes, lead, way, call, gathers=False, checked=True):
+        if self.way < 0 or way is not None:
+            return super().begin(run, passes, lead, way, call, gathers, checked)
+        (arguments,) = passes
+        assert isinstance(self.engine, SharedMemory)
         try:
             given, message, first = self.engine.step(run, arguments, call)
         except Refused as refused:
             error = refused.__cause__
-            if isinstance(error, Exception) and lacks_memory(error):
-                raise self._refused(error, None, call) from None
-            raise
+            assert isinstance(error, Exception)
+            if not (checked or lacks_memory(error)):
+                raise
+            raise self._refused(error, arguments[0], call) from None
         if message is None:
-            return given, None
-        return given, (message, *self._rest_after(first, message, call.channels, call))
+            return [given], None
+        return [given], (message, *self._rest_after(first, message, call.channels, call))
 
     def gather(self, message, channels, call):
         """Records travel in the first message of all exchanges, each rank's in a place of its own
@@ -95,19 +100,21 @@ class OnHost(Transport):
         agreement.agree(torch.empty(0, dtype=torch.int64, device="cpu"), tag, self.peers, call)
         return self.engine.sum_of_numbers(x.cpu().contiguous(), call).to(x.device)
 
-    def backward_of(self, merged, own, call):
+    def backward_of(self, word, merged, own, call):
         with _disable_current_modes():
-            word = int(merged[HEADER_BACKWARD].item())
+            if merged is not None:
+                word = int(merged[HEADER_BACKWARD].item())
             return agreement.backward_of(word, own, self.peers, call)
 
     def reject(self, call, error, compare=True, x=None, parameter=None):
         text = f"{call}: {type(error).__name__}: {error}"
 
         def tell() -> None:
-            like = torch.empty(0, device="cpu")
-            self.engine.sum_first(ops.rejection(like, self.engine.frame_words), call)
-            if compare:
-                agreement.tell(self.engine, call, text)
+            with _disable_current_modes():
+                like = torch.empty(0, device="cpu")
+                self.engine.sum_first(ops.rejection(like, self.engine.frame_words), call)
+                if compare:
+                    agreement.tell(self.engine, call, text)
 
         Refusal(self.engine, text, tell)
 
@@ -118,7 +125,7 @@ class ThroughHost(OnHost):
     def __init__(self, peers: Peers) -> None:
         super().__init__(peers)
         self.name = f"{self.engine.name}, through the host"
-        self.frame_words = 0  # they are framed on the host
+        self.frame_words, self.way = 0, MESSAGE  # they are framed on the host
 
     def exchange(self, message, channels, call):
         """The merged message in one piece."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..operators import HEADER_WORDS, ops
-from . import attempt
+from ..operators import HEADER_WORDS, MESSAGE
+from . import attempt, shared_memory
 from .agreement import Backward
 from .call import Call
 from .groups import Peers
@@ -25,28 +25,20 @@ class Transport(ABC):
     peers: Peers | None = None
     #: Where this rank tells the others that it does not come, if they look there.
     engine: attempt.Waiting | None = None
+    #: How far an operator that begins a direction goes.
+    way = MESSAGE
     #: Words that a message has at least.
     frame_words = 0
-    #: Whether step() takes operators.
-    takes_steps = False
-    #: Whether exchange_over() writes the sum over the message.
-    sums_in_place = False
 
     @abstractmethod
     def exchange(
         self, message: torch.Tensor, channels: int, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sums a message over the group.
+        """Sums a message over the group; the sum may be written over it.
 
         Returns (first part, the words beyond it or None). Raises DivergenceError if the calls
         differ; in stream order, where nobody waits for the device, they give NaN.
         """
-
-    def exchange_over(
-        self, message: torch.Tensor, channels: int, call: Call
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As exchange(), of a message whose memory it may take for the sum."""
-        return self.exchange(message, channels, call)
 
     @abstractmethod
     def gather(
@@ -64,8 +56,9 @@ class Transport(ABC):
         Errors as in exchange()."""
 
     @abstractmethod
-    def backward_of(self, merged: torch.Tensor, own: int, call: Call) -> Backward:
-        """As agreement.backward_of(), of a merged message."""
+    def backward_of(self, word: int, merged: torch.Tensor | None, own: int, call: Call) -> Backward:
+        """Who takes part in the backward of a forward. word: what the merged header says, or merged
+        the message that begins with it. own: this rank's word."""
 
     @abstractmethod
     def reject(
@@ -76,56 +69,66 @@ class Transport(ABC):
         x: object = None,
         parameter: torch.Tensor | None = None,
     ) -> None:
-        """As transports.reject()."""
-
-    def step(self, run, arguments: tuple, call: Call) -> tuple:
-        """Runs an operator of a whole direction. Returns (what it gives; None, or where it could
-        not go on this rank's message and what exchange() returns of it). Raises Refused where
-        it refuses its arguments."""
-        raise attempt.Refused
+        """Does what transports.reject() says."""
 
     def leave(self, error: BaseException, call: Call) -> None:
-        """As attempt.leave()."""
+        """Does what attempt.leave() says, in this group."""
         attempt.leave(error, self.engine, call, self.peers)
 
-    def sums_of(
+    def begin(
         self,
-        name: str,
+        run,
         passes: Sequence[tuple],
         lead: int,
-        channels: int,
+        way: int | None,
         call: Call,
-        keeps: bool = False,
-    ) -> tuple:
-        """(Message, what else the passes give, merged, rest): runs the operator local_`name` on
-        each of the inputs of this process, and exchange_over() on the sum of their messages.
-        passes: the arguments before and behind the frame's words. lead: the input that speaks for
-        all. keeps: the message is wanted afterwards; the operator then gives it twice, if need be.
-        """
-        run = getattr(ops, f"local_{name}")
-        copies = keeps and self.sums_in_place
-        twice = (True,) if copies and len(passes) == 1 else ()
-        messages, others = list[torch.Tensor](), list[torch.Tensor]()
-        for arguments, rest in passes:
-            given = self.refusing(
-                run, (*arguments, self.frame_words, *rest, *twice), passes[lead][0][0], call
-            )
-            message, *other = (given,) if isinstance(given, torch.Tensor) else given
-            messages.append(message)
-            others += other
-        if twice:
-            message, own = messages[0].chunk(2)
-        else:
-            message = messages[0] if len(messages) == 1 else _total(messages, lead)
-            own = message.clone() if copies else message
-        return own, others, *self.exchange_over(message, channels, call)
+        gathers: bool = False,
+        checked: bool = True,
+    ) -> tuple[list, tuple | None]:
+        """Begins a direction, which ends here where it can.
 
-    def refusing(self, run, arguments: tuple, x: torch.Tensor, call: Call):
-        """run(*arguments), a pass over x before an exchange. Its error is told to the others."""
+        run: the operator. passes: its arguments but for the last two, of each input of this
+        process. lead: the input that speaks for all. way: how far the operator goes; None: as far
+        as this transport lets it. gathers: the messages are records. checked: an argument that it
+        refuses is an error that the others hear of, and not Refused.
+
+        Returns (what the operator gives of each input; None, or where the direction has not come to
+        its end, this rank's message and what exchange() or gather() returns of it).
+        """
+        given, messages = [], []
+        last = (self.way if way is None else way, 0 if gathers else self.frame_words)
+        if call.times is not None:
+            run = timed(run, call.times, "summed")
+        for arguments in passes:
+            try:
+                *outputs, message, copy, status = run(*arguments, *last)
+            except Exception as error:
+                raise self._failed(error, passes[lead][0], call, checked) from None
+            given.append(outputs)
+            if message is not None:
+                messages.append((message, message if copy is None else copy))
+        if status == shared_memory.DONE or message is None:
+            return given, None
+        own, message = messages[0]
+        if len(messages) > 1:
+            own = _total([own for own, _ in messages], lead)
+            message = own if message is messages[0][0] else own.clone()
+        exchange = self.gather if gathers else self.exchange
+        assert call.channels is not None
+        return given, (own, *exchange(message, call.channels, call))
+
+    def refusing(self, run, arguments: tuple, x: torch.Tensor, call: Call, checked: bool = True):
+        """run(*arguments), before an exchange. Its error is told to the others, or, where the
+        arguments are not checked, an argument that it refuses is Refused."""
         try:
             return timed(run, call.times, "summed")(*arguments)
         except Exception as error:
-            raise self._refused(error, x, call) from None
+            raise self._failed(error, x, call, checked) from None
+
+    def _failed(self, error: Exception, x: torch.Tensor, call: Call, checked: bool) -> Exception:
+        if not (checked or attempt.lacks_memory(error)):
+            return attempt.Refused()
+        return self._refused(error, x, call)
 
     def _refused(self, error: Exception, x: torch.Tensor | None, call: Call) -> Exception:
         """The error to raise, which names the layer where there was no memory, and where an

@@ -3,8 +3,8 @@
 
 import torch
 
-from ..operators import HEADER_WORDS
-from . import attempt, groups, shared_memory
+from ..operators import ALONE, HEADER_WORDS
+from . import groups
 from .agreement import WANTS_SUMS, WANTS_X, Backward
 from .call import Call
 from .groups import Peers
@@ -16,7 +16,7 @@ from .transport import Transport
 def transport_of(peers: Peers | None, device: torch.device) -> Transport:
     """The one of messages on that device to these peers."""
     if peers is None:
-        return Alone()
+        return _ALONE
     if device.type != "cuda":
         return OnHost(peers)
     if not peers.cuda:
@@ -25,10 +25,10 @@ def transport_of(peers: Peers | None, device: torch.device) -> Transport:
 
 
 class Alone(Transport):
-    """One rank."""
+    """The way of one rank, which sends nothing."""
 
     name = "none"
-    takes_steps = True
+    way = ALONE
 
     def exchange(self, message, channels, call):
         return message, None
@@ -39,20 +39,14 @@ class Alone(Transport):
     def sum(self, x, tag, call):
         return x
 
-    def backward_of(self, merged, own, call):
+    def backward_of(self, word, merged, own, call):
         return Backward(bool(own & WANTS_X), bool(own & WANTS_SUMS))
 
-    def step(self, run, arguments, call):
-        try:
-            *given, _, _, status = run(*arguments, -1, 0)
-        except Exception as error:
-            raise attempt.Refused from error
-        if status != shared_memory.DONE:  # one value per channel
-            raise attempt.Refused
-        return given, None
-
     def reject(self, call, error, compare=True, x=None, parameter=None):
-        """Nobody waits."""
+        """Nobody waits for this rank."""
+
+
+_ALONE = Alone()
 
 
 def reject(

@@ -10,11 +10,11 @@ from torch.utils import checkpoint
 from .. import operators_cuda
 from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
 from ..exchange.call import Call
-from ..exchange.groups import Sharing
-from ..operators import _normalized, _parameter_gradients, ops
+from ..exchange.callers import Sharing
+from ..operators import activation_mask_of, ops, saved_of
 from . import layer_state, training
 from .layer_state import Identity, LayerState
-from .options import Options, activation_of
+from .options import Options
 
 # handle: of a layer's state, in compiled graphs; else None, and the next five tell which. Then the
 # options: momentum and inplace are not the operators' concern.
@@ -54,8 +54,7 @@ def operator(name: str, schema: str):
 @operator(
     "training_step",
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mask, int takes_part, "
-    f"{_LAYER}) -> (Tensor y, Tensor mean, Tensor var, Tensor rstd, Tensor info, "
-    "Tensor activation_mask, Tensor backward)",
+    f"{_LAYER}) -> (Tensor y, Tensor saved, Tensor activation_mask, Tensor backward)",
 )
 def _training_step(x, weight, bias, residual, mask, takes_part, *layer):
     if x.is_cuda:
@@ -63,21 +62,28 @@ def _training_step(x, weight, bias, residual, mask, takes_part, *layer):
     state, options = _layer(*layer)
     state.move(x.device)
     given = training.Inputs(
-        (x,), weight, bias, (residual,), (mask,), options, state, state.peers(options), takes_part
+        *((x,), weight, bias, (residual,), (mask,), (None,) * 3, options, state),
+        *(state.peers(options), takes_part),
     )
-    step, (y, mean, var, info), saved = training.forward(given)
-    *_, rstd, _, activation_mask, _ = saved
-    ops.update_running_statistics(None, None, None, state.call, mean, var, info, None)
-    state.note(info)
-    return y, mean, var, rstd, info, activation_mask, _words_of(step.backward)
+    try:
+        step, (y,), tensors = training.forward(given)
+    except BaseException as error:
+        training.leave(error, state, options, given.transport, x)
+        raise
+    *_, saved, activation_mask, _ = tensors
+    if activation_mask is None:
+        activation_mask = x.new_empty((0,), dtype=torch.uint8)
+    return y, saved, activation_mask, _words_of(step.backward)
 
 
 @_training_step.register_fake
 def _(x, weight, bias, residual, mask, takes_part, *layer):
-    """y like x; statistics and activation mask as of normalize; backward int64 [2] on the CPU: who
-    takes part in it."""
+    """y like x; saved as of operators.saved_of(); activation mask, empty unless there is a residual
+    and an activation; backward int64 [2] on the CPU: who takes part in it."""
+    kept = residual is not None and layer[-3] != "none"
+    bits = activation_mask_of(x) if kept else x.new_empty((0,), dtype=torch.uint8)
     words = torch.empty(2, dtype=torch.int64, device="cpu")
-    return *_normalized(x, residual, activation_of(layer[-3]).number), words
+    return torch.empty_like(x), saved_of(x), bits, words
 
 
 def _words_of(backward: Backward) -> Tensor:
@@ -107,34 +113,36 @@ _training_step.register_torch_dispatch(checkpoint._CachingTorchDispatchMode, _sa
 
 @operator(
     "training_step_backward",
-    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor info, "
-    "Tensor activation_mask, Tensor? mask, Tensor backward, ScalarType? bias_dtype, bool[] needs, "
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor saved, Tensor activation_mask, "
+    "Tensor? mask, Tensor backward, ScalarType? bias_dtype, bool[] needs, "
     f"{_LAYER}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _training_step_backward(dy, x, weight, bias, *arguments):
-    *saved, backward, bias_dtype, needs = arguments[:8]
-    state, options = _layer(*arguments[8:])
-    call = Call(state.name, None, "backward", x.shape[1], x.dtype, options, state.times)
+def _training_step_backward(dy, x, weight, bias, saved, bits, mask, backward, *arguments):
+    bias_dtype, needs, *layer = arguments
+    state, options = _layer(*layer)
+    call = Call(state.name, None, "forward", x.shape[1], x.dtype, options, state.times)
     known = (state.peers(options), call, _backward_of(backward), bias_dtype, tuple(needs))
     step = training.Step(state, options, *known)
-    dx, dweight, dbias, dresidual = training.backward(step, (dy,), weight, bias, x, *saved)
+    saved = (weight, bias, x, saved, bits if bits.numel() > 0 else None, mask)
+    dx, dweight, dbias, dresidual = training.backward(step, (dy,), *saved)
     if dresidual is dy:  # an operator's output is a tensor of its own
         dresidual = dy.clone()
     return tuple(x.new_empty(0) if g is None else g for g in (dx, dweight, dbias, dresidual))
 
 
 @_training_step_backward.register_fake
-def _(dy, x, weight, bias, mean, rstd, info, bits, mask, backward, bias_dtype, needs, *_):
+def _(dy, x, weight, bias, saved, bits, mask, backward, bias_dtype, needs, *_):
     """Gradients of x, weight, bias and residual; those that are not needed are empty."""
-    dtypes = (weight.dtype if needs[1] else None, bias_dtype if needs[2] else None)
     dx, dresidual = (torch.empty_like(x) if need else x.new_empty(0) for need in needs[::3])
-    return dx, *_parameter_gradients(x, *dtypes), dresidual
+    dweight = x.new_empty(x.shape[1] if needs[1] else 0, dtype=weight.dtype if needs[1] else None)
+    dbias = x.new_empty(x.shape[1] if needs[2] else 0, dtype=bias_dtype if needs[2] else None)
+    return dx, dweight, dbias, dresidual
 
 
 def _keep(ctx, inputs, output):
     """For backward, of a step with these inputs and outputs."""
     x, weight, bias, residual, mask, _, handle, *ctx.layer = inputs
-    _, mean, _, rstd, info, activation_mask, backward = output
+    _, saved, activation_mask, backward = output
     ctx.bias_dtype = None if bias is None else bias.dtype
     # Without an activation mask, the activation's sign is computed again, which takes the bias.
     again = ctx.layer[-3] != "none" and residual is None
@@ -142,9 +150,7 @@ def _keep(ctx, inputs, output):
         x,
         weight,
         bias if again else None,
-        mean,
-        rstd,
-        info,
+        saved,
         activation_mask,
         mask,
         backward,
@@ -182,13 +188,13 @@ class _TrainingStep(torch.autograd.Function):
     def forward(ctx, *inputs):
         output = ops.training_step(*inputs)
         _keep(ctx, inputs, output)
-        y, mean, var, _, info, *_ = output
+        y, saved, *_ = output
         # A graph may not drop what other processes wait for. Marking the operator as having side
         # effects would do, but no graph with activation checkpointing may hold such a one, except
         # PyTorch's own wait, which does nothing to a tensor that is there.
-        info = torch.ops._c10d_functional.wait_tensor(info)
-        ctx.mark_non_differentiable(mean, var, info)
-        return y, mean, var, info
+        saved = torch.ops._c10d_functional.wait_tensor(saved)
+        ctx.mark_non_differentiable(saved)
+        return y, saved
 
     @staticmethod
     def backward(ctx, dy, *_):
@@ -209,8 +215,9 @@ def training_step(
     mask: Tensor | None,
     options: Options,
     state: LayerState | Identity,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, mean, var and info of a step in a graph. The call is counted by the operator."""
+) -> tuple[Tensor, Tensor]:
+    """y of a step in a graph, and what operators.saved_of() describes. The call is counted by the
+    operator."""
     tensors = (x, weight, bias, residual, mask)
     if torch.compiler.is_compiling() and not _exporting():
         handle: Tensor | None = None
@@ -224,5 +231,5 @@ def training_step(
     # Whether gradients will be wanted is not known yet.
     takes_part = WANTS_X + COMES + (options.affine_grad == "global") * WANTS_SUMS
     constants = _constants(identity, options)
-    y, mean, var, _, info, *_ = ops.training_step(*tensors, takes_part, None, *constants)
-    return y, mean, var, info
+    y, saved, *_ = ops.training_step(*tensors, takes_part, None, *constants)
+    return y, saved

@@ -135,19 +135,15 @@ class LayerState:
         with _disable_current_modes(), torch.inference_mode(False):
             self.call, self.count = self.call.to(device), self.count.to(device)
 
-    def note(self, info: Tensor) -> None:
-        """Keeps the global count of a call, which stands first in info."""
-        if self.count is not None:
-            self.count.copy_(info[:1])
-
     def call_of(self, x: object, options: Options) -> Call:
         """The next call with that input, as errors name it."""
         # A counter on a GPU is not read, that would wait for the device.
-        known = self.call is not None and self.call.is_cpu
-        number = int(self.call.item()) if known else None
+        counter = self.call
+        known = counter is not None and counter.is_cpu
+        number: Any = counter.item() if known else None
         if not is_strided(x):  # refused
             return Call(self.name, number, options=options, times=self.times)
-        channels = x.shape[1] if x.dim() > 1 else None
+        channels = x.size(1) if x.dim() > 1 else None
         return Call(self.name, number, "forward", channels, x.dtype, options, self.times)
 
 

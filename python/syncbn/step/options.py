@@ -201,6 +201,14 @@ def check_options(options: Options) -> None:
         )
 
 
+@functools.lru_cache(maxsize=1024, typed=True)
+def numbers_of(*options: Any) -> tuple[int, int]:
+    """The core's numbers of the activation and of the statistics' mode, of these Options."""
+    checked = Options(*options)
+    check_options(checked)
+    return checked.activation_kind, STATISTICS.index(checked.statistics)
+
+
 #: Largest error of a recovered input, in standard deviations, at one deviation from the mean.
 RECOVERY_LIMIT = 2**-7
 
@@ -284,6 +292,10 @@ def check_counter(
     check_written("num_batches_tracked", tracked)
     # On a GPU nobody waits for the number.
     if device.type == "cpu" and not traced:
+        if tracked.untyped_storage().nbytes() == 0:
+            raise ValueError(
+                "num_batches_tracked: got a storage of 0 bytes, expected a number in it"
+            )
         number = tracked.item()
         if momentum is None and not 0 <= number <= 2**53:
             raise ValueError(f"num_batches_tracked: got {number}, expected 0 to 2^53")

@@ -25,23 +25,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import checkpoint
 
-from ..operators import HEADER_WORDS
 from .layer_state import LayerState
 from .options import Options
 
 _autograd = torch._C._autograd
 
 
-Words = tuple[torch.Tensor | None, ...]
-
-
 class Kept(NamedTuple):
-    """The exchange of one call. key: what the call of the second run must have in common. step:
-    what backward will know of it."""
+    """What the exchange of one call brought. key: what the call of the second run must have in
+    common. step: what backward will know of it. saved: the statistics."""
 
     key: tuple
     step: Any
-    words: Words
+    saved: torch.Tensor
 
 
 class _Record:
@@ -67,14 +63,6 @@ class _Record:
         return made
 
 
-def _compact(words: torch.Tensor | None, size: int) -> torch.Tensor | None:
-    """The first words, in memory that holds nothing else."""
-    if words is None:
-        return None
-    words = words[:size]
-    return words.clone() if words.untyped_storage().nbytes() > words.nbytes else words
-
-
 def _text(key: tuple) -> str:
     state, _, residual, *inputs = key
     text = ", ".join(f"{dtype} of shape {shape}" for dtype, shape in inputs)
@@ -97,15 +85,9 @@ class Segment:
             # Segments inside the one that runs again are new, and will run again in their turn.
             self._keep(self.kept)
 
-    def keep(self, step: Any, words: Words, needed: int) -> Words:
-        """In the first run: what an exchange gave (message, merged, rest) without what statistics
-        are not made of: this rank's own words and what lies behind the first `needed` merged ones.
-        It is kept, in memory of its own."""
-        message, merged, rest = words
-        size = 0 if rest is None else rest.numel()
-        words = tuple(map(_compact, (message, merged, rest), (HEADER_WORDS, needed, size)))
-        self._keep(Kept(self._key, step, words))
-        return words
+    def keep(self, step: Any, saved: torch.Tensor) -> None:
+        """Keeps what an exchange of the first run brought."""
+        self._keep(Kept(self._key, step, saved))
 
     def check_in_place(self, x: torch.Tensor) -> None:
         """Refuses to write over what PyTorch keeps for the second run; in the reentrant form it may

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..exchange.call import Call
 from ..exchange.groups import Peers
 from ..exchange.transports import transport_of
-from ..operators import ops
+from ..operators import OWN, info_of, ops
 from .options import activation_of
 from .profiling import recorded
 from .transforms import check_not_batched
@@ -134,6 +134,18 @@ def _gradients(step, dy, x, weight, mean, rstd, count, positive, counting):
     return dx, dcentered * rstd, dbias, u
 
 
+def _check_kept(dy: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor) -> None:
+    channels = (saved.numel() - 2) // 3
+    for name, tensor, shape in (
+        ("input", x, dy.shape),
+        ("weight", weight, (channels,)),
+    ):
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}, expected {tuple(shape)} still"
+            )
+
+
 class _Differentiable(torch.autograd.Function):
     """What `gradient` gives, for a backward that builds a graph.
 
@@ -150,8 +162,12 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     @recorded(lambda ctx, *_: ctx.step.state.name, " second backward")
     def backward(ctx, *cotangents):
-        dy, weight, bias, x, mean, rstd, info, activation_mask, mask = ctx.saved_tensors
+        dy, weight, bias, x, saved, activation_mask, mask = ctx.saved_tensors
+        mean, _, rstd = saved[:-2].view(3, -1)
         step, again = ctx.step, torch.is_grad_enabled()
+        # What was replaced since the first derivative is told before anything is exchanged.
+        now = (dy, x, weight, saved)
+        transport_of(step.peers, x.device).refusing(_check_kept, now, x, _second_call(step))
         given = [c for c in cotangents if c is not None]
         for cotangent in given:
             check_not_batched(_second_call(step), cotangent)
@@ -159,9 +175,9 @@ class _Differentiable(torch.autograd.Function):
         if step.options.activation != "none":
             with torch.no_grad():  # relu's gradient of ones, by the very bits of forward
                 relu = activation_of("relu").number
-                through = (weight, bias, activation_mask, relu, 0.0)
-                ones = torch.ones_like(x)
-                _, kept = ops.local_gradients(ones, x, mean, rstd, info, *through, True, 0, mask)
+                through = (weight, bias, activation_mask, mask, relu, 0.0)
+                ones, none = torch.ones_like(x), (None, None, False)
+                kept = ops.backward_begin(ones, x, saved, *through, True, *none, OWN, 0)[3]
                 positive = kept != 0
         with torch.enable_grad():
             # Aliases, so that a dy which depends on x is not differentiated through. All of them
@@ -173,7 +189,7 @@ class _Differentiable(torch.autograd.Function):
             ]
             values = [t.double() for t in sources]
             through_layer = values[0], values[1], None if weight is None else values[2]
-            count = info[0].clamp(min=1).double()
+            count = info_of(saved)[0].clamp(min=1).double()
             counting = None if mask is None else mask.to(torch.bool).unsqueeze(1)
             outputs = _gradients(step, *through_layer, mean, rstd, count, positive, counting)
             # Where the step gave no gradient there is no cotangent.
@@ -185,12 +201,12 @@ class _Differentiable(torch.autograd.Function):
                 allow_unused=True,
             )
         ddy, dx, dweight = results if weight is not None else (*results, None)
-        return None, None, ddy, dweight, None, dx, *(None,) * 5
+        return None, None, ddy, dweight, None, dx, *(None,) * 3
 
 
 def differentiable(step, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
     """What gradient(step, (dy,), *saved) gives, with a graph behind it."""
-    check_not_batched(step.call, dy)
+    check_not_batched(step.call.backward(), dy)
     return _Differentiable.apply(step, gradient, dy, *saved)
 
 

@@ -1,37 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of a layer: the passes, the exchange between them, and their gradient. It has K
-inputs, one for each device of this process; mostly K is 1."""
+"""One training step of a layer: begin, the exchange, finish, for each direction. It has K inputs,
+one for each device of this process; mostly K is 1. The order of a direction is told here, and for
+the passes in src/step/step.cpp."""
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..exchange import agreement
 from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
+from ..exchange.attempt import Refused
 from ..exchange.call import Call
 from ..exchange.groups import Peers
 from ..exchange.times import timed
 from ..exchange.transport import Transport
-from ..exchange.transports import Alone, transport_of
-from ..operators import HEADER_WORDS, message_words, ops
+from ..exchange.transports import transport_of
+from ..operators import IN_PLACE, MESSAGE, OWN, activation_mask_of, info_of, ops
 from . import layer_paths
 from .layer_state import LayerState
-from .options import Options, check_plain, check_strided, values_per_channel
+from .options import Options, check_plain, check_strided, is_strided, numbers_of, values_per_channel
 from .profiling import recorded
 from .recomputation import Segment
-from .transforms import check_not_batched
+from .transforms import check_not_batched, in_transform
+
+_forward_begin = ops.forward_begin.default
+_forward_finish = ops.forward_finish.default
+_backward_begin = ops.backward_begin.default
+_backward_finish = ops.backward_finish.default
 
 
 class Step(NamedTuple):
     """What backward knows of a training step besides tensors.
 
-    call: as errors in backward name it. backward: who takes part in it. bias_dtype: None without a
-    bias. needs: whether this rank wants the gradients of any x, of weight, of bias and of any
-    residual. lead: the input that speaks for all in headers.
+    call: of the forward, as errors name it. backward: who takes part in it. bias_dtype: None
+    without a bias. needs: whether this rank wants the gradients of any x, of weight, of bias and of
+    any residual. lead: the input that speaks for all in headers.
     """
 
     state: LayerState
@@ -50,8 +57,7 @@ class Step(NamedTuple):
     @property
     def exchanges(self) -> bool:
         """Whether backward takes an exchange."""
-        alone = self.peers is None and self.needs[0]
-        return alone or self.backward.x or self.backward.sums
+        return self.needs[0] if self.peers is None else self.backward.x or self.backward.sums
 
     def transport(self, x: Tensor) -> Transport:
         """Of backward's exchange."""
@@ -59,33 +65,43 @@ class Step(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What forward is given. xs, residuals, masks: K each. takes_part: this rank's word about
-    backward. segment: the checkpointed segments around the call, if any."""
+    """What forward is given.
+
+    xs, residuals, masks: K each. running: mean, variance and number of batches, each may be None;
+    they lie where the first x does. takes_part: this rank's word about backward. segment: the
+    checkpointed segments around the call, if any. checked: that the arguments were; else what the
+    operators refuse is Refused, and nothing has happened.
+    """
 
     xs: Sequence[Tensor]
     weight: Tensor | None
     bias: Tensor | None
     residuals: Sequence[Tensor | None]
     masks: Sequence[Tensor | None]
+    running: tuple[Tensor | None, Tensor | None, Tensor | None]
     options: Options
     state: LayerState
     peers: Peers | None
     takes_part: int
     segment: Segment | None = None
+    checked: bool = True
+
+    def transport(self) -> Transport:
+        return transport_in(self.segment, self.peers, self.xs[0])
+
+
+def transport_in(segment: Segment | None, peers: Peers | None, x: Tensor) -> Transport:
+    """Of a forward's exchange. The second run of a checkpointed segment has none."""
+    again = segment is not None and segment.kept is not None
+    return transport_of(None if again else peers, x.device)
 
 
 def has_samples(x: Tensor, mask: Tensor | None) -> bool:
     return x.numel() > 0 and (mask is None or bool(mask.any()))
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
 def _lead(xs: Sequence[Tensor], masks: Sequence[Tensor | None]) -> int:
     """The first input with samples: autocast may have given one without another dtype."""
-    if len(xs) == 1:
-        return 0
     return next((k for k, (x, m) in enumerate(zip(xs, masks)) if has_samples(x, m)), 0)
 
 
@@ -96,249 +112,215 @@ def _placed(xs: Sequence[Tensor], *tensors: Tensor | None) -> Iterable[Sequence[
     return ([None if t is None else t.to(x.device) for t in tensors] for x in xs)
 
 
-def shared_sums(
-    given: Inputs, exchanged: tuple | None = None, makes_room: bool = True
-) -> tuple[Step, tuple, list]:
-    """What backward will know; (message, merged, rest or records), this rank's part and what all
-    ranks share; and of each x what _room() gives, made before the exchange, if there was one.
-    In a checkpointed segment the header alone of this rank's part, and no more than is needed.
-    exchanged: the second, where it is there already. makes_room: there are outputs beside x."""
-    rooms: list = [None] * len(given.xs)
-    xs, _, bias, residuals, masks, options, state, peers, word, segment = given
-    if segment is not None and segment.kept is not None:
-        return segment.kept.step, segment.kept.words, rooms
-    lead = _lead(xs, masks)
-    x = xs[lead]
-    if peers is not None and peers.group_name != state.group:
-        layer_paths.compare(state, peers, x, options)
-    call, transport = state.call_of(x, options), transport_of(peers, xs[0].device)
-    own = sum(map(values_per_channel, xs, masks))
-    number, channels = options.identity(state.number, residuals[0] is not None), x.shape[1]
-    merged: Sequence[Tensor | None]
-    if exchanged is None and makes_room:
-        for k, (z, residual) in enumerate(zip(xs, residuals)):
-            rooms[k] = transport.refusing(_room, (z, residual, options), z, call)
-    if exchanged is not None:
-        message, *merged = exchanged
-    elif options.statistics == "welford":
-        sums = (x, number, state.call, options.eps, masks[0], word)
-        message = transport.refusing(ops.local_welford, sums, x, call)
-        merged = transport.gather(message, channels, call)
-    else:
-        passes = [
-            ((_cast(z, x.dtype), number, counter, options.eps), (mask, word))
-            for z, mask, (counter,) in zip(xs, masks, _placed(xs, state.call))
-        ]
-        message, _, *merged = transport.sums_of("moments", passes, lead, channels, call)
-    if own <= 1:  # or unknown
-        sizes = [list(z.shape) for z in xs]
-        where = f"ranks (input size {sizes[0]} on this one)"
-        if len(xs) > 1:
-            where = f"devices (input sizes {sizes})"
-        agreement.check_count(merged[0], own, where)
-    backward = transport.backward_of(merged[0], word, call)
-    bias_dtype = None if bias is None else bias.dtype
-    step = Step(state, options, peers, call.backward(), backward, bias_dtype, lead=lead)
-    if segment is None:
-        return step, (message, *merged), rooms
-    needed = HEADER_WORDS if options.statistics == "welford" else message_words(x, masks[lead])
-    with _disable_current_modes():  # as in _forward()
-        return step, segment.keep(step, (message, *merged), needed), rooms
-
-
 def like(tensor: Tensor, x: Tensor) -> Tensor:
     """The tensor in x's layout."""
-    if tensor.stride() == x.stride():
-        return tensor
     check_strided("gradient", tensor)
-    if tensor.shape != x.shape:  # x.data is another since forward
-        raise ValueError(f"input: got shape {tuple(x.shape)}, expected {tuple(tensor.shape)} still")
+    if tensor.stride() == x.stride() and tensor.dtype == x.dtype:
+        return tensor
+    if tensor.shape != x.shape or tensor.dtype != x.dtype:  # x.data is another since forward
+        raise ValueError(
+            f"input: got {x.dtype} of shape {tuple(x.shape)}, expected {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)} still"
+        )
     return torch.empty_like(x).copy_(tensor)
+
+
+def leave(error: BaseException, state: LayerState, options: Options, transport, x: Tensor) -> None:
+    """After an error in a forward: tells the others what they cannot see. transport: makes it."""
+    if isinstance(error, Refused):
+        return
+    with _disable_current_modes():
+        call = state.call_of(x, options)
+    transport().leave(error, call)
+
+
+def forward(given: Inputs) -> tuple[Step, list[Tensor], list]:
+    """What backward will know; K y; and the tensors that backward takes: weight, bias, and of each
+    input x, what operators.saved_of() describes, activation mask and mask. Running statistics and
+    the layer's counters are updated. After an error the caller calls leave()."""
+    xs, weight, bias, residuals, masks, running, options, state, peers, word, *_ = given
+    segment, checked = given.segment, given.checked
+    transport = transport_in(segment, peers, xs[0])
+    kept = None if segment is None else segment.kept
+    lead, in_place = 0 if len(xs) == 1 else _lead(xs, masks), options.writes_over_input
+    x, (kind, mode) = xs[lead], numbers_of(*options)
+    if kept is None and peers is not None and peers.group_name != state.group:
+        layer_paths.compare(state, peers, x, options)
+    call = state.call_of(x, options)
+    mean, var, tracked, momentum = *running, options.momentum
+    averaged: Tensor | None = None  # a number of batches as averaged checkpoints have it
+    if tracked is not None and tracked.is_floating_point():
+        averaged, tracked = tracked, None
+        momentum = ops.cumulative_factor(averaged.item()) if momentum is None else momentum
+    updates = (mean, var, tracked, state.call, state.count)
+    identity = options.identity(state.number, residuals[0] is not None)
+    numbers = (options.eps, momentum, kind, options.negative_slope, mode)
+    keeps_signs = kind != 0 and residuals[0] is not None
+    # What begin and finish take of each input.
+    arguments = [(x, weight, bias, residuals[0], masks[0], *updates)]
+    if len(xs) > 1:
+        none = (None, None, None)
+        arguments = [
+            (z, w, b, residual, mask, *(updates if k == 0 else (*none, counter, None)))
+            for k, (z, (w, b, counter), residual, mask) in enumerate(
+                zip(xs, _placed(xs, weight, bias, state.call), residuals, masks)
+            )
+        ]
+    if residuals[0] is not None:
+        arguments = [_with_fitting_residual(a, transport, call, checked) for a in arguments]
+    exchanged: tuple | None
+    if kept is not None:
+        exchanged, step = (None, None, None), kept.step
+        outputs = [_room(z, in_place, keeps_signs, kept.saved) for z in xs]
+    else:
+        # An input of another dtype has no samples, and its outputs are replaced below.
+        alike = arguments if len(xs) == 1 else [_as(a, x.dtype) for a in arguments]
+        passes = [(*a, identity, *numbers, word) for a in alike]
+        way = IN_PLACE if in_place else MESSAGE if mode or len(xs) > 1 else None
+        outputs, exchanged = transport.begin(
+            _forward_begin, passes, lead, way, call, mode > 0, checked
+        )
+        *_, count, shared = outputs[0]
+        merged = None if exchanged is None else exchanged[1]
+        if merged is not None or count == 1:
+            if merged is None and not checked:
+                raise Refused
+            _check_count(merged, xs, masks)
+        backward = transport.backward_of(shared, merged, word, call)
+        bias_dtype = None if bias is None else bias.dtype
+        step = Step(state, options, peers, call, backward, bias_dtype, (False,) * 4, lead)
+    if exchanged is not None:
+        _, merged, more = exchanged
+        finish = timed(_forward_finish, state.times, "normalized")
+        for k, placed in enumerate(_placed(xs, merged, more)):
+            y, saved, bits = outputs[k][:3]
+            if kept is None and xs[k].dtype != x.dtype:
+                y, _, bits = _room(xs[k], in_place, keeps_signs, saved)
+            y = xs[k] if in_place else y
+            outputs[k] = y, saved, bits
+            changed = arguments[k]
+            if kept is not None or k > 0:
+                changed = (*changed[:5], *(None,) * 5)
+            with _disable_current_modes():  # the other ranks finish, whatever a mode would do
+                finish(*changed, y, saved, bits, *placed, *numbers, step.ranks)
+    if averaged is not None and kept is None:
+        with _disable_current_modes():
+            averaged.add_(info_of(outputs[0][1])[0] > 0)
+    if segment is not None and kept is None:
+        segment.keep(step, outputs[0][1])
+    # Without an activation mask, the activation's sign is computed again, which takes the bias. In
+    # place it is y's.
+    again = kind != 0 and residuals[0] is None
+    tensors = [weight, bias if again else None]
+    for z, (y, saved, bits, *_), mask in zip(xs, outputs, masks):
+        tensors += (y if in_place else z, saved, bits, mask)
+    return step, [own[0] for own in outputs], tensors
+
+
+def _with_fitting_residual(arguments: tuple, transport: Transport, call: Call, checked: bool):
+    x, w, b, residual, *others = arguments
+    if residual.stride() != x.stride():
+        residual = transport.refusing(like, (residual, x), x, call, checked)
+    return x, w, b, residual, *others
+
+
+def _as(arguments: tuple, dtype: torch.dtype) -> tuple:
+    """The arguments for an input in that dtype; from another one it has no samples."""
+    x, w, b, _, *others = arguments
+    return arguments if x.dtype == dtype else (x.to(dtype), w, b, None, *others)
+
+
+def _room(z: Tensor, in_place: bool, keeps_signs: bool, saved: Tensor) -> tuple:
+    """What a forward writes to, and what it saved, on the input's device."""
+    with _disable_current_modes():  # of checkpointing, which has not seen these operators before
+        bits = activation_mask_of(z).zero_() if keeps_signs else None
+        return None if in_place else torch.empty_like(z), saved.to(z.device), bits
+
+
+def _check_count(merged: Tensor | None, xs: Sequence[Tensor], masks) -> None:
+    """Refuses one value per channel. merged: None where it is known that there is one."""
+    own = sum(map(values_per_channel, xs, masks))
+    sizes = [list(z.shape) for z in xs]
+    where = f"ranks (input size {sizes[0]} on this one)"
+    if len(xs) > 1:
+        where = f"devices (input sizes {sizes})"
+    agreement.check_count(merged, own, where)
+
+
+@recorded(lambda step, *_: step.state.name, " backward")
+def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
+    """Gradients of K x, weight, bias and K residuals. saved: what forward() gave for it."""
+    try:
+        return _backward(step, step.transport(saved[2]), dys, *saved)
+    except BaseException as error:
+        step.transport(saved[2]).leave(error, step.call.backward())
+        raise
+
+
+def _backward(step: Step, transport: Transport, dys, weight, bias, *saved) -> tuple:
+    options, lead, call = step.options, step.lead, step.call.backward()
+    xs, x = saved[::4], saved[4 * lead]
+    (kind, _), slope = numbers_of(*options), options.negative_slope
+    needs_x, needs_weight, needs_bias, needs_residual = step.needs
+    if step.backward.absent:
+        agreement.check_present(step.backward, step.peers, call)
+    dtypes = (weight.dtype if needs_weight else None, step.bias_dtype if needs_bias else None)
+    keep = needs_residual and (kind != 0 or any(mask is not None for mask in saved[3::4]))
+    # One rank's share is the whole, which comes with dx.
+    share = options.affine_grad == "share" if step.peers is not None else not needs_x
+    share = share and (needs_weight or needs_bias)
+    gradients, through, passes = [], [], []
+    for k, (w, b) in enumerate(_placed(xs, weight, bias)):
+        z, kept, bits, mask = saved[4 * k : 4 * k + 4]
+        dy = dys[k]
+        if not (type(dy) is Tensor and is_strided(dy) and dy.stride() == z.stride()) or (
+            dy.dtype != z.dtype or is_legacy_batchedtensor(dy) or in_transform()
+        ):
+            dy = torch.zeros_like(z) if dy is None else dy
+            check_not_batched(call, dy)
+            dy = transport.refusing(_fitting, (dy, z, step.peers is None), z, call)
+        gradients.append(dy)
+        after = (w, b, bits, mask, kind, slope)
+        through.append(after)
+        if k == lead:
+            passes.append((dy, z, kept, *after, keep, *dtypes, share))
+        else:
+            passes.append((dy.to(x.dtype), z.to(x.dtype), kept, *after, keep, None, None, share))
+    way = OWN if not step.exchanges else MESSAGE if len(xs) > 1 else None
+    begun, exchanged = transport.begin(_backward_begin, passes, lead, way, call)
+    if keep:  # what comes back is there already
+        gradients = [own[3].to(z.dtype) for own, z in zip(begun, xs)]
+        through = [(w, None, None, mask, 0, 0.0) for w, _, _, mask, *_ in through]
+    dxs = [own[0] for own in begun]
+    _, dweight, dbias, *_ = begun[lead]
+    if exchanged is not None:
+        own, merged, more = exchanged
+        finish = timed(_backward_finish, step.state.times, "normalized")
+        for k, placed in enumerate(_placed(xs, merged, more)):
+            if not step.exchanges:
+                if k != lead or not share:
+                    continue
+                placed = (None, None)
+            elif xs[k].dtype != x.dtype:
+                dxs[k] = torch.empty_like(xs[k])
+            sums = (dweight, dbias) if k == lead else (None, None)
+            sent = own if k == lead and share else None
+            z, kept = xs[k], saved[4 * k + 1]
+            with _disable_current_modes():  # as in forward
+                finish(
+                    *(gradients[k], z, kept, *through[k], dxs[k], *sums, begun[k][4], sent),
+                    *(*placed, step.ranks),
+                )
+    if lead > 0:  # parameters lie where the first x does
+        ((dweight, dbias), *_) = _placed(xs, dweight, dbias)
+    none = [None] * len(xs)
+    residuals = gradients if needs_residual else none
+    return (*(dxs if needs_x else none), dweight, dbias, *residuals)
 
 
 def _fitting(dy: Tensor, x: Tensor, alone: bool) -> Tensor:
     check_plain(alone, gradient=dy)
     return like(dy, x)
-
-
-def _room(x: Tensor, residual: Tensor | None, options: Options) -> tuple:
-    """What a forward of x writes to, and the residual in x's layout."""
-    keeps_signs = residual is not None and options.activation != "none"
-    room = ops.forward_outputs(x, keeps_signs)
-    return room, None if residual is None else like(residual, x)
-
-
-def leave(error: BaseException, given: Inputs) -> None:
-    again = given.segment is not None and given.segment.kept is not None
-    transport = Alone() if again else transport_of(given.peers, given.xs[0].device)
-    with _disable_current_modes():
-        call = given.state.call_of(given.xs[0], given.options)
-    transport.leave(error, call)
-
-
-def forward(
-    given: Inputs, updates: tuple = (), exchanged: tuple | None = None
-) -> tuple[Step, tuple, tuple]:
-    """What backward will know; K y, mean, var (float64, biased) and info (count, fingerprint); and
-    the tensors that backward takes: weight, bias, and of each input x, mean, rstd, info, activation
-    mask and mask.
-
-    updates: what normalize_and_update takes besides, if it is to update the running statistics;
-    with one x alone. exchanged: as in shared_sums().
-    """
-    try:
-        return _forward(given, updates, exchanged)
-    except BaseException as error:
-        leave(error, given)
-        raise
-
-
-def ended(run: Callable, state: LayerState, *arguments):
-    """run(*arguments), which makes the updates after an exchange. The other ranks make them, so if
-    a mode of the caller's raises in its place, it runs without the mode before the error goes on.
-    The layer's call number tells whether it has run."""
-
-    def number():
-        with _disable_current_modes():
-            return None if state.call is None or state.call.is_cuda else int(state.call)
-
-    before = number() if torch._C._len_torch_dispatch_stack() > 0 else None
-    try:
-        return run(*arguments)
-    except BaseException:
-        if before is not None and before == number():
-            with _disable_current_modes():
-                run(*arguments)
-        raise
-
-
-def _without_modes(run: Callable, _: LayerState, *arguments):
-    with _disable_current_modes():
-        return run(*arguments)
-
-
-def _forward(given: Inputs, updates: tuple, exchanged: tuple | None) -> tuple[Step, tuple, tuple]:
-    xs, weight, bias, residuals, masks, options, *_ = given
-    step, exchanged, rooms = shared_sums(given, exchanged)
-    if updates:
-        normalize = ops.normalize_and_update
-    elif options.statistics == "welford":
-        normalize = ops.normalize_gathered
-    else:
-        normalize = ops.normalize
-    run = timed(normalize, step.state.times, "normalized")
-    # What comes before the updates must not fail on this rank alone.
-    run = functools.partial(ended if updates else _without_modes, run, step.state)
-    # Without an activation mask, the activation's sign is computed again, which takes the bias.
-    again = options.activation != "none" and residuals[0] is None
-    ys: list[Tensor] = []
-    statistics: tuple[Tensor, ...] = ()
-    saved = [weight, bias if again else None]
-    for k, placed in enumerate(_placed(xs, *exchanged, weight, bias)):
-        x, residual, mask = xs[k], residuals[k], masks[k]
-        if rooms[k] is None:  # after an exchange, or without one
-            room, residual = None, None if residual is None else like(residual, x)
-        else:
-            room, residual = rooms[k]
-        y, mean, var, rstd, info, activation_mask = run(
-            x,
-            *placed,
-            residual,
-            options.eps,
-            step.ranks,
-            options.activation_kind,
-            options.negative_slope,
-            mask,
-            *updates,
-            room,
-        )
-        ys.append(y)
-        saved += (x, mean, rstd, info, activation_mask, mask)
-        statistics = statistics or (mean, var, info)
-    return step, (*ys, *statistics), tuple(saved)
-
-
-@recorded(lambda step, *_: step.state.name, " backward")
-def backward(
-    step: Step, dys: Sequence[Tensor | None], *saved, exchanged: tuple | None = None
-) -> tuple:
-    """Gradients of K x, weight, bias and K residuals. saved: what forward() gave for it. exchanged:
-    what sums_of() gives, where it is there already."""
-    try:
-        return _backward(step, dys, *saved, exchanged=exchanged)
-    except BaseException as error:
-        step.transport(saved[2]).leave(error, step.call)
-        raise
-
-
-def _backward(step: Step, dys, *saved, exchanged: tuple | None) -> tuple:
-    options, (weight, bias), xs = step.options, saved[:2], saved[2::6]
-    lead, x = step.lead, xs[step.lead]
-    needs_x, needs_weight, needs_bias, needs_residual = step.needs
-    agreement.check_present(step.backward, step.peers, step.call)
-    dtypes = (
-        weight.dtype if needs_weight else None,
-        step.bias_dtype if needs_bias else None,
-    )
-    masked = any(mask is not None for mask in saved[7::6])
-    keep = needs_residual and (options.activation != "none" or masked)
-    gradients, through, passes = [], [], []
-    transport = step.transport(x)
-    for k, (w, b) in enumerate(_placed(xs, weight, bias)):
-        z, *statistics, activation_mask, mask = saved[2 + 6 * k : 8 + 6 * k]
-        dy = torch.zeros_like(z) if dys[k] is None else dys[k]
-        check_not_batched(step.call, dy)
-        fit = dy, z, step.peers is None
-        if exchanged is None:
-            dy = transport.refusing(_fitting, fit, z, step.call)
-        else:
-            dy = _fitting(*fit)
-        after = (w, b, activation_mask, options.activation_kind, options.negative_slope)
-        arguments = (_cast(dy, x.dtype), _cast(z, x.dtype), *statistics, *after, keep)
-        gradients.append(dy)
-        through.append(after)
-        passes.append((arguments, (mask,)))
-    # One rank's share is the whole, and comes with dx.
-    shares = options.affine_grad == "share" and not (step.peers is None and needs_x)
-    shares = shares and (needs_weight or needs_bias)
-    rooms = [None] * len(xs)
-    if exchanged is None:
-        if step.exchanges:
-            for k, z in enumerate(xs):
-                asked = (z, *(dtypes if k == lead else (None, None)))
-                rooms[k] = transport.refusing(ops.backward_outputs, asked, z, step.call)
-        exchanged = transport.sums_of("gradients", passes, lead, x.shape[1], step.call, shares)
-    message, us, merged, rest = exchanged
-    if keep:  # what comes back is there already
-        gradients = [_cast(u, z.dtype) for u, z in zip(us, xs)]
-        through = [(w, None, None, 0, 0.0) for w, *_ in through]
-    dxs, dweight, dbias = [], None, None
-    if step.exchanges:
-        input_gradient = timed(ops.input_gradient, step.state.times, "normalized")
-        for k, placed in enumerate(_placed(xs, merged, rest)):
-            z, mean, rstd, info, _, mask = saved[2 + 6 * k : 8 + 6 * k]
-            leads = k == lead
-            wanted = dtypes if leads else (None, None)
-            own = message if leads and shares else None
-            dx, *sums = input_gradient(
-                *(gradients[k], z, *placed, mean, rstd, info, *through[k], *wanted),
-                *(step.ranks, mask, own, rooms[k]),
-            )
-            dxs.append(dx)
-            if leads:
-                dweight, dbias = sums
-    elif shares:
-        mean, rstd = saved[3 + 6 * lead : 5 + 6 * lead]
-        dweight, dbias = ops.affine_gradient_shares(message, x, mean, rstd, *dtypes)
-    if lead > 0:  # parameters lie where the first x does
-        dweight, dbias = next(iter(_placed(xs, dweight, dbias)))
-    none = [None] * len(xs)
-    return (
-        *(dxs if needs_x else none),
-        dweight if needs_weight else None,
-        dbias if needs_bias else None,
-        *(gradients if needs_residual else none),
-    )
 
 
 def takes_part(

@@ -16,6 +16,8 @@ from ..exchange import groups, whereabouts
 from ..exchange.call import Call
 from ..exchange.callers import Sharing
 
+in_transform = torch._C._are_functorch_transforms_active
+
 
 def refuse(text: str) -> NoReturn:
     """Raises it on this rank; who waits for this rank in vain will quote it."""
@@ -36,7 +38,7 @@ def check_transforms(state: Any, tensors: Iterable[tuple[str, object]]) -> None:
     tensors: by name."""
     if torch.compiler.is_compiling():
         return
-    if torch._C._are_functorch_transforms_active():
+    if in_transform():
         refuse(
             f"{_name(state)}: got a training call inside a transform of torch.func (vmap, grad, "
             "jvp, ...), expected one outside; derivatives come from torch.autograd, also second "
@@ -82,7 +84,7 @@ def check_not_batched(call: Call, gradient: Tensor) -> None:
     """Refuses a backward of many gradients at once, of which each would take an exchange."""
     if torch.compiler.is_compiling() or not (
         # torch.autograd has a vmap of its own
-        is_legacy_batchedtensor(gradient) or torch._C._are_functorch_transforms_active()
+        is_legacy_batchedtensor(gradient) or in_transform()
     ):
         return
     refuse(

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 import syncbn
+from rank import Rank
 from support import PROJECT, layouts_of, rough_samples, to_tensor
-from syncbn.operators import ops
+from syncbn.operators import OWN
 
 SAMPLES = 7
 PLANES = {2: (), 3: (17,), 4: (5, 7), 5: (3, 4, 3)}  # by the number of axes
@@ -148,16 +149,14 @@ def expected(given: dict, split: tuple[int, ...]) -> dict[str, list[torch.Tensor
 
 def own_shares(x, dy, split, layer) -> tuple:
     """Each rank's part of the gradients of weight and bias."""
-    message = ops.local_moments(x, 0, None, layer.eps, 0, None)
-    _, mean, _, rstd, info, _ = ops.normalize(
-        x, message, message, None, None, None, None, layer.eps, 1, 0, 0.0, None
-    )
-    dtype, pairs = layer.weight.dtype, []
+    whole = Rank(x, eps=layer.eps)
+    whole.step()
+    pairs = []
     for x_part, dy_part in zip(x.split(split), dy.split(split)):
-        message, _ = ops.local_gradients(
-            dy_part, x_part, mean, rstd, info, None, None, None, 0, 0.0, False, 0, None
-        )
-        pairs.append(ops.affine_gradient_shares(message, x_part, mean, rstd, dtype, dtype))
+        rank = Rank(x_part)
+        rank.saved = whole.saved
+        rank.begin_backward(dy_part, dtypes=(layer.weight.dtype,) * 2, share=True, way=OWN)
+        pairs.append(rank.finish_backward(None)[1:])
     return tuple(zip(*pairs))
 
 

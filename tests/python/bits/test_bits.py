@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import oracle
+from rank import Rank
 from support import (
     TORCH_DTYPES,
     assert_same_bits,
@@ -247,12 +248,9 @@ def test_running_statistics_exact(momentum, buffer_dtype):
         mean, var, tracked = oracle.update_running(
             mean, var, tracked, forward, momentum, buffer_dtype
         )
-        tensor = to_tensor(x, "float32")
-        message = ops.local_moments(tensor, 0, None, 1e-5, 0)
-        _, m, v, _, info, _ = ops.normalize(
-            tensor, message, message, None, None, None, None, 1e-5, 1, 0, 0.0
-        )
-        ops.update_running_statistics(*running, None, m, v, info, momentum)
+        rank = Rank(to_tensor(x, "float32"))
+        rank.step()
+        ops.update_running_statistics(*running, None, rank.saved, momentum)
         assert_same_bits(running[0], mean, "running_mean")
         assert_same_bits(running[1], var, "running_var")
         assert int(running[2]) == tracked

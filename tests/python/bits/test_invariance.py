@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import oracle
+from rank import Rank
 from support import assert_same_bits, available_levels, rough_samples, to_tensor
 from syncbn.operators import HEADER_WORDS, ops
 
@@ -30,39 +31,21 @@ def data(shape, dtype):
 def run_shards(x, dy, weight, shards, layout, activation=0):
     """Layer of K ranks, one after the other. shards: lists of sample indices. Returns y and dx in
     the order of the samples, and what all ranks share."""
-    eps, ranks = 1e-5, len(shards)
     arrange = (lambda t: t) if layout == "contiguous" else channels_last
-    xs = [arrange(x[s]) for s in shards]
-    dys = [arrange(dy[s]) for s in shards]
-    messages = [ops.local_moments(t, 0, None, eps, 0) for t in xs]
-    merged = torch.stack(messages).sum(0)
+    ranks = [Rank(arrange(x[s]), weight, kind=activation, slope=0.1) for s in shards]
+    merged = torch.stack([rank.begin() for rank in ranks]).sum(0)
     y, dx = torch.empty_like(x), torch.empty_like(x)
-    results = [
-        ops.normalize(t, m, merged, None, weight, None, None, eps, ranks, activation, 0.1)
-        for t, m in zip(xs, messages, strict=True)
-    ]
-    through = (weight, None, None, activation, 0.1)
+    for rank, s in zip(ranks, shards, strict=True):
+        y[s] = rank.finish(merged, len(ranks))
+    dtypes = (torch.float32,) * 2
     gradients = [
-        ops.local_gradients(g, t, mean, rstd, info, *through, False, 0)[0]
-        for g, t, (_, mean, _, rstd, info, _) in zip(dys, xs, results, strict=True)
+        rank.begin_backward(arrange(dy[s]), dtypes=dtypes)
+        for rank, s in zip(ranks, shards, strict=True)
     ]
-    merged_gradients = torch.stack(gradients).sum(0)
-    for s, t, g, (y_part, mean, _, rstd, info, _) in zip(shards, xs, dys, results, strict=True):
-        y[s] = y_part
-        dx[s], dweight, dbias = ops.input_gradient(
-            g,
-            t,
-            merged_gradients,
-            None,
-            mean,
-            rstd,
-            info,
-            *through,
-            torch.float32,
-            torch.float32,
-            ranks,
-        )
-    var = results[0][2]
+    merged = torch.stack(gradients).sum(0)
+    for rank, s in zip(ranks, shards, strict=True):
+        dx[s], dweight, dbias = rank.finish_backward(merged, len(ranks))
+    mean, var = ranks[0].mean, ranks[0].var
     return {"y": y, "dx": dx, "mean": mean, "var": var, "dweight": dweight, "dbias": dbias}
 
 
@@ -140,14 +123,13 @@ def test_large_tensors_are_dealt_to_threads_exact(threads, channels_first):
         forward = oracle.forward([x.double().numpy()], "float32")
         try:
             torch.set_num_threads(threads)
-            message = ops.local_moments(x, 0, None, 1e-5, 0)
-            y, mean, var, *_ = ops.normalize(
-                x, message, message, None, None, None, None, 1e-5, 1, 0, 0.0
-            )
+            rank = Rank(x)
+            message = rank.begin()
+            y = rank.finish(message)
         finally:
             torch.set_num_threads(before)
         np.testing.assert_array_equal(
             message[HEADER_WORDS:].reshape(shape[1], -1), forward.words[0]
         )
-        assert_same_bits(mean, forward.mean, "mean")
+        assert_same_bits(rank.mean, forward.mean, "mean")
         assert_same_bits(y, forward.ys[0], "y")

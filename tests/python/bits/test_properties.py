@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import oracle
 import syncbn
+from rank import Rank
 from support import TORCH_DTYPES, assert_same_bits, available_levels, rough_samples, to_tensor
 from syncbn.operators import HEADER_WORDS, ops
 
@@ -210,48 +211,28 @@ def test_operators_on_ranks_exact(step):
     weight = None if step.weight is None else to_tensor(data.weight, step.weight)
     bias = None if step.bias is None else to_tensor(data.bias, step.bias)
 
-    messages = [ops.local_moments(x, 0, None, step.eps, 0, m) for x, m in zip(xs, masks)]
+    options = {"eps": step.eps, "kind": kind, "slope": step.slope}
+    ranks = [Rank(x, weight, bias, z, m, **options) for x, z, m in zip(xs, zs, masks)]
+    messages = [rank.begin() for rank in ranks]
     for message, words in zip(messages, forward.words, strict=True):
         np.testing.assert_array_equal(message[HEADER_WORDS:].reshape(words.shape), words)
     merged = torch.stack(messages).sum(0)
-    affine = (weight, bias)
-    arguments = [
-        (x, own, merged, None, *affine, z, step.eps, count, kind, step.slope, m)
-        for x, own, z, m in zip(xs, messages, zs, masks)
-    ]
-    if forward.count == 1:
-        for one in arguments:
-            with pytest.raises(RuntimeError, match="expected more than 1 when training"):
-                ops.normalize(*one)
-        return
-    results = [ops.normalize(*one) for one in arguments]
-    expect([r[0] for r in results], forward.ys, "y")
-    for name, at in (("mean", 1), ("var", 2), ("rstd", 3)):
-        expect([r[at] for r in results], [getattr(forward, name)] * count, name)
-    through = [(*affine, r[5], kind, step.slope) for r in results]
-    sums = [
-        ops.local_gradients(dy, x, r[1], r[3], r[4], *t, step.keep, 0, m)
-        for dy, x, r, t, m in zip(dys, xs, results, through, masks)
-    ]
-    if step.keep:
-        expect([u for _, u in sums], backward.dresiduals, "the residual's gradient")
-        dys, through = [u for _, u in sums], [(*affine, None, 0, 0.0)] * count
-    merged = torch.stack([words for words, _ in sums]).sum(0)
-    wide = (torch.float64, torch.float64)
-    gradients = [
-        ops.input_gradient(dy, x, merged, None, r[1], r[3], r[4], *t, *wide, count, m)
-        for dy, x, r, t, m in zip(dys, xs, results, through, masks)
-    ]
-    expect([g[0] for g in gradients], backward.dxs, "dx")
-    expect([g[1] for g in gradients], [backward.dweight] * count, "dweight")
-    expect([g[2] for g in gradients], [backward.dbias] * count, "dbias")
-    shares = [
-        ops.affine_gradient_shares(own, x, r[1], r[3], *wide)
-        for (own, _), x, r in zip(sums, xs, results)
-    ]
-    if forward.count:  # otherwise rstd, too, is 0
-        expect([s[0] for s in shares], backward.dweight_shares, "dweight's share")
-        expect([s[1] for s in shares], backward.dbias_shares, "dbias's share")
+    expect([rank.finish(merged, count) for rank in ranks], forward.ys, "y")
+    for name in ("mean", "var", "rstd"):
+        expect([getattr(r, name) for r in ranks], [getattr(forward, name)] * count, name)
+    for share in (False, True):
+        sums = [rank.begin_backward(dy, step.keep, share=share) for rank, dy in zip(ranks, dys)]
+        if step.keep:
+            expect([r.u for r in ranks], backward.dresiduals, "the residual's gradient")
+        merged = torch.stack(sums).sum(0)
+        dxs, dweights, dbiases = zip(*(rank.finish_backward(merged, count) for rank in ranks))
+        expect(dxs, backward.dxs, "dx")
+        if not share:
+            expect(dweights, [backward.dweight] * count, "dweight")
+            expect(dbiases, [backward.dbias] * count, "dbias")
+        elif forward.count:  # otherwise rstd, too, is 0
+            expect(dweights, backward.dweight_shares, "dweight's share")
+            expect(dbiases, backward.dbias_shares, "dbias's share")
 
 
 @hypothesis.given(

@@ -17,7 +17,7 @@ from syncbn.exchange import attempt, groups
 from syncbn.exchange.call import Call
 from syncbn.exchange.engines import Gloo
 from syncbn.exchange.nccl_transport import InStream
-from syncbn.step import adapters
+from syncbn.step import autograd
 from syncbn.step.layer_state import LayerState
 from syncbn.step.options import Options
 
@@ -43,8 +43,8 @@ def ways(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(groups, "is_nccl_alone", lambda peers: False)
     # Not as where shapes alone are wanted. Counters would not follow to a device without memory.
-    monkeypatch.setattr(adapters, "_is_fake", lambda x, parameter: False)
-    for module in (adapters, lists):
+    monkeypatch.setattr(autograd, "_is_fake", lambda x, parameter: False)
+    for module in (autograd, lists):
         monkeypatch.setattr(module, "check_plain", lambda alone, **tensors: None)
     monkeypatch.setattr(LayerState, "move", lambda self, device: None)
     call_of = lambda self, x, options: Call(self.name, options=options)  # noqa: E731

@@ -28,7 +28,7 @@ from syncbn.exchange import (
     transports,
     whereabouts,
 )
-from syncbn.step import in_one
+from syncbn.step import autograd, training
 
 LIMIT = 100.0
 #: Seconds in which the others have the error. Over Gloo they look at the store meanwhile, and ask
@@ -36,14 +36,8 @@ LIMIT = 100.0
 SOON = 30.0
 _MODULES = agreement, attempt, engines, host_transport, shared_memory, transport, transports
 _FILES = {module.__file__ for module in _MODULES}
-_CODES = {
-    function.__code__
-    for function in (
-        in_one._step,
-        in_one._BatchNormTraining.forward,
-        in_one._back.__wrapped__,
-    )
-}
+_STEPS = autograd._BatchNormTraining.forward, training.forward, training._backward
+_CODES = {function.__code__ for function in _STEPS}
 
 
 @contextlib.contextmanager

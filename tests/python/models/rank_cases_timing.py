@@ -124,7 +124,7 @@ def case_the_waits_are_ranges_of_a_profile(rank, world):
         with profile(activities=[ProfilerActivity.CPU]) as profiler, timing:
             steps(net, 1)
         waits = [event for event in profiler.events() if event.name == "syncbn::wait"]
-        expected = {"syncbn::forward_step", "syncbn::backward_step"}
+        expected = {"syncbn::forward_begin", "syncbn::backward_begin"}
         noted = on and groups.use_shared_memory
         assert {event.cpu_parent.name for event in waits} == (expected if noted else set())
 

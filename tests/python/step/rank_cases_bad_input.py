@@ -94,7 +94,7 @@ def case_bad_input_of_the_operator_on_one_rank(rank, world):
                 lambda given=given, name=name, bad=bad: batch_norm_(**{**given, name: bad}),
             )
         else:
-            text = "a rank of the group refused its input"
+            text = f"a rank refused its input: rank 0: .*ValueError: {name}: got "
             raises(syncbn.DivergenceError, text, lambda given=given: batch_norm_(**given))
         assert all(map(torch.equal, (given[n] for n in names), before)), name
         batch_norm_(**given)

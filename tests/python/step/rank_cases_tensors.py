@@ -129,12 +129,16 @@ def _input_storage(layer, x):
     x.untyped_storage().resize_(0)
 
 
+def _input_dtype(layer, x):
+    x.data = x.data.double()
+
+
 def _residual(layer, x):
     x.untyped_storage().resize_(0)
 
 
 CHANGES = (_weight, _weight_storage, _bias, _bias_storage, _input, _input_samples)
-CHANGES += (_input_strides, _input_storage, _residual)
+CHANGES += (_input_strides, _input_storage, _input_dtype, _residual)
 
 
 def case_refusals_in_backward_reach_every_rank(rank, world):
@@ -160,3 +164,33 @@ def case_refusals_in_backward_reach_every_rank(rank, world):
 
 
 IN_PLACE = {"activation": "leaky_relu", "inplace": True}
+
+
+def case_freed_memory_in_forward_reaches_every_rank(rank, world):
+    """Before the exchange: the other ranks have updated nothing either."""
+    for options in ({}, {"statistics": "welford"}):
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            layer = syncbn.SyncBatchNorm(3, **options)
+            layer(X)
+            if rank == 0:
+                getattr(layer, name).untyped_storage().resize_(0)
+                raises(
+                    ValueError, f"{name}: got a storage of 0 bytes", lambda layer=layer: layer(X)
+                )
+            else:
+                before = [b.clone() for b in layer.buffers()]
+                text = f"rank 0: .*ValueError: .*{name}: got a storage of 0 bytes"
+                raises(syncbn.DivergenceError, text, lambda layer=layer: layer(X))
+                assert all(map(torch.equal, layer.buffers(), before)), name
+
+
+def case_a_weight_replaced_between_derivatives_reaches_every_rank(rank, world):
+    layer = syncbn.SyncBatchNorm(3)
+    x = X.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    if rank == 0:
+        layer.weight.data = torch.ones(5)
+        raises(ValueError, r"weight: got shape \(5,\), expected \(3,\)", dx.sum().backward)
+    else:
+        text = r"rank 0: .*ValueError: .*weight: got shape \(5,\)"
+        raises(syncbn.DivergenceError, text, dx.sum().backward)

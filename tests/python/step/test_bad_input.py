@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import syncbn
 from bad_input_table import CASES, INPUTS, MASKED, MASKS, RESIDUALS, C, X
+from rank import Rank
 from support import available_levels, layouts_of, new_layer
 from syncbn.operators import ops
 
@@ -100,15 +101,12 @@ def test_no_features_and_eps_zero_are_no_errors():
 @pytest.mark.parametrize("bad", (X[:, :3], X.double(), X[:4], X.int(), X[0, 0]))
 def test_operators_called_by_name_refuse_in_backward(bad):
     """Autograd never hands on such a gradient; a caller of the operator can."""
-    message = ops.local_moments(X, 0, None, 1e-5, 0)
-    _, mean, _, rstd, info, _ = ops.normalize(
-        X, message, message, None, None, None, None, 1e-5, 1, 0, 0.0
-    )
-    rest = (X, mean, rstd, info, None, None, None, 0, 0.0, False, 0)
-    good, _ = ops.local_gradients(X, *rest)
+    rank = Rank(X)
+    rank.step()
+    good = rank.begin_backward(X)
     with pytest.raises(RuntimeError):
-        ops.local_gradients(bad, *rest)
-    assert torch.equal(ops.local_gradients(X, *rest)[0], good)
+        rank.begin_backward(bad)
+    assert torch.equal(rank.begin_backward(X), good)
 
 
 def _replace_weight(layer, x):

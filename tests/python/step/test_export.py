@@ -379,13 +379,13 @@ def test_exported_operators_meet_their_contract():
             test_utils=tests,
         )
         with torch.no_grad():
-            y, mean, _, rstd, info, activation_mask, backward = ops.training_step(
+            y, saved, activation_mask, backward = ops.training_step(
                 x, weight, bias, residual, mask, 0x1000001, *constants, *mode
             )
         for needs in ([True] * 3 + [residual is not None], [True, False, True, False]):
             torch.library.opcheck(
                 ops.training_step_backward.default,
-                (y, x.detach(), weight.detach(), bias.detach(), mean, rstd, info)
+                (y, x.detach(), weight.detach(), bias.detach(), saved)
                 + (activation_mask, mask, backward, torch.float32, needs, *constants, *mode),
                 test_utils=tests,
             )

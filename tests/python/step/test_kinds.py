@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import syncbn
-from syncbn.step import as_operator, options, second_derivatives
+from syncbn.step import options, second_derivatives
 from syncbn.step.options import ACTIVATIONS, Activation, Options, finish
 
 NAME = "made_up"
@@ -52,9 +52,8 @@ def test_an_unknown_activation_is_an_error(place):
         PLACES[place]()
 
 
-@pytest.mark.parametrize("module", (second_derivatives, as_operator))
-def test_others_ask_the_same_table(module):
-    assert module.activation_of is options.activation_of
+def test_others_ask_the_same_table():
+    assert second_derivatives.activation_of is options.activation_of
 
 
 def test_one_in_the_table_is_what_the_table_says(made_up):

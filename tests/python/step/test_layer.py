@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import syncbn
+from rank import Checked, Rank
 from support import assert_near_pytorch
-from syncbn.operators import ops
+from syncbn.operators import ALONE, IN_PLACE, MESSAGE, OWN
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -206,40 +207,29 @@ def test_averaged_copies_and_other_processes():
 
 
 def test_operators_pass_opcheck():
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    weight, call, ops = torch.randn(5), torch.zeros(1, dtype=torch.int64), Checked()
     for layout in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(2, 5, 4, 3).to(memory_format=layout)
         dy = torch.randn_like(x)
-        weight = torch.randn(5)
-        call = torch.zeros(1, dtype=torch.int64)
-        check = torch.library.opcheck
-        check(ops.local_moments.default, (x, 0, call, 1e-5, 0), test_utils=tests)
-        check(ops.local_moments.default, (x, 0, None, 1e-5, 300), test_utils=tests)
-        message = ops.local_moments(x, 0, None, 1e-5, 0)
-        merged = (message, message, None)
-        forward = (x, *merged, weight, None, dy, 1e-5, 1, 2, 0.1)
-        check(ops.normalize.default, forward, test_utils=tests)
-        _, mean, var, rstd, info, mask = ops.normalize(*forward)
-        in_place = (x.clone(), *merged, weight, None, 1e-5, 1, 0.1)
-        check(ops.normalize_in_place.default, in_place, test_utils=tests)
-        check(ops.recover_input.default, (x, mean, rstd, weight, None, 0.1), test_utils=tests)
-        running = [torch.zeros(5), torch.ones(5), torch.tensor(0), call]
-        update = (*running, mean, var, info, 0.1)
-        check(ops.update_running_statistics.default, update, test_utils=tests)
-        through = (weight, None, mask, 2, 0.1)
-        for keep in (True, False):
-            upstream = (dy, x, mean, rstd, info, *through, keep, 0)
-            check(ops.local_gradients.default, upstream, test_utils=tests)
-        gradients, _ = ops.local_gradients(*upstream)
-        affine = (gradients, x, mean, rstd, torch.float32, None)
-        check(ops.affine_gradient_shares.default, affine, test_utils=tests)
-        backward = (dy, x, gradients, None, mean, rstd, info, *through, torch.float32, None, 1)
-        check(ops.input_gradient.default, backward, test_utils=tests)
-        check(ops.header.default, (message, 1), test_utils=tests)
-        check(ops.rejection.default, (x, 20), test_utils=tests)
-        check(
-            ops.remaining_words.default, (message, message[:40].clone(), 1, 5, 59), test_utils=tests
-        )
+        for way in (ALONE, MESSAGE, IN_PLACE):
+            running = [torch.zeros(5), torch.ones(5), torch.tensor(0)]
+            options = {"kind": 2, "slope": 0.1, "call": call, "running": running, "ops": ops}
+            rank = Rank(x.clone(), weight, None, None if way == IN_PLACE else dy, **options)
+            message = rank.begin(300, way)
+            rank.finish(message)
+            if way == IN_PLACE:
+                ops.recover_input(x, rank.saved, weight, None, 0.1)
+                continue
+            for keep, share in ((True, False), (False, True)):
+                sums = rank.begin_backward(dy, keep, share=share, way=way)
+                if way != ALONE:
+                    rank.finish_backward(sums)
+        ops.update_running_statistics(*running, call, rank.saved, 0.1)
+        ops.header(message, 1)
+        ops.rejection(x, 20)
+        ops.remaining_words(message, message[:40].clone(), 1, 5, 59)
+        rank.begin_backward(dy, share=True, way=OWN)
+        rank.finish_backward(None)
 
 
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))

@@ -10,6 +10,7 @@ import torch
 
 import oracle
 import syncbn
+from rank import Checked, Rank
 from support import (
     TORCH_DTYPES,
     assert_same_bits,
@@ -358,29 +359,19 @@ def test_compiled_exact():
 
 
 def test_operators_follow_their_schemas():
-    check = torch.library.opcheck
-    tests = ("test_schema", "test_faketensor")
     mask = torch.rand(5, 6) < 0.5
     for x in layouts_of(torch.randn(5, 4, 6)).values():
-        check(ops.local_moments.default, (x, 0, None, 1e-5, 0, mask), test_utils=tests)
-        message = ops.local_moments(x, 0, None, 1e-5, 0, mask)
-        forward = (x, message, message, None, None, None, x, 1e-5, 1, 1, 0.0, mask)
-        check(ops.normalize.default, forward, test_utils=tests)
-        _, mean, _, rstd, info, bits = ops.normalize(*forward)
-        upstream = (x, x, mean, rstd, info, None, None, bits, 1, 0.0, True, 0, mask)
-        check(ops.local_gradients.default, upstream, test_utils=tests)
-        gradients, u = ops.local_gradients(*upstream)
-        backward = (u, x, gradients, None, mean, rstd, info, None, None, None, 0, 0.0)
-        check(ops.input_gradient.default, (*backward, None, None, 1, mask), test_utils=tests)
-        record = (x, 0, None, 1e-5, mask)
-        check(ops.local_welford.default, record, test_utils=tests)
+        for statistics in (0, 1):
+            rank = Rank(x, None, None, x, mask, kind=1, statistics=statistics, ops=Checked())
+            rank.step()
+            rank.finish_backward(rank.begin_backward(x, keep=True))
     for mask, given in (
         (torch.ones(4, 6, dtype=torch.bool), r"mask: got shape \(4, 6\), expected \(5, 6\)"),
         (torch.ones(5, 6), "mask: got dtype Float, expected bool or uint8"),
         (torch.ones(6, 5, dtype=torch.bool).T, "mask: got strides"),
     ):
         with pytest.raises(RuntimeError, match=given):
-            ops.local_moments(torch.randn(5, 4, 6), 0, None, 1e-5, 0, mask)
+            Rank(torch.randn(5, 4, 6), mask=mask).begin()
 
 
 def test_a_mask_with_the_negative_bit():

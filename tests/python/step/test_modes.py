@@ -117,8 +117,8 @@ def test_ranges_of_a_profile():
     }
     # Operators lie inside their layer's range, one for each direction.
     events = profiler.events()
-    assert len([e for e in events if e.name == "syncbn::forward_step"]) == 4
-    inside = [e for e in events if e.name == "syncbn::backward_step"]
+    assert len([e for e in events if e.name == "syncbn::forward_begin"]) == 4
+    inside = [e for e in events if e.name == "syncbn::backward_begin"]
     assert len(inside) == 2
     assert {e.cpu_parent.name for e in inside} == {"syncbn::1 backward", "syncbn::2.0 backward"}
 

@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 import syncbn
 from rank_cases import CountCollectives
 from syncbn.functional import sync_batch_norm
-from syncbn.step.adapters import train_step
+from syncbn.step.autograd import train_step
 
 
 class Net(nn.Module):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import syncbn
+from rank import Rank
 from syncbn.operators import HEADER_WORDS, ops
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -109,34 +110,29 @@ def run_layer(
     """Forward and backward of one rank through the operators. keep: the residual's gradient is
     wanted."""
     kind = ("none", "relu", "leaky_relu").index(activation)
-    message = ops.local_moments(x, 0, None, eps, 0, mask)
-    y, mean, var, rstd, info, activation_mask = ops.normalize(
-        x, message, message, None, weight, bias, residual, eps, 1, kind, slope, mask
-    )
-    through = (weight, bias, activation_mask, kind, slope)
+    rank = Rank(x, weight, bias, residual, mask, eps=eps, kind=kind, slope=slope)
+    message = rank.begin()
+    y = rank.finish(message)
     keep = keep and residual is not None
-    gradients, u = ops.local_gradients(dy, x, mean, rstd, info, *through, keep, 0, mask)
-    if keep:
-        dy, through = u, (weight, None, None, 0, 0.0)
     dtypes = [torch.float64 if p is None else p.dtype for p in (weight, bias)]
-    dx, dweight, dbias = ops.input_gradient(
-        dy, x, gradients, None, mean, rstd, info, *through, *dtypes, 1, mask
-    )
-    shares = ops.affine_gradient_shares(gradients, x, mean, rstd, *dtypes)
+    gradients = rank.begin_backward(dy, keep, dtypes)
+    dx, dweight, dbias = rank.finish_backward(gradients)
+    u = rank.u
+    shares = rank.finish_backward(rank.begin_backward(dy, keep, dtypes, share=True))[1:]
     # One rank's share is everything.
     for share, whole in zip(shares, (dweight, dbias), strict=True):
         assert torch.equal(share.nan_to_num(), whole.nan_to_num())
     return {
         "words": message[HEADER_WORDS:].reshape(x.shape[1], -1),
         "gradient_words": gradients[HEADER_WORDS:].reshape(x.shape[1], -1),
-        "mean": mean,
-        "var": var,
-        "rstd": rstd,
+        "mean": rank.mean,
+        "var": rank.var,
+        "rstd": rank.rstd,
         "y": y,
         "dx": dx,
         "dweight": dweight,
         "dbias": dbias,
-        "dresidual": u if keep else None,
+        "dresidual": u,
     }
 
 

@@ -6,15 +6,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..exchange import transports
-from ..exchange.times import timed
-from ..operators import ops
+from ..exchange.attempt import Refused
+from ..operators import info_of, ops
 from . import (
     as_operator,
-    in_one,
     layer_paths,
     layer_state,
     masks,
@@ -29,103 +29,101 @@ from .options import (
     check_arguments,
     check_counter,
     check_in_place,
+    check_like_input,
     check_options,
     check_plain,
+    is_strided,
+    numbers_of,
 )
 from .profiling import recorded
 from .streams import Streams
 from .tensor_classes import plain
-from .training import Inputs, backward, ended, forward, leave, shared_sums, takes_part
-from .transforms import check_transforms, refuse_tracing, tracer
+from .training import Inputs, Step, backward, forward, leave, takes_part, transport_in
+from .transforms import check_transforms, in_transform, refuse_tracing, tracer
 
 
 class _BatchNormTraining(torch.autograd.Function):
-    """What forward() gives besides saved tensors; y alone if it makes the updates. tensors: K xs,
-    weight, bias, K residuals, K masks. One node for all: nodes that wait for each other would
-    deadlock, because one backward() visits the nodes of CPU tensors in one thread."""
+    """One step. given: what Inputs has behind the masks. tensors: K xs, weight, bias, K residuals,
+    K masks. One node for all: nodes that wait for each other would deadlock, because one backward()
+    visits the nodes of CPU tensors in one thread."""
 
     @staticmethod
-    def forward(ctx, given, updates, *tensors):
+    def forward(ctx, given, *tensors):
         k = len(tensors) // 3
-        xs, (weight, bias) = tensors[:k], tensors[k : k + 2]
-        parts = xs, weight, bias, tensors[k + 2 : 2 * k + 2], tensors[2 * k + 2 :]
-        ctx.step, outputs, saved = forward(Inputs(*parts, *given), updates)
+        xs, weight, bias = tensors[:k], *tensors[k : k + 2]
+        inputs = Inputs(xs, weight, bias, tensors[k + 2 : 2 * k + 2], tensors[2 * k + 2 :], *given)
+        ctx.step, ys, saved = forward(inputs)
+        if k == 1 and ys[0] is xs[0]:
+            ctx.mark_dirty(xs[0])
         ctx.save_for_backward(*saved)
-        ctx.inputs = k
-        if k > 1:
-            ctx.streams = Streams(xs)
-        if updates:
-            return outputs[0]
+        if k == 1:
+            return ys[0]
+        ctx.streams = Streams(xs)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*outputs[k:])
-        return outputs
+        return tuple(ys)
 
     @staticmethod
-    def backward(ctx, *gradients):
-        k, needs = ctx.inputs, ctx.needs_input_grad[2:]
-        saved = ctx.saved_tensors  # once: checkpointing gives each tensor once
+    def backward(ctx, *dys):
+        needs, saved = ctx.needs_input_grad[1:], ctx.saved_tensors  # once: as checkpointing gives
+        k = len(dys)
         if k > 1:
             needs = any(needs[:k]), *needs[k : k + 2], any(needs[k + 2 : 2 * k + 2])
-            ctx.streams.enter((*gradients, *saved))
-        step, dys = ctx.step._replace(needs=needs[:4]), gradients[:k]
-        if not torch.is_grad_enabled():
+            ctx.streams.enter((*dys, *saved))
+        step = Step._make((*ctx.step[:6], needs[:4], ctx.step[7]))
+        if step.options.writes_over_input:
+            saved = _recovered(step, *saved)
+        again = torch.is_grad_enabled()  # create_graph=True
+        if not again:
             results = backward(step, dys, *saved)
-        elif k == 1:  # create_graph=True
+        elif k == 1 and not step.options.writes_over_input:
             results = second_derivatives.differentiable(step, backward, dys[0], *saved)
         else:
             with torch.no_grad():
                 results = backward(step, dys, *saved)
-            results = second_derivatives.refuse(
-                f"{step.state.name}: got a second derivative of a list of inputs, expected one "
-                "input",
-                results,
-            )
+            if k > 1:
+                results = second_derivatives.refuse(
+                    f"{step.state.name}: got a second derivative of a list of inputs, expected one "
+                    "input",
+                    results,
+                )
+            else:
+                results = second_derivatives.refuse(
+                    f"{step.state.name}: got a second derivative with inplace=True, which keeps no "
+                    "input to differentiate by; expected inplace=False",
+                    results,
+                )
         if k > 1:
             ctx.streams.leave(results)
-        return None, None, *results, *(None,) * k
+        return None, *results, *(None,) * k
 
 
-class _BatchNormInPlace(torch.autograd.Function):
-    """As _BatchNormTraining with leaky_relu, written over x; backward recovers x from y."""
+def _recovered(step, weight, bias, y, saved, _, mask) -> tuple:
+    """What is saved, with the input that a forward in place wrote over, and its signs: computed
+    again from x they could differ next to 0."""
+    with torch.no_grad():
+        given = (y, saved, weight, bias, step.options.negative_slope)
+        x, bits = step.transport(y).refusing(ops.recover_input, given, y, step.call.backward())
+    return weight, None, x, saved, bits, mask
 
-    @staticmethod
-    def forward(ctx, given, running, *tensors):
-        x, weight, bias, residual, mask = tensors
-        inputs = Inputs((x,), weight, bias, (residual,), (mask,), *given)
-        options = inputs.options
-        try:
-            ctx.step, exchanged, _ = shared_sums(inputs, makes_room=False)
-            normalize = timed(ops.normalize_in_place, inputs.state.times, "normalized")
-            with _disable_current_modes():  # as in training.forward()
-                mean, var, rstd, info = normalize(
-                    x, *exchanged, weight, bias, options.eps, ctx.step.ranks, options.negative_slope
-                )
-            if inputs.segment is None or inputs.segment.kept is None:
-                _update_of_all(running, inputs.state, (mean, var, info), options.momentum)
-        except BaseException as error:
-            leave(error, inputs)
-            raise
-        ctx.mark_dirty(x)
-        ctx.save_for_backward(x, weight, bias, mean, rstd, info)
-        return x
 
-    @staticmethod
-    def backward(ctx, dy):
-        y, weight, bias, mean, rstd, info = ctx.saved_tensors
-        step = ctx.step._replace(needs=ctx.needs_input_grad[2:6])
-        with torch.no_grad():
-            slope = step.options.negative_slope
-            given = (y, mean, rstd, weight, bias, slope)
-            x, bits = step.transport(y).refusing(ops.recover_input, given, y, step.call)
-            # The sign is y's: computed again from x it could differ next to 0.
-            gradients = backward(step, (dy,), weight, None, x, mean, rstd, info, bits, None)
-        if torch.is_grad_enabled():
-            gradients = second_derivatives.refuse(
-                f"{step.state.name}: got a second derivative with inplace=True, which keeps no "
-                "input to differentiate by; expected inplace=False",
-                gradients,
-            )
-        return None, None, *gradients, None
+#: Function.apply without its look for transforms of torch.func, of which there are none.
+_apply = super(torch.autograd.Function, _BatchNormTraining).apply
+
+
+def apply_step(
+    xs, weight, bias, residuals, masks, running, options, state, peers, segment=None, checked=True
+):
+    """y, or of several inputs the ys; the arguments are those of training.Inputs."""
+    try:
+        word = 0
+        if peers is not None or segment is not None:
+            word = takes_part(xs, (weight, bias), residuals, options, segment)
+        given = running, options, state, peers, word, segment, checked
+        apply = _BatchNormTraining.apply if checked else _apply
+        return apply(given, *xs, weight, bias, *residuals, *masks)
+    except BaseException as error:
+        leave(error, state, options, lambda: transport_in(segment, peers, xs[0]), xs[0])
+        raise
 
 
 def _is_fake(x: object, parameter: Tensor | None) -> bool:
@@ -221,9 +219,46 @@ def _through_classes(x, running, weight, bias, residual, mask, options, state) -
 _inside = train_step.__wrapped__  # type: ignore[attr-defined]
 
 
+def _is_usual(x: object) -> bool:
+    """Whether it is a batch on the CPU in plain eager mode, in no checkpointed segment."""
+    return (
+        type(x) is Tensor
+        and x.is_cpu
+        and is_strided(x)
+        and x.dim() > 1
+        and recomputation.outside()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._get_tracing_state() is None
+        and not in_transform()
+        and forward_ad._current_level < 0
+    )
+
+
+def _usual(x, running: tuple, weight, bias, residual, mask, options, state) -> Tensor | None:
+    """The usual step in eager mode, whose arguments the operators alone check. None, and nothing
+    has happened, where they refuse: the checks of _step() have the words."""
+    try:
+        numbers_of(*options)
+        if residual is not None:
+            check_like_input("residual", residual, x)
+    except (TypeError, ValueError):
+        return None
+    tracked, peers = running[2], state.peers(options)
+    counts = tracked is None or (isinstance(tracked, Tensor) and tracked.dtype == torch.int64)
+    if options.writes_over_input or not counts:
+        return None
+    if peers is not None and peers.group_name != state.group:
+        return None  # paths are compared after the checks
+    given = running, options, state, peers, None, False
+    try:
+        return apply_step((x,), weight, bias, (residual,), (mask,), *given)
+    except Refused:
+        return None
+
+
 def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Tensor:
-    if not torch.compiler.is_compiling():
-        y = in_one.train_step(x, running, weight, bias, residual, mask, options, state)
+    if not torch.compiler.is_compiling() and _is_usual(x) and type(state) is LayerState:
+        y = _usual(x, running, weight, bias, residual, mask, options, state)
         if y is not None:
             return y
     if tensor_classes.has_dtensor((x, weight, bias, residual, mask, *running)):
@@ -277,19 +312,11 @@ def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Te
         )
     tensors = (x, weight, bias, residual, mask)
     if live is None:
-        y, *statistics = as_operator.training_step(*tensors, options, state)
-        _update(running, None, statistics, options.momentum)
+        y, saved = as_operator.training_step(*tensors, options, state)
+        _update(running, saved, options.momentum)
         return y
-    word = takes_part((x,), (weight, bias), (residual,), options, segment)
-    given = (options, live, peers, word, segment)
-    # Both runs of a checkpointed segment take the same operators.
-    apart = inplace or segment is not None or options.statistics == "welford"
-    if not (apart or _is_average(tracked)):
-        updates = (*running, live.call, live.count, options.momentum)
-        return _BatchNormTraining.apply(given, updates, *tensors)
-    if not inplace:
-        return apply_step((x,), weight, bias, (residual,), (mask,), given, running)[0]
-    return _BatchNormInPlace.apply(given, running, *tensors)
+    given = running, options, live, peers, segment
+    return apply_step((x,), weight, bias, (residual,), (mask,), *given)
 
 
 def _of_parts(x, weight, bias, residual, mask, running, options, state) -> Tensor:
@@ -311,35 +338,14 @@ def _of_parts(x, weight, bias, residual, mask, running, options, state) -> Tenso
     return tensor_classes.as_dtensor(y, x)
 
 
-def apply_step(xs, weight, bias, residuals, masks, given: tuple, running: tuple) -> list[Tensor]:
-    """The ys of K inputs, checked. given: as Inputs has them behind the masks. running: mean,
-    variance and number of batches, which are updated once."""
-    options, state, _, _, segment = given
-    tensors = (*xs, weight, bias, *residuals, *masks)
-    *ys, mean, var, info = _BatchNormTraining.apply(given, (), *tensors)
-    if segment is None or segment.kept is None:
-        _update_of_all(running, state, (mean, var, info), options.momentum)
-    return ys
-
-
-def _is_average(tracked: Tensor | None) -> bool:
-    """Whether it is a number of batches as averaged checkpoints have it; the core counts in
-    integers."""
-    return tracked is not None and tracked.is_floating_point()
-
-
-def _update_of_all(running: tuple, state: LayerState, statistics, momentum: float | None) -> None:
-    with _disable_current_modes():
-        state.note(statistics[-1])
-    ended(_update, state, running, state.call, statistics, momentum)
-
-
-def _update(running: tuple, call: Tensor | None, statistics, momentum: float | None) -> None:
+def _update(running: tuple, saved: Tensor, momentum: float | None) -> None:
+    """The running statistics of a step in a graph."""
     *averages, tracked = running
-    if averaged := _is_average(tracked):
-        momentum = ops.cumulative_factor(tracked.item()) if momentum is None else momentum
-    counters = (None if averaged else tracked, call)
-    if any(t is not None for t in (*averages, *counters)):
-        ops.update_running_statistics(*averages, *counters, *statistics, momentum)
+    averaged = tracked is not None and tracked.is_floating_point()
+    if averaged and momentum is None:
+        momentum = ops.cumulative_factor(tracked.item())
+    counter = None if averaged else tracked
+    if any(t is not None for t in (*averages, counter)):
+        ops.update_running_statistics(*averages, counter, None, saved, momentum)
     if averaged:
-        tracked.add_(statistics[-1][0] > 0)
+        tracked.add_(info_of(saved)[0] > 0)

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The usual eager step in one operator for each direction: it is taken where it should be, and has
-the bits of the general way."""
+"""The usual eager step, whose arguments the operators alone check, has a checked one's bits."""
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from syncbn.step import adapters, in_one
+from syncbn.step import autograd
 
 C = 5
 SHAPE = (4, C, 7, 3)
@@ -18,12 +16,8 @@ def random(shape=SHAPE, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def is_in_one(y) -> bool:
-    return type(y.grad_fn)._forward_cls is in_one._BatchNormTraining
-
-
 def step(layer, x, dy, **more):
-    """Whether it took one operator a direction; all that comes out."""
+    """All that comes out."""
     x = x.clone().requires_grad_()
     residual = more.get("residual")
     if residual is not None:
@@ -32,7 +26,7 @@ def step(layer, x, dy, **more):
     y.backward(dy)
     out = [y.detach(), x.grad, *layer.buffers(), *(p.grad for p in layer.parameters())]
     out += [] if residual is None else [residual.grad]
-    return is_in_one(y), [t.clone() for t in out]
+    return [t.clone() for t in out]
 
 
 def assert_equal(a, b):
@@ -40,6 +34,21 @@ def assert_equal(a, b):
     for s, t in zip(a, b):
         assert s.dtype == t.dtype and s.shape == t.shape
         assert torch.equal(s.nan_to_num(7), t.nan_to_num(7)) and torch.equal(s.isnan(), t.isnan())
+
+
+def both_ways(monkeypatch, run):
+    """What it gives, in the usual way, and checked."""
+    taken, usual_way = [], autograd._usual
+
+    def take(*given):
+        taken.append(usual_way(*given))
+        return taken[-1]
+
+    monkeypatch.setattr(autograd, "_usual", take)
+    usual = run()
+    assert taken and all(y is not None for y in taken)
+    monkeypatch.setattr(autograd, "_is_usual", lambda x: False)
+    return usual, run()
 
 
 MASK = torch.rand(4, 7, 3, generator=torch.Generator().manual_seed(3)) < 0.7
@@ -57,6 +66,7 @@ USUAL = {
     "mask, residual, relu": ({"activation": "relu"}, {"mask": MASK, "residual": random(seed=1)}),
     "cumulative average": ({"momentum": None}, {}),
     "global gradients": ({"affine_grad": "global"}, {}),
+    "welford": ({"statistics": "welford", "activation": "relu"}, {"mask": MASK}),
     "no parameters": ({"affine": False}, {}),
     "no bias": ({"bias": False}, {}),
     "nothing tracked": ({"track_running_stats": False}, {}),
@@ -66,7 +76,7 @@ USUAL = {
 @pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels last", "gaps"])
-def test_bits_of_the_general_way_exact(monkeypatch, name, dtype, layout):
+def test_bits_of_a_checked_step_exact(monkeypatch, name, dtype, layout):
     options, more = USUAL[name]
     x, dy = random(seed=5, dtype=dtype), random(seed=6, dtype=dtype)
     if layout == "channels last":
@@ -82,13 +92,8 @@ def test_bits_of_the_general_way_exact(monkeypatch, name, dtype, layout):
         layer.zero_grad()
         return first, step(layer, x + 1, dy.sum().expand(SHAPE), **more)
 
-    usual = run()
-    monkeypatch.setattr(adapters.in_one, "train_step", lambda *_: None)
-    general = run()
-    for (taken, values), (_, expected) in zip(usual, general):
-        assert taken
-        assert_equal(values, expected)
-    assert not general[0][0]
+    for usual, checked in zip(*both_ways(monkeypatch, run)):
+        assert_equal(usual, checked)
 
 
 @pytest.mark.parametrize("x_needs", [True, False])
@@ -102,24 +107,10 @@ def test_gradients_that_are_not_wanted_exact(monkeypatch, x_needs, affine_grad):
         assert layer.bias.grad is None
         return [layer.weight.grad, *([x.grad] * x_needs)]
 
-    usual = run()
-    monkeypatch.setattr(adapters.in_one, "train_step", lambda *_: None)
-    assert_equal(usual, run())
+    assert_equal(*both_ways(monkeypatch, run))
 
 
-def test_calls_that_go_the_general_way():
-    x = random().requires_grad_()
-    for options in ({"statistics": "welford"}, {"activation": "leaky_relu", "inplace": True}):
-        layer = syncbn.SyncBatchNorm(C, **options)
-        assert not is_in_one(layer(x * 1))
-    layer = syncbn.SyncBatchNorm(C)
-    found = []
-    checkpoint(lambda x: found.append(layer(x)) or found[-1], x, use_reentrant=False)
-    assert not is_in_one(found[0])
-    assert is_in_one(layer(x))
-
-
-def test_a_refusal_changes_nothing_and_has_the_general_words():
+def test_a_refusal_changes_nothing_and_has_words():
     layer = syncbn.SyncBatchNorm(C)
     layer(random().requires_grad_())
     before = [*(t.clone() for t in layer.buffers()), layer.state.call.clone()]

@@ -9,7 +9,8 @@ import sys
 import torch
 
 import syncbn.ops  # noqa: F401  its operators
-from syncbn.operators import ops
+from rank import Rank
+from syncbn.operators import ALONE, IN_PLACE, MESSAGE, OWN, ops
 
 C = 4
 X = torch.linspace(-2, 3, 60).sin().view(5, C, 3)
@@ -104,75 +105,71 @@ def _group() -> int:
 
 
 def calls(handle: int) -> dict:
-    """Good arguments of every operator, new ones at each call: {name: arguments}."""
-    x, call = X.clone(), torch.zeros(1, dtype=torch.int64)
+    """Good arguments of every operator, new ones at each call: {name: arguments}. A second word of
+    a name is how far it goes."""
+    x, call, count = X.clone(), *torch.zeros(2, 1, dtype=torch.int64)
     weight, bias, residual = torch.ones(C), torch.zeros(C), X.clone()
     mask = torch.ones(5, 3, dtype=torch.bool)
-    message = ops.local_moments(x, 0, call, EPS, 0)
-    y, mean, var, rstd, info, bits = ops.normalize(
-        x, message, message, None, weight, bias, residual, EPS, 1, 1, 0.0
-    )
-    gradients, _ = ops.local_gradients(
-        y, x, mean, rstd, info, weight, bias, bits, 1, 0.0, False, 0, None
-    )
-    record = ops.local_welford(x, 0, call, EPS)
-    running = (torch.zeros(C), torch.ones(C), torch.zeros(1, dtype=torch.int64), call.clone())
-    parts = (weight, bias, residual, EPS, 1, 1, 0.5, mask)
-    through = (weight, bias, bits, 1, 0.5)
+    running = (torch.zeros(C), torch.ones(C), torch.zeros(1, dtype=torch.int64))
+    tensors = (x, weight, bias, residual, mask)
+    options = {"kind": 1, "slope": 0.5, "call": call, "running": running, "momentum": 0.1}
+    rank = Rank(*tensors, **options)
+    message = rank.begin()
+    y, saved, bits = rank.finish(message).clone(), rank.saved, rank.bits
     dtypes = (torch.float32, torch.float32)
+    sums = rank.begin_backward(y, False, dtypes, True)
+    gathering = Rank(*tensors, **options, statistics=1)
+    record = gathering.begin()
+    given = (*rank.given[:-1], count)
+    begin, back = (*given, 0, *rank.numbers, 0), (*rank.backward, True, *dtypes, True)
     forked = (x, torch.zeros(C), torch.ones(C), weight, bias, torch.tensor([2]))
-    *_, mean_rstd, forked_info = ops.batch_norm(*forked)
+    *_, forked_saved = ops.batch_norm(*forked, False, False, EPS, 0.9, "odd", None)
     layer = ("odd", None, 5.0, "auto", False, False, EPS, "share", "relu", 0.5, "reproducible")
-    local = (y, x, mean, rstd, info, *through, True)
     offer = torch.zeros(256, dtype=torch.uint8)
     opening = ops.shm_offer(offer, 0, 1)
     return {
-        "local_moments": (x, 0, call, EPS, 0, mask),
         "rejection": (x, 8),
         "header": (message, 1),
         "remaining_words": (message, message[:9].clone(), 1, C, -1),
-        "forward_outputs": (x, True),
-        "backward_outputs": (x, *dtypes),
-        "normalize": (x, message, message, None, *parts, ops.forward_outputs(x, True)),
-        "normalize_in_place": (x, message, message, None, weight, bias, EPS, 1, 0.5),
-        "recover_input": (y, mean, rstd, weight, bias, 0.5),
-        "update_running_statistics": (*running, mean, var, info, 0.1),
-        "normalize_and_update": (x, message, message, None, *parts, *running, call.clone(), 0.1),
-        "local_gradients": (*local, 0, mask),
-        "affine_gradient_shares": (gradients, x, mean, rstd, *dtypes),
-        "input_gradient": (
-            *(y, x, gradients, None, mean, rstd, info, *through, *dtypes, 1, None, gradients),
-            ops.backward_outputs(x, *dtypes),
+        "forward_begin alone": (*begin, ALONE, 0),
+        "forward_begin message": (*begin, MESSAGE, 8),
+        "forward_begin in place": (*begin, IN_PLACE, 8),
+        "forward_begin record": (*given, 0, *gathering.numbers, 0, MESSAGE, 0),
+        "forward_begin group": (*begin, handle, 1),
+        "forward_finish": (*given, rank.y, saved, bits, message, None, *rank.numbers, 1),
+        "forward_finish record": (
+            *(*given, rank.y, saved, bits, record[:8].clone(), record[8:].clone()),
+            *(*gathering.numbers, 1),
         ),
-        "local_welford": (x, 0, call, EPS, mask),
-        "normalize_gathered": (x, record, record, record[4:].clone(), *parts),
-        "batch_norm": (*forked, False, False, EPS, 0.9, 0, None, 1, 0),
-        "batch_norm_backward": (y, x, weight, mean_rstd, forked_info, False, True, *dtypes),
-        "training_step": (x, weight, bias, residual, mask, 0, None, *layer),
+        "backward_begin alone": (*back, ALONE, 0),
+        "backward_begin message": (*back, MESSAGE, 8),
+        "backward_begin own": (*back, OWN, 8),
+        "backward_begin group": (*back, handle, 1),
+        "backward_finish": (*rank.backward, *rank.outputs, sums, None, 1),
+        "recover_input": (y, saved, weight, bias, 0.5),
+        "update_running_statistics": (*running, call, saved, 0.1),
+        "evaluate": (x, *running[:2], weight, bias, EPS),
+        "evaluation_input_gradient": (y, saved, weight),
+        "batch_norm": (*forked, False, False, EPS, 0.9, "odd", None),
+        "batch_norm_backward": (
+            *(y, x, weight, forked_saved, False, True, *dtypes, EPS, 0.9, "odd", None),
+        ),
+        "training_step": (*tensors, 0, None, *layer),
         "training_step_backward": (
-            *(y, x, weight, bias, mean, rstd, info, bits, mask, torch.tensor([3, 0])),
+            *(y, x, weight, bias, saved, bits, mask, torch.tensor([3, 0])),
             *(torch.float32, [True] * 4, None, *layer),
         ),
         "shm_offer": (offer.clone(), 0, 1),
         "shm_open": (opening, offer, 5.0),
         "shm_sum": (message, handle, 1),
-        "forward_step": (
-            *(x, *running[:3], weight, bias, residual, mask, call, call.clone(), 0, EPS, 0.1),
-            *(1, 0.5, 0, handle, 1),
-        ),
-        "backward_step": (
-            *(y, x, torch.cat([mean, rstd]), weight, bias, bits, mask, *info.tolist(), 1, 0.5),
-            *(True, *dtypes, True, handle, 1),
-        ),
     }
 
 
-#: Without a tensor, of CUDA alone, or an exchange over a process group that a name stands for.
+#: Without a tensor.
 OTHERS = {
     *("shm_close", "shm_abandon", "shm_finish", "shm_error", "cpu_instruction_set"),
-    *("force_cpu_instruction_set", "evaluate", "evaluation_input_gradient"),
-    *("shm_limit", "shm_time", "shm_times", "layer_identity", "cumulative_factor"),
-    *("sum_over_group", "all_reduce_message"),
+    *("force_cpu_instruction_set", "shm_limit", "shm_time", "shm_times"),
+    *("layer_identity", "cumulative_factor"),
 }
 
 
@@ -211,14 +208,14 @@ def run(number: int, seed: int, say=None) -> dict:
         arguments = list(table[name])
         kinds = {}
         for i in draw.sample(range(len(arguments)), draw.choice((1, 1, 2))):
-            waits = name.endswith("_step") or (name.startswith("shm_") and name != "shm_offer")
+            waits = name.endswith(" group") or (name.startswith("shm_") and name != "shm_offer")
             if not (waits and i >= len(arguments) - 1):
                 arguments[i], kinds[i] = odd(arguments[i], draw)
         if say is not None:
             say(f"{name} {kinds}")
         count = counts.setdefault(name, [0, 0])
         try:
-            getattr(ops, name)(*arguments)
+            getattr(ops, name.split()[0])(*arguments)
             count[0] += 1
         except Exception as error:
             count[1] += 1
