@@ -101,8 +101,8 @@ class StagedCommunicator final : public Communicator {
 
 Communicator& self_communicator() {
   require_built();
-  static auto* const self = new SelfCommunicator;  // also for layers that end after main
-  return *self;
+  static auto* const kSelf = new SelfCommunicator;  // also for layers that end after main
+  return *kSelf;
 }
 
 std::unique_ptr<Communicator> staged_communicator(syncbn::Communicator& host) {

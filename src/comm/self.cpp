@@ -32,8 +32,8 @@ class SelfCommunicator final : public Communicator {
 }  // namespace
 
 Communicator& self_communicator() {
-  static auto* const self = new SelfCommunicator;  // also for layers that end after main
-  return *self;
+  static auto* const kSelf = new SelfCommunicator;  // also for layers that end after main
+  return *kSelf;
 }
 
 }  // namespace syncbn

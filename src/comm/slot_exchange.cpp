@@ -135,7 +135,8 @@ void SlotExchange::abandon(const std::string& reason) {
   bool unheard = false;  // some have not come to the exchange that this rank refused
   try {
     unheard = refused_ && !barrier_.met();
-  } catch (const Error&) {  // the group is broken already
+  } catch (const Error&) {
+    unheard = false;  // the group is broken already
   }
   barrier_.abandon(unheard ? refusal_of(barrier_.rank()) : reason);
   under_way_ = false;
@@ -158,7 +159,8 @@ void SlotExchange::refuse(const std::string& reason) {
     barrier_.area(barrier_.rank()).message[next % 2] = {length, 0, ExchangeKind::kRefused};
     arrived_ = refused_ = true;
     barrier_.arrive();
-  } catch (const Error&) {  // the group is broken, as the others know
+  } catch (const Error&) {
+    return;  // the group is broken, as the others know
   }
 }
 

@@ -144,7 +144,7 @@ TEST(Layer, ThatWasMovedFromSaysSo) {
   Saved saved;
   const BatchNorm moved = std::move(layer);
   const std::function<void()> calls[] = {
-      [&] { step.forward(layer, saved); },
+      [&] { step.forward(layer, saved); },  // NOLINT(bugprone-use-after-move): what is tried
       [&] { step.backward(layer, saved); },
       [&] { layer.evaluate({.x = step.x.view(), .y = step.y.view()}); },
       [&] { layer.evaluate_backward({.dy = step.x.view(), .x = step.x.view()}); },
@@ -174,7 +174,7 @@ TEST(Saved, ThatWasMovedFromIsRefusedOnEveryRank) {
          Saved other;
          if (r == 1) {
            other = std::move(saved);
-           expect_empty(saved);
+           expect_empty(saved);  // NOLINT(bugprone-use-after-move): what is tried
          }
          for (const auto& call : {std::function<void()>([&] { step.backward(layer, saved); }),
                                   {[&] { step.forward(layer, saved); }}}) {

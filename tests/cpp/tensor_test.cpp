@@ -96,7 +96,8 @@ void expect_made_of(DType dtype) {
   EXPECT_EQ(TensorView(std::as_const(x), {3, 2}).elements, 6);
   EXPECT_EQ(sizeof(T), size_of(dtype));
   const Tensor same(dtype, {3, 2}, {2, -2, 2, -2, -2, 2});
-  EXPECT_EQ(std::memcmp(x.data(), same.view().data, 12), 0);
+  const void* const given = x.data();
+  EXPECT_EQ(std::memcmp(given, same.view().data, 12), 0);
 }
 
 TEST(TensorView, IsMadeOf16BitTypes) {
