@@ -165,6 +165,7 @@ class LayerPasses {
     layer_.backward({.dy = dy(),
                      .x = x(),
                      .weight = floats(weight_),
+                     .bias = floats(bias_),
                      .dx = output(dx),
                      .dweight = floats(dweight_),
                      .dbias = floats(dbias_)},

@@ -103,7 +103,8 @@ void forward_from_records(const LayerState& layer, const BatchNorm::Forward& f, 
   Communicator& communicator = *layer.on_cpu;
   const std::int64_t channels = options.channels;
   const std::uint64_t identity =
-      layer_identity(layer.number, options.activation, options.statistics, !f.residual.absent());
+      layer_identity(layer.number, options.activation, options.statistics, !f.residual.absent(),
+                     !f.weight.absent(), !f.bias.absent());
   std::vector<std::int64_t> record(size(kHeaderWords + welford_words(f.x.dtype, channels)));
   {
     const DeviceTurn turn;
@@ -126,7 +127,7 @@ void forward_from_records(const LayerState& layer, const BatchNorm::Forward& f, 
   const MessageInfo info = read_header(header.data(), communicator.size());
   saved.reserve(f.x, !f.residual.absent() && options.activation.kind != ActivationKind::kNone,
                 nullptr);
-  saved.filled = true;
+  saved.keep(f);
   saved.count = info.count;
   saved.fingerprint = fingerprint(identity, 0, Direction::kForward, channels, options.eps);
   merge_welford(info, all.data() + kHeaderWords, saved.mean, saved.var, saved.rstd, channels,
