@@ -145,6 +145,7 @@ void forward(Bytes& bytes) {
   const bool accepted = c.good_samples() && c.out.good_like(c.x) && c.good_residual() &&
                         c.good_parameters() && c.good_pair() && c.out.good_output() &&
                         c.a.good_output() && c.b.good_output() && good_options(options, c.x) &&
+                        c.a.absent() == c.b.absent() &&
                         (!cumulative || counter || (c.a.absent() && c.b.absent()));
   if (c.too_large(accepted)) {
     return;
@@ -170,8 +171,10 @@ void forward(Bytes& bytes) {
   require(status == SYNCBN_OK || tracked == 3, "a refused forward counted");
 }
 
-/// Makes a forward of a batch of these sizes.
-void fill(const Layer& of, const std::vector<std::int64_t>& sizes, std::int32_t dtype) {
+/// Makes the forward that a backward with these arguments belongs to, or one of a batch of these
+/// sizes alone.
+void fill(const Layer& of, const std::vector<std::int64_t>& sizes, std::int32_t dtype,
+          const syncbn_backward_arguments* accepted) {
   std::size_t count = 1;
   for (const std::int64_t size : sizes) {
     count *= static_cast<std::size_t>(size);
@@ -186,6 +189,13 @@ void fill(const Layer& of, const std::vector<std::int64_t>& sizes, std::int32_t 
   syncbn_forward_arguments arguments{};
   arguments.struct_size = sizeof(arguments);
   arguments.x = arguments.y = &tensor;
+  if (accepted != nullptr) {
+    arguments.x = accepted->x;
+    arguments.mask = accepted->mask;
+    arguments.weight = accepted->weight;
+    arguments.bias = accepted->bias;
+    arguments.residual = accepted->dresidual == nullptr ? nullptr : accepted->x;
+  }
   require(syncbn_batch_norm_forward(of.layer, &arguments, of.saved, nullptr) == SYNCBN_OK,
           syncbn_last_error());
 }
@@ -203,7 +213,6 @@ void backward(Bytes& bytes) {
   options.channels = sizes[1];
   options.activation.kind = activation;
   const Layer of(options);
-  fill(of, sizes, c.x.dtype);
   const bool accepted = c.good_samples() && c.other.good_like(c.x) && c.out.good_like(c.x) &&
                         c.good_residual() && c.good_parameters() && c.good_pair() &&
                         c.out.good_output() && c.residual.good_output() && c.a.good_output() &&
@@ -220,6 +229,7 @@ void backward(Bytes& bytes) {
                                                  .dbias = c.b.make(accepted),
                                                  .dresidual = c.residual.make(accepted),
                                                  .affine = affine};
+    fill(of, sizes, c.x.dtype, accepted ? &arguments : nullptr);
     expect(syncbn_batch_norm_backward(of.layer, &arguments, of.saved, nullptr), accepted, true);
   }
 }
