@@ -5,6 +5,7 @@ it may take, and what the other ranks hear when it fails."""
 import atexit
 import contextlib
 import datetime
+import os
 import re
 import threading
 import time
@@ -16,7 +17,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from . import after_fork, callers, whereabouts
+from . import after_fork, apart, callers, whereabouts
 from .call import Call
 from .groups import Peers
 from .times import Times
@@ -71,53 +72,68 @@ class Waiting(ABC):
         return
 
 
-class Refusal(threading.Thread):
+class Refusal:
     """Tells the other ranks, in exchanges of the engine's group, that this rank refused a call. It
-    waits for them, and the caller does not. What this rank exchanges in the group afterwards comes
-    after it; at the end of the process it has some seconds left."""
+    waits for them in a thread of its own, and the caller does not. What this rank exchanges in the
+    group afterwards comes after it; at the end of the process it has some seconds left."""
 
     def __init__(self, engine: Waiting, why: str, tell: Callable[[], None]) -> None:
-        super().__init__(name="syncbn-refusal", daemon=True)
         self.engine, self.why, self.tell = engine, why, tell
+        name = engine.peers.group_name
         with contextlib.suppress(RuntimeError):
             # While it is there, nothing waits for works of Gloo that nobody will finish.
-            self.group = callers.resolve(engine.peers.group_name)
-        self.earlier = _refusals.get(engine.peers.group_name)
-        _refusals[engine.peers.group_name] = self
-        self.start()
-
-    def run(self) -> None:
-        if self.earlier is not None:
-            self.earlier.join()
-        with contextlib.suppress(Exception):  # nobody would hear of it
-            self.tell()
-        name = self.engine.peers.group_name
-        if _refusals.get(name) is self:
+            self.group = callers.resolve(name)
+        self.earlier = _refusals.get(name)
+        _refusals[name] = self
+        try:
+            self.told = apart.begin(self._run)
+        except RuntimeError:  # no thread can be started
             del _refusals[name]
+            engine.abandon(why)
+
+    def _run(self) -> None:
+        if self.earlier is not None:
+            self.earlier.wait(None)
+            self.earlier = None
+        name = self.engine.peers.group_name
+        _telling.add(threading.get_ident())
+        try:
+            self.tell()
+        except Exception as error:  # most mean that nobody is there who would hear of it
+            if lacks_memory(error):
+                self.engine.abandon(self.why)
+        finally:
+            _telling.discard(threading.get_ident())
+            if _refusals.get(name) is self:
+                del _refusals[name]
+
+    def wait(self, seconds: float | None) -> bool:
+        """Whether the others have heard of it, after so many seconds at most."""
+        return apart.is_done(self.told, seconds)
 
 
+# The last refusal of each group, and the threads that tell one.
 _refusals: dict[str, Refusal] = {}
+_telling: set[int] = set()
+os.register_at_fork(after_in_child=_refusals.clear)
 
 
 def end_refusals(group: str) -> None:
     """Waits until the others have heard what this rank refused: what it exchanges now is for the
     call after that."""
     refusal = _refusals.get(group)
-    if isinstance(threading.current_thread(), Refusal):
-        return
-    while refusal is not None and refusal.is_alive():
-        refusal.join(0.05)  # so that Ctrl-C works
+    if refusal is not None and threading.get_ident() not in _telling:
+        refusal.wait(None)
 
 
 @atexit.register
 def _leave_refusals() -> None:
     until = time.monotonic() + 5.0
     for refusal in list(_refusals.values()):
-        refusal.join(max(0.0, until - time.monotonic()))
-        if refusal.is_alive():
+        if not refusal.wait(until - time.monotonic()):
             with contextlib.suppress(Exception):
                 refusal.engine.abandon(refusal.why)
-            refusal.join(0.2)
+            refusal.wait(0.2)
 
 
 class Attempt:

@@ -120,6 +120,7 @@ def watch(group: str, rank: int, ranks: int, used: dist.Store, place: str) -> No
         if _thread is None:
             _thread = threading.Thread(target=_run, name="syncbn-where", daemon=True)
             _thread.start()
+            apart.keep_ready()
             atexit.register(stop)
 
 

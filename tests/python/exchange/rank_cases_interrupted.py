@@ -8,8 +8,10 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -221,6 +223,24 @@ def case_no_memory_for_the_message(rank, world):
             raises(syncbn.DivergenceError, text, run)
         assert layer.num_batches_tracked == 0 and layer.state.call == 0
         _step(small)
+
+
+def case_a_refusal_needs_no_new_thread(rank, world):
+    """Without memory a thread may not begin, and Thread.start() waits for it for ever."""
+    layer = _layer()
+    x = torch.randn(3, 4, 2, 2)
+    layer(x)
+
+    def start(thread):
+        raise AssertionError("a thread was started")
+
+    for _ in range(3):  # the thread that told it serves the next refusal, too
+        if rank == 0:
+            with mock.patch.object(threading.Thread, "start", start):
+                raises(ValueError, "expected", lambda: layer(x[0, 0, 0]))
+        else:
+            raises(syncbn.DivergenceError, "rank 0: .*ValueError", lambda: layer(x))
+        layer(x)
 
 
 class _Raises(TorchDispatchMode):
