@@ -31,7 +31,7 @@ CUDA_TESTS = BUILD / "tests" / "cuda" / "syncbn_cuda_tests"
 LOG = 20_000  # characters of a stage's output that the report keeps
 SANITIZED = "CudaBatchNorm.FewRandomStepsExact:CudaBatchNorm.Disagreement*"
 #: Two processes on one GPU; one that hangs must not keep the others from their turn.
-SEVERAL_PROCESSES = ("test_cuda_processes.py", "test_cuda_ranks.py")
+SEVERAL_PROCESSES = ("test_cuda_ranks.py",)
 
 
 def tool(name: str) -> str:

@@ -3,13 +3,14 @@
 
 import copy
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 from rank_cases import raises, shards, unchanged
-from support import assert_same_layers, new_layer
+from support import TORCH_DTYPES, assert_same_layers, new_layer, rough_samples, to_tensor
 
 
 def run(layer, x, dy):
@@ -25,10 +26,10 @@ def nccl() -> bool:
 
 def case_bits_of_one_process_on_cpu_exact(rank, world):
     """Over NCCL or Gloo, uneven and empty ranks, layers of any width."""
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    for dtype in TORCH_DTYPES:
         for shape in ((7, 5, 6, 6), (9, 600)):
-            random = torch.Generator().manual_seed(4)
-            x, dy = (torch.randn(shape, generator=random).to(dtype) for _ in range(2))
+            rng = np.random.default_rng(4)
+            x, dy = (to_tensor(rough_samples(rng, shape, dtype), dtype) for _ in range(2))
             layer = new_layer(shape[1], affine_grad="global")
             for kind in ("uneven", "empty first"):
                 own, part = copy.deepcopy(layer).cuda(), shards(shape[0], world, kind)[rank]
@@ -61,6 +62,46 @@ def case_step_never_waits_for_the_device(rank, world):
         layer(leaf).square().sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def case_captured_step_replays_exact(rank, world):
+    """Over NCCL; each replay has the bits of one process that has the whole batch."""
+    if not nccl():
+        return
+    layer, alone = (new_layer(6, affine_grad="global", sync=sync).cuda() for sync in (True, False))
+    part = shards(8, world, "uneven")[rank]
+
+    def batch(seed):
+        return torch.randn(8, 6, 5, 5, generator=torch.Generator().manual_seed(seed)).cuda()
+
+    x = batch(0)[part].clone().requires_grad_()
+
+    def step():
+        y = layer(x)
+        y.backward(x.detach().sign())
+        return y.detach()
+
+    def compare(y, seed):
+        expected = run(alone, batch(seed), batch(seed).sign())
+        for a, b in zip((y, x.grad), expected, strict=True):
+            assert torch.equal(a.cpu(), b[part])
+        assert_same_layers(layer, alone)
+        alone.zero_grad()
+
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # connections are made, kernels loaded
+        compare(step(), 0)
+        layer.zero_grad()
+        x.grad = None
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = step()
+    for seed in (3, 4):
+        with torch.no_grad():
+            x.copy_(batch(seed)[part])
+        graph.replay()
+        compare(y, seed)
 
 
 def case_calls_that_differ(rank, world):
