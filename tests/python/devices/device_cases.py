@@ -230,7 +230,7 @@ def case_all_reduce_disagreement_is_an_error_on_every_rank(rank, world):
 
 
 def case_ddp_of_devices_equals_one_process(rank, world):
-    """As case_ddp_equals_one_process, with its bound: the same sums in float64 in other orders."""
+    """With the bound of rank_cases_parallel.py: the same sums in float64 in other orders."""
     torch.manual_seed(5)
     model = nn.Sequential(
         nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
