@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of the tests, and their signals."""
+"""The order of the tests, their signals, and a group that tests of several folders need."""
 
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 # A shell starts commands of the background with Ctrl-C ignored, and their children inherit that.
 # Tests interrupt ranks.
@@ -13,3 +17,14 @@ LONG = ("exchange", "project", "bindings", "rules")
 
 def pytest_collection_modifyitems(items: list) -> None:
     items.sort(key=lambda item: item.path.parent.name not in LONG)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

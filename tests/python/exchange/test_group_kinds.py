@@ -17,15 +17,6 @@ from syncbn.exchange import callers, groups, transports
 LISTED = "expected one that torch.distributed's init_process_group or new_group made"
 
 
-@pytest.fixture
-def world(tmp_path):
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
-
-
 class Elastic(dist.ProcessGroup):
     """A group as torchft makes it: of as many ranks as there are now. It is registered as one of
     this rank alone."""
@@ -96,7 +87,7 @@ def uses_of(group) -> tuple:
     )
 
 
-def test_a_group_of_two_that_is_registered_as_one_of_this_rank(world):
+def test_a_group_of_two_that_is_registered_as_one_of_this_rank(one_rank):
     group = registered()
     text = rf"process_group: got '{group.name}' of 2 ranks with this process as rank 0, but "
     text += r"torch.distributed lists its ranks as \[0\] and this process as rank 0; expected"
@@ -113,7 +104,7 @@ def test_a_group_of_two_that_is_registered_as_one_of_this_rank(world):
     ],
     ids=str,
 )
-def test_members_size_and_rank_are_compared(world, monkeypatch, size, rank, ranks):
+def test_members_size_and_rank_are_compared(one_rank, monkeypatch, size, rank, ranks):
     group = registered(1)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group=None: list(ranks))
     monkeypatch.setattr(group, "ranks", size)
@@ -121,7 +112,7 @@ def test_members_size_and_rank_are_compared(world, monkeypatch, size, rank, rank
     refused("process_group: got .*; expected", lambda: groups.peers_of(group.name))
 
 
-def test_a_group_that_changes_after_it_was_compared(world):
+def test_a_group_that_changes_after_it_was_compared(one_rank):
     group = registered(1)
     layer = syncbn.SyncBatchNorm(2, process_group=group)
     layer(torch.randn(4, 2))
@@ -131,13 +122,13 @@ def test_a_group_that_changes_after_it_was_compared(world):
     layer(torch.randn(4, 2))
 
 
-def test_groups_that_fit(world):
+def test_groups_that_fit(one_rank):
     for group in (None, dist.group.WORLD, dist.new_group([0]), registered(1)):
         layer = syncbn.convert_sync_batchnorm(nn.BatchNorm1d(2), group)
         assert syncbn.report(layer, strict=True)[0].note == "one rank"
 
 
-def test_groups_without_a_name(world, tmp_path):
+def test_groups_without_a_name(one_rank, tmp_path):
     unnamed = Elastic()
     plain = dist.ProcessGroup(dist.FileStore(str(tmp_path / "other"), 1), 0, 1)
     empty = Elastic()
@@ -154,7 +145,7 @@ def test_groups_without_a_name(world, tmp_path):
         )
 
 
-def test_a_group_that_has_a_name_and_is_not_listed(world):
+def test_a_group_that_has_a_name_and_is_not_listed(one_rank):
     group = Elastic()
     group.name = "managed"
     torch._C._distributed_c10d._register_process_group("managed", group)
@@ -213,7 +204,7 @@ def test_ranks_that_a_local_tensor_mode_simulates(simulated):
 
 
 @pytest.mark.parametrize("debug", (False, True))
-def test_the_limit_is_that_of_the_group(world, monkeypatch, debug):
+def test_the_limit_is_that_of_the_group(one_rank, monkeypatch, debug):
     """Also where TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends."""
     if debug:
         monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
@@ -239,7 +230,7 @@ def test_the_limit_is_that_of_the_group(world, monkeypatch, debug):
         ("cpu:nccl2test", False, False),
     ],
 )
-def test_backends_that_exchange_over_nccl(world, monkeypatch, config, nccl, alone):
+def test_backends_that_exchange_over_nccl(one_rank, monkeypatch, config, nccl, alone):
     """Names of PyTorch 2.15 and of torchcomms."""
     group = dist.group.WORLD
     monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, config)
@@ -249,7 +240,7 @@ def test_backends_that_exchange_over_nccl(world, monkeypatch, config, nccl, alon
     assert groups.is_nccl_alone(peers) == alone
 
 
-def test_a_refusal_over_nccl_goes_by_the_device_that_the_group_is_bound_to(world, monkeypatch):
+def test_a_refusal_over_nccl_goes_by_the_device_that_the_group_is_bound_to(one_rank, monkeypatch):
     """From PyTorch 2.15 on each NCCL group is; another device is an error there."""
     group = dist.group.WORLD
     monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, "cuda:nccl2")

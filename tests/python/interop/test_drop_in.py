@@ -7,20 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import syncbn
 from snippets import blocks
 from support import PROJECT
 from syncbn import pytorch_patches
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def network() -> nn.Module:
@@ -75,15 +66,6 @@ def test_pytorchs_conversion_leaves_the_layers_alone_exact():
     assert nn.SyncBatchNorm.convert_sync_batchnorm(layers[0]) is layers[0]
 
 
-def test_pytorchs_conversion_gives_the_layers_the_group_that_it_is_given(one_rank):
-    group = torch.distributed.new_group([0])
-    net = network()
-    nn.SyncBatchNorm.convert_sync_batchnorm(net, group)
-    assert net[1].process_group is group and net[2][0].process_group is group
-    nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    assert net[1].process_group is group
-
-
 class Theirs(nn.SyncBatchNorm):
     pass
 
@@ -122,57 +104,6 @@ def test_a_pytorch_without_the_names_is_left_as_it_is(monkeypatch):
 
 
 # Fusing, freezing, reverting.
-
-
-def test_pytorchs_fusion_of_a_convolution_and_the_layer_exact():
-    """It reads parameters and statistics; of other batch norms it computes the same."""
-    net = network()
-    net(torch.randn(4, 3, 8, 8))
-    net.eval()
-    plain = syncbn.revert_sync_batchnorm(copy.deepcopy(net))
-    x = torch.randn(2, 3, 8, 8)
-    assert torch.equal(fuse_conv_bn_eval(*net[:2])(x), fuse_conv_bn_eval(*plain[:2])(x))
-
-
-def test_fusion_for_quantization_refuses_the_layer_as_it_refuses_pytorchs():
-    """It knows BatchNorm2d alone, by its exact class: revert before it."""
-    quantization = pytest.importorskip("torch.ao.quantization")
-    net = network().eval()
-    theirs = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4)).eval()
-    for model in (net, theirs):
-        with pytest.raises(AssertionError, match="did not find fuser method"):
-            quantization.fuse_modules(copy.deepcopy(model), ["0", "1"])
-    fused = quantization.fuse_modules(syncbn.revert_sync_batchnorm(net), ["0", "1"])
-    assert type(fused[1]) is nn.Identity
-
-
-def test_timm_freezes_the_layer_exact():
-    layers = pytest.importorskip("timm.layers")
-    net = network()
-    net(torch.randn(4, 3, 8, 8))
-    x = torch.randn(2, 3, 8, 8)
-    theirs = nn.SyncBatchNorm.convert_sync_batchnorm(
-        syncbn.revert_sync_batchnorm(copy.deepcopy(net))
-    )
-    expected = layers.freeze_batch_norm_2d(theirs)(x)
-    frozen = layers.freeze_batch_norm_2d(net)
-    assert not any(isinstance(m, syncbn.SyncBatchNorm) for m in frozen.modules())
-    assert torch.equal(frozen.train()(x), expected)
-
-
-def test_lightning_reverts_the_layer_and_its_conversion_leaves_it_exact():
-    """The plugin that Trainer(sync_batchnorm=True) applies before it wraps the model, and reverts
-    when training ends."""
-    layer_sync = pytest.importorskip("lightning.pytorch.plugins.layer_sync")
-    net, plugin = network(), layer_sync.TorchSyncBatchNorm()
-    layer = net[1]
-    net = plugin.apply(net)
-    assert net[1] is layer and len(syncbn.report(net)) == 2
-    x = torch.randn(2, 3, 8, 8)
-    expected = net.eval()(x)
-    reverted = plugin.revert(net)
-    assert not any(isinstance(m, nn.SyncBatchNorm) for m in reverted.modules())
-    assert torch.equal(reverted.eval()(x), expected)
 
 
 @pytest.mark.parametrize("way", ("plugin", "sync_batchnorm"))
@@ -301,13 +232,3 @@ def test_tracking_that_is_switched_off_later_is_pytorchs(momentum):
     without = syncbn.SyncBatchNorm(4, track_running_stats=False)
     without.track_running_stats = True  # there is nothing to update
     assert torch.isfinite(without(x)).all()
-
-
-def test_the_layer_compiles_after_all_of_it_exact():
-    layer = syncbn.SyncBatchNorm(4, bias=False)
-    layer.track_running_stats = False
-    x = torch.randn(6, 4, 3, 3)
-    expected = layer(x)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x), expected)
-    assert torch.equal(layer.running_var, torch.ones(4))

@@ -19,93 +19,9 @@ import syncbn
 from rank_cases import raises
 
 
-def by_closure(bn):
-    old = bn.forward
-    bn.forward = lambda x: old(x)
-
-
-def by_default_argument(bn):
-    def forward(x, old=bn.forward):
-        return old(x)
-
-    bn.forward = forward
-
-
-def by_keyword_default(bn):
-    def forward(x, *, old=bn.forward):
-        return old(x)
-
-    bn.forward = forward
-
-
-def by_partial(bn):
-    bn.forward = functools.partial(bn.forward)
-
-
-def by_partial_argument(bn):
-    bn.forward = functools.partial(lambda old, x, scale=None: old(x), bn.forward)
-
-
-def by_partial_keyword(bn):
-    bn.forward = functools.partial(lambda x, old: old(x), old=bn.forward)
-
-
-def by_method(bn):
-    old = bn.forward
-    bn.forward = types.MethodType(lambda self, x: old(x), bn)
-
-
-def by_the_bound_method_itself(bn):
-    bn.forward = bn.forward
-
-
-def by_the_function_bound_again(bn):
-    bn.forward = types.MethodType(type(bn).forward, bn)
-
-
-def by_attribute_of_the_layer(bn):
-    bn.my_forward = bn.forward
-    bn.forward = types.MethodType(lambda self, x: self.my_forward(x), bn)
-
-
-def by_disable(bn):
-    bn.forward = torch.compiler.disable(bn.forward)
-
-
-def by_compile(bn):
-    bn.forward = torch.compile(bn.forward, backend="eager")
-
-
-def by_decorators(bn):
-    bn.forward = torch.enable_grad()(torch.autocast("cpu", enabled=False)(bn.forward))
-
-
-def by_containers(bn):
-    kept = {"forwards": [(bn.forward, 1.0)]}
-    bn.forward = lambda x: kept["forwards"][0][0](x)
-
-
-def by_nested_functions(bn):
-    def around(function):
-        @functools.wraps(function)
-        def inner(*args):
-            return (lambda *a: function(*a))(*args)
-
-        return inner
-
-    for _ in range(5):
-        bn.forward = around(bn.forward)
-
-
-def by_wraps_and_a_closure(bn):
-    old = bn.forward
-    bn.forward = functools.wraps(old)(lambda x: old(x))
-
-
 class Probe:
     def __init__(self, bn):
         self.old = bn.forward
-        bn.forward = self.run
 
     def run(self, x):
         return self.old(x)
@@ -127,39 +43,9 @@ class Adapter(nn.Module):
     def __init__(self, bn):
         super().__init__()
         self.org_forward = bn.forward
-        bn.forward = self.forward
 
     def forward(self, x):
         return self.org_forward(x)
-
-
-def by_object(bn):
-    Probe(bn)
-
-
-def by_method_of_an_object(bn):
-    bn.forward = (lambda probe: lambda x: probe.run(x))(Probe(bn))
-
-
-def by_the_module_itself(bn):
-    adapter = Adapter(bn)
-    bn.forward = lambda x: adapter(x)
-
-
-def by_global_object(bn):
-    global probe
-    probe = Probe(bn)
-    bn.forward = lambda x: probe.run(x)
-
-
-def by_named_attribute(bn):
-    bn.my_forward = bn.forward
-    bn.forward = types.MethodType(lambda self, x: getattr(self, "my_forward")(x), bn)  # noqa: B009
-
-
-def by_named_tuple(bn):
-    kept = Kept(bn.forward, 1.0)
-    bn.forward = lambda x: kept.forward(x)
 
 
 class Kept(typing.NamedTuple):
@@ -167,18 +53,34 @@ class Kept(typing.NamedTuple):
     scale: float
 
 
-def by_callable_with_slots(bn):
-    bn.forward = Callable(bn.forward)
+def nested(function):
+    @functools.wraps(function)
+    def inner(*args):
+        return (lambda *a: function(*a))(*args)
+
+    return inner
 
 
-def by_another_module(bn):
-    Adapter(bn)
+def of_the_layer(function):
+    """A forward that calls what the layer has under another name."""
+
+    def make(bn):
+        bn.my_forward = bn.forward
+        return types.MethodType(function, bn)
+
+    return make
 
 
-def by_a_global(bn):
+def by_a_global_object(bn):
+    global probe
+    probe = Probe(bn)
+    return lambda x: probe.run(x)
+
+
+def by_a_global_that_another_function_names(bn):
     global taken
     taken = bn.forward
-    bn.forward = lambda x: called_by_name(x)
+    return lambda x: called_by_name(x)
 
 
 def called_by_name(x):
@@ -192,16 +94,12 @@ def by_hook_of_accelerate(bn):
     def new_forward(module, *args, **kwargs):
         return module._old_forward(*args, **kwargs)
 
-    bn.forward = functools.update_wrapper(functools.partial(new_forward, bn), bn._old_forward)
+    return functools.update_wrapper(functools.partial(new_forward, bn), bn._old_forward)
 
 
 def by_call_impl(bn):
     old = bn._call_impl
     bn._call_impl = lambda *args: old(*args)
-
-
-def by_compiled_call(bn):
-    bn.compile(backend="eager")
 
 
 def by_other_methods(bn):
@@ -210,7 +108,44 @@ def by_other_methods(bn):
         setattr(bn, name, functools.partial(getattr(bn, name)))
 
 
-PATCHES = {name: patch for name, patch in list(globals().items()) if name.startswith("by_")}
+#: What makes of a layer the forward that it gets; None: it has done so itself.
+MAKERS = {
+    "closure": lambda bn: (lambda old: lambda x: old(x))(bn.forward),
+    "default_argument": lambda bn: lambda x, old=bn.forward: old(x),
+    "keyword_default": lambda bn: lambda x, *, old=bn.forward: old(x),
+    "partial": lambda bn: functools.partial(bn.forward),
+    "partial_argument": lambda bn: functools.partial(lambda old, x, s=None: old(x), bn.forward),
+    "partial_keyword": lambda bn: functools.partial(lambda x, old: old(x), old=bn.forward),
+    "method": lambda bn: types.MethodType((lambda old: lambda _, x: old(x))(bn.forward), bn),
+    "the_bound_method_itself": lambda bn: bn.forward,
+    "the_function_bound_again": lambda bn: types.MethodType(type(bn).forward, bn),
+    "attribute_of_the_layer": of_the_layer(lambda self, x: self.my_forward(x)),
+    "named_attribute": of_the_layer(lambda self, x: getattr(self, "my_forward")(x)),  # noqa: B009
+    "disable": lambda bn: torch.compiler.disable(bn.forward),
+    "compile": lambda bn: torch.compile(bn.forward, backend="eager"),
+    "compiled_call": lambda bn: bn.compile(backend="eager"),
+    "decorators": lambda bn: torch.enable_grad()(torch.autocast("cpu", enabled=False)(bn.forward)),
+    "containers": lambda bn: (lambda k: lambda x: k["a"][0][0](x))({"a": [(bn.forward, 1.0)]}),
+    "named_tuple": lambda bn: (lambda kept: lambda x: kept.forward(x))(Kept(bn.forward, 1.0)),
+    "nested_functions": lambda bn: nested(nested(nested(nested(nested(bn.forward))))),
+    "wraps_and_a_closure": lambda bn: (lambda o: functools.wraps(o)(lambda x: o(x)))(bn.forward),
+    "object": lambda bn: Probe(bn).run,
+    "method_of_an_object": lambda bn: (lambda probe: lambda x: probe.run(x))(Probe(bn)),
+    "callable_with_slots": lambda bn: Callable(bn.forward),
+    "another_module": lambda bn: Adapter(bn).forward,
+    "the_module_itself": lambda bn: (lambda adapter: lambda x: adapter(x))(Adapter(bn)),
+    "global_object": by_a_global_object,
+    "a_global": by_a_global_that_another_function_names,
+    "hook_of_accelerate": by_hook_of_accelerate,
+    "call_impl": by_call_impl,
+    "other_methods": by_other_methods,
+}
+
+
+def patch(bn, name):
+    forward = MAKERS[name](bn)
+    if forward is not None:
+        bn.forward = forward
 
 
 def x_of(rank):
@@ -242,11 +177,11 @@ def quietly(function, *args, **options):
         return function(*args, **options)
 
 
-def _case(patch):
+def _case(name):
     def case(rank, world):
         for cls in (nn.BatchNorm1d, nn.SyncBatchNorm):
             net = nn.Sequential(cls(1))
-            patch(net[0])
+            patch(net[0], name)
             quietly(syncbn.convert_sync_batchnorm, net)
             check(net, rank, shared=True)
             (row,) = syncbn.report(net, strict=True)
@@ -260,7 +195,7 @@ def _case(patch):
                 check(net, rank, shared=False)
         # Patched between conversion and its undoing.
         net = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1)))
-        patch(net[0])
+        patch(net[0], name)
         check(net, rank, shared=True)
         (row,) = syncbn.report(net, strict=True)
         assert (row.group, row.ranks, row.note) == ("world", world, "")
@@ -272,8 +207,8 @@ def _case(patch):
     return case
 
 
-for _name, _patch in PATCHES.items():
-    globals()[f"case_a_patched_layer_is_synchronized_{_name}"] = _case(_patch)
+for _name in MAKERS:
+    globals()[f"case_a_patched_layer_is_synchronized_by_{_name}"] = _case(_name)
 
 
 def case_methods_that_others_hold(rank, world):
@@ -292,47 +227,25 @@ def case_methods_that_others_hold(rank, world):
     net.norm(x_of(rank))
 
 
-def unbound(bn):
-    bn.forward = lambda x: nn.BatchNorm1d.forward(bn, x)
+def plain(bn):
+    return lambda x: nn.BatchNorm1d.forward(bn, x)
 
 
-def unbound_beside_a_backup(bn):
+def beside_a_backup(bn):
     """The former method is there, and nothing calls it."""
     bn.original = bn.forward
     bn.forward = types.MethodType(lambda self, x: nn.BatchNorm1d.forward(self, x), bn)
 
 
-def unbound_with_the_former_one_s_name(bn):
-    bn.forward = functools.wraps(bn.forward)(lambda x: nn.BatchNorm1d.forward(bn, x))
-
-
-def own_arithmetic(bn):
-    bn.forward = lambda x: nn.functional.batch_norm(
-        x, bn.running_mean, bn.running_var, bn.weight, bn.bias, True
-    )
-
-
 def of_a_copy(bn):
-    by_closure(other := copy.deepcopy(bn))
+    patch(other := copy.deepcopy(bn), "closure")
     bn.forward = other.forward
-
-
-def own_call(bn):
-    bn._call_impl = lambda x: nn.BatchNorm1d.forward(bn, x)
-
-
-def own_compiled_call(bn):
-    bn._compiled_call_impl = lambda x: nn.BatchNorm1d.forward(bn, x)
 
 
 def weak(bn):
     """A weak method holds the function and the layer, each by itself."""
     method = weakref.WeakMethod(bn.forward)
     bn.forward = lambda x: method()(x)
-
-
-def in_c(bn):
-    bn.forward = functools.lru_cache(bn.forward)
 
 
 def of_an_object_that_computes(bn):
@@ -347,16 +260,30 @@ def of_an_object_that_computes(bn):
     bn.forward = lambda x: owner.run(x)
 
 
+def own_arithmetic(bn):
+    bn.forward = lambda x: nn.functional.batch_norm(
+        x, bn.running_mean, bn.running_var, bn.weight, bn.bias, True
+    )
+
+
+#: No bound method of the layer is found there.
+LOST = (
+    *(own_arithmetic, beside_a_backup, of_a_copy, weak, of_an_object_that_computes),
+    lambda bn: setattr(bn, "forward", plain(bn)),
+    lambda bn: setattr(bn, "forward", functools.wraps(bn.forward)(plain(bn))),
+    lambda bn: setattr(bn, "_call_impl", plain(bn)),
+    lambda bn: setattr(bn, "_compiled_call_impl", plain(bn)),
+    lambda bn: setattr(bn, "forward", functools.lru_cache(bn.forward)),
+)
+
+
 def case_what_cannot_be_rebound_is_warned_of_and_refused(rank, world):
-    for patch in (
-        *(unbound, unbound_beside_a_backup, unbound_with_the_former_one_s_name, own_arithmetic),
-        *(of_a_copy, own_call, own_compiled_call, weak, in_c, of_an_object_that_computes),
-    ):
+    for lose in LOST:
         net = nn.Sequential(nn.Identity(), nn.Sequential(nn.BatchNorm1d(1)), nn.BatchNorm1d(1))
-        patch(net[1][0])
+        lose(net[1][0])
         with pytest.warns(UserWarning, match=r"^1\.0: got a forward on the object") as found:
             syncbn.convert_sync_batchnorm(net)
-        assert len(found) == 1, patch
+        assert len(found) == 1, lose
         line = r"\n  1\.0: syncbn\.SyncBatchNorm: the forward on the object does"
         raises(RuntimeError, line, lambda n=net: syncbn.report(n, strict=True))
         row, other = syncbn.report(net)
@@ -387,9 +314,9 @@ def case_pytorch_s_forward_on_a_synchronized_layer_says_so_once(rank, world):
 
 
 def case_a_failed_conversion_leaves_a_patched_layer_as_it_was(rank, world):
-    for patch in PATCHES.values():
+    for name in MAKERS:
         net = nn.Sequential(nn.BatchNorm1d(1), nn.Identity())
-        patch(net[0])
+        patch(net[0], name)
         before = vars(net[0]).copy()
         if rank == 1:
             net[1] = nn.LazyBatchNorm1d()
@@ -402,8 +329,8 @@ def case_a_failed_conversion_leaves_a_patched_layer_as_it_was(rank, world):
 def case_copies_of_a_patched_layer(rank, world):
     """Whose patches go along with them, as of a plain layer."""
     net = nn.Sequential(nn.BatchNorm1d(1))
-    by_attribute_of_the_layer(net[0])
-    by_the_bound_method_itself(net[0])
+    patch(net[0], "attribute_of_the_layer")
+    patch(net[0], "the_bound_method_itself")
     del net[0].forward
     net[0].forward = net[0].my_forward
     del net[0].my_forward

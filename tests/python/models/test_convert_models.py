@@ -83,15 +83,6 @@ def test_timm_norm_and_activation(name, count, fused):
         check_round_trip(net, torch.randn(2, 3, 64, 64), count)
 
 
-def test_timm_mobilenet():
-    timm = pytest.importorskip("timm")
-    torch.manual_seed(1)
-    net = timm.create_model("mobilenetv3_small_100", num_classes=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_round_trip(net, torch.randn(2, 3, 64, 64), 34)
-
-
 def timm_layers(act_layer=nn.ReLU, **options):
     """A layer with statistics of its own, and what it gives for x, evaluating and training."""
     layers = pytest.importorskip("timm.layers")
@@ -145,15 +136,6 @@ def test_what_is_registered_goes_before_what_is_known_of_timm():
     layers, layer = timm_layers()
     syncbn.register_conversion(layers.BatchNormAct2d, lambda layer, sync: layer)
     assert type(syncbn.convert_sync_batchnorm(layer)) is layers.BatchNormAct2d
-
-
-def test_timm_s_own_converter_replaces_layers():
-    """A fact that docs/conversion.md states. report() shows it."""
-    layers, layer = timm_layers(nn.SiLU)
-    net = layers.convert_sync_batchnorm(syncbn.convert_sync_batchnorm(nn.Sequential(layer)))
-    assert type(net[0]) is nn.SyncBatchNorm  # and the activation is lost
-    with pytest.raises(RuntimeError, match=r"\n  0: torch.SyncBatchNorm"):
-        syncbn.report(net, strict=True)
 
 
 def test_modules_fused_for_quantization():

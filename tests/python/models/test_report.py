@@ -98,14 +98,6 @@ def test_strict_without_a_process_group():
     assert syncbn.report(net, strict=True)[0].note == "sync=False"
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_strict_with_one_rank(one_rank):
     """One rank has all statistics; other layers and groups that are gone are refused."""
     net = model()
