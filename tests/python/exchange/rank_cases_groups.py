@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
-from rank_cases import CountCollectives, raises
+from rank_cases import raises
 from support import run_snippets
 from syncbn.exchange import groups, subgroups
 
@@ -107,13 +107,6 @@ def case_overlapping_groups(rank, world):
     dist.barrier()
 
 
-def case_prepare_makes_the_group_for_a_compiled_first_step(rank, world):
-    layer = syncbn.SyncBatchNorm(4, timeout=41)
-    step = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    syncbn.prepare(layer)
-    step(torch.randn(3, 4))
-
-
 def case_one_group_per_process_group(rank, world):
     before = len(groups._own_groups)
     for _ in range(3):
@@ -170,14 +163,6 @@ def case_later_groups_ask_no_name_server(rank, world):
             syncbn.reset_groups(layer)
     assert not refused.called
     layer(torch.ones(2, 3))
-
-
-def case_checks_cost_no_collective(rank, world):
-    layer = syncbn.SyncBatchNorm(4)
-    layer(torch.randn(3, 4))
-    with CountCollectives() as count:
-        layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
-    assert count.names == ["all_reduce"] * 2, count.names
 
 
 def case_page_of_groups(rank, world):

@@ -100,32 +100,6 @@ def case_operator_disagreement_is_an_error_on_every_rank(rank, world):
     batch_norm_(x, *variables(4))
 
 
-def case_operator_refusal_is_an_error_on_every_rank(rank, world):
-    x = torch.randn(3, 4)
-    mean, var, scale, bias, batches = variables(4)
-    before = [t.clone() for t in (mean, var, batches)]
-    for bad in (
-        {"x": torch.randn(4)},
-        {"x": torch.ones(3, 4, device="meta")},
-        {"scale": scale[:3]},
-        {"batches": -batches},
-        {"epsilon": -1.0},
-    ):
-        arguments = {"x": x, "scale": scale, "bias": bias, "batches": batches}
-        arguments.update(bad if rank == 0 else {})
-        raises(
-            ValueError if rank == 0 else syncbn.DivergenceError,
-            "expected" if rank == 0 else "a rank refused its input: rank 0: .*expected",
-            lambda a=arguments: batch_norm_(estimated_mean=mean, estimated_var=var, **a),
-        )
-    one = x[:1] if rank == 0 else x[:0]
-    raises(
-        ValueError, "1 value per channel", lambda: batch_norm_(one, mean, var, None, None, batches)
-    )
-    assert all(map(torch.equal, (mean, var, batches), before))
-    batch_norm_(x, mean, var, scale, bias, batches)
-
-
 def case_operator_backward_disagreement(rank, world):
     """One rank brings its gradients to another step's exchange."""
     last = rank == world - 1

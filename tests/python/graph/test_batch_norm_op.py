@@ -322,50 +322,6 @@ def test_traces_to_one_node_exact():
     assert torch.equal(traced(x), function(x))
 
 
-MEAN, VAR, SCALE, BIAS, BATCHES = variables(batches=1)
-REFUSED = {
-    "x: got 1D input, expected at least 2D": {"x": torch.ones(4)},
-    "x: got torch.int64, expected float16": {"x": torch.ones(4, 3, dtype=torch.int64)},
-    "x: got a tensor on meta, expected the CPU": {"x": torch.ones(4, 3, device="meta")},
-    "Expected more than 1 value per channel when training, got 1 over all ranks": {
-        "x": torch.ones(1, 3)
-    },
-    "estimated_mean: got shape (2,), expected (3,)": {"estimated_mean": MEAN[:2]},
-    "estimated_var: got torch.int64, expected float16": {"estimated_var": VAR.long()},
-    "scale: got shape (3, 1), expected (3,)": {"scale": SCALE[:, None]},
-    "bias: got a tensor on meta, expected cpu": {"bias": BIAS.to("meta")},
-    "batches: got 1 entries of torch.float32 on cpu, expected one int64": {
-        "batches": BATCHES.float()
-    },
-    "batches: got 2 entries of torch.int64 on cpu, expected one int64": {
-        "batches": torch.ones(2).long()
-    },
-    "batches: got -1, expected a number of at least 0": {"batches": -BATCHES},
-    "epsilon: got -0.5, expected a finite number of at least 0": {"epsilon": -0.5},
-    "epsilon: got nan, expected a finite number of at least 0": {"epsilon": float("nan")},
-    "momentum: got 1.5, expected a number in [0, 1]": {"momentum": 1.5},
-}
-
-
-@pytest.mark.parametrize("text", REFUSED)
-def test_refused_arguments(text):
-    arguments = {
-        "x": samples("float32"),
-        "estimated_mean": MEAN.clone(),
-        "estimated_var": VAR.clone(),
-        "scale": SCALE,
-        "bias": BIAS,
-        "batches": BATCHES.clone(),
-        **REFUSED[text],
-    }
-    names = ("estimated_mean", "estimated_var", "batches")
-    before = [arguments[name].clone() for name in names]
-    with pytest.raises(ValueError) as error:
-        batch_norm_(**arguments)
-    assert str(error.value).startswith(text)
-    assert all(map(torch.equal, (arguments[name] for name in names), before))
-
-
 @pytest.mark.parametrize("shape", ((), (1,), (1, 1)))
 def test_counter_of_any_shape_with_one_entry_exact(shape):
     mean, var, scale, bias, batches = variables(batches=2)

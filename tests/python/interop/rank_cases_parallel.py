@@ -186,16 +186,6 @@ def case_ddp_broadcast_and_smaller_groups(rank, world):
         torch.testing.assert_close(layer.running_mean, expected, rtol=2**-51, atol=2**-54)
 
 
-def case_pytorchs_layers_are_refused_until_they_are_converted(rank, world):
-    """DDP refuses torch.nn.SyncBatchNorm on the CPU, and takes the subclass that can."""
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(network())
-    assert type(model[1]) is nn.SyncBatchNorm
-    raises(ValueError, "only work with GPU modules", lambda: DistributedDataParallel(model))
-    model = syncbn.convert_sync_batchnorm(model)
-    assert nn.SyncBatchNorm.convert_sync_batchnorm(model)[1] is model[1]
-    DistributedDataParallel(model)(samples(0, 1))
-
-
 class Branches(nn.Module):
     """A branch that not every rank takes; a layer follows it."""
 

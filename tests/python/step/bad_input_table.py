@@ -81,6 +81,7 @@ OPTIONS = [
     *(("momentum", v, f"^momentum: got {v!r}, {MOMENTUM}") for v in (-0.1, 1.5, NAN, "0.1", True)),
     ("momentum", [0.1], rf"^momentum: got \[0.1\], {MOMENTUM}"),
     *(("negative_slope", v, f"^negative_slope: got {v!r}, {SLOPE}") for v in ("a", None, INF)),
+    ("negative_slope", 1e300, f"^negative_slope: got 1e.300, {SLOPE}"),
     *(("activation", v, "^activation: got .*, expected one of") for v in ("gelu", None, ["relu"])),
     ("activation", np.array(["relu", "none"]), "^activation: got .*, expected one of"),
     ("statistics", 2, "^statistics: got 2, expected one of"),
@@ -165,6 +166,18 @@ OPERATOR = (
     ({"scale": [1]}, f"^scale: got list, {STRIDES}"),
     ({"estimated_mean": None}, f"^estimated_mean: got NoneType, {STRIDES}"),
     ({"batches": 1}, f"^batches: got int, {STRIDES}"),
+    ({"x": X[0, 0]}, "^x: got 1D input, expected at least 2D"),
+    ({"x": X.long()}, f"^x: got torch.int64, {FLOATS}"),
+    ({"x": X.to("meta")}, "^x: got a tensor on meta, expected the CPU"),
+    ({"x": X[:1, :, 0]}, "^Expected more than 1 value per channel when training, got 1 over all"),
+    ({"estimated_mean": torch.ones(2)}, r"^estimated_mean: got shape \(2,\), expected \(4,\)"),
+    ({"estimated_var": torch.ones(4).long()}, f"^estimated_var: got torch.int64, {FLOATS}"),
+    ({"scale": torch.ones(4, 1)}, r"^scale: got shape \(4, 1\), expected \(4,\)"),
+    ({"bias": torch.ones(4, device="meta")}, "^bias: got a tensor on meta, expected cpu"),
+    ({"batches": torch.ones(1)}, "^batches: got 1 entries of torch.float32 on cpu, expected one"),
+    ({"batches": torch.ones(2).long()}, "^batches: got 2 entries of torch.int64 on cpu, expected"),
+    ({"batches": torch.tensor([-1])}, "^batches: got -1, expected a number of at least 0"),
+    ({"momentum": 1.5}, r"^momentum: got 1.5, expected a number in \[0, 1\]"),
     ({"epsilon": "1"}, f"^epsilon: got '1', {EPS}"),
     ({"epsilon": INF}, f"^epsilon: got inf, {EPS}"),
     ({"momentum": None}, r"^momentum: got None, expected a number in \[0, 1\]"),
@@ -207,6 +220,15 @@ OTHERS = {
         _function(momentum=None, running_mean=None),
         r"^momentum: got None without num_batches_tracked, expected a number in \[0, 1\]",
     ),
+    "function activation": (_function(activation="gelu"), "^activation: got 'gelu', expected one"),
+    "function slope": (
+        _function(activation="leaky_relu", negative_slope=NAN),
+        f"^negative_slope: got nan, {SLOPE}",
+    ),
+    "relu in place": (
+        lambda layer: layer.__dict__.update(activation="relu", inplace=True) or layer(X),
+        "^inplace: got True with relu",
+    ),
     "function eps": (_function(eps=INF), f"^eps: got inf, {EPS}"),
     "function process_group": (
         _function(process_group=3),
@@ -217,6 +239,11 @@ OTHERS = {
         lambda layer: layer([X, X], X),
         "^residual: got Tensor, expected a list of 2, one per input",
     ),
+    "list residuals": (
+        lambda layer: layer([X, X], [X]),
+        "^residual: got .*, expected a list of 2, one per input",
+    ),
+    "list residual shape": (lambda layer: layer([X, X], [X[:1]] * 2), f"residual: got .*{LIKE}"),
     "list mask": (lambda layer: layer([X, X], None, 5), "^mask: got int, expected a list of 2"),
     "list welford": (
         lambda layer: setattr(layer, "statistics", "welford") or layer([X, X]),
@@ -246,6 +273,10 @@ OTHERS = {
     "convert nothing": (
         lambda _: syncbn.convert_sync_batchnorm(nn.BatchNorm1d),
         "^module: got type, expected a torch.nn.Module",
+    ),
+    "convert group": (
+        lambda _: syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), 7),
+        "^process_group: got 7, expected a process group, its name, a DeviceMesh",
     ),
     "convert statistics": (
         lambda _: syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), statistics="x"),
@@ -281,7 +312,8 @@ def _state(name, value):
     return call
 
 
-LATER = ("eps", "momentum", "negative_slope", "activation", "statistics", "affine_grad", "inplace")
+LATER = ("eps", "momentum", "negative_slope", "activation", "statistics", "affine_grad")
+LATER += ("inplace", "sync")
 CASES = [
     *((n, lambda layer, x=x: layer(x), text) for n, (x, text) in INPUTS.items()),
     *((n, lambda layer, z=z: layer(X, z), text) for n, (z, text) in RESIDUALS.items()),

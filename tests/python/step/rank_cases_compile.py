@@ -10,18 +10,19 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from rank_cases import raises, unchanged
+from rank_cases import CountCollectives, raises, unchanged
 from rank_cases_groups import check_interrupted
 from support import assert_same_layers
 from syncbn.exchange import groups
 from syncbn.operators import ops
+from test_static_graph import LAYERS, Graphs, assert_same_training, new_net
 
 
 def net(**options) -> nn.Module:
@@ -66,6 +67,26 @@ def case_compiled_dynamic_batches_exact(rank, world):
     assert_same_layers(traced, reference)
     assert_equal_buffers(traced, reference)
     assert traced[1].state.call == 7
+
+
+def case_traced_and_compiled_networks_exchange_once_per_layer_and_direction_exact(rank, world):
+    """Of uneven shares."""
+    if world != 2:
+        return
+    options = dict(seed=rank, samples=(5, 2)[rank])
+    new_net()(torch.randn(2, 3, 6, 6))  # makes the group
+    traced = fx.symbolic_trace(new_net())
+    assert_same_training(traced, new_net(), **options)
+    x = torch.randn(2, 3, 6, 6)
+    with CountCollectives() as forward:
+        y = traced(x)
+    with CountCollectives() as backward:
+        y.sum().backward()
+    assert forward.names == backward.names == ["all_reduce"] * len(LAYERS)
+    graphs, model = Graphs(), new_net()
+    model.compile(backend=graphs.backend, fullgraph=True)
+    assert_same_training(model, new_net(), **options)
+    assert graphs.forward == graphs.backward == [len(LAYERS)]
 
 
 def case_inductor_exact(rank, world):

@@ -83,16 +83,6 @@ def case_masked_rows_are_removed_rows_exact(rank, world):
         unchanged(layer, removed_layer.state_dict())
 
 
-def case_refused_mask_is_an_error_on_every_rank(rank, world):
-    layer = new_layer(3)
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
-    x = torch.randn(4, 3, 5)
-    mask = torch.ones(4, 5 if rank else 6, dtype=torch.bool)
-    error = (syncbn.DivergenceError, "expected torch.bool") if rank else (ValueError, "mask: got")
-    raises(*error, lambda: layer(x, mask=mask))
-    unchanged(layer, before)
-
-
 def case_one_or_no_counting_value_over_all_ranks(rank, world):
     layer = new_layer(3)
     before = {name: value.clone() for name, value in layer.state_dict().items()}

@@ -7,6 +7,7 @@ torch.nn.SyncBatchNorm raises on this rank, before or after its exchange; the ot
 import copy
 import importlib.util
 import io
+import math
 import warnings
 
 import torch
@@ -15,17 +16,25 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import syncbn
-from rank_cases import raises, unchanged
+from rank_cases import raises, refused, unchanged
 from syncbn.ops import batch_norm_
 from syncbn.parallel import all_reduce
 
+X = torch.linspace(-2, 3, 60).sin().view(5, 4, 3)
+
+
+def _step(layer):
+    x = X.clone().requires_grad_()
+    y = layer(x)
+    y.backward(X.cos())
+    return y.detach(), x.grad, *(b.clone() for b in layer.buffers())
+
 
 def case_refused_input_is_an_error_on_every_rank(rank, world):
+    """Named as the error names it; also what has no strided memory, or is no tensor at all."""
     layer = syncbn.SyncBatchNorm(4)
-    before = copy.deepcopy(layer.state_dict())
     x = torch.randn(3, 4)
     sparse = x.to_sparse()
-    # Named as the error names it; also what has no strided memory, or is no tensor at all.
     for name, *bad in (
         ("running_mean", torch.randn(3, 5)),
         ("input", torch.ones(3, 4, dtype=torch.int64)),
@@ -38,33 +47,96 @@ def case_refused_input_is_an_error_on_every_rank(rank, world):
         ("residual", x, sparse),
         ("residual", x, x.numpy()),
         ("mask", x, None, torch.ones(3, dtype=torch.bool).to_sparse()),
+        ("mask", x, None, torch.ones(4, dtype=torch.bool)),
     ):
-        if rank == 0:
-            raises(ValueError, f"^{name}: got .*, expected", lambda bad=bad: layer(*bad))
-        else:
-            # The others are told why.
-            text = f"a rank refused its input: rank 0: .*ValueError: {name}: got "
-            raises(syncbn.DivergenceError, text, lambda: layer(x))
-        unchanged(layer, before)
+        refused(
+            rank, layer, f"{name}: got .*, expected", lambda bad=bad: layer(*bad), lambda: layer(x)
+        )
+    for name, *bad in (("mask", None, 5), ("residual", X, None), ("mask", None, [X > 0])):
+        text = f"{name}: got .*, expected a list of 2"
+        refused(rank, layer, text, lambda bad=bad: layer([X, X], *bad), lambda: layer([X, X]))
     layer(x)
+    layer([X, X])
 
 
-def case_refused_parameters_and_buffers_are_an_error_on_every_rank(rank, world):
-    x = torch.randn(3, 4)
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        for bad in (torch.ones(4, dtype=torch.int32), torch.ones(4).to_sparse()):
-            layer = syncbn.SyncBatchNorm(4)
-            if rank == 0:
-                good = getattr(layer, name)
-                kind = nn.Parameter if name in layer._parameters else lambda t, _: t
-                setattr(layer, name, kind(bad, False))
-                raises(ValueError, f"^{name}: got .*, expected", lambda layer=layer: layer(x))
+def case_refused_parameters_buffers_and_options_are_an_error_on_every_rank(rank, world):
+    expected = _step(syncbn.SyncBatchNorm(4))
+    tensors = ("weight", "bias", "running_mean", "running_var")
+    for name, bad in (
+        *((n, torch.ones(4, dtype=torch.int32)) for n in tensors),
+        *((n, torch.ones(4).to_sparse()) for n in tensors),
+        *((n, torch.zeros(1).expand(4)) for n in tensors[2:]),
+        ("num_batches_tracked", torch.tensor(1, dtype=torch.int32)),
+        ("num_batches_tracked", torch.zeros(0, dtype=torch.int64)),
+        ("eps", math.inf),
+        ("eps", "1e-5"),
+        ("momentum", "0.1"),
+        ("negative_slope", None),
+        ("activation", ["relu"]),
+    ):
+        layer = syncbn.SyncBatchNorm(4)
+        good = getattr(layer, name)
+
+        def call(layer=layer, name=name, bad=bad, good=good):
+            setattr(layer, name, nn.Parameter(bad, False) if name in layer._parameters else bad)
+            try:
+                layer(X)
+            finally:
                 setattr(layer, name, good)
-            else:
-                text = f"rank 0: .*ValueError: {name}: got "
-                raises(syncbn.DivergenceError, text, lambda layer=layer: layer(x))
-            unchanged(layer, syncbn.SyncBatchNorm(4).state_dict())
-            layer(x)
+
+        refused(rank, layer, f"{name}: got .*, expected", call, lambda layer=layer: layer(X))
+        assert all(map(torch.equal, _step(layer), expected)), name
+
+
+def case_refused_arguments_of_the_operator_are_an_error_on_every_rank(rank, world):
+    names = ("estimated_mean", "estimated_var", "batches")
+    for name, bad in (
+        ("x", None),
+        ("x", X[0, 0]),
+        ("x", X.to_sparse()),
+        ("x", X.to("meta")),
+        ("scale", torch.ones(3)),
+        ("estimated_mean", None),
+        ("estimated_var", torch.ones(1).expand(4)),
+        ("batches", 1),
+        ("batches", torch.tensor([-1])),
+        ("epsilon", "1"),
+        ("momentum", None),
+        ("is_infer", "no"),
+    ):
+        given = {"x": X, "scale": torch.ones(4), "bias": torch.zeros(4)}
+        given |= {n: torch.tensor([2]) if n == "batches" else torch.ones(4) for n in names}
+        before = [given[n].clone() for n in names]
+        refused(
+            rank,
+            nn.Identity(),
+            f"{name}: got .*, expected",
+            lambda given=given, name=name, bad=bad: batch_norm_(**{**given, name: bad}),
+            lambda given=given: batch_norm_(**given),
+        )
+        assert all(map(torch.equal, (given[n] for n in names), before)), name
+        one = {**given, "x": X[:1, :, 0] if rank == 0 else X[:0]}
+        raises(ValueError, "1 value per channel", lambda one=one: batch_norm_(**one))
+        assert all(map(torch.equal, (given[n] for n in names), before)), name
+        batch_norm_(**given)
+        assert given["batches"].item() == 3
+
+
+def case_a_destroyed_group_changes_nothing_and_can_be_replaced(rank, world):
+    group = dist.new_group(list(range(world)))
+    layer = syncbn.SyncBatchNorm(4, process_group=group)
+    layer(X)
+    before = copy.deepcopy(layer.state_dict())
+    name = group.group_name
+    dist.barrier()
+    dist.destroy_process_group(group)
+    for _ in range(2):
+        text = f"^process_group: no process group named '{name}' in this process; was it destroyed"
+        raises(RuntimeError, text, lambda: layer(X))
+        unchanged(layer, before)
+    syncbn.set_group(layer)
+    layer(X)
+    assert layer.num_batches_tracked == 2
 
 
 def _tangent(call, x):

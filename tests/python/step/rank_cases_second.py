@@ -123,7 +123,7 @@ def case_second_derivatives_that_one_rank_needs(rank, world):
 
 def case_gradient_penalty_under_ddp(rank, world):
     """A critic with the penalty of WGAN-GP, three steps, against one process: see
-    case_ddp_equals_one_process for the bound."""
+    rank_cases_parallel.py for the bound."""
     torch.manual_seed(54)
     critic = nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.2), nn.Conv2d(4, 1, 4)
@@ -181,13 +181,6 @@ def case_second_backward_without_a_rank_is_an_error(rank, world):
             lambda: dx.sum().backward(),
         )
     dist.barrier()
-
-
-def case_second_derivatives_in_place_are_refused(rank, world):
-    layer = syncbn.SyncBatchNorm(3, activation="leaky_relu", inplace=True)
-    x = torch.randn(4, 3, requires_grad=True)
-    (dx,) = torch.autograd.grad(layer(x * 1).square().sum(), x, create_graph=True)
-    raises(NotImplementedError, "inplace=True", lambda: dx.sum().backward())
 
 
 def case_batched_gradients_on_one_rank_are_refused_at_once_and_disturb_nobody(rank, world):

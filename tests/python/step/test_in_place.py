@@ -153,6 +153,7 @@ def test_refused_arguments():
     wide = torch.randn(2, 8, 6)
     for arguments, text in (
         ((x.clone(), x), "inplace: got True with a residual"),
+        ((x.clone(), None, x[:, 0] > 0), "mask: got one with inplace=True, expected None"),
         ((x.clone().requires_grad_(),), "input: got a leaf"),
         ((wide[:, :4],), "input: got a view"),
     ):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import syncbn
-from syncbn.step import options, second_derivatives
+from syncbn.step import options
 from syncbn.step.options import ACTIVATIONS, Activation, Options, finish
 
 NAME = "made_up"
@@ -50,10 +50,6 @@ PLACES = {
 def test_an_unknown_activation_is_an_error(place):
     with pytest.raises(ValueError, match=f"^activation: got '{NAME}', expected one of"):
         PLACES[place]()
-
-
-def test_others_ask_the_same_table():
-    assert second_derivatives.activation_of is options.activation_of
 
 
 def test_one_in_the_table_is_what_the_table_says(made_up):

@@ -2,20 +2,16 @@
 """A training step as one static graph: torch.compile without graph breaks, and torch.fx."""
 
 import copy
-import datetime
 import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import syncbn
-from rank_cases import CountCollectives
 from syncbn.functional import sync_batch_norm
 from syncbn.step.autograd import train_step
 
@@ -218,31 +214,3 @@ def test_function_exact():
     traced = fx.symbolic_trace(Function())
     assert sum(node.target is sync_batch_norm for node in traced.graph.nodes) == 2
     assert_same_training(traced, Function())
-
-
-def _rank(rank: int, folder: str) -> None:
-    """Two ranks with uneven shares: one exchange per layer and direction in every form."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", store, datetime.timedelta(seconds=60), world_size=2, rank=rank)
-    options = dict(seed=rank, samples=(5, 2)[rank])
-    new_net()(torch.randn(2, 3, 6, 6))  # makes the group
-
-    traced = fx.symbolic_trace(new_net())
-    assert_same_training(traced, new_net(), **options)
-    x = torch.randn(2, 3, 6, 6)
-    with CountCollectives() as forward:
-        y = traced(x)
-    with CountCollectives() as backward:
-        y.sum().backward()
-    assert forward.names == backward.names == ["all_reduce"] * len(LAYERS)
-
-    graphs, model = Graphs(), new_net()
-    model.compile(backend=graphs.backend, fullgraph=True)
-    assert_same_training(model, new_net(), **options)
-    assert graphs.forward == graphs.backward == [len(LAYERS)]
-    dist.destroy_process_group()
-
-
-def test_two_ranks_exact(tmp_path):
-    mp.spawn(_rank, (str(tmp_path),), nprocs=2)
