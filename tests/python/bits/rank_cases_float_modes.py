@@ -120,11 +120,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(kinds[tensor.element_size()])
 
 
-def differing(layers, case: tuple, mode: tuple, rank: int, has_mode: bool) -> list[str]:
-    """Names of what has other bits than without the mode; exact. layers: two for the case."""
-    expected = step(layers[0], contextlib.nullcontext(), rank, *case)
-    context = float_mode(*mode) if has_mode else contextlib.nullcontext()
-    actual = step(layers[1], context, rank, *case)
+def differing(expected: list, layer, case: tuple, mode, rank: int) -> list[str]:
+    """Names of what has other bits than expected, of a step in that mode; exact."""
+    actual = step(layer, mode, rank, *case)
     names = ["y", "dx", "dweight", "dbias", "dresidual"][: 5 if case[3].get("residual") else 4]
     names += ["running mean", "running var", "batches"]
     pairs = zip(names, expected, actual, strict=True)
@@ -138,7 +136,9 @@ def case_one_rank_with_a_mode_exact(rank, world):
     layers = torch.nn.ModuleList(layer_of(*case) for case in cases for _ in range(2))
     for number, case in enumerate(cases):
         mode, two = MODES[number % len(MODES)], layers[2 * number : 2 * number + 2]
-        if names := differing(two, case, mode, rank, rank == number % world):
+        expected = step(two[0], contextlib.nullcontext(), rank, *case)
+        context = float_mode(*mode) if rank == number % world else contextlib.nullcontext()
+        if names := differing(expected, two[1], case, context, rank):
             failures.append((mode, *case, names))
     assert not failures, "\n".join(map(str, [len(failures), *failures[:20]]))
 

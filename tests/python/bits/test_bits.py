@@ -254,3 +254,18 @@ def test_running_statistics_exact(momentum, buffer_dtype):
         assert_same_bits(running[0], mean, "running_mean")
         assert_same_bits(running[1], var, "running_var")
         assert int(running[2]) == tracked
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_evaluation_exact(dtype):
+    rng = np.random.default_rng(9)
+    x = rough_samples(rng, (4, 17, 9), dtype)
+    mean, var = (oracle.round_to(rng.random(17) + 0.5, "float32") for _ in range(2))
+    weight, bias = parameters(rng, 17)
+    rstd = oracle.inverse_deviation(var, 1e-3)
+    expected = oracle.normalize(x, mean, rstd, dtype, weight, bias)
+    tensors = [to_tensor(t, "float32") for t in (mean, var, weight, bias)]
+    for level in LEVELS:
+        assert ops.force_cpu_instruction_set(level)
+        y, _ = ops.evaluate(to_tensor(x, dtype), *tensors, 1e-3)
+        assert_same_bits(y, expected, level)

@@ -20,11 +20,8 @@ from .finalize import (
 from .formats import FORMATS, Format, format_of, round_to
 from .layer import (
     Backward,
-    EvaluateBackward,
     Forward,
     backward,
-    evaluate,
-    evaluate_backward,
     forward,
 )
 from .sums import integers_of, local_words, merge, words_of
@@ -32,14 +29,11 @@ from .sums import integers_of, local_words, merge, words_of
 __all__ = [
     "FORMATS",
     "Backward",
-    "EvaluateBackward",
     "Format",
     "Forward",
     "Gradients",
     "Moments",
     "backward",
-    "evaluate",
-    "evaluate_backward",
     "fma",
     "fma32",
     "format_of",

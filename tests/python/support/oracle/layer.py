@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole layer over a list of ranks, and evaluation (sections 4 and 6 of docs/numerics.md)."""
+"""The whole layer over a list of ranks (sections 1 to 6 of docs/numerics.md)."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from .elementwise import along, input_gradient, multiply, normalize, scaled_weight, upstream
-from .finalize import check_count, gradients, inverse_deviation, moments
+from .elementwise import along, input_gradient, normalize, scaled_weight, upstream
+from .finalize import check_count, gradients, moments
 from .formats import round_to, tensor_of
 from .sums import count_of, local_words, mask_of, merge
 
@@ -39,17 +39,6 @@ class Backward:
     dbias: np.ndarray
     dweight_shares: list
     dbias_shares: list
-
-
-@dataclass(frozen=True)
-class EvaluateBackward:
-    """Words, dx, dresidual (None without a residual), dweight and dbias of one rank."""
-
-    words: np.ndarray
-    dx: np.ndarray
-    dresidual: np.ndarray
-    dweight: np.ndarray
-    dbias: np.ndarray
 
 
 def _per_rank(values, ranks):
@@ -129,67 +118,4 @@ def backward(
         dbias=round_to(total.dbias, parameter_dtype),
         dweight_shares=[round_to(share.dweight, parameter_dtype) for share in shares],
         dbias_shares=[round_to(share.dbias, parameter_dtype) for share in shares],
-    )
-
-
-def _evaluation_statistics(x, running_mean, running_var, dtype, eps, mask):
-    """(mean, rstd) [C] of evaluation: the running ones, else the local batch's (section 4)."""
-    if running_mean is None and running_var is None:
-        own = moments(local_words(x, x, dtype, mask), count_of(x, mask), dtype, eps)
-        return own.mean, own.rstd
-    if running_mean is None or running_var is None:
-        raise ValueError("running_mean and running_var are both given or both None")
-    mean = np.asarray(running_mean, dtype=np.float64)
-    return mean, inverse_deviation(running_var, eps)
-
-
-def evaluate(
-    x,
-    running_mean,
-    running_var,
-    dtype,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    residual=None,
-    activation="none",
-    slope=0.01,
-    mask=None,
-):
-    """Evaluation of the C++ core, y in x's type (section 4); running statistics [C] or None."""
-    x = tensor_of(x, dtype, "x")
-    mean, rstd = _evaluation_statistics(x, running_mean, running_var, dtype, eps, mask)
-    return normalize(x, mean, rstd, dtype, weight, bias, residual, activation, slope, mask)
-
-
-def evaluate_backward(
-    dy,
-    x,
-    running_mean,
-    running_var,
-    dtype,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    residual=None,
-    activation="none",
-    slope=0.01,
-    mask=None,
-    parameter_dtype="float32",
-):
-    """Evaluation-mode backward, plain and local (section 6, last line)."""
-    x = tensor_of(x, dtype, "x")
-    mean, rstd = _evaluation_statistics(x, running_mean, running_var, dtype, eps, mask)
-    u = upstream(dy, x, mean, rstd, dtype, weight, bias, residual, activation, slope, mask)
-    words = local_words(u, x, dtype, mask)
-    total = gradients(words, count_of(x, mask), dtype, mean, rstd)
-    w = scaled_weight(weight, rstd)
-    w = w if dtype == "float64" else round_to(w, "float32")
-    dx = round_to(multiply(along(w, x), u, dtype), dtype)
-    return EvaluateBackward(
-        words=words,
-        dx=dx if mask is None else np.where(mask_of(mask, x), dx, 0.0),
-        dresidual=None if residual is None else u,
-        dweight=round_to(total.dweight, parameter_dtype),
-        dbias=round_to(total.dbias, parameter_dtype),
     )

@@ -20,18 +20,20 @@ _LEAST_EXPONENT = -1080  # below every exponent that frexp gives
 
 
 def lane_steps(planes):
-    """(n, M) elements as (n, segments, steps, 16): element e of a plane at lane e mod 16.
+    """(n, M) elements as (n, segments, steps, lanes): element e of a plane at lane e mod 16.
 
     Absent elements are +0, which no lane notices (section 1). A plane shorter than a segment is
-    padded to whole steps only.
+    padded to whole steps only, one shorter than a step to a power of two: the lanes that are left
+    out would be +0.
     """
     n, m = planes.shape
-    block = SEGMENT if m > SEGMENT else LANES
+    lanes = min(LANES, 1 << (m - 1).bit_length())
+    block = SEGMENT if m > SEGMENT else lanes
     padded = np.zeros((n, -(-m // block) * block))
     padded[:, :m] = planes
     if m > SEGMENT:
         return padded.reshape(n, -1, SEGMENT // LANES, LANES)
-    return padded.reshape(n, 1, -1, LANES)
+    return padded.reshape(n, 1, -1, lanes)
 
 
 def partials(u, v, dtype):
@@ -44,13 +46,13 @@ def partials(u, v, dtype):
     with np.errstate(all="ignore"):
         if dtype == "float64":
             return _pair_partials(us, None), _pair_partials(us, vs)
-        first = np.zeros(us.shape[:2] + (LANES,))
+        first = np.zeros(us.shape[:2] + us.shape[3:])
         second = np.zeros_like(first)
         for step in range(us.shape[2]):
             x, y = us[:, :, step], vs[:, :, step]
             first = first + x
             second = second + x * y  # the product is exact, so this is the fma
-        for h in (8, 4, 2, 1):
+        while (h := first.shape[-1] // 2) > 0:
             first = first[..., :h] + first[..., h:]
             second = second[..., :h] + second[..., h:]
     return [first[..., 0]], [second[..., 0]]
@@ -58,7 +60,7 @@ def partials(u, v, dtype):
 
 def _pair_partials(us, vs):
     """(s, r) of each segment for float64 (section 1); vs None means the first sum."""
-    s = np.zeros(us.shape[:2] + (LANES,))
+    s = np.zeros(us.shape[:2] + us.shape[3:])
     r = np.zeros_like(s)
     for step in range(us.shape[2]):
         x = us[:, :, step]
@@ -69,7 +71,7 @@ def _pair_partials(us, vs):
             p, q = product_error(x, vs[:, :, step])
             s, d = two_sum(s, p)
             r = r + (q + d)
-    for h in (8, 4, 2, 1):
+    while (h := s.shape[-1] // 2) > 0:
         s, d = two_sum(s[..., :h], s[..., h:])
         r = (r[..., :h] + r[..., h:]) + d
     s, r = s[..., 0], r[..., 0]
