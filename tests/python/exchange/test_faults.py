@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import fault_cases
-from rank_runs import quick_context, run_ranks, written
+from rank_runs import outcome_of, quick_context, run_ranks, written
 from syncbn.exchange import groups, whereabouts
 
 SCENARIOS = {
@@ -43,16 +43,10 @@ def _rank_main(rank: int, world: int, engine: str, folder: str, name: str) -> No
     )
     run = fault_cases.Run(rank, world)
     dist.barrier()
-    began = time.monotonic()
-    try:
-        SCENARIOS[name](run)
-        outcome, text = "passed", ""
-    except BaseException as error:
-        outcome, text = type(error).__name__, str(error)
-    result = {"outcome": outcome, "text": text, "seconds": time.monotonic() - began}
+    result = outcome_of(lambda: SCENARIOS[name](run))
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
     # Others may still ask where this rank is; ending is a fault of its own.
-    time.sleep(0.5 if outcome in ("passed", "KeyError") else 2)
+    time.sleep(0.5 if result["outcome"] in ("passed", "KeyError") else 2)
     os._exit(0)
 
 

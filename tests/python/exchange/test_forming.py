@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import forming_cases
 from forming_cases import LIMIT
-from rank_runs import free_port, quick_context, run_ranks, written
+from rank_runs import free_port, outcome_of, quick_context, run_ranks, written
 from syncbn.exchange import groups
 
 SCENARIOS = {
@@ -46,22 +46,14 @@ def _rank_main(rank: int, world: int, engine: str, direct: bool, port: int, fold
     group = dist.new_group(timeout=datetime.timedelta(seconds=LIMIT))
     dist.barrier()
     run = forming_cases.Run(rank, world, group, direct)
-    began = time.monotonic()
-    text = ""
-    try:
-        SCENARIOS[name](run)
-        outcome = "passed"
-    except BaseException as error:
-        outcome, text = type(error).__name__, str(error)
-    seconds = time.monotonic() - began
+    result = outcome_of(lambda: SCENARIOS[name](run))
     if name in forming_cases.GO_ON:
         dist.barrier()
-        try:
-            run.go_on()
-        except BaseException as error:
-            outcome, text = f"{outcome}, then {type(error).__name__}", f"{text}, then {error}"
+        after = outcome_of(run.go_on)
+        if after["outcome"] != "passed":
+            for key in ("outcome", "text"):
+                result[key] += f", then {after[key]}"
         dist.barrier()
-    result = {"outcome": outcome, "text": text, "seconds": seconds}
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
     time.sleep(1)  # ending is a fault of its own
     os._exit(0)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import node_cases
 import syncbn
-from rank_runs import quick_context, run_ranks, written
+from rank_runs import outcome_of, quick_context, run_ranks, written
 from syncbn.exchange import whereabouts
 
 WORLD = 4
@@ -74,13 +74,7 @@ def _lost_main(rank: int, folder: str, layout: str, lost: int) -> None:
     dist.barrier()
     if rank == lost:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    try:
-        y.sum().backward()
-        outcome, text = "passed", ""
-    except Exception as error:
-        outcome, text = type(error).__name__, str(error)
-    result = {"outcome": outcome, "text": text, "seconds": time.monotonic() - began}
+    result = outcome_of(lambda: y.sum().backward())
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
     # The others may still ask where this rank is, and its end would be a fault of its own.
     time.sleep(TIMEOUT)

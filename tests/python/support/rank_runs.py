@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,16 @@ def run_ranks(context, target: Callable, world: int, arguments: tuple, seconds: 
     return [process.exitcode for process in processes]
 
 
+def outcome_of(function: Callable[[], object]) -> dict:
+    """How it ended: "passed" or an error's name, the error's text, and the seconds that it took."""
+    began, outcome, text = time.monotonic(), "passed", ""
+    try:
+        function()
+    except BaseException as error:
+        outcome, text = type(error).__name__, str(error)
+    return {"outcome": outcome, "text": text, "seconds": time.monotonic() - began}
+
+
 def written(folder: str, world: int) -> dict:
     """What each rank wrote into RANK.json, None if it wrote nothing."""
     files = [Path(folder, f"{rank}.json") for rank in range(world)]
@@ -92,7 +103,7 @@ def run_cases(
     seconds: the limit of a case.
     """
     arguments = (world, engine, free_port(), folder, load, seconds)
-    codes = run_ranks(mp.get_context("spawn"), _rank_main, world, arguments, 900)
+    codes = run_ranks(quick_context(), _rank_main, world, arguments, 900)
     found: dict = {}
     hangs = [path for path in folder.iterdir() if path.name.startswith("hangs.")]
     found["hangs"] = "\n".join(path.read_text() for path in hangs)
