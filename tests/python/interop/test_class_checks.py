@@ -67,12 +67,6 @@ def trained(net) -> None:
         loss.backward()
 
 
-def test_the_class_is_pytorchs():
-    _, ours = both()
-    assert all(isinstance(m, THEIRS) for m in norms_of(ours, nn.modules.batchnorm._BatchNorm))
-    assert len(norms_of(ours)) == 2
-
-
 # PyTorch
 
 
@@ -113,15 +107,6 @@ def test_torch_func_removes_running_statistics():
     x = torch.randn(4, 3, 9, 9)
     for mode in (True, False):
         torch.testing.assert_close(net.train(mode)(x), plain.train(mode)(x))
-
-
-def test_torch_update_bn():
-    plain, net = network(), syncbn.convert_sync_batchnorm(network())
-    batches = [torch.randn(4, 3, 9, 9) for _ in range(3)]
-    for model in (plain, net):
-        torch.optim.swa_utils.update_bn(batches, model)
-    for a, b in zip(statistics(net), statistics(plain), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 # torchvision
@@ -241,17 +226,3 @@ def test_lightning_reverts():
     reverted = sync.revert(net)
     assert not norms_of(reverted, THEIRS)
     assert torch.equal(evaluated(reverted), expected)
-
-
-# Accelerate
-
-
-def test_accelerate_empty_weights():
-    """It asks for no class. A model made without memory and loaded trains."""
-    accelerate = library("accelerate")
-    source = network()
-    with accelerate.init_empty_weights(include_buffers=True):
-        net = syncbn.convert_sync_batchnorm(fresh_network())
-    net.load_state_dict(source.state_dict(), assign=True)
-    trained(net)
-    assert [int(m.num_batches_tracked) for m in norms_of(net)] == [2, 2]
