@@ -111,45 +111,6 @@ def test_suite_writes_every_field(tmp_path):
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_shapes_are_those_of_the_targets():
-    shapes = [[int(n) for n in line.split("x")] for line in (BENCHMARKS / "shapes.txt").open()]
-    assert sorted(shapes) == sorted(
-        [[8, 64, 56, 56], [2, 256, 128, 128], [16, 512, 14, 14], [32, 2048, 7, 7]]
-        + [[2, 2048, 32, 32], [64, 2048], [4096, 2048], [2, 64, 8, 56, 56]]
-    )
-
-
-def test_targets_are_all_there():
-    found: dict[tuple, tuple] = {}
-    for t in targets.TARGETS:
-        found[t.name, t.over] = found.get((t.name, t.over), ()) + tuple(t.limits.items())
-
-    def both(forward: float, backward: float) -> tuple:
-        return ("forward", forward), ("backward", backward)
-
-    step = "step, 2 processes, batch"
-    assert found == {
-        ("contiguous, planes of 784 and more", "copy"): both(1.25, 2.0),
-        ("contiguous, planes of 196", "copy"): both(1.45, 2.3),
-        ("contiguous, planes of 49", "copy"): both(2.6, 3.8),
-        ("channels-last, planes of 784 and more", "copy"): both(1.8, 2.8),
-        ("channels-last, planes of 196", "copy"): both(1.9, 3.0),
-        ("channels-last, planes of 49", "copy"): both(3.2, 5.0),
-        ("(64, 2048)", "PyTorch"): both(1.1, 1.1),
-        ("(4096, 2048), reused memory", "PyTorch"): both(0.9, 0.9),
-        ("every other shape of 256 KiB and more", "PyTorch"): both(0.8, 0.8),
-        ("16-bit types beyond the last cache", "float32"): both(1.5, 1.5),
-        ("16-bit types inside it", "float32"): both(1.0, 1.0),
-        ("two threads beyond the last cache", "one thread"): both(1.7, 1.7),
-        ("a copy on two threads, to compare", "a copy on one thread"): (("both", 1.7),),
-        ("(8, 16, 8, 8), eager, one rank", "PyTorch"): (*both(0.9, 1.15), ("both", 1.0)),
-        (f"ResNet-20's {step} 8", "plain"): (("step", 1.10),),
-        (f"ResNet-20's {step} 32", "plain"): (("step", 1.03),),
-        (f"ResNet-50's {step} 4", "plain"): (("step", 1.0),),
-        (f"ResNet-50, channels-last's {step} 4", "plain"): (("step", 1.0),),
-    }
-
-
 def layer_row(**fields: object) -> dict:
     row = {"shape": "2x256x128x128", "layout": "contiguous", "dtype": "float32", "threads": 1}
     row |= {"memory": "reused", "direction": "forward", "ratios": {"PyTorch": [0.4, 0.5, 0.6]}}

@@ -57,17 +57,6 @@ def test_ranks_share_one_global_batch(digits, ranks):
     assert same(whole, [torch.cat(part) for part in zip(*slices)])
 
 
-def test_pictures_do_not_depend_on_threads(digits):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = digits.train_pictures(0, 0, 0, 2)
-        torch.set_num_threads(2)
-        assert same(one, digits.train_pictures(0, 0, 0, 2))
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_shapes_and_ranges(digits):
     for pictures, labels in (digits.train_pictures(0, 0, 0, 8), digits.test_pictures()):
         assert pictures.shape[1:] == (3, 64, 64) and pictures.dtype == torch.float32
@@ -79,28 +68,6 @@ def test_shapes_and_ranges(digits):
         assert (drawn > 0.01).all() and (drawn < 0.5).all()
 
 
-def test_every_class_occurs(digits):
-    _, labels = digits.train_pictures(0, 0, 0, 40)
-    assert torch.unique(labels).tolist() == list(range(11))
-
-
-def test_test_pictures_are_the_same_in_every_run(demo, digits):
-    fewer = demo.data.DigitsOnPhotos(num_test=5).test_pictures()
-    assert same(fewer, [part[:5] for part in digits.test_pictures()])
-
-
-def test_training_and_test_have_nothing_in_common(demo, digits):
-    def indices(part, length):
-        return set(range(length)[part])
-
-    data = demo.data
-    train, test = (indices(part, 1797) for part in (data.TRAIN_DIGITS, data.TEST_DIGITS))
-    assert train.isdisjoint(test) and train | test == set(range(1797))
-    columns = [indices(part, 640) for part in (data.TRAIN_COLUMNS, data.TEST_COLUMNS)]
-    assert columns[0].isdisjoint(columns[1])
-    assert len(digits.digits) == 1797 and all(p.shape == (3, 427, 640) for p in digits.photos)
-
-
 def test_training_never_reads_test_digits_or_columns(demo):
     poisoned = demo.data.DigitsOnPhotos(num_test=1)
     clean = poisoned.train_pictures(0, 0, 0, 30)
@@ -108,22 +75,6 @@ def test_training_never_reads_test_digits_or_columns(demo):
     for photo in poisoned.photos:
         photo[:, :, demo.data.TRAIN_COLUMNS.stop :] = 255
     assert same(clean, poisoned.train_pictures(0, 0, 0, 30))
-
-
-def test_number_of_parameters(demo):
-    network = demo.network.build_network(11, seed=0)
-    assert sum(p.numel() for p in network.parameters()) == 220_019
-    norms = [m for m in network.modules() if isinstance(m, torch.nn.BatchNorm2d)]
-    assert len(norms) == 12
-    assert network(torch.zeros(2, 3, 64, 64)).shape == (2, 11, 64, 64)
-
-
-def test_weights_are_determined_by_the_seed(demo):
-    state = torch.random.get_rng_state()
-    first, again, other = (demo.network.build_network(11, seed) for seed in (4, 4, 5))
-    assert torch.equal(state, torch.random.get_rng_state())
-    assert same(first.state_dict().values(), again.state_dict().values())
-    assert not torch.equal(first.conv1.weight, other.conv1.weight)
 
 
 def test_mean_iou_of_a_known_confusion_matrix(demo):
@@ -203,15 +154,6 @@ def test_folder_masks_follow_their_pictures(demo, voc):
     pictures, labels = source.train_pictures(0, 0, 0, 12)
     bright = demo.data.denormalize(pictures).mean(1) > 0.5
     assert ((labels != 0) == bright).double().mean() > 0.95
-
-
-def test_folder_uses_its_lists(demo, voc):
-    lists = voc / "ImageSets" / "Segmentation"
-    lists.mkdir(parents=True)
-    (lists / "train.txt").write_text("p3\np1\nabsent\np2\n")
-    (lists / "val.txt").write_text("p2\np9\n")
-    source = demo.folder.VocFolder(voc, size=32)
-    assert source.train_names == ["p3", "p1"] and source.test_names == ["p2", "p9"]
 
 
 def test_folder_of_drawings(demo, tmp_path):

@@ -2,6 +2,7 @@
 """Every example and every Python snippet of the docs runs. A snippet's page may expect more."""
 
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -11,12 +12,12 @@ import pytest
 import torch
 
 import syncbn
+from rank_runs import free_port, quick_context, run_ranks
 from snippets import blocks
 from support import PROJECT, run_snippets, snippets
 
 # On two ranks only, with the library that each is about; test_training_loops.py has the bits.
 TRAINERS = {"11_accelerate.py": "accelerate", "12_lightning.py": "lightning"}
-TWO_RANKS = ("07_activation.py", "10_ddp.py")
 WEEKLY = ("06_static_graph.py", *TRAINERS)
 EXAMPLES = sorted({path.name for path in (PROJECT / "examples").glob("*.py")} - set(TRAINERS))
 PAGES = sorted(
@@ -38,46 +39,71 @@ ELSEWHERE = {
 PAGES = [page for page in PAGES if page not in ELSEWHERE]
 
 
-def run(*arguments):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=PROJECT
-    )
-    assert ended.returncode == 0, f"exit code {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
-    return ended.stdout
+def _main(rank, script, arguments, world, port, folder):
+    if world > 1:  # as torchrun says it
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["OMP_NUM_THREADS"] = "1"  # of processes that it starts
+    torch.set_num_threads(1)
+    os.chdir(PROJECT)
+    with open(folder / f"printed.{rank}", "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def run(folder, script, *arguments, world=1):
+    """What each rank prints; as `python SCRIPT ARGUMENTS`, without PyTorch's import."""
+    options = (script, arguments, world, free_port(), folder)
+    codes = run_ranks(quick_context(), _main, world, options, 600)
+    printed = [(folder / f"printed.{rank}").read_text() for rank in range(world)]
+    assert not any(codes), "\n".join([f"exit code {codes[0]}", *printed])
+    return printed
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example(name):
-    assert run(f"examples/{name}"), "it says nothing"
+def test_example(tmp_path, name):
+    assert all(run(tmp_path, f"examples/{name}")), "it says nothing"
 
 
 @pytest.mark.parametrize(
-    "name", (*TWO_RANKS, *(pytest.param(name, marks=pytest.mark.weekly) for name in WEEKLY))
+    "name",
+    ("07_activation.py", *(pytest.param(name, marks=pytest.mark.weekly) for name in WEEKLY)),
 )
-def test_example_on_two_ranks(name):
+def test_example_on_two_ranks(tmp_path, name):
     if name in TRAINERS:
         pytest.importorskip(TRAINERS[name])
-    assert run(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"examples/{name}"
+    assert any(run(tmp_path, f"examples/{name}", world=2)), "it says nothing"
+
+
+def test_example_under_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run(
+        [*command, "examples/10_ddp.py"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=PROJECT,
     )
+    assert ended.returncode == 0 and ended.stdout, f"{ended.stdout}\n{ended.stderr}"
 
 
 @pytest.mark.parametrize("page", ("README.md", "docs/uneven_inputs.md"))
 def test_page_on_two_ranks(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(snippets(page)), encoding="utf-8")
-    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
+    run(tmp_path, str(script), world=2)
 
 
 @pytest.mark.parametrize(
     "page", ("docs/contrastive.md", "docs/point_clouds.md", "docs/small_batches.md")
 )
-def test_page_prints_what_it_quotes(page):
+def test_page_prints_what_it_quotes(page, tmp_path):
     """On the four ranks of scripts/tour.py."""
     for library in ("matplotlib", "sklearn"):
         pytest.importorskip(library)
-    run("scripts/tour.py", page)
+    run(tmp_path, "scripts/tour.py", page)
 
 
 def test_cpp_training_prints_what_its_page_quotes(tmp_path):
@@ -94,7 +120,7 @@ def test_an_output_that_differs_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1)\n```\n\n```\n2\n```\n", encoding="utf-8")
     with pytest.raises(AssertionError, match=r"exit code 1\n(?s:.*)\n *-2\n *\+1\n"):
-        run("scripts/tour.py", str(page))
+        run(tmp_path, "scripts/tour.py", str(page))
 
 
 @pytest.mark.parametrize("page", PAGES)
