@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The module and the function on one rank, without a process group."""
+"""The module and the function on one rank, with and without a process group."""
 
 import copy
 import itertools
@@ -39,6 +39,18 @@ def test_every_option_runs_like_pytorch(affine, track, momentum, input_grad, eps
         if got is not None:
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
     assert list(ours.state_dict()) == list(plain.state_dict())
+
+
+def test_a_group_of_one_rank_exact(one_rank):
+    torch.manual_seed(1)
+    results = []
+    base = torch.randn(5, 3, 4)
+    for sync in (True, False):
+        layer, x = syncbn.SyncBatchNorm(3, sync=sync), base.clone().requires_grad_()
+        y = layer(x)
+        y.pow(3).sum().backward()
+        results.append((y, x.grad, layer.weight.grad, layer.bias.grad, *layer.buffers()))
+    assert all(map(torch.equal, *results))
 
 
 def test_evaluation_is_pytorchs_operator_exact():
