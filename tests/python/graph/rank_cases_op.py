@@ -7,6 +7,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.masked import masked_tensor
 
 import oracle
 import syncbn
@@ -107,6 +110,8 @@ def case_operator_refusal_is_an_error_on_every_rank(rank, world):
     for bad in (
         {"x": torch.randn(4)},
         {"x": torch.ones(3, 4, device="meta")},
+        {"x": masked_tensor(x, torch.ones_like(x, dtype=torch.bool))},
+        {"scale": DTensor.from_local(scale, init_device_mesh("cpu", (world,)))},
         {"scale": scale[:3]},
         {"batches": -batches},
         {"epsilon": -1.0},
