@@ -19,9 +19,9 @@ LISTED = "expected one that torch.distributed's init_process_group or new_group 
 
 @pytest.fixture
 def world(tmp_path):
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    limit = datetime.timedelta(seconds=55)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=limit)
     yield
     dist.destroy_process_group()
 
@@ -224,6 +224,10 @@ def test_the_limit_is_that_of_the_group(world, monkeypatch, debug):
         monkeypatch.undo()
         dist.set_debug_level_from_env()
     assert callers.limit_of(group) == 77
+
+
+def test_the_limit_of_a_group_that_tells_none_is_that_of_the_default_group(world):
+    assert callers.limit_of(registered()) == 55
 
 
 @pytest.mark.parametrize(
