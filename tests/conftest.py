@@ -3,6 +3,7 @@
 
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,10 @@ def pytest_collection_modifyitems(items: list) -> None:
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group of this process alone, whose limit is not PyTorch's own."""
     import torch.distributed as dist
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=55))
     yield
     dist.destroy_process_group()

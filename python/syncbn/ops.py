@@ -20,6 +20,7 @@ from .step.as_operator import operator
 from .step.options import (
     check_input,
     check_per_channel,
+    check_plain,
     check_strided,
     check_written,
     is_number,
@@ -330,9 +331,20 @@ def batch_norm(
         "group": group,
         "layer_name": layer_name,
     }
-    if has_torch_function(tensors):  # a tracer's stand-ins: one node of the graph
-        return handle_torch_function(batch_norm, tensors, *tensors, **options)
+    if has_torch_function(tensors):
+        return _through_classes(batch_norm, tensors, options)
     return _run(tensors, **options)
+
+
+def _through_classes(function: Any, tensors: _Tensors, options: dict[str, Any]) -> Any:
+    """The function's results where tensors are of classes with a __torch_function__."""
+    if any(isinstance(t, torch.fx.Proxy) for t in tensors):  # one node of the graph
+        return handle_torch_function(function, tensors, *tensors, **options)
+
+    def as_tuple(*given: Any, **named: Any) -> tuple[Tensor, ...]:
+        return tuple(function(*given, **named))  # which classes make anew, of their own tensors
+
+    return BatchNormOutputs(*handle_torch_function(as_tuple, tensors, *tensors, **options))
 
 
 def _run(
@@ -353,6 +365,8 @@ def _run(
         refuse_tracing(layer_name, sharing)
     peers = None if is_infer is True else groups.peers_of(*sharing)
     try:
+        if not torch.compiler.is_compiling():
+            check_plain(peers is None, **dict(zip(_TENSORS, tensors, strict=True)))
         _check(tensors, is_infer, use_global_est, epsilon, momentum)
         if written:
             check_written("estimated_mean", tensors[1])
@@ -398,7 +412,7 @@ def batch_norm_(
         "layer_name": layer_name,
     }
     if has_torch_function(tensors):
-        return handle_torch_function(batch_norm_, tensors, *tensors, **options)
+        return _through_classes(batch_norm_, tensors, options)
     variables = (estimated_mean, estimated_var, batches)
     outputs = _run(tensors, **options, written=not is_infer)
     if not is_infer:

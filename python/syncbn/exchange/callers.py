@@ -114,11 +114,14 @@ _limits: "weakref.WeakKeyDictionary[dist.ProcessGroup, float]" = weakref.WeakKey
 
 
 def limit_of(group: dist.ProcessGroup) -> float:
-    """Seconds that its own collectives wait, as it was made; PyTorch's default where no backend
-    tells."""
+    """Seconds that its own collectives wait, as it was made; where no backend tells, those of the
+    default group, or else PyTorch's default."""
     if group not in _limits:
         _check_exchanges(group)
-        _limits[group] = dist.default_pg_timeout.total_seconds()
+        alone = group == dist.group.WORLD
+        _limits[group] = (
+            dist.default_pg_timeout.total_seconds() if alone else limit_of(resolve(None))
+        )
         for device in ("cpu", "cuda"):
             with contextlib.suppress(RuntimeError, AttributeError):
                 backend = group._get_backend(torch.device(device))

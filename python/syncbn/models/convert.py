@@ -312,9 +312,9 @@ def convert_sync_batchnorm(
         _warn_of(left)
     if evading:
         warnings.warn(
-            f"{', '.join(evading)}: got a forward on the object that does not call the layer's, so "
-            "that statistics stay those of one rank; expected none, or one that calls a bound "
-            "method, as in old = layer.forward; layer.forward = lambda x: old(x)",
+            f"{', '.join(evading)}: got a forward on the object that is not seen to call the "
+            "layer's, so that statistics may stay those of one rank; expected none, or one that "
+            "calls a bound method, as in old = layer.forward; layer.forward = lambda x: old(x)",
             stacklevel=2,
         )
     return result

@@ -96,7 +96,8 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
     elif outside:
         note = "this rank is not a member of the process group"
     elif (peers is not None or devices > 1) and (layer.state.evaded or evades(layer)):
-        failed, peers, note = True, None, "the forward on the object does not call the layer's"
+        failed, peers = True, None
+        note = "the forward on the object is not seen to call the layer's"
         if layer.state.evaded:
             note = "a training call of PyTorch's forward"
     elif peers is None and (others := groups.beside(layer.state.sharing)):
@@ -168,7 +169,7 @@ def report(module: nn.Module, strict: bool = False) -> Report:
             to be left, or another converter replaced it; there is no process group; nobody is in
             it, and the environment or torchft tells of others; a layer's group is gone, is none
             that PyTorch lists with its ranks, or is broken by an earlier error; a forward on the
-            object does not call the layer's; or PyTorch's was called in training. Layers with
+            object is not seen to call the layer's; or PyTorch's was called in training. Layers with
             sync=False are no error.
         ValueError: `module` is not a module.
     """

@@ -217,6 +217,10 @@ def test_the_limit_is_that_of_the_group(one_rank, monkeypatch, debug):
     assert callers.limit_of(group) == 77
 
 
+def test_the_limit_of_a_group_that_tells_none_is_that_of_the_default_group(one_rank):
+    assert callers.limit_of(registered()) == 55
+
+
 @pytest.mark.parametrize(
     "config, nccl, alone",
     [

@@ -309,6 +309,27 @@ def test_compiled_is_equal_exact(options):
     assert all(map(torch.equal, *results))
 
 
+class Derived(torch.Tensor):
+    """A class of nobody."""
+
+
+@pytest.mark.parametrize("function", (batch_norm, batch_norm_))
+@pytest.mark.parametrize("place", ("x", "estimated_mean", "scale"))
+@pytest.mark.parametrize("is_infer", (False, True))
+def test_takes_tensors_of_other_classes_exact(function, place, is_infer):
+    names = ("x", "estimated_mean", "estimated_var", "scale", "bias", "batches")
+    results = []
+    for cls in (torch.Tensor, Derived):
+        given = dict(zip(names, (samples("float32"), *variables())))
+        x = given["x"].requires_grad_()
+        given[place] = given[place].as_subclass(cls)
+        out = function(**given, is_infer=is_infer)
+        assert type(out) is syncbn.ops.BatchNormOutputs and type(out.y) is cls
+        out.y.relu_().square().sum().backward()
+        results.append([t.as_subclass(torch.Tensor) for t in (*out, x.grad)])
+    assert all(map(torch.equal, *results))
+
+
 def test_traces_to_one_node_exact():
     given = variables(batches=1)
     x = samples("float32")

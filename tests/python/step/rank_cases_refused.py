@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.masked import masked_tensor
 
 import syncbn
 from rank_cases import raises, refused, unchanged
@@ -95,6 +98,8 @@ def case_refused_arguments_of_the_operator_are_an_error_on_every_rank(rank, worl
         ("x", X[0, 0]),
         ("x", X.to_sparse()),
         ("x", X.to("meta")),
+        ("x", masked_tensor(X, torch.ones_like(X, dtype=torch.bool))),
+        ("scale", DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (world,)))),
         ("scale", torch.ones(3)),
         ("estimated_mean", None),
         ("estimated_var", torch.ones(1).expand(4)),

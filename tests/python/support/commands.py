@@ -8,7 +8,11 @@ import shlex
 from support import PROJECT
 
 #: make's `package` runs the latter; the former differs in where pip finds the build's tools.
-PIP = {"pip install .", "pip install --no-build-isolation --no-deps ."}
+PIP = {
+    "pip install torch",
+    "pip install .",
+    "pip install --no-build-isolation --no-deps .",
+}
 
 
 def make_targets() -> set[str]:
