@@ -26,6 +26,8 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     import torch.distributed as dist
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=55))
+    dist.init_process_group(
+        "gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=55)
+    )
     yield
     dist.destroy_process_group()

@@ -60,14 +60,6 @@ Tensor remaining_words(const Tensor& message, const Tensor& merged, std::int64_t
   return rest;
 }
 
-/// What ranks must have in common of a layer besides eps. kind, statistics: of the core's enums.
-std::int64_t layer_identity(std::int64_t layer, std::int64_t kind, double negative_slope,
-                            std::int64_t statistics, bool residual) {
-  return static_cast<std::int64_t>(
-      syncbn::layer_identity(static_cast<std::uint64_t>(layer), activation_of(kind, negative_slope),
-                             static_cast<syncbn::Statistics>(statistics), residual));
-}
-
 }  // namespace
 }  // namespace syncbn::torch_layer
 
@@ -77,9 +69,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def(
       "remaining_words(Tensor message, Tensor merged, int ranks, int channels, int size) -> "
       "Tensor");
-  m.def(
-      "layer_identity(int layer, int activation, float negative_slope, int statistics, "
-      "bool residual) -> int");
   m.def("cumulative_factor(float batches) -> float");
 }
 
@@ -92,6 +81,5 @@ STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CompositeExplicitAutograd, m) {
   using namespace syncbn::torch_layer;
-  m.impl("layer_identity", TORCH_BOX(&layer_identity));
   m.impl("cumulative_factor", TORCH_BOX(&syncbn::cumulative_factor));
 }

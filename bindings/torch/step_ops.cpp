@@ -54,7 +54,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
       "Tensor(d!)? call, Tensor(e!)? last_count, int layer, float eps, "
       "float? momentum, int activation, float negative_slope, int statistics, int backward, "
       "int way, int amount) -> (Tensor? y, Tensor saved, Tensor? activation_mask, int count, "
-      "int backward, Tensor? message, Tensor? merged, int status)");
+      "int backward, int number, Tensor? message, Tensor? merged, int status)");
   m.def(
       "forward_finish(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mask, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "

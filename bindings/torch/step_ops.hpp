@@ -30,7 +30,7 @@ enum Way : std::int64_t {
 
 using Outputs =
     std::tuple<std::optional<Tensor>, Tensor, std::optional<Tensor>, std::int64_t, std::int64_t,
-               std::optional<Tensor>, std::optional<Tensor>, std::int64_t>;
+               std::int64_t, std::optional<Tensor>, std::optional<Tensor>, std::int64_t>;
 using Gradients = std::tuple<std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>,
                              std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>,
                              std::optional<Tensor>, std::int64_t>;
@@ -142,7 +142,8 @@ Outputs forward_begin(const Tensor& x, std::optional<Tensor> weight, std::option
        view("residual", residual), mutable_view("y", y), byte_data(activation_mask), saved.mean(),
        saved.var(), saved.rstd(), eps, activation_of(activation, negative_slope)},
       statistics_of(statistics),
-      static_cast<std::uint64_t>(layer),
+      layer_identity(static_cast<std::uint64_t>(layer), activation_of(activation, negative_slope),
+                     statistics_of(statistics), residual.has_value()),
       optional_int64("call", call, Place::kDevice),
       backward,
       running_of<Place>(running_mean, running_var, num_batches_tracked, call, last_count, momentum),
@@ -165,9 +166,11 @@ Outputs forward_begin(const Tensor& x, std::optional<Tensor> weight, std::option
                  .running_mean = step.running.mean,
                  .running_var = step.running.var,
                  .num_batches_tracked = step.running.batches});
+  const bool counted = Place::kDevice == Device::kCpu && step.call != nullptr;
+  const std::int64_t number = counted ? *step.call : -1;
   const auto result = [&](std::int64_t count, std::int64_t word, std::optional<Tensor> message,
                           std::optional<Tensor> merged, std::int64_t status) -> Outputs {
-    return {y, saved.tensor, activation_mask, count, word, message, merged, status};
+    return {y, saved.tensor, activation_mask, count, word, number, message, merged, status};
   };
   const Execution execution = place.execution();
   if constexpr (Place::kDevice == Device::kCpu) {

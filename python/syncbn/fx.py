@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
@@ -19,6 +19,8 @@ def leaf(forward: _Forward) -> _Forward:
 
     @functools.wraps(forward)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and type(args[0]) is Tensor and not kwargs:  # mostly, and quickly
+            return forward(self, *args)
         for value in (*args, *kwargs.values()):
             # An argument may be a list of tensors, one per device.
             for part in value if isinstance(value, (list, tuple)) else (value,):

@@ -245,7 +245,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             if baton.running and baton.inside():
                 return baton.wait(self, input, residual, mask)
             if not torch.compiler.is_compiling():
-                lists.check_alone(self)
+                if self.state.had_list or "_is_replica" in self.__dict__:
+                    lists.check_alone(self)
             mean, var, batches = self._tracked()
             weight, bias = self._affine()
             return train_step(

@@ -64,7 +64,7 @@ class _Attributes(NamedTuple):
             "use_global_est": self.use_global_est,
         }
 
-    def identity(self, layer: str) -> int:
+    def number(self, layer: str) -> int:
         """What ranks must have in common besides epsilon; momentum in steps of 2^-29."""
         number = zlib.crc32(layer.encode())
         return number | self.use_global_est << 32 | int(self.momentum * 2**29) << 33
@@ -129,10 +129,10 @@ def _batch_norm(
     *estimates, counter = [transport.refusing(_copy, named, x, call) for named in variables]
     given = (x, scale, bias, None, None, None, None, None)
     numbers = (epsilon, 0.0, 0, 0.0, 0)
-    passes = [(*given, counter, None, attributes.identity(layer), *numbers, 0)]
+    passes = [(*given, counter, None, attributes.number(layer), *numbers, 0)]
     way = IN_PLACE if use_global_est else None  # y is not of the batch then
     try:
-        ((y, saved, _, count, _),), exchanged = transport.begin(
+        ((y, saved, _, count, *_),), exchanged = transport.begin(
             ops.forward_begin, passes, 0, way, call
         )
         if exchanged is not None or count == 1:

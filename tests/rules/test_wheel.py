@@ -103,10 +103,11 @@ def rewritten(name: str, pattern: bytes, replacement: bytes) -> Change:
     return change
 
 
+CPU = "libsyncbn_torch_cpu.so"
 _OTHERS = ("libcudart.so.13", "libtorch_cpu.so", "libc10.so", "libnccl.so.2", "libcuda.so.1")
 _UNEXPECTED = ("syncbn/notes.txt", "tests/a.py", "syncbn/lib/libsyncbn.so.0.1", "data/a.py")
 _MISSING = ("nn.py", "include/syncbn/tensor.hpp", "include/syncbn/torch.hpp")
-_MISSING += ("cmake/syncbn-config.cmake", "lib/libsyncbn_torch_cpu.so")
+_MISSING += ("cmake/syncbn-config.cmake", f"lib/{CPU}")
 #: What is wrong with a wheel, and what is said of it.
 DEFECTS: list[tuple[Change, str]] = [
     *(
@@ -143,7 +144,7 @@ DEFECTS: list[tuple[Change, str]] = [
         rewritten("WHEEL", b"Purelib: false", b"Purelib: true"),
         "WHEEL: Root-Is-Purelib: got true, expected false",
     ),
-    (added("syncbn/lib/libsyncbn.so", b"a link, unpacked"), "syncbn/lib/libsyncbn.so: not an ELF"),
+    (added(f"syncbn/lib/{CPU}", b"a link, unpacked"), f"syncbn/lib/{CPU}: not an ELF"),
 ]
 
 

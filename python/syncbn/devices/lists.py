@@ -3,7 +3,6 @@
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -22,9 +21,6 @@ from . import baton
 
 #: The digits of a message have room for this many (docs/numerics.md).
 MAX_DEVICES = 2048
-
-# Layers whose last training call had a list of inputs.
-_called_with_lists: weakref.WeakSet = weakref.WeakSet()
 
 
 def _check_list(name: str, tensors, xs: Sequence[Tensor]) -> None:
@@ -139,7 +135,7 @@ def train_step(
     ys = apply_step(xs, weight, bias, residuals, masks, *step)
     ys = [ys] if len(xs) == 1 else ys
     if not again:
-        _called_with_lists.add(module)
+        state.had_list = True
     own = *module._tracked()[:2], *module._affine()
     return [like_operators(*each, *own) for each in zip(ys, *(t or none for t in given))]
 
@@ -174,14 +170,14 @@ def check_alone(module) -> None:
             "makes, whose replicas cannot exchange statistics; expected "
             "syncbn.parallel.SelfDataParallel"
         )
-    if module in _called_with_lists:
+    if module.state.had_list:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"{module.state.name}: got one device's samples during a backward pass, expected "
                 "those of all devices; activation checkpointing around a synchronized layer does "
                 "not work inside syncbn.parallel.SelfDataParallel"
             )
-        _called_with_lists.discard(module)
+        module.state.had_list = False
 
 
 def _reject(peers, module, error: BaseException, x: object) -> None:

@@ -42,10 +42,6 @@ class Call(NamedTuple):
             parts.append(str(self.dtype).removeprefix("torch."))
         return ", ".join(parts)
 
-    def backward(self) -> "Call":
-        layer, number, _, channels, dtype, options, times = self
-        return Call(layer, number, "backward", channels, dtype, options, times)
-
     def fields(self) -> dict[str, str]:
         """What ranks must have in common, by name."""
         own: dict[str, object] = {

@@ -81,7 +81,7 @@ class Transport(ABC):
         passes: Sequence[tuple],
         lead: int,
         way: int | None,
-        call: Call,
+        call: Call | None,
         gathers: bool = False,
         checked: bool = True,
     ) -> tuple[list, tuple | None]:
@@ -90,15 +90,15 @@ class Transport(ABC):
         run: the operator. passes: its arguments but for the last two, of each input of this
         process. lead: the input that speaks for all. way: how far the operator goes; None: as far
         as this transport lets it. gathers: the messages are records. checked: an argument that it
-        refuses is an error that the others hear of, and not Refused.
+        refuses is an error that the others hear of, and not Refused. call: None of one rank whose
+        caller names the errors.
 
         Returns (what the operator gives of each input; None, or where the direction has not come to
         its end, this rank's message and what exchange() or gather() returns of it).
         """
         given, messages = [], []
         last = (self.way if way is None else way, 0 if gathers else self.frame_words)
-        if call.times is not None:
-            run = timed(run, call.times, "summed")
+        run = _timed(run, call)
         for arguments in passes:
             try:
                 *outputs, message, copy, status = run(*arguments, *last)
@@ -114,18 +114,24 @@ class Transport(ABC):
             own = _total([own for own, _ in messages], lead)
             message = own if message is messages[0][0] else own.clone()
         exchange = self.gather if gathers else self.exchange
-        assert call.channels is not None
-        return given, (own, *exchange(message, call.channels, call))
+        # One rank's messages go nowhere.
+        return given, (own, *exchange(message, passes[lead][0].size(1), call))  # type: ignore
 
-    def refusing(self, run, arguments: tuple, x: torch.Tensor, call: Call, checked: bool = True):
+    def refusing(
+        self, run, arguments: tuple, x: torch.Tensor, call: Call | None, checked: bool = True
+    ):
         """run(*arguments), before an exchange. Its error is told to the others, or, where the
-        arguments are not checked, an argument that it refuses is Refused."""
+        arguments are not checked, an argument that it refuses is Refused. call: as in begin()."""
         try:
-            return timed(run, call.times, "summed")(*arguments)
+            return _timed(run, call)(*arguments)
         except Exception as error:
             raise self._failed(error, x, call, checked) from None
 
-    def _failed(self, error: Exception, x: torch.Tensor, call: Call, checked: bool) -> Exception:
+    def _failed(
+        self, error: Exception, x: torch.Tensor, call: Call | None, checked: bool
+    ) -> Exception:
+        if call is None:
+            return error if checked else attempt.Refused()
         if not (checked or attempt.lacks_memory(error)):
             return attempt.Refused()
         return self._refused(error, x, call)
@@ -141,6 +147,10 @@ class Transport(ABC):
             return error
         self.reject(call, MemoryError(attempt.reason_of(error)), x=x)
         return attempt.out_of_memory(error, call, self.peers)
+
+
+def _timed(run, call: Call | None):
+    return run if call is None else timed(run, call.times, "summed")
 
 
 def _total(messages: Sequence[torch.Tensor], lead: int) -> torch.Tensor:

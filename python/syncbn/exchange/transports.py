@@ -40,13 +40,13 @@ class Alone(Transport):
         return x
 
     def backward_of(self, word, merged, own, call):
-        return Backward(bool(own & WANTS_X), bool(own & WANTS_SUMS))
+        return Backward(bool(own & WANTS_X), bool(own & WANTS_SUMS)) if own else _NO_BACKWARD
 
     def reject(self, call, error, compare=True, x=None, parameter=None):
         """Nobody waits for this rank."""
 
 
-_ALONE = Alone()
+_ALONE, _NO_BACKWARD = Alone(), Backward(False, False)
 
 
 def reject(

@@ -9,12 +9,11 @@ from torch.utils import checkpoint
 
 from .. import operators_cuda
 from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
-from ..exchange.call import Call
 from ..exchange.callers import Sharing
 from ..operators import activation_mask_of, ops, saved_of
 from . import layer_state, training
 from .layer_state import Identity, LayerState
-from .options import Options
+from .options import Options, form_of
 
 # handle: of a layer's state, in compiled graphs; else None, and the next five tell which. Then the
 # options: momentum and inplace are not the operators' concern.
@@ -61,14 +60,14 @@ def _training_step(x, weight, bias, residual, mask, takes_part, *layer):
         operators_cuda.load()  # a program that was loaded from a file may be the first to need it
     state, options = _layer(*layer)
     state.move(x.device)
-    given = training.Inputs(
-        *((x,), weight, bias, (residual,), (mask,), (None,) * 3, options, state),
-        *(state.peers(options), takes_part),
-    )
+    peers, needs = state.peers(options), (False,) * 4  # backward will tell
+    form = form_of(*options)
+    given = training.Given((None,) * 3, options, form, state, peers, takes_part)
     try:
-        step, (y,), tensors = training.forward(given)
+        own = ((x,), weight, bias, (residual,), (mask,))
+        step, (y,), tensors = training.forward(given, needs, *own)
     except BaseException as error:
-        training.leave(error, state, options, given.transport, x)
+        training.leave(error, state, options, lambda: training.transport_in(None, peers, x), x)
         raise
     *_, saved, activation_mask, _ = tensors
     if activation_mask is None:
@@ -120,9 +119,9 @@ _training_step.register_torch_dispatch(checkpoint._CachingTorchDispatchMode, _sa
 def _training_step_backward(dy, x, weight, bias, saved, bits, mask, backward, *arguments):
     bias_dtype, needs, *layer = arguments
     state, options = _layer(*layer)
-    call = Call(state.name, None, "forward", x.shape[1], x.dtype, options, state.times)
-    known = (state.peers(options), call, _backward_of(backward), bias_dtype, tuple(needs))
-    step = training.Step(state, options, *known)
+    peers, awaited = state.peers(options), _backward_of(backward)
+    form, made = form_of(*options), (None, x.shape[1], x.dtype)
+    step = training.Step(state, options, form, peers, made, awaited, bias_dtype, tuple(needs))
     saved = (weight, bias, x, saved, bits if bits.numel() > 0 else None, mask)
     dx, dweight, dbias, dresidual = training.backward(step, (dy,), *saved)
     if dresidual is dy:  # an operator's output is a tensor of its own
@@ -225,7 +224,8 @@ def training_step(
             handle, identity = state.handle, Identity("")
         else:
             identity = state
-        takes_part = training.takes_part((x,), (weight, bias), (residual,), options)
+        needs = training.needs_of((x,), weight, bias, (residual,))
+        takes_part = training.takes_part(needs, options)
         return _TrainingStep.apply(*tensors, takes_part, handle, *_constants(identity, options))
     identity = state.identity if isinstance(state, LayerState) else state
     # Whether gradients will be wanted is not known yet.

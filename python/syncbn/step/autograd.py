@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -32,69 +32,80 @@ from .options import (
     check_like_input,
     check_options,
     check_plain,
-    is_strided,
-    numbers_of,
+    form_of,
 )
 from .profiling import recorded
 from .streams import Streams
 from .tensor_classes import plain
-from .training import Inputs, Step, backward, forward, leave, takes_part, transport_in
+from .training import (
+    Given,
+    Step,
+    backward,
+    forward,
+    leave,
+    needs_of,
+    takes_part,
+    transport_in,
+)
 from .transforms import check_transforms, in_transform, refuse_tracing, tracer
 
 
 class _BatchNormTraining(torch.autograd.Function):
-    """One step. given: what Inputs has behind the masks. tensors: K xs, weight, bias, K residuals,
-    K masks. One node for all: nodes that wait for each other would deadlock, because one backward()
-    visits the nodes of CPU tensors in one thread."""
+    """One step. tensors: K xs, weight, bias, K residuals, K masks. One node for all: nodes that
+    wait for each other would deadlock, because one backward() visits the nodes of CPU tensors in
+    one thread."""
 
     @staticmethod
-    def forward(ctx, given, *tensors):
+    def forward(ctx, given: Given, *tensors):
+        if len(tensors) == 5:
+            x, weight, bias, residual, mask = tensors
+            parts, needs = ((x,), weight, bias, (residual,), (mask,)), ctx.needs_input_grad[1:5]
+            ctx.step, (y,), saved = forward(given, needs, *parts)
+            if y is x:
+                ctx.mark_dirty(x)
+            ctx.save_for_backward(*saved)
+            return y
         k = len(tensors) // 3
-        xs, weight, bias = tensors[:k], *tensors[k : k + 2]
-        inputs = Inputs(xs, weight, bias, tensors[k + 2 : 2 * k + 2], tensors[2 * k + 2 :], *given)
-        ctx.step, ys, saved = forward(inputs)
-        if k == 1 and ys[0] is xs[0]:
-            ctx.mark_dirty(xs[0])
+        (weight, bias), xs, others = tensors[k : k + 2], tensors[:k], tensors[k + 2 :]
+        parts = xs, weight, bias, others[:k], others[k:]
+        ctx.step, ys, saved = forward(given, needs_of(*parts[:4]), *parts)
         ctx.save_for_backward(*saved)
-        if k == 1:
-            return ys[0]
         ctx.streams = Streams(xs)
         ctx.set_materialize_grads(False)
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *dys):
-        needs, saved = ctx.needs_input_grad[1:], ctx.saved_tensors  # once: as checkpointing gives
-        k = len(dys)
+        saved, step, k = ctx.saved_tensors, ctx.step, len(dys)  # once: as checkpointing gives
         if k > 1:
-            needs = any(needs[:k]), *needs[k : k + 2], any(needs[k + 2 : 2 * k + 2])
             ctx.streams.enter((*dys, *saved))
-        step = Step._make((*ctx.step[:6], needs[:4], ctx.step[7]))
         if step.options.writes_over_input:
             saved = _recovered(step, *saved)
-        again = torch.is_grad_enabled()  # create_graph=True
-        if not again:
+        if not torch.is_grad_enabled():
             results = backward(step, dys, *saved)
-        elif k == 1 and not step.options.writes_over_input:
-            results = second_derivatives.differentiable(step, backward, dys[0], *saved)
-        else:
-            with torch.no_grad():
-                results = backward(step, dys, *saved)
-            if k > 1:
-                results = second_derivatives.refuse(
-                    f"{step.state.name}: got a second derivative of a list of inputs, expected one "
-                    "input",
-                    results,
-                )
-            else:
-                results = second_derivatives.refuse(
-                    f"{step.state.name}: got a second derivative with inplace=True, which keeps no "
-                    "input to differentiate by; expected inplace=False",
-                    results,
-                )
+        else:  # create_graph=True
+            results = _again(step, dys, *saved)
         if k > 1:
             ctx.streams.leave(results)
         return None, *results, *(None,) * k
+
+
+def _again(step: Step, dys, *saved) -> tuple:
+    """The gradients, where they will be differentiated themselves."""
+    name = step.state.name
+    if len(dys) == 1 and not step.options.writes_over_input:
+        return second_derivatives.differentiable(step, backward, dys[0], *saved)
+    with torch.no_grad():
+        results = backward(step, dys, *saved)
+    if len(dys) > 1:
+        return second_derivatives.refuse(
+            f"{name}: got a second derivative of a list of inputs, expected one input", results
+        )
+    return second_derivatives.refuse(
+        f"{name}: got a second derivative with inplace=True, which keeps no input to "
+        "differentiate by; expected inplace=False",
+        results,
+    )
 
 
 def _recovered(step, weight, bias, y, saved, _, mask) -> tuple:
@@ -102,7 +113,7 @@ def _recovered(step, weight, bias, y, saved, _, mask) -> tuple:
     again from x they could differ next to 0."""
     with torch.no_grad():
         given = (y, saved, weight, bias, step.options.negative_slope)
-        x, bits = step.transport(y).refusing(ops.recover_input, given, y, step.call.backward())
+        x, bits = step.transport(y).refusing(ops.recover_input, given, y, step.call("backward"))
     return weight, None, x, saved, bits, mask
 
 
@@ -113,12 +124,12 @@ _apply = super(torch.autograd.Function, _BatchNormTraining).apply
 def apply_step(
     xs, weight, bias, residuals, masks, running, options, state, peers, segment=None, checked=True
 ):
-    """y, or of several inputs the ys; the arguments are those of training.Inputs."""
+    """y, or of several inputs the ys; the arguments are those of training.forward()."""
     try:
-        word = 0
+        word, form = 0, form_of(*options)
         if peers is not None or segment is not None:
-            word = takes_part(xs, (weight, bias), residuals, options, segment)
-        given = running, options, state, peers, word, segment, checked
+            word = takes_part(needs_of(xs, weight, bias, residuals), options, segment)
+        given = Given(running, options, form, state, peers, word, segment, checked)
         apply = _BatchNormTraining.apply if checked else _apply
         return apply(given, *xs, weight, bias, *residuals, *masks)
     except BaseException as error:
@@ -164,7 +175,6 @@ def _tell(error: Exception, live: LayerState, x: object, parameter, options: Opt
         transports.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
 
 
-@recorded(lambda *arguments: arguments[7].name)
 def train_step(
     x: Tensor,
     running_mean: Tensor | None,
@@ -184,16 +194,30 @@ def train_step(
     advanced by one, and its count becomes the global one.
     """
     running = (running_mean, running_var, num_batches_tracked)
-    if not torch._C._is_torch_function_enabled():  # inside that of a tensor's class
-        if not options.writes_over_input:  # an alias would be a view
-            x = plain(x)
-        running = (plain(running_mean), plain(running_var), num_batches_tracked)
-        weight, bias, residual, mask = map(plain, (weight, bias, residual, mask))
-        y = _step(x, running, weight, bias, residual, mask, options, state)
-        return y.clone() if torch.compiler.is_compiling() else y
+    given = (x, running, weight, bias, residual, mask, options, state)
+    if _is_usual(x, state) and not has_torch_function_variadic(
+        *running, weight, bias, residual, mask
+    ):
+        y = _usual(*given)
+        if y is not None:
+            return y
+    if torch._C._is_torch_function_enabled():
+        return _recorded_step(*given)
+    # Inside that of a tensor's class, whose range of a profile is there already.
+    if not options.writes_over_input:  # an alias would be a view
+        x = plain(x)
+    running = (plain(running_mean), plain(running_var), num_batches_tracked)
+    weight, bias, residual, mask = map(plain, (weight, bias, residual, mask))
+    y = _step(x, running, weight, bias, residual, mask, options, state)
+    return y.clone() if torch.compiler.is_compiling() else y
+
+
+@recorded(lambda *arguments: arguments[-1].name)
+def _recorded_step(x, running, weight, bias, residual, mask, options, state) -> Tensor:
+    given = (x, running, weight, bias, residual, mask, options, state)
     if has_torch_function_variadic(x, *running, weight, bias, residual, mask):
-        return _through_classes(x, running, weight, bias, residual, mask, options, state)
-    return _step(x, running, weight, bias, residual, mask, options, state)
+        return _through_classes(*given)
+    return _step(*given)
 
 
 def _through_classes(x, running, weight, bias, residual, mask, options, state) -> Tensor:
@@ -205,7 +229,7 @@ def _through_classes(x, running, weight, bias, residual, mask, options, state) -
         return _step(x, running, weight, bias, residual, mask, options, state)
     others = {"options": options, "state": state, "num_batches_tracked": running[2]}
     try:  # by position and by name as F.batch_norm has them
-        return handle_torch_function(_inside, relevant, x, *running[:2], **named, **others)
+        return handle_torch_function(train_step, relevant, x, *running[:2], **named, **others)
     except TypeError as error:
         # Of classes that do not take each other, before the step has begun.
         if str(error).startswith(f"no implementation found for '{__name__}.train_step'"):
@@ -215,20 +239,22 @@ def _through_classes(x, running, weight, bias, residual, mask, options, state) -
         raise
 
 
-#: Without its range in a profile, which is there already.
-_inside = train_step.__wrapped__  # type: ignore[attr-defined]
+_takes_functions, _modes = torch._C._is_torch_function_enabled, torch._C._len_torch_dispatch_stack
+_tracing = torch._C._get_tracing_state
 
 
-def _is_usual(x: object) -> bool:
+def _is_usual(x: object, state: object) -> bool:
     """Whether it is a batch on the CPU in plain eager mode, in no checkpointed segment."""
     return (
-        type(x) is Tensor
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and type(state) is LayerState
         and x.is_cpu
-        and is_strided(x)
-        and x.dim() > 1
         and recomputation.outside()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._get_tracing_state() is None
+        and not profiler._is_profiler_enabled
+        and _takes_functions()
+        and _modes() == 0
+        and _tracing() is None
         and not in_transform()
         and forward_ad._current_level < 0
     )
@@ -238,15 +264,16 @@ def _usual(x, running: tuple, weight, bias, residual, mask, options, state) -> T
     """The usual step in eager mode, whose arguments the operators alone check. None, and nothing
     has happened, where they refuse: the checks of _step() have the words."""
     try:
-        numbers_of(*options)
+        in_place = form_of(*options).in_place
         if residual is not None:
             check_like_input("residual", residual, x)
     except (TypeError, ValueError):
         return None
-    tracked, peers = running[2], state.peers(options)
-    counts = tracked is None or (isinstance(tracked, Tensor) and tracked.dtype == torch.int64)
-    if options.writes_over_input or not counts:
+    tracked = running[2]
+    counts = tracked is None or (type(tracked) is Tensor and tracked.dtype is torch.int64)
+    if in_place or not counts:
         return None
+    peers = state.peers(options)
     if peers is not None and peers.group_name != state.group:
         return None  # paths are compared after the checks
     given = running, options, state, peers, None, False
@@ -257,10 +284,6 @@ def _usual(x, running: tuple, weight, bias, residual, mask, options, state) -> T
 
 
 def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Tensor:
-    if not torch.compiler.is_compiling() and _is_usual(x) and type(state) is LayerState:
-        y = _usual(x, running, weight, bias, residual, mask, options, state)
-        if y is not None:
-            return y
     if tensor_classes.has_dtensor((x, weight, bias, residual, mask, *running)):
         return _of_parts(x, weight, bias, residual, mask, running, options, state)
     running_mean, running_var, tracked = running

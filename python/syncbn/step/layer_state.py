@@ -69,6 +69,7 @@ class LayerState:
         self.sharing = sharing
         self.call: Tensor | Any = _number(0) if counted else None
         self.count: Tensor | Any = _number(0) if counted else None
+        self.had_list = False  # of inputs, in the last call
         self.evaded = False  # by a training call of PyTorch's forward
         self.compares = compares
         self.number = zlib.crc32(name.encode())
@@ -141,10 +142,10 @@ class LayerState:
         counter = self.call
         known = counter is not None and counter.is_cpu
         number: Any = counter.item() if known else None
-        if not is_strided(x):  # refused
-            return Call(self.name, number, options=options, times=self.times)
-        channels = x.size(1) if x.dim() > 1 else None
-        return Call(self.name, number, "forward", channels, x.dtype, options, self.times)
+        channels = dtype = None
+        if is_strided(x):  # else it is refused
+            channels, dtype = x.size(1) if x.dim() > 1 else None, x.dtype
+        return Call(self.name, number, "forward", channels, dtype, options, self.times)
 
 
 def _nothing() -> None:

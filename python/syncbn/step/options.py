@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import operators_cuda
 from ..operators import DTYPES, ops
@@ -91,16 +92,6 @@ class Options(NamedTuple):
     def writes_over_input(self) -> bool:
         return self.inplace and self.activation != "none"
 
-    def identity(self, number: int, residual: bool) -> int:
-        """What ranks must have in common of the layer of that number, besides eps: 64 bits."""
-        mode = STATISTICS.index(self.statistics)
-        return _identity(number, self.activation_kind, self.negative_slope, mode, residual)
-
-
-@functools.cache
-def _identity(*fields: Any) -> int:
-    return ops.layer_identity(*fields)
-
 
 def values_per_channel(x: Tensor, mask: Tensor | None) -> int:
     """Their number in the input; 0 with a mask, which is not read for it."""
@@ -121,9 +112,10 @@ def check_strided(name: str, x: object) -> None:
 
 def check_plain(alone: bool, **tensors: Tensor | None) -> None:
     """Refuses a tensor of a class that decides itself about each operator, if it takes none of this
-    package, or if other ranks would get a message of that class."""
+    package, or if other ranks would get a message of that class. A fake tensor has no values to
+    exchange."""
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
             continue
         if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
             continue
@@ -201,12 +193,23 @@ def check_options(options: Options) -> None:
         )
 
 
+class Form(NamedTuple):
+    """What a step takes of its options. kind, mode: the core's numbers of the activation and of the
+    statistics. in_place: y lies over x. shares: gradients of parameters are this rank's shares."""
+
+    kind: int
+    mode: int
+    in_place: bool
+    shares: bool
+
+
 @functools.lru_cache(maxsize=1024, typed=True)
-def numbers_of(*options: Any) -> tuple[int, int]:
-    """The core's numbers of the activation and of the statistics' mode, of these Options."""
-    checked = Options(*options)
-    check_options(checked)
-    return checked.activation_kind, STATISTICS.index(checked.statistics)
+def form_of(*options: Any) -> Form:
+    """The form of a step with these Options, which it checks."""
+    own = Options(*options)
+    check_options(own)
+    mode, shares = STATISTICS.index(own.statistics), own.affine_grad == "share"
+    return Form(own.activation_kind, mode, own.writes_over_input, shares)
 
 
 #: Largest error of a recovered input, in standard deviations, at one deviation from the mean.

@@ -29,6 +29,7 @@ from .layer_state import LayerState
 from .options import Options
 
 _autograd = torch._C._autograd
+_top_hooks, _task = _autograd._top_saved_tensors_default_hooks, torch._C._current_graph_task_id
 
 
 class Kept(NamedTuple):
@@ -185,16 +186,12 @@ def _hooks() -> list[Any]:
 def _surely_outside() -> bool:
     """Whether there is no segment around, by a quick look. Code that switches gradients on in the
     first run of a reentrant segment is missed; its second run is an error."""
-    return (
-        torch.is_grad_enabled()
-        and torch._C._current_graph_task_id() == -1
-        and _autograd._top_saved_tensors_default_hooks(False) is None
-    )
+    return torch.is_grad_enabled() and _task() == -1 and _top_hooks(False) is None
 
 
 def outside() -> bool:
     """Whether there is no segment around this call."""
-    return _around() is None
+    return _surely_outside() or _around() is None
 
 
 def _around() -> tuple[list[Any], list[Any], tuple[Any, object] | None] | None:

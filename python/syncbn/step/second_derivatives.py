@@ -17,6 +17,8 @@ from .options import activation_of
 from .profiling import recorded
 from .transforms import check_not_batched
 
+_DIRECTION = "second backward"
+
 
 class _Exchange(NamedTuple):
     """One exchange of second derivatives: with whom, of which call, and which of its sums."""
@@ -89,10 +91,6 @@ class _Statistics(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-def _second_call(step) -> Call:
-    return step.call._replace(direction="second backward")
-
-
 def _gradients(step, dy, x, weight, mean, rstd, count, positive, counting):
     """The gradients of x (None if not wanted), weight, bias and residual, in float64.
 
@@ -101,6 +99,7 @@ def _gradients(step, dy, x, weight, mean, rstd, count, positive, counting):
     nothing that may differ between ranks.
     """
     options, shares = step.options, step.options.affine_grad == "share"
+    call = step.call(_DIRECTION)
     needs_x = step.needs[0] or (step.peers is not None and step.backward.x)
 
     if counting is not None:  # the others add nothing to any sum
@@ -108,7 +107,7 @@ def _gradients(step, dy, x, weight, mean, rstd, count, positive, counting):
         x = torch.where(counting, x, _channels(mean, x))
 
     def exchange(what):
-        return _Exchange(step.peers, _second_call(step), step.state.number, what)
+        return _Exchange(step.peers, call, step.state.number, what)
 
     if needs_x:
         mean, rstd = _Statistics.apply(x, mean, rstd, count, exchange("statistics"))
@@ -167,10 +166,11 @@ class _Differentiable(torch.autograd.Function):
         step, again = ctx.step, torch.is_grad_enabled()
         # What was replaced since the first derivative is told before anything is exchanged.
         now = (dy, x, weight, saved)
-        transport_of(step.peers, x.device).refusing(_check_kept, now, x, _second_call(step))
+        call = step.call(_DIRECTION)
+        transport_of(step.peers, x.device).refusing(_check_kept, now, x, call)
         given = [c for c in cotangents if c is not None]
         for cotangent in given:
-            check_not_batched(_second_call(step), cotangent)
+            check_not_batched(call, cotangent)
         positive = None
         if step.options.activation != "none":
             with torch.no_grad():  # relu's gradient of ones, by the very bits of forward
@@ -206,7 +206,7 @@ class _Differentiable(torch.autograd.Function):
 
 def differentiable(step, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
     """What gradient(step, (dy,), *saved) gives, with a graph behind it."""
-    check_not_batched(step.call.backward(), dy)
+    check_not_batched(step.call("backward"), dy)
     return _Differentiable.apply(step, gradient, dy, *saved)
 
 

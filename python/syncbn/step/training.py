@@ -4,7 +4,7 @@ one for each device of this process; mostly K is 1. The order of a direction is 
 the passes in src/step/step.cpp."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..exchange import agreement
 from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
-from ..exchange.attempt import Refused
+from ..exchange.attempt import Refused, invalid
 from ..exchange.call import Call
 from ..exchange.groups import Peers
 from ..exchange.times import timed
@@ -22,7 +22,7 @@ from ..exchange.transports import transport_of
 from ..operators import IN_PLACE, MESSAGE, OWN, activation_mask_of, info_of, ops
 from . import layer_paths
 from .layer_state import LayerState
-from .options import Options, check_plain, check_strided, is_strided, numbers_of, values_per_channel
+from .options import Form, Options, check_plain, check_strided, values_per_channel
 from .profiling import recorded
 from .recomputation import Segment
 from .transforms import check_not_batched, in_transform
@@ -36,18 +36,19 @@ _backward_finish = ops.backward_finish.default
 class Step(NamedTuple):
     """What backward knows of a training step besides tensors.
 
-    call: of the forward, as errors name it. backward: who takes part in it. bias_dtype: None
-    without a bias. needs: whether this rank wants the gradients of any x, of weight, of bias and of
-    any residual. lead: the input that speaks for all in headers.
+    made: the call's number (None where it is not known), channels and dtype. backward: who takes
+    part in it. bias_dtype: None without a bias. needs: whether this rank wants the gradients of any
+    x, of weight, of bias and of any residual. lead: the input that speaks for all in headers.
     """
 
     state: LayerState
     options: Options
+    form: Form
     peers: Peers | None
-    call: Call
+    made: tuple[int | None, int, torch.dtype]
     backward: Backward
     bias_dtype: torch.dtype | None
-    needs: tuple[bool, ...] = (False,) * 4
+    needs: Sequence[bool]
     lead: int = 0
 
     @property
@@ -63,31 +64,29 @@ class Step(NamedTuple):
         """Of backward's exchange."""
         return transport_of(self.peers if self.exchanges else None, x.device)
 
+    def call(self, direction: str) -> Call:
+        """That direction of the call, as errors name it."""
+        state, (number, channels, dtype) = self.state, self.made
+        return Call(state.name, number, direction, channels, dtype, self.options, state.times)
 
-class Inputs(NamedTuple):
-    """What forward is given.
 
-    xs, residuals, masks: K each. running: mean, variance and number of batches, each may be None;
-    they lie where the first x does. takes_part: this rank's word about backward. segment: the
-    checkpointed segments around the call, if any. checked: that the arguments were; else what the
-    operators refuse is Refused, and nothing has happened.
+class Given(NamedTuple):
+    """What forward is given besides samples and parameters.
+
+    running: mean, variance and number of batches, each may be None; they lie where the first x
+    does. takes_part: this rank's word about backward. segment: the checkpointed segments around the
+    call, if any. checked: that the arguments were; else what the operators refuse is Refused, and
+    nothing has happened.
     """
 
-    xs: Sequence[Tensor]
-    weight: Tensor | None
-    bias: Tensor | None
-    residuals: Sequence[Tensor | None]
-    masks: Sequence[Tensor | None]
     running: tuple[Tensor | None, Tensor | None, Tensor | None]
     options: Options
+    form: Form
     state: LayerState
     peers: Peers | None
     takes_part: int
     segment: Segment | None = None
     checked: bool = True
-
-    def transport(self) -> Transport:
-        return transport_in(self.segment, self.peers, self.xs[0])
 
 
 def transport_in(segment: Segment | None, peers: Peers | None, x: Tensor) -> Transport:
@@ -105,11 +104,14 @@ def _lead(xs: Sequence[Tensor], masks: Sequence[Tensor | None]) -> int:
     return next((k for k, (x, m) in enumerate(zip(xs, masks)) if has_samples(x, m)), 0)
 
 
+def _beside(x: Tensor, *tensors: Tensor | None) -> Sequence[Tensor | None]:
+    """The tensors on x's device."""
+    return [None if t is None else t.to(x.device) for t in tensors]
+
+
 def _placed(xs: Sequence[Tensor], *tensors: Tensor | None) -> Iterable[Sequence[Tensor | None]]:
     """The tensors, for each x on its device."""
-    if len(xs) == 1:
-        return (tensors,)
-    return ([None if t is None else t.to(x.device) for t in tensors] for x in xs)
+    return (tensors,) if len(xs) == 1 else (_beside(x, *tensors) for x in xs)
 
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
@@ -134,53 +136,59 @@ def leave(error: BaseException, state: LayerState, options: Options, transport, 
     transport().leave(error, call)
 
 
-def forward(given: Inputs) -> tuple[Step, list[Tensor], list]:
+def forward(
+    given: Given,
+    needs: Sequence[bool],
+    xs: Sequence[Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residuals: Sequence[Tensor | None],
+    masks: Sequence[Tensor | None],
+) -> tuple[Step, Sequence[Tensor], list]:
     """What backward will know; K y; and the tensors that backward takes: weight, bias, and of each
     input x, what operators.saved_of() describes, activation mask and mask. Running statistics and
-    the layer's counters are updated. After an error the caller calls leave()."""
-    xs, weight, bias, residuals, masks, running, options, state, peers, word, *_ = given
-    segment, checked = given.segment, given.checked
-    transport = transport_in(segment, peers, xs[0])
+    the layer's counters are updated. needs: as Step has it. After an error the caller calls
+    leave()."""
+    (mean, var, tracked), options, form, state, peers, word, segment, checked = given
+    kind, mode, in_place, _ = form
     kept = None if segment is None else segment.kept
-    lead, in_place = 0 if len(xs) == 1 else _lead(xs, masks), options.writes_over_input
-    x, (kind, mode) = xs[lead], numbers_of(*options)
+    transport = transport_in(segment, peers, xs[0])
+    several, has_residual = len(xs) > 1, residuals[0] is not None
+    lead = _lead(xs, masks) if several else 0
+    x = xs[lead]
     if kept is None and peers is not None and peers.group_name != state.group:
         layer_paths.compare(state, peers, x, options)
-    call = state.call_of(x, options)
-    mean, var, tracked, momentum = *running, options.momentum
+    # Of one rank, a call that is refused comes again, checked.
+    named = checked or peers is not None or state.times is not None
+    call: Any = state.call_of(x, options) if named else None
+    momentum = options.momentum
     averaged: Tensor | None = None  # a number of batches as averaged checkpoints have it
-    if tracked is not None and tracked.is_floating_point():
+    if tracked is not None and tracked.dtype != torch.int64:
         averaged, tracked = tracked, None
         momentum = ops.cumulative_factor(averaged.item()) if momentum is None else momentum
-    updates = (mean, var, tracked, state.call, state.count)
-    identity = options.identity(state.number, residuals[0] is not None)
     numbers = (options.eps, momentum, kind, options.negative_slope, mode)
-    keeps_signs = kind != 0 and residuals[0] is not None
-    # What begin and finish take of each input.
-    arguments = [(x, weight, bias, residuals[0], masks[0], *updates)]
-    if len(xs) > 1:
-        none = (None, None, None)
-        arguments = [
-            (z, w, b, residual, mask, *(updates if k == 0 else (*none, counter, None)))
-            for k, (z, (w, b, counter), residual, mask) in enumerate(
-                zip(xs, _placed(xs, weight, bias, state.call), residuals, masks)
-            )
-        ]
-    if residuals[0] is not None:
-        arguments = [_with_fitting_residual(a, transport, call, checked) for a in arguments]
-    exchanged: tuple | None
+    own = (xs[0], weight, bias, residuals[0], masks[0], mean, var, tracked, state.call, state.count)
+    passes = [(*own, state.number, *numbers, word)]
+    if several:
+        for z, residual, mask in zip(xs[1:], residuals[1:], masks[1:]):
+            w, b, counter = _beside(z, weight, bias, state.call)
+            own = (z, w, b, residual, mask, None, None, None, counter, None)
+            passes.append((*own, *passes[0][10:]))
+    if has_residual:
+        passes = [_with_fitting_residual(own, transport, call, checked) for own in passes]
+    keeps_signs = kind != 0 and has_residual
     if kept is not None:
-        exchanged, step = (None, None, None), kept.step
         outputs = [_room(z, in_place, keeps_signs, kept.saved) for z in xs]
+        exchanged: tuple | None = (None, None, None)
+        step = kept.step._replace(needs=needs)
     else:
         # An input of another dtype has no samples, and its outputs are replaced below.
-        alike = arguments if len(xs) == 1 else [_as(a, x.dtype) for a in arguments]
-        passes = [(*a, identity, *numbers, word) for a in alike]
-        way = IN_PLACE if in_place else MESSAGE if mode or len(xs) > 1 else None
+        alike = [_as(own, x.dtype) for own in passes] if several else passes
+        way = IN_PLACE if in_place else MESSAGE if mode or several else None
         outputs, exchanged = transport.begin(
-            _forward_begin, passes, lead, way, call, mode > 0, checked
+            _forward_begin, alike, lead, way, call, mode > 0, checked
         )
-        *_, count, shared = outputs[0]
+        count, shared, number = outputs[0][3:]
         merged = None if exchanged is None else exchanged[1]
         if merged is not None or count == 1:
             if merged is None and not checked:
@@ -188,17 +196,18 @@ def forward(given: Inputs) -> tuple[Step, list[Tensor], list]:
             _check_count(merged, xs, masks)
         backward = transport.backward_of(shared, merged, word, call)
         bias_dtype = None if bias is None else bias.dtype
-        step = Step(state, options, peers, call, backward, bias_dtype, (False,) * 4, lead)
+        made = None if number < 0 else number, x.size(1), x.dtype
+        step = Step(state, options, form, peers, made, backward, bias_dtype, needs, lead)
     if exchanged is not None:
-        _, merged, more = exchanged
+        _, merged, beyond = exchanged
         finish = timed(_forward_finish, state.times, "normalized")
-        for k, placed in enumerate(_placed(xs, merged, more)):
+        for k, placed in enumerate(_placed(xs, merged, beyond)):
             y, saved, bits = outputs[k][:3]
             if kept is None and xs[k].dtype != x.dtype:
                 y, _, bits = _room(xs[k], in_place, keeps_signs, saved)
             y = xs[k] if in_place else y
             outputs[k] = y, saved, bits
-            changed = arguments[k]
+            changed = passes[k][:10]
             if kept is not None or k > 0:
                 changed = (*changed[:5], *(None,) * 5)
             with _disable_current_modes():  # the other ranks finish, whatever a mode would do
@@ -210,11 +219,12 @@ def forward(given: Inputs) -> tuple[Step, list[Tensor], list]:
         segment.keep(step, outputs[0][1])
     # Without an activation mask, the activation's sign is computed again, which takes the bias. In
     # place it is y's.
-    again = kind != 0 and residuals[0] is None
-    tensors = [weight, bias if again else None]
+    tensors = [weight, bias if kind != 0 and not has_residual else None]
+    ys = []
     for z, (y, saved, bits, *_), mask in zip(xs, outputs, masks):
+        ys.append(y)
         tensors += (y if in_place else z, saved, bits, mask)
-    return step, [own[0] for own in outputs], tensors
+    return step, ys, tensors
 
 
 def _with_fitting_residual(arguments: tuple, transport: Transport, call: Call, checked: bool):
@@ -253,51 +263,52 @@ def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
     try:
         return _backward(step, step.transport(saved[2]), dys, *saved)
     except BaseException as error:
-        step.transport(saved[2]).leave(error, step.call.backward())
+        call = step.call("backward")
+        step.transport(saved[2]).leave(error, call)
+        named = invalid(error, call, None) if isinstance(error, Exception) else error
+        if step.peers is None and named is not error:
+            raise named from None
         raise
 
 
 def _backward(step: Step, transport: Transport, dys, weight, bias, *saved) -> tuple:
-    options, lead, call = step.options, step.lead, step.call.backward()
-    xs, x = saved[::4], saved[4 * lead]
-    (kind, _), slope = numbers_of(*options), options.negative_slope
-    needs_x, needs_weight, needs_bias, needs_residual = step.needs
-    if step.backward.absent:
-        agreement.check_present(step.backward, step.peers, call)
-    dtypes = (weight.dtype if needs_weight else None, step.bias_dtype if needs_bias else None)
+    state, options, (kind, _, _, shares), peers, _, awaited, bias_dtype, needs, lead = step
+    (needs_x, needs_weight, needs_bias, needs_residual), slope = needs, options.negative_slope
+    xs, x, exchanges = saved[::4], saved[4 * lead], step.exchanges
+    # Of one rank it is named where an error needs it.
+    alone = peers is None and state.times is None
+    call: Any = None if alone else step.call("backward")
+    if awaited.absent:
+        agreement.check_present(awaited, peers, call)
     keep = needs_residual and (kind != 0 or any(mask is not None for mask in saved[3::4]))
     # One rank's share is the whole, which comes with dx.
-    share = options.affine_grad == "share" if step.peers is not None else not needs_x
-    share = share and (needs_weight or needs_bias)
-    gradients, through, passes = [], [], []
-    for k, (w, b) in enumerate(_placed(xs, weight, bias)):
+    share = (needs_weight or needs_bias) and (not needs_x if peers is None else shares)
+    rest = (keep, weight.dtype if needs_weight else None, bias_dtype if needs_bias else None, share)
+    passes, after = [], [weight, bias]
+    for k, dy in enumerate(dys):
         z, kept, bits, mask = saved[4 * k : 4 * k + 4]
-        dy = dys[k]
-        if not (type(dy) is Tensor and is_strided(dy) and dy.stride() == z.stride()) or (
-            dy.dtype != z.dtype or is_legacy_batchedtensor(dy) or in_transform()
-        ):
+        if not _fits(dy, z):
             dy = torch.zeros_like(z) if dy is None else dy
-            check_not_batched(call, dy)
-            dy = transport.refusing(_fitting, (dy, z, step.peers is None), z, call)
-        gradients.append(dy)
-        after = (w, b, bits, mask, kind, slope)
-        through.append(after)
-        if k == lead:
-            passes.append((dy, z, kept, *after, keep, *dtypes, share))
-        else:
-            passes.append((dy.to(x.dtype), z.to(x.dtype), kept, *after, keep, None, None, share))
-    way = OWN if not step.exchanges else MESSAGE if len(xs) > 1 else None
-    begun, exchanged = transport.begin(_backward_begin, passes, lead, way, call)
+            named = step.call("backward")
+            check_not_batched(named, dy)
+            dy = transport.refusing(_fitting, (dy, z, peers is None), z, named)
+        if len(dys) > 1:
+            after = [*_beside(z, weight, bias)]
+        passes.append((dy, z, kept, *after, bits, mask, kind, slope, *rest))
+    way = MESSAGE if len(dys) > 1 else None
+    if not exchanges:
+        way = OWN
+    alike = passes if len(dys) == 1 else [_shared(own, x.dtype, own[1] is x) for own in passes]
+    begun, exchanged = transport.begin(_backward_begin, alike, lead, way, call)
+    dxs, (_, dweight, dbias, *_) = [own[0] for own in begun], begun[lead]
+    gradients = [own[0] for own in passes]
     if keep:  # what comes back is there already
         gradients = [own[3].to(z.dtype) for own, z in zip(begun, xs)]
-        through = [(w, None, None, mask, 0, 0.0) for w, _, _, mask, *_ in through]
-    dxs = [own[0] for own in begun]
-    _, dweight, dbias, *_ = begun[lead]
     if exchanged is not None:
         own, merged, more = exchanged
-        finish = timed(_backward_finish, step.state.times, "normalized")
+        finish = timed(_backward_finish, state.times, "normalized")
         for k, placed in enumerate(_placed(xs, merged, more)):
-            if not step.exchanges:
+            if not exchanges:
                 if k != lead or not share:
                     continue
                 placed = (None, None)
@@ -305,17 +316,41 @@ def _backward(step: Step, transport: Transport, dys, weight, bias, *saved) -> tu
                 dxs[k] = torch.empty_like(xs[k])
             sums = (dweight, dbias) if k == lead else (None, None)
             sent = own if k == lead and share else None
-            z, kept = xs[k], saved[4 * k + 1]
+            _, z, kept, w, b, bits, mask = passes[k][:7]
+            through = (w, None, None, mask, 0, 0.0) if keep else (w, b, bits, mask, kind, slope)
             with _disable_current_modes():  # as in forward
                 finish(
-                    *(gradients[k], z, kept, *through[k], dxs[k], *sums, begun[k][4], sent),
+                    *(gradients[k], z, kept, *through, dxs[k], *sums, begun[k][4], sent),
                     *(*placed, step.ranks),
                 )
     if lead > 0:  # parameters lie where the first x does
-        ((dweight, dbias), *_) = _placed(xs, dweight, dbias)
+        dweight, dbias = _beside(xs[0], dweight, dbias)
     none = [None] * len(xs)
-    residuals = gradients if needs_residual else none
-    return (*(dxs if needs_x else none), dweight, dbias, *residuals)
+    return (
+        *(dxs if needs_x else none),
+        *(dweight, dbias),
+        *(gradients if needs_residual else none),
+    )
+
+
+def _fits(dy: Tensor | None, x: Tensor) -> bool:
+    """Whether it is a plain gradient in x's layout; mostly, and quickly."""
+    return (
+        type(dy) is Tensor
+        and dy.layout is torch.strided
+        and dy.stride() == x.stride()
+        and dy.dtype is x.dtype
+        and not is_legacy_batchedtensor(dy)
+        and not in_transform()
+    )
+
+
+def _shared(arguments: tuple, dtype: torch.dtype, leads: bool) -> tuple:
+    """The arguments of one of several inputs, in the dtype of that which leads, and which alone
+    brings gradients of weight and bias."""
+    dy, z, *others, keep, dweight, dbias, share = arguments
+    dtypes = (dweight, dbias) if leads else (None, None)
+    return dy.to(dtype), z.to(dtype), *others, keep, *dtypes, share
 
 
 def _fitting(dy: Tensor, x: Tensor, alone: bool) -> Tensor:
@@ -323,21 +358,22 @@ def _fitting(dy: Tensor, x: Tensor, alone: bool) -> Tensor:
     return like(dy, x)
 
 
-def takes_part(
-    inputs: Sequence[Tensor],
-    parameters: Sequence[Tensor | None],
-    residuals: Sequence[Tensor | None],
-    options: Options,
-    segment: Segment | None = None,
-) -> int:
-    """This rank's word of the header about backward."""
+def takes_part(needs: Sequence[bool], options: Options, segment: Segment | None = None) -> int:
+    """This rank's word of the header about backward. needs: as Step has it."""
     if not torch.is_grad_enabled():
         # The first run of a reentrant checkpoint: the second will tell.
         return 0 if segment is None else WANTS_X + COMES
+    x, weight, bias, residual = needs
+    sums = (weight or bias) and options.affine_grad == "global"
+    return x * WANTS_X + sums * WANTS_SUMS + (x or weight or bias or residual) * COMES
 
-    def wanted(tensors: Sequence[Tensor | None]) -> bool:
-        return any(t is not None and t.requires_grad for t in tensors)
 
-    x, affine = wanted(inputs), wanted(parameters)
-    sums = affine and options.affine_grad == "global"
-    return x * WANTS_X + sums * WANTS_SUMS + (x or affine or wanted(residuals)) * COMES
+def needs_of(
+    xs: Sequence[Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residuals: Sequence[Tensor | None],
+) -> tuple[bool, ...]:
+    """Whether the gradients of any x, of weight, of bias and of any residual are wanted."""
+    each = (xs, (weight,), (bias,), residuals)
+    return tuple(any(t is not None and t.requires_grad for t in some) for some in each)

@@ -169,7 +169,7 @@ def calls(handle: int) -> dict:
 OTHERS = {
     *("shm_close", "shm_abandon", "shm_finish", "shm_error", "cpu_instruction_set"),
     *("force_cpu_instruction_set", "shm_limit", "shm_time", "shm_times"),
-    *("layer_identity", "cumulative_factor"),
+    "cumulative_factor",
 }
 
 

@@ -284,7 +284,7 @@ def case_what_cannot_be_rebound_is_warned_of_and_refused(rank, world):
         with pytest.warns(UserWarning, match=r"^1\.0: got a forward on the object") as found:
             syncbn.convert_sync_batchnorm(net)
         assert len(found) == 1, lose
-        line = r"\n  1\.0: syncbn\.SyncBatchNorm: the forward on the object does"
+        line = r"\n  1\.0: syncbn\.SyncBatchNorm: the forward on the object is not seen"
         raises(RuntimeError, line, lambda n=net: syncbn.report(n, strict=True))
         row, other = syncbn.report(net)
         assert (row.group, row.ranks, row.engine) == ("", 1, "none")

@@ -26,7 +26,7 @@ class Rank:
     def begin(self, frame=0, way=MESSAGE, word=0):
         """This rank's message."""
         begun = self.ops.forward_begin(*self.given, self.layer, *self.numbers, word, way, frame)
-        self.y, self.saved, self.bits, _, _, message, _, _ = begun
+        self.y, self.saved, self.bits, *_, message, _, _ = begun
         self.through = (*self.through[:2], self.bits, *self.through[3:])
         return message
 

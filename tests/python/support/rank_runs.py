@@ -103,7 +103,8 @@ def run_cases(
     seconds: the limit of a case.
     """
     arguments = (world, engine, free_port(), folder, load, seconds)
-    codes = run_ranks(quick_context(), _rank_main, world, arguments, 900)
+    # The limit of all ends only what the limit of a case cannot: a slow machine takes its time.
+    codes = run_ranks(quick_context(), _rank_main, world, arguments, 3000)
     found: dict = {}
     hangs = [path for path in folder.iterdir() if path.name.startswith("hangs.")]
     found["hangs"] = "\n".join(path.read_text() for path in hangs)
