@@ -24,7 +24,10 @@ def step(ops, xs, dys, weight, bias, residual, kind, mask, call):
         *(x, weight, bias, residual, mask),
         **{**options, "call": counter, "running": running, "momentum": None},
     )
-    ranks = [first, *(Rank(t, weight, bias, call=call.clone(), **options) for t in xs[1:])]
+    ranks = [first]
+    for t in xs[1:]:
+        z = None if residual is None else torch.zeros_like(t)
+        ranks.append(Rank(t, weight, bias, z, call=call.clone(), **options))
     messages = [rank.begin(word=0x2001001) for rank in ranks]
     for rank in ranks:
         rank.finish(total(messages), count)
