@@ -107,7 +107,8 @@ class OnHost(Transport):
             return agreement.backward_of(word, own, self.peers, call)
 
     def reject(self, call, error, compare=True, x=None, parameter=None):
-        text = f"{call}: {type(error).__name__}: {error}"
+        reason = str(error).removeprefix(f"{call}, {self.peers}: ")
+        text = f"{call}: {type(error).__name__}: {reason}"
 
         def tell() -> None:
             with _disable_current_modes():
