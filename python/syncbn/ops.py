@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -261,7 +262,8 @@ def _check(
             f"batches: got {batches.numel()} entries of {batches.dtype} on {batches.device}, "
             f"expected one int64 on {x.device}"
         )
-    if batches.is_cpu and not torch.compiler.is_compiling():
+    fake = torch.compiler.is_compiling() or isinstance(batches, FakeTensor)
+    if batches.is_cpu and not fake:
         number = batches.item()  # on a GPU nobody waits for it
         if number < 0:
             raise ValueError(f"batches: got {number}, expected a number of at least 0")

@@ -256,6 +256,14 @@ def test_training_without_values_propagates_shapes(kind, options):
         assert parameter.grad.shape == (4,)
 
 
+def test_operator_without_values_propagates_shapes():
+    with FakeTensorMode():
+        x, batches = torch.empty(4, 3, 5, requires_grad=True), torch.zeros(1, dtype=torch.int64)
+        out = syncbn.ops.batch_norm(x, *torch.ones(4, 3).unbind(), batches)
+        out.y.sum().backward()
+    assert out.y.shape == x.grad.shape == (4, 3, 5) and out.saved_mean.shape == (3,)
+
+
 def test_memory_format_of_outputs_without_values():
     layer = syncbn.SyncBatchNorm(4, device="meta")
     x = torch.empty(2, 4, 5, 6, device="meta").to(memory_format=torch.channels_last)
