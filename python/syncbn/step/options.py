@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import operators_cuda
 from ..operators import DTYPES, ops
@@ -112,10 +111,9 @@ def check_strided(name: str, x: object) -> None:
 
 def check_plain(alone: bool, **tensors: Tensor | None) -> None:
     """Refuses a tensor of a class that decides itself about each operator, if it takes none of this
-    package, or if other ranks would get a message of that class. A fake tensor has no values to
-    exchange."""
+    package, or if other ranks would get a message of that class."""
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
+        if not isinstance(tensor, Tensor):
             continue
         if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
             continue
