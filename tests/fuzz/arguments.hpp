@@ -20,6 +20,7 @@ namespace syncbn::fuzz {
 
 constexpr std::int64_t kMostElements = 1 << 14;  // more are left to other tests
 constexpr std::int64_t kMostExtent = 1 << 16;
+constexpr std::int32_t kMostAxes = 12;
 
 /// An address at which nothing may be read or written.
 inline void* forbidden() {
@@ -107,8 +108,8 @@ class Argument {
   bool absent() const { return !given || (no_data && ndim == 0 && well_formed()); }
   /// Can be read as a tensor at all.
   bool well_formed() const {
-    return !given || (is_member(dtype, 4) && is_member(device, 2) && ndim >= 0 && ndim <= 64 &&
-                      !(no_sizes && ndim > 0));
+    return !given || (is_member(dtype, 4) && is_member(device, 2) && ndim >= 0 &&
+                      ndim <= kMostAxes && !(no_sizes && ndim > 0));
   }
   bool has_storage() const {
     return given && well_formed() &&
