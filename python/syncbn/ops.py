@@ -27,8 +27,8 @@ from .step.options import (
     is_number,
     values_per_channel,
 )
+from .step.surroundings import refuse_tracing
 from .step.training import like
-from .step.transforms import refuse_tracing
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
 _TENSORS = ("x", "estimated_mean", "estimated_var", "scale", "bias", "batches")

@@ -16,8 +16,7 @@ from .exchange import callers, groups, transports
 from .exchange.call import Call
 from .models.classes import check_module
 from .nn import SyncBatchNorm
-from .step.streams import Streams
-from .step.transforms import refuse_tracing
+from .step.surroundings import Streams, refuse_tracing
 
 __all__ = ["AllReduce", "SelfDataParallel", "all_reduce"]
 

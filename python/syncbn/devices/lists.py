@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from ..exchange import transports
-from ..step import layer_paths, recomputation
+from ..step import layer_state, recomputation
 from ..step.autograd import apply_step
 from ..step.masks import check_mask
 from ..step.options import RUNNING, check_arguments, check_counter, check_options, check_plain
-from ..step.profiling import recorded
-from ..step.tensor_classes import like_operators, plain
+from ..step.surroundings import check_transforms, like_operators, plain, recorded, refuse_tracing
 from ..step.training import has_samples
-from ..step.transforms import check_transforms, refuse_tracing
 from . import baton
 
 #: The digits of a message have room for this many (docs/numerics.md).
@@ -183,7 +181,7 @@ def check_alone(module) -> None:
 def _reject(peers, module, error: BaseException, x: object) -> None:
     parameter = module.weight if module.running_mean is None else module.running_mean
     state = module.state
-    peers = layer_paths.way(state, peers)
+    peers = layer_state.way(state, peers)
     call = state.call_of(state.call, module.options())
     transports.reject(peers, call, error, x=x, parameter=parameter, counter=state.call)
 

@@ -16,7 +16,7 @@ from ..exchange import agreement, attempt, callers, groups, subgroups
 from ..exchange.call import Call
 from ..exchange.engines import engine_of
 from ..nn import Model, SyncBatchNorm, device_of
-from ..step.living_modules import WRAPPERS
+from ..step.layer_state import WRAPPERS
 from .classes import check_module
 
 _log = logging.getLogger("syncbn")

@@ -13,15 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..exchange import transports
 from ..exchange.attempt import Refused
 from ..operators import info_of, ops
-from . import (
-    as_operator,
-    layer_paths,
-    layer_state,
-    masks,
-    recomputation,
-    second_derivatives,
-    tensor_classes,
-)
+from . import as_operator, layer_state, masks, recomputation, second_derivatives, surroundings
 from .layer_state import Identity, LayerState
 from .options import (
     RUNNING,
@@ -34,9 +26,15 @@ from .options import (
     check_plain,
     form_of,
 )
-from .profiling import recorded
-from .streams import Streams
-from .tensor_classes import plain
+from .surroundings import (
+    Streams,
+    check_transforms,
+    in_transform,
+    plain,
+    recorded,
+    refuse_tracing,
+    tracer,
+)
 from .training import (
     Given,
     Step,
@@ -47,7 +45,6 @@ from .training import (
     takes_part,
     transport_in,
 )
-from .transforms import check_transforms, in_transform, refuse_tracing, tracer
 
 
 class _BatchNormTraining(torch.autograd.Function):
@@ -171,7 +168,7 @@ def _plain_step(x, running: tuple, weight, bias, residual, mask, options) -> Ten
 def _tell(error: Exception, live: LayerState, x: object, parameter, options: Options) -> None:
     """Tells the others that this rank refuses its input."""
     with _disable_current_modes():
-        peers, call = layer_paths.way(live, live.peers(options)), live.call_of(x, options)
+        peers, call = layer_state.way(live, live.peers(options)), live.call_of(x, options)
         transports.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
 
 
@@ -284,7 +281,7 @@ def _usual(x, running: tuple, weight, bias, residual, mask, options, state) -> T
 
 
 def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Tensor:
-    if tensor_classes.has_dtensor((x, weight, bias, residual, mask, *running)):
+    if surroundings.has_dtensor((x, weight, bias, residual, mask, *running)):
         return _of_parts(x, weight, bias, residual, mask, running, options, state)
     running_mean, running_var, tracked = running
     parameter = next((t for t in (running_mean, weight, bias) if t is not None), None)
@@ -349,7 +346,7 @@ def _of_parts(x, weight, bias, residual, mask, running, options, state) -> Tenso
     shared = {"weight": weight, "bias": bias, **dict(zip(RUNNING, running))}
     try:
         peers, shares = live.peers(options), options.affine_grad == "share"
-        given = tensor_classes.parts(samples, shared, peers, shares)
+        given = surroundings.parts(samples, shared, peers, shares)
     except ValueError as error:
         _tell(error, live, None, None, options)
         raise
@@ -358,7 +355,7 @@ def _of_parts(x, weight, bias, residual, mask, running, options, state) -> Tenso
         *(given["input"], running, given["weight"], given["bias"], given["residual"]),
         *(given["mask"], options, state),
     )
-    return tensor_classes.as_dtensor(y, x)
+    return surroundings.as_dtensor(y, x)
 
 
 def _update(running: tuple, saved: Tensor, momentum: float | None) -> None:

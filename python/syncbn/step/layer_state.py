@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer has besides the tensors of a batch norm: its name, its group, and its call number.
+"""What a layer has besides the tensors of a batch norm: its path, its group, and its call number.
 
 None of it is a buffer: code that copies, moves, broadcasts or materializes the buffers of a model
 meets exactly those of PyTorch's layer. None of it is a constant of a compiled graph either: the
 graph holds a tensor with the state's id, so that equal layers share one graph.
+
+Ranks compare the paths of layers before a layer's first exchange in a group: layers of equal shape
+that ranks call in different orders would mix their statistics.
 """
 
+import gc
 import itertools
 import weakref
 import zlib
@@ -13,20 +17,29 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..exchange import groups
+from ..errors import DivergenceError
+from ..exchange import agreement, callers, engines, groups
 from ..exchange.call import Call
 from ..exchange.callers import Sharing
 from ..exchange.groups import Peers
 from ..exchange.times import Times
-from .living_modules import paths_of_living
+from ..operators import HEADER_WORDS
 from .options import Options, is_strided
 
 _WORLD = Sharing()
 #: The name of a layer that was made directly.
 UNNAMED = "SyncBatchNorm"
+#: What wrappers (DDP, torch.compile, FSDP, checkpoint_wrapper) put into paths.
+WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+#: In the header of a comparison, in the place of a call's fingerprint.
+_TAG = zlib.crc32(b"syncbn paths") & 0xFFFFF
+#: A rank's words of that message, at most.
+_WORDS = 64
+#: Layers of one path that are remembered, at most.
+_MOST = 1000
 
 
 class Identity(NamedTuple):
@@ -53,8 +66,8 @@ class LayerState:
     int64 [1], elements per channel over all ranks in the last call; -1 where ranks disagreed on
     CUDA. Both lie where the layer was last called; None for a function, which has no calls of its
     own. handle: int64 [1] on the CPU, the id by which operators of compiled graphs find the state.
-    number: what stands for the layer in the fingerprint, 32 bits; agreed on in each group
-    (step/layer_paths.py) where compares is true.
+    number: what stands for the layer in the fingerprint, 32 bits; agreed on in each group where
+    compares is true.
     """
 
     def __init__(
@@ -62,7 +75,7 @@ class LayerState:
     ) -> None:
         self.name = name
         self.apart = ""  # with which the name ends
-        self.origin: Callable[[], LayerState | None] = _nothing  # what it is a deepcopy of
+        self.origin: Callable[[], LayerState | None] = lambda: None  # what it is a deepcopy of
         #: whether the layer, which was given no name, was sought among the living modules; the name
         #: is then where it was found, if a module holds it
         self.sought = False
@@ -111,10 +124,9 @@ class LayerState:
         return groups.training_peers(self.sharing, self.find_path) if options.sync else None
 
     def find_path(self) -> str:
-        """The name. A layer that was made directly, and all others of them, get the path where they
-        lie first."""
+        """The name. All layers that were made directly get the path where they lie first."""
         if self.path == UNNAMED and not self.sought:
-            paths = paths_of_living(LayerState)
+            paths = paths_of_living()
             for other in living():
                 if other.path == UNNAMED and not other.sought:
                     path = paths.get(other)
@@ -139,17 +151,12 @@ class LayerState:
     def call_of(self, x: object, options: Options) -> Call:
         """The next call with that input, as errors name it."""
         # A counter on a GPU is not read, that would wait for the device.
-        counter = self.call
-        known = counter is not None and counter.is_cpu
-        number: Any = counter.item() if known else None
+        known = self.call is not None and self.call.is_cpu
+        number: Any = self.call.item() if known else None
         channels = dtype = None
         if is_strided(x):  # else it is refused
             channels, dtype = x.size(1) if x.dim() > 1 else None, x.dtype
         return Call(self.name, number, "forward", channels, dtype, options, self.times)
-
-
-def _nothing() -> None:
-    return None
 
 
 _ids = itertools.count(1)
@@ -178,3 +185,185 @@ def of_handle(handle: Tensor) -> LayerState:
             "the function compiled from it"
         )
     return state
+
+
+def paths_of_living() -> dict[LayerState | None, str]:
+    """The path of each layer in the largest model that holds it, so that it does not depend on what
+    else, a feature extractor for example, holds parts of the model."""
+    classes = _with_subclasses(nn.Module)
+    objects = gc.get_objects()  # by type, and without asking the objects: some do things then
+    chosen = map(classes.__contains__, map(id, map(type, objects)))
+    modules = list(itertools.compress(objects, chosen))
+    del objects
+    inner = {id(child) for module in modules for _, child in _children(module)}
+    found: dict[LayerState | None, tuple[int, str]] = {}
+    for module in modules:
+        if id(module) not in inner:
+            size, paths = _layers(module)
+            for state, path in paths.items():
+                found[state] = max(found.get(state, (0, "")), (size, path))
+    return {state: path for state, (_, path) in found.items()}
+
+
+def _with_subclasses(cls: type) -> set[int]:
+    """The ids of the class and of all that are derived from it."""
+    found, left = set(), [cls]
+    while left:
+        cls = left.pop()
+        if id(cls) not in found:
+            found.add(id(cls))
+            left += type.__subclasses__(cls)
+    return found
+
+
+def _children(module: nn.Module) -> list[tuple[str, Any]]:
+    children = vars(module).get("_modules")  # none yet in a constructor
+    if not isinstance(children, dict):
+        return []
+    return [(name, child) for name, child in children.items() if isinstance(child, nn.Module)]
+
+
+def _layers(root: nn.Module) -> tuple[int, dict[LayerState, str]]:
+    """How many modules are in a model; and the first path of each layer, without wrappers."""
+    seen: set[int] = set()
+    found: dict[LayerState, str] = {}
+    left: list[tuple[nn.Module, str]] = [(root, "")]
+    while left:
+        module, path = left.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        state = vars(module).get("state")
+        if type(state) is LayerState:
+            found.setdefault(state, path)
+        for name, child in reversed(_children(module)):
+            inside = f"{path}.{name}" if path else name
+            left.append((child, path if name in WRAPPERS else inside))
+    return len(seen), found
+
+
+class _Group:
+    """What was compared in a group, as often on all its ranks. made: by path, the layers, as
+    numbers in the order in which this rank made them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.made: dict[str, list[int]] = {}
+
+
+_compared: dict[str, _Group] = {}
+
+
+def compare(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) -> None:
+    """Before an exchange of a layer in another group than its last one: sets state.number to what
+    the ranks agree on, which in the first exchange takes a message. Raises DivergenceError on every
+    rank if they call different layers."""
+    group = peers.group_name
+    if state.compares:
+        if group not in state.numbers:
+            state.numbers = {g: n for g, n in state.numbers.items() if callers.exists(g)}
+            state.numbers[group] = _agreed(state, peers, x, options)
+        state.number = state.numbers[group]
+    state.group = group
+
+
+def way(state: LayerState, peers: Peers | None) -> Peers | None:
+    """The peers as a rank reaches them that refuses its input: as long as they may be comparing
+    paths, over the host."""
+    if peers is None or not state.compares or peers.group_name in state.numbers:
+        return peers
+    state.find_path()  # for the error's text
+    return peers.over_host()
+
+
+def _agreed(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) -> int:
+    state.find_path()
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{state.name}: got its first exchange in a group while a CUDA graph is captured, "
+            "expected an eager training step before the capture"
+        )
+    if peers.group_name not in _compared:
+        for gone in [name for name in list(_compared) if not callers.exists(name)]:
+            _compared.pop(gone, None)
+        _compared[peers.group_name] = _Group()
+    group, path = _compared[peers.group_name], _end_of(_path(state), peers)
+    call = state.call_of(x, options)
+    said = _exchanged(path, peers, call)
+    longest = max(said, key=len)
+    same, places = all(_ends(longest, one) for one in said), [0]
+    made = group.made.get(longest, [])
+    if same and longest and (made or len(set(said)) > 1):
+        older = sum(number < state.made for number in made)
+        other = path != longest and _has(longest, peers)
+        places = agreement.numbers_of_ranks(-1 if other else older, _TAG, peers, call)
+        same = -1 not in places
+    if not same or len(set(places)) > 1:
+        texts = [one or "a layer that no module holds" for one in said]
+        if same:
+            others = f"of {len(made)} others of that path"
+            texts = [f"{text}, made after {place} {others}" for text, place in zip(texts, places)]
+        lines = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        error = DivergenceError(f"{call}, {peers}: the ranks call different layers: {lines}")
+        error.group_name = peers.group_name
+        raise error
+    group.count += 1
+    if state.apart and places[0] > 1:  # after the model and a copy at least
+        state.tell_apart(f" (copy {places[0]})")
+    if longest:
+        group.made[longest] = [*made, state.made][-_MOST:]
+    return zlib.crc32(f"{longest} {group.count}".encode())
+
+
+def _has(path: str, peers: Peers) -> bool:
+    """Whether this rank has a layer of that very path which it has not compared in the group. Then
+    a shorter path on this rank is that of another layer, and not of a model with less around it."""
+
+    def found() -> bool:
+        return any(
+            state.compares
+            and peers.group_name not in state.numbers
+            and _end_of(_path(state), peers) == path
+            for state in living()
+        )
+
+    if not found():
+        return False
+    gc.collect()  # it may be what is left of another model
+    return found()
+
+
+def _size(peers: Peers) -> int:
+    """How many words of the message a rank has."""
+    return min(_WORDS, (engines.FRAME_WORDS - HEADER_WORDS) // peers.ranks)
+
+
+def _end_of(path: str, peers: Peers) -> str:
+    """The end of the path that there is room for."""
+    room = 8 * _size(peers)
+    while len(path.encode()) > room and "." in path:
+        path = path.partition(".")[2]
+    return path.encode()[-room:].decode(errors="ignore")
+
+
+def _exchanged(path: str, peers: Peers, call: Call) -> list[str]:
+    """Every rank's path."""
+    size = _size(peers)
+    letters = bytearray(path.encode().ljust(8 * size, b"\0"))
+    words = torch.zeros(peers.ranks, size, dtype=torch.int64, device="cpu")
+    words[peers.rank] = torch.frombuffer(letters, dtype=torch.int64)
+    words = agreement.agree(words.flatten(), _TAG, peers, call).view(peers.ranks, size)
+    return [agreement.text_of(row) for row in words]
+
+
+def _ends(path: str, end: str) -> bool:
+    """Whether the path ends with the other: there may be more modules around one rank's model."""
+    return not end or f".{path}".endswith(f".{end}")
+
+
+def _path(state: LayerState) -> str:
+    """Without wrappers; "" of a layer that no module holds."""
+    path = state.path
+    if path == UNNAMED:
+        return ""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)

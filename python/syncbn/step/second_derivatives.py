@@ -14,8 +14,7 @@ from ..exchange.groups import Peers
 from ..exchange.transports import transport_of
 from ..operators import OWN, info_of, ops
 from .options import activation_of
-from .profiling import recorded
-from .transforms import check_not_batched
+from .surroundings import check_not_batched, recorded
 
 _DIRECTION = "second backward"
 

@@ -20,12 +20,11 @@ from ..exchange.times import timed
 from ..exchange.transport import Transport
 from ..exchange.transports import transport_of
 from ..operators import IN_PLACE, MESSAGE, OWN, activation_mask_of, info_of, ops
-from . import layer_paths
+from . import layer_state
 from .layer_state import LayerState
 from .options import Form, Options, check_plain, check_strided, values_per_channel
-from .profiling import recorded
 from .recomputation import Segment
-from .transforms import check_not_batched, in_transform
+from .surroundings import check_not_batched, in_transform, recorded
 
 _forward_begin = ops.forward_begin.default
 _forward_finish = ops.forward_finish.default
@@ -157,7 +156,7 @@ def forward(
     lead = _lead(xs, masks) if several else 0
     x = xs[lead]
     if kept is None and peers is not None and peers.group_name != state.group:
-        layer_paths.compare(state, peers, x, options)
+        layer_state.compare(state, peers, x, options)
     # Of one rank, a call that is refused comes again, checked.
     named = checked or peers is not None or state.times is not None
     call: Any = state.call_of(x, options) if named else None

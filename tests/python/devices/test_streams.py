@@ -12,7 +12,7 @@ from torch import nn
 
 import syncbn
 from syncbn.parallel import SelfDataParallel, all_reduce
-from syncbn.step.streams import Streams
+from syncbn.step.surroundings import Streams
 
 
 class Stream:

@@ -26,7 +26,7 @@ from rank_cases import CountCollectives, raises, unchanged
 from support import assert_same_layers
 from syncbn.exchange import agreement, groups
 from syncbn.exchange.call import Call
-from syncbn.step import layer_paths
+from syncbn.step import layer_state
 
 
 class Twins(nn.Module):
@@ -361,9 +361,9 @@ def case_refused_over_the_host_before_the_first_exchange(rank, world):
     layer = syncbn.SyncBatchNorm(3)
     state, peers = layer.state, groups.peers(layer.state.sharing)
     cuda = peers._replace(cuda=dist.group.WORLD.group_name)
-    assert layer_paths.way(state, cuda) == peers and layer_paths.way(state, None) is None
-    layer_paths.compare(state, cuda, share(rank), layer.options())
-    assert layer_paths.way(state, cuda) is cuda
+    assert layer_state.way(state, cuda) == peers and layer_state.way(state, None) is None
+    layer_state.compare(state, cuda, share(rank), layer.options())
+    assert layer_state.way(state, cuda) is cuda
 
 
 def case_skip_and_join_with_paths(rank, world):
@@ -395,7 +395,7 @@ def case_traced_layers_keep_their_names(rank, world):
     """A program of torch.export has no path to compare."""
     model = Twins()
     program = torch.export.export(model, (share(rank),)).module()
-    with mock.patch.object(layer_paths, "_agreed"):  # what it gives is no number
+    with mock.patch.object(layer_state, "_agreed"):  # what it gives is no number
         program(share(rank))
 
 
@@ -405,7 +405,7 @@ def case_a_capture_without_a_step_before_is_an_error(rank, world):
     x = mock.Mock(is_cuda=True)  # as much of a tensor as is looked at
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
         expected = "^first: got its first exchange in a group while a CUDA graph is captured"
-        compare = functools.partial(layer_paths.compare, model.first.state, peers, x, options)
+        compare = functools.partial(layer_state.compare, model.first.state, peers, x, options)
         raises(RuntimeError, expected, compare)
     model(share(rank))
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):

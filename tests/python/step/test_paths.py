@@ -13,9 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import syncbn
 from syncbn.exchange import groups
-from syncbn.step import layer_paths, layer_state
-from syncbn.step.layer_state import LayerState
-from syncbn.step.living_modules import paths_of_living
+from syncbn.step import layer_state
 
 
 def new_layer() -> syncbn.SyncBatchNorm:
@@ -23,7 +21,7 @@ def new_layer() -> syncbn.SyncBatchNorm:
 
 
 def path_of(layer: nn.Module) -> str | None:
-    return paths_of_living(LayerState).get(layer.state)
+    return layer_state.paths_of_living().get(layer.state)
 
 
 def test_path_in_the_outermost_module():
@@ -135,7 +133,7 @@ def test_a_copy_of_a_model_has_other_names_in_errors(average, converted):
         layer.state.find_path()
         with pytest.raises(RuntimeError, match=f"^{name}: torch.jit.script cannot compile"):
             torch.jit.script(layer)
-    assert layer_paths._path(copied.state) == "0" and copied.state.sharing is not None
+    assert layer_state._path(copied.state) == "0" and copied.state.sharing is not None
     assert pickle.loads(pickle.dumps(averaged)) is not None
 
 
@@ -163,7 +161,7 @@ def test_conversion_names_layers_that_were_made_directly():
 def test_path_of_a_name(name, path):
     state = new_layer().state
     state.name = name
-    assert layer_paths._path(state) == path
+    assert layer_state._path(state) == path
 
 
 def test_no_pass_for_converted_layers(monkeypatch):
@@ -176,7 +174,7 @@ def test_no_pass_for_converted_layers(monkeypatch):
 def test_long_paths_lose_their_beginning(ranks, room):
     peers = groups.Peers("", ranks, 0, 1.0)
     for path in ("a" * 600, "\u00e9" * 600, "layer." * 300 + "bn", "x.y" * 400):
-        end = layer_paths._end_of(path, peers)
+        end = layer_state._end_of(path, peers)
         assert path.endswith(end) and room - 8 < len(end.encode()) <= room
         assert "." not in path or path[-len(end) - 1] == "." or len(path.split(".")[-1]) > room
-    assert layer_paths._end_of("layer4.bn", peers) == "layer4.bn"
+    assert layer_state._end_of("layer4.bn", peers) == "layer4.bn"
