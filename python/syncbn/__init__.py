@@ -4,11 +4,10 @@
 from . import functional, graph, ops, parallel, testing
 from ._build import __version__
 from .errors import DivergenceError, ExchangeTimeout, PeerLost
-from .models.check import check
 from .models.classes import register_conversion
 from .models.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from .models.join import join
-from .models.report import report
+from .models.report import check, report
 from .models.sharing import prepare, reset_groups, set_group, skip
 from .models.timing import timing
 from .nn import SyncBatchNorm

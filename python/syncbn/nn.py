@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from . import class_tables, pytorch_patches
+from . import recognition
 from .devices import baton, lists
 from .exchange import callers
-from .fx import leaf
+from .recognition import leaf
 from .step import masks
 from .step.autograd import train_step
 from .step.layer_state import UNNAMED, LayerState
@@ -132,7 +132,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def _init_sync(self, name: str, sharing: callers.Sharing) -> None:
         """What a layer has besides a plain one; the options at their defaults."""
         cls = parametrize.type_before_parametrizations(self)
-        class_tables.register(cls, whole=cls is SyncBatchNorm)
+        recognition.register(cls, whole=cls is SyncBatchNorm)
         self.state = LayerState(name, sharing)
         self.affine_grad = "share"
         self.activation = "none"
@@ -354,4 +354,4 @@ def device_of(layer: SyncBatchNorm) -> torch.device:
     return layer.state.call.device if reference is None else reference.device
 
 
-pytorch_patches.install(SyncBatchNorm)
+recognition.install(SyncBatchNorm)

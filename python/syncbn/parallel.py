@@ -14,8 +14,8 @@ from .devices import baton, lists
 from .errors import DivergenceError
 from .exchange import callers, groups, transports
 from .exchange.call import Call
-from .models.classes import check_module
 from .nn import SyncBatchNorm
+from .step.options import check_module
 from .step.surroundings import Streams, refuse_tracing
 
 __all__ = ["AllReduce", "SelfDataParallel", "all_reduce"]

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from .models.classes import check_module, wrapper
+from .models.classes import wrapper
 from .models.convert import convert_sync_batchnorm
 from .models.report import table
 from .nn import SyncBatchNorm, device_of
 from .parallel import SelfDataParallel
+from .step.options import check_module
 
 __all__ = ["LayerParity", "Parity", "parity"]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "python" / "syncbn"
 #: From the bottom up; a folder stands for its modules, which may import each other.
 LAYERS = (
-    ("_build", "class_tables", "errors", "fx", "pytorch_patches"),
-    ("operators", "operators_cuda"),
+    ("_build", "errors", "recognition"),
+    ("operators",),
     ("exchange",),
     ("step",),
     ("devices",),
     ("functional", "ops"),
     ("nn",),
-    ("models.timm_classes", "models.classes"),
+    ("models.classes", "models.timm_classes"),
     ("graph", "parallel"),
     ("models",),
     ("testing",),

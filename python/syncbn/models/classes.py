@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turning a layer into another class in place, finding layers by class, and the registry of
-conversions."""
+conversions, with those of timm's batch norms with an activation and a drop layer."""
 
+import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -12,11 +14,15 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
 from ..nn import SyncBatchNorm
-from . import timm_classes
+from ..step.options import ACTIVATIONS, ActivationName
 
 #: What is converted without being registered.
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
+_TIMM = "timm.layers.norm_act"
+_FUSED: dict[object, ActivationName] = {
+    a.module: name for name, a in ACTIVATIONS.items() if name != "none"
+}
 
 _Layer = TypeVar("_Layer", bound=nn.Module)
 
@@ -68,13 +74,8 @@ def conversion_of(cls: type[nn.Module]) -> Conversion | None:
     """What is registered for the class, or known of a library."""
     if cls in registered:
         return registered[cls]
-    make = timm_classes.conversions().get(cls)
+    make = _timms().get(cls)
     return None if make is None else Conversion(make, None)
-
-
-def check_module(module: nn.Module, name: str = "module") -> None:
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"{name}: got {type(module).__name__}, expected a torch.nn.Module")
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -134,3 +135,49 @@ def wrapper(module: nn.Module) -> str | None:
             return text
     # Of Module.compile(), which changes the module in place.
     return None if module._compiled_call_impl is None else "compiled by torch.compile"
+
+
+def _fuses(layer: nn.Module) -> bool:
+    """Whether a converted layer of timm is the layer of this package, with its activation."""
+    return type(layer).__module__ == __name__ and "_original_activation" in vars(layer)
+
+
+@functools.cache
+def _timms_class(theirs: type[nn.Module]) -> type[SyncBatchNorm]:
+    """What converted layers become: timm's synchronized class too, whose forward calls this
+    package's and then drop and act, and which timm freezes together with them."""
+
+    def forward(self: nn.Module, x: Any) -> Any:
+        return (SyncBatchNorm if _fuses(self) else theirs).forward(self, x)
+
+    body = {"forward": forward, "__module__": __name__}
+    return type("SyncBatchNormAct", (theirs, SyncBatchNorm), body)
+
+
+def __getattr__(name: str) -> type[SyncBatchNorm]:
+    """For pickle, which asks for the class by its name."""
+    if name != "SyncBatchNormAct":
+        raise AttributeError(name)
+    return _timms_class(importlib.import_module(_TIMM).SyncBatchNormAct)
+
+
+def _convert_timms(layer: nn.Module, sync: Callable[..., nn.Module]) -> nn.Module:
+    cls = __getattr__("SyncBatchNormAct")
+    act, drop = getattr(layer, "act", None), getattr(layer, "drop", None)
+    fused = _FUSED.get(type(act))
+    if fused is None or type(drop) is not nn.Identity:
+        return sync(layer, cls)
+    slope = getattr(act, "negative_slope", 0.01)
+    return sync(layer, cls, activation=fused, negative_slope=slope)
+
+
+def _timms() -> dict[type[nn.Module], Callable]:
+    """What to do with each of timm's classes. What is not loaded has made no layer of a model."""
+    loaded = sys.modules.get(_TIMM)
+    if loaded is None:
+        return {}
+    return {
+        loaded.BatchNormAct2d: _convert_timms,
+        loaded.SyncBatchNormAct: _convert_timms,
+        loaded.FrozenBatchNormAct2d: lambda layer, sync: layer,  # constants
+    }

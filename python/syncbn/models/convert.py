@@ -17,12 +17,18 @@ from ..exchange import agreement, callers, groups, subgroups
 from ..exchange.call import Call
 from ..nn import Model, SyncBatchNorm
 from ..step.layer_state import UNNAMED
-from ..step.options import ActivationName, AffineGrad, Options, Statistics, check_options
+from ..step.options import (
+    ActivationName,
+    AffineGrad,
+    Options,
+    Statistics,
+    check_module,
+    check_options,
+)
 from . import patches
 from .classes import (
     LAZY,
     PLAIN,
-    check_module,
     class_name,
     class_of,
     conversion_of,

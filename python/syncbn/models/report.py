@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table of what each batch norm layer of a model does."""
+"""What the batch norm layers of a model do: a table, and whether ranks disagreed in a step on CUDA,
+where nobody looks at the time."""
 
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import operators_cuda
+from ..errors import DivergenceError
 from ..exchange import alone, attempt, callers, groups, subgroups, transports
 from ..nn import SyncBatchNorm, device_of
-from ..operators import ops
+from ..operators import ops, why_not_cuda
 from ..parallel import SelfDataParallel
-from .classes import check_module, class_of, conversion_of, holds_statistics
+from ..step.options import check_module
+from .classes import class_of, conversion_of, holds_statistics
 from .patches import evades
 
 
@@ -110,8 +113,8 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
     elif peers.note and not note:
         note = f"no shared memory: {peers.note}"
     device = device_of(layer)
-    if device.type == "cuda" and operators_cuda.why_not() is not None:
-        failed, note = True, f"no CUDA: {operators_cuda.why_not()}"
+    if device.type == "cuda" and why_not_cuda() is not None:
+        failed, note = True, f"no CUDA: {why_not_cuda()}"
     if devices > 1 and not failed:
         note = f"{devices} devices in this process"
     row = LayerReport(
@@ -192,3 +195,36 @@ def report(module: nn.Module, strict: bool = False) -> Report:
     if strict:
         _raise(failures)
     return rows
+
+
+def check(module: nn.Module) -> None:
+    """Raises an error if the ranks disagreed in the last training call of a layer of `module`.
+
+    On CUDA over NCCL a step waits for nothing. If the ranks' calls differ, or a rank refuses its
+    input, all ranks get NaN, and running statistics do not change. This function reads what the
+    calls left on the device, and waits for each device once. It exchanges nothing, and gives the
+    same result on all ranks of a group.
+
+    Raises:
+        DivergenceError: ranks disagreed. The text names the layers, in the order of
+            module.named_modules().
+        ValueError: `module` is not a module.
+    """
+    check_module(module)
+    layers = [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
+    by_device: dict[torch.device, list[tuple[str, SyncBatchNorm]]] = {}
+    for name, layer in layers:
+        by_device.setdefault(layer.state.count.device, []).append((name, layer))
+    found = {}
+    for entries in by_device.values():
+        states = torch.stack([torch.cat((m.state.count, m.state.call)) for _, m in entries])
+        for (name, layer), (count, calls) in zip(entries, states.tolist(), strict=True):
+            if count < 0:
+                call = f"call {calls - 1}, {layer.num_features} channels"
+                found[name] = f"{name or layer.state.name} ({call}, {layer.options()})"
+    if found:
+        texts = "; ".join(found[name] for name, _ in layers if name in found)
+        raise DivergenceError(
+            "the ranks did not make the same call, or one refused its input, so that outputs are "
+            f"NaN. On this rank: {texts}"
+        )

@@ -17,7 +17,7 @@ from ..exchange.call import Call
 from ..exchange.engines import engine_of
 from ..nn import Model, SyncBatchNorm, device_of
 from ..step.layer_state import WRAPPERS
-from .classes import check_module
+from ..step.options import check_module
 
 _log = logging.getLogger("syncbn")
 

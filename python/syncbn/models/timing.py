@@ -15,7 +15,7 @@ from ..exchange.call import Call
 from ..exchange.times import Times
 from ..nn import SyncBatchNorm, device_of
 from ..operators import ops
-from .classes import check_module
+from ..step.options import check_module
 from .report import table
 
 

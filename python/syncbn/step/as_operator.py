@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from .. import operators_cuda
 from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
 from ..exchange.callers import Sharing
-from ..operators import activation_mask_of, ops, saved_of
+from ..operators import activation_mask_of, load_cuda, ops, saved_of
 from . import layer_state, training
 from .layer_state import Identity, LayerState
 from .options import Options, form_of
@@ -57,7 +56,7 @@ def operator(name: str, schema: str):
 )
 def _training_step(x, weight, bias, residual, mask, takes_part, *layer):
     if x.is_cuda:
-        operators_cuda.load()  # a program that was loaded from a file may be the first to need it
+        load_cuda()  # a program that was loaded from a file may be the first to need it
     state, options = _layer(*layer)
     state.move(x.device)
     peers, needs = state.peers(options), (False,) * 4  # backward will tell

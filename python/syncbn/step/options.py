@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import operators_cuda
-from ..operators import DTYPES, ops
+from ..operators import DTYPES, load_cuda, ops
 
 AffineGrad = Literal["share", "global"]
 Statistics = Literal["reproducible", "welford"]  # in the order of the core's Statistics
@@ -304,13 +303,15 @@ def check_counter(
             raise ValueError("num_batches_tracked: got 2^63 - 1, expected room for one batch more")
 
 
-def _check_dtype(name: str, x: Tensor) -> None:
-    check_dtype(name, x.dtype)
-
-
 def check_dtype(name: str, dtype: object) -> None:
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ValueError(f"{name}: got {dtype}, expected float16, bfloat16, float32 or float64")
+
+
+def check_module(module: object, name: str = "module") -> None:
+    """Refuses what is no module."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{name}: got {type(module).__name__}, expected a torch.nn.Module")
 
 
 def check_num_features(channels: int) -> None:
@@ -325,14 +326,14 @@ def check_input(name: str, x: Tensor, traced: bool = False) -> None:
     check_strided(name, x)
     kind = x.device.type
     if kind == "cuda":
-        operators_cuda.load()
+        load_cuda()
     elif kind != "cpu" and not (traced and kind == "meta"):
         raise ValueError(f"{name}: got a tensor on {x.device}, expected the CPU or CUDA")
     if x.dim() < 2:
         raise ValueError(f"{name}: got {x.dim()}D input, expected at least 2D (N, C, ...)")
     if x.dim() > _MOST_AXES:
         raise ValueError(f"{name}: got {x.dim()}D input, expected at most {_MOST_AXES}D")
-    _check_dtype(name, x)
+    check_dtype(name, x.dtype)
 
 
 def check_per_channel(name: str, tensor: Tensor, x: Tensor) -> None:
@@ -344,7 +345,7 @@ def check_per_channel(name: str, tensor: Tensor, x: Tensor) -> None:
     ):
         return
     check_strided(name, tensor)
-    _check_dtype(name, tensor)
+    check_dtype(name, tensor.dtype)
     if tensor.shape != (x.shape[1],):
         raise ValueError(
             f"{name}: got shape {tuple(tensor.shape)}, expected ({x.shape[1]},), one entry per "

@@ -24,8 +24,7 @@ from support import (
     rough_samples,
     to_tensor,
 )
-from syncbn import _build, operators_cuda
-from syncbn.models import doctor
+from syncbn import __main__, _build, operators
 from syncbn.ops import batch_norm
 from syncbn.step.options import check_in_place
 
@@ -33,16 +32,16 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 WITHOUT_DRIVER = """
 import pathlib, torch, syncbn
-from syncbn import operators_cuda
+from syncbn import operators
 x = torch.randn(4, 3, 5, requires_grad=True)
 syncbn.SyncBatchNorm(3)(x).sum().backward()
-assert not operators_cuda._loaded and "libsyncbn_torch_cuda" not in open("/proc/self/maps").read()
+assert not operators._cuda_loaded and "libsyncbn_torch_cuda" not in open("/proc/self/maps").read()
 library = pathlib.Path(syncbn.__file__).parent / "lib" / "libsyncbn_torch_cuda.so"
 assert library.exists() == (syncbn._build.cuda_version is not None)
 if library.exists():
     torch.ops.load_library(library)
     assert torch._C._dispatch_has_kernel_for_dispatch_key("syncbn::forward_finish", "CUDA")
-print(operators_cuda.why_not())
+print(operators.why_not_cuda())
 """
 
 
@@ -77,7 +76,7 @@ def test_layer_says_why_cuda_cannot_be_used(monkeypatch, built, torch_cuda, avai
     with FakeTensorMode():
         layer = syncbn.SyncBatchNorm(3, device="cuda")
         x = torch.empty(4, 3, 5, device="cuda")
-        monkeypatch.setattr(operators_cuda, "_loaded", False)
+        monkeypatch.setattr(operators, "_cuda_loaded", False)
         monkeypatch.setattr(_build, "cuda_version", built)
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
         monkeypatch.setattr(torch.version, "cuda", torch_cuda)
@@ -90,7 +89,7 @@ def test_layer_says_why_cuda_cannot_be_used(monkeypatch, built, torch_cuda, avai
 def fake_cuda(monkeypatch):
     """Tensors without memory that say they are on CUDA; outside of a capture if nothing else is
     said, because there is no driver to ask."""
-    monkeypatch.setattr(operators_cuda, "_loaded", True)
+    monkeypatch.setattr(operators, "_cuda_loaded", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with FakeTensorMode():
         yield
@@ -381,4 +380,4 @@ def test_doctor_and_report_name_cuda():
     layer(torch.randn(4, 3, device="cuda"))
     (row,) = syncbn.report(layer)
     assert row.kernels == "cuda" and row.count == 4
-    assert doctor.facts()["CUDA library"].startswith("active: ")
+    assert __main__.facts()["CUDA library"].startswith("active: ")

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncbn
-from syncbn import operators_cuda, ops
+from syncbn import operators, ops
 from syncbn.devices import lists
 from syncbn.exchange import apart, groups
 from syncbn.exchange.call import Call
@@ -39,7 +39,7 @@ def ways(monkeypatch):
     monkeypatch.setattr(InStream, "reject", in_stream_order)
     monkeypatch.setattr(Gloo, "sum_first", through_the_host)
     monkeypatch.setattr(apart, "begin", lambda function: function())
-    monkeypatch.setattr(operators_cuda, "_loaded", True)
+    monkeypatch.setattr(operators, "_cuda_loaded", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(groups, "is_nccl_alone", lambda peers: False)
     # Not as where shapes alone are wanted. Counters would not follow to a device without memory.

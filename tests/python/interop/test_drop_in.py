@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import syncbn
 from snippets import blocks
 from support import PROJECT
-from syncbn import pytorch_patches
+from syncbn import recognition
 
 
 def network() -> nn.Module:
@@ -90,7 +90,7 @@ def test_ddp_refuses_pytorchs_layers_on_the_cpu_and_takes_these(one_rank):
 
 def test_the_exceptions_are_installed_once():
     before = DistributedDataParallel._passing_sync_batchnorm_handle._syncbn_original
-    pytorch_patches.install(syncbn.SyncBatchNorm)
+    recognition.install(syncbn.SyncBatchNorm)
     after = DistributedDataParallel._passing_sync_batchnorm_handle
     assert after._syncbn_original is before and not hasattr(before, "_syncbn_original")
 
@@ -98,7 +98,7 @@ def test_the_exceptions_are_installed_once():
 def test_a_pytorch_without_the_names_is_left_as_it_is(monkeypatch):
     monkeypatch.delattr(DistributedDataParallel, "_passing_sync_batchnorm_handle")
     monkeypatch.delattr(nn.SyncBatchNorm, "convert_sync_batchnorm")
-    pytorch_patches.install(syncbn.SyncBatchNorm)
+    recognition.install(syncbn.SyncBatchNorm)
     assert not hasattr(DistributedDataParallel, "_passing_sync_batchnorm_handle")
     assert "convert_sync_batchnorm" not in vars(nn.SyncBatchNorm)
 

@@ -12,7 +12,6 @@ import torch
 import syncbn
 from support import LEVELS
 from syncbn import __main__
-from syncbn.models import doctor
 from syncbn.operators import ops
 
 
@@ -28,7 +27,7 @@ def test_doctor_prints_what_is_active_and_passes():
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
     names = [line[:16].strip() for line in lines[:8]]
-    assert names == list(doctor.facts())
+    assert names == list(__main__.facts())
     folder = pathlib.Path(syncbn.__file__).parent
     assert lines[0] == f"{'syncbn':16}{syncbn.__version__}, in {folder}"
     assert torch.__version__ in lines[1]
@@ -40,17 +39,17 @@ def test_doctor_prints_what_is_active_and_passes():
 
 def test_facts_leave_the_instruction_set_as_it_was():
     before = ops.cpu_instruction_set()
-    facts = doctor.facts()
+    facts = __main__.facts()
     assert ops.cpu_instruction_set() == before and facts["CPU"].startswith(before)
     assert "reference" in facts["CPU"]
 
 
 def test_doctor_says_where_apex_is_installed(tmp_path, monkeypatch):
     """It takes this package for its own extension."""
-    assert "apex" not in doctor.facts()
+    assert "apex" not in __main__.facts()
     (tmp_path / "apex.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert "does not work beside this package" in doctor.facts()["apex"]
+    assert "does not work beside this package" in __main__.facts()["apex"]
 
 
 @pytest.mark.parametrize(
@@ -69,31 +68,31 @@ def test_doctor_says_where_apex_is_installed(tmp_path, monkeypatch):
     ),
 )
 def test_why_cuda_is_not_active(monkeypatch, built, torch_built, torch_cuda, available, text):
-    monkeypatch.setattr(doctor._build, "cuda_version", "13.0.88" if built else None)
+    monkeypatch.setattr(__main__._build, "cuda_version", "13.0.88" if built else None)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: torch_built)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    assert doctor.facts()["CUDA library"] == text
+    assert __main__.facts()["CUDA library"] == text
 
 
 def test_processes_that_do_not_come_are_a_failure():
-    (result,) = doctor.self_test(timeout=0.05)
+    (result,) = __main__.self_test(timeout=0.05)
     assert not result.passed
     assert result.text == "; ".join(f"rank {r}: no result within 0.05 s" for r in range(2))
 
 
 def test_a_process_that_ends_is_a_failure(monkeypatch):
-    monkeypatch.setattr(doctor.sys, "executable", "/bin/false")
-    (result,) = doctor.self_test()
+    monkeypatch.setattr(__main__.sys, "executable", "/bin/false")
+    (result,) = __main__.self_test()
     assert result.text == "; ".join(f"rank {r}: exit code 1: no message" for r in range(2))
 
 
 def test_other_bits_are_a_failure(monkeypatch, capsys):
     """Rank 0's share alone, as a layer that does not exchange would see it."""
-    monkeypatch.setattr(doctor.SyncBatchNorm, "forward", _alone)
-    assert "y" in doctor._differences(0, "auto", 1.0)
-    failed = doctor.Result("gloo", False, "differs from one process in y")
-    monkeypatch.setattr(doctor, "self_test", lambda timeout: [failed])
+    monkeypatch.setattr(__main__.SyncBatchNorm, "forward", _alone)
+    assert "y" in __main__._differences(0, "auto", 1.0)
+    failed = __main__.Result("gloo", False, "differs from one process in y")
+    monkeypatch.setattr(__main__, "self_test", lambda timeout: [failed])
     assert __main__.main(["doctor"]) == 1
     assert "  gloo          FAILED: differs from one process in y" in capsys.readouterr().out
 

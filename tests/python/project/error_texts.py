@@ -18,7 +18,7 @@ _PYTHON_MAKERS = {"fail": 1, "_refusal": 1, "_Over": 1, "refuse": 0, "shm_abando
 _PYTHON_WORDS = {
     "attempt.py": ("_broken", "why", "reason_of"),
     "engines.py": ("late",),
-    "operators_cuda.py": ("why_not",),
+    "operators.py": ("why_not_cuda",),
     "agreement.py": ("reason",),
     "alone.py": ("text",),
     "parallel.py": ("_difference",),
