@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .devices import baton
+from . import devices
 from .exchange.callers import Group, sharing
 from .step import masks
 from .step.autograd import train_step
@@ -95,7 +95,7 @@ def sync_batch_norm(
             timeout=state.sharing.limit,
         )
     if training:
-        if baton.running and baton.inside():
+        if devices.running and devices.inside():
             raise RuntimeError(
                 "sync_batch_norm: got a call inside syncbn.parallel.SelfDataParallel, where "
                 "devices meet at modules; expected a syncbn.SyncBatchNorm"

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from . import recognition
-from .devices import baton, lists
+from . import devices, recognition
 from .exchange import callers
 from .recognition import leaf
 from .step import masks
@@ -240,13 +239,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             ExchangeTimeout, PeerLost: a rank did not come, or has ended.
         """
         if isinstance(input, (list, tuple)):
-            return lists.forward(self, input, residual, mask)
+            return devices.forward(self, input, residual, mask)
         if self.training:
-            if baton.running and baton.inside():
-                return baton.wait(self, input, residual, mask)
+            if devices.running and devices.inside():
+                return devices.wait(self, input, residual, mask)
             if not torch.compiler.is_compiling():
                 if self.state.had_list or "_is_replica" in self.__dict__:
-                    lists.check_alone(self)
+                    devices.check_alone(self)
             mean, var, batches = self._tracked()
             weight, bias = self._affine()
             return train_step(

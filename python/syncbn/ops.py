@@ -31,6 +31,7 @@ from .step.surroundings import refuse_tracing
 from .step.training import like
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
+_OPTIONS = ("is_infer", "use_global_est", "epsilon", "momentum", "group", "layer_name")
 _TENSORS = ("x", "estimated_mean", "estimated_var", "scale", "bias", "batches")
 
 
@@ -325,28 +326,22 @@ def batch_norm(
         RuntimeError: the exchange failed: a rank did not come, or has ended.
     """
     tensors = (x, estimated_mean, estimated_var, scale, bias, batches)
-    options: dict[str, Any] = {
-        "is_infer": is_infer,
-        "use_global_est": use_global_est,
-        "epsilon": epsilon,
-        "momentum": momentum,
-        "group": group,
-        "layer_name": layer_name,
-    }
+    options = is_infer, use_global_est, epsilon, momentum, group, layer_name
     if has_torch_function(tensors):
         return _through_classes(batch_norm, tensors, options)
-    return _run(tensors, **options)
+    return _run(tensors, *options)
 
 
-def _through_classes(function: Any, tensors: _Tensors, options: dict[str, Any]) -> Any:
+def _through_classes(function: Any, tensors: _Tensors, options: tuple[Any, ...]) -> Any:
     """The function's results where tensors are of classes with a __torch_function__."""
+    named = dict(zip(_OPTIONS, options, strict=True))
     if any(isinstance(t, torch.fx.Proxy) for t in tensors):  # one node of the graph
-        return handle_torch_function(function, tensors, *tensors, **options)
+        return handle_torch_function(function, tensors, *tensors, **named)
 
-    def as_tuple(*given: Any, **named: Any) -> tuple[Tensor, ...]:
-        return tuple(function(*given, **named))  # which classes make anew, of their own tensors
+    def as_tuple(*given: Any, **others: Any) -> tuple[Tensor, ...]:
+        return tuple(function(*given, **others))  # which classes make anew, of their own tensors
 
-    return BatchNormOutputs(*handle_torch_function(as_tuple, tensors, *tensors, **options))
+    return BatchNormOutputs(*handle_torch_function(as_tuple, tensors, *tensors, **named))
 
 
 def _run(
@@ -405,18 +400,11 @@ def batch_norm_(
     batch_norm.
     """
     tensors = (x, estimated_mean, estimated_var, scale, bias, batches)
-    options: dict[str, Any] = {
-        "is_infer": is_infer,
-        "use_global_est": use_global_est,
-        "epsilon": epsilon,
-        "momentum": momentum,
-        "group": group,
-        "layer_name": layer_name,
-    }
+    options = is_infer, use_global_est, epsilon, momentum, group, layer_name
     if has_torch_function(tensors):
         return _through_classes(batch_norm_, tensors, options)
     variables = (estimated_mean, estimated_var, batches)
-    outputs = _run(tensors, **options, written=not is_infer)
+    outputs = _run(tensors, *options, written=not is_infer)
     if not is_infer:
         saved = [s.view(v.shape) for v, s in zip(variables, outputs[3:], strict=True)]
         with torch.no_grad():

@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from .devices import baton, lists
+from .devices import Request, ThreadState, give_up, inside, run_in_turns, train_step
 from .errors import DivergenceError
 from .exchange import callers, groups, transports
 from .exchange.call import Call
@@ -266,7 +266,7 @@ class SelfDataParallel(nn.Module):
             DivergenceError: the devices did not reach the same layer. The exchange that failed
                 updates nothing. A device's own error passes through.
         """
-        if baton.inside():
+        if inside():
             raise RuntimeError("SelfDataParallel: got a call inside another one, expected none")
         arguments = self._scatter(inputs)
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
@@ -288,7 +288,7 @@ class SelfDataParallel(nn.Module):
             functools.partial(self._run, *each)
             for each in zip(modules, arguments, self.devices, streams)
         ]
-        return baton.run(calls, meeting.meet, meeting.give_up)
+        return run_in_turns(calls, meeting.meet, meeting.give_up)
 
     @staticmethod
     def _run(
@@ -339,7 +339,7 @@ class _Meeting:
     def _original(self, layer: SyncBatchNorm) -> SyncBatchNorm:
         return self._originals.get(id(layer), layer)
 
-    def meet(self, requests: list[baton.Request | None]) -> list[Tensor]:
+    def meet(self, requests: list[Request | None]) -> list[Tensor]:
         waiting = [r for r in requests if r is not None]
         ended = len(waiting) < len(requests)
         if ended or any(self._place(r) != self._place(waiting[0]) for r in waiting):
@@ -349,22 +349,22 @@ class _Meeting:
         first = waiting[0]
         with first.state.entered():
             residuals = [r.residual for r in waiting if r.residual is not None]
-            return lists.train_step(
+            return train_step(
                 self._original(first.layer),
                 [r.x for r in waiting],
                 residuals or None,
                 [r.mask for r in waiting],
             )
 
-    def give_up(self, requests: list[baton.Request | None], error: BaseException) -> None:
+    def give_up(self, requests: list[Request | None], error: BaseException) -> None:
         waiting = [r for r in requests if r is not None]
-        lists.give_up([(self._original(r.layer), r.x) for r in waiting], error)
+        give_up([(self._original(r.layer), r.x) for r in waiting], error)
 
-    def _place(self, request: baton.Request) -> tuple[int, baton.ThreadState, bool]:
+    def _place(self, request: Request) -> tuple[int, ThreadState, bool]:
         residual = request.residual is not None
         return id(self._original(request.layer)), request.state, residual
 
-    def _difference(self, requests: list[baton.Request | None]) -> str:
+    def _difference(self, requests: list[Request | None]) -> str:
         places: dict[str, list[str]] = {}
         for k, request in enumerate(requests):
             text = "finished"

@@ -11,8 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncbn
-from syncbn import operators, ops
-from syncbn.devices import lists
+from syncbn import devices, operators, ops
 from syncbn.exchange import apart, groups
 from syncbn.exchange.call import Call
 from syncbn.exchange.engines import Gloo
@@ -44,7 +43,7 @@ def ways(monkeypatch):
     monkeypatch.setattr(groups, "is_nccl_alone", lambda peers: False)
     # Not as where shapes alone are wanted. Counters would not follow to a device without memory.
     monkeypatch.setattr(autograd, "_is_fake", lambda x, parameter: False)
-    for module in (autograd, lists):
+    for module in (autograd, devices):
         monkeypatch.setattr(module, "check_plain", lambda alone, **tensors: None)
     monkeypatch.setattr(LayerState, "move", lambda self, device: None)
     call_of = lambda self, x, options: Call(self.name, options=options)  # noqa: E731
@@ -67,7 +66,7 @@ def test_refused_before_the_first_exchange(ways):
         layer(x.int())
     with pytest.raises(ValueError, match="inputs: got an empty list"):
         layer([])
-    lists.give_up([(layer, x)], RuntimeError("ended"))
+    devices.give_up([(layer, x)], RuntimeError("ended"))
     assert ways == ["host"] * 3
 
 
@@ -108,7 +107,7 @@ def test_refused_lists_and_devices_that_do_not_meet(ways, place, way):
         layer = exchanged(syncbn.SyncBatchNorm(3, device=place, **options))
         with pytest.raises(ValueError, match="inputs: got an empty list"):
             layer([])
-        lists.give_up([(layer, torch.empty(4, 3, device=place))], RuntimeError("ended"))
+        devices.give_up([(layer, torch.empty(4, 3, device=place))], RuntimeError("ended"))
     assert ways == [way] * 4
 
 
