@@ -20,12 +20,14 @@ from .step import masks
 from .step.autograd import train_step
 from .step.layer_state import UNNAMED, LayerState
 from .step.options import (
+    OWN,
     ActivationName,
     AffineGrad,
     Options,
     Statistics,
     activation_of,
     check_dtype,
+    check_module,
     check_num_features,
     check_options,
     check_strided,
@@ -119,26 +121,24 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if not bias:  # PyTorch before 2.15 does not take the argument
             self.register_parameter("bias", None)
         sharing = callers.sharing(process_group, timeout, engine)
-        self._init_sync(UNNAMED, sharing)
-        self.affine_grad = affine_grad
-        self.activation = activation
-        self.negative_slope = negative_slope
-        self.sync = sync
-        self.statistics = statistics
-        self.inplace = inplace
+        options = affine_grad, activation, negative_slope, sync, statistics, inplace
+        self._init_sync(UNNAMED, sharing, **dict(zip(OWN, options)))
         check_options(self.options())
 
-    def _init_sync(self, name: str, sharing: callers.Sharing) -> None:
-        """What a layer has besides a plain one; the options at their defaults."""
+    affine_grad: AffineGrad
+    activation: ActivationName
+    negative_slope: float
+    sync: bool
+    statistics: Statistics
+    inplace: bool
+
+    def _init_sync(self, name: str, sharing: callers.Sharing, **options: Any) -> None:
+        """Gives a layer what it has besides a plain one; options at their defaults if not given."""
         cls = parametrize.type_before_parametrizations(self)
         recognition.register(cls, whole=cls is SyncBatchNorm)
         self.state = LayerState(name, sharing)
-        self.affine_grad = "share"
-        self.activation = "none"
-        self.negative_slope = 0.01
-        self.sync = True
-        self.statistics = "reproducible"
-        self.inplace = False
+        for option, value in (OWN | options).items():
+            setattr(self, option, value)
 
     def share(self, sharing: callers.Sharing) -> None:
         """Exchanges with others from now on, beginning at call 0."""
@@ -323,15 +323,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             text += ", bias=False"  # PyTorch from 2.15 on says so itself
         if self.state.sharing.name is not None:
             text += f", process_group={self.state.sharing.name!r}"
-        for name, default in (
-            ("affine_grad", "share"),
-            ("activation", "none"),
-            ("sync", True),
-            ("statistics", "reproducible"),
-            ("inplace", False),
-        ):
+        for name, default in OWN.items():
             value = getattr(self, name)
-            if value != default:
+            if value != default and name != "negative_slope":
                 text += f", {name}={value!r}"
         if activation_of(self.activation).slope is None:
             text += f", negative_slope={self.negative_slope}"
@@ -345,6 +339,12 @@ def _warn_of_theirs(name: str) -> None:
         "rank; expected a call of the layer, or of a method that was bound after conversion",
         stacklevel=4,
     )
+
+
+def layers_of(module: nn.Module) -> list[tuple[str, SyncBatchNorm]]:
+    """The synchronized layers of a module, which is checked, with their paths."""
+    check_module(module)
+    return [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
 
 
 def device_of(layer: SyncBatchNorm) -> torch.device:

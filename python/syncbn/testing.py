@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from .models.classes import wrapper
 from .models.convert import convert_sync_batchnorm
 from .models.report import table
-from .nn import SyncBatchNorm, device_of
+from .nn import SyncBatchNorm, device_of, layers_of
 from .parallel import SelfDataParallel
 from .step.options import check_module
 
@@ -97,8 +97,7 @@ class _Call:
 
 
 def _layers(model: nn.Module) -> dict[str, SyncBatchNorm]:
-    found = {n: m for n, m in model.named_modules() if isinstance(m, SyncBatchNorm)}
-    return {name: layer for name, layer in found.items() if layer.training}
+    return {name: layer for name, layer in layers_of(model) if layer.training}
 
 
 def _run(

@@ -18,6 +18,7 @@ from ..exchange.call import Call
 from ..nn import Model, SyncBatchNorm
 from ..step.layer_state import UNNAMED
 from ..step.options import (
+    OWN,
     ActivationName,
     AffineGrad,
     Options,
@@ -41,18 +42,7 @@ from .classes import (
 from .sharing import prepare
 
 # Attributes that SyncBatchNorm has and a plain layer has not.
-_OWN_ATTRIBUTES = (
-    "state",
-    "affine_grad",
-    "activation",
-    "negative_slope",
-    "sync",
-    "statistics",
-    "inplace",
-    "_original_class",
-    "_original_activation",
-    "_replaced_class",
-)
+_OWN_ATTRIBUTES = ("state", *OWN, "_original_class", "_original_activation", "_replaced_class")
 
 
 def _replace(
@@ -258,8 +248,10 @@ def convert_sync_batchnorm(
             shared = sharing._replace(name=callers.group_name(theirs))
         layer._init_sync(path or UNNAMED, shared)
         for name, value in (options | own).items():
-            if name not in _OPTIONS:
-                raise ValueError(f"{name}: got an option of that name, expected one of {_OPTIONS}")
+            if name not in OWN:
+                raise ValueError(
+                    f"{name}: got an option of that name, expected one of {tuple(OWN)}"
+                )
             setattr(layer, name, value)
         check_options(layer.options())
         if layer.activation != "none":  # which the original class has, too
@@ -324,9 +316,6 @@ def convert_sync_batchnorm(
             stacklevel=2,
         )
     return result
-
-
-_OPTIONS = ("affine_grad", "activation", "negative_slope", "sync", "statistics", "inplace")
 
 
 SyncBatchNorm._convert = staticmethod(convert_sync_batchnorm)

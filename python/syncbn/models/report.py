@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import DivergenceError
 from ..exchange import alone, attempt, callers, groups, subgroups, transports
-from ..nn import SyncBatchNorm, device_of
+from ..nn import SyncBatchNorm, device_of, layers_of
 from ..operators import ops, why_not_cuda
 from ..parallel import SelfDataParallel
 from ..step.options import check_module
@@ -210,8 +210,7 @@ def check(module: nn.Module) -> None:
             module.named_modules().
         ValueError: `module` is not a module.
     """
-    check_module(module)
-    layers = [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
+    layers = layers_of(module)
     by_device: dict[torch.device, list[tuple[str, SyncBatchNorm]]] = {}
     for name, layer in layers:
         by_device.setdefault(layer.state.count.device, []).append((name, layer))

@@ -15,15 +15,11 @@ from ..errors import DivergenceError
 from ..exchange import agreement, attempt, callers, groups, subgroups
 from ..exchange.call import Call
 from ..exchange.engines import engine_of
-from ..nn import Model, SyncBatchNorm, device_of
+from ..nn import Model, SyncBatchNorm, device_of, layers_of
 from ..step.layer_state import WRAPPERS
 from ..step.options import check_module
 
 _log = logging.getLogger("syncbn")
-
-
-def _layers(module: nn.Module) -> list[tuple[str, SyncBatchNorm]]:
-    return [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
 
 
 def _exchanges(layer: SyncBatchNorm) -> bool:
@@ -32,7 +28,7 @@ def _exchanges(layer: SyncBatchNorm) -> bool:
 
 def sharings_of(module: nn.Module) -> dict[callers.Sharing, str]:
     """With whom its layers exchange, in one order on all ranks; and a layer's name for each."""
-    layers = [layer for _, layer in reversed(_layers(module)) if _exchanges(layer)]
+    layers = [layer for _, layer in reversed(layers_of(module)) if _exchanges(layer)]
     found = {layer.state.sharing: layer.state.name for layer in layers}
     return dict(
         sorted(
@@ -56,11 +52,11 @@ def set_group(
     Like convert_sync_batchnorm, this is a collective call, and it has the same arguments and
     errors. Arguments that are not given get their defaults. Returns `module`.
     """
-    check_module(module)
+    layers = layers_of(module)
     sharing = subgroups.choose(
         process_group, group_size, group, timeout, engine, "syncbn.set_group"
     )
-    for _, layer in _layers(module):
+    for _, layer in layers:
         layer.share(sharing)
     return prepare(module)
 
@@ -97,7 +93,6 @@ def reset_groups(module: nn.Module | None = None, *, strict: bool = False) -> No
     """
     sharings = {}
     if module is not None:
-        check_module(module)
         sharings = sharings_of(module)
     groups.rebuild(sharings)
     attempt.forget_errors()
@@ -108,7 +103,7 @@ def reset_groups(module: nn.Module | None = None, *, strict: bool = False) -> No
         peers = groups.peers(sharing, name)
         if peers is not None:
             layers.setdefault(peers, [])
-    for path, layer in _layers(module):
+    for path, layer in layers_of(module):
         peers = layer.state.peers(layer.options()) if _exchanges(layer) else None
         if peers is not None:
             place = ".".join(part for part in path.split(".") if part not in WRAPPERS)
@@ -217,9 +212,8 @@ def skip(module: nn.Module) -> Tensor:
     Raises:
         DivergenceError, ExchangeTimeout, PeerLost: as a call of these layers.
     """
-    check_module(module)
     total: Tensor | None = None
-    for _, layer in _layers(module):
+    for _, layer in layers_of(module):
         if not layer.training:
             continue
         dtype = torch.float32 if layer.weight is None else layer.weight.dtype

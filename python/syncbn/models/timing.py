@@ -13,9 +13,8 @@ from torch import nn
 from ..exchange import callers, transports
 from ..exchange.call import Call
 from ..exchange.times import Times
-from ..nn import SyncBatchNorm, device_of
+from ..nn import SyncBatchNorm, device_of, layers_of
 from ..operators import ops
-from ..step.options import check_module
 from .report import table
 
 
@@ -42,8 +41,7 @@ class Timing(list[LayerTiming]):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        check_module(module)
-        self._layers = [(p, m) for p, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
+        self._layers = layers_of(module)
 
     def __enter__(self) -> "Timing":
         for path, layer in self._layers:

@@ -35,12 +35,8 @@ class Activation(NamedTuple):
 
     number: int  #: of the core's ActivationKind
     slope: float | None  #: None: the option negative_slope
-    function: Callable[..., Tensor]  #: PyTorch's; with the option negative_slope, it is an argument
+    function: Callable[..., Tensor]  #: PyTorch's; with the option negative_slope as an argument
     module: Callable[..., nn.Module]  #: the same as a module
-
-    def arguments(self, negative_slope: float) -> tuple[float, ...]:
-        """Of function and module, besides the input."""
-        return (negative_slope,) if self.slope is None else ()
 
 
 ACTIVATIONS: dict[ActivationName, Activation] = {
@@ -83,12 +79,15 @@ class Options(NamedTuple):
         return ", ".join(f"{name}={value!r}" for name, value in self.shared().items())
 
     @property
-    def activation_kind(self) -> int:
-        return activation_of(self.activation).number
-
-    @property
     def writes_over_input(self) -> bool:
         return self.inplace and self.activation != "none"
+
+
+#: What a plain layer has not, in the order of texts; with its defaults.
+OWN: dict[str, Any] = {
+    name: Options._field_defaults[name]
+    for name in ("affine_grad", "activation", "negative_slope", "sync", "statistics", "inplace")
+}
 
 
 def values_per_channel(x: Tensor, mask: Tensor | None) -> int:
@@ -206,7 +205,7 @@ def form_of(*options: Any) -> Form:
     own = Options(*options)
     check_options(own)
     mode, shares = STATISTICS.index(own.statistics), own.affine_grad == "share"
-    return Form(own.activation_kind, mode, own.writes_over_input, shares)
+    return Form(activation_of(own.activation).number, mode, own.writes_over_input, shares)
 
 
 #: Largest error of a recovered input, in standard deviations, at one deviation from the mean.
@@ -337,13 +336,6 @@ def check_input(name: str, x: Tensor, traced: bool = False) -> None:
 
 
 def check_per_channel(name: str, tensor: Tensor, x: Tensor) -> None:
-    if (  # mostly, and quickly; what follows says what is wrong
-        is_strided(tensor)
-        and tensor.shape == x.shape[1:2]
-        and tensor.dtype in DTYPES
-        and tensor.device == x.device
-    ):
-        return
     check_strided(name, tensor)
     check_dtype(name, tensor.dtype)
     if tensor.shape != (x.shape[1],):
@@ -402,4 +394,4 @@ def finish(y: Tensor, residual: Tensor | None, options: Options) -> Tensor:
         check_like_input("residual", residual, y)
         y = y + residual
     activation = activation_of(options.activation)
-    return activation.function(y, *activation.arguments(options.negative_slope))
+    return activation.function(y, *[options.negative_slope] if activation.slope is None else [])
