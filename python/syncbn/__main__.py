@@ -30,30 +30,22 @@ TIMEOUT = 60.0
 _ENGINES: dict[callers.EngineName, str] = {"process_group": "gloo", "auto": "shared memory"}
 
 
-def _instruction_sets() -> str:
+def facts() -> dict[str, str]:
+    """Versions, instruction sets, and whether the CUDA library is active, as lines to print."""
     active = ops.cpu_instruction_set()
     levels = [n for n in ("reference", *_build.simd_levels) if ops.force_cpu_instruction_set(n)]
     ops.force_cpu_instruction_set(active)
-    return f"{active} in use; this processor and build have {', '.join(levels)}"
-
-
-def _cuda_library() -> str:
-    reason = why_not_cuda()
-    if reason is not None:
-        return f"not active: {reason}"
-    return f"active: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-
-
-def facts() -> dict[str, str]:
-    """Versions, instruction sets, and whether the CUDA library is active, as lines to print."""
+    cuda = f"not active: {why_not_cuda()}"
+    if why_not_cuda() is None:
+        cuda = f"active: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     nccl = dist.is_available() and dist.is_nccl_available()
     found = {
         "syncbn": f"{_build.__version__}, in {pathlib.Path(__file__).parent}",
         "PyTorch": f"{torch.__version__}; syncbn was built for {_build.torch_version}",
         "Python": f"{platform.python_version()}, {platform.system()} {platform.release()}",
         "compiler": _build.compiler,
-        "CPU": _instruction_sets(),
-        "CUDA library": _cuda_library(),
+        "CPU": f"{active} in use; this processor and build have {', '.join(levels)}",
+        "CUDA library": cuda,
         "PyTorch's CUDA": torch.version.cuda or "none",
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if nccl else "none",
     }

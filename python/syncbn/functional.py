@@ -12,12 +12,7 @@ from .exchange.callers import Group, sharing
 from .step import masks
 from .step.autograd import train_step
 from .step.layer_state import Identity
-from .step.options import (
-    ActivationName,
-    Options,
-    Statistics,
-    check_options,
-)
+from .step.options import ActivationName, Options, Statistics, check_options
 
 
 def sync_batch_norm(

@@ -21,19 +21,6 @@ from .step.surroundings import Streams, refuse_tracing
 __all__ = ["AllReduce", "SelfDataParallel", "all_reduce"]
 
 
-def _tag(x: Tensor) -> int:
-    """20 bits of what ranks must agree on before they exchange tensors."""
-    return zlib.crc32(repr(("all_reduce", tuple(x.shape), x.dtype)).encode()) & 0xFFFFF
-
-
-def _total(xs: Sequence[Tensor]) -> Tensor:
-    """The sum in device order, on the first device; a tensor of its own."""
-    total = xs[0].clone()
-    for x in xs[1:]:
-        total += x.to(total.device)
-    return total
-
-
 class AllReduce(torch.autograd.Function):
     """The sum over devices and processes. Its gradient is the sum of the gradients.
 
@@ -45,9 +32,13 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: groups.Peers | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.streams = group, Streams(xs)
-        total = transports.transport_of(group, xs[0].device).sum(
-            _total(xs), _tag(xs[0]), Call("all_reduce")
-        )
+        total = xs[0].clone()
+        for x in xs[1:]:  # in device order
+            total += x.to(total.device)
+        # What ranks must agree on, in 20 bits.
+        tag = zlib.crc32(repr(("all_reduce", tuple(total.shape), total.dtype)).encode()) & 0xFFFFF
+        transport = transports.transport_of(group, total.device)
+        total = transport.sum(total, tag, Call("all_reduce"))
         return total, *(total.to(x.device, copy=True) for x in xs[1:])
 
     @staticmethod
@@ -172,10 +163,6 @@ def _replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
             tensors.update((id(t), t) for t in own)
         replicas.append(_copy_of(module, device, tensors))
     return replicas
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
 
 
 @contextlib.contextmanager
@@ -314,7 +301,7 @@ class SelfDataParallel(nn.Module):
             )
         entries = (entry if isinstance(entry, tuple) else (entry,) for entry in inputs)
         return [
-            tuple(_to(argument, device) for argument in entry)
+            tuple(value.to(device) if isinstance(value, Tensor) else value for value in entry)
             for entry, device in zip(entries, self.devices)
         ]
 

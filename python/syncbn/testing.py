@@ -234,10 +234,7 @@ def _share(arguments: tuple, k: int, ranks: int) -> tuple:
 
 
 def parity(
-    model: nn.Module,
-    batch: Any,
-    ranks: int = 4,
-    loss: Callable[[Any], Tensor] | None = None,
+    model: nn.Module, batch: Any, ranks: int = 4, loss: Callable[[Any], Tensor] | None = None
 ) -> Parity:
     """Compares one process that has the whole batch with `ranks` ranks that share it.
 

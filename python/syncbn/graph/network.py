@@ -29,7 +29,7 @@ _METHODS = {f"__{name}__" for name in _WRITERS}
 
 
 def _signature(function: Callable | str) -> inspect.Signature | None:
-    """None for most of what is written in C++."""
+    """Its signature, which most of what is written in C++ does not have."""
     try:
         return None if isinstance(function, str) else inspect.signature(function)
     except (TypeError, ValueError):
@@ -296,7 +296,7 @@ class Fork:
         return self._add(branch, "call_function", getattr, (made, "y"), {}, f"{name}_y")
 
     def _memory(self, branch: str | None) -> Memory:
-        """Of the nodes that run in a branch, or before both."""
+        """The memory of the nodes that run in a branch, or before both."""
         if branch not in self._memories:
             nodes = [n for n in self.graph.nodes if n.op != "output"]
             nodes = [n for n in nodes if n.meta["branch"] in (None, branch)]

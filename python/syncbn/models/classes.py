@@ -137,25 +137,22 @@ def wrapper(module: nn.Module) -> str | None:
     return None if module._compiled_call_impl is None else "compiled by torch.compile"
 
 
-def _fuses(layer: nn.Module) -> bool:
-    """Whether a converted layer of timm is the layer of this package, with its activation."""
-    return type(layer).__module__ == __name__ and "_original_activation" in vars(layer)
-
-
 @functools.cache
 def _timms_class(theirs: type[nn.Module]) -> type[SyncBatchNorm]:
     """What converted layers become: timm's synchronized class too, whose forward calls this
     package's and then drop and act, and which timm freezes together with them."""
 
     def forward(self: nn.Module, x: Any) -> Any:
-        return (SyncBatchNorm if _fuses(self) else theirs).forward(self, x)
+        # With its activation the layer is this package's, and nothing of timm's follows.
+        fuses = type(self).__module__ == __name__ and "_original_activation" in vars(self)
+        return (SyncBatchNorm if fuses else theirs).forward(self, x)
 
     body = {"forward": forward, "__module__": __name__}
     return type("SyncBatchNormAct", (theirs, SyncBatchNorm), body)
 
 
 def __getattr__(name: str) -> type[SyncBatchNorm]:
-    """For pickle, which asks for the class by its name."""
+    """Gives pickle the class of timm's converted layers, which it asks for by name."""
     if name != "SyncBatchNormAct":
         raise AttributeError(name)
     return _timms_class(importlib.import_module(_TIMM).SyncBatchNormAct)

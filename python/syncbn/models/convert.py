@@ -77,7 +77,7 @@ class _Undo:
             self._before.append((m, m.__class__, dict(vars(m)), contents))
 
     def rebind(self) -> None:
-        """For what modules hold of methods of layers that are of another class now."""
+        """Binds anew what modules hold of methods of layers that are of another class now."""
         patches.rebind([(m, cls) for m, cls, *_ in self._before])
 
     def __call__(self) -> None:
@@ -108,7 +108,11 @@ def _check_module(module: nn.Module) -> None:
     for path, layer in module.named_modules():
         where = path or "a model"
         text = wrapper(layer) or ""
-        if text.startswith("sharded") and any(map(_may_convert, layer.modules())):
+        if text.startswith("sharded") and any(
+            # Not by its exact class: fully_shard gives a layer another one.
+            holds_statistics(m) and not isinstance(m, SyncBatchNorm)
+            for m in layer.modules()
+        ):
             raise ValueError(
                 f"module: got {where}, {text} already, expected the model before FSDP: first "
                 "convert_sync_batchnorm, then FSDP"
@@ -119,11 +123,6 @@ def _check_module(module: nn.Module) -> None:
                 "expected initialized layers: first call the model once, then "
                 "convert_sync_batchnorm"
             )
-
-
-def _may_convert(layer: nn.Module) -> bool:
-    # Not by its exact class: fully_shard gives a layer another one.
-    return holds_statistics(layer) and not isinstance(layer, SyncBatchNorm)
 
 
 def _check_not_sharded(module: nn.Module) -> None:

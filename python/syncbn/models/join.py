@@ -85,7 +85,8 @@ class _Inputs:
         for rank in present:
             self.iterations[rank] += 1
         if has_input and len(present) < self.left:
-            self._go_on_without(absent)
+            groups.leave_out(absent)
+            prepare(self.models)
         self.left = len(present)
         return self.left
 
@@ -101,10 +102,6 @@ class _Inputs:
                     "torch.compile inside of it: DistributedDataParallel(torch.compile(module))"
                 )
             frame = frame.f_back
-
-    def _go_on_without(self, absent: list[int]) -> None:
-        groups.leave_out(absent)
-        prepare(self.models)
 
     def enter(self) -> None:
         """From now on an iteration begins with the ranks' agreement."""

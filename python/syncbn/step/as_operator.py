@@ -97,7 +97,7 @@ def _backward_of(words: Tensor) -> Backward:
 
 
 def _save(mode, function, types, args=(), kwargs=None):
-    """In a checkpoint, traced or selective: saves what the operator returns. To compute it again
+    """Has a checkpoint, traced or selective, save what the operator returns. To compute it again
     would exchange again; from PyTorch 2.15 on the body of an autograd function would be, too."""
     policy, mode.policy_fn = mode.policy_fn, lambda *_, **__: checkpoint.CheckpointPolicy.MUST_SAVE
     try:
@@ -138,25 +138,17 @@ def _(dy, x, weight, bias, saved, bits, mask, backward, bias_dtype, needs, *_):
 
 
 def _keep(ctx, inputs, output):
-    """For backward, of a step with these inputs and outputs."""
+    """Keeps what backward takes of a step with these inputs and outputs."""
     x, weight, bias, residual, mask, _, handle, *ctx.layer = inputs
     _, saved, activation_mask, backward = output
     ctx.bias_dtype = None if bias is None else bias.dtype
     # Without an activation mask, the activation's sign is computed again, which takes the bias.
     again = ctx.layer[-3] != "none" and residual is None
-    ctx.save_for_backward(
-        x,
-        weight,
-        bias if again else None,
-        saved,
-        activation_mask,
-        mask,
-        backward,
-        handle,
-    )
+    bias = bias if again else None
+    ctx.save_for_backward(x, weight, bias, saved, activation_mask, mask, backward, handle)
 
 
-def _gradients(ctx, dy) -> tuple:
+def _gradients(ctx, dy, *_) -> tuple:
     *saved, handle = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:4])
     gradients = ops.training_step_backward(dy, *saved, ctx.bias_dtype, needs, handle, *ctx.layer)
@@ -164,17 +156,9 @@ def _gradients(ctx, dy) -> tuple:
     return *gradients, None, None, None, *(None for _ in ctx.layer)
 
 
-@torch._disable_dynamo
-def _setup_context(ctx, inputs, output):
-    _keep(ctx, inputs, output)
-
-
-@torch._disable_dynamo
-def _backward(ctx, dy, *_):
-    return _gradients(ctx, dy)
-
-
-_training_step.register_autograd(_backward, setup_context=_setup_context)
+_training_step.register_autograd(
+    torch._disable_dynamo(_gradients), setup_context=torch._disable_dynamo(_keep)
+)
 
 
 class _TrainingStep(torch.autograd.Function):

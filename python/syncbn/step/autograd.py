@@ -35,16 +35,7 @@ from .surroundings import (
     refuse_tracing,
     tracer,
 )
-from .training import (
-    Given,
-    Step,
-    backward,
-    forward,
-    leave,
-    needs_of,
-    takes_part,
-    transport_in,
-)
+from .training import Given, Step, backward, forward, leave, needs_of, takes_part, transport_in
 
 
 class _BatchNormTraining(torch.autograd.Function):

@@ -271,7 +271,7 @@ def check_counter(
     num_batches_tracked: Tensor | None,
     traced: bool = False,
 ) -> None:
-    """Of batches, which cumulative averaging divides by. traced: it has no value."""
+    """Checks the number of batches, which averaging divides by. traced: it has no value."""
     tracked = num_batches_tracked
     reference = running_var if running_mean is None else running_mean
     if tracked is None:
@@ -321,7 +321,7 @@ def check_num_features(channels: int) -> None:
 
 
 def check_input(name: str, x: Tensor, traced: bool = False) -> None:
-    """Of a layer, (N, C, ...); loads what its device needs. traced: it may have no values."""
+    """Checks an input, (N, C, ...); loads what its device needs. traced: it may have no values."""
     check_strided(name, x)
     kind = x.device.type
     if kind == "cuda":

@@ -134,10 +134,7 @@ def _gradients(step, dy, x, weight, mean, rstd, count, positive, counting):
 
 def _check_kept(dy: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor) -> None:
     channels = (saved.numel() - 2) // 3
-    for name, tensor, shape in (
-        ("input", x, dy.shape),
-        ("weight", weight, (channels,)),
-    ):
+    for name, tensor, shape in (("input", x, dy.shape), ("weight", weight, (channels,))):
         if tensor is not None and tensor.shape != shape:
             raise ValueError(
                 f"{name}: got shape {tuple(tensor.shape)}, expected {tuple(shape)} still"

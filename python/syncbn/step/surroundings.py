@@ -136,7 +136,7 @@ class Streams:
         self._of = {device: torch.cuda.current_stream(device) for device in devices}
 
     def enter(self, tensors: Iterable[Tensor | None]) -> None:
-        """In backward, of the tensors that it reads."""
+        """Begins a backward that reads these tensors."""
         now = {device: torch.cuda.current_stream(device) for device in self._of}
         for device, stream in self._of.items():
             if now[device] != stream:
@@ -144,7 +144,7 @@ class Streams:
         _record(tensors, now)
 
     def leave(self, results: Iterable[Tensor | None]) -> None:
-        """At the end of backward, of what it gives: the engine hands it to forward's streams."""
+        """Ends it, with what it gives: the engine hands that to forward's streams."""
         _record(results, self._of)
 
 

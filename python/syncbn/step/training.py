@@ -60,7 +60,7 @@ class Step(NamedTuple):
         return self.needs[0] if self.peers is None else self.backward.x or self.backward.sums
 
     def transport(self, x: Tensor) -> Transport:
-        """Of backward's exchange."""
+        """Gives the transport of backward's exchange."""
         return transport_of(self.peers if self.exchanges else None, x.device)
 
     def call(self, direction: str) -> Call:
@@ -89,18 +89,13 @@ class Given(NamedTuple):
 
 
 def transport_in(segment: Segment | None, peers: Peers | None, x: Tensor) -> Transport:
-    """Of a forward's exchange. The second run of a checkpointed segment has none."""
+    """Gives a forward's transport; the second run of a checkpointed segment exchanges nothing."""
     again = segment is not None and segment.kept is not None
     return transport_of(None if again else peers, x.device)
 
 
 def has_samples(x: Tensor, mask: Tensor | None) -> bool:
     return x.numel() > 0 and (mask is None or bool(mask.any()))
-
-
-def _lead(xs: Sequence[Tensor], masks: Sequence[Tensor | None]) -> int:
-    """The first input with samples: autocast may have given one without another dtype."""
-    return next((k for k, (x, m) in enumerate(zip(xs, masks)) if has_samples(x, m)), 0)
 
 
 def _beside(x: Tensor, *tensors: Tensor | None) -> Sequence[Tensor | None]:
@@ -153,7 +148,9 @@ def forward(
     kept = None if segment is None else segment.kept
     transport = transport_in(segment, peers, xs[0])
     several, has_residual = len(xs) > 1, residuals[0] is not None
-    lead = _lead(xs, masks) if several else 0
+    lead = 0
+    if several:  # the first with samples: autocast may have given one without another dtype
+        lead = next((k for k, own in enumerate(zip(xs, masks)) if has_samples(*own)), 0)
     x = xs[lead]
     if kept is None and peers is not None and peers.group_name != state.group:
         layer_state.compare(state, peers, x, options)
