@@ -276,19 +276,13 @@ class Fork:
         """One branch's operator of a layer, on variables that both branches' operators share."""
         if node not in self._variables:
             self.root.get_submodule("variables").add_module(node.name, layer)
-            self._variables[node] = [
-                None
-                if getattr(layer, variable) is None
-                else self._add(
-                    None,
-                    "get_attr",
-                    f"variables.{node.name}.{variable}",
-                    (),
-                    {},
-                    f"{node.name}_{variable}",
-                )
-                for variable in VARIABLES
-            ]
+            own = self._variables[node] = []
+            for name in VARIABLES:
+                target = f"variables.{node.name}.{name}"
+                if getattr(layer, name) is None:
+                    own.append(None)
+                    continue
+                own.append(self._add(None, "get_attr", target, (), {}, f"{node.name}_{name}"))
         args = (x, *self._variables[node])
         attributes = layer.operator_attributes(branch == "infer", str(node.target))
         name = f"{node.name}_{branch}"

@@ -19,7 +19,7 @@ from ..errors import DivergenceError
 from ..exchange import agreement, callers, groups, transports
 from ..exchange.call import Call
 from ..nn import SyncBatchNorm
-from .sharing import bring, prepare, sharings_of
+from .sharing import bring, prepare, sharings_of, statistics_of
 
 _NAME = "syncbn.join"
 _OFF = _JoinConfig.construct_disabled_join_config()
@@ -182,14 +182,7 @@ class _Inputs:
                 tensor
                 for layer in self.layers
                 if layer.sync and layer.state.sharing == sharing
-                for tensor in (
-                    layer.running_mean,
-                    layer.running_var,
-                    layer.num_batches_tracked,
-                    layer.state.call,
-                    layer.state.count,
-                )
-                if tensor is not None
+                for tensor in (*statistics_of(layer), layer.state.call, layer.state.count)
             ]
             end = self.call._replace(direction="end")
             bring(tensors, ranks[peers.rank] == source, peers, end)

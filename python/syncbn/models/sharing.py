@@ -30,12 +30,8 @@ def sharings_of(module: nn.Module) -> dict[callers.Sharing, str]:
     """With whom its layers exchange, in one order on all ranks; and a layer's name for each."""
     layers = [layer for _, layer in reversed(layers_of(module)) if _exchanges(layer)]
     found = {layer.state.sharing: layer.state.name for layer in layers}
-    return dict(
-        sorted(
-            found.items(),
-            key=lambda item: (item[0].name or "", item[0].limit or 0.0, item[0].engine),
-        )
-    )
+    order = sorted(found, key=lambda own: (own.name or "", own.limit or 0.0, own.engine))
+    return {sharing: found[sharing] for sharing in order}
 
 
 def set_group(
@@ -130,13 +126,10 @@ class _Compared(Call):
 def _level(layers: list[tuple[str, SyncBatchNorm]], peers: groups.Peers, strict: bool) -> None:
     """Has the ranks of a group go on from the same calls and running statistics."""
     call = _Compared("syncbn.reset_groups", direction="comparing layers")
-    call.layers = {"layers": str(len(layers))} | {
-        path: ", ".join(f"{x.numel()} of {x.dtype}" for x in _statistics(layer)).replace(
-            "torch.", ""
-        )
-        or "no statistics"
-        for path, layer in layers
-    }
+    call.layers = {"layers": str(len(layers))}
+    for path, layer in layers:
+        texts = [f"{x.numel()} of {x.dtype}".replace("torch.", "") for x in statistics_of(layer)]
+        call.layers[path] = ", ".join(texts) or "no statistics"
     tag = zlib.crc32(repr(call.layers).encode()) & 0xFFFFF
     agreement.numbers_of_ranks(0, tag, peers, call)
     own = torch.tensor([_numbers(layer) for _, layer in layers], dtype=torch.int64, device="cpu")
@@ -158,7 +151,7 @@ def _level(layers: list[tuple[str, SyncBatchNorm]], peers: groups.Peers, strict:
             f"take {text}"
         )
     for source, apart in sorted(sources.items()):
-        tensors = [x for _, layer in apart for x in (*_statistics(layer), layer.state.count)]
+        tensors = [x for _, layer in apart for x in (*statistics_of(layer), layer.state.count)]
         bring(tensors, source == peers.rank, peers, call)
     if peers.rank == 0:
         _log.warning(
@@ -166,14 +159,15 @@ def _level(layers: list[tuple[str, SyncBatchNorm]], peers: groups.Peers, strict:
         )
 
 
-def _statistics(layer: SyncBatchNorm) -> list[Tensor]:
+def statistics_of(layer: SyncBatchNorm) -> list[Tensor]:
+    """What training updates, as far as it is tracked."""
     own = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
     return [tensor for tensor in own if tensor is not None]
 
 
 def _numbers(layer: SyncBatchNorm) -> tuple[int, int, int]:
     """Its next call, its batches, and what stands for the bits of its statistics."""
-    words = b"".join(bytes(_words(x).view(torch.uint8).tolist()) for x in _statistics(layer))
+    words = b"".join(bytes(_words(x).view(torch.uint8).tolist()) for x in statistics_of(layer))
     digest = int.from_bytes(hashlib.sha256(words).digest()[:8], "little", signed=True)
     batches = layer.num_batches_tracked
     return int(layer.state.call.item()), -1 if batches is None else int(batches.item()), digest

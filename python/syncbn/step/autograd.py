@@ -202,15 +202,9 @@ def train_step(
 
 @recorded(lambda *arguments: arguments[-1].name)
 def _recorded_step(x, running, weight, bias, residual, mask, options, state) -> Tensor:
-    given = (x, running, weight, bias, residual, mask, options, state)
+    """The step in a profile; classes of tensors with a __torch_function__ see it as one call."""
     if has_torch_function_variadic(x, *running, weight, bias, residual, mask):
-        return _through_classes(*given)
-    return _step(*given)
-
-
-def _through_classes(x, running, weight, bias, residual, mask, options, state) -> Tensor:
-    """train_step() where tensors are of classes with a __torch_function__, which sees one step."""
-    running = *running[:2], plain(running[2])
+        running = *running[:2], plain(running[2])
     named = {"weight": weight, "bias": bias, "residual": residual, "mask": mask}
     relevant = tuple(t for t in (x, *running[:2], *named.values()) if t is not None)
     if not has_torch_function(relevant):
@@ -273,7 +267,7 @@ def _usual(x, running: tuple, weight, bias, residual, mask, options, state) -> T
 
 def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Tensor:
     if surroundings.has_dtensor((x, weight, bias, residual, mask, *running)):
-        return _of_parts(x, weight, bias, residual, mask, running, options, state)
+        return _of_parts(x, running, weight, bias, residual, mask, options, state)
     running_mean, running_var, tracked = running
     parameter = next((t for t in (running_mean, weight, bias) if t is not None), None)
     traced = torch.compiler.is_compiling() or _is_fake(x, parameter)
@@ -330,7 +324,7 @@ def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Te
     return apply_step((x,), weight, bias, (residual,), (mask,), *given)
 
 
-def _of_parts(x, weight, bias, residual, mask, running, options, state) -> Tensor:
+def _of_parts(x, running, weight, bias, residual, mask, options, state) -> Tensor:
     """train_step() where some of the tensors are DTensors."""
     live = layer_state.named(state) if isinstance(state, Identity) else state
     samples = {"input": x, "residual": residual, "mask": mask}
@@ -341,12 +335,9 @@ def _of_parts(x, weight, bias, residual, mask, running, options, state) -> Tenso
     except ValueError as error:
         _tell(error, live, None, None, options)
         raise
+    own, w, b, z, m = (given[n] for n in ("input", "weight", "bias", "residual", "mask"))
     running = tuple(given[name] for name in RUNNING)
-    y = _step(
-        *(given["input"], running, given["weight"], given["bias"], given["residual"]),
-        *(given["mask"], options, state),
-    )
-    return surroundings.as_dtensor(y, x)
+    return surroundings.as_dtensor(_step(own, running, w, b, z, m, options, state), x)
 
 
 def _update(running: tuple, saved: Tensor, momentum: float | None) -> None:
