@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .devices import baton, lists
 from .errors import DivergenceError
 from .exchange import callers, groups, transports
-from .exchange.call import Call
+from .exchange.call import Call, Peers
 from .models.classes import check_module
 from .nn import SyncBatchNorm
 from .step.streams import Streams
@@ -44,7 +44,7 @@ class AllReduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, group: groups.Peers | None, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: Peers | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.streams = group, Streams(xs)
         total = transports.transport_of(group, xs[0].device).sum(
             _total(xs), _tag(xs[0]), Call("all_reduce")

@@ -18,9 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from . import after_fork, apart, callers, whereabouts
-from .call import Call
-from .groups import Peers
-from .times import Times
+from .call import Call, Peers, Times
 
 # Why groups cannot be used any more.
 _broken: dict[str, str] = {}

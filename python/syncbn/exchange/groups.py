@@ -7,47 +7,19 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..errors import DivergenceError
 from . import after_fork, alone, callers, connections, meeting, shared_memory, whereabouts
+from .call import Peers
 from .callers import Sharing, initialized, limit_of, resolve
 
 _log = logging.getLogger("syncbn")
 
 #: False: "auto" is "process_group", for tests of the framing over Gloo.
 use_shared_memory = True
-
-
-class Peers(NamedTuple):
-    """The ranks that share a layer's statistics: a group of this package's own, by name."""
-
-    group_name: str
-    ranks: int
-    rank: int  # this process's
-    timeout: float
-    #: shared memory of the ranks on this node, and the group of the nodes' first ranks, if there
-    #: are several nodes and this rank is such a one
-    shared: int | None = None
-    nodes: int = 1
-    leaders: str | None = None
-    #: why there is no shared memory
-    note: str = ""
-    #: seconds that the first exchange of a layer waits: at least as long as the caller's group
-    patience: float = 0.0
-    #: the caller's group of these ranks, if it exchanges CUDA tensors over NCCL; else "", and
-    #: messages on CUDA go through the host
-    cuda: str = ""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} of {self.ranks}"
-
-    def over_host(self) -> "Peers":
-        """The same ranks, whose messages on CUDA go through the host."""
-        return self._replace(cuda="")
 
 
 #: Of a group that this module makes: its ranks (global numbers, ascending), timeout, engine, the
@@ -72,12 +44,12 @@ def _alive() -> list[dist.ProcessGroup]:
     return dist.distributed_c10d._world.tags_to_pg.setdefault("syncbn", [])
 
 
-def is_nccl_alone(peers: "Peers") -> bool:
+def is_nccl_alone(peers: Peers) -> bool:
     """Whether the caller's group takes no other tensors than those on CUDA."""
     return peers.cuda != "" and "cpu:" not in callers.backends(resolve(peers.cuda))
 
 
-def device_of(peers: "Peers") -> torch.device:
+def device_of(peers: Peers) -> torch.device:
     """Where the caller's NCCL group takes tensors: each of PyTorch 2.15 is bound to a device."""
     bound = resolve(peers.cuda).bound_device_id if callers.exists(peers.cuda) else None
     return bound or torch.device("cuda", torch.cuda.current_device())

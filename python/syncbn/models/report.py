@@ -10,6 +10,7 @@ from torch import nn
 
 from .. import operators_cuda
 from ..exchange import alone, attempt, callers, groups, subgroups, transports
+from ..exchange.call import Peers
 from ..nn import SyncBatchNorm, device_of
 from ..operators import ops
 from ..parallel import SelfDataParallel
@@ -81,7 +82,7 @@ def _other(path: str, layer: nn.Module) -> tuple[LayerReport, bool]:
 
 def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bool]:
     """The row of a synchronized layer, and whether it cannot synchronize."""
-    peers: groups.Peers | None = None
+    peers: Peers | None = None
     failed, note = False, "" if layer.training else "evaluation mode: no exchange"
     outside = layer.sync and layer.state.sharing.name == callers.OUTSIDE
     try:

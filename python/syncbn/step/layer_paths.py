@@ -10,8 +10,7 @@ import torch
 
 from ..errors import DivergenceError
 from ..exchange import agreement, callers, engines
-from ..exchange.call import Call
-from ..exchange.groups import Peers
+from ..exchange.call import Call, Peers
 from ..operators import HEADER_WORDS
 from .layer_state import UNNAMED, LayerState, living
 from .living_modules import WRAPPERS

@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..exchange import groups
-from ..exchange.call import Call
+from ..exchange.call import Call, Peers, Times
 from ..exchange.callers import Sharing
-from ..exchange.groups import Peers
-from ..exchange.times import Times
 from .living_modules import paths_of_living
 from .options import Options, is_strided
 

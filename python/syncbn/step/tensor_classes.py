@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..exchange import callers
-from ..exchange.groups import Peers
+from ..exchange.call import Peers
 
 if dist.is_available():
     from torch.distributed.tensor import DTensor, Partial, Replicate

@@ -210,7 +210,6 @@ def case_one_rank_that_cannot_share_memory_exact(rank, world):
         return  # no shared memory to begin with
     forget_groups()
     x = rough_samples(np.random.default_rng(42), (11, 5, 6), "float32")
-    nodes = nodes_of_ranks(world)
     for refusing, how in itertools.product((0, world - 1), REFUSALS):
         with _cannot_share_memory(rank == refusing, how), LogLines() as log:
             syncbn.reset_groups()
