@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DivergenceError
-from . import after_fork, alone, callers, connections, meeting, shared_memory, whereabouts
+from . import callers, connections, meeting, shared_memory, whereabouts
 from .call import Peers
 from .callers import Sharing, initialized, limit_of, resolve
 
@@ -68,7 +68,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
 
     Raises ExchangeTimeout, PeerLost or DivergenceError on every rank if it cannot be made.
     """
-    after_fork.check()
+    callers.check_fork()
     known = _own_groups.get(key)
     if known is not None:
         if callers.exists(known.group_name):
@@ -132,7 +132,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
         _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
     _own_groups[key] = own
     if len(ranks) > 1:
-        alone.found_others()
+        callers.found_others()
     whereabouts.watch(name, rank, len(ranks), formed.store, place)
     return own
 
@@ -158,7 +158,7 @@ def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | 
 
 def asked_of(sharing: Sharing) -> tuple[Key, float] | None:
     """The group that peers() gives, and its patience; None: nobody."""
-    after_fork.check()
+    callers.check_fork()
     if not initialized():
         if sharing.name is not None:
             resolve(sharing.name)
@@ -198,14 +198,14 @@ def _sees_nobody(sharing: Sharing) -> bool:
 
 def beside(sharing: Sharing) -> str:
     """What tells that a layer without peers has others beside it by accident; "" if nothing."""
-    return alone.beside() if _sees_nobody(sharing) else ""
+    return callers.others_beside() if _sees_nobody(sharing) else ""
 
 
 def training_peers(sharing: Sharing, who: str | Callable[[], str]) -> Peers | None:
     """The peers() of a call that trains; warns once of others that it does not see."""
     found = peers(sharing, who)
-    if found is None and not alone.looked and _sees_nobody(sharing):
-        alone.look(who() if callable(who) else who, initialized())
+    if found is None and not callers.looked and _sees_nobody(sharing):
+        callers.look(who() if callable(who) else who)
     return found
 
 
@@ -221,7 +221,7 @@ def leave_out(ranks: Iterable[int]) -> None:
     Called by all other ranks between the same two exchanges; drops the groups made since the call
     before."""
     global _absent
-    after_fork.check()
+    callers.check_fork()
     _absent = frozenset(ranks)
     while _without_absent:
         key = _without_absent.pop()
@@ -251,7 +251,7 @@ def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
     """Makes the groups of this package anew, also those that could not be made, of which all ranks
     know; a collective call of all ranks. sharings: those of layers, by which name; DivergenceError
     on all ranks if not all ranks of a group have such a layer."""
-    after_fork.check()
+    callers.check_fork()
     meeting.skip_failed = True
     for key in [key for key, own in _own_groups.items() if not callers.exists(own.group_name)]:
         _drop(_own_groups.pop(key))  # it went with destroy_process_group

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import operators_cuda
-from ..exchange import alone, attempt, callers, groups, subgroups, transports
+from ..exchange import attempt, callers, groups, subgroups, transports
 from ..exchange.call import Peers
 from ..nn import SyncBatchNorm, device_of
 from ..operators import ops
@@ -102,7 +102,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         if layer.state.evaded:
             note = "a training call of PyTorch's forward"
     elif peers is None and (others := groups.beside(layer.state.sharing)):
-        failed, note = True, alone.text(others)
+        failed, note = True, callers.alone_text(others)
     elif peers is None:
         failed = not (dist.is_available() and dist.is_initialized()) and devices == 1
         note = "no process group" if failed else "one rank"
