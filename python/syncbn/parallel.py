@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .devices import Request, ThreadState, give_up, inside, run_in_turns, train_step
 from .errors import DivergenceError
 from .exchange import callers, groups, transports
-from .exchange.call import Call
+from .exchange.call import Call, Peers
 from .nn import SyncBatchNorm
 from .step.options import check_module
 from .step.surroundings import Streams, refuse_tracing
@@ -30,7 +30,7 @@ class AllReduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, group: groups.Peers | None, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: Peers | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.streams = group, Streams(xs)
         total = xs[0].clone()
         for x in xs[1:]:  # in device order

@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import DTYPES, HEADER_WORDS, ops
-from .call import Call
+from .call import Call, Peers
 from .engines import FRAME_WORDS, Engine, engine_of
-from .groups import Peers
 
 
 def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtype | None:
@@ -47,8 +46,7 @@ def _texts(text: str, engine: Engine, call: Call) -> dict[int, str]:
     begin = HEADER_WORDS + peers.rank * size
     frame[begin : begin + size] = torch.frombuffer(bytearray(own), dtype=torch.int64)
     try:
-        limited = peers._replace(timeout=min(peers.timeout, 5.0))
-        merged = engine_of(limited).sum(frame, call)
+        merged = engine_of(peers.within(5.0)).sum(frame, call)
     except (ExchangeTimeout, PeerLost):
         return {peers.rank: text}
     words = merged[HEADER_WORDS:][: peers.ranks * size].view(peers.ranks, size)

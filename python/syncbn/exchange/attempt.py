@@ -17,10 +17,8 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from . import after_fork, apart, callers, whereabouts
-from .call import Call
-from .groups import Peers
-from .times import Times
+from . import apart, callers, whereabouts
+from .call import Call, Peers, Times
 
 # Why groups cannot be used any more.
 _broken: dict[str, str] = {}
@@ -150,7 +148,7 @@ class Attempt:
         self.limit = peers.timeout
         if call.direction in _STEP and (peers.group_name, call[0], call[2]) not in _exchanged:
             self.limit = max(peers.timeout, peers.patience)
-        after_fork.check()
+        callers.check_fork()
         if _refusals:
             end_refusals(peers.group_name)
         why = _broken.get(peers.group_name) or whereabouts.left(peers.group_name)

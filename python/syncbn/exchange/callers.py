@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caller's groups, as torch.distributed knows them: by name, with their ranks and limit."""
+"""The caller's groups, as torch.distributed knows them: by name, with their ranks and limit; and
+what a process needs to know that has none of its own."""
 
 import contextlib
 import datetime
 import functools
+import gc
+import os
 import re
+import sys
+import warnings
 import weakref
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -220,3 +225,81 @@ def _compare(group: dist.ProcessGroup) -> tuple[list[int], str | None]:
             f"{own_number}; expected the same of both, or sync=False"
         )
     return ranks, None
+
+
+# The default group of the rank that this process was forked from, if it was.
+_inherited: dist.ProcessGroup | None = None
+_inherited_rank = ""
+
+
+def _note_fork() -> None:
+    global _inherited, _inherited_rank
+    _inherited = dist.group.WORLD if dist.is_available() else None
+    if _inherited is not None:
+        _inherited_rank = f"rank {_inherited.rank()} of {_inherited.size()}"
+
+
+def check_fork() -> None:
+    """Raises RuntimeError where the groups are those of the rank that this process was forked from:
+    its connections lead to ranks that would take what comes through them for that rank's words."""
+    if _inherited is not None and dist.group.WORLD is _inherited:
+        raise RuntimeError(
+            f"syncbn: process {os.getpid()} was forked from {_inherited_rank} and has no part in "
+            "its groups; expected evaluation mode or sync=False in it, or a process that is spawned"
+        )
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+#: How many processes a launcher started, as it tells each of them. torchrun's comes first: it may
+#: run inside of one of the others. Slurm's is that of the step, not of the allocation.
+_SIZES = (
+    *("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+    "SLURM_STEP_NUM_TASKS",
+)
+
+#: Whether nothing is left to be said of training alone.
+looked = False
+_had_others = False
+
+
+def found_others() -> None:
+    """Notes that this process has a group of several ranks."""
+    global looked, _had_others
+    looked, _had_others = False, True
+
+
+def others_beside() -> str:
+    """What tells that there are other processes; "" if nothing does."""
+    for name in _SIZES:
+        size = os.environ.get(name, "")
+        if size.isdecimal():
+            if int(size) > 1:
+                return f"the environment has {name}={size}"
+            break
+    classes = [
+        getattr(sys.modules.get(module), "Manager", None)
+        for module in ("torchft", "torchft.manager")
+    ]
+    managers = tuple(cls for cls in classes if isinstance(cls, type))
+    if managers and any(issubclass(type(object_), managers) for object_ in gc.get_objects()):
+        return "torchft's Manager is there for other replicas"
+    return ""
+
+
+def alone_text(why: str) -> str:
+    """What is said of layers that see nobody by accident."""
+    return (
+        f"statistics of this process alone, though {why}; expected a process group of all of them "
+        "before training (torch.distributed.init_process_group), or sync=False"
+    )
+
+
+def look(who: str) -> None:
+    """Warns if the training call of that layer sees nobody by accident."""
+    global looked
+    looked = True
+    gone = _had_others and not initialized()
+    why = "the process group with others was destroyed" if gone else others_beside()
+    if why:
+        warnings.warn(f"{who}: {alone_text(why)}", stacklevel=2)

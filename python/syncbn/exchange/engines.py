@@ -13,9 +13,7 @@ from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import HEADER_WORDS, MESSAGE, ops
 from . import callers, shared_memory, whereabouts
 from .attempt import Attempt, Refused, Waiting
-from .call import Call
-from .groups import Peers
-from .times import Times
+from .call import Call, Peers, Times
 
 #: Words of the first message of an exchange over Gloo, the same for every call of the group: Gloo
 #: ends the process when ranks bring different lengths, so lengths may differ only after the first

@@ -7,47 +7,19 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..errors import DivergenceError
-from . import after_fork, alone, callers, connections, meeting, shared_memory, whereabouts
+from . import callers, connections, meeting, shared_memory, whereabouts
+from .call import Peers
 from .callers import Sharing, initialized, limit_of, resolve
 
 _log = logging.getLogger("syncbn")
 
 #: False: "auto" is "process_group", for tests of the framing over Gloo.
 use_shared_memory = True
-
-
-class Peers(NamedTuple):
-    """The ranks that share a layer's statistics: a group of this package's own, by name."""
-
-    group_name: str
-    ranks: int
-    rank: int  # this process's
-    timeout: float
-    #: shared memory of the ranks on this node, and the group of the nodes' first ranks, if there
-    #: are several nodes and this rank is such a one
-    shared: int | None = None
-    nodes: int = 1
-    leaders: str | None = None
-    #: why there is no shared memory
-    note: str = ""
-    #: seconds that the first exchange of a layer waits: at least as long as the caller's group
-    patience: float = 0.0
-    #: the caller's group of these ranks, if it exchanges CUDA tensors over NCCL; else "", and
-    #: messages on CUDA go through the host
-    cuda: str = ""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} of {self.ranks}"
-
-    def over_host(self) -> "Peers":
-        """The same ranks, whose messages on CUDA go through the host."""
-        return self._replace(cuda="")
 
 
 #: Of a group that this module makes: its ranks (global numbers, ascending), timeout, engine, the
@@ -72,12 +44,12 @@ def _alive() -> list[dist.ProcessGroup]:
     return dist.distributed_c10d._world.tags_to_pg.setdefault("syncbn", [])
 
 
-def is_nccl_alone(peers: "Peers") -> bool:
+def is_nccl_alone(peers: Peers) -> bool:
     """Whether the caller's group takes no other tensors than those on CUDA."""
     return peers.cuda != "" and "cpu:" not in callers.backends(resolve(peers.cuda))
 
 
-def device_of(peers: "Peers") -> torch.device:
+def device_of(peers: Peers) -> torch.device:
     """Where the caller's NCCL group takes tensors: each of PyTorch 2.15 is bound to a device."""
     bound = resolve(peers.cuda).bound_device_id if callers.exists(peers.cuda) else None
     return bound or torch.device("cuda", torch.cuda.current_device())
@@ -96,7 +68,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
 
     Raises ExchangeTimeout, PeerLost or DivergenceError on every rank if it cannot be made.
     """
-    after_fork.check()
+    callers.check_fork()
     known = _own_groups.get(key)
     if known is not None:
         if callers.exists(known.group_name):
@@ -160,7 +132,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
         _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
     _own_groups[key] = own
     if len(ranks) > 1:
-        alone.found_others()
+        callers.found_others()
     whereabouts.watch(name, rank, len(ranks), formed.store, place)
     return own
 
@@ -186,7 +158,7 @@ def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | 
 
 def asked_of(sharing: Sharing) -> tuple[Key, float] | None:
     """The group that peers() gives, and its patience; None: nobody."""
-    after_fork.check()
+    callers.check_fork()
     if not initialized():
         if sharing.name is not None:
             resolve(sharing.name)
@@ -226,14 +198,14 @@ def _sees_nobody(sharing: Sharing) -> bool:
 
 def beside(sharing: Sharing) -> str:
     """What tells that a layer without peers has others beside it by accident; "" if nothing."""
-    return alone.beside() if _sees_nobody(sharing) else ""
+    return callers.others_beside() if _sees_nobody(sharing) else ""
 
 
 def training_peers(sharing: Sharing, who: str | Callable[[], str]) -> Peers | None:
     """The peers() of a call that trains; warns once of others that it does not see."""
     found = peers(sharing, who)
-    if found is None and not alone.looked and _sees_nobody(sharing):
-        alone.look(who() if callable(who) else who, initialized())
+    if found is None and not callers.looked and _sees_nobody(sharing):
+        callers.look(who() if callable(who) else who)
     return found
 
 
@@ -249,7 +221,7 @@ def leave_out(ranks: Iterable[int]) -> None:
     Called by all other ranks between the same two exchanges; drops the groups made since the call
     before."""
     global _absent
-    after_fork.check()
+    callers.check_fork()
     _absent = frozenset(ranks)
     while _without_absent:
         key = _without_absent.pop()
@@ -279,7 +251,7 @@ def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
     """Makes the groups of this package anew, also those that could not be made, of which all ranks
     know; a collective call of all ranks. sharings: those of layers, by which name; DivergenceError
     on all ranks if not all ranks of a group have such a layer."""
-    after_fork.check()
+    callers.check_fork()
     meeting.skip_failed = True
     for key in [key for key, own in _own_groups.items() if not callers.exists(own.group_name)]:
         _drop(_own_groups.pop(key))  # it went with destroy_process_group

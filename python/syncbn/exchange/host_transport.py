@@ -16,8 +16,8 @@ from ..operators import (
 )
 from . import agreement
 from .attempt import Refusal, Refused, lacks_memory
+from .call import Peers
 from .engines import Engine, SharedMemory, engine_of
-from .groups import Peers
 from .transport import Transport
 
 

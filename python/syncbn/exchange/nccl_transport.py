@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ..operators import HEADER_WORDS, MESSAGE_WORDS, record_words
 from . import callers
 from .agreement import Backward
-from .groups import Peers
+from .call import Peers
 from .transport import Transport
 
 

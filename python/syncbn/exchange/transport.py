@@ -11,9 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..operators import HEADER_WORDS, MESSAGE
 from . import attempt, shared_memory
 from .agreement import Backward
-from .call import Call
-from .groups import Peers
-from .times import timed
+from .call import Call, Peers, timed
 
 
 class Transport(ABC):

@@ -6,8 +6,7 @@ import torch
 from ..operators import ALONE, HEADER_WORDS
 from . import groups
 from .agreement import WANTS_SUMS, WANTS_X, Backward
-from .call import Call
-from .groups import Peers
+from .call import Call, Peers
 from .host_transport import OnHost, ThroughHost
 from .nccl_transport import InStream
 from .transport import Transport

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import DivergenceError
-from ..exchange import alone, attempt, callers, groups, subgroups, transports
+from ..exchange import attempt, callers, groups, subgroups, transports
+from ..exchange.call import Peers
 from ..nn import SyncBatchNorm, device_of, layers_of
 from ..operators import ops, why_not_cuda
 from ..parallel import SelfDataParallel
@@ -84,7 +85,7 @@ def _other(path: str, layer: nn.Module) -> tuple[LayerReport, bool]:
 
 def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bool]:
     """The row of a synchronized layer, and whether it cannot synchronize."""
-    peers: groups.Peers | None = None
+    peers: Peers | None = None
     failed, note = False, "" if layer.training else "evaluation mode: no exchange"
     outside = layer.sync and layer.state.sharing.name == callers.OUTSIDE
     try:
@@ -104,7 +105,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         if layer.state.evaded:
             note = "a training call of PyTorch's forward"
     elif peers is None and (others := groups.beside(layer.state.sharing)):
-        failed, note = True, alone.text(others)
+        failed, note = True, callers.alone_text(others)
     elif peers is None:
         failed = not (dist.is_available() and dist.is_initialized()) and devices == 1
         note = "no process group" if failed else "one rank"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import DivergenceError
 from ..exchange import agreement, attempt, callers, groups, subgroups
-from ..exchange.call import Call
+from ..exchange.call import Call, Peers
 from ..exchange.engines import engine_of
 from ..nn import Model, SyncBatchNorm, device_of, layers_of
 from ..step.layer_state import WRAPPERS
@@ -94,7 +94,7 @@ def reset_groups(module: nn.Module | None = None, *, strict: bool = False) -> No
     attempt.forget_errors()
     if module is None:
         return
-    layers: dict[groups.Peers, list[tuple[str, SyncBatchNorm]]] = {}
+    layers: dict[Peers, list[tuple[str, SyncBatchNorm]]] = {}
     for sharing, name in sharings.items():
         peers = groups.peers(sharing, name)
         if peers is not None:
@@ -123,7 +123,7 @@ class _Compared(Call):
         return self.layers
 
 
-def _level(layers: list[tuple[str, SyncBatchNorm]], peers: groups.Peers, strict: bool) -> None:
+def _level(layers: list[tuple[str, SyncBatchNorm]], peers: Peers, strict: bool) -> None:
     """Has the ranks of a group go on from the same calls and running statistics."""
     call = _Compared("syncbn.reset_groups", direction="comparing layers")
     call.layers = {"layers": str(len(layers))}
@@ -182,7 +182,7 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten().cpu().view(_BITS[tensor.element_size()]).long()
 
 
-def bring(tensors: list[Tensor], mine: bool, peers: groups.Peers, call: Call) -> None:
+def bring(tensors: list[Tensor], mine: bool, peers: Peers, call: Call) -> None:
     """Sets the tensors on all ranks to what they are on the one rank whose call has `mine`."""
     words = torch.cat([_words(tensor) for tensor in tensors])
     words = engine_of(peers).sum(words if mine else torch.zeros_like(words), call)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ..exchange import callers, transports
-from ..exchange.call import Call
-from ..exchange.times import Times
+from ..exchange.call import Call, Times
 from ..nn import SyncBatchNorm, device_of, layers_of
 from ..operators import ops
 from .report import table

@@ -22,10 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError
 from ..exchange import agreement, callers, engines, groups
-from ..exchange.call import Call
+from ..exchange.call import Call, Peers, Times
 from ..exchange.callers import Sharing
-from ..exchange.groups import Peers
-from ..exchange.times import Times
 from ..operators import HEADER_WORDS
 from .options import Options, is_strided
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..exchange.call import Call
-from ..exchange.groups import Peers
+from ..exchange.call import Call, Peers
 from ..exchange.transports import transport_of
 from ..operators import OWN, info_of, ops
 from .options import activation_of

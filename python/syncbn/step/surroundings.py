@@ -19,9 +19,8 @@ from torch.autograd import forward_ad, profiler
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..exchange import callers, groups, whereabouts
-from ..exchange.call import Call
+from ..exchange.call import Call, Peers
 from ..exchange.callers import Sharing
-from ..exchange.groups import Peers
 
 if dist.is_available():
     from torch.distributed.tensor import DTensor, Partial, Replicate

@@ -14,9 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..exchange import agreement
 from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
 from ..exchange.attempt import Refused, invalid
-from ..exchange.call import Call
-from ..exchange.groups import Peers
-from ..exchange.times import timed
+from ..exchange.call import Call, Peers, timed
 from ..exchange.transport import Transport
 from ..exchange.transports import transport_of
 from ..operators import IN_PLACE, MESSAGE, OWN, activation_mask_of, info_of, ops

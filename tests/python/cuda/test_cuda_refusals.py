@@ -13,14 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import syncbn
 from syncbn import devices, operators, ops
 from syncbn.exchange import apart, groups
-from syncbn.exchange.call import Call
+from syncbn.exchange.call import Call, Peers
 from syncbn.exchange.engines import Gloo
 from syncbn.exchange.nccl_transport import InStream
 from syncbn.step import autograd
 from syncbn.step.layer_state import LayerState
 from syncbn.step.options import Options
 
-PEERS = groups.Peers("own", 2, 0, 1.0, cuda="of the caller")
+PEERS = Peers("own", 2, 0, 1.0, cuda="of the caller")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from torch import nn
 
 import syncbn
 from syncbn.exchange import callers, groups, transports
+from syncbn.exchange.call import Peers
 
 LISTED = "expected one that torch.distributed's init_process_group or new_group made"
 
@@ -240,7 +241,7 @@ def test_backends_that_exchange_over_nccl(one_rank, monkeypatch, config, nccl, a
     monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, config)
     name = callers.nccl_name(group)
     assert name == (group.group_name if nccl else "")
-    peers = groups.Peers("", 2, 0, 1.0, cuda=name)
+    peers = Peers("", 2, 0, 1.0, cuda=name)
     assert groups.is_nccl_alone(peers) == alone
 
 
@@ -249,7 +250,7 @@ def test_a_refusal_over_nccl_goes_by_the_device_that_the_group_is_bound_to(one_r
     group = dist.group.WORLD
     monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, "cuda:nccl2")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    peers = groups.Peers("", 2, 0, 1.0, cuda=group.group_name)
+    peers = Peers("", 2, 0, 1.0, cuda=group.group_name)
     assert transports._device_of_others(peers, None, None, None) == torch.device("cuda", 0)
     bound = group.bound_device_id
     group.bound_device_id = torch.device("cuda", 3)

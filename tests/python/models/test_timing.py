@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import syncbn
-from syncbn.exchange.times import Times
+from syncbn.exchange.call import Times
 from syncbn.models.timing import LayerTiming
 
 

@@ -20,7 +20,7 @@ _PYTHON_WORDS = {
     "engines.py": ("late",),
     "operators.py": ("why_not_cuda",),
     "agreement.py": ("reason",),
-    "alone.py": ("text",),
+    "callers.py": ("alone_text",),
     "parallel.py": ("_difference",),
 }
 _CPP_TEXT = re.compile(r"\bthrow\s+\w+(?=\()|(?<!void )\b(?:refuse|require|abandon|break_at)(?=\()")

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import syncbn
-from syncbn.exchange import groups
+from syncbn.exchange.call import Peers
 from syncbn.step import layer_state
 
 
@@ -172,7 +172,7 @@ def test_no_pass_for_converted_layers(monkeypatch):
 
 @pytest.mark.parametrize("ranks, room", ((2, 512), (2048, 32)))
 def test_long_paths_lose_their_beginning(ranks, room):
-    peers = groups.Peers("", ranks, 0, 1.0)
+    peers = Peers("", ranks, 0, 1.0)
     for path in ("a" * 600, "\u00e9" * 600, "layer." * 300 + "bn", "x.y" * 400):
         end = layer_state._end_of(path, peers)
         assert path.endswith(end) and room - 8 < len(end.encode()) <= room
