@@ -195,11 +195,46 @@ def members(group: dist.ProcessGroup, cuda: str) -> tuple[list[int], str]:
     others of the same ranks, alike on all of them; groups whose names may differ between ranks
     share the label "". cuda: as nccl_name() has it. The numbers fit what the group says of itself:
     a library may have made it, or changed it since, without a word to torch.distributed."""
+    if changes(group):
+        return list(range(group.size())), f"{group.group_name}@{_generation(group)}"
     found = _compared.get(group)
     if found is None or len(found[0]) != group.size():
         found = _compared[group] = _compare(group)
     ranks, label = found
     return ranks, _label(group.group_name, cuda) if label is None else label
+
+
+_changing: "weakref.WeakKeyDictionary[dist.ProcessGroup, bool]" = weakref.WeakKeyDictionary()
+
+
+def changes(group: dist.ProcessGroup) -> bool:
+    """Whether the group changes in place: init_process_group(enable_reconfigure=True) of PyTorch
+    2.14 and later. What torch.distributed lists of it is what it was at first."""
+    if group not in _changing:
+        _changing[group] = False
+        for device in ("cpu", "cuda"):
+            with contextlib.suppress(RuntimeError, AttributeError):
+                backend: Any = group._get_backend(torch.device(device))
+                _changing[group] |= backend.options.enable_reconfigure
+    return _changing[group]
+
+
+def _generation(group: dist.ProcessGroup) -> str:
+    """What its members were given for the last change, the same for all of them and never twice.
+    Handles are "backend:rank:uuid:...", of Gloo and of nccl2."""
+    changing: Any = group  # PyTorch 2.11 has no such method
+    uuid = [*changing.get_reconfigure_handle().split(":"), "", "", ""][2]
+    if group is not dist.group.WORLD or not uuid.isdecimal():
+        raise RuntimeError(
+            f"process_group: got {group.group_name!r}, which changes in place and whose ranks are "
+            "not known, expected the default group of Gloo or NCCL after its first reconfigure"
+        )
+    return uuid
+
+
+def outlived(label: str) -> bool:
+    """Whether it is the label of what a group that changes in place was before."""
+    return "@" in label and label != members(resolve(None), "")[1]
 
 
 def global_ranks(group: dist.ProcessGroup) -> list[int]:

@@ -130,6 +130,8 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
     )
     if own.note and rank == 0:
         _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
+    for old in [old for old in _own_groups if callers.outlived(old[3])]:
+        _drop(_own_groups.pop(old))
     _own_groups[key] = own
     if len(ranks) > 1:
         callers.found_others()
@@ -154,6 +156,13 @@ def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | 
     if asked is None:
         return None
     return own_group(*asked, who)
+
+
+def is_made_ahead(sharing: Sharing) -> bool:
+    """Whether converting a model makes the group of peers(), a collective call of its ranks. One
+    that changes in place is made by a training call, because who converts may join ranks that
+    train."""
+    return sharing.name != callers.OUTSIDE and not callers.changes(resolve(sharing.name))
 
 
 def asked_of(sharing: Sharing) -> tuple[Key, float] | None:
@@ -259,6 +268,10 @@ def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
         _unmade.clear()
         return
     world, who = dist.get_world_size(), "syncbn.reset_groups"
+    for key in [key for key in {*_own_groups, *_unmade} if callers.outlived(key[3])]:
+        _unmade.pop(key, None)
+        if key in _own_groups:
+            _drop(_own_groups.pop(key))
     keys = _by_digest(key for key in {*_own_groups, *_unmade} if max(key[0]) < world)
     found = ((asked_of(sharing), name) for sharing, name in (sharings or {}).items())
     names = {asked[0]: name for asked, name in found if asked is not None}

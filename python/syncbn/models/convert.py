@@ -218,7 +218,7 @@ def convert_sync_batchnorm(
         if any(argument is not None for argument in arguments)
     }
     initialized = sync is not False and dist.is_available() and dist.is_initialized()
-    exchanging = initialized and sharing.name != callers.OUTSIDE
+    exchanging = initialized and groups.is_made_ahead(sharing)
     if exchanging:
         groups.peers(sharing, _NAME)
 

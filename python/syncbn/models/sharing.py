@@ -66,7 +66,8 @@ def prepare(module: Model) -> Model:
     check_module(module)
     if dist.is_available() and dist.is_initialized():
         for sharing, name in sharings_of(module).items():
-            groups.peers(sharing, name)
+            if sharing.name == callers.OUTSIDE or groups.is_made_ahead(sharing):
+                groups.peers(sharing, name)
     return module
 
 

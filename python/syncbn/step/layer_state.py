@@ -253,9 +253,9 @@ _compared: dict[str, _Group] = {}
 
 
 def compare(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) -> None:
-    """Before an exchange of a layer in another group than its last one: sets state.number to what
-    the ranks agree on, which in the first exchange takes a message. Raises DivergenceError on every
-    rank if they call different layers."""
+    """Before an exchange of a layer in another group than its last one: sets state.number, and in
+    the first exchange state.call, to what the ranks agree on in a message.
+    Raises DivergenceError on every rank if they call different layers."""
     group = peers.group_name
     if state.compares:
         if group not in state.numbers:
@@ -287,7 +287,7 @@ def _agreed(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) 
         _compared[peers.group_name] = _Group()
     group, path = _compared[peers.group_name], _end_of(_path(state), peers)
     call = state.call_of(x, options)
-    said = _exchanged(path, peers, call)
+    said = _exchanged(path, state, peers, call)
     longest = max(said, key=len)
     same, places = all(_ends(longest, one) for one in said), [0]
     made = group.made.get(longest, [])
@@ -338,20 +338,25 @@ def _size(peers: Peers) -> int:
 
 def _end_of(path: str, peers: Peers) -> str:
     """The end of the path that there is room for."""
-    room = 8 * _size(peers)
+    room = 8 * (_size(peers) - 1)
     while len(path.encode()) > room and "." in path:
         path = path.partition(".")[2]
     return path.encode()[-room:].decode(errors="ignore")
 
 
-def _exchanged(path: str, peers: Peers, call: Call) -> list[str]:
-    """Every rank's path."""
+def _exchanged(path: str, state: LayerState, peers: Peers, call: Call) -> list[str]:
+    """Every rank's path. All go on from the largest call number: a rank may be new, or have been
+    alone."""
     size = _size(peers)
-    letters = bytearray(path.encode().ljust(8 * size, b"\0"))
+    letters = bytearray(path.encode().ljust(8 * (size - 1), b"\0"))
     words = torch.zeros(peers.ranks, size, dtype=torch.int64, device="cpu")
-    words[peers.rank] = torch.frombuffer(letters, dtype=torch.int64)
+    words[peers.rank, 1:] = torch.frombuffer(letters, dtype=torch.int64)
+    if state.call is not None:
+        words[peers.rank, 0] = state.call.item()
     words = agreement.agree(words.flatten(), _TAG, peers, call).view(peers.ranks, size)
-    return [agreement.text_of(row) for row in words]
+    if state.call is not None:
+        state.call.fill_(words[:, 0].max().item())
+    return [agreement.text_of(row) for row in words[:, 1:]]
 
 
 def _ends(path: str, end: str) -> bool:

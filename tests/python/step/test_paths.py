@@ -170,7 +170,7 @@ def test_no_pass_for_converted_layers(monkeypatch):
     model[0].state.find_path()
 
 
-@pytest.mark.parametrize("ranks, room", ((2, 512), (2048, 32)))
+@pytest.mark.parametrize("ranks, room", ((2, 504), (2048, 24)))
 def test_long_paths_lose_their_beginning(ranks, room):
     peers = Peers("", ranks, 0, 1.0)
     for path in ("a" * 600, "\u00e9" * 600, "layer." * 300 + "bn", "x.y" * 400):
