@@ -58,7 +58,6 @@ def replay_that_fails() -> None:
     arguments = (layer.running_mean, layer.running_var, None, None, saved, 0.1)
     fine.zero_()
     graph.replay()
-    torch.cuda._sleep(1)
 
     def later() -> None:
         for _ in range(10_000):  # until the replay has come to its end

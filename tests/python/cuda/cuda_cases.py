@@ -128,6 +128,15 @@ def case_calls_that_differ(rank, world):
 def case_refused_input(rank, world):
     layer = new_layer(4).cuda()
     x = torch.randn(3, 4 + (rank == 0), 5, device="cuda")
+    error = ValueError if rank == 0 else syncbn.DivergenceError
+    raises(error, "running_mean: got shape", lambda: layer(x))
+
+
+def case_input_refused_later(rank, world):
+    """NCCL's ranks read each other's errors in a layer's first call, and then in check()."""
+    layer = new_layer(4).cuda()
+    layer(torch.randn(3, 4, 5, device="cuda"))
+    x = torch.randn(3, 4 + (rank == 0), 5, device="cuda")
     if rank == 0:
         raises(ValueError, "running_mean: got shape", lambda: layer(x))
     elif nccl():
