@@ -171,7 +171,12 @@ def run(name: str, seconds: float, command: list[str]) -> dict:
             problem = f"not done after {seconds:g} s"
     text = log.read_text(errors="replace")
     taken = round(time.monotonic() - begin, 1)
-    result = {"stage": name, "problem": problem, "seconds": taken, "log": text[-(LOG if problem else SUMMARY) :]}
+    result = {
+        "stage": name,
+        "problem": problem,
+        "seconds": taken,
+        "log": text[-(LOG if problem else SUMMARY) :],
+    }
     print(f"{name}: {problem or 'ok'}, {taken} s", flush=True)
     if problem:
         print(text[-2000:], flush=True)
