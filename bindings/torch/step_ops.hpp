@@ -54,6 +54,11 @@ inline Tensor new_message(const Tensor& x, std::int64_t words, std::int64_t fram
   return message;
 }
 
+/// The message of the only rank, on CUDA.
+inline Merged alone(const std::int64_t* message, DType dtype) {
+  return {message, message + kHeaderWords, dtype, 1};
+}
+
 /// What ended a direction in shared memory, and its messages where it did not come to its end.
 struct InGroup {
   std::optional<Tensor> message, merged;
@@ -202,11 +207,22 @@ Outputs forward_begin(const Tensor& x, std::optional<Tensor> weight, std::option
       return result(in.info.count, in.backward, in.message, in.merged, in.status);
     }
   }
+  const bool one_call = Place::kDevice == Device::kCuda && way == kAlone && !mask.has_value() &&
+                        step.statistics == Statistics::kReproducible;
+  const std::int64_t count = one_call ? x.numel() / std::max<std::int64_t>(channels, 1) : 0;
+  if (count == 1) {
+    return result(count, backward, {}, {}, kUnchecked);
+  }
   Tensor message =
       new_message(x, forward_words(step.statistics, step.pass.x.dtype, channels), amount);
   const auto workspace = place.workspace(x, step.pass.x.dtype);
   step.workspace = workspace.words();
-  syncbn::forward_begin(step, words_of(message, Place::kDevice).data(), execution);
+  std::int64_t* const own = words_of(message, Place::kDevice).data();
+  syncbn::forward_begin(step, own, execution);
+  if (one_call) {
+    syncbn::forward_finish(step, alone(own, step.pass.x.dtype), execution);
+    return result(count, backward, {}, {}, kDone);
+  }
   return result(0, backward, message, {}, kUnchecked);
 }
 
@@ -305,7 +321,7 @@ Gradients backward_begin(const Tensor& dy, const Tensor& x, const Tensor& saved,
   std::optional<Tensor> message = new_message(x, words, amount);
   // On CUDA the sum is written over what is sent; shares are of what this rank sent.
   std::optional<Tensor> copy;
-  if (Place::kDevice == Device::kCuda && share && exchanges) {
+  if (Place::kDevice == Device::kCuda && share && exchanges && way != kAlone) {
     copy = empty(x, words, ScalarType::Long);
   }
   const auto workspace = place.workspace(x, step.pass.x.dtype);
@@ -313,6 +329,10 @@ Gradients backward_begin(const Tensor& dy, const Tensor& x, const Tensor& saved,
   std::int64_t* const own = words_of(*message, Place::kDevice).data();
   syncbn::backward_begin(step, own, copy ? words_of(*copy, Place::kDevice).data() : nullptr,
                          execution);
+  if (Place::kDevice == Device::kCuda && way == kAlone) {
+    syncbn::backward_finish(step, own, alone(own, step.pass.x.dtype), execution);
+    return result({}, {}, kDone);
+  }
   return result(message, copy, kUnchecked);
 }
 

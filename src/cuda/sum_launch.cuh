@@ -33,11 +33,13 @@ static SYNCBN_KERNEL(kSumThreads)
   }
 }
 
-/// Cuts the units of a channel into jobs, about `wanted` in all, each a multiple of `at_once`.
+/// Cuts the units of a channel into jobs, each a multiple of `at_once`: as many as fit the device
+/// at a time, where a multiprocessor takes `resident` of them. A few more would take a second turn.
 inline void deal(SumsArguments& a, std::int64_t channel_blocks, std::int64_t at_once,
-                 std::int64_t wanted) {
+                 std::int64_t resident, const Stream& stream) {
   const std::int64_t rounds = divide_up(a.units, at_once);
-  const std::int64_t jobs = std::clamp<std::int64_t>(divide_up(wanted, channel_blocks), 1, rounds);
+  const std::int64_t jobs =
+      std::clamp<std::int64_t>(resident * multiprocessors(stream) / channel_blocks, 1, rounds);
   a.units_per_job = divide_up(rounds, jobs) * at_once;
   a.jobs_per_channel = Divisor(divide_up(a.units, a.units_per_job));
   a.jobs = a.jobs_per_channel.value() * channel_blocks;
@@ -47,7 +49,7 @@ template <class T, bool kGradient, int kVector, bool kStrided, class Options = A
 void start_planes(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWarps = kPlaneSumThreads / device::kWarp;
   constexpr std::int64_t kGroups = device::kWarp * kVector / kLanes;
-  deal(a, a.channels, kGroups, 32 * multiprocessors(stream));
+  deal(a, a.channels, kGroups, 16, stream);
   start("the sums of planes", &sum_planes<T, kVector, kGradient, kStrided, Options>,
         grid_for(a.jobs, kWarps, stream, 32), kPlaneSumThreads, packing_bytes<T>(kWarps), stream,
         a);
@@ -58,17 +60,16 @@ void start_rows(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWidth = kRowColumns<kVector> * kVector;
   constexpr unsigned kThreads = kLanes * kRowColumns<kVector>;
   constexpr std::size_t kFold = kLanes * kWidth * sizeof(Lane<T>);
-  deal(a, divide_up(a.channels, kWidth), 1, 8 * multiprocessors(stream));
+  deal(a, divide_up(a.channels, kWidth), 1, kGradient ? 3 : 4, stream);
   start("the sums of rows", &sum_rows<T, kVector, kGradient, Options>, grid_for(a.jobs, 1, stream),
         kThreads, std::max(kFold, packing_bytes<T>(kThreads / device::kWarp)), stream, a);
 }
 
-template <class T, bool kGradient>
+template <class T, bool kGradient, class Options = AnyOptions>
 void start_columns(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWarps = kSumThreads / device::kWarp;
-  // What a thread does besides its rows is as much as ten rows.
-  deal(a, divide_up(a.channels, device::kWarp), 4 * kWarps, 2 * multiprocessors(stream));
-  start("the sums of 2-D input", &sum_columns<T, kGradient>, grid_for(a.jobs, 1, stream),
+  deal(a, divide_up(a.channels, device::kWarp), RowSums<T>::kAtOnce * kWarps, 3, stream);
+  start("the sums of 2-D input", &sum_columns<T, kGradient, Options>, grid_for(a.jobs, 1, stream),
         kSumThreads, packing_bytes<T>(kWarps), stream, a);
 }
 
@@ -89,7 +90,7 @@ bool is_short(const SumsArguments& a) {
 
 template <class T, bool kGradient>
 void start_short_planes(SumsArguments& a, const Stream& stream) {
-  deal(a, divide_up(a.channels, device::kWarp), 1, 16 * multiprocessors(stream));
+  deal(a, divide_up(a.channels, device::kWarp), 1, kGradient ? 8 : 12, stream);
   const auto plane = static_cast<std::uint32_t>(a.plane);
   start("the sums of short planes", &sum_short_planes<T, kGradient>,
         grid_for(a.jobs, 1, stream, 32), device::kWarp,
@@ -105,8 +106,22 @@ void start_sums(DType dtype, const Plan& plan, SumsArguments& a, const Stream& s
       start_planes<T, kGradient, 1, true>(a, stream);
       return;
     }
+    const bool masked =
+        a.counts != nullptr || a.kept.data != nullptr || a.pullback.mask.data != nullptr;
+    const auto with_options = [&](const auto& body) {
+      const auto plain = [&](auto options) {
+        // Forward has no activation.
+        using Given = decltype(options);
+        body(std::conditional_t<kGradient || !Given::kPlain, Given, Plain<NotPositive::kKept>>());
+        return true;
+      };
+      if (!with_plain_options(masked, a.pullback.activation, plain)) {
+        body(AnyOptions());
+      }
+    };
     if (rows && a.plane == 1) {
-      start_columns<T, kGradient>(a, stream);
+      with_options(
+          [&](auto options) { start_columns<T, kGradient, decltype(options)>(a, stream); });
       return;
     }
     if (!plan.wide) {
@@ -120,28 +135,20 @@ void start_sums(DType dtype, const Plan& plan, SumsArguments& a, const Stream& s
            : start_planes<T, kGradient, 1, false>(a, stream);
       return;
     }
-    const auto wide = [&](auto options) {
-      // Forward has no activation.
-      using Given = decltype(options);
-      using Options =
-          std::conditional_t<kGradient || !Given::kPlain, Given, Plain<NotPositive::kKept>>;
+    with_options([&](auto options) {
+      using Options = decltype(options);
       rows ? start_rows<T, kGradient, kRowVector<T, kGradient>, Options>(a, stream)
            : start_planes<T, kGradient, kWidest<T>, false, Options>(a, stream);
-      return true;
-    };
-    const bool masked =
-        a.counts != nullptr || a.kept.data != nullptr || a.pullback.mask.data != nullptr;
-    if (!with_plain_options(masked, a.pullback.activation, wide)) {
-      wide(AnyOptions());
-    }
+    });
   });
 }
 
-/// Loads those of wide accesses.
+/// Loads those of wide accesses and of 2-D input.
 template <class T, bool kGradient, class Options>
-void load_wide_sums() {
+void load_sums_of() {
   load(&sum_planes<T, kWidest<T>, kGradient, false, Options>,
-       &sum_rows<T, kRowVector<T, kGradient>, kGradient, Options>);
+       &sum_rows<T, kRowVector<T, kGradient>, kGradient, Options>,
+       &sum_columns<T, kGradient, Options>);
 }
 
 /// Loads what start_sums starts.
@@ -150,11 +157,11 @@ void load_sums(DType dtype) {
   dispatch_dtype(dtype, [](auto type) {
     using T = decltype(type);
     load(&sum_planes<T, 1, kGradient, true>, &sum_planes<T, 1, kGradient, false>,
-         &sum_rows<T, 1, kGradient>, &sum_columns<T, kGradient>, &write_empty_message);
-    load_wide_sums<T, kGradient, AnyOptions>();
-    load_wide_sums<T, kGradient, Plain<NotPositive::kKept>>();
+         &sum_rows<T, 1, kGradient>, &write_empty_message);
+    load_sums_of<T, kGradient, AnyOptions>();
+    load_sums_of<T, kGradient, Plain<NotPositive::kKept>>();
     if constexpr (kGradient) {
-      load_wide_sums<T, kGradient, Plain<NotPositive::kZero>>();
+      load_sums_of<T, kGradient, Plain<NotPositive::kZero>>();
     }
     if constexpr (!Lane<T>::kPair) {
       load(&sum_short_planes<T, kGradient>);

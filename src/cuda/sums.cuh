@@ -236,21 +236,31 @@ sum_rows(const SumsArguments a) {
   }
 }
 
+/// Some rows' elements of one channel, on their way from memory.
+template <class T>
+struct RowsOfColumn {
+  static constexpr int kCount = RowSums<T>::kAtOnce;
+  T u[kCount];
+  T v[kCount];
+};
+
 /// Planes of one element (2-D input): every element is a partial. A thread takes one channel of
-/// many rows and keeps all its partials in registers, added up where that is exact.
-template <class T, bool kGradient>
-SYNCBN_KERNEL(kSumThreads)
+/// many rows and keeps all its partials in registers, added up where that is exact. The next rows
+/// are under way meanwhile.
+template <class T, bool kGradient, class Options = AnyOptions>
+SYNCBN_KERNEL_OF(kSumThreads, 3)
 sum_columns(const SumsArguments a) {
   constexpr int kWidth = device::kWarp;
-  constexpr std::int64_t kRows = kSumThreads / kWidth;
+  constexpr int kRows = kSumThreads / kWidth;
+  using Rows = RowsOfColumn<T>;
   const int column = static_cast<int>(device::thread_index()) % kWidth;
-  const std::int64_t row = device::thread_index() / kWidth;
-  const ActivationOf<T> activation(a.pullback.activation);
+  const int row = static_cast<int>(device::thread_index()) / kWidth;
+  const auto activation = activation_of<T, Options>(a.pullback.activation);
   for (std::int64_t job = device::block_index(); job < a.jobs; job += device::grid_size()) {
     const SumsJob my(a, job);
     const std::int64_t c0 = my.channel * kWidth;
     const std::int64_t c = c0 + column;
-    if (a.counts != nullptr && c0 == 0) {
+    if (!Options::kPlain && a.counts != nullptr && c0 == 0) {
       count_elements<T>(a, my.begin, my.end, device::thread_index(), device::block_size());
     }
     if (c < a.channels) {
@@ -258,7 +268,36 @@ sum_columns(const SumsArguments a) {
       PartialSum<T> sum(0, scratch);
       PartialSum<T> product(kPartials<T> / 2, scratch);
       PartialSum<T> product_rest(kPartials<T> - 1, scratch);  // float64; the sum's is zero
-      const ChannelPullback<T> pullback(a.pullback, c);
+      ChannelPullback<T> pullback;
+      if constexpr (kGradient) {
+        pullback = ChannelPullback<T>(a.pullback, c);
+      }
+      std::int64_t n = my.begin + row;
+      auto left = static_cast<int>(my.end - n);
+      const T* u = a.u.at<T>(n, c);
+      const T* v = a.v.at<T>(n, c);
+      const std::int64_t u_step = kRows * a.u.sample_stride;
+      const std::int64_t v_step = kRows * a.v.sample_stride;
+      const auto load = [&](Rows& rows) {
+        SYNCBN_UNROLL(4)
+        for (int i = 0; i < Rows::kCount; ++i) {
+          device::Vector<T, 1> one{};
+          device::Vector<T, 1> other{};
+          if (i * kRows < left) {
+            T* const kept =
+                Options::kPlain || a.kept.data == nullptr ? nullptr : a.kept.at<T>(n, c);
+            load_pair<T, 1, kGradient, Options>(a, activation, &pullback, true,
+                                                kGradient ? a.pullback.mask.bit(n, c, 0) : 0, n, u,
+                                                v, kept, one, other);
+          }
+          rows.u[i] = one.at[0];
+          rows.v[i] = other.at[0];
+          n += kRows;
+          u += u_step;
+          v += v_step;
+        }
+        left -= Rows::kCount * kRows;
+      };
       const auto add_one = [&](T u, T v) {
         Lane<T> one;
         Lane<T> squared;
@@ -271,31 +310,18 @@ sum_columns(const SumsArguments a) {
         }
       };
       RowSums<T> exact;
-      for (std::int64_t n = my.begin + row; n < my.end; n += kRows * RowSums<T>::kAtOnce) {
-        T us[RowSums<T>::kAtOnce];
-        T vs[RowSums<T>::kAtOnce];
-        SYNCBN_UNROLL(4)
-        for (int i = 0; i < RowSums<T>::kAtOnce; ++i) {
-          const std::int64_t at = n + i * kRows;
-          device::Vector<T, 1> u{};
-          device::Vector<T, 1> v{};
-          if (at < my.end) {
-            T* const kept = a.kept.data == nullptr ? nullptr : a.kept.at<T>(at, c);
-            load_pair<T, 1, kGradient, AnyOptions>(
-                a, activation, &pullback, true, kGradient ? a.pullback.mask.bit(at, c, 0) : 0, at,
-                a.u.at<T>(at, c), a.v.at<T>(at, c), kept, u, v);
-          }
-          us[i] = u.at[0];
-          vs[i] = v.at[0];
-        }
-        if (!exact.add(us, vs, sum, product)) {
+      Rows next;
+      for (load(next); left > -Rows::kCount * kRows;) {
+        Rows rows = next;
+        load(next);
+        if (!exact.add(rows.u, rows.v, sum, product)) {
           SYNCBN_NO_UNROLL
-          for (int i = 0; i < RowSums<T>::kAtOnce; ++i) {
-            add_one(us[0], vs[0]);
+          for (int i = 0; i < Rows::kCount; ++i) {
+            add_one(rows.u[0], rows.v[0]);
             SYNCBN_UNROLL(4)
-            for (int k = 1; k < RowSums<T>::kAtOnce; ++k) {  // an index known only at run time
-              us[k - 1] = us[k];                             // would take local memory
-              vs[k - 1] = vs[k];
+            for (int k = 1; k < Rows::kCount; ++k) {  // an index known only at run time
+              rows.u[k - 1] = rows.u[k];              // would take local memory
+              rows.v[k - 1] = rows.v[k];
             }
           }
         }

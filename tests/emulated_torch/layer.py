@@ -13,6 +13,7 @@ from emulated import DTYPES, assert_equal, random, run_checks
 from package import emulated, syncbn
 
 from syncbn.exchange import transports
+from syncbn.operators import MESSAGE
 from syncbn.ops import batch_norm
 
 
@@ -110,7 +111,8 @@ def check_batch_norm_of_ranks_that_disagree():
         return merged, None
 
     for mode in ({}, {"use_global_est": True}):
-        with emulated(), mock.patch.object(transports.Alone, "exchange", exchange):
+        parts = mock.patch.multiple(transports.Alone, way=MESSAGE, exchange=exchange)
+        with emulated(), parts:
             out = batch_norm(x, *variables, **mode)
             (dx,) = torch.autograd.grad(out.y.sum(), x)
         assert out.y.isnan().all() and out.batch_mean.isnan().all() and out.batch_var.isnan().all()

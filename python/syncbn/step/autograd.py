@@ -226,12 +226,12 @@ _tracing = torch._C._get_tracing_state
 
 
 def _is_usual(x: object, state: object) -> bool:
-    """Whether it is a batch on the CPU in plain eager mode, in no checkpointed segment."""
+    """Whether it is a batch in plain eager mode, in no checkpointed segment."""
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
         and type(state) is LayerState
-        and x.is_cpu
+        and (x.is_cpu or x.is_cuda)
         and recomputation.outside()
         and not profiler._is_profiler_enabled
         and _takes_functions()
@@ -253,7 +253,7 @@ def _usual(x, running: tuple, weight, bias, residual, mask, options, state) -> T
         return None
     tracked = running[2]
     counts = tracked is None or (type(tracked) is Tensor and tracked.dtype is torch.int64)
-    if in_place or not counts:
+    if in_place or not counts or (state.call is not None and state.call.device != x.device):
         return None
     peers = state.peers(options)
     if peers is not None and peers.group_name != state.group:
