@@ -6,7 +6,8 @@ python benchmarks/bench_gpu.py --json FILE
 Every time is a median of rounds, in microseconds. "forward" and "step" are replays of a CUDA graph,
 so they hold kernels and no Python; "eager" is a step as Python calls it. The layers are measured in
 turns. A forward of ours moves at least three tensors (x twice, y), a step eight, and a copy two:
-"copies" is the time over that of a copy of as many bytes. --device cpu tries the script on a CPU.
+"copies" is the time over that of a copy of as many bytes. Then eager steps of ResNet-50, in
+milliseconds: "host" is how long the host was busy. --device cpu tries the script on a CPU.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from resnet50 import build_resnet50
 from torch import nn
 
 import syncbn
@@ -108,6 +110,39 @@ def measure(shape, dtype: torch.dtype, channels_last: bool, device: str, rounds:
     return {name: round(value, 3) for name, value in found.items()}
 
 
+def resnet50(batch: int, mixed: bool, synchronized: bool, device: str, size: int) -> dict:
+    """A step's time; mixed: bfloat16 by autocast, channels-last."""
+    torch.manual_seed(0)
+    network = build_resnet50().to(device)
+    x, target = torch.randn(batch, 3, size, size, device=device), torch.arange(batch, device=device)
+    if mixed:
+        network, x = (t.to(memory_format=torch.channels_last) for t in (network, x))
+    if synchronized:
+        network = syncbn.convert_sync_batchnorm(network)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    times = []
+    for _ in range(10 if device == "cuda" else 1):
+        wait()
+        begin = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16, enabled=mixed):
+            loss = nn.functional.cross_entropy(network(x), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        busy = time.perf_counter() - begin
+        wait()
+        times.append((time.perf_counter() - begin, busy))
+    step, host = (1e3 * statistics.median(part[len(part) // 2 :]) for part in zip(*times))
+    return {
+        "batch": batch,
+        "mixed": mixed,
+        "layers": "syncbn" if synchronized else "torch",
+        "step": round(step, 2),
+        "host": round(host, 2),
+    }
+
+
 def main() -> int:
     """0; 1 if something could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -121,6 +156,16 @@ def main() -> int:
     name = torch.cuda.get_device_name() if cuda else "CPU"
     print(f"{name}, PyTorch {torch.__version__}, syncbn {syncbn.__version__}", flush=True)
     rows: list[dict] = []
+    steps: list[dict] = []
+
+    def write() -> None:
+        if arguments.json:
+            part = arguments.json.with_suffix(".part")
+            part.write_text(
+                json.dumps({"device": name, "layers": rows, "resnet50": steps}, indent=1)
+            )
+            part.replace(arguments.json)
+
     for shape in SHAPES if cuda else [(4, 3, 5, 5), (6, 4)]:
         for dtype in (torch.float32, torch.bfloat16):
             for channels_last in (False, True)[: len(shape) // 2]:
@@ -133,10 +178,13 @@ def main() -> int:
                     row["problem"] = f"{type(error).__name__}: {error}"
                 rows.append(row)
                 print(row, flush=True)
-                if arguments.json:
-                    part = arguments.json.with_suffix(".part")
-                    part.write_text(json.dumps({"device": name, "layers": rows}, indent=1))
-                    part.replace(arguments.json)
+                write()
+    for batch, mixed in ((64, False), (64, True), (8, True)) if cuda else [(2, False)]:
+        for synchronized in (False, True):
+            size = 224 if cuda else 33
+            steps.append(resnet50(batch, mixed, synchronized, arguments.device, size))
+            print(steps[-1], flush=True)
+            write()
     return int(any("problem" in row for row in rows))
 
 

@@ -59,8 +59,9 @@ def test_benchmark_measures_every_layer(tmp_path):
     command = [sys.executable, str(PROJECT / "benchmarks" / "bench_gpu.py"), "--device", "cpu"]
     done = subprocess.run([*command, "--rounds", "1", "--json", str(path)], capture_output=True)
     assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
-    layers = json.loads(path.read_text())["layers"]
-    assert len(layers) == 6
+    figures = json.loads(path.read_text())
+    layers = figures["layers"]
+    assert len(layers) == 6 and len(figures["resnet50"]) == 2
     for row in layers:
         for name in ("syncbn", "torch"):
             for part in ("forward", "step", "eager"):
