@@ -68,7 +68,8 @@ void start_rows(SumsArguments& a, const Stream& stream) {
 template <class T, bool kGradient, class Options = AnyOptions>
 void start_columns(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWarps = kSumThreads / device::kWarp;
-  deal(a, divide_up(a.channels, device::kWarp), RowSums<T>::kAtOnce * kWarps, 3, stream);
+  deal(a, divide_up(a.channels, device::kWarp), RowSums<T>::kAtOnce * kWarps,
+       kColumnBlocks<T, kGradient>, stream);
   start("the sums of 2-D input", &sum_columns<T, kGradient, Options>, grid_for(a.jobs, 1, stream),
         kSumThreads, packing_bytes<T>(kWarps), stream, a);
 }

@@ -236,6 +236,10 @@ sum_rows(const SumsArguments a) {
   }
 }
 
+/// Blocks of sum_columns that fit a multiprocessor. (With 80 registers some would spill on sm_80.)
+template <class T, bool kGradient>
+inline constexpr int kColumnBlocks = kGradient && sizeof(T) == 2 ? 2 : 3;
+
 /// Some rows' elements of one channel, on their way from memory.
 template <class T>
 struct RowsOfColumn {
@@ -248,7 +252,7 @@ struct RowsOfColumn {
 /// many rows and keeps all its partials in registers, added up where that is exact. The next rows
 /// are under way meanwhile.
 template <class T, bool kGradient, class Options = AnyOptions>
-SYNCBN_KERNEL_OF(kSumThreads, 3)
+SYNCBN_KERNEL_OF(kSumThreads, (kColumnBlocks<T, kGradient>))
 sum_columns(const SumsArguments a) {
   constexpr int kWidth = device::kWarp;
   constexpr int kRows = kSumThreads / kWidth;
