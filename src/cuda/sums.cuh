@@ -236,7 +236,7 @@ sum_rows(const SumsArguments a) {
   }
 }
 
-/// Blocks of sum_columns that fit a multiprocessor. (With 80 registers some would spill on sm_80.)
+/// Blocks of sum_columns that fit a multiprocessor of sm_90.
 template <class T, bool kGradient>
 inline constexpr int kColumnBlocks = kGradient && sizeof(T) == 2 ? 2 : 3;
 
@@ -250,9 +250,9 @@ struct RowsOfColumn {
 
 /// Planes of one element (2-D input): every element is a partial. A thread takes one channel of
 /// many rows and keeps all its partials in registers, added up where that is exact. The next rows
-/// are under way meanwhile.
+/// are under way meanwhile. (With 80 registers gradients spill on some architectures.)
 template <class T, bool kGradient, class Options = AnyOptions>
-SYNCBN_KERNEL_OF(kSumThreads, (kColumnBlocks<T, kGradient>))
+SYNCBN_KERNEL_OF(kSumThreads, kGradient ? 2 : 3)
 sum_columns(const SumsArguments a) {
   constexpr int kWidth = device::kWarp;
   constexpr int kRows = kSumThreads / kWidth;
