@@ -22,6 +22,7 @@ import torch.distributed as dist
 from . import _build
 from .exchange import callers, groups
 from .exchange.engines import engine_of
+from .models.recording import first_difference
 from .nn import SyncBatchNorm
 from .operators import ops, why_not_cuda
 
@@ -203,11 +204,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         help="limit of the self-test of two processes (%(default)g)",
     )
+    command = commands.add_parser("diff", help="where two trainings differ first (syncbn.record)")
+    command.add_argument("a", help="a file of syncbn.record")
+    command.add_argument("b", help="another one")
     given = parser.parse_args(arguments)
     if given.cmake_dir:
         return _cmake_dir()
+    if given.command == "diff":
+        difference = first_difference(given.a, given.b)
+        print(difference or "no difference")
+        return 0 if difference is None else 1
     if given.command is None:
-        parser.error("command: got none, expected doctor or --cmake-dir")
+        parser.error("command: got none, expected doctor, diff or --cmake-dir")
     return doctor(given.timeout)
 
 

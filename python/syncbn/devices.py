@@ -74,6 +74,18 @@ class Request(NamedTuple):
     residual: Tensor | None
     mask: Tensor | None
     state: ThreadState
+    number: int  #: of the next node in the device's autograd graph
+
+
+def _number_nodes_after(node: Any) -> None:
+    """Makes this thread number its next nodes above that of the layer. Backward visits nodes by
+    number, the highest first. If they go up along each device's graph, a device's nodes are visited
+    in the order that they would have alone, which decides in what order gradients are added."""
+    while node is not None and torch.autograd._get_sequence_nr() <= node._sequence_nr():
+        _nobody.neg()  # a node, which takes a number
+
+
+_nobody = torch.zeros((), requires_grad=True)
 
 
 class _Device:
@@ -114,12 +126,14 @@ class _Device:
     def wait(self, layer: Any, x: Tensor, residual: Tensor | None, mask: Tensor | None) -> Tensor:
         """In the device's thread: gives the baton away until the layer's output is there."""
         if not self.abandoned:
-            self.request = Request(layer, x, residual, mask, ThreadState.current())
+            number = torch.autograd._get_sequence_nr()
+            self.request = Request(layer, x, residual, mask, ThreadState.current(), number)
             self._stops.put(None)
             answer = self._answers.get()
         # Also a model that swallows the first error gets no further.
         if self.abandoned:
             raise RuntimeError("another device of this step failed; the caller sees its error")
+        _number_nodes_after(answer.grad_fn)
         return answer
 
     def abandon(self) -> None:
@@ -185,17 +199,19 @@ def run_in_turns(
     calls: Sequence[Callable[[], Any]],
     meet: Callable[[list[Request | None]], list[Tensor]],
     give_up: Callable[[list[Request | None], BaseException], None],
+    generators: Any = None,
 ) -> list[Any]:
     """The results of calls[k]() for all devices k.
 
     meet: gives the layer's outputs for the requests of all devices (None: the device has ended), or
-    raises. give_up: is called with the requests before the error of a device is raised. On an error
-    all threads have ended when it is raised.
+    raises. give_up: is called with the requests before the error of a device is raised. generators:
+    an object like the _Generators that are the default. On an error all threads have ended when it
+    is raised.
     """
     global running
     state = ThreadState.current()
     devices = [_Device(call, state) for call in calls]
-    generators = _Generators(len(devices))
+    generators = generators or _Generators(len(devices))
     with _running_lock:
         running += 1
     answers: Sequence[Tensor | None] = [None] * len(devices)

@@ -336,12 +336,16 @@ class _Meeting:
         first = waiting[0]
         with first.state.entered():
             residuals = [r.residual for r in waiting if r.residual is not None]
-            return train_step(
+            ys = train_step(
                 self._original(first.layer),
                 [r.x for r in waiting],
                 residuals or None,
                 [r.mask for r in waiting],
             )
+        node: Any = ys[0].grad_fn
+        if node is not None:
+            node._set_sequence_nr(max(r.number for r in waiting))
+        return ys
 
     def give_up(self, requests: list[Request | None], error: BaseException) -> None:
         waiting = [r for r in requests if r is not None]

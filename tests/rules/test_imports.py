@@ -7,7 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "python" / "syncbn"
 #: From the bottom up; a folder stands for its modules, which may import each other.
 LAYERS = (
-    ("_build", "errors", "recognition"),
+    ("_build", "errors", "fingerprints", "recognition"),
     ("operators",),
     ("exchange",),
     ("step",),
@@ -16,7 +16,7 @@ LAYERS = (
     ("nn",),
     ("models.classes", "models.timm_classes"),
     ("graph", "parallel"),
-    ("models",),
+    ("models", "shares"),
     ("testing",),
     ("__main__", "__init__"),
 )

@@ -87,6 +87,8 @@ class LayerState:
         self.numbers: dict[str, int] = {}  # by group
         self.group = ""  # to which number belongs
         self.times: Times | None = None  # while syncbn.timing notes them
+        #: While syncbn.record runs: is told each direction, ranks, channels and merged message.
+        self.record: Callable[[str, int, int, Tensor, Tensor | None], None] | None = None
         self.made = next(_ids)
         self.handle = _number(self.made)
         _states[self.made] = self

@@ -178,10 +178,13 @@ def forward(
     else:
         # An input of another dtype has no samples, and its outputs are replaced below.
         alike = [_as(own, x.dtype) for own in passes] if several else passes
-        way = IN_PLACE if in_place else MESSAGE if mode or several else None
+        note = None if mode else state.record
+        way = IN_PLACE if in_place else MESSAGE if mode or several or note else None
         outputs, exchanged = transport.begin(
             _forward_begin, alike, lead, way, call, mode > 0, checked
         )
+        if note is not None and exchanged is not None:
+            note("forward", 1 if peers is None else peers.ranks, x.size(1), *exchanged[1:])
         count, shared, number = outputs[0][3:]
         merged = None if exchanged is None else exchanged[1]
         if merged is not None or count == 1:
@@ -266,7 +269,7 @@ def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
 
 
 def _backward(step: Step, transport: Transport, dys, weight, bias, *saved) -> tuple:
-    state, options, (kind, _, _, shares), peers, _, awaited, bias_dtype, needs, lead = step
+    state, options, (kind, mode, _, shares), peers, _, awaited, bias_dtype, needs, lead = step
     (needs_x, needs_weight, needs_bias, needs_residual), slope = needs, options.negative_slope
     xs, x, exchanges = saved[::4], saved[4 * lead], step.exchanges
     # Of one rank it is named where an error needs it.
@@ -289,11 +292,14 @@ def _backward(step: Step, transport: Transport, dys, weight, bias, *saved) -> tu
         if len(dys) > 1:
             after = [*_beside(z, weight, bias)]
         passes.append((dy, z, kept, *after, bits, mask, kind, slope, *rest))
-    way = MESSAGE if len(dys) > 1 else None
+    note = None if mode or not exchanges else state.record
+    way = MESSAGE if len(dys) > 1 or note else None
     if not exchanges:
         way = OWN
     alike = passes if len(dys) == 1 else [_shared(own, x.dtype, own[1] is x) for own in passes]
     begun, exchanged = transport.begin(_backward_begin, alike, lead, way, call)
+    if note is not None and exchanged is not None:
+        note("backward", step.ranks, x.size(1), *exchanged[1:])
     dxs, (_, dweight, dbias, *_) = [own[0] for own in begun], begun[lead]
     gradients = [own[0] for own in passes]
     if keep:  # what comes back is there already
