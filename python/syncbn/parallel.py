@@ -137,6 +137,7 @@ def _copy_of(module: nn.Module, device: torch.device, tensors: dict[int, Tensor]
     copies = {id(m): m._replicate_for_data_parallel() for m in module.modules()}
     for m in module.modules():
         copy = copies[id(m)]
+        copy._compiled_call_impl = None  # it calls the original
         for name, child in m._modules.items():
             copy._modules[name] = None if child is None else copies[id(child)]
         for name, parameter in m._parameters.items():

@@ -140,6 +140,7 @@ class Shares(nn.Module):
         """The numbers of this process's shares."""
         return self._tree.mine
 
+    @torch.compiler.disable
     def forward(self, *inputs: Any) -> list[Any]:
         """Runs the model on this process's shares.
 

@@ -48,7 +48,9 @@ def check(module: Any, shares: Any, seed: Any, processes: int) -> None:
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for name, part in module.named_modules():
         kind = type(part).__name__
-        if isinstance(part, wrappers) or hasattr(part, "_orig_mod"):  # the latter of torch.compile
+        compiled = hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
+        if isinstance(part, wrappers) or compiled:
+            kind = f"compiled {kind}" if compiled else kind
             raise ValueError(f"module: got {kind} at {name!r}, expected the model itself")
         if isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm):
             raise ValueError(

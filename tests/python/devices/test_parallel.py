@@ -112,9 +112,12 @@ def test_repeated_steps_give_the_same_gradients_exact(replicate):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_replicated_gradients_are_summed_in_device_order_exact():
+@pytest.mark.parametrize("compiled", (False, True))
+def test_replicated_gradients_are_summed_in_device_order_exact(compiled):
     """1, 2^24 and -2^24: only from left to right is the sum in float32 0 and not 1."""
     model = nn.Linear(1, 1, bias=False)
+    if compiled:  # the copies are not
+        model.compile(backend="eager")
     parallel = SelfDataParallel(model, ["cpu"] * 3, replicate=True)
     sum(y.sum() for y in parallel(torch.tensor([[1.0], [2.0**24], [-(2.0**24)]]))).backward()
     assert model.weight.grad.item() == 0

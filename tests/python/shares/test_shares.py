@@ -123,6 +123,12 @@ def test_shares_are_those_of_one_large_batch():
             assert (a - b).abs().max() <= 24 * 2.0**-52 * 24 * a.abs().max().clamp(min=1)
 
 
+def compiled() -> nn.Module:
+    part = nn.ReLU()
+    part.compile(backend="eager")
+    return nn.Sequential(part)
+
+
 @pytest.mark.parametrize(
     "module, options, text",
     [
@@ -132,6 +138,7 @@ def test_shares_are_those_of_one_large_batch():
             {},
             "module: got DataParallel at '', expected the model",
         ),
+        (compiled(), {}, "module: got compiled ReLU at '0', expected the model itself"),
         (nn.Embedding(3, 2, sparse=True), {}, "module: got sparse gradients of ''"),
         (syncbn.SyncBatchNorm(3, process_group="mine"), {}, "module: got a process group at ''"),
         (nn.Linear(2, 2), {"shares": 0}, "shares: got 0, expected an integer of at least 1"),
