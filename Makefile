@@ -1,8 +1,8 @@
 # The commands that people type; what takes more than a few lines is in scripts/.
 # Variables: TORCH=2.15.0 (another PyTorch, in an environment of its own), PYTHON, CXX, JOBS,
 # ARGS (for pytest or the demo), MINUTES (soak), SECONDS (fuzz), SEED (both), SYNCBN_WERROR=ON (as CI
-# does), SYNCBN_CUDA=OFF (the Python package without kernels, where nvcc would build them; ON: an error
-# without nvcc), MANYLINUX=2_28 (the newest system that a wheel may need),
+# does), SYNCBN_CUDA=ON (with CUDA kernels, also without a GPU; OFF: without them), MANYLINUX=2_28 (the
+# newest system that a wheel may need),
 # SYNCBN_REPOSITORY=https://HOST/OWNER/NAME@TAG (where the links of the package index's page lead).
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
