@@ -2,8 +2,10 @@
 """What each process does; the results are compared over numbers of processes. hash_*: equal on all
 ranks of all worlds. text_*: an error's text, equal on all ranks of a world."""
 
+import functools
 from pathlib import Path
 
+import timm.optim
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,6 +24,23 @@ def hash_of_random_networks(rank, world, folder):
 
 def hash_of_a_penalty_and_autocast(rank, world, folder):
     return [trained(20, penalty=True), trained(21, autocast=True)]
+
+
+def hash_of_optimizers(rank, world, folder):
+    """Fused, in loops over lists of tensors, and timm's, which scale by norms of layers."""
+    chosen = (
+        functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=True),
+        functools.partial(torch.optim.AdamW, fused=True),
+        torch.optim.Adafactor,
+        timm.optim.Lamb,
+        functools.partial(timm.optim.Lars, momentum=0.9),
+    )
+    hashes = [trained(30 + i, make=make, steps=3) for i, make in enumerate(chosen)]
+    # The first gradients overflow, and their step is left out.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
+    hashes.append(trained(42, steps=3, scaler=scaler))
+    assert scaler.get_scale() == 2.0**27
+    return hashes
 
 
 def hash_of_accumulated_steps(rank, world, folder):

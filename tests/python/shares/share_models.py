@@ -97,7 +97,8 @@ class Pictures(torch.utils.data.Dataset):
 
 
 def train(training: syncbn.Shares, optimizer, steps: int, **loop) -> None:
-    """As a user writes it; loop: accumulate micro-steps, a penalty, autocast."""
+    """As a user writes it; loop: a penalty, autocast, a scaler."""
+    scaler = loop.get("scaler") or torch.amp.GradScaler("cpu", enabled=False)
     loader = training.loader(Pictures(), 2 * training.shares)
     loader.batch_sampler.set_epoch(0, start=training.steps)
     batches = iter(loader)
@@ -110,16 +111,18 @@ def train(training: syncbn.Shares, optimizer, steps: int, **loop) -> None:
             ]
         if loop.get("penalty"):
             losses = [x + 1e-3 * next(training.module.parameters()).square().sum() for x in losses]
-        training.backward(losses)
+        training.backward([scaler.scale(x) for x in losses])
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(training.module.parameters(), 1.0)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
 
 
-def trained(seed: int, steps: int = 4, **loop) -> str:
+def trained(seed: int, steps: int = 4, make=torch.optim.AdamW, **loop) -> str:
     network, shares = random_network(seed)
     training = syncbn.Shares(network, shares, seed=seed)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    optimizer = make(network.parameters(), lr=1e-2)
     average = torch.optim.swa_utils.AveragedModel(copy.deepcopy(network))
     for _ in range(steps):
         train(training, optimizer, 1, **loop)
