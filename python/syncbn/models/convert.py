@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..exchange import agreement, callers, groups, subgroups
+from ..exchange import agreement, callers, groups
 from ..exchange.call import Call
 from ..nn import Model, SyncBatchNorm
 from ..step.layer_state import UNNAMED
@@ -155,7 +155,7 @@ def convert_sync_batchnorm(
     process_group: "callers.Group" = None,
     *,
     group_size: int | None = None,
-    group: subgroups.Part | None = None,
+    group: groups.Part | None = None,
     timeout: "float | datetime.timedelta | None" = None,
     engine: callers.EngineName | None = None,
     affine_grad: AffineGrad | None = None,
@@ -207,7 +207,7 @@ def convert_sync_batchnorm(
     """
     given = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    sharing = subgroups.choose(process_group, group_size, group, timeout, engine or "auto", _NAME)
+    sharing = groups.choose(process_group, group_size, group, timeout, engine or "auto", _NAME)
     asked = {  # of layers that have a group, a timeout, an engine of their own
         field: getattr(sharing, field)
         for field, arguments in (

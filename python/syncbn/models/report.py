@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import DivergenceError
-from ..exchange import attempt, callers, groups, subgroups, transports
+from ..exchange import attempt, callers, groups, transports
 from ..exchange.call import Peers
 from ..nn import SyncBatchNorm, device_of, layers_of
 from ..operators import ops, why_not_cuda
@@ -139,7 +139,7 @@ def _raise(failures: list[LayerReport]) -> None:
     texts = [lines]
     if dist.is_available() and dist.is_initialized():
         # No store is asked to keep an empty text.
-        texts = subgroups.gather_text(f"-{lines}", "syncbn.report")
+        texts = groups.gather_text(f"-{lines}", "syncbn.report")
         texts = [text.removeprefix("-") for text in texts]
     if not any(texts):
         return

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import DivergenceError
-from ..exchange import agreement, attempt, callers, groups, subgroups
+from ..exchange import agreement, attempt, callers, groups
 from ..exchange.call import Call, Peers
 from ..exchange.engines import engine_of
 from ..nn import Model, SyncBatchNorm, device_of, layers_of
@@ -39,7 +39,7 @@ def set_group(
     process_group: "callers.Group" = None,
     *,
     group_size: int | None = None,
-    group: subgroups.Part | None = None,
+    group: groups.Part | None = None,
     timeout: float | datetime.timedelta | None = None,
     engine: callers.EngineName = "auto",
 ) -> Model:
@@ -49,9 +49,7 @@ def set_group(
     errors. Arguments that are not given get their defaults. Returns `module`.
     """
     layers = layers_of(module)
-    sharing = subgroups.choose(
-        process_group, group_size, group, timeout, engine, "syncbn.set_group"
-    )
+    sharing = groups.choose(process_group, group_size, group, timeout, engine, "syncbn.set_group")
     for _, layer in layers:
         layer.share(sharing)
     return prepare(module)
