@@ -24,6 +24,8 @@ ops = torch.ops.syncbn
 #: to the end. ALONE does so for one rank; MESSAGE and IN_PLACE stop at the message, with and
 #: without room for y; OWN is a backward without an exchange.
 ALONE, MESSAGE, IN_PLACE, OWN = -1, -2, -3, -4
+#: Statuses of an operator of a group in shared memory.
+DONE, PENDING, TIMEOUT, LOST, DIVERGED, UNCHECKED, NO_MEMORY = range(7)
 HEADER_WORDS = 8
 #: Where a forward's message says who takes part in backward.
 HEADER_BACKWARD = 4

@@ -9,7 +9,27 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import shared_memory, whereabouts
+from ..operators import ops
+from . import whereabouts
+
+#: What one rank tells the others while they open shared memory.
+_BYTES = 256
+
+# Seconds that exchanges in shared memory wait, where they were set, by handle.
+_limits: dict[int, float] = {}
+
+
+def set_limit(handle: int, limit: float) -> None:
+    """Sets how long exchanges wait in that memory from here on."""
+    if _limits.get(handle) != limit:
+        ops.shm_limit(handle, limit)
+        _limits[handle] = limit
+
+
+def close(handle: int) -> None:
+    """Gives the memory of a group back."""
+    _limits.pop(handle, None)
+    ops.shm_close(handle)
 
 
 class Connections(NamedTuple):
@@ -31,7 +51,7 @@ class Connections(NamedTuple):
 
     def close(self) -> None:
         if self.shared is not None:
-            shared_memory.close(self.shared)
+            close(self.shared)
 
 
 def _check_descriptors(number: int) -> None:
@@ -81,6 +101,38 @@ def _gloo(store: dist.Store, rank: int, size: int, limit: float) -> dist.Process
     return group
 
 
+def _gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(ranks, n): every rank's bytes."""
+    out = [torch.empty_like(own) for _ in range(group.size())]
+    group.allgather([out], [own]).wait()
+    return torch.stack(out)
+
+
+def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Every rank's text, cut to 256 bytes."""
+    padded = text.encode()[:_BYTES].ljust(_BYTES, b"\0")
+    own = torch.tensor(list(padded), dtype=torch.uint8, device="cpu")
+    lines = _gather(own, group).tolist()
+    return [bytes(line).rstrip(b"\0").decode(errors="replace") for line in lines]
+
+
+def _open_memory(group: dist.ProcessGroup, timeout: float) -> tuple[int | None, str]:
+    """Memory that the ranks of a Gloo group share: a handle on every rank; or None on every rank,
+    and in a line why not. A collective call."""
+    offer = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
+    handle = ops.shm_offer(offer, group.rank(), group.size())
+    offers = _gather(offer, group).flatten()
+    try:
+        why = ops.shm_open(handle, offers, timeout)
+    except RuntimeError as error:  # the others wait for what this rank says
+        why = str(error).strip()
+    for rank, text in enumerate(_gather_texts(why, group)):
+        if text:
+            close(handle)
+            return None, f"rank {rank}: {text}"
+    return handle, ""
+
+
 def make(
     name: str, key: str, rank: int, nodes: list[str], limit: float, share: bool
 ) -> Connections:
@@ -110,14 +162,14 @@ def make(
     handle, why = None, ""
     try:
         local = add(f"/node{mine[0]}", mine) if several else whole
-        handle, why = shared_memory.open_group(local, limit)
+        handle, why = _open_memory(local, limit)
         if why and several:
             why = f"on its node, whose ranks count from 0: {why}"
         if several:  # all nodes alike, or none
-            reasons = shared_memory.gather_texts(why, whole)
+            reasons = _gather_texts(why, whole)
             why = next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), "")
         if why and handle is not None:
-            shared_memory.close(handle)
+            close(handle)
             handle = None
         if handle is None:
             return Connections(groups, connection, nodes=len(parts), note=why)
@@ -127,6 +179,6 @@ def make(
             add("/nodes", [ranks[0] for ranks in parts.values()])
     except BaseException:
         if handle is not None:
-            shared_memory.close(handle)
+            close(handle)
         raise
     return Connections(groups, connection, handle, len(parts), leaders)

@@ -10,8 +10,18 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from ..operators import HEADER_WORDS, MESSAGE, ops
-from . import callers, shared_memory, whereabouts
+from ..operators import (
+    DIVERGED,
+    DONE,
+    HEADER_WORDS,
+    MESSAGE,
+    NO_MEMORY,
+    PENDING,
+    TIMEOUT,
+    UNCHECKED,
+    ops,
+)
+from . import callers, connections, whereabouts
 from .attempt import Attempt, Refused, Waiting
 from .call import Call, Peers, Times
 
@@ -20,6 +30,8 @@ from .call import Call, Peers, Times
 #: message has shown that the calls agree. 512 channels of float32 fit.
 FRAME_WORDS = HEADER_WORDS + 512 * 19
 
+#: Milliseconds that an operator waits in shared memory.
+_SLICE = 50
 #: Rounds of looking before the wait for Gloo begins to sleep.
 _SPINS = 100
 
@@ -94,19 +106,24 @@ class _InMemory(Engine):
         assert self.peers.shared is not None
         return self.peers.shared
 
+    def _all_reduce(self, words: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The sum over the node, and a status."""
+        total, status = ops.shm_sum(words, self._handle, _SLICE)
+        return total, _finish(self._handle, status)
+
     def _sum_on_node(self, words: torch.Tensor, attempt: Attempt) -> torch.Tensor:
         """Raises DivergenceError if lengths differ, which breaks the group: the ranks are in
         different exchanges."""
-        total, status = shared_memory.all_reduce(words, self._handle)
-        if status == shared_memory.DIVERGED:
+        total, status = self._all_reduce(words)
+        if status == DIVERGED:
             reason = ops.shm_error(self._handle).removeprefix(f"{self.peers}: ")
             raise DivergenceError(f"{attempt.call}, {self.peers}: {reason}")
         self._fail_unless_done(status, attempt)
         return total
 
     def _fail_unless_done(self, status: int, attempt: Attempt) -> None:
-        if status != shared_memory.DONE:
-            kind = ExchangeTimeout if status == shared_memory.TIMEOUT else PeerLost
+        if status != DONE:
+            kind = ExchangeTimeout if status == TIMEOUT else PeerLost
             attempt.fail(kind, ops.shm_error(self._handle))
 
     def gather(self, words: torch.Tensor, call: Call) -> torch.Tensor:
@@ -115,10 +132,18 @@ class _InMemory(Engine):
         return self.sum(places.flatten(), call)
 
     def set_limit(self, limit: float) -> None:
-        shared_memory.set_limit(self._handle, limit)
+        connections.set_limit(self._handle, limit)
 
     def abandon(self, why: str) -> None:
         ops.shm_abandon(self._handle, why[:400])
+
+
+def _finish(handle: int, status: int) -> int:
+    """The status at the end of an exchange that has begun. Comes back to Python 20 times a second,
+    so that Ctrl-C works."""
+    while status == PENDING:
+        status = ops.shm_finish(handle, _SLICE)
+    return status
 
 
 class SharedMemory(_InMemory):
@@ -142,8 +167,8 @@ class SharedMemory(_InMemory):
     def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
         """The whole message; if lengths differ the header alone, which tells why."""
         with Attempt(self, call) as attempt:
-            total, status = shared_memory.all_reduce(message, self._handle)
-            if status != shared_memory.DIVERGED:
+            total, status = self._all_reduce(message)
+            if status != DIVERGED:
                 self._fail_unless_done(status, attempt)
                 return total
         return self.sum(message[:HEADER_WORDS], call)
@@ -155,17 +180,17 @@ class SharedMemory(_InMemory):
         handle = self._handle
         with Attempt(self, call) as attempt:
             try:
-                *given, message, total, status = run(*arguments, handle, shared_memory.SLICE)
+                *given, message, total, status = run(*arguments, handle, _SLICE)
             except Exception as error:
                 raise Refused from error
-            if status == shared_memory.DONE:
+            if status == DONE:
                 return given, None, None
-            status = shared_memory.finish(handle, status)
-            if status == shared_memory.NO_MEMORY:
+            status = _finish(handle, status)
+            if status == NO_MEMORY:
                 raise MemoryError(ops.shm_error(handle))
-            if status not in (shared_memory.DIVERGED, shared_memory.UNCHECKED):
+            if status not in (DIVERGED, UNCHECKED):
                 self._fail_unless_done(status, attempt)
-        if status == shared_memory.DIVERGED:
+        if status == DIVERGED:
             total = self.sum(message[:HEADER_WORDS], call)
         return given, message, total
 

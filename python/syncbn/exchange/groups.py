@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DivergenceError
-from . import callers, connections, meeting, shared_memory, whereabouts
+from . import callers, connections, meeting, whereabouts
 from .call import Peers
 from .callers import Sharing, initialized, limit_of, resolve
 
@@ -244,7 +244,7 @@ def leave_out(ranks: Iterable[int]) -> None:
 def _drop(own: Peers) -> None:
     whereabouts.forget(own.group_name)
     if own.shared is not None:
-        shared_memory.close(own.shared)
+        connections.close(own.shared)
     inside = f"{own.group_name}/"  # a node's, and that between nodes
     _alive()[:] = [g for g in _alive() if not f"{g.group_name}/".startswith(inside)]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..operators import HEADER_WORDS, MESSAGE
-from . import attempt, shared_memory
+from ..operators import DONE, HEADER_WORDS, MESSAGE
+from . import attempt
 from .agreement import Backward
 from .call import Call, Peers, timed
 
@@ -105,7 +105,7 @@ class Transport(ABC):
             given.append(outputs)
             if message is not None:
                 messages.append((message, message if copy is None else copy))
-        if status == shared_memory.DONE or message is None:
+        if status == DONE or message is None:
             return given, None
         own, message = messages[0]
         if len(messages) > 1:

@@ -16,8 +16,7 @@ from support import new_layer
 from syncbn.exchange import callers, groups
 from syncbn.exchange.call import Call
 from syncbn.exchange.host_transport import ThroughHost
-from syncbn.exchange.nccl_transport import InStream
-from syncbn.exchange.transports import transport_of
+from syncbn.exchange.transports import InStream, transport_of
 from syncbn.operators import DTYPES, HEADER_WORDS, ops
 from syncbn.step.options import Options
 

@@ -15,7 +15,7 @@ from syncbn import devices, operators, ops
 from syncbn.exchange import apart, groups
 from syncbn.exchange.call import Call, Peers
 from syncbn.exchange.engines import Gloo
-from syncbn.exchange.nccl_transport import InStream
+from syncbn.exchange.transports import InStream
 from syncbn.step import autograd
 from syncbn.step.layer_state import LayerState
 from syncbn.step.options import Options

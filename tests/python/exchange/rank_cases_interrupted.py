@@ -23,9 +23,9 @@ from rank_cases import raises, unchanged
 from syncbn.exchange import (
     agreement,
     attempt,
+    connections,
     engines,
     host_transport,
-    shared_memory,
     transport,
     transports,
     whereabouts,
@@ -36,7 +36,7 @@ LIMIT = 100.0
 #: Seconds in which the others have the error. Over Gloo they look at the store meanwhile, and ask
 #: where the ranks are; the machine may be busy.
 SOON = 30.0
-_MODULES = agreement, attempt, engines, host_transport, shared_memory, transport, transports
+_MODULES = agreement, attempt, connections, engines, host_transport, transport, transports
 _FILES = {module.__file__ for module in _MODULES}
 _STEPS = autograd._BatchNormTraining.forward, training.forward, training._backward
 _CODES = {function.__code__ for function in _STEPS}
