@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from . import _build
 from .exchange import callers, groups
-from .exchange.engines import engine_of
+from .exchange.host import engine_of
 from .nn import SyncBatchNorm
 from .operators import ops, why_not_cuda
 

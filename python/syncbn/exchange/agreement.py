@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import DTYPES, HEADER_WORDS, ops
-from .call import Call, Peers
-from .engines import FRAME_WORDS, Engine, engine_of
+from .call import FRAME_WORDS, Call, Engine, Peers
 
 
 def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtype | None:
@@ -46,7 +45,7 @@ def _texts(text: str, engine: Engine, call: Call) -> dict[int, str]:
     begin = HEADER_WORDS + peers.rank * size
     frame[begin : begin + size] = torch.frombuffer(bytearray(own), dtype=torch.int64)
     try:
-        merged = engine_of(peers.within(5.0)).sum(frame, call)
+        merged = engine.within(5.0).sum_words(frame, call)
     except (ExchangeTimeout, PeerLost):
         return {peers.rank: text}
     words = merged[HEADER_WORDS:][: peers.ranks * size].view(peers.ranks, size)
@@ -84,32 +83,32 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def numbers_of_ranks(number: int, tag: int, peers: Peers | None, call: Call) -> list[int]:
+def numbers_of_ranks(number: int, tag: int, engine: Engine | None, call: Call) -> list[int]:
     """Every rank's number. Raises DivergenceError on every rank if tags (20 bits) differ, or other
     ranks are in another exchange of the group."""
-    if peers is None:
+    if engine is None:
         return [number]
-    numbers = torch.zeros(peers.ranks, dtype=torch.int64, device="cpu")
-    numbers[peers.rank] = number
-    return agree(numbers, tag, peers, call).tolist()
+    numbers = torch.zeros(engine.peers.ranks, dtype=torch.int64, device="cpu")
+    numbers[engine.peers.rank] = number
+    return agree(numbers, tag, engine, call).tolist()
 
 
-def raise_together(error: Exception | None, peers: Peers | None, call: Call) -> None:
+def raise_together(error: Exception | None, engine: Engine | None, call: Call) -> None:
     """Raises this rank's error, and on ranks without one a ValueError that quotes the others'. A
     collective call, also where there is no error."""
-    failed = numbers_of_ranks(int(error is not None), 0, peers, call)
-    if peers is not None and any(failed):
+    failed = numbers_of_ranks(int(error is not None), 0, engine, call)
+    if engine is not None and any(failed):
         own = "" if error is None else f"{call}: {error}"
-        texts = _texts(own, engine_of(peers), call)
+        texts = _texts(own, engine, call)
     if error is not None:
         raise error
     if any(failed):
         raise ValueError("; ".join(f"rank {r}: {text}" for r, text in texts.items() if text))
 
 
-def agree(words: torch.Tensor, tag: int, peers: Peers, call: Call) -> torch.Tensor:
+def agree(words: torch.Tensor, tag: int, engine: Engine, call: Call) -> torch.Tensor:
     """The sum of a few words over ranks with equal tags, in a first message."""
-    engine, size = engine_of(peers), HEADER_WORDS + words.numel()
+    size = HEADER_WORDS + words.numel()
     words_in_all = max(engine.frame_words, size)
     message = torch.zeros(words_in_all, dtype=torch.int64, device="cpu")
     message[1], message[2] = tag, tag * tag
@@ -158,13 +157,13 @@ WANTS_X, WANTS_SUMS, COMES = 1, 1 << 12, 1 << 24
 _COUNTER = (1 << 12) - 1
 
 
-def backward_of(word: int, own: int, peers: Peers, call: Call) -> Backward:
+def backward_of(word: int, own: int, engine: Engine, call: Call) -> Backward:
     """What a forward's merged header says of its backward, in a word. own: this rank's. If not
     all ranks can come to an exchange that some want, they say now who cannot."""
     wants = (bool(word & _COUNTER), bool(word // WANTS_SUMS & _COUNTER))
-    if not any(wants) or word // COMES == peers.ranks:
+    if not any(wants) or word // COMES == engine.peers.ranks:
         return Backward(*wants)
-    comes = numbers_of_ranks(own // COMES, _BACKWARD_TAG, peers, call)
+    comes = numbers_of_ranks(own // COMES, _BACKWARD_TAG, engine, call)
     return Backward(*wants, tuple(rank for rank, number in enumerate(comes) if not number))
 
 

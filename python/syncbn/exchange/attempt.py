@@ -9,7 +9,6 @@ import os
 import re
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from . import apart, callers, whereabouts
-from .call import Call, Peers, Times
+from .call import Call, Engine, Peers
 
 # Why groups cannot be used any more.
 _broken: dict[str, str] = {}
@@ -47,35 +46,12 @@ _OF_ALL_RANKS = (DivergenceError, ExchangeTimeout, PeerLost, ValueError)
 _KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, Refused)
 
 
-class Waiting(ABC):
-    """What an attempt asks of an engine."""
-
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
-
-    @abstractmethod
-    def abandon(self, why: str) -> None:
-        """Tells the other ranks, who may wait for this one, that it does not come."""
-
-    def set_limit(self, limit: float) -> None:
-        """Seconds, of the exchanges from here on, where the engine itself waits."""
-        return
-
-    def note(self, times: Times, seconds: float) -> None:
-        """Notes what an exchange took, that ended just now after so long."""
-        times.add(0.0, seconds, 0.0)
-
-    def pass_on(self, why: str) -> None:
-        """Tells the ranks that do not see by themselves that one is lost."""
-        return
-
-
 class Refusal:
     """Tells the other ranks, in exchanges of the engine's group, that this rank refused a call. It
     waits for them in a thread of its own, and the caller does not. What this rank exchanges in the
     group afterwards comes after it; at the end of the process it has some seconds left."""
 
-    def __init__(self, engine: Waiting, why: str, tell: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, why: str, tell: Callable[[], None]) -> None:
         self.engine, self.why, self.tell = engine, why, tell
         name = engine.peers.group_name
         with contextlib.suppress(RuntimeError):
@@ -142,7 +118,7 @@ class Attempt:
     limit: seconds that the exchange may take.
     """
 
-    def __init__(self, engine: Waiting, call: Call) -> None:
+    def __init__(self, engine: Engine, call: Call) -> None:
         peers = engine.peers
         self.engine, self.peers, self.call = engine, peers, call
         self.limit = peers.timeout
@@ -196,7 +172,7 @@ class Attempt:
         raise kind(f"{self.call}, {peers}: {reason}; {others}") from cause
 
 
-def abandon(engine: Waiting, call: Call, error: BaseException) -> None:
+def abandon(engine: Engine, call: Call, error: BaseException) -> None:
     """Leaves the group for an error that only this rank has. The others get PeerLost."""
     if isinstance(error, Exception):
         why = f"{call}: {type(error).__name__}: {reason_of(error)}"
@@ -207,7 +183,7 @@ def abandon(engine: Waiting, call: Call, error: BaseException) -> None:
         engine.abandon(why)
 
 
-def leave(error: BaseException, engine: Waiting | None, call: Call, peers: Peers | None) -> None:
+def leave(error: BaseException, engine: Engine | None, call: Call, peers: Peers | None) -> None:
     """After an error in a step of a layer: the others hear of what ends it on this rank alone, also
     before and after the exchange. The caller raises the error again; what lacks memory is raised
     here, with the layer's name. engine: None where nobody waits for this rank.

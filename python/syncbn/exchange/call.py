@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one exchange is about: with whom, of which call of a layer, and how long it takes."""
+"""What one exchange is about: with whom, of which call of a layer, and how long it takes; and what
+the others of this folder ask of an engine, which sums words."""
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
+
+from ..operators import HEADER_WORDS
+
+#: Words of the first message of an exchange over Gloo, the same for every call of the group: Gloo
+#: ends the process when ranks bring different lengths, so lengths may differ only after the first
+#: message has shown that the calls agree. 512 channels of float32 fit.
+FRAME_WORDS = HEADER_WORDS + 512 * 19
 
 
 class Times:
@@ -73,10 +82,6 @@ class Peers(NamedTuple):
         """The same ranks, whose messages on CUDA go through the host."""
         return self._replace(cuda="")
 
-    def within(self, seconds: float) -> "Peers":
-        """The same ranks, which wait for each other so long at most."""
-        return self._replace(timeout=min(self.timeout, seconds))
-
 
 class Shared(Protocol):
     """Options of a layer, of which ranks must have some in common."""
@@ -123,3 +128,49 @@ class Call(NamedTuple):
         }
         own |= {} if self.options is None else self.options.shared()
         return {name: str(value) for name, value in own.items() if value is not None}
+
+
+_Engine = TypeVar("_Engine", bound="Engine")
+
+
+class Engine(ABC):
+    """Sums int64 words over the ranks of a group, on the host."""
+
+    #: Words that a first message has at least; 0: it may have any length, also a wrong one.
+    frame_words: int = FRAME_WORDS
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+
+    def within(self: _Engine, seconds: float) -> _Engine:
+        """The same ranks, which wait for each other so long at most."""
+        limit = min(self.peers.timeout, seconds)
+        return type(self)(self.peers._replace(timeout=limit))
+
+    @abstractmethod
+    def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        """Over the ranks, a tensor of its own: backward needs the rank's own words too."""
+
+    @abstractmethod
+    def gather_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        """The words of all ranks, one after the other; of equal length on all ranks."""
+
+    def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
+        """The sum of what goes first: the frame."""
+        return self.sum_words(message[: self.frame_words], call)
+
+    @abstractmethod
+    def abandon(self, why: str) -> None:
+        """Tells the other ranks, who may wait for this one, that it does not come."""
+
+    def set_limit(self, limit: float) -> None:
+        """Seconds, of the exchanges from here on, where the engine itself waits."""
+        return
+
+    def note(self, times: Times, seconds: float) -> None:
+        """Notes what an exchange took, that ended just now after so long."""
+        times.add(0.0, seconds, 0.0)
+
+    def pass_on(self, why: str) -> None:
+        """Tells the ranks that do not see by themselves that one is lost."""
+        return

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..operators import DONE, HEADER_WORDS, MESSAGE
 from . import attempt
 from .agreement import Backward
-from .call import Call, Peers, timed
+from .call import Call, Engine, Peers, timed
 
 
 class Transport(ABC):
@@ -22,7 +22,7 @@ class Transport(ABC):
     #: None: one rank.
     peers: Peers | None = None
     #: Where this rank tells the others that it does not come, if they look there.
-    engine: attempt.Waiting | None = None
+    engine: Engine | None = None
     #: How far an operator that begins a direction goes.
     way = MESSAGE
     #: Words that a message has at least.

@@ -11,7 +11,7 @@ from ..operators import ALONE, HEADER_WORDS, MESSAGE_WORDS, record_words
 from . import callers, groups
 from .agreement import WANTS_SUMS, WANTS_X, Backward
 from .call import Call, Peers
-from .host_transport import OnHost, ThroughHost
+from .host import ThroughHost, engine_of
 from .transport import Transport
 
 
@@ -20,7 +20,7 @@ def transport_of(peers: Peers | None, device: torch.device) -> Transport:
     if peers is None:
         return _ALONE
     if device.type != "cuda":
-        return OnHost(peers)
+        return engine_of(peers)
     if not peers.cuda:
         return ThroughHost(peers)
     return InStream(peers, device)

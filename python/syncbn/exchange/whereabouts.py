@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from . import apart
-from .call import Call
 
 #: Seconds between two looks at the store.
 INTERVAL = 1.0
 
 
 class _State(NamedTuple):
-    call: Call
+    call: object
     inside: bool
     since: float
 
@@ -47,7 +46,7 @@ _thread: threading.Thread | None = None
 _lock = threading.Lock()
 
 
-def enter(group: str, call: Call) -> None:
+def enter(group: str, call: object) -> None:
     """Notes that this process waits in an exchange of the group."""
     _states[group] = _State(call, True, time.monotonic())
 

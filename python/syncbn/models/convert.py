@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..exchange import agreement, callers, groups
 from ..exchange.call import Call
+from ..exchange.host import engine_of
 from ..nn import Model, SyncBatchNorm
 from ..step.layer_state import UNNAMED
 from ..step.options import (
@@ -290,7 +291,8 @@ def convert_sync_batchnorm(
             error = raised
         if exchanging:
             call = Call(_NAME, direction="conversion")
-            agreement.raise_together(error, groups.peers(sharing), call)
+            peers = groups.peers(sharing)
+            agreement.raise_together(error, None if peers is None else engine_of(peers), call)
         elif error is not None:
             raise error
         if initialized:

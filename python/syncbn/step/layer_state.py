@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError
-from ..exchange import agreement, callers, engines, groups
-from ..exchange.call import Call, Peers, Times
+from ..exchange import agreement, callers, groups
+from ..exchange.call import FRAME_WORDS, Call, Engine, Peers, Times
 from ..exchange.callers import Sharing
+from ..exchange.host import engine_of
 from ..operators import HEADER_WORDS
 from .options import Options, is_strided
 
@@ -287,14 +288,15 @@ def _agreed(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) 
         _compared[peers.group_name] = _Group()
     group, path = _compared[peers.group_name], _end_of(_path(state), peers)
     call = state.call_of(x, options)
-    said = _exchanged(path, state, peers, call)
+    engine = engine_of(peers)
+    said = _exchanged(path, state, engine, call)
     longest = max(said, key=len)
     same, places = all(_ends(longest, one) for one in said), [0]
     made = group.made.get(longest, [])
     if same and longest and (made or len(set(said)) > 1):
         older = sum(number < state.made for number in made)
         other = path != longest and _has(longest, peers)
-        places = agreement.numbers_of_ranks(-1 if other else older, _TAG, peers, call)
+        places = agreement.numbers_of_ranks(-1 if other else older, _TAG, engine, call)
         same = -1 not in places
     if not same or len(set(places)) > 1:
         texts = [one or "a layer that no module holds" for one in said]
@@ -333,7 +335,7 @@ def _has(path: str, peers: Peers) -> bool:
 
 def _size(peers: Peers) -> int:
     """How many words of the message a rank has."""
-    return min(_WORDS, (engines.FRAME_WORDS - HEADER_WORDS) // peers.ranks)
+    return min(_WORDS, (FRAME_WORDS - HEADER_WORDS) // peers.ranks)
 
 
 def _end_of(path: str, peers: Peers) -> str:
@@ -344,16 +346,17 @@ def _end_of(path: str, peers: Peers) -> str:
     return path.encode()[-room:].decode(errors="ignore")
 
 
-def _exchanged(path: str, state: LayerState, peers: Peers, call: Call) -> list[str]:
+def _exchanged(path: str, state: LayerState, engine: Engine, call: Call) -> list[str]:
     """Every rank's path. All go on from the largest call number: a rank may be new, or have been
     alone."""
+    peers = engine.peers
     size = _size(peers)
     letters = bytearray(path.encode().ljust(8 * (size - 1), b"\0"))
     words = torch.zeros(peers.ranks, size, dtype=torch.int64, device="cpu")
     words[peers.rank, 1:] = torch.frombuffer(letters, dtype=torch.int64)
     if state.call is not None:
         words[peers.rank, 0] = state.call.item()
-    words = agreement.agree(words.flatten(), _TAG, peers, call).view(peers.ranks, size)
+    words = agreement.agree(words.flatten(), _TAG, engine, call).view(peers.ranks, size)
     if state.call is not None:
         state.call.fill_(words[:, 0].max().item())
     return [agreement.text_of(row) for row in words[:, 1:]]

@@ -15,7 +15,7 @@ from rank_cases import raises, shards
 from support import new_layer
 from syncbn.exchange import callers, groups
 from syncbn.exchange.call import Call
-from syncbn.exchange.host_transport import ThroughHost
+from syncbn.exchange.host import ThroughHost
 from syncbn.exchange.transports import InStream, transport_of
 from syncbn.operators import DTYPES, HEADER_WORDS, ops
 from syncbn.step.options import Options

@@ -14,7 +14,7 @@ import syncbn
 from syncbn import devices, operators, ops
 from syncbn.exchange import apart, groups
 from syncbn.exchange.call import Call, Peers
-from syncbn.exchange.engines import Gloo
+from syncbn.exchange.host import Gloo
 from syncbn.exchange.transports import InStream
 from syncbn.step import autograd
 from syncbn.step.layer_state import LayerState

@@ -16,7 +16,7 @@ from torch import nn
 
 import syncbn
 from rank_cases import raises
-from syncbn.exchange import engines, groups, whereabouts
+from syncbn.exchange import groups, host, whereabouts
 
 #: Seconds of a process group that a mistaken layer waits in.
 LIMIT = 2.0
@@ -108,7 +108,7 @@ def interrupted(layer, rank):
         layer(batch(rank, 1))
         return
     # The others do not look meanwhile.
-    with mock.patch.object(engines, "_wait", interrupt), mock.patch.object(whereabouts, "tell"):
+    with mock.patch.object(host, "_wait", interrupt), mock.patch.object(whereabouts, "tell"):
         raises(KeyboardInterrupt, "", lambda: layer(batch(rank, 1)))
 
 

@@ -17,7 +17,7 @@ _PYTHON_MAKERS = {"fail": 1, "_refusal": 1, "_Over": 1, "refuse": 0, "shm_abando
 #: In these files the text of an error is in a variable, or what a function returns.
 _PYTHON_WORDS = {
     "attempt.py": ("_broken", "why", "reason_of"),
-    "engines.py": ("late",),
+    "host.py": ("late",),
     "operators.py": ("why_not_cuda",),
     "agreement.py": ("reason",),
     "callers.py": ("alone_text",),

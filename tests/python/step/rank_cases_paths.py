@@ -26,6 +26,7 @@ from rank_cases import CountCollectives, raises, unchanged
 from support import assert_same_layers
 from syncbn.exchange import agreement, groups
 from syncbn.exchange.call import Call
+from syncbn.exchange.host import engine_of
 from syncbn.step import layer_state
 
 
@@ -317,7 +318,7 @@ def case_a_rank_at_another_call_than_one_that_compares(rank, world):
     others = (
         lambda: known(share(rank)),
         lambda: y.sum().backward(retain_graph=True),
-        lambda: agreement.numbers_of_ranks(1, 5, peers, Call("numbers")),
+        lambda: agreement.numbers_of_ranks(1, 5, engine_of(peers), Call("numbers")),
     )
     for other in others:
         model = Twins()
