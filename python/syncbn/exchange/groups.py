@@ -20,10 +20,6 @@ from .callers import Sharing, initialized, limit_of, resolve
 
 _log = logging.getLogger("syncbn")
 
-#: False: "auto" is "process_group", for tests of the framing over Gloo.
-use_shared_memory = True
-
-
 #: Of a group that this module makes: its ranks (global numbers, ascending), timeout, engine, the
 #: caller's group as all its ranks name it, and the name of the group for CUDA tensors, which takes
 #: no part in making it.
@@ -78,7 +74,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
         _drop(_own_groups.pop(key))  # it went with destroy_process_group
     ranks, timeout, engine, label, cuda = key
     patience = max(timeout, patience)
-    share = engine != "process_group" and len(ranks) > 1 and use_shared_memory
+    share = engine != "process_group" and len(ranks) > 1
     shown = ranks if len(ranks) <= 8 else (*ranks[:3], "...", ranks[-1], len(ranks))
     base = f"syncbn/{label}/{'_'.join(map(str, shown))}"
     rank = ranks.index(dist.get_rank())
@@ -263,7 +259,6 @@ def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
     know; a collective call of all ranks. sharings: those of layers, by which name; DivergenceError
     on all ranks if not all ranks of a group have such a layer."""
     callers.check_fork()
-    meeting.skip_failed = True
     for key in [key for key, own in _own_groups.items() if not callers.exists(own.group_name)]:
         _drop(_own_groups.pop(key))  # it went with destroy_process_group
     if not initialized():
@@ -287,7 +282,8 @@ def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
     value = {digest: len(key[0]) for digest, key in keys.items()}, needs
     limit = limit_of(resolve(None))
     offer = meeting.Offer(who, value=value)
-    told = meeting.meet("syncbn/reset", tuple(range(world)), dist.get_rank(), limit, offer)
+    everybody = tuple(range(world)), dist.get_rank()
+    told = meeting.meet("syncbn/reset", *everybody, limit, offer, begins_anew=True)
     lines = []
     for digest, (number, text) in dict(item for _, own in told for item in own.items()).items():
         ranks = [rank for rank, (_, own) in enumerate(told) if digest in own]
