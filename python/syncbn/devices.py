@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .exchange import transports
+from .operators import without_modes
 from .step import layer_state, recomputation
 from .step.autograd import apply_step
 from .step.masks import check_mask
@@ -143,7 +143,7 @@ class _Generators:
     _left: tuple[Tensor, int, list[Tensor]] | None = None
 
     def __init__(self, count: int) -> None:
-        with _disable_current_modes():
+        with without_modes():
             own = torch.get_rng_state()
             if self._left is not None and torch.equal(own, self._left[0]):
                 _, self.seed, others = self._left

@@ -9,9 +9,13 @@ mask is None or contiguous, bool or uint8, (N, *spatial): where it is 0 an eleme
 sums and count, and y, u and dx are 0. bindings/torch/step_ops.hpp has what they give.
 """
 
+import contextlib
 import pathlib
 
 import torch
+from torch._C import _len_torch_dispatch_stack
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _build
 
@@ -32,6 +36,17 @@ HEADER_BACKWARD = 4
 #: Words per channel, in the order of the core's DType.
 MESSAGE_WORDS = {torch.float16: 6, torch.bfloat16: 19, torch.float32: 19, torch.float64: 83}
 DTYPES = tuple(MESSAGE_WORDS)
+
+
+_as_it_is = contextlib.nullcontext()
+
+
+def without_modes() -> contextlib.AbstractContextManager:
+    """A context in which modes of the caller's, such as one that makes tensors fake, see nothing.
+    Where there are none, as mostly, entering it takes no time."""
+    if _len_torch_dispatch_stack() == 0 and _len_torch_dispatch_stack_pre_dispatch() == 0:
+        return _as_it_is
+    return _disable_current_modes()
 
 
 def message_words(x: torch.Tensor, mask: torch.Tensor | None) -> int:

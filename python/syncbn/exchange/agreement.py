@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from ..operators import DTYPES, HEADER_WORDS, ops
+from ..operators import DTYPES, HEADER_WORDS, ops, without_modes
 from .call import FRAME_WORDS, Call, Engine, Peers
 
 
@@ -133,7 +132,7 @@ def check_count(merged: torch.Tensor | None, own: int, sizes: str) -> None:
     if merged is not None:
         if own > 1 or (merged.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        with _disable_current_modes():
+        with without_modes():
             count = int(merged[0])
     if merged is None or count == 1:
         raise ValueError(

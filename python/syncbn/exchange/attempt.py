@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import torch
 from torch._C import _len_torch_dispatch_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
+from ..operators import without_modes
 from . import apart, callers, whereabouts
 from .call import Call, Engine, Peers
 
@@ -179,7 +179,7 @@ def abandon(engine: Engine, call: Call, error: BaseException) -> None:
     else:
         why = f"{call} was interrupted"
     _broken.setdefault(engine.peers.group_name, why)
-    with _disable_current_modes():  # one that raises, and goes on to raise
+    with without_modes():  # one that raises, and goes on to raise
         engine.abandon(why)
 
 

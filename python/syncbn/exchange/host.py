@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import (
@@ -24,6 +23,7 @@ from ..operators import (
     UNCHECKED,
     ops,
     record_words,
+    without_modes,
 )
 from . import agreement, callers, connections, whereabouts
 from .attempt import Attempt, Refusal, Refused, lacks_memory
@@ -58,7 +58,7 @@ class OnHost(Engine, Transport):
     def _rest_after(self, first, message, channels, call):
         """What exchange() returns, when the first part of the sum is there."""
         # A mode of the caller's that raised here would leave the others alone with the sum.
-        with _disable_current_modes():
+        with without_modes():
             agreement.check_header(first, self, call)
             rest = ops.remaining_words(message, first, self.peers.ranks, channels, -1)
         if rest.numel() == 0:
@@ -71,7 +71,7 @@ class OnHost(Engine, Transport):
         frame, fits = self.refusing(self._placed, (message, channels), message, call)
         words, size = frame.numel(), message.numel() - HEADER_WORDS
         first = self.sum_first(frame, call)
-        with _disable_current_modes():
+        with without_modes():
             dtype = agreement.check_header(first, self, call)
             if dtype is not None:
                 size = record_words(channels, dtype)
@@ -107,7 +107,7 @@ class OnHost(Engine, Transport):
             return _sum_over_gloo(x.clone(), self.peers.group_name, attempt)
 
     def backward_of(self, word, merged, own, call):
-        with _disable_current_modes():
+        with without_modes():
             if merged is not None:
                 word = int(merged[HEADER_BACKWARD].item())
             return agreement.backward_of(word, own, self, call)
@@ -117,7 +117,7 @@ class OnHost(Engine, Transport):
         text = f"{call}: {type(error).__name__}: {reason}"
 
         def tell() -> None:
-            with _disable_current_modes():
+            with without_modes():
                 like = torch.empty(0, device="cpu")
                 self.sum_first(ops.rejection(like, self.frame_words), call)
                 if compare:

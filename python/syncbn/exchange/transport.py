@@ -6,9 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ..operators import DONE, HEADER_WORDS, MESSAGE
+from ..operators import DONE, HEADER_WORDS, MESSAGE, without_modes
 from . import attempt
 from .agreement import Backward
 from .call import Call, Engine, Peers, timed
@@ -139,7 +138,7 @@ class Transport(ABC):
         operator refused an argument."""
         if not attempt.lacks_memory(error):
             error = attempt.invalid(error, call, self.peers)
-            with _disable_current_modes():
+            with without_modes():
                 self.reject(call, error, x=x)
             error.told = True  # type: ignore[attr-defined]  # for attempt.leave()
             return error

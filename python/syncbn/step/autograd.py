@@ -8,11 +8,10 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad, profiler
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..exchange import transports
 from ..exchange.attempt import Refused
-from ..operators import info_of, ops
+from ..operators import info_of, ops, without_modes
 from . import as_operator, layer_state, masks, recomputation, second_derivatives, surroundings
 from .layer_state import Identity, LayerState
 from .options import (
@@ -158,7 +157,7 @@ def _plain_step(x, running: tuple, weight, bias, residual, mask, options) -> Ten
 
 def _tell(error: Exception, live: LayerState, x: object, parameter, options: Options) -> None:
     """Tells the others that this rank refuses its input."""
-    with _disable_current_modes():
+    with without_modes():
         peers, call = layer_state.way(live, live.peers(options)), live.call_of(x, options)
         transports.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
 

@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError
 from ..exchange import agreement, callers, groups
 from ..exchange.call import FRAME_WORDS, Call, Engine, Peers, Times
 from ..exchange.callers import Sharing
 from ..exchange.host import engine_of
-from ..operators import HEADER_WORDS
+from ..operators import HEADER_WORDS, without_modes
 from .options import Options, is_strided
 
 _WORLD = Sharing()
@@ -52,7 +51,7 @@ class Identity(NamedTuple):
 
 def _number(value: int) -> Tensor:
     """int64 [1] on the CPU: real, whatever mode makes tensors fake, meta or of inference."""
-    with _disable_current_modes(), torch.inference_mode(False):
+    with without_modes(), torch.inference_mode(False):
         return torch.tensor([value], dtype=torch.int64, device="cpu")
 
 
@@ -144,7 +143,7 @@ class LayerState:
                 f"{self.name}: got its first call on {device} while a CUDA graph is captured, "
                 "expected an eager training step before the capture"
             )
-        with _disable_current_modes(), torch.inference_mode(False):
+        with without_modes(), torch.inference_mode(False):
             self.call, self.count = self.call.to(device), self.count.to(device)
 
     def call_of(self, x: object, options: Options) -> Call:

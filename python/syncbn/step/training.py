@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..exchange import agreement
 from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
@@ -17,7 +16,7 @@ from ..exchange.attempt import Refused, invalid
 from ..exchange.call import Call, Peers, timed
 from ..exchange.transport import Transport
 from ..exchange.transports import transport_of
-from ..operators import IN_PLACE, MESSAGE, OWN, activation_mask_of, info_of, ops
+from ..operators import IN_PLACE, MESSAGE, OWN, activation_mask_of, info_of, ops, without_modes
 from . import layer_state
 from .layer_state import LayerState
 from .options import Form, Options, check_plain, check_strided, values_per_channel
@@ -123,7 +122,7 @@ def leave(error: BaseException, state: LayerState, options: Options, transport, 
     """After an error in a forward: tells the others what they cannot see. transport: makes it."""
     if isinstance(error, Refused):
         return
-    with _disable_current_modes():
+    with without_modes():
         call = state.call_of(x, options)
     transport().leave(error, call)
 
@@ -204,10 +203,10 @@ def forward(
             changed = passes[k][:10]
             if kept is not None or k > 0:
                 changed = (*changed[:5], *(None,) * 5)
-            with _disable_current_modes():  # the other ranks finish, whatever a mode would do
+            with without_modes():  # the other ranks finish, whatever a mode would do
                 finish(*changed, y, saved, bits, *placed, *numbers, step.ranks)
     if averaged is not None and kept is None:
-        with _disable_current_modes():
+        with without_modes():
             averaged.add_(info_of(outputs[0][1])[0] > 0)
     if segment is not None and kept is None:
         segment.keep(step, outputs[0][1])
@@ -236,7 +235,7 @@ def _as(arguments: tuple, dtype: torch.dtype) -> tuple:
 
 def _room(z: Tensor, in_place: bool, keeps_signs: bool, saved: Tensor) -> tuple:
     """What a forward writes to, and what it saved, on the input's device."""
-    with _disable_current_modes():  # of checkpointing, which has not seen these operators before
+    with without_modes():  # of checkpointing, which has not seen these operators before
         bits = activation_mask_of(z).zero_() if keeps_signs else None
         return None if in_place else torch.empty_like(z), saved.to(z.device), bits
 
@@ -312,7 +311,7 @@ def _backward(step: Step, transport: Transport, dys, weight, bias, *saved) -> tu
             sent = own if k == lead and share else None
             _, z, kept, w, b, bits, mask = passes[k][:7]
             through = (w, None, None, mask, 0, 0.0) if keep else (w, b, bits, mask, kind, slope)
-            with _disable_current_modes():  # as in forward
+            with without_modes():  # as in forward
                 finish(
                     *(gradients[k], z, kept, *through, dxs[k], *sums, begun[k][4], sent),
                     *(*placed, step.ranks),
