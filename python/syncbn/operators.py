@@ -49,13 +49,6 @@ def without_modes() -> contextlib.AbstractContextManager:
     return _disable_current_modes()
 
 
-def message_words(x: torch.Tensor, mask: torch.Tensor | None) -> int:
-    """How many words an exchange about x is made of; the most of all dtypes if x may have no
-    samples, because autocast may have given the other ranks another one."""
-    has_samples = x.numel() > 0 and mask is None
-    return HEADER_WORDS + x.shape[1] * MESSAGE_WORDS[x.dtype if has_samples else torch.float64]
-
-
 def record_words(channels: int, dtype: torch.dtype) -> int:
     """How many words a rank's record of the welford mode has behind its header."""
     return 1 + channels * (2 if dtype.itemsize == 8 else 1)

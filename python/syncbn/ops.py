@@ -82,7 +82,7 @@ def _copy(name: str, estimate: Tensor) -> Tensor:
 
 
 def _evaluated(x, mean, var, scale, bias, epsilon: float) -> tuple[Tensor, Tensor]:
-    """y of given statistics, and these as a forward saves its own, of no elements."""
+    """Gives y of given statistics, and these as a forward saves its own, of no elements."""
     y, saved = ops.evaluate(x, mean, var, scale, bias, epsilon)
     info_of(saved).zero_()
     return y, saved
@@ -158,7 +158,7 @@ def _batch_norm(
 
 @_batch_norm.register_fake
 def _(x, mean, var, *_):
-    """BatchNormOutputs, and what operators.saved_of() describes, of what normalized."""
+    """Gives BatchNormOutputs, and what operators.saved_of() describes, of what normalized."""
     batch = x.new_empty((x.shape[1],), dtype=torch.float64)
     estimates = (x.new_empty((x.shape[1],), dtype=t.dtype) for t in (mean, var))
     counter = x.new_empty((1,), dtype=torch.int64)
@@ -201,7 +201,7 @@ def _batch_norm_backward(
 
 @_batch_norm_backward.register_fake
 def _(dy, x, scale, saved, constant, needs_x, *dtypes_and_others):
-    """dx like x; dscale and dbias [C] of this rank's samples; each empty where nobody asks."""
+    """Gives dx like x; dscale and dbias [C] of this rank's samples; each empty if nobody asks."""
     return (
         torch.empty_like(x) if needs_x else x.new_empty((0,)),
         *(
@@ -249,7 +249,7 @@ class _BatchNorm(torch.autograd.Function):
 def _check(
     tensors: _Tensors, is_infer: bool, use_global_est: bool, epsilon: float, momentum: float
 ) -> None:
-    """One error that names the argument, what was given and what is allowed."""
+    """Raises an error that names the argument, what was given and what is allowed."""
     x, *channels, batches = tensors
     for name, tensor in zip(_TENSORS, tensors, strict=True):
         if not (tensor is None and name in ("scale", "bias")):
@@ -354,7 +354,7 @@ def _run(
     layer_name: str,
     written: bool = False,
 ) -> BatchNormOutputs:
-    """batch_norm. written: the estimates will be updated in place."""
+    """Does what batch_norm does. written: the estimates will be updated in place."""
     if not isinstance(layer_name, str):
         raise ValueError(f"layer_name: got {layer_name!r}, expected a string")
     sharing = callers.sharing(group, None, "process_group")

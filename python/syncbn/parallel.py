@@ -103,7 +103,7 @@ def _check_summands(xs: Sequence[Tensor]) -> None:
 
 
 class _Replicate(torch.autograd.Function):
-    """Copies of n tensors on K devices, device by device; gradients are summed in device order."""
+    """Copies n tensors to K devices, device by device; gradients are summed in device order."""
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -167,7 +167,7 @@ def _replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
 
 @contextlib.contextmanager
 def _current(device: torch.device, stream: "torch.cuda.Stream | None") -> Iterator[None]:
-    """On CUDA the device and the caller's stream, which belong to a thread."""
+    """Enters on CUDA the device and the caller's stream, which belong to a thread."""
     if stream is None:
         yield
         return

@@ -13,7 +13,7 @@ from .call import FRAME_WORDS, Call, Engine, Peers
 
 
 def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtype | None:
-    """The dtype of the ranks with samples, if any; raises if the calls differ."""
+    """Gives the dtype of the ranks with samples, if any; raises if the calls differ."""
     peers = engine.peers
     _, agree, rejected, dtype = ops.header(merged, peers.ranks).tolist()
     if rejected or not agree:
@@ -31,7 +31,7 @@ _SEPARATOR = "\x1f"
 
 
 def _texts(text: str, engine: Engine, call: Call) -> dict[int, str]:
-    """Each rank's text, exchanged once more in the frame; this rank's alone if others do not come.
+    """Brings each rank's text to all in one more frame; this rank's alone if others do not come.
     All ranks see the same header and come here, unless one was interrupted: hence the short limit.
     A text that is too long loses the fields at its end."""
     peers = engine.peers
@@ -52,13 +52,13 @@ def _texts(text: str, engine: Engine, call: Call) -> dict[int, str]:
 
 
 def text_of(words: torch.Tensor) -> str:
-    """What lies in the words. NumPy, which PyTorch works without, is not needed."""
+    """Reads the text that lies in the words, without NumPy, which PyTorch works without."""
     letters = bytes(words.contiguous().view(torch.uint8).tolist())
     return letters.rstrip(b"\0").decode(errors="replace")
 
 
 def _difference(texts: dict[int, str]) -> str:
-    """What ranks say that refused their input; else the fields of their calls that differ."""
+    """Says what ranks say that refused their input; else which fields of their calls differ."""
     refused = [f"rank {rank}: {text}" for rank, text in texts.items() if _SEPARATOR not in text]
     if refused:
         return "; ".join(refused)
@@ -83,8 +83,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def numbers_of_ranks(number: int, tag: int, engine: Engine | None, call: Call) -> list[int]:
-    """Every rank's number. Raises DivergenceError on every rank if tags (20 bits) differ, or other
-    ranks are in another exchange of the group."""
+    """Gives every rank's number. Raises DivergenceError on every rank if tags (20 bits) differ, or
+    other ranks are in another exchange of the group."""
     if engine is None:
         return [number]
     numbers = torch.zeros(engine.peers.ranks, dtype=torch.int64, device="cpu")
@@ -106,7 +106,7 @@ def raise_together(error: Exception | None, engine: Engine | None, call: Call) -
 
 
 def agree(words: torch.Tensor, tag: int, engine: Engine, call: Call) -> torch.Tensor:
-    """The sum of a few words over ranks with equal tags, in a first message."""
+    """Sums a few words over ranks with equal tags, in a first message."""
     size = HEADER_WORDS + words.numel()
     words_in_all = max(engine.frame_words, size)
     message = torch.zeros(words_in_all, dtype=torch.int64, device="cpu")
@@ -118,7 +118,7 @@ def agree(words: torch.Tensor, tag: int, engine: Engine, call: Call) -> torch.Te
 
 
 def tell(engine: Engine, call: Call, text: str) -> None:
-    """The text of a rank that refused its input, for the others."""
+    """Brings the others the text of this rank, which refused its input."""
     _texts(text, engine, call)
 
 
@@ -141,9 +141,9 @@ def check_count(merged: torch.Tensor | None, own: int, sizes: str) -> None:
 
 
 class Backward(NamedTuple):
-    """Who takes part in the backward of a step: whether any rank wants the gradient of x, or the
-    global gradients of weight and bias, so that backward exchanges; and the ranks that cannot come
-    to it."""
+    """Tells who takes part in the backward of a step: whether any rank wants the gradient of x, or
+    the global gradients of weight and bias, so that backward exchanges; and the ranks that cannot
+    come to it."""
 
     x: bool
     sums: bool
@@ -157,8 +157,8 @@ _COUNTER = (1 << 12) - 1
 
 
 def backward_of(word: int, own: int, engine: Engine, call: Call) -> Backward:
-    """What a forward's merged header says of its backward, in a word. own: this rank's. If not
-    all ranks can come to an exchange that some want, they say now who cannot."""
+    """Reads what a forward's merged header says of its backward, in a word. own: this rank's. If
+    not all ranks can come to an exchange that some want, they say now who cannot."""
     wants = (bool(word & _COUNTER), bool(word // WANTS_SUMS & _COUNTER))
     if not any(wants) or word // COMES == engine.peers.ranks:
         return Backward(*wants)

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch._C import _len_torch_dispatch_stack
 
-from ..errors import DivergenceError, ExchangeTimeout, PeerLost
+from ..errors import ExchangeTimeout, PeerLost
 from ..operators import without_modes
 from . import apart, callers, whereabouts
 from .call import Call, Engine, Peers
@@ -38,9 +37,6 @@ _NO_MEMORY = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
 class Refused(Exception):
     """An operator of a whole direction took no such arguments; its exchange did not begin."""
 
-
-#: Errors after an exchange that all ranks have.
-_OF_ALL_RANKS = (DivergenceError, ExchangeTimeout, PeerLost, ValueError)
 
 #: Ways out of an exchange that the other ranks take as well, or that are no part of it.
 _KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, Refused)
@@ -82,7 +78,7 @@ class Refusal:
                 del _refusals[name]
 
     def wait(self, seconds: float | None) -> bool:
-        """Whether the others have heard of it, after so many seconds at most."""
+        """Tells whether the others have heard of it, after so many seconds at most."""
         return apart.is_done(self.told, seconds)
 
 
@@ -111,7 +107,7 @@ def _leave_refusals() -> None:
 
 
 class Attempt:
-    """Around an exchange of the engine's group: notes where this rank is, and what breaks the
+    """Surrounds an exchange of the engine's group, and notes where this rank is and what breaks the
     group. One thread at a time: ranks pair exchanges by their order, which two threads have not in
     common.
 
@@ -183,25 +179,8 @@ def abandon(engine: Engine, call: Call, error: BaseException) -> None:
         engine.abandon(why)
 
 
-def leave(error: BaseException, engine: Engine | None, call: Call, peers: Peers | None) -> None:
-    """After an error in a step of a layer: the others hear of what ends it on this rank alone, also
-    before and after the exchange. The caller raises the error again; what lacks memory is raised
-    here, with the layer's name. engine: None where nobody waits for this rank.
-    """
-    no_memory = lacks_memory(error)
-    own = no_memory or not isinstance(error, Exception)
-    # A mode of the caller's may raise anything, anywhere.
-    own = own or (_len_torch_dispatch_stack() > 0 and not isinstance(error, _OF_ALL_RANKS))
-    if getattr(error, "told", False) or not own:
-        return
-    if engine is not None:
-        abandon(engine, call, error)
-    if no_memory:
-        raise out_of_memory(error, call, peers) from error
-
-
 def lacks_memory(error: BaseException) -> bool:
-    """Whether it is what PyTorch and the operators raise when an allocation fails."""
+    """Tells whether it is what PyTorch and the operators raise when an allocation fails."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if not isinstance(error, RuntimeError):
@@ -212,8 +191,8 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """Its text; C++ and Python have none of their own for lack of memory, and PyTorch names its
-    allocator."""
+    """Gives its text; C++ and Python have none of their own for lack of memory, and PyTorch names
+    its allocator."""
     text = str(error)
     if asked := _NO_MEMORY.search(text):
         return f"memory: got none for a tensor of {asked[1]} bytes"
@@ -221,8 +200,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def invalid(error: Exception, call: Call, peers: Peers | None) -> Exception:
-    """What an operator says of an argument, as a ValueError with the names of the layer and of this
-    rank; any other error as it is. PyTorch makes a RuntimeError of it."""
+    """Makes what an operator says of an argument a ValueError again, which PyTorch makes a
+    RuntimeError, with the names of the layer and of this rank; any other error stays as it is."""
     if not _INVALID.match(str(error)):
         return error
     return ValueError(f"{call}{_named(peers)}: {error}")
@@ -233,10 +212,10 @@ def _named(peers: Peers | None) -> str:
 
 
 def out_of_memory(error: BaseException, call: Call, peers: Peers | None) -> MemoryError:
-    """The same, with the names of the layer and of this rank, to be raised after the others were
-    told."""
+    """Makes an error with the names of the layer and of this rank, to be raised after the others
+    were told."""
     named = MemoryError(f"{call}{_named(peers)}: {reason_of(error)}")
-    named.told = True  # type: ignore[attr-defined]  # for leave()
+    named.told = True  # type: ignore[attr-defined]  # for Transport.leave()
     return named
 
 

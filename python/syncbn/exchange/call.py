@@ -19,7 +19,7 @@ FRAME_WORDS = HEADER_WORDS + 512 * 19
 
 
 class Times:
-    """Seconds of one layer on this rank. waits: those of the last exchanges, each."""
+    """Counts the seconds of one layer on this rank. waits: of each of the last exchanges."""
 
     #: Exchanges whose waits are kept.
     MOST = 512
@@ -30,7 +30,7 @@ class Times:
         self.waits: deque[float] = deque(maxlen=self.MOST)
 
     def add(self, summed: float, waited: float, normalized: float) -> None:
-        """An exchange, and what the operator computed that it was a part of."""
+        """Adds an exchange, and what the operator computed that it was a part of."""
         self.exchanges += 1
         self.summed += summed
         self.waited += waited
@@ -41,7 +41,7 @@ class Times:
 def timed(
     function: Callable[..., Any], times: Times | None, what: Literal["summed", "normalized"]
 ) -> Callable[..., Any]:
-    """The function, a pass over the tensor that it is given first, which notes how long it takes.
+    """Has the function, a pass over the tensor that it is given first, note how long it takes.
     On CUDA it would note how long it takes to launch kernels."""
     if times is None:
         return function
@@ -78,16 +78,9 @@ class Peers(NamedTuple):
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ranks}"
 
-    def over_host(self) -> "Peers":
-        """The same ranks, whose messages on CUDA go through the host."""
-        return self._replace(cuda="")
-
 
 class Shared(Protocol):
     """Options of a layer, of which ranks must have some in common."""
-
-    @property
-    def eps(self) -> float: ...
 
     @property
     def statistics(self) -> str: ...
@@ -118,7 +111,7 @@ class Call(NamedTuple):
         return ", ".join(parts)
 
     def fields(self) -> dict[str, str]:
-        """What ranks must have in common, by name."""
+        """Lists what ranks must have in common, by name."""
         own: dict[str, object] = {
             "layer": self.layer,
             "call": self.number,
@@ -143,20 +136,20 @@ class Engine(ABC):
         self.peers = peers
 
     def within(self: _Engine, seconds: float) -> _Engine:
-        """The same ranks, which wait for each other so long at most."""
+        """Gives the engine of the same ranks, which wait for each other so long at most."""
         limit = min(self.peers.timeout, seconds)
         return type(self)(self.peers._replace(timeout=limit))
 
     @abstractmethod
     def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
-        """Over the ranks, a tensor of its own: backward needs the rank's own words too."""
+        """Gives a tensor of its own: backward needs the rank's own words, too."""
 
     @abstractmethod
     def gather_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
-        """The words of all ranks, one after the other; of equal length on all ranks."""
+        """Gives the words of all ranks, one after the other; each rank has as many."""
 
     def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
-        """The sum of what goes first: the frame."""
+        """Sums what goes first: the frame."""
         return self.sum_words(message[: self.frame_words], call)
 
     @abstractmethod
@@ -164,7 +157,7 @@ class Engine(ABC):
         """Tells the other ranks, who may wait for this one, that it does not come."""
 
     def set_limit(self, limit: float) -> None:
-        """Seconds, of the exchanges from here on, where the engine itself waits."""
+        """Sets how long exchanges wait from here on, where the engine itself waits."""
         return
 
     def note(self, times: Times, seconds: float) -> None:

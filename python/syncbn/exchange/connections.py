@@ -33,8 +33,9 @@ def close(handle: int) -> None:
 
 
 class Connections(NamedTuple):
-    """groups: the groups over Gloo, by name, which torch.distributed does not know yet; store: the
-    connection over which they were made. The others: as of Peers."""
+    """Holds what one group exchanges through. groups: those over Gloo, by name, which
+    torch.distributed does not know yet; store: the connection over which they were made. The others
+    are those of Peers, in its order."""
 
     groups: dict[str, dist.ProcessGroup]
     store: dist.Store
@@ -68,8 +69,8 @@ def _check_descriptors(number: int) -> None:
 
 @functools.cache
 def _devices() -> list:
-    """Of Gloo, as PyTorch chooses them. All groups share them: for a new one a name server is asked
-    for this host's address, which may take seconds."""
+    """Makes Gloo's devices, as PyTorch chooses them. All groups share them: for a new one a name
+    server is asked for this host's address, which may take seconds."""
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     make = dist.ProcessGroupGloo
     if not names:
@@ -81,7 +82,8 @@ _inherited: list = []
 
 
 def _forget_parent() -> None:
-    """In a forked child: a device's thread stayed behind, and its end would wait for it."""
+    """Keeps the devices in a forked child: their threads stayed behind, and their end waits for
+    them."""
     if _devices.cache_info().currsize:
         _inherited.append(_devices())
     _devices.cache_clear()
@@ -102,14 +104,14 @@ def _gloo(store: dist.Store, rank: int, size: int, limit: float) -> dist.Process
 
 
 def _gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(ranks, n): every rank's bytes."""
+    """Gives every rank's bytes: (ranks, n)."""
     out = [torch.empty_like(own) for _ in range(group.size())]
     group.allgather([out], [own]).wait()
     return torch.stack(out)
 
 
 def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
-    """Every rank's text, cut to 256 bytes."""
+    """Gives every rank's text, cut to 256 bytes."""
     padded = text.encode()[:_BYTES].ljust(_BYTES, b"\0")
     own = torch.tensor(list(padded), dtype=torch.uint8, device="cpu")
     lines = _gather(own, group).tolist()
@@ -117,8 +119,8 @@ def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
 
 
 def _open_memory(group: dist.ProcessGroup, timeout: float) -> tuple[int | None, str]:
-    """Memory that the ranks of a Gloo group share: a handle on every rank; or None on every rank,
-    and in a line why not. A collective call."""
+    """Has the ranks of a Gloo group share memory: gives each of them a handle; or None to all, and
+    in a line why not. It is a collective call."""
     offer = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
     handle = ops.shm_offer(offer, group.rank(), group.size())
     offers = _gather(offer, group).flatten()
@@ -136,8 +138,9 @@ def _open_memory(group: dist.ProcessGroup, timeout: float) -> tuple[int | None, 
 def make(
     name: str, key: str, rank: int, nodes: list[str], limit: float, share: bool
 ) -> Connections:
-    """A collective call of ranks that are all there. key: of the store, for this call alone. nodes:
-    each rank's. limit: seconds that each step may take. share: memory, inside nodes."""
+    """Connects ranks that are all there and make this call together. key: of the store, for this
+    call alone. nodes: each rank's. limit: seconds that each step may take. share: memory, inside
+    nodes."""
     # A connection to each rank, one to the store, and what shared memory needs.
     _check_descriptors(len(nodes) + 16)
     connection = whereabouts.connection()

@@ -43,24 +43,24 @@ def _alive() -> list[dist.ProcessGroup]:
 
 
 def is_nccl_alone(peers: Peers) -> bool:
-    """Whether the caller's group takes no other tensors than those on CUDA."""
+    """Tells whether the caller's group takes no other tensors than those on CUDA."""
     return peers.cuda != "" and "cpu:" not in callers.backends(resolve(peers.cuda))
 
 
 def device_of(peers: Peers) -> torch.device:
-    """Where the caller's NCCL group takes tensors: each of PyTorch 2.15 is bound to a device."""
+    """Tells where the caller's NCCL group takes tensors: PyTorch 2.15 binds it to a device."""
     bound = resolve(peers.cuda).bound_device_id if callers.exists(peers.cuda) else None
     return bound or torch.device("cuda", torch.cuda.current_device())
 
 
 def node_identity() -> str:
-    """What ranks that may share memory have in common."""
+    """Gives what ranks that may share memory have in common."""
     return meeting.node_identity() or f"{socket.gethostname()}, process {os.getpid()}"
 
 
 def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn") -> Peers:
-    """A group of the same ranks for exchanges alone, so that one that times out does not take the
-    user's group with it. Made once per group of the user's; a collective call of its members.
+    """Gives a group of the same ranks for exchanges alone, so that one that times out does not take
+    the user's group with it. It is made once per group of the user's, by all members together.
     patience: the limit of the user's group, in seconds. who: for errors, the layer or function that
     needs the group, or what finds out.
 
@@ -112,20 +112,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
     callers.keep(formed.groups[name], patience, list(ranks), label)
     _alive().extend(formed.groups.values())
     _made[base] = number
-    own = Peers(
-        *(
-            name,
-            len(ranks),
-            rank,
-            timeout,
-            formed.shared,
-            formed.nodes,
-            formed.leaders,
-            formed.note,
-        ),
-        cuda=cuda,
-        patience=patience,
-    )
+    own = Peers(name, len(ranks), rank, timeout, *formed[2:], patience, cuda)
     if own.note and rank == 0:
         _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
     for old in [old for old in _own_groups if callers.outlived(old[3])]:
@@ -138,7 +125,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
 
 
 def named(name: str) -> Peers:
-    """The group of this package with that name, as traced graphs hold it."""
+    """Finds the group of this package with that name, as traced graphs hold it."""
     for own in list(_own_groups.values()):
         if own.group_name == name:
             return own
@@ -149,7 +136,8 @@ def named(name: str) -> Peers:
 
 
 def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | None:
-    """Whom to exchange with; None: nobody (no process group, or one rank). who: as in own_group."""
+    """Finds whom to exchange with; None: nobody (no process group, or one rank). who: as in
+    own_group."""
     asked = asked_of(sharing)
     if asked is None:
         return None
@@ -157,14 +145,14 @@ def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | 
 
 
 def is_made_ahead(sharing: Sharing) -> bool:
-    """Whether converting a model makes the group of peers(), a collective call of its ranks. One
+    """Tells whether converting a model makes the group of peers(), by all its ranks together. One
     that changes in place is made by a training call, because who converts may join ranks that
     train."""
     return sharing.name != callers.OUTSIDE and not callers.changes(resolve(sharing.name))
 
 
 def asked_of(sharing: Sharing) -> tuple[Key, float] | None:
-    """The group that peers() gives, and its patience; None: nobody."""
+    """Describes the group that peers() gives, and its patience; None: nobody."""
     callers.check_fork()
     if not initialized():
         if sharing.name is not None:
@@ -189,7 +177,7 @@ def asked_of(sharing: Sharing) -> tuple[Key, float] | None:
 
 
 def size(sharing: Sharing) -> int:
-    """How many ranks peers() would be, without making their group."""
+    """Counts the ranks that peers() would be, without making their group."""
     if not initialized():
         if sharing.name is not None:
             resolve(sharing.name)
@@ -198,18 +186,18 @@ def size(sharing: Sharing) -> int:
 
 
 def _sees_nobody(sharing: Sharing) -> bool:
-    """Whether there is none but this rank in the default group, if there is one, which the layer
-    has because nobody chose another."""
+    """Tells whether there is none but this rank in the default group, if there is one, which the
+    layer has because nobody chose another."""
     return sharing.name is None and not (initialized() and resolve(None).size() > 1)
 
 
 def beside(sharing: Sharing) -> str:
-    """What tells that a layer without peers has others beside it by accident; "" if nothing."""
+    """Says what tells that a layer without peers has others beside it by accident, or ""."""
     return callers.others_beside() if _sees_nobody(sharing) else ""
 
 
 def training_peers(sharing: Sharing, who: str | Callable[[], str]) -> Peers | None:
-    """The peers() of a call that trains; warns once of others that it does not see."""
+    """Finds the peers() of a call that trains; warns once of others that it does not see."""
     found = peers(sharing, who)
     if found is None and not callers.looked and _sees_nobody(sharing):
         callers.look(who() if callable(who) else who)
@@ -218,15 +206,14 @@ def training_peers(sharing: Sharing, who: str | Callable[[], str]) -> Peers | No
 
 @torch.compiler.assume_constant_result
 def peers_of(*sharing) -> Peers | None:
-    """Of an operator that trains, by a Sharing's fields: one that traced code has made has none in
-    PyTorch 2.15."""
+    """Finds those of an operator that trains, by a Sharing's fields: a Sharing that traced code has
+    made has none in PyTorch 2.15."""
     return training_peers(Sharing(*sharing), "syncbn.ops.batch_norm")
 
 
 def leave_out(ranks: Iterable[int]) -> None:
-    """From now on peers() are those of a layer's group that are not in `ranks` (global numbers).
-    Called by all other ranks between the same two exchanges; drops the groups made since the call
-    before."""
+    """Leaves ranks (global numbers) out of what peers() gives from now on. It is called by all
+    other ranks between the same two exchanges; drops the groups made since the call before."""
     global _absent
     callers.check_fork()
     _absent = frozenset(ranks)
@@ -246,7 +233,7 @@ def _drop(own: Peers) -> None:
 
 
 def _by_digest(keys: Iterable[Key]) -> dict[str, Key]:
-    """By what all ranks of a group call it, in one order on all of them."""
+    """Sorts keys by what all ranks of a group call it, in one order on all of them."""
     found: dict[str, Key] = {}
     for key in sorted(keys):
         number = sum(other[:4] == key[:4] for other in found.values())
@@ -256,8 +243,8 @@ def _by_digest(keys: Iterable[Key]) -> dict[str, Key]:
 
 def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
     """Makes the groups of this package anew, also those that could not be made, of which all ranks
-    know; a collective call of all ranks. sharings: those of layers, by which name; DivergenceError
-    on all ranks if not all ranks of a group have such a layer."""
+    know. All ranks call it together. sharings: those of layers, by which name; DivergenceError on
+    all ranks if not all ranks of a group have such a layer."""
     callers.check_fork()
     for key in [key for key, own in _own_groups.items() if not callers.exists(own.group_name)]:
         _drop(_own_groups.pop(key))  # it went with destroy_process_group
@@ -326,8 +313,8 @@ def choose(
     engine: callers.EngineName = "auto",
     who: str = "syncbn",
 ) -> Sharing:
-    """The ranks that one of process_group, group_size and group asks for. With the latter two a
-    collective call of the default group's ranks. who: asks, as errors of that name it."""
+    """Finds the ranks that one of process_group, group_size and group asks for. For the latter two
+    all ranks of the default group call it together. who: asks, as errors of that name it."""
     given = [
         f"{name}={value!r}"
         for name, value in (
@@ -369,7 +356,7 @@ def choose(
 
 
 def _nccl_part(parts: list[list[int]], rank: int) -> str:
-    """The name of the group of this rank's part, made by PyTorch, for NCCL."""
+    """Names the group of this rank's part, which PyTorch makes, for NCCL."""
     key = tuple(map(tuple, parts))
     if key not in _nccl_groups or not callers.exists(_nccl_groups[key]):
         made = [dist.new_group(part) for part in parts]
@@ -378,7 +365,7 @@ def _nccl_part(parts: list[list[int]], rank: int) -> str:
 
 
 def gather_text(text: str, who: str) -> list[str]:
-    """Every rank's text, through the store: on every backend, without a device."""
+    """Gives every rank's text, through the store: on every backend, without a device."""
     ranks, limit = tuple(range(dist.get_world_size())), limit_of(resolve(None))
     offer = meeting.Offer(who, value=text)
     return meeting.meet("syncbn/text", ranks, dist.get_rank(), limit, offer)

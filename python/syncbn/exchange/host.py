@@ -26,7 +26,7 @@ from ..operators import (
     without_modes,
 )
 from . import agreement, callers, connections, whereabouts
-from .attempt import Attempt, Refusal, Refused, lacks_memory
+from .attempt import Attempt, Refusal, Refused
 from .call import Call, Engine, Peers, Times
 from .transport import Transport
 
@@ -56,7 +56,7 @@ class OnHost(Engine, Transport):
         return self._rest_after(self.sum_first(message, call), message, channels, call)
 
     def _rest_after(self, first, message, channels, call):
-        """What exchange() returns, when the first part of the sum is there."""
+        """Gives what exchange() returns, when the first part of the sum is there."""
         # A mode of the caller's that raised here would leave the others alone with the sum.
         with without_modes():
             agreement.check_header(first, self, call)
@@ -83,7 +83,7 @@ class OnHost(Engine, Transport):
         return first, self.gather_words(record, call)
 
     def _placed(self, message, channels):
-        """The first message of gather(), and whether it has room for all records."""
+        """Makes the first message of gather(), and tells whether it has room for all records."""
         record, ranks = message[HEADER_WORDS:], self.peers.ranks
         size, room = record.numel(), self.frame_words
         words = room or HEADER_WORDS + ranks * size
@@ -97,12 +97,12 @@ class OnHost(Engine, Transport):
         return frame, fits
 
     def sum(self, x, tag, call):
-        """A message of the frame's length, for the tags, goes first."""
+        """Sums x after the tags, which go first, in a message of the frame's length."""
         agreement.agree(torch.empty(0, dtype=torch.int64, device="cpu"), tag, self, call)
         return self._sum_numbers(x.cpu().contiguous(), call).to(x.device)
 
     def _sum_numbers(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        """The sum of tensors of any dtype, equal in shape on all ranks."""
+        """Sums tensors of any dtype, equal in shape on all ranks."""
         with Attempt(self, call) as attempt:
             return _sum_over_gloo(x.clone(), self.peers.group_name, attempt)
 
@@ -112,7 +112,7 @@ class OnHost(Engine, Transport):
                 word = int(merged[HEADER_BACKWARD].item())
             return agreement.backward_of(word, own, self, call)
 
-    def reject(self, call, error, compare=True, x=None, parameter=None):
+    def reject(self, call, error, x=None, parameter=None):
         reason = str(error).removeprefix(f"{call}, {self.peers}: ")
         text = f"{call}: {type(error).__name__}: {reason}"
 
@@ -120,8 +120,7 @@ class OnHost(Engine, Transport):
             with without_modes():
                 like = torch.empty(0, device="cpu")
                 self.sum_first(ops.rejection(like, self.frame_words), call)
-                if compare:
-                    agreement.tell(self, call, text)
+                agreement.tell(self, call, text)
 
         Refusal(self, text, tell)
 
@@ -171,13 +170,13 @@ class _InMemory(OnHost):
         return self.peers.shared
 
     def _all_reduce(self, words: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The sum over the node, and a status."""
+        """Gives the sum over the node, and a status."""
         total, status = ops.shm_sum(words, self._handle, _SLICE)
         return total, _finish(self._handle, status)
 
     def _sum_on_node(self, words: torch.Tensor, attempt: Attempt) -> torch.Tensor:
-        """Raises DivergenceError if lengths differ, which breaks the group: the ranks are in
-        different exchanges."""
+        """Sums over the node. Raises DivergenceError if lengths differ, which breaks the group: the
+        ranks are in different exchanges."""
         total, status = self._all_reduce(words)
         if status == DIVERGED:
             reason = ops.shm_error(self._handle).removeprefix(f"{self.peers}: ")
@@ -203,8 +202,8 @@ class _InMemory(OnHost):
 
 
 def _finish(handle: int, status: int) -> int:
-    """The status at the end of an exchange that has begun. Comes back to Python 20 times a second,
-    so that Ctrl-C works."""
+    """Gives the status at the end of an exchange that has begun. Python is in between 20 times a
+    second, so that Ctrl-C works."""
     while status == PENDING:
         status = ops.shm_finish(handle, _SLICE)
     return status
@@ -229,7 +228,7 @@ class SharedMemory(_InMemory):
             return self._sum_on_node(words, attempt)
 
     def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
-        """The whole message; if lengths differ the header alone, which tells why."""
+        """Sums the whole message; if lengths differ the header alone, which tells why."""
         with Attempt(self, call) as attempt:
             total, status = self._all_reduce(message)
             if status != DIVERGED:
@@ -244,11 +243,7 @@ class SharedMemory(_InMemory):
         try:
             given, message, first = self._step(run, arguments, call)
         except Refused as refused:
-            error = refused.__cause__
-            assert isinstance(error, Exception)
-            if not (checked or lacks_memory(error)):
-                raise
-            raise self._refused(error, arguments[0], call) from None
+            raise self._failed(refused.args[0], arguments[0], call, checked) from None
         if message is None:
             return [given], None
         return [given], (message, *self._rest_after(first, message, call.channels, call))
@@ -262,7 +257,7 @@ class SharedMemory(_InMemory):
             try:
                 *given, message, total, status = run(*arguments, handle, _SLICE)
             except Exception as error:
-                raise Refused from error
+                raise Refused(error) from error
             if status == DONE:
                 return given, None, None
             status = _finish(handle, status)
@@ -299,19 +294,19 @@ class SharedMemoryAndGloo(_InMemory):
         self._leave_gloo(why)
 
     def pass_on(self, why: str) -> None:
-        """The other nodes do not see it."""
+        """Tells the other nodes, which do not see it."""
         self._tell_gloo(why)
 
 
 def _keep(peers: Peers) -> None:
-    """For ever: the end of a Gloo group waits for works that nobody will finish."""
+    """Keeps the groups for ever: their end would wait for works that nobody will finish."""
     for name in (peers.group_name, peers.leaders):
         if name is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(callers.resolve(name)))
 
 
 def _sum_over_gloo(total: torch.Tensor, group: str, attempt: Attempt) -> torch.Tensor:
-    """The sum over the group, which is written over what it is made of."""
+    """Sums over the group, and writes the sum over what it is made of."""
     options = dist.AllreduceOptions()
     options.timeout = attempt.timeout
     _wait(callers.resolve(group).allreduce([total], options), attempt)
@@ -354,7 +349,7 @@ class ThroughHost(Transport):
         self.name = f"{self.engine.name}, through the host"
 
     def exchange(self, message, channels, call):
-        """The merged message in one piece."""
+        """Gives the merged message in one piece."""
         own = message.cpu()
         framed = F.pad(own, (0, max(0, self.engine.frame_words - own.numel())))
         first, rest = self.engine.exchange(framed, channels, call)
@@ -381,5 +376,5 @@ class ThroughHost(Transport):
     def backward_of(self, word, merged, own, call):
         return self.engine.backward_of(word, merged, own, call)
 
-    def reject(self, *refused, **given):
-        self.engine.reject(*refused, **given)
+    def reject(self, call, error, x=None, parameter=None):
+        self.engine.reject(call, error)

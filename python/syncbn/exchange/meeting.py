@@ -51,8 +51,8 @@ os.register_at_fork(after_in_child=_waiting.clear)
 
 
 class Offer(NamedTuple):
-    """What a rank announces. who: the layer or function that needs the group. asks: what all ranks
-    must ask for alike, as a text. value: what the others need of this rank."""
+    """Holds what a rank announces. who: the layer or function that needs the group. asks: what all
+    ranks must ask for alike, as a text. value: what the others need of this rank."""
 
     who: str
     asks: str = ""
@@ -64,12 +64,13 @@ class Offer(NamedTuple):
 
 
 class _Over(Exception):
-    """The attempt has failed, on all ranks; arguments: the kind of error, and its text."""
+    """Says that the attempt has failed on all ranks, with the kind of error and its text."""
 
 
 def node_identity() -> str:
-    """What processes that can find each other have in common: the machine's running system, and the
-    PID namespace, which containers of one machine do not share. "" where that is not known."""
+    """Gives what processes that can find each other have in common: the machine's running system
+    and the PID namespace, which containers of one machine do not share. "" where that is not
+    known."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -78,7 +79,7 @@ def node_identity() -> str:
 
 
 def _process() -> tuple[int, str, str]:
-    """This process, as others on its node can find it."""
+    """Describes this process, as others on its node can find it."""
     try:
         return os.getpid(), _started(os.getpid())[1], node_identity()
     except OSError:
@@ -86,14 +87,14 @@ def _process() -> tuple[int, str, str]:
 
 
 def _started(process: int) -> tuple[str, str]:
-    """Its state, and when it started."""
+    """Gives the state of a process, and when it started."""
     with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def _has_ended(process: tuple) -> bool:
-    """Whether it is known to have ended: that is not seen from another node or PID namespace."""
+    """Tells whether it is known to have ended: another node or PID namespace does not see it."""
     number, started, node = process
     if not node or node != _process()[2]:
         return False
@@ -108,9 +109,9 @@ def _has_ended(process: tuple) -> bool:
 
 
 def _since() -> float:
-    """When this process began. News in the store that is older is of an earlier attempt: clocks of
-    two nodes differ by less than a job needs to start. Only how soon errors come depends on it.
-    """
+    """Finds when this process began. News in the store that is older is of an earlier attempt:
+    clocks of two nodes differ by less than a job needs to start. Only how soon errors come depends
+    on it."""
     try:
         began = int(_started(os.getpid())[1]) / os.sysconf("SC_CLK_TCK")
     except OSError:
@@ -271,7 +272,7 @@ class _Attempt:
         return _refusal(PeerLost, f"rank {self.rank} left the group: {why}")
 
     def _reason(self) -> str:
-        """A verdict, if this rank waits no longer."""
+        """Gives a verdict, if this rank waits no longer."""
         if self.left:
             return self._leaves(self.left)
         now = time.monotonic()
@@ -302,7 +303,7 @@ class _Attempt:
             self._missing.append(rank)
 
     def _others(self, stage: str) -> str:
-        """A line for each of the other ranks."""
+        """Says where the other ranks are, a line for each."""
         if stage == "came":
             self._read(len(self._missing))
         lines = []

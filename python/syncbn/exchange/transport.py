@@ -6,15 +6,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 
+from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import DONE, HEADER_WORDS, MESSAGE, without_modes
 from . import attempt
 from .agreement import Backward
 from .call import Call, Engine, Peers, timed
 
+#: Errors after an exchange that all ranks have.
+_OF_ALL_RANKS = (DivergenceError, ExchangeTimeout, PeerLost, ValueError)
+
 
 class Transport(ABC):
-    """Errors of an exchange are raised on every rank that takes part, and name the call."""
+    """Brings messages to the ranks of a group. Errors of an exchange are raised on every rank that
+    takes part, and name the call."""
 
     #: Its name, as report() shows it.
     name: str
@@ -44,33 +50,43 @@ class Transport(ABC):
         """Brings every rank's record of the welford mode to all ranks.
 
         Returns (merged message, whose header counts; records, one after the other, on CUDA each
-        behind its header). Errors as in exchange().
+        behind its header). Errors are those of exchange().
         """
 
     @abstractmethod
     def sum(self, x: torch.Tensor, tag: int, call: Call) -> torch.Tensor:
-        """The sum of x over the group, float64; tag: 20 bits, equal on ranks whose x may be summed.
-        Errors as in exchange()."""
+        """Sums x, float64, over the group; tag: 20 bits, equal on ranks whose x may be summed.
+        Errors are those of exchange()."""
 
     @abstractmethod
     def backward_of(self, word: int, merged: torch.Tensor | None, own: int, call: Call) -> Backward:
-        """Who takes part in the backward of a forward. word: what the merged header says, or merged
-        the message that begins with it. own: this rank's word."""
+        """Tells who takes part in the backward of a forward. word: what the merged header says, or
+        merged the message that begins with it. own: this rank's word."""
 
     @abstractmethod
     def reject(
         self,
         call: Call,
         error: BaseException,
-        compare: bool = True,
         x: object = None,
         parameter: torch.Tensor | None = None,
     ) -> None:
         """Does what transports.reject() says."""
 
     def leave(self, error: BaseException, call: Call) -> None:
-        """Does what attempt.leave() says, in this group."""
-        attempt.leave(error, self.engine, call, self.peers)
+        """Tells the others of an error that ends a step of a layer on this rank alone, also before
+        and after the exchange. The caller raises the error again; what lacks memory is
+        raised here, with the layer's name."""
+        no_memory = attempt.lacks_memory(error)
+        own = no_memory or not isinstance(error, Exception)
+        # A mode of the caller's may raise anything, anywhere.
+        own = own or (_len_torch_dispatch_stack() > 0 and not isinstance(error, _OF_ALL_RANKS))
+        if getattr(error, "told", False) or not own:
+            return
+        if self.engine is not None:
+            attempt.abandon(self.engine, call, error)
+        if no_memory:
+            raise attempt.out_of_memory(error, call, self.peers) from error
 
     def begin(
         self,
@@ -117,7 +133,7 @@ class Transport(ABC):
     def refusing(
         self, run, arguments: tuple, x: torch.Tensor, call: Call | None, checked: bool = True
     ):
-        """run(*arguments), before an exchange. Its error is told to the others, or, where the
+        """Calls run(*arguments), before an exchange. Its error is told to the others, or, where the
         arguments are not checked, an argument that it refuses is Refused. call: as in begin()."""
         try:
             return _timed(run, call)(*arguments)
@@ -127,23 +143,18 @@ class Transport(ABC):
     def _failed(
         self, error: Exception, x: torch.Tensor, call: Call | None, checked: bool
     ) -> Exception:
-        if call is None:
+        """Gives what to raise for an error of an operator before an exchange, of which the others
+        hear. It names the layer where there was no memory, and where an operator refused an
+        argument. Without a call it is the error as it is."""
+        no_memory = attempt.lacks_memory(error)
+        if call is None or not (checked or no_memory):
             return error if checked else attempt.Refused()
-        if not (checked or attempt.lacks_memory(error)):
-            return attempt.Refused()
-        return self._refused(error, x, call)
-
-    def _refused(self, error: Exception, x: torch.Tensor | None, call: Call) -> Exception:
-        """The error to raise, which names the layer where there was no memory, and where an
-        operator refused an argument."""
-        if not attempt.lacks_memory(error):
-            error = attempt.invalid(error, call, self.peers)
-            with without_modes():
-                self.reject(call, error, x=x)
-            error.told = True  # type: ignore[attr-defined]  # for attempt.leave()
-            return error
-        self.reject(call, MemoryError(attempt.reason_of(error)), x=x)
-        return attempt.out_of_memory(error, call, self.peers)
+        name = attempt.out_of_memory if no_memory else attempt.invalid
+        error = name(error, call, self.peers)
+        with without_modes():
+            self.reject(call, error, x=x)
+        error.told = True  # type: ignore[attr-defined]  # for leave()
+        return error
 
 
 def _timed(run, call: Call | None):
@@ -151,8 +162,8 @@ def _timed(run, call: Call | None):
 
 
 def _total(messages: Sequence[torch.Tensor], lead: int) -> torch.Tensor:
-    """One message for the process, which speaks in the header as one rank: the elements of all
-    inputs, the rest from the one that leads."""
+    """Makes one message for the process, which speaks in the header as one rank: the elements of
+    all inputs, the rest from the one that leads."""
     total = messages[0].clone()
     for message in messages[1:]:
         total += message.to(total.device)

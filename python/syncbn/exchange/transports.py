@@ -16,7 +16,7 @@ from .transport import Transport
 
 
 def transport_of(peers: Peers | None, device: torch.device) -> Transport:
-    """The one of messages on that device to these peers."""
+    """Gives the way of messages on that device to these peers."""
     if peers is None:
         return _ALONE
     if device.type != "cuda":
@@ -27,7 +27,7 @@ def transport_of(peers: Peers | None, device: torch.device) -> Transport:
 
 
 class Alone(Transport):
-    """The way of one rank, which sends nothing."""
+    """Keeps the messages of one rank, which sends nothing."""
 
     name = "none"
     way = ALONE
@@ -44,16 +44,16 @@ class Alone(Transport):
     def backward_of(self, word, merged, own, call):
         return Backward(bool(own & WANTS_X), bool(own & WANTS_SUMS)) if own else _NO_BACKWARD
 
-    def reject(self, call, error, compare=True, x=None, parameter=None):
-        """Nobody waits for this rank."""
+    def reject(self, call, error, x=None, parameter=None):
+        """Tells nobody: nobody waits for this rank."""
 
 
 _ALONE, _NO_BACKWARD = Alone(), Backward(False, False)
 
 
 class InStream(Transport):
-    """Messages on CUDA over the caller's own NCCL group. The host waits for nothing and knows of no
-    error: they are NCCL's and its watchdog's. device: of the messages."""
+    """Sends messages on CUDA over the caller's own NCCL group. The host waits for nothing and knows
+    of no error: they are NCCL's and its watchdog's. device: of the messages."""
 
     name = "nccl"
     peers: Peers
@@ -72,7 +72,7 @@ class InStream(Transport):
         return messages[:, :HEADER_WORDS].sum(0), messages.flatten()
 
     def sum(self, x, tag, call):
-        """The tags travel in the same message."""
+        """Sums x and the tags in one message."""
         tags = [x.new_full((1,), t) for t in (tag, tag * tag)]  # of up to 2,048 ranks exact
         total = torch.cat([x.flatten(), *tags])
         self.exchange(total, 0, call)
@@ -81,12 +81,12 @@ class InStream(Transport):
         return torch.where(alike, total[:-2].view(x.shape), math.nan)
 
     def backward_of(self, word, merged, own, call):
-        """Nobody looks at the header; every rank with a node comes."""
+        """Expects every rank that has a node: nobody looks at the header."""
         return Backward(True, True)
 
-    def reject(self, call, error, compare=True, x=None, parameter=None):
-        """NaN for the others, if the length of their messages can be known: their channels, and by
-        x their dtype. Else, and where they are in sum(), they wait for NCCL's time limit."""
+    def reject(self, call, error, x=None, parameter=None):
+        """Gives the others NaN, if the length of their messages can be known: their channels, and
+        by x their dtype. Else, and where they are in sum(), they wait for NCCL's time limit."""
         if not isinstance(x, torch.Tensor) or x.dtype not in MESSAGE_WORDS:
             return
         if call.direction not in ("forward", "backward"):
@@ -109,18 +109,16 @@ def reject(
     peers: Peers | None,
     call: Call,
     error: BaseException,
-    compare: bool = True,
     x: object = None,
     parameter: torch.Tensor | None = None,
     counter: torch.Tensor | None = None,
 ) -> None:
     """Takes part in an exchange with the word that this rank cannot, so that the others get its
-    error now and not when their time is up. compare: the others are in exchange() or gather().
-    x: this rank's input. parameter: one that has the layer's number of channels. counter: a tensor
-    of any shape that lies where the layer does."""
+    error now and not when their time is up. x: this rank's input. parameter: one that has the
+    layer's number of channels. counter: a tensor of any shape that lies where the layer does."""
     if peers is not None:
         device = _device_of_others(peers, x, parameter, counter)
-        transport_of(peers, device).reject(call, error, compare, x, parameter)
+        transport_of(peers, device).reject(call, error, x, parameter)
 
 
 def _device_of_others(
@@ -129,8 +127,8 @@ def _device_of_others(
     parameter: torch.Tensor | None,
     counter: torch.Tensor | None,
 ) -> torch.device:
-    """Where the messages of ranks lie that do not refuse, which decides the way that they take:
-    where the layer lies, because the input may be what is refused."""
+    """Tells where the messages of ranks lie that do not refuse, which decides the way that they
+    take: where the layer lies, because the input may be what is refused."""
     if parameter is not None:
         return parameter.device
     if counter is not None and counter.is_cuda:  # else the layer may not have been called yet

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -97,7 +96,7 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 
 
 def _taken(layer: nn.Module, original: type[nn.Module]) -> set[str]:
-    """Attributes of the layer that stand in the place of others of SyncBatchNorm."""
+    """Names attributes of the layer that stand in the place of others of SyncBatchNorm."""
     theirs = {*_OWN_ATTRIBUTES, *dir(SyncBatchNorm)} - {*dir(original)}
     if issubclass(original, nn.SyncBatchNorm):  # whose attribute means the same
         theirs.remove("process_group")
@@ -218,7 +217,7 @@ def convert_sync_batchnorm(
         )
         if any(argument is not None for argument in arguments)
     }
-    initialized = sync is not False and dist.is_available() and dist.is_initialized()
+    initialized = sync is not False and callers.initialized()
     exchanging = initialized and groups.is_made_ahead(sharing)
     if exchanging:
         groups.peers(sharing, _NAME)

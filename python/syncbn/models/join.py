@@ -29,7 +29,7 @@ _active: "_Inputs | None" = None
 
 
 class _Inputs:
-    """Which ranks still have inputs: agreed once per iteration, by all ranks."""
+    """Knows which ranks still have inputs, as all ranks agree once per iteration."""
 
     def __init__(self, models: tuple[Any, ...], throw: bool, options: dict[str, Any]) -> None:
         self.models = nn.ModuleList(model for model in models if isinstance(model, nn.Module))
@@ -106,7 +106,7 @@ class _Inputs:
             frame = frame.f_back
 
     def enter(self) -> None:
-        """From now on an iteration begins with the ranks' agreement."""
+        """Has each iteration begin with the ranks' agreement from now on."""
 
         def begin(model: nn.Module, _args: Any) -> None:
             self.refuse_compiled_around()
@@ -269,7 +269,7 @@ class join:
 
     def __enter__(self) -> None:
         global _active
-        if not (self._enable and dist.is_available() and dist.is_initialized()):
+        if not (self._enable and callers.initialized()):
             return
         if _active is not None:
             raise RuntimeError(

@@ -8,7 +8,6 @@ import logging
 import zlib
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import DivergenceError
@@ -27,7 +26,8 @@ def _exchanges(layer: SyncBatchNorm) -> bool:
 
 
 def sharings_of(module: nn.Module) -> dict[callers.Sharing, str]:
-    """With whom its layers exchange, in one order on all ranks; and a layer's name for each."""
+    """Lists with whom its layers exchange, in one order on all ranks, and a layer's name for
+    each."""
     layers = [layer for _, layer in reversed(layers_of(module)) if _exchanges(layer)]
     found = {layer.state.sharing: layer.state.name for layer in layers}
     order = sorted(found, key=lambda own: (own.name or "", own.limit or 0.0, own.engine))
@@ -62,7 +62,7 @@ def prepare(module: Model) -> Model:
     is a collective call of the groups' ranks. Without torch.distributed it does nothing.
     """
     check_module(module)
-    if dist.is_available() and dist.is_initialized():
+    if callers.initialized():
         for sharing, name in sharings_of(module).items():
             if sharing.name == callers.OUTSIDE or groups.is_made_ahead(sharing):
                 groups.peers(sharing, name)
@@ -165,7 +165,7 @@ def statistics_of(layer: SyncBatchNorm) -> list[Tensor]:
 
 
 def _numbers(layer: SyncBatchNorm) -> tuple[int, int, int]:
-    """Its next call, its batches, and what stands for the bits of its statistics."""
+    """Gives its next call, its batches, and what stands for the bits of its statistics."""
     words = b"".join(bytes(_words(x).view(torch.uint8).tolist()) for x in statistics_of(layer))
     digest = int.from_bytes(hashlib.sha256(words).digest()[:8], "little", signed=True)
     batches = layer.num_batches_tracked

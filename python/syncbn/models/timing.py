@@ -214,7 +214,7 @@ def _gathered(noted: Sequence[tuple[str, SyncBatchNorm, Times]]) -> list[LayerTi
 def _waits_of_all(
     transport: transports.Transport, noted: Sequence[tuple[str, SyncBatchNorm, Times]]
 ) -> list[torch.Tensor]:
-    """For each layer (ranks, n): the waits of the last n exchanges that all ranks noted."""
+    """Gives (ranks, n) of each layer: the waits of the last n exchanges that all ranks noted."""
     peers = transport.peers
     assert peers is not None
     # Of each rank its part: how many waits, then these, the newest first.

@@ -50,7 +50,8 @@ class Identity(NamedTuple):
 
 
 def _number(value: int) -> Tensor:
-    """int64 [1] on the CPU: real, whatever mode makes tensors fake, meta or of inference."""
+    """Makes an int64 [1] on the CPU, which is real, whatever mode makes tensors fake, meta or of
+    inference."""
     with without_modes(), torch.inference_mode(False):
         return torch.tensor([value], dtype=torch.int64, device="cpu")
 
@@ -118,14 +119,14 @@ class LayerState:
             self.name, self.sought = path + self.apart, False
 
     def peers(self, options: Options) -> Peers | None:
-        """Whom a training call exchanges with, if anybody."""
+        """Finds whom a training call exchanges with, if anybody."""
         return groups.training_peers(self.sharing, self.find_path) if options.sync else None
 
     def find_path(self) -> str:
         """The name. All layers that were made directly get the path where they lie first."""
         if self.path == UNNAMED and not self.sought:
             paths = paths_of_living()
-            for other in living():
+            for other in list(_states.values()):
                 if other.path == UNNAMED and not other.sought:
                     path = paths.get(other)
                     # Of clones in one model the path says enough.
@@ -138,13 +139,17 @@ class LayerState:
         """Brings the counters to the device of a call."""
         if self.call is None or self.call.device == device:
             return
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{self.name}: got its first call on {device} while a CUDA graph is captured, "
-                "expected an eager training step before the capture"
-            )
+        self.refuse_capture(device.type == "cuda", f"call on {device}")
         with without_modes(), torch.inference_mode(False):
             self.call, self.count = self.call.to(device), self.count.to(device)
+
+    def refuse_capture(self, on_cuda: bool, first: str) -> None:
+        """Refuses what cannot be done while a CUDA graph is captured."""
+        if on_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.name}: got its first {first} while a CUDA graph is captured, expected an "
+                "eager training step before the capture"
+            )
 
     def call_of(self, x: object, options: Options) -> Call:
         """The next call with that input, as errors name it."""
@@ -160,11 +165,6 @@ class LayerState:
 _ids = itertools.count(1)
 _states: "weakref.WeakValueDictionary[int, LayerState]" = weakref.WeakValueDictionary()
 _by_identity: dict[Identity, LayerState] = {}
-
-
-def living() -> list[LayerState]:
-    """All states of this process."""
-    return list(_states.values())
 
 
 def named(identity: Identity) -> LayerState:
@@ -253,7 +253,7 @@ _compared: dict[str, _Group] = {}
 
 
 def compare(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) -> None:
-    """Before an exchange of a layer in another group than its last one: sets state.number, and in
+    """Sets, before an exchange of a layer in another group than its last one, state.number, and in
     the first exchange state.call, to what the ranks agree on in a message.
     Raises DivergenceError on every rank if they call different layers."""
     group = peers.group_name
@@ -271,16 +271,12 @@ def way(state: LayerState, peers: Peers | None) -> Peers | None:
     if peers is None or not state.compares or peers.group_name in state.numbers:
         return peers
     state.find_path()  # for the error's text
-    return peers.over_host()
+    return peers._replace(cuda="")
 
 
 def _agreed(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) -> int:
     state.find_path()
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{state.name}: got its first exchange in a group while a CUDA graph is captured, "
-            "expected an eager training step before the capture"
-        )
+    state.refuse_capture(x.is_cuda, "exchange in a group")
     if peers.group_name not in _compared:
         for gone in [name for name in list(_compared) if not callers.exists(name)]:
             _compared.pop(gone, None)
@@ -323,7 +319,7 @@ def _has(path: str, peers: Peers) -> bool:
             state.compares
             and peers.group_name not in state.numbers
             and _end_of(_path(state), peers) == path
-            for state in living()
+            for state in list(_states.values())
         )
 
     if not found():
@@ -367,7 +363,7 @@ def _ends(path: str, end: str) -> bool:
 
 
 def _path(state: LayerState) -> str:
-    """Without wrappers; "" of a layer that no module holds."""
+    """Gives the path without wrappers; "" of a layer that no module holds."""
     path = state.path
     if path == UNNAMED:
         return ""

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import checkpoint
 
-from .layer_state import LayerState
 from .options import Options
 
 _autograd = torch._C._autograd
@@ -195,8 +194,8 @@ def outside() -> bool:
 
 
 def _around() -> tuple[list[Any], list[Any], tuple[Any, object] | None] | None:
-    """Of the segments around this call: whom they belong to, what they were given, and (owner, run)
-    of the one that runs again. None outside of any."""
+    """Tells of the segments around this call whom they belong to, what they were given, and (owner,
+    run) of the one that runs again. None outside of any."""
     names = _names()
     # Looking through the stack costs microseconds, so not in a plain step.
     if names is None or _surely_outside():
@@ -224,7 +223,7 @@ def _around() -> tuple[list[Any], list[Any], tuple[Any, object] | None] | None:
 
 
 def segment(
-    state: LayerState, options: Options, residual: bool, *inputs: torch.Tensor | None
+    state: Any, options: Options, residual: bool, *inputs: torch.Tensor | None
 ) -> Segment | None:
     """The segments around a training call; None outside of any. Raises RuntimeError if a
     recomputation makes another call than the first run."""

@@ -118,13 +118,20 @@ def like(tensor: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x).copy_(tensor)
 
 
-def leave(error: BaseException, state: LayerState, options: Options, transport, x: Tensor) -> None:
-    """After an error in a forward: tells the others what they cannot see. transport: makes it."""
+def leave(
+    error: BaseException,
+    state: LayerState,
+    options: Options,
+    peers: Peers | None,
+    x: Tensor,
+    segment: Segment | None = None,
+) -> None:
+    """Tells the others after an error in a forward what they cannot see."""
     if isinstance(error, Refused):
         return
     with without_modes():
         call = state.call_of(x, options)
-    transport().leave(error, call)
+    transport_in(segment, peers, x).leave(error, call)
 
 
 def forward(
