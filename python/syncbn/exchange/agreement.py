@@ -3,13 +3,12 @@
 
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import DTYPES, HEADER_WORDS, ops, without_modes
-from .call import FRAME_WORDS, Call, Engine, Peers
+from .call import FRAME_WORDS, Backward, Call, Engine, Peers
 
 
 def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtype | None:
@@ -138,16 +137,6 @@ def check_count(merged: torch.Tensor | None, own: int, sizes: str) -> None:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got 1 over all {sizes}"
         )
-
-
-class Backward(NamedTuple):
-    """Tells who takes part in the backward of a step: whether any rank wants the gradient of x, or
-    the global gradients of weight and bias, so that backward exchanges; and the ranks that cannot
-    come to it."""
-
-    x: bool
-    sums: bool
-    absent: tuple[int, ...] = ()
 
 
 #: Counters of ranks in the header's word about backward: of those that want the gradient of x, of

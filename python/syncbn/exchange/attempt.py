@@ -6,17 +6,14 @@ import atexit
 import contextlib
 import datetime
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
 
-import torch
-
 from ..errors import ExchangeTimeout, PeerLost
 from ..operators import without_modes
 from . import apart, callers, whereabouts
-from .call import Call, Engine, Peers
+from .call import Call, Engine, Refused, lacks_memory, reason_of
 
 # Why groups cannot be used any more.
 _broken: dict[str, str] = {}
@@ -27,16 +24,6 @@ _threads: dict[str, int] = {}
 # compile, so that the others wait as long as for the caller's own group.
 _exchanged: set[tuple[str, str, str]] = set()
 _STEP = ("forward", "backward", "conversion")
-
-#: An operator's error about an argument.
-_INVALID = re.compile(r"\w+: got [^\n]*, expected ")
-#: In PyTorch's error for a tensor on CPU, which has no type of its own.
-_NO_MEMORY = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
-
-
-class Refused(Exception):
-    """An operator of a whole direction took no such arguments; its exchange did not begin."""
-
 
 #: Ways out of an exchange that the other ranks take as well, or that are no part of it.
 _KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, Refused)
@@ -177,46 +164,6 @@ def abandon(engine: Engine, call: Call, error: BaseException) -> None:
     _broken.setdefault(engine.peers.group_name, why)
     with without_modes():  # one that raises, and goes on to raise
         engine.abandon(why)
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Tells whether it is what PyTorch and the operators raise when an allocation fails."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error)  # PyTorch 2.15 does not hand on the type of the operators' error
-    known = text.startswith(("memory: got none", "std::bad_alloc"))
-    return known or bool(_NO_MEMORY.search(text))
-
-
-def reason_of(error: BaseException) -> str:
-    """Gives its text; C++ and Python have none of their own for lack of memory, and PyTorch names
-    its allocator."""
-    text = str(error)
-    if asked := _NO_MEMORY.search(text):
-        return f"memory: got none for a tensor of {asked[1]} bytes"
-    return "memory: got none" if text in ("", "std::bad_alloc") else text
-
-
-def invalid(error: Exception, call: Call, peers: Peers | None) -> Exception:
-    """Makes what an operator says of an argument a ValueError again, which PyTorch makes a
-    RuntimeError, with the names of the layer and of this rank; any other error stays as it is."""
-    if not _INVALID.match(str(error)):
-        return error
-    return ValueError(f"{call}{_named(peers)}: {error}")
-
-
-def _named(peers: Peers | None) -> str:
-    return "" if peers is None else f", {peers}"
-
-
-def out_of_memory(error: BaseException, call: Call, peers: Peers | None) -> MemoryError:
-    """Makes an error with the names of the layer and of this rank, to be raised after the others
-    were told."""
-    named = MemoryError(f"{call}{_named(peers)}: {reason_of(error)}")
-    named.told = True  # type: ignore[attr-defined]  # for Transport.leave()
-    return named
 
 
 def is_broken(group: str) -> bool:

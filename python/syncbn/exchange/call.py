@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one exchange is about: with whom, of which call of a layer, and how long it takes; and what
-the others of this folder ask of an engine, which sums words."""
+"""What one exchange is about: with whom, of which call of a layer, how long it takes, how errors
+name it; and what the others of this folder ask of an engine, which sums words."""
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -123,6 +124,66 @@ class Call(NamedTuple):
         return {name: str(value) for name, value in own.items() if value is not None}
 
 
+class Backward(NamedTuple):
+    """Tells who takes part in the backward of a step: whether any rank wants the gradient of x, or
+    the global gradients of weight and bias, so that backward exchanges; and the ranks that cannot
+    come to it."""
+
+    x: bool
+    sums: bool
+    absent: tuple[int, ...] = ()
+
+
+#: An operator's error about an argument.
+_INVALID = re.compile(r"\w+: got [^\n]*, expected ")
+#: In PyTorch's error for a tensor on CPU, which has no type of its own.
+_NO_MEMORY = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
+
+
+class Refused(Exception):
+    """An operator of a whole direction took no such arguments; its exchange did not begin."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Tells whether it is what PyTorch and the operators raise when an allocation fails."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)  # PyTorch 2.15 does not hand on the type of the operators' error
+    known = text.startswith(("memory: got none", "std::bad_alloc"))
+    return known or bool(_NO_MEMORY.search(text))
+
+
+def reason_of(error: BaseException) -> str:
+    """Gives its text; C++ and Python have none of their own for lack of memory, and PyTorch names
+    its allocator."""
+    text = str(error)
+    if asked := _NO_MEMORY.search(text):
+        return f"memory: got none for a tensor of {asked[1]} bytes"
+    return "memory: got none" if text in ("", "std::bad_alloc") else text
+
+
+def invalid(error: Exception, call: Call, peers: Peers | None) -> Exception:
+    """Makes what an operator says of an argument a ValueError again, which PyTorch makes a
+    RuntimeError, with the names of the layer and of this rank; any other error stays as it is."""
+    if not _INVALID.match(str(error)):
+        return error
+    return ValueError(f"{call}{_named(peers)}: {error}")
+
+
+def _named(peers: Peers | None) -> str:
+    return "" if peers is None else f", {peers}"
+
+
+def out_of_memory(error: BaseException, call: Call, peers: Peers | None) -> MemoryError:
+    """Makes an error with the names of the layer and of this rank, to be raised after the others
+    were told."""
+    named = MemoryError(f"{call}{_named(peers)}: {reason_of(error)}")
+    named.told = True  # type: ignore[attr-defined]  # for Transport.leave()
+    return named
+
+
 _Engine = TypeVar("_Engine", bound="Engine")
 
 
@@ -155,6 +216,10 @@ class Engine(ABC):
     @abstractmethod
     def abandon(self, why: str) -> None:
         """Tells the other ranks, who may wait for this one, that it does not come."""
+
+    @abstractmethod
+    def leave_group(self, call: Call, error: BaseException) -> None:
+        """Leaves the group for an error that only this rank has. The others get PeerLost."""
 
     def set_limit(self, limit: float) -> None:
         """Sets how long exchanges wait from here on, where the engine itself waits."""

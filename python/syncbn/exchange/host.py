@@ -26,8 +26,8 @@ from ..operators import (
     without_modes,
 )
 from . import agreement, callers, connections, whereabouts
-from .attempt import Attempt, Refusal, Refused
-from .call import Call, Engine, Peers, Times
+from .attempt import Attempt, Refusal, abandon
+from .call import Call, Engine, Peers, Refused, Times
 from .transport import Transport
 
 #: Milliseconds that an operator waits in shared memory.
@@ -123,6 +123,9 @@ class OnHost(Engine, Transport):
                 agreement.tell(self, call, text)
 
         Refusal(self, text, tell)
+
+    def leave_group(self, call: Call, error: BaseException) -> None:
+        abandon(self, call, error)
 
     def _leave_gloo(self, why: str) -> None:
         """Tells the others that this rank does not come. They look at the store: works of Gloo

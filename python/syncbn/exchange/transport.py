@@ -10,9 +10,17 @@ from torch._C import _len_torch_dispatch_stack
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import DONE, HEADER_WORDS, MESSAGE, without_modes
-from . import attempt
-from .agreement import Backward
-from .call import Call, Engine, Peers, timed
+from .call import (
+    Backward,
+    Call,
+    Engine,
+    Peers,
+    Refused,
+    invalid,
+    lacks_memory,
+    out_of_memory,
+    timed,
+)
 
 #: Errors after an exchange that all ranks have.
 _OF_ALL_RANKS = (DivergenceError, ExchangeTimeout, PeerLost, ValueError)
@@ -77,16 +85,16 @@ class Transport(ABC):
         """Tells the others of an error that ends a step of a layer on this rank alone, also before
         and after the exchange. The caller raises the error again; what lacks memory is
         raised here, with the layer's name."""
-        no_memory = attempt.lacks_memory(error)
+        no_memory = lacks_memory(error)
         own = no_memory or not isinstance(error, Exception)
         # A mode of the caller's may raise anything, anywhere.
         own = own or (_len_torch_dispatch_stack() > 0 and not isinstance(error, _OF_ALL_RANKS))
         if getattr(error, "told", False) or not own:
             return
         if self.engine is not None:
-            attempt.abandon(self.engine, call, error)
+            self.engine.leave_group(call, error)
         if no_memory:
-            raise attempt.out_of_memory(error, call, self.peers) from error
+            raise out_of_memory(error, call, self.peers) from error
 
     def begin(
         self,
@@ -146,10 +154,10 @@ class Transport(ABC):
         """Gives what to raise for an error of an operator before an exchange, of which the others
         hear. It names the layer where there was no memory, and where an operator refused an
         argument. Without a call it is the error as it is."""
-        no_memory = attempt.lacks_memory(error)
+        no_memory = lacks_memory(error)
         if call is None or not (checked or no_memory):
-            return error if checked else attempt.Refused()
-        name = attempt.out_of_memory if no_memory else attempt.invalid
+            return error if checked else Refused()
+        name = out_of_memory if no_memory else invalid
         error = name(error, call, self.peers)
         with without_modes():
             self.reject(call, error, x=x)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from ..operators import ALONE, HEADER_WORDS, MESSAGE_WORDS, record_words
 from . import callers, groups
-from .agreement import WANTS_SUMS, WANTS_X, Backward
-from .call import Call, Peers
+from .agreement import WANTS_SUMS, WANTS_X
+from .call import Backward, Call, Peers
 from .host import ThroughHost, engine_of
 from .transport import Transport
 

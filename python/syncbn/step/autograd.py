@@ -10,7 +10,7 @@ from torch.autograd import forward_ad, profiler
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
 
 from ..exchange import transports
-from ..exchange.attempt import Refused
+from ..exchange.call import Refused
 from ..operators import info_of, ops, without_modes
 from . import as_operator, layer_state, masks, recomputation, second_derivatives, surroundings
 from .layer_state import Identity, LayerState

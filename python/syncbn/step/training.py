@@ -11,9 +11,8 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
 from ..exchange import agreement
-from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
-from ..exchange.attempt import Refused, invalid
-from ..exchange.call import Call, Peers, timed
+from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X
+from ..exchange.call import Backward, Call, Peers, Refused, invalid, timed
 from ..exchange.transport import Transport
 from ..exchange.transports import transport_of
 from ..operators import IN_PLACE, MESSAGE, OWN, activation_mask_of, info_of, ops, without_modes
