@@ -18,7 +18,7 @@ def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtyp
     if rejected or not agree:
         reason = "a rank refused its input" if rejected else "the ranks did not make the same call"
         fields = [f"{name}={value}" for name, value in call.fields().items()]
-        difference = _difference(_texts(_SEPARATOR.join(fields), engine, call))
+        difference = _difference(exchange_texts(_SEPARATOR.join(fields), engine, call))
         error = DivergenceError(f"{call}, {peers}: {reason}: {difference}")
         error.group_name = peers.group_name
         raise error
@@ -29,7 +29,7 @@ def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtyp
 _SEPARATOR = "\x1f"
 
 
-def _texts(text: str, engine: Engine, call: Call) -> dict[int, str]:
+def exchange_texts(text: str, engine: Engine, call: Call) -> dict[int, str]:
     """Brings each rank's text to all in one more frame; this rank's alone if others do not come.
     All ranks see the same header and come here, unless one was interrupted: hence the short limit.
     A text that is too long loses the fields at its end."""
@@ -97,7 +97,7 @@ def raise_together(error: Exception | None, engine: Engine | None, call: Call) -
     failed = numbers_of_ranks(int(error is not None), 0, engine, call)
     if engine is not None and any(failed):
         own = "" if error is None else f"{call}: {error}"
-        texts = _texts(own, engine, call)
+        texts = exchange_texts(own, engine, call)
     if error is not None:
         raise error
     if any(failed):
@@ -114,11 +114,6 @@ def agree(words: torch.Tensor, tag: int, engine: Engine, call: Call) -> torch.Te
     merged = engine.sum_first(message, call)
     check_header(merged, engine, call)
     return merged[HEADER_WORDS:size]
-
-
-def tell(engine: Engine, call: Call, text: str) -> None:
-    """Brings the others the text of this rank, which refused its input."""
-    _texts(text, engine, call)
 
 
 def check_count(merged: torch.Tensor | None, own: int, sizes: str) -> None:

@@ -120,7 +120,7 @@ class OnHost(Engine, Transport):
             with without_modes():
                 like = torch.empty(0, device="cpu")
                 self.sum_first(ops.rejection(like, self.frame_words), call)
-                agreement.tell(self, call, text)
+                agreement.exchange_texts(text, self, call)
 
         Refusal(self, text, tell)
 

@@ -231,7 +231,7 @@ def _is_usual(x: object, state: object) -> bool:
         and type(x) is Tensor
         and type(state) is LayerState
         and (x.is_cpu or x.is_cuda)
-        and recomputation.outside()
+        and recomputation.around() is None
         and not profiler._is_profiler_enabled
         and _takes_functions()
         and _modes() == 0
