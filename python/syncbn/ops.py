@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .exchange import agreement, callers, groups, transports
+from .exchange import agreement, callers, groups, host
 from .exchange.call import Call
 from .operators import IN_PLACE, OWN, info_of, ops, saved_of
 from .step.as_operator import operator
@@ -126,7 +126,7 @@ def _batch_norm(
     peers = None if group is None else groups.named(group)
     attributes = _Attributes(epsilon, momentum, use_global_est)
     call = Call(layer, None, "forward", x.shape[1], x.dtype, attributes)
-    transport = transports.transport_of(peers, x.device)
+    transport = host.transport_of(peers, x.device)
     variables = (("estimated_mean", mean), ("estimated_var", var), ("batches", batches))
     *estimates, counter = [transport.refusing(_copy, named, x, call) for named in variables]
     given = (x, scale, bias, None, None, None, None, None)
@@ -179,7 +179,7 @@ def _batch_norm_backward(
     call = Call(
         layer, None, "backward", x.shape[1], x.dtype, _Attributes(epsilon, momentum, constant)
     )
-    transport = transports.transport_of(peers, x.device)
+    transport = host.transport_of(peers, x.device)
     given = (dy, x, saved, scale, None, None, None, 0, 0.0)
     passes = [(*given, False, scale_dtype, bias_dtype, True)]
     way = None if exchanges else OWN
@@ -370,7 +370,7 @@ def _run(
             check_written("estimated_var", tensors[2])
     except Exception as error:
         parameter = next((t for t in tensors[1:3] if isinstance(t, Tensor)), None)
-        transports.reject(peers, Call(layer_name), error, x=tensors[0], parameter=parameter)
+        host.reject(peers, Call(layer_name), error, x=tensors[0], parameter=parameter)
         raise
     name = None if peers is None else peers.group_name
     outputs = _BatchNorm.apply(

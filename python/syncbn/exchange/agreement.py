@@ -8,7 +8,7 @@ import torch
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import DTYPES, HEADER_WORDS, ops, without_modes
-from .call import FRAME_WORDS, Backward, Call, Engine, Peers
+from .call import COMES, FRAME_WORDS, WANTS_SUMS, Backward, Call, Engine, Peers
 
 
 def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtype | None:
@@ -134,9 +134,7 @@ def check_count(merged: torch.Tensor | None, own: int, sizes: str) -> None:
         )
 
 
-#: Counters of ranks in the header's word about backward: of those that want the gradient of x, of
-#: those that want the global gradients of weight and bias, and of those that can come.
-WANTS_X, WANTS_SUMS, COMES = 1, 1 << 12, 1 << 24
+#: How many ranks a counter of that word has room for.
 _COUNTER = (1 << 12) - 1
 
 

@@ -4,16 +4,19 @@ it may take, and what the other ranks hear when it fails."""
 
 import atexit
 import contextlib
+import ctypes
 import datetime
 import os
 import threading
 import time
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 from ..errors import ExchangeTimeout, PeerLost
 from ..operators import without_modes
 from . import apart, callers, whereabouts
-from .call import Call, Engine, Refused, lacks_memory, reason_of
+from .call import Call, Engine, Peers, Refused, lacks_memory, reason_of
 
 # Why groups cannot be used any more.
 _broken: dict[str, str] = {}
@@ -24,6 +27,9 @@ _threads: dict[str, int] = {}
 # compile, so that the others wait as long as for the caller's own group.
 _exchanged: set[tuple[str, str, str]] = set()
 _STEP = ("forward", "backward", "conversion")
+
+#: Rounds of looking before the wait for Gloo begins to sleep.
+_SPINS = 100
 
 #: Ways out of an exchange that the other ranks take as well, or that are no part of it.
 _KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, Refused)
@@ -144,6 +150,29 @@ class Attempt:
     def timeout(self) -> datetime.timedelta:
         return datetime.timedelta(seconds=self.limit)
 
+    def wait(self, work: dist.Work) -> None:
+        """Waits for a collective over Gloo, looking at it again and again, so that Ctrl-C works."""
+        late = f"not all ranks came within {self.limit:g} s"
+        try:
+            until = time.monotonic() + self.limit
+            rounds = 0
+            while not work.is_completed() and time.monotonic() <= until:
+                rounds += 1
+                looks = rounds % _SPINS == 0
+                if looks and (why := whereabouts.left(self.peers.group_name)) is not None:
+                    keep(self.peers)
+                    self.fail(PeerLost, why)
+                time.sleep(0 if rounds < _SPINS else 5e-5 if rounds < 20_000 else 1e-3)
+            if not work.is_completed():
+                self.fail(ExchangeTimeout, late)
+            work.wait()  # for its error
+        except (ExchangeTimeout, PeerLost):
+            raise
+        except RuntimeError as error:
+            if "timed out" in str(error).lower():
+                self.fail(ExchangeTimeout, late, error)
+            self.fail(PeerLost, "a rank has ended, or closed its connections", error)
+
     def fail(self, kind: type[Exception], reason: str, cause: Exception | None = None) -> None:
         """Raises what the exchange ends with, and says where the other ranks are."""
         peers = self.peers
@@ -153,6 +182,13 @@ class Attempt:
             self.engine.pass_on(f"rank {peers.rank} left the group: {reason}")
         others = whereabouts.others(peers.group_name, peers.rank, peers.ranks)
         raise kind(f"{self.call}, {peers}: {reason}; {others}") from cause
+
+
+def keep(peers: Peers) -> None:
+    """Keeps the groups for ever: their end would wait for works that nobody will finish."""
+    for name in (peers.group_name, peers.leaders):
+        if name is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(callers.resolve(name)))
 
 
 def abandon(engine: Engine, call: Call, error: BaseException) -> None:

@@ -134,6 +134,10 @@ class Backward(NamedTuple):
     absent: tuple[int, ...] = ()
 
 
+#: Counters of ranks in the header's word about backward: of those that want the gradient of x, of
+#: those that want the global gradients of weight and bias, and of those that can come.
+WANTS_X, WANTS_SUMS, COMES = 1, 1 << 12, 1 << 24
+
 #: An operator's error about an argument.
 _INVALID = re.compile(r"\w+: got [^\n]*, expected ")
 #: In PyTorch's error for a tensor on CPU, which has no type of its own.

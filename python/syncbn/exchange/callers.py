@@ -115,6 +115,17 @@ def nccl_name(group: dist.ProcessGroup) -> str:
     return group.group_name if "cuda:nccl" in backends(group) else ""
 
 
+def is_nccl_alone(name: str) -> bool:
+    """Tells whether the group that nccl_name() names takes no other tensors than those on CUDA."""
+    return name != "" and "cpu:" not in backends(resolve(name))
+
+
+def device_of(name: str) -> torch.device:
+    """Tells where that group takes tensors: PyTorch 2.15 binds it to a device."""
+    bound = resolve(name).bound_device_id if exists(name) else None
+    return bound or torch.device("cuda", torch.cuda.current_device())
+
+
 _limits: "weakref.WeakKeyDictionary[dist.ProcessGroup, float]" = weakref.WeakKeyDictionary()
 
 

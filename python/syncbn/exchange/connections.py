@@ -4,13 +4,13 @@
 import datetime
 import functools
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..operators import ops
-from . import whereabouts
 
 #: What one rank tells the others while they open shared memory.
 _BYTES = 256
@@ -136,14 +136,20 @@ def _open_memory(group: dist.ProcessGroup, timeout: float) -> tuple[int | None, 
 
 
 def make(
-    name: str, key: str, rank: int, nodes: list[str], limit: float, share: bool
+    name: str,
+    key: str,
+    rank: int,
+    nodes: list[str],
+    limit: float,
+    connect: Callable[[], dist.Store],
+    share: bool,
 ) -> Connections:
     """Connects ranks that are all there and make this call together. key: of the store, for this
     call alone. nodes: each rank's. limit: seconds that each step may take. share: memory, inside
     nodes."""
     # A connection to each rank, one to the store, and what shared memory needs.
     _check_descriptors(len(nodes) + 16)
-    connection = whereabouts.connection()
+    connection = connect()
     groups: dict[str, dist.ProcessGroup] = {}
 
     def add(part: str, ranks: list[int]) -> dist.ProcessGroup:

@@ -42,17 +42,6 @@ def _alive() -> list[dist.ProcessGroup]:
     return dist.distributed_c10d._world.tags_to_pg.setdefault("syncbn", [])
 
 
-def is_nccl_alone(peers: Peers) -> bool:
-    """Tells whether the caller's group takes no other tensors than those on CUDA."""
-    return peers.cuda != "" and "cpu:" not in callers.backends(resolve(peers.cuda))
-
-
-def device_of(peers: Peers) -> torch.device:
-    """Tells where the caller's NCCL group takes tensors: PyTorch 2.15 binds it to a device."""
-    bound = resolve(peers.cuda).bound_device_id if callers.exists(peers.cuda) else None
-    return bound or torch.device("cuda", torch.cuda.current_device())
-
-
 def node_identity() -> str:
     """Gives what ranks that may share memory have in common."""
     return meeting.node_identity() or f"{socket.gethostname()}, process {os.getpid()}"
@@ -86,7 +75,8 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
         name, nodes = f"{base}/{number}", [offer.value[1] for offer in offers]
         # Gloo's own limit must not come first: its errors name nobody.
         limit = patience + 2 * meeting.CONNECTING
-        made.append(connections.make(name, place, rank, nodes, limit, share))
+        connect = whereabouts.connection
+        made.append(connections.make(name, place, rank, nodes, limit, connect, share))
         if given_up:  # meanwhile, and nobody takes it
             made.pop().close()
         return name, number, place

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages that are summed on the host: a class for each way from rank to rank."""
+"""Messages that are summed on the host: a class for each way from rank to rank; and which way the
+messages of a step take, by where they lie and to whom they go."""
 
-import ctypes
-import time
 from collections.abc import Callable
 
 import torch
@@ -26,14 +25,12 @@ from ..operators import (
     without_modes,
 )
 from . import agreement, callers, connections, whereabouts
-from .attempt import Attempt, Refusal, abandon
+from .attempt import Attempt, Refusal, abandon, keep
 from .call import Call, Engine, Peers, Refused, Times
-from .transport import Transport
+from .transport import ALONE_WAY, InStream, Transport
 
 #: Milliseconds that an operator waits in shared memory.
 _SLICE = 50
-#: Rounds of looking before the wait for Gloo begins to sleep.
-_SPINS = 100
 
 
 def engine_of(peers: Peers) -> "OnHost":
@@ -131,7 +128,7 @@ class OnHost(Engine, Transport):
         """Tells the others that this rank does not come. They look at the store: works of Gloo
         cannot be stopped."""
         self._tell_gloo(f"rank {self.peers.rank} left the group: {why}")
-        _keep(self.peers)
+        keep(self.peers)
 
     def _tell_gloo(self, why: str) -> None:
         whereabouts.tell(self.peers.group_name, why[:400])
@@ -153,7 +150,7 @@ class Gloo(OnHost):
             options = dist.distributed_c10d.AllgatherOptions()
             options.timeout = attempt.timeout
             group = callers.resolve(self.peers.group_name)
-            _wait(group.allgather([list(out)], [words], options), attempt)
+            attempt.wait(group.allgather([list(out)], [words], options))
         return out.flatten()
 
     def abandon(self, why: str) -> None:
@@ -301,45 +298,12 @@ class SharedMemoryAndGloo(_InMemory):
         self._tell_gloo(why)
 
 
-def _keep(peers: Peers) -> None:
-    """Keeps the groups for ever: their end would wait for works that nobody will finish."""
-    for name in (peers.group_name, peers.leaders):
-        if name is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(callers.resolve(name)))
-
-
 def _sum_over_gloo(total: torch.Tensor, group: str, attempt: Attempt) -> torch.Tensor:
     """Sums over the group, and writes the sum over what it is made of."""
     options = dist.AllreduceOptions()
     options.timeout = attempt.timeout
-    _wait(callers.resolve(group).allreduce([total], options), attempt)
+    attempt.wait(callers.resolve(group).allreduce([total], options))
     return total
-
-
-def _wait(work: dist.Work, attempt: Attempt) -> None:
-    """Waits for a collective over Gloo, looking at it again and again, so that Ctrl-C works."""
-    late = f"not all ranks came within {attempt.limit:g} s"
-    try:
-        until = time.monotonic() + attempt.limit
-        rounds = 0
-        while not work.is_completed() and time.monotonic() <= until:
-            rounds += 1
-            if (
-                rounds % _SPINS == 0
-                and (why := whereabouts.left(attempt.peers.group_name)) is not None
-            ):
-                _keep(attempt.peers)
-                attempt.fail(PeerLost, why)
-            time.sleep(0 if rounds < _SPINS else 5e-5 if rounds < 20_000 else 1e-3)
-        if not work.is_completed():
-            attempt.fail(ExchangeTimeout, late)
-        work.wait()  # for its error
-    except (ExchangeTimeout, PeerLost):
-        raise
-    except RuntimeError as error:
-        if "timed out" in str(error).lower():
-            attempt.fail(ExchangeTimeout, late, error)
-        attempt.fail(PeerLost, "a rank has ended, or closed its connections", error)
 
 
 class ThroughHost(Transport):
@@ -381,3 +345,47 @@ class ThroughHost(Transport):
 
     def reject(self, call, error, x=None, parameter=None):
         self.engine.reject(call, error)
+
+
+def transport_of(peers: Peers | None, device: torch.device) -> Transport:
+    """Gives the way of messages on that device to these peers."""
+    if peers is None:
+        return ALONE_WAY
+    if device.type != "cuda":
+        return engine_of(peers)
+    if not peers.cuda:
+        return ThroughHost(peers)
+    return InStream(peers, device)
+
+
+def reject(
+    peers: Peers | None,
+    call: Call,
+    error: BaseException,
+    x: object = None,
+    parameter: torch.Tensor | None = None,
+    counter: torch.Tensor | None = None,
+) -> None:
+    """Takes part in an exchange with the word that this rank cannot, so that the others get its
+    error now and not when their time is up. x: this rank's input. parameter: one that has the
+    layer's number of channels. counter: a tensor of any shape that lies where the layer does."""
+    if peers is not None:
+        device = _device_of_others(peers, x, parameter, counter)
+        transport_of(peers, device).reject(call, error, x, parameter)
+
+
+def _device_of_others(
+    peers: Peers,
+    x: object,
+    parameter: torch.Tensor | None,
+    counter: torch.Tensor | None,
+) -> torch.device:
+    """Tells where the messages of ranks lie that do not refuse, which decides the way that they
+    take: where the layer lies, because the input may be what is refused."""
+    if parameter is not None:
+        return parameter.device
+    if counter is not None and counter.is_cuda:  # else the layer may not have been called yet
+        return counter.device
+    if callers.is_nccl_alone(peers.cuda):
+        return callers.device_of(peers.cuda)
+    return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")

@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The way of a step's messages, one from each rank, which become one: what the steps of a layer ask
-of it, and what the ways have in common."""
+of it, what the ways have in common, and those that need no word from the host."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch._C import _len_torch_dispatch_stack
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from ..operators import DONE, HEADER_WORDS, MESSAGE, without_modes
+from ..operators import (
+    ALONE,
+    DONE,
+    HEADER_WORDS,
+    MESSAGE,
+    MESSAGE_WORDS,
+    record_words,
+    without_modes,
+)
+from . import callers
 from .call import (
+    WANTS_SUMS,
+    WANTS_X,
     Backward,
     Call,
     Engine,
@@ -79,7 +92,7 @@ class Transport(ABC):
         x: object = None,
         parameter: torch.Tensor | None = None,
     ) -> None:
-        """Does what transports.reject() says."""
+        """Does what host.reject() says."""
 
     def leave(self, error: BaseException, call: Call) -> None:
         """Tells the others of an error that ends a step of a layer on this rank alone, also before
@@ -177,3 +190,82 @@ def _total(messages: Sequence[torch.Tensor], lead: int) -> torch.Tensor:
         total += message.to(total.device)
     total[1:HEADER_WORDS] = messages[lead][1:HEADER_WORDS].to(total.device)
     return total
+
+
+class Alone(Transport):
+    """Keeps the messages of one rank, which sends nothing."""
+
+    name = "none"
+    way = ALONE
+
+    def exchange(self, message, channels, call):
+        return message, None
+
+    def gather(self, message, channels, call):
+        return message, message if message.is_cuda else message[HEADER_WORDS:]
+
+    def sum(self, x, tag, call):
+        return x
+
+    def backward_of(self, word, merged, own, call):
+        return Backward(bool(own & WANTS_X), bool(own & WANTS_SUMS)) if own else _NO_BACKWARD
+
+    def reject(self, call, error, x=None, parameter=None):
+        """Tells nobody: nobody waits for this rank."""
+
+
+ALONE_WAY, _NO_BACKWARD = Alone(), Backward(False, False)
+
+
+class InStream(Transport):
+    """Sends messages on CUDA over the caller's own NCCL group. The host waits for nothing and knows
+    of no error: they are NCCL's and its watchdog's. device: of the messages."""
+
+    name = "nccl"
+    peers: Peers
+
+    def __init__(self, peers: Peers, device: torch.device) -> None:
+        self.peers, self.device = peers, device
+
+    def exchange(self, message, channels, call):
+        dist.all_reduce(message, group=callers.resolve(self.peers.cuda))
+        return message, None
+
+    def gather(self, message, channels, call):
+        messages = message.new_empty(self.peers.ranks, message.numel())
+        group = callers.resolve(self.peers.cuda)
+        dist.all_gather_into_tensor(messages.view(-1), message, group=group)
+        return messages[:, :HEADER_WORDS].sum(0), messages.flatten()
+
+    def sum(self, x, tag, call):
+        """Sums x and the tags in one message."""
+        tags = [x.new_full((1,), t) for t in (tag, tag * tag)]  # of up to 2,048 ranks exact
+        total = torch.cat([x.flatten(), *tags])
+        self.exchange(total, 0, call)
+        tag_sum, squares = total[-2:].to(torch.int64)
+        alike = self.peers.ranks * squares == tag_sum * tag_sum
+        return torch.where(alike, total[:-2].view(x.shape), math.nan)
+
+    def backward_of(self, word, merged, own, call):
+        """Expects every rank that has a node: nobody looks at the header."""
+        return Backward(True, True)
+
+    def reject(self, call, error, x=None, parameter=None):
+        """Gives the others NaN, if the length of their messages can be known: their channels, and
+        by x their dtype. Else, and where they are in sum(), they wait for NCCL's time limit."""
+        if not isinstance(x, torch.Tensor) or x.dtype not in MESSAGE_WORDS:
+            return
+        if call.direction not in ("forward", "backward"):
+            return
+        if parameter is not None:
+            channels = parameter.numel()
+        else:
+            channels = 0 if x.is_nested or x.dim() < 2 else x.shape[1]
+        if channels == 0:
+            return
+        options = call.options if call.direction == "forward" else None
+        gathers = options is not None and options.statistics == "welford"
+        size = record_words(channels, x.dtype) if gathers else channels * MESSAGE_WORDS[x.dtype]
+        message = torch.zeros(HEADER_WORDS + size, dtype=torch.int64, device=self.device)
+        message[3:4].fill_(1)  # ranks that refuse
+        (self.gather if gathers else self.exchange)(message, channels, call)

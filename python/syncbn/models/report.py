@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import DivergenceError
-from ..exchange import attempt, callers, groups, transports
+from ..exchange import attempt, callers, groups, host
 from ..exchange.call import Peers
 from ..nn import SyncBatchNorm, device_of, layers_of
 from ..operators import ops, why_not_cuda
@@ -123,7 +123,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         "" if peers is None else layer.state.sharing.name or "world",
         1 if peers is None else peers.ranks,
         0 if peers is None else peers.rank,
-        transports.transport_of(peers, device).name,
+        host.transport_of(peers, device).name,
         layer.statistics,
         "cuda" if device.type == "cuda" else ops.cpu_instruction_set(),
         int(layer.state.count.item()) if layer.state.call.item() > 0 else None,

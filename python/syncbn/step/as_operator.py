@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X
-from ..exchange.call import Backward
+from ..exchange.call import COMES, WANTS_SUMS, WANTS_X, Backward
 from ..exchange.callers import Sharing
 from ..operators import activation_mask_of, load_cuda, ops, saved_of
 from . import layer_state, training

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad, profiler
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
 
-from ..exchange import transports
+from ..exchange import host
 from ..exchange.call import Refused
 from ..operators import info_of, ops, without_modes
 from . import as_operator, layer_state, masks, recomputation, second_derivatives, surroundings
@@ -159,7 +159,7 @@ def tell(error: BaseException, live: LayerState, x: object, parameter, options: 
     """Tells the others that this rank refuses its input."""
     with without_modes():
         peers, call = layer_state.way(live, live.peers(options)), live.call_of(x, options)
-        transports.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
+        host.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
 
 
 def train_step(

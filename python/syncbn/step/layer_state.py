@@ -23,7 +23,6 @@ from ..errors import DivergenceError
 from ..exchange import agreement, callers, groups
 from ..exchange.call import FRAME_WORDS, Call, Engine, Peers, Times
 from ..exchange.callers import Sharing
-from ..exchange.host import engine_of
 from ..operators import HEADER_WORDS, without_modes
 from .options import Options, is_strided
 
@@ -252,15 +251,15 @@ class _Group:
 _compared: dict[str, _Group] = {}
 
 
-def compare(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) -> None:
+def compare(state: LayerState, engine: Engine, x: torch.Tensor, options: Options) -> None:
     """Sets, before an exchange of a layer in another group than its last one, state.number, and in
     the first exchange state.call, to what the ranks agree on in a message.
     Raises DivergenceError on every rank if they call different layers."""
-    group = peers.group_name
+    group = engine.peers.group_name
     if state.compares:
         if group not in state.numbers:
             state.numbers = {g: n for g, n in state.numbers.items() if callers.exists(g)}
-            state.numbers[group] = _agreed(state, peers, x, options)
+            state.numbers[group] = _agreed(state, engine, x, options)
         state.number = state.numbers[group]
     state.group = group
 
@@ -274,7 +273,8 @@ def way(state: LayerState, peers: Peers | None) -> Peers | None:
     return peers._replace(cuda="")
 
 
-def _agreed(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) -> int:
+def _agreed(state: LayerState, engine: Engine, x: torch.Tensor, options: Options) -> int:
+    peers = engine.peers
     state.find_path()
     state.refuse_capture(x.is_cuda, "exchange in a group")
     if peers.group_name not in _compared:
@@ -283,7 +283,6 @@ def _agreed(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) 
         _compared[peers.group_name] = _Group()
     group, path = _compared[peers.group_name], _end_of(_path(state), peers)
     call = state.call_of(x, options)
-    engine = engine_of(peers)
     said = _exchanged(path, state, engine, call)
     longest = max(said, key=len)
     same, places = all(_ends(longest, one) for one in said), [0]

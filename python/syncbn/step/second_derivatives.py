@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..exchange.call import Call, Peers
-from ..exchange.transports import transport_of
+from ..exchange.host import transport_of
 from ..operators import OWN, info_of, ops
 from .options import activation_of
 from .surroundings import check_not_batched, recorded

@@ -11,10 +11,19 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
 from ..exchange import agreement
-from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X
-from ..exchange.call import Backward, Call, Peers, Refused, invalid, timed
+from ..exchange.call import (
+    COMES,
+    WANTS_SUMS,
+    WANTS_X,
+    Backward,
+    Call,
+    Peers,
+    Refused,
+    invalid,
+    timed,
+)
+from ..exchange.host import engine_of, transport_of
 from ..exchange.transport import Transport
-from ..exchange.transports import transport_of
 from ..operators import IN_PLACE, MESSAGE, OWN, activation_mask_of, info_of, ops, without_modes
 from . import layer_state
 from .layer_state import LayerState
@@ -156,7 +165,7 @@ def forward(
         lead = next((k for k, own in enumerate(zip(xs, masks)) if has_samples(*own)), 0)
     x = xs[lead]
     if kept is None and peers is not None and peers.group_name != state.group:
-        layer_state.compare(state, peers, x, options)
+        layer_state.compare(state, engine_of(peers), x, options)
     # Of one rank, a call that is refused comes again, checked.
     named = checked or peers is not None or state.times is not None
     call: Any = state.call_of(x, options) if named else None

@@ -26,7 +26,6 @@ from syncbn.exchange import (
     connections,
     host,
     transport,
-    transports,
     whereabouts,
 )
 from syncbn.step import autograd, training
@@ -35,7 +34,7 @@ LIMIT = 100.0
 #: Seconds in which the others have the error. Over Gloo they look at the store meanwhile, and ask
 #: where the ranks are; the machine may be busy.
 SOON = 30.0
-_MODULES = agreement, attempt, connections, host, transport, transports
+_MODULES = agreement, attempt, connections, host, transport
 _FILES = {module.__file__ for module in _MODULES}
 _STEPS = autograd._BatchNormTraining.forward, training.forward, training._backward
 _CODES = {function.__code__ for function in _STEPS}
