@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from .exchange import transports
-from .step import layer_state, recomputation
-from .step.autograd import apply_step
+from .operators import without_modes
+from .step import recomputation
+from .step.autograd import apply_step, tell
 from .step.masks import check_mask
 from .step.options import RUNNING, check_arguments, check_counter, check_options, check_plain
 from .step.surroundings import check_transforms, like_operators, plain, recorded, refuse_tracing
@@ -89,7 +88,8 @@ _nobody = torch.zeros((), requires_grad=True)
 
 
 class _Device:
-    """One call in its thread. Only the thread that holds the baton touches these attributes."""
+    """Runs one call in its thread. Only the thread that holds the baton touches these
+    attributes."""
 
     def __init__(self, call: Callable[[], Any], state: ThreadState) -> None:
         self.call = call
@@ -124,7 +124,7 @@ class _Device:
         self._stops.get()
 
     def wait(self, layer: Any, x: Tensor, residual: Tensor | None, mask: Tensor | None) -> Tensor:
-        """In the device's thread: gives the baton away until the layer's output is there."""
+        """Gives the baton away, in the device's thread, until the layer's output is there."""
         if not self.abandoned:
             number = torch.autograd._get_sequence_nr()
             self.request = Request(layer, x, residual, mask, ThreadState.current(), number)
@@ -157,7 +157,7 @@ class _Generators:
     _left: tuple[Tensor, int, list[Tensor]] | None = None
 
     def __init__(self, count: int) -> None:
-        with _disable_current_modes():
+        with without_modes():
             own = torch.get_rng_state()
             if self._left is not None and torch.equal(own, self._left[0]):
                 _, self.seed, others = self._left
@@ -299,7 +299,7 @@ def train_step(
     residuals: Sequence[Tensor | None] | None = None,
     masks: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """One training forward of a SyncBatchNorm for all devices; running statistics change once."""
+    """Makes a training forward of a SyncBatchNorm for all devices, and one change of statistics."""
     options, state = module.options(), module.state
     refuse_tracing(state, None, devices=2)
     zs = residuals if isinstance(residuals, (list, tuple)) else ()  # else refused below
@@ -340,7 +340,7 @@ def train_step(
         state.move(xs[0].device)
     except Exception as error:
         if not again:
-            _reject(peers, module, error, xs[0] if xs else None)
+            _tell(module, error, xs[0] if xs else None)
         raise
     masks = [None if mask is None else mask.contiguous() for mask in masks]
     weight, bias = map(plain, module._affine())
@@ -359,7 +359,7 @@ def forward(
     residuals: Sequence[Tensor | None] | None = None,
     masks: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """The list form of a SyncBatchNorm."""
+    """Calls a SyncBatchNorm with a list of inputs."""
     if not module.training:
         _check_some(xs)
         none = [None] * len(xs)
@@ -393,12 +393,9 @@ def check_alone(module) -> None:
         module.state.had_list = False
 
 
-def _reject(peers, module, error: BaseException, x: object) -> None:
+def _tell(module, error: BaseException, x: object) -> None:
     parameter = module.weight if module.running_mean is None else module.running_mean
-    state = module.state
-    peers = layer_state.way(state, peers)
-    call = state.call_of(state.call, module.options())
-    transports.reject(peers, call, error, x=x, parameter=parameter, counter=state.call)
+    tell(error, module.state, x, parameter, module.options())
 
 
 def give_up(calls: Iterable[tuple], error: BaseException) -> None:
@@ -409,5 +406,5 @@ def give_up(calls: Iterable[tuple], error: BaseException) -> None:
     # The error of the device is the one to raise, whatever becomes of this.
     with contextlib.suppress(Exception):
         groups = {module.state.peers(module.options()): (module, x) for module, x in calls}
-        for peers, (module, x) in groups.items():
-            _reject(peers, module, error, x)
+        for module, x in groups.values():
+            _tell(module, error, x)

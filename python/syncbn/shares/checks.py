@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..exchange import apart, subgroups
+from ..exchange import apart, groups
 from ..nn import SyncBatchNorm
 from ..step.options import check_module
 
@@ -85,7 +85,7 @@ def agree(refused: str, said: dict[str, Any], processes: int) -> None:
     if _told is not None:
         apart.is_done(_told, None)
     text = json.dumps([refused, said])
-    _told = apart.begin(lambda: subgroups.gather_text(text, "Shares"))
+    _told = apart.begin(lambda: groups.gather_text(text, "Shares"))
     if refused:
         apart.is_done(_told, 1.0)
         return

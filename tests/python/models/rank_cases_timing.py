@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import syncbn
 from rank_cases import raises
-from syncbn.exchange import groups
 
 STEPS = 4
 
@@ -125,7 +124,7 @@ def case_the_waits_are_ranges_of_a_profile(rank, world):
             steps(net, 1)
         waits = [event for event in profiler.events() if event.name == "syncbn::wait"]
         expected = {"syncbn::forward_begin", "syncbn::backward_begin"}
-        noted = on and groups.use_shared_memory
+        noted = on and syncbn.report(net)[0].engine == "shared memory"
         assert {event.cpu_parent.name for event in waits} == (expected if noted else set())
 
 

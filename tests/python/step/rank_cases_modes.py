@@ -12,7 +12,6 @@ import oracle
 import syncbn
 from rank_cases import CountCollectives, raises, shards, unchanged
 from support import assert_same_bits, rough_samples, to_tensor
-from syncbn.exchange import groups
 
 
 def parameters(layer, seed):
@@ -176,7 +175,7 @@ def case_welford_one_exchange_per_direction(rank, world):
         layer = welford_layer(channels)
         x = torch.randn(2, channels, requires_grad=True)
         layer(x)
-        wide = channels > 512 and not groups.use_shared_memory
+        wide = channels > 512 and syncbn.report(layer)[0].engine == "gloo"
         with CountCollectives() as count:
             y = layer(x)
         assert count.names == ["all_reduce", *(["all_gather"] if wide else [])], count.names

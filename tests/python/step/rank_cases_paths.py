@@ -26,6 +26,7 @@ from rank_cases import CountCollectives, raises, unchanged
 from support import assert_same_layers
 from syncbn.exchange import agreement, groups
 from syncbn.exchange.call import Call
+from syncbn.exchange.host import engine_of
 from syncbn.step import layer_state
 
 
@@ -317,7 +318,7 @@ def case_a_rank_at_another_call_than_one_that_compares(rank, world):
     others = (
         lambda: known(share(rank)),
         lambda: y.sum().backward(retain_graph=True),
-        lambda: agreement.numbers_of_ranks(1, 5, peers, Call("numbers")),
+        lambda: agreement.numbers_of_ranks(1, 5, engine_of(peers), Call("numbers")),
     )
     for other in others:
         model = Twins()
@@ -362,7 +363,7 @@ def case_refused_over_the_host_before_the_first_exchange(rank, world):
     state, peers = layer.state, groups.peers(layer.state.sharing)
     cuda = peers._replace(cuda=dist.group.WORLD.group_name)
     assert layer_state.way(state, cuda) == peers and layer_state.way(state, None) is None
-    layer_state.compare(state, cuda, share(rank), layer.options())
+    layer_state.compare(state, engine_of(cuda), share(rank), layer.options())
     assert layer_state.way(state, cuda) is cuda
 
 
@@ -402,10 +403,11 @@ def case_traced_layers_keep_their_names(rank, world):
 def case_a_capture_without_a_step_before_is_an_error(rank, world):
     model = Twins()
     peers, options = groups.peers(model.first.state.sharing), model.first.options()
+    engine = engine_of(peers)
     x = mock.Mock(is_cuda=True)  # as much of a tensor as is looked at
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
         expected = "^first: got its first exchange in a group while a CUDA graph is captured"
-        compare = functools.partial(layer_state.compare, model.first.state, peers, x, options)
+        compare = functools.partial(layer_state.compare, model.first.state, engine, x, options)
         raises(RuntimeError, expected, compare)
     model(share(rank))
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
