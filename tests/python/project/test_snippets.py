@@ -100,9 +100,10 @@ def test_quotes_are_what_the_files_say(page):
     for block in blocks(page):
         if block.source is not None:
             text = (PROJECT / block.source).read_text(encoding="utf-8")
-            indented = (textwrap.indent(block.text, " " * n) for n in (0, 2, 4, 6))
+            indented = (textwrap.indent(block.text, " " * n) for n in (0, 2, 4, 6, 8))
             assert any(f"\n{quote}" in text for quote in indented), block.text
-            assert {".c": "c", ".cpp": "cpp"}[Path(block.source).suffix] == block.kind
+            kinds = {".c": "c", ".cpp": "cpp", ".py": "python"}
+            assert block.kind == kinds[Path(block.source).suffix]
 
 
 def test_every_compiled_example_is_quoted_and_every_example_listed():
