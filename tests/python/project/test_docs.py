@@ -180,7 +180,7 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_pytorchs_layer_without_a_process_group_is_plain_batch_norm():
-    """A fact that docs/coming_from.md states."""
+    """A fact that docs/conversion.md states."""
     x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(9))
     theirs, plain = torch.nn.SyncBatchNorm(3), torch.nn.BatchNorm2d(3)
     assert torch.equal(theirs(x), plain(x))
