@@ -13,7 +13,6 @@ import torch
 
 import syncbn
 from rank_runs import free_port, quick_context, run_ranks
-from snippets import blocks
 from support import PROJECT, run_snippets, snippets
 
 # On two ranks only, with the library that each is about; test_training_loops.py has the bits.
@@ -22,7 +21,7 @@ WEEKLY = ("06_static_graph.py", *TRAINERS)
 #: On four ranks; docs/tutorial.md quotes what they print.
 TUTORIAL = ("18_small_batches.py", "19_contrastive.py", "20_point_clouds.py")
 EXAMPLES = sorted(path.name for path in (PROJECT / "examples").glob("*.py"))
-EXAMPLES = [name for name in EXAMPLES if name not in (*TRAINERS, *TUTORIAL)]
+EXAMPLES = [name for name in EXAMPLES if name not in (*TRAINERS, *TUTORIAL, "00_start.py")]
 PAGES = sorted(
     str(path.relative_to(PROJECT))
     for path in (PROJECT / "docs").glob("*.md")
@@ -31,7 +30,7 @@ PAGES = sorted(
 #: Pages that run on ranks or as a part of a training step, and the file that does it.
 ELSEWHERE = {
     "README.md": "test_examples.py",
-    "docs/cuda.md": "test_examples.py",
+    "docs/start.md": "test_examples.py",
     "docs/training.md": "rank_cases_parallel.py",
     "docs/groups.md": "rank_cases_groups.py",
     "docs/uneven_inputs.md": "test_examples.py",
@@ -77,6 +76,32 @@ def test_example_on_two_ranks(tmp_path, name):
     assert any(run(tmp_path, f"examples/{name}", world=2)), "it says nothing"
 
 
+def test_start_prints_what_its_page_quotes(tmp_path):
+    printed = run(tmp_path, "examples/00_start.py", world=2)
+    lines = quoted_print("start.md", "00_start.py").splitlines()
+    for rank, (said, line) in enumerate(zip(printed, lines[2:], strict=True)):
+        assert line in said and line.startswith(f"rank {rank}: ")
+    report = {*lines[0].split(), *lines[1].split()}
+    assert report - {"avx512"} <= {*printed[0].split()}  # the vector code is the machine's
+
+
+NCCL_ON_THE_CPU = """
+import torch
+torch.cuda.set_device = lambda device: None
+torch.nn.Module.cuda = torch.Tensor.cuda = lambda self: self
+begin, wrapper = torch.distributed.init_process_group, torch.nn.parallel.DistributedDataParallel
+torch.distributed.init_process_group = lambda backend: begin({"nccl": "gloo"}[backend])
+wrap = wrapper.__init__
+wrapper.__init__ = lambda self, module, device_ids: wrap(self, module)
+"""
+
+
+def test_the_program_of_several_gpus_makes_its_calls_on_the_cpu(tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text(NCCL_ON_THE_CPU + "\n".join(snippets("docs/start.md")), encoding="utf-8")
+    assert all("loss" in told for told in run(tmp_path, str(script), world=2))
+
+
 def test_example_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ended = subprocess.run(
@@ -96,15 +121,19 @@ def test_page_on_two_ranks(page, tmp_path):
     run(tmp_path, str(script), world=2)
 
 
+def quoted_print(page, program):
+    text = (PROJECT / "docs" / page).read_text(encoding="utf-8")
+    quoted = text.partition(f"<!-- printed by examples/{program} -->\n```\n")[2].partition("```")[0]
+    assert quoted
+    return quoted
+
+
 @pytest.mark.parametrize("name", TUTORIAL)
 def test_tutorial_quotes_what_its_programs_print(name, tmp_path):
     if name != "20_point_clouds.py":
         pytest.importorskip("sklearn")
-    page = (PROJECT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-    mark = f"<!-- printed by examples/{name} -->\n```\n"
-    quoted = page.partition(mark)[2].partition("```")[0]
     printed = run(tmp_path, f"examples/{name}", world=4)
-    assert quoted and quoted in printed[0]
+    assert quoted_print("tutorial.md", name) in printed[0]
 
 
 def test_cpp_training_prints_what_its_page_quotes(tmp_path):
@@ -113,24 +142,12 @@ def test_cpp_training_prints_what_its_page_quotes(tmp_path):
     command += ["-I", PROJECT / "include", PROJECT / "examples" / "17_training.cpp", "-o", program]
     subprocess.run([*command, library, f"-Wl,-rpath,{library.parent}"], check=True)
     printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
-    (quoted,) = (b.text for b in blocks(PROJECT / "docs" / "cpp_training.md") if b.kind == "")
-    assert printed == quoted
+    assert printed == quoted_print("cpp.md", "17_training.cpp")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page(page):
     EXPECTED.get(page, lambda names: None)(run_snippets(page))
-
-
-def test_page_cuda(monkeypatch):
-    """On the CPU; a GPU runs the same calls in test_cuda.py."""
-    monkeypatch.setattr(torch.nn.Module, "cuda", lambda module: module)
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
-    loss = torch.ones(1, requires_grad=True).sum()
-    names = {"syncbn": syncbn, "model": model, "loss": loss}
-    (snippet,) = snippets("docs/cuda.md")
-    exec(compile(snippet, "docs/cuda.md", "exec"), names)
-    assert type(names["model"][0]) is syncbn.SyncBatchNorm
 
 
 def _devices(names):
