@@ -4,7 +4,8 @@
 python benchmarks/report.py [RESULTS.json]
 
 Prints the tables and draws the plot beside the file. Without a file it takes docs/performance.json,
-which `make bench ARGS=--write` replaces, and makes docs/performance.md and its plot anew.
+which `make bench ARGS=--write` replaces, and makes the tables of docs/performance.md and of
+benchmarks/README.md anew, and the plot.
 """
 
 import json
@@ -18,7 +19,8 @@ from typing import NamedTuple
 from targets import OVER, SPEED_UPS, TARGETS, Target, case, figures
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE, STORED = DOCS / "performance.md", DOCS / "performance.json"
+PAGES = (DOCS / "performance.md", Path(__file__).with_name("README.md"))
+STORED = DOCS / "performance.json"
 PLOT = DOCS / "images" / "performance.png"
 
 
@@ -224,7 +226,8 @@ def report(results: dict, path: Path) -> None:
     print(f"\n{machine_text(results)}\n\n{targets_table(results)}\n")
     plot = path.with_suffix(".png")
     if path == STORED:
-        PAGE.write_text(page(PAGE.read_text(), results))
+        for path_of_page in PAGES:
+            path_of_page.write_text(page(path_of_page.read_text(), results))
         plot = PLOT
     try:
         draw(results, plot)

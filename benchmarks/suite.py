@@ -14,8 +14,8 @@ steps     bench_step: training steps of 2 processes
 
 Times are [lower quartile, median, upper quartile]. Run it on a quiet machine: the load before and
 after the run is in the JSON. --quick takes a minute: three shapes and 2 processes. --write stores
-the JSON as docs/performance.json and makes docs/performance.md and its plot of it; otherwise the
-JSON and the plot are build/bench/results.*.
+the JSON as docs/performance.json and makes the tables of docs/performance.md and
+benchmarks/README.md, and the plot, of it; otherwise JSON and plot are build/bench/results.*.
 """
 
 import argparse

@@ -60,6 +60,6 @@ def dynamic_metadata(field: str, settings: dict[str, Any]) -> dict[str, str]:
     repository, tag = known
     return {
         "Source": repository,
-        "Documentation": f"{repository}/blob/{tag}/docs/pages.md",
+        "Documentation": f"{repository}/blob/{tag}/docs/start.md",
         "Changelog": f"{repository}/blob/{tag}/CHANGELOG.md",
     }

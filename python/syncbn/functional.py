@@ -50,7 +50,7 @@ def sync_batch_norm(
         residual: added to the normalized values before the activation; x's shape and dtype.
         mask: (N, *spatial), bool or uint8; as for SyncBatchNorm.forward.
         activation, negative_slope, inplace, timeout: as for SyncBatchNorm.
-        statistics: "reproducible", or "welford" (docs/welford.md).
+        statistics: "reproducible", or "welford" (docs/options.md).
 
     Returns:
         y, of x's shape, dtype and layout. The gradients of weight and bias are this rank's own

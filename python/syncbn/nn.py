@@ -69,10 +69,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         negative_slope: slope of leaky_relu.
         sync: False switches the exchange off. Statistics are then those of this rank.
         statistics: "reproducible": the bits do not depend on the number of ranks. "welford": the
-            mean and variance of each rank are merged (docs/welford.md).
+            mean and variance of each rank are merged (docs/options.md).
         inplace: with leaky_relu, training writes the output over the input. Backward recovers the
             input within a bound, not with the same bits. Weights for which the bound is too large
-            are refused (docs/activation.md). Without an activation it has no effect.
+            are refused (docs/options.md). Without an activation it has no effect.
         timeout: how long an exchange waits for the slowest rank before it raises ExchangeTimeout:
             seconds, or a timedelta. None: the process group's own limit.
         engine: "auto" uses shared memory between processes of one node, if all ranks can have it.

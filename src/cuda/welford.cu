@@ -11,7 +11,7 @@
 #include "statistics/welford.hpp"
 #include "syncbn/welford.hpp"
 
-// The welford mode (docs/welford.md): each thread's recurrence, merges by warp shuffles, then
+// The welford mode (docs/options.md): each thread's recurrence, merges by warp shuffles, then
 // across warps, one block for all elements of a channel. Who takes what depends on the shape and
 // layout alone, so a run repeats the bits of the last, on any grid.
 namespace syncbn::cuda {

@@ -144,7 +144,7 @@ void test_other_passes(void) {
   run_by_c(&m, &got);
   EXPECT(memcmp(&got, &expected, sizeof(got)) == 0);
   expect_means(&m, &got);
-  /* docs/activation.md: 11 u32 + u of a deviation, times 1 + |bias / weight|, here below 2, in
+  /* docs/options.md: 11 u32 + u of a deviation, times 1 + |bias / weight|, here below 2, in
      units of a deviation below 1.5 at up to 2 deviations: far below 1e-4. */
   for (int i = 0; i < ELEMENTS; ++i) {
     EXPECT(fabs((double)got.recovered[i] - (double)m.x[i]) < 1e-4);

@@ -222,7 +222,7 @@ TEST(Activation, EvaluationByHandExact) {
 }
 
 // |x' - x| <= k (|x - mean| + |bias / scale|) + 2 u |x| with k = 11 u32 + u, u the type's unit
-// roundoff, u32 = 2^-24 (2^-53 for float64): docs/activation.md.
+// roundoff, u32 = 2^-24 (2^-53 for float64): docs/options.md.
 TEST(Activation, RecoveredInputWithinBound) {
   Random random(91);
   for (const DType dtype : kDtypes) {

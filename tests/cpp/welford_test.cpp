@@ -11,7 +11,7 @@
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 
-// The welford mode: mean and M2 of each rank, gathered and merged (docs/welford.md). Sums in long
+// The welford mode: mean and M2 of each rank, gathered and merged (docs/options.md). Sums in long
 // double (64 bits of precision) are the reference.
 namespace syncbn {
 namespace {

@@ -13,7 +13,7 @@ sys.path.insert(0, str(PROJECT / "scripts"))
 import index_page  # noqa: E402
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
-LINKS = {link[2] for link in index_page.LINK.findall(index_page.CODE.sub("", README))}
+LINKS = {link[2] + link[3] for link in index_page.LINK.findall(index_page.CODE.sub("", README))}
 REPOSITORY = "https://example.org/owner/syncbn"
 
 

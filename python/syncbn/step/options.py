@@ -217,7 +217,7 @@ def recovery_bound(
 ) -> float:
     """Bound of the error of an input that backward recovers from an in-place output, at one
     standard deviation from the mean and in units of it: k (1 + |bias / weight|) + underflow with
-    k = 11 u32 + u and underflow = eta / (min(1, slope) |weight|) (docs/activation.md), the largest
+    k = 11 u32 + u and underflow = eta / (min(1, slope) |weight|) (docs/options.md), the largest
     of all channels."""
     info = torch.finfo(x.dtype)
     unit = info.eps / 2

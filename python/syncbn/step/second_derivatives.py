@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of a training step as a function that can itself be differentiated, any number of
-times: the formula of docs/second_derivatives.md in PyTorch's own operators and float64."""
+times: the formula of docs/training.md in PyTorch's own operators and float64."""
 
 import zlib
 from collections.abc import Callable

@@ -356,17 +356,7 @@ def test_example_trains_two_processes(build):
 
 def test_snippets_of_the_page_compile(build):
     page = (PROJECT / "docs/libtorch.md").read_text(encoding="utf-8")
-    layer, group = re.findall(r"```c\+\+\n(.*?)```", page, re.DOTALL)
-    head, _, network = layer.partition("\n\ntorch::nn::Sequential")
-    code = f"""
-        #include <torch/torch.h>
-        #include <torch/csrc/distributed/c10d/FileStore.hpp>
-        #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-        {head}
-        void page(const std::string& file, int rank, int ranks) {{
-          {group}
-          torch::nn::Sequential{network}
-        }}"""
+    code = "".join(re.findall(r"```c\+\+\n(.*?)```", page, re.DOTALL))
     folder = Path(torch.__file__).parent / "include"
     package = run(sys.executable, "-m", "syncbn", "--cmake-dir").strip()
     system = (folder, folder / "torch/csrc/api/include", PROJECT / "examples/16_libtorch")

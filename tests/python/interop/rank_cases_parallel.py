@@ -293,10 +293,19 @@ def case_update_bn_exact(rank, world):
 def case_page_of_the_docs(rank, world):
     """On every rank with samples of its own."""
     torch.manual_seed(52 + rank)
-    names = run_snippets("docs/data_parallel.md")
+    names = run_snippets("docs/training.md")
     assert names["prediction"].dtype == torch.bfloat16
-    assert int(names["ddp"].module[1].state.call) == 5  # one step, and four micro-batches
-    assert names["average"].module[1].num_batches_tracked == 3
+    # One step, four micro-batches, and five batches for precise statistics.
+    assert int(names["ddp"].module[1].state.call) == 10
+    conv, layer = names["model"][:2]
+    # Precise statistics are averages with equal weights: five updates of a float32 buffer, and
+    # means of 144 numbers of size below 4 on each rank.
+    with torch.no_grad():
+        means = sum(conv(x).double().mean((0, 2, 3)) for x in names["batches"]) / 5
+    means = sum(on_all_ranks(means)) / world
+    assert ((layer.running_mean - means).abs() <= (2 * 5 + 1) * 2**-24 * 4).all()
+    assert layer.momentum == 0.1 and layer.num_batches_tracked == 5
+    assert names["average"].module[1].num_batches_tracked == 5
     for model in (names["ddp"].module, names["network"]):
         first, *others = on_all_ranks(model[1].running_mean)
         assert all(torch.equal(first, other) for other in others)

@@ -127,7 +127,7 @@ def test_lightning_trains_the_layers(way):
 
     options = {"sync_batchnorm": True}
     if way == "plugin":
-        page, names = blocks(PROJECT / "docs" / "conversion.md"), {}
+        page, names = blocks(PROJECT / "docs" / "engines.md"), {}
         exec(next(block.text for block in page if block.kind == "python lightning"), names)
         options = {"plugins": names["plugins"]}
     else:

@@ -177,7 +177,7 @@ def loop_accelerate(convert, rank, world):
 
 
 def loop_lightning(convert, rank, world):
-    """With the plugin of docs/conversion.md, and a callback that averages weights and makes running
+    """With the plugin of docs/engines.md, and a callback that averages weights and makes running
     statistics anew."""
     lightning = library("lightning.pytorch")
     StochasticWeightAveraging = library("lightning.pytorch.callbacks").StochasticWeightAveraging
@@ -202,7 +202,7 @@ def loop_lightning(convert, rank, world):
         devices=world,
         precision="64-true",
         max_epochs=3,
-        plugins=snippet("docs/conversion.md", "python lightning")["plugins"],
+        plugins=snippet("docs/engines.md", "python lightning")["plugins"],
         callbacks=[StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)],
         logger=False,
         enable_checkpointing=False,
@@ -255,7 +255,7 @@ def loop_ultralytics(convert, rank, world):
     os.environ.update(YOLO_AUTOINSTALL="false")
     del os.environ["RANK"], os.environ["LOCAL_RANK"]
     library("ultralytics")
-    names = snippet("docs/conversion.md", "python ultralytics")
+    names = snippet("docs/engines.md", "python ultralytics")
     data = _pictures_with_boxes(Path(os.environ["LOOPS_FOLDER"]) / "boxes")
     with mock.patch.object(syncbn, "convert_sync_batchnorm", convert):
         trainer = names["Trainer"](

@@ -107,12 +107,13 @@ def test_suite_writes_every_field(tmp_path):
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_page_is_made_of_the_stored_results():
-    text = report.PAGE.read_text(encoding="utf-8")
+def test_pages_are_made_of_the_stored_results():
+    texts = [path.read_text(encoding="utf-8") for path in report.PAGES]
     results = json.loads(report.STORED.read_text(encoding="utf-8"))
-    assert text == report.page(text, results), "python benchmarks/report.py makes it anew"
+    for text in texts:
+        assert text == report.page(text, results), "python benchmarks/report.py makes it anew"
+        emptied = re.sub(r"(report\.py -->).*?(<!-- end)", r"\1\2", text, flags=re.DOTALL)
+        assert len(emptied) < len(text) and report.page(emptied, results) == text
     for part in ("machine", "targets", "passes", "steps", "exchange"):
-        assert f"<!-- {part}: made by benchmarks/report.py -->" in text
+        assert f"<!-- {part}: made by benchmarks/report.py -->" in "".join(texts)
     assert report.PLOT.exists()
-    emptied = re.sub(r"(report\.py -->).*?(<!-- end)", r"\1\2", text, flags=re.DOTALL)
-    assert len(emptied) < len(text) and report.page(emptied, results) == text

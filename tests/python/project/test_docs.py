@@ -20,8 +20,9 @@ from snippets import blocks
 from support import PROJECT, run_layer
 
 DOCS = sorted((PROJECT / "docs").glob("*.md"))
-ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-PAGES = [*DOCS, *(PROJECT / name for name in ROOT_PAGES)]
+OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")
+OTHERS += ("examples/segmentation/README.md", "benchmarks/README.md", "src/cuda/README.md")
+PAGES = [*DOCS, *(PROJECT / name for name in OTHERS)]
 
 
 def read(path) -> str:
@@ -82,32 +83,15 @@ def test_cpp_reference_has_all_headers():
     assert sorted(listed) == sorted((h.name, str(h.relative_to(PROJECT))) for h in HEADERS)
 
 
-# What the fragments of a page stand in.
-SURROUNDINGS = {
-    "docs/cuda.md": """
-        #include <syncbn/cuda_passes.hpp>
-        struct ncclComm;
-        enum {{ ncclInt64, ncclSum }};
-        int ncclAllReduce(const void*, void*, std::size_t, int, int, ncclComm*, void*);
-        void step(const syncbn::TensorView& x, const syncbn::MutableTensorView& y,
-                  const syncbn::TensorView& weight, const syncbn::TensorView& bias, double eps,
-                  std::int64_t channels, int ranks, std::int64_t* message, std::int64_t* workspace,
-                  double* mean, double* var, double* rstd, std::int64_t* info, ncclComm* comm,
-                  void* my_cuda_stream) {{
-          {snippet}
-        }}"""
-}
-
-
-# Those with snippets of their own; docs/examples.md quotes programs.
-CPP_PAGES = ["README.md", "docs/cpp.md", "docs/cuda.md"]
+# Those with snippets of their own; others quote programs.
+CPP_PAGES = ["README.md", "docs/cpp.md", "docs/frameworks.md"]
 
 
 @pytest.mark.parametrize("page", CPP_PAGES)
 def test_cpp_snippets_compile(page):
     snippets = [b.text for b in blocks(PROJECT / page) if b.kind == "cpp" and b.source is None]
     assert snippets
-    code = "\n".join(SURROUNDINGS.get(page, "{snippet}").format(snippet=s) for s in snippets)
+    code = "\n".join(snippets)
     options = ["-std=c++20", "-fsyntax-only", "-Wall", "-Werror", "-I", PROJECT / "include"]
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     command = [*compiler, *options, "-x", "c++", "-"]
@@ -154,7 +138,7 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_pytorchs_layer_without_a_process_group_is_plain_batch_norm():
-    """A fact that docs/coming_from.md and docs/when_not.md state."""
+    """A fact that docs/conversion.md states."""
     x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(9))
     theirs, plain = torch.nn.SyncBatchNorm(3), torch.nn.BatchNorm2d(3)
     assert torch.equal(theirs(x), plain(x))

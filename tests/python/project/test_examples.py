@@ -13,15 +13,17 @@ import torch
 
 import syncbn
 from rank_runs import free_port, quick_context, run_ranks
-from snippets import blocks
 from support import PROJECT, run_snippets, snippets
 
 # On two ranks only, with the library that each is about; test_training_loops.py has the bits.
 TRAINERS = {"11_accelerate.py": "accelerate", "12_lightning.py": "lightning"}
 WEEKLY = ("06_static_graph.py", *TRAINERS)
-EXAMPLES = sorted({path.name for path in (PROJECT / "examples").glob("*.py")} - set(TRAINERS))
+#: On four ranks; docs/tutorial.md quotes what they print.
+TUTORIAL = ("18_small_batches.py", "19_contrastive.py", "20_point_clouds.py")
+EXAMPLES = sorted(path.name for path in (PROJECT / "examples").glob("*.py"))
+EXAMPLES = [name for name in EXAMPLES if name not in (*TRAINERS, *TUTORIAL, "00_start.py")]
 #: Arguments of long ones; with none they run weekly.
-SHORT = {"18_shares.py": "--steps 4 --changes 1 --processes 1 3 --networks unet".split()}
+SHORT = {"21_shares.py": "--steps 4 --changes 1 --processes 1 3 --networks unet".split()}
 PAGES = sorted(
     str(path.relative_to(PROJECT))
     for path in (PROJECT / "docs").glob("*.md")
@@ -30,12 +32,9 @@ PAGES = sorted(
 #: Pages that run on ranks or as a part of a training step, and the file that does it.
 ELSEWHERE = {
     "README.md": "test_examples.py",
-    "docs/cuda.md": "test_examples.py",
-    "docs/contrastive.md": "test_examples.py",
-    "docs/data_parallel.md": "rank_cases_parallel.py",
+    "docs/start.md": "test_examples.py",
+    "docs/training.md": "rank_cases_parallel.py",
     "docs/groups.md": "rank_cases_groups.py",
-    "docs/point_clouds.md": "test_examples.py",
-    "docs/small_batches.md": "test_examples.py",
     "docs/uneven_inputs.md": "test_examples.py",
 }
 PAGES = [page for page in PAGES if page not in ELSEWHERE]
@@ -73,7 +72,7 @@ def test_example(tmp_path, name):
 @pytest.mark.parametrize("options", ((), ("--steps", "500", "--changes", "3", "--processes", "2")))
 def test_networks_by_shares_exact(tmp_path, options):
     """On 1 to 4 processes, and while their number changes ten times; and longer."""
-    assert all(run(tmp_path, "examples/18_shares.py", *options)), "it says nothing"
+    assert all(run(tmp_path, "examples/21_shares.py", *options)), "it says nothing"
 
 
 @pytest.mark.parametrize(
@@ -84,6 +83,32 @@ def test_example_on_two_ranks(tmp_path, name):
     if name in TRAINERS:
         pytest.importorskip(TRAINERS[name])
     assert any(run(tmp_path, f"examples/{name}", world=2)), "it says nothing"
+
+
+def test_start_prints_what_its_page_quotes(tmp_path):
+    printed = run(tmp_path, "examples/00_start.py", world=2)
+    lines = quoted_print("start.md", "00_start.py").splitlines()
+    for rank, (said, line) in enumerate(zip(printed, lines[2:], strict=True)):
+        assert line in said and line.startswith(f"rank {rank}: ")
+    report = {*lines[0].split(), *lines[1].split()}
+    assert report - {"avx512"} <= {*printed[0].split()}  # the vector code is the machine's
+
+
+NCCL_ON_THE_CPU = """
+import torch
+torch.cuda.set_device = lambda device: None
+torch.nn.Module.cuda = torch.Tensor.cuda = lambda self: self
+begin, wrapper = torch.distributed.init_process_group, torch.nn.parallel.DistributedDataParallel
+torch.distributed.init_process_group = lambda backend: begin({"nccl": "gloo"}[backend])
+wrap = wrapper.__init__
+wrapper.__init__ = lambda self, module, device_ids: wrap(self, module)
+"""
+
+
+def test_the_program_of_several_gpus_makes_its_calls_on_the_cpu(tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text(NCCL_ON_THE_CPU + "\n".join(snippets("docs/start.md")), encoding="utf-8")
+    assert all("loss" in told for told in run(tmp_path, str(script), world=2))
 
 
 def test_example_under_torchrun():
@@ -105,14 +130,19 @@ def test_page_on_two_ranks(page, tmp_path):
     run(tmp_path, str(script), world=2)
 
 
-@pytest.mark.parametrize(
-    "page", ("docs/contrastive.md", "docs/point_clouds.md", "docs/small_batches.md")
-)
-def test_page_prints_what_it_quotes(page, tmp_path):
-    """On the four ranks of scripts/tour.py."""
-    for library in ("matplotlib", "sklearn"):
-        pytest.importorskip(library)
-    run(tmp_path, "scripts/tour.py", page)
+def quoted_print(page, program):
+    text = (PROJECT / "docs" / page).read_text(encoding="utf-8")
+    quoted = text.partition(f"<!-- printed by examples/{program} -->\n```\n")[2].partition("```")[0]
+    assert quoted
+    return quoted
+
+
+@pytest.mark.parametrize("name", TUTORIAL)
+def test_tutorial_quotes_what_its_programs_print(name, tmp_path):
+    if name != "20_point_clouds.py":
+        pytest.importorskip("sklearn")
+    printed = run(tmp_path, f"examples/{name}", world=4)
+    assert quoted_print("tutorial.md", name) in printed[0]
 
 
 def test_cpp_training_prints_what_its_page_quotes(tmp_path):
@@ -121,31 +151,12 @@ def test_cpp_training_prints_what_its_page_quotes(tmp_path):
     command += ["-I", PROJECT / "include", PROJECT / "examples" / "17_training.cpp", "-o", program]
     subprocess.run([*command, library, f"-Wl,-rpath,{library.parent}"], check=True)
     printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
-    (quoted,) = (b.text for b in blocks(PROJECT / "docs" / "cpp_training.md") if b.kind == "")
-    assert printed == quoted
-
-
-def test_an_output_that_differs_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("```python\nprint(1)\n```\n\n```\n2\n```\n", encoding="utf-8")
-    with pytest.raises(AssertionError, match=r"exit code 1\n(?s:.*)\n *-2\n *\+1\n"):
-        run(tmp_path, "scripts/tour.py", str(page))
+    assert printed == quoted_print("cpp.md", "17_training.cpp")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page(page):
     EXPECTED.get(page, lambda names: None)(run_snippets(page))
-
-
-def test_page_cuda(monkeypatch):
-    """On the CPU; a GPU runs the same calls in test_cuda.py."""
-    monkeypatch.setattr(torch.nn.Module, "cuda", lambda module: module)
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
-    loss = torch.ones(1, requires_grad=True).sum()
-    names = {"syncbn": syncbn, "model": model, "loss": loss}
-    (snippet,) = snippets("docs/cuda.md")
-    exec(compile(snippet, "docs/cuda.md", "exec"), names)
-    assert type(names["model"][0]) is syncbn.SyncBatchNorm
 
 
 def _devices(names):
@@ -159,13 +170,20 @@ def _compile(names):
     assert not any("batch_norm" in name for name in targets)
 
 
-def _activation(names):
-    assert names["y"].data_ptr() == names["x"].data_ptr()
+def _options(names):
+    assert names["out"].data_ptr() == names["h"].data_ptr()
     assert not names["local"].sync
+    assert not names["y"].movedim(1, -1)[~names["mask"]].any()
+    assert not names["x"].grad.movedim(1, -1)[~names["mask"]].any()
 
 
 def _conversion(names):
     assert [type(m) for m in names["model"]][1::2] == [names["torch"].nn.BatchNorm2d] * 2
+    assert type(names["theirs"][1]) is syncbn.SyncBatchNorm  # the same object, converted
+    assert names["layer"].momentum == pytest.approx(0.01)
+    # (1 - 1) / sqrt(4 + eps) * 2 + 0, and (1 - 0) / sqrt(1 + eps) * 1 + 1 within 2 roundings
+    assert (names["y"][0, 0] == 0).all()
+    assert ((names["y"][0, 1] - (1 + 1.00001**-0.5)).abs() <= 2**-22).all()
 
 
 def _diagnosis(names):
@@ -174,45 +192,17 @@ def _diagnosis(names):
     assert names["result"].exact and len(names["result"]) == 1
 
 
-def _masks(names):
-    assert not names["y"].movedim(1, -1)[~names["mask"]].any()
-    assert not names["x"].grad.movedim(1, -1)[~names["mask"]].any()
-
-
-def _coming_from(names):
-    assert type(names["theirs"][1]) is names["syncbn"].SyncBatchNorm  # the same object, converted
-    assert names["layer"].momentum == pytest.approx(0.01)
-    # (1 - 1) / sqrt(4 + eps) * 2 + 0, and (1 - 0) / sqrt(1 + eps) * 1 + 1 within 2 roundings
-    assert (names["y"][0, 0] == 0).all()
-    assert ((names["y"][0, 1] - (1 + 1.00001**-0.5)).abs() <= 2**-22).all()
-
-
-def _running_statistics(names):
-    """What precise statistics are: averages with equal weights."""
-    conv, layer = names["model"][:2]
-    with names["torch"].no_grad():
-        means = [conv(x).double().mean((0, 2, 3)) for x in names["batches"]]
-    mean = sum(means) / 5
-    # Five updates of the float32 buffer, and means over 144 numbers of size below 4.
-    assert ((layer.running_mean - mean).abs() <= (2 * 5 + 1) * 2**-24 * 4).all()
-    assert layer.momentum == 0.1 and layer.num_batches_tracked == 5
-    assert names["swa"].module[1].num_batches_tracked == 5
-
-
-def _when_not(names):
+def _tutorial(names):
     layer = names["model"][1]
     assert not layer.training and layer.num_batches_tracked == 0
     assert layer.weight.grad is None and names["model"][0].weight.grad is not None
 
 
 EXPECTED = {
-    "docs/coming_from.md": _coming_from,
-    "docs/running_statistics.md": _running_statistics,
-    "docs/when_not.md": _when_not,
+    "docs/tutorial.md": _tutorial,
     "docs/conversion.md": _conversion,
     "docs/diagnosis.md": _diagnosis,
-    "docs/masks.md": _masks,
     "docs/devices.md": _devices,
     "docs/compile.md": _compile,
-    "docs/activation.md": _activation,
+    "docs/options.md": _options,
 }

@@ -20,7 +20,7 @@ from commands import problem_of
 from snippets import Block, blocks
 from support import PROJECT
 
-PAGES = [*test_docs.PAGES, PROJECT / "examples" / "segmentation" / "README.md"]
+PAGES = test_docs.PAGES
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + page.name)
 EXAMPLES = sorted((PROJECT / "examples").glob("[0-9][0-9]_*"))
 PROGRAMS = [path for path in EXAMPLES if path.suffix in (".c", ".cpp")]
@@ -34,8 +34,8 @@ def is_covered(page: Path, block: Block) -> bool:
         "": True,
         "sh": True,
         "python": name in test_examples.PAGES or name in test_examples.ELSEWHERE,
-        "python ultralytics": name == "docs/conversion.md",  # training_loops.py
-        "python lightning": name == "docs/conversion.md",  # test_drop_in.py
+        "python ultralytics": name == "docs/engines.md",  # training_loops.py
+        "python lightning": name == "docs/engines.md",  # test_drop_in.py
         "cpp": block.source is not None or name in test_docs.CPP_PAGES,
         "c++": name == "docs/libtorch.md",  # test_libtorch.py
         "c": block.source is not None,
@@ -65,16 +65,16 @@ def test_quotes_are_what_the_files_say(page):
     for block in blocks(page):
         if block.source is not None:
             text = (PROJECT / block.source).read_text(encoding="utf-8")
-            indented = (textwrap.indent(block.text, " " * n) for n in (0, 2, 4, 6))
+            indented = (textwrap.indent(block.text, " " * n) for n in (0, 2, 4, 6, 8))
             assert any(f"\n{quote}" in text for quote in indented), block.text
-            assert {".c": "c", ".cpp": "cpp"}[Path(block.source).suffix] == block.kind
+            kinds = {".c": "c", ".cpp": "cpp", ".py": "python"}
+            assert block.kind == kinds[Path(block.source).suffix]
 
 
 def test_every_compiled_example_is_quoted_and_every_example_listed():
-    page = PROJECT / "docs" / "examples.md"
-    pages = [page, PROJECT / "docs" / "cpp_training.md"]
-    quoted = {block.source for path in pages for block in blocks(path)}
-    assert quoted - {None} == {str(path.relative_to(PROJECT)) for path in COMPILED}
+    page = PROJECT / "examples" / "README.md"
+    quoted = {block.source for path in PAGES for block in blocks(path)}
+    assert quoted >= {str(path.relative_to(PROJECT)) for path in COMPILED}
     listed = re.findall(r"^\| `(\d\d_.*?)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert listed == [path.name + "/" * path.is_dir() for path in EXAMPLES]
 

@@ -4,7 +4,6 @@ tests compare or run."""
 
 import importlib
 import os
-import re
 import time
 import types
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 import syncbn
 from rank import Rank
+from snippets import blocks
 from syncbn.operators import HEADER_WORDS, ops
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -164,9 +164,8 @@ def join(processes: list, seconds: float) -> None:
 
 
 def snippets(page: str) -> list[str]:
-    """The Python snippets of a page of the docs."""
-    text = (PROJECT / page).read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    """The Python snippets of a page of the docs, without what it quotes from a file."""
+    return [b.text for b in blocks(PROJECT / page) if b.kind == "python" and b.source is None]
 
 
 def run_snippets(page: str) -> dict:

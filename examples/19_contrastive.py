@@ -1,25 +1,13 @@
-# Contrastive heads: the rank in the statistics
+# SPDX-License-Identifier: Apache-2.0
+"""A contrastive head with two pictures on each rank: plain batch norm writes the rank into a row.
 
-A contrastive loss asks which two rows of a batch are views of one picture. The projector before it has batch norm on
-two-dimensional inputs, one row per view. Where each rank has few rows, plain batch norm writes into a row which rank it
-comes from. This page shows that, and what is left of it when the ranks share statistics.
+    torchrun --standalone --nproc-per-node=4 examples/19_contrastive.py [FIGURE.png]
 
-The page is a program. `scripts/tour.py` runs it on four ranks with two pictures each, and CI compares the outputs.
 Numbers are float64, so that they come out the same on other machines.
+"""
 
-```sh
-python scripts/tour.py docs/contrastive.md           # 15 seconds on 2 cores
-python scripts/tour.py docs/contrastive.md --write   # makes outputs and figure anew
-```
+import sys
 
-## A head as in SimCLR
-
-The pictures are scikit-learn's handwritten digits, 8 × 8 pixels. A view is a picture that is shifted by up to a pixel,
-with noise. Each rank normalizes the two views of its own pictures together, and the loss compares the views of all
-ranks.
-
-```python
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
@@ -29,15 +17,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 
+torch.set_default_dtype(torch.float64)
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-torch.set_default_dtype(torch.float64)
 PICTURES, STEPS = 2, 150  # pictures of a rank in a step
 ROWS = 2 * PICTURES * world  # of all ranks
 
 digits = torch.tensor(load_digits().images / 16)
 numbers = torch.tensor(load_digits().target)
 train, test = slice(0, 1297), slice(1297, 1797)
+
+
+def say(text):
+    if rank == 0:
+        print(text)
 
 
 def two_views(generator):
@@ -68,15 +61,10 @@ def contrast(projections):
     partner = torch.arange(ROWS).roll(ROWS // 2)
     hits = (scores.argmax(1) == partner).double().mean()
     return nn.functional.cross_entropy(scores, partner), hits.item()
-```
 
-## The pain
 
-Give the untrained network noise. No row has anything to do with another, so a best match is a matter of chance. How
-often is it a row of the same rank?
-
-```python
 def matches_of_the_same_rank(network):
+    """Of rows of noise, the share whose best match is a row of the same rank."""
     owner = torch.arange(world).repeat_interleave(PICTURES).repeat(2)
     generator, same = torch.Generator().manual_seed(0), 0.0
     with torch.no_grad():
@@ -88,36 +76,6 @@ def matches_of_the_same_rank(network):
     return same
 
 
-by_chance = (2 * PICTURES - 1) / (ROWS - 1)
-print(f"by chance {by_chance:.3f}, plain {matches_of_the_same_rank(new_network()):.3f}")
-```
-
-```
-by chance 0.200, plain 0.004
-```
-
-Batch norm makes the mean of a rank's rows zero. With four rows that pushes them apart: a row is a poor match for the
-rows of its own rank, whatever is in the pictures. And the other view of a picture always lies on the same rank.
-
-## The cure
-
-```python
-cured = syncbn.convert_sync_batchnorm(new_network())
-print(f"by chance {by_chance:.3f}, synchronized {matches_of_the_same_rank(cured):.3f}")
-```
-
-```
-by chance 0.200, synchronized 0.210
-```
-
-One line is new, the conversion. A row is now normalized with all rows, and does not tell its rank.
-
-## In training
-
-Both networks train with the same pictures from the same weights. Afterwards the encoder is judged without the
-projector, as in practice: a held-out digit gets the number of its nearest neighbour among the others.
-
-```python
 def neighbours(network):
     """The share of held-out digits whose nearest neighbour has the same number."""
     network.eval()
@@ -141,53 +99,29 @@ def train_network(network):
         losses.append(loss.item())
         found.append(hits)
     loss, hits = (sum(values[-50:]) / 50 for values in (losses, found))
-    print(f"loss {loss:.2f}, other view found {hits:.3f}, neighbours {neighbours(network):.3f}")
+    say(f"loss {loss:.2f}, other view found {hits:.3f}, neighbours {neighbours(network):.3f}")
     return found
 
 
-print(f"untrained: neighbours {neighbours(new_network()):.3f}, by chance {1 / (ROWS - 1):.3f}")
+by_chance = (2 * PICTURES - 1) / (ROWS - 1)
+cured = syncbn.convert_sync_batchnorm(new_network())
+say(f"best match of the same rank: by chance {by_chance:.3f}")
+say(f"plain        {matches_of_the_same_rank(new_network()):.3f}")
+say(f"synchronized {matches_of_the_same_rank(cured):.3f}")
+say(f"other view found by chance {1 / (ROWS - 1):.3f}")
+say(f"untrained:   neighbours {neighbours(new_network()):.3f}")
 curves = {
     "plain": train_network(new_network()),
     "synchronized": train_network(syncbn.convert_sync_batchnorm(new_network())),
 }
-```
+if rank == 0 and len(sys.argv) > 1:
+    import matplotlib.pyplot as plt
 
-```
-untrained: neighbours 0.942, by chance 0.067
-loss 2.80, other view found 0.005, neighbours 0.956
-loss 2.25, other view found 0.286, neighbours 0.962
-```
-
-```python
-if rank == 0:
     figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
     for name, found in curves.items():
         axes.plot(torch.tensor(found).unfold(0, 20, 1).mean(1), label=name)
     axes.axhline(1 / (ROWS - 1), color="grey", linestyle=":", label="by chance")
     axes.set(xlabel="step", title="rows that find the other view, mean of 20 steps")
     axes.legend(frameon=False)
-    figure.savefig("contrastive.png")
+    figure.savefig(sys.argv[1])
 dist.destroy_process_group()
-```
-
-![Rows that find the other view, over 150 steps](images/contrastive.png)
-
-The plain network does not learn the task. Its loss of 2.80 is above ln 15 = 2.71, that of equal scores for all 15 other
-rows, because the layer pushes the two views of a picture apart in every step. The synchronized network finds the other
-view in 29 % of the cases.
-
-The encoder is another matter. On these simple pictures neighbours agree almost as often before any training, and the
-three numbers differ by two points at most, ten pictures of 500. This run does not show a better encoder.
-
-## What it cost
-
-Each of the two layers exchanges once in forward and once in backward, 152 bytes a channel. On four ranks that shared two
-busy cores a step took 21 to 26 ms with plain and 27 ms with synchronized layers (three runs of 60 steps).
-
-## What it does not do
-
-- Rows still depend on each other, now on those of all ranks. Where they must not, take LayerNorm
-  ([When not to synchronize](when_not.md)).
-- It is no remedy for a batch that is too small over all ranks. With one picture on one rank nothing changes.
-- Shuffling rows over ranks before the projector, as MoCo does, hides the rank as well. It needs two exchanges of the
-  rows themselves.
