@@ -248,19 +248,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                     devices.check_alone(self)
             mean, var, batches = self._tracked()
             weight, bias = self._affine()
-            return train_step(
-                input,
-                mean,
-                var,
-                weight,
-                bias,
-                residual,
-                self.options(),
-                # A graph traced from this layer alone cannot hold an object.
-                self.state.identity if isinstance(input, torch.fx.Proxy) else self.state,
-                num_batches_tracked=batches,
-                mask=mask,
-            )
+            # A graph traced from this layer alone cannot hold an object.
+            state = self.state.identity if isinstance(input, torch.fx.Proxy) else self.state
+            given = (input, mean, var, weight, bias, residual, self.options(), state)
+            return train_step(*given, num_batches_tracked=batches, mask=mask)
         self._check_input_dim(input)
         local_batch = self.running_mean is None and self.running_var is None
         # Unused here, but an exported graph may be trained further.

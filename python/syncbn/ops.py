@@ -115,14 +115,8 @@ def _batch_norm(
     if is_infer:
         y, saved = _evaluated(x, mean, var, scale, bias, epsilon)
         wide = (t.clone() for t in saved[:-2].view(3, -1)[:2])
-        return (
-            y,
-            *wide,
-            _copy("estimated_mean", mean),
-            _copy("estimated_var", var),
-            _copy("batches", batches),
-            saved,
-        )
+        copies = map(_copy, ("estimated_mean", "estimated_var", "batches"), (mean, var, batches))
+        return y, *wide, *copies, saved
     peers = None if group is None else groups.named(group)
     attributes = _Attributes(epsilon, momentum, use_global_est)
     call = Call(layer, None, "forward", x.shape[1], x.dtype, attributes)
