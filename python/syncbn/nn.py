@@ -153,7 +153,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    #: convert_sync_batchnorm, which is made of this class and puts itself here.
+    #: convert_sync_batchnorm, which is made of this class; the package puts it here.
     _convert: Callable[..., Any]
 
     @classmethod

@@ -306,9 +306,6 @@ def convert_sync_batchnorm(
     return result
 
 
-SyncBatchNorm._convert = staticmethod(convert_sync_batchnorm)
-
-
 def original_activation(layer: SyncBatchNorm) -> ActivationName:
     """The activation that the class has which the layer was converted from."""
     return vars(layer).get("_original_activation", "none")
