@@ -188,7 +188,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
 
     def options(self) -> Options:
-        """What is constant over calls, as the functions take it."""
+        """Gives what is constant over calls, as the functions take it."""
         momentum = self.momentum
         if isinstance(momentum, Tensor) and momentum.numel() == 1:  # as PyTorch's operator takes it
             momentum = momentum.item()
@@ -275,8 +275,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return mean, var
 
     def _tracked(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """What training updates: nothing if track_running_stats was switched off later, though
-        evaluation goes on with the statistics that are there, as in PyTorch."""
+        """Gives what training updates: nothing if track_running_stats was switched off later,
+        though evaluation goes on with the statistics that are there, as in PyTorch."""
         if not self.track_running_stats:
             return None, None, None
         try:  # without the search that attributes of modules take
@@ -333,7 +333,7 @@ def _warn_of_theirs(name: str) -> None:
 
 
 def layers_of(module: nn.Module) -> list[tuple[str, SyncBatchNorm]]:
-    """The synchronized layers of a module, which is checked, with their paths."""
+    """Gives the synchronized layers of a module, which is checked, with their paths."""
     check_module(module)
     return [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
 

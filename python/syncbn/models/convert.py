@@ -307,12 +307,12 @@ def convert_sync_batchnorm(
 
 
 def original_activation(layer: SyncBatchNorm) -> ActivationName:
-    """The activation that the class has which the layer was converted from."""
+    """Gives the activation that the class has which the layer was converted from."""
     return vars(layer).get("_original_activation", "none")
 
 
 def _reverts(module: nn.Module) -> Callable[[nn.Module], nn.Module] | None:
-    """What was registered for a module that a registered conversion put in a layer's place."""
+    """Gives what was registered to undo a conversion that put the module in a layer's place."""
     cls = vars(module).get("_replaced_class")
     return classes.registered[cls].revert if cls in classes.registered else None
 

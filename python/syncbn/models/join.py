@@ -66,7 +66,7 @@ class _Inputs:
         self.join_hooks = [joinable.join_hook(**options) for joinable in self.joinables]
 
     def meet(self, has_input: bool) -> int:
-        """How many ranks have an input for the next iteration. A collective call of all ranks."""
+        """Tells how many ranks have an input for the next iteration; all ranks call it together."""
         what = "next input" if has_input else "no more inputs"
         self.call = self.call._replace(number=(self.call.number or 0) + 1, direction=what)
         try:
