@@ -1,8 +1,8 @@
 # The commands that people type; what takes more than a few lines is in scripts/.
 # Variables: TORCH=2.15.0 (another PyTorch, in an environment of its own), PYTHON, CXX, JOBS,
 # ARGS (for pytest or the demo), MINUTES (soak), SECONDS (fuzz), SEED (both), SYNCBN_WERROR=ON (as CI
-# does), SYNCBN_CUDA=OFF (the Python package without kernels, where nvcc would build them; ON: an error
-# without nvcc), MANYLINUX=2_28 (the newest system that a wheel may need),
+# does), SYNCBN_CUDA=ON (with CUDA kernels, also without a GPU; OFF: without them), MANYLINUX=2_28 (the
+# newest system that a wheel may need),
 # SYNCBN_REPOSITORY=https://HOST/OWNER/NAME@TAG (where the links of the package index's page lead).
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -90,7 +90,7 @@ macos: $(VENV)/.stamp-build $(VENV)/.stamp-macos  ## cross-compile the C++ libra
 asan tsan release cuda: $(VENV)/.stamp-build  ## C++ tests with this preset
 	$(cmake) --workflow --preset $@
 
-ptx: $(VENV)/.stamp-build  ## interpret the kernels' PTX on the CPU, needs nvcc, ARCHITECTURE=90
+ptx: $(VENV)/.stamp-build  ## look over the kernels' PTX and machine code, needs nvcc, ARCHITECTURE=90
 	$(cmake) --preset ptx -D SYNCBN_PTX_ARCHITECTURE=$(or $(ARCHITECTURE),90)
 	$(cmake) --build --preset ptx
 	$(VENV)/bin/ctest --preset ptx
@@ -112,6 +112,9 @@ model:  ## the protocols in shared memory (with spin) and of the CUDA kernels, i
 
 lint: build $(VENV)/.stamp-lint  ## check format and style
 	@scripts/lint.sh all
+
+lint-tests: build-cpp $(VENV)/.stamp-lint  ## clang-tidy over the C++ tests, which `make lint` leaves out
+	@scripts/lint.sh tests
 
 format: $(VENV)/.stamp-build $(VENV)/.stamp-lint  ## repair format and style
 	@scripts/lint.sh format
@@ -184,5 +187,5 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo demo-clipart bench bench-count bench-cpp \
-  gpu-check googletest aarch64 macos asan tsan release cuda ptx sanitize soak fuzz interop curves model lint \
+  gpu-check googletest aarch64 macos asan tsan release cuda ptx sanitize soak fuzz interop curves model lint lint-tests \
   format docs wheel wheel-old wheel-aarch64 sdist clean

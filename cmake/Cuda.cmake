@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# What SYNCBN_CUDA comes to: SYNCBN_WITH_CUDA says whether the kernels are built. AUTO: where nvcc is
-# found, which is for this machine, so not when cross-compiling; in a wheel, where only PyTorch calls them, if that is for nvcc's major version of CUDA, and
-# nvcc knows the architectures below (12.8).
+# What SYNCBN_CUDA comes to: SYNCBN_WITH_CUDA says whether the kernels are built. AUTO: where nvcc and
+# a GPU's driver are found, because kernels take minutes to compile. In a wheel, where only PyTorch
+# calls them, nvcc must be of PyTorch's major version of CUDA, and know the architectures below (12.8).
 set(SYNCBN_WITH_CUDA OFF)
 # Turing, Ampere, Hopper, and both kinds of Blackwell; these also as PTX, for what comes.
 set(SYNCBN_CUDA_ARCHITECTURES "75-real;80-real;90-real;100;120" CACHE STRING
@@ -10,6 +10,9 @@ set(SYNCBN_CUDA_ARCHITECTURES "75-real;80-real;90-real;100;120" CACHE STRING
 set(reason "nvcc was not found")
 if(CMAKE_CROSSCOMPILING AND SYNCBN_CUDA STREQUAL "AUTO")
   set(reason "this is a cross-compilation; ON takes nvcc nevertheless")
+elseif(SYNCBN_CUDA STREQUAL "AUTO" AND NOT EXISTS /proc/driver/nvidia/version
+    AND NOT EXISTS /dev/dxg)  # the latter in WSL
+  set(reason "there is no GPU's driver here; ON builds the kernels nevertheless")
 elseif(SYNCBN_CUDA)
   find_program(SYNCBN_NVCC nvcc
     HINTS ENV CUDACXX ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)

@@ -22,8 +22,8 @@ from report import Outcome
 from train import Plan, ranks_text
 
 _SHOWN = 6  # the first test pictures, not chosen ones
-_LINES = {"a": "#c8553d", "b": "#1f6f8b", "c": "#222222"}
-_STYLES = {"a": "-", "b": "-", "c": (0, (1.2, 1.6))}  # (c) dotted: it lies on (b) or near it
+_LINES = {"a": "#c8553d", "b": "#1f6f8b", "c": "#222222", "d": "#b9dcb5"}
+_STYLES = {"a": "-", "b": "-", "c": (0, (1.2, 1.6)), "d": "-"}  # (c) dotted, on (d), near (b)
 _VOID = (1.0, 1.0, 1.0)
 
 
@@ -34,7 +34,7 @@ def draw(
     pictures, labels = test
     shown = min(_SHOWN, len(pictures))
     rows = [("picture", None), ("truth", labels)] + [
-        (f"({o.setting.key}) {_short(o)}", o.predictions) for o in outcomes if o.setting.key != "c"
+        (f"({o.setting.key}) {_short(o)}", o.predictions) for o in outcomes if o.setting.key in "ab"
     ]
     figure = plt.figure(figsize=(11.0, 5.0 + 1.72 * len(rows)), dpi=130, facecolor="white")
     upper, lower = figure.subfigures(2, 1, height_ratios=(4.4, 0.6 + 1.72 * len(rows)))
@@ -103,6 +103,8 @@ def _window(plan: Plan) -> int:
 def _draw_curves(left: Axes, right: Axes, outcome: Outcome, plan: Plan) -> None:
     key = outcome.setting.key
     style = {"color": _LINES[key], "linestyle": _STYLES[key], "linewidth": 2.0}
+    if key == "d":  # below (c), whose numbers it has
+        style |= {"linewidth": 6.0, "zorder": 1.5}
     steps = [evaluation["step"] for evaluation in outcome.run.evaluations]
     ious = [evaluation["mean_iou"] for evaluation in outcome.run.evaluations]
     label = f"{outcome.setting.title}: {ious[-1]:.3f}".replace(" x ", " × ")

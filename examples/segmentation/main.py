@@ -43,7 +43,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--norm",
         choices=("both", "plain", "sync"),
         default="both",
-        help="batch norm on the ranks: (a) plain, (b) sync; (c) is always trained",
+        help="batch norm on the ranks: (a) plain, (b) and (d) sync; (c) is always trained",
     )
     add(
         "--device",
@@ -91,8 +91,8 @@ def run(options: argparse.Namespace) -> int:
 
     import bits
     from figure import draw
-    from ranks import RankFailed, choose_devices, run_on_ranks, threads_alone
-    from report import NOTES, bits_text, drift_text, measure, table, write_json
+    from ranks import RankFailed, choose_devices, run_on_ranks, threads_of
+    from report import NOTES, bits_text, drift_text, measure, shares_text, table, write_json
     from train import Place, Plan, Setting, ranks_text, train
 
     ranks, batch = options.ranks, options.batch_per_rank
@@ -111,14 +111,16 @@ def run(options: argparse.Namespace) -> int:
         learning_rate=options.lr,
         seed=options.seed,
     )
-    torch.set_num_threads(threads_alone())
+    torch.set_num_threads(threads_of(ranks))
 
     settings = [
         Setting("a", "plain", ranks, f"(a) plain, {ranks_text(ranks)} x {batch}"),
         Setting("b", "sync", ranks, f"(b) synchronized, {ranks_text(ranks)} x {batch}"),
-        Setting("c", "sync", 1, f"(c) one rank x {plan.global_batch}"),
+        Setting("c", "shares", 1, f"(c) one rank, {ranks} shares x {batch}"),
+        Setting("d", "shares", ranks, f"(d) by shares, {ranks_text(ranks)} x {batch}"),
     ]
-    settings = [s for s in settings if options.norm in ("both", s.norm) or s.key == "c"]
+    chosen = {"both": "abcd", "plain": "ac", "sync": "bcd"}[options.norm]
+    settings = [s for s in settings if s.key in chosen]
     print(
         f"{source.num_classes} classes; {plan.epochs} epochs of {plan.steps_per_epoch} steps, "
         f"{plan.global_batch} pictures a step\n{where}",
@@ -134,7 +136,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     alone = Place(0, 1, torch.device(devices[0]))
-    runs["c"] = train(settings[-1], plan, source, alone)
+    (setting,) = (s for s in settings if s.key == "c")
+    runs["c"] = train(setting, plan, source, alone)
 
     test = source.test_pictures()
     outcomes = [measure(s, runs[s.key], plan, source, test) for s in settings]
@@ -150,13 +153,16 @@ def run(options: argparse.Namespace) -> int:
     if control is not None:
         texts.append(bits_text(rows, control, ranks))
     seconds = time.perf_counter() - began
+    if "d" in runs:
+        texts.append(shares_text(runs, plan))
     texts += [drift_text(outcomes), NOTES, f"Wrote {picture} and {numbers} ({seconds:.0f} s)"]
     print("\n" + "\n\n".join(texts), flush=True)
-    differing = [row.quantity for row in rows if row.differing]
+    differing = [f"the first layer's {row.quantity}" for row in rows if row.differing]
+    if "d" in runs and runs["d"].fingerprint != runs["c"].fingerprint:
+        differing.append("the network by shares")
     if differing:
         print(
-            f"FAILED: the first layer's {', '.join(differing)}: not the same bits on "
-            f"{ranks_text(ranks)} as on one.",
+            f"FAILED: {', '.join(differing)}: not the same bits on {ranks_text(ranks)} as on one.",
             file=sys.stderr,
         )
         return 1

@@ -46,10 +46,9 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def threads_alone() -> int:
-    """Threads for (c). The layers are small: with all cores, threads mostly wait for each other,
-    and for whatever else runs on the machine."""
-    return max(1, cores() // 2)
+def threads_of(ranks: int) -> int:
+    """Threads for each rank. (c) has as many: the bits of convolutions depend on them."""
+    return max(1, cores() // ranks)
 
 
 def choose_devices(wish: str, ranks: int) -> tuple[list[str], str, str]:
@@ -69,7 +68,7 @@ def choose_devices(wish: str, ranks: int) -> tuple[list[str], str, str]:
         )
     sentence = (
         f"{ranks_text(ranks)} on {cores()} CPU cores, DDP over Gloo; "
-        f"threads: {max(1, cores() // ranks)} a rank, {threads_alone()} for (c)"
+        f"threads: {threads_of(ranks)} a rank"
     )
     if gpus:
         sentence += f"\n(for {gpus} CUDA device(s): --ranks {gpus}, or --device cuda to share)"
@@ -117,7 +116,7 @@ def _share_cores(rank: int, ranks: int) -> None:
     every exchange to threads that wake up on the wrong core.
     """
     available = cores()
-    torch.set_num_threads(max(1, available // ranks))
+    torch.set_num_threads(threads_of(ranks))
     if available < ranks and hasattr(os, "sched_setaffinity"):
         mine = sorted(os.sched_getaffinity(0))[rank % available]
         os.sched_setaffinity(0, {mine})

@@ -90,6 +90,16 @@ def bits_text(rows: list[Comparison], control: Comparison, ranks: int) -> str:
     return "\n".join(lines)
 
 
+def shares_text(runs: dict[str, Run], plan: Plan) -> str:
+    """The whole networks of (c) and (d)."""
+    one, many = (runs[key].fingerprint for key in "cd")
+    verdict = f"same bits ({one[:16]}...)" if one == many else f"DIFFERENT ({one}, {many})"
+    return (
+        f"The whole network and the optimizer after {plan.steps:,} steps by shares, (d) on "
+        f"{ranks_text(plan.ranks)} and (c) on one:\n  {verdict}"
+    )
+
+
 def drift(runs: dict[str, Run], key: str) -> dict[int, float]:
     """step -> |w - w_c| / |w_c| over all parameters, of setting `key` against (c)."""
     return {
@@ -102,10 +112,10 @@ def drift_text(outcomes: list[Outcome]) -> str:
     """How far whole networks are from (c)'s; rounding elsewhere grows, so this is not zero."""
     runs = {outcome.setting.key: outcome.run for outcome in outcomes}
     reference = next(o for o in outcomes if o.setting.key == "c")
-    lines = ["Apart from that, the whole trained networks against (c), |w - w_c| / |w_c|:"]
+    lines = ["The other networks against (c), |w - w_c| / |w_c|:"]
     for outcome in outcomes:
         key = outcome.setting.key
-        if key == "c":
+        if key in "cd":
             continue
         steps = drift(runs, key)
         shown = sorted(steps)[:2] + sorted(steps)[-1:]
@@ -117,14 +127,14 @@ def drift_text(outcomes: list[Outcome]) -> str:
 
 NOTES = """\
 How to read this. In training, a picture is normalized with the statistics of the pictures beside
-it: those of its own rank in (a), those of all ranks in (b) and (c). A deployed network uses running
+it: those of its own rank in (a), those of all ranks in the others. A deployed network uses running
 statistics instead: 'test IoU'. Where these do not match what a rank trained with, evaluation pays
 for it however well training went; compare the training losses and the column 'own statistics'
 (every test picture normalized by itself). With running statistics, synchronizing keeps training and
 evaluation consistent; this does not show that it trains better, and with more pictures per rank
 (--batch-per-rank) there is less to gain. One run with one seed: other seeds (--seed) move the IoU
-by about 0.02. IoU is the mean over the classes; the rounding of convolutions and of averaged
-gradients differs between (b) and (c), and training amplifies it."""
+by about 0.02. IoU is the mean over the classes. DistributedDataParallel adds gradients in another
+order than shares do, and training amplifies the rounding: (b) is not (c), and (d) is."""
 
 
 def write_json(
@@ -151,6 +161,7 @@ def write_json(
                 "evaluations": outcome.run.evaluations,
                 "step_milliseconds_median_p10_p90": outcome.step_milliseconds(),
                 "seconds": outcome.run.seconds,
+                "fingerprint": outcome.run.fingerprint,
                 "distance_from_c": drift(runs, outcome.setting.key),
                 "losses": outcome.run.losses,
             }

@@ -44,8 +44,8 @@ class Plan:
 class Setting:
     """One row of the table."""
 
-    key: str  # "a", "b" or "c"
-    norm: str  # "plain" or "sync"
+    key: str  # "a", "b", "c" or "d"
+    norm: str  # "plain", "sync" or "shares"
     ranks: int
     title: str
 
@@ -68,6 +68,7 @@ class Run:
     evaluations: list[dict[str, float]] = field(default_factory=list)  # step, mean_iou, loss
     weights: dict[int, Tensor] = field(default_factory=dict)  # step -> all parameters, flat
     state: dict[str, Tensor] = field(default_factory=dict)  # after the last step
+    fingerprint: str = ""  # of the network and the optimizer, after the last step
     seconds: float = 0.0  # all of it, evaluations and pictures included
 
 
@@ -103,11 +104,14 @@ def train(setting: Setting, plan: Plan, source: Source, place: Place) -> Run:
     """Trains one setting; the result is complete on rank 0 only."""
     started = time.perf_counter()
     network = build_network(source.num_classes, plan.seed)
-    if setting.norm == "sync":
+    if setting.norm != "plain":
         network = syncbn.convert_sync_batchnorm(network)
     network.to(place.device)
     replica: nn.Module = network
-    if place.size > 1:
+    if setting.norm == "shares":
+        torch.backends.cudnn.deterministic = True
+        replica = syncbn.Shares(network, plan.ranks, plan.seed)
+    elif place.size > 1:
         if place.rank == 0 and setting.norm == "sync":
             engine = syncbn.report(network)[0].engine
             print(f"{setting.title}: the layers exchange over {engine}", flush=True)
@@ -135,8 +139,14 @@ def train(setting: Setting, plan: Plan, source: Source, place: Place) -> Run:
         pictures, labels = pictures.to(place.device), labels.to(place.device)
         begun = _clock(place.device)
         optimizer.zero_grad(set_to_none=True)
-        loss = pixel_loss(replica(pictures), labels, class_weights)
-        loss.backward()
+        if isinstance(replica, syncbn.Shares):
+            parts = zip(replica(pictures), replica.split(labels))
+            losses = [pixel_loss(scores, truth, class_weights) for scores, truth in parts]
+            replica.backward(losses)
+            loss = torch.stack(losses).mean()
+        else:
+            loss = pixel_loss(replica(pictures), labels, class_weights)
+            loss.backward()
         optimizer.step()
         run.step_seconds.append(_clock(place.device) - begun)
         schedule.step()
@@ -155,6 +165,7 @@ def train(setting: Setting, plan: Plan, source: Source, place: Place) -> Run:
                 bar.set_postfix(loss=f"{run.losses[-1]:.3f}", mIoU=f"{iou:.3f}")
     bar.close()
     run.state = {name: value.detach().cpu().clone() for name, value in network.state_dict().items()}
+    run.fingerprint = syncbn.fingerprint(network, optimizer)
     run.seconds = time.perf_counter() - started
     return run
 

@@ -4,30 +4,36 @@
 from . import functional, graph, ops, parallel, testing
 from ._build import __version__
 from .errors import DivergenceError, ExchangeTimeout, PeerLost
+from .fingerprints import fingerprint
 from .models.classes import register_conversion
 from .models.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from .models.join import join
+from .models.recording import record
 from .models.report import check, report
 from .models.sharing import prepare, reset_groups, set_group, skip
 from .models.timing import timing
 from .nn import SyncBatchNorm
 from .operators import ops as _ops
+from .shares import Shares
 
 __all__ = [
     "DivergenceError",
     "ExchangeTimeout",
     "PeerLost",
+    "Shares",
     "SyncBatchNorm",
     "__version__",
     "check",
     "convert_sync_batchnorm",
     "cpu_instruction_set",
+    "fingerprint",
     "functional",
     "graph",
     "join",
     "ops",
     "parallel",
     "prepare",
+    "record",
     "register_conversion",
     "report",
     "reset_groups",

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from . import _build
 from .exchange import callers, groups
-from .exchange.engines import engine_of
+from .exchange.host import engine_of
+from .models.recording import first_difference
 from .nn import SyncBatchNorm
 from .operators import ops, why_not_cuda
 
@@ -31,14 +32,15 @@ _ENGINES: dict[callers.EngineName, str] = {"process_group": "gloo", "auto": "sha
 
 
 def facts() -> dict[str, str]:
-    """Versions, instruction sets, and whether the CUDA library is active, as lines to print."""
+    """Lists versions, instruction sets, and whether the CUDA library is active, as lines to
+    print."""
     active = ops.cpu_instruction_set()
     levels = [n for n in ("reference", *_build.simd_levels) if ops.force_cpu_instruction_set(n)]
     ops.force_cpu_instruction_set(active)
     cuda = f"not active: {why_not_cuda()}"
     if why_not_cuda() is None:
         cuda = f"active: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    nccl = dist.is_available() and dist.is_nccl_available()
+    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
     found = {
         "syncbn": f"{_build.__version__}, in {pathlib.Path(__file__).parent}",
         "PyTorch": f"{torch.__version__}; syncbn was built for {_build.torch_version}",
@@ -47,7 +49,7 @@ def facts() -> dict[str, str]:
         "CPU": f"{active} in use; this processor and build have {', '.join(levels)}",
         "CUDA library": cuda,
         "PyTorch's CUDA": torch.version.cuda or "none",
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if nccl else "none",
+        "NCCL": ".".join(map(str, nccl)) or "none",
     }
     if importlib.util.find_spec("apex") is not None:
         found["apex"] = "installed; apex.parallel.SyncBatchNorm does not work beside this package"
@@ -76,8 +78,8 @@ def _step(layer: SyncBatchNorm, x: torch.Tensor, dy: torch.Tensor) -> dict[str, 
 
 
 def _differences(rank: int, engine: callers.EngineName, timeout: float) -> list[str]:
-    """What has not the bits of one process with the whole batch: 2 samples on rank 0, 3 on rank 1,
-    with exponents over 60 binades, where ordinary sums depend on their order."""
+    """Names what has not the bits of one process with the whole batch: 2 samples on rank 0, 3 on
+    rank 1, with exponents over 60 binades, where ordinary sums depend on their order."""
     random = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(5, 8, 6, 6, generator=random) for _ in range(2))
     x = x * torch.exp2(torch.randint(-30, 31, x.shape, generator=random))
@@ -91,7 +93,7 @@ def _differences(rank: int, engine: callers.EngineName, timeout: float) -> list[
 
 
 def _rank_main(rank: str, folder: str, timeout: str) -> None:
-    """One process of the self-test; prints a list of Results as JSON."""
+    """Runs one process of the self-test; prints a list of Results as JSON."""
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=float(timeout))
     store = dist.FileStore(f"{folder}/store", 2)
@@ -203,11 +205,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         help="limit of the self-test of two processes (%(default)g)",
     )
+    command = commands.add_parser("diff", help="where two trainings differ first (syncbn.record)")
+    command.add_argument("a", help="a file of syncbn.record")
+    command.add_argument("b", help="another one")
     given = parser.parse_args(arguments)
     if given.cmake_dir:
         return _cmake_dir()
+    if given.command == "diff":
+        difference = first_difference(given.a, given.b)
+        print(difference or "no difference")
+        return 0 if difference is None else 1
     if given.command is None:
-        parser.error("command: got none, expected doctor or --cmake-dir")
+        parser.error("command: got none, expected doctor, diff or --cmake-dir")
     return doctor(given.timeout)
 
 

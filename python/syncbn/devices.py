@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from .exchange import transports
-from .step import layer_state, recomputation
-from .step.autograd import apply_step
+from .operators import without_modes
+from .step import recomputation
+from .step.autograd import apply_step, tell
 from .step.masks import check_mask
 from .step.options import RUNNING, check_arguments, check_counter, check_options, check_plain
 from .step.surroundings import check_transforms, like_operators, plain, recorded, refuse_tracing
@@ -74,10 +73,23 @@ class Request(NamedTuple):
     residual: Tensor | None
     mask: Tensor | None
     state: ThreadState
+    number: int  #: of the next node in the device's autograd graph
+
+
+def _number_nodes_after(node: Any) -> None:
+    """Makes this thread number its next nodes above that of the layer. Backward visits nodes by
+    number, the highest first. If they go up along each device's graph, a device's nodes are visited
+    in the order that they would have alone, which decides in what order gradients are added."""
+    while node is not None and torch.autograd._get_sequence_nr() <= node._sequence_nr():
+        _nobody.neg()  # a node, which takes a number
+
+
+_nobody = torch.zeros((), requires_grad=True)
 
 
 class _Device:
-    """One call in its thread. Only the thread that holds the baton touches these attributes."""
+    """Runs one call in its thread. Only the thread that holds the baton touches these
+    attributes."""
 
     def __init__(self, call: Callable[[], Any], state: ThreadState) -> None:
         self.call = call
@@ -112,14 +124,16 @@ class _Device:
         self._stops.get()
 
     def wait(self, layer: Any, x: Tensor, residual: Tensor | None, mask: Tensor | None) -> Tensor:
-        """In the device's thread: gives the baton away until the layer's output is there."""
+        """Gives the baton away, in the device's thread, until the layer's output is there."""
         if not self.abandoned:
-            self.request = Request(layer, x, residual, mask, ThreadState.current())
+            number = torch.autograd._get_sequence_nr()
+            self.request = Request(layer, x, residual, mask, ThreadState.current(), number)
             self._stops.put(None)
             answer = self._answers.get()
         # Also a model that swallows the first error gets no further.
         if self.abandoned:
             raise RuntimeError("another device of this step failed; the caller sees its error")
+        _number_nodes_after(answer.grad_fn)
         return answer
 
     def abandon(self) -> None:
@@ -143,7 +157,7 @@ class _Generators:
     _left: tuple[Tensor, int, list[Tensor]] | None = None
 
     def __init__(self, count: int) -> None:
-        with _disable_current_modes():
+        with without_modes():
             own = torch.get_rng_state()
             if self._left is not None and torch.equal(own, self._left[0]):
                 _, self.seed, others = self._left
@@ -185,17 +199,19 @@ def run_in_turns(
     calls: Sequence[Callable[[], Any]],
     meet: Callable[[list[Request | None]], list[Tensor]],
     give_up: Callable[[list[Request | None], BaseException], None],
+    generators: Any = None,
 ) -> list[Any]:
     """The results of calls[k]() for all devices k.
 
     meet: gives the layer's outputs for the requests of all devices (None: the device has ended), or
-    raises. give_up: is called with the requests before the error of a device is raised. On an error
-    all threads have ended when it is raised.
+    raises. give_up: is called with the requests before the error of a device is raised. generators:
+    an object like the _Generators that are the default. On an error all threads have ended when it
+    is raised.
     """
     global running
     state = ThreadState.current()
     devices = [_Device(call, state) for call in calls]
-    generators = _Generators(len(devices))
+    generators = generators or _Generators(len(devices))
     with _running_lock:
         running += 1
     answers: Sequence[Tensor | None] = [None] * len(devices)
@@ -283,7 +299,7 @@ def train_step(
     residuals: Sequence[Tensor | None] | None = None,
     masks: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """One training forward of a SyncBatchNorm for all devices; running statistics change once."""
+    """Makes a training forward of a SyncBatchNorm for all devices, and one change of statistics."""
     options, state = module.options(), module.state
     refuse_tracing(state, None, devices=2)
     zs = residuals if isinstance(residuals, (list, tuple)) else ()  # else refused below
@@ -324,7 +340,7 @@ def train_step(
         state.move(xs[0].device)
     except Exception as error:
         if not again:
-            _reject(peers, module, error, xs[0] if xs else None)
+            _tell(module, error, xs[0] if xs else None)
         raise
     masks = [None if mask is None else mask.contiguous() for mask in masks]
     weight, bias = map(plain, module._affine())
@@ -343,7 +359,7 @@ def forward(
     residuals: Sequence[Tensor | None] | None = None,
     masks: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """The list form of a SyncBatchNorm."""
+    """Calls a SyncBatchNorm with a list of inputs."""
     if not module.training:
         _check_some(xs)
         none = [None] * len(xs)
@@ -377,12 +393,9 @@ def check_alone(module) -> None:
         module.state.had_list = False
 
 
-def _reject(peers, module, error: BaseException, x: object) -> None:
+def _tell(module, error: BaseException, x: object) -> None:
     parameter = module.weight if module.running_mean is None else module.running_mean
-    state = module.state
-    peers = layer_state.way(state, peers)
-    call = state.call_of(state.call, module.options())
-    transports.reject(peers, call, error, x=x, parameter=parameter, counter=state.call)
+    tell(error, module.state, x, parameter, module.options())
 
 
 def give_up(calls: Iterable[tuple], error: BaseException) -> None:
@@ -393,5 +406,5 @@ def give_up(calls: Iterable[tuple], error: BaseException) -> None:
     # The error of the device is the one to raise, whatever becomes of this.
     with contextlib.suppress(Exception):
         groups = {module.state.peers(module.options()): (module, x) for module, x in calls}
-        for peers, (module, x) in groups.items():
-            _reject(peers, module, error, x)
+        for module, x in groups.values():
+            _tell(module, error, x)

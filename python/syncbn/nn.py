@@ -274,7 +274,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return masks.plain(normalize, input, residual, mask, self.options(), local_batch)
 
     def _evaluation_statistics(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Copies where backward will take them: DDP writes to the buffers in the next forward."""
+        """Copies them where backward takes them: DDP writes to the buffers in the next forward."""
         statistics = (self.running_mean, self.running_var)
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
             return statistics
@@ -301,7 +301,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             return self.weight, self.bias
 
     def _evaluation_parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        """weight and bias for PyTorch's operator, which wants them of the buffers' type. Under
+        """Gives weight and bias to PyTorch's operator, which wants them of the buffers' type. Under
         FSDP2's mixed precision they are not."""
         parameters, mean = (self.weight, self.bias), self.running_mean
         if mean is None or self.weight is None or self.weight.dtype == mean.dtype:
@@ -348,7 +348,8 @@ def layers_of(module: nn.Module) -> list[tuple[str, SyncBatchNorm]]:
 
 
 def device_of(layer: SyncBatchNorm) -> torch.device:
-    """Where the layer lies; without parameters and running statistics, where it was last called."""
+    """Tells where the layer lies; if it has no tensors of a batch norm, where it was last
+    called."""
     reference = layer.weight if layer.weight is not None else layer.running_mean
     return layer.state.call.device if reference is None else reference.device
 

@@ -9,9 +9,13 @@ mask is None or contiguous, bool or uint8, (N, *spatial): where it is 0 an eleme
 sums and count, and y, u and dx are 0. bindings/torch/step_ops.hpp has what they give.
 """
 
+import contextlib
 import pathlib
 
 import torch
+from torch._C import _len_torch_dispatch_stack
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _build
 
@@ -24,6 +28,8 @@ ops = torch.ops.syncbn
 #: to the end. ALONE does so for one rank; MESSAGE and IN_PLACE stop at the message, with and
 #: without room for y; OWN is a backward without an exchange.
 ALONE, MESSAGE, IN_PLACE, OWN = -1, -2, -3, -4
+#: Statuses of an operator of a group in shared memory.
+DONE, PENDING, TIMEOUT, LOST, DIVERGED, UNCHECKED, NO_MEMORY = range(7)
 HEADER_WORDS = 8
 #: Where a forward's message says who takes part in backward.
 HEADER_BACKWARD = 4
@@ -32,11 +38,15 @@ MESSAGE_WORDS = {torch.float16: 6, torch.bfloat16: 19, torch.float32: 19, torch.
 DTYPES = tuple(MESSAGE_WORDS)
 
 
-def message_words(x: torch.Tensor, mask: torch.Tensor | None) -> int:
-    """How many words an exchange about x is made of; the most of all dtypes if x may have no
-    samples, because autocast may have given the other ranks another one."""
-    has_samples = x.numel() > 0 and mask is None
-    return HEADER_WORDS + x.shape[1] * MESSAGE_WORDS[x.dtype if has_samples else torch.float64]
+_as_it_is = contextlib.nullcontext()
+
+
+def without_modes() -> contextlib.AbstractContextManager:
+    """A context in which modes of the caller's, such as one that makes tensors fake, see nothing.
+    Where there are none, as mostly, entering it takes no time."""
+    if _len_torch_dispatch_stack() == 0 and _len_torch_dispatch_stack_pre_dispatch() == 0:
+        return _as_it_is
+    return _disable_current_modes()
 
 
 def record_words(channels: int, dtype: torch.dtype) -> int:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .exchange import agreement, callers, groups, transports
+from .exchange import agreement, callers, groups, host
 from .exchange.call import Call
 from .operators import IN_PLACE, OWN, info_of, ops, saved_of
 from .step.as_operator import operator
@@ -82,7 +82,7 @@ def _copy(name: str, estimate: Tensor) -> Tensor:
 
 
 def _evaluated(x, mean, var, scale, bias, epsilon: float) -> tuple[Tensor, Tensor]:
-    """y of given statistics, and these as a forward saves its own, of no elements."""
+    """Gives y of given statistics, and these as a forward saves its own, of no elements."""
     y, saved = ops.evaluate(x, mean, var, scale, bias, epsilon)
     info_of(saved).zero_()
     return y, saved
@@ -126,7 +126,7 @@ def _batch_norm(
     peers = None if group is None else groups.named(group)
     attributes = _Attributes(epsilon, momentum, use_global_est)
     call = Call(layer, None, "forward", x.shape[1], x.dtype, attributes)
-    transport = transports.transport_of(peers, x.device)
+    transport = host.transport_of(peers, x.device)
     variables = (("estimated_mean", mean), ("estimated_var", var), ("batches", batches))
     *estimates, counter = [transport.refusing(_copy, named, x, call) for named in variables]
     given = (x, scale, bias, None, None, None, None, None)
@@ -158,7 +158,7 @@ def _batch_norm(
 
 @_batch_norm.register_fake
 def _(x, mean, var, *_):
-    """BatchNormOutputs, and what operators.saved_of() describes, of what normalized."""
+    """Gives BatchNormOutputs, and what operators.saved_of() describes, of what normalized."""
     batch = x.new_empty((x.shape[1],), dtype=torch.float64)
     estimates = (x.new_empty((x.shape[1],), dtype=t.dtype) for t in (mean, var))
     counter = x.new_empty((1,), dtype=torch.int64)
@@ -179,7 +179,7 @@ def _batch_norm_backward(
     call = Call(
         layer, None, "backward", x.shape[1], x.dtype, _Attributes(epsilon, momentum, constant)
     )
-    transport = transports.transport_of(peers, x.device)
+    transport = host.transport_of(peers, x.device)
     given = (dy, x, saved, scale, None, None, None, 0, 0.0)
     passes = [(*given, False, scale_dtype, bias_dtype, True)]
     way = None if exchanges else OWN
@@ -201,7 +201,7 @@ def _batch_norm_backward(
 
 @_batch_norm_backward.register_fake
 def _(dy, x, scale, saved, constant, needs_x, *dtypes_and_others):
-    """dx like x; dscale and dbias [C] of this rank's samples; each empty where nobody asks."""
+    """Gives dx like x; dscale and dbias [C] of this rank's samples; each empty if nobody asks."""
     return (
         torch.empty_like(x) if needs_x else x.new_empty((0,)),
         *(
@@ -249,7 +249,7 @@ class _BatchNorm(torch.autograd.Function):
 def _check(
     tensors: _Tensors, is_infer: bool, use_global_est: bool, epsilon: float, momentum: float
 ) -> None:
-    """One error that names the argument, what was given and what is allowed."""
+    """Raises an error that names the argument, what was given and what is allowed."""
     x, *channels, batches = tensors
     for name, tensor in zip(_TENSORS, tensors, strict=True):
         if not (tensor is None and name in ("scale", "bias")):
@@ -354,7 +354,7 @@ def _run(
     layer_name: str,
     written: bool = False,
 ) -> BatchNormOutputs:
-    """batch_norm. written: the estimates will be updated in place."""
+    """Does what batch_norm does. written: the estimates will be updated in place."""
     if not isinstance(layer_name, str):
         raise ValueError(f"layer_name: got {layer_name!r}, expected a string")
     sharing = callers.sharing(group, None, "process_group")
@@ -370,7 +370,7 @@ def _run(
             check_written("estimated_var", tensors[2])
     except Exception as error:
         parameter = next((t for t in tensors[1:3] if isinstance(t, Tensor)), None)
-        transports.reject(peers, Call(layer_name), error, x=tensors[0], parameter=parameter)
+        host.reject(peers, Call(layer_name), error, x=tensors[0], parameter=parameter)
         raise
     name = None if peers is None else peers.group_name
     outputs = _BatchNorm.apply(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .devices import Request, ThreadState, give_up, inside, run_in_turns, train_step
 from .errors import DivergenceError
-from .exchange import callers, groups, transports
+from .exchange import callers, groups, host
 from .exchange.call import Call, Peers
 from .nn import SyncBatchNorm
 from .step.options import check_module
@@ -37,7 +37,7 @@ class AllReduce(torch.autograd.Function):
             total += x.to(total.device)
         # What ranks must agree on, in 20 bits.
         tag = zlib.crc32(repr(("all_reduce", tuple(total.shape), total.dtype)).encode()) & 0xFFFFF
-        transport = transports.transport_of(group, total.device)
+        transport = host.transport_of(group, total.device)
         total = transport.sum(total, tag, Call("all_reduce"))
         return total, *(total.to(x.device, copy=True) for x in xs[1:])
 
@@ -83,7 +83,7 @@ def all_reduce(
     try:
         _check_summands(xs)
     except ValueError as error:
-        transports.reject(peers, Call("all_reduce"), error)
+        host.reject(peers, Call("all_reduce"), error)
         raise
     sums = AllReduce.apply(peers, *xs)
     return sums[0] if isinstance(x, Tensor) else list(sums)
@@ -103,7 +103,7 @@ def _check_summands(xs: Sequence[Tensor]) -> None:
 
 
 class _Replicate(torch.autograd.Function):
-    """Copies of n tensors on K devices, device by device; gradients are summed in device order."""
+    """Copies n tensors to K devices, device by device; gradients are summed in device order."""
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -137,6 +137,7 @@ def _copy_of(module: nn.Module, device: torch.device, tensors: dict[int, Tensor]
     copies = {id(m): m._replicate_for_data_parallel() for m in module.modules()}
     for m in module.modules():
         copy = copies[id(m)]
+        copy._compiled_call_impl = None  # it calls the original
         for name, child in m._modules.items():
             copy._modules[name] = None if child is None else copies[id(child)]
         for name, parameter in m._parameters.items():
@@ -167,7 +168,7 @@ def _replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
 
 @contextlib.contextmanager
 def _current(device: torch.device, stream: "torch.cuda.Stream | None") -> Iterator[None]:
-    """On CUDA the device and the caller's stream, which belong to a thread."""
+    """Enters on CUDA the device and the caller's stream, which belong to a thread."""
     if stream is None:
         yield
         return
@@ -336,12 +337,16 @@ class _Meeting:
         first = waiting[0]
         with first.state.entered():
             residuals = [r.residual for r in waiting if r.residual is not None]
-            return train_step(
+            ys = train_step(
                 self._original(first.layer),
                 [r.x for r in waiting],
                 residuals or None,
                 [r.mask for r in waiting],
             )
+        node: Any = ys[0].grad_fn
+        if node is not None:
+            node._set_sequence_nr(max(r.number for r in waiting))
+        return ys
 
     def give_up(self, requests: list[Request | None], error: BaseException) -> None:
         waiting = [r for r in requests if r is not None]

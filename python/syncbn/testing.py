@@ -153,7 +153,7 @@ def _mean_square(output: Any) -> Tensor:
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """0.0 for equal bits (NaN equals NaN), else the largest absolute difference."""
+    """Gives 0.0 for equal bits (NaN equals NaN), else the largest absolute difference."""
     same = (a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()
     if bool(same.all()):
         return 0.0

@@ -15,7 +15,7 @@ from emulated import DTYPES, random, run_checks
 from package import emulated, syncbn
 
 from syncbn.exchange import callers
-from syncbn.exchange.nccl_transport import InStream
+from syncbn.exchange.transport import InStream
 from syncbn.step import layer_state, training
 
 

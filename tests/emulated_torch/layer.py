@@ -12,7 +12,7 @@ import torch
 from emulated import DTYPES, assert_equal, random, run_checks
 from package import emulated, syncbn
 
-from syncbn.exchange import transports
+from syncbn.exchange import transport
 from syncbn.operators import MESSAGE
 from syncbn.ops import batch_norm
 
@@ -111,7 +111,7 @@ def check_batch_norm_of_ranks_that_disagree():
         return merged, None
 
     for mode in ({}, {"use_global_est": True}):
-        parts = mock.patch.multiple(transports.Alone, way=MESSAGE, exchange=exchange)
+        parts = mock.patch.multiple(transport.Alone, way=MESSAGE, exchange=exchange)
         with emulated(), parts:
             out = batch_norm(x, *variables, **mode)
             (dx,) = torch.autograd.grad(out.y.sum(), x)

@@ -7,7 +7,6 @@ import base64
 import csv
 import hashlib
 import io
-import json
 import os
 import re
 import shlex
@@ -166,66 +165,6 @@ def test_the_cuda_library_is_there_where_the_build_says_so(package: Files, tmp_p
     assert check_wheel.check(pack(stale, tmp_path)) == [f"{library}: not an expected file"]
 
 
-def test_a_large_wheel_is_refused(package: Files, tmp_path: Path) -> None:
-    (told,) = check_wheel.check(pack(package | {"syncbn/nn.py": bytes(41_000_000)}, tmp_path))
-    assert re.fullmatch(r"size: got [45]\d\.\d MB unpacked, expected less than 40", told)
-
-
-def test_a_file_that_is_there_twice_is_refused(package: Files, tmp_path: Path) -> None:
-    wheel = pack(package, tmp_path)
-    with zipfile.ZipFile(wheel, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
-        archive.writestr("syncbn/nn.py", package["syncbn/nn.py"])
-    assert check_wheel.check(wheel) == ["syncbn/nn.py: twice in the wheel"]
-
-
-RECORDS = {
-    "hash": (rb"(?m)^(syncbn/nn.py,sha256=).", rb"\1_", "RECORD: wrong entry of syncbn/nn.py"),
-    "size": (rb"(?m)^(syncbn/nn.py,.*)$", rb"\g<1>0", "RECORD: wrong entry of syncbn/nn.py"),
-    "lacks": (rb"(?m)^syncbn/nn.py,.*\n", b"", "RECORD: lacks syncbn/nn.py"),
-    "more": (rb"\Z", b"gone.py,,\n", "RECORD: gone.py is not one file of the wheel"),
-}
-
-
-@pytest.mark.parametrize("defect", RECORDS)
-def test_a_wrong_record_is_refused(package: Files, tmp_path: Path, defect: str) -> None:
-    pattern, replacement, told = RECORDS[defect]
-    record = re.sub(pattern, replacement, record_of(package), count=1)
-    assert check_wheel.check(pack(package, tmp_path, record=record)) == [told]
-
-
-def test_another_version_and_another_licence_are_refused(package: Files, tmp_path: Path) -> None:
-    info = info_of(package)
-    files = {name.replace(info, "syncbn-9.9.9.dist-info"): text for name, text in package.items()}
-    version = info.removeprefix("syncbn-").removesuffix(".dist-info")
-    assert check_wheel.check(pack(files, tmp_path)) == [
-        f"version: got 9.9.9, expected that of version.hpp, {version.partition('.dev')[0]}",
-        f"METADATA: Version: got ['{version}'], expected ['9.9.9']",
-        f"{check_wheel.SBOM}: version: got {version}, expected 9.9.9",
-    ]
-    for name in check_wheel.LICENSES:
-        files = package | {f"{info}/licenses/{name}": b"Do as you like."}
-        assert check_wheel.check(pack(files, tmp_path)) == [f"{name}: is not that of the sources"]
-
-
-def test_the_list_of_components_says_what_is_linked_statically(
-    package: Files, tmp_path: Path
-) -> None:
-    library = "syncbn/lib/libsyncbn.so"
-    content = package[library].replace(check_wheel.CUDART, b"")
-    files = package | {library: content + check_wheel.CUDART}
-    name = f"{info_of(package)}/{check_wheel.SBOM}"
-    without = json.loads(package[name])
-    always = ("torch", "gcc")
-    without["components"] = [part for part in without["components"] if part["name"] in always]
-    files[name] = json.dumps(without).encode()
-    listed = f"{check_wheel.SBOM}: components: got {list(always)}"
-    told = f"{listed}, expected {[*always, 'cudart_static']}"
-    assert check_wheel.check(pack(files, tmp_path)) == [told]
-    without["components"].append({"name": "cudart_static", "version": "13.0", "licenses": []})
-    files[name] = json.dumps(without).encode()
-    assert check_wheel.check(pack(files, tmp_path)) == [told]
-
-
 @pytest.mark.parametrize("platform", ("linux_{}", "manylinux_2_17_{}", "manylinux_2_41_ppc64le"))
 def test_a_tag_that_promises_too_much_is_refused(
     package: Files, tmp_path: Path, platform: str
@@ -236,11 +175,6 @@ def test_a_tag_that_promises_too_much_is_refused(
     files = package | {name: package[name].replace(right.encode(), platform.encode())}
     told = f"tag: got {platform}, expected {right} or newer"
     assert check_wheel.check(pack(files, tmp_path)) == [told]
-
-
-def test_the_tags_of_name_and_contents_must_agree(package: Files, tmp_path: Path) -> None:
-    (told,) = check_wheel.check(pack(package, tmp_path, tag=f"cp311-none-{platform_of(package)}"))
-    assert re.match(r"tag: got syncbn-\S+-cp311-none-\S+ and \['py3-none-", told)
 
 
 def test_policies_are_chosen_by_the_newest_symbol() -> None:
@@ -315,17 +249,6 @@ def test_what_a_library_may_not_need_is_refused(
     assert check_wheel.check(pack(files, tmp_path)) == [told]
 
 
-@pytest.mark.parametrize("needed", ("libpthread.so.0", "libdl.so.2", "librt.so.1"))
-def test_a_part_of_older_c_libraries_may_be_needed(
-    package: Files, tmp_path: Path, needed: str
-) -> None:
-    build(tmp_path, needed, "int later(void) { return 1; }")
-    source = "int later(void); int now(void) { return later(); }"
-    library = build(tmp_path, "libsyncbn.so", source, f"-L{tmp_path}", f"-l:{needed}")
-    files = with_library(package, library.read_bytes())
-    assert check_wheel.check(pack(files, tmp_path)) == []
-
-
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)
 
@@ -364,16 +287,14 @@ SyncBatchNorm.forward = lambda self, x: torch.nn.functional.batch_norm(
 """
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("name", "append", "told"),
     (
-        pytest.param("syncbn/nn.py", None, "No module named 'syncbn.nn'", id="incomplete"),
-        pytest.param(
-            *("syncbn/__init__.py", LOCAL, "assert torch.equal(y, whole[0][mine])"),
-            id="not synchronized",
-            marks=pytest.mark.weekly,
-        ),
+        ("syncbn/nn.py", None, "No module named 'syncbn.nn'"),
+        ("syncbn/__init__.py", LOCAL, "assert torch.equal(y, whole[0][mine])"),
     ),
+    ids=("incomplete", "not synchronized"),
 )
 def test_smoke_fails_with_a_wheel_that_does_not_work(
     package: Files, tmp_path: Path, name: str, append: bytes | None, told: str

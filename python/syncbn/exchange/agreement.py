@@ -3,25 +3,22 @@
 
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from ..operators import DTYPES, HEADER_WORDS, ops
-from .call import Call, Peers
-from .engines import FRAME_WORDS, Engine, engine_of
+from ..operators import DTYPES, HEADER_WORDS, ops, without_modes
+from .call import COMES, FRAME_WORDS, WANTS_SUMS, Backward, Call, Engine, Peers
 
 
 def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtype | None:
-    """The dtype of the ranks with samples, if any; raises if the calls differ."""
+    """Gives the dtype of the ranks with samples, if any; raises if the calls differ."""
     peers = engine.peers
     _, agree, rejected, dtype = ops.header(merged, peers.ranks).tolist()
     if rejected or not agree:
         reason = "a rank refused its input" if rejected else "the ranks did not make the same call"
         fields = [f"{name}={value}" for name, value in call.fields().items()]
-        difference = _difference(_texts(_SEPARATOR.join(fields), engine, call))
+        difference = _difference(exchange_texts(_SEPARATOR.join(fields), engine, call))
         error = DivergenceError(f"{call}, {peers}: {reason}: {difference}")
         error.group_name = peers.group_name
         raise error
@@ -32,8 +29,8 @@ def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtyp
 _SEPARATOR = "\x1f"
 
 
-def _texts(text: str, engine: Engine, call: Call) -> dict[int, str]:
-    """Each rank's text, exchanged once more in the frame; this rank's alone if others do not come.
+def exchange_texts(text: str, engine: Engine, call: Call) -> dict[int, str]:
+    """Brings each rank's text to all in one more frame; this rank's alone if others do not come.
     All ranks see the same header and come here, unless one was interrupted: hence the short limit.
     A text that is too long loses the fields at its end."""
     peers = engine.peers
@@ -46,7 +43,7 @@ def _texts(text: str, engine: Engine, call: Call) -> dict[int, str]:
     begin = HEADER_WORDS + peers.rank * size
     frame[begin : begin + size] = torch.frombuffer(bytearray(own), dtype=torch.int64)
     try:
-        merged = engine_of(peers.within(5.0)).sum(frame, call)
+        merged = engine.within(5.0).sum_words(frame, call)
     except (ExchangeTimeout, PeerLost):
         return {peers.rank: text}
     words = merged[HEADER_WORDS:][: peers.ranks * size].view(peers.ranks, size)
@@ -54,13 +51,13 @@ def _texts(text: str, engine: Engine, call: Call) -> dict[int, str]:
 
 
 def text_of(words: torch.Tensor) -> str:
-    """What lies in the words. NumPy, which PyTorch works without, is not needed."""
+    """Reads the text that lies in the words, without NumPy, which PyTorch works without."""
     letters = bytes(words.contiguous().view(torch.uint8).tolist())
     return letters.rstrip(b"\0").decode(errors="replace")
 
 
 def _difference(texts: dict[int, str]) -> str:
-    """What ranks say that refused their input; else the fields of their calls that differ."""
+    """Says what ranks say that refused their input; else which fields of their calls differ."""
     refused = [f"rank {rank}: {text}" for rank, text in texts.items() if _SEPARATOR not in text]
     if refused:
         return "; ".join(refused)
@@ -84,32 +81,32 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def numbers_of_ranks(number: int, tag: int, peers: Peers | None, call: Call) -> list[int]:
-    """Every rank's number. Raises DivergenceError on every rank if tags (20 bits) differ, or other
-    ranks are in another exchange of the group."""
-    if peers is None:
+def numbers_of_ranks(number: int, tag: int, engine: Engine | None, call: Call) -> list[int]:
+    """Gives every rank's number. Raises DivergenceError on every rank if tags (20 bits) differ, or
+    other ranks are in another exchange of the group."""
+    if engine is None:
         return [number]
-    numbers = torch.zeros(peers.ranks, dtype=torch.int64, device="cpu")
-    numbers[peers.rank] = number
-    return agree(numbers, tag, peers, call).tolist()
+    numbers = torch.zeros(engine.peers.ranks, dtype=torch.int64, device="cpu")
+    numbers[engine.peers.rank] = number
+    return agree(numbers, tag, engine, call).tolist()
 
 
-def raise_together(error: Exception | None, peers: Peers | None, call: Call) -> None:
+def raise_together(error: Exception | None, engine: Engine | None, call: Call) -> None:
     """Raises this rank's error, and on ranks without one a ValueError that quotes the others'. A
     collective call, also where there is no error."""
-    failed = numbers_of_ranks(int(error is not None), 0, peers, call)
-    if peers is not None and any(failed):
+    failed = numbers_of_ranks(int(error is not None), 0, engine, call)
+    if engine is not None and any(failed):
         own = "" if error is None else f"{call}: {error}"
-        texts = _texts(own, engine_of(peers), call)
+        texts = exchange_texts(own, engine, call)
     if error is not None:
         raise error
     if any(failed):
         raise ValueError("; ".join(f"rank {r}: {text}" for r, text in texts.items() if text))
 
 
-def agree(words: torch.Tensor, tag: int, peers: Peers, call: Call) -> torch.Tensor:
-    """The sum of a few words over ranks with equal tags, in a first message."""
-    engine, size = engine_of(peers), HEADER_WORDS + words.numel()
+def agree(words: torch.Tensor, tag: int, engine: Engine, call: Call) -> torch.Tensor:
+    """Sums a few words over ranks with equal tags, in a first message."""
+    size = HEADER_WORDS + words.numel()
     words_in_all = max(engine.frame_words, size)
     message = torch.zeros(words_in_all, dtype=torch.int64, device="cpu")
     message[1], message[2] = tag, tag * tag
@@ -117,11 +114,6 @@ def agree(words: torch.Tensor, tag: int, peers: Peers, call: Call) -> torch.Tens
     merged = engine.sum_first(message, call)
     check_header(merged, engine, call)
     return merged[HEADER_WORDS:size]
-
-
-def tell(engine: Engine, call: Call, text: str) -> None:
-    """The text of a rank that refused its input, for the others."""
-    _texts(text, engine, call)
 
 
 def check_count(merged: torch.Tensor | None, own: int, sizes: str) -> None:
@@ -134,7 +126,7 @@ def check_count(merged: torch.Tensor | None, own: int, sizes: str) -> None:
     if merged is not None:
         if own > 1 or (merged.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        with _disable_current_modes():
+        with without_modes():
             count = int(merged[0])
     if merged is None or count == 1:
         raise ValueError(
@@ -142,29 +134,17 @@ def check_count(merged: torch.Tensor | None, own: int, sizes: str) -> None:
         )
 
 
-class Backward(NamedTuple):
-    """Who takes part in the backward of a step: whether any rank wants the gradient of x, or the
-    global gradients of weight and bias, so that backward exchanges; and the ranks that cannot come
-    to it."""
-
-    x: bool
-    sums: bool
-    absent: tuple[int, ...] = ()
-
-
-#: Counters of ranks in the header's word about backward: of those that want the gradient of x, of
-#: those that want the global gradients of weight and bias, and of those that can come.
-WANTS_X, WANTS_SUMS, COMES = 1, 1 << 12, 1 << 24
+#: How many ranks a counter of that word has room for.
 _COUNTER = (1 << 12) - 1
 
 
-def backward_of(word: int, own: int, peers: Peers, call: Call) -> Backward:
-    """What a forward's merged header says of its backward, in a word. own: this rank's. If not
-    all ranks can come to an exchange that some want, they say now who cannot."""
+def backward_of(word: int, own: int, engine: Engine, call: Call) -> Backward:
+    """Reads what a forward's merged header says of its backward, in a word. own: this rank's. If
+    not all ranks can come to an exchange that some want, they say now who cannot."""
     wants = (bool(word & _COUNTER), bool(word // WANTS_SUMS & _COUNTER))
-    if not any(wants) or word // COMES == peers.ranks:
+    if not any(wants) or word // COMES == engine.peers.ranks:
         return Backward(*wants)
-    comes = numbers_of_ranks(own // COMES, _BACKWARD_TAG, peers, call)
+    comes = numbers_of_ranks(own // COMES, _BACKWARD_TAG, engine, call)
     return Backward(*wants, tuple(rank for rank, number in enumerate(comes) if not number))
 
 

@@ -26,7 +26,7 @@ def keep_ready() -> None:
 
 
 def begin(function: Callable[[], Any]) -> Future:
-    """What function() gives or raises, when it does."""
+    """Begins function(); the future has what it gives or raises, when it does."""
     global _idle
     future: Future = Future()
 
@@ -61,8 +61,8 @@ def _serve() -> None:
 
 
 def is_done(future: Future, seconds: float | None) -> bool:
-    """Whether it has ended, after so many seconds at most (None: however long). Ctrl-C ends the
-    wait."""
+    """Tells whether it has ended, after so many seconds at most (None: however long). Ctrl-C ends
+    the wait."""
     return bool(wait([future], seconds and max(seconds, 0)).done)
 
 
@@ -72,7 +72,7 @@ def try_for(seconds: float, function: Callable[[], Any]) -> None:
 
 
 def _forget_parent() -> None:
-    """In a forked child: the threads stayed behind."""
+    """Forgets the threads in a forked child: they stayed behind."""
     global _idle, _calls, _lock
     _idle, _calls, _lock = 0, queue.SimpleQueue(), threading.Lock()
 

@@ -4,21 +4,19 @@ it may take, and what the other ranks hear when it fails."""
 
 import atexit
 import contextlib
+import ctypes
 import datetime
 import os
-import re
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-import torch
-from torch._C import _len_torch_dispatch_stack
-from torch.utils._python_dispatch import _disable_current_modes
+import torch.distributed as dist
 
-from ..errors import DivergenceError, ExchangeTimeout, PeerLost
+from ..errors import ExchangeTimeout, PeerLost
+from ..operators import without_modes
 from . import apart, callers, whereabouts
-from .call import Call, Peers, Times
+from .call import Call, Engine, Peers, Refused, lacks_memory, reason_of
 
 # Why groups cannot be used any more.
 _broken: dict[str, str] = {}
@@ -30,44 +28,11 @@ _threads: dict[str, int] = {}
 _exchanged: set[tuple[str, str, str]] = set()
 _STEP = ("forward", "backward", "conversion")
 
-#: An operator's error about an argument.
-_INVALID = re.compile(r"\w+: got [^\n]*, expected ")
-#: In PyTorch's error for a tensor on CPU, which has no type of its own.
-_NO_MEMORY = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
-
-
-class Refused(Exception):
-    """An operator of a whole direction took no such arguments; its exchange did not begin."""
-
-
-#: Errors after an exchange that all ranks have.
-_OF_ALL_RANKS = (DivergenceError, ExchangeTimeout, PeerLost, ValueError)
+#: Rounds of looking before the wait for Gloo begins to sleep.
+_SPINS = 100
 
 #: Ways out of an exchange that the other ranks take as well, or that are no part of it.
 _KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, Refused)
-
-
-class Waiting(ABC):
-    """What an attempt asks of an engine."""
-
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
-
-    @abstractmethod
-    def abandon(self, why: str) -> None:
-        """Tells the other ranks, who may wait for this one, that it does not come."""
-
-    def set_limit(self, limit: float) -> None:
-        """Seconds, of the exchanges from here on, where the engine itself waits."""
-        return
-
-    def note(self, times: Times, seconds: float) -> None:
-        """Notes what an exchange took, that ended just now after so long."""
-        times.add(0.0, seconds, 0.0)
-
-    def pass_on(self, why: str) -> None:
-        """Tells the ranks that do not see by themselves that one is lost."""
-        return
 
 
 class Refusal:
@@ -75,7 +40,7 @@ class Refusal:
     waits for them in a thread of its own, and the caller does not. What this rank exchanges in the
     group afterwards comes after it; at the end of the process it has some seconds left."""
 
-    def __init__(self, engine: Waiting, why: str, tell: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, why: str, tell: Callable[[], None]) -> None:
         self.engine, self.why, self.tell = engine, why, tell
         name = engine.peers.group_name
         with contextlib.suppress(RuntimeError):
@@ -106,7 +71,7 @@ class Refusal:
                 del _refusals[name]
 
     def wait(self, seconds: float | None) -> bool:
-        """Whether the others have heard of it, after so many seconds at most."""
+        """Tells whether the others have heard of it, after so many seconds at most."""
         return apart.is_done(self.told, seconds)
 
 
@@ -135,14 +100,14 @@ def _leave_refusals() -> None:
 
 
 class Attempt:
-    """Around an exchange of the engine's group: notes where this rank is, and what breaks the
+    """Surrounds an exchange of the engine's group, and notes where this rank is and what breaks the
     group. One thread at a time: ranks pair exchanges by their order, which two threads have not in
     common.
 
     limit: seconds that the exchange may take.
     """
 
-    def __init__(self, engine: Waiting, call: Call) -> None:
+    def __init__(self, engine: Engine, call: Call) -> None:
         peers = engine.peers
         self.engine, self.peers, self.call = engine, peers, call
         self.limit = peers.timeout
@@ -185,6 +150,29 @@ class Attempt:
     def timeout(self) -> datetime.timedelta:
         return datetime.timedelta(seconds=self.limit)
 
+    def wait(self, work: dist.Work) -> None:
+        """Waits for a collective over Gloo, looking at it again and again, so that Ctrl-C works."""
+        late = f"not all ranks came within {self.limit:g} s"
+        try:
+            until = time.monotonic() + self.limit
+            rounds = 0
+            while not work.is_completed() and time.monotonic() <= until:
+                rounds += 1
+                looks = rounds % _SPINS == 0
+                if looks and (why := whereabouts.left(self.peers.group_name)) is not None:
+                    keep(self.peers)
+                    self.fail(PeerLost, why)
+                time.sleep(0 if rounds < _SPINS else 5e-5 if rounds < 20_000 else 1e-3)
+            if not work.is_completed():
+                self.fail(ExchangeTimeout, late)
+            work.wait()  # for its error
+        except (ExchangeTimeout, PeerLost):
+            raise
+        except RuntimeError as error:
+            if "timed out" in str(error).lower():
+                self.fail(ExchangeTimeout, late, error)
+            self.fail(PeerLost, "a rank has ended, or closed its connections", error)
+
     def fail(self, kind: type[Exception], reason: str, cause: Exception | None = None) -> None:
         """Raises what the exchange ends with, and says where the other ranks are."""
         peers = self.peers
@@ -196,72 +184,22 @@ class Attempt:
         raise kind(f"{self.call}, {peers}: {reason}; {others}") from cause
 
 
-def abandon(engine: Waiting, call: Call, error: BaseException) -> None:
+def keep(peers: Peers) -> None:
+    """Keeps the groups for ever: their end would wait for works that nobody will finish."""
+    for name in (peers.group_name, peers.leaders):
+        if name is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(callers.resolve(name)))
+
+
+def abandon(engine: Engine, call: Call, error: BaseException) -> None:
     """Leaves the group for an error that only this rank has. The others get PeerLost."""
     if isinstance(error, Exception):
         why = f"{call}: {type(error).__name__}: {reason_of(error)}"
     else:
         why = f"{call} was interrupted"
     _broken.setdefault(engine.peers.group_name, why)
-    with _disable_current_modes():  # one that raises, and goes on to raise
+    with without_modes():  # one that raises, and goes on to raise
         engine.abandon(why)
-
-
-def leave(error: BaseException, engine: Waiting | None, call: Call, peers: Peers | None) -> None:
-    """After an error in a step of a layer: the others hear of what ends it on this rank alone, also
-    before and after the exchange. The caller raises the error again; what lacks memory is raised
-    here, with the layer's name. engine: None where nobody waits for this rank.
-    """
-    no_memory = lacks_memory(error)
-    own = no_memory or not isinstance(error, Exception)
-    # A mode of the caller's may raise anything, anywhere.
-    own = own or (_len_torch_dispatch_stack() > 0 and not isinstance(error, _OF_ALL_RANKS))
-    if getattr(error, "told", False) or not own:
-        return
-    if engine is not None:
-        abandon(engine, call, error)
-    if no_memory:
-        raise out_of_memory(error, call, peers) from error
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Whether it is what PyTorch and the operators raise when an allocation fails."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error)  # PyTorch 2.15 does not hand on the type of the operators' error
-    known = text.startswith(("memory: got none", "std::bad_alloc"))
-    return known or bool(_NO_MEMORY.search(text))
-
-
-def reason_of(error: BaseException) -> str:
-    """Its text; C++ and Python have none of their own for lack of memory, and PyTorch names its
-    allocator."""
-    text = str(error)
-    if asked := _NO_MEMORY.search(text):
-        return f"memory: got none for a tensor of {asked[1]} bytes"
-    return "memory: got none" if text in ("", "std::bad_alloc") else text
-
-
-def invalid(error: Exception, call: Call, peers: Peers | None) -> Exception:
-    """What an operator says of an argument, as a ValueError with the names of the layer and of this
-    rank; any other error as it is. PyTorch makes a RuntimeError of it."""
-    if not _INVALID.match(str(error)):
-        return error
-    return ValueError(f"{call}{_named(peers)}: {error}")
-
-
-def _named(peers: Peers | None) -> str:
-    return "" if peers is None else f", {peers}"
-
-
-def out_of_memory(error: BaseException, call: Call, peers: Peers | None) -> MemoryError:
-    """The same, with the names of the layer and of this rank, to be raised after the others were
-    told."""
-    named = MemoryError(f"{call}{_named(peers)}: {reason_of(error)}")
-    named.told = True  # type: ignore[attr-defined]  # for leave()
-    return named
 
 
 def is_broken(group: str) -> bool:

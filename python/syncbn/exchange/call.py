@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one exchange is about: with whom, of which call of a layer, and how long it takes."""
+"""What one exchange is about: with whom, of which call of a layer, how long it takes, how errors
+name it; and what the others of this folder ask of an engine, which sums words."""
 
+import re
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from ..operators import HEADER_WORDS
+
+#: Words of the first message of an exchange over Gloo, the same for every call of the group: Gloo
+#: ends the process when ranks bring different lengths, so lengths may differ only after the first
+#: message has shown that the calls agree. 512 channels of float32 fit.
+FRAME_WORDS = HEADER_WORDS + 512 * 19
+
 
 class Times:
-    """Seconds of one layer on this rank. waits: those of the last exchanges, each."""
+    """Counts the seconds of one layer on this rank. waits: of each of the last exchanges."""
 
     #: Exchanges whose waits are kept.
     MOST = 512
@@ -21,7 +31,7 @@ class Times:
         self.waits: deque[float] = deque(maxlen=self.MOST)
 
     def add(self, summed: float, waited: float, normalized: float) -> None:
-        """An exchange, and what the operator computed that it was a part of."""
+        """Adds an exchange, and what the operator computed that it was a part of."""
         self.exchanges += 1
         self.summed += summed
         self.waited += waited
@@ -32,7 +42,7 @@ class Times:
 def timed(
     function: Callable[..., Any], times: Times | None, what: Literal["summed", "normalized"]
 ) -> Callable[..., Any]:
-    """The function, a pass over the tensor that it is given first, which notes how long it takes.
+    """Has the function, a pass over the tensor that it is given first, note how long it takes.
     On CUDA it would note how long it takes to launch kernels."""
     if times is None:
         return function
@@ -69,20 +79,9 @@ class Peers(NamedTuple):
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ranks}"
 
-    def over_host(self) -> "Peers":
-        """The same ranks, whose messages on CUDA go through the host."""
-        return self._replace(cuda="")
-
-    def within(self, seconds: float) -> "Peers":
-        """The same ranks, which wait for each other so long at most."""
-        return self._replace(timeout=min(self.timeout, seconds))
-
 
 class Shared(Protocol):
     """Options of a layer, of which ranks must have some in common."""
-
-    @property
-    def eps(self) -> float: ...
 
     @property
     def statistics(self) -> str: ...
@@ -113,7 +112,7 @@ class Call(NamedTuple):
         return ", ".join(parts)
 
     def fields(self) -> dict[str, str]:
-        """What ranks must have in common, by name."""
+        """Lists what ranks must have in common, by name."""
         own: dict[str, object] = {
             "layer": self.layer,
             "call": self.number,
@@ -123,3 +122,117 @@ class Call(NamedTuple):
         }
         own |= {} if self.options is None else self.options.shared()
         return {name: str(value) for name, value in own.items() if value is not None}
+
+
+class Backward(NamedTuple):
+    """Tells who takes part in the backward of a step: whether any rank wants the gradient of x, or
+    the global gradients of weight and bias, so that backward exchanges; and the ranks that cannot
+    come to it."""
+
+    x: bool
+    sums: bool
+    absent: tuple[int, ...] = ()
+
+
+#: Counters of ranks in the header's word about backward: of those that want the gradient of x, of
+#: those that want the global gradients of weight and bias, and of those that can come.
+WANTS_X, WANTS_SUMS, COMES = 1, 1 << 12, 1 << 24
+
+#: An operator's error about an argument.
+_INVALID = re.compile(r"\w+: got [^\n]*, expected ")
+#: In PyTorch's error for a tensor on CPU, which has no type of its own.
+_NO_MEMORY = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
+
+
+class Refused(Exception):
+    """An operator of a whole direction took no such arguments; its exchange did not begin."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Tells whether it is what PyTorch and the operators raise when an allocation fails."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)  # PyTorch 2.15 does not hand on the type of the operators' error
+    known = text.startswith(("memory: got none", "std::bad_alloc"))
+    return known or bool(_NO_MEMORY.search(text))
+
+
+def reason_of(error: BaseException) -> str:
+    """Gives its text; C++ and Python have none of their own for lack of memory, and PyTorch names
+    its allocator."""
+    text = str(error)
+    if asked := _NO_MEMORY.search(text):
+        return f"memory: got none for a tensor of {asked[1]} bytes"
+    return "memory: got none" if text in ("", "std::bad_alloc") else text
+
+
+def invalid(error: Exception, call: Call, peers: Peers | None) -> Exception:
+    """Makes what an operator says of an argument a ValueError again, which PyTorch makes a
+    RuntimeError, with the names of the layer and of this rank; any other error stays as it is."""
+    if not _INVALID.match(str(error)):
+        return error
+    return ValueError(f"{call}{_named(peers)}: {error}")
+
+
+def _named(peers: Peers | None) -> str:
+    return "" if peers is None else f", {peers}"
+
+
+def out_of_memory(error: BaseException, call: Call, peers: Peers | None) -> MemoryError:
+    """Makes an error with the names of the layer and of this rank, to be raised after the others
+    were told."""
+    named = MemoryError(f"{call}{_named(peers)}: {reason_of(error)}")
+    named.told = True  # type: ignore[attr-defined]  # for Transport.leave()
+    return named
+
+
+_Engine = TypeVar("_Engine", bound="Engine")
+
+
+class Engine(ABC):
+    """Sums int64 words over the ranks of a group, on the host."""
+
+    #: Words that a first message has at least; 0: it may have any length, also a wrong one.
+    frame_words: int = FRAME_WORDS
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+
+    def within(self: _Engine, seconds: float) -> _Engine:
+        """Gives the engine of the same ranks, which wait for each other so long at most."""
+        limit = min(self.peers.timeout, seconds)
+        return type(self)(self.peers._replace(timeout=limit))
+
+    @abstractmethod
+    def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        """Gives a tensor of its own: backward needs the rank's own words, too."""
+
+    @abstractmethod
+    def gather_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        """Gives the words of all ranks, one after the other; each rank has as many."""
+
+    def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
+        """Sums what goes first: the frame."""
+        return self.sum_words(message[: self.frame_words], call)
+
+    @abstractmethod
+    def abandon(self, why: str) -> None:
+        """Tells the other ranks, who may wait for this one, that it does not come."""
+
+    @abstractmethod
+    def leave_group(self, call: Call, error: BaseException) -> None:
+        """Leaves the group for an error that only this rank has. The others get PeerLost."""
+
+    def set_limit(self, limit: float) -> None:
+        """Sets how long exchanges wait from here on, where the engine itself waits."""
+        return
+
+    def note(self, times: Times, seconds: float) -> None:
+        """Notes what an exchange took, that ended just now after so long."""
+        times.add(0.0, seconds, 0.0)
+
+    def pass_on(self, why: str) -> None:
+        """Tells the ranks that do not see by themselves that one is lost."""
+        return

@@ -33,7 +33,7 @@ _LISTED = "expected one that torch.distributed's init_process_group or new_group
 
 
 class Sharing(NamedTuple):
-    """With whom a layer shares statistics, as a module keeps it: names, not handles.
+    """Says with whom a layer shares statistics, as a module keeps it: by names, not handles.
 
     name: a process group's name, None for the world. limit: the timeout in seconds, None for that
     of the process group.
@@ -45,7 +45,7 @@ class Sharing(NamedTuple):
 
     @property
     def timeout(self) -> float:
-        """In seconds; of a group that there is, or for which a limit was given."""
+        """The limit in seconds, of a group that there is, or for which one was given."""
         return limit_of(resolve(self.name)) if self.limit is None else self.limit
 
 
@@ -54,12 +54,12 @@ renamed: dict[str, str] = {}
 
 
 def initialized() -> bool:
-    """Whether this process has a default group."""
-    return dist.is_available() and dist.is_initialized()
+    """Tells whether this process has a default group."""
+    return dist.is_initialized()
 
 
 def group_name(group: Group) -> str | None:
-    """The name under which torch.distributed knows the group; None stays None (the world)."""
+    """Gives the name by which torch.distributed knows the group; None, the world, stays None."""
     if group is None or isinstance(group, str):
         return group
     if isinstance(group, DeviceMesh):
@@ -105,22 +105,33 @@ def sharing(
 
 
 def backends(group: dist.ProcessGroup) -> str:
-    """The backend of each device, such as "cpu:gloo,cuda:nccl"."""
+    """Gives the backend of each device, such as "cpu:gloo,cuda:nccl"."""
     return dist.distributed_c10d._world.pg_backend_config.get(group, "")
 
 
 def nccl_name(group: dist.ProcessGroup) -> str:
-    """The group's name if CUDA tensors go over NCCL in it (nccl, nccl2, nccl-lazy, ncclx), else
-    ""."""
+    """Gives the group's name if CUDA tensors go over NCCL in it (nccl, nccl2, nccl-lazy, ncclx),
+    else ""."""
     return group.group_name if "cuda:nccl" in backends(group) else ""
+
+
+def is_nccl_alone(name: str) -> bool:
+    """Tells whether the group that nccl_name() names takes no other tensors than those on CUDA."""
+    return name != "" and "cpu:" not in backends(resolve(name))
+
+
+def device_of(name: str) -> torch.device:
+    """Tells where that group takes tensors: PyTorch 2.15 binds it to a device."""
+    bound = resolve(name).bound_device_id if exists(name) else None
+    return bound or torch.device("cuda", torch.cuda.current_device())
 
 
 _limits: "weakref.WeakKeyDictionary[dist.ProcessGroup, float]" = weakref.WeakKeyDictionary()
 
 
 def limit_of(group: dist.ProcessGroup) -> float:
-    """Seconds that its own collectives wait, as it was made; where no backend tells, those of the
-    default group, or else PyTorch's default."""
+    """Gives the seconds that its own collectives wait, as it was made; where no backend tells,
+    those of the default group, or else PyTorch's default."""
     if group not in _limits:
         _check_exchanges(group)
         alone = group == dist.group.WORLD
@@ -144,7 +155,7 @@ def _check_exchanges(group: dist.ProcessGroup) -> None:
 
 
 def resolve(name: str | None) -> dist.ProcessGroup:
-    """The process group of that name in this process; None is the world."""
+    """Finds the process group of that name in this process; None is the world."""
     if name is None:
         return dist.group.WORLD  # type: ignore[return-value]  # where there is one
     if name == OUTSIDE:
@@ -191,8 +202,8 @@ def keep(group: dist.ProcessGroup, limit: float, ranks: list[int], label: str) -
 
 
 def members(group: dist.ProcessGroup, cuda: str) -> tuple[list[int], str]:
-    """Their global numbers, as torch.distributed lists them, and a label that tells the group from
-    others of the same ranks, alike on all of them; groups whose names may differ between ranks
+    """Gives their global numbers, as torch.distributed lists them, and a label that tells the group
+    from others of the same ranks, alike on all of them; groups whose names may differ between ranks
     share the label "". cuda: as nccl_name() has it. The numbers fit what the group says of itself:
     a library may have made it, or changed it since, without a word to torch.distributed."""
     if changes(group):
@@ -208,8 +219,8 @@ _changing: "weakref.WeakKeyDictionary[dist.ProcessGroup, bool]" = weakref.WeakKe
 
 
 def changes(group: dist.ProcessGroup) -> bool:
-    """Whether the group changes in place: init_process_group(enable_reconfigure=True) of PyTorch
-    2.14 and later. What torch.distributed lists of it is what it was at first."""
+    """Tells whether the group changes in place, by init_process_group(enable_reconfigure=True) of
+    PyTorch 2.14 and later. What torch.distributed lists of it is what it was at first."""
     if group not in _changing:
         _changing[group] = False
         for device in ("cpu", "cuda"):
@@ -220,7 +231,7 @@ def changes(group: dist.ProcessGroup) -> bool:
 
 
 def _generation(group: dist.ProcessGroup) -> str:
-    """What its members were given for the last change, the same for all of them and never twice.
+    """Gives what its members got for the last change: the same for all of them, and never twice.
     Handles are "backend:rank:uuid:...", of Gloo and of nccl2."""
     changing: Any = group  # PyTorch 2.11 has no such method
     uuid = [*changing.get_reconfigure_handle().split(":"), "", "", ""][2]
@@ -233,12 +244,12 @@ def _generation(group: dist.ProcessGroup) -> str:
 
 
 def outlived(label: str) -> bool:
-    """Whether it is the label of what a group that changes in place was before."""
+    """Tells whether it is the label of what a group that changes in place was before."""
     return "@" in label and label != members(resolve(None), "")[1]
 
 
 def global_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Its members' global numbers."""
+    """Gives its members' global numbers."""
     return members(group, "")[0]
 
 
@@ -269,7 +280,7 @@ _inherited_rank = ""
 
 def _note_fork() -> None:
     global _inherited, _inherited_rank
-    _inherited = dist.group.WORLD if dist.is_available() else None
+    _inherited = dist.group.WORLD
     if _inherited is not None:
         _inherited_rank = f"rank {_inherited.rank()} of {_inherited.size()}"
 
@@ -305,7 +316,7 @@ def found_others() -> None:
 
 
 def others_beside() -> str:
-    """What tells that there are other processes; "" if nothing does."""
+    """Says what tells that there are other processes; "" if nothing does."""
     for name in _SIZES:
         size = os.environ.get(name, "")
         if size.isdecimal():
@@ -323,7 +334,7 @@ def others_beside() -> str:
 
 
 def alone_text(why: str) -> str:
-    """What is said of layers that see nobody by accident."""
+    """Makes the text about layers that see nobody by accident."""
     return (
         f"statistics of this process alone, though {why}; expected a process group of all of them "
         "before training (torch.distributed.init_process_group), or sync=False"

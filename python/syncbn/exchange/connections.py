@@ -4,17 +4,38 @@
 import datetime
 import functools
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from . import shared_memory, whereabouts
+from ..operators import ops
+
+#: What one rank tells the others while they open shared memory.
+_BYTES = 256
+
+# Seconds that exchanges in shared memory wait, where they were set, by handle.
+_limits: dict[int, float] = {}
+
+
+def set_limit(handle: int, limit: float) -> None:
+    """Sets how long exchanges wait in that memory from here on."""
+    if _limits.get(handle) != limit:
+        ops.shm_limit(handle, limit)
+        _limits[handle] = limit
+
+
+def close(handle: int) -> None:
+    """Gives the memory of a group back."""
+    _limits.pop(handle, None)
+    ops.shm_close(handle)
 
 
 class Connections(NamedTuple):
-    """groups: the groups over Gloo, by name, which torch.distributed does not know yet; store: the
-    connection over which they were made. The others: as of Peers."""
+    """Holds what one group exchanges through. groups: those over Gloo, by name, which
+    torch.distributed does not know yet; store: the connection over which they were made. The others
+    are those of Peers, in its order."""
 
     groups: dict[str, dist.ProcessGroup]
     store: dist.Store
@@ -31,7 +52,7 @@ class Connections(NamedTuple):
 
     def close(self) -> None:
         if self.shared is not None:
-            shared_memory.close(self.shared)
+            close(self.shared)
 
 
 def _check_descriptors(number: int) -> None:
@@ -48,8 +69,8 @@ def _check_descriptors(number: int) -> None:
 
 @functools.cache
 def _devices() -> list:
-    """Of Gloo, as PyTorch chooses them. All groups share them: for a new one a name server is asked
-    for this host's address, which may take seconds."""
+    """Makes Gloo's devices, as PyTorch chooses them. All groups share them: for a new one a name
+    server is asked for this host's address, which may take seconds."""
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     make = dist.ProcessGroupGloo
     if not names:
@@ -61,7 +82,8 @@ _inherited: list = []
 
 
 def _forget_parent() -> None:
-    """In a forked child: a device's thread stayed behind, and its end would wait for it."""
+    """Keeps the devices in a forked child: their threads stayed behind, and their end waits for
+    them."""
     if _devices.cache_info().currsize:
         _inherited.append(_devices())
     _devices.cache_clear()
@@ -81,14 +103,53 @@ def _gloo(store: dist.Store, rank: int, size: int, limit: float) -> dist.Process
     return group
 
 
+def _gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gives every rank's bytes: (ranks, n)."""
+    out = [torch.empty_like(own) for _ in range(group.size())]
+    group.allgather([out], [own]).wait()
+    return torch.stack(out)
+
+
+def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Gives every rank's text, cut to 256 bytes."""
+    padded = text.encode()[:_BYTES].ljust(_BYTES, b"\0")
+    own = torch.tensor(list(padded), dtype=torch.uint8, device="cpu")
+    lines = _gather(own, group).tolist()
+    return [bytes(line).rstrip(b"\0").decode(errors="replace") for line in lines]
+
+
+def _open_memory(group: dist.ProcessGroup, timeout: float) -> tuple[int | None, str]:
+    """Has the ranks of a Gloo group share memory: gives each of them a handle; or None to all, and
+    in a line why not. It is a collective call."""
+    offer = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
+    handle = ops.shm_offer(offer, group.rank(), group.size())
+    offers = _gather(offer, group).flatten()
+    try:
+        why = ops.shm_open(handle, offers, timeout)
+    except RuntimeError as error:  # the others wait for what this rank says
+        why = str(error).strip()
+    for rank, text in enumerate(_gather_texts(why, group)):
+        if text:
+            close(handle)
+            return None, f"rank {rank}: {text}"
+    return handle, ""
+
+
 def make(
-    name: str, key: str, rank: int, nodes: list[str], limit: float, share: bool
+    name: str,
+    key: str,
+    rank: int,
+    nodes: list[str],
+    limit: float,
+    connect: Callable[[], dist.Store],
+    share: bool,
 ) -> Connections:
-    """A collective call of ranks that are all there. key: of the store, for this call alone. nodes:
-    each rank's. limit: seconds that each step may take. share: memory, inside nodes."""
+    """Connects ranks that are all there and make this call together. key: of the store, for this
+    call alone. nodes: each rank's. limit: seconds that each step may take. share: memory, inside
+    nodes."""
     # A connection to each rank, one to the store, and what shared memory needs.
     _check_descriptors(len(nodes) + 16)
-    connection = whereabouts.connection()
+    connection = connect()
     groups: dict[str, dist.ProcessGroup] = {}
 
     def add(part: str, ranks: list[int]) -> dist.ProcessGroup:
@@ -110,14 +171,14 @@ def make(
     handle, why = None, ""
     try:
         local = add(f"/node{mine[0]}", mine) if several else whole
-        handle, why = shared_memory.open_group(local, limit)
+        handle, why = _open_memory(local, limit)
         if why and several:
             why = f"on its node, whose ranks count from 0: {why}"
         if several:  # all nodes alike, or none
-            reasons = shared_memory.gather_texts(why, whole)
+            reasons = _gather_texts(why, whole)
             why = next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), "")
         if why and handle is not None:
-            shared_memory.close(handle)
+            close(handle)
             handle = None
         if handle is None:
             return Connections(groups, connection, nodes=len(parts), note=why)
@@ -127,6 +188,6 @@ def make(
             add("/nodes", [ranks[0] for ranks in parts.values()])
     except BaseException:
         if handle is not None:
-            shared_memory.close(handle)
+            close(handle)
         raise
     return Connections(groups, connection, handle, len(parts), leaders)

@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of ranks that exchange statistics: made once per group of the caller's, and rebuilt on
-demand."""
+"""Groups of ranks that exchange statistics: made once per group of the caller's, rebuilt on demand,
+and parts of the default group where group_size or group asks for them."""
 
+import datetime
 import hashlib
 import logging
 import os
 import socket
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from ..errors import DivergenceError
-from . import callers, connections, meeting, shared_memory, whereabouts
+from . import callers, connections, meeting, whereabouts
 from .call import Peers
 from .callers import Sharing, initialized, limit_of, resolve
 
 _log = logging.getLogger("syncbn")
-
-#: False: "auto" is "process_group", for tests of the framing over Gloo.
-use_shared_memory = True
-
 
 #: Of a group that this module makes: its ranks (global numbers, ascending), timeout, engine, the
 #: caller's group as all its ranks name it, and the name of the group for CUDA tensors, which takes
@@ -44,25 +42,14 @@ def _alive() -> list[dist.ProcessGroup]:
     return dist.distributed_c10d._world.tags_to_pg.setdefault("syncbn", [])
 
 
-def is_nccl_alone(peers: Peers) -> bool:
-    """Whether the caller's group takes no other tensors than those on CUDA."""
-    return peers.cuda != "" and "cpu:" not in callers.backends(resolve(peers.cuda))
-
-
-def device_of(peers: Peers) -> torch.device:
-    """Where the caller's NCCL group takes tensors: each of PyTorch 2.15 is bound to a device."""
-    bound = resolve(peers.cuda).bound_device_id if callers.exists(peers.cuda) else None
-    return bound or torch.device("cuda", torch.cuda.current_device())
-
-
 def node_identity() -> str:
-    """What ranks that may share memory have in common."""
+    """Gives what ranks that may share memory have in common."""
     return meeting.node_identity() or f"{socket.gethostname()}, process {os.getpid()}"
 
 
 def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn") -> Peers:
-    """A group of the same ranks for exchanges alone, so that one that times out does not take the
-    user's group with it. Made once per group of the user's; a collective call of its members.
+    """Gives a group of the same ranks for exchanges alone, so that one that times out does not take
+    the user's group with it. It is made once per group of the user's, by all members together.
     patience: the limit of the user's group, in seconds. who: for errors, the layer or function that
     needs the group, or what finds out.
 
@@ -76,7 +63,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
         _drop(_own_groups.pop(key))  # it went with destroy_process_group
     ranks, timeout, engine, label, cuda = key
     patience = max(timeout, patience)
-    share = engine != "process_group" and len(ranks) > 1 and use_shared_memory
+    share = engine != "process_group" and len(ranks) > 1
     shown = ranks if len(ranks) <= 8 else (*ranks[:3], "...", ranks[-1], len(ranks))
     base = f"syncbn/{label}/{'_'.join(map(str, shown))}"
     rank = ranks.index(dist.get_rank())
@@ -88,7 +75,8 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
         name, nodes = f"{base}/{number}", [offer.value[1] for offer in offers]
         # Gloo's own limit must not come first: its errors name nobody.
         limit = patience + 2 * meeting.CONNECTING
-        made.append(connections.make(name, place, rank, nodes, limit, share))
+        connect = whereabouts.connection
+        made.append(connections.make(name, place, rank, nodes, limit, connect, share))
         if given_up:  # meanwhile, and nobody takes it
             made.pop().close()
         return name, number, place
@@ -114,20 +102,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
     callers.keep(formed.groups[name], patience, list(ranks), label)
     _alive().extend(formed.groups.values())
     _made[base] = number
-    own = Peers(
-        *(
-            name,
-            len(ranks),
-            rank,
-            timeout,
-            formed.shared,
-            formed.nodes,
-            formed.leaders,
-            formed.note,
-        ),
-        cuda=cuda,
-        patience=patience,
-    )
+    own = Peers(name, len(ranks), rank, timeout, *formed[2:], patience, cuda)
     if own.note and rank == 0:
         _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
     for old in [old for old in _own_groups if callers.outlived(old[3])]:
@@ -140,7 +115,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
 
 
 def named(name: str) -> Peers:
-    """The group of this package with that name, as traced graphs hold it."""
+    """Finds the group of this package with that name, as traced graphs hold it."""
     for own in list(_own_groups.values()):
         if own.group_name == name:
             return own
@@ -151,7 +126,8 @@ def named(name: str) -> Peers:
 
 
 def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | None:
-    """Whom to exchange with; None: nobody (no process group, or one rank). who: as in own_group."""
+    """Finds whom to exchange with; None: nobody (no process group, or one rank). who: as in
+    own_group."""
     asked = asked_of(sharing)
     if asked is None:
         return None
@@ -159,14 +135,14 @@ def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | 
 
 
 def is_made_ahead(sharing: Sharing) -> bool:
-    """Whether converting a model makes the group of peers(), a collective call of its ranks. One
+    """Tells whether converting a model makes the group of peers(), by all its ranks together. One
     that changes in place is made by a training call, because who converts may join ranks that
     train."""
     return sharing.name != callers.OUTSIDE and not callers.changes(resolve(sharing.name))
 
 
 def asked_of(sharing: Sharing) -> tuple[Key, float] | None:
-    """The group that peers() gives, and its patience; None: nobody."""
+    """Describes the group that peers() gives, and its patience; None: nobody."""
     callers.check_fork()
     if not initialized():
         if sharing.name is not None:
@@ -191,7 +167,7 @@ def asked_of(sharing: Sharing) -> tuple[Key, float] | None:
 
 
 def size(sharing: Sharing) -> int:
-    """How many ranks peers() would be, without making their group."""
+    """Counts the ranks that peers() would be, without making their group."""
     if not initialized():
         if sharing.name is not None:
             resolve(sharing.name)
@@ -200,18 +176,18 @@ def size(sharing: Sharing) -> int:
 
 
 def _sees_nobody(sharing: Sharing) -> bool:
-    """Whether there is none but this rank in the default group, if there is one, which the layer
-    has because nobody chose another."""
+    """Tells whether there is none but this rank in the default group, if there is one, which the
+    layer has because nobody chose another."""
     return sharing.name is None and not (initialized() and resolve(None).size() > 1)
 
 
 def beside(sharing: Sharing) -> str:
-    """What tells that a layer without peers has others beside it by accident; "" if nothing."""
+    """Says what tells that a layer without peers has others beside it by accident, or ""."""
     return callers.others_beside() if _sees_nobody(sharing) else ""
 
 
 def training_peers(sharing: Sharing, who: str | Callable[[], str]) -> Peers | None:
-    """The peers() of a call that trains; warns once of others that it does not see."""
+    """Finds the peers() of a call that trains; warns once of others that it does not see."""
     found = peers(sharing, who)
     if found is None and not callers.looked and _sees_nobody(sharing):
         callers.look(who() if callable(who) else who)
@@ -220,15 +196,14 @@ def training_peers(sharing: Sharing, who: str | Callable[[], str]) -> Peers | No
 
 @torch.compiler.assume_constant_result
 def peers_of(*sharing) -> Peers | None:
-    """Of an operator that trains, by a Sharing's fields: one that traced code has made has none in
-    PyTorch 2.15."""
+    """Finds those of an operator that trains, by a Sharing's fields: a Sharing that traced code has
+    made has none in PyTorch 2.15."""
     return training_peers(Sharing(*sharing), "syncbn.ops.batch_norm")
 
 
 def leave_out(ranks: Iterable[int]) -> None:
-    """From now on peers() are those of a layer's group that are not in `ranks` (global numbers).
-    Called by all other ranks between the same two exchanges; drops the groups made since the call
-    before."""
+    """Leaves ranks (global numbers) out of what peers() gives from now on. It is called by all
+    other ranks between the same two exchanges; drops the groups made since the call before."""
     global _absent
     callers.check_fork()
     _absent = frozenset(ranks)
@@ -242,13 +217,13 @@ def leave_out(ranks: Iterable[int]) -> None:
 def _drop(own: Peers) -> None:
     whereabouts.forget(own.group_name)
     if own.shared is not None:
-        shared_memory.close(own.shared)
+        connections.close(own.shared)
     inside = f"{own.group_name}/"  # a node's, and that between nodes
     _alive()[:] = [g for g in _alive() if not f"{g.group_name}/".startswith(inside)]
 
 
 def _by_digest(keys: Iterable[Key]) -> dict[str, Key]:
-    """By what all ranks of a group call it, in one order on all of them."""
+    """Sorts keys by what all ranks of a group call it, in one order on all of them."""
     found: dict[str, Key] = {}
     for key in sorted(keys):
         number = sum(other[:4] == key[:4] for other in found.values())
@@ -258,10 +233,9 @@ def _by_digest(keys: Iterable[Key]) -> dict[str, Key]:
 
 def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
     """Makes the groups of this package anew, also those that could not be made, of which all ranks
-    know; a collective call of all ranks. sharings: those of layers, by which name; DivergenceError
-    on all ranks if not all ranks of a group have such a layer."""
+    know. All ranks call it together. sharings: those of layers, by which name; DivergenceError on
+    all ranks if not all ranks of a group have such a layer."""
     callers.check_fork()
-    meeting.skip_failed = True
     for key in [key for key, own in _own_groups.items() if not callers.exists(own.group_name)]:
         _drop(_own_groups.pop(key))  # it went with destroy_process_group
     if not initialized():
@@ -285,7 +259,8 @@ def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
     value = {digest: len(key[0]) for digest, key in keys.items()}, needs
     limit = limit_of(resolve(None))
     offer = meeting.Offer(who, value=value)
-    told = meeting.meet("syncbn/reset", tuple(range(world)), dist.get_rank(), limit, offer)
+    everybody = tuple(range(world)), dist.get_rank()
+    told = meeting.meet("syncbn/reset", *everybody, limit, offer, begins_anew=True)
     lines = []
     for digest, (number, text) in dict(item for _, own in told for item in own.items()).items():
         ranks = [rank for rank, (_, own) in enumerate(told) if digest in own]
@@ -311,3 +286,76 @@ def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
         new = own_group(key, _unmade[key], who)
         if key in old:
             callers.renamed[old[key].group_name] = new.group_name
+
+
+#: Which ranks of the default group share statistics: those of one machine.
+Part = Literal["node"]
+
+# NCCL groups that group_size and group asked for, by all ranks of the default group in parts.
+_nccl_groups: dict[tuple[tuple[int, ...], ...], str] = {}
+
+
+def choose(
+    process_group: callers.Group,
+    group_size: int | None,
+    group: Part | None,
+    timeout: float | datetime.timedelta | None,
+    engine: callers.EngineName = "auto",
+    who: str = "syncbn",
+) -> Sharing:
+    """Finds the ranks that one of process_group, group_size and group asks for. For the latter two
+    all ranks of the default group call it together. who: asks, as errors of that name it."""
+    given = [
+        f"{name}={value!r}"
+        for name, value in (
+            ("process_group", process_group),
+            ("group_size", group_size),
+            ("group", group),
+        )
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ValueError(f"got {' and '.join(given)}, expected only one of them")
+    chosen = callers.sharing(process_group, timeout, engine)
+    if process_group is not None or not given:
+        return chosen
+    if group is not None and group != "node":
+        raise ValueError(f"group: got {group!r}, expected 'node'")
+    if not initialized():
+        raise ValueError(
+            f"got {given[0]} without a process group, expected init_process_group first"
+        )
+    patience = limit_of(resolve(None))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if group is not None:
+        hosts = gather_text(socket.gethostname(), who)
+        parts = [[r for r in range(world) if hosts[r] == host] for host in dict.fromkeys(hosts)]
+    else:
+        if not isinstance(group_size, int) or group_size < 1 or world % group_size:
+            raise ValueError(
+                f"group_size: got {group_size!r}, expected a divisor of the {world} ranks"
+            )
+        parts = [list(range(r, r + group_size)) for r in range(0, world, group_size)]
+    if callers.nccl_name(resolve(None)):
+        return chosen._replace(name=_nccl_part(parts, rank))
+    ranks = next(part for part in parts if rank in part)
+    label = callers.members(resolve(None), "")[1]
+    limit = patience if chosen.limit is None else chosen.limit
+    own = own_group((tuple(ranks), limit, engine, label, ""), patience, who)
+    return chosen._replace(name=own.group_name)
+
+
+def _nccl_part(parts: list[list[int]], rank: int) -> str:
+    """Names the group of this rank's part, which PyTorch makes, for NCCL."""
+    key = tuple(map(tuple, parts))
+    if key not in _nccl_groups or not callers.exists(_nccl_groups[key]):
+        made = [dist.new_group(part) for part in parts]
+        _nccl_groups[key] = next(g for g, part in zip(made, parts) if rank in part).group_name
+    return _nccl_groups[key]
+
+
+def gather_text(text: str, who: str) -> list[str]:
+    """Gives every rank's text, through the store: on every backend, without a device."""
+    ranks, limit = tuple(range(dist.get_world_size())), limit_of(resolve(None))
+    offer = meeting.Offer(who, value=text)
+    return meeting.meet("syncbn/text", ranks, dist.get_rank(), limit, offer)

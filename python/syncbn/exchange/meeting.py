@@ -12,6 +12,7 @@ last round was alive when the last rank came. No clock and no counter of a launc
 
 import hashlib
 import json
+import math
 import os
 import secrets
 import time
@@ -33,9 +34,9 @@ _GRACE = 3.0
 _LOOK = 0.3
 _READ_AT_ONCE = 8
 
-#: Whether ranks that come to an attempt that has failed without them go on to the next, as they do
-#: from syncbn.reset_groups on: before, they are late, and raise the others' error.
-skip_failed = False
+#: How often this process began anew with all others. A rank that comes to an attempt which failed
+#: without it is late, and raises the others' error; but not one from before they began anew.
+_beginning = 0
 
 _ALL = "all"
 _KINDS = {kind.__name__: kind for kind in (ExchangeTimeout, PeerLost)}
@@ -50,8 +51,8 @@ os.register_at_fork(after_in_child=_waiting.clear)
 
 
 class Offer(NamedTuple):
-    """What a rank announces. who: the layer or function that needs the group. asks: what all ranks
-    must ask for alike, as a text. value: what the others need of this rank."""
+    """Holds what a rank announces. who: the layer or function that needs the group. asks: what all
+    ranks must ask for alike, as a text. value: what the others need of this rank."""
 
     who: str
     asks: str = ""
@@ -59,15 +60,17 @@ class Offer(NamedTuple):
     process: tuple = ()
     round: str = ""
     at: float = 0.0
+    beginning: int = 0
 
 
 class _Over(Exception):
-    """The attempt has failed, on all ranks; arguments: the kind of error, and its text."""
+    """Says that the attempt has failed on all ranks, with the kind of error and its text."""
 
 
 def node_identity() -> str:
-    """What processes that can find each other have in common: the machine's running system, and the
-    PID namespace, which containers of one machine do not share. "" where that is not known."""
+    """Gives what processes that can find each other have in common: the machine's running system
+    and the PID namespace, which containers of one machine do not share. "" where that is not
+    known."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -76,7 +79,7 @@ def node_identity() -> str:
 
 
 def _process() -> tuple[int, str, str]:
-    """This process, as others on its node can find it."""
+    """Describes this process, as others on its node can find it."""
     try:
         return os.getpid(), _started(os.getpid())[1], node_identity()
     except OSError:
@@ -84,14 +87,14 @@ def _process() -> tuple[int, str, str]:
 
 
 def _started(process: int) -> tuple[str, str]:
-    """Its state, and when it started."""
+    """Gives the state of a process, and when it started."""
     with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def _has_ended(process: tuple) -> bool:
-    """Whether it is known to have ended: that is not seen from another node or PID namespace."""
+    """Tells whether it is known to have ended: another node or PID namespace does not see it."""
     number, started, node = process
     if not node or node != _process()[2]:
         return False
@@ -106,9 +109,9 @@ def _has_ended(process: tuple) -> bool:
 
 
 def _since() -> float:
-    """When this process began. News in the store that is older is of an earlier attempt: clocks of
-    two nodes differ by less than a job needs to start. Only how soon errors come depends on it.
-    """
+    """Finds when this process began. News in the store that is older is of an earlier attempt:
+    clocks of two nodes differ by less than a job needs to start. Only how soon errors come depends
+    on it."""
     try:
         began = int(_started(os.getpid())[1]) / os.sysconf("SC_CLK_TCK")
     except OSError:
@@ -117,7 +120,7 @@ def _since() -> float:
 
 
 def _refusal(kind: type[Exception], text: str) -> str:
-    return json.dumps([kind.__name__, text, time.time()])
+    return json.dumps([kind.__name__, text, time.time(), _beginning])
 
 
 def _parts(now: str) -> tuple[str, str, str]:
@@ -132,7 +135,9 @@ class _Attempt:
     def __init__(self, topic: str, ranks: tuple[int, ...], rank: int, limit: float, offer: Offer):
         self.ranks, self.rank = ranks, rank
         self.limit, self.until = limit, time.monotonic() + limit
-        self.offer = offer._replace(process=_process())
+        self.offer = offer._replace(process=_process(), beginning=_beginning)
+        #: the first whose failures are errors of this rank, too
+        self.beginning: float = _beginning
         self.topic = f"{topic}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
         self.offers: dict[int, Offer] = {}
         #: why this rank goes, if it does
@@ -144,6 +149,7 @@ class _Attempt:
         self._looked = time.monotonic()
 
     def run(self, make: Callable | None) -> Any:
+        global _beginning
         self.store = dist.PrefixStore(self.topic, dist.distributed_c10d._get_default_store())
         self._wait_for_all()
         self._missing = []
@@ -154,6 +160,8 @@ class _Attempt:
             lines = (f"rank {r}: {offer.who}, {offer.asks}" for r, offer in enumerate(offers))
             text = "; ".join(lines)
             raise _Over(DivergenceError, f"the ranks ask for different exchanges: {text}")
+        if self.beginning > _beginning:
+            _beginning = 1 + max(offer.beginning for offer in offers)
         if make is None:
             return [offer.value for offer in offers]
         self.until = max(self.until, time.monotonic() + CONNECTING)
@@ -174,8 +182,9 @@ class _Attempt:
         now = self._swap("now", "", mine)
         while now != mine:
             token, whole, verdict = _parts(now)
-            if verdict not in ("", _ALL) and token not in self._before and not skip_failed:
-                if json.loads(verdict)[2] >= self.since:
+            if verdict not in ("", _ALL) and token not in self._before:
+                *_, at, beginning = json.loads(verdict)
+                if at >= self.since and beginning >= self.beginning:
                     self.round = token
                     self._raise(verdict, "came")
             if self.left:  # while the store did not answer
@@ -256,14 +265,14 @@ class _Attempt:
         return self.store.compare_set(key, expected, value).decode()
 
     def _raise(self, verdict: str, stage: str) -> NoReturn:
-        kind, text, _ = json.loads(verdict)
+        kind, text, *_ = json.loads(verdict)
         raise _Over(_KINDS[kind], f"{text}; {self._others(stage)}")
 
     def _leaves(self, why: str) -> str:
         return _refusal(PeerLost, f"rank {self.rank} left the group: {why}")
 
     def _reason(self) -> str:
-        """A verdict, if this rank waits no longer."""
+        """Gives a verdict, if this rank waits no longer."""
         if self.left:
             return self._leaves(self.left)
         now = time.monotonic()
@@ -294,7 +303,7 @@ class _Attempt:
             self._missing.append(rank)
 
     def _others(self, stage: str) -> str:
-        """A line for each of the other ranks."""
+        """Says where the other ranks are, a line for each."""
         if stage == "came":
             self._read(len(self._missing))
         lines = []
@@ -321,16 +330,20 @@ def meet(
     limit: float,
     offer: Offer,
     make: Callable[[list[Offer], str], Any] | None = None,
+    begins_anew: bool = False,
 ) -> Any:
     """Waits for all of `ranks` (global numbers, of which this process is the one at place `rank`),
     then runs make(the ranks' offers, a key of the store that is this attempt's), in another
-    thread. Returns what it gives, or without it the values that ranks offer.
+    thread. Returns what it gives, or without it the values that ranks offer. begins_anew: what
+    failed before concerns none of these ranks any more.
 
     Raises ExchangeTimeout, PeerLost or DivergenceError on every rank, after `limit` seconds and a
     few at most.
     """
     place = f"{offer.who}, while the group is made, rank {rank} of {len(ranks)}"
     attempt = _Attempt(topic, ranks, rank, limit, offer)
+    if begins_anew:
+        attempt.beginning = math.inf
     try:
         if _waiting.setdefault(attempt.topic, attempt) is not attempt:
             raise RuntimeError(

@@ -1,28 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """The way of a step's messages, one from each rank, which become one: what the steps of a layer ask
-of it, and what the ways have in common."""
+of it, what the ways have in common, and those that need no word from the host."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+import torch.distributed as dist
+from torch._C import _len_torch_dispatch_stack
 
-from ..operators import HEADER_WORDS, MESSAGE
-from . import attempt, shared_memory
-from .agreement import Backward
-from .call import Call, Peers, timed
+from ..errors import DivergenceError, ExchangeTimeout, PeerLost
+from ..operators import (
+    ALONE,
+    DONE,
+    HEADER_WORDS,
+    MESSAGE,
+    MESSAGE_WORDS,
+    record_words,
+    without_modes,
+)
+from . import callers
+from .call import (
+    WANTS_SUMS,
+    WANTS_X,
+    Backward,
+    Call,
+    Engine,
+    Peers,
+    Refused,
+    invalid,
+    lacks_memory,
+    out_of_memory,
+    timed,
+)
+
+#: Errors after an exchange that all ranks have.
+_OF_ALL_RANKS = (DivergenceError, ExchangeTimeout, PeerLost, ValueError)
 
 
 class Transport(ABC):
-    """Errors of an exchange are raised on every rank that takes part, and name the call."""
+    """Brings messages to the ranks of a group. Errors of an exchange are raised on every rank that
+    takes part, and name the call."""
 
     #: Its name, as report() shows it.
     name: str
     #: None: one rank.
     peers: Peers | None = None
     #: Where this rank tells the others that it does not come, if they look there.
-    engine: attempt.Waiting | None = None
+    engine: Engine | None = None
     #: How far an operator that begins a direction goes.
     way = MESSAGE
     #: Words that a message has at least.
@@ -45,33 +71,43 @@ class Transport(ABC):
         """Brings every rank's record of the welford mode to all ranks.
 
         Returns (merged message, whose header counts; records, one after the other, on CUDA each
-        behind its header). Errors as in exchange().
+        behind its header). Errors are those of exchange().
         """
 
     @abstractmethod
     def sum(self, x: torch.Tensor, tag: int, call: Call) -> torch.Tensor:
-        """The sum of x over the group, float64; tag: 20 bits, equal on ranks whose x may be summed.
-        Errors as in exchange()."""
+        """Sums x, float64, over the group; tag: 20 bits, equal on ranks whose x may be summed.
+        Errors are those of exchange()."""
 
     @abstractmethod
     def backward_of(self, word: int, merged: torch.Tensor | None, own: int, call: Call) -> Backward:
-        """Who takes part in the backward of a forward. word: what the merged header says, or merged
-        the message that begins with it. own: this rank's word."""
+        """Tells who takes part in the backward of a forward. word: what the merged header says, or
+        merged the message that begins with it. own: this rank's word."""
 
     @abstractmethod
     def reject(
         self,
         call: Call,
         error: BaseException,
-        compare: bool = True,
         x: object = None,
         parameter: torch.Tensor | None = None,
     ) -> None:
-        """Does what transports.reject() says."""
+        """Does what host.reject() says."""
 
     def leave(self, error: BaseException, call: Call) -> None:
-        """Does what attempt.leave() says, in this group."""
-        attempt.leave(error, self.engine, call, self.peers)
+        """Tells the others of an error that ends a step of a layer on this rank alone, also before
+        and after the exchange. The caller raises the error again; what lacks memory is
+        raised here, with the layer's name."""
+        no_memory = lacks_memory(error)
+        own = no_memory or not isinstance(error, Exception)
+        # A mode of the caller's may raise anything, anywhere.
+        own = own or (_len_torch_dispatch_stack() > 0 and not isinstance(error, _OF_ALL_RANKS))
+        if getattr(error, "told", False) or not own:
+            return
+        if self.engine is not None:
+            self.engine.leave_group(call, error)
+        if no_memory:
+            raise out_of_memory(error, call, self.peers) from error
 
     def begin(
         self,
@@ -105,7 +141,7 @@ class Transport(ABC):
             given.append(outputs)
             if message is not None:
                 messages.append((message, message if copy is None else copy))
-        if status == shared_memory.DONE or message is None:
+        if status == DONE or message is None:
             return given, None
         own, message = messages[0]
         if len(messages) > 1:
@@ -118,7 +154,7 @@ class Transport(ABC):
     def refusing(
         self, run, arguments: tuple, x: torch.Tensor, call: Call | None, checked: bool = True
     ):
-        """run(*arguments), before an exchange. Its error is told to the others, or, where the
+        """Calls run(*arguments), before an exchange. Its error is told to the others, or, where the
         arguments are not checked, an argument that it refuses is Refused. call: as in begin()."""
         try:
             return _timed(run, call)(*arguments)
@@ -128,23 +164,18 @@ class Transport(ABC):
     def _failed(
         self, error: Exception, x: torch.Tensor, call: Call | None, checked: bool
     ) -> Exception:
-        if call is None:
-            return error if checked else attempt.Refused()
-        if not (checked or attempt.lacks_memory(error)):
-            return attempt.Refused()
-        return self._refused(error, x, call)
-
-    def _refused(self, error: Exception, x: torch.Tensor | None, call: Call) -> Exception:
-        """The error to raise, which names the layer where there was no memory, and where an
-        operator refused an argument."""
-        if not attempt.lacks_memory(error):
-            error = attempt.invalid(error, call, self.peers)
-            with _disable_current_modes():
-                self.reject(call, error, x=x)
-            error.told = True  # type: ignore[attr-defined]  # for attempt.leave()
-            return error
-        self.reject(call, MemoryError(attempt.reason_of(error)), x=x)
-        return attempt.out_of_memory(error, call, self.peers)
+        """Gives what to raise for an error of an operator before an exchange, of which the others
+        hear. It names the layer where there was no memory, and where an operator refused an
+        argument. Without a call it is the error as it is."""
+        no_memory = lacks_memory(error)
+        if call is None or not (checked or no_memory):
+            return error if checked else Refused()
+        name = out_of_memory if no_memory else invalid
+        error = name(error, call, self.peers)
+        with without_modes():
+            self.reject(call, error, x=x)
+        error.told = True  # type: ignore[attr-defined]  # for leave()
+        return error
 
 
 def _timed(run, call: Call | None):
@@ -152,10 +183,89 @@ def _timed(run, call: Call | None):
 
 
 def _total(messages: Sequence[torch.Tensor], lead: int) -> torch.Tensor:
-    """One message for the process, which speaks in the header as one rank: the elements of all
-    inputs, the rest from the one that leads."""
+    """Makes one message for the process, which speaks in the header as one rank: the elements of
+    all inputs, the rest from the one that leads."""
     total = messages[0].clone()
     for message in messages[1:]:
         total += message.to(total.device)
     total[1:HEADER_WORDS] = messages[lead][1:HEADER_WORDS].to(total.device)
     return total
+
+
+class Alone(Transport):
+    """Keeps the messages of one rank, which sends nothing."""
+
+    name = "none"
+    way = ALONE
+
+    def exchange(self, message, channels, call):
+        return message, None
+
+    def gather(self, message, channels, call):
+        return message, message if message.is_cuda else message[HEADER_WORDS:]
+
+    def sum(self, x, tag, call):
+        return x
+
+    def backward_of(self, word, merged, own, call):
+        return Backward(bool(own & WANTS_X), bool(own & WANTS_SUMS)) if own else _NO_BACKWARD
+
+    def reject(self, call, error, x=None, parameter=None):
+        """Tells nobody: nobody waits for this rank."""
+
+
+ALONE_WAY, _NO_BACKWARD = Alone(), Backward(False, False)
+
+
+class InStream(Transport):
+    """Sends messages on CUDA over the caller's own NCCL group. The host waits for nothing and knows
+    of no error: they are NCCL's and its watchdog's. device: of the messages."""
+
+    name = "nccl"
+    peers: Peers
+
+    def __init__(self, peers: Peers, device: torch.device) -> None:
+        self.peers, self.device = peers, device
+
+    def exchange(self, message, channels, call):
+        dist.all_reduce(message, group=callers.resolve(self.peers.cuda))
+        return message, None
+
+    def gather(self, message, channels, call):
+        messages = message.new_empty(self.peers.ranks, message.numel())
+        group = callers.resolve(self.peers.cuda)
+        dist.all_gather_into_tensor(messages.view(-1), message, group=group)
+        return messages[:, :HEADER_WORDS].sum(0), messages.flatten()
+
+    def sum(self, x, tag, call):
+        """Sums x and the tags in one message."""
+        tags = [x.new_full((1,), t) for t in (tag, tag * tag)]  # of up to 2,048 ranks exact
+        total = torch.cat([x.flatten(), *tags])
+        self.exchange(total, 0, call)
+        tag_sum, squares = total[-2:].to(torch.int64)
+        alike = self.peers.ranks * squares == tag_sum * tag_sum
+        return torch.where(alike, total[:-2].view(x.shape), math.nan)
+
+    def backward_of(self, word, merged, own, call):
+        """Expects every rank that has a node: nobody looks at the header."""
+        return Backward(True, True)
+
+    def reject(self, call, error, x=None, parameter=None):
+        """Gives the others NaN, if the length of their messages can be known: their channels, and
+        by x their dtype. Else, and where they are in sum(), they wait for NCCL's time limit."""
+        if not isinstance(x, torch.Tensor) or x.dtype not in MESSAGE_WORDS:
+            return
+        if call.direction not in ("forward", "backward"):
+            return
+        if parameter is not None:
+            channels = parameter.numel()
+        else:
+            channels = 0 if x.is_nested or x.dim() < 2 else x.shape[1]
+        if channels == 0:
+            return
+        options = call.options if call.direction == "forward" else None
+        gathers = options is not None and options.statistics == "welford"
+        size = record_words(channels, x.dtype) if gathers else channels * MESSAGE_WORDS[x.dtype]
+        message = torch.zeros(HEADER_WORDS + size, dtype=torch.int64, device=self.device)
+        message[3:4].fill_(1)  # ranks that refuse
+        (self.gather if gathers else self.exchange)(message, channels, call)

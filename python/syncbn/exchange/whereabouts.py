@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from . import apart
-from .call import Call
 
 #: Seconds between two looks at the store.
 INTERVAL = 1.0
 
 
 class _State(NamedTuple):
-    call: Call
+    call: object
     inside: bool
     since: float
 
@@ -47,29 +46,29 @@ _thread: threading.Thread | None = None
 _lock = threading.Lock()
 
 
-def enter(group: str, call: Call) -> None:
+def enter(group: str, call: object) -> None:
     """Notes that this process waits in an exchange of the group."""
     _states[group] = _State(call, True, time.monotonic())
 
 
 def leave(group: str) -> float:
-    """Notes that the exchange has ended; for how many seconds it went on."""
+    """Notes that the exchange has ended, and gives the seconds that it took."""
     state, now = _states[group], time.monotonic()
     _states[group] = _State(state.call, False, now)
     return now - state.since
 
 
 def _connections(use: str) -> list[dist.Store]:
-    """To the store, until destroy_process_group clears them: a connection left over would hold the
-    store's server, and with it a port that the next init_process_group may want."""
+    """Keeps connections to the store until destroy_process_group clears them: one left over would
+    hold the store's server, and with it a port that the next init_process_group may want."""
     kept: Any = dist.distributed_c10d._world.tags_to_pg  # to the stubs for groups alone
     return kept.setdefault(f"syncbn {use}", [])
 
 
 def connection() -> dist.Store:
-    """One to the store for the caller alone: a request that waits keeps others from a connection.
-    Used ones are taken again, because PyTorch asks a name server for the address of a new one,
-    which may take seconds."""
+    """Gives the caller a connection of its own to the store, which a request that waits would keep
+    from others. Used ones are taken again, because PyTorch asks a name server for the address of a
+    new one, which may take seconds."""
     with contextlib.suppress(IndexError):
         return _connections("free").pop()
     used: Any = dist.distributed_c10d._get_default_store()  # PyTorch's stubs have no clone()
@@ -77,8 +76,8 @@ def connection() -> dist.Store:
 
 
 class _Watch:
-    """One group's keys in the store, below `place`, which is this group's alone. own: a connection
-    on which no request waits."""
+    """Answers by one group's keys in the store, below `place`, which is this group's alone. own: a
+    connection on which no request waits."""
 
     def __init__(self, group: str, rank: int, ranks: int, own: dist.Store, place: str) -> None:
         self.group, self.rank, self.ranks = group, rank, ranks
@@ -147,7 +146,7 @@ def refuse(error: Exception) -> None:
 
 
 def last(group: str) -> str:
-    """What this rank did last in the group, and what it refused since."""
+    """Says what this rank did last in the group, and what it refused since."""
     state = _states.get(group)
     text = "in no exchange yet" if state is None else str(state)
     if _refused is None or (state is not None and (state.inside or _refused[1] < state.since)):
@@ -156,7 +155,7 @@ def last(group: str) -> str:
 
 
 def left(group: str) -> str | None:
-    """What a rank that left the group said, if one did."""
+    """Gives what a rank that left the group said, if one did."""
     return _left.get(group)
 
 
@@ -187,12 +186,10 @@ def _run() -> None:
 
 
 def _forget_parent() -> None:
-    """In a forked child: the thread, and whoever may have held the lock, stayed behind; connections
-    to the store are the parent's, and are not closed either, which would be seen there."""
+    """Begins anew in a forked child. The thread, and whoever may have held the lock, stayed behind;
+    connections to the store are the parent's, and are not closed either, which it would see."""
     global _inherited, _watched, _stop, _thread, _lock
-    _inherited = [_watched]
-    if dist.is_available():
-        _inherited += map(list, dist.distributed_c10d._world.tags_to_pg.values())
+    _inherited = [_watched, *map(list, dist.distributed_c10d._world.tags_to_pg.values())]
     _watched = {}
     _stop, _thread, _lock = threading.Event(), None, threading.Lock()
     for known in (_states, _to_tell, _left, _forgotten):
@@ -203,7 +200,7 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 
 def others(group: str, rank: int, ranks: int) -> str:
-    """A line for each of the other ranks."""
+    """Says what the other ranks do, a line for each."""
     answers: dict[int, str] = {}
     with _lock:
         one = _watched.get(group)

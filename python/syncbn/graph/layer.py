@@ -81,7 +81,7 @@ class BatchNorm(nn.Module):
         return {"is_infer": is_infer, **vars(self.attributes), "layer_name": layer_name}
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (N, C, *spatial). Returns a tensor like x."""
+        """Returns a tensor like x, which is (N, C, *spatial)."""
         variables = (getattr(self, name) for name in VARIABLES)
         return batch_norm_(
             x, *variables, **self.operator_attributes(not self.training, "BatchNorm")

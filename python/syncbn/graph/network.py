@@ -29,7 +29,7 @@ _METHODS = {f"__{name}__" for name in _WRITERS}
 
 
 def _signature(function: Callable | str) -> inspect.Signature | None:
-    """Its signature, which most of what is written in C++ does not have."""
+    """Gives its signature, which most of what is written in C++ does not have."""
     try:
         return None if isinstance(function, str) else inspect.signature(function)
     except (TypeError, ValueError):
@@ -134,7 +134,7 @@ def _mode_argument(node: fx.Node) -> str | None:
 def _with_mode(
     function: Callable | str, argument: str, training: bool, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """args and kwargs of a call in that mode."""
+    """Gives args and kwargs of a call in that mode."""
     if argument == "is_infer":
         return args, {**kwargs, argument: not training}
     signature = _signature(function)
@@ -273,7 +273,8 @@ class Fork:
         return self._add(branch, node.op, target, args, kwargs, name)
 
     def _operator(self, node: fx.Node, layer: BatchNorm, x: Any, branch: str | None) -> fx.Node:
-        """One branch's operator of a layer, on variables that both branches' operators share."""
+        """Adds one branch's operator of a layer, on variables that both branches' operators
+        share."""
         if node not in self._variables:
             self.root.get_submodule("variables").add_module(node.name, layer)
             own = self._variables[node] = []

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..exchange import agreement, callers, groups, subgroups
+from ..exchange import agreement, callers, groups
 from ..exchange.call import Call
+from ..exchange.host import engine_of
 from ..nn import Model, SyncBatchNorm
 from ..step.layer_state import UNNAMED
 from ..step.options import (
@@ -96,7 +96,7 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 
 
 def _taken(layer: nn.Module, original: type[nn.Module]) -> set[str]:
-    """Attributes of the layer that stand in the place of others of SyncBatchNorm."""
+    """Names attributes of the layer that stand in the place of others of SyncBatchNorm."""
     theirs = {*_OWN_ATTRIBUTES, *dir(SyncBatchNorm)} - {*dir(original)}
     if issubclass(original, nn.SyncBatchNorm):  # whose attribute means the same
         theirs.remove("process_group")
@@ -155,7 +155,7 @@ def convert_sync_batchnorm(
     process_group: "callers.Group" = None,
     *,
     group_size: int | None = None,
-    group: subgroups.Part | None = None,
+    group: groups.Part | None = None,
     timeout: "float | datetime.timedelta | None" = None,
     engine: callers.EngineName | None = None,
     affine_grad: AffineGrad | None = None,
@@ -207,7 +207,7 @@ def convert_sync_batchnorm(
     """
     given = {"affine_grad": affine_grad, "statistics": statistics, "sync": sync}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    sharing = subgroups.choose(process_group, group_size, group, timeout, engine or "auto", _NAME)
+    sharing = groups.choose(process_group, group_size, group, timeout, engine or "auto", _NAME)
     asked = {  # of layers that have a group, a timeout, an engine of their own
         field: getattr(sharing, field)
         for field, arguments in (
@@ -217,7 +217,7 @@ def convert_sync_batchnorm(
         )
         if any(argument is not None for argument in arguments)
     }
-    initialized = sync is not False and dist.is_available() and dist.is_initialized()
+    initialized = sync is not False and callers.initialized()
     exchanging = initialized and groups.is_made_ahead(sharing)
     if exchanging:
         groups.peers(sharing, _NAME)
@@ -290,7 +290,8 @@ def convert_sync_batchnorm(
             error = raised
         if exchanging:
             call = Call(_NAME, direction="conversion")
-            agreement.raise_together(error, groups.peers(sharing), call)
+            peers = groups.peers(sharing)
+            agreement.raise_together(error, None if peers is None else engine_of(peers), call)
         elif error is not None:
             raise error
         if initialized:

@@ -16,8 +16,9 @@ from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import DivergenceError
-from ..exchange import agreement, callers, groups, transports
+from ..exchange import agreement, callers, groups
 from ..exchange.call import Call
+from ..exchange.host import engine_of
 from ..nn import SyncBatchNorm
 from .sharing import bring, prepare, sharings_of, statistics_of
 
@@ -28,7 +29,7 @@ _active: "_Inputs | None" = None
 
 
 class _Inputs:
-    """Which ranks still have inputs: agreed once per iteration, by all ranks."""
+    """Knows which ranks still have inputs, as all ranks agree once per iteration."""
 
     def __init__(self, models: tuple[Any, ...], throw: bool, options: dict[str, Any]) -> None:
         self.models = nn.ModuleList(model for model in models if isinstance(model, nn.Module))
@@ -53,7 +54,8 @@ class _Inputs:
         sharings = [layer.state.sharing for layer in self.layers if layer.sync]
         slowest = max(sharings, key=lambda s: s.timeout, default=callers.Sharing())
         limit = slowest.timeout if sharings else None
-        self.peers = groups.peers(slowest._replace(name=group.group_name, limit=limit), _NAME)
+        peers = groups.peers(slowest._replace(name=group.group_name, limit=limit), _NAME)
+        self.engine = None if peers is None else engine_of(peers)
         # What ranks must have in common for the exchange that ends the context.
         same = [(m.state.identity.name, m.num_features, m.track_running_stats) for m in self.layers]
         self.tag = zlib.crc32(repr(same).encode()) & 0xFFFFF
@@ -71,7 +73,7 @@ class _Inputs:
         what = "next input" if has_input else "no more inputs"
         self.call = self.call._replace(number=(self.call.number or 0) + 1, direction=what)
         try:
-            numbers = agreement.numbers_of_ranks(int(has_input), self.tag, self.peers, self.call)
+            numbers = agreement.numbers_of_ranks(int(has_input), self.tag, self.engine, self.call)
             present = [rank for rank, number in zip(self.ranks, numbers, strict=True) if number]
             absent = [rank for rank in self.ranks if rank not in present]
             if self.throw and present and absent:
@@ -104,7 +106,7 @@ class _Inputs:
             frame = frame.f_back
 
     def enter(self) -> None:
-        """From now on an iteration begins with the ranks' agreement."""
+        """Has each iteration begin with the ranks' agreement from now on."""
 
         def begin(model: nn.Module, _args: Any) -> None:
             self.refuse_compiled_around()
@@ -162,11 +164,11 @@ class _Inputs:
     def tell(self, error: Exception) -> None:
         """Raises on the other ranks, which may wait for this one in meet(). Not for long: where
         they wait is not known."""
-        if self.peers is None or self.known_error:
+        if self.engine is None or self.known_error:
             return
-        if not isinstance(error, DivergenceError) or error.group_name != self.peers.group_name:
-            soon = self.peers._replace(timeout=min(self.peers.timeout, 5.0))
-            transports.reject(soon, self.call, error)
+        name = self.engine.peers.group_name
+        if not isinstance(error, DivergenceError) or error.group_name != name:
+            self.engine.within(5.0).reject(self.call, error)
 
     def share_statistics(self) -> None:
         """Brings what the layers of a group have recorded to its ranks that went out."""
@@ -185,7 +187,7 @@ class _Inputs:
                 for tensor in (*statistics_of(layer), layer.state.call, layer.state.count)
             ]
             end = self.call._replace(direction="end")
-            bring(tensors, ranks[peers.rank] == source, peers, end)
+            bring(tensors, ranks[peers.rank] == source, engine_of(peers), end)
 
 
 def _check(models: tuple[Any, ...]) -> None:
@@ -267,7 +269,7 @@ class join:
 
     def __enter__(self) -> None:
         global _active
-        if not (self._enable and dist.is_available() and dist.is_initialized()):
+        if not (self._enable and callers.initialized()):
             return
         if _active is not None:
             raise RuntimeError(

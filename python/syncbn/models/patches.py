@@ -174,7 +174,7 @@ def rebind(former: Sequence[tuple[nn.Module, type[nn.Module]]]) -> None:
 
 
 def _synchronizes(value: Any) -> bool:
-    """Of a bound method: whether it is a call of a synchronized layer. Of a class: of such ones."""
+    """Tells whether a bound method calls a synchronized layer, or a class is one of such layers."""
     if type(value) is not MethodType:
         return issubclass(value, SyncBatchNorm)
     cls = type(value.__self__)

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..errors import DivergenceError
-from ..exchange import attempt, callers, groups, subgroups, transports
+from ..exchange import attempt, callers, groups, host
 from ..exchange.call import Peers
 from ..nn import SyncBatchNorm, device_of, layers_of
 from ..operators import ops, why_not_cuda
@@ -107,7 +106,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
     elif peers is None and (others := groups.beside(layer.state.sharing)):
         failed, note = True, callers.alone_text(others)
     elif peers is None:
-        failed = not (dist.is_available() and dist.is_initialized()) and devices == 1
+        failed = not callers.initialized() and devices == 1
         note = "no process group" if failed else "one rank"
     elif attempt.is_broken(peers.group_name):
         failed, note = True, "broken by an earlier error: call syncbn.reset_groups()"
@@ -124,7 +123,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         "" if peers is None else layer.state.sharing.name or "world",
         1 if peers is None else peers.ranks,
         0 if peers is None else peers.rank,
-        transports.transport_of(peers, device).name,
+        host.transport_of(peers, device).name,
         layer.statistics,
         "cuda" if device.type == "cuda" else ops.cpu_instruction_set(),
         int(layer.state.count.item()) if layer.state.call.item() > 0 else None,
@@ -134,12 +133,12 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
 
 
 def _raise(failures: list[LayerReport]) -> None:
-    """One error for all ranks of the default group if any of them has failures."""
+    """Raises one error on all ranks of the default group if any of them has failures."""
     lines = "".join(f"\n  {row.path or 'the model'}: {row.layer}: {row.note}" for row in failures)
     texts = [lines]
-    if dist.is_available() and dist.is_initialized():
+    if callers.initialized():
         # No store is asked to keep an empty text.
-        texts = subgroups.gather_text(f"-{lines}", "syncbn.report")
+        texts = groups.gather_text(f"-{lines}", "syncbn.report")
         texts = [text.removeprefix("-") for text in texts]
     if not any(texts):
         return

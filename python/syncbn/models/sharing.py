@@ -8,13 +8,12 @@ import logging
 import zlib
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import DivergenceError
-from ..exchange import agreement, attempt, callers, groups, subgroups
-from ..exchange.call import Call, Peers
-from ..exchange.engines import engine_of
+from ..exchange import agreement, attempt, callers, groups
+from ..exchange.call import Call, Engine, Peers
+from ..exchange.host import engine_of
 from ..nn import Model, SyncBatchNorm, device_of, layers_of
 from ..step.layer_state import WRAPPERS
 from ..step.options import check_module
@@ -27,7 +26,8 @@ def _exchanges(layer: SyncBatchNorm) -> bool:
 
 
 def sharings_of(module: nn.Module) -> dict[callers.Sharing, str]:
-    """With whom its layers exchange, in one order on all ranks; and a layer's name for each."""
+    """Lists with whom its layers exchange, in one order on all ranks, and a layer's name for
+    each."""
     layers = [layer for _, layer in reversed(layers_of(module)) if _exchanges(layer)]
     found = {layer.state.sharing: layer.state.name for layer in layers}
     order = sorted(found, key=lambda own: (own.name or "", own.limit or 0.0, own.engine))
@@ -39,7 +39,7 @@ def set_group(
     process_group: "callers.Group" = None,
     *,
     group_size: int | None = None,
-    group: subgroups.Part | None = None,
+    group: groups.Part | None = None,
     timeout: float | datetime.timedelta | None = None,
     engine: callers.EngineName = "auto",
 ) -> Model:
@@ -49,9 +49,7 @@ def set_group(
     errors. Arguments that are not given get their defaults. Returns `module`.
     """
     layers = layers_of(module)
-    sharing = subgroups.choose(
-        process_group, group_size, group, timeout, engine, "syncbn.set_group"
-    )
+    sharing = groups.choose(process_group, group_size, group, timeout, engine, "syncbn.set_group")
     for _, layer in layers:
         layer.share(sharing)
     return prepare(module)
@@ -64,7 +62,7 @@ def prepare(module: Model) -> Model:
     is a collective call of the groups' ranks. Without torch.distributed it does nothing.
     """
     check_module(module)
-    if dist.is_available() and dist.is_initialized():
+    if callers.initialized():
         for sharing, name in sharings_of(module).items():
             if sharing.name == callers.OUTSIDE or groups.is_made_ahead(sharing):
                 groups.peers(sharing, name)
@@ -108,7 +106,7 @@ def reset_groups(module: nn.Module | None = None, *, strict: bool = False) -> No
     errors = []
     for peers in sorted(layers, key=lambda peers: peers.group_name):  # one order on all ranks
         try:
-            _level(layers[peers], peers, strict)
+            _level(layers[peers], engine_of(peers), strict)
         except DivergenceError as error:  # ranks of other groups go on to these
             errors.append(error)
     if errors:
@@ -124,17 +122,17 @@ class _Compared(Call):
         return self.layers
 
 
-def _level(layers: list[tuple[str, SyncBatchNorm]], peers: Peers, strict: bool) -> None:
+def _level(layers: list[tuple[str, SyncBatchNorm]], engine: Engine, strict: bool) -> None:
     """Has the ranks of a group go on from the same calls and running statistics."""
-    call = _Compared("syncbn.reset_groups", direction="comparing layers")
+    peers, call = engine.peers, _Compared("syncbn.reset_groups", direction="comparing layers")
     call.layers = {"layers": str(len(layers))}
     for path, layer in layers:
         texts = [f"{x.numel()} of {x.dtype}".replace("torch.", "") for x in statistics_of(layer)]
         call.layers[path] = ", ".join(texts) or "no statistics"
     tag = zlib.crc32(repr(call.layers).encode()) & 0xFFFFF
-    agreement.numbers_of_ranks(0, tag, peers, call)
+    agreement.numbers_of_ranks(0, tag, engine, call)
     own = torch.tensor([_numbers(layer) for _, layer in layers], dtype=torch.int64, device="cpu")
-    ranks = engine_of(peers).gather(own.flatten(), call).view(peers.ranks, len(layers), 3)
+    ranks = engine.gather_words(own.flatten(), call).view(peers.ranks, len(layers), 3)
     sources: dict[int, list[tuple[str, SyncBatchNorm]]] = {}
     for named, (calls, batches, digests) in zip(layers, ranks.permute(1, 2, 0).tolist()):
         named[1].state.call.fill_(max(calls))
@@ -153,7 +151,7 @@ def _level(layers: list[tuple[str, SyncBatchNorm]], peers: Peers, strict: bool) 
         )
     for source, apart in sorted(sources.items()):
         tensors = [x for _, layer in apart for x in (*statistics_of(layer), layer.state.count)]
-        bring(tensors, source == peers.rank, peers, call)
+        bring(tensors, source == peers.rank, engine, call)
     if peers.rank == 0:
         _log.warning(
             "%s, %s: running statistics differed between ranks; all took %s", call, peers, text
@@ -167,7 +165,7 @@ def statistics_of(layer: SyncBatchNorm) -> list[Tensor]:
 
 
 def _numbers(layer: SyncBatchNorm) -> tuple[int, int, int]:
-    """Its next call, its batches, and what stands for the bits of its statistics."""
+    """Gives its next call, its batches, and what stands for the bits of its statistics."""
     words = b"".join(bytes(_words(x).view(torch.uint8).tolist()) for x in statistics_of(layer))
     digest = int.from_bytes(hashlib.sha256(words).digest()[:8], "little", signed=True)
     batches = layer.num_batches_tracked
@@ -183,10 +181,10 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten().cpu().view(_BITS[tensor.element_size()]).long()
 
 
-def bring(tensors: list[Tensor], mine: bool, peers: Peers, call: Call) -> None:
+def bring(tensors: list[Tensor], mine: bool, engine: Engine, call: Call) -> None:
     """Sets the tensors on all ranks to what they are on the one rank whose call has `mine`."""
     words = torch.cat([_words(tensor) for tensor in tensors])
-    words = engine_of(peers).sum(words if mine else torch.zeros_like(words), call)
+    words = engine.sum_words(words if mine else torch.zeros_like(words), call)
     parts = words.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         bits = part.to(_BITS[tensor.element_size()])

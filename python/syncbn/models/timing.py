@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..exchange import callers, transports
+from ..exchange import callers
 from ..exchange.call import Call, Times
+from ..exchange.host import transport_of
+from ..exchange.transport import Transport
 from ..nn import SyncBatchNorm, device_of, layers_of
 from ..operators import ops
 from .report import table
@@ -199,7 +201,7 @@ def _gathered(noted: Sequence[tuple[str, SyncBatchNorm, Times]]) -> list[LayerTi
         rows[number] = LayerTiming(path, 0, None, 0.0, None, 0, {}, {})
         outside = layer.state.sharing.name == callers.OUTSIDE
         peers = None if outside else layer.state.peers(layer.options())
-        transport = transports.transport_of(peers, device_of(layer))
+        transport = transport_of(peers, device_of(layer))
         if peers is not None and transport.engine is not None:
             by_group.setdefault(peers.group_name, []).append(number)
             found[peers.group_name] = transport
@@ -212,9 +214,9 @@ def _gathered(noted: Sequence[tuple[str, SyncBatchNorm, Times]]) -> list[LayerTi
 
 
 def _waits_of_all(
-    transport: transports.Transport, noted: Sequence[tuple[str, SyncBatchNorm, Times]]
+    transport: Transport, noted: Sequence[tuple[str, SyncBatchNorm, Times]]
 ) -> list[torch.Tensor]:
-    """For each layer (ranks, n): the waits of the last n exchanges that all ranks noted."""
+    """Gives (ranks, n) of each layer: the waits of the last n exchanges that all ranks noted."""
     peers = transport.peers
     assert peers is not None
     # Of each rank its part: how many waits, then these, the newest first.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
+from ..exchange.call import COMES, WANTS_SUMS, WANTS_X, Backward
 from ..exchange.callers import Sharing
 from ..operators import activation_mask_of, load_cuda, ops, saved_of
 from . import layer_state, training
@@ -66,7 +66,7 @@ def _training_step(x, weight, bias, residual, mask, takes_part, *layer):
         own = ((x,), weight, bias, (residual,), (mask,))
         step, (y,), tensors = training.forward(given, needs, *own)
     except BaseException as error:
-        training.leave(error, state, options, lambda: training.transport_in(None, peers, x), x)
+        training.leave(error, state, options, peers, x)
         raise
     *_, saved, activation_mask, _ = tensors
     if activation_mask is None:
@@ -76,8 +76,8 @@ def _training_step(x, weight, bias, residual, mask, takes_part, *layer):
 
 @_training_step.register_fake
 def _(x, weight, bias, residual, mask, takes_part, *layer):
-    """y like x; saved as of operators.saved_of(); activation mask, empty unless there is a residual
-    and an activation; backward int64 [2] on the CPU: who takes part in it."""
+    """Gives y like x; saved as of operators.saved_of(); activation mask, empty unless there is a
+    residual and an activation; backward int64 [2] on the CPU: who takes part in it."""
     kept = residual is not None and layer[-3] != "none"
     bits = activation_mask_of(x) if kept else x.new_empty((0,), dtype=torch.uint8)
     words = torch.empty(2, dtype=torch.int64, device="cpu")
@@ -198,8 +198,8 @@ def training_step(
     options: Options,
     state: LayerState | Identity,
 ) -> tuple[Tensor, Tensor]:
-    """y of a step in a graph, and what operators.saved_of() describes. The call is counted by the
-    operator."""
+    """Gives y of a step in a graph, and what operators.saved_of() describes. The call is counted by
+    the operator."""
     tensors = (x, weight, bias, residual, mask)
     if torch.compiler.is_compiling() and not _exporting():
         handle: Tensor | None = None

@@ -8,11 +8,10 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad, profiler
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ..exchange import transports
-from ..exchange.attempt import Refused
-from ..operators import info_of, ops
+from ..exchange import host
+from ..exchange.call import Refused
+from ..operators import info_of, ops, without_modes
 from . import as_operator, layer_state, masks, recomputation, second_derivatives, surroundings
 from .layer_state import Identity, LayerState
 from .options import (
@@ -35,13 +34,13 @@ from .surroundings import (
     refuse_tracing,
     tracer,
 )
-from .training import Given, Step, backward, forward, leave, needs_of, takes_part, transport_in
+from .training import Given, Step, backward, forward, leave, needs_of, takes_part
 
 
 class _BatchNormTraining(torch.autograd.Function):
-    """One step. tensors: K xs, weight, bias, K residuals, K masks. One node for all: nodes that
-    wait for each other would deadlock, because one backward() visits the nodes of CPU tensors in
-    one thread."""
+    """Makes one step. tensors: K xs, weight, bias, K residuals, K masks. One node for all: nodes
+    that wait for each other would deadlock, because one backward() visits the nodes of CPU tensors
+    in one thread."""
 
     @staticmethod
     def forward(ctx, given: Given, *tensors):
@@ -112,7 +111,7 @@ _apply = super(torch.autograd.Function, _BatchNormTraining).apply
 def apply_step(
     xs, weight, bias, residuals, masks, running, options, state, peers, segment=None, checked=True
 ):
-    """y, or of several inputs the ys; the arguments are those of training.forward()."""
+    """Gives y, or of several inputs the ys; the arguments are those of training.forward()."""
     try:
         word, form = 0, form_of(*options)
         if peers is not None or segment is not None:
@@ -121,7 +120,7 @@ def apply_step(
         apply = _BatchNormTraining.apply if checked else _apply
         return apply(given, *xs, weight, bias, *residuals, *masks)
     except BaseException as error:
-        leave(error, state, options, lambda: transport_in(segment, peers, xs[0]), xs[0])
+        leave(error, state, options, peers, xs[0], segment)
         raise
 
 
@@ -156,11 +155,11 @@ def _plain_step(x, running: tuple, weight, bias, residual, mask, options) -> Ten
     return masks.plain(normalize, x, residual, mask, options, local_batch=True)
 
 
-def _tell(error: Exception, live: LayerState, x: object, parameter, options: Options) -> None:
+def tell(error: BaseException, live: LayerState, x: object, parameter, options: Options) -> None:
     """Tells the others that this rank refuses its input."""
-    with _disable_current_modes():
+    with without_modes():
         peers, call = layer_state.way(live, live.peers(options)), live.call_of(x, options)
-        transports.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
+        host.reject(peers, call, error, x=x, parameter=parameter, counter=live.call)
 
 
 def train_step(
@@ -176,7 +175,7 @@ def train_step(
     num_batches_tracked: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """One training forward: exchange, normalize, update the running statistics in place.
+    """Makes one training forward: exchange, normalize, update running statistics in place.
 
     options.momentum None: cumulative averaging by num_batches_tracked. state: its call number is
     advanced by one, and its count becomes the global one.
@@ -217,7 +216,7 @@ def _recorded_step(x, running, weight, bias, residual, mask, options, state) -> 
         if str(error).startswith(f"no implementation found for '{__name__}.train_step'"):
             live = layer_state.named(state) if isinstance(state, Identity) else state
             with torch._C.DisableTorchFunctionSubclass():
-                _tell(error, live, x, weight, options)
+                tell(error, live, x, weight, options)
         raise
 
 
@@ -232,7 +231,7 @@ def _is_usual(x: object, state: object) -> bool:
         and type(x) is Tensor
         and type(state) is LayerState
         and (x.is_cpu or x.is_cuda)
-        and recomputation.outside()
+        and recomputation.around() is None
         and not profiler._is_profiler_enabled
         and _takes_functions()
         and _modes() == 0
@@ -306,7 +305,7 @@ def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Te
             live.move(x.device)
     except Exception as error:
         if live is not None and not again:
-            _tell(error, live, x, parameter, options)
+            tell(error, live, x, parameter, options)
         raise
     if mask is not None:
         mask = mask.contiguous()
@@ -325,7 +324,7 @@ def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Te
 
 
 def _of_parts(x, running, weight, bias, residual, mask, options, state) -> Tensor:
-    """train_step() where some of the tensors are DTensors."""
+    """Does what train_step() does, where some of the tensors are DTensors."""
     live = layer_state.named(state) if isinstance(state, Identity) else state
     samples = {"input": x, "residual": residual, "mask": mask}
     shared = {"weight": weight, "bias": bias, **dict(zip(RUNNING, running))}
@@ -333,7 +332,7 @@ def _of_parts(x, running, weight, bias, residual, mask, options, state) -> Tenso
         peers, shares = live.peers(options), options.affine_grad == "share"
         given = surroundings.parts(samples, shared, peers, shares)
     except ValueError as error:
-        _tell(error, live, None, None, options)
+        tell(error, live, None, None, options)
         raise
     own, w, b, z, m = (given[n] for n in ("input", "weight", "bias", "residual", "mask"))
     running = tuple(given[name] for name in RUNNING)

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DivergenceError
-from ..exchange import agreement, callers, engines, groups
-from ..exchange.call import Call, Peers, Times
+from ..exchange import agreement, callers, groups
+from ..exchange.call import FRAME_WORDS, Call, Engine, Peers, Times
 from ..exchange.callers import Sharing
-from ..operators import HEADER_WORDS
+from ..operators import HEADER_WORDS, without_modes
 from .options import Options, is_strided
 
 _WORLD = Sharing()
@@ -50,8 +49,9 @@ class Identity(NamedTuple):
 
 
 def _number(value: int) -> Tensor:
-    """int64 [1] on the CPU: real, whatever mode makes tensors fake, meta or of inference."""
-    with _disable_current_modes(), torch.inference_mode(False):
+    """Makes an int64 [1] on the CPU, which is real, whatever mode makes tensors fake, meta or of
+    inference."""
+    with without_modes(), torch.inference_mode(False):
         return torch.tensor([value], dtype=torch.int64, device="cpu")
 
 
@@ -87,6 +87,8 @@ class LayerState:
         self.numbers: dict[str, int] = {}  # by group
         self.group = ""  # to which number belongs
         self.times: Times | None = None  # while syncbn.timing notes them
+        #: While syncbn.record runs: is told each direction, ranks, channels and merged message.
+        self.record: Callable[[str, int, int, Tensor, Tensor | None], None] | None = None
         self.made = next(_ids)
         self.handle = _number(self.made)
         _states[self.made] = self
@@ -118,14 +120,14 @@ class LayerState:
             self.name, self.sought = path + self.apart, False
 
     def peers(self, options: Options) -> Peers | None:
-        """Whom a training call exchanges with, if anybody."""
+        """Finds whom a training call exchanges with, if anybody."""
         return groups.training_peers(self.sharing, self.find_path) if options.sync else None
 
     def find_path(self) -> str:
         """The name. All layers that were made directly get the path where they lie first."""
         if self.path == UNNAMED and not self.sought:
             paths = paths_of_living()
-            for other in living():
+            for other in list(_states.values()):
                 if other.path == UNNAMED and not other.sought:
                     path = paths.get(other)
                     # Of clones in one model the path says enough.
@@ -138,13 +140,17 @@ class LayerState:
         """Brings the counters to the device of a call."""
         if self.call is None or self.call.device == device:
             return
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{self.name}: got its first call on {device} while a CUDA graph is captured, "
-                "expected an eager training step before the capture"
-            )
-        with _disable_current_modes(), torch.inference_mode(False):
+        self.refuse_capture(device.type == "cuda", f"call on {device}")
+        with without_modes(), torch.inference_mode(False):
             self.call, self.count = self.call.to(device), self.count.to(device)
+
+    def refuse_capture(self, on_cuda: bool, first: str) -> None:
+        """Refuses what cannot be done while a CUDA graph is captured."""
+        if on_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.name}: got its first {first} while a CUDA graph is captured, expected an "
+                "eager training step before the capture"
+            )
 
     def call_of(self, x: object, options: Options) -> Call:
         """The next call with that input, as errors name it."""
@@ -160,11 +166,6 @@ class LayerState:
 _ids = itertools.count(1)
 _states: "weakref.WeakValueDictionary[int, LayerState]" = weakref.WeakValueDictionary()
 _by_identity: dict[Identity, LayerState] = {}
-
-
-def living() -> list[LayerState]:
-    """All states of this process."""
-    return list(_states.values())
 
 
 def named(identity: Identity) -> LayerState:
@@ -252,15 +253,15 @@ class _Group:
 _compared: dict[str, _Group] = {}
 
 
-def compare(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) -> None:
-    """Before an exchange of a layer in another group than its last one: sets state.number, and in
+def compare(state: LayerState, engine: Engine, x: torch.Tensor, options: Options) -> None:
+    """Sets, before an exchange of a layer in another group than its last one, state.number, and in
     the first exchange state.call, to what the ranks agree on in a message.
     Raises DivergenceError on every rank if they call different layers."""
-    group = peers.group_name
+    group = engine.peers.group_name
     if state.compares:
         if group not in state.numbers:
             state.numbers = {g: n for g, n in state.numbers.items() if callers.exists(g)}
-            state.numbers[group] = _agreed(state, peers, x, options)
+            state.numbers[group] = _agreed(state, engine, x, options)
         state.number = state.numbers[group]
     state.group = group
 
@@ -271,30 +272,27 @@ def way(state: LayerState, peers: Peers | None) -> Peers | None:
     if peers is None or not state.compares or peers.group_name in state.numbers:
         return peers
     state.find_path()  # for the error's text
-    return peers.over_host()
+    return peers._replace(cuda="")
 
 
-def _agreed(state: LayerState, peers: Peers, x: torch.Tensor, options: Options) -> int:
+def _agreed(state: LayerState, engine: Engine, x: torch.Tensor, options: Options) -> int:
+    peers = engine.peers
     state.find_path()
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{state.name}: got its first exchange in a group while a CUDA graph is captured, "
-            "expected an eager training step before the capture"
-        )
+    state.refuse_capture(x.is_cuda, "exchange in a group")
     if peers.group_name not in _compared:
         for gone in [name for name in list(_compared) if not callers.exists(name)]:
             _compared.pop(gone, None)
         _compared[peers.group_name] = _Group()
     group, path = _compared[peers.group_name], _end_of(_path(state), peers)
     call = state.call_of(x, options)
-    said = _exchanged(path, state, peers, call)
+    said = _exchanged(path, state, engine, call)
     longest = max(said, key=len)
     same, places = all(_ends(longest, one) for one in said), [0]
     made = group.made.get(longest, [])
     if same and longest and (made or len(set(said)) > 1):
         older = sum(number < state.made for number in made)
         other = path != longest and _has(longest, peers)
-        places = agreement.numbers_of_ranks(-1 if other else older, _TAG, peers, call)
+        places = agreement.numbers_of_ranks(-1 if other else older, _TAG, engine, call)
         same = -1 not in places
     if not same or len(set(places)) > 1:
         texts = [one or "a layer that no module holds" for one in said]
@@ -322,7 +320,7 @@ def _has(path: str, peers: Peers) -> bool:
             state.compares
             and peers.group_name not in state.numbers
             and _end_of(_path(state), peers) == path
-            for state in living()
+            for state in list(_states.values())
         )
 
     if not found():
@@ -333,7 +331,7 @@ def _has(path: str, peers: Peers) -> bool:
 
 def _size(peers: Peers) -> int:
     """How many words of the message a rank has."""
-    return min(_WORDS, (engines.FRAME_WORDS - HEADER_WORDS) // peers.ranks)
+    return min(_WORDS, (FRAME_WORDS - HEADER_WORDS) // peers.ranks)
 
 
 def _end_of(path: str, peers: Peers) -> str:
@@ -344,16 +342,17 @@ def _end_of(path: str, peers: Peers) -> str:
     return path.encode()[-room:].decode(errors="ignore")
 
 
-def _exchanged(path: str, state: LayerState, peers: Peers, call: Call) -> list[str]:
+def _exchanged(path: str, state: LayerState, engine: Engine, call: Call) -> list[str]:
     """Every rank's path. All go on from the largest call number: a rank may be new, or have been
     alone."""
+    peers = engine.peers
     size = _size(peers)
     letters = bytearray(path.encode().ljust(8 * (size - 1), b"\0"))
     words = torch.zeros(peers.ranks, size, dtype=torch.int64, device="cpu")
     words[peers.rank, 1:] = torch.frombuffer(letters, dtype=torch.int64)
     if state.call is not None:
         words[peers.rank, 0] = state.call.item()
-    words = agreement.agree(words.flatten(), _TAG, peers, call).view(peers.ranks, size)
+    words = agreement.agree(words.flatten(), _TAG, engine, call).view(peers.ranks, size)
     if state.call is not None:
         state.call.fill_(words[:, 0].max().item())
     return [agreement.text_of(row) for row in words[:, 1:]]
@@ -365,7 +364,7 @@ def _ends(path: str, end: str) -> bool:
 
 
 def _path(state: LayerState) -> str:
-    """Without wrappers; "" of a layer that no module holds."""
+    """Gives the path without wrappers; "" of a layer that no module holds."""
     path = state.path
     if path == UNNAMED:
         return ""

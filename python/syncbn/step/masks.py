@@ -26,7 +26,7 @@ def check_mask(mask: Tensor, x: Tensor) -> None:
 
 
 def counting(x: Tensor, mask: Tensor) -> Tensor:
-    """x, and 0 where an element does not count."""
+    """Gives x, and 0 where an element does not count."""
     return torch.where(mask.to(torch.bool).unsqueeze(1), x, 0)
 
 

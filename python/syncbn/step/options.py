@@ -91,7 +91,7 @@ OWN: dict[str, Any] = {
 
 
 def values_per_channel(x: Tensor, mask: Tensor | None) -> int:
-    """Their number in the input; 0 with a mask, which is not read for it."""
+    """Counts them in the input; 0 with a mask, which is not read for it."""
     return x.shape[0] * math.prod(x.shape[2:]) if mask is None else 0
 
 
@@ -152,7 +152,7 @@ def _is_from_0_to(most: float, value: Any) -> bool:
 
 
 def check_options(options: Options) -> None:
-    """One error that names the option, what was given and what is allowed."""
+    """Raises an error that names the option, what was given and what is allowed."""
     if not _is_from_0_to(sys.float_info.max, options.eps):
         raise ValueError(f"eps: got {options.eps!r}, expected a finite number of at least 0")
     momentum = options.momentum
@@ -350,7 +350,7 @@ def check_per_channel(name: str, tensor: Tensor, x: Tensor) -> None:
 
 
 def check_written(name: str, tensor: Tensor) -> None:
-    """Its entries have places of their own, and are what is there, not its negative."""
+    """Checks that its entries have places of their own, and are what is there, not its negative."""
     if not torch.compiler.is_compiling() and tensor.is_neg():
         raise ValueError(
             f"{name}: got a tensor with the negative bit, expected the result of resolve_neg()"
@@ -372,7 +372,7 @@ def check_arguments(
     residual: Tensor | None,
     traced: bool = False,
 ) -> None:
-    """One error that names the argument, what was given and what is allowed."""
+    """Raises an error that names the argument, what was given and what is allowed."""
     check_input("input", x, traced)
     for name, tensor in (
         ("running_mean", running_mean),

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import checkpoint
 
-from .layer_state import LayerState
 from .options import Options
 
 _autograd = torch._C._autograd
@@ -183,23 +182,15 @@ def _hooks() -> list[Any]:
     return [pack for pack, _ in found]
 
 
-def _surely_outside() -> bool:
-    """Whether there is no segment around, by a quick look. Code that switches gradients on in the
-    first run of a reentrant segment is missed; its second run is an error."""
-    return torch.is_grad_enabled() and _task() == -1 and _top_hooks(False) is None
-
-
-def outside() -> bool:
-    """Whether there is no segment around this call."""
-    return _surely_outside() or _around() is None
-
-
-def _around() -> tuple[list[Any], list[Any], tuple[Any, object] | None] | None:
-    """Of the segments around this call: whom they belong to, what they were given, and (owner, run)
-    of the one that runs again. None outside of any."""
+def around() -> tuple[list[Any], list[Any], tuple[Any, object] | None] | None:
+    """Tells of the segments around this call whom they belong to, what they were given, and (owner,
+    run) of the one that runs again. None outside of any."""
+    # Looking through the stack costs microseconds, so not in a plain step. Code that switches
+    # gradients on in the first run of a reentrant segment is missed; its second run is an error.
+    if torch.is_grad_enabled() and _task() == -1 and _top_hooks(False) is None:
+        return None
     names = _names()
-    # Looking through the stack costs microseconds, so not in a plain step.
-    if names is None or _surely_outside():
+    if names is None:
         return None
     hooks = _hooks()
     owners, given, again = [], [], None
@@ -224,11 +215,11 @@ def _around() -> tuple[list[Any], list[Any], tuple[Any, object] | None] | None:
 
 
 def segment(
-    state: LayerState, options: Options, residual: bool, *inputs: torch.Tensor | None
+    state: Any, options: Options, residual: bool, *inputs: torch.Tensor | None
 ) -> Segment | None:
     """The segments around a training call; None outside of any. Raises RuntimeError if a
     recomputation makes another call than the first run."""
-    found = _around()
+    found = around()
     if found is None:
         return None
     owners, given, again = found

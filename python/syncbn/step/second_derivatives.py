@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..exchange.call import Call, Peers
-from ..exchange.transports import transport_of
+from ..exchange.host import transport_of
 from ..operators import OWN, info_of, ops
 from .options import activation_of
 from .surroundings import check_not_batched, recorded
@@ -19,7 +19,8 @@ _DIRECTION = "second backward"
 
 
 class _Exchange(NamedTuple):
-    """One exchange of second derivatives: with whom, of which call, and which of its sums."""
+    """Describes an exchange of second derivatives: with whom, of which call, and which of its
+    sums."""
 
     peers: Peers | None
     call: Call
@@ -27,7 +28,7 @@ class _Exchange(NamedTuple):
     what: str
 
     def tag(self, x: Tensor) -> int:
-        """20 bits of what ranks must agree on. Not the input's dtype: an empty rank may have
+        """Gives 20 bits of what ranks must agree on. Not the input's dtype: an empty rank may have
         another one, and sums are float64 everywhere."""
         parts = (self.number, self.call.number, self.what, tuple(x.shape))
         return zlib.crc32(repr(parts).encode()) & 0xFFFFF
@@ -65,12 +66,12 @@ class _SameOnAllRanks(torch.autograd.Function):
 
 
 def _channels(values: Tensor, x: Tensor) -> Tensor:
-    """One value per channel, to be broadcast over x."""
+    """Gives one value per channel the shape that broadcasts over x."""
     return values.view(1, -1, *(1,) * (x.dim() - 2))
 
 
 class _Statistics(torch.autograd.Function):
-    """mean and rstd, which forward has found exactly, as functions of the x of all ranks."""
+    """Makes mean and rstd, which forward has found exactly, functions of the x of all ranks."""
 
     @staticmethod
     def forward(ctx, x, mean, rstd, count, exchange):

@@ -16,14 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad, profiler
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..exchange import callers, groups, whereabouts
 from ..exchange.call import Call, Peers
 from ..exchange.callers import Sharing
-
-if dist.is_available():
-    from torch.distributed.tensor import DTensor, Partial, Replicate
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -165,7 +163,7 @@ def plain(tensor: Any) -> Any:
 
 
 def like_operators(y: Tensor, *tensors: Tensor | None) -> Tensor:
-    """y, of plain tensors, as an operator on these would have given it: of their class."""
+    """Gives y, of plain tensors, as an operator on these would have given it: of their class."""
     given = tuple(t for t in tensors if t is not None)
     if not has_torch_function(given):
         return y
@@ -174,7 +172,7 @@ def like_operators(y: Tensor, *tensors: Tensor | None) -> Tensor:
 
 def has_dtensor(tensors: Sequence[object]) -> bool:
     """Whether one of them is a DTensor."""
-    return dist.is_available() and any(isinstance(t, DTensor) for t in tensors)
+    return any(isinstance(t, DTensor) for t in tensors)
 
 
 def _refuse_placements(name: str, tensor: Any, expected: str) -> None:
@@ -185,8 +183,9 @@ def _refuse_placements(name: str, tensor: Any, expected: str) -> None:
 
 
 def _is_split(x: Any, peers: Peers | None) -> list[bool]:
-    """For each axis of the input's mesh, whether samples are split along it. It must hold the same
-    samples on ranks that do not share statistics with this one, and others on those that do."""
+    """Tells of each axis of the input's mesh whether samples are split along it. It must hold the
+    same samples on ranks that do not share statistics with this one, and others on those that
+    do."""
     split = [placement.is_shard(0) for placement in x.placements]
     place = zip(split, x.device_mesh.get_coordinate())
     ranks = x.device_mesh.mesh[tuple(slice(None) if s else own for s, own in place)]

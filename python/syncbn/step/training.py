@@ -9,15 +9,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..exchange import agreement
-from ..exchange.agreement import COMES, WANTS_SUMS, WANTS_X, Backward
-from ..exchange.attempt import Refused, invalid
-from ..exchange.call import Call, Peers, timed
+from ..exchange.call import (
+    COMES,
+    WANTS_SUMS,
+    WANTS_X,
+    Backward,
+    Call,
+    Peers,
+    Refused,
+    invalid,
+    timed,
+)
+from ..exchange.host import engine_of, transport_of
 from ..exchange.transport import Transport
-from ..exchange.transports import transport_of
-from ..operators import IN_PLACE, MESSAGE, OWN, activation_mask_of, info_of, ops
+from ..operators import IN_PLACE, MESSAGE, OWN, activation_mask_of, info_of, ops, without_modes
 from . import layer_state
 from .layer_state import LayerState
 from .options import Form, Options, check_plain, check_strided, values_per_channel
@@ -119,13 +126,20 @@ def like(tensor: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x).copy_(tensor)
 
 
-def leave(error: BaseException, state: LayerState, options: Options, transport, x: Tensor) -> None:
-    """After an error in a forward: tells the others what they cannot see. transport: makes it."""
+def leave(
+    error: BaseException,
+    state: LayerState,
+    options: Options,
+    peers: Peers | None,
+    x: Tensor,
+    segment: Segment | None = None,
+) -> None:
+    """Tells the others after an error in a forward what they cannot see."""
     if isinstance(error, Refused):
         return
-    with _disable_current_modes():
+    with without_modes():
         call = state.call_of(x, options)
-    transport().leave(error, call)
+    transport_in(segment, peers, x).leave(error, call)
 
 
 def forward(
@@ -151,7 +165,7 @@ def forward(
         lead = next((k for k, own in enumerate(zip(xs, masks)) if has_samples(*own)), 0)
     x = xs[lead]
     if kept is None and peers is not None and peers.group_name != state.group:
-        layer_state.compare(state, peers, x, options)
+        layer_state.compare(state, engine_of(peers), x, options)
     # Of one rank, a call that is refused comes again, checked.
     named = checked or peers is not None or state.times is not None
     call: Any = state.call_of(x, options) if named else None
@@ -178,10 +192,13 @@ def forward(
     else:
         # An input of another dtype has no samples, and its outputs are replaced below.
         alike = [_as(own, x.dtype) for own in passes] if several else passes
-        way = IN_PLACE if in_place else MESSAGE if mode or several else None
+        note = None if mode else state.record
+        way = IN_PLACE if in_place else MESSAGE if mode or several or note else None
         outputs, exchanged = transport.begin(
             _forward_begin, alike, lead, way, call, mode > 0, checked
         )
+        if note is not None and exchanged is not None:
+            note("forward", 1 if peers is None else peers.ranks, x.size(1), *exchanged[1:])
         count, shared, number = outputs[0][3:]
         merged = None if exchanged is None else exchanged[1]
         if merged is not None or count == 1:
@@ -204,10 +221,10 @@ def forward(
             changed = passes[k][:10]
             if kept is not None or k > 0:
                 changed = (*changed[:5], *(None,) * 5)
-            with _disable_current_modes():  # the other ranks finish, whatever a mode would do
+            with without_modes():  # the other ranks finish, whatever a mode would do
                 finish(*changed, y, saved, bits, *placed, *numbers, step.ranks)
     if averaged is not None and kept is None:
-        with _disable_current_modes():
+        with without_modes():
             averaged.add_(info_of(outputs[0][1])[0] > 0)
     if segment is not None and kept is None:
         segment.keep(step, outputs[0][1])
@@ -236,7 +253,7 @@ def _as(arguments: tuple, dtype: torch.dtype) -> tuple:
 
 def _room(z: Tensor, in_place: bool, keeps_signs: bool, saved: Tensor) -> tuple:
     """What a forward writes to, and what it saved, on the input's device."""
-    with _disable_current_modes():  # of checkpointing, which has not seen these operators before
+    with without_modes():  # of checkpointing, which has not seen these operators before
         bits = activation_mask_of(z).zero_() if keeps_signs else None
         return None if in_place else torch.empty_like(z), saved.to(z.device), bits
 
@@ -266,7 +283,7 @@ def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
 
 
 def _backward(step: Step, transport: Transport, dys, weight, bias, *saved) -> tuple:
-    state, options, (kind, _, _, shares), peers, _, awaited, bias_dtype, needs, lead = step
+    state, options, (kind, mode, _, shares), peers, _, awaited, bias_dtype, needs, lead = step
     (needs_x, needs_weight, needs_bias, needs_residual), slope = needs, options.negative_slope
     xs, x, exchanges = saved[::4], saved[4 * lead], step.exchanges
     # Of one rank it is named where an error needs it.
@@ -289,11 +306,14 @@ def _backward(step: Step, transport: Transport, dys, weight, bias, *saved) -> tu
         if len(dys) > 1:
             after = [*_beside(z, weight, bias)]
         passes.append((dy, z, kept, *after, bits, mask, kind, slope, *rest))
-    way = MESSAGE if len(dys) > 1 else None
+    note = None if mode or not exchanges else state.record
+    way = MESSAGE if len(dys) > 1 or note else None
     if not exchanges:
         way = OWN
     alike = passes if len(dys) == 1 else [_shared(own, x.dtype, own[1] is x) for own in passes]
     begun, exchanged = transport.begin(_backward_begin, alike, lead, way, call)
+    if note is not None and exchanged is not None:
+        note("backward", step.ranks, x.size(1), *exchanged[1:])
     dxs, (_, dweight, dbias, *_) = [own[0] for own in begun], begun[lead]
     gradients = [own[0] for own in passes]
     if keep:  # what comes back is there already
@@ -312,7 +332,7 @@ def _backward(step: Step, transport: Transport, dys, weight, bias, *saved) -> tu
             sent = own if k == lead and share else None
             _, z, kept, w, b, bits, mask = passes[k][:7]
             through = (w, None, None, mask, 0, 0.0) if keep else (w, b, bits, mask, kind, slope)
-            with _disable_current_modes():  # as in forward
+            with without_modes():  # as in forward
                 finish(
                     *(gradients[k], z, kept, *through, dxs[k], *sums, begun[k][4], sent),
                     *(*placed, step.ranks),

@@ -17,17 +17,6 @@ TYPES = {
     "float64": (53, -1022, 1023),
 }
 
-U = Fraction(1, 2**53)  # half a unit in the last place of binary64, relative
-
-
-def gamma(n, u=U):
-    """n roundings multiply an error-free result by 1 + t with |t| <= gamma(n)."""
-    return n * u / (1 - n * u)
-
-
-def fractions(values):
-    return [Fraction(v) for v in np.ravel(values).tolist()]
-
 
 def nearest(value, dtype):
     """The Fraction rounded to nearest even in dtype, from the definition; a float."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random shapes, layouts, splits, types and options, every bit against the oracle.
 
-By default the examples are the same in each run. With SYNCBN_EXAMPLES=1000 in the environment they
-are others, 1,000 of them; `make soak` draws for as long as one likes. A failure prints the smallest
+By default the examples are the same in each run, and more in the weekly one. With
+SYNCBN_EXAMPLES=1000 in the environment they are others, 1,000 of them; `make soak` draws for as
+long as one likes. A failure prints the smallest
 example that was found, and a line that repeats it.
 """
 
@@ -22,14 +23,19 @@ from support import TORCH_DTYPES, assert_same_bits, available_levels, rough_samp
 from syncbn.operators import HEADER_WORDS, ops
 
 EXAMPLES = int(os.environ.get("SYNCBN_EXAMPLES", "0"))
-SETTINGS = hypothesis.settings(
-    max_examples=EXAMPLES or 400,
-    derandomize=not EXAMPLES,
-    database=None,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
+
+
+def examples(number: int) -> hypothesis.settings:
+    return hypothesis.settings(
+        max_examples=EXAMPLES or number,
+        derandomize=not EXAMPLES,
+        database=None,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+
 LEVELS = available_levels()
 ACTIVATIONS = ("none", "relu", "leaky_relu")
 LAYOUTS = ("contiguous", "channels-last", "permuted", "slice", "gaps")
@@ -190,9 +196,7 @@ def oracle_step(step, data, parameter_dtype="float64"):
     return forward, backward
 
 
-@hypothesis.given(steps())
-@SETTINGS
-def test_operators_on_ranks_exact(step):
+def operators_on_ranks(step):
     """Ranks are played by adding their messages. Dtypes of parameters are mixed at will."""
     data = Data(step)
     forward, backward = oracle_step(step, data)
@@ -235,15 +239,7 @@ def test_operators_on_ranks_exact(step):
             expect(dbiases, backward.dbias_shares, "dbias's share")
 
 
-@hypothesis.given(
-    steps(),
-    st.sampled_from((0.1, None, 0.0, 1.0)),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from(("share", "global")),
-)
-@SETTINGS
-def test_layer_on_devices_exact(step, momentum, affine, track, affine_grad):
+def layer_on_devices(step, momentum, affine, track, affine_grad):
     """The layer, its ranks devices of one process; also its buffers, after two equal steps."""
     parameters = step.weight or "float32"
     if parameters not in ("float32", step.dtype):
@@ -302,3 +298,19 @@ def test_layer_on_devices_exact(step, momentum, affine, track, affine_grad):
         assert_same_bits(layer.running_mean, running[0], "running_mean")
         assert_same_bits(layer.running_var, running[1], "running_var")
         assert layer.num_batches_tracked == running[2]
+
+
+ON_RANKS = hypothesis.given(steps())
+ON_DEVICES = hypothesis.given(
+    steps(),
+    st.sampled_from((0.1, None, 0.0, 1.0)),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(("share", "global")),
+)
+test_operators_on_ranks_exact = examples(120)(ON_RANKS(operators_on_ranks))
+test_layer_on_devices_exact = examples(120)(ON_DEVICES(layer_on_devices))
+test_many_operators_on_ranks_exact = pytest.mark.weekly(
+    examples(1000)(ON_RANKS(operators_on_ranks))
+)
+test_many_layers_on_devices_exact = pytest.mark.weekly(examples(1000)(ON_DEVICES(layer_on_devices)))

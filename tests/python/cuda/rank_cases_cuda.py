@@ -13,11 +13,10 @@ import syncbn
 from rank import Rank
 from rank_cases import raises, shards
 from support import new_layer
-from syncbn.exchange import callers, groups, subgroups
+from syncbn.exchange import callers, groups
 from syncbn.exchange.call import Call
-from syncbn.exchange.host_transport import ThroughHost
-from syncbn.exchange.nccl_transport import InStream
-from syncbn.exchange.transports import transport_of
+from syncbn.exchange.host import ThroughHost, transport_of
+from syncbn.exchange.transport import InStream
 from syncbn.operators import DTYPES, HEADER_WORDS, ops
 from syncbn.step.options import Options
 
@@ -167,17 +166,15 @@ def case_nccl_is_taken_where_the_group_has_it(rank, world):
         peers = peers_of_world()
         assert peers.cuda == group.group_name and engine_of(peers) == "nccl"
         assert groups.named(peers.group_name) == peers
-        assert not groups.is_nccl_alone(peers)
+        assert not callers.is_nccl_alone(peers.cuda)
         backends[group] = "cuda:nccl"
-        assert groups.is_nccl_alone(peers) and not groups.is_nccl_alone(peers._replace(cuda=""))
+        assert callers.is_nccl_alone(peers.cuda) and not callers.is_nccl_alone("")
         # The groups of group_size are PyTorch's then, made by all ranks, and once.
-        parts = [
-            subgroups.choose(None, group_size=1, group=None, timeout=None).name for _ in range(2)
-        ]
+        parts = [groups.choose(None, group_size=1, group=None, timeout=None).name for _ in range(2)]
         assert parts[0] == parts[1] and callers.resolve(parts[0]).size() == 1
     finally:
         backends[group] = before
-        subgroups._nccl_groups.clear()
+        groups._nccl_groups.clear()
 
 
 def case_own_share_with_the_input_gradient_exact(rank, world):

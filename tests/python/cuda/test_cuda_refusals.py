@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncbn
 from syncbn import devices, operators, ops
-from syncbn.exchange import apart, groups
+from syncbn.exchange import apart, callers, groups
 from syncbn.exchange.call import Call, Peers
-from syncbn.exchange.engines import Gloo
-from syncbn.exchange.nccl_transport import InStream
+from syncbn.exchange.host import Gloo
+from syncbn.exchange.transport import InStream
 from syncbn.step import autograd
 from syncbn.step.layer_state import LayerState
 from syncbn.step.options import Options
@@ -40,7 +40,7 @@ def ways(monkeypatch):
     monkeypatch.setattr(apart, "begin", lambda function: function())
     monkeypatch.setattr(operators, "_cuda_loaded", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(groups, "is_nccl_alone", lambda peers: False)
+    monkeypatch.setattr(callers, "is_nccl_alone", lambda name: False)
     # Not as where shapes alone are wanted. Counters would not follow to a device without memory.
     monkeypatch.setattr(autograd, "_is_fake", lambda x, parameter: False)
     for module in (autograd, devices):
@@ -95,7 +95,7 @@ def test_without_a_tensor_of_the_layer_by_the_group_or_the_input(ways, monkeypat
         with pytest.raises(ValueError, match="input: got torch.int32"):
             function(torch.empty(4, 3, device=place).int(), None, None, training=True)
         assert ways.pop() == way
-    monkeypatch.setattr(groups, "is_nccl_alone", lambda peers: True)
+    monkeypatch.setattr(callers, "is_nccl_alone", lambda name: True)
     with pytest.raises(ValueError, match="input: got torch.int32"):
         function(torch.empty(4, 3).int(), None, None, training=True)
     assert ways == ["cuda"]

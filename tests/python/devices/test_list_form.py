@@ -84,15 +84,3 @@ def test_second_derivatives_are_refused():
     text = "SyncBatchNorm: got a second derivative of a list of inputs, expected one input"
     with pytest.raises(NotImplementedError, match=text):
         dxs[0].sum().backward()
-
-
-@pytest.mark.parametrize("momentum", (0.25, None), ids=str)
-def test_a_count_of_batches_that_was_averaged_exact(momentum):
-    """As that of one input."""
-    whole, layer = (new_layer(3, momentum=momentum) for _ in range(2))
-    for each in (whole, layer):
-        each.num_batches_tracked = torch.tensor(2.5)
-    x = torch.randn(7, 3)
-    whole(x), layer(x.split([4, 3]))
-    assert_same_layers(layer, whole)
-    assert layer.num_batches_tracked == 3.5

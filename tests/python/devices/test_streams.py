@@ -4,14 +4,9 @@
 torch.nn.DataParallel records streams for what it copies on streams of its own.
 """
 
-import copy
-
 import pytest
 import torch
-from torch import nn
 
-import syncbn
-from syncbn.parallel import SelfDataParallel, all_reduce
 from syncbn.step.surroundings import Streams
 
 
@@ -55,34 +50,3 @@ def test_backward_waits_for_forward_and_keeps_its_memory(current):
     result = OnCuda("cuda:1")
     streams.leave([None, result])
     assert result.users == [of_forward["cuda:1"]]
-
-
-def test_nodes_of_several_devices_name_all_their_tensors(monkeypatch):
-    """What a node is given and has saved before it computes, and then what it gives."""
-    entered, left = [], []
-    monkeypatch.setattr(Streams, "enter", lambda _, tensors: entered.append([*tensors]))
-    monkeypatch.setattr(Streams, "leave", lambda _, tensors: left.append([*tensors]))
-
-    def named(lists, tensor):
-        return any(t is not None and torch.equal(t, tensor) for t in sum(lists, []))
-
-    xs = [torch.randn(3, 4, 5, requires_grad=True) for _ in range(2)]
-    dys = [torch.randn(3, 4, 5) for _ in range(2)]
-    torch.autograd.backward(syncbn.SyncBatchNorm(4)(xs), dys)
-    assert len(entered) == len(left) == 1
-    assert all(named(entered, t) for t in (*xs, *dys))
-    assert all(named(left, x.grad) for x in xs)
-    entered.clear()
-    left.clear()
-
-    ones = [torch.ones(4, requires_grad=True) for _ in range(2)]
-    torch.autograd.backward(all_reduce(ones), [dy[0, :, 0].contiguous() for dy in dys])
-    assert len(entered) == len(left) == 1 and len(entered[0]) == 2
-    assert all(named(left, t.grad) for t in ones)
-    entered.clear()
-    left.clear()
-
-    model = SelfDataParallel(copy.deepcopy(nn.Linear(4, 2)), ["cpu"] * 2, replicate=True)
-    sum(y.sum() for y in model(torch.randn(6, 4))).backward()
-    assert len(entered) == len(left) == 1
-    assert len(entered[0]) == 4 and len(left[0]) == 2  # of both devices; of the parameters

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 import syncbn
 from fault_rounds import LIMIT, Round
-from syncbn.exchange import groups, whereabouts
+from rank_runs import exchange_over
+from syncbn.exchange import whereabouts
 
 CHANNELS = 4
 #: Of large tensors: all but samples. With so many samples both directions are streamed.
@@ -251,7 +252,7 @@ class Rank:
 
 def main(drawn: Round, rank: int, port: int, pipe) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    groups.use_shared_memory = drawn.engine == "shared memory"
+    exchange_over(drawn.engine)
     whereabouts.INTERVAL = 0.3
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)

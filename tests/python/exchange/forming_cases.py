@@ -187,6 +187,12 @@ def scenario_store_dies(run):
     run.form()
 
 
+def scenario_late_after_reset(run):
+    """What fails after all began anew is an error of the late rank again."""
+    syncbn.reset_groups()
+    scenario_late(run)
+
+
 DIVERGED, TIMED_OUT, LOST = "DivergenceError", "ExchangeTimeout", "PeerLost"
 
 #: scenario: (what the odd rank ends with, what the others end with)
@@ -204,6 +210,7 @@ EXPECTED = {
     "others_try_again": ("passed", "passed"),
     "comes_first_after_reset": ("passed", "passed"),
     "store_dies": (LOST, LOST),
+    "late_after_reset": (TIMED_OUT, TIMED_OUT),
 }
 #: After these all ranks go on.
 GO_ON = ("late", "interrupted", "another_timeout", "another_engine", "no_descriptors")
@@ -221,4 +228,6 @@ NAMES = {
     "no_descriptors": "rank {odd} left the group: OSError: .*Too many open files",
     "late_by_node": "not all ranks came within .* s; .*rank {odd}: has not come",
     "store_dies": "the store of torch.distributed is gone",
+    # To the late rank, which has not asked again, the others came.
+    "late_after_reset": r"came within 3 s; .*rank \d: (has not come|came, for \w+(;|$))",
 }

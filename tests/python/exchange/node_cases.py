@@ -22,7 +22,7 @@ import rank_cases_refused
 import syncbn
 from rank_cases import check_layer, raises, unchanged
 from support import rough_samples
-from syncbn.exchange import groups, shared_memory
+from syncbn.exchange import connections, groups
 
 #: The node of each of four ranks.
 LAYOUTS = {"in blocks": "AABB", "interleaved": "ABAB", "uneven": "AAAB", "alone": "ABCD"}
@@ -188,13 +188,13 @@ class _Failing:
 
 @contextlib.contextmanager
 def _cannot_share_memory(refusing: bool, how: str):
-    ops = shared_memory.ops
+    ops = connections.ops
     if refusing:
-        shared_memory.ops = _Failing(ops, how)
+        connections.ops = _Failing(ops, how)
     try:
         yield
     finally:
-        shared_memory.ops = ops
+        connections.ops = ops
 
 
 #: What goes wrong, and what the log says of it.

@@ -4,6 +4,7 @@ as rank_cases.py is."""
 
 import os
 import signal
+import socket
 import threading
 import time
 from unittest import mock
@@ -15,7 +16,7 @@ from torch import nn
 import syncbn
 from rank_cases import raises
 from support import run_snippets
-from syncbn.exchange import groups, subgroups
+from syncbn.exchange import groups
 
 
 def mean_of(model, x) -> torch.Tensor:
@@ -59,12 +60,9 @@ def case_group_size(rank, world):
 def case_group_by_node(rank, world):
     """Two machines, of which the first has one rank: names decide, not a launcher's variables."""
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
-    host_name = subgroups.host_name
-    try:
-        subgroups.host_name = lambda: "first" if rank == 0 else "second"
+    name = "first" if rank == 0 else "second"
+    with mock.patch.object(socket, "gethostname", lambda: name):
         model = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)), group="node")
-    finally:
-        subgroups.host_name = host_name
     ranks = [0] if rank == 0 else range(1, world)
     assert close(mean_of(model, x), expected_mean(x, ranks))
     # The real machine is one.

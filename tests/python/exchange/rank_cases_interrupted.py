@@ -23,11 +23,9 @@ from rank_cases import raises, unchanged
 from syncbn.exchange import (
     agreement,
     attempt,
-    engines,
-    host_transport,
-    shared_memory,
+    connections,
+    host,
     transport,
-    transports,
     whereabouts,
 )
 from syncbn.step import autograd, training
@@ -36,7 +34,7 @@ LIMIT = 100.0
 #: Seconds in which the others have the error. Over Gloo they look at the store meanwhile, and ask
 #: where the ranks are; the machine may be busy.
 SOON = 30.0
-_MODULES = agreement, attempt, engines, host_transport, shared_memory, transport, transports
+_MODULES = agreement, attempt, connections, host, transport
 _FILES = {module.__file__ for module in _MODULES}
 _STEPS = autograd._BatchNormTraining.forward, training.forward, training._backward
 _CODES = {function.__code__ for function in _STEPS}
@@ -305,14 +303,14 @@ def case_lengths_that_differ_twice_have_a_name(rank, world):
         return  # over Gloo all first messages have one length
 
     def bring(*sizes):
-        engine = engines.engine_of(layer.state.peers(layer.options()))
+        engine = host.engine_of(layer.state.peers(layer.options()))
         for size in sizes:
-            engine.sum(
+            engine.sum_words(
                 torch.zeros(size, dtype=torch.int64), layer.state.call_of(x, layer.options())
             )
 
     def first(size):
-        engine = engines.engine_of(layer.state.peers(layer.options()))
+        engine = host.engine_of(layer.state.peers(layer.options()))
         call = layer.state.call_of(x, layer.options())
         engine.sum_first(torch.zeros(size, dtype=torch.int64), call)
 

@@ -16,7 +16,8 @@ from torch import nn
 
 import syncbn
 from rank_cases import raises
-from syncbn.exchange import engines, groups, whereabouts
+from syncbn.exchange import groups, whereabouts
+from syncbn.exchange.attempt import Attempt
 
 #: Seconds of a process group that a mistaken layer waits in.
 LIMIT = 2.0
@@ -101,14 +102,14 @@ class Lines(logging.Handler):
 def interrupted(layer, rank):
     """Ctrl-C on rank 0 when its part is under way: the exchange ends well on the others."""
 
-    def interrupt(work, attempt):
+    def interrupt(attempt, work):
         raise KeyboardInterrupt
 
     if rank > 0:
         layer(batch(rank, 1))
         return
     # The others do not look meanwhile.
-    with mock.patch.object(engines, "_wait", interrupt), mock.patch.object(whereabouts, "tell"):
+    with mock.patch.object(Attempt, "wait", interrupt), mock.patch.object(whereabouts, "tell"):
         raises(KeyboardInterrupt, "", lambda: layer(batch(rank, 1)))
 
 

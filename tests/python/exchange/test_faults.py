@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import fault_cases
-from rank_runs import outcome_of, quick_context, run_ranks, written
-from syncbn.exchange import groups, whereabouts
+from rank_runs import exchange_over, outcome_of, quick_context, run_ranks, written
+from syncbn.exchange import whereabouts
 
 SCENARIOS = {
     name.removeprefix("scenario_"): function
@@ -31,7 +31,7 @@ IN_TIME = fault_cases.TIMEOUT + 12
 
 
 def _rank_main(rank: int, world: int, engine: str, folder: str, name: str) -> None:
-    groups.use_shared_memory = engine == "shared memory"
+    exchange_over(engine)
     whereabouts.INTERVAL = 0.3
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -13,8 +13,7 @@ import torch.multiprocessing as mp
 
 import syncbn
 from forking import held
-from rank_runs import run_ranks
-from syncbn.exchange import groups
+from rank_runs import exchange_over, run_ranks
 
 STEPS, FIRST = 10_000, 1_000
 PAGE, M_TOP_PAD = 4096, 128 * 1024
@@ -41,15 +40,14 @@ def train(layer: syncbn.SyncBatchNorm) -> list:
     return found
 
 
-def _rank_main(rank: int, world: int, shared_memory: bool, folder: str, port: int) -> None:
+def _rank_main(rank: int, world: int, engine: str, folder: str, port: int) -> None:
     torch.set_num_threads(1)
-    groups.use_shared_memory = shared_memory
+    exchange_over(engine)
     if world > 1:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     layer = syncbn.SyncBatchNorm(4, timeout=60)
     if world > 1:
-        engine = "shared memory" if shared_memory else "gloo"
         assert syncbn.report(layer)[0].engine == engine
     torch.save(train(layer), f"{folder}/{rank}.pt")
     if world > 1:
@@ -58,20 +56,20 @@ def _rank_main(rank: int, world: int, shared_memory: bool, folder: str, port: in
 
 
 @pytest.mark.parametrize(
-    "world, shared_memory",
+    "world, engine",
     (
-        pytest.param(1, False, id="1 rank"),
-        pytest.param(2, True, id="2 ranks, shared memory"),
-        pytest.param(2, False, id="2 ranks, gloo", marks=pytest.mark.weekly),
+        pytest.param(1, "none", id="1 rank"),
+        pytest.param(2, "shared memory", id="2 ranks, shared memory"),
+        pytest.param(2, "gloo", id="2 ranks, gloo", marks=pytest.mark.weekly),
     ),
 )
-def test_memory_is_flat(world, shared_memory):
+def test_memory_is_flat(world, engine):
     """The allocator takes memory in pieces of 132 KiB (M_TOP_PAD and a page), for each thread in a
     heap of its own; the bound is one piece of each, 15 bytes a step and thread. Malloc's smallest
     block has 32."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (world, shared_memory, folder, store.port)
+        arguments = (world, engine, folder, store.port)
         codes = run_ranks(mp.get_context("spawn"), _rank_main, world, arguments, 250)
         assert codes == [0] * world
         for rank in range(world):

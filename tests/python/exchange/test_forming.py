@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 import forming_cases
 from forming_cases import LIMIT
-from rank_runs import free_port, outcome_of, quick_context, run_ranks, written
-from syncbn.exchange import groups
+from rank_runs import exchange_over, free_port, outcome_of, quick_context, run_ranks, written
 
 SCENARIOS = {
     name.removeprefix("scenario_"): function
@@ -34,7 +33,7 @@ AT_ONCE = 4.0
 
 
 def _rank_main(rank: int, world: int, engine: str, direct: bool, port: int, folder: str, name: str):
-    groups.use_shared_memory = engine == "shared memory"
+    exchange_over(engine)
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)
     # The ranks' store is this process's first: a rank that ends takes nobody's store with it.
@@ -109,7 +108,7 @@ def test_forming(outcomes, name, world, direct, engine):
         assert result["outcome"] == expected, f"rank {rank}: {result}"
         soon = expected not in ("ExchangeTimeout", "passed")
         limit = AT_ONCE + 2 if soon else IN_TIME  # 2: seconds that ranks are apart
-        if rank == odd and name in ("late", "late_by_node"):
+        if rank == odd and name in ("late", "late_by_node", "late_after_reset"):
             limit = LIMIT + 3 + AT_ONCE
         assert result["seconds"] < limit, f"rank {rank}: {result}"
         if expected in ("DivergenceError", "ExchangeTimeout", "PeerLost"):

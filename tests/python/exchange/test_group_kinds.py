@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
-from syncbn.exchange import callers, groups, transports
+from syncbn.exchange import callers, groups, host
 from syncbn.exchange.call import Peers
 
 LISTED = "expected one that torch.distributed's init_process_group or new_group made"
@@ -241,8 +241,7 @@ def test_backends_that_exchange_over_nccl(one_rank, monkeypatch, config, nccl, a
     monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, config)
     name = callers.nccl_name(group)
     assert name == (group.group_name if nccl else "")
-    peers = Peers("", 2, 0, 1.0, cuda=name)
-    assert groups.is_nccl_alone(peers) == alone
+    assert callers.is_nccl_alone(name) == alone
 
 
 def test_a_refusal_over_nccl_goes_by_the_device_that_the_group_is_bound_to(one_rank, monkeypatch):
@@ -251,10 +250,10 @@ def test_a_refusal_over_nccl_goes_by_the_device_that_the_group_is_bound_to(one_r
     monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, "cuda:nccl2")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     peers = Peers("", 2, 0, 1.0, cuda=group.group_name)
-    assert transports._device_of_others(peers, None, None, None) == torch.device("cuda", 0)
+    assert host._device_of_others(peers, None, None, None) == torch.device("cuda", 0)
     bound = group.bound_device_id
     group.bound_device_id = torch.device("cuda", 3)
     try:
-        assert transports._device_of_others(peers, None, None, None) == torch.device("cuda", 3)
+        assert host._device_of_others(peers, None, None, None) == torch.device("cuda", 3)
     finally:
         group.bound_device_id = bound

@@ -7,8 +7,7 @@ import gc
 import pytest
 import torch
 
-from syncbn.exchange.shared_memory import DONE, LOST, PENDING
-from syncbn.operators import ops
+from syncbn.operators import DONE, LOST, PENDING, ops
 
 
 def new_offer() -> torch.Tensor:

@@ -123,17 +123,6 @@ def case_inference_of_the_operator_exchanges_nothing(rank, world):
         y.sum().backward()
 
 
-def case_compiled_inference_of_the_operator_exact(rank, world):
-    given = variables(4)
-
-    def function(x):
-        return batch_norm_(x, *given, is_infer=True).y
-
-    x = torch.randn(3, 4)
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x), function(x))
-
-
 class _Function(nn.Module):
     def __init__(self, group):
         super().__init__()

@@ -137,20 +137,6 @@ def test_prints_the_fork():
     )
 
 
-def test_branches_never_merge_and_share_their_variables():
-    nodes = {node.name: node for node in Network(Model()).graph.nodes}
-    for name, node in nodes.items():
-        if name != "output":
-            sources = {other.meta["branch"] for other in node.all_input_nodes} - {None}
-            assert sources <= {node.meta["branch"]}, name
-    train, infer = nodes["bn2_train"], nodes["bn2_infer"]
-    assert train.args[1:] == infer.args[1:] and len(train.args) == 6
-    assert train.args[0] is nodes["conv2_train"] and infer.args[0] is nodes["conv2_infer"]
-    assert nodes["bn1_train"].args[0] is nodes["bn1_infer"].args[0] is nodes["conv1"]
-    assert {**train.kwargs, "is_infer": True} == infer.kwargs
-    assert train.kwargs["use_global_est"] and train.kwargs["momentum"] == 0.5
-
-
 def test_attributes_cannot_be_changed():
     model = Model()
     net = Network(model)
@@ -178,27 +164,6 @@ def test_the_loop_of_the_design():
             outputs.append(net.infer(test_image))
     assert model.bn1.batches.item() == 5  # the data started again
     assert not torch.equal(outputs[0], outputs[1]) and outputs[0].shape == (1, 2)
-
-
-@pytest.mark.parametrize("form", (tuple, list, dict))
-def test_forms_of_batches_exact(form):
-    x, target = images(), torch.tensor([0, 1, 1, 0])
-    batch = {"x": x, "target": target} if form is dict else form((x, target))
-    model = nn.Sequential(BatchNorm(3), nn.Flatten(), nn.Linear(108, 2))
-
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = copy.deepcopy(model)
-
-        def forward(self, x):
-            return self.layers(x)
-
-    net = Network(Named(), loss=nn.CrossEntropyLoss(), data=[batch])
-    expected = F.cross_entropy(model(x), target)
-    assert torch.equal(net.train(), expected)
-    alone = Network(copy.deepcopy(model[0]), data=[x])
-    assert torch.equal(alone.train(), copy.deepcopy(model[0])(x))
 
 
 def test_built_node_by_node_exact():
@@ -263,21 +228,6 @@ def test_converted_layers_exact(convert):
     assert net.infer(x).shape == y.shape
 
 
-def test_casts_and_loads_after_the_fork():
-    model = Model()
-    net = Network(model)
-    net.train(images())
-    saved = copy.deepcopy(model.state_dict())
-    expected = net.infer(images())
-    net.train(images(1))
-    model.load_state_dict(saved)
-    assert torch.equal(net.infer(images()), expected)
-    model.double()
-    assert net.infer(images().double()).dtype == torch.float64
-    assert net.train(images().double()).dtype == torch.float64
-    assert model.bn1.batches.item() == 2
-
-
 @pytest.mark.parametrize(
     "module",
     (
@@ -302,19 +252,6 @@ def test_forks_before_the_batch_norm_where_modes_differ_exact(module):
     assert torch.equal(y, expected(x))
     assert torch.equal(net.infer(x), expected.eval()(x))
     assert all(m.training for m in model.modules())
-
-
-def test_runs_any_node():
-    model = Model()
-    net = Network(model)
-    out = net.run("bn1_train", images())
-    assert out.saved_mean is model.bn1.estimated_mean
-    assert torch.equal(out.batch_mean.float(), model.bn1.estimated_mean)
-    assert model.bn1.batches.item() == 1 and model.bn2.batches.item() == 0
-    net = Network(nn.Sequential(BatchNorm(3)), loss=F.mse_loss)
-    x, target = images(), images(1)
-    expected = F.mse_loss(net.run("_0_train_y", x), target)
-    assert torch.equal(net.run("loss", x, target=target), expected)
 
 
 def test_refused_runs():

@@ -2,14 +2,12 @@
 """Forking networks of models that write in place, assert, or pass their mode to a function."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import syncbn
 from syncbn.functional import sync_batch_norm
 from syncbn.graph import BatchNorm, Network
 from syncbn.ops import batch_norm_
@@ -148,12 +146,6 @@ def test_statements_that_write_exact(kind):
         assert_same_state(model, reference)
 
 
-def test_readers_of_a_branchs_write_are_the_branchs():
-    nodes = {node.name: node for node in Network(CommonWrittenInBranch()).graph.nodes}
-    assert nodes["detach"].meta["branch"] is None
-    assert {"mul__train", "mul__infer", "add_train", "add_infer"} <= nodes.keys()
-
-
 class Assigns(Model):
     def forward(self, x):
         self.calls = self.calls + 1
@@ -197,38 +189,6 @@ def test_assertions_run():
             function(samples())
 
 
-class TwoHeads(Model):
-    def __init__(self):
-        super().__init__()
-        self.second = BatchNorm(4)
-
-    def forward(self, x, z):
-        h = self.conv(x)
-        h.relu_()
-        other = self.second(self.conv(z))
-        other.relu_()
-        y = self.bn(h)
-        y.clamp_(max=1)
-        return y, other
-
-
-def test_a_node_has_the_value_of_its_place_exact():
-    """Writes before the node count, if they may touch what it depends on; later ones do not."""
-    model = TwoHeads()
-    net = Network(model)
-    x = samples()
-    with torch.no_grad():
-        h = model.conv(x)
-        assert torch.equal(net.run("conv", x), h)
-        out = net.run("bn_train", x)  # neither z nor what is written to the second head
-        assert torch.equal(
-            out.batch_mean, Network(BatchNorm(4)).run("batch_norm__train", h.relu())[1]
-        )
-    assert (model.bn.batches.item(), model.second.batches.item()) == (1, 0)
-    y = net.infer(x, samples(1))[0]
-    assert y.max() <= 1
-
-
 class Function(nn.Module):
     def __init__(self):
         super().__init__()
@@ -267,52 +227,6 @@ def test_functions_of_this_package_fork_exact(kind, traced_in_training):
             assert torch.equal(value, before[name]), name
         assert torch.equal(net.train(x), reference.train()(x))
         assert_same_state(model, reference)
-
-
-def test_layer_that_is_the_model_exact():
-    layer = syncbn.SyncBatchNorm(3)
-    with pytest.raises(ValueError, match="model: got SyncBatchNorm at '0', expected .*convert=Tru"):
-        Network(layer)
-    net = Network(layer, convert=True)
-    net.infer(samples())
-    assert layer.num_batches_tracked == 0
-    net.train(samples())
-    assert layer.num_batches_tracked == 1
-
-
-class WithLayer(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.conv = nn.Conv1d(3, 4, 1)
-        self.bn = layer
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.drop(self.bn(self.conv(x))).flatten(1)
-
-
-def pickled(net):
-    return pickle.loads(pickle.dumps(net))
-
-
-@pytest.mark.parametrize("duplicate", (copy.deepcopy, pickled), ids=("deepcopy", "pickle"))
-@pytest.mark.parametrize("layer", (lambda: BatchNorm(4), lambda: nn.BatchNorm1d(4)))
-def test_copies_are_networks_of_their_own_exact(layer, duplicate):
-    x, target = samples(), samples(1, 20).flatten(1)[:, :20]
-    net = Network(WithLayer(layer()), loss=nn.MSELoss(), data=[(x, target)], convert=True)
-    net.train()
-    other = duplicate(net)
-    assert str(other) == str(net)
-    before = net.infer(x)
-    assert torch.equal(other.infer(x), before)
-    torch.manual_seed(1)
-    loss = other.train()
-    assert torch.equal(net.infer(x), before)  # nothing is shared
-    torch.manual_seed(1)
-    assert torch.equal(net.train(x, target=target), loss)
-    assert torch.equal(other.infer(x), net.infer(x))
-    assert_same_state(other.module, net.module)
-    assert not {id(p) for p in other.parameters()} & {id(p) for p in net.parameters()}
 
 
 def test_copy_of_an_incomplete_network_is_refused():

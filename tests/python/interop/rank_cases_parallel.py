@@ -16,7 +16,7 @@ import itertools
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
@@ -92,16 +92,6 @@ def case_ddp_options(rank, world):
         train(ddp, own(rank, world))
         assert_near(ddp.module, plain)
         assert_equal_on_ranks(ddp.module, STEPS)
-
-
-def case_ddp_many_small_buckets(rank, world):
-    """Gradients of several layers are averaged while the layers before them exchange."""
-    plain = network()
-    train(plain, lambda step: samples(step, world))
-    model = syncbn.convert_sync_batchnorm(network())
-    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
-    train(ddp, own(rank, world))
-    assert_near(ddp.module, plain)
 
 
 def case_ddp_gradient_accumulation(rank, world):
@@ -280,28 +270,6 @@ def case_ddp_communication_hooks(rank, world):
             assert torch.equal(buffer, alone.get_buffer(name)), name
 
 
-def case_ddp_power_sgd(rank, world):
-    """PowerSGD approximates matrices from its third step on; the layer's gradients are vectors,
-    which it averages as they are."""
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    ddp = DistributedDataParallel(syncbn.convert_sync_batchnorm(network()))
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    plain = network()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, plain)]
-    for step in range(3):
-        whole = samples(step, world)
-        part = whole[2 * rank : 2 * rank + 2]
-        for model, optimizer, x in zip((ddp, plain), optimizers, (part, whole), strict=True):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            if step < 2:
-                optimizer.step()
-    for i in (1, 4):
-        for p, q in zip(ddp.module[i].parameters(), plain[i].parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
-    assert_equal_on_ranks(ddp.module, 3)
-
-
 def case_update_bn_exact(rank, world):
     """swa_utils.update_bn over the loaders of all ranks gives the statistics of one process over
     the whole batches, the averages of nn.BatchNorm with momentum None."""
@@ -320,23 +288,6 @@ def case_update_bn_exact(rank, world):
     # Training goes on with the model and with its average.
     for net in (model, average):
         net.train()(own(rank, world)(10))
-
-
-def case_averaged_copies_of_a_ddp_model(rank, world):
-    """An exponential moving average beside DDP, on every rank the same, evaluated on one alone."""
-    ddp = DistributedDataParallel(syncbn.convert_sync_batchnorm(network()))
-    decay = swa_utils.get_ema_multi_avg_fn(0.9)
-    average = swa_utils.AveragedModel(ddp.module, multi_avg_fn=decay, use_buffers=True)
-    for step in range(STEPS):
-        train(ddp, lambda _, step=step: own(rank, world)(step), steps=1)
-        average.update_parameters(ddp.module)
-    for value in average.module.state_dict().values():
-        first, *others = on_all_ranks(value)
-        assert all(torch.equal(first, other) for other in others)
-    average.eval()
-    if rank == 0:
-        assert average(samples(9, 1)).isfinite().all()
-    assert not torch.equal(average.module[0].weight, ddp.module[0].weight)
 
 
 def case_page_of_the_docs(rank, world):

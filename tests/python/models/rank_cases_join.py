@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from rank_cases import raises
 from support import new_layer
 
 
@@ -117,24 +116,6 @@ def case_join_of_a_plain_model_exact(rank, world):
         check_uneven(rank, world, counts, lambda network: network)
 
 
-def case_join_leaves_the_welford_bits_of_the_remaining_ranks(rank, world):
-    """Welford statistics depend on the split: the same ranks, in a group of their own."""
-    if world < 3:
-        return
-    pair = dist.new_group([0, 1])
-    alone, joined = Network(statistics="welford"), Network(statistics="welford")
-    outputs = []
-    if rank < 2:
-        syncbn.set_group(alone, pair)
-        outputs = run_steps(alone, rank, 2)
-    with syncbn.join(joined):
-        actual = run_steps(joined, rank, 2 if rank < 2 else 0)
-    same_outputs(actual, outputs)
-    if rank < 2:
-        same_statistics(joined, alone)
-    dist.barrier()
-
-
 def case_join_of_groups_exact(rank, world):
     """Statistics shared by the first two ranks; the third is alone. A group goes on while another
     has ended, and one of its ranks without the other."""
@@ -200,71 +181,6 @@ def case_join_of_forward_alone_exact(rank, world):
     same_statistics(model, expected)
 
 
-def case_join_of_ddp_with_accumulation(rank, world):
-    """Gradients as DDP's own Join defines them: the sum of the ranks with inputs, divided by the
-    number of all ranks, or of those with inputs; after the context by that of all."""
-    counts = [4, 2, 2][:world]
-
-    def gradients_of(network, steps):
-        """This rank's share of each parameter, by calling the layers in the same way."""
-        network.zero_grad()
-        for step in steps:
-            network(batch(rank, step)).square().sum().backward()
-        return [p.grad.clone() for p in network.parameters()]
-
-    for initial in (True, False):
-        network = Network()
-        model = DistributedDataParallel(network, broadcast_buffers=False)
-        with syncbn.join(model, divide_by_initial_world_size=initial):
-            for step in range(0, counts[rank], 2):
-                model.zero_grad()
-                with model.no_sync():
-                    model(batch(rank, step)).square().sum().backward()
-                model(batch(rank, step + 1)).square().sum().backward()
-        # Every second step's gradients of rank 0 alone, which has all samples in the last two.
-        alone = Network()
-        for layer in alone.modules():
-            if isinstance(layer, syncbn.SyncBatchNorm):
-                layer.sync = False
-        if rank == 0:
-            shares = gradients_of(alone, (2, 3))
-            for parameter, share in zip(network.parameters(), shares, strict=True):
-                # DDP adds zeros and multiplies by a rounded 1 / world: three roundings in all.
-                wanted = share / (world if initial else 1)
-                assert ((parameter.grad - wanted).abs() <= 3 * 2**-24 * wanted.abs()).all()
-        # After the context: gradients are averages over all ranks again.
-        local = copy.deepcopy(network)
-        model.zero_grad()
-        model(batch(rank, 5)).square().sum().backward()
-        shares = gradients_of(local, (5,))
-        for parameter, share in zip(network.parameters(), shares, strict=True):
-            dist.all_reduce(share)
-            # The same numbers added, by another order of division: three roundings.
-            bound = 3 * 2**-24 * world * share.abs().max()
-            assert (parameter.grad - share / world).abs().max() <= bound
-
-
-def case_join_with_unused_parameters(rank, world):
-    """DDP's exchange of which parameters were used, for a rank without batches too."""
-
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = Network(), new_layer(4)
-
-        def forward(self, x):
-            return self.used(x)
-
-    counts = [0, 2, 1][:world]
-    network = Branches()
-    expected, outputs = reference(network, rank, counts)
-    model = DistributedDataParallel(network, find_unused_parameters=True)
-    with syncbn.join(model):
-        actual = run_steps(model, rank, counts[rank])
-    same_outputs(actual, outputs)
-    same_statistics(network, expected)
-
-
 def case_join_of_several_models_and_an_optimizer(rank, world):
     """A plain model first, then a DDP one whose optimizer is sharded: parameters stay equal."""
     counts = [1, 3, 2][:world]
@@ -284,53 +200,3 @@ def case_join_of_several_models_and_an_optimizer(rank, world):
         first = tensor.clone()
         dist.broadcast(first, 0)
         assert torch.equal(tensor, first)
-
-
-def case_join_of_a_compiled_model_exact(rank, world):
-    """Compiled steps find their group when they run: they go on when it is smaller."""
-    counts = [3, 1, 2][:world]
-    network = Network()
-    expected, outputs = reference(network, rank, counts)
-    runs = []
-
-    def backend(graph, _inputs):
-        def run(*arguments):
-            runs.append(1)
-            return graph(*arguments)
-
-        return run
-
-    compiled = torch.compile(network, backend=backend, fullgraph=True)
-    syncbn.prepare(network)
-    model = DistributedDataParallel(compiled, broadcast_buffers=False)
-    with syncbn.join(model):
-        actual = run_steps(model, rank, counts[rank])
-    same_outputs(actual, outputs)
-    same_statistics(network, expected)
-    assert len(runs) == counts[rank]
-    run_steps(model, rank, 1)
-    assert len(runs) == counts[rank] + 1
-    ddp = DistributedDataParallel(Network())
-    around = torch.compile(ddp, backend="eager")
-
-    def loop():  # compiled code would go on with the group of all ranks
-        with syncbn.join(ddp):
-            run_steps(around, rank, 2)
-
-    raises(RuntimeError, "expected torch.compile inside", loop)
-    torch._dynamo.reset()
-
-
-def case_join_divides_by_ranks_with_inputs(rank, world):
-    """A model that is not the first: torch's Join divides its gradients by the number of all
-    ranks, whatever divide_by_initial_world_size says."""
-    first = new_layer(3)
-    model = DistributedDataParallel(nn.Linear(3, 2))
-    inputs = batch(0, 0)[:, 0]
-    with syncbn.join(first, model, divide_by_initial_world_size=False):
-        for _ in range(2 if rank == 0 else 1):
-            first(inputs)
-            model.zero_grad()
-            model(inputs).sum().backward()
-    if rank == 0:  # alone in the second iteration: its own gradient, of two samples, and zeros
-        assert torch.equal(model.module.weight.grad, inputs.sum(0).expand(2, 3))

@@ -136,30 +136,3 @@ def test_what_is_registered_goes_before_what_is_known_of_timm():
     layers, layer = timm_layers()
     syncbn.register_conversion(layers.BatchNormAct2d, lambda layer, sync: layer)
     assert type(syncbn.convert_sync_batchnorm(layer)) is layers.BatchNormAct2d
-
-
-def test_modules_fused_for_quantization():
-    """Layers inside are converted, as torch.nn.SyncBatchNorm's converter does; the fused module
-    reads their parameters and calls them."""
-    intrinsic = pytest.importorskip("torch.ao.nn.intrinsic.qat")
-    quantization = pytest.importorskip("torch.ao.quantization")
-    fused = intrinsic.ConvBn2d(3, 4, 3, qconfig=quantization.get_default_qat_qconfig("fbgemm"))
-    net = nn.Sequential(fused)
-    plain = copy.deepcopy(net)
-    net[0].bn.qconfig = "kept"
-    syncbn.convert_sync_batchnorm(net)
-    assert type(net[0]) is intrinsic.ConvBn2d and type(net[0].bn) is syncbn.SyncBatchNorm
-    x = torch.randn(4, 3, 8, 8)
-    assert torch.isfinite(net(x)).all()
-    net.load_state_dict(plain.state_dict())
-    syncbn.revert_sync_batchnorm(net)
-    assert type(net[0].bn) is nn.BatchNorm2d and net[0].bn.qconfig == "kept"
-    assert torch.equal(net(x), plain(x))
-
-
-def test_quantized_batch_norm_is_left_with_a_warning():
-    quantized = pytest.importorskip("torch.ao.nn.quantized")
-    net = nn.Sequential(quantized.BatchNorm2d(4))
-    with pytest.warns(UserWarning, match=r"BatchNorm2d: 0\n"):
-        syncbn.convert_sync_batchnorm(net)
-    assert type(net[0]) is quantized.BatchNorm2d

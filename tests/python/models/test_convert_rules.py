@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 import syncbn
 from convert_support import BatchNormSilu, FrozenBatchNorm, OwnBatchNorm, refused
@@ -39,14 +39,6 @@ def test_layers_stay_the_same_objects():
     assert calls == ["forward", "state_dict", layer]
 
 
-def test_a_layer_held_by_a_python_list_alone_is_not_found():
-    """PyTorch does not know it either: it has no parameters there."""
-    net = nn.Module()
-    net.hidden = [nn.BatchNorm2d(4)]
-    syncbn.convert_sync_batchnorm(net)
-    assert type(net.hidden[0]) is nn.BatchNorm2d
-
-
 @pytest.mark.parametrize("cls", (nn.BatchNorm1d, nn.SyncBatchNorm))
 def test_parametrizations_are_kept_exact(cls):
     """torch.nn.SyncBatchNorm's converter raises a TypeError, with the layers before replaced."""
@@ -73,18 +65,6 @@ def test_parametrizations_are_kept_exact(cls):
     assert type(layer) is cls and torch.equal(layer.weight, plain.weight)
 
 
-def test_weight_norm_in_both_forms():
-    """By hooks and by parametrization. torch.nn.SyncBatchNorm's converter: a TypeError."""
-    for normed in (nn.utils.weight_norm, parametrizations.weight_norm):
-        net = nn.Sequential(normed(nn.BatchNorm1d(4), dim=None))
-        expected = net[0].weight.detach().clone()
-        syncbn.convert_sync_batchnorm(net)
-        net(torch.randn(5, 4)).square().sum().backward()
-        assert isinstance(net[0], syncbn.SyncBatchNorm)
-        assert all(p.grad is not None for p in net.parameters())
-        torch.testing.assert_close(net[0].weight, expected, rtol=4 * 2**-23, atol=0)
-
-
 def test_layers_of_other_classes_are_left_with_one_warning():
     """torch.nn.SyncBatchNorm's converter replaces every subclass by itself, and with it drops what
     the subclass computes; layers that are not derived from batch norm it leaves silently."""
@@ -106,28 +86,12 @@ def test_layers_of_other_classes_are_left_with_one_warning():
     ]
 
 
-def test_layers_that_are_no_batch_norm_are_left_silently():
-    net = nn.Sequential(nn.InstanceNorm2d(4, track_running_stats=True), nn.GroupNorm(2, 4))
-    types = [type(m) for m in net]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert [type(m) for m in syncbn.convert_sync_batchnorm(net)] == types
-
-
 def test_a_scripted_model_is_left_with_a_warning():
     """torch.nn.SyncBatchNorm's converter leaves it silently."""
     net = torch.jit.script(nn.Sequential(nn.BatchNorm2d(4)))
     with pytest.warns(UserWarning, match=r"torch.jit._script.RecursiveScriptModule: 0\n"):
         assert syncbn.convert_sync_batchnorm(net) is net
     assert net(torch.randn(2, 4, 3, 3)).shape == (2, 4, 3, 3)
-
-
-def test_a_traced_graph_is_converted():
-    """Batch norm is a call of a module there."""
-    net = torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
-    syncbn.convert_sync_batchnorm(net)
-    net(torch.randn(2, 3, 3, 3))
-    assert syncbn.report(net)[0].count == 18
 
 
 def test_a_lazy_layer_is_refused_until_it_has_seen_an_input():
@@ -176,33 +140,6 @@ def test_a_sharded_model_is_refused(one_rank):
     with pytest.raises(ValueError, match="^module: got 1, sharded by FSDP, expected the model"):
         syncbn.revert_sync_batchnorm(net)
     assert isinstance(net[1], syncbn.SyncBatchNorm)
-
-
-def test_a_model_under_replicate_is_converted(one_rank):
-    """It is DistributedDataParallel by another name."""
-    net = torch.distributed._composable.replicate(nn.Sequential(nn.BatchNorm2d(4)))
-    weight = net[0].weight
-    syncbn.convert_sync_batchnorm(net)
-    net(torch.randn(2, 4, 3, 3)).sum().backward()
-    assert isinstance(net[0], syncbn.SyncBatchNorm) and net[0].weight is weight
-
-
-@pytest.mark.parametrize(
-    "call",
-    (
-        syncbn.convert_sync_batchnorm,
-        syncbn.revert_sync_batchnorm,
-        syncbn.report,
-        syncbn.set_group,
-        syncbn.prepare,
-        syncbn.reset_groups,
-        syncbn.skip,
-    ),
-)
-def test_something_that_is_no_module_is_refused(call):
-    """PyTorch's converter: AttributeError, a list has no named_children."""
-    with pytest.raises(ValueError, match="^module: got list, expected a torch.nn.Module$"):
-        call([nn.BatchNorm2d(4)])
 
 
 @pytest.mark.parametrize("name", ("activation", "state", "options", "share", "process_group"))

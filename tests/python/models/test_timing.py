@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import syncbn
-from syncbn.exchange.call import Times
 from syncbn.models.timing import LayerTiming
 
 
@@ -95,16 +94,3 @@ def test_one_block_at_a_time():
                 raise AssertionError("entered")
         assert net[0].state.times is None
     assert len(inner) == 1
-
-
-def test_what_is_no_module():
-    with pytest.raises(ValueError, match="^module: got list, expected a torch.nn.Module"):
-        syncbn.timing([model()])
-
-
-def test_memory_is_bounded():
-    times = Times()
-    for _ in range(2 * Times.MOST):
-        times.add(1.0, 2.0, 3.0)
-    assert len(times.waits) == Times.MOST == 512 and times.exchanges == 1024
-    assert (times.summed, times.waited, times.normalized) == (1024, 2048, 3072)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import syncbn
-from error_texts import GAP, error_texts, says_something, tidy
+from error_texts import error_texts, says_something, tidy
 from snippets import blocks
 from support import PROJECT, run_layer
 
@@ -54,32 +54,6 @@ def test_troubleshooting_has_the_texts_of_all_errors():
 
 #: Texts of the page that the sources put together of several parts.
 ELSEWHERE = {"the others did not say"}
-
-
-def test_error_texts_are_found_in_the_ways_that_sources_write_them(tmp_path, monkeypatch):
-    """The collection itself, on a text of each kind."""
-    python = tmp_path / "python" / "syncbn" / "exchange"
-    core = tmp_path / "src"
-    python.mkdir(parents=True)
-    core.mkdir()
-    (python / "agreement.py").write_text(
-        'raise ValueError(f"x: got {x!r}, expected "\n    f"a {kind}" + " of text")\n'
-        'reason = "one" if a else f"two {b}"\nfail(kind, "three parts")\n'
-    )
-    (core / "b.cpp").write_text(
-        'throw InvalidArgument("y: got " + text(a) + " entries, "\n    "expected " + b(c));\n'
-        '// throw Error("a comment");\nrefuse("eps", number(eps), "a number");\n'
-    )
-    monkeypatch.setattr("error_texts.PROJECT", tmp_path)
-    found = error_texts()
-    assert found == {
-        f"x: got {GAP}, expected a {GAP} of text": ["python/syncbn/exchange/agreement.py:1"],
-        "one": ["python/syncbn/exchange/agreement.py:3"],
-        "two": ["python/syncbn/exchange/agreement.py:3"],
-        "three parts": ["python/syncbn/exchange/agreement.py:4"],
-        f"y: got {GAP} entries, expected": ["src/b.cpp:1"],
-        f"eps: got {GAP}, expected a number": ["src/b.cpp:4"],
-    }
 
 
 def test_python_reference_has_all_public_names():

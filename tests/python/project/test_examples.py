@@ -22,6 +22,8 @@ WEEKLY = ("06_static_graph.py", *TRAINERS)
 TUTORIAL = ("18_small_batches.py", "19_contrastive.py", "20_point_clouds.py")
 EXAMPLES = sorted(path.name for path in (PROJECT / "examples").glob("*.py"))
 EXAMPLES = [name for name in EXAMPLES if name not in (*TRAINERS, *TUTORIAL, "00_start.py")]
+#: Arguments of long ones; with none they run weekly.
+SHORT = {"21_shares.py": "--steps 4 --changes 1 --processes 1 3 --networks unet".split()}
 PAGES = sorted(
     str(path.relative_to(PROJECT))
     for path in (PROJECT / "docs").glob("*.md")
@@ -63,7 +65,14 @@ def run(folder, script, *arguments, world=1):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(tmp_path, name):
-    assert all(run(tmp_path, f"examples/{name}")), "it says nothing"
+    assert all(run(tmp_path, f"examples/{name}", *SHORT.get(name, ()))), "it says nothing"
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("options", ((), ("--steps", "500", "--changes", "3", "--processes", "2")))
+def test_networks_by_shares_exact(tmp_path, options):
+    """On 1 to 4 processes, and while their number changes ten times; and longer."""
+    assert all(run(tmp_path, "examples/21_shares.py", *options)), "it says nothing"
 
 
 @pytest.mark.parametrize(

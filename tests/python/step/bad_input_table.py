@@ -13,7 +13,7 @@ from torch import nn
 
 import syncbn
 from syncbn.functional import sync_batch_norm
-from syncbn.ops import batch_norm, batch_norm_
+from syncbn.ops import batch_norm_
 from syncbn.parallel import SelfDataParallel, all_reduce
 
 C = 4
@@ -322,6 +322,5 @@ CASES = [
     *((f"changed {n} {v}", _changed(n, v), text) for n, v, text in OPTIONS if n in LATER),
     *((f"{n} {k}", _state(n, v), text) for k, (n, v, text) in enumerate(STATE)),
     *((f"operator {k}", _operator(batch_norm_, **v), t) for k, (v, t) in enumerate(OPERATOR)),
-    *((f"pure operator {k}", _operator(batch_norm, **v), t) for k, (v, t) in enumerate(OPERATOR)),
     *((n, call, text) for n, (call, text) in OTHERS.items()),
 ]

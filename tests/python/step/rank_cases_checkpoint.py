@@ -6,16 +6,11 @@ both, where it runs at all: it refuses the CPU."""
 import contextlib
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-)
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from checkpoint_support import FORMS, Net, plain, recomputing, reentrant
+from checkpoint_support import FORMS, Net, recomputing, reentrant
 from rank_cases import CountCollectives, raises
 from support import assert_same_layers
 from test_static_graph import Graphs
@@ -69,25 +64,6 @@ def case_checkpoint_modes_exact(rank, world):
                 assert_same_step(Net(form, **options), Net(**options), x)
 
 
-class Wide(nn.Module):
-    """More channels than the frame holds."""
-
-    def __init__(self, run, statistics):
-        super().__init__()
-        self.run, self.bn = run, syncbn.SyncBatchNorm(600, statistics=statistics)
-
-    def forward(self, x):
-        return self.run(lambda x: self.bn(x.sin()).exp(), x)
-
-
-def case_checkpoint_wide_layers_exact(rank, world):
-    for form in (recomputing, reentrant):
-        for statistics in ("reproducible", "welford"):
-            for empty in (None, 0):
-                x = share(rank, world, features=600, empty=empty)
-                assert_same_step(Wide(form, statistics), Wide(plain, statistics), x)
-
-
 class Once(nn.Module):
     """Its second run makes a call that the first did not."""
 
@@ -128,37 +104,6 @@ def case_checkpoint_under_ddp_exact(rank, world):
         reference = DistributedDataParallel(Net(), **options)
         for number in range(2):
             assert_same_step(model, reference, share(rank, world, number))
-
-
-def case_checkpoint_under_fsdp_exact(rank, world):
-    def blocks():
-        torch.manual_seed(4)
-        return nn.Sequential(
-            *(nn.Sequential(nn.Linear(5, 5), syncbn.SyncBatchNorm(5), nn.Tanh()) for _ in range(2))
-        )
-
-    def is_block(module):
-        return isinstance(module, nn.Sequential) and isinstance(module[0], nn.Linear)
-
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
-
-    def sharded(model):
-        for block in model:
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-
-    model, reference = blocks(), sharded(blocks())
-    apply_activation_checkpointing(model, check_fn=is_block)
-    model = sharded(model)
-    for number in range(2):
-        results = []
-        for net in (model, reference):
-            x = share(rank, world, number).requires_grad_()
-            y = net(x)
-            y.square().sum().backward()
-            results.append([y, x.grad, *(p.grad.full_tensor() for p in net.parameters())])
-            results[-1] += list(net.buffers())
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def case_compiled_checkpoint_exact(rank, world):

@@ -20,7 +20,6 @@ import syncbn
 from rank_cases import CountCollectives, raises, unchanged
 from rank_cases_groups import check_interrupted
 from support import assert_same_layers
-from syncbn.exchange import groups
 from syncbn.operators import ops
 from test_static_graph import LAYERS, Graphs, assert_same_training, new_net
 
@@ -92,7 +91,7 @@ def case_traced_and_compiled_networks_exchange_once_per_layer_and_direction_exac
 def case_inductor_exact(rank, world):
     """One layer alone is as in eager mode bit for bit; convolutions of another compiler are not.
     A first compilation costs half a minute: for one of the runs only."""
-    if world != 2 or not groups.use_shared_memory:
+    if world != 2 or syncbn.report(syncbn.SyncBatchNorm(4))[0].engine != "shared memory":
         return
     layers = [syncbn.SyncBatchNorm(4) for _ in range(2)]
     step = torch.compile(layers[1], fullgraph=True, dynamic=True, mode="reduce-overhead")

@@ -6,26 +6,23 @@ torch.nn.SyncBatchNorm compares nothing: layers called in another order mix thei
 """
 
 import copy
-import datetime
 import functools
 import pickle
 import re
-import time
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
 
 import syncbn
 from rank_cases import CountCollectives, raises, unchanged
 from support import assert_same_layers
 from syncbn.exchange import agreement, groups
 from syncbn.exchange.call import Call
+from syncbn.exchange.host import engine_of
 from syncbn.step import layer_state
 
 
@@ -148,15 +145,6 @@ def case_paths_in_wrappers(rank, world):
     assert wrapped.module.first.state.name == "first"
 
 
-def case_a_smaller_model_of_the_same_layers_on_one_rank(rank, world):
-    """The path is that in the largest model."""
-    model = Twins()
-    extractor = nn.Sequential(*model.children()) if rank == 0 else None
-    model(share(rank))
-    assert model.first.state.name == "first"
-    del extractor
-
-
 def case_models_of_equal_paths(rank, world):
     """They are told apart by the order in which they were made; copies on one rank do not count."""
     extra = [Twins() for _ in range(2)] if rank == 0 else []
@@ -196,14 +184,6 @@ def case_a_layer_that_nobody_holds_is_none_of_a_model(rank, world):
     layer(share(rank))
 
 
-def case_held_on_one_rank_alone(rank, world):
-    layer = syncbn.SyncBatchNorm(3)
-    holder = nn.Sequential(nn.Sequential(layer)) if rank == 1 else None
-    layer(share(rank))
-    assert layer.state.name == ("0.0" if rank == 1 else "SyncBatchNorm")
-    del holder
-
-
 def case_paths_of_compiled_layers(rank, world):
     """The first step, and one after it; a rank that is not compiled agrees with one that is."""
     torch._dynamo.reset()
@@ -217,14 +197,6 @@ def case_paths_of_compiled_layers(rank, world):
         model(share(rank)).sum().backward()
         swapped(rank, model, "did not make")
         model(share(rank)).sum().backward()
-
-
-def case_paths_of_lists_of_devices(rank, world):
-    model, xs = Twins(), list(share(rank).split(2))
-    expected = different(rank, world, *names(rank))
-    raises(syncbn.DivergenceError, expected, lambda: model(xs, order_of(rank)))
-    model(xs)
-    raises(syncbn.DivergenceError, "did not make", lambda: model(xs, order_of(rank)))
 
 
 def case_one_comparison_per_layer_and_group(rank, world):
@@ -247,22 +219,6 @@ def case_one_comparison_per_layer_and_group(rank, world):
             model(share(rank))
         assert len(forward.names) == expected, forward.names
         model = Twins()
-
-
-def case_welford_compares_paths(rank, world):
-    model = Twins(lambda: syncbn.SyncBatchNorm(3, statistics="welford"))
-    expected = different(rank, world, *names(rank))
-    swapped(rank, model, expected)
-    model(share(rank)).sum().backward()
-
-
-def case_checkpointed_segments_compare_once(rank, world):
-    for reentrant in (False, True):
-        model = Twins(functools.partial(syncbn.SyncBatchNorm, 3, timeout=27.5 + reentrant))
-        with CountCollectives() as counted:
-            x = share(rank).requires_grad_()
-            checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-        assert len(counted.names) == 6, counted.names
 
 
 def case_copies_compare_anew(rank, world):
@@ -298,17 +254,6 @@ def case_averaged_copies_have_names_of_their_own(rank, world):
                 layer(share(rank))
 
 
-def case_converted_afterwards(rank, world):
-    """Conversion gives a layer that was made directly the path in the converted model."""
-    model = Twins()
-    model(share(rank))
-    outer = syncbn.convert_sync_batchnorm(nn.ModuleDict({"trunk": model}))
-    assert model.first.state.name == "trunk.first" and model.first.state.call == 1
-    outer["trunk"](share(rank))
-    expected = f"^trunk.{order_of(rank)[0]}, call 2"
-    swapped(rank, model, expected)
-
-
 def case_a_rank_at_another_call_than_one_that_compares(rank, world):
     """A later call of another layer, its backward, a sum of numbers."""
     known = Twins()
@@ -317,7 +262,7 @@ def case_a_rank_at_another_call_than_one_that_compares(rank, world):
     others = (
         lambda: known(share(rank)),
         lambda: y.sum().backward(retain_graph=True),
-        lambda: agreement.numbers_of_ranks(1, 5, peers, Call("numbers")),
+        lambda: agreement.numbers_of_ranks(1, 5, engine_of(peers), Call("numbers")),
     )
     for other in others:
         model = Twins()
@@ -325,24 +270,6 @@ def case_a_rank_at_another_call_than_one_that_compares(rank, world):
         raises(syncbn.DivergenceError, "the ranks did not make the same call", mine)
         model(share(rank))
         known(share(rank))
-
-
-def case_a_rank_that_evaluates_while_others_compare(rank, world):
-    """A time-out with the layer's path, on the ranks that came."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=4))  # of a first exchange, too
-    model = Twins(lambda: syncbn.SyncBatchNorm(3, process_group=group))
-    syncbn.prepare(model)
-    dist.barrier()
-    if rank == 0:
-        model.eval()(share(rank))
-        time.sleep(5)
-    else:
-        expected = f"^first, call 0, forward, .*, rank {rank} of {world}: "
-        kinds = (syncbn.ExchangeTimeout, syncbn.PeerLost)
-        raises(kinds, expected, lambda: model(share(rank)))
-    dist.barrier()
-    syncbn.reset_groups(model)
-    model.train()(share(rank))
 
 
 def case_input_refused_in_the_first_exchange(rank, world):
@@ -356,34 +283,6 @@ def case_input_refused_in_the_first_exchange(rank, world):
     model(share(rank))
 
 
-def case_refused_over_the_host_before_the_first_exchange(rank, world):
-    """Where messages on CUDA go in stream order: the others compare over the host."""
-    layer = syncbn.SyncBatchNorm(3)
-    state, peers = layer.state, groups.peers(layer.state.sharing)
-    cuda = peers._replace(cuda=dist.group.WORLD.group_name)
-    assert layer_state.way(state, cuda) == peers and layer_state.way(state, None) is None
-    layer_state.compare(state, cuda, share(rank), layer.options())
-    assert layer_state.way(state, cuda) is cuda
-
-
-def case_skip_and_join_with_paths(rank, world):
-    """Layers that a rank leaves out, or that it never calls."""
-    model = Twins()
-    if rank == 0:
-        syncbn.skip(model).backward()
-    else:
-        model(share(rank).requires_grad_()).sum().backward()
-    model = Twins()
-    for epoch in range(2):
-        batches = 0 if rank == 0 and epoch == 0 else 2 + rank
-        with syncbn.join(model):
-            for seed in range(batches):
-                model(share(rank, seed)).sum().backward()
-    model(share(rank))
-    assert model.first.state.call == sum((1 + world, 1 + world, 1))
-    swapped(rank, model, "did not make")
-
-
 def case_functions_compare_nothing(rank, world):
     function = syncbn.functional.sync_batch_norm
     with CountCollectives() as counted:
@@ -391,21 +290,14 @@ def case_functions_compare_nothing(rank, world):
     assert len(counted.names) == 1, counted.names
 
 
-def case_traced_layers_keep_their_names(rank, world):
-    """A program of torch.export has no path to compare."""
-    model = Twins()
-    program = torch.export.export(model, (share(rank),)).module()
-    with mock.patch.object(layer_state, "_agreed"):  # what it gives is no number
-        program(share(rank))
-
-
 def case_a_capture_without_a_step_before_is_an_error(rank, world):
     model = Twins()
     peers, options = groups.peers(model.first.state.sharing), model.first.options()
+    engine = engine_of(peers)
     x = mock.Mock(is_cuda=True)  # as much of a tensor as is looked at
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
         expected = "^first: got its first exchange in a group while a CUDA graph is captured"
-        compare = functools.partial(layer_state.compare, model.first.state, peers, x, options)
+        compare = functools.partial(layer_state.compare, model.first.state, engine, x, options)
         raises(RuntimeError, expected, compare)
     model(share(rank))
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):

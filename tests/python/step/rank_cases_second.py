@@ -82,11 +82,6 @@ def _inputs(world, *shape):
     return x, weight, bias
 
 
-def case_gradgradcheck(rank, world):
-    function = _whole_batch(rank, world, activation="leaky_relu", eps=0.1)
-    assert torch.autograd.gradgradcheck(function, _inputs(world, 1))
-
-
 def case_third_derivatives(rank, world):
     function = _whole_batch(rank, world, eps=0.1)
     x, weight, bias = _inputs(world, 1)

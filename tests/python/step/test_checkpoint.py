@@ -14,15 +14,10 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
-    checkpoint_sequential,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
@@ -51,12 +46,6 @@ def test_forms_exact(form):
     assert counted.passes == 16  # four calls a step, of two networks
 
 
-@pytest.mark.parametrize("early_stop", (True, False))
-def test_early_stop_exact(early_stop):
-    with set_checkpoint_early_stop(early_stop):
-        assert_same_steps(Net(recomputing, recomputing), Net(), steps=2)
-
-
 @pytest.mark.parametrize(
     "options",
     (
@@ -75,40 +64,6 @@ def test_options_exact(form, options):
 
 
 @pytest.mark.parametrize("form", (recomputing, reentrant))
-def test_autocast_exact(form):
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_same_steps(Net(form), Net())
-
-
-@pytest.mark.parametrize("form", (recomputing, reentrant))
-def test_residual_and_function_exact(form):
-    class Block(nn.Module):
-        def __init__(self, run):
-            super().__init__()
-            self.run = run
-            self.linear = nn.Linear(5, 5)
-            self.bn = syncbn.SyncBatchNorm(5, activation="relu")
-            self.register_buffer("mean", torch.zeros(5))
-            self.register_buffer("var", torch.ones(5))
-
-        def body(self, x):
-            y = self.bn(self.linear(x), x)
-            return syncbn.functional.sync_batch_norm(y, self.mean, self.var, training=True).exp()
-
-        def forward(self, x):
-            return self.run(self.body, x)
-
-    assert_same_steps(Block(form), Block(plain), steps=2)
-
-
-@pytest.mark.parametrize("form", (recomputing, reentrant))
-def test_evaluation_exact(form):
-    net, reference = Net(form), Net()
-    assert_same_steps(net, reference)
-    assert_same_steps(net.eval(), reference.eval())
-
-
-@pytest.mark.parametrize("form", (recomputing, reentrant))
 def test_second_backward_exact(form):
     """Each backward over a retained graph runs the segment again; still one update."""
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
@@ -119,25 +74,6 @@ def test_second_backward_exact(form):
             (y**power).sum().backward(retain_graph=True)
         results.append(net)
     assert_same_layers(*results)
-
-
-def test_partial_backwards_in_another_order_exact():
-    """Two segments that share a layer, differentiated in the order of their runs, the other of
-    their calls; the non-reentrant form alone supports autograd.grad."""
-    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
-    results = []
-    for form in (recomputing, plain):
-        net = Net(form)
-        first, second = net(x), net(2 * x)
-        parameters = list(net.parameters())
-        results.append(
-            [
-                *torch.autograd.grad(first.square().sum(), parameters),
-                *torch.autograd.grad(second.square().sum(), parameters),
-                *net.buffers(),
-            ]
-        )
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("all_but", (None, torch.ops.aten.sin.default))
@@ -164,28 +100,6 @@ def test_other_hooks_of_saved_tensors_exact(form):
 
     with torch.autograd.graph.save_on_cpu():
         assert_same_steps(Net(form, offloading), Net(), steps=2)
-
-
-def layers():
-    torch.manual_seed(3)
-    blocks = [nn.Sequential(nn.Linear(5, 5), syncbn.SyncBatchNorm(5), nn.Tanh()) for _ in range(4)]
-    return nn.Sequential(*blocks)
-
-
-def test_wrappers_exact():
-    wrapped, composed = layers(), layers()
-    apply_activation_checkpointing(wrapped, check_fn=lambda m: isinstance(m, nn.Sequential))
-    for block in composed:
-        composable_checkpoint(block)
-    assert_same_steps(wrapped, layers(), steps=2)
-    assert_same_steps(composed, layers(), steps=2)
-    for form in (True, False):
-        assert_same_steps(
-            layers(),
-            layers(),
-            steps=2,
-            call=lambda m, x, form=form: checkpoint_sequential(m, 2, x, use_reentrant=form),
-        )
 
 
 @pytest.mark.parametrize("form", (recomputing, reentrant))

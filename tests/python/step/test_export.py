@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 import syncbn
 from support import assert_same_layers
@@ -40,23 +40,6 @@ def nets() -> tuple[nn.Module, nn.Module]:
 
 def samples(count: int = 4, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, 3, 7, 7, generator=torch.Generator().manual_seed(seed))
-
-
-def targets(program: torch.export.ExportedProgram) -> list[str]:
-    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-
-
-def test_exported_evaluation_is_plain_batch_norm_exact():
-    ours, plain = (
-        torch.export.export(net.eval(), (samples(),), dynamic_shapes=({0: torch.export.Dim("n")},))
-        for net in nets()
-    )
-    assert targets(ours) == targets(plain)
-    assert sum("aten.batch_norm" in target for target in targets(ours)) == 2
-    assert list(ours.state_dict) == list(plain.state_dict)
-    for count in (4, 9):
-        x = samples(count, seed=count)
-        assert torch.equal(ours.module()(x), plain.module()(x))
 
 
 def whole_nodes(program: torch.export.ExportedProgram) -> list[tuple]:
@@ -259,27 +242,6 @@ def test_onnx_of_training_on_one_rank_is_that_of_plain_batch_norm(dynamo):
     assert ours.training and "BatchNormalization" in str(got)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("dynamo", (True, False), ids=("dynamo", "TorchScript"))
-def test_onnx_of_training_with_a_mask_computes_as_the_layer(dynamo):
-    reference = pytest.importorskip("onnx.reference")
-    pytest.importorskip("onnxscript")
-    layer, x = syncbn.SyncBatchNorm(3), samples()
-    mask = x[:, 0] > -0.5
-    if dynamo:
-        given = torch.onnx.export(layer, (x, None, mask), dynamo=True, verbose=False).model_proto
-    else:
-        given, mode = io.BytesIO(), torch.onnx.TrainingMode.TRAINING
-        torch.onnx.export(layer, (x, None, mask), given, dynamo=False, training=mode)
-        given = given.getvalue()
-    evaluator = reference.ReferenceEvaluator(given)
-    inputs = dict(zip(evaluator.input_names, (x.numpy(), mask.numpy())))
-    y = torch.from_numpy(evaluator.run(None, inputs)[0])
-    # With dynamo PyTorch writes also a plain layer's step with the statistics of evaluation.
-    expected = layer.train(not dynamo)(x, mask=mask).detach()
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_jit_trace_of_several_devices_is_refused():
     layer, x = syncbn.SyncBatchNorm(3), samples()
@@ -290,19 +252,6 @@ def test_jit_trace_of_several_devices_is_refused():
             torch.jit.trace(call, x)
     assert torch.equal(layer.running_mean, torch.zeros(3))
     model(x)
-
-
-def test_make_fx_has_one_operator_in_training():
-    """As torch.export: a graph of the exchange's parts would not be one that any rank can run."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    layer, reference = syncbn.SyncBatchNorm(3), syncbn.SyncBatchNorm(3)
-    graph = make_fx(layer)(samples())
-    steps = [n for n in graph.graph.nodes if n.target == ops.training_step.default]
-    assert len(steps) == 1
-    layer.load_state_dict(reference.state_dict())
-    assert torch.equal(graph(samples(5)), reference(samples(5)))
-    assert_same_layers(layer, reference)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -349,22 +298,6 @@ def test_exported_training_step_trains_exact(strict):
     reference(samples(5)).sum().backward()
     for name, p in reference.named_parameters():
         assert torch.equal(trained.get_parameter(name).grad, p.grad), name
-
-
-def test_joint_graph_of_an_exported_step_has_its_gradient():
-    from torch.export.experimental import _export_forward_backward
-
-    class Loss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = syncbn.convert_sync_batchnorm(plain_net())
-
-        def forward(self, x):
-            return self.net(x).square().sum()
-
-    joint = _export_forward_backward(torch.export.export(Loss(), (samples(),)))
-    for operator in (ops.training_step.default, ops.training_step_backward.default):
-        assert sum(node.target == operator for node in joint.graph.nodes) == 2
 
 
 def test_exported_operators_meet_their_contract():
@@ -433,56 +366,6 @@ def test_torchvision_feature_extraction_exact():
     assert torch.equal(ours.eval()(x)["layer3"], plain.eval()(x)["layer3"])
 
 
-def test_traced_segmentation_network_exact():
-    segmentation = pytest.importorskip("torchvision").models.segmentation
-    results = []
-    for convert in (True, False):
-        torch.manual_seed(2)
-        model = segmentation.lraspp_mobilenet_v3_large(weights=None, weights_backbone=None)
-        model = syncbn.convert_sync_batchnorm(model) if convert else model
-        traced = fx.symbolic_trace(model).eval()
-        results.append(traced(torch.ones(1, 3, 64, 64))["out"])
-    assert torch.equal(*results)
-
-
-def test_timm_features_exact():
-    timm = pytest.importorskip("timm")
-    from timm.models import FeatureGraphNet
-
-    results = []
-    for convert in (True, False):
-        torch.manual_seed(2)
-        listed = timm.create_model("resnet18", features_only=True, out_indices=(1, 3))
-        model = timm.create_model("resnet18")
-        if convert:
-            listed, model = map(syncbn.convert_sync_batchnorm, (listed, model))
-        graph = FeatureGraphNet(model, out_indices=(0, 1), out_map=["layer1", "layer3"])
-        x = torch.ones(1, 3, 64, 64)
-        results.append([*listed.eval()(x), *graph.eval()(x)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_quantization_takes_the_reverted_model_exact():
-    """FX quantization fuses classes that it lists, among them neither this one nor
-    torch.nn.SyncBatchNorm, which stay in float32."""
-    from torch.ao.quantization import get_default_qconfig_mapping
-    from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
-
-    def quantized(net):
-        x = samples()
-        prepared = prepare_fx(net.eval(), get_default_qconfig_mapping(), (x,))
-        prepared(x)
-        return convert_fx(prepared)
-
-    ours, plain = nets()
-    kept = quantized(copy.deepcopy(ours))
-    assert sum(isinstance(m, syncbn.SyncBatchNorm) for m in kept.modules()) == 2
-    reverted, expected = quantized(syncbn.revert_sync_batchnorm(ours)), quantized(plain)
-    assert [type(m) for m in reverted.children()] == [type(m) for m in expected.children()]
-    assert torch.equal(reverted(samples()), expected(samples()))
-
-
 def _packaged(model):
     file = io.BytesIO()
     with torch.package.PackageExporter(file) as exporter:
@@ -519,10 +402,3 @@ def test_copies_of_used_models_train_exact(form):
             warnings.simplefilter("error")
             other(samples(5)).square().sum().backward()
         assert_same_layers(other, plain)
-
-
-def test_exported_operators_are_left_out_of_cuda_graphs():
-    """Of a program that is compiled again: they may wait for the device, or for other ranks. Not
-    tried with torch.nn.SyncBatchNorm, which exports no gradient."""
-    for name in ("training_step", "training_step_backward"):
-        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.syncbn, name).default.tags

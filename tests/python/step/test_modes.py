@@ -75,24 +75,6 @@ def test_transforms_are_refused_in_training_and_work_in_evaluation(transform):
     assert torch.equal(TRANSFORMS[transform](layer, x), TRANSFORMS[transform](plain, x))
 
 
-def test_vmap_of_the_functional_evaluation_form_exact():
-    """Over samples, and over an ensemble of parameters."""
-    generator = torch.Generator().manual_seed(71)
-    xs = torch.randn(5, 4, 3, 2, generator=generator)
-    mean, var, weight, bias = torch.rand(4, 5, 3, generator=generator)
-
-    def evaluate(x, *parameters):
-        return syncbn.functional.sync_batch_norm(x, *parameters, activation="relu")
-
-    each = (mean[0], var[0], weight[0], bias[0])
-    mapped = torch.func.vmap(evaluate, in_dims=(0, None, None, None, None))(xs, *each)
-    looped = torch.stack([evaluate(x, *each) for x in xs])
-    torch.testing.assert_close(mapped, looped, rtol=0, atol=8 * 2**-24 * 10)
-    ensemble = torch.func.vmap(evaluate)(xs, mean, var, weight, bias)
-    looped = torch.stack([evaluate(*t) for t in zip(xs, mean, var, weight, bias, strict=True)])
-    torch.testing.assert_close(ensemble, looped, rtol=0, atol=8 * 2**-24 * 10)
-
-
 def network():
     torch.manual_seed(72)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
@@ -121,15 +103,6 @@ def test_ranges_of_a_profile():
     inside = [e for e in events if e.name == "syncbn::backward_begin"]
     assert len(inside) == 2
     assert {e.cpu_parent.name for e in inside} == {"syncbn::1 backward", "syncbn::2.0 backward"}
-
-
-def test_ranges_of_lists():
-    layer = new_layer(3)
-    xs = [torch.randn(4, 3, requires_grad=True) for _ in range(2)]
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        sum(y.sum() for y in layer(xs)).backward()
-    names = {e.key for e in profiler.key_averages()}
-    assert {"syncbn::SyncBatchNorm", "syncbn::SyncBatchNorm backward"} <= names
 
 
 def step(layer, residual=None):
@@ -188,16 +161,3 @@ def test_deterministic_mode_without_complaint_exact():
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_anomaly_mode_exact():
     twice(torch.autograd.detect_anomaly)
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@pytest.mark.filterwarnings("ignore:Error detected in")
-def test_anomaly_mode_names_the_step():
-    layer = new_layer(3)
-    x = torch.randn(4, 3, requires_grad=True)
-    with torch.autograd.detect_anomaly():
-        y = layer(x)
-        dy = torch.ones(4, 3)
-        dy[0, 0] = float("nan")
-        with pytest.raises(RuntimeError, match="_BatchNormTrainingBackward.*nan"):
-            y.backward(dy)

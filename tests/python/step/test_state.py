@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
 import syncbn
 from support import new_layer
@@ -108,17 +107,6 @@ def test_a_model_trains_after_any_way_to_materialize_it_exact(way, make):
     assert [m.state.call for m in (model[1], model[2][0])] == [2, 2]
 
 
-def test_accelerate_and_empty_weights():
-    accelerate = pytest.importorskip("accelerate")
-    for include_buffers in (False, True):
-        with accelerate.init_empty_weights(include_buffers=include_buffers):
-            model = converted()
-        model.load_state_dict(converted().state_dict(), assign=True)
-        if not include_buffers:
-            assert model[1].running_mean.device.type == "cpu"
-        assert_trains_as(model, converted())
-
-
 def test_layers_made_while_tensors_are_fake_or_meta_work_afterwards():
     layers = []
     for mode in (torch.device("meta"), FakeTensorMode()):
@@ -149,85 +137,6 @@ def test_a_copy_begins_at_call_zero_under_the_same_name(copied):
     net().load_state_dict(torch.load(file, weights_only=True))
 
 
-def test_a_layer_that_two_paths_share_keeps_one_state_in_a_copy():
-    layer = syncbn.SyncBatchNorm(4)
-    model = copy.deepcopy(nn.Sequential(layer, layer))
-    model(torch.randn(5, 4))
-    assert model[0] is model[1] and model[0].state.call == 2
-
-
-def test_moving_and_casting_a_model_leaves_its_state():
-    model = converted()
-    model(batch())
-    state = model[1].state
-    assert model.double().to("cpu").half()[1].state is state
-    assert state.call.dtype == state.count.dtype == torch.int64 and state.call == 1
-
-
-class Block(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
-        self.norms = nn.ModuleList(syncbn.SyncBatchNorm(4, **options) for _ in range(2))
-
-    def forward(self, x):
-        return x + torch.relu(self.norms[1](self.conv(torch.relu(self.norms[0](x)))))
-
-
-def counting_backend(graphs: list):
-    def backend(graph, _inputs):
-        graphs.append(graph)
-        return graph
-
-    return backend
-
-
-@pytest.mark.parametrize("options", ({}, LEAKY, {"statistics": "welford"}), ids=str)
-def test_equal_blocks_under_regional_compilation_compile_once_exact(options):
-    """12 blocks of layers with names and time limits of their own, 12 steps, and a copy."""
-    torch._dynamo.reset()
-    torch.manual_seed(5)
-    blocks = nn.Sequential(*(Block(**options) for _ in range(12)))
-    for number, block in enumerate(blocks):
-        for k, layer in enumerate(block.norms):
-            layer.state.name = f"{number}.norms.{k}"
-            layer.share(layer.state.sharing._replace(limit=100.0 + number))
-    reference = copy.deepcopy(blocks)
-    graphs = []
-    backend = counting_backend(graphs)  # one function: PyTorch compiles anew for another
-    for block in blocks:
-        block.compile(fullgraph=True, backend=backend)
-    for seed in range(12):
-        x = torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(seed))
-        a, b = (x.clone().requires_grad_() for _ in range(2))
-        blocks(a).square().sum().backward()
-        reference(b).square().sum().backward()
-        assert torch.equal(a.grad, b.grad)
-    # The first block's input is a leaf, of which others are not.
-    assert 1 <= len(graphs) <= 2
-    for ours, theirs in zip(blocks.buffers(), reference.buffers()):
-        assert torch.equal(ours, theirs)
-    assert all(layer.state.call == 12 for block in blocks for layer in block.norms)
-    assert all(layer.state.count == 75 for block in blocks for layer in block.norms)
-
-
-def test_regional_compilation_with_checkpointing_exact():
-    torch._dynamo.reset()
-    blocks = nn.Sequential(*(Block() for _ in range(4)))
-    reference = copy.deepcopy(blocks)
-    for block in blocks:
-        block.compile(backend="aot_eager")
-    x = torch.randn(3, 4, 5, 5)
-    for model in (blocks, reference):
-        y = x
-        for block in model:
-            y = checkpoint(block, y, use_reentrant=False) if model is reference else block(y)
-        y.square().sum().backward()
-    for p, q in zip(blocks.parameters(), reference.parameters()):
-        assert torch.equal(p.grad, q.grad)
-    assert all(layer.state.call == 1 for block in reference for layer in block.norms)
-
-
 def test_compiled_graph_of_a_layer_that_is_gone_says_so():
     from syncbn.step import layer_state
 
@@ -254,20 +163,6 @@ def test_training_without_values_propagates_shapes(kind, options):
     assert layer.state.call == 0
     for parameter in layer.parameters():
         assert parameter.grad.shape == (4,)
-
-
-def test_operator_without_values_propagates_shapes():
-    with FakeTensorMode():
-        x, batches = torch.empty(4, 3, 5, requires_grad=True), torch.zeros(1, dtype=torch.int64)
-        out = syncbn.ops.batch_norm(x, *torch.ones(4, 3).unbind(), batches)
-        out.y.sum().backward()
-    assert out.y.shape == x.grad.shape == (4, 3, 5) and out.saved_mean.shape == (3,)
-
-
-def test_memory_format_of_outputs_without_values():
-    layer = syncbn.SyncBatchNorm(4, device="meta")
-    x = torch.empty(2, 4, 5, 6, device="meta").to(memory_format=torch.channels_last)
-    assert layer(x).stride() == x.stride()
 
 
 @pytest.mark.parametrize("momentum", (0.25, None), ids=str)

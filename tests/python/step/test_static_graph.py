@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training step as one static graph: torch.compile without graph breaks, and torch.fx."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +9,6 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import syncbn
-from syncbn.functional import sync_batch_norm
-from syncbn.step.autograd import train_step
 
 
 class Net(nn.Module):
@@ -123,94 +118,3 @@ def test_traced_model_trains_exact(trace):
     assert_same_training(traced, reference)
     # The graph's modules are the model's own.
     assert traced.bn1 is model.bn1
-
-
-@pytest.mark.parametrize("trace", TRACERS)
-def test_mode_is_not_part_of_the_graph(trace):
-    model = new_net()
-    traced = trace(model)
-    train(traced, list(traced.parameters()))
-    x = torch.randn(2, 3, 6, 6)
-    traced.eval()
-    before = copy.deepcopy(traced.state_dict())
-    assert not model.bn1.training and torch.equal(traced(x), model(x))
-    assert all(torch.equal(value, before[name]) for name, value in traced.state_dict().items())
-    evaluated = trace(new_net().eval()).train()
-    assert_same_training(evaluated, new_net())
-
-
-def test_tracers_that_follow_calls_see_the_layer():
-    """What feature extractors rely on: call_module runs, and the node knows its module."""
-    called = []
-
-    class Follower(fx.Tracer):
-        def call_module(self, m, forward, args, kwargs):
-            called.append(self.path_of_module(m))
-            return super().call_module(m, forward, args, kwargs)
-
-    graph = Follower().trace(new_net())
-    assert [name for name in called if name in LAYERS] == list(LAYERS)
-    for node in graph.nodes:
-        if node.target in LAYERS:
-            path, kind = list(node.meta["nn_module_stack"].values())[-1]
-            assert (path, kind) == (node.target, syncbn.SyncBatchNorm)
-
-
-class Halves(nn.Module):
-    """Two devices of one process, as the layer takes them: a list of inputs, and of residuals."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = syncbn.SyncBatchNorm(3)
-
-    def forward(self, x):
-        return torch.cat(self.bn([x[:1], x[1:]], residual=[x[:1], x[1:]]))
-
-
-def test_list_of_inputs_is_one_call_exact():
-    model, x = Halves(), torch.randn(4, 3, 2)
-    traced = fx.symbolic_trace(copy.deepcopy(model))
-    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["bn"]
-    assert not any(n.op == "get_attr" for n in traced.graph.nodes)
-    for mode in (True, False):
-        assert torch.equal(traced.train(mode)(x), model.train(mode)(x))
-    assert torch.equal(traced.bn.running_var, model.bn.running_var)
-
-
-def test_traced_model_compiles_copies_and_pickles_exact():
-    traced = fx.symbolic_trace(new_net())
-    for other in (copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
-        assert_same_training(other, new_net())
-    graphs = Graphs()
-    traced.compile(backend=graphs.backend, fullgraph=True)
-    assert_same_training(traced, new_net())
-    assert len(graphs.forward) == len(graphs.backward) == 1
-
-
-def test_layer_on_its_own_exact():
-    layer, reference = syncbn.SyncBatchNorm(3), syncbn.SyncBatchNorm(3)
-    traced = fx.symbolic_trace(layer)
-    steps = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    assert steps.count(train_step) == 1
-    for seed in range(3):
-        x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(traced(x), reference(x))
-    for name, value in reference.named_buffers():
-        assert torch.equal(dict(layer.named_buffers())[name], value), name
-
-
-def test_function_exact():
-    class Function(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
-            self.register_buffer("mean", torch.zeros(3))
-            self.register_buffer("var", torch.ones(3))
-
-        def forward(self, x):
-            y = sync_batch_norm(x, self.mean, self.var, self.weight, training=True) + 1
-            return sync_batch_norm(y, self.mean, self.var, training=False)
-
-    traced = fx.symbolic_trace(Function())
-    assert sum(node.target is sync_batch_norm for node in traced.graph.nodes) == 2
-    assert_same_training(traced, Function())

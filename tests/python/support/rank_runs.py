@@ -18,11 +18,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from support import join
-from syncbn.exchange import groups
+from syncbn.exchange import connections
 
 #: Of the group, and of the layers' exchanges.
 TIMEOUT = datetime.timedelta(seconds=30)
 Cases = dict[str, Callable[[int, int], None]]
+
+
+def exchange_over(engine: str) -> None:
+    """Layers of this process exchange over it: over "gloo" their groups share no memory."""
+    make = connections.make
+
+    def make_over(*given):
+        *others, share = given
+        return make(*others, share and engine == "shared memory")
+
+    connections.make = make_over
 
 
 def _rank_main(
@@ -34,7 +45,7 @@ def _rank_main(
     load: Callable[[], Cases],
     seconds: float,
 ) -> None:
-    groups.use_shared_memory = engine == "shared memory"
+    exchange_over(engine)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=TIMEOUT)

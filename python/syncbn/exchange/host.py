@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages that are summed on the host: a class for each way from rank to rank; and which way the
+messages of a step take, by where they lie and to whom they go."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ..errors import DivergenceError, ExchangeTimeout, PeerLost
+from ..operators import (
+    DIVERGED,
+    DONE,
+    DTYPES,
+    HEADER_BACKWARD,
+    HEADER_WORDS,
+    MESSAGE_WORDS,
+    NO_MEMORY,
+    PENDING,
+    TIMEOUT,
+    UNCHECKED,
+    ops,
+    record_words,
+    without_modes,
+)
+from . import agreement, callers, connections, whereabouts
+from .attempt import Attempt, Refusal, abandon, keep
+from .call import Call, Engine, Peers, Refused, Times
+from .transport import ALONE_WAY, InStream, Transport
+
+#: Milliseconds that an operator waits in shared memory.
+_SLICE = 50
+
+
+def engine_of(peers: Peers) -> "OnHost":
+    """Gives the way that the group was made with."""
+    if peers.shared is None:
+        return Gloo(peers)
+    return SharedMemory(peers) if peers.nodes == 1 else SharedMemoryAndGloo(peers)
+
+
+class OnHost(Engine, Transport):
+    """The way of messages on the host, and the engine that sums their words."""
+
+    peers: Peers
+
+    @property
+    def engine(self) -> Engine:  # type: ignore[override]
+        return self
+
+    def exchange(self, message, channels, call):
+        return self._rest_after(self.sum_first(message, call), message, channels, call)
+
+    def _rest_after(self, first, message, channels, call):
+        """Gives what exchange() returns, when the first part of the sum is there."""
+        # A mode of the caller's that raised here would leave the others alone with the sum.
+        with without_modes():
+            agreement.check_header(first, self, call)
+            rest = ops.remaining_words(message, first, self.peers.ranks, channels, -1)
+        if rest.numel() == 0:
+            return first, None
+        return first, self.sum_words(rest, call)
+
+    def gather(self, message, channels, call):
+        """Records travel in the first message of all exchanges, each rank's in a place of its own
+        where the others add zeros; if they do not fit the frame, in an all-gather after it."""
+        frame, fits = self.refusing(self._placed, (message, channels), message, call)
+        words, size = frame.numel(), message.numel() - HEADER_WORDS
+        first = self.sum_first(frame, call)
+        with without_modes():
+            dtype = agreement.check_header(first, self, call)
+            if dtype is not None:
+                size = record_words(channels, dtype)
+            ranks = self.peers.ranks
+            if fits and first.numel() == words:
+                return first, first[HEADER_WORDS : HEADER_WORDS + ranks * size]
+            whole = torch.cat([frame[: first.numel()], message[HEADER_WORDS:]])
+            record = ops.remaining_words(whole, first, ranks, channels, size)
+        return first, self.gather_words(record, call)
+
+    def _placed(self, message, channels):
+        """Makes the first message of gather(), and tells whether it has room for all records."""
+        record, ranks = message[HEADER_WORDS:], self.peers.ranks
+        size, room = record.numel(), self.frame_words
+        words = room or HEADER_WORDS + ranks * size
+        frame = torch.zeros(words, dtype=torch.int64, device=message.device)
+        frame[:HEADER_WORDS] = message[:HEADER_WORDS]
+        # By the largest record: a rank without samples may be of another dtype than the group.
+        fits = not room or HEADER_WORDS + ranks * (1 + 2 * channels) <= room
+        if fits:
+            begin = HEADER_WORDS + self.peers.rank * size
+            frame[begin : begin + size] = record
+        return frame, fits
+
+    def sum(self, x, tag, call):
+        """Sums x after the tags, which go first, in a message of the frame's length."""
+        agreement.agree(torch.empty(0, dtype=torch.int64, device="cpu"), tag, self, call)
+        return self._sum_numbers(x.cpu().contiguous(), call).to(x.device)
+
+    def _sum_numbers(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        """Sums tensors of any dtype, equal in shape on all ranks."""
+        with Attempt(self, call) as attempt:
+            return _sum_over_gloo(x.clone(), self.peers.group_name, attempt)
+
+    def backward_of(self, word, merged, own, call):
+        with without_modes():
+            if merged is not None:
+                word = int(merged[HEADER_BACKWARD].item())
+            return agreement.backward_of(word, own, self, call)
+
+    def reject(self, call, error, x=None, parameter=None):
+        reason = str(error).removeprefix(f"{call}, {self.peers}: ")
+        text = f"{call}: {type(error).__name__}: {reason}"
+
+        def tell() -> None:
+            with without_modes():
+                like = torch.empty(0, device="cpu")
+                self.sum_first(ops.rejection(like, self.frame_words), call)
+                agreement.exchange_texts(text, self, call)
+
+        Refusal(self, text, tell)
+
+    def leave_group(self, call: Call, error: BaseException) -> None:
+        abandon(self, call, error)
+
+    def _leave_gloo(self, why: str) -> None:
+        """Tells the others that this rank does not come. They look at the store: works of Gloo
+        cannot be stopped."""
+        self._tell_gloo(f"rank {self.peers.rank} left the group: {why}")
+        keep(self.peers)
+
+    def _tell_gloo(self, why: str) -> None:
+        whereabouts.tell(self.peers.group_name, why[:400])
+
+
+class Gloo(OnHost):
+    """Messages over Gloo alone."""
+
+    def __init__(self, peers: Peers) -> None:
+        super().__init__(peers)
+        self.name = "gloo" if peers.nodes == 1 else "gloo between nodes"
+
+    def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        return self._sum_numbers(words, call)
+
+    def gather_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        out = words.new_empty(self.peers.ranks, words.numel())
+        with Attempt(self, call) as attempt:
+            options = dist.distributed_c10d.AllgatherOptions()
+            options.timeout = attempt.timeout
+            group = callers.resolve(self.peers.group_name)
+            attempt.wait(group.allgather([list(out)], [words], options))
+        return out.flatten()
+
+    def abandon(self, why: str) -> None:
+        self._leave_gloo(why)
+
+    def pass_on(self, why: str) -> None:
+        if self.peers.nodes > 1:
+            self._tell_gloo(why)
+
+
+class _InMemory(OnHost):
+    """Messages in memory that the processes of a node share."""
+
+    @property
+    def _handle(self) -> int:
+        assert self.peers.shared is not None
+        return self.peers.shared
+
+    def _all_reduce(self, words: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Gives the sum over the node, and a status."""
+        total, status = ops.shm_sum(words, self._handle, _SLICE)
+        return total, _finish(self._handle, status)
+
+    def _sum_on_node(self, words: torch.Tensor, attempt: Attempt) -> torch.Tensor:
+        """Sums over the node. Raises DivergenceError if lengths differ, which breaks the group: the
+        ranks are in different exchanges."""
+        total, status = self._all_reduce(words)
+        if status == DIVERGED:
+            reason = ops.shm_error(self._handle).removeprefix(f"{self.peers}: ")
+            raise DivergenceError(f"{attempt.call}, {self.peers}: {reason}")
+        self._fail_unless_done(status, attempt)
+        return total
+
+    def _fail_unless_done(self, status: int, attempt: Attempt) -> None:
+        if status != DONE:
+            kind = ExchangeTimeout if status == TIMEOUT else PeerLost
+            attempt.fail(kind, ops.shm_error(self._handle))
+
+    def gather_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        places = words.new_zeros(self.peers.ranks, words.numel())
+        places[self.peers.rank] = words
+        return self.sum_words(places.flatten(), call)
+
+    def set_limit(self, limit: float) -> None:
+        connections.set_limit(self._handle, limit)
+
+    def abandon(self, why: str) -> None:
+        ops.shm_abandon(self._handle, why[:400])
+
+
+def _finish(handle: int, status: int) -> int:
+    """Gives the status at the end of an exchange that has begun. Python is in between 20 times a
+    second, so that Ctrl-C works."""
+    while status == PENDING:
+        status = ops.shm_finish(handle, _SLICE)
+    return status
+
+
+class SharedMemory(_InMemory):
+    """Messages between processes of one node."""
+
+    name = "shared memory"
+    frame_words = 0
+
+    @property
+    def way(self) -> int:  # type: ignore[override]
+        return self._handle
+
+    def note(self, times: Times, seconds: float) -> None:
+        summed, waited = ops.shm_times(self._handle)
+        times.add(summed, waited, seconds - summed - waited)
+
+    def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        with Attempt(self, call) as attempt:
+            return self._sum_on_node(words, attempt)
+
+    def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
+        """Sums the whole message; if lengths differ the header alone, which tells why."""
+        with Attempt(self, call) as attempt:
+            total, status = self._all_reduce(message)
+            if status != DIVERGED:
+                self._fail_unless_done(status, attempt)
+                return total
+        return self.sum_words(message[:HEADER_WORDS], call)
+
+    def begin(self, run, passes, lead, way, call, gathers=False, checked=True):
+        if way is not None:
+            return super().begin(run, passes, lead, way, call, gathers, checked)
+        (arguments,) = passes
+        try:
+            given, message, first = self._step(run, arguments, call)
+        except Refused as refused:
+            raise self._failed(refused.args[0], arguments[0], call, checked) from None
+        if message is None:
+            return [given], None
+        return [given], (message, *self._rest_after(first, message, call.channels, call))
+
+    def _step(self, run: Callable[..., tuple], arguments: tuple, call: Call) -> tuple:
+        """Runs an operator that begins a direction, and the exchange with it. Returns (what it
+        gives, None, None), or where it could not go on (what it gives, this rank's message, the sum
+        of what goes first). Raises Refused where it refuses its arguments."""
+        handle = self._handle
+        with Attempt(self, call) as attempt:
+            try:
+                *given, message, total, status = run(*arguments, handle, _SLICE)
+            except Exception as error:
+                raise Refused(error) from error
+            if status == DONE:
+                return given, None, None
+            status = _finish(handle, status)
+            if status == NO_MEMORY:
+                raise MemoryError(ops.shm_error(handle))
+            if status not in (DIVERGED, UNCHECKED):
+                self._fail_unless_done(status, attempt)
+        if status == DIVERGED:
+            total = self.sum_words(message[:HEADER_WORDS], call)
+        return given, message, total
+
+
+class SharedMemoryAndGloo(_InMemory):
+    """Messages between the processes of each node; then between the nodes' first ranks, who bring
+    the sum to the others."""
+
+    name = "shared memory, gloo between nodes"
+
+    def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        with Attempt(self, call) as attempt:
+            total = self._sum_on_node(words, attempt)
+            if self.peers.leaders is None:
+                total.zero_()
+            else:
+                try:
+                    total = _sum_over_gloo(total, self.peers.leaders, attempt)
+                except BaseException as error:
+                    ops.shm_abandon(self._handle, f"between nodes: {error}"[:200])
+                    raise
+            return self._sum_on_node(total, attempt)
+
+    def abandon(self, why: str) -> None:
+        super().abandon(why)
+        self._leave_gloo(why)
+
+    def pass_on(self, why: str) -> None:
+        """Tells the other nodes, which do not see it."""
+        self._tell_gloo(why)
+
+
+def _sum_over_gloo(total: torch.Tensor, group: str, attempt: Attempt) -> torch.Tensor:
+    """Sums over the group, and writes the sum over what it is made of."""
+    options = dist.AllreduceOptions()
+    options.timeout = attempt.timeout
+    attempt.wait(callers.resolve(group).allreduce([total], options))
+    return total
+
+
+class ThroughHost(Transport):
+    """Messages on CUDA of groups without NCCL; the host waits for the device, and frames them."""
+
+    engine: OnHost
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers, self.engine = peers, engine_of(peers)
+        self.name = f"{self.engine.name}, through the host"
+
+    def exchange(self, message, channels, call):
+        """Gives the merged message in one piece."""
+        own = message.cpu()
+        framed = F.pad(own, (0, max(0, self.engine.frame_words - own.numel())))
+        first, rest = self.engine.exchange(framed, channels, call)
+        merged = first if rest is None else torch.cat([first, rest])
+        dtype = int(ops.header(first, self.engine.peers.ranks)[3])
+        # A rank without samples may be of another dtype than the group, whose length then counts.
+        words = own.numel() if dtype < 0 else HEADER_WORDS + channels * MESSAGE_WORDS[DTYPES[dtype]]
+        merged = F.pad(merged[:words], (0, max(0, words - merged.numel())))
+        return merged.to(message.device), None
+
+    def gather(self, message, channels, call):
+        own, ranks = message.cpu(), self.engine.peers.ranks
+        merged, records = self.engine.gather(own, channels, call)
+        records = records.view(ranks, -1)
+        headers = own[:HEADER_WORDS].repeat(ranks, 1)  # the calls agree
+        headers[:, 0], headers[:, 3] = records[:, 0], 0
+        headers[0, 3] = merged[3]
+        messages = torch.cat([headers, records], 1).flatten()
+        return merged[:HEADER_WORDS].to(message.device), messages.to(message.device)
+
+    def sum(self, x, tag, call):
+        return self.engine.sum(x, tag, call)
+
+    def backward_of(self, word, merged, own, call):
+        return self.engine.backward_of(word, merged, own, call)
+
+    def reject(self, call, error, x=None, parameter=None):
+        self.engine.reject(call, error)
+
+
+def transport_of(peers: Peers | None, device: torch.device) -> Transport:
+    """Gives the way of messages on that device to these peers."""
+    if peers is None:
+        return ALONE_WAY
+    if device.type != "cuda":
+        return engine_of(peers)
+    if not peers.cuda:
+        return ThroughHost(peers)
+    return InStream(peers, device)
+
+
+def reject(
+    peers: Peers | None,
+    call: Call,
+    error: BaseException,
+    x: object = None,
+    parameter: torch.Tensor | None = None,
+    counter: torch.Tensor | None = None,
+) -> None:
+    """Takes part in an exchange with the word that this rank cannot, so that the others get its
+    error now and not when their time is up. x: this rank's input. parameter: one that has the
+    layer's number of channels. counter: a tensor of any shape that lies where the layer does."""
+    if peers is not None:
+        device = _device_of_others(peers, x, parameter, counter)
+        transport_of(peers, device).reject(call, error, x, parameter)
+
+
+def _device_of_others(
+    peers: Peers,
+    x: object,
+    parameter: torch.Tensor | None,
+    counter: torch.Tensor | None,
+) -> torch.device:
+    """Tells where the messages of ranks lie that do not refuse, which decides the way that they
+    take: where the layer lies, because the input may be what is refused."""
+    if parameter is not None:
+        return parameter.device
+    if counter is not None and counter.is_cuda:  # else the layer may not have been called yet
+        return counter.device
+    if callers.is_nccl_alone(peers.cuda):
+        return callers.device_of(peers.cuda)
+    return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")

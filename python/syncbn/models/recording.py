@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notes of a training that two runs can be compared by, on any two numbers of processes."""
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..exchange import callers
+from ..fingerprints import bytes_of, unwrapped
+from ..nn import layers_of
+from ..operators import DTYPES, HEADER_WORDS, MESSAGE_WORDS, ops
+
+#: Digits of the first sum, of radix 2^52 (docs/numerics.md, section 2), and what they are taken by.
+_FIRST = {torch.float16: 2, torch.bfloat16: 6, torch.float32: 6, torch.float64: 41}
+_PRIME = 2**31 - 19
+_WEIGHTS = torch.tensor([pow(2, 52 * i, _PRIME) for i in range(41)], device="cpu")
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Recording:
+    """Notes while its block runs; see record()."""
+
+    def __init__(self, module: nn.Module, path: str | os.PathLike[str]) -> None:
+        self._layers, self._path = layers_of(module), path
+        self._names = {id(p): unwrapped(name) for name, p in module.named_parameters()}
+        self._steps: Counter[tuple[str, str]] = Counter()
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> "Recording":
+        for name, layer in self._layers:
+            if layer.state.record is not None:
+                raise RuntimeError(
+                    f"record: got {name or 'a layer'}, which is being recorded already, expected "
+                    "one block at a time"
+                )
+        if not callers.initialized() or dist.get_rank() == 0:
+            self._file = open(self._path, "w", encoding="utf-8")
+        for name, layer in self._layers:
+            layer.state.record = functools.partial(self._note_sums, unwrapped(name))
+        self._hook = register_optimizer_step_pre_hook(self._note_gradients)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+        for _, layer in self._layers:
+            layer.state.record = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _note(self, name: str, what: str, value: str) -> None:
+        """One line of the file: step, layer or parameter, what is noted of it, and the value."""
+        assert self._file is not None
+        self._steps[name, what] += 1
+        print(json.dumps([self._steps[name, what] - 1, name, what, value]), file=self._file)
+
+    def _note_sums(
+        self, name: str, direction: str, ranks: int, channels: int, merged: Tensor, more: Any
+    ) -> None:
+        if self._file is not None:
+            words = merged if more is None else torch.cat([merged, more])
+            self._note(name, direction, _hash_of_sums(words.cpu(), ranks, channels))
+
+    def _note_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._file is None:
+            return
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        named = [p for p in given if id(p) in self._names and p.grad is not None]
+        sums = [_sum_of_bits(p.grad) for p in named]
+        values = torch.stack(sums).tolist() if sums else []
+        for p, value in zip(named, values):
+            self._note(self._names[id(p)], "gradient", f"{value % 2**64:016x}")
+
+
+def record(module: nn.Module, path: str | os.PathLike[str]) -> Recording:
+    """Notes in a file, while a with block runs, what two trainings can be compared by.
+
+        with syncbn.record(model, "run_a"):
+            train_some_steps()
+
+    For each step and synchronized layer it notes a hash of the exact sums of forward and backward,
+    which neither the number of processes nor the order of samples changes, and at each step of a
+    torch.optim optimizer the sum of the bits of each parameter's gradient. `python -m syncbn diff
+    run_a run_b` names the first step and layer where two runs differ. Training has the same bits
+    inside the block as outside. All ranks enter the block, and rank 0 writes the file. Layers in
+    compiled graphs and with statistics="welford" are not noted.
+
+    Args:
+        module: the model, or what it is wrapped in.
+        path: of the file, which is written over.
+
+    Raises:
+        OSError: the file cannot be written.
+        RuntimeError: a layer is in another such block.
+        ValueError: `module` is not a module.
+    """
+    return Recording(module, path)
+
+
+def _hash_of_sums(words: Tensor, ranks: int, channels: int) -> str:
+    """Of a merged message. Sums are taken as integers, modulo a prime: the same value may have
+    other digits on other numbers of ranks, because carries are left to the end."""
+    kind = int(ops.header(words[:HEADER_WORDS], ranks)[3])
+    if kind < 0:
+        return "no samples"
+    dtype = DTYPES[kind]
+    of_channels = words[HEADER_WORDS:][: channels * MESSAGE_WORDS[dtype]].view(channels, -1)
+    *digits, flags = of_channels.split_with_sizes(
+        [_FIRST[dtype], MESSAGE_WORDS[dtype] - _FIRST[dtype] - 1, 1], 1
+    )
+    sums = [(d % _PRIME * _WEIGHTS[: d.size(1)] % _PRIME).sum(1, keepdim=True) for d in digits]
+    seen = [(flags >> shift & 0x7FFF).sign() for shift in (0, 15, 30, 45)]
+    canonical = torch.cat([s % _PRIME for s in sums] + seen, 1)
+    return hashlib.blake2b(bytes_of(canonical), digest_size=8).hexdigest()
+
+
+def _sum_of_bits(gradient: Any) -> Tensor:
+    flat = gradient.detach().contiguous().view(-1)
+    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+
+
+def _lines(path: str | os.PathLike[str]) -> Iterator[list]:
+    with open(path, encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> str | None:
+    """A sentence about where two files of record() begin to differ; None if they do not."""
+    for own, other in itertools.zip_longest(_lines(a), _lines(b)):
+        if own == other:
+            continue
+        for path, ended, goes_on in ((a, own, other), (b, other, own)):
+            if ended is None:
+                return f"{path} ends before {_place(goes_on)}"
+        if own[:3] == other[:3]:
+            return f"{_place(own)}: {own[3]} in {a}, {other[3]} in {b}"
+        return f"{a} goes on with {_place(own)}, {b} with {_place(other)}"
+    return None
+
+
+def _place(line: list) -> str:
+    step, name, what, _ = line
+    return f"step {step}, {name or 'the layer'}, {what}"

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training that has the same bits on any number of processes: each batch is cut into V shares, and
+the processes play them. Whatever their number, a share computes alone between synchronized layers,
+with its own shapes and its own random numbers, and the gradients of all shares are added in one
+binary tree."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..devices import give_up, run_in_turns
+from ..exchange import callers
+from ..nn import SyncBatchNorm
+from ..parallel import _copy_of, _current, _Meeting
+from . import checks, data
+from .tree import Tree
+
+__all__ = ["Shares"]
+
+#: Bytes of gradients of one share that travel together.
+_BUCKET = 25 << 20
+
+
+class _Generators:
+    """The random numbers of shares: PyTorch's default generators, of the CPU and of the device,
+    hold the state of the share that runs, and the program's own state again afterwards."""
+
+    def __init__(self, seeds: Iterable[int], device: torch.device) -> None:
+        self._devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
+        self._states = [
+            [torch.Generator(d).manual_seed(seed).get_state() for d in self._devices]
+            for seed in seeds
+        ]
+        self._states.append(self._current())
+        self._at = len(self._states) - 1
+
+    def _current(self) -> list[Tensor]:
+        return [
+            torch.cuda.get_rng_state(d) if d.type == "cuda" else torch.get_rng_state()
+            for d in self._devices
+        ]
+
+    def switch(self, k: int) -> None:
+        self._states[self._at], self._at = self._current(), k
+        for device, state in zip(self._devices, self._states[k]):
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(state, device)
+            else:
+                torch.set_rng_state(state)
+
+    def leave(self) -> None:
+        self.switch(len(self._states) - 1)
+
+
+class _Step:
+    """One forward of this process's shares.
+
+    aliases: of each share, the trained parameters under names of its own. Autograd would add the
+    gradients of shares in an order of its own; so they are kept apart. outputs: what the model
+    gave, and the leaf that the caller has of it: all shares begin backward at the same place,
+    whatever graph the losses have.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], shares: int) -> None:
+        self.aliases = [[p.detach().requires_grad_() for p in parameters] for _ in range(shares)]
+        self.outputs: list[tuple[Tensor, Tensor]] = []
+
+    def cut(self, output: Any) -> Any:
+        """The same output, of leaves."""
+        parts, spec = tree_flatten(output)
+        for i, part in enumerate(parts):
+            if isinstance(part, Tensor) and part.requires_grad:
+                parts[i] = part.detach().requires_grad_()
+                self.outputs.append((part, parts[i]))
+        return tree_unflatten(parts, spec)
+
+    def backward(self) -> None:
+        """From the leaves on."""
+        roots = [(part, leaf.grad) for part, leaf in self.outputs if leaf.grad is not None]
+        self.outputs = []
+        if roots:
+            torch.autograd.backward([part for part, _ in roots], [grad for _, grad in roots])
+
+
+class Shares(nn.Module):
+    """Trains a model on V shares of each batch, with the same bits on any number of processes.
+
+    P processes of the default group, 1 to V of them, play the shares: each takes neighbouring ones,
+    as evenly as can be. Without torch.distributed one process plays all. The parameters, buffers
+    and optimizer states after each step are then the same, bit for bit, for every P, on one kind of
+    processor, one version of PyTorch and one number of threads (docs/shares.md).
+
+    Between synchronized layers a share computes alone. There its random numbers come from seed, the
+    number of the step and the share. Gradients are means over the shares.
+
+    Args:
+        module: the model, on the device where it trains, with all batch norms synchronized. At the
+            start all processes get the parameters and buffers of rank 0.
+        shares: V, their number, at least that of processes.
+        seed: of random numbers and of the order of samples.
+
+    Raises:
+        ValueError: an argument is refused, or processes differ in what bits depend on. Every rank
+            raises it.
+    """
+
+    def __init__(self, module: nn.Module, shares: int, seed: int = 0) -> None:
+        super().__init__()
+        processes = dist.get_world_size() if callers.initialized() else 1
+        try:
+            checks.check(module, shares, seed, processes)
+        except ValueError as error:
+            checks.agree(str(error), {}, processes)
+            raise
+        self.module, self.shares, self.seed, self.steps = module, shares, seed, 0
+        self._tree = Tree(shares)
+        tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        shapes = [(name, tuple(p.shape), p.dtype) for name, p in module.named_parameters()]
+        said = {"shares": shares, "seed": seed, "parameters": hex(checks.number_of(shapes))}
+        checks.agree("", said | checks.environment_of(self._device), processes)
+        self._layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm)]
+        for layer in self._layers:
+            layer.affine_grad = "global"
+        for tensor in tensors:
+            self._broadcast(tensor)
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._steps: list[_Step] = []
+        self._kept = self._nothing()
+        self._syncs = True
+
+    @property
+    def mine(self) -> range:
+        """The numbers of this process's shares."""
+        return self._tree.mine
+
+    @torch.compiler.disable
+    def forward(self, *inputs: Any) -> list[Any]:
+        """Runs the model on this process's shares.
+
+        Args:
+            inputs: the model's arguments. A tensor is cut along its first axis into one equal part
+                per share of this process; a list has one entry per share; anything else is given to
+                every share.
+
+        Returns:
+            The list of the shares' outputs.
+
+        Raises:
+            ValueError: an argument is refused. Processes at a layer get a DivergenceError.
+        """
+        training = self.training or any(layer.training for layer in self._layers)
+        try:
+            arguments = list(zip(*(self._parts(i, x) for i, x in enumerate(inputs))))
+            if not arguments:
+                raise ValueError("inputs: got none, expected the model's arguments")
+            for layer in self._layers if training else ():
+                if layer.training and not layer.sync:
+                    raise ValueError(
+                        f"module: got {layer.state.name} with sync=False, expected sync=True"
+                    )
+        except ValueError as error:
+            if training and self._layers and self._tree.processes > 1:
+                give_up([(self._layers[0], torch.empty(0, device=self._device))], error)
+            raise
+        if not training:
+            return [self.module(*each) for each in arguments]
+        step = _Step(self._trained, len(self.mine))
+        modules = self._copies(step)
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+        def run(module: nn.Module, given: tuple) -> Any:
+            with _current(self._device, stream):
+                return module(*given)
+
+        calls: list[Callable[[], Any]] = [
+            functools.partial(run, *each) for each in zip(modules, arguments)
+        ]
+        seeds = [checks.number_of(self.seed, self.steps, share) for share in self.mine]
+        meeting = _Meeting(self.module, modules)
+        generators = _Generators(seeds, self._device)
+        outputs = run_in_turns(calls, meeting.meet, meeting.give_up, generators)
+        self.steps += 1
+        for buffer in self._buffers_of_shares():
+            self._broadcast(buffer)
+        outputs = [step.cut(output) for output in outputs]
+        if step.outputs:
+            self._steps.append(step)
+        return outputs
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Cuts a tensor along its first axis, one equal part per share of this process."""
+        return self._parts(0, x, "x")
+
+    def loader(
+        self, dataset: Any, batch_size: int, *, shuffle: bool = True, **options: Any
+    ) -> torch.utils.data.DataLoader:
+        """Makes a DataLoader of this process's shares of each batch.
+
+        A step's batch has the same samples for any number of processes, in an order that seed and
+        epoch decide, and share v has the v-th part. A sample's random numbers come from seed, epoch
+        and index, so augmentations do not depend on workers. Samples that make no whole batch are
+        left out. Call loader.batch_sampler.set_epoch(epoch) before each epoch.
+
+        Args:
+            dataset: with indices and a length.
+            batch_size: samples in a batch of all processes, a multiple of the number of shares.
+            shuffle: False takes the samples in the dataset's order.
+            options: of torch.utils.data.DataLoader, such as num_workers and collate_fn.
+
+        Raises:
+            ValueError: an argument is refused.
+        """
+        own = (self.seed, self.shares, self.mine)
+        return data.loader(dataset, batch_size, shuffle, *own, options)
+
+    def backward(self, losses: Sequence[Tensor] | Tensor) -> None:
+        """Adds the mean of all shares' gradients to the parameters' .grad.
+
+        Args:
+            losses: one number per share of this process, each from the output of that share; a
+                tensor, where there is one share. Every process calls it.
+
+        Raises:
+            ValueError: the losses are not of that form.
+        """
+        losses = [losses] if isinstance(losses, Tensor) else list(losses)
+        if len(losses) != len(self.mine) or any(x.numel() != 1 for x in losses):
+            got = [tuple(x.shape) for x in losses]
+            raise ValueError(
+                f"losses: got shapes {got}, expected one number for each of the {len(self.mine)} "
+                "shares of this process"
+            )
+        steps, self._steps = self._steps, []
+        for kept, loss in zip(self._kept, losses):
+            _gather(kept, self._apart(loss.backward))  # penalties on parameters, and the leaves'
+        for step in steps:
+            # Autograd adds those of synchronized layers: they are exact sums over all shares.
+            for p, exact in zip(self._trained, self._apart(step.backward)):
+                if exact is not None:
+                    _add_to(p, exact.div_(self.shares))
+            for kept, aliases in zip(self._kept, step.aliases):
+                _gather(kept, [alias.grad for alias in aliases])
+        if self._syncs:
+            whole, self._kept = self._kept, self._nothing()
+            self._reduce(whole)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Makes backward() keep the gradients of shares apart, without an exchange; the next one
+        outside exchanges their sums."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def mean(self, values: Sequence[Tensor] | Tensor) -> Tensor:
+        """The mean over all shares of tensors of one shape and a floating dtype, one per share of
+        this process, with the same bits for any number of processes. Every process calls it."""
+        values = [values] if isinstance(values, Tensor) else list(values)
+        flat = [value.detach().flatten() for value in values]
+        return self._tree.total(flat).div_(self.shares).view(values[0].shape)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {
+            "shares": self.shares,
+            "seed": self.seed,
+            "steps": self.steps,
+            "environment": checks.environment_of(self._device),
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        own = {"shares": self.shares, "seed": self.seed, **checks.environment_of(self._device)}
+        given = {"shares": state["shares"], "seed": state["seed"], **state["environment"]}
+        for name in own:
+            if own[name] != given.get(name):
+                raise ValueError(
+                    f"state_dict: got one of a training with {name} {given.get(name)}, expected "
+                    f"{own[name]}: it would go on with other bits"
+                )
+        self.steps = state["steps"]
+
+    def extra_repr(self) -> str:
+        return f"shares={self.shares}, seed={self.seed}, processes={self._tree.processes}"
+
+    def _nothing(self) -> list[list[Tensor | None]]:
+        return [[None] * len(self._trained) for _ in self.mine]
+
+    def _apart(self, run: Callable[[], None]) -> list[Tensor | None]:
+        """What run() adds to the parameters' .grad, which stay as they were."""
+        before = [p.grad for p in self._trained]
+        try:
+            for p in self._trained:
+                p.grad = None
+            run()
+            return [p.grad for p in self._trained]
+        finally:
+            for p, grad in zip(self._trained, before):
+                p.grad = grad
+
+    def _parts(self, position: int, x: Any, name: str = "") -> list[Any]:
+        count, name = len(self.mine), name or f"inputs[{position}]"
+        if isinstance(x, Tensor):
+            if x.dim() == 0 or len(x) % count or len(x) == 0:
+                raise ValueError(
+                    f"{name}: got shape {tuple(x.shape)}, expected equal parts for the {count} "
+                    "shares of this process along the first axis"
+                )
+            return list(x.chunk(count))
+        if isinstance(x, (list, tuple)):
+            if len(x) != count:
+                raise ValueError(
+                    f"{name}: got a list of {len(x)}, expected {count}, one entry per share of "
+                    "this process"
+                )
+            return list(x)
+        return [x] * count
+
+    def _buffers_of_shares(self) -> list[Tensor]:
+        """Buffers that forward may write to, other than those of synchronized layers: share 0's
+        stay."""
+        synchronized = {id(b) for layer in self._layers for b in layer.buffers(recurse=False)}
+        return [b for b in self.module.buffers() if id(b) not in synchronized]
+
+    def _copies(self, step: _Step) -> list[nn.Module]:
+        """A copy of the model per share."""
+        own: list[Tensor] = [p for p in self.module.parameters() if not p.requires_grad]
+        own += [b for layer in self._layers for b in layer.buffers(recurse=False)]
+        copies = []
+        for share, aliases in zip(self.mine, step.aliases):
+            tensors = {id(p): alias for p, alias in zip(self._trained, aliases)}
+            tensors |= {id(t): t for t in own}
+            if share == 0:
+                tensors |= {id(b): b for b in self._buffers_of_shares()}
+            copies.append(_copy_of(self.module, self._device, tensors))
+        return copies
+
+    def _reduce(self, kept: list[list[Tensor | None]]) -> None:
+        """Exchanges the shares' gradients, and adds the means to the parameters' .grad."""
+        for bucket in _buckets(self._trained):
+            parameters = [self._trained[i] for i in bucket]
+            flat = []
+            for own in kept:
+                gradients = [own[i] for i in bucket]
+                parts = [
+                    torch.zeros_like(p).flatten() if g is None else g.flatten()
+                    for p, g in zip(parameters, gradients)
+                ]
+                there = [float(g is not None) for g in gradients]
+                flat.append(torch.cat([*parts, parts[0].new_tensor(there)]))
+                for i in bucket:
+                    own[i] = None
+            total = self._tree.total(flat)
+            del flat
+            sizes = [p.numel() for p in parameters]
+            *means, there = total.split([*sizes, len(bucket)])
+            for p, mean, any_share in zip(parameters, means, there.tolist()):
+                if any_share:  # else no share used it
+                    _add_to(p, mean.view(p.shape).div_(self.shares))
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        if self._tree.processes > 1:
+            with torch.no_grad():
+                whole = tensor.detach().contiguous()
+                dist.broadcast(whole, 0)
+                tensor.copy_(whole)
+
+
+def _gather(kept: list[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+    """Adds gradients to those of a share, in the order of the calls."""
+    for i, gradient in enumerate(gradients):
+        if gradient is not None:
+            own = kept[i]
+            kept[i] = gradient if own is None else own + gradient
+
+
+def _add_to(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Adds to the gradient, which is of the parameter's layout."""
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    else:
+        parameter.grad.add_(gradient)
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Positions of parameters whose gradients travel together: neighbours of one dtype."""
+    bucket: list[int] = []
+    room = _BUCKET
+    for i, p in enumerate(parameters):
+        if bucket and (room < p.nbytes or p.dtype != parameters[bucket[0]].dtype):
+            yield bucket
+            bucket, room = [], _BUCKET
+        bucket.append(i)
+        room -= p.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each process does; the results are compared over numbers of processes. hash_*: equal on all
+ranks of all worlds. text_*: an error's text, equal on all ranks of a world."""
+
+import functools
+from pathlib import Path
+
+import timm.optim
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import syncbn
+from share_models import Pictures, random_network, train, trained
+from syncbn.models.recording import first_difference
+
+NETWORKS = 8
+
+
+def hash_of_random_networks(rank, world, folder):
+    return [trained(seed) for seed in range(NETWORKS)]
+
+
+def hash_of_a_penalty_and_autocast(rank, world, folder):
+    return [trained(20, penalty=True), trained(21, autocast=True)]
+
+
+def hash_of_optimizers(rank, world, folder):
+    """Fused, in loops over lists of tensors, and timm's, which scale by norms of layers."""
+    chosen = (
+        functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=True),
+        functools.partial(torch.optim.AdamW, fused=True),
+        torch.optim.Adafactor,
+        timm.optim.Lamb,
+        functools.partial(timm.optim.Lars, momentum=0.9),
+    )
+    hashes = [trained(30 + i, make=make, steps=3) for i, make in enumerate(chosen)]
+    # The first gradients overflow, and their step is left out.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
+    hashes.append(trained(42, steps=3, scaler=scaler))
+    assert scaler.get_scale() == 2.0**27
+    return hashes
+
+
+def hash_of_accumulated_steps(rank, world, folder):
+    """Micro-steps with and without exchanges, and two forwards before one backward."""
+    network, shares = random_network(1)
+    training = syncbn.Shares(network, shares, seed=5)
+    x, target = next(iter(training.loader(Pictures(), 4 * shares)))
+
+    def losses():
+        return [F.cross_entropy(y, t) for y, t in zip(training(x), training.split(target))]
+
+    with training.no_sync():
+        training.backward(losses())
+        training.backward(losses())
+    training.backward(losses())
+    training.backward(losses())
+    training.backward([a + 2 * b for a, b in zip(losses(), losses())])
+    mean = training.mean([x.detach() for x in losses()])
+    return syncbn.fingerprint([p.grad for p in network.parameters()], network, mean)
+
+
+def hash_of_the_data(rank, world, folder):
+    """Each share's samples, whoever has the share, with and without workers."""
+    training = syncbn.Shares(nn.Linear(2, 2), 6, seed=3)
+    seen: dict[str, str] = {}
+    runs = []
+    for workers in (0, 2):
+        before = torch.get_rng_state()
+        loader = training.loader(Pictures(), 12, num_workers=workers)
+        loader.batch_sampler.set_epoch(1, start=3)
+        assert len(loader) == 2
+        for i, (x, _) in enumerate(loader):
+            for share, part in zip(training.mine, training.split(x)):
+                seen[f"{share} of {i}"] = syncbn.fingerprint(part)
+        assert torch.equal(before, torch.get_rng_state())
+        everybody = [seen]
+        if world > 1:
+            everybody = [None] * world
+            dist.all_gather_object(everybody, seen)
+        whole = {name: text for some in everybody for name, text in some.items()}
+        assert len(whole) == 12
+        runs.append([whole[name] for name in sorted(whole)])
+    assert runs[0] == runs[1]
+    return runs[0]
+
+
+def goes_on(begin: Path | None, steps: int, end: Path | None) -> str:
+    network, shares = random_network(4)
+    training = syncbn.Shares(network, shares, seed=9)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    if begin:
+        state = torch.load(begin)
+        training.load_state_dict(state["training"])
+        optimizer.load_state_dict(state["optimizer"])
+    train(training, optimizer, steps)
+    if end and training.mine.start == 0:
+        state = {"training": training.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, end)
+    return syncbn.fingerprint(network, optimizer)
+
+
+def hash_of_a_training(rank, world, folder):
+    """In one go, and its first half for others to go on with."""
+    goes_on(None, 2, folder / "half")
+    return goes_on(None, 4, None)
+
+
+def caught(*errors):
+    """The text of the error that a function ends with."""
+
+    def run(function):
+        try:
+            function()
+        except errors as error:
+            return f"{type(error).__name__}: {error}"
+        raise AssertionError("no error")
+
+    return run
+
+
+refused = caught(ValueError)
+
+
+def text_of_more_processes_than_shares(rank, world, folder):
+    return refused(lambda: syncbn.Shares(nn.Linear(2, 2), world - 1))
+
+
+def text_of_other_seeds(rank, world, folder):
+    return refused(lambda: syncbn.Shares(nn.Linear(2, 2), world, seed=rank))
+
+
+def text_of_an_argument_that_one_rank_refuses(rank, world, folder):
+    text = refused(lambda: syncbn.Shares(nn.Linear(2, 2), world, seed=-rank if rank == 1 else 0))
+    return text.partition("seed: ")[2]
+
+
+def text_of_a_batch_that_one_rank_refuses(rank, world, folder):
+    network = syncbn.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    training = syncbn.Shares(network, 2 * world)
+    x = torch.randn(5 if rank == 1 else 4, 2)
+    text = caught(ValueError, syncbn.DivergenceError)(lambda: training(x))
+    training(torch.randn(4, 2))  # and they go on together
+    return text.partition("inputs[0]: ")[2]
+
+
+def _recorded(path, world, rank, flip=None, **options):
+    """Three steps of two layers on this rank's samples of seven. flip: the step and the direction
+    in which the lowest bit of one number of the first sample is another one."""
+    torch.manual_seed(0)
+    first, last = syncbn.SyncBatchNorm(3, **options), syncbn.SyncBatchNorm(3, **options)
+    model = nn.Sequential(first, nn.ReLU(), last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    own = slice(7 * rank // world, 7 * (rank + 1) // world)
+    ys = []
+    with syncbn.record(model, path):
+        for step in range(3):
+            x, dy = (torch.randn(7, 3, 5) for _ in range(2))
+            for direction, tensor in (("forward", x), ("backward", dy)):
+                if flip == (step, direction):
+                    tensor.view(torch.int32)[0, 1, 2] ^= 1
+            ys.append(model(x[own].requires_grad_()))
+            ys[-1].backward(dy[own])
+            optimizer.step()
+    return ys
+
+
+def hash_of_records(rank, world, folder):
+    """Lines of layers, on each engine; those of gradients tell of each rank's share alone."""
+    texts = []
+    for engine in ("auto", "process_group") if world > 1 else ("auto",):
+        run = {"engine": engine, "rank": rank, "world": world}
+        ys = _recorded(folder / "a", **run)
+        _recorded(folder / "forward", **run, flip=(1, "forward"))
+        _recorded(folder / "backward", **run, flip=(2, "backward"))
+        _recorded(folder / "again", **run)
+        if world > 1:
+            dist.barrier()
+        lines = (folder / "a").read_text().splitlines()
+        found = [first_difference(folder / "a", folder / b) for b in ("forward", "backward")]
+        found = [None if text is None else text.partition(":")[0] for text in found]
+        found.append(first_difference(folder / "a", folder / "again"))
+        assert len(lines) == 3 * (2 * 2 + 4)
+        texts.append([[line for line in lines if "gradient" not in line], found])
+        if world > 1:
+            dist.barrier()
+        assert ys
+    assert all(text == texts[0] for text in texts)
+    assert texts[0][1] == ["step 1, 0, forward", "step 2, 2, backward", None]
+    return texts[0]
+
+
+def hash_of_a_recorded_training(rank, world, folder):
+    network, shares = random_network(3)
+    training = syncbn.Shares(network, shares, seed=3)
+    with syncbn.record(training, folder / "training"):
+        train(training, torch.optim.SGD(network.parameters(), lr=1e-2), 2)
+    if world > 1:
+        dist.barrier()
+    lines = (folder / "training").read_text().splitlines()
+    assert any("gradient" in line for line in lines)
+    return [lines, syncbn.fingerprint(network)]
