@@ -146,7 +146,7 @@ def kind(told: dict) -> str:
 
 
 def table(log: list[dict]) -> str:
-    """In Markdown, as docs/guarantees.md has it."""
+    """In Markdown, as tests/python/exchange/README.md has it."""
     cells, seconds = collections.defaultdict(collections.Counter), collections.defaultdict(list)
     for told in log:
         drawn = told["round"]

@@ -22,6 +22,7 @@ from support import PROJECT, run_layer
 DOCS = sorted((PROJECT / "docs").glob("*.md"))
 OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")
 OTHERS += ("examples/segmentation/README.md", "benchmarks/README.md", "src/cuda/README.md")
+OTHERS += ("tests/python/exchange/README.md",)
 PAGES = [*DOCS, *(PROJECT / name for name in OTHERS)]
 
 

@@ -23,7 +23,7 @@ TUTORIAL = ("18_small_batches.py", "19_contrastive.py", "20_point_clouds.py")
 EXAMPLES = sorted(path.name for path in (PROJECT / "examples").glob("*.py"))
 EXAMPLES = [name for name in EXAMPLES if name not in (*TRAINERS, *TUTORIAL, "00_start.py")]
 #: Arguments of long ones; with none they run weekly.
-SHORT = {"22_shares.py": "--steps 4 --changes 1 --processes 1 3 --networks unet".split()}
+SHORT = {"21_shares.py": "--steps 4 --changes 1 --processes 1 3 --networks unet".split()}
 PAGES = sorted(
     str(path.relative_to(PROJECT))
     for path in (PROJECT / "docs").glob("*.md")
@@ -72,7 +72,7 @@ def test_example(tmp_path, name):
 @pytest.mark.parametrize("options", ((), ("--steps", "500", "--changes", "3", "--processes", "2")))
 def test_networks_by_shares_exact(tmp_path, options):
     """On 1 to 4 processes, and while their number changes ten times; and longer."""
-    assert all(run(tmp_path, "examples/22_shares.py", *options)), "it says nothing"
+    assert all(run(tmp_path, "examples/21_shares.py", *options)), "it says nothing"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole networks with the same bits on any number of processes: python examples/22_shares.py
+"""Whole networks with the same bits on any number of processes: python examples/21_shares.py
 [--steps 20] [--changes 10] [--processes 1 2 3 4] [--networks residual unet]
 
 Trains each network by four shares on each number of processes, then once more while that number
