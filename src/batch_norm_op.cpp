@@ -8,6 +8,8 @@
 #include "checks.hpp"
 #include "cpu/float_environment.hpp"
 #include "statistics/finalize.hpp"
+#include "statistics/header.hpp"
+#include "step/passes.hpp"
 
 // Checks, passes and exchange of the operator in their order.
 namespace syncbn {
@@ -82,7 +84,7 @@ void check_forward(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& ou
   if (outputs.saved_batches == nullptr) {
     throw InvalidArgument("saved_batches: got null, expected a counter");
   }
-  check_available(x.device);
+  check_on_cpu(x.device);
 }
 
 /// What ranks must agree on, options of the operator included.
@@ -273,7 +275,7 @@ void batch_norm_op_backward(const TensorView& dy, const TensorView& x, const Ten
   std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
   if (attributes.is_infer || attributes.use_global_est) {
     if (!dx.absent()) {
-      evaluation_input_gradient(dy, {}, rstd, scale, dx, execution);
+      evaluation_input_gradient_on_cpu(dy, {}, rstd, scale, dx, execution);
     }
   } else if (!dx.absent()) {
     const MessageInfo info = exchange(message);

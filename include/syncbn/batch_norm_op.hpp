@@ -6,8 +6,9 @@
 #include <vector>
 
 #include "syncbn/communicator.hpp"
+#include "syncbn/executor.hpp"
 #include "syncbn/export.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/message.hpp"
 #include "syncbn/tensor.hpp"
 
 /// Batch normalization as one operator for graph engines: inputs, outputs and attributes that do

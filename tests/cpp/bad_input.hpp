@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/batch_norm_op.hpp"

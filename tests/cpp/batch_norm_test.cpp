@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "step/passes.hpp"
 #include "support.hpp"
 
 // One step of the layer on small cases, by the formulas of docs/numerics.md.

@@ -13,6 +13,7 @@
 #include "cpu/kernels.hpp"
 #include "cpu/packed.hpp"
 #include "statistics/dtype.hpp"
+#include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/executor.hpp"
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "statistics/dtype.hpp"
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/passes.hpp"
 #include "wide_integer.hpp"
 
 // Sections 1 and 2 of docs/numerics.md: the words of a channel, from a program that follows their

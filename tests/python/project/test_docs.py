@@ -111,7 +111,7 @@ def test_cpp_reference_has_all_headers():
 # What the fragments of a page stand in.
 SURROUNDINGS = {
     "docs/cuda.md": """
-        #include <syncbn/cuda_passes.hpp>
+        #include <syncbn/step.hpp>
         struct ncclComm;
         enum {{ ncclInt64, ncclSum }};
         int ncclAllReduce(const void*, void*, std::size_t, int, int, ncclComm*, void*);
