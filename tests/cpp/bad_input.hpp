@@ -138,7 +138,7 @@ struct Arena {
   }
   void op() { op(self_communicator()); }
   void op_backward() {
-    batch_norm_op_backward(dy, x, weight, statistics, attributes, dx, dweight, dbias,
+    batch_norm_op_backward({dy, x, weight, dx, dweight, dbias}, statistics, attributes,
                            self_communicator(), executor);
   }
   void finalize() {
