@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "step/passes.hpp"
 #include "support.hpp"
 
 // Steps of the layer at its edges: threads, nothing at all, other dtypes, odd sizes.

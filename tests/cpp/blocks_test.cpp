@@ -14,6 +14,7 @@
 #include "channel_values.hpp"
 #include "cpu/finalize.hpp"
 #include "one_rank.hpp"
+#include "statistics/header.hpp"
 
 // Directions, whole or in blocks of channels: the bits of one pass after the other.
 namespace syncbn {
