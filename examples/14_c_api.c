@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/* The C interface: three ranks that share statistics have the bits of one. The ranks are parts of
-   one array here, and a loop adds up their messages; between processes any all-reduce (SUM) of
-   int64 does, MPI_Allreduce for example. */
+/* The C interface: three ranks that share statistics have the bits of one. The ranks are threads
+   here; between processes the group is one over shared memory or MPI, or the caller's own. */
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,8 +16,33 @@ static void check(syncbn_status status) {
   }
 }
 
+static float x[SAMPLES * CHANNELS], y[SAMPLES * CHANNELS], y_of_one[SAMPLES * CHANNELS];
+
+typedef struct part {
+  const syncbn_communicator* communicator;
+  int64_t first, last; /* its samples are those before `last` */
+} part;
+
+static void* train(void* given) {
+  const part* p = given;
+  const int64_t sizes[2] = {p->last - p->first, CHANNELS};
+  const syncbn_tensor in = {x + p->first * CHANNELS, SYNCBN_FLOAT32, SYNCBN_CPU, 2, sizes, NULL};
+  const syncbn_tensor out = {y + p->first * CHANNELS, SYNCBN_FLOAT32, SYNCBN_CPU, 2, sizes, NULL};
+  syncbn_batch_norm_options options = SYNCBN_BATCH_NORM_OPTIONS_INIT;
+  options.channels = CHANNELS;
+  options.name = "bn"; /* the same on all ranks */
+  syncbn_batch_norm* layer = NULL;
+  syncbn_saved* saved = NULL;
+  check(syncbn_batch_norm_create(&options, p->communicator, &layer));
+  check(syncbn_saved_create(&saved));
+  const syncbn_forward_arguments forward = {.struct_size = sizeof(forward), .x = &in, .y = &out};
+  check(syncbn_batch_norm_forward(layer, &forward, saved, NULL));
+  syncbn_saved_destroy(saved);
+  syncbn_batch_norm_destroy(layer);
+  return NULL;
+}
+
 int main(void) {
-  float x[SAMPLES * CHANNELS], y_of_one[SAMPLES * CHANNELS], y[SAMPLES * CHANNELS];
   for (int i = 0; i < SAMPLES * CHANNELS; ++i) {
     x[i] = (float)(i * i % 97) * 0.37f;
   }
@@ -39,39 +64,22 @@ int main(void) {
   syncbn_saved_destroy(saved);
   syncbn_batch_norm_destroy(layer);
 
-  /* Three ranks: the passes, and an exchange between them. */
+  /* Three ranks, each with a part of the batch. */
   const int64_t first[RANKS + 1] = {0, 10, 61, SAMPLES};
-  int64_t words = 0;
-  uint32_t fingerprint = 0;
-  check(syncbn_message_words(SYNCBN_FLOAT32, CHANNELS, &words));
-  check(syncbn_fingerprint(1, 0, SYNCBN_FORWARD, CHANNELS, options.eps, &fingerprint));
-  int64_t* message = malloc((size_t)words * sizeof(int64_t));
-  int64_t* sum = calloc((size_t)words, sizeof(int64_t));
+  part parts[RANKS];
+  pthread_t threads[RANKS];
+  syncbn_group* group = NULL;
+  check(syncbn_thread_group_create(RANKS, 60000, &group));
   for (int r = 0; r < RANKS; ++r) {
-    const int64_t sizes[2] = {first[r + 1] - first[r], CHANNELS};
-    const syncbn_tensor part = {
-        x + first[r] * CHANNELS, SYNCBN_FLOAT32, SYNCBN_CPU, 2, sizes, NULL};
-    check(syncbn_local_moments(&part, NULL, message, fingerprint, NULL));
-    for (int64_t i = 0; i < words; ++i) {
-      sum[i] += message[i];
+    parts[r] = (part){syncbn_group_rank(group, r), first[r], first[r + 1]};
+    if (pthread_create(&threads[r], NULL, train, &parts[r]) != 0) {
+      return 1;
     }
   }
-  syncbn_message_info info;
-  double mean[CHANNELS], var[CHANNELS], rstd[CHANNELS];
-  check(syncbn_read_header(sum, RANKS, &info));
-  check(syncbn_check_header(&info)); /* all ranks made the same call */
-  check(syncbn_finalize_moments(&info, sum + SYNCBN_HEADER_WORDS, mean, var, rstd, CHANNELS,
-                                options.eps, NULL));
   for (int r = 0; r < RANKS; ++r) {
-    const int64_t sizes[2] = {first[r + 1] - first[r], CHANNELS};
-    const syncbn_tensor part = {
-        x + first[r] * CHANNELS, SYNCBN_FLOAT32, SYNCBN_CPU, 2, sizes, NULL};
-    syncbn_tensor out = part;
-    out.data = y + first[r] * CHANNELS;
-    check(syncbn_normalize(&part, NULL, mean, rstd, NULL, NULL, NULL, &out, NULL, NULL, NULL));
+    pthread_join(threads[r], NULL);
   }
-  free(message);
-  free(sum);
+  syncbn_group_destroy(group);
   const int same = memcmp(y, y_of_one, sizeof(y)) == 0;
   printf("%d ranks and 1 rank: %s\n", RANKS, same ? "the same bits" : "different bits");
   return same ? 0 : 1;

@@ -76,12 +76,6 @@ inline void require_array(const char* name, const void* array, std::int64_t coun
   }
 }
 
-inline void require_channels(std::int64_t channels) {
-  if (channels < 0 || channels > kMaxChannels) {
-    refuse("channels", std::to_string(channels), "0 to 2^31");
-  }
-}
-
 /// `value` as an enumeration whose members are 0 to `last`.
 template <class Enum>
 Enum enum_of(const char* name, std::int32_t value, Enum last, const char* expected) {

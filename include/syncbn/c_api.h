@@ -3,8 +3,8 @@
 #define SYNCBN_C_API_H
 
 /* The C interface of syncbn (C99), for other languages and frameworks: the layer of
-   syncbn/batch_norm.hpp and the passes of syncbn/passes.hpp for tensors on CPU, with the same bits.
-   What a function computes is said there; here is how C calls it.
+   syncbn/batch_norm.hpp for tensors on CPU, with the same bits. What a function computes is said
+   there; here is how C calls it.
 
    Each function that returns a syncbn_status returns SYNCBN_OK or a code; then
    syncbn_last_error() has a text, no output was written that a caller may rely on, and running
@@ -292,7 +292,5 @@ SYNCBN_API syncbn_status syncbn_batch_norm_evaluate_backward(
 #ifdef __cplusplus
 }
 #endif
-
-#include "syncbn/c_passes.h"
 
 #endif /* SYNCBN_C_API_H */

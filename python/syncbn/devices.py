@@ -185,13 +185,13 @@ class _Generators:
 
 
 def inside() -> bool:
-    """Whether this thread runs one device of several."""
+    """Tells whether this thread runs one device of several."""
     return getattr(_local, "device", None) is not None
 
 
 @torch.compiler.disable
 def wait(layer: Any, x: Tensor, residual: Tensor | None, mask: Tensor | None) -> Tensor:
-    """The layer's output for this device, once all devices have reached the layer."""
+    """Gives the layer's output for this device, once all devices have reached the layer."""
     return _local.device.wait(layer, x, residual, mask)
 
 
@@ -201,7 +201,7 @@ def run_in_turns(
     give_up: Callable[[list[Request | None], BaseException], None],
     generators: Any = None,
 ) -> list[Any]:
-    """The results of calls[k]() for all devices k.
+    """Gives the results of calls[k]() for all devices k.
 
     meet: gives the layer's outputs for the requests of all devices (None: the device has ended), or
     raises. give_up: is called with the requests before the error of a device is raised. generators:

@@ -2,6 +2,7 @@
 """Synchronized batch normalization as a function."""
 
 import datetime
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,14 +63,13 @@ def sync_batch_norm(
         ExchangeTimeout, PeerLost: a rank did not come, or has ended.
     """
     state = Identity("sync_batch_norm", sharing(process_group, timeout), counted=False)
-    options = Options(
-        eps=eps,
-        momentum=momentum,
-        activation=activation,
-        negative_slope=negative_slope,
-        statistics=statistics,
-        inplace=inplace,
-    )
+    others: dict[str, Any] = {
+        "activation": activation,
+        "negative_slope": negative_slope,
+        "statistics": statistics,
+        "inplace": inplace,
+    }
+    options = Options(eps=eps, momentum=momentum, **others)
     check_options(options)
     tensors = (x, running_mean, running_var, weight, bias, residual, mask)
     if has_torch_function(tensors):  # a tracer's stand-ins: one node of the graph
@@ -77,17 +77,8 @@ def sync_batch_norm(
             sync_batch_norm,
             tensors,
             *tensors[:5],
-            training,
-            momentum,
-            eps,
-            state.sharing.name,
-            residual=residual,
-            mask=mask,
-            activation=activation,
-            negative_slope=negative_slope,
-            statistics=statistics,
-            inplace=inplace,
-            timeout=state.sharing.limit,
+            *(training, momentum, eps, state.sharing.name),
+            **{"residual": residual, "mask": mask, "timeout": state.sharing.limit, **others},
         )
     if training:
         if devices.running and devices.inside():

@@ -153,7 +153,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    #: convert_sync_batchnorm, which is made of this class and puts itself here.
+    #: convert_sync_batchnorm, which is made of this class; the package puts it here.
     _convert: Callable[..., Any]
 
     @classmethod
@@ -188,7 +188,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
 
     def options(self) -> Options:
-        """What is constant over calls, as the functions take it."""
+        """Gives what is constant over calls, as the functions take it."""
         momentum = self.momentum
         if isinstance(momentum, Tensor) and momentum.numel() == 1:  # as PyTorch's operator takes it
             momentum = momentum.item()
@@ -248,19 +248,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                     devices.check_alone(self)
             mean, var, batches = self._tracked()
             weight, bias = self._affine()
-            return train_step(
-                input,
-                mean,
-                var,
-                weight,
-                bias,
-                residual,
-                self.options(),
-                # A graph traced from this layer alone cannot hold an object.
-                self.state.identity if isinstance(input, torch.fx.Proxy) else self.state,
-                num_batches_tracked=batches,
-                mask=mask,
-            )
+            # A graph traced from this layer alone cannot hold an object.
+            state = self.state.identity if isinstance(input, torch.fx.Proxy) else self.state
+            given = (input, mean, var, weight, bias, residual, self.options(), state)
+            return train_step(*given, num_batches_tracked=batches, mask=mask)
         self._check_input_dim(input)
         local_batch = self.running_mean is None and self.running_var is None
         # Unused here, but an exported graph may be trained further.
@@ -284,8 +275,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return mean, var
 
     def _tracked(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """What training updates: nothing if track_running_stats was switched off later, though
-        evaluation goes on with the statistics that are there, as in PyTorch."""
+        """Gives what training updates: nothing if track_running_stats was switched off later,
+        though evaluation goes on with the statistics that are there, as in PyTorch."""
         if not self.track_running_stats:
             return None, None, None
         try:  # without the search that attributes of modules take
@@ -342,7 +333,7 @@ def _warn_of_theirs(name: str) -> None:
 
 
 def layers_of(module: nn.Module) -> list[tuple[str, SyncBatchNorm]]:
-    """The synchronized layers of a module, which is checked, with their paths."""
+    """Gives the synchronized layers of a module, which is checked, with their paths."""
     check_module(module)
     return [(n, m) for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)]
 

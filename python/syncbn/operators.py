@@ -42,22 +42,22 @@ _as_it_is = contextlib.nullcontext()
 
 
 def without_modes() -> contextlib.AbstractContextManager:
-    """A context in which modes of the caller's, such as one that makes tensors fake, see nothing.
-    Where there are none, as mostly, entering it takes no time."""
+    """Gives a context in which modes of the caller's, such as one that makes tensors fake, see
+    nothing. Where there are none, as mostly, entering it takes no time."""
     if _len_torch_dispatch_stack() == 0 and _len_torch_dispatch_stack_pre_dispatch() == 0:
         return _as_it_is
     return _disable_current_modes()
 
 
 def record_words(channels: int, dtype: torch.dtype) -> int:
-    """How many words a rank's record of the welford mode has behind its header."""
+    """Tells how many words a rank's record of the welford mode has behind its header."""
     return 1 + channels * (2 if dtype.itemsize == 8 else 1)
 
 
 def saved_of(x: torch.Tensor) -> torch.Tensor:
-    """A new tensor for what a forward knows of its batch: float64 [3 C + 2]: mean, biased variance
-    and rstd, then as int64 the count over all ranks (-1 where ranks disagreed on CUDA) and the
-    call's fingerprint."""
+    """Gives a new tensor for what a forward knows of its batch: float64 [3 C + 2]: mean, biased
+    variance and rstd, then as int64 the count over all ranks (-1 where ranks disagreed on CUDA) and
+    the call's fingerprint."""
     return x.new_empty((3 * x.shape[1] + 2,), dtype=torch.float64)
 
 
@@ -67,7 +67,7 @@ def info_of(saved: torch.Tensor) -> torch.Tensor:
 
 
 def activation_mask_of(x):
-    """A new tensor with room for one bit per element in any layout: uint8."""
+    """Gives a new tensor with room for one bit per element in any layout: uint8."""
     samples, channels, *spatial = x.shape
     plane = 1
     for size in spatial:
@@ -106,7 +106,7 @@ def _major(version: str) -> str:
 
 
 def _remedy() -> str:
-    """What to do about why_not_cuda()."""
+    """Gives what to do about why_not_cuda()."""
     if _build.cuda_version is not None and torch.version.cuda is None:
         return "install a PyTorch for CUDA"
     wanted = _major(torch.version.cuda or "12")

@@ -67,13 +67,13 @@ class _Attributes(NamedTuple):
         }
 
     def number(self, layer: str) -> int:
-        """What ranks must have in common besides epsilon; momentum in steps of 2^-29."""
+        """Gives what ranks must have in common besides epsilon; momentum in steps of 2^-29."""
         number = zlib.crc32(layer.encode())
         return number | self.use_global_est << 32 | int(self.momentum * 2**29) << 33
 
 
 def _copy(name: str, estimate: Tensor) -> Tensor:
-    """A copy, which PyTorch makes of memory that is not there, too."""
+    """Gives a copy, which PyTorch makes of memory that is not there, too."""
     last = estimate.storage_offset() + (estimate.shape[0] - 1) * estimate.stride(0)
     given, needed = estimate.untyped_storage().nbytes(), (last + 1) * estimate.element_size()
     if given < needed and estimate.shape[0] > 0:
@@ -89,8 +89,9 @@ def _evaluated(x, mean, var, scale, bias, epsilon: float) -> tuple[Tensor, Tenso
 
 
 def _updated(averages, batches, saved, momentum: float) -> list[Tensor]:
-    """The estimates with the batch in them, which are written over; as they were if it is empty or
-    the ranks disagreed. Which is so, and whether the batch is the first, the device knows."""
+    """Gives the estimates with the batch in them, which are written over; as they were if it is
+    empty or the ranks disagreed. Which is so, and whether the batch is the first, the device
+    knows."""
     saved = saved.clone()
     info_of(saved)[:1].clamp_(max=1)  # of a count of 1 the variance is taken as it is, biased
     assigned = [torch.zeros_like(e) for e in averages]
@@ -115,14 +116,8 @@ def _batch_norm(
     if is_infer:
         y, saved = _evaluated(x, mean, var, scale, bias, epsilon)
         wide = (t.clone() for t in saved[:-2].view(3, -1)[:2])
-        return (
-            y,
-            *wide,
-            _copy("estimated_mean", mean),
-            _copy("estimated_var", var),
-            _copy("batches", batches),
-            saved,
-        )
+        copies = map(_copy, ("estimated_mean", "estimated_var", "batches"), (mean, var, batches))
+        return y, *wide, *copies, saved
     peers = None if group is None else groups.named(group)
     attributes = _Attributes(epsilon, momentum, use_global_est)
     call = Call(layer, None, "forward", x.shape[1], x.dtype, attributes)
@@ -333,7 +328,7 @@ def batch_norm(
 
 
 def _through_classes(function: Any, tensors: _Tensors, options: tuple[Any, ...]) -> Any:
-    """The function's results where tensors are of classes with a __torch_function__."""
+    """Gives the function's results where tensors are of classes with a __torch_function__."""
     named = dict(zip(_OPTIONS, options, strict=True))
     if any(isinstance(t, torch.fx.Proxy) for t in tensors):  # one node of the graph
         return handle_torch_function(function, tensors, *tensors, **named)

@@ -127,7 +127,7 @@ class _Replicate(torch.autograd.Function):
 
 
 def _copy_of(module: nn.Module, device: torch.device, tensors: dict[int, Tensor]) -> nn.Module:
-    """A copy of the module tree. tensors: copies by id; others are made here and added."""
+    """Makes a copy of the module tree. tensors: copies by id; others are made here and added."""
 
     def copied(t: Tensor | None) -> Tensor | None:
         if t is not None and id(t) not in tensors:
@@ -151,8 +151,8 @@ def _copy_of(module: nn.Module, device: torch.device, tensors: dict[int, Tensor]
 
 
 def _replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-    """A copy of the module per device, through which gradients flow to its parameters. The first
-    device's copy has the module's own buffers, so that what it writes to them stays."""
+    """Makes a copy of the module per device, through which gradients flow to its parameters. The
+    first device's copy has the module's own buffers, so that what it writes to them stays."""
     own = [*module.buffers(), *(p for p in module.parameters() if not p.requires_grad)]
     parameters = [p for p in module.parameters() if p.requires_grad]
     n = len(parameters)
@@ -289,7 +289,7 @@ class SelfDataParallel(nn.Module):
             return module(*arguments)
 
     def _scatter(self, inputs: Tensor | Sequence[Any]) -> list[tuple]:
-        """The positional arguments of each device, on it."""
+        """Gives the positional arguments of each device, on it."""
         count = len(self.devices)
         if isinstance(inputs, Tensor):
             if inputs.dim() == 0:

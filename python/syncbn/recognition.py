@@ -23,7 +23,7 @@ _REPLACING = ("opacus.validators.module_validator", "ModuleValidator.FIXERS")
 
 
 def leaf(forward: _Forward) -> _Forward:
-    """A module's forward that a symbolic tracer records as a call of the module.
+    """Has a symbolic tracer record a module's forward as a call of the module.
 
     Tracers take modules of torch.nn alone for leaves. Within this layer they would meet an
     exchange, and bake its mode (training or evaluation) into the graph.

@@ -103,7 +103,7 @@ def _layers(model: nn.Module) -> dict[str, SyncBatchNorm]:
 def _run(
     model: nn.Module, call: Callable[[], list[Any]], loss: Callable[[Any], Tensor]
 ) -> tuple[dict[str, list[_Call]], float]:
-    """The calls of each layer, device after device, and the loss."""
+    """Gives the calls of each layer, device after device, and the loss."""
     calls: dict[str, list[_Call]] = {}
 
     def record(name: str) -> Callable[..., None]:
@@ -130,7 +130,7 @@ def _run(
 
 
 def _joined(outputs: list) -> Any:
-    """The devices' outputs as that of the whole batch."""
+    """Gives the devices' outputs as that of the whole batch."""
     leaves, specifications = zip(*(tree_flatten(output) for output in outputs))
     joined = []
     for parts in zip(*leaves):
@@ -214,7 +214,7 @@ def _drift(whole: Tensor, parts: list[Tensor]) -> float | None:
 
 
 def _prepared(model: nn.Module) -> nn.Module:
-    """A copy whose layers share statistics with the devices of this process alone."""
+    """Makes a copy whose layers share statistics with the devices of this process alone."""
     model = copy.deepcopy(model)
     if not any(isinstance(m, SyncBatchNorm) for m in model.modules()):
         model = convert_sync_batchnorm(model, sync=False)

@@ -7,17 +7,12 @@
 
 #include "step.h"
 
-enum { WORDS = SYNCBN_HEADER_WORDS + 19 * CHANNELS };
-
 typedef struct arena {
   step_memory m;
   views v;
   syncbn_batch_norm_options options;
   syncbn_communicator group;
-  int64_t tracked; /* in the views */
-  int64_t message[WORDS];
-  double mean[CHANNELS], var[CHANNELS], rstd[CHANNELS], coefficients[3 * CHANNELS];
-  syncbn_message_info info;
+  int64_t tracked;          /* in the views */
   syncbn_saved* of_forward; /* of a good one, */
   void* x_of_forward;       /* and its x */
   syncbn_saved* saved;      /* stays without content */
@@ -26,8 +21,6 @@ typedef struct arena {
 static const int64_t kNoStride[3] = {0, PLANE, 1};
 static const int64_t kOneEntry[1] = {0};
 static const int64_t kWide[3] = {0, ((int64_t)1 << 31) + 1, PLANE};
-/* 6 words each are 2 words modulo 2^64. */
-static const int64_t kWrapping = 3074457345618258603;
 
 static void make_arena(arena* a, syncbn_saved* of_forward, syncbn_saved* saved) {
   fill(&a->m);
@@ -36,15 +29,6 @@ static void make_arena(arena* a, syncbn_saved* of_forward, syncbn_saved* saved) 
   a->group = *syncbn_self_communicator();
   a->tracked = 7;
   a->v.num_batches_tracked = &a->tracked;
-  for (int i = 0; i < WORDS; ++i) {
-    a->message[i] = 0;
-  }
-  for (int c = 0; c < CHANNELS; ++c) {
-    a->mean[c] = a->var[c] = a->rstd[c] = 1;
-    a->coefficients[3 * c] = a->coefficients[3 * c + 1] = a->coefficients[3 * c + 2] = 1;
-  }
-  const syncbn_message_info info = {8, 1, 0, 1, SYNCBN_FLOAT32};
-  a->info = info;
   a->of_forward = of_forward;
   a->saved = saved;
 }
@@ -163,65 +147,28 @@ static syncbn_status gather_without_memory(arena* a) {
   return run_forward(a);
 }
 
-/* The passes. */
-static syncbn_status words_of_many_channels(arena* a) {
-  return syncbn_message_words(SYNCBN_FLOAT16, kWrapping, &a->message[0]);
+static syncbn_status unknown_activation(arena* a) {
+  a->options.activation.kind = 3;
+  return run_forward(a);
 }
-static syncbn_status finalize_without_info(arena* a) {
-  return syncbn_finalize_moments(NULL, a->message, a->mean, a->var, a->rstd, CHANNELS, 1e-5, NULL);
+static syncbn_status large_momentum(arena* a) {
+  a->options.momentum = 1.5;
+  return run_forward(a);
 }
-static syncbn_status finalize_without_words(arena* a) {
-  return syncbn_finalize_moments(&a->info, NULL, a->mean, a->var, a->rstd, CHANNELS, 1e-5, NULL);
+static syncbn_status forward_without_y(arena* a) {
+  syncbn_batch_norm* layer = NULL;
+  syncbn_forward_arguments arguments = forward_arguments(&a->v);
+  arguments.y = NULL;
+  EXPECT_OK(syncbn_batch_norm_create(&a->options, &a->group, &layer));
+  const syncbn_status status = syncbn_batch_norm_forward(layer, &arguments, a->saved, NULL);
+  syncbn_batch_norm_destroy(layer);
+  return status;
 }
-static syncbn_status finalize_of_an_unknown_dtype(arena* a) {
-  a->info.dtype = 9;
-  return syncbn_finalize_moments(&a->info, a->message, a->mean, a->var, a->rstd, CHANNELS, 1e-5,
-                                 NULL);
-}
-static syncbn_status header_of_nothing(arena* a) {
-  (void)a;
-  return syncbn_check_header(NULL);
-}
-static syncbn_status rejection_to_nowhere(arena* a) {
-  (void)a;
-  return syncbn_rejection_header(0, NULL);
-}
-static syncbn_status normalize_without_y(arena* a) {
-  return syncbn_normalize(&a->v.x, NULL, a->mean, a->rstd, NULL, NULL, NULL, NULL, NULL, NULL,
-                          NULL);
-}
-static syncbn_status normalize_with_an_unknown_activation(arena* a) {
-  const syncbn_activation odd = {3, 0.5};
-  return syncbn_normalize(&a->v.x, NULL, a->mean, a->rstd, NULL, NULL, NULL, &a->v.y, NULL, &odd,
-                          NULL);
-}
-static syncbn_status update_with_a_large_factor(arena* a) {
-  return syncbn_update_running_statistics(&a->v.running_mean, &a->v.running_var, a->mean, a->var,
-                                          CHANNELS, 8, 1.5);
-}
-static syncbn_status update_by_a_negative_count(arena* a) {
-  return syncbn_update_running_statistics(&a->v.running_mean, &a->v.running_var, a->mean, a->var,
-                                          CHANNELS, -8, 0.5);
-}
-static syncbn_status gradients_without_a_message(arena* a) {
-  return syncbn_local_gradients(&a->v.dy, &a->v.x, NULL, a->mean, a->rstd, NULL, NULL, NULL, 0,
-                                NULL);
-}
-static syncbn_status gradients_without_dy(arena* a) {
-  return syncbn_local_gradients(NULL, &a->v.x, NULL, a->mean, a->rstd, NULL, NULL, a->message, 0,
-                                NULL);
-}
-static syncbn_status coefficients_to_nowhere(arena* a) {
-  return syncbn_finalize_gradients(&a->info, a->message, a->mean, a->rstd, NULL, NULL, NULL, NULL,
-                                   CHANNELS, 8, NULL);
-}
-static syncbn_status shares_of_an_unknown_dtype(arena* a) {
-  return syncbn_affine_gradient_shares(a->message, -1, a->mean, a->rstd, &a->v.dweight, &a->v.dbias,
-                                       CHANNELS, NULL);
-}
-static syncbn_status input_gradient_without_coefficients(arena* a) {
-  return syncbn_input_gradient(&a->v.dy, &a->v.x, NULL, a->mean, a->rstd, NULL, NULL, &a->v.dx,
-                               NULL);
+static syncbn_status backward_without_dy(arena* a) {
+  syncbn_backward_arguments arguments = backward_arguments(&a->v);
+  a->v.x.data = a->x_of_forward;
+  arguments.dy = NULL;
+  return backward_of(a, &arguments);
 }
 
 static const struct {
@@ -255,23 +202,10 @@ static const struct {
     {backward_of_a_late_group, SYNCBN_TIMEOUT,
      "communicator.all_reduce_sum: got status 4, expected SYNCBN_OK"},
     {gather_without_memory, SYNCBN_OUT_OF_MEMORY, "out of memory"},
-    {words_of_many_channels, SYNCBN_INVALID_ARGUMENT,
-     "channels: got 3074457345618258603, expected 0 to 2^31"},
-    {finalize_without_info, SYNCBN_INVALID_ARGUMENT, "info: got NULL"},
-    {finalize_without_words, SYNCBN_INVALID_ARGUMENT, "words: got NULL, expected an array"},
-    {finalize_of_an_unknown_dtype, SYNCBN_INVALID_ARGUMENT, "info.dtype: got 9"},
-    {header_of_nothing, SYNCBN_INVALID_ARGUMENT, "info: got NULL"},
-    {rejection_to_nowhere, SYNCBN_INVALID_ARGUMENT, "message: got NULL"},
-    {normalize_without_y, SYNCBN_INVALID_ARGUMENT, "y: got NULL"},
-    {normalize_with_an_unknown_activation, SYNCBN_INVALID_ARGUMENT, "activation: got 3"},
-    {update_with_a_large_factor, SYNCBN_INVALID_ARGUMENT,
-     "momentum: got 1.5, expected a number in"},
-    {update_by_a_negative_count, SYNCBN_INVALID_ARGUMENT, "count: got -8, expected 0 to 2^36"},
-    {gradients_without_a_message, SYNCBN_INVALID_ARGUMENT, "message: got NULL"},
-    {gradients_without_dy, SYNCBN_INVALID_ARGUMENT, "dy: got NULL"},
-    {coefficients_to_nowhere, SYNCBN_INVALID_ARGUMENT, "coefficients: got NULL"},
-    {shares_of_an_unknown_dtype, SYNCBN_INVALID_ARGUMENT, "dtype: got -1"},
-    {input_gradient_without_coefficients, SYNCBN_INVALID_ARGUMENT, "coefficients: got NULL"},
+    {unknown_activation, SYNCBN_INVALID_ARGUMENT, "activation: got 3"},
+    {large_momentum, SYNCBN_INVALID_ARGUMENT, "momentum: got 1.5, expected a number in"},
+    {forward_without_y, SYNCBN_INVALID_ARGUMENT, "y: got NULL"},
+    {backward_without_dy, SYNCBN_INVALID_ARGUMENT, "dy: got NULL"},
 };
 
 /* A forward, its backward and an evaluation. */
@@ -299,8 +233,6 @@ void test_bad_input(void) {
     EXPECT(syncbn_saved_count(saved) == 0);
     EXPECT(a.tracked == 7 || a.tracked == -1);
     EXPECT_SAME(&a.m, &untouched.m);
-    EXPECT(a.mean[0] == 1 && a.var[2] == 1 && a.rstd[1] == 1 && a.coefficients[8] == 1);
-    EXPECT(a.message[0] == 0 && a.message[WORDS - 1] == 0);
   }
   make_arena(&first, NULL, of_forward);
   good_step(&first);

@@ -396,26 +396,6 @@ static void bad_arguments(void) {
   EXPECT_REFUSED(syncbn_executor_create(NULL, &executor), "functions: got NULL");
   EXPECT_REFUSED(syncbn_executor_create(&no_function, &executor), "functions.parallel_for");
   EXPECT_REFUSED(syncbn_executor_create(&no_thread, &executor), "functions.concurrency: got 0");
-  int64_t words = 0;
-  int32_t per_channel = 0;
-  uint32_t fingerprint = 0;
-  EXPECT_REFUSED(syncbn_message_words(-1, 1, &words), "dtype: got -1");
-  EXPECT_REFUSED(syncbn_message_words(SYNCBN_FLOAT32, -1, &words), "channels: got -1");
-  EXPECT_REFUSED(syncbn_message_words(SYNCBN_FLOAT32, 1, NULL), "words: got NULL");
-  EXPECT_REFUSED(syncbn_words_per_channel(4, &per_channel), "dtype: got 4");
-  EXPECT_REFUSED(syncbn_fingerprint(0, 0, 2, 1, 1e-5, &fingerprint), "direction: got 2");
-  EXPECT_REFUSED(syncbn_local_moments(&good.x, NULL, NULL, 0, NULL), "message: got NULL");
-  EXPECT_REFUSED(syncbn_activation_mask_bytes(NULL, &words), "x: got NULL");
-  int64_t header[SYNCBN_HEADER_WORDS] = {0};
-  syncbn_message_info info;
-  EXPECT_REFUSED(syncbn_read_header(header, 0, &info), "ranks: got 0");
-  EXPECT_REFUSED(syncbn_read_header(NULL, 1, &info), "merged: got NULL");
-  double mean[CHANNELS] = {0, 0, 0};
-  EXPECT_REFUSED(
-      syncbn_normalize(&good.x, NULL, mean, NULL, NULL, NULL, NULL, &good.y, NULL, NULL, NULL),
-      "rstd: got NULL");
-  EXPECT_REFUSED(syncbn_update_running_statistics(NULL, NULL, mean, NULL, CHANNELS, 1, 0.1),
-                 "var: got NULL");
 
   EXPECT(executor == NULL);
   EXPECT_SAME(&m, &untouched);

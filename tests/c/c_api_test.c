@@ -11,12 +11,17 @@
 #include "reference.h"
 #include "step.h"
 
+static layer_step step_of(step_memory* m) {
+  const layer_step step = {m->x,           m->dy,        m->mask,    m->weight, m->bias,
+                           m->y,           m->dx,        m->dweight, m->dbias,  m->running_mean,
+                           m->running_var, m->evaluated, SAMPLES,    CHANNELS,  PLANE};
+  return step;
+}
+
 static step_memory expected_step(void) {
   step_memory m;
   fill(&m);
-  const layer_step step = {m.x,           m.dy,        m.mask,    m.weight, m.bias,
-                           m.y,           m.dx,        m.dweight, m.dbias,  m.running_mean,
-                           m.running_var, m.evaluated, SAMPLES,   CHANNELS, PLANE};
+  const layer_step step = step_of(&m);
   reference_step(&step);
   return m;
 }
@@ -271,79 +276,41 @@ static void groups_that_cannot_be_made(void) {
   syncbn_saved_destroy(saved);
 }
 
-/* The passes with the caller's own sum between them, for the same two ranks. */
-static void passes_exact(void) {
-  const step_memory expected = expected_step();
-  step_memory m;
+/* The backward of an evaluation. */
+static void evaluation_exact(void) {
+  step_memory expected, m;
   fill(&m);
-  views ranks[RANKS];
-  view(&ranks[0], &m, 0, FIRST);
-  view(&ranks[1], &m, FIRST, SAMPLES);
-  const syncbn_activation activation = options_of_reference().activation;
-  const syncbn_activation_gradient through = {activation, &ranks[0].weight, &ranks[0].bias, NULL};
-
-  int64_t words = 0;
-  int32_t per_channel = 0;
-  EXPECT_OK(syncbn_message_words(SYNCBN_FLOAT32, CHANNELS, &words));
-  EXPECT_OK(syncbn_words_per_channel(SYNCBN_FLOAT32, &per_channel));
-  EXPECT(words == SYNCBN_HEADER_WORDS + CHANNELS * per_channel);
-  int64_t* message = calloc((size_t)words * RANKS, sizeof(int64_t));
-  int64_t* merged = message; /* rank 0's, after the sum */
-  uint32_t fingerprint = 0;
-  EXPECT_OK(syncbn_fingerprint(5, 0, SYNCBN_FORWARD, CHANNELS, 1e-3, &fingerprint));
-  for (int r = 0; r < RANKS; ++r) {
-    EXPECT_OK(
-        syncbn_local_moments(&ranks[r].x, &ranks[r].mask, message + r * words, fingerprint, NULL));
+  for (int c = 0; c < CHANNELS; ++c) {
+    m.running_mean[c] = 0.25f * (float)c;
+    m.running_var[c] = 0.5f + (float)c;
   }
-  for (int64_t i = 0; i < words; ++i) {
-    merged[i] += message[words + i];
-  }
-  syncbn_message_info info;
-  EXPECT_OK(syncbn_read_header(merged, RANKS, &info));
-  EXPECT_OK(syncbn_check_header(&info));
-  EXPECT(info.agree == 1 && info.any_data == 1 && info.dtype == SYNCBN_FLOAT32);
-  double mean[CHANNELS], var[CHANNELS], rstd[CHANNELS], coefficients[3 * CHANNELS];
-  EXPECT_OK(syncbn_finalize_moments(&info, merged + SYNCBN_HEADER_WORDS, mean, var, rstd, CHANNELS,
-                                    1e-3, NULL));
-  const int64_t count = info.count;
-  for (int r = 0; r < RANKS; ++r) {
-    EXPECT_OK(syncbn_normalize(&ranks[r].x, &ranks[r].mask, mean, rstd, &ranks[r].weight,
-                               &ranks[r].bias, NULL, &ranks[r].y, NULL, &activation, NULL));
-  }
-  EXPECT_OK(syncbn_update_running_statistics(&ranks[0].running_mean, &ranks[0].running_var, mean,
-                                             var, CHANNELS, count, 0.3));
-
-  EXPECT_OK(syncbn_fingerprint(5, 0, SYNCBN_BACKWARD, CHANNELS, 1e-3, &fingerprint));
-  for (int r = 0; r < RANKS; ++r) {
-    EXPECT_OK(syncbn_local_gradients(&ranks[r].dy, &ranks[r].x, &ranks[r].mask, mean, rstd,
-                                     &through, NULL, message + r * words, fingerprint, NULL));
-  }
-  /* Shares of a rank are not compared here with the whole sum, but must be there. */
-  EXPECT_OK(syncbn_affine_gradient_shares(message + words + SYNCBN_HEADER_WORDS, SYNCBN_FLOAT32,
-                                          mean, rstd, &ranks[1].dweight, &ranks[1].dbias, CHANNELS,
-                                          NULL));
-  EXPECT(m.dweight[0] != 0 && m.dweight[0] != expected.dweight[0]);
-  for (int64_t i = 0; i < words; ++i) {
-    merged[i] += message[words + i];
-  }
-  EXPECT_OK(syncbn_read_header(merged, RANKS, &info));
-  EXPECT_OK(syncbn_finalize_gradients(&info, merged + SYNCBN_HEADER_WORDS, mean, rstd,
-                                      &ranks[0].weight, coefficients, &ranks[0].dweight,
-                                      &ranks[0].dbias, CHANNELS, count, NULL));
-  for (int r = 0; r < RANKS; ++r) {
-    EXPECT_OK(syncbn_input_gradient(&ranks[r].dy, &ranks[r].x, &ranks[r].mask, mean, rstd,
-                                    coefficients, &through, &ranks[r].dx, NULL));
-  }
-  memcpy(m.evaluated, expected.evaluated, sizeof(m.evaluated)); /* not a pass */
+  expected = m;
+  const layer_step step = step_of(&expected);
+  reference_evaluate_backward(&step);
+  views v;
+  view(&v, &m, 0, SAMPLES);
+  const syncbn_batch_norm_options options = options_of_reference();
+  syncbn_evaluate_backward_arguments e = {.struct_size = sizeof(e),
+                                          .dy = &v.dy,
+                                          .x = &v.x,
+                                          .mask = &v.mask,
+                                          .weight = &v.weight,
+                                          .bias = &v.bias,
+                                          .running_mean = &v.running_mean,
+                                          .running_var = &v.running_var,
+                                          .dx = &v.dx,
+                                          .dweight = &v.dweight,
+                                          .dbias = &v.dbias};
+  syncbn_batch_norm* layer = NULL;
+  EXPECT_OK(syncbn_batch_norm_create(&options, syncbn_self_communicator(), &layer));
+  EXPECT_OK(syncbn_batch_norm_evaluate_backward(layer, &e, NULL));
+  EXPECT(m.dx[0] != 0 && m.dweight[0] != 0);
   EXPECT_SAME(&m, &expected);
-
-  EXPECT_OK(syncbn_rejection_header(fingerprint, message + words));
-  for (int64_t i = 0; i < SYNCBN_HEADER_WORDS; ++i) {
-    merged[i] += message[words + i];
-  }
-  EXPECT_OK(syncbn_read_header(merged, 3, &info));
-  EXPECT_ERROR(syncbn_check_header(&info), SYNCBN_DIVERGENCE, "refused its input");
-  free(message);
+  e.running_mean = NULL;
+  EXPECT_ERROR(syncbn_batch_norm_evaluate_backward(layer, &e, NULL), SYNCBN_INVALID_ARGUMENT,
+               "layer, backward of an evaluation, 3 channels, float32: running_mean, running_var: "
+               "got only one");
+  syncbn_batch_norm_destroy(layer);
 }
 
 /* Row-major by default; other strides are told. Channels-last memory, the same values. */
@@ -387,11 +354,10 @@ int main(void) {
   thread_group_exact();
   shared_memory_group_exact();
   groups_that_cannot_be_made();
-  passes_exact();
+  evaluation_exact();
   strides_exact();
   test_errors();
   test_bad_input();
-  test_other_passes();
   if (failures == 0) {
     printf("all tests passed\n");
   }

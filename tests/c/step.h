@@ -55,9 +55,8 @@ syncbn_evaluate_arguments evaluate_arguments(const views* v);
 syncbn_status forward(const views* v, syncbn_saved* saved, const syncbn_batch_norm_options* options,
                       const syncbn_communicator* communicator);
 
-/* In c_api_errors_test.c, bad_input_test.c and other_passes_test.c. */
+/* In c_api_errors_test.c and bad_input_test.c. */
 void test_errors(void);
 void test_bad_input(void);
-void test_other_passes(void);
 
 #endif /* SYNCBN_TESTS_C_STEP_H */

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -80,15 +80,6 @@ class Peers(NamedTuple):
         return f"rank {self.rank} of {self.ranks}"
 
 
-class Shared(Protocol):
-    """Options of a layer, of which ranks must have some in common."""
-
-    @property
-    def statistics(self) -> str: ...
-
-    def shared(self) -> dict[str, object]: ...
-
-
 class Call(NamedTuple):
     """One call of a layer, as error texts name it."""
 
@@ -97,7 +88,7 @@ class Call(NamedTuple):
     direction: str = "forward"
     channels: int | None = None
     dtype: torch.dtype | None = None
-    options: Shared | None = None  # named only where ranks are compared
+    options: Any = None  # its shared() is named only where ranks are compared
     times: Times | None = None  # where to note how long it takes, if anywhere
 
     def __str__(self) -> str:

@@ -305,15 +305,8 @@ def choose(
 ) -> Sharing:
     """Finds the ranks that one of process_group, group_size and group asks for. For the latter two
     all ranks of the default group call it together. who: asks, as errors of that name it."""
-    given = [
-        f"{name}={value!r}"
-        for name, value in (
-            ("process_group", process_group),
-            ("group_size", group_size),
-            ("group", group),
-        )
-        if value is not None
-    ]
+    asked = {"process_group": process_group, "group_size": group_size, "group": group}
+    given = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
     if len(given) > 1:
         raise ValueError(f"got {' and '.join(given)}, expected only one of them")
     chosen = callers.sharing(process_group, timeout, engine)

@@ -93,7 +93,7 @@ class BatchNorm(nn.Module):
 
 
 def from_plain(layer: _BatchNorm, path: str, group: "callers.Group") -> BatchNorm:
-    """A BatchNorm with the parameters and buffers of a layer of PyTorch or of syncbn.nn."""
+    """Makes a BatchNorm with the parameters and buffers of a layer of PyTorch or of syncbn.nn."""
     if layer.momentum is None:
         raise ValueError(f"momentum of {path}: got None, expected a number in [0, 1]")
     if layer.running_mean is None:

@@ -67,7 +67,7 @@ class Memory:
             self._members.setdefault(self._root(node), set()).add(node)
 
     def seen_by(self, writer: fx.Node) -> set[fx.Node]:
-        """The nodes whose value may not be the same after a writer ran."""
+        """Gives the nodes whose value may not be the same after a writer ran."""
         members = self._members[self._root(writer)]
         # Modules read parameters and buffers without a node that says so.
         return set(self._parents) if any(n.op == "get_attr" for n in members) else members
@@ -110,7 +110,7 @@ class Memory:
 
 
 def _in_mode(module: nn.Module, training: bool) -> nn.Module:
-    """A stand-in in that mode with the same parameters and buffers; the module keeps its own."""
+    """Makes a stand-in in that mode, on the same tensors; the module keeps its own mode."""
     result = type(module).__new__(type(module))
     children = {
         name: None if child is None else _in_mode(child, training)
@@ -121,8 +121,8 @@ def _in_mode(module: nn.Module, training: bool) -> nn.Module:
 
 
 def _mode_argument(node: fx.Node) -> str | None:
-    """The argument that tells a function its mode: `training`, as torch.nn.functional.dropout has,
-    or `is_infer`."""
+    """Gives the argument that tells a function its mode: `training`, as torch.nn.functional.dropout
+    has, or `is_infer`."""
     if node.op != "call_function":
         return None
     if node.target in (batch_norm, batch_norm_):
@@ -145,7 +145,7 @@ def _with_mode(
 
 
 def _with_inputs(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that their values are computed from."""
+    """Gives the nodes and all that their values are computed from."""
     found: set[fx.Node] = set()
     pending = list(nodes)
     while pending:
@@ -221,7 +221,7 @@ class Fork:
     def _add(
         self, branch: str | None, op: str, target: Any, args: Any, kwargs: Any, name: str
     ) -> fx.Node:
-        """A new node of the graph; branch None is what the branches have in common."""
+        """Adds a new node to the graph; branch None is what the branches have in common."""
         node = self.graph.create_node(op, target, args, kwargs, name=name)
         node.meta["branch"] = branch
         return node
@@ -248,7 +248,7 @@ class Fork:
             self.results["train"] = self._add("train", "call_function", loss, args, {}, "loss")
 
     def _copy(self, node: fx.Node, copies: dict, branch: str | None) -> fx.Node:
-        """A node of the source graph in one branch."""
+        """Copies a node of the source graph into one branch."""
         args = fx.map_arg(node.args, copies.__getitem__)
         kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
         name = node.name if branch is None else f"{node.name}_{branch}"
@@ -291,7 +291,7 @@ class Fork:
         return self._add(branch, "call_function", getattr, (made, "y"), {}, f"{name}_y")
 
     def _memory(self, branch: str | None) -> Memory:
-        """The memory of the nodes that run in a branch, or before both."""
+        """Gives the memory of the nodes that run in a branch, or before both."""
         if branch not in self._memories:
             nodes = [n for n in self.graph.nodes if n.op != "output"]
             nodes = [n for n in nodes if n.meta["branch"] in (None, branch)]
@@ -299,7 +299,7 @@ class Fork:
         return self._memories[branch]
 
     def plan(self, target: str) -> fx.Graph:
-        """The part of the graph that a target ("train", "infer" or a node's name) depends on:
+        """Gives the part of the graph that a target ("train", "infer" or a node's name) depends on:
         data, and statements before it that write in place or assert."""
         if target in self._plans:
             return self._plans[target]
@@ -330,7 +330,7 @@ class Fork:
         return plan
 
     def __str__(self) -> str:
-        """The nodes: what is common to both branches, then each branch."""
+        """Lists the nodes: what is common to both branches, then each branch."""
         lines = []
         for branch in (None, *BRANCHES):
             lines.append("common:" if branch is None else f"{branch}:")

@@ -71,7 +71,7 @@ def register_conversion(
 
 
 def conversion_of(cls: type[nn.Module]) -> Conversion | None:
-    """What is registered for the class, or known of a library."""
+    """Gives what is registered for the class, or known of a library."""
     if cls in registered:
         return registered[cls]
     make = _timms().get(cls)
@@ -79,7 +79,7 @@ def conversion_of(cls: type[nn.Module]) -> Conversion | None:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The module's class, without what torch.nn.utils.parametrize derives from it."""
+    """Gives the module's class, without what torch.nn.utils.parametrize derives from it."""
     return parametrize.type_before_parametrizations(module)
 
 
@@ -101,7 +101,7 @@ def set_class(layer: nn.Module, cls: type[_Layer]) -> _Layer:
 
 
 def holds_statistics(module: nn.Module) -> bool:
-    """Whether the module is a batch norm, by its class or by its buffers."""
+    """Tells whether the module is a batch norm, by its class or by its buffers."""
     if isinstance(module, _BatchNorm):
         return True
     if isinstance(module, _InstanceNorm):
@@ -110,7 +110,7 @@ def holds_statistics(module: nn.Module) -> bool:
 
 
 def left_alone(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers with batch statistics that conversion neither converts nor is told to leave."""
+    """Lists layers with batch statistics that are neither converted nor told to be left."""
     for path, layer in module.named_modules():
         cls = class_of(layer)
         known = isinstance(layer, SyncBatchNorm) or cls in PLAIN + LAZY or conversion_of(cls)
@@ -119,7 +119,7 @@ def left_alone(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def wrapper(module: nn.Module) -> str | None:
-    """What has been done to the module that must come after conversion, if anything.
+    """Gives what has been done to the module that must come after conversion, if anything.
 
     What is not imported cannot have wrapped anything.
     """
@@ -139,7 +139,7 @@ def wrapper(module: nn.Module) -> str | None:
 
 @functools.cache
 def _timms_class(theirs: type[nn.Module]) -> type[SyncBatchNorm]:
-    """What converted layers become: timm's synchronized class too, whose forward calls this
+    """Gives what converted layers become: timm's synchronized class too, whose forward calls this
     package's and then drop and act, and which timm freezes together with them."""
 
     def forward(self: nn.Module, x: Any) -> Any:
@@ -169,7 +169,7 @@ def _convert_timms(layer: nn.Module, sync: Callable[..., nn.Module]) -> nn.Modul
 
 
 def _timms() -> dict[type[nn.Module], Callable]:
-    """What to do with each of timm's classes. What is not loaded has made no layer of a model."""
+    """Tells how to convert timm's classes. What is not loaded has made no layer of a model."""
     loaded = sys.modules.get(_TIMM)
     if loaded is None:
         return {}

@@ -26,19 +26,7 @@ from ..step.options import (
     check_module,
     check_options,
 )
-from . import patches
-from .classes import (
-    LAZY,
-    PLAIN,
-    class_name,
-    class_of,
-    conversion_of,
-    holds_statistics,
-    left_alone,
-    registered,
-    set_class,
-    wrapper,
-)
+from . import classes, patches
 from .sharing import prepare
 
 # Attributes that SyncBatchNorm has and a plain layer has not.
@@ -107,17 +95,17 @@ def _check_module(module: nn.Module) -> None:
     check_module(module)
     for path, layer in module.named_modules():
         where = path or "a model"
-        text = wrapper(layer) or ""
+        text = classes.wrapper(layer) or ""
         if text.startswith("sharded") and any(
             # Not by its exact class: fully_shard gives a layer another one.
-            holds_statistics(m) and not isinstance(m, SyncBatchNorm)
+            classes.holds_statistics(m) and not isinstance(m, SyncBatchNorm)
             for m in layer.modules()
         ):
             raise ValueError(
                 f"module: got {where}, {text} already, expected the model before FSDP: first "
                 "convert_sync_batchnorm, then FSDP"
             )
-        if class_of(layer) in LAZY:
+        if classes.class_of(layer) in classes.LAZY:
             raise ValueError(
                 f"module: got {where}, a {type(layer).__name__} that has not seen an input, "
                 "expected initialized layers: first call the model once, then "
@@ -127,7 +115,7 @@ def _check_module(module: nn.Module) -> None:
 
 def _check_not_sharded(module: nn.Module) -> None:
     for path, part in module.named_modules():
-        text = wrapper(part) or ""
+        text = classes.wrapper(part) or ""
         if "FSDP" in text and any(isinstance(m, SyncBatchNorm) for m in part.modules()):
             raise ValueError(
                 f"module: got {path or 'a model'}, {text}, expected the model before FSDP"
@@ -137,7 +125,7 @@ def _check_not_sharded(module: nn.Module) -> None:
 def _warn_of(left: list[tuple[str, nn.Module]]) -> None:
     paths: dict[str, list[str]] = {}
     for path, layer in left:
-        paths.setdefault(class_name(layer), []).append(path or "the model")
+        paths.setdefault(classes.class_name(layer), []).append(path or "the model")
     lines = "".join(f"\n  {name}: {', '.join(where)}" for name, where in paths.items())
     warnings.warn(
         "convert_sync_batchnorm left these layers as they are, because their classes are not those "
@@ -227,19 +215,19 @@ def convert_sync_batchnorm(
     ) -> SyncBatchNorm:
         if not isinstance(layer, _BatchNorm):
             raise ValueError(
-                f"layer: got {class_name(layer)} for {path or 'the model'}, expected a layer "
-                "derived from torch.nn's batch norm classes"
+                f"layer: got {classes.class_name(layer)} for {path or 'the model'}, expected a "
+                "layer derived from torch.nn's batch norm classes"
             )
         if not (isinstance(cls, type) and issubclass(cls, SyncBatchNorm)):
             raise ValueError(f"cls: got {cls!r}, expected syncbn.SyncBatchNorm or a subclass")
-        original = class_of(layer)
+        original = classes.class_of(layer)
         taken = _taken(layer, original) - own.keys()
         if taken:
             raise ValueError(
                 f"{path or 'the model'}: got a layer with {', '.join(sorted(taken))} of its own, "
                 "expected other names, because SyncBatchNorm uses these"
             )
-        layer = set_class(layer, cls)
+        layer = classes.set_class(layer, cls)
         layer.__dict__["_original_class"] = original
         theirs = layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm's handle
         shared = sharing
@@ -258,8 +246,8 @@ def convert_sync_batchnorm(
         return layer
 
     def make(layer: nn.Module, path: str) -> nn.Module | None:
-        cls = class_of(layer)
-        conversion = conversion_of(cls)
+        cls = classes.class_of(layer)
+        conversion = classes.conversion_of(cls)
         if conversion is not None:
             result = conversion.make(layer, functools.partial(synchronize, path))
             if not isinstance(result, nn.Module):
@@ -275,14 +263,14 @@ def convert_sync_batchnorm(
             for name, value in options.items():
                 setattr(layer, name, value)
             check_options(layer.options())
-        return synchronize(path, layer) if cls in PLAIN else None
+        return synchronize(path, layer) if cls in classes.PLAIN else None
 
     undo, error = None, None
     try:
         try:
             check_options(Options(**options))
             _check_module(module)
-            left = list(left_alone(module))
+            left = list(classes.left_alone(module))
             undo = _Undo(module)
             result = _replace(module, "", make, {})
             undo.rebind()
@@ -318,18 +306,15 @@ def convert_sync_batchnorm(
     return result
 
 
-SyncBatchNorm._convert = staticmethod(convert_sync_batchnorm)
-
-
 def original_activation(layer: SyncBatchNorm) -> ActivationName:
-    """The activation that the class has which the layer was converted from."""
+    """Gives the activation that the class has which the layer was converted from."""
     return vars(layer).get("_original_activation", "none")
 
 
 def _reverts(module: nn.Module) -> Callable[[nn.Module], nn.Module] | None:
-    """What was registered for a module that a registered conversion put in a layer's place."""
+    """Gives what was registered to undo a conversion that put the module in a layer's place."""
     cls = vars(module).get("_replaced_class")
-    return registered[cls].revert if cls in registered else None
+    return classes.registered[cls].revert if cls in classes.registered else None
 
 
 def revert_sync_batchnorm(module: Model, default: type[nn.Module] = nn.BatchNorm2d) -> Model:
@@ -352,17 +337,17 @@ def revert_sync_batchnorm(module: Model, default: type[nn.Module] = nn.BatchNorm
     """
     check_module(module)
     if not (isinstance(default, type) and issubclass(default, _BatchNorm)) or issubclass(
-        default, (SyncBatchNorm, *LAZY)
+        default, (SyncBatchNorm, *classes.LAZY)
     ):
         raise ValueError(
             f"default: got {default!r}, expected torch.nn.BatchNorm1d, 2d, 3d, SyncBatchNorm, or a "
             "class derived from them"
         )
     _check_not_sharded(module)
-    classes, given = {}, {}
+    originals, given = {}, {}
     for path, layer in module.named_modules():
         cls = vars(layer).get(
-            "_original_class", default if class_of(layer) is SyncBatchNorm else None
+            "_original_class", default if classes.class_of(layer) is SyncBatchNorm else None
         )
         if cls is None or not isinstance(layer, SyncBatchNorm) or _reverts(layer):
             continue
@@ -371,7 +356,7 @@ def revert_sync_batchnorm(module: Model, default: type[nn.Module] = nn.BatchNorm
                 f"{path or 'module'}: got a layer with activation {layer.activation!r}, which "
                 f"{cls.__name__} does not have; expected {original_activation(layer)!r}"
             )
-        classes[layer] = cls
+        originals[layer] = cls
         if issubclass(cls, nn.SyncBatchNorm):
             given[layer] = layer.process_group
 
@@ -379,9 +364,9 @@ def revert_sync_batchnorm(module: Model, default: type[nn.Module] = nn.BatchNorm
         revert = _reverts(layer)
         if revert is not None:
             return revert(layer)
-        if layer not in classes:
+        if layer not in originals:
             return None
-        set_class(layer, classes[layer])
+        classes.set_class(layer, originals[layer])
         for name in _OWN_ATTRIBUTES:
             layer.__dict__.pop(name, None)
         if layer in given:

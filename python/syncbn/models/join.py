@@ -9,9 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # not in the stubs
-    _create_work_from_future,
-)
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,7 +66,7 @@ class _Inputs:
         self.join_hooks = [joinable.join_hook(**options) for joinable in self.joinables]
 
     def meet(self, has_input: bool) -> int:
-        """How many ranks have an input for the next iteration. A collective call of all ranks."""
+        """Tells how many ranks have an input for the next iteration; all ranks call it together."""
         what = "next input" if has_input else "no more inputs"
         self.call = self.call._replace(number=(self.call.number or 0) + 1, direction=what)
         try:
@@ -143,7 +140,9 @@ class _Inputs:
             if not model._divide_by_initial_world_size:
                 future: torch.futures.Future = torch.futures.Future()
                 future.set_result([torch.tensor([float(self.left)])])
-                model.reducer._set_forward_pass_work_handle(_create_work_from_future(future), False)
+                c10d: Any = torch._C._distributed_c10d  # whose stubs lack the function
+                work = c10d._create_work_from_future(future)
+                model.reducer._set_forward_pass_work_handle(work, False)
 
     def leave(self) -> None:
         """All as before the context. Join itself leaves its joinables notifying ranks that do not

@@ -34,7 +34,7 @@ class _Walk:
         self._depth = 0
 
     def __call__(self, value: Any) -> Any:
-        """What takes the value's place: itself, unless it is a method or cannot be changed."""
+        """Gives what takes the value's place: itself, unless it is a method, or holds one."""
         if id(value) not in self._done and self._depth < _DEEPEST:
             self._done[id(value)] = value, value
             self._depth += 1
@@ -149,7 +149,7 @@ def _mentioned(code: CodeType) -> set[str]:
 
 
 def _bound_anew(method: Any, former: type[nn.Module]) -> Any:
-    """A bound method of a layer that was of another class, as its class has it now."""
+    """Gives a bound method of a layer that was of another class, as its class has it now."""
     names = (getattr(method, "__name__", ""), *dir(former))
     name = next((n for n in names if getattr(former, n, None) is method.__func__), None)
     function = None if name is None else getattr(type(method.__self__), name, None)
@@ -186,7 +186,7 @@ def _synchronizes(value: Any) -> bool:
 
 
 def _comes_to_a_layer(patch: Any) -> bool:
-    """Whether a call of it is seen to come to a synchronized layer."""
+    """Tells whether a call of it is seen to come to a synchronized layer."""
     found: list[Any] = []
     names, size = {"__call__"}, 0
 
@@ -202,7 +202,7 @@ def _comes_to_a_layer(patch: Any) -> bool:
 
 
 def evades(layer: SyncBatchNorm) -> bool:
-    """Whether what lies on the layer in the place of its forward is not seen to call it."""
+    """Tells whether what lies on the layer in the place of its forward is not seen to call it."""
     places = ("forward", "_call_impl", "_compiled_call_impl")
     own = [vars(layer)[name] for name in places if name in vars(layer)]
     return not all(_comes_to_a_layer(value) for value in own if value is not None)

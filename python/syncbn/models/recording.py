@@ -20,11 +20,9 @@ from ..fingerprints import bytes_of, unwrapped
 from ..nn import layers_of
 from ..operators import DTYPES, HEADER_WORDS, MESSAGE_WORDS, ops
 
-#: Digits of the first sum, of radix 2^52 (docs/numerics.md, section 2), and what they are taken by.
+#: Digits of the first sum, of radix 2^52 (docs/numerics.md, section 2), and the largest one.
 _FIRST = {torch.float16: 2, torch.bfloat16: 6, torch.float32: 6, torch.float64: 41}
-_PRIME = 2**31 - 19
-_WEIGHTS = torch.tensor([pow(2, 52 * i, _PRIME) for i in range(41)], device="cpu")
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LARGEST = 2**52 - 1
 
 
 class Recording:
@@ -108,8 +106,8 @@ def record(module: nn.Module, path: str | os.PathLike[str]) -> Recording:
 
 
 def _hash_of_sums(words: Tensor, ranks: int, channels: int) -> str:
-    """Of a merged message. Sums are taken as integers, modulo a prime: the same value may have
-    other digits on other numbers of ranks, because carries are left to the end."""
+    """Of a merged message. The same sum has other digits on another number of ranks, because
+    carries are left to the end. The digits' sum is the same modulo 2^52 - 1."""
     kind = int(ops.header(words[:HEADER_WORDS], ranks)[3])
     if kind < 0:
         return "no samples"
@@ -118,15 +116,18 @@ def _hash_of_sums(words: Tensor, ranks: int, channels: int) -> str:
     *digits, flags = of_channels.split_with_sizes(
         [_FIRST[dtype], MESSAGE_WORDS[dtype] - _FIRST[dtype] - 1, 1], 1
     )
-    sums = [(d % _PRIME * _WEIGHTS[: d.size(1)] % _PRIME).sum(1, keepdim=True) for d in digits]
-    seen = [(flags >> shift & 0x7FFF).sign() for shift in (0, 15, 30, 45)]
-    canonical = torch.cat([s % _PRIME for s in sums] + seen, 1)
-    return hashlib.blake2b(bytes_of(canonical), digest_size=8).hexdigest()
+    parts = [((d & _LARGEST).sum(1) + (d >> 52).sum(1)) % _LARGEST for d in digits]
+    if flags.any():  # counts of threads and ranks
+        parts += [(flags >> shift & 0x7FFF).sign().flatten() for shift in (0, 15, 30, 45)]
+    return hashlib.blake2b(bytes_of(torch.cat(parts)), digest_size=8).hexdigest()
 
 
 def _sum_of_bits(gradient: Any) -> Tensor:
-    flat = gradient.detach().contiguous().view(-1)
-    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+    """As int64, 8 bytes at a time; those after the last eight are zeros."""
+    flat = gradient.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.numel() % 8:
+        flat = nn.functional.pad(flat, (0, -flat.numel() % 8))
+    return flat.view(torch.int64).sum()
 
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[list]:

@@ -42,7 +42,7 @@ class LayerReport(NamedTuple):
 
 
 def table(rows: Sequence[tuple[object, ...]]) -> str:
-    """The rows, the first one a heading, in columns; None is an empty cell."""
+    """Puts the rows, the first one a heading, in columns; None is an empty cell."""
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     return "\n".join(
@@ -58,7 +58,7 @@ class Report(list[LayerReport]):
 
 
 def _class(layer: nn.Module) -> type[nn.Module]:
-    """The layer's class, without what fully_shard derives from it."""
+    """Gives the layer's class, without what fully_shard derives from it."""
     cls = class_of(layer)
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return (
@@ -72,7 +72,7 @@ def _name(layer: nn.Module) -> str:
 
 
 def _other(path: str, layer: nn.Module) -> tuple[LayerReport, bool]:
-    """The row of a layer that is not this package's, and whether strict refuses it."""
+    """Gives the row of a layer that is not this package's, and whether strict refuses it."""
     cls, note = _class(layer), "not synchronized by syncbn"
     if cls is nn.SyncBatchNorm:
         note += ": not converted, or replaced since by another converter"
@@ -83,7 +83,7 @@ def _other(path: str, layer: nn.Module) -> tuple[LayerReport, bool]:
 
 
 def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bool]:
-    """The row of a synchronized layer, and whether it cannot synchronize."""
+    """Gives the row of a synchronized layer, and whether it cannot synchronize."""
     peers: Peers | None = None
     failed, note = False, "" if layer.training else "evaluation mode: no exchange"
     outside = layer.sync and layer.state.sharing.name == callers.OUTSIDE

@@ -159,7 +159,7 @@ def _level(layers: list[tuple[str, SyncBatchNorm]], engine: Engine, strict: bool
 
 
 def statistics_of(layer: SyncBatchNorm) -> list[Tensor]:
-    """What training updates, as far as it is tracked."""
+    """Gives what training updates, as far as it is tracked."""
     own = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
     return [tensor for tensor in own if tensor is not None]
 
@@ -177,7 +177,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of each element, in int64: the sum with zeros is exact for them."""
+    """Gives the bits of each element, in int64: the sum with zeros is exact for them."""
     return tensor.detach().flatten().cpu().view(_BITS[tensor.element_size()]).long()
 
 

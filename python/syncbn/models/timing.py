@@ -91,7 +91,7 @@ class Timing(list[LayerTiming]):
         return f"{table([_HEADING, *map(_cells, self)])}\n{self.summary}"
 
     def svg(self) -> str:
-        """A picture: a row for each rank, a column for each layer, dark where the others waited."""
+        """Draws a row for each rank, a column for each layer, dark where the others waited."""
         rows = [row for row in self if row.waited_for]
         ranks = sorted({rank for row in rows for rank in row.waited_for})
         darkest = max((max(row.waited_for.values()) for row in rows), default=0.0) or 1.0
@@ -179,7 +179,7 @@ _HEADING = ("path", "exchanges", "summed", "waited", "normalized", "last", "wait
 
 
 def _cells(row: LayerTiming) -> tuple[object, ...]:
-    """The cells of a row, with times per exchange."""
+    """Gives the cells of a row, with times per exchange."""
     if row.exchanges == 0:
         return row.path, 0, *(None,) * 5
     own = (row.summed, row.waited, row.normalized)
@@ -193,7 +193,7 @@ def _cells(row: LayerTiming) -> tuple[object, ...]:
 
 
 def _gathered(noted: Sequence[tuple[str, SyncBatchNorm, Times]]) -> list[LayerTiming]:
-    """The layers' rows; groups one after the other, in the order of their first layers."""
+    """Gives the layers' rows; groups one after the other, in the order of their first layers."""
     rows: dict[int, LayerTiming] = {}
     by_group: dict[str, list[int]] = {}
     found = {}

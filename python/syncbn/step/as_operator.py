@@ -38,8 +38,8 @@ def _layer(
 
 
 def operator(name: str, schema: str):
-    """An operator in Python. It may wait for the device, or for other ranks over the host: inductor
-    leaves it out of the CUDA graphs that it captures by itself."""
+    """Makes an operator in Python. It may wait for the device, or for other ranks over the host:
+    inductor leaves it out of the CUDA graphs that it captures by itself."""
     return torch.library.custom_op(
         f"syncbn::{name}",
         mutates_args=(),
@@ -85,7 +85,7 @@ def _(x, weight, bias, residual, mask, takes_part, *layer):
 
 
 def _words_of(backward: Backward) -> Tensor:
-    """What is wanted, in two bits; the absent ranks as bits, as many as there is room for."""
+    """Gives what is wanted, in two bits; the absent ranks as bits, as many as there is room for."""
     absent = sum(1 << rank for rank in backward.absent if rank < 62)
     absent |= (1 << 62) * (len(backward.absent) > 0 and max(backward.absent) >= 62)
     return torch.tensor([backward.x + 2 * backward.sums, absent], dtype=torch.int64, device="cpu")

@@ -78,7 +78,7 @@ class _BatchNormTraining(torch.autograd.Function):
 
 
 def _again(step: Step, dys, *saved) -> tuple:
-    """The gradients, where they will be differentiated themselves."""
+    """Gives the gradients, where they will be differentiated themselves."""
     name = step.state.name
     if len(dys) == 1 and not step.options.writes_over_input:
         return second_derivatives.differentiable(step, backward, dys[0], *saved)
@@ -96,8 +96,8 @@ def _again(step: Step, dys, *saved) -> tuple:
 
 
 def _recovered(step, weight, bias, y, saved, _, mask) -> tuple:
-    """What is saved, with the input that a forward in place wrote over, and its signs: computed
-    again from x they could differ next to 0."""
+    """Gives what is saved, with the input that a forward in place wrote over, and its signs:
+    computed again from x they could differ next to 0."""
     with torch.no_grad():
         given = (y, saved, weight, bias, step.options.negative_slope)
         x, bits = step.transport(y).refusing(ops.recover_input, given, y, step.call("backward"))
@@ -125,8 +125,8 @@ def apply_step(
 
 
 def _is_fake(x: object, parameter: Tensor | None) -> bool:
-    """Whether x has a shape and no values: a tensor of a mode that traces, or a meta tensor, if the
-    layer is on meta, too. parameter: of the layer, if it has any."""
+    """Tells whether x has a shape and no values: a tensor of a mode that traces, or a meta tensor,
+    if the layer is on meta, too. parameter: of the layer, if it has any."""
     if not isinstance(x, Tensor):
         return False
     if x.is_meta:
@@ -140,7 +140,7 @@ def _is_fake(x: object, parameter: Tensor | None) -> bool:
 
 
 def _plain_step(x, running: tuple, weight, bias, residual, mask, options) -> Tensor:
-    """The step of one rank in PyTorch's own operators, as nn.BatchNorm makes it."""
+    """Makes the step of one rank in PyTorch's own operators, as nn.BatchNorm makes it."""
     check_options(options)
     mean, var, tracked = running
     momentum = options.momentum
@@ -201,7 +201,7 @@ def train_step(
 
 @recorded(lambda *arguments: arguments[-1].name)
 def _recorded_step(x, running, weight, bias, residual, mask, options, state) -> Tensor:
-    """The step in a profile; classes of tensors with a __torch_function__ see it as one call."""
+    """Makes the step in a profile; classes with a __torch_function__ see it as one call."""
     if has_torch_function_variadic(x, *running, weight, bias, residual, mask):
         running = *running[:2], plain(running[2])
     named = {"weight": weight, "bias": bias, "residual": residual, "mask": mask}
@@ -225,7 +225,7 @@ _tracing = torch._C._get_tracing_state
 
 
 def _is_usual(x: object, state: object) -> bool:
-    """Whether it is a batch in plain eager mode, in no checkpointed segment."""
+    """Tells whether it is a batch in plain eager mode, in no checkpointed segment."""
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
@@ -242,8 +242,8 @@ def _is_usual(x: object, state: object) -> bool:
 
 
 def _usual(x, running: tuple, weight, bias, residual, mask, options, state) -> Tensor | None:
-    """The usual step in eager mode, whose arguments the operators alone check. None, and nothing
-    has happened, where they refuse: the checks of _step() have the words."""
+    """Makes the usual step in eager mode, whose arguments the operators alone check. None, and
+    nothing has happened, where they refuse: the checks of _step() have the words."""
     try:
         in_place = form_of(*options).in_place
         if residual is not None:
@@ -340,7 +340,7 @@ def _of_parts(x, running, weight, bias, residual, mask, options, state) -> Tenso
 
 
 def _update(running: tuple, saved: Tensor, momentum: float | None) -> None:
-    """The running statistics of a step in a graph."""
+    """Updates the running statistics of a step in a graph."""
     *averages, tracked = running
     averaged = tracked is not None and tracked.is_floating_point()
     if averaged and momentum is None:

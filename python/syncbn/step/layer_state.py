@@ -124,7 +124,7 @@ class LayerState:
         return groups.training_peers(self.sharing, self.find_path) if options.sync else None
 
     def find_path(self) -> str:
-        """The name. All layers that were made directly get the path where they lie first."""
+        """Gives the name. All layers that were made directly get the path where they lie first."""
         if self.path == UNNAMED and not self.sought:
             paths = paths_of_living()
             for other in list(_states.values()):
@@ -153,7 +153,7 @@ class LayerState:
             )
 
     def call_of(self, x: object, options: Options) -> Call:
-        """The next call with that input, as errors name it."""
+        """Gives the next call with that input, as errors name it."""
         # A counter on a GPU is not read, that would wait for the device.
         known = self.call is not None and self.call.is_cpu
         number: Any = self.call.item() if known else None
@@ -169,7 +169,7 @@ _by_identity: dict[Identity, LayerState] = {}
 
 
 def named(identity: Identity) -> LayerState:
-    """The state of that identity in this process, made when it is first asked for."""
+    """Gives the state of that identity in this process, made when it is first asked for."""
     state = _by_identity.get(identity)
     if state is None:
         state = _by_identity.setdefault(identity, LayerState(*identity, compares=False))
@@ -187,8 +187,8 @@ def of_handle(handle: Tensor) -> LayerState:
 
 
 def paths_of_living() -> dict[LayerState | None, str]:
-    """The path of each layer in the largest model that holds it, so that it does not depend on what
-    else, a feature extractor for example, holds parts of the model."""
+    """Gives the path of each layer in the largest model that holds it, so that it does not depend
+    on what else, a feature extractor for example, holds parts of the model."""
     classes = _with_subclasses(nn.Module)
     objects = gc.get_objects()  # by type, and without asking the objects: some do things then
     chosen = map(classes.__contains__, map(id, map(type, objects)))
@@ -205,7 +205,7 @@ def paths_of_living() -> dict[LayerState | None, str]:
 
 
 def _with_subclasses(cls: type) -> set[int]:
-    """The ids of the class and of all that are derived from it."""
+    """Gives the ids of the class and of all that are derived from it."""
     found, left = set(), [cls]
     while left:
         cls = left.pop()
@@ -223,7 +223,7 @@ def _children(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _layers(root: nn.Module) -> tuple[int, dict[LayerState, str]]:
-    """How many modules are in a model; and the first path of each layer, without wrappers."""
+    """Tells how many modules are in a model; and the first path of each layer, without wrappers."""
     seen: set[int] = set()
     found: dict[LayerState, str] = {}
     left: list[tuple[nn.Module, str]] = [(root, "")]
@@ -267,8 +267,8 @@ def compare(state: LayerState, engine: Engine, x: torch.Tensor, options: Options
 
 
 def way(state: LayerState, peers: Peers | None) -> Peers | None:
-    """The peers as a rank reaches them that refuses its input: as long as they may be comparing
-    paths, over the host."""
+    """Gives the peers as a rank reaches them that refuses its input: as long as they may be
+    comparing paths, over the host."""
     if peers is None or not state.compares or peers.group_name in state.numbers:
         return peers
     state.find_path()  # for the error's text
@@ -312,8 +312,9 @@ def _agreed(state: LayerState, engine: Engine, x: torch.Tensor, options: Options
 
 
 def _has(path: str, peers: Peers) -> bool:
-    """Whether this rank has a layer of that very path which it has not compared in the group. Then
-    a shorter path on this rank is that of another layer, and not of a model with less around it."""
+    """Tells whether this rank has a layer of that very path which it has not compared in the group.
+    Then a shorter path on this rank is that of another layer, and not of a model with less around
+    it."""
 
     def found() -> bool:
         return any(
@@ -330,12 +331,12 @@ def _has(path: str, peers: Peers) -> bool:
 
 
 def _size(peers: Peers) -> int:
-    """How many words of the message a rank has."""
+    """Tells how many words of the message a rank has."""
     return min(_WORDS, (FRAME_WORDS - HEADER_WORDS) // peers.ranks)
 
 
 def _end_of(path: str, peers: Peers) -> str:
-    """The end of the path that there is room for."""
+    """Gives the end of the path that there is room for."""
     room = 8 * (_size(peers) - 1)
     while len(path.encode()) > room and "." in path:
         path = path.partition(".")[2]
@@ -343,8 +344,8 @@ def _end_of(path: str, peers: Peers) -> str:
 
 
 def _exchanged(path: str, state: LayerState, engine: Engine, call: Call) -> list[str]:
-    """Every rank's path. All go on from the largest call number: a rank may be new, or have been
-    alone."""
+    """Gives every rank's path. All go on from the largest call number: a rank may be new, or have
+    been alone."""
     peers = engine.peers
     size = _size(peers)
     letters = bytearray(path.encode().ljust(8 * (size - 1), b"\0"))
@@ -359,7 +360,7 @@ def _exchanged(path: str, state: LayerState, engine: Engine, call: Call) -> list
 
 
 def _ends(path: str, end: str) -> bool:
-    """Whether the path ends with the other: there may be more modules around one rank's model."""
+    """Tells whether the path ends with the other: one rank may have more around its model."""
     return not end or f".{path}".endswith(f".{end}")
 
 

@@ -96,7 +96,7 @@ def values_per_channel(x: Tensor, mask: Tensor | None) -> int:
 
 
 def is_strided(x: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor with one stride per axis."""
+    """Tells whether it is a tensor with one stride per axis."""
     return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
 
 
@@ -142,8 +142,8 @@ def is_number(value: object) -> bool:
 
 
 def _is_from_0_to(most: float, value: Any) -> bool:
-    """Whether it is such a number, by its bits, if need be: a process that flushes subnormals takes
-    them for 0. Compilers do not know the bits."""
+    """Tells whether it is such a number, by its bits, if need be: a process that flushes subnormals
+    takes them for 0. Compilers do not know the bits."""
     if not (is_number(value) and 0 <= value <= most):
         return False
     if value > 0 or torch.compiler.is_compiling():
@@ -201,7 +201,7 @@ class Form(NamedTuple):
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def form_of(*options: Any) -> Form:
-    """The form of a step with these Options, which it checks."""
+    """Gives the form of a step with these Options, which it checks."""
     own = Options(*options)
     check_options(own)
     mode, shares = STATISTICS.index(own.statistics), own.affine_grad == "share"
@@ -389,7 +389,7 @@ def check_arguments(
 
 
 def finish(y: Tensor, residual: Tensor | None, options: Options) -> Tensor:
-    """What follows PyTorch's batch norm: its own addition and activation."""
+    """Gives what follows PyTorch's batch norm: its own addition and activation."""
     if residual is not None:
         check_like_input("residual", residual, y)
         y = y + residual

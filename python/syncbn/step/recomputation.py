@@ -116,7 +116,7 @@ class _Names(NamedTuple):
 
 
 def _inner(outer: CodeType, name: str, *variables: str) -> CodeType:
-    """The code of a function that is defined inside another and sees these variables of it."""
+    """Gives the code of a function that is defined inside another and sees its variables."""
     (found,) = (c for c in outer.co_consts if isinstance(c, CodeType) and c.co_name == name)
     if not set(variables) <= set(found.co_freevars):
         raise LookupError(f"{name} has {found.co_freevars}, expected {variables}")
@@ -164,7 +164,7 @@ def _names() -> _Names | None:
 
 
 def _hooks() -> list[Any]:
-    """The pack hooks of saved tensors that are in force, innermost first."""
+    """Gives the pack hooks of saved tensors that are in force, innermost first."""
     top = _autograd._top_saved_tensors_default_hooks(False)
     if top is None:
         return []
@@ -217,7 +217,7 @@ def around() -> tuple[list[Any], list[Any], tuple[Any, object] | None] | None:
 def segment(
     state: Any, options: Options, residual: bool, *inputs: torch.Tensor | None
 ) -> Segment | None:
-    """The segments around a training call; None outside of any. Raises RuntimeError if a
+    """Gives the segments around a training call; None outside of any. Raises RuntimeError if a
     recomputation makes another call than the first run."""
     found = around()
     if found is None:

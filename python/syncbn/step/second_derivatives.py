@@ -91,7 +91,7 @@ class _Statistics(torch.autograd.Function):
 
 
 def _gradients(step, dy, x, weight, mean, rstd, count, positive, counting):
-    """The gradients of x (None if not wanted), weight, bias and residual, in float64.
+    """Gives the gradients of x (None if not wanted), weight, bias and residual, in float64.
 
     step: the training step. positive: where the activation passes dy, None for
     everywhere. counting: the elements that a mask lets count, None for all. The exchanges depend on
@@ -201,7 +201,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def differentiable(step, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
-    """What gradient(step, (dy,), *saved) gives, with a graph behind it."""
+    """Gives what gradient(step, (dy,), *saved) gives, with a graph behind it."""
     check_not_batched(step.call("backward"), dy)
     return _Differentiable.apply(step, gradient, dy, *saved)
 
@@ -220,7 +220,7 @@ class _Refused(torch.autograd.Function):
 
 
 def refuse(text: str, gradients: tuple) -> tuple:
-    """The gradients, whose differentiation raises `text`."""
+    """Gives the gradients, whose differentiation raises `text`."""
     return _Refused.apply(
         text, *(None if t is None else t.detach().requires_grad_() for t in gradients)
     )

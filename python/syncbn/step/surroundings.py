@@ -36,7 +36,7 @@ def refuse(text: str) -> NoReturn:
 
 
 def _name(who: Any) -> str:
-    """A function's name as it is; a layer's path."""
+    """Gives a function's name as it is; a layer's path."""
     if isinstance(who, str):
         return who
     return who.find_path() if hasattr(who, "find_path") else who.name
@@ -65,8 +65,8 @@ def check_transforms(state: Any, tensors: Iterable[tuple[str, object]]) -> None:
 
 @torch.compiler.assume_constant_result
 def tracer() -> str | None:
-    """The tool that writes this call down in PyTorch's own operators, if one does: it keeps no
-    others."""
+    """Gives the tool that writes this call down in PyTorch's own operators, if one does: it keeps
+    no others."""
     onnx = sys.modules.get("torch.onnx")  # PyTorch imports it where it is first named
     if onnx is not None and onnx.is_in_onnx_export():
         return "torch.onnx.export"
@@ -152,8 +152,8 @@ def _record(tensors: Iterable[Tensor | None], streams: dict) -> None:
 
 
 def plain(tensor: Any) -> Any:
-    """The same without its class, if operators do not ask that: a class's __torch_function__ would
-    be asked in the middle of a step, and would make views of what operators give."""
+    """Gives the same without its class, if operators do not ask that: a class's __torch_function__
+    would be asked in the middle of a step, and would make views of what operators give."""
     if not isinstance(tensor, Tensor) or type(tensor) in (Tensor, nn.Parameter):
         return tensor
     if torch.compiler.is_compiling():  # which cannot trace as_subclass()
@@ -171,7 +171,7 @@ def like_operators(y: Tensor, *tensors: Tensor | None) -> Tensor:
 
 
 def has_dtensor(tensors: Sequence[object]) -> bool:
-    """Whether one of them is a DTensor."""
+    """Tells whether one of them is a DTensor."""
     return any(isinstance(t, DTensor) for t in tensors)
 
 
@@ -228,7 +228,7 @@ def parts(
 
 
 def as_dtensor(y: Tensor, x: Any) -> Tensor:
-    """An output, of the part of x, as a DTensor as x is one."""
+    """Gives an output, of the part of x, as a DTensor as x is one."""
     if not isinstance(x, DTensor):
         return y
     return DTensor.from_local(

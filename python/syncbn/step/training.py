@@ -104,17 +104,17 @@ def has_samples(x: Tensor, mask: Tensor | None) -> bool:
 
 
 def _beside(x: Tensor, *tensors: Tensor | None) -> Sequence[Tensor | None]:
-    """The tensors on x's device."""
+    """Gives the tensors on x's device."""
     return [None if t is None else t.to(x.device) for t in tensors]
 
 
 def _placed(xs: Sequence[Tensor], *tensors: Tensor | None) -> Iterable[Sequence[Tensor | None]]:
-    """The tensors, for each x on its device."""
+    """Gives the tensors, for each x on its device."""
     return (tensors,) if len(xs) == 1 else (_beside(x, *tensors) for x in xs)
 
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
-    """The tensor in x's layout."""
+    """Gives the tensor in x's layout."""
     check_strided("gradient", tensor)
     if tensor.stride() == x.stride() and tensor.dtype == x.dtype:
         return tensor
@@ -151,9 +151,9 @@ def forward(
     residuals: Sequence[Tensor | None],
     masks: Sequence[Tensor | None],
 ) -> tuple[Step, Sequence[Tensor], list]:
-    """What backward will know; K y; and the tensors that backward takes: weight, bias, and of each
-    input x, what operators.saved_of() describes, activation mask and mask. Running statistics and
-    the layer's counters are updated. needs: as Step has it. After an error the caller calls
+    """Gives what backward will know; K y; and the tensors that backward takes: weight, bias, and of
+    each input x, what operators.saved_of() describes, activation mask and mask. Running statistics
+    and the layer's counters are updated. needs: as Step has it. After an error the caller calls
     leave()."""
     (mean, var, tracked), options, form, state, peers, word, segment, checked = given
     kind, mode, in_place, _ = form
@@ -246,13 +246,13 @@ def _with_fitting_residual(arguments: tuple, transport: Transport, call: Call, c
 
 
 def _as(arguments: tuple, dtype: torch.dtype) -> tuple:
-    """The arguments for an input in that dtype; from another one it has no samples."""
+    """Gives the arguments for an input in that dtype; from another one it has no samples."""
     x, w, b, _, *others = arguments
     return arguments if x.dtype == dtype else (x.to(dtype), w, b, None, *others)
 
 
 def _room(z: Tensor, in_place: bool, keeps_signs: bool, saved: Tensor) -> tuple:
-    """What a forward writes to, and what it saved, on the input's device."""
+    """Gives what a forward writes to, and what it saved, on the input's device."""
     with without_modes():  # of checkpointing, which has not seen these operators before
         bits = activation_mask_of(z).zero_() if keeps_signs else None
         return None if in_place else torch.empty_like(z), saved.to(z.device), bits
@@ -348,7 +348,7 @@ def _backward(step: Step, transport: Transport, dys, weight, bias, *saved) -> tu
 
 
 def _fits(dy: Tensor | None, x: Tensor) -> bool:
-    """Whether it is a plain gradient in x's layout; mostly, and quickly."""
+    """Tells whether it is a plain gradient in x's layout; mostly, and quickly."""
     return (
         type(dy) is Tensor
         and dy.layout is torch.strided
@@ -360,8 +360,8 @@ def _fits(dy: Tensor | None, x: Tensor) -> bool:
 
 
 def _shared(arguments: tuple, dtype: torch.dtype, leads: bool) -> tuple:
-    """The arguments of one of several inputs, in the dtype of that which leads, and which alone
-    brings gradients of weight and bias."""
+    """Gives the arguments of one of several inputs, in the dtype of that which leads, and which
+    alone brings gradients of weight and bias."""
     dy, z, *others, keep, dweight, dbias, share = arguments
     dtypes = (dweight, dbias) if leads else (None, None)
     return dy.to(dtype), z.to(dtype), *others, keep, *dtypes, share
@@ -388,6 +388,6 @@ def needs_of(
     bias: Tensor | None,
     residuals: Sequence[Tensor | None],
 ) -> tuple[bool, ...]:
-    """Whether the gradients of any x, of weight, of bias and of any residual are wanted."""
+    """Tells whether the gradients of any x, of weight, of bias and of any residual are wanted."""
     each = (xs, (weight,), (bias,), residuals)
     return tuple(any(t is not None and t.requires_grad for t in some) for some in each)

@@ -3,7 +3,6 @@
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/batch_norm_op.hpp"
 #include "syncbn/c_api.h"
-#include "syncbn/c_passes.h"
 #include "syncbn/cuda_communicator.hpp"
 #include "syncbn/cuda_passes.hpp"
 #include "syncbn/diagnosis.hpp"

@@ -228,6 +228,6 @@ NAMES = {
     "no_descriptors": "rank {odd} left the group: OSError: .*Too many open files",
     "late_by_node": "not all ranks came within .* s; .*rank {odd}: has not come",
     "store_dies": "the store of torch.distributed is gone",
-    # To the late rank, which has not asked again, the others came.
-    "late_after_reset": r"came within 3 s; .*rank \d: (has not come|came, for \w+(;|$))",
+    # The late rank does not ask the others again: they came, or have ended since.
+    "late_after_reset": r"came within 3 s; .*rank \d: (has not come|has ended|came, for \w+(;|$))",
 }
