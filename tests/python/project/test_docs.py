@@ -136,6 +136,8 @@ def test_every_page_is_in_the_navigation():
     listed = re.findall(r": (\w+\.md)$", navigation, re.M)
     made = {"index.md", "contributing.md", "changelog.md", "security.md"}
     assert sorted(listed) == sorted(made | {page.name for page in DOCS})
+    linked = re.findall(r"\]\((\w+\.md)", read("docs/start.md"))
+    assert {*linked, "start.md"} == {page.name for page in DOCS}
 
 
 def test_pytorchs_layer_without_a_process_group_is_plain_batch_norm():
