@@ -10,7 +10,7 @@
 #include <cstdlib>
 #include <string>
 #include <syncbn/communicator.hpp>
-#include <syncbn/passes.hpp>
+#include <syncbn/message.hpp>
 #include <vector>
 
 namespace syncbn::bench {

@@ -17,11 +17,10 @@
 #include <syncbn/batch_norm.hpp>
 #include <syncbn/communicator.hpp>
 #include <syncbn/diagnosis.hpp>
-#include <syncbn/passes.hpp>
 #include <syncbn/tensor.hpp>
-#include <syncbn/welford.hpp>
 #include <utility>
 #include <vector>
+#include "step/passes.hpp"
 
 namespace syncbn::bench {
 

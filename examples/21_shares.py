@@ -99,6 +99,10 @@ def train(name: str, steps: int, folder: Path, dies_at: int) -> None:
         state = torch.load(checkpoint)
         for key, part in parts.items():
             part.load_state_dict(state[key])
+    if 0 in training.mine:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        with open(folder / "ran", "a") as file:
+            print(world, "from step", training.steps, file=file)
     loader = training.loader(Pictures(), BATCH)
     while training.steps < steps:
         epoch, start = divmod(training.steps, len(Pictures()) // BATCH)
@@ -138,17 +142,13 @@ def start(processes: int, name: str, steps: int, folder: Path, dies_at: int = -1
     return done.returncode == 0
 
 
-def changing(choices: list[int], changes: int, name: str, steps: int, folder: Path) -> str:
-    """Trains while the number of processes changes. Returns who ran."""
-    ran = []
+def changing(choices: list[int], changes: int, name: str, steps: int, folder: Path) -> None:
+    """Trains while the number of processes changes."""
     for i in range(changes):
         dies_at = steps * (i + 1) // (changes + 1)
-        ran.append(choices[-1 - i % len(choices)])
-        if start(ran[-1], name, steps, folder, dies_at):
+        if start(choices[-1 - i % len(choices)], name, steps, folder, dies_at):
             raise SystemExit(f"the processes were to be killed at step {dies_at}, and were not")
-    ran.append(choices[0])
-    start(ran[-1], name, steps, folder)
-    return ", ".join(map(str, ran))
+    start(choices[0], name, steps, folder)
 
 
 def main() -> int:
@@ -174,14 +174,15 @@ def main() -> int:
         hashes = set()
         for processes in [*given.processes, 0]:
             with tempfile.TemporaryDirectory() as directory:
-                folder, who = Path(directory), str(processes)
+                folder = Path(directory)
                 if processes:
                     start(processes, name, given.steps, folder)
                 else:
-                    who = changing(given.processes, given.changes, name, given.steps, folder)
+                    changing(given.processes, given.changes, name, given.steps, folder)
                 found = (folder / "hash").read_text()
+                ran = ", ".join((folder / "ran").read_text().splitlines())
             hashes.add(found)
-            print(f"{name} on {who}: {found}", flush=True)
+            print(f"{name} on {ran}: {found}", flush=True)
         equal = equal and len(hashes) == 1
     return 0 if equal else 1
 

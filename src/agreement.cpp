@@ -168,15 +168,6 @@ std::uint64_t layer_identity(std::uint64_t layer, const Activation& activation,
              std::uint64_t{residual} | std::uint64_t{weight} << 1 | std::uint64_t{bias} << 2);
 }
 
-std::uint32_t AgreedCall::fingerprint() const {
-  if (direction == Direction::kBackward) {
-    return backward_fingerprint(forward);
-  }
-  return syncbn::fingerprint(
-      layer_identity(layer, options->activation, options->statistics, residual, weight, bias), call,
-      direction, channels, options->eps);
-}
-
 namespace {
 
 /// What all ranks do, exchanged; empty if nothing differs.

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "statistics/header.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/error.hpp"
 
@@ -24,8 +25,6 @@ struct AgreedCall {
   bool weight = false;
   bool bias = false;
   std::uint32_t forward = 0;
-
-  std::uint32_t fingerprint() const;
 };
 
 /// Throws unless the merged header says that all ranks made the same call. A DivergenceError says

@@ -11,8 +11,7 @@
 #include "layer.hpp"
 #include "syncbn/cuda_communicator.hpp"
 
-// The layer's face: its name, its calls and their device. What a direction does is in layer_cpu.cpp
-// and layer_cuda.cpp.
+// The layer's face: its name, its calls and their device. What a direction does is in layer.cpp.
 namespace syncbn {
 namespace {
 
@@ -146,14 +145,14 @@ void SavedState::reserve(const TensorView& x, bool masked, void* on_stream) {
   stream = on_stream;
   channels = x.sizes[1];
   const std::int64_t mask_bytes = masked ? activation_mask_bytes(x) : 0;
-  const std::int64_t numbers = 3 * channels + cuda::kInfoWords;
+  const std::int64_t numbers = 3 * channels + kInfoWords;
   auto* const memory = static_cast<std::byte*>(
       block.reserve(static_cast<std::size_t>(8 * numbers + mask_bytes), device, stream));
   mean = reinterpret_cast<double*>(memory);
   var = mean + channels;
   rstd = var + channels;
   info = reinterpret_cast<std::int64_t*>(rstd + channels);
-  activation_mask = masked ? reinterpret_cast<std::uint8_t*>(info + cuda::kInfoWords) : nullptr;
+  activation_mask = masked ? reinterpret_cast<std::uint8_t*>(info + kInfoWords) : nullptr;
 }
 
 void SavedState::keep(const BatchNorm::Forward& f) {
@@ -198,7 +197,7 @@ std::int64_t Saved::count() const {
     return 0;
   }
   return state_->device == Device::kCpu
-             ? state_->count
+             ? state_->info[0]
              : cuda::read_count(state_->info, cuda::Stream{state_->stream});
 }
 
@@ -295,9 +294,9 @@ void BatchNorm::sized_forward(const Forward& arguments, std::size_t size, Saved&
     SavedState& kept = content_of(call, saved.state_.get());
     if (on_cuda(layer, arguments.x)) {
       need_cuda(layer);
-      cuda::forward(layer, call, arguments, kept, execution);
+      forward_on_cuda(layer, call, arguments, kept, execution);
     } else {
-      forward_on_cpu(call, arguments, kept, execution);
+      forward_on_cpu(layer, call, arguments, kept, execution);
     }
     kept.layer = layer.number;
     kept.call = *call.number;
@@ -316,9 +315,9 @@ void BatchNorm::sized_backward(const Backward& arguments, std::size_t size, cons
     const SavedState& kept = content_of(call, saved.state_.get());
     if (on_cuda(layer, arguments.x)) {
       need_cuda(layer);
-      cuda::backward(layer, call, arguments, kept, execution);
+      backward_on_cuda(layer, call, arguments, kept, execution);
     } else {
-      backward_on_cpu(call, arguments, kept, execution);
+      backward_on_cpu(layer, call, arguments, kept, execution);
     }
     if (arguments.dx.data == arguments.x.data) {
       kept.overwritten_by = "an earlier backward wrote dx to";
@@ -331,11 +330,7 @@ void BatchNorm::sized_evaluate(const Evaluate& arguments, std::size_t size,
   LayerState& layer = state();
   in_call({layer, std::nullopt, "evaluation", arguments.x}, [&] {
     check_size("arguments", size, sizeof(arguments));
-    if (arguments.x.device == Device::kCuda) {
-      cuda::evaluate(layer, arguments, execution);
-    } else {
-      evaluate_on_cpu(layer.options, arguments, execution);
-    }
+    syncbn::evaluate(layer, arguments, execution);
   });
 }
 
@@ -344,11 +339,7 @@ void BatchNorm::sized_evaluate_backward(const EvaluateBackward& arguments, std::
   LayerState& layer = state();
   in_call({layer, std::nullopt, "backward of an evaluation", arguments.x}, [&] {
     check_size("arguments", size, sizeof(arguments));
-    if (arguments.x.device == Device::kCuda) {
-      cuda::evaluate_backward(layer, arguments, execution);
-    } else {
-      evaluate_backward_on_cpu(layer.options, arguments, execution);
-    }
+    syncbn::evaluate_backward(layer, arguments, execution);
   });
 }
 
@@ -390,8 +381,7 @@ std::uint64_t BatchNorm::calls() const {
 void BatchNorm::check(const Execution& execution) {
   TensorView none;
   LayerState& layer = state();
-  in_call({layer, layer.calls - 1, "forward", none},
-          [&] { cuda::check_last_call(layer, execution); });
+  in_call({layer, layer.calls - 1, "forward", none}, [&] { check_last_call(layer, execution); });
 }
 
 }  // namespace syncbn

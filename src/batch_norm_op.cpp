@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "syncbn/batch_norm_op.hpp"
 
+#include <array>
 #include <limits>
 #include <string>
 
@@ -8,8 +9,10 @@
 #include "checks.hpp"
 #include "cpu/float_environment.hpp"
 #include "statistics/finalize.hpp"
+#include "statistics/header.hpp"
+#include "syncbn/step.hpp"
 
-// Checks, passes and exchange of the operator in their order.
+// The operator around the step: its checks, its exchange and what it saves.
 namespace syncbn {
 namespace {
 
@@ -82,17 +85,23 @@ void check_forward(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& ou
   if (outputs.saved_batches == nullptr) {
     throw InvalidArgument("saved_batches: got null, expected a counter");
   }
-  check_available(x.device);
+  check_on_cpu(x.device);
 }
 
-/// What ranks must agree on, options of the operator included.
-std::uint32_t operator_fingerprint(const BatchNormOpInputs& inputs,
-                                   const BatchNormOpAttributes& attributes) {
-  const std::int64_t channels = inputs.x.sizes[1];
-  const std::uint32_t options = fingerprint(attributes.layer, attributes.use_global_est ? 2 : 1,
-                                            Direction::kForward, channels, attributes.momentum);
-  return fingerprint(options, static_cast<std::uint64_t>(inputs.batches), Direction::kForward,
-                     channels, attributes.epsilon);
+/// What ranks must agree on besides the number of batches, as the step's layer.
+std::uint64_t identity(const BatchNormOpAttributes& attributes, std::int64_t channels) {
+  return fingerprint(attributes.layer, attributes.use_global_est ? 2 : 1, Direction::kForward,
+                     channels, attributes.momentum);
+}
+
+/// The caller's exchange of a message, for the step: as if one rank had all that `info` says.
+Merged exchanged(const Exchange& exchange, std::vector<std::int64_t>& message) {
+  const std::int64_t tag = message[kHeaderFingerprint];
+  const MessageInfo info = exchange(message);
+  check_header(info);
+  write_header(message.data(), info.count, static_cast<std::uint32_t>(tag),
+               info.any_data ? dtype_flag(info.dtype) : 0);
+  return {message.data(), message.data() + kHeaderWords, info.dtype, 1};
 }
 
 void store(const MutableTensorView& tensor, const std::vector<double>& values) {
@@ -160,6 +169,22 @@ struct Updates {
   std::int64_t batches = 0;
 };
 
+void map(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
+         BatchNormOpStatistics& statistics, const Execution& execution) {
+  forward_map({.x = inputs.x,
+               .weight = inputs.scale,
+               .bias = inputs.bias,
+               .y = outputs.y,
+               .mean = statistics.mean.data(),
+               .rstd = statistics.rstd.data()},
+              execution);
+}
+
+/// Whether a backward does; estimates are constants.
+bool exchanges(const BatchNormOpGradients& gradients, const BatchNormOpAttributes& attributes) {
+  return !attributes.is_infer && !attributes.use_global_est && !gradients.dx.absent();
+}
+
 BatchNormOpStatistics infer(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
                             const BatchNormOpAttributes& attributes, const Execution& execution) {
   const cpu::FloatEnvironment environment;
@@ -168,15 +193,7 @@ BatchNormOpStatistics infer(const BatchNormOpInputs& inputs, const BatchNormOpOu
   use_estimates(channel_values(inputs.estimated_mean, channels, 0.0),
                 channel_values(inputs.estimated_var, channels, 1.0), attributes.epsilon,
                 statistics);
-  normalize({inputs.x,
-             {},
-             statistics.mean.data(),
-             statistics.rstd.data(),
-             inputs.scale,
-             inputs.bias,
-             {},
-             outputs.y},
-            execution);
+  map(inputs, outputs, statistics, execution);
   store(outputs.batch_mean, statistics.mean);
   store(outputs.batch_var, statistics.var);
   store(outputs.saved_mean, statistics.mean);
@@ -201,28 +218,27 @@ BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
   statistics.mean.resize(size);
   statistics.var.resize(size);
   statistics.rstd.resize(size);
-  statistics.fingerprint = operator_fingerprint(inputs, attributes);
+  std::array<std::int64_t, kInfoWords> info{};
+  const ForwardStep step{.pass = {.x = inputs.x,
+                                  .mean = statistics.mean.data(),
+                                  .var = statistics.var.data(),
+                                  .rstd = statistics.rstd.data(),
+                                  .eps = attributes.epsilon},
+                         .layer = identity(attributes, channels),
+                         .call = &inputs.batches,
+                         .running = {.momentum = attributes.momentum},
+                         .info = info.data()};
   std::vector<std::int64_t> message(
       static_cast<std::size_t>(message_words(inputs.x.dtype, channels)));
-  local_moments(inputs.x, {}, message.data(), statistics.fingerprint, execution);
-  const MessageInfo info = exchange(message);
-  statistics.count = info.count;
-  finalize_moments(info, message.data() + kHeaderWords, statistics.mean.data(),
-                   statistics.var.data(), statistics.rstd.data(), channels, attributes.epsilon,
-                   execution);
+  forward_begin(step, message.data(), execution);
+  forward_finish(step, exchanged(exchange, message), execution);
+  statistics.count = info[0];
+  statistics.fingerprint = static_cast<std::uint32_t>(info[1]);
   const Updates saved(inputs, outputs, attributes, statistics);
   if (attributes.use_global_est) {
     use_estimates(saved.mean, saved.var, attributes.epsilon, statistics);
   }
-  normalize({inputs.x,
-             {},
-             statistics.mean.data(),
-             statistics.rstd.data(),
-             inputs.scale,
-             inputs.bias,
-             {},
-             outputs.y},
-            execution);
+  map(inputs, outputs, statistics, execution);
   saved.write(outputs);
   return statistics;
 }
@@ -240,23 +256,18 @@ BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
   });
 }
 
-void batch_norm_op_backward(const TensorView& dy, const TensorView& x, const TensorView& scale,
-                            const BatchNormOpStatistics& statistics,
-                            const BatchNormOpAttributes& attributes, const MutableTensorView& dx,
-                            const MutableTensorView& dscale, const MutableTensorView& dbias,
-                            const Exchange& exchange, const Execution& execution) {
-  check_samples("x", x);
-  check_like("dy", dy, x);
-  const std::int64_t channels = x.sizes[1];
-  if (!dx.absent()) {
-    check_like("dx", dx, x);
-    check_output("dx", dx);
+void batch_norm_op_backward(const BatchNormOpGradients& g, const BatchNormOpStatistics& statistics,
+                            const BatchNormOpAttributes& attributes, const Exchange& exchange,
+                            const Execution& execution) {
+  check_samples("x", g.x);
+  check_like("dy", g.dy, g.x);
+  const std::int64_t channels = g.x.sizes[1];
+  if (!g.dx.absent()) {
+    check_whole_output("dx", g.dx, g.x);
   }
-  check_per_channel("scale", scale, channels, x.device);
-  check_per_channel("dscale", dscale, channels, x.device);
-  check_per_channel("dbias", dbias, channels, x.device);
-  check_output("dscale", dscale);
-  check_output("dbias", dbias);
+  check_per_channel("scale", g.scale, channels, g.x.device);
+  check_entries("dscale", g.dscale, g.x);
+  check_entries("dbias", g.dbias, g.x);
   check_attributes(attributes);
   for (const auto* values : {&statistics.mean, &statistics.rstd}) {
     if (static_cast<std::int64_t>(values->size()) != channels) {
@@ -264,48 +275,42 @@ void batch_norm_op_backward(const TensorView& dy, const TensorView& x, const Ten
                             " channels, expected those of x, " + std::to_string(channels));
     }
   }
-  const double* mean = statistics.mean.data();
-  const double* rstd = statistics.rstd.data();
-  std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
-  local_gradients({dy, x, {}, mean, rstd}, message.data(),
-                  backward_fingerprint(statistics.fingerprint), execution);
-  const std::vector<std::int64_t> own = message;
+  check_on_cpu(g.x.device);
+  const std::array<std::int64_t, kInfoWords> info{statistics.count, statistics.fingerprint};
   std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
-  if (attributes.is_infer || attributes.use_global_est) {
-    if (!dx.absent()) {
-      evaluation_input_gradient(dy, {}, rstd, scale, dx, execution);
-    }
-  } else if (!dx.absent()) {
-    const MessageInfo info = exchange(message);
-    if (info.count != statistics.count) {
-      throw DivergenceError("backward: the ranks bring " + std::to_string(info.count) +
-                            " elements per channel, forward had " +
-                            std::to_string(statistics.count));
-    }
-    finalize_gradients(info, message.data() + kHeaderWords,
-                       {mean, rstd, scale, coefficients.data(), {}, {}, channels}, statistics.count,
-                       execution);
-    input_gradient({dy, x, {}, mean, rstd, coefficients.data(), {}, dx}, execution);
+  const BackwardStep step{{.dy = g.dy,
+                           .x = g.x,
+                           .mean = statistics.mean.data(),
+                           .rstd = statistics.rstd.data(),
+                           .weight = g.scale,
+                           .dx = g.dx,
+                           .dweight = g.dscale,
+                           .dbias = g.dbias},
+                          info.data(),
+                          coefficients.data()};
+  std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(g.x.dtype, channels)));
+  backward_begin(step, message.data(), nullptr, execution);
+  if (exchanges(g, attributes)) {
+    const std::vector<std::int64_t> own = message;
+    backward_finish(step, own.data(), exchanged(exchange, message), execution);
+    return;
   }
-  affine_gradient_shares(
-      own.data() + kHeaderWords, x.dtype,
-      {.mean = mean, .rstd = rstd, .dweight = dscale, .dbias = dbias, .channels = channels},
-      execution);
+  if (!g.dx.absent()) {
+    evaluation_input_gradient(g.dy, {}, step.pass.rstd, g.scale, g.dx, execution);
+  }
+  backward_shares(step, message.data(), execution);
 }
 
-void batch_norm_op_backward(const TensorView& dy, const TensorView& x, const TensorView& scale,
+void batch_norm_op_backward(const BatchNormOpGradients& gradients,
                             const BatchNormOpStatistics& statistics,
-                            const BatchNormOpAttributes& attributes, const MutableTensorView& dx,
-                            const MutableTensorView& dscale, const MutableTensorView& dbias,
-                            Communicator& communicator, const Execution& execution) {
-  if (attributes.is_infer || attributes.use_global_est || dx.absent()) {  // nobody waits
-    batch_norm_op_backward(dy, x, scale, statistics, attributes, dx, dscale, dbias, Exchange(),
-                           execution);
+                            const BatchNormOpAttributes& attributes, Communicator& communicator,
+                            const Execution& execution) {
+  if (!exchanges(gradients, attributes)) {  // nobody waits
+    batch_norm_op_backward(gradients, statistics, attributes, Exchange(), execution);
     return;
   }
   with_communicator(communicator, [&](const Exchange& exchange) {
-    batch_norm_op_backward(dy, x, scale, statistics, attributes, dx, dscale, dbias, exchange,
-                           execution);
+    batch_norm_op_backward(gradients, statistics, attributes, exchange, execution);
   });
 }
 

@@ -4,16 +4,10 @@
 #include <algorithm>
 #include <new>
 
-#include "cuda/device_memory.hpp"
+#include "step/device.hpp"
 #include "syncbn/error.hpp"
 
 namespace syncbn {
-namespace {
-
-constexpr std::align_val_t kAlignment{64};
-
-}  // namespace
-
 void* Block::reserve(std::size_t bytes, Device device, void* stream) {
   bytes = std::max<std::size_t>(bytes, 1);  // an allocator need not give nothing
   if (bytes > bytes_ || device != device_) {
@@ -23,15 +17,13 @@ void* Block::reserve(std::size_t bytes, Device device, void* stream) {
       if (data_ == nullptr) {
         throw std::bad_alloc();
       }
-    } else if (device == Device::kCuda) {
-      data_ = cuda::allocate_on(stream, bytes);
     } else {
-      data_ = ::operator new(bytes, kAlignment);
+      data_ = passes_of(device).allocate(stream, bytes);
     }
     bytes_ = bytes;
     device_ = device;
     if (device == Device::kCuda) {
-      cuda::zero_on(stream, data_, bytes);
+      cuda_passes().zero(stream, data_, bytes);
     }
   }
   stream_ = stream;
@@ -44,10 +36,8 @@ void Block::release() noexcept {
   }
   if (allocator_.release != nullptr) {
     allocator_.release(allocator_.context, data_, bytes_, device_, stream_);
-  } else if (device_ == Device::kCuda) {
-    cuda::release_on(stream_, data_);
   } else {
-    ::operator delete(data_, kAlignment);
+    passes_of(device_).release(stream_, data_);
   }
   data_ = nullptr;
   bytes_ = 0;

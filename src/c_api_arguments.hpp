@@ -10,7 +10,8 @@
 #include "statistics/activation.hpp"
 #include "syncbn/c_api.h"
 #include "syncbn/error.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/executor.hpp"
+#include "syncbn/options.hpp"
 
 struct syncbn_executor {
   std::unique_ptr<syncbn::Executor> of_cpp;

@@ -82,7 +82,7 @@ BatchNorm::Evaluate evaluate_of(const syncbn_evaluate_arguments* given) {
                                       .running_mean = tensor("running_mean", a.running_mean),
                                       .running_var = tensor("running_var", a.running_var),
                                       .y = samples("y", a.y)};
-  check_available(of_cpp.x.device);
+  check_on_cpu(of_cpp.x.device);
   return of_cpp;
 }
 
@@ -101,7 +101,7 @@ BatchNorm::EvaluateBackward evaluate_backward_of(const syncbn_evaluate_backward_
       .dweight = tensor("dweight", a.dweight),
       .dbias = tensor("dbias", a.dbias),
       .dresidual = tensor("dresidual", a.dresidual)};
-  check_available(of_cpp.x.device);
+  check_on_cpu(of_cpp.x.device);
   return of_cpp;
 }
 

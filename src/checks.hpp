@@ -6,7 +6,7 @@
 #include <string>
 
 #include "statistics/header.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/options.hpp"
 #include "syncbn/tensor.hpp"
 
 // Argument checks. Each throws InvalidArgument with the argument's name, what was given and what is
@@ -51,8 +51,32 @@ void check_mask(const MaskView& mask, const TensorView& x);
 void check_per_channel(const char* name, const TensorView& tensor, std::int64_t channels,
                        Device device);
 
-/// Throws Unavailable for tensors on a device that this build has no passes for.
-void check_available(Device device);
+inline void check_entries(const char* name, const MutableTensorView& tensor, const TensorView& x) {
+  check_per_channel(name, tensor, x.sizes[1], x.device);
+  check_output(name, tensor);
+}
+
+inline void check_whole_output(const char* name, const MutableTensorView& tensor,
+                               const TensorView& x) {
+  check_like(name, tensor, x);
+  check_output(name, tensor);
+}
+
+/// What is normalized, and with which parameters.
+template <class Arguments>
+void check_parameters(const Arguments& a) {
+  check_per_channel("weight", a.weight, a.x.sizes[1], a.x.device);
+  check_per_channel("bias", a.bias, a.x.sizes[1], a.x.device);
+  if (!a.residual.absent()) {
+    check_like("residual", a.residual, a.x);
+  }
+}
+
+/// Of what takes tensors on the CPU alone.
+void check_on_cpu(Device device);
+
+/// Throws DivergenceError unless backward is of as many elements per channel as forward was.
+void check_count(std::int64_t backward, std::int64_t forward);
 
 void check_eps(double eps, const char* name = "eps");
 void check_activation(const Activation& activation);

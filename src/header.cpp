@@ -6,7 +6,7 @@
 #include "checks.hpp"
 #include "statistics/dtype.hpp"
 #include "syncbn/error.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/message.hpp"
 
 namespace syncbn {
 const char* name(DType dtype) {
@@ -21,15 +21,6 @@ int words_per_channel(DType dtype) {
 std::int64_t message_words(DType dtype, std::int64_t channels) {
   check_channels(channels);
   return kHeaderWords + channels * words_per_channel(dtype);
-}
-
-std::uint32_t fingerprint(std::uint64_t layer, std::uint64_t call, Direction direction,
-                          std::int64_t channels, double eps) {
-  return call_fingerprint(layer, call, direction, channels, eps);
-}
-
-std::uint32_t backward_fingerprint(std::uint32_t forward) {
-  return backward_call_fingerprint(forward);
 }
 
 MessageInfo read_header(const std::int64_t* merged, int ranks) {

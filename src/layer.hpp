@@ -11,6 +11,7 @@
 #include "group_link.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/cuda_communicator.hpp"
+#include "syncbn/step.hpp"
 
 // What a layer is inside, and what its calls on CPU and on CUDA have in common.
 namespace syncbn {
@@ -77,11 +78,9 @@ struct SavedState {
   double* mean = nullptr;
   double* var = nullptr;
   double* rstd = nullptr;
-  std::int64_t* info = nullptr;  ///< CUDA: cuda::kInfoWords words
+  std::int64_t* info = nullptr;  ///< kInfoWords words
   std::uint8_t* activation_mask = nullptr;
-  std::int64_t count = 0;         ///< CPU
-  std::uint32_t fingerprint = 0;  ///< CPU
-  std::uint64_t layer = 0;        ///< its number
+  std::uint64_t layer = 0;  ///< its number
   std::uint64_t call = 0;
   TensorView x;
   const void* y = nullptr;
@@ -137,26 +136,19 @@ void before_exchange(Group& communicator, const LayerCall& call, const Body& bod
   }
 }
 
-void forward_on_cpu(const LayerCall& call, const BatchNorm::Forward& f, SavedState& saved,
-                    const Execution& execution);
-void backward_on_cpu(const LayerCall& call, const BatchNorm::Backward& b, const SavedState& saved,
-                     const Execution& execution);
-void evaluate_on_cpu(const BatchNorm::Options& options, const BatchNorm::Evaluate& e,
-                     const Execution& execution);
-void evaluate_backward_on_cpu(const BatchNorm::Options& options,
-                              const BatchNorm::EvaluateBackward& e, const Execution& execution);
-
-namespace cuda {
-void forward(LayerState& layer, const LayerCall& call, const BatchNorm::Forward& f,
-             SavedState& saved, const Execution& execution);
-void backward(LayerState& layer, const LayerCall& call, const BatchNorm::Backward& b,
-              const SavedState& saved, const Execution& execution);
+void forward_on_cpu(LayerState& layer, const LayerCall& call, const BatchNorm::Forward& f,
+                    SavedState& saved, const Execution& execution);
+void forward_on_cuda(LayerState& layer, const LayerCall& call, const BatchNorm::Forward& f,
+                     SavedState& saved, const Execution& execution);
+void backward_on_cpu(LayerState& layer, const LayerCall& call, const BatchNorm::Backward& b,
+                     const SavedState& saved, const Execution& execution);
+void backward_on_cuda(LayerState& layer, const LayerCall& call, const BatchNorm::Backward& b,
+                      const SavedState& saved, const Execution& execution);
 void evaluate(LayerState& layer, const BatchNorm::Evaluate& e, const Execution& execution);
 void evaluate_backward(LayerState& layer, const BatchNorm::EvaluateBackward& e,
                        const Execution& execution);
-/// The last call's count, when all that was enqueued before is done.
+/// The last call's count on CUDA, when all that was enqueued before is done.
 void check_last_call(LayerState& layer, const Execution& execution);
-}  // namespace cuda
 
 /// What does not depend on a call.
 void check_options(const BatchNorm::Options& options);

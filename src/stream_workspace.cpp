@@ -7,10 +7,9 @@
 #include <mutex>
 #include <vector>
 
-#include "cuda/device_memory.hpp"
-#include "syncbn/cuda_passes.hpp"
+#include "step/device.hpp"
 
-namespace syncbn::cuda {
+namespace syncbn {
 namespace {
 
 struct Memory {
@@ -28,10 +27,11 @@ std::map<std::uint64_t, Memory>& memory_of_streams() {
 
 }  // namespace
 
-std::int64_t* stream_workspace(DType dtype, std::int64_t channels, const Stream& stream) {
+std::int64_t* stream_workspace(DType dtype, std::int64_t channels, void* stream) {
   static std::mutex mutex;
   const std::int64_t words = workspace_words(dtype, channels);
-  const std::uint64_t number = stream_number(stream.handle);
+  const DevicePasses& device = cuda_passes();
+  const std::uint64_t number = device.stream_number(stream);
   if (number == 0) {
     return nullptr;
   }
@@ -42,9 +42,9 @@ std::int64_t* stream_workspace(DType dtype, std::int64_t channels, const Stream&
     const std::size_t bytes = static_cast<std::size_t>(more) * sizeof(std::int64_t);
     try {
       memory.blocks.push_back(nullptr);
-      void* const fresh = allocate_on(stream.handle, bytes);
+      void* const fresh = device.allocate(stream, bytes);
       memory.blocks.back() = static_cast<std::int64_t*>(fresh);
-      zero_on(stream.handle, fresh, bytes);
+      device.zero(stream, fresh, bytes);
       memory.words = more;
     } catch (const std::exception&) {  // the caller's allocator may have some, or says why not
       return nullptr;
@@ -53,4 +53,4 @@ std::int64_t* stream_workspace(DType dtype, std::int64_t channels, const Stream&
   return memory.blocks.back();
 }
 
-}  // namespace syncbn::cuda
+}  // namespace syncbn

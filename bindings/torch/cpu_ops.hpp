@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "syncbn/group_passes.hpp"
+#include "syncbn/step.hpp"
 
 // Parts of operators on CPU that others are made of, too.
 namespace syncbn::torch_layer {

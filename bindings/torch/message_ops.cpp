@@ -5,8 +5,7 @@
 #include <string>
 
 #include "bindings/torch/tensors.hpp"
-#include "syncbn/batch_norm.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/step.hpp"
 
 // The operators of messages between ranks. Shapes and dtypes stand beside their fakes in
 // python/syncbn/operators.py.

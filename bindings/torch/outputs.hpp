@@ -36,7 +36,8 @@ inline std::int64_t* optional_int64(const char* name, std::optional<Tensor>& ten
 }
 
 /// What a forward knows of its batch: mean, var and rstd of C channels each, then two integers, as
-/// ForwardStep::info has them. One float64 tensor of 3 C + 2 entries, because each tensor costs.
+/// ForwardStep::info has them. One float64 tensor of 3 C + kInfoWords entries, because each tensor
+/// costs.
 class Saved {
  public:
   explicit Saved(const Tensor& x) : Saved(empty(x, size_for(x), ScalarType::Double), x) {}
@@ -53,7 +54,7 @@ class Saved {
   Tensor tensor;
 
  private:
-  static std::int64_t size_for(const Tensor& x) { return 3 * channels_of(x) + 2; }
+  static std::int64_t size_for(const Tensor& x) { return 3 * channels_of(x) + kInfoWords; }
   std::int64_t channels_;
   double* data_;
 };

@@ -16,7 +16,6 @@
 #include "bindings/torch/cpu_ops.hpp"
 #include "bindings/torch/resolved.hpp"
 #include "bindings/torch/tensors.hpp"
-#include "syncbn/passes.hpp"
 #include "syncbn/shared_memory.hpp"
 
 // Groups of processes on one node, for python/syncbn/exchange/shared_memory.py. Python holds a

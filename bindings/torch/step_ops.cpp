@@ -21,16 +21,6 @@ class OnHost {
   };
   static NoWorkspace workspace(const Tensor&, DType) { return {}; }
 
-  static void update(const Running& running, const double* mean, const double* var,
-                     const std::int64_t* info, std::int64_t channels) {
-    running.update(mean, var, channels, info[0]);
-  }
-  void recover(const InputRecovery& pass) { syncbn::recover_input(pass, executor_); }
-  void evaluation_gradient(const TensorView& dy, const double* rstd, const TensorView& weight,
-                           const MutableTensorView& dx) {
-    syncbn::evaluation_input_gradient(dy, {}, rstd, weight, dx, executor_);
-  }
-
  private:
   TorchExecutor executor_;
 };

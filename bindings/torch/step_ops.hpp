@@ -11,6 +11,7 @@
 #include "bindings/torch/cpu_ops.hpp"
 #include "bindings/torch/outputs.hpp"
 #include "bindings/torch/tensors.hpp"
+#include "syncbn/batch_norm.hpp"
 #include "syncbn/step.hpp"
 
 // The two doors of a training step's directions as operators, for python/syncbn/step/training.py:
@@ -52,11 +53,6 @@ inline Tensor new_message(const Tensor& x, std::int64_t words, std::int64_t fram
     std::fill(all.begin() + words, all.end(), 0);
   }
   return message;
-}
-
-/// The message of the only rank, on CUDA.
-inline Merged alone(const std::int64_t* message, DType dtype) {
-  return {message, message + kHeaderWords, dtype, 1};
 }
 
 /// What ended a direction in shared memory, and its messages where it did not come to its end.
@@ -178,38 +174,20 @@ Outputs forward_begin(const Tensor& x, std::optional<Tensor> weight, std::option
     return {y, saved.tensor, activation_mask, count, word, number, message, merged, status};
   };
   const Execution execution = place.execution();
-  if constexpr (Place::kDevice == Device::kCpu) {
-    const bool one_call = way == kAlone && step.statistics == Statistics::kReproducible;
-    if (one_call || way >= 0) {
-      step.info[1] =
-          fingerprint(step.layer, step.call == nullptr ? 0 : static_cast<std::uint64_t>(*step.call),
-                      Direction::kForward, channels, eps);
-    }
+  const bool one_call = way == kAlone && step.statistics == Statistics::kReproducible;
+  if (Place::kDevice == Device::kCpu && (one_call || way >= 0)) {
+    GroupSum group{.accept = is_no_single_value};
     if (one_call) {
-      const MessageInfo info = forward_of_one_rank(step.pass, execution);
-      if (!is_no_single_value(info)) {
-        return result(info.count, backward, {}, {}, kUnchecked);
-      }
-      step.info[0] = info.count;
-      step.running.update(saved.mean(), saved.var(), channels, info.count);
-      return result(info.count, backward, {}, {}, kDone);
+      const Reached reached = forward_at_once(step, group, execution);
+      return result(group.info.count, backward, {}, {},
+                    reached == Reached::kOutput ? kDone : kUnchecked);
     }
-    if (way >= 0) {
-      const GroupSum group{.fingerprint = static_cast<std::uint32_t>(step.info[1]),
-                           .backward = backward,
-                           .accept = is_no_single_value};
-      InGroup in(x, way, amount, group,
-                 [&](GroupSum& sum) { return forward_in_group(step.pass, sum, execution); });
-      if (in.status == kDone) {
-        step.info[0] = in.info.count;
-        step.running.update(saved.mean(), saved.var(), channels, in.info.count);
-      }
-      return result(in.info.count, in.backward, in.message, in.merged, in.status);
-    }
+    InGroup in(x, way, amount, group,
+               [&](GroupSum& sum) { return forward_at_once(step, sum, execution); });
+    return result(in.info.count, in.backward, in.message, in.merged, in.status);
   }
-  const bool one_call = Place::kDevice == Device::kCuda && way == kAlone && !mask.has_value() &&
-                        step.statistics == Statistics::kReproducible;
-  const std::int64_t count = one_call ? x.numel() / std::max<std::int64_t>(channels, 1) : 0;
+  const std::int64_t count =
+      one_call && !mask.has_value() ? x.numel() / std::max<std::int64_t>(channels, 1) : 0;
   if (count == 1) {
     return result(count, backward, {}, {}, kUnchecked);
   }
@@ -217,12 +195,12 @@ Outputs forward_begin(const Tensor& x, std::optional<Tensor> weight, std::option
       new_message(x, forward_words(step.statistics, step.pass.x.dtype, channels), amount);
   const auto workspace = place.workspace(x, step.pass.x.dtype);
   step.workspace = workspace.words();
-  std::int64_t* const own = words_of(message, Place::kDevice).data();
-  syncbn::forward_begin(step, own, execution);
-  if (one_call) {
-    syncbn::forward_finish(step, alone(own, step.pass.x.dtype), execution);
+  if (one_call && !mask.has_value()) {
+    GroupSum alone{.message = words_of(message, Place::kDevice)};
+    forward_at_once(step, alone, execution);
     return result(count, backward, {}, {}, kDone);
   }
+  syncbn::forward_begin(step, words_of(message, Place::kDevice).data(), execution);
   return result(0, backward, message, {}, kUnchecked);
 }
 
@@ -295,44 +273,37 @@ Gradients backward_begin(const Tensor& dy, const Tensor& x, const Tensor& saved,
     return {dx, dweight, dbias, u, coefficients, message, merged, status};
   };
   const Execution execution = place.execution();
-  if constexpr (Place::kDevice == Device::kCpu) {
-    if (way == kAlone || way >= 0) {
-      step.pass.count = from.info()[0];
+  if (Place::kDevice == Device::kCpu && way == kAlone) {
+    GroupSum alone;
+    backward_at_once(step, alone, execution);
+    return result({}, {}, kDone);
+  }
+  if (Place::kDevice == Device::kCpu && way >= 0) {
+    InGroup in(x, way, amount, {},
+               [&](GroupSum& sum) { return backward_at_once(step, sum, execution); });
+    if (in.status != kDone) {
+      coefficients = empty(x, 3 * channels, ScalarType::Double);
     }
-    if (way == kAlone) {
-      const MessageInfo info = backward_of_one_rank(step.pass, execution);
-      check_count(info.count, step.pass.count);
-      return result({}, {}, kDone);
-    }
-    if (way >= 0) {
-      const auto tag = static_cast<std::uint32_t>(from.info()[1]);
-      const GroupSum group{.fingerprint = backward_fingerprint(tag)};
-      InGroup in(x, way, amount, group,
-                 [&](GroupSum& sum) { return backward_in_group(step.pass, sum, execution); });
-      if (in.status != kDone) {
-        coefficients = empty(x, 3 * channels, ScalarType::Double);
-      }
-      return result(in.message, in.merged, in.status);
-    }
+    return result(in.message, in.merged, in.status);
   }
   coefficients = empty(x, 3 * channels, ScalarType::Double);
   step.coefficients = static_cast<double*>(coefficients->mutable_data_ptr());
   const std::int64_t words = message_words(step.pass.x.dtype, channels);
-  std::optional<Tensor> message = new_message(x, words, amount);
-  // On CUDA the sum is written over what is sent; shares are of what this rank sent.
-  std::optional<Tensor> copy;
-  if (Place::kDevice == Device::kCuda && share && exchanges && way != kAlone) {
-    copy = empty(x, words, ScalarType::Long);
-  }
+  Tensor message = new_message(x, words, amount);
   const auto workspace = place.workspace(x, step.pass.x.dtype);
   step.workspace = workspace.words();
-  std::int64_t* const own = words_of(*message, Place::kDevice).data();
-  syncbn::backward_begin(step, own, copy ? words_of(*copy, Place::kDevice).data() : nullptr,
-                         execution);
-  if (Place::kDevice == Device::kCuda && way == kAlone) {
-    syncbn::backward_finish(step, own, alone(own, step.pass.x.dtype), execution);
+  if (way == kAlone) {
+    GroupSum alone{.message = words_of(message, Place::kDevice)};
+    backward_at_once(step, alone, execution);
     return result({}, {}, kDone);
   }
+  // On CUDA the sum is written over what is sent; shares are of what this rank sent.
+  std::optional<Tensor> copy;
+  if (Place::kDevice == Device::kCuda && share && exchanges) {
+    copy = empty(x, words, ScalarType::Long);
+  }
+  syncbn::backward_begin(step, words_of(message, Place::kDevice).data(),
+                         copy ? words_of(*copy, Place::kDevice).data() : nullptr, execution);
   return result(message, copy, kUnchecked);
 }
 
@@ -384,10 +355,16 @@ void update_running_statistics(std::optional<Tensor> running_mean,
   std::optional<Tensor> none;
   const Running running =
       running_of<Place>(running_mean, running_var, num_batches_tracked, call, none, momentum);
-  const std::int64_t channels = (saved.numel() - 2) / 3;
-  const double* mean = double_data("saved", saved, 3 * channels + 2, Place::kDevice);
-  place.update(running, mean, mean + channels,
-               reinterpret_cast<const std::int64_t*>(mean + 3 * channels), channels);
+  const std::int64_t channels = (saved.numel() - kInfoWords) / 3;
+  auto* const mean =
+      const_cast<double*>(double_data("saved", saved, 3 * channels + kInfoWords, Place::kDevice));
+  const Extents nothing{0, channels};
+  forward_update({.pass = {.x = {nullptr, DType::kFloat32, nothing, nothing, Place::kDevice},
+                           .mean = mean,
+                           .var = mean + channels},
+                  .running = running,
+                  .info = reinterpret_cast<std::int64_t*>(mean + 3 * channels)},
+                 place.execution());
 }
 
 /// x and the activation mask, from what an in-place forward wrote.
@@ -399,8 +376,10 @@ std::tuple<Tensor, Tensor> recover_input(const Tensor& y, const Tensor& saved,
   const Saved from(saved, y);
   Tensor x = new_output(y);
   std::optional<Tensor> activation_mask = new_activation_mask(y);
-  place.recover({view("y", y), from.mean(), from.rstd(), view("weight", weight), view("bias", bias),
-                 mutable_view("x", x), byte_data(activation_mask), negative_slope});
+  syncbn::recover_input(
+      {view("y", y), from.mean(), from.rstd(), view("weight", weight), view("bias", bias),
+       mutable_view("x", x), byte_data(activation_mask), negative_slope},
+      place.execution());
   return {x, *activation_mask};
 }
 
@@ -437,8 +416,9 @@ Tensor evaluation_input_gradient(const Tensor& dy, const Tensor& saved,
                                  std::optional<Tensor> weight) {
   Place place(dy, saved, weight);
   Tensor dx = new_output(dy);
-  place.evaluation_gradient(view("dy", dy), Saved(saved, dy).rstd(), view("weight", weight),
-                            mutable_view("dx", dx));
+  syncbn::evaluation_input_gradient(view("dy", dy), {}, Saved(saved, dy).rstd(),
+                                    view("weight", weight), mutable_view("dx", dx),
+                                    place.execution());
   return dx;
 }
 

@@ -18,7 +18,7 @@
 #include "bindings/torch/no_memory.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/executor.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/options.hpp"
 #include "syncbn/tensor.hpp"
 
 // Between PyTorch's tensors and the core's views.

@@ -13,7 +13,7 @@
 #include "syncbn/error.hpp"
 #include "syncbn/executor.hpp"
 #include "syncbn/export.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/options.hpp"
 #include "syncbn/tensor.hpp"
 
 /// Batch normalization whose statistics are shared by all ranks of a communicator.
@@ -24,17 +24,6 @@ class Communicator;
 }
 struct SavedState;
 struct LayerState;
-
-enum class Statistics : std::uint8_t {
-  kReproducible,  ///< exact sums: the bits do not depend on the number of ranks
-  kWelford,       ///< per rank mean and M2, gathered and merged (syncbn/welford.hpp)
-};
-
-/// Which sum dweight and dbias hold.
-enum class AffineGradients : std::uint8_t {
-  kShare,   ///< this rank's own samples; summed over ranks they are the whole gradient
-  kGlobal,  ///< all ranks' samples, the same on every rank
-};
 
 /// Where memory that outlives a call comes from, for a caller with an allocator of its own. Without
 /// functions: operator new on the CPU, cudaMallocAsync and cudaFreeAsync on CUDA.
@@ -258,7 +247,7 @@ SYNCBN_API void check_forward(const BatchNorm::Options& options,
 SYNCBN_API void check_backward(const BatchNorm::Backward& arguments);
 
 /// What all ranks must have in common of a layer besides channels and eps, hashed field by field:
-/// in the place of the layer's number in syncbn::fingerprint. residual, weight, bias: whether there
+/// ForwardStep::layer of syncbn/step.hpp. residual, weight, bias: whether there
 /// is one.
 SYNCBN_API std::uint64_t layer_identity(std::uint64_t layer, const Activation& activation,
                                         Statistics statistics, bool residual, bool weight = false,

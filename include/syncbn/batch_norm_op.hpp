@@ -6,8 +6,9 @@
 #include <vector>
 
 #include "syncbn/communicator.hpp"
+#include "syncbn/executor.hpp"
 #include "syncbn/export.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/message.hpp"
 #include "syncbn/tensor.hpp"
 
 /// Batch normalization as one operator for graph engines: inputs, outputs and attributes that do
@@ -82,24 +83,28 @@ SYNCBN_API BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
                                                const Exchange& exchange,
                                                const Execution& execution);
 
-/// dx, like x or absent; dscale and dbias, C entries or absent, of this rank's samples. Statistics
-/// of the batch are functions of x: one exchange if dx is wanted. Estimates (is_infer,
+/// dx, like x or absent; dscale and dbias, C entries or absent, of this rank's samples. x, scale:
+/// of the forward.
+struct BatchNormOpGradients {
+  TensorView dy;
+  TensorView x;
+  TensorView scale;
+  MutableTensorView dx;
+  MutableTensorView dscale;
+  MutableTensorView dbias;
+};
+
+/// Statistics of the batch are functions of x: one exchange if dx is wanted. Estimates (is_infer,
 /// use_global_est) are constants: dx = scale * rstd * dy, no exchange. Errors as for the forward.
-SYNCBN_API void batch_norm_op_backward(const TensorView& dy, const TensorView& x,
-                                       const TensorView& scale,
+SYNCBN_API void batch_norm_op_backward(const BatchNormOpGradients& gradients,
                                        const BatchNormOpStatistics& statistics,
                                        const BatchNormOpAttributes& attributes,
-                                       const MutableTensorView& dx, const MutableTensorView& dscale,
-                                       const MutableTensorView& dbias, Communicator& communicator,
-                                       const Execution& execution);
+                                       Communicator& communicator, const Execution& execution);
 
 /// The same for those who own the exchange.
-SYNCBN_API void batch_norm_op_backward(const TensorView& dy, const TensorView& x,
-                                       const TensorView& scale,
+SYNCBN_API void batch_norm_op_backward(const BatchNormOpGradients& gradients,
                                        const BatchNormOpStatistics& statistics,
                                        const BatchNormOpAttributes& attributes,
-                                       const MutableTensorView& dx, const MutableTensorView& dscale,
-                                       const MutableTensorView& dbias, const Exchange& exchange,
-                                       const Execution& execution);
+                                       const Exchange& exchange, const Execution& execution);
 
 }  // namespace syncbn

@@ -8,11 +8,15 @@
 #include <string>
 
 #include "syncbn/communicator.hpp"
-#include "syncbn/cuda_passes.hpp"
 #include "syncbn/export.hpp"
 
 /// Exchanges between ranks whose messages lie on CUDA devices. Groups over NCCL: syncbn/nccl.hpp.
 namespace syncbn::cuda {
+
+struct Stream {
+  void* handle = nullptr;   ///< a cudaStream_t
+  int multiprocessors = 0;  ///< to size grids for; 0 asks the device. Never changes a bit
+};
 
 /// One rank's end of a group, as syncbn::Communicator, for messages in memory of the rank's device.
 /// Exchanges take their turn on a stream of that device, which is the calling thread's current one.
@@ -54,7 +58,7 @@ SYNCBN_API Communicator& self_communicator();
 SYNCBN_API std::unique_ptr<Communicator> staged_communicator(syncbn::Communicator& host);
 
 /// Waits for the stream; the count over all ranks that a forward left in `info` (kInfoWords words
-/// on the device). Throws DivergenceError when the ranks' calls did not match.
+/// of syncbn/step.hpp, on the device). Throws DivergenceError when the ranks' calls did not match.
 SYNCBN_API std::int64_t read_count(const std::int64_t* info, const Stream& stream);
 
 }  // namespace syncbn::cuda

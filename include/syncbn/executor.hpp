@@ -47,6 +47,20 @@ class SYNCBN_API Executor {
 /// Runs everything on the calling thread.
 [[nodiscard]] SYNCBN_API Executor& serial_executor();
 
+/// What runs a call: an executor for CPU tensors, a stream (cudaStream_t) for CUDA tensors. By
+/// default the calling thread alone, and the default stream.
+struct Execution {
+  Execution() : executor(&serial_executor()) {}
+  Execution(Executor& cpu_executor) : executor(&cpu_executor) {}
+  static Execution on_stream(void* cuda_stream) {
+    Execution execution;
+    execution.stream = cuda_stream;
+    return execution;
+  }
+  Executor* executor;
+  void* stream = nullptr;
+};
+
 /// A small pool. One parallel_for at a time; a second caller waits. In a child that its process
 /// forks, everything runs on the calling thread.
 class SYNCBN_API ThreadPool final : public Executor {

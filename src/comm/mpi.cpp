@@ -18,7 +18,7 @@
 #include "comm/rank_set.hpp"
 #include "comm/rank_texts.hpp"
 #include "syncbn/error.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/options.hpp"
 
 namespace syncbn {
 namespace {

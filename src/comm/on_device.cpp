@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "comm/rank_texts.hpp"
-#include "cuda/device_memory.hpp"
 #include "group_link.hpp"
+#include "step/device.hpp"
 #include "syncbn/cuda_communicator.hpp"
 #include "syncbn/error.hpp"
 
@@ -34,7 +34,7 @@ class SelfCommunicator final : public Communicator {
                   const Stream& stream) override {
     check_sizes(in.size(), out.size(), 1);
     if (in.data() != out.data() && !in.empty()) {
-      copy_on(stream.handle, out.data(), in.data(), in.size());
+      cuda_passes().copy(stream.handle, out.data(), in.data(), in.size());
     }
   }
   void abandon(const std::string&) override {}
@@ -51,10 +51,10 @@ class StagedCommunicator final : public Communicator {
     before_exchange([&] {
       check_sizes(in.size_bytes(), out.size_bytes(), 1);
       words_.resize(in.size());
-      fetch_on(stream.handle, words_.data(), in.data(), in.size_bytes());
+      cuda_passes().fetch(stream.handle, words_.data(), in.data(), in.size_bytes());
     });
     host_.get().all_reduce_sum(words_);
-    bring_on(stream.handle, out.data(), words_.data(), out.size_bytes());
+    cuda_passes().bring(stream.handle, out.data(), words_.data(), out.size_bytes());
   }
 
   void all_gather(std::span<const std::byte> in, std::span<std::byte> out,
@@ -63,10 +63,10 @@ class StagedCommunicator final : public Communicator {
       check_sizes(in.size(), out.size(), static_cast<std::size_t>(size()));
       mine_.resize(in.size());
       all_.resize(out.size());
-      fetch_on(stream.handle, mine_.data(), in.data(), in.size());
+      cuda_passes().fetch(stream.handle, mine_.data(), in.data(), in.size());
     });
     host_.get().all_gather(mine_, all_);
-    bring_on(stream.handle, out.data(), all_.data(), out.size());
+    cuda_passes().bring(stream.handle, out.data(), all_.data(), out.size());
   }
 
   void abandon(const std::string& reason) override {
@@ -100,19 +100,19 @@ class StagedCommunicator final : public Communicator {
 }  // namespace
 
 Communicator& self_communicator() {
-  require_built();
+  cuda_passes();
   static auto* const kSelf = new SelfCommunicator;  // also for layers that end after main
   return *kSelf;
 }
 
 std::unique_ptr<Communicator> staged_communicator(syncbn::Communicator& host) {
-  require_built();
+  cuda_passes();
   return std::make_unique<StagedCommunicator>(host);
 }
 
 std::int64_t read_count(const std::int64_t* info, const Stream& stream) {
   std::array<std::int64_t, kInfoWords> words{};
-  fetch_on(stream.handle, words.data(), info, sizeof(words));
+  cuda_passes().fetch(stream.handle, words.data(), info, sizeof(words));
   if (words[0] < 0) {
     throw DivergenceError(
         "the ranks of the group did not make the same call (layer, call number, channels, eps, "

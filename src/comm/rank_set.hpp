@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "syncbn/passes.hpp"
+#include "syncbn/options.hpp"
 
 namespace syncbn {
 

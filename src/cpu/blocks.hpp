@@ -5,6 +5,7 @@
 
 #include "cpu/elements.hpp"
 #include "cpu/sums.hpp"
+#include "statistics/header.hpp"
 #include "syncbn/executor.hpp"
 
 namespace syncbn::cpu {

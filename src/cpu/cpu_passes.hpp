@@ -5,7 +5,7 @@
 
 #include "sample_view.hpp"
 #include "syncbn/executor.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/options.hpp"
 #include "syncbn/tensor.hpp"
 
 // The passes on CPU. Arguments have been checked; tensors are not empty. The view of x (of u in

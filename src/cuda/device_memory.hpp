@@ -4,9 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-// Memory of a stream's device, in the order of the stream. All that the layer asks of CUDA besides
-// its kernels, so that an emulated device is easy to give. All throw Unavailable in a build without
-// CUDA, and Error.
+// Memory of a stream's device, for the table of step/device.hpp. Apart from it, so that an emulated
+// device is easy to give. All throw Error.
 namespace syncbn::cuda {
 
 /// Throws std::bad_alloc, too.

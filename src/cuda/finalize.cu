@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdint>
 #include <limits>
-#include <optional>
 
 #include "cuda/launch.cuh"
 #include "cuda/loading.hpp"
@@ -35,7 +34,7 @@ SYNCBN_DEVICE void for_each_channel(std::int64_t channels, const Body& body) {
   }
 }
 
-/// What info and RunningStatistics::count hold where ranks disagreed.
+/// What info and Running::count hold where ranks disagreed.
 constexpr std::int64_t kDisagreed = -1;
 /// The number of batches stays there.
 constexpr std::int64_t kLastBatch = std::numeric_limits<std::int64_t>::max();
@@ -164,27 +163,23 @@ evaluation_kernel(const ChannelArray running_mean, const ChannelArray running_va
   }
 }
 
-RunningArrays running_arrays(const RunningStatistics& running) {
-  return {channel_array(running.mean, 0.0), channel_array(running.var, 0.0),
-          running.num_batches_tracked, running.call, running.count};
+RunningArrays running_arrays(const Running& running) {
+  return {channel_array(running.mean, 0.0), channel_array(running.var, 0.0), running.batches,
+          running.call, running.count};
 }
 
-void check_update(const RunningStatistics& running, std::int64_t channels,
-                  std::optional<double> momentum) {
+void check_update(const Running& running, std::int64_t channels) {
   check_per_channel("running_mean", running.mean, channels, Device::kCuda);
   check_per_channel("running_var", running.var, channels, Device::kCuda);
-  if (momentum.has_value()) {
-    check_momentum(*momentum);
-  } else if (running.num_batches_tracked == nullptr &&
-             !(running.mean.absent() && running.var.absent())) {
+  if (running.momentum.has_value()) {
+    check_momentum(*running.momentum);
+  } else if (running.batches == nullptr && !(running.mean.absent() && running.var.absent())) {
     throw InvalidArgument(
         "momentum: got none without num_batches_tracked, expected a number in [0, 1]");
   }
 }
 
 }  // namespace
-
-void require_built() {}
 
 void load_finalize(DType dtype) {
   dispatch_dtype(dtype, [](auto type) {
@@ -196,27 +191,28 @@ void load_finalize(DType dtype) {
 void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean, double* var,
                       double* rstd, std::int64_t* info, std::int64_t channels, double eps,
                       const Stream& stream) {
-  finalize_moments(merged, dtype, ranks, mean, var, rstd, info, channels, eps, {}, 0.0, stream);
+  finalize_moments(merged, dtype, ranks, mean, var, rstd, info, channels, eps, {.momentum = 0.0},
+                   stream);
 }
 
 void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean, double* var,
                       double* rstd, std::int64_t* info, std::int64_t channels, double eps,
-                      const RunningStatistics& running, std::optional<double> momentum,
-                      const Stream& stream) {
+                      const Running& running, const Stream& stream) {
   check_eps(eps);
   check_ranks(ranks);
-  check_update(running, channels, momentum);
+  check_update(running, channels);
   // Blocks that share the number of batches would have to wait for each other to raise it.
-  const bool at_once = momentum.has_value() || (running.mean.absent() && running.var.absent());
+  const bool at_once =
+      running.momentum.has_value() || (running.mean.absent() && running.var.absent());
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename ElementTraits<decltype(type)>::SameFormat;
     start("finalize_moments", &moments_kernel<T>,
           grid_for(channels, kThreads / kChannelThreads<T>, stream, 32), kThreads, 0, stream,
           merged, ranks, mean, var, rstd, info, channels, eps,
-          at_once ? running_arrays(running) : RunningArrays{}, momentum.value_or(0.0));
+          at_once ? running_arrays(running) : RunningArrays{}, running.momentum.value_or(0.0));
   });
   if (!at_once) {
-    update_running_statistics(running, mean, var, info, channels, momentum, stream);
+    update_running_statistics(running, mean, var, info, channels, stream);
   }
 }
 
@@ -234,13 +230,13 @@ void finalize_gradients(const std::int64_t* merged, DType dtype, int ranks, cons
   });
 }
 
-void update_running_statistics(const RunningStatistics& running, const double* mean,
-                               const double* var, const std::int64_t* info, std::int64_t channels,
-                               std::optional<double> momentum, const Stream& stream) {
-  check_update(running, channels, momentum);
+void update_running_statistics(const Running& running, const double* mean, const double* var,
+                               const std::int64_t* info, std::int64_t channels,
+                               const Stream& stream) {
+  check_update(running, channels);
   start("update_running_statistics", &running_kernel, 1, kRunningThreads, 0, stream,
-        running_arrays(running), mean, var, info, channels, !momentum.has_value(),
-        momentum.value_or(0.0));
+        running_arrays(running), mean, var, info, channels, !running.momentum.has_value(),
+        running.momentum.value_or(0.0));
 }
 
 void evaluation_statistics(const TensorView& running_mean, const TensorView& running_var,

@@ -9,9 +9,9 @@
 
 #include "checks.hpp"
 #include "cuda/device/primitives.cuh"
+#include "cuda/passes.hpp"
 #include "cuda/views.cuh"
 #include "sample_view.hpp"
-#include "syncbn/cuda_passes.hpp"
 #include "syncbn/error.hpp"
 
 // The host's side of a launch: views for kernels, sizes of grids, errors.
@@ -80,11 +80,7 @@ inline void check_input(const TensorView& x, const MaskView& mask) {
 inline void check_pass(const Normalization& p) {
   check_input(p.x, p.mask);
   check_like("y", p.y, p.x);
-  check_per_channel("weight", p.weight, p.x.sizes[1], p.x.device);
-  check_per_channel("bias", p.bias, p.x.sizes[1], p.x.device);
-  if (!p.residual.absent()) {
-    check_like("residual", p.residual, p.x);
-  }
+  check_parameters(p);
   check_activation(p.activation);
 }
 inline void check_pass(const GradientSums& p) {

@@ -9,7 +9,7 @@
 #include "sample_view.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/elements.hpp"
-#include "syncbn/passes.hpp"
+#include "step/passes.hpp"
 
 // What kernels are given: tensors, per-channel arrays and the activation, by value.
 namespace syncbn::cuda {

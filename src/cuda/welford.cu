@@ -9,7 +9,6 @@
 #include "statistics/finalize.hpp"
 #include "statistics/header.hpp"
 #include "statistics/welford.hpp"
-#include "syncbn/welford.hpp"
 
 // The welford mode (docs/options.md): each thread's recurrence, merges by warp shuffles, then
 // across warps, one block for all elements of a channel. Who takes what depends on the shape and

@@ -202,9 +202,9 @@ struct MessageHeader {
     std::uint32_t tag = 0;
     if (direction == Direction::kForward) {
       const auto number = static_cast<std::uint64_t>(call == nullptr ? 0 : *call);
-      tag = call_fingerprint(layer, number, direction, channels, eps);
+      tag = fingerprint(layer, number, direction, channels, eps);
     } else if (info != nullptr) {
-      tag = backward_call_fingerprint(static_cast<std::uint32_t>(info[1]));
+      tag = backward_fingerprint(static_cast<std::uint32_t>(info[1]));
     }
     write_header(message, counted, tag, counted == 0 ? 0 : dtype_flag(dtype), backward);
   }

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "statistics/host_device.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/options.hpp"
 
 // What the passes know of an activation; CONTRIBUTING.md lists the few other places. An activation
 // without a place here does not compile, or is refused at run time.

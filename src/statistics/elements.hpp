@@ -9,7 +9,7 @@
 #include "statistics/finalize.hpp"
 #include "statistics/host_device.hpp"
 #include "statistics/scalar.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/tensor.hpp"
 
 // docs/numerics.md, sections 4 and 6: what is done to one element.
 namespace syncbn {

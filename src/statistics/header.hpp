@@ -5,7 +5,8 @@
 
 #include "statistics/host_device.hpp"
 #include "statistics/scalar.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/message.hpp"
+#include "syncbn/options.hpp"
 
 // The words in front of a message (docs/numerics.md, section 2), all of them summed over ranks.
 namespace syncbn {
@@ -88,9 +89,15 @@ SYNCBN_HD inline std::uint32_t fingerprint_of(std::uint64_t state) {
   return static_cast<std::uint32_t>(state >> (64 - kFingerprintBits));
 }
 
-SYNCBN_HD inline std::uint32_t call_fingerprint(std::uint64_t layer, std::uint64_t call,
-                                                Direction direction, std::int64_t channels,
-                                                double eps) {
+/// int64 words per channel of a message.
+int words_per_channel(DType dtype);
+
+enum class Direction : std::uint8_t { kForward, kBackward };
+
+/// 20 bits that all ranks of one exchange must share. `layer` and `call` are the caller's names for
+/// the layer and for the how-manieth call of it this is.
+SYNCBN_HD inline std::uint32_t fingerprint(std::uint64_t layer, std::uint64_t call,
+                                           Direction direction, std::int64_t channels, double eps) {
   std::uint64_t state = mix(kContractVersion, layer);
   state = mix(state, call);
   state = mix(state, static_cast<std::uint64_t>(direction));
@@ -98,7 +105,8 @@ SYNCBN_HD inline std::uint32_t call_fingerprint(std::uint64_t layer, std::uint64
   return fingerprint_of(mix(state, option_bits(eps)));
 }
 
-SYNCBN_HD inline std::uint32_t backward_call_fingerprint(std::uint32_t forward) {
+/// The backward exchange's fingerprint, derived from the forward one's.
+SYNCBN_HD inline std::uint32_t backward_fingerprint(std::uint32_t forward) {
   return fingerprint_of(
       mix(mix(kContractVersion, forward), static_cast<std::uint64_t>(Direction::kBackward)));
 }

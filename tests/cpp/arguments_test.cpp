@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/batch_norm_op.hpp"
@@ -137,7 +138,7 @@ struct Arena {
   }
   void op() { op(self_communicator()); }
   void op_backward() {
-    batch_norm_op_backward(dy, x, weight, statistics, attributes, dx, dweight, dbias,
+    batch_norm_op_backward({dy, x, weight, dx, dweight, dbias}, statistics, attributes,
                            self_communicator(), executor);
   }
   void finalize() {

@@ -8,8 +8,9 @@
 #include <vector>
 
 #include "bad_input.hpp"
+#include "statistics/header.hpp"
+#include "step/passes.hpp"
 #include "syncbn/shared_memory.hpp"
-#include "syncbn/welford.hpp"
 
 // What a caller of the passes can get wrong, and who makes groups and executors.
 namespace syncbn {

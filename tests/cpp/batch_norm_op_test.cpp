@@ -91,8 +91,9 @@ TEST(BatchNormOp, TrainingHasTheLayersBitsExact) {
     Tensor dx(dtype, {9, kChannels, 4}), layer_dx(dtype, {9, kChannels, 4});
     Tensor dscale(DType::kFloat64, {kChannels}), dbias(DType::kFloat64, {kChannels});
     Tensor dweight(DType::kFloat64, {kChannels}), dshift(DType::kFloat64, {kChannels});
-    batch_norm_op_backward(dy.view(), x.view(), op.scale.view(), used, attributes, dx.view(),
-                           dscale.view(), dbias.view(), self, serial_executor());
+    batch_norm_op_backward(
+        {dy.view(), x.view(), op.scale.view(), dx.view(), dscale.view(), dbias.view()}, used,
+        attributes, self, serial_executor());
     layer.backward({.dy = dy.view(),
                     .x = x.view(),
                     .weight = op.scale.view(),
@@ -154,8 +155,8 @@ TEST(BatchNormOp, GlobalEstimatesNormalizeAndAreConstants) {
     EXPECT_EQ(inference.batches, 6);
     // dx = scale * rstd * dy.
     Tensor dx(DType::kFloat32, {9, kChannels, 4});
-    batch_norm_op_backward(dy.view(), x.view(), op.scale.view(), used, attributes, dx.view(), {},
-                           {}, self, serial_executor());
+    batch_norm_op_backward({dy.view(), x.view(), op.scale.view(), dx.view(), {}, {}}, used,
+                           attributes, self, serial_executor());
     for (std::int64_t i = 0; i < dx.numel(); ++i) {
       const std::int64_t c = i / 4 % kChannels;
       const auto w = static_cast<float>(op.scale.get(c) / std::sqrt(op.var.get(c) + 1e-6));
@@ -240,8 +241,8 @@ TEST(BatchNormOp, NobodyWaitsForInferenceAndConstants) {
   const BatchNormOpStatistics used = op.run(x, attributes, group.rank(0));
   Tensor dx(DType::kFloat32, {2, kChannels, 4}), dbias(DType::kFloat32, {kChannels});
   const auto backward = [&](const MutableTensorView& gradient) {
-    batch_norm_op_backward(x.view(), x.view(), op.scale.view(), used, attributes, gradient, {},
-                           dbias.view(), group.rank(0), serial_executor());
+    batch_norm_op_backward({x.view(), x.view(), op.scale.view(), gradient, {}, dbias.view()}, used,
+                           attributes, group.rank(0), serial_executor());
   };
   EXPECT_NO_THROW(backward(dx.view()));
   attributes.is_infer = false;

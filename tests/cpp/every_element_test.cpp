@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/passes.hpp"
 
 // All elements that float16 and bfloat16 have, as inputs, on every level; outputs of every kind
 // that is hard to round: ties, subnormal numbers, those next to infinity, zeros of both signs. What

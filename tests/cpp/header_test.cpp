@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/error.hpp"
-#include "syncbn/passes.hpp"
 
 namespace syncbn {
 namespace {

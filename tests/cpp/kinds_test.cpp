@@ -12,9 +12,10 @@
 #include "cpu/packed.hpp"
 #include "statistics/activation.hpp"
 #include "statistics/dtype.hpp"
+#include "statistics/header.hpp"
+#include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
-#include "syncbn/welford.hpp"
 
 // A dtype and an activation that nobody knows: each place that depends on them refuses them, and
 // takes them for no other one. What happens to an enumeration that grows: tests/rules.

@@ -15,6 +15,7 @@
 
 #include "groups.hpp"
 #include "small_step.hpp"
+#include "statistics/header.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 

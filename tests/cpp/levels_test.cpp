@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/passes.hpp"
 
 // Every vector code, thread count and memory layout gives the reference's bits.
 namespace syncbn {

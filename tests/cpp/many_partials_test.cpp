@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/passes.hpp"
 
 // Any number of partials in a channel, in every vector code.
 namespace syncbn {

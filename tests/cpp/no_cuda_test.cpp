@@ -7,9 +7,9 @@
 
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
-#include "syncbn/cuda_passes.hpp"
+#include "syncbn/cuda_communicator.hpp"
 #include "syncbn/error.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/step.hpp"
 
 // A build without CUDA says so, and how to get one. (torch.nn.SyncBatchNorm on CPU: "expected input
 // tensor to be on cuda or ...".)
@@ -31,11 +31,10 @@ TEST(NoCuda, FunctionsSayHowToBuildThem) {
   BatchNorm layer({.channels = 3});
   Saved saved;
   for (const std::string& text : {
-           thrown_text<Unavailable>(
-               [&] { cuda::local_moments(x, {}, {}, message.data(), message.data(), {}); }),
-           thrown_text<Unavailable>([&] { cuda::workspace_words(DType::kFloat32, 3); }),
-           thrown_text<Unavailable>(
-               [&] { local_moments(x, {}, message.data(), 0, serial_executor()); }),
+           thrown_text<Unavailable>([&] { forward_begin({.pass = {.x = x}}, message.data(), {}); }),
+           thrown_text<Unavailable>([&] { workspace_words(DType::kFloat32, 3); }),
+           thrown_text<Unavailable>([&] { stream_workspace(DType::kFloat32, 3, nullptr); }),
+           thrown_text<Unavailable>([&] { cuda::self_communicator(); }),
            thrown_text<Unavailable>([&] { layer.forward({.x = x, .y = y}, saved); }),
            thrown_text<Unavailable>([&] { layer.backward({.dy = x, .x = x, .dx = y}, saved); }),
            thrown_text<Unavailable>([&] { layer.evaluate({.x = x, .y = y}); }),

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/passes.hpp"
 
 namespace syncbn::testing {
 

@@ -14,6 +14,7 @@
 #include "groups.hpp"
 #include "placed_rank.hpp"
 #include "properties.hpp"
+#include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "single_rows_cases.hpp"
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/passes.hpp"
 
 // Sums of 2-D input, whose rows are added in floating point wherever that is exact: at the edges of
 // where it is, every vector code gives the reference's words.

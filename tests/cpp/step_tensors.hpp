@@ -45,8 +45,8 @@ struct StepTensors {
   }
   void backward(Communicator& group, Executor& executor = serial_executor()) {
     if (as_op) {
-      batch_norm_op_backward(dy.view(), x.view(), {}, statistics, attributes, dx.view(),
-                             dweight.view(), dbias.view(), group, executor);
+      batch_norm_op_backward({dy.view(), x.view(), {}, dx.view(), dweight.view(), dbias.view()},
+                             statistics, attributes, group, executor);
       return;
     }
     BatchNorm(options, group)

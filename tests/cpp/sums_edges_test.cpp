@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/passes.hpp"
 
 // The sums at the edges of what kernels take at a time (rows of a block, channels, segments, planes
 // whose partials are folded together), on data that shows every rounding: all levels give the

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
-#include "syncbn/passes.hpp"
 
 namespace syncbn {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "syncbn/welford.hpp"
+#include "step/passes.hpp"
 
 #include <gtest/gtest.h>
 

@@ -9,11 +9,12 @@
 #include <span>
 #include <string>
 
+#include "cuda/passes.hpp"
 #include "device.hpp"
 #include "groups.hpp"
 #include "layer.hpp"
-#include "syncbn/cuda_passes.hpp"
-#include "syncbn/welford.hpp"
+#include "statistics/header.hpp"
+#include "step/passes.hpp"
 
 namespace syncbn::testing {
 namespace {
@@ -128,17 +129,17 @@ void forward_from_records(const LayerState& layer, const BatchNorm::Forward& f, 
   saved.reserve(f.x, !f.residual.absent() && options.activation.kind != ActivationKind::kNone,
                 nullptr);
   saved.keep(f);
-  saved.count = info.count;
-  saved.fingerprint = fingerprint(identity, 0, Direction::kForward, channels, options.eps);
+  saved.info[0] = info.count;
+  saved.info[1] = fingerprint(identity, 0, Direction::kForward, channels, options.eps);
   merge_welford(info, all.data() + kHeaderWords, saved.mean, saved.var, saved.rstd, channels,
                 communicator.size(), static_cast<std::int64_t>(record.size()), options.eps);
   normalize({f.x, f.mask, saved.mean, saved.rstd, f.weight, f.bias, f.residual, f.y,
              saved.activation_mask, options.activation},
             {});
-  if (!f.running_mean.absent() && saved.count > 0) {
+  if (!f.running_mean.absent() && info.count > 0) {
     t.tracked += 1;
     update_running_statistics(f.running_mean, f.running_var, saved.mean, saved.var, channels,
-                              saved.count,
+                              info.count,
                               options.momentum.value_or(1.0 / static_cast<double>(t.tracked)));
   }
 }
@@ -192,11 +193,11 @@ void step_on_cpu(const LayerCase& c, Tensors& t, Communicator& communicator) {
     state.on_cpu = &communicator;
     SavedState saved({});
     forward_from_records(state, forward, t, saved);
-    backward_on_cpu({state, 0, "backward", forward.x}, backward, saved, {});
+    backward_on_cpu(state, {state, 0, "backward", forward.x}, backward, saved, {});
     t.mean = copied(saved.mean, t);
     t.var = copied(saved.var, t);
     t.rstd = copied(saved.rstd, t);
-    t.count = saved.count;
+    t.count = saved.info[0];
   } else {
     Saved saved;
     for (int step = 0; step < c.steps; ++step) {

@@ -6,11 +6,12 @@
 #include <string>
 #include <vector>
 
+#include "cuda/passes.hpp"
 #include "emulator.hpp"
+#include "statistics/header.hpp"
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/cuda_passes.hpp"
 #include "syncbn/executor.hpp"
-#include "syncbn/passes.hpp"
 
 // Runs the moments' kernels, with or without a defect (argument "defect" or "none"), over shapes
 // that take each kernel. Exits with 0 if a defect was noticed where there is one, and only there.

@@ -6,15 +6,14 @@
 #include <string>
 #include <vector>
 
+#include "cuda/passes.hpp"
 #include "emulator.hpp"
 #include "on_cuda.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/slots.hpp"
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/cuda_passes.hpp"
 #include "syncbn/executor.hpp"
-#include "syncbn/passes.hpp"
-#include "syncbn/welford.hpp"
 
 // Tensors whose elements lie more than 2^31 and 2^32 elements apart, and planes of more than 2^32,
 // in memory of which only what is touched exists. The kernels of torch.nn.SyncBatchNorm have

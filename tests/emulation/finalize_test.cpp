@@ -4,13 +4,13 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/passes.hpp"
 #include "emulator.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/header.hpp"
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/cuda_passes.hpp"
 #include "syncbn/executor.hpp"
-#include "syncbn/passes.hpp"
 
 // Finalize of messages that no tensor gives: sums over many ranks, carries through all digits,
 // squares that are too small. A warp's digits against the CPU's integers.
@@ -88,7 +88,7 @@ TEST(CudaFinalize, MergedMessagesOfAnyDigitsExact) {
     finalize_moments(info, message.data() + kHeaderWords, expected_mean.data(), expected_var.data(),
                      expected_rstd.data(), kChannels, 1e-5, serial_executor());
     emulation::settings() = {.seed = random.bits(), .multiprocessors = 1};
-    Words words(cuda::kInfoWords);
+    Words words(kInfoWords);
     cuda::finalize_moments(message.data(), dtype, ranks, mean.data(), var.data(), rstd.data(),
                            words.data(), kChannels, 1e-5, {});
     EXPECT_EQ(words[0], info.count);

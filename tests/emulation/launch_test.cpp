@@ -10,13 +10,13 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/passes.hpp"
 #include "emulator.hpp"
 #include "on_cuda.hpp"
+#include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
-#include "syncbn/cuda_passes.hpp"
 #include "syncbn/error.hpp"
-#include "syncbn/welford.hpp"
 
 // How kernels are launched: loaded before an exchange, with wide accesses where they fit, and
 // what is said of a launch that fails.
@@ -46,7 +46,7 @@ struct Step {
   DType dtype;
   std::int64_t channels;
   Tensor x, dy, y, dx;
-  Words message, workspace, info = Words(cuda::kInfoWords, 0);
+  Words message, workspace, info = Words(kInfoWords, 0);
   Doubles mean, var, rstd, coefficients;
 
   Step(DType type, const std::vector<std::int64_t>& sizes, Memory memory)
@@ -83,8 +83,8 @@ struct Step {
                            info.data(), channels, 1e-5, {});
     cuda::normalize(
         {on_cuda(x.view()), {}, mean.data(), rstd.data(), {}, {}, {}, on_cuda(y.view())}, {});
-    cuda::update_running_statistics({{}, {}, nullptr, info.data()}, mean.data(), var.data(),
-                                    info.data(), channels, 0.1, {});
+    cuda::update_running_statistics({{}, {}, nullptr, info.data(), nullptr, 0.1}, mean.data(),
+                                    var.data(), info.data(), channels, {});
   }
   void evaluation() {
     const TensorView running = on_cuda(TensorView(var.data(), DType::kFloat64, {channels}));
@@ -116,16 +116,16 @@ TEST(CudaLaunch, StreamsHaveWorkspacesThatPassesLeaveZero) {
   const auto stream = [](std::intptr_t handle) {
     return cuda::Stream{reinterpret_cast<void*>(handle)};
   };
-  std::int64_t* const of_one = cuda::stream_workspace(DType::kFloat32, 6, stream(512));
+  std::int64_t* const of_one = stream_workspace(DType::kFloat32, 6, stream(512).handle);
   ASSERT_NE(of_one, nullptr);
-  EXPECT_EQ(cuda::stream_workspace(DType::kFloat32, 5, stream(512)), of_one);
-  EXPECT_NE(cuda::stream_workspace(DType::kFloat32, 6, stream(1024)), of_one);
+  EXPECT_EQ(stream_workspace(DType::kFloat32, 5, stream(512).handle), of_one);
+  EXPECT_NE(stream_workspace(DType::kFloat32, 6, stream(1024).handle), of_one);
   constexpr std::intptr_t kCaptured = -1;
-  EXPECT_EQ(cuda::stream_workspace(DType::kFloat32, 6, stream(kCaptured)), nullptr);
+  EXPECT_EQ(stream_workspace(DType::kFloat32, 6, stream(kCaptured).handle), nullptr);
   for (const DType dtype : kDtypes) {
     Step step(dtype, {3, 41, 5}, Memory::kPlanes);
     step.x.fill(Doubles(3 * 41 * 5, 1.5));
-    std::int64_t* const words = cuda::stream_workspace(dtype, step.channels, stream(512));
+    std::int64_t* const words = stream_workspace(dtype, step.channels, stream(512).handle);
     const std::span all(words, size(cuda::workspace_words(dtype, step.channels)));
     EXPECT_EQ(Words(all.begin(), all.end()), Words(all.size())) << "before";
     Words messages[2];

@@ -13,6 +13,7 @@
 #include "emulator.hpp"
 #include "random.hpp"
 #include "statistics/slots.hpp"
+#include "step/passes.hpp"
 
 // What a warp does to add partials up and to cut slots into digits, against the plain loops.
 namespace syncbn::cuda {

@@ -10,13 +10,14 @@
 #include <vector>
 
 #include "cuda/divisor.cuh"
+#include "cuda/passes.hpp"
 #include "emulator.hpp"
 #include "on_cuda.hpp"
+#include "statistics/header.hpp"
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/cuda_passes.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/executor.hpp"
-#include "syncbn/passes.hpp"
 
 // What the passes on CUDA make of several ranks, of disagreement, of empty input, of counters, and
 // of wrong arguments.
@@ -48,7 +49,7 @@ Words cuda_moments(const Tensor& x, std::uint64_t layer, std::int64_t channels) 
 
 struct Moments {
   Doubles mean, var, rstd;
-  Words info = Words(cuda::kInfoWords, -9);
+  Words info = Words(kInfoWords, -9);
 
   Moments(const Words& merged, DType dtype, int ranks, std::int64_t channels)
       : mean(size(channels)), var(mean), rstd(mean) {
@@ -117,8 +118,8 @@ TEST(CudaPasses, DisagreementGivesNaNAndUpdatesNothing) {
   std::int64_t tracked = 4;
   std::int64_t call = 5;
   cuda::update_running_statistics(
-      {on_cuda(running.view()), on_cuda(running.view()), &tracked, &call}, moments.mean.data(),
-      moments.var.data(), moments.info.data(), 3, 0.1, {});
+      {on_cuda(running.view()), on_cuda(running.view()), &tracked, &call, nullptr, 0.1},
+      moments.mean.data(), moments.var.data(), moments.info.data(), 3, {});
   EXPECT_EQ(running.values(), (Doubles{7, 8, 9}));
   EXPECT_EQ(tracked, 4);
   EXPECT_EQ(call, 6) << "all ranks count calls, whatever came of them";
@@ -194,9 +195,9 @@ TEST(CudaPasses, RunningStatisticsExact) {
     const Words info = {count, 0};
     update_running_statistics(running[0].view(), running[1].view(), mean.data(), var.data(),
                               channels, count, factor);
-    cuda::update_running_statistics(
-        {on_cuda(running[2].view()), on_cuda(running[3].view()), &tracked}, mean.data(), var.data(),
-        info.data(), channels, momentum, {});
+    cuda::update_running_statistics({on_cuda(running[2].view()), on_cuda(running[3].view()),
+                                     &tracked, nullptr, nullptr, momentum},
+                                    mean.data(), var.data(), info.data(), channels, {});
     EXPECT_TRUE(same_bits(running[2].values(), running[0].values()));
     EXPECT_TRUE(same_bits(running[3].values(), running[1].values()));
     EXPECT_EQ(tracked, before + 1);
@@ -232,8 +233,8 @@ TEST(CudaPasses, FinalizeUpdatesRunningStatistics) {
     struct Buffers {
       Tensor mean, var;
       std::int64_t tracked, call, count;
-      cuda::RunningStatistics view() {
-        return {on_cuda(mean.view()), on_cuda(var.view()), &tracked, &call, &count};
+      Running view(std::optional<double> momentum) {
+        return {on_cuda(mean.view()), on_cuda(var.view()), &tracked, &call, &count, momentum};
       }
     };
     const Doubles values = rough_values(random, DType::kFloat32, 1, channels);
@@ -242,12 +243,12 @@ TEST(CudaPasses, FinalizeUpdatesRunningStatistics) {
     expected.mean.fill(values);
     expected.var.fill(values);
     Buffers got = expected;
-    cuda::update_running_statistics(expected.view(), apart.mean.data(), apart.var.data(),
-                                    apart.info.data(), channels, momentum, {});
+    cuda::update_running_statistics(expected.view(momentum), apart.mean.data(), apart.var.data(),
+                                    apart.info.data(), channels, {});
     const std::uint64_t launches = emulation::counts().launches;
     cuda::finalize_moments(merged.data(), dtype, agree ? 1 : 2, at_once.mean.data(),
                            at_once.var.data(), at_once.rstd.data(), at_once.info.data(), channels,
-                           kEps, got.view(), momentum, {});
+                           kEps, got.view(momentum), {});
     EXPECT_EQ(emulation::counts().launches - launches, momentum.has_value() ? 1u : 2u);
     EXPECT_TRUE(same_bits(at_once.mean, apart.mean) && same_bits(at_once.var, apart.var));
     EXPECT_TRUE(same_bits(got.mean.values(), expected.mean.values()));
@@ -260,12 +261,13 @@ TEST(CudaPasses, FinalizeUpdatesRunningStatistics) {
     EXPECT_EQ(expected.call, got.call);
   }
   Doubles values(3);
-  Words words(cuda::kInfoWords, -9);
+  Words words(kInfoWords, -9);
   const Words message(size(message_words(DType::kFloat32, 3)));
-  const auto refused = [&](const cuda::RunningStatistics& running, std::optional<double> momentum) {
+  const auto refused = [&](Running running, std::optional<double> momentum) {
+    running.momentum = momentum;
     return thrown_text<InvalidArgument>([&] {
       cuda::finalize_moments(message.data(), DType::kFloat32, 1, values.data(), values.data(),
-                             values.data(), words.data(), 3, kEps, running, momentum, {});
+                             values.data(), words.data(), 3, kEps, running, {});
     });
   };
   Tensor wrong(DType::kFloat32, {2});
@@ -273,7 +275,7 @@ TEST(CudaPasses, FinalizeUpdatesRunningStatistics) {
   EXPECT_TRUE(contains(refused({on_cuda(wrong.view()), {}}, 0.1), "running_mean: got "));
   EXPECT_TRUE(contains(refused({on_cuda(right.view()), {}}, 2.0), "momentum: got 2"));
   EXPECT_TRUE(contains(refused({on_cuda(right.view()), {}}, std::nullopt), "momentum: got none"));
-  EXPECT_EQ(words, Words(cuda::kInfoWords, -9)) << "nothing was enqueued";
+  EXPECT_EQ(words, Words(kInfoWords, -9)) << "nothing was enqueued";
 }
 
 /// 2^31 additions to a slot would overflow it: partials are gathered before, and here are many.

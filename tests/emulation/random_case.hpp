@@ -11,8 +11,8 @@
 #include "properties.hpp"
 #include "sample_view.hpp"
 #include "statistics/dtype.hpp"
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/passes.hpp"
 
 namespace syncbn {
 

@@ -8,16 +8,16 @@
 #include <string>
 #include <vector>
 
+#include "cuda/passes.hpp"
 #include "emulator.hpp"
 #include "on_cuda.hpp"
 #include "properties.hpp"
 #include "random_case.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/header.hpp"
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/cuda_passes.hpp"
 #include "syncbn/executor.hpp"
-#include "syncbn/passes.hpp"
 
 // Random steps, bit for bit, against the plain loops on CPU, which the oracle has decided. Each
 // result is computed by two launch configurations whose threads run in different orders.
@@ -127,7 +127,7 @@ inline void run_on_cuda(const Case& c, Results& r) {
   const cuda::Stream stream;
   Words workspace(size(cuda::workspace_words(c.dtype, c.channels())), 0);
   const Words clean = workspace;
-  Words info(cuda::kInfoWords, -7);
+  Words info(kInfoWords, -7);
   const TensorView x = on_cuda(c.x.view());
   const TensorView dy = on_cuda(c.dy.view());
   const TensorView weight = on_cuda(c.weight_view());

@@ -10,11 +10,12 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/passes.hpp"
 #include "emulator.hpp"
+#include "statistics/header.hpp"
+#include "step/passes.hpp"
 #include "support.hpp"
-#include "syncbn/cuda_passes.hpp"
 #include "syncbn/executor.hpp"
-#include "syncbn/passes.hpp"
 
 // Sums of 2-D input by kernels, at the edges of where a thread adds its rows in floating point: the
 // words of the CPU's reference, for which torch.nn.SyncBatchNorm has no counterpart.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "syncbn/welford.hpp"
+#include "step/passes.hpp"
 
 #include <gtest/gtest.h>
 
@@ -8,12 +8,12 @@
 #include <limits>
 #include <vector>
 
+#include "cuda/passes.hpp"
 #include "emulator.hpp"
+#include "statistics/header.hpp"
 #include "support.hpp"
-#include "syncbn/cuda_passes.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/executor.hpp"
-#include "syncbn/passes.hpp"
 
 // The welford mode on CUDA. Unlike the moments it promises accuracy, not the CPU's bits; its own
 // bits repeat on any grid, which torch.nn.SyncBatchNorm's channels-last kernel does not promise.
@@ -72,7 +72,7 @@ TEST(CudaWelford, WithinBoundAndTheSameOnAnyGrid) {
     x.fill(values);
     const Words message = message_of(x, counts, random.bits(), 1);
     EXPECT_EQ(message_of(x, counts, random.bits(), 4), message);
-    Words info(cuda::kInfoWords);
+    Words info(kInfoWords);
     Moments got(channels);
     cuda::merge_welford(message.data(), dtype, 1, got.mean.data(), got.var.data(), got.rstd.data(),
                         info.data(), channels, kEps, {});
@@ -142,7 +142,7 @@ TEST(CudaWelford, RanksAreMergedAsOnCpuExact) {
     }
     Moments got(channels);
     Moments expected(channels);
-    Words info(cuda::kInfoWords);
+    Words info(kInfoWords);
     cuda::merge_welford(gathered.data(), dtype, 3, got.mean.data(), got.var.data(), got.rstd.data(),
                         info.data(), channels, kEps, {});
     merge_welford(read_header(header.data(), 3), gathered.data() + kHeaderWords,

@@ -9,6 +9,7 @@
 #include "arguments.hpp"
 #include "bytes.hpp"
 #include "statistics/header.hpp"
+#include "step/passes.hpp"
 #include "syncbn/c_api.h"
 #include "syncbn/error.hpp"
 

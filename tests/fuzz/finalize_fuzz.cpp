@@ -10,8 +10,8 @@
 #include "cpu/finalize.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/finalize.hpp"
+#include "step/passes.hpp"
 #include "syncbn/diagnosis.hpp"
-#include "syncbn/passes.hpp"
 #include "wide_integer.hpp"
 
 // Any words that ranks can bring become the statistics and gradients of docs/numerics.md, sections

@@ -32,9 +32,9 @@ CASES = [
             "c_api_arguments.hpp: ",
         },
     ),
-    ("passes.hpp", {"kLeakyRelu }": "kLeakyRelu, kMadeUp }"}, {"activation.hpp: kMadeUp"}),
+    ("options.hpp", {"kLeakyRelu }": "kLeakyRelu, kMadeUp }"}, {"activation.hpp: kMadeUp"}),
     (
-        "passes.hpp",
+        "options.hpp",
         {"kLeakyRelu }": "kLeakyRelu, kMadeUp }", "kActivationCount = 3": "kActivationCount = 4"},
         {"activation.hpp: kMadeUp", "checks.cpp: ", "c_api_arguments.hpp: "},
     ),

@@ -27,7 +27,7 @@ MANNERS = {
 # float32 is what a view has before it is given another one.
 KIND = re.compile(r"\b(?:DType::k(?!Float32\b)\w+|ActivationKind::k(?!None\b)\w+)")
 # What knows the kinds: the enumerations, and the traits through which everything else does.
-KNOWS_KINDS = {"tensor.hpp", "passes.hpp", "dtype.hpp", "activation.hpp"}
+KNOWS_KINDS = {"tensor.hpp", "options.hpp", "dtype.hpp", "activation.hpp"}
 
 
 def files_in(project: Path, folders: tuple[str, ...], suffixes: set[str]) -> list[Path]:

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "syncbn/batch_norm.hpp"
+#include "syncbn/step.hpp"
 #include "syncbn/torch_process_group.hpp"
 
 // The autograd function behind syncbn/torch.hpp, and what it makes of tensors.
@@ -263,16 +264,14 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
     std::vector<std::int64_t> message(
         static_cast<std::size_t>(message_words(x_view.dtype, x.size(1))));
     TorchExecutor executor;
-    const double* mean = call.saved.mean().data();
-    const double* rstd = call.saved.rstd().data();
-    local_gradients({view("dy", dy), x_view, {}, mean, rstd}, message.data(), 0, executor);
-    affine_gradient_shares(message.data() + kHeaderWords, x_view.dtype,
-                           {.mean = mean,
-                            .rstd = rstd,
-                            .dweight = view("dweight", dweight),
-                            .dbias = view("dbias", dbias),
-                            .channels = x.size(1)},
-                           executor);
+    const BackwardStep step{{.dy = view("dy", dy),
+                             .x = x_view,
+                             .mean = call.saved.mean().data(),
+                             .rstd = call.saved.rstd().data(),
+                             .dweight = view("dweight", dweight),
+                             .dbias = view("dbias", dbias)}};
+    backward_begin(step, message.data(), nullptr, executor);
+    backward_shares(step, message.data(), executor);
   }
 
   /// Gradients whose own differentiation is an error: what made them is no graph.

@@ -21,7 +21,7 @@
 
 #include "syncbn/communicator.hpp"
 #include "syncbn/error.hpp"
-#include "syncbn/passes.hpp"
+#include "syncbn/message.hpp"
 
 /// Groups over a c10d process group of LibTorch: header-only, for programs that have LibTorch.
 namespace syncbn::torch {

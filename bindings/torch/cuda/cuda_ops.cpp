@@ -4,7 +4,6 @@
 
 #include "bindings/torch/cuda/on_device.hpp"
 #include "bindings/torch/step_ops.hpp"
-#include "syncbn/cuda_passes.hpp"
 
 // The operators on CUDA: on PyTorch's current stream, with memory of PyTorch's allocator. The host
 // reads nothing, so `header` and `remaining_words` do not exist here: messages have no frame, and
@@ -15,10 +14,10 @@ namespace {
 /// Scratch memory of one pass, zero: the stream's, or, in a captured graph, the call's own.
 class Workspace {
  public:
-  Workspace(const Tensor& x, DType dtype, const cuda::Stream& stream)
-      : words_(cuda::stream_workspace(dtype, channels_of(x), stream)) {
+  Workspace(const Tensor& x, DType dtype, void* stream)
+      : words_(stream_workspace(dtype, channels_of(x), stream)) {
     if (words_ == nullptr) {
-      const std::array<std::int64_t, 1> size{cuda::workspace_words(dtype, channels_of(x))};
+      const std::array<std::int64_t, 1> size{workspace_words(dtype, channels_of(x))};
       own_ = torch::stable::new_zeros(x, size, ScalarType::Long);
       words_ = int64_data("workspace", *own_, 0, Device::kCuda);
     }
@@ -36,20 +35,8 @@ class OnCuda : public OnDevice {
   static constexpr Device kDevice = Device::kCuda;
   using OnDevice::OnDevice;
 
-  Execution execution() const { return Execution::on_stream(stream().handle); }
+  Execution execution() const { return Execution::on_stream(stream()); }
   Workspace workspace(const Tensor& x, DType dtype) const { return {x, dtype, stream()}; }
-
-  void update(const Running& running, const double* mean, const double* var,
-              const std::int64_t* info, std::int64_t channels) const {
-    cuda::update_running_statistics(
-        {running.mean, running.var, running.batches, running.call, running.count}, mean, var, info,
-        channels, running.momentum, stream());
-  }
-  void recover(const InputRecovery& pass) const { cuda::recover_input(pass, stream()); }
-  void evaluation_gradient(const TensorView& dy, const double* rstd, const TensorView& weight,
-                           const MutableTensorView& dx) const {
-    cuda::evaluation_input_gradient(dy, {}, rstd, weight, dx, stream());
-  }
 };
 
 }  // namespace

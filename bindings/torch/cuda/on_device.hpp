@@ -9,7 +9,6 @@
 #include <string>
 
 #include "bindings/torch/tensors.hpp"
-#include "syncbn/cuda_passes.hpp"
 
 namespace syncbn::torch_layer {
 
@@ -22,10 +21,10 @@ class OnDevice {
   explicit OnDevice(const Tensor& x, const Tensors&... others)
       : index_(index_of(x)), guard_(index_) {
     (check(others), ...);
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index_, &stream_.handle));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index_, &stream_));
   }
 
-  const cuda::Stream& stream() const { return stream_; }
+  void* stream() const { return stream_; }
 
  private:
   void check(const Tensor& tensor) const {
@@ -48,7 +47,7 @@ class OnDevice {
 
   torch::stable::accelerator::DeviceIndex index_;
   torch::stable::accelerator::DeviceGuard guard_;
-  cuda::Stream stream_;
+  void* stream_ = nullptr;
 };
 
 }  // namespace syncbn::torch_layer

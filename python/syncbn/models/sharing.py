@@ -64,7 +64,7 @@ def prepare(module: Model) -> Model:
     check_module(module)
     if callers.initialized():
         for sharing, name in sharings_of(module).items():
-            if sharing.name == callers.OUTSIDE or groups.is_made_ahead(sharing):
+            if groups.is_made_ahead(sharing):
                 groups.peers(sharing, name)
     return module
 

@@ -4,15 +4,13 @@
 #include "syncbn/batch_norm_op.hpp"
 #include "syncbn/c_api.h"
 #include "syncbn/cuda_communicator.hpp"
-#include "syncbn/cuda_passes.hpp"
 #include "syncbn/diagnosis.hpp"
-#include "syncbn/group_passes.hpp"
 #include "syncbn/mpi.hpp"
 #include "syncbn/mpi_c_api.h"
 #include "syncbn/nccl.hpp"
 #include "syncbn/shared_memory.hpp"
+#include "syncbn/step.hpp"
 #include "syncbn/version.hpp"
-#include "syncbn/welford.hpp"
 
 std::size_t step(const float* values, std::size_t count) {
   const std::span<const float> x(values, count);

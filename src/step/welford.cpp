@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "syncbn/welford.hpp"
-
 #include <algorithm>
 #include <limits>
 
@@ -11,6 +9,7 @@
 #include "statistics/finalize.hpp"
 #include "statistics/header.hpp"
 #include "statistics/welford.hpp"
+#include "step/passes.hpp"
 
 // Argument checks of the welford mode's passes, and the merge of ranks.
 namespace syncbn {
@@ -26,7 +25,6 @@ void local_welford(const TensorView& x, const MaskView& mask, std::int64_t* mess
   cpu::ContractExecutor executor(*execution.executor);
   check_samples("x", x);
   check_mask(mask, x);
-  check_available(x.device);
   check_array("message", message, kHeaderWords + welford_words(x.dtype, x.sizes[1]));
   const SampleView samples(x, mask);
   const std::int64_t count = samples.count();

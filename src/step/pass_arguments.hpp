@@ -12,6 +12,7 @@
 #include "cpu/finalize.hpp"
 #include "cpu/float_environment.hpp"
 #include "sample_view.hpp"
+#include "step/passes.hpp"
 
 // Arguments of the CPU's passes: checks, and the backend's form of them.
 namespace syncbn {
@@ -61,15 +62,9 @@ template <class Pass>
 void check_normalize(const Pass& p) {
   check_samples("x", p.x);
   check_mask(p.mask, p.x);
-  check_like("y", p.y, p.x);
-  check_output("y", p.y);
-  check_per_channel("weight", p.weight, p.x.sizes[1], p.x.device);
-  check_per_channel("bias", p.bias, p.x.sizes[1], p.x.device);
-  if (!p.residual.absent()) {
-    check_like("residual", p.residual, p.x);
-  }
+  check_whole_output("y", p.y, p.x);
+  check_parameters(p);
   check_activation(p.activation);
-  check_available(p.x.device);
 }
 
 inline void check_moments(const double* mean, const double* var, const double* rstd, double eps,
@@ -88,8 +83,7 @@ void check_gradient_inputs(const Pass& p) {
   check_like("dy", p.dy, p.x);
   check_through(p.through, p.x);
   if (!p.u.absent()) {
-    check_like("u", p.u, p.x);
-    check_output("u", p.u);
+    check_whole_output("u", p.u, p.x);
   }
 }
 
@@ -104,7 +98,6 @@ inline void check_affine(const MutableTensorView& dweight, const MutableTensorVi
 /// What follows sums in backward.
 template <class Pass>
 void check_finalize_gradients(const Pass& p, const TensorView& x) {
-  check_available(x.device);
   check_normalizer(p.mean, p.rstd, x.sizes[1]);
   check_per_channel("weight", p.weight, x.sizes[1], x.device);
   check_affine(p.dweight, p.dbias, x.sizes[1]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "syncbn/passes.hpp"
+#include "step/passes.hpp"
 
 #include <algorithm>
 #include <optional>
@@ -8,11 +8,11 @@
 #include "activation_mask.hpp"
 #include "channel_values.hpp"
 #include "cpu/finalize.hpp"
-#include "pass_arguments.hpp"
 #include "statistics/header.hpp"
+#include "step/pass_arguments.hpp"
 #include "syncbn/error.hpp"
 
-// Argument checks and choice of the backend; the arithmetic is elsewhere.
+// Checks of arguments; the arithmetic is elsewhere.
 namespace syncbn {
 namespace {
 
@@ -20,7 +20,6 @@ namespace {
 template <class Sums>
 void write_message(const TensorView& x, const MaskView& mask, std::int64_t* message,
                    std::uint32_t fingerprint, const Sums& sums) {
-  check_available(x.device);
   check_array("message", message, message_words(x.dtype, x.sizes[1]));
   const SampleView samples(x, mask);
   const std::int64_t count = samples.count();
@@ -176,9 +175,7 @@ void input_gradient(const InputGradient& p, const Execution& execution) {
   check_through(p.through, p.x);
   check_normalizer(p.mean, p.rstd, p.x.sizes[1]);
   check_array("coefficients", p.coefficients, 3 * p.x.sizes[1]);
-  check_like("dx", p.dx, p.x);
-  check_output("dx", p.dx);
-  check_available(p.x.device);
+  check_whole_output("dx", p.dx, p.x);
   const SampleView samples(p.x, p.mask);
   if (samples.empty() || samples.channels == 0) {
     return;
@@ -191,15 +188,13 @@ void input_gradient(const InputGradient& p, const Execution& execution) {
       pullback.view(), executor);
 }
 
-void recover_input(const InputRecovery& p, const Execution& execution) {
+void recover_input_on_cpu(const InputRecovery& p, const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
   check_samples("y", p.y);
   check_per_channel("weight", p.weight, p.y.sizes[1], p.y.device);
   check_per_channel("bias", p.bias, p.y.sizes[1], p.y.device);
   check_normalizer(p.mean, p.rstd, p.y.sizes[1]);
-  check_like("x", p.x, p.y);
-  check_output("x", p.x);
-  check_available(p.y.device);
+  check_whole_output("x", p.x, p.y);
   if (p.negative_slope == 0 || p.negative_slope - p.negative_slope != 0) {
     throw InvalidArgument("negative_slope: got " + std::to_string(p.negative_slope) +
                           ", expected a finite number other than 0");
@@ -218,17 +213,15 @@ void recover_input(const InputRecovery& p, const Execution& execution) {
                      {p.mean, p.rstd, affine.scale(), affine.shift()}, p.negative_slope, executor);
 }
 
-void evaluation_input_gradient(const TensorView& u, const MaskView& mask, const double* rstd,
-                               const TensorView& weight, const MutableTensorView& dx,
-                               const Execution& execution) {
+void evaluation_input_gradient_on_cpu(const TensorView& u, const MaskView& mask, const double* rstd,
+                                      const TensorView& weight, const MutableTensorView& dx,
+                                      const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
   check_samples("u", u);
   check_mask(mask, u);
-  check_like("dx", dx, u);
-  check_output("dx", dx);
+  check_whole_output("dx", dx, u);
   check_array("rstd", rstd, u.sizes[1]);
   check_per_channel("weight", weight, u.sizes[1], u.device);
-  check_available(u.device);
   const SampleView samples(u, mask);
   if (samples.empty() || samples.channels == 0) {
     return;

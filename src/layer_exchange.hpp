@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "agreement.hpp"
+#include "cpu/scratch.hpp"
+#include "layer.hpp"
+#include "syncbn/step.hpp"
+
+// A layer's exchanges on the CPU, which say how the ranks' calls differ.
+namespace syncbn {
+
+/// The one exchange of a direction.
+class LayerSum final : public SumInParts {
+ public:
+  LayerSum(const TensorView& x, Communicator& communicator)
+      : communicator_(communicator),
+        parts_(communicator.parts()),
+        words_(2 * static_cast<std::size_t>(message_words(x.dtype, x.sizes[1]))),
+        message_(words_.data(), words_.size() / 2),
+        merged_(words_.data() + message_.size(), message_.size()) {
+    group_.sum = this;
+    group_.in_parts = parts_ != nullptr;
+    group_.ranks = communicator.size();
+    group_.message = message_;
+    group_.merged = merged_;
+  }
+
+  LayerSum(const LayerSum&) = delete;
+  LayerSum& operator=(const LayerSum&) = delete;
+
+  /// run(GroupSum): the direction. Gives back the count of elements.
+  template <class Run>
+  std::int64_t run(const LayerCall& layer_call, const AgreedCall& call, const Run& run) {
+    Reached reached{};
+    try {
+      before_exchange(*this, layer_call, [&] { reached = run(group_); });
+    } catch (const DivergenceError& error) {
+      explain_divergence(error, call, communicator_);
+    }
+    if (reached != Reached::kOutput) {
+      check_agreement(group_.info, call, communicator_);
+    }
+    return group_.info.count;
+  }
+
+  /// After an error that the others do not see.
+  void refuse(const std::string& reason) {
+    if (!over_) {
+      communicator_.refuse(reason);
+    }
+  }
+
+  void open(std::span<const std::int64_t>, std::span<std::int64_t>) override {
+    watched([&] {
+      if (parts_ != nullptr) {
+        parts_->open(message_, merged_);
+      }
+    });
+  }
+  void publish(std::size_t words) override {
+    watched([&] {
+      if (parts_ != nullptr) {
+        parts_->publish(words);
+      }
+    });
+  }
+  /// To the end.
+  bool wait(std::size_t words, std::chrono::milliseconds slice) override {
+    watched([&] {
+      if (parts_ != nullptr) {
+        while (!parts_->wait(words, slice)) {
+        }
+      } else if (!over_) {
+        std::copy(message_.begin(), message_.end(), merged_.begin());
+        communicator_.all_reduce_sum(merged_);
+      }
+    });
+    over_ = over_ || words == message_.size();
+    return true;
+  }
+
+ private:
+  template <class Body>
+  void watched(const Body& body) {
+    try {
+      body();
+    } catch (...) {
+      over_ = true;  // the others know
+      throw;
+    }
+  }
+  Communicator& communicator_;
+  SumInParts* parts_;
+  cpu::ScratchArray<std::int64_t> words_;
+  std::span<std::int64_t> message_;
+  std::span<std::int64_t> merged_;
+  GroupSum group_;
+  bool over_ = false;
+};
+
+/// The records of all ranks, one after another, and the sum of their headers.
+class GatheredRecords {
+ public:
+  GatheredRecords(const ForwardStep& step, int ranks, const Execution& execution)
+      : message_(static_cast<std::size_t>(
+            forward_words(step.statistics, step.pass.x.dtype, step.pass.x.sizes[1]))),
+        all_(message_.size() * static_cast<std::size_t>(ranks)) {
+    forward_begin(step, message_.data(), execution);
+  }
+  Merged gather(const AgreedCall& call, Communicator& communicator) {
+    const int ranks = communicator.size();
+    try {
+      communicator.all_gather(std::as_bytes(std::span(message_)),
+                              std::as_writable_bytes(std::span(all_)));
+    } catch (const DivergenceError& error) {
+      explain_divergence(error, call, communicator);
+    }
+    std::int64_t* to = all_.data();
+    for (std::size_t i = 0; i < all_.size(); i += message_.size()) {
+      for (std::size_t w = 0; w < kHeaderWords; ++w) {
+        header_[w] += all_[i + w];
+      }
+      to = std::copy_n(all_.data() + i + kHeaderWords, message_.size() - kHeaderWords, to);
+    }
+    check_agreement(read_header(header_.data(), ranks), call, communicator);
+    return {header_.data(), all_.data(), call.dtype, ranks};
+  }
+
+ private:
+  cpu::ScratchArray<std::int64_t> message_;
+  cpu::ScratchArray<std::int64_t> all_;
+  std::array<std::int64_t, kHeaderWords> header_{};
+};
+
+}  // namespace syncbn
