@@ -23,7 +23,7 @@ struct Activation {
 
 enum class Statistics : std::uint8_t {
   kReproducible,  ///< exact sums: the bits do not depend on the number of ranks
-  kWelford,       ///< per rank mean and M2, gathered and merged (docs/welford.md)
+  kWelford,       ///< per rank mean and M2, gathered and merged (docs/options.md)
 };
 
 /// Which sum dweight and dbias hold.

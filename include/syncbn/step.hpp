@@ -146,7 +146,7 @@ SYNCBN_API void evaluation_statistics(const TensorView& running_mean, const Tens
                                       const Execution& execution);
 
 /// For a forward that wrote y = leaky_relu((x - mean) * rstd * weight + bias) over x: gives back x,
-/// up to rounding (docs/activation.md has the bound), and the activation mask.
+/// up to rounding (docs/options.md has the bound), and the activation mask.
 struct InputRecovery {
   TensorView y = {};
   const double* mean = nullptr;

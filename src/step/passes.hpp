@@ -124,7 +124,7 @@ Reached forward_in_group(const ForwardPass& pass, GroupSum& group, std::uint32_t
 Reached backward_in_group(const BackwardPass& pass, GroupSum& group, std::uint32_t fingerprint,
                           const Execution& execution);
 
-// The statistics of the "welford" mode (docs/welford.md), in place of local_moments and
+// The statistics of the "welford" mode (docs/options.md), in place of local_moments and
 // finalize_moments: 8 bytes a channel and rank (16 for float64), gathered and not summed. The same
 // on every rank and from run to run, but not independent of how samples lie on ranks.
 
