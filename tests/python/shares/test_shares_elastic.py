@@ -5,6 +5,7 @@ nobody disturbed."""
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -47,6 +48,11 @@ def _ran(folder: Path) -> list[int]:
     return []
 
 
+def _listens(port: int) -> bool:
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", port)) == 0
+
+
 def _until(condition, seconds: float, folder: Path) -> None:
     until = time.monotonic() + seconds
     while not condition():
@@ -64,12 +70,15 @@ def test_agents_come_and_go_exact(tmp_path):
     settings = "last_call_timeout=5"
     options = ("--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=9", "--rdzv-id=shares")
     options += ("--rdzv-backend=c10d", f"--rdzv-conf={settings}")
-    options += (f"--rdzv-endpoint=127.0.0.1:{free_port()}",)
-    agents = [_torchrun(folder, *options) for _ in range(3)]
+    port = free_port()
+    options += (f"--rdzv-endpoint=127.0.0.1:{port}",)
+    agents = [_torchrun(folder, *options)]  # has the rendezvous
     try:
+        _until(lambda: _listens(port), 60, folder)
+        agents += [_torchrun(folder, *options) for _ in range(2)]
         checkpoint = folder / "checkpoint.pt"
         _until(lambda: 3 in _ran(folder) and checkpoint.exists(), 180, folder)
-        _kill(agents.pop())  # the first one has the rendezvous
+        _kill(agents.pop())
         _until(lambda: 2 in _ran(folder), 180, folder)
         saved = checkpoint.stat().st_mtime
         _until(lambda: checkpoint.stat().st_mtime > saved, 180, folder)
