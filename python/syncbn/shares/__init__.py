@@ -6,6 +6,7 @@ binary tree."""
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..devices import give_up, run_in_turns
+from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..exchange import callers
 from ..nn import SyncBatchNorm
 from ..parallel import _copy_of, _current, _Meeting
@@ -122,7 +124,10 @@ class Shares(nn.Module):
         self._tree = Tree(shares)
         tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        shapes = [(name, tuple(p.shape), p.dtype) for name, p in module.named_parameters()]
+        shapes = [
+            (name, tuple(p.shape), p.dtype, p.requires_grad)
+            for name, p in module.named_parameters()
+        ]
         said = {"shares": shares, "seed": seed, "parameters": hex(checks.number_of(shapes))}
         checks.agree("", said | checks.environment_of(self._device), processes)
         self._layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm)]
@@ -130,7 +135,7 @@ class Shares(nn.Module):
             layer.affine_grad = "global"
         for tensor in tensors:
             self._broadcast(tensor)
-        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._trained: list[nn.Parameter] = []
         self._steps: list[_Step] = []
         self._kept = self._nothing()
         self._syncs = True
@@ -141,13 +146,13 @@ class Shares(nn.Module):
         return self._tree.mine
 
     @torch.compiler.disable
-    def forward(self, *inputs: Any) -> list[Any]:
+    def forward(self, *inputs: Any, **named: Any) -> list[Any]:
         """Runs the model on this process's shares.
 
         Args:
-            inputs: the model's arguments. A tensor is cut along its first axis into one equal part
-                per share of this process; a list has one entry per share; anything else is given to
-                every share.
+            inputs, named: the model's arguments. A tensor is cut along its first axis into one
+                equal part per share of this process; a list has one entry per share; anything else
+                is given to every share.
 
         Returns:
             The list of the shares' outputs.
@@ -157,30 +162,36 @@ class Shares(nn.Module):
         """
         training = self.training or any(layer.training for layer in self._layers)
         try:
-            arguments = list(zip(*(self._parts(i, x) for i, x in enumerate(inputs))))
-            if not arguments:
+            if not inputs and not named:
                 raise ValueError("inputs: got none, expected the model's arguments")
+            parts = [self._parts(f"inputs[{i}]", x) for i, x in enumerate(inputs)]
+            of_names = {name: self._parts(name, x) for name, x in named.items()}
+            arguments = [
+                ([part[k] for part in parts], {name: part[k] for name, part in of_names.items()})
+                for k in range(len(self.mine))
+            ]
             for layer in self._layers if training else ():
                 if layer.training and not layer.sync:
                     raise ValueError(
                         f"module: got {layer.state.name} with sync=False, expected sync=True"
                     )
+            self._look_for_trained()
         except ValueError as error:
             if training and self._layers and self._tree.processes > 1:
                 give_up([(self._layers[0], torch.empty(0, device=self._device))], error)
             raise
         if not training:
-            return [self.module(*each) for each in arguments]
+            return [self.module(*given, **options) for given, options in arguments]
         step = _Step(self._trained, len(self.mine))
         modules = self._copies(step)
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
-        def run(module: nn.Module, given: tuple) -> Any:
+        def run(module: nn.Module, given: list, options: dict) -> Any:
             with _current(self._device, stream):
-                return module(*given)
+                return module(*given, **options)
 
         calls: list[Callable[[], Any]] = [
-            functools.partial(run, *each) for each in zip(modules, arguments)
+            functools.partial(run, module, *each) for module, each in zip(modules, arguments)
         ]
         seeds = [checks.number_of(self.seed, self.steps, share) for share in self.mine]
         meeting = _Meeting(self.module, modules)
@@ -196,7 +207,7 @@ class Shares(nn.Module):
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Cuts a tensor along its first axis, one equal part per share of this process."""
-        return self._parts(0, x, "x")
+        return self._parts("x", x)
 
     def loader(
         self, dataset: Any, batch_size: int, *, shuffle: bool = True, **options: Any
@@ -228,9 +239,26 @@ class Shares(nn.Module):
                 tensor, where there is one share. Every process calls it.
 
         Raises:
-            ValueError: the losses are not of that form.
+            ValueError: the losses are not of that form. The other processes get a DivergenceError.
+            DivergenceError: processes brought gradients of other parameters, or of another step.
+            ExchangeTimeout, PeerLost: a process did not come, or has ended.
         """
-        losses = [losses] if isinstance(losses, Tensor) else list(losses)
+        try:
+            self._gather_gradients([losses] if isinstance(losses, Tensor) else list(losses))
+        except (DivergenceError, ExchangeTimeout, PeerLost):  # in a layer: the others get it, too
+            raise
+        except Exception as error:
+            if self._syncs:
+                self._tree.refuse("backward", error)
+            raise
+        if self._syncs:
+            whole, self._kept = self._kept, self._nothing()
+            shapes = [tuple(p.shape) for p in self._trained]
+            self._tree.meet("backward", (self.steps, shapes), self._device)
+            self._reduce(whole)
+
+    def _gather_gradients(self, losses: list[Tensor]) -> None:
+        """Adds those of the losses to what is kept of each share."""
         if len(losses) != len(self.mine) or any(x.numel() != 1 for x in losses):
             got = [tuple(x.shape) for x in losses]
             raise ValueError(
@@ -247,9 +275,6 @@ class Shares(nn.Module):
                     _add_to(p, exact.div_(self.shares))
             for kept, aliases in zip(self._kept, step.aliases):
                 _gather(kept, [alias.grad for alias in aliases])
-        if self._syncs:
-            whole, self._kept = self._kept, self._nothing()
-            self._reduce(whole)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -266,6 +291,7 @@ class Shares(nn.Module):
         this process, with the same bits for any number of processes. Every process calls it."""
         values = [values] if isinstance(values, Tensor) else list(values)
         flat = [value.detach().flatten() for value in values]
+        self._tree.meet("mean", (tuple(values[0].shape), values[0].dtype), values[0].device)
         return self._tree.total(flat).div_(self.shares).view(values[0].shape)
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -290,6 +316,18 @@ class Shares(nn.Module):
     def extra_repr(self) -> str:
         return f"shares={self.shares}, seed={self.seed}, processes={self._tree.processes}"
 
+    def _look_for_trained(self) -> None:
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
+            return
+        if self._steps or any(g is not None for kept in self._kept for g in kept):
+            raise ValueError(
+                "module: got other parameters that are trained, expected those of the forwards "
+                "whose gradients have not been exchanged"
+            )
+        self._trained = trained
+        self._kept = self._nothing()
+
     def _nothing(self) -> list[list[Tensor | None]]:
         return [[None] * len(self._trained) for _ in self.mine]
 
@@ -305,8 +343,8 @@ class Shares(nn.Module):
             for p, grad in zip(self._trained, before):
                 p.grad = grad
 
-    def _parts(self, position: int, x: Any, name: str = "") -> list[Any]:
-        count, name = len(self.mine), name or f"inputs[{position}]"
+    def _parts(self, name: str, x: Any) -> list[Any]:
+        count = len(self.mine)
         if isinstance(x, Tensor):
             if x.dim() == 0 or len(x) % count or len(x) == 0:
                 raise ValueError(

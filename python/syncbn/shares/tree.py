@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums over V shares in one binary tree, on any number of processes."""
 
+import zlib
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..exchange import callers
+from ..exchange import callers, groups, host
+from ..exchange.call import Call
+
+_WHO = "syncbn.Shares"
 
 
 def _blocks(begin: int, end: int, width: int) -> Iterator[tuple[int, int]]:
@@ -48,6 +52,24 @@ class Tree:
         self._width = 1 << (shares - 1).bit_length()
         self._blocks = [list(_blocks(*pair, self._width)) for pair in zip(bounds, bounds[1:])]
         self.mine = range(bounds[self.rank], bounds[self.rank + 1])
+
+    def meet(self, what: str, said: object, device: torch.device) -> None:
+        """Every process comes, and says the same, before PyTorch's collectives wait for each other
+        without names. On CUDA over NCCL, the host reads nothing.
+
+        Raises DivergenceError, ExchangeTimeout or PeerLost.
+        """
+        if self.processes > 1:
+            peers = groups.peers(callers.sharing(None, None), _WHO)
+            tag = zlib.crc32(repr((what, said)).encode()) & 0xFFFFF
+            way = host.transport_of(peers, device)
+            way.sum(torch.zeros(1, device=device), tag, Call(f"{_WHO}.{what}"))
+
+    def refuse(self, what: str, error: Exception) -> None:
+        """Tells the others in meet() that this process does not come."""
+        if self.processes > 1:
+            peers = groups.peers(callers.sharing(None, None), _WHO)
+            host.reject(peers, Call(f"{_WHO}.{what}"), error)
 
     def total(self, leaves: list[Tensor]) -> Tensor:
         """The sum over all shares; leaves: this process's, of shape (n,). Every process calls it.

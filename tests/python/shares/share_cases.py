@@ -137,6 +137,24 @@ def text_of_an_argument_that_one_rank_refuses(rank, world, folder):
     return text.partition("seed: ")[2]
 
 
+def text_of_losses_that_one_rank_refuses(rank, world, folder):
+    training = syncbn.Shares(nn.Linear(2, 2), world)
+    y = training(torch.ones(1, 2))[0]
+    losses = [y.sum()] * 2 if rank == 1 else [y.sum()]
+    text = caught(ValueError, syncbn.DivergenceError)(lambda: training.backward(losses))
+    training.backward([y.sum()])  # and they go on together
+    return text.partition("losses: ")[2]
+
+
+def text_of_a_frozen_parameter_on_one_rank(rank, world, folder):
+    network = nn.Linear(2, 2)
+    training = syncbn.Shares(network, world)
+    network.requires_grad_(rank != 1)
+    y = training(torch.ones(1, 2))[0]
+    loss = y.sum() if rank != 1 else torch.ones(1, requires_grad=True).sum()
+    return caught(syncbn.DivergenceError)(lambda: training.backward(loss)).partition(",")[0]
+
+
 def text_of_a_batch_that_one_rank_refuses(rank, world, folder):
     network = syncbn.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     training = syncbn.Shares(network, 2 * world)

@@ -80,6 +80,9 @@ def test_refusals_reach_every_rank(results, name):
         "processes, expected one for each",
         "text_of_other_seeds": "ValueError: Shares: seed: got {ranks}, expected the same on all",
         "text_of_an_argument_that_one_rank_refuses": "got -1, expected an integer of at least 0",
+        "text_of_losses_that_one_rank_refuses": "got shapes [(), ()], expected one number for each "
+        "of the 1 shares of this process",
+        "text_of_a_frozen_parameter_on_one_rank": "DivergenceError: syncbn.Shares.backward",
         "text_of_a_batch_that_one_rank_refuses": "got shape (5, 2), expected equal parts for the 2 "
         "shares of this process along the first axis",
     }
@@ -174,6 +177,23 @@ def test_refused_calls_change_nothing():
     with pytest.raises(ValueError, match="module: got 1 with sync=False, expected sync=True"):
         training(torch.ones(4, 2))
     assert syncbn.fingerprint(training) == before and training.steps == 0
+
+
+def test_parameters_may_be_frozen_between_steps_alone():
+    model = small()
+    training, x = syncbn.Shares(model, 2), torch.ones(4, 2)
+    model[0].weight.requires_grad_(False)
+    training.backward([y.sum() for y in training(x)])
+    assert model[0].weight.grad is None and model[0].bias.grad is not None
+    model[0].weight.requires_grad_(True)
+    with training.no_sync():
+        training.backward([y.sum() for y in training(x)])
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="module: got other parameters that are trained"):
+        training(x)
+    model[0].weight.requires_grad_(True)
+    training.backward([y.sum() for y in training(input=x)])
+    assert model[0].weight.grad is not None
 
 
 def test_state_of_another_training_is_refused_and_nothing_is_loaded():
