@@ -90,7 +90,7 @@ macos: $(VENV)/.stamp-build $(VENV)/.stamp-macos  ## cross-compile the C++ libra
 asan tsan release cuda: $(VENV)/.stamp-build  ## C++ tests with this preset
 	$(cmake) --workflow --preset $@
 
-ptx: $(VENV)/.stamp-build  ## interpret the kernels' PTX on the CPU, needs nvcc, ARCHITECTURE=90
+ptx: $(VENV)/.stamp-build  ## look over the kernels' PTX and machine code, needs nvcc, ARCHITECTURE=90
 	$(cmake) --preset ptx -D SYNCBN_PTX_ARCHITECTURE=$(or $(ARCHITECTURE),90)
 	$(cmake) --build --preset ptx
 	$(VENV)/bin/ctest --preset ptx

@@ -7,7 +7,6 @@
 #include <source_location>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 // CUDA's execution model on one CPU thread: every CUDA thread is a fiber that runs until it meets
 // others at a barrier or shuffle, in an order that a seed decides. Stricter than a GPU where a
@@ -51,20 +50,16 @@ void note_launch(const void* kernel);
 void note_load(const void* kernel);
 void note_access(int elements);
 
-/// A kernel and its arguments, as bytes, and as a function that runs one thread of it.
+/// A launch: a function that runs one thread of it.
 struct KernelLaunch {
-  const void* kernel;
   unsigned blocks;
   unsigned threads;
   std::size_t shared_bytes;
-  std::vector<std::vector<std::byte>> arguments;
   std::function<void()> thread;
 };
 
 /// Runs the kernel to its end. Throws KernelError.
 void run(const KernelLaunch& kernel);
-/// Something else that runs kernels: tests/ptx takes what nvcc made of them.
-void set_runner(void (*runner)(const KernelLaunch& kernel));
 
 inline constexpr unsigned kWarp = 32;
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must not be in the kernels' SASS: local memory, flushed subnormals, narrow accesses. And in
-PTX for GPUs with few units for binary64: conversions to it in the sums.
+PTX: arithmetic that is not rounded to nearest, once; for GPUs with few units for binary64 also
+conversions to it in the sums.
 
 python lint.py --kernels FOLDER [LISTINGS...]    FOLDER: with the PTX of which the listings are
 """
@@ -90,6 +91,14 @@ def lint(listing: str, ptx: list[str], fits: set[str]) -> list[str]:
     return errors
 
 
+def inexact(ptx: str) -> set[str]:
+    """Floating-point arithmetic that is not rounded to nearest, flushes subnormals or approximates;
+    without ".rn" ptxas may fuse a product and a sum."""
+    arithmetic = r"(?:add|sub|mul|fma|mad|div|rcp|sqrt|rsqrt|ex2|lg2|sin|cos|tanh)"
+    found = re.findall(rf"\b({arithmetic}\.(?:\w+\.)*f(?:16|32|64)\w*)", ptx)
+    return {op for op in found if not re.fullmatch(r"\w+\.rn\.f(32|64)", op)}
+
+
 def conversions(ptx: str) -> list[str]:
     """Sums of forward, which have no constants of channels, that convert to binary64."""
     if re.search(rf"(?m)^\.target ({'|'.join(MANY_BINARY64_UNITS)})\b", ptx):
@@ -115,6 +124,8 @@ def main() -> int:
         errors += [f"{listing.parent.name}/{listing.name}: {error}" for error in found]
     if given.listings:
         errors += [f"no kernel fits {pattern}" for pattern, *_ in MAIN_LOOPS if pattern not in fits]
+    for path in sorted(given.kernels.glob("*.ptx")):
+        errors += [f"{path.name}: {op}" for op in sorted(inexact(path.read_text()))]
     errors += conversions((given.kernels / "moments.ptx").read_text())
     for error in errors:
         print(error)

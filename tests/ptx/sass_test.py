@@ -7,7 +7,7 @@ python sass_test.py PTXAS
 import sys
 import unittest
 
-from lint import conversions, lint
+from lint import conversions, inexact, lint
 from sass import listing_of
 
 PTXAS = "ptxas"
@@ -80,6 +80,11 @@ class Planted(unittest.TestCase):
         load = "ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd2];"
         (error,) = self.lint(load, load.replace("v4", "v2").replace(", %f3, %f4", ""))
         self.assertIn("LDG.E.64", error)
+
+    def test_inexact_arithmetic_is_found(self):
+        self.assertEqual(inexact(KERNEL), set())
+        for op in ("add.f32", "add.rz.f32", "add.rn.ftz.f32", "div.full.f32", "rcp.approx.f32"):
+            self.assertEqual(inexact(KERNEL.replace("add.rn.f32", op)), {op})
 
     def test_conversions_are_found_where_there_are_few_units_for_binary64(self):
         sums = KERNEL.replace("map_dense_planes", "sum_planes").replace(ADD, "cvt.f64.f32 %d, %f1;")

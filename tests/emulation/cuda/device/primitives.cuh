@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <cstring>
 #include <source_location>
-#include <vector>
 
 #include "emulator.hpp"
 
@@ -118,16 +117,7 @@ Failure launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
                std::size_t shared_bytes, void*, const Arguments&... arguments) {
   emulation::note_launch(reinterpret_cast<const void*>(kernel));
   const auto start = [&](Parameters... values) {
-    const auto bytes_of = [](const auto& value) {
-      const auto* const from = reinterpret_cast<const std::byte*>(&value);
-      return std::vector<std::byte>(from, from + sizeof(value));
-    };
-    emulation::run({reinterpret_cast<const void*>(kernel),
-                    blocks,
-                    threads,
-                    shared_bytes,
-                    {bytes_of(values)...},
-                    [=] { kernel(values...); }});
+    emulation::run({blocks, threads, shared_bytes, [=] { kernel(values...); }});
   };
   if (emulation::settings().launch_failure.text == nullptr) {
     start(static_cast<Parameters>(arguments)...);
