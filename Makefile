@@ -113,6 +113,9 @@ model:  ## the protocols in shared memory (with spin) and of the CUDA kernels, i
 lint: build $(VENV)/.stamp-lint  ## check format and style
 	@scripts/lint.sh all
 
+lint-tests: build-cpp $(VENV)/.stamp-lint  ## clang-tidy over the C++ tests, which `make lint` leaves out
+	@scripts/lint.sh tests
+
 format: $(VENV)/.stamp-build $(VENV)/.stamp-lint  ## repair format and style
 	@scripts/lint.sh format
 
@@ -184,5 +187,5 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo demo-clipart bench bench-count bench-cpp \
-  gpu-check googletest aarch64 macos asan tsan release cuda ptx sanitize soak fuzz interop curves model lint \
+  gpu-check googletest aarch64 macos asan tsan release cuda ptx sanitize soak fuzz interop curves model lint lint-tests \
   format docs wheel wheel-old wheel-aarch64 sdist clean

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run clang-tidy over every file of the project that some build compiles.
+"""Run clang-tidy over every file of the project that some build compiles: those of tests/ or the
+others.
 
-python scripts/clang_tidy.py JOBS CLANG_TIDY BUILD_FOLDER...
+python scripts/clang_tidy.py {tests|others} JOBS CLANG_TIDY BUILD_FOLDER...
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    jobs, program, *builds = sys.argv[1:]
+    which, jobs, program, *builds = sys.argv[1:]
     project = Path.cwd()
     commands: dict[Path, dict] = {}
     for build in builds:
@@ -22,6 +23,8 @@ def main() -> int:
             # Neither generated nor fetched files, nor nvcc's, nor C, whose names are others; in two
             # builds the first counts.
             if file.suffix in (".cu", ".c"):
+                continue
+            if file.is_relative_to(project / "tests") != (which == "tests"):
                 continue
             if file.is_relative_to(project) and not file.is_relative_to(project / "build"):
                 commands.setdefault(file.relative_to(project), entry)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Usage: scripts/lint.sh {all|quick|format}
-# quick: formatting and ruff. all: also mypy and clang-tidy, which need `make build`. format: repair
-# instead.
+# Usage: scripts/lint.sh {all|quick|tests|format}
+# quick: formatting and ruff. all: also mypy and clang-tidy, which need `make build`. tests: clang-tidy
+# over the C++ tests, which take longer than all else. format: repair instead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -33,6 +33,17 @@ check() {
 }
 clang_format() { sources "${all_cpp[@]}" | xargs -0 -r "$tools/clang-format" --dry-run --Werror; }
 
+clang_tidy() {  # tests or others
+  fuzzers=()
+  if [[ -e build/fuzz/compile_commands.json ]]; then fuzzers=(build/fuzz); fi  # after `make fuzz`
+  "$tools/python" scripts/clang_tidy.py "$1" "$jobs" "$tools/clang-tidy" build/cpu build/wheel \
+    "${fuzzers[@]}"
+}
+
+if [[ $mode == tests ]]; then
+  check "clang-tidy" clang_tidy tests
+  exit "$failed"
+fi
 check "ruff check" "$tools/ruff" check --quiet .
 check "ruff format" "$tools/ruff" format --check --quiet .
 check "clang-format" clang_format
@@ -41,10 +52,7 @@ if [[ $mode == all ]]; then
   # A user's program with the package as it is installed, without this project's configuration.
   check "mypy of a user's program" "$tools/mypy" --no-error-summary --config-file= \
     --python-version 3.10 --strict tests/typing
-  fuzzers=()
-  if [[ -e build/fuzz/compile_commands.json ]]; then fuzzers=(build/fuzz); fi  # after `make fuzz`
-  check "clang-tidy" "$tools/python" scripts/clang_tidy.py "$jobs" "$tools/clang-tidy" \
-    build/cpu build/wheel "${fuzzers[@]}"
+  check "clang-tidy" clang_tidy others
 fi
 if ((failed)); then
   echo "lint: failed; 'make format' repairs formatting" >&2
