@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types, shapes, layouts and options of the layer on one rank: their product, every bit against the
-oracle and every value against nn.BatchNorm in float64.
+oracle. test_activation.py has the values of nn.BatchNorm.
 
 torch.nn.SyncBatchNorm on one rank is torch.nn.functional.batch_norm, which comments here mean by
 "PyTorch"; on several ranks it takes no CPU tensors.
@@ -15,7 +15,7 @@ from torch import nn
 
 import oracle
 import syncbn
-from support import TORCH_DTYPES, assert_near_pytorch, layouts_of, to_tensor
+from support import TORCH_DTYPES, layouts_of, to_tensor
 
 # Types of input, parameters and buffers. PyTorch refuses the last two ("expected scalar type
 # BFloat16 but found Float"); FSDP2 with bfloat16 mixed precision gives the last.
@@ -115,7 +115,9 @@ def check_step(layer, x, dy, expected, what) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_product_of_options_exact(types, shape):
-    """PyTorch gives contiguous outputs for permuted inputs; here y and dx keep the layout."""
+    """With layouts by turns. PyTorch gives contiguous outputs for permuted inputs; here y and dx
+    keep the layout."""
+    turns = itertools.count()
     for affine, eps in itertools.product((True, False), (1e-5, 0.0)):
         expected = Expected(shape, types, affine, eps)
         running = {momentum: expected.running(momentum) for momentum in (0.1, None)}
@@ -131,19 +133,14 @@ def test_product_of_options_exact(types, shape):
             )
             for name in frozen:
                 getattr(layer, name).requires_grad_(False)
-            for needs_input, (layout, other) in itertools.product((True, False), layouts):
+            for needs_input in (True, False):
+                layout, other = layouts[next(turns) % len(layouts)]
                 what = f"{affine=}, {eps=}, {track=}, {momentum=}, {frozen=}, {layout}, {other}"
                 x = xs[layout].detach().requires_grad_(needs_input)
                 check_step(layer, x, dys[other], expected, what)
                 if track:
                     expected.check_running(layer, running[momentum])
                 layer.reset_running_stats()
-        parameters, gradients = (
-            [values.get(name) for name in ("weight", "bias")]
-            for values in (expected.parameters, expected.gradients)
-        )
-        results = expected.y, expected.dx, *gradients
-        assert_near_pytorch(results, expected.x, expected.dy, *parameters, eps)
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)

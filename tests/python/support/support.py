@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import syncbn
 from rank import Rank
@@ -151,68 +150,6 @@ def assert_same_layers(a: torch.nn.Module, b: torch.nn.Module) -> None:
         torch.testing.assert_close(p, q, rtol=0, atol=0, equal_nan=True, msg=name)
     for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0, equal_nan=True, msg=name)
-
-
-def assert_near_pytorch(
-    results: tuple[torch.Tensor | None, ...],
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> None:
-    """results: y, dx, dweight, dbias (None: not wanted), near PyTorch's own batch norm in float64.
-
-    |error| <= (a few roundings of the computing type + one of the result's) * size of the terms.
-    Statistics are exact up to rounding to float64, so with u the rounding unit of the computing
-    type (float32 for inputs of at most 32 bits) y = fma(a, (x - mh) - ml, b) takes four roundings,
-    of weight * rstd, two differences and the fma, each relative to |a| (|x| + |mean|) + |b|;
-    dx takes seven, relative to the sum of its three terms' sizes. Then one rounding to the output.
-    PyTorch's own error in float64 is 2^-29 of that, or, for float64, a sum of n terms: n roundings.
-    """
-    dtype, channels = x.dtype, x.shape[1]
-    ones, zeros = torch.ones(channels).double(), torch.zeros(channels).double()
-    weight = ones if weight is None else weight.detach().double()
-    bias = zeros if bias is None else bias.detach().double()
-    xd, gd = x.detach().double(), dy.double()
-    leaves = [t.clone().requires_grad_() for t in (xd, weight, bias)]
-    # PyTorch refuses an eps of 0; the least positive number is lost beside any variance.
-    ref_y = F.batch_norm(leaves[0], None, None, *leaves[1:], True, 0.0, eps or 5e-324)
-    ref_dx, ref_dweight, ref_dbias = torch.autograd.grad(ref_y, leaves, gd)
-
-    view = (1, channels) + (1,) * (x.dim() - 2)
-    dims = [d for d in range(x.dim()) if d != 1]
-    count = xd.numel() / channels
-    mean, var = xd.mean(dims), xd.var(dims, unbiased=False)
-    rstd = (var + eps).rsqrt()
-    unit = {t: torch.finfo(t).eps / 2 for t in TORCH_DTYPES.values()}
-    compute = unit[torch.float64 if dtype == torch.float64 else torch.float32]
-    sums = count * 2**-53  # of the reference's own sums
-    tiny = torch.finfo(dtype).tiny
-    a = (weight * rstd).abs().view(view)
-    size = a * (xd.abs() + mean.abs().view(view)) + bias.abs().view(view)
-    bounds = [(4 * compute + 4 * sums) * size + unit[dtype] * ref_y.abs() + tiny]
-
-    # Sums of magnitudes stand for the sums, so that cancellation in them is allowed for.
-    sum_dy = gd.abs().sum(dims)
-    sum_dyx = (gd * (xd - mean.view(view))).abs().sum(dims) + mean.abs() * sum_dy
-    centered = xd.abs() + mean.abs().view(view)
-    size = a * (
-        gd.abs() + (sum_dy / count).view(view) + centered * (rstd**2 * sum_dyx / count).view(view)
-    )
-    bounds.append((7 * compute + 8 * sums) * size + unit[dtype] * ref_dx.abs() + tiny)
-    # Gradients of the parameters: exact sums rounded a few times, against count roundings.
-    few = 8 * sums + 8 * 2**-53
-    for got, reference, terms in zip(
-        results[2:], (ref_dweight, ref_dbias), (rstd * sum_dyx, sum_dy), strict=True
-    ):
-        to_parameter = 0 if got is None else unit[got.dtype] * reference.abs()
-        bounds.append(few * terms + to_parameter)
-    references = (ref_y, ref_dx, ref_dweight, ref_dbias)
-    names = ("y", "dx", "dweight", "dbias")
-    for name, got, reference, bound in zip(names, results, references, bounds, strict=True):
-        if got is not None:
-            assert ((got.detach().double() - reference).abs() <= bound).all(), name
 
 
 def join(processes: list, seconds: float) -> None:
