@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <utility>
 #include <vector>
@@ -12,169 +10,16 @@
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 
-// Fused activation and residual of the layer (docs/numerics.md, sections 4 and 6). Bits of the
-// passes are checked in levels_test.cpp and, against the oracle, in tests/python.
+// Fused activation and residual besides a step's bits, which properties_test.cpp has and, against
+// the oracle, tests/python.
 namespace syncbn {
 namespace {
 
 using testing::kDtypes;
 using testing::Memory;
 using testing::Random;
-using testing::rough_values;
-using testing::run_ranks;
 using testing::same_bits;
 using testing::Tensor;
-
-// x has mean 0 and variance 1 (eps = 0): v = weight * x + residual is -3, 0, 1 and NaN.
-TEST(Activation, ByHandExact) {
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  for (const DType dtype : kDtypes) {
-    SCOPED_TRACE(name(dtype));
-    const Tensor x(dtype, {4, 1}, std::vector<double>{-1, 1, -1, 1});
-    const Tensor weight(DType::kFloat32, {1}, std::vector<double>{2});
-    const Tensor residual(dtype, {4, 1}, std::vector<double>{-1, -2, 3, nan});
-    const Tensor dy(dtype, {4, 1}, std::vector<double>{8, 16, 32, 64});
-    const struct {
-      Activation activation;
-      std::vector<double> y;
-      std::vector<double> dresidual;
-    } cases[] = {{{}, {-3, 0, 1, nan}, {8, 16, 32, 64}},
-                 {{ActivationKind::kRelu}, {0, 0, 1, nan}, {0, 0, 32, 64}},
-                 {{ActivationKind::kLeakyRelu, 0.5}, {-1.5, 0, 1, nan}, {4, 8, 32, 32}}};
-    for (const auto& one : cases) {
-      BatchNorm layer({.channels = 1, .eps = 0, .activation = one.activation});
-      Saved saved;
-      Tensor y(dtype, {4, 1});
-      layer.forward(
-          {.x = x.view(), .weight = weight.view(), .residual = residual.view(), .y = y.view()},
-          saved);
-      EXPECT_TRUE(same_bits(y.values(), one.y));
-      Tensor dx(dtype, {4, 1});
-      Tensor dbias(DType::kFloat64, {1});
-      Tensor dresidual(dtype, {4, 1});
-      layer.backward({.dy = dy.view(),
-                      .x = x.view(),
-                      .weight = weight.view(),
-                      .dx = dx.view(),
-                      .dbias = dbias.view(),
-                      .dresidual = dresidual.view()},
-                     saved);
-      EXPECT_TRUE(same_bits(dresidual.values(), one.dresidual));
-      double sum = 0;
-      for (const double u : one.dresidual) {
-        sum += u;
-      }
-      EXPECT_EQ(dbias.get(0), sum);
-    }
-  }
-}
-
-struct Outcome {
-  std::vector<double> y, dx, dresidual, dweight, dbias;
-};
-
-struct Data {
-  DType dtype;
-  std::vector<std::int64_t> sizes;
-  std::vector<double> x, z, dy, weight, bias;
-};
-
-/// Ranks r takes the samples [bounds[r], bounds[r+1]).
-Outcome run(const Data& data, const std::vector<std::int64_t>& bounds, Memory memory, bool residual,
-            const Activation& activation) {
-  const auto ranks = static_cast<int>(bounds.size()) - 1;
-  const std::int64_t per_sample = static_cast<std::int64_t>(data.x.size()) / data.sizes[0];
-  ThreadGroup group(ranks);
-  Outcome out;
-  out.y.resize(data.x.size());
-  out.dx = out.dresidual = out.y;
-  const auto errors = run_ranks(ranks, [&](int rank) {
-    const auto r = static_cast<std::size_t>(rank);
-    std::vector<std::int64_t> sizes = data.sizes;
-    sizes[0] = bounds[r + 1] - bounds[r];
-    const auto begin = bounds[r] * per_sample;
-    const auto end = bounds[r + 1] * per_sample;
-    const auto part = [&](const std::vector<double>& all) {
-      Tensor tensor(data.dtype, sizes, memory);
-      tensor.fill(std::vector<double>(all.begin() + begin, all.begin() + end));
-      return tensor;
-    };
-    const auto put = [&](const Tensor& tensor, std::vector<double>& all) {
-      const std::vector<double> mine = tensor.values();
-      std::copy(mine.begin(), mine.end(), all.begin() + begin);
-    };
-    const Tensor x = part(data.x);
-    const Tensor z = part(data.z);
-    const Tensor dy = part(data.dy);
-    Tensor y = part(data.x);
-    Tensor dx = part(data.x);
-    Tensor dresidual = part(data.x);
-    const std::int64_t channels = sizes[1];
-    const Tensor weight(DType::kFloat32, {channels}, data.weight);
-    const Tensor bias(DType::kFloat32, {channels}, data.bias);
-    Tensor dweight(DType::kFloat64, {channels});
-    Tensor dbias(DType::kFloat64, {channels});
-    BatchNorm layer({.channels = channels, .name = "layer", .activation = activation},
-                    group.rank(rank));
-    Saved saved;
-    layer.forward({.x = x.view(),
-                   .weight = weight.view(),
-                   .bias = bias.view(),
-                   .residual = residual ? z.view() : TensorView(),
-                   .y = y.view()},
-                  saved);
-    layer.backward({.dy = dy.view(),
-                    .x = x.view(),
-                    .weight = weight.view(),
-                    .bias = bias.view(),
-                    .dx = dx.view(),
-                    .dweight = dweight.view(),
-                    .dbias = dbias.view(),
-                    .dresidual = residual ? dresidual.view() : MutableTensorView(),
-                    .affine = AffineGradients::kGlobal},
-                   saved);
-    put(y, out.y);
-    put(dx, out.dx);
-    put(dresidual, out.dresidual);
-    if (rank == 0) {
-      out.dweight = dweight.values();
-      out.dbias = dbias.values();
-    }
-  });
-  for (const auto& error : errors) {
-    EXPECT_EQ(error, nullptr);
-  }
-  return out;
-}
-
-TEST(Activation, AnyNumberOfRanksExact) {
-  Random random(90);
-  for (const DType dtype : kDtypes) {
-    Data data{dtype, {12, 5, 4, 7}, {}, {}, {}, {}, {}};
-    for (auto* values : {&data.x, &data.z, &data.dy}) {
-      *values = rough_values(random, dtype, 12, 5 * 4 * 7);
-    }
-    for (int c = 0; c < 5; ++c) {
-      data.weight.push_back(testing::round_to(DType::kFloat32, random.signed_unit()));
-      data.bias.push_back(testing::round_to(DType::kFloat32, random.signed_unit()));
-    }
-    for (const Activation activation :
-         {Activation{ActivationKind::kRelu}, Activation{ActivationKind::kLeakyRelu, 0.2}}) {
-      for (const bool residual : {false, true}) {
-        const Outcome one = run(data, {0, 12}, Memory::kPlanes, residual, activation);
-        for (const std::vector<std::int64_t>& bounds :
-             {std::vector<std::int64_t>{0, 5, 12}, {0, 0, 1, 12}, {0, 3, 6, 6, 9, 12}}) {
-          const Outcome many = run(data, bounds, Memory::kRows, residual, activation);
-          EXPECT_TRUE(same_bits(many.y, one.y));
-          EXPECT_TRUE(same_bits(many.dx, one.dx));
-          EXPECT_TRUE(same_bits(many.dweight, one.dweight));
-          EXPECT_TRUE(same_bits(many.dbias, one.dbias));
-          EXPECT_TRUE(!residual || same_bits(many.dresidual, one.dresidual));
-        }
-      }
-    }
-  }
-}
 
 // In evaluation u = dy through the activation, dx = weight * rstd * u; running statistics 0 and 1.
 TEST(Activation, EvaluationByHandExact) {

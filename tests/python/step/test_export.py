@@ -67,35 +67,6 @@ def test_exported_nodes_have_the_arguments_of_plain_batch_norm(momentum, affine,
             assert whole_nodes(program) == whole_nodes(plain)
 
 
-@pytest.mark.parametrize("momentum", (0.03, None))
-def test_exported_residual_activation_and_mask_are_plain_around_plain(momentum):
-    class Plain(nn.Module):
-        def __init__(self, masked):
-            super().__init__()
-            self.norm, self.masked = nn.BatchNorm2d(3, momentum=momentum), masked
-
-        def forward(self, input, residual=None, mask=None):
-            if not self.masked:
-                return nn.functional.relu(self.norm(input) + residual)
-            counts = mask.to(torch.bool).unsqueeze(1)
-            y = self.norm(torch.where(counts, input, 0))
-            y = torch.where(mask.to(torch.bool).unsqueeze(1), y, 0)
-            y = nn.functional.relu(y + residual)
-            return torch.where(mask.to(torch.bool).unsqueeze(1), y, 0)
-
-    x = torch.ones(2, 3, 4, 4)
-    ours = syncbn.SyncBatchNorm(3, momentum=momentum, activation="relu")
-    for masked in (False, True):
-        given = (x, x, x[:, 0] > 0) if masked else (x, x)
-        graphs = []
-        for layer in (ours, Plain(masked)):
-            graph = torch.export.export(layer.eval(), given).graph
-            nodes = [n for n in graph.nodes if n.op == "call_function"]
-            graphs.append([(str(n.target), n.args[5:]) for n in nodes if len(n.args) > 5])
-            graphs[-1].append([str(n.target) for n in nodes])
-        assert graphs[0] == graphs[1]
-
-
 @pytest.mark.parametrize("dynamo", (True, False), ids=("dynamo", "TorchScript"))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_onnx_nodes_and_values(dynamo):
@@ -186,39 +157,6 @@ def test_jit_trace_of_training_on_one_rank_is_plain_batch_norm_exact(options):
             torch.jit.trace(ours, x)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_jit_trace_of_training_with_residual_activation_mask_and_as_a_function_exact():
-    x, z = samples(4, 1)[:, :2], samples(4, 2)[:, :2]
-    mask = x[:, 0] > -0.5
-
-    def expected_of(plain, slope, x, z=0, mask=None):
-        if mask is None:
-            return nn.functional.leaky_relu(plain(x) + z, slope)
-        rows = torch.zeros_like(x).movedim(1, -1)
-        rows[mask] = plain(x.movedim(1, -1)[mask])  # of the elements that count
-        y = nn.functional.leaky_relu(rows.movedim(-1, 1) + z, slope)
-        return torch.where(mask[:, None], y, 0)
-
-    for slope, inplace in ((0.1, False), (0.1, True)):
-        options = {"activation": "leaky_relu", "negative_slope": slope, "inplace": inplace}
-        for given in ((x,), (x, z), (x, z, mask)):
-            layer = syncbn.SyncBatchNorm(2, **options)
-            plain = nn.BatchNorm1d(2) if len(given) == 3 else nn.BatchNorm2d(2)
-            trace = torch.jit.trace(layer, given, check_trace=False)
-            with torch.no_grad():
-                for _ in range(2):  # the trace itself, and a call of it
-                    expected = expected_of(plain, slope, *given)
-                assert torch.equal(trace(*given), expected)
-            assert torch.equal(layer.running_var, plain.running_var)
-
-    def function(x):
-        return syncbn.functional.sync_batch_norm(x, training=True, residual=z, activation="relu")
-
-    trace = torch.jit.trace(function, x)
-    expected = nn.functional.batch_norm(x, None, None, training=True) + z
-    assert torch.equal(trace(x), expected.relu())
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("dynamo", (True, False), ids=("dynamo", "TorchScript"))
 def test_onnx_of_training_on_one_rank_is_that_of_plain_batch_norm(dynamo):
@@ -240,18 +178,6 @@ def test_onnx_of_training_on_one_rank_is_that_of_plain_batch_norm(dynamo):
     got = nodes(ours)
     assert got == nodes(plain)
     assert ours.training and "BatchNormalization" in str(got)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_jit_trace_of_several_devices_is_refused():
-    layer, x = syncbn.SyncBatchNorm(3), samples()
-    model = syncbn.parallel.SelfDataParallel(nn.Sequential(layer, nn.ReLU()), ["cpu"] * 2)
-    text = "got torch.jit.trace of several devices, expected one"
-    for call in (lambda x: layer([x, x])[0], lambda x: torch.cat(model(x))):
-        with pytest.raises(NotImplementedError, match=text):
-            torch.jit.trace(call, x)
-    assert torch.equal(layer.running_mean, torch.zeros(3))
-    model(x)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
