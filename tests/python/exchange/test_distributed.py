@@ -25,19 +25,22 @@ CASES = {
 ALIKE = {
     "shared memory": (
         *("rank_cases_checkpoint", "rank_cases_compile", "rank_cases_convert"),
-        *("rank_cases_drop_in", "rank_cases_fsdp", "rank_cases_parallel", "rank_cases_patched"),
-        *("rank_cases_paths", "rank_cases_processes", "rank_cases_second"),
-        "rank_cases_streaming",
+        *("rank_cases_drop_in", "rank_cases_dtensor", "rank_cases_float_modes", "rank_cases_fsdp"),
+        *("rank_cases_mask", "rank_cases_parallel", "rank_cases_patched", "rank_cases_paths"),
+        *("rank_cases_processes", "rank_cases_second", "rank_cases_state"),
+        *("rank_cases_streaming", "rank_cases_tensors"),
     ),
-    "gloo": ("rank_cases_join", "rank_cases_join_errors"),
+    "gloo": ("device_cases", "rank_cases_join", "rank_cases_join_errors", "rank_cases_op"),
 }
+#: A first compilation by inductor costs half a minute.
+SLOW = ("case_inductor_exact",)
 
 
 def cases_over(engine: str) -> list:
     """Parameters: those that the other engine runs are weekly."""
     others = {module for name, modules in ALIKE.items() if name != engine for module in modules}
     return [
-        pytest.param(name, marks=pytest.mark.weekly if module in others else ())
+        pytest.param(name, marks=pytest.mark.weekly if module in others or name in SLOW else ())
         for name, (module, _) in CASES.items()
     ]
 

@@ -25,8 +25,9 @@ from syncbn.exchange import whereabouts
 WORLD = 4
 CASES = {n: case for n, case in vars(node_cases).items() if n.startswith("case_")}
 RUNS = [(layout, case) for layout in node_cases.LAYOUTS for case in CASES]
-#: Compilers do not see which rank is on which node.
-WEEKLY = [run for run in RUNS if run[0] != "in blocks" and "compiled" in run[1]]
+#: What a layout changes. The rest runs where one node has several ranks and another has one.
+PLACES = ("case_report", "case_bits", "case_uneven", "case_layers_wider", "case_one_rank_that")
+WEEKLY = [run for run in RUNS if run[0] != "uneven" and not run[1].startswith(PLACES)]
 #: Seconds that an exchange waits in the runs that lose a rank.
 TIMEOUT = 3.0
 
