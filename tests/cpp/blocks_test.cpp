@@ -186,7 +186,7 @@ TEST_F(OneRankLayer, InBlocksHasTheBitsOfPassesExact) {
   Random random(11);
   const std::vector<std::int64_t> planes = {1, 7, 15, 16, 17, 49, 196, 511, 512, 513, 1000, 3136};
   int compared = 0;
-  for (int round = 0; round < 300; ++round) {
+  for (int round = 0; round < 100; ++round) {
     const std::int64_t plane = random.one_in(3) ? random.between(1, 1000) : random.pick(planes);
     const std::int64_t channels = random.between(1, random.one_in(4) ? 600 : 40);
     const std::int64_t most = std::max<std::int64_t>(1, 20000 / (plane * channels));
@@ -214,7 +214,7 @@ TEST_F(OneRankLayer, InBlocksHasTheBitsOfPassesExact) {
       return;
     }
   }
-  EXPECT_TRUE(compared > 200 || levels_.size() == 1);
+  EXPECT_TRUE(compared > 60 || levels_.size() == 1);
 }
 
 TEST_F(OneRankLayer, HasTheBitsOfPassesExact) {
@@ -249,18 +249,17 @@ TEST_F(OneRankLayer, OfLargeTensorsHasTheBitsOfPassesExact) {
       {DType::kBFloat16, {2, 130, 16390}},
   };
   for (const auto& [dtype, sizes] : shapes) {
-    for (const Memory memory : {Memory::kPlanes, Memory::kPlanesSlice}) {
-      const OneRank given = layer(random, dtype, sizes, memory);
-      const OneRank expected = expected_of(given);
-      for (const std::string& level : levels_) {
-        const LevelScope scope(level);
-        SCOPED_TRACE(level + " channels " + std::to_string(sizes[1]));
-        OneRank actual = given;
-        Executor& threads = executor(random);
-        actual.forward_alone(threads);
-        actual.backward_alone(threads);
-        expect_same_layer(actual, expected);
-      }
+    const Memory memory = sizes[1] % 4 == 0 ? Memory::kPlanes : Memory::kPlanesSlice;
+    const OneRank given = layer(random, dtype, sizes, memory);
+    const OneRank expected = expected_of(given);
+    for (const std::string& level : levels_) {
+      const LevelScope scope(level);
+      SCOPED_TRACE(level + " channels " + std::to_string(sizes[1]));
+      OneRank actual = given;
+      Executor& threads = executor(random);
+      actual.forward_alone(threads);
+      actual.backward_alone(threads);
+      expect_same_layer(actual, expected);
     }
   }
 }
