@@ -13,6 +13,7 @@
 #include "comm/rank_texts.hpp"
 #include "cuda/check.hpp"
 #include "syncbn/error.hpp"
+#include "syncbn/options.hpp"
 
 namespace syncbn::cuda {
 namespace {
