@@ -90,6 +90,8 @@ class Tree:
         padding = (0, each * processes - count)
         padded = [nn.functional.pad(root, padding).view(processes, each) for root in roots]
         sent = torch.stack(padded, 1)  # (process, subtree, slice)
+        if sent.is_cuda and not callers.nccl_name(callers.resolve(None)):
+            sent = sent.cpu()  # Gloo takes no others
         counts = [len(blocks) for blocks in self._blocks]
         got = sent.new_empty((sum(counts), each))
         width = each * got.element_size()
@@ -103,4 +105,4 @@ class Tree:
         own = _add_up(dict(zip(blocks, got)), self._width).contiguous()
         whole = own.new_empty(processes * each)
         dist.all_gather_into_tensor(whole.view(torch.uint8), own.view(torch.uint8))
-        return whole[:count]
+        return whole[:count].to(leaves[0].device)

@@ -2,6 +2,9 @@
 """What each of two processes runs with CUDA tensors; test_cuda_ranks.py starts them."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import numpy as np
 import torch
@@ -209,3 +212,29 @@ def case_group_size_exact(rank, world):
     net = syncbn.convert_sync_batchnorm(torch.nn.BatchNorm1d(3), group_size=1).cuda()
     x = torch.randn(4 + rank, 3).cuda()
     assert torch.equal(net(x).cpu(), syncbn.SyncBatchNorm(3, sync=False)(x.cpu()))
+
+
+def hash_by_shares():
+    torch.backends.cudnn.deterministic = True
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()]
+    layers += [torch.nn.Dropout(0.3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 5)]
+    network = syncbn.convert_sync_batchnorm(torch.nn.Sequential(*layers)).cuda()
+    training = syncbn.Shares(network, shares=3)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    for seed in range(3):
+        x = torch.randn(3, 2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+        outputs = training([x[share].cuda() for share in training.mine])
+        training.backward([y.square().mean() for y in outputs])
+        optimizer.step()
+        optimizer.zero_grad()
+    return syncbn.fingerprint(network, optimizer)
+
+
+def case_shares_exact(rank, world):
+    """A whole network, against one process that trains it alone."""
+    code = "import cuda_cases; print(cuda_cases.hash_by_shares())"
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    alone = subprocess.run(command, env=paths, capture_output=True, text=True, check=True).stdout
+    assert hash_by_shares() == alone.split()[-1]
