@@ -245,10 +245,11 @@ class Shares(nn.Module):
         """
         try:
             self._gather_gradients([losses] if isinstance(losses, Tensor) else list(losses))
-        except (DivergenceError, ExchangeTimeout, PeerLost):  # in a layer: the others get it, too
-            raise
         except Exception as error:
-            if self._syncs:
+            if not self._steps:  # they are not whole
+                self._kept = self._nothing()
+            of_a_layer = isinstance(error, (DivergenceError, ExchangeTimeout, PeerLost))
+            if self._syncs and not of_a_layer:  # of which the others get one, too
                 self._tree.refuse("backward", error)
             raise
         if self._syncs:
@@ -404,10 +405,10 @@ class Shares(nn.Module):
                     _add_to(p, mean.view(p.shape).div_(self.shares))
 
     def _broadcast(self, tensor: Tensor) -> None:
-        if self._tree.processes > 1:
+        if self._tree.processes > 1 and tensor.numel() > 0:
             with torch.no_grad():
                 whole = tensor.detach().contiguous()
-                dist.broadcast(whole, 0)
+                dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # groups know few dtypes
                 tensor.copy_(whole)
 
 

@@ -35,10 +35,12 @@ class Attention(nn.Module):
         super().__init__()
         self.attention = nn.MultiheadAttention(channels, 2, dropout=0.1, batch_first=True)
         self.register_buffer("average", torch.zeros(channels))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
 
     def forward(self, x: Tensor) -> Tensor:
         places = x.flatten(2).transpose(1, 2)
         if self.training:
+            self.seen.fill_(True)
             self.average.mul_(0.9).add_(places.detach().mean((0, 1)), alpha=0.1)
         y, _ = self.attention(places, places, places, need_weights=False)
         return x + y.transpose(1, 2).view_as(x) - self.average[:, None, None]

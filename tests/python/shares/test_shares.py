@@ -196,6 +196,25 @@ def test_parameters_may_be_frozen_between_steps_alone():
     assert model[0].weight.grad is not None
 
 
+def test_a_backward_that_fails_leaves_no_gradients_exact():
+    def fail(gradient):
+        raise RuntimeError("of a hook")
+
+    found = []
+    for failing in (False, True):
+        torch.manual_seed(0)
+        model, x = small(), torch.arange(8.0).view(4, 2)
+        training = syncbn.Shares(model, 2)
+        if failing:
+            outputs = training(x)
+            outputs[1].register_hook(fail)
+            with pytest.raises(RuntimeError, match="of a hook"):
+                training.backward([y.sum() for y in outputs])
+        training.backward([y.square().sum() for y in training(x)])
+        found.append(syncbn.fingerprint([p.grad for p in model.parameters()]))
+    assert found[0] == found[1]
+
+
 def test_state_of_another_training_is_refused_and_nothing_is_loaded():
     training = syncbn.Shares(small(), 2, seed=1)
     before = syncbn.fingerprint(training)
