@@ -194,9 +194,16 @@ class Shares(nn.Module):
             functools.partial(run, module, *each) for module, each in zip(modules, arguments)
         ]
         seeds = [checks.number_of(self.seed, self.steps, share) for share in self.mine]
-        meeting = _Meeting(self.module, modules)
         generators = _Generators(seeds, self._device)
-        outputs = run_in_turns(calls, meeting.meet, meeting.give_up, generators)
+        if len(calls) == 1:
+            generators.switch(0)
+            try:
+                outputs = [calls[0]()]
+            finally:
+                generators.leave()
+        else:
+            meeting = _Meeting(self.module, modules)
+            outputs = run_in_turns(calls, meeting.meet, meeting.give_up, generators)
         self.steps += 1
         for buffer in self._buffers_of_shares():
             self._broadcast(buffer)
@@ -373,12 +380,13 @@ class Shares(nn.Module):
         own: list[Tensor] = [p for p in self.module.parameters() if not p.requires_grad]
         own += [b for layer in self._layers for b in layer.buffers(recurse=False)]
         copies = []
+        shared = self._layers if len(self.mine) == 1 else ()  # else they meet at the model's
         for share, aliases in zip(self.mine, step.aliases):
             tensors = {id(p): alias for p, alias in zip(self._trained, aliases)}
             tensors |= {id(t): t for t in own}
             if share == 0:
                 tensors |= {id(b): b for b in self._buffers_of_shares()}
-            copies.append(_copy_of(self.module, self._device, tensors))
+            copies.append(_copy_of(self.module, self._device, tensors, shared))
         return copies
 
     def _reduce(self, kept: list[list[Tensor | None]]) -> None:
