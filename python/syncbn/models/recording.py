@@ -23,6 +23,8 @@ from ..operators import DTYPES, HEADER_WORDS, MESSAGE_WORDS, ops
 #: Digits of the first sum, of radix 2^52 (docs/numerics.md, section 2), and the largest one.
 _FIRST = {torch.float16: 2, torch.bfloat16: 6, torch.float32: 6, torch.float64: 41}
 _LARGEST = 2**52 - 1
+#: Messages that are kept until the optimizer's step.
+_MOST_KEPT = 1024
 
 
 class Recording:
@@ -32,6 +34,7 @@ class Recording:
         self._layers, self._path = layers_of(module), path
         self._names = {id(p): unwrapped(name) for name, p in module.named_parameters()}
         self._steps: Counter[tuple[str, str]] = Counter()
+        self._kept: list[tuple] = []
         self._file: TextIO | None = None
 
     def __enter__(self) -> "Recording":
@@ -53,6 +56,7 @@ class Recording:
         for _, layer in self._layers:
             layer.state.record = None
         if self._file is not None:
+            self._note_kept()
             self._file.close()
             self._file = None
 
@@ -66,12 +70,21 @@ class Recording:
         self, name: str, direction: str, ranks: int, channels: int, merged: Tensor, more: Any
     ) -> None:
         if self._file is not None:
+            self._kept.append((name, direction, ranks, channels, merged, more))
+            if len(self._kept) == _MOST_KEPT:
+                self._note_kept()
+
+    def _note_kept(self) -> None:
+        """One after the other: between convolutions, each would find its code outside of caches."""
+        for name, direction, ranks, channels, merged, more in self._kept:
             words = merged if more is None else torch.cat([merged, more])
             self._note(name, direction, _hash_of_sums(words.cpu(), ranks, channels))
+        self._kept = []
 
     def _note_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._file is None:
             return
+        self._note_kept()
         given = [p for group in optimizer.param_groups for p in group["params"]]
         named = [p for p in given if id(p) in self._names and p.grad is not None]
         sums = [_sum_of_bits(p.grad) for p in named]
