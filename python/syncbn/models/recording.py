@@ -136,7 +136,7 @@ def _hash_of_sums(words: Tensor, ranks: int, channels: int) -> str:
 
 
 def _sum_of_bits(gradient: Any) -> Tensor:
-    """As int64, 8 bytes at a time; those after the last eight are zeros."""
+    """Returns the sum of a gradient's bytes, taken as int64; zeros complete the last one."""
     flat = gradient.detach().contiguous().view(-1).view(torch.uint8)
     if flat.numel() % 8:
         flat = nn.functional.pad(flat, (0, -flat.numel() % 8))
