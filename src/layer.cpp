@@ -222,7 +222,8 @@ void forward_on_cuda(LayerState& layer, const LayerCall& call, const BatchNorm::
   cuda::Communicator& communicator = *layer.on_cuda;
   const int ranks = communicator.size();
   const cuda::Stream stream{execution.stream};
-  std::optional<Workspace> w;
+  std::optional<Workspace> made;
+  const Workspace* w = nullptr;
   ForwardStep step;
   before_exchange(communicator, call, [&] {
     check_layer_forward(layer.options, f);
@@ -231,7 +232,7 @@ void forward_on_cuda(LayerState& layer, const LayerCall& call, const BatchNorm::
     const Counters counters(layer, stream.handle);
     step.call = step.running.call = counters.call;
     step.running.count = counters.info;
-    w.emplace(layer, f.x, stream.handle, 2, welford ? ranks : 0);
+    w = &made.emplace(layer, f.x, stream.handle, 2, welford ? ranks : 0);
     step.workspace = w->sums;
     forward_begin(step, welford ? w->record.data() : w->message.data(), execution);
   });
@@ -274,13 +275,14 @@ void backward_on_cuda(LayerState& layer, const LayerCall& call, const BatchNorm:
                       const SavedState& saved, const Execution& execution) {
   cuda::Communicator& communicator = *layer.on_cuda;
   const cuda::Stream stream{execution.stream};
-  std::optional<Workspace> w;
+  std::optional<Workspace> made;
+  const Workspace* w = nullptr;
   BackwardStep step;
   before_exchange(communicator, call, [&] {
     check_backward(b);
     check_on_cuda(b.x);
     check_saved(saved, layer, b);
-    w.emplace(layer, b.x, stream.handle, 2);
+    w = &made.emplace(layer, b.x, stream.handle, 2);
     step = step_of(layer, b, saved);
     step.pass.share = step.pass.share && communicator.size() > 1;
     step.coefficients = w->coefficients;
