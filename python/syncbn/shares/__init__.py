@@ -7,13 +7,12 @@ binary tree."""
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..devices import give_up, run_in_turns
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
@@ -21,73 +20,13 @@ from ..exchange import callers
 from ..nn import SyncBatchNorm
 from ..parallel import _copy_of, _current, _Meeting
 from . import checks, data
+from .step import Generators, Step
 from .tree import Tree
 
 __all__ = ["Shares"]
 
 #: Bytes of gradients of one share that travel together.
 _BUCKET = 25 << 20
-
-
-class _Generators:
-    """The random numbers of shares: PyTorch's default generators, of the CPU and of the device,
-    hold the state of the share that runs, and the program's own state again afterwards."""
-
-    def __init__(self, seeds: Iterable[int], device: torch.device) -> None:
-        self._devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
-        self._states = [
-            [torch.Generator(d).manual_seed(seed).get_state() for d in self._devices]
-            for seed in seeds
-        ]
-        self._states.append(self._current())
-        self._at = len(self._states) - 1
-
-    def _current(self) -> list[Tensor]:
-        return [
-            torch.cuda.get_rng_state(d) if d.type == "cuda" else torch.get_rng_state()
-            for d in self._devices
-        ]
-
-    def switch(self, k: int) -> None:
-        self._states[self._at], self._at = self._current(), k
-        for device, state in zip(self._devices, self._states[k]):
-            if device.type == "cuda":
-                torch.cuda.set_rng_state(state, device)
-            else:
-                torch.set_rng_state(state)
-
-    def leave(self) -> None:
-        self.switch(len(self._states) - 1)
-
-
-class _Step:
-    """One forward of this process's shares.
-
-    aliases: of each share, the trained parameters under names of its own. Autograd would add the
-    gradients of shares in an order of its own; so they are kept apart. outputs: what the model
-    gave, and the leaf that the caller has of it: all shares begin backward at the same place,
-    whatever graph the losses have.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], shares: int) -> None:
-        self.aliases = [[p.detach().requires_grad_() for p in parameters] for _ in range(shares)]
-        self.outputs: list[tuple[Tensor, Tensor]] = []
-
-    def cut(self, output: Any) -> Any:
-        """The same output, of leaves."""
-        parts, spec = tree_flatten(output)
-        for i, part in enumerate(parts):
-            if isinstance(part, Tensor) and part.requires_grad:
-                parts[i] = part.detach().requires_grad_()
-                self.outputs.append((part, parts[i]))
-        return tree_unflatten(parts, spec)
-
-    def backward(self) -> None:
-        """From the leaves on."""
-        roots = [(part, leaf.grad) for part, leaf in self.outputs if leaf.grad is not None]
-        self.outputs = []
-        if roots:
-            torch.autograd.backward([part for part, _ in roots], [grad for _, grad in roots])
 
 
 class Shares(nn.Module):
@@ -136,7 +75,7 @@ class Shares(nn.Module):
         for tensor in tensors:
             self._broadcast(tensor)
         self._trained: list[nn.Parameter] = []
-        self._steps: list[_Step] = []
+        self._steps: list[Step] = []
         self._kept = self._nothing()
         self._syncs = True
 
@@ -182,7 +121,7 @@ class Shares(nn.Module):
             raise
         if not training:
             return [self.module(*given, **options) for given, options in arguments]
-        step = _Step(self._trained, len(self.mine))
+        step = Step(self._trained, len(self.mine))
         modules = self._copies(step)
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
@@ -194,7 +133,7 @@ class Shares(nn.Module):
             functools.partial(run, module, *each) for module, each in zip(modules, arguments)
         ]
         seeds = [checks.number_of(self.seed, self.steps, share) for share in self.mine]
-        generators = _Generators(seeds, self._device)
+        generators = Generators(seeds, self._device)
         if len(calls) == 1:
             generators.switch(0)
             try:
@@ -375,7 +314,7 @@ class Shares(nn.Module):
         synchronized = {id(b) for layer in self._layers for b in layer.buffers(recurse=False)}
         return [b for b in self.module.buffers() if id(b) not in synchronized]
 
-    def _copies(self, step: _Step) -> list[nn.Module]:
+    def _copies(self, step: Step) -> list[nn.Module]:
         """A copy of the model per share."""
         own: list[Tensor] = [p for p in self.module.parameters() if not p.requires_grad]
         own += [b for layer in self._layers for b in layer.buffers(recurse=False)]
