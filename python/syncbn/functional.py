@@ -4,7 +4,6 @@
 import datetime
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -87,8 +86,4 @@ def sync_batch_norm(
                 "devices meet at modules; expected a syncbn.SyncBatchNorm"
             )
         return train_step(*tensors[:6], options, state, mask=mask)
-
-    def normalize(x: Tensor) -> Tensor:
-        return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-
-    return masks.plain(normalize, x, residual, mask, options)
+    return masks.plain(*tensors, options, momentum)

@@ -9,7 +9,6 @@ from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -256,13 +255,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         local_batch = self.running_mean is None and self.running_var is None
         # Unused here, but an exported graph may be trained further.
         momentum = 0.0 if self.momentum is None else self.momentum
-
-        def normalize(x: Tensor) -> Tensor:
-            statistics = self._evaluation_statistics(x)
-            parameters = self._evaluation_parameters()
-            return F.batch_norm(x, *statistics, *parameters, local_batch, momentum, self.eps)
-
-        return masks.plain(normalize, input, residual, mask, self.options(), local_batch)
+        tensors = (*self._evaluation_statistics(input), *self._evaluation_parameters())
+        return masks.plain(input, *tensors, residual, mask, self.options(), momentum, local_batch)
 
     def _evaluation_statistics(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Copies them where backward takes them: DDP writes to the buffers in the next forward."""

@@ -14,21 +14,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .exchange import agreement, callers, groups, host
-from .exchange.call import Call
-from .operators import IN_PLACE, OWN, info_of, ops, saved_of
+from .exchange import callers, groups, host
+from .exchange.call import Backward, Call
+from .operators import info_of, ops, saved_of
+from .step import training
 from .step.as_operator import operator
 from .step.options import (
+    Options,
     check_input,
     check_per_channel,
     check_plain,
     check_strided,
     check_written,
+    form_of,
     is_number,
-    values_per_channel,
 )
 from .step.surroundings import refuse_tracing
-from .step.training import like
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
 _OPTIONS = ("is_infer", "use_global_est", "epsilon", "momentum", "group", "layer_name")
@@ -51,13 +52,28 @@ class BatchNormOutputs(NamedTuple):
     saved_batches: Tensor
 
 
-class _Attributes(NamedTuple):
-    """The attributes of a training operator, as ranks compare them."""
+class _Operator:
+    """A training operator, as a step takes its layer: state and options. call: its number, of
+    batches. group: a name; None for this rank alone."""
 
-    eps: float
-    momentum: float
-    use_global_est: bool
-    statistics: str = "reproducible"
+    statistics, negative_slope = "reproducible", 0.0
+    count = times = record = None
+
+    def __init__(
+        self,
+        eps: float,
+        momentum: float,
+        name: str,
+        group: str | None,
+        use_global_est: bool,
+        call: Tensor | None = None,
+    ) -> None:
+        self.eps, self.momentum, self.use_global_est = eps, momentum, use_global_est
+        self.name, self.call, self.group = name, call, group or ""  # no paths are compared
+        self.peers = None if group is None else groups.named(group)
+        # What ranks must have in common besides epsilon; momentum in steps of 2^-29.
+        number = zlib.crc32(name.encode())
+        self.number = number | use_global_est << 32 | int(momentum * 2**29) << 33
 
     def shared(self) -> dict[str, object]:
         return {
@@ -66,10 +82,12 @@ class _Attributes(NamedTuple):
             "use_global_est": self.use_global_est,
         }
 
-    def number(self, layer: str) -> int:
-        """Gives what ranks must have in common besides epsilon; momentum in steps of 2^-29."""
-        number = zlib.crc32(layer.encode())
-        return number | self.use_global_est << 32 | int(self.momentum * 2**29) << 33
+    def call_of(self, x: Tensor, _: Any = None) -> Call:
+        return Call(self.name, None, "forward", x.shape[1], x.dtype, self)
+
+
+#: Of a step with neither an activation nor a residual.
+_FORM = form_of(*Options())
 
 
 def _copy(name: str, estimate: Tensor) -> Tensor:
@@ -113,31 +131,18 @@ def _batch_norm(
     x, mean, var, scale, bias, batches, is_infer, use_global_est, epsilon, momentum, layer, group
 ):
     batches = batches.view(1)
+    variables = (("estimated_mean", mean), ("estimated_var", var), ("batches", batches))
     if is_infer:
         y, saved = _evaluated(x, mean, var, scale, bias, epsilon)
         wide = (t.clone() for t in saved[:-2].view(3, -1)[:2])
-        copies = map(_copy, ("estimated_mean", "estimated_var", "batches"), (mean, var, batches))
-        return y, *wide, *copies, saved
-    peers = None if group is None else groups.named(group)
-    attributes = _Attributes(epsilon, momentum, use_global_est)
-    call = Call(layer, None, "forward", x.shape[1], x.dtype, attributes)
-    transport = host.transport_of(peers, x.device)
-    variables = (("estimated_mean", mean), ("estimated_var", var), ("batches", batches))
-    *estimates, counter = [transport.refusing(_copy, named, x, call) for named in variables]
-    given = (x, scale, bias, None, None, None, None, None)
-    numbers = (epsilon, 0.0, 0, 0.0, 0)
-    passes = [(*given, counter, None, attributes.number(layer), *numbers, 0)]
-    way = IN_PLACE if use_global_est else None  # y is not of the batch then
+        return y, *wide, *(_copy(*named) for named in variables), saved
+    own: Any = _Operator(epsilon, momentum, layer, group, use_global_est, batches)
+    transport, call = host.transport_of(own.peers, x.device), own.call_of(x)
+    *estimates, own.call = [transport.refusing(_copy, named, x, call) for named in variables]
+    given = training.Given((None,) * 3, own, _FORM, own, own.peers, 0)
     try:
-        ((y, saved, _, count, *_),), exchanged = transport.begin(
-            ops.forward_begin, passes, 0, way, call
-        )
-        if exchanged is not None or count == 1:
-            merged = None if exchanged is None else exchanged[1]
-            agreement.check_count(merged, values_per_channel(x, None), f"ranks ({call})")
-        if exchanged is not None:
-            sums = (*exchanged[1:], *numbers, 1 if peers is None else peers.ranks)
-            ops.forward_finish(*given, None, None, y, saved, None, *sums)
+        tensors = ((x,), scale, bias, (None,), (None,))
+        _, (y,), (*_, saved, _, _) = training.forward(given, (False,) * 4, *tensors)
         estimates = _updated(estimates, batches, saved, momentum)
         batch_mean, batch_var, _ = (t.clone() for t in saved[:-2].view(3, -1))
         info = info_of(saved)
@@ -170,25 +175,11 @@ def _batch_norm_backward(
     dy, x, scale, saved, constant, needs_x, scale_dtype, bias_dtype, epsilon, momentum, layer, group
 ):
     exchanges = needs_x and not constant
-    peers = groups.named(group) if exchanges and group is not None else None
-    call = Call(
-        layer, None, "backward", x.shape[1], x.dtype, _Attributes(epsilon, momentum, constant)
-    )
-    transport = host.transport_of(peers, x.device)
-    given = (dy, x, saved, scale, None, None, None, 0, 0.0)
-    passes = [(*given, False, scale_dtype, bias_dtype, True)]
-    way = None if exchanges else OWN
-    try:
-        ((dx, dscale, dbias, _, room),), exchanged = transport.begin(
-            ops.backward_begin, passes, 0, way, call
-        )
-        if exchanged is not None:
-            own, *sums = exchanged if exchanges else (exchanged[0], None, None)
-            ranks = 1 if peers is None else peers.ranks
-            ops.backward_finish(*given, dx, dscale, dbias, room, own, *sums, ranks)
-    except BaseException as error:
-        transport.leave(error, call)
-        raise
+    own: Any = _Operator(epsilon, momentum, layer, group if exchanges else None, constant)
+    needs = exchanges, scale_dtype is not None, bias_dtype is not None, False
+    made, awaited = (None, x.shape[1], x.dtype), Backward(exchanges, False)
+    step = training.Step(own, own, _FORM, own.peers, made, awaited, bias_dtype, needs)
+    dx, dscale, dbias, _ = training.backward(step, (dy,), scale, None, x, saved, None, None)
     if constant and needs_x:
         dx = ops.evaluation_input_gradient(dy, saved, scale)
     return tuple(x.new_empty(0) if g is None else g for g in (dx, dscale, dbias))
@@ -225,7 +216,7 @@ class _BatchNorm(torch.autograd.Function):
         x, scale, saved = ctx.saved_tensors
         needs_x, _, _, needs_scale, needs_bias, *_ = ctx.needs_input_grad
         if dy.stride() != x.stride():
-            dy = like(dy, x)
+            dy = training.like(dy, x)
         dx, dscale, dbias = ops.batch_norm_backward(
             *(dy, x, scale, saved, ctx.constant, needs_x),
             scale.dtype if needs_scale else None,
@@ -268,6 +259,10 @@ def _check(
     for name, value in (("is_infer", is_infer), ("use_global_est", use_global_est)):
         if not isinstance(value, bool):
             raise ValueError(f"{name}: got {value!r}, expected True or False")
+    check_attributes(epsilon, momentum)
+
+
+def check_attributes(epsilon: float, momentum: float) -> None:
     if not (is_number(epsilon) and 0 <= epsilon < math.inf):
         raise ValueError(f"epsilon: got {epsilon!r}, expected a finite number of at least 0")
     if not (is_number(momentum) and 0 <= momentum <= 1):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..exchange import callers
-from ..ops import batch_norm_
+from ..ops import batch_norm_, check_attributes
 
 #: The inputs of an operator besides x, in its order.
 VARIABLES = ("estimated_mean", "estimated_var", "scale", "bias", "batches")
@@ -54,10 +54,7 @@ class BatchNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"momentum: got {momentum}, expected a number in [0, 1]")
-        if not 0 <= epsilon < float("inf"):
-            raise ValueError(f"epsilon: got {epsilon}, expected a finite number of at least 0")
+        check_attributes(epsilon, momentum)
         self._attributes = BatchNormAttributes(
             use_global_est, epsilon, momentum, callers.group_name(group)
         )

@@ -2,7 +2,6 @@
 """The training step as PyTorch calls it: checked, in autograd, in place or in a graph."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
@@ -148,11 +147,7 @@ def _plain_step(x, running: tuple, weight, bias, residual, mask, options) -> Ten
         tracked.add_(1)
     if momentum is None:
         momentum = 0.0 if tracked is None else 1.0 / float(tracked)
-
-    def normalize(x: Tensor) -> Tensor:
-        return F.batch_norm(x, mean, var, weight, bias, True, momentum, options.eps)
-
-    return masks.plain(normalize, x, residual, mask, options, local_batch=True)
+    return masks.plain(x, mean, var, weight, bias, residual, mask, options, momentum, True)
 
 
 def tell(error: BaseException, live: LayerState, x: object, parameter, options: Options) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks: which elements of an input count, shared by all channels."""
-
-from collections.abc import Callable
+"""Masks: which elements of an input count, shared by all channels; and the layer as PyTorch's own
+operators."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .options import Options, check_strided, finish
@@ -31,15 +31,24 @@ def counting(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def plain(
-    normalize: Callable[[Tensor], Tensor],
     x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
     residual: Tensor | None,
     mask: Tensor | None,
     options: Options,
+    momentum: float,
     local_batch: bool = False,
 ) -> Tensor:
     """PyTorch's own operators: batch norm of the elements that count, addition and activation.
-    local_batch: normalize takes its statistics from x, so it is given those elements alone."""
+    local_batch: statistics are those of x, so batch norm is given those elements alone."""
+    parameters = running_mean, running_var, weight, bias
+
+    def normalize(x: Tensor) -> Tensor:
+        return F.batch_norm(x, *parameters, local_batch, momentum, options.eps)
+
     if mask is None:
         return finish(normalize(x), residual, options)
     check_mask(mask, x)
