@@ -14,7 +14,7 @@ LAYERS = (
     ("devices",),
     ("functional", "ops"),
     ("nn",),
-    ("models.classes", "models.timm_classes"),
+    ("models.classes",),
     ("graph", "parallel"),
     ("models", "shares"),
     ("testing",),

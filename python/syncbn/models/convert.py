@@ -26,7 +26,7 @@ from ..step.options import (
     check_module,
     check_options,
 )
-from . import classes, patches
+from . import classes
 from .sharing import prepare
 
 # Attributes that SyncBatchNorm has and a plain layer has not.
@@ -66,7 +66,7 @@ class _Undo:
 
     def rebind(self) -> None:
         """Binds anew what modules hold of methods of layers that are of another class now."""
-        patches.rebind([(m, cls) for m, cls, *_ in self._before])
+        classes.rebind([(m, cls) for m, cls, *_ in self._before])
 
     def __call__(self) -> None:
         now = [(m, type(m)) for m, *_ in self._before]
@@ -77,7 +77,7 @@ class _Undo:
             for name, content in contents.items():
                 attributes[name].clear()
                 attributes[name].update(content)
-        patches.rebind(now)
+        classes.rebind(now)
 
 
 _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -292,7 +292,7 @@ def convert_sync_batchnorm(
     for path, layer in result.named_modules():
         if isinstance(layer, SyncBatchNorm):
             layer.state.rename(path)
-            if layer.sync and patches.evades(layer):
+            if layer.sync and classes.evades(layer):
                 evading.append(path or "the model")
     if left:
         _warn_of(left)

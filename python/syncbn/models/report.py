@@ -16,8 +16,7 @@ from ..nn import SyncBatchNorm, device_of, layers_of
 from ..operators import ops, why_not_cuda
 from ..parallel import SelfDataParallel
 from ..step.options import check_module
-from .classes import class_of, conversion_of, holds_statistics
-from .patches import evades
+from .classes import class_of, conversion_of, evades, holds_statistics
 
 
 class LayerReport(NamedTuple):
