@@ -4,7 +4,7 @@
 import contextlib
 import functools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
@@ -174,23 +174,14 @@ def _replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     return replicas
 
 
-@contextlib.contextmanager
-def _current(device: torch.device, stream: "torch.cuda.Stream | None") -> Iterator[None]:
-    """Enters on CUDA the device and the caller's stream, which belong to a thread."""
-    if stream is None:
-        yield
-        return
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        yield
-
-
 def _device(device: torch.device | str | int) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(
-            f'devices: got {device!r}, expected "cpu", or "cuda:0" and so on'
-        ) from None
+    with contextlib.suppress(RuntimeError, TypeError):
+        found = torch.device(device)
+        if found.type == "cpu":
+            return torch.device("cpu")
+        if found.type == "cuda" and found.index is not None:
+            return found
+    raise ValueError(f'devices: got {device}, expected "cpu", or "cuda:0" and so on')
 
 
 class SelfDataParallel(nn.Module):
@@ -228,16 +219,11 @@ class SelfDataParallel(nn.Module):
         if not isinstance(devices, (list, tuple)):
             raise ValueError(f"devices: got {devices!r}, expected a list of devices, or None")
         self.devices = [_device(d) for d in devices]
-        self.devices = [torch.device("cpu") if d.type == "cpu" else d for d in self.devices]
         if not self.devices:
             raise ValueError(
                 "devices: got none, expected at least one; without CUDA name them, for example "
                 '["cpu"] * 4'
             )
-        for device in self.devices:
-            named = device.index is not None if device.type == "cuda" else device.type == "cpu"
-            if not named:
-                raise ValueError(f'devices: got {device}, expected "cpu", or "cuda:0" and so on')
         differ = len(set(self.devices)) > 1
         if differ and replicate is False:
             raise ValueError("replicate: got False, expected True or None where the devices differ")
@@ -273,27 +259,20 @@ class SelfDataParallel(nn.Module):
                 )
         streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in self.devices]
         if len(self.devices) == 1:
-            with _current(self.devices[0], streams[0]):
-                return [self.module(*arguments[0])]
+            return [self._run(self.module, arguments[0], streams[0])]
         refuse_tracing("SelfDataParallel", None, len(self.devices))
         modules = [self.module] * len(self.devices)
         if self.replicate:
             modules = _replicas(self.module, self.devices)
         meeting = _Meeting(self.module, modules)
-        calls = [
-            functools.partial(self._run, *each)
-            for each in zip(modules, arguments, self.devices, streams)
-        ]
+        calls = [functools.partial(self._run, *each) for each in zip(modules, arguments, streams)]
         return run_in_turns(calls, meeting.meet, meeting.give_up)
 
     @staticmethod
     def _run(
-        module: nn.Module,
-        arguments: tuple[Any, ...],
-        device: torch.device,
-        stream: "torch.cuda.Stream | None",
+        module: nn.Module, arguments: tuple[Any, ...], stream: "torch.cuda.Stream | None"
     ) -> Any:
-        with _current(device, stream):
+        with torch.cuda.stream(stream):  # and on its device; None on the CPU
             return module(*arguments)
 
     def _scatter(self, inputs: Tensor | Sequence[Any]) -> list[tuple]:

@@ -2,13 +2,45 @@
 """What ranks must have in common, and what they say when they do not."""
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import DTYPES, HEADER_WORDS, ops, without_modes
-from .call import COMES, FRAME_WORDS, WANTS_SUMS, Backward, Call, Engine, Peers
+from .call import COMES, FRAME_WORDS, WANTS_SUMS, Backward, Call, Peers
+
+_Engine = TypeVar("_Engine", bound="Engine")
+
+
+class Engine(ABC):
+    """Sums int64 words over the ranks of a group, on the host."""
+
+    peers: Peers
+    #: Words that a first message has at least; 0: it may have any length, also a wrong one.
+    frame_words = FRAME_WORDS
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+
+    def within(self: _Engine, seconds: float) -> _Engine:
+        """Gives the engine of the same ranks, which wait for each other so long at most."""
+        limit = min(self.peers.timeout, seconds)
+        return type(self)(self.peers._replace(timeout=limit))
+
+    @abstractmethod
+    def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        """Gives a tensor of its own: backward needs the rank's own words, too."""
+
+    @abstractmethod
+    def gather_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        """Gives the words of all ranks, one after the other; each rank has as many."""
+
+    def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
+        """Sums what goes first: the frame."""
+        return self.sum_words(message[: self.frame_words], call)
 
 
 def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtype | None:

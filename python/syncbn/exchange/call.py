@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one exchange is about: with whom, of which call of a layer, how long it takes, how errors
-name it; and what the others of this folder ask of an engine, which sums words."""
+"""What one exchange is about: with whom, of which call of a layer, how long it takes, and how
+errors name it."""
 
 import re
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -159,71 +158,11 @@ def reason_of(error: BaseException) -> str:
     return "memory: got none" if text in ("", "std::bad_alloc") else text
 
 
-def invalid(error: Exception, call: Call, peers: Peers | None) -> Exception:
-    """Makes what an operator says of an argument a ValueError again, which PyTorch makes a
-    RuntimeError, with the names of the layer and of this rank; any other error stays as it is."""
-    if not _INVALID.match(str(error)):
-        return error
-    return ValueError(f"{call}{_named(peers)}: {error}")
-
-
-def _named(peers: Peers | None) -> str:
-    return "" if peers is None else f", {peers}"
-
-
-def out_of_memory(error: BaseException, call: Call, peers: Peers | None) -> MemoryError:
-    """Makes an error with the names of the layer and of this rank, to be raised after the others
-    were told."""
-    named = MemoryError(f"{call}{_named(peers)}: {reason_of(error)}")
-    named.told = True  # type: ignore[attr-defined]  # for Transport.leave()
-    return named
-
-
-_Engine = TypeVar("_Engine", bound="Engine")
-
-
-class Engine(ABC):
-    """Sums int64 words over the ranks of a group, on the host."""
-
-    #: Words that a first message has at least; 0: it may have any length, also a wrong one.
-    frame_words: int = FRAME_WORDS
-
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
-
-    def within(self: _Engine, seconds: float) -> _Engine:
-        """Gives the engine of the same ranks, which wait for each other so long at most."""
-        limit = min(self.peers.timeout, seconds)
-        return type(self)(self.peers._replace(timeout=limit))
-
-    @abstractmethod
-    def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
-        """Gives a tensor of its own: backward needs the rank's own words, too."""
-
-    @abstractmethod
-    def gather_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
-        """Gives the words of all ranks, one after the other; each rank has as many."""
-
-    def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
-        """Sums what goes first: the frame."""
-        return self.sum_words(message[: self.frame_words], call)
-
-    @abstractmethod
-    def abandon(self, why: str) -> None:
-        """Tells the other ranks, who may wait for this one, that it does not come."""
-
-    @abstractmethod
-    def leave_group(self, call: Call, error: BaseException) -> None:
-        """Leaves the group for an error that only this rank has. The others get PeerLost."""
-
-    def set_limit(self, limit: float) -> None:
-        """Sets how long exchanges wait from here on, where the engine itself waits."""
-        return
-
-    def note(self, times: Times, seconds: float) -> None:
-        """Notes what an exchange took, that ended just now after so long."""
-        times.add(0.0, seconds, 0.0)
-
-    def pass_on(self, why: str) -> None:
-        """Tells the ranks that do not see by themselves that one is lost."""
-        return
+def explained(error: BaseException, call: Call, peers: Peers | None) -> BaseException:
+    """Gives the error with the names of the layer and of this rank where memory lacked, and as a
+    ValueError where an operator refused an argument, which PyTorch makes a RuntimeError. Any other
+    error stays as it is."""
+    where = str(call) if peers is None else f"{call}, {peers}"
+    if lacks_memory(error):
+        return MemoryError(f"{where}: {reason_of(error)}")
+    return ValueError(f"{where}: {error}") if _INVALID.match(str(error)) else error

@@ -15,22 +15,6 @@ from ..operators import ops
 #: What one rank tells the others while they open shared memory.
 _BYTES = 256
 
-# Seconds that exchanges in shared memory wait, where they were set, by handle.
-_limits: dict[int, float] = {}
-
-
-def set_limit(handle: int, limit: float) -> None:
-    """Sets how long exchanges wait in that memory from here on."""
-    if _limits.get(handle) != limit:
-        ops.shm_limit(handle, limit)
-        _limits[handle] = limit
-
-
-def close(handle: int) -> None:
-    """Gives the memory of a group back."""
-    _limits.pop(handle, None)
-    ops.shm_close(handle)
-
 
 class Connections(NamedTuple):
     """Holds what one group exchanges through. groups: those over Gloo, by name, which
@@ -52,7 +36,7 @@ class Connections(NamedTuple):
 
     def close(self) -> None:
         if self.shared is not None:
-            close(self.shared)
+            ops.shm_close(self.shared)
 
 
 def _check_descriptors(number: int) -> None:
@@ -118,23 +102,6 @@ def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
     return [bytes(line).rstrip(b"\0").decode(errors="replace") for line in lines]
 
 
-def _open_memory(group: dist.ProcessGroup, timeout: float) -> tuple[int | None, str]:
-    """Has the ranks of a Gloo group share memory: gives each of them a handle; or None to all, and
-    in a line why not. It is a collective call."""
-    offer = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
-    handle = ops.shm_offer(offer, group.rank(), group.size())
-    offers = _gather(offer, group).flatten()
-    try:
-        why = ops.shm_open(handle, offers, timeout)
-    except RuntimeError as error:  # the others wait for what this rank says
-        why = str(error).strip()
-    for rank, text in enumerate(_gather_texts(why, group)):
-        if text:
-            close(handle)
-            return None, f"rank {rank}: {text}"
-    return handle, ""
-
-
 def make(
     name: str,
     key: str,
@@ -167,27 +134,26 @@ def make(
         why = "each rank is the only one of its node or container"
         return Connections(groups, connection, nodes=len(parts), note=why)
     mine = parts[nodes[rank]]  # perhaps this rank alone, whose memory then is nobody else's
-    several = len(parts) > 1
-    handle, why = None, ""
+    several, leaders = len(parts) > 1, None
+    local = add(f"/node{mine[0]}", mine) if several else whole
+    offer = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
+    handle = ops.shm_offer(offer, local.rank(), local.size())
     try:
-        local = add(f"/node{mine[0]}", mine) if several else whole
-        handle, why = _open_memory(local, limit)
+        offers = _gather(offer, local).flatten()
+        try:
+            why = ops.shm_open(handle, offers, limit).strip()
+        except RuntimeError as error:
+            why = str(error).strip()
         if why and several:
             why = f"on its node, whose ranks count from 0: {why}"
-        if several:  # all nodes alike, or none
-            reasons = _gather_texts(why, whole)
-            why = next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), "")
-        if why and handle is not None:
-            close(handle)
-            handle = None
-        if handle is None:
-            return Connections(groups, connection, nodes=len(parts), note=why)
-        leaders = None
+        for r, text in enumerate(_gather_texts(why, whole)):  # all nodes share memory, or none
+            if text:
+                ops.shm_close(handle)
+                return Connections(groups, connection, nodes=len(parts), note=f"rank {r}: {text}")
         if several and rank == mine[0]:
             leaders = f"{name}/nodes"
             add("/nodes", [ranks[0] for ranks in parts.values()])
     except BaseException:
-        if handle is not None:
-            close(handle)
+        ops.shm_close(handle)
         raise
     return Connections(groups, connection, handle, len(parts), leaders)

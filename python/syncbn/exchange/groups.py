@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DivergenceError
-from . import callers, connections, meeting, whereabouts
+from ..operators import ops
+from . import callers, connections, failing, meeting
 from .call import Peers
 from .callers import Sharing, initialized, limit_of, resolve
 
@@ -75,7 +76,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
         name, nodes = f"{base}/{number}", [offer.value[1] for offer in offers]
         # Gloo's own limit must not come first: its errors name nobody.
         limit = patience + 2 * meeting.CONNECTING
-        connect = whereabouts.connection
+        connect = failing.connection
         made.append(connections.make(name, place, rank, nodes, limit, connect, share))
         if given_up:  # meanwhile, and nobody takes it
             made.pop().close()
@@ -110,7 +111,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
     _own_groups[key] = own
     if len(ranks) > 1:
         callers.found_others()
-    whereabouts.watch(name, rank, len(ranks), formed.store, place)
+    failing.watch(own, formed.store, place)
     return own
 
 
@@ -215,9 +216,9 @@ def leave_out(ranks: Iterable[int]) -> None:
 
 
 def _drop(own: Peers) -> None:
-    whereabouts.forget(own.group_name)
+    failing.forget(own.group_name)
     if own.shared is not None:
-        connections.close(own.shared)
+        ops.shm_close(own.shared)
     inside = f"{own.group_name}/"  # a node's, and that between nodes
     _alive()[:] = [g for g in _alive() if not f"{g.group_name}/".startswith(inside)]
 

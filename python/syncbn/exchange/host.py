@@ -2,8 +2,6 @@
 """Messages that are summed on the host: a class for each way from rank to rank; and which way the
 messages of a step take, by where they lie and to whom they go."""
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,9 +22,10 @@ from ..operators import (
     record_words,
     without_modes,
 )
-from . import agreement, callers, connections, whereabouts
-from .attempt import Attempt, Refusal, abandon, keep
-from .call import Call, Engine, Peers, Refused, Times
+from . import agreement, callers
+from .agreement import Engine
+from .call import Call, Peers, Refused
+from .failing import Attempt, Refusal
 from .transport import ALONE_WAY, InStream, Transport
 
 #: Milliseconds that an operator waits in shared memory.
@@ -44,10 +43,7 @@ class OnHost(Engine, Transport):
     """The way of messages on the host, and the engine that sums their words."""
 
     peers: Peers
-
-    @property
-    def engine(self) -> Engine:  # type: ignore[override]
-        return self
+    on_host = True
 
     def exchange(self, message, channels, call):
         return self._rest_after(self.sum_first(message, call), message, channels, call)
@@ -100,7 +96,7 @@ class OnHost(Engine, Transport):
 
     def _sum_numbers(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """Sums tensors of any dtype, equal in shape on all ranks."""
-        with Attempt(self, call) as attempt:
+        with Attempt(self.peers, call) as attempt:
             return _sum_over_gloo(x.clone(), self.peers.group_name, attempt)
 
     def backward_of(self, word, merged, own, call):
@@ -119,19 +115,7 @@ class OnHost(Engine, Transport):
                 self.sum_first(ops.rejection(like, self.frame_words), call)
                 agreement.exchange_texts(text, self, call)
 
-        Refusal(self, text, tell)
-
-    def leave_group(self, call: Call, error: BaseException) -> None:
-        abandon(self, call, error)
-
-    def _leave_gloo(self, why: str) -> None:
-        """Tells the others that this rank does not come. They look at the store: works of Gloo
-        cannot be stopped."""
-        self._tell_gloo(f"rank {self.peers.rank} left the group: {why}")
-        keep(self.peers)
-
-    def _tell_gloo(self, why: str) -> None:
-        whereabouts.tell(self.peers.group_name, why[:400])
+        Refusal(self.peers, text, tell)
 
 
 class Gloo(OnHost):
@@ -146,19 +130,12 @@ class Gloo(OnHost):
 
     def gather_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
         out = words.new_empty(self.peers.ranks, words.numel())
-        with Attempt(self, call) as attempt:
+        with Attempt(self.peers, call) as attempt:
             options = dist.distributed_c10d.AllgatherOptions()
             options.timeout = attempt.timeout
             group = callers.resolve(self.peers.group_name)
             attempt.wait(group.allgather([list(out)], [words], options))
         return out.flatten()
-
-    def abandon(self, why: str) -> None:
-        self._leave_gloo(why)
-
-    def pass_on(self, why: str) -> None:
-        if self.peers.nodes > 1:
-            self._tell_gloo(why)
 
 
 class _InMemory(OnHost):
@@ -194,12 +171,6 @@ class _InMemory(OnHost):
         places[self.peers.rank] = words
         return self.sum_words(places.flatten(), call)
 
-    def set_limit(self, limit: float) -> None:
-        connections.set_limit(self._handle, limit)
-
-    def abandon(self, why: str) -> None:
-        ops.shm_abandon(self._handle, why[:400])
-
 
 def _finish(handle: int, status: int) -> int:
     """Gives the status at the end of an exchange that has begun. Python is in between 20 times a
@@ -219,17 +190,13 @@ class SharedMemory(_InMemory):
     def way(self) -> int:  # type: ignore[override]
         return self._handle
 
-    def note(self, times: Times, seconds: float) -> None:
-        summed, waited = ops.shm_times(self._handle)
-        times.add(summed, waited, seconds - summed - waited)
-
     def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
-        with Attempt(self, call) as attempt:
+        with Attempt(self.peers, call) as attempt:
             return self._sum_on_node(words, attempt)
 
     def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
         """Sums the whole message; if lengths differ the header alone, which tells why."""
-        with Attempt(self, call) as attempt:
+        with Attempt(self.peers, call) as attempt:
             total, status = self._all_reduce(message)
             if status != DIVERGED:
                 self._fail_unless_done(status, attempt)
@@ -240,34 +207,27 @@ class SharedMemory(_InMemory):
         if way is not None:
             return super().begin(run, passes, lead, way, call, gathers, checked)
         (arguments,) = passes
+        handle, total = self._handle, None
         try:
-            given, message, first = self._step(run, arguments, call)
+            with Attempt(self.peers, call) as attempt:
+                try:
+                    *given, message, total, status = run(*arguments, handle, _SLICE)
+                except Exception as error:
+                    raise Refused(error) from error
+                if status == DONE:
+                    return [given], None
+                status = _finish(handle, status)
+                if status == NO_MEMORY:
+                    raise MemoryError(ops.shm_error(handle))
+                if status not in (DIVERGED, UNCHECKED):
+                    self._fail_unless_done(status, attempt)
         except Refused as refused:
             raise self._failed(refused.args[0], arguments[0], call, checked) from None
         if message is None:
             return [given], None
-        return [given], (message, *self._rest_after(first, message, call.channels, call))
-
-    def _step(self, run: Callable[..., tuple], arguments: tuple, call: Call) -> tuple:
-        """Runs an operator that begins a direction, and the exchange with it. Returns (what it
-        gives, None, None), or where it could not go on (what it gives, this rank's message, the sum
-        of what goes first). Raises Refused where it refuses its arguments."""
-        handle = self._handle
-        with Attempt(self, call) as attempt:
-            try:
-                *given, message, total, status = run(*arguments, handle, _SLICE)
-            except Exception as error:
-                raise Refused(error) from error
-            if status == DONE:
-                return given, None, None
-            status = _finish(handle, status)
-            if status == NO_MEMORY:
-                raise MemoryError(ops.shm_error(handle))
-            if status not in (DIVERGED, UNCHECKED):
-                self._fail_unless_done(status, attempt)
         if status == DIVERGED:
             total = self.sum_words(message[:HEADER_WORDS], call)
-        return given, message, total
+        return [given], (message, *self._rest_after(total, message, call.channels, call))
 
 
 class SharedMemoryAndGloo(_InMemory):
@@ -277,7 +237,7 @@ class SharedMemoryAndGloo(_InMemory):
     name = "shared memory, gloo between nodes"
 
     def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
-        with Attempt(self, call) as attempt:
+        with Attempt(self.peers, call) as attempt:
             total = self._sum_on_node(words, attempt)
             if self.peers.leaders is None:
                 total.zero_()
@@ -288,14 +248,6 @@ class SharedMemoryAndGloo(_InMemory):
                     ops.shm_abandon(self._handle, f"between nodes: {error}"[:200])
                     raise
             return self._sum_on_node(total, attempt)
-
-    def abandon(self, why: str) -> None:
-        super().abandon(why)
-        self._leave_gloo(why)
-
-    def pass_on(self, why: str) -> None:
-        """Tells the other nodes, which do not see it."""
-        self._tell_gloo(why)
 
 
 def _sum_over_gloo(total: torch.Tensor, group: str, attempt: Attempt) -> torch.Tensor:
@@ -309,7 +261,7 @@ def _sum_over_gloo(total: torch.Tensor, group: str, attempt: Attempt) -> torch.T
 class ThroughHost(Transport):
     """Messages on CUDA of groups without NCCL; the host waits for the device, and frames them."""
 
-    engine: OnHost
+    on_host = True
 
     def __init__(self, peers: Peers) -> None:
         self.peers, self.engine = peers, engine_of(peers)

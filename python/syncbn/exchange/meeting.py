@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from . import apart
+from . import failing
 
 #: Seconds that connecting has at least, once all ranks have come.
 CONNECTING = 5.0
@@ -144,7 +144,9 @@ class _Attempt:
         self.left = ""
         self.round, self.since = "", _since()
         self._open = ""  # what "now" is while this round goes on
+        #: of this attempt, and of this process's last one before
         self.rounds: list[str] = []
+        self.before: list[str] = []
         self._missing = self._all_others()
         self._looked = time.monotonic()
 
@@ -165,15 +167,9 @@ class _Attempt:
         if make is None:
             return [offer.value for offer in offers]
         self.until = max(self.until, time.monotonic() + CONNECTING)
-        making = apart.begin(lambda: make(offers, f"{self.topic}/{self.round}"))
+        making = failing.begin(lambda: make(offers, f"{self.topic}/{self.round}"))
         self._wait_until_made(making)
         return making.result()
-
-    def begin(self, make: Callable | None) -> Future:
-        """Starts run() in a thread. The future has what it gives, or raises."""
-        self._before = _rounds.get(self.topic, [])
-        _rounds[self.topic] = self.rounds
-        return apart.begin(lambda: self.run(make))
 
     def _begin_round(self) -> None:
         """Raises the others' error if they have given up before this rank came."""
@@ -182,7 +178,7 @@ class _Attempt:
         now = self._swap("now", "", mine)
         while now != mine:
             token, whole, verdict = _parts(now)
-            if verdict not in ("", _ALL) and token not in self._before:
+            if verdict not in ("", _ALL) and token not in self.before:
                 *_, at, beginning = json.loads(verdict)
                 if at >= self.since and beginning >= self.beginning:
                     self.round = token
@@ -350,8 +346,9 @@ def meet(
                 f"{place}: got a call while another thread exchanges in the same group, expected "
                 "one thread for each group (process_group=)"
             )
-        result = attempt.begin(make)
-        while not apart.is_done(result, attempt.until + _GRACE - time.monotonic()):
+        attempt.before, _rounds[attempt.topic] = _rounds.get(attempt.topic, []), attempt.rounds
+        result = failing.begin(lambda: attempt.run(make))
+        while not failing.is_done(result, attempt.until + _GRACE - time.monotonic()):
             if time.monotonic() > attempt.until + _GRACE:
                 raise ExchangeTimeout(
                     f"{place}: not all ranks came within {limit:g} s, and the store of "

@@ -26,14 +26,13 @@ from .call import (
     WANTS_X,
     Backward,
     Call,
-    Engine,
     Peers,
     Refused,
-    invalid,
+    explained,
     lacks_memory,
-    out_of_memory,
     timed,
 )
+from .failing import abandon
 
 #: Errors after an exchange that all ranks have.
 _OF_ALL_RANKS = (DivergenceError, ExchangeTimeout, PeerLost, ValueError)
@@ -47,8 +46,8 @@ class Transport(ABC):
     name: str
     #: None: one rank.
     peers: Peers | None = None
-    #: Where this rank tells the others that it does not come, if they look there.
-    engine: Engine | None = None
+    #: Whether the others hear of it where this rank leaves the group.
+    on_host = False
     #: How far an operator that begins a direction goes.
     way = MESSAGE
     #: Words that a message has at least.
@@ -104,10 +103,10 @@ class Transport(ABC):
         own = own or (_len_torch_dispatch_stack() > 0 and not isinstance(error, _OF_ALL_RANKS))
         if getattr(error, "told", False) or not own:
             return
-        if self.engine is not None:
-            self.engine.leave_group(call, error)
+        if self.on_host and self.peers is not None:
+            abandon(self.peers, call, error)
         if no_memory:
-            raise out_of_memory(error, call, self.peers) from error
+            raise _told(explained(error, call, self.peers)) from error
 
     def begin(
         self,
@@ -162,20 +161,22 @@ class Transport(ABC):
             raise self._failed(error, x, call, checked) from None
 
     def _failed(
-        self, error: Exception, x: torch.Tensor, call: Call | None, checked: bool
-    ) -> Exception:
+        self, error: BaseException, x: torch.Tensor, call: Call | None, checked: bool
+    ) -> BaseException:
         """Gives what to raise for an error of an operator before an exchange, of which the others
-        hear. It names the layer where there was no memory, and where an operator refused an
-        argument. Without a call it is the error as it is."""
-        no_memory = lacks_memory(error)
-        if call is None or not (checked or no_memory):
+        hear. Without a call it is the error as it is."""
+        if call is None or not (checked or lacks_memory(error)):
             return error if checked else Refused()
-        name = out_of_memory if no_memory else invalid
-        error = name(error, call, self.peers)
+        error = explained(error, call, self.peers)
         with without_modes():
             self.reject(call, error, x=x)
-        error.told = True  # type: ignore[attr-defined]  # for leave()
-        return error
+        return _told(error)
+
+
+def _told(error: BaseException) -> BaseException:
+    """Marks an error for leave(): the others know it."""
+    error.told = True  # type: ignore[attr-defined]
+    return error
 
 
 def _timed(run, call: Call | None):

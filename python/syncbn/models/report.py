@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import DivergenceError
-from ..exchange import attempt, callers, groups, host
+from ..exchange import callers, failing, groups, host
 from ..exchange.call import Peers
 from ..nn import SyncBatchNorm, device_of, layers_of
 from ..operators import ops, why_not_cuda
@@ -107,7 +107,7 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
     elif peers is None:
         failed = not callers.initialized() and devices == 1
         note = "no process group" if failed else "one rank"
-    elif attempt.is_broken(peers.group_name):
+    elif failing.members[peers.group_name].broken:
         failed, note = True, "broken by an earlier error: call syncbn.reset_groups()"
     elif peers.note and not note:
         note = f"no shared memory: {peers.note}"

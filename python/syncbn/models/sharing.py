@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DivergenceError
-from ..exchange import agreement, attempt, callers, groups
-from ..exchange.call import Call, Engine, Peers
+from ..exchange import agreement, callers, groups
+from ..exchange.agreement import Engine
+from ..exchange.call import Call, Peers
 from ..exchange.host import engine_of
 from ..nn import Model, SyncBatchNorm, device_of, layers_of
 from ..step.layer_state import WRAPPERS
@@ -90,7 +91,6 @@ def reset_groups(module: nn.Module | None = None, *, strict: bool = False) -> No
     if module is not None:
         sharings = sharings_of(module)
     groups.rebuild(sharings)
-    attempt.forget_errors()
     if module is None:
         return
     layers: dict[Peers, list[tuple[str, SyncBatchNorm]]] = {}

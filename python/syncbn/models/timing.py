@@ -202,7 +202,7 @@ def _gathered(noted: Sequence[tuple[str, SyncBatchNorm, Times]]) -> list[LayerTi
         outside = layer.state.sharing.name == callers.OUTSIDE
         peers = None if outside else layer.state.peers(layer.options())
         transport = transport_of(peers, device_of(layer))
-        if peers is not None and transport.engine is not None:
+        if peers is not None and transport.on_host:
             by_group.setdefault(peers.group_name, []).append(number)
             found[peers.group_name] = transport
     for name, numbers in by_group.items():

@@ -18,7 +18,7 @@ from ..devices import give_up, run_in_turns
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..exchange import callers
 from ..nn import SyncBatchNorm
-from ..parallel import _copy_of, _current, _Meeting
+from ..parallel import _copy_of, _Meeting
 from . import checks, data
 from .step import Generators, Step
 from .tree import Tree
@@ -126,7 +126,7 @@ class Shares(nn.Module):
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def run(module: nn.Module, given: list, options: dict) -> Any:
-            with _current(self._device, stream):
+            with torch.cuda.stream(stream):
                 return module(*given, **options)
 
         calls: list[Callable[[], Any]] = [

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from ..errors import DivergenceError
 from ..exchange import agreement, callers, groups
-from ..exchange.call import FRAME_WORDS, Call, Engine, Peers, Times
+from ..exchange.agreement import Engine
+from ..exchange.call import FRAME_WORDS, Call, Peers, Times
 from ..exchange.callers import Sharing
 from ..operators import HEADER_WORDS, without_modes
 from .options import Options, is_strided

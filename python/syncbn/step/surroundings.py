@@ -19,7 +19,7 @@ from torch.autograd import forward_ad, profiler
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..exchange import callers, groups, whereabouts
+from ..exchange import callers, failing, groups
 from ..exchange.call import Call, Peers
 from ..exchange.callers import Sharing
 
@@ -31,7 +31,7 @@ in_transform = torch._C._are_functorch_transforms_active
 def refuse(text: str) -> NoReturn:
     """Raises it on this rank; who waits for this rank in vain will quote it."""
     error = NotImplementedError(text)
-    whereabouts.refuse(error)
+    failing.refuse(error)
     raise error
 
 

@@ -19,7 +19,7 @@ from ..exchange.call import (
     Call,
     Peers,
     Refused,
-    invalid,
+    explained,
     timed,
 )
 from ..exchange.host import engine_of, transport_of
@@ -276,9 +276,8 @@ def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
     except BaseException as error:
         call = step.call("backward")
         step.transport(saved[2]).leave(error, call)
-        named = invalid(error, call, None) if isinstance(error, Exception) else error
-        if step.peers is None and named is not error:
-            raise named from None
+        if step.peers is None and (own := explained(error, call, None)) is not error:
+            raise own from None
         raise
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncbn
 from syncbn import devices, operators, ops
-from syncbn.exchange import apart, callers, groups
+from syncbn.exchange import callers, failing, groups
 from syncbn.exchange.call import Call, Peers
 from syncbn.exchange.host import Gloo
 from syncbn.exchange.transport import InStream
@@ -37,7 +37,7 @@ def ways(monkeypatch):
 
     monkeypatch.setattr(InStream, "reject", in_stream_order)
     monkeypatch.setattr(Gloo, "sum_first", through_the_host)
-    monkeypatch.setattr(apart, "begin", lambda function: function())
+    monkeypatch.setattr(failing, "begin", lambda function: function())
     monkeypatch.setattr(operators, "_cuda_loaded", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(callers, "is_nccl_alone", lambda name: False)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import syncbn
 from fault_rounds import LIMIT, Round
 from rank_runs import exchange_over
-from syncbn.exchange import whereabouts
+from syncbn.exchange import failing
 
 CHANNELS = 4
 #: Of large tensors: all but samples. With so many samples both directions are streamed.
@@ -253,7 +253,7 @@ class Rank:
 def main(drawn: Round, rank: int, port: int, pipe) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     exchange_over(drawn.engine)
-    whereabouts.INTERVAL = 0.3
+    failing.INTERVAL = 0.3
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)
     # The test's process holds the store: a rank that ends takes nobody's store with it.

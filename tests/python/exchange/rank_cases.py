@@ -8,6 +8,7 @@ if something is wrong on this rank. Many cases share one start of the processes 
 import copy
 import pickle
 import re
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import oracle
 import syncbn
 from support import assert_same_bits, rough_samples, to_tensor
-from syncbn.exchange import whereabouts
+from syncbn.exchange import failing
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -164,16 +165,25 @@ def case_global_count_of_one(rank, world):
 def case_disagreement_is_an_error_on_every_rank(rank, world):
     last = rank == world - 1
     x = torch.randn(3, 4, 5)
+    welford = {"statistics": "welford"} if last else {}
     disagreeing = {
-        "dtype": lambda: syncbn.SyncBatchNorm(4)(x.double() if last else x),
-        "channels": lambda: syncbn.SyncBatchNorm(3 if last else 4)(x[:, :3] if last else x),
-        "length": lambda: syncbn.SyncBatchNorm(900 if last else 4)(
+        "dtype: float32 on .*, float64 on": lambda: syncbn.SyncBatchNorm(4)(
+            x.double() if last else x
+        ),
+        "channels: 4 on .*, 3 on": lambda: syncbn.SyncBatchNorm(3 if last else 4)(
+            x[:, :3] if last else x
+        ),
+        "channels: 4 on .*, 900 on": lambda: syncbn.SyncBatchNorm(900 if last else 4)(
             torch.randn(2, 900) if last else x
         ),
-        "eps": lambda: syncbn.SyncBatchNorm(4, eps=1e-3 if last else 1e-5)(x),
+        "eps: 1e-05 on .*, 0.001 on": lambda: syncbn.SyncBatchNorm(4, eps=1e-3 if last else 1e-5)(
+            x
+        ),
+        "statistics: reproducible on .*, welford on": lambda: syncbn.SyncBatchNorm(4, **welford)(x),
     }
-    for function in disagreeing.values():
-        raises(syncbn.DivergenceError, "the ranks did not make the same call", function)
+    for said, function in disagreeing.items():
+        text = f"the ranks did not make the same call: {said} rank {world - 1}$"
+        raises(syncbn.DivergenceError, text, function)
     # Two layers in another order.
     names = ("first", "second")
     model = nn.ModuleDict({n: nn.BatchNorm1d(4) for n in names})
@@ -237,18 +247,6 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def case_the_usual_step_makes_one_exchange_per_direction(rank, world):
-    layer = syncbn.SyncBatchNorm(64)
-    layer(torch.randn(2, 64, requires_grad=True))  # makes the group, and compares paths
-    entered, enter = [], whereabouts.enter
-    whereabouts.enter = lambda group, call: (entered.append(call.direction), enter(group, call))
-    try:
-        layer(torch.randn(2, 64, requires_grad=True)).square().sum().backward()
-    finally:
-        whereabouts.enter = enter
-    assert entered == ["forward", "backward"], entered
-
-
 def case_ranks_that_go_different_ways_exact(rank, world):
     """Rank 0 by one operator for each direction, the others in a checkpointed segment."""
     layer, alone = syncbn.SyncBatchNorm(4), syncbn.SyncBatchNorm(4, sync=False)
@@ -266,8 +264,9 @@ def case_ranks_that_go_different_ways_exact(rank, world):
 
 
 def case_one_exchange_per_direction(rank, world):
+    """As the operators show it, and as the package counts its own."""
     layer = syncbn.SyncBatchNorm(64)
-    layer(torch.randn(2, 64))  # makes the group
+    layer(torch.randn(2, 64))  # makes the group, and compares paths
     x = torch.randn(2, 64, requires_grad=True)
     with CountCollectives() as forward:
         y = layer(x)
@@ -275,6 +274,38 @@ def case_one_exchange_per_direction(rank, world):
         y.sum().backward()
     assert forward.names == ["all_reduce"], forward.names
     assert backward.names == ["all_reduce"], backward.names
+    entered, enter = [], failing.Attempt.__enter__
+
+    def noted(attempt):
+        entered.append(attempt.call.direction)
+        return enter(attempt)
+
+    with mock.patch.object(failing.Attempt, "__enter__", noted):
+        layer(torch.randn(2, 64, requires_grad=True)).square().sum().backward()
+    assert entered == ["forward", "backward"], entered
+
+
+def case_collectives_of_the_user_in_between(rank, world):
+    """On the same group, at another place on each rank: not the layer's business."""
+    layer, last = syncbn.SyncBatchNorm(4), rank == world - 1
+    work = dist.all_reduce(torch.ones(3), async_op=True) if last else None
+    layer(torch.randn(3, 4))
+    if not last:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+    work.wait()
+    layer(torch.randn(3, 4))
+
+
+def case_skip_takes_part(rank, world):
+    """One rank leaves out a branch; the others' numbers are those of their samples alone."""
+    model = nn.ModuleDict({"stem": nn.BatchNorm1d(4), "head": nn.BatchNorm1d(4)})
+    model, skips = syncbn.convert_sync_batchnorm(model), rank == world - 1
+    x = torch.randn(3, 4, requires_grad=True)
+    for part in (model["stem"], model):
+        whole = model["stem"] if part is not model else lambda x: model["head"](model["stem"](x))
+        (syncbn.skip(part) if skips else whole(x)).sum().backward()
+    assert model["stem"].num_batches_tracked == 2
+    assert model["stem"].weight.grad is not None
 
 
 def case_copies_and_pickles_with_a_group(rank, world):

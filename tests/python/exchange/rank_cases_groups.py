@@ -16,7 +16,6 @@ from torch import nn
 import syncbn
 from rank_cases import raises
 from support import run_snippets
-from syncbn.exchange import groups
 
 
 def mean_of(model, x) -> torch.Tensor:
@@ -103,13 +102,6 @@ def case_overlapping_groups(rank, world):
         if rank < 2:
             both[1](x)
     dist.barrier()
-
-
-def case_one_group_per_process_group(rank, world):
-    before = len(groups._own_groups)
-    for _ in range(3):
-        syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), timeout=43)
-    assert len(groups._own_groups) == before + 1
 
 
 def case_interrupted_within_a_second(rank, world):

@@ -20,21 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 import syncbn
 from rank_cases import raises, unchanged
-from syncbn.exchange import (
-    agreement,
-    attempt,
-    connections,
-    host,
-    transport,
-    whereabouts,
-)
+from syncbn.exchange import agreement, connections, failing, host, transport
 from syncbn.step import autograd, training
 
 LIMIT = 100.0
 #: Seconds in which the others have the error. Over Gloo they look at the store meanwhile, and ask
 #: where the ranks are; the machine may be busy.
 SOON = 30.0
-_MODULES = agreement, attempt, connections, host, transport
+_MODULES = agreement, failing, connections, host, transport
 _FILES = {module.__file__ for module in _MODULES}
 _STEPS = autograd._BatchNormTraining.forward, training.forward, training._backward
 _CODES = {function.__code__ for function in _STEPS}
@@ -42,11 +35,11 @@ _CODES = {function.__code__ for function in _STEPS}
 
 @contextlib.contextmanager
 def _quick_looks():
-    before, whereabouts.INTERVAL = whereabouts.INTERVAL, 0.1
+    before, failing.INTERVAL = failing.INTERVAL, 0.1
     try:
         yield
     finally:
-        whereabouts.INTERVAL = before
+        failing.INTERVAL = before
 
 
 def _layer(**options):

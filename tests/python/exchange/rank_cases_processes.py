@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import syncbn
 from forking import equal, passes_in_child, settled_held, train
 from rank_cases import raises
-from syncbn.exchange import attempt, groups
+from syncbn.exchange import failing, groups
 
 FORKED = "was forked from rank"
 
@@ -150,7 +150,7 @@ def case_second_thread_in_a_group_is_an_error(rank, world):
     if rank == 0:
         worker = threading.Thread(target=check_step, args=(layers[0], rank, world))
         worker.start()
-        while group not in attempt._threads:
+        while not failing.members[group].does[1]:
             time.sleep(0.001)
         text = "another thread exchanges in the same group"
         raises(RuntimeError, text, lambda: layers[1](own_samples(rank)))

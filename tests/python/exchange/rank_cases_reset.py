@@ -16,8 +16,8 @@ from torch import nn
 
 import syncbn
 from rank_cases import raises
-from syncbn.exchange import groups, whereabouts
-from syncbn.exchange.attempt import Attempt
+from syncbn.exchange import failing, groups
+from syncbn.exchange.failing import Attempt
 
 #: Seconds of a process group that a mistaken layer waits in.
 LIMIT = 2.0
@@ -109,7 +109,7 @@ def interrupted(layer, rank):
         layer(batch(rank, 1))
         return
     # The others do not look meanwhile.
-    with mock.patch.object(Attempt, "wait", interrupt), mock.patch.object(whereabouts, "tell"):
+    with mock.patch.object(Attempt, "wait", interrupt), mock.patch.object(failing, "_tell"):
         raises(KeyboardInterrupt, "", lambda: layer(batch(rank, 1)))
 
 

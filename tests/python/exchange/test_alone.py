@@ -18,6 +18,7 @@ from torch import nn
 
 import syncbn
 from rank_runs import free_port, quick_context, run_ranks
+from syncbn.exchange import callers
 from syncbn.parallel import SelfDataParallel
 
 
@@ -122,36 +123,31 @@ def case_chosen():
     assert manager
 
 
-def case_a_size_of_one():
+def case_a_size_of_one_and_an_allocation():
     os.environ.update(WORLD_SIZE="1", OMPI_COMM_WORLD_SIZE="4", SLURM_STEP_NUM_TASKS="4")
     is_quiet()
-
-
-def case_an_allocation():
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        del os.environ[name]
     os.environ.update(SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_NPROCS="4", PMI_SIZE="")
+    callers.looked = False
     is_quiet()
 
 
-def _launched(name: str):
-    def case():
-        os.environ.update({"WORLD_SIZE": "many", name: "3"})
+def case_other_launchers():
+    """Each says so anew, as after a group of several ranks."""
+    os.environ["WORLD_SIZE"] = "many"
+    launchers = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+    for name in launchers:
+        callers.looked = False
+        os.environ[name] = "3"
         warns_once(f"the environment has {name}=3")
-
-    return case
-
-
-case_open_mpi = _launched("OMPI_COMM_WORLD_SIZE")
-case_mpich = _launched("PMI_SIZE")
-case_mvapich = _launched("MV2_COMM_WORLD_SIZE")
-case_slurm_step = _launched("SLURM_STEP_NUM_TASKS")
-
-
-def case_torchft_without_a_manager():
-    torchft(living=False)
-    is_quiet()
+        del os.environ[name]
 
 
 def case_torchft_without_a_group():
+    torchft(living=False)
+    is_quiet()
+    callers.looked = False
     manager = torchft(living=True)
     warns_once("torchft's Manager is there for other replicas")
     assert manager
@@ -165,13 +161,9 @@ def case_torchft_with_a_group_of_one():
     assert manager
 
 
-def case_evaluation():
-    os.environ["WORLD_SIZE"] = "2"
-    assert said(lambda: train(model().eval())) == []
-
-
 def case_named_layer():
     os.environ["WORLD_SIZE"] = "2"
+    assert said(lambda: train(model().eval())) == []
     layer = nn.Sequential(nn.Flatten(), nn.Sequential(syncbn.SyncBatchNorm(2)))
     warns_once("WORLD_SIZE=2", layer, "1.0")
 
@@ -181,11 +173,6 @@ def case_several_devices():
     layer = SelfDataParallel(model(), ["cpu"] * 2)
     assert "WORLD_SIZE=2" in strict_error(layer)
     assert len(said(lambda: layer(torch.randn(4, 2)))) == 1
-
-
-def case_welford():
-    os.environ["WORLD_SIZE"] = "2"
-    warns_once("WORLD_SIZE=2", model(statistics="welford"))
 
 
 def case_compiled():
@@ -238,17 +225,9 @@ def pair_destroyed(rank, ports):
 
 
 def pair_destroyed_before_training(rank, ports):
+    """With layers that are copied afterwards."""
     _init(rank, ports[0])
     layer = model()
-    dist.barrier()
-    dist.destroy_process_group()
-    gone(layer)
-
-
-def pair_destroyed_and_copied(rank, ports):
-    _init(rank, ports[0])
-    layer = model()
-    train(layer)
     dist.barrier()
     dist.destroy_process_group()
     gone(copy.deepcopy(layer))

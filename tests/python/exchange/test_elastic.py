@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import syncbn
 from rank_runs import quick_context, run_ranks, written
-from syncbn.exchange import groups, whereabouts
+from syncbn.exchange import failing, groups
 
 JOB = Path(__file__).with_name("elastic_job.py")
 
@@ -80,12 +80,12 @@ def _attempt_before(rank: int, world: int, port: int, left: str) -> None:
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("fake", store=store, rank=rank, world_size=world)
-    whereabouts.INTERVAL = 0.1
+    failing.INTERVAL = 0.1
     limit = 0.5 if left == "given up" else 20.0
     key = tuple(range(world)), limit, "auto", "0", ""
     if left == "made":
         own = groups.own_group(key, limit)
-        whereabouts.tell(own.group_name, f"rank {rank} left the group: it was ended")
+        failing._tell(own, "it was ended")
         time.sleep(1)
     elif rank > 0:  # rank 0 does not come
         threading.Thread(target=groups.own_group, args=(key, limit), daemon=True).start()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import fault_cases
 from rank_runs import exchange_over, outcome_of, quick_context, run_ranks, written
-from syncbn.exchange import whereabouts
+from syncbn.exchange import failing
 
 SCENARIOS = {
     name.removeprefix("scenario_"): function
@@ -32,7 +32,7 @@ IN_TIME = fault_cases.TIMEOUT + 12
 
 def _rank_main(rank: int, world: int, engine: str, folder: str, name: str) -> None:
     exchange_over(engine)
-    whereabouts.INTERVAL = 0.3
+    failing.INTERVAL = 0.3
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -70,9 +70,9 @@ def _run(context, name: str, world: int, engine: str) -> dict:
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """All runs, five at a time: they mostly wait."""
+    """All runs, eight at a time: they mostly wait."""
     context = quick_context()
-    with ThreadPoolExecutor(5) as pool:
+    with ThreadPoolExecutor(8) as pool:
         return dict(zip(RUNS, pool.map(lambda run: _run(context, *run), RUNS), strict=True))
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import node_cases
 import syncbn
 from rank_runs import outcome_of, quick_context, run_ranks, written
-from syncbn.exchange import whereabouts
+from syncbn.exchange import failing
 
 WORLD = 4
 CASES = {n: case for n, case in vars(node_cases).items() if n.startswith("case_")}
@@ -65,7 +65,7 @@ def _case_main(rank: int, folder: str, runs: list) -> None:
 
 def _lost_main(rank: int, folder: str, layout: str, lost: int) -> None:
     """A step, and one in which rank `lost` is killed between forward and backward."""
-    whereabouts.INTERVAL = 0.3
+    failing.INTERVAL = 0.3
     node_cases.place(node_cases.LAYOUTS[layout], rank)
     _start(rank, folder)
     layer = syncbn.SyncBatchNorm(4, timeout=TIMEOUT)

@@ -16,7 +16,7 @@ GAP = "…"
 _PYTHON_MAKERS = {"fail": 1, "_refusal": 1, "_Over": 1, "refuse": 0, "shm_abandon": 1, "warning": 0}
 #: In these files the text of an error is in a variable, or what a function returns.
 _PYTHON_WORDS = {
-    "attempt.py": ("_broken", "why", "late"),
+    "failing.py": ("broken", "why", "late"),
     "call.py": ("reason_of",),
     "operators.py": ("why_not_cuda",),
     "agreement.py": ("reason",),
