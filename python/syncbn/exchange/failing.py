@@ -134,12 +134,11 @@ _thread: threading.Thread | None = None
 _lock = threading.Lock()
 
 
-def _connections() -> list[dist.Store]:
-    """Keeps connections to the store, the first for the thread that looks there, until
-    destroy_process_group clears them: one left over would hold the store's server, and with it a
-    port that the next init_process_group may want."""
-    kept: Any = dist.distributed_c10d._world.tags_to_pg  # to the stubs for groups alone
-    return kept.setdefault("syncbn stores", [])
+def kept(what: str) -> list:
+    """Keeps groups, or connections to the store, until destroy_process_group clears them: one left
+    over would hold the store's server, and with it a port that the next init_process_group may
+    want."""
+    return dist.distributed_c10d._world.tags_to_pg.setdefault(f"syncbn {what}", [])
 
 
 def connection() -> dist.Store:
@@ -147,9 +146,8 @@ def connection() -> dist.Store:
     from others. Used ones are taken again, because PyTorch asks a name server for the address of a
     new one, which may take seconds."""
     with _lock:
-        kept = _connections()
-        if len(kept) > 1:
-            return kept.pop()
+        if len(stores := kept("stores")) > 1:  # the first is the thread's
+            return stores.pop()
     used: Any = dist.distributed_c10d._get_default_store()  # PyTorch's stubs have no clone()
     return used.clone()
 
@@ -159,11 +157,11 @@ def watch(peers: Peers, used: dist.Store, place: str) -> None:
     place: of the store, for this group alone."""
     global _thread
     with _lock:
-        kept = _connections()
-        kept.append(used)
+        stores = kept("stores")
+        stores.append(used)
         member = members[peers.group_name]
         member.origin = id(dist.distributed_c10d._get_default_store())
-        member.rank, member.store = peers.rank, dist.PrefixStore(f"{place}/where", kept[0])
+        member.rank, member.store = peers.rank, dist.PrefixStore(f"{place}/where", stores[0])
         if _thread is None:
             _thread = threading.Thread(target=_look, name="syncbn-where", daemon=True)
             _thread.start()

@@ -37,12 +37,6 @@ _absent: frozenset[int] = frozenset()
 _without_absent: list[Key] = []
 
 
-def _alive() -> list[dist.ProcessGroup]:
-    """Keeps the groups, until destroy_process_group clears it: a group left over would hold the
-    store's server, and with it a port that the next init_process_group may want."""
-    return dist.distributed_c10d._world.tags_to_pg.setdefault("syncbn", [])
-
-
 def node_identity() -> str:
     """Gives what ranks that may share memory have in common."""
     return meeting.node_identity() or f"{socket.gethostname()}, process {os.getpid()}"
@@ -101,7 +95,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
     (formed,) = made
     formed.register()
     callers.keep(formed.groups[name], patience, list(ranks), label)
-    _alive().extend(formed.groups.values())
+    failing.kept("groups").extend(formed.groups.values())
     _made[base] = number
     own = Peers(name, len(ranks), rank, timeout, *formed[2:], patience, cuda)
     if own.note and rank == 0:
@@ -220,7 +214,8 @@ def _drop(own: Peers) -> None:
     if own.shared is not None:
         ops.shm_close(own.shared)
     inside = f"{own.group_name}/"  # a node's, and that between nodes
-    _alive()[:] = [g for g in _alive() if not f"{g.group_name}/".startswith(inside)]
+    alive = failing.kept("groups")
+    alive[:] = [group for group in alive if not f"{group.group_name}/".startswith(inside)]
 
 
 def _by_digest(keys: Iterable[Key]) -> dict[str, Key]:

@@ -131,7 +131,7 @@ class Transport(ABC):
         """
         given, messages = [], []
         last = (self.way if way is None else way, 0 if gathers else self.frame_words)
-        run = _timed(run, call)
+        run = timed(run, call and call.times, "summed")
         for arguments in passes:
             try:
                 *outputs, message, copy, status = run(*arguments, *last)
@@ -156,7 +156,7 @@ class Transport(ABC):
         """Calls run(*arguments), before an exchange. Its error is told to the others, or, where the
         arguments are not checked, an argument that it refuses is Refused. call: as in begin()."""
         try:
-            return _timed(run, call)(*arguments)
+            return timed(run, call and call.times, "summed")(*arguments)
         except Exception as error:
             raise self._failed(error, x, call, checked) from None
 
@@ -177,10 +177,6 @@ def _told(error: BaseException) -> BaseException:
     """Marks an error for leave(): the others know it."""
     error.told = True  # type: ignore[attr-defined]
     return error
-
-
-def _timed(run, call: Call | None):
-    return run if call is None else timed(run, call.times, "summed")
 
 
 def _total(messages: Sequence[torch.Tensor], lead: int) -> torch.Tensor:
