@@ -5,7 +5,7 @@ for its own layers, where code asks for torch.nn.SyncBatchNorm (docs/design.md).
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, fx, nn
@@ -76,25 +76,15 @@ def register(cls: type[nn.Module], whole: bool) -> None:
         table.setdefault(cls, _replacing(entry) if (module, path) == _REPLACING else entry)
 
 
-class _Without:
-    """A module without its layers of a class, for code that looks at modules()."""
-
-    def __init__(self, module: nn.Module, cls: type[nn.Module]) -> None:
-        self._module, self._cls = module, cls
-
-    def modules(self) -> Iterator[nn.Module]:
-        return (m for m in self._module.modules() if not isinstance(m, self._cls))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 def _admitting(check: Callable, cls: type[nn.Module]) -> Callable:
     """DistributedDataParallel's refusal of torch.nn.SyncBatchNorm on the CPU, which `cls` can."""
 
     @functools.wraps(check)
-    def admitting(self: DistributedDataParallel, module: nn.Module) -> Any:
-        return check(self, _Without(module, cls))
+    def admitting(self: DistributedDataParallel, module: nn.Module) -> None:
+        if any(
+            isinstance(m, nn.SyncBatchNorm) and not isinstance(m, cls) for m in module.modules()
+        ):
+            check(self, module)
 
     return admitting
 

@@ -135,12 +135,10 @@ def _with_mode(
     function: Callable | str, argument: str, training: bool, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """Gives args and kwargs of a call in that mode."""
-    if argument == "is_infer":
-        return args, {**kwargs, argument: not training}
     signature = _signature(function)
     assert signature is not None  # it has the argument
     bound = signature.bind(*args, **kwargs)
-    bound.arguments[argument] = training
+    bound.arguments[argument] = training != (argument == "is_infer")
     return bound.args, bound.kwargs
 
 

@@ -17,6 +17,7 @@ from ..exchange import agreement, callers, groups
 from ..exchange.call import Call
 from ..exchange.host import engine_of
 from ..nn import SyncBatchNorm
+from .classes import wrapper
 from .sharing import bring, prepare, sharings_of, statistics_of
 
 _NAME = "syncbn.join"
@@ -193,14 +194,12 @@ def _check(models: tuple[Any, ...]) -> None:
     if not models or not isinstance(models[0], nn.Module):
         got = type(models[0]).__name__ if models else "nothing"
         raise ValueError(f"models: got {got} first, expected the model that each iteration calls")
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     for model in models:
         if not isinstance(model, (nn.Module, Joinable)):
             raise ValueError(f"models: got {type(model).__name__}, expected modules and Joinables")
         for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
             name = type(module).__name__
-            if isinstance(module, sharded):
+            if (wrapper(module) or "").startswith("sharded"):
                 raise ValueError(
                     f"models: got {name}, which has no join hook, expected DistributedDataParallel "
                     "or a plain module"

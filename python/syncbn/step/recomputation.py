@@ -126,16 +126,16 @@ def _inner(outer: CodeType, name: str, *variables: str) -> CodeType:
 def find_names() -> _Names:
     """Raises if this PyTorch is organized in another way."""
     function = checkpoint.CheckpointFunction
-    for code in (function.forward.__code__, function.backward.__code__):
-        if code.co_varnames[:1] != ("ctx",):
-            raise LookupError(f"{code.co_name} has {code.co_varnames[:1]}, expected ctx")
     first = checkpoint._checkpoint_hook.__init__.__code__
     second = checkpoint._recomputation_hook.__init__.__code__
     unpack = _inner(first, "unpack_hook", "frame")
-    if "args" not in function.forward.__code__.co_varnames:
-        raise LookupError("CheckpointFunction.forward has no args")
-    if "gid" not in unpack.co_varnames + unpack.co_cellvars:
-        raise LookupError("unpack_hook has no gid")
+    for code, variables in (
+        (function.forward.__code__, {"ctx", "args"}),
+        (function.backward.__code__, {"ctx"}),
+        (unpack, {"gid"}),
+    ):
+        if not variables <= {*code.co_varnames, *code.co_cellvars}:
+            raise LookupError(f"{code.co_name} has {code.co_varnames}, expected {variables}")
     for name in ("top", "pop", "push"):
         getattr(_autograd, f"_{name}_saved_tensors_default_hooks")
     _autograd._saved_tensors_hooks_get_disabled_error_message()

@@ -52,19 +52,6 @@ class _SumOfRanks(torch.autograd.Function):
         return exchange.sum(gradient), None
 
 
-class _SameOnAllRanks(torch.autograd.Function):
-    """A weight as it is, whose gradient is the sum over the ranks: affine_grad "global"."""
-
-    @staticmethod
-    def forward(ctx, weight, exchange):
-        ctx.exchange = exchange
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.exchange.sum(gradient), None
-
-
 def _channels(values: Tensor, x: Tensor) -> Tensor:
     """Gives one value per channel the shape that broadcasts over x."""
     return values.view(1, -1, *(1,) * (x.dim() - 2))
@@ -111,7 +98,8 @@ def _gradients(step, dy, x, weight, mean, rstd, count, positive, counting):
     if needs_x:
         mean, rstd = _Statistics.apply(x, mean, rstd, count, exchange("statistics"))
     if weight is not None and not shares:
-        weight = _SameOnAllRanks.apply(weight, exchange("weight"))
+        weight = weight.clone()  # whose gradient is the sum over the ranks
+        weight.register_hook(exchange("weight").sum)
     u = dy
     if positive is not None:
         slope = activation_of(options.activation).slope
@@ -206,21 +194,14 @@ def differentiable(step, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
     return _Differentiable.apply(step, gradient, dy, *saved)
 
 
-class _Refused(torch.autograd.Function):
-    """Tensors as they are, whose gradient is an error."""
-
-    @staticmethod
-    def forward(ctx, text, *tensors):
-        ctx.text = text
-        return tuple(None if t is None else t.view_as(t) for t in tensors)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise NotImplementedError(ctx.text)
-
-
 def refuse(text: str, gradients: tuple) -> tuple:
     """Gives the gradients, whose differentiation raises `text`."""
-    return _Refused.apply(
-        text, *(None if t is None else t.detach().requires_grad_() for t in gradients)
-    )
+
+    def fail(_: Tensor) -> None:
+        raise NotImplementedError(text)
+
+    refused = [None if t is None else t.detach().requires_grad_().view_as(t) for t in gradients]
+    for gradient in refused:
+        if gradient is not None:
+            gradient.register_hook(fail)
+    return tuple(refused)

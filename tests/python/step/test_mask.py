@@ -21,26 +21,6 @@ def step(layer, x, dy, *rest, **options):
     return y.detach(), *(t.grad for t in leaves)
 
 
-@pytest.mark.parametrize("statistics", ("reproducible", "welford"))
-def test_a_mask_of_rows_is_their_removal_exact(statistics):
-    """2-D input, and whole samples of any shape: nothing shares a segment with what is left out."""
-    for shape in ((50, 7), (12, 5, 6, 4)):
-        generator = torch.Generator().manual_seed(1)
-        x, dy = (torch.randn(shape, generator=generator) for _ in range(2))
-        kept = torch.rand(shape[0], generator=generator) < 0.6
-        x[~kept] = float("nan")
-        mask = kept.reshape(-1, *(1,) * (len(shape) - 2)).expand(shape[0], *shape[2:])
-        layers = [new_layer(shape[1], statistics=statistics) for _ in range(2)]
-        y, dx = step(layers[0], x, dy, mask=mask)
-        expected_y, expected_dx = step(layers[1], x[kept], dy[kept])
-        assert torch.equal(y[kept], expected_y) and torch.equal(dx[kept], expected_dx)
-        assert not y[~kept].any() and not dx[~kept].any()
-        for name, value in layers[1].state_dict().items():
-            assert torch.equal(layers[0].state_dict()[name], value), name
-        for p, q in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
-
-
 def test_padding_at_the_end_of_one_axis_is_its_removal_exact():
     """(N, C, L): a masked tail of all samples moves no lane, so it equals the shorter input."""
     x, dy = torch.randn(2, 4, 3, 700)

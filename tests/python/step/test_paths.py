@@ -36,24 +36,6 @@ def test_path_in_the_outermost_module():
     assert block[1] is layer
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    (
-        lambda model: torch.compile(model),
-        lambda model: nn.DataParallel(model),
-        AveragedModel,
-        lambda model: nn.ModuleDict({"_checkpoint_wrapped_module": model}),
-        lambda model: nn.ModuleDict({"_fsdp_wrapped_module": torch.compile(model)}),
-    ),
-    ids=("compile", "module", "average", "checkpoint", "fsdp"),
-)
-def test_wrappers_do_not_count(wrap):
-    model = nn.Sequential(new_layer())
-    wrapped = wrap(model)
-    layer = next(m for m in wrapped.modules() if isinstance(m, syncbn.SyncBatchNorm))
-    assert path_of(layer) == "0"
-
-
 def test_path_in_the_largest_model():
     """Parts of it elsewhere, and what is left of a constructor that failed, do not matter."""
 

@@ -101,14 +101,6 @@ def traced_by_subclass(model):
 TRACERS = (fx.symbolic_trace, traced_by_subclass)
 
 
-def test_compiled_step_is_one_graph_exact():
-    graphs, model, reference = Graphs(), new_net(), new_net()
-    # Compiled in place, so that parameters keep their names.
-    model.compile(backend=graphs.backend, fullgraph=True)
-    assert_same_training(model, reference)
-    assert len(graphs.forward) == len(graphs.backward) == 1
-
-
 @pytest.mark.parametrize("trace", TRACERS)
 def test_traced_model_trains_exact(trace):
     model, reference = new_net(), new_net()
