@@ -27,6 +27,7 @@ enum Way : std::int64_t {
   kMessage = -2,  ///< the message, and room for the outputs
   kInPlace = -3,  ///< the message, and no room for y
   kOwn = -4,      ///< of a backward without an exchange: the message, and no room for dx
+  kNoted = -5,    ///< on the CPU as kAlone, and the sums are given back; on CUDA as kMessage
 };
 
 using Outputs =
@@ -55,7 +56,16 @@ inline Tensor new_message(const Tensor& x, std::int64_t words, std::int64_t fram
   return message;
 }
 
-/// What ended a direction in shared memory, and its messages where it did not come to its end.
+/// The sum over one rank: what it brings, which lies where the sum is looked for.
+class OwnSum final : public SumInParts {
+ public:
+  void open(std::span<const std::int64_t>, std::span<std::int64_t>) override {}
+  void publish(std::size_t) override {}
+  bool wait(std::size_t, std::chrono::milliseconds) override { return true; }
+};
+
+/// What ended a direction in shared memory, or of one rank by kNoted; the sums, and this rank's
+/// message where it did not come to its end.
 struct InGroup {
   std::optional<Tensor> message, merged;
   std::int64_t status = kDone;
@@ -67,20 +77,25 @@ struct InGroup {
   InGroup(const Tensor& x, std::int64_t handle, std::int64_t slice, GroupSum group,
           const Direction& direction)
       : message(new_message(x, message_words(dtype_of("x", x), channels_of(x)), 0)),
-        merged(empty(x, message->numel(), ScalarType::Long)) {
-    group.ranks = ranks_of_group(handle);
+        merged(handle == kNoted ? *message : empty(x, message->numel(), ScalarType::Long)) {
+    const auto run = [&](SumInParts& sum) {
+      group.sum = &sum;
+      return direction(group);
+    };
     group.message = words_of(*message);
     group.merged = words_of(*merged);
     group.slice = std::chrono::milliseconds(slice);
-    status = run_in_group(handle, *message, *merged, [&](SumInParts& sum) {
-      group.sum = &sum;
-      return direction(group);
-    });
+    if (handle == kNoted) {
+      OwnSum own;
+      status = run(own) == Reached::kOutput ? kDone : kUnchecked;
+    } else {
+      group.ranks = ranks_of_group(handle);
+      status = run_in_group(handle, *message, *merged, run);
+    }
     info = group.info;
     backward = group.merged[kHeaderBackward];
-    if (status == kDone) {
+    if (status == kDone || handle == kNoted) {
       message.reset();
-      merged.reset();
     }
   }
 };
@@ -174,8 +189,10 @@ Outputs forward_begin(const Tensor& x, std::optional<Tensor> weight, std::option
     return {y, saved.tensor, activation_mask, count, word, number, message, merged, status};
   };
   const Execution execution = place.execution();
-  const bool one_call = way == kAlone && step.statistics == Statistics::kReproducible;
-  if (Place::kDevice == Device::kCpu && (one_call || way >= 0)) {
+  const bool reproducible = step.statistics == Statistics::kReproducible;
+  const bool one_call = way == kAlone && reproducible;
+  const bool noted = way == kNoted && reproducible;
+  if (Place::kDevice == Device::kCpu && (one_call || noted || way >= 0)) {
     GroupSum group{.accept = is_no_single_value};
     if (one_call) {
       const Reached reached = forward_at_once(step, group, execution);
@@ -278,7 +295,7 @@ Gradients backward_begin(const Tensor& dy, const Tensor& x, const Tensor& saved,
     backward_at_once(step, alone, execution);
     return result({}, {}, kDone);
   }
-  if (Place::kDevice == Device::kCpu && way >= 0) {
+  if (Place::kDevice == Device::kCpu && (way >= 0 || way == kNoted)) {
     InGroup in(x, way, amount, {},
                [&](GroupSum& sum) { return backward_at_once(step, sum, execution); });
     if (in.status != kDone) {

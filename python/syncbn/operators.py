@@ -26,8 +26,9 @@ ops = torch.ops.syncbn
 
 #: How far a begin goes; 0 and more are the numbers of groups in shared memory, over which it goes
 #: to the end. ALONE does so for one rank; MESSAGE and IN_PLACE stop at the message, with and
-#: without room for y; OWN is a backward without an exchange.
-ALONE, MESSAGE, IN_PLACE, OWN = -1, -2, -3, -4
+#: without room for y; OWN is a backward without an exchange; NOTED gives the sums of one rank as
+#: well, and is MESSAGE on CUDA.
+ALONE, MESSAGE, IN_PLACE, OWN, NOTED = range(-1, -6, -1)
 #: Statuses of an operator of a group in shared memory.
 DONE, PENDING, TIMEOUT, LOST, DIVERGED, UNCHECKED, NO_MEMORY = range(7)
 HEADER_WORDS = 8

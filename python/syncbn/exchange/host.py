@@ -207,13 +207,14 @@ class SharedMemory(_InMemory):
         if way is not None:
             return super().begin(run, passes, lead, way, call, gathers, checked)
         (arguments,) = passes
-        handle, total = self._handle, None
+        handle = self._handle
         try:
             with Attempt(self.peers, call) as attempt:
                 try:
-                    *given, message, total, status = run(*arguments, handle, _SLICE)
+                    given = [*run(*arguments, handle, _SLICE)]
                 except Exception as error:
                     raise Refused(error) from error
+                *_, message, total, status = given
                 if status == DONE:
                     return [given], None
                 status = _finish(handle, status)

@@ -127,17 +127,20 @@ class Transport(ABC):
         caller names the errors.
 
         Returns (what the operator gives of each input; None, or where the direction has not come to
-        its end, this rank's message and what exchange() or gather() returns of it).
+        its end, this rank's message and what exchange() or gather() returns of it). In what it
+        gives, the last but one is the sum over the group of a direction that came to its end in
+        shared memory, or by NOTED.
         """
         given, messages = [], []
         last = (self.way if way is None else way, 0 if gathers else self.frame_words)
         run = timed(run, call and call.times, "summed")
         for arguments in passes:
             try:
-                *outputs, message, copy, status = run(*arguments, *last)
+                outputs = run(*arguments, *last)
             except Exception as error:
                 raise self._failed(error, passes[lead][0], call, checked) from None
-            given.append(outputs)
+            given.append([*outputs])
+            *_, message, copy, status = outputs
             if message is not None:
                 messages.append((message, message if copy is None else copy))
         if status == DONE or message is None:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -75,12 +75,11 @@ class Recording:
                 self._note_kept()
 
     def _note_kept(self) -> None:
-        """One after the other: between convolutions, each would find its code outside of caches."""
-        for name, direction, ranks, channels, merged, more in self._kept:
-            words = merged if more is None else torch.cat([merged, more])
-            self._note(name, direction, _hash_of_sums(words.cpu(), ranks, channels))
+        for (name, direction, *_), value in zip(self._kept, _hashes_of_sums(self._kept)):
+            self._note(name, direction, value)
         self._kept = []
 
+    @torch.no_grad()
     def _note_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._file is None:
             return
@@ -118,28 +117,44 @@ def record(module: nn.Module, path: str | os.PathLike[str]) -> Recording:
     return Recording(module, path)
 
 
-def _hash_of_sums(words: Tensor, ranks: int, channels: int) -> str:
-    """Of a merged message. The same sum has other digits on another number of ranks, because
-    carries are left to the end. The digits' sum is the same modulo 2^52 - 1."""
-    kind = int(ops.header(words[:HEADER_WORDS], ranks)[3])
-    if kind < 0:
-        return "no samples"
-    dtype = DTYPES[kind]
-    of_channels = words[HEADER_WORDS:][: channels * MESSAGE_WORDS[dtype]].view(channels, -1)
-    *digits, flags = of_channels.split_with_sizes(
+def _hashes_of_sums(kept: list[tuple]) -> list[str]:
+    """Of what _note_sums() was told, all in one go: one by one they would take longer."""
+    hashes = ["no samples"] * len(kept)
+    rows: dict[torch.dtype, dict[int, Tensor]] = defaultdict(dict)
+    for i, (_, _, ranks, channels, merged, more) in enumerate(kept):
+        words = (merged if more is None else torch.cat([merged, more])).cpu()
+        kind = int(ops.header(words[:HEADER_WORDS], ranks)[3])
+        if kind >= 0:
+            size = MESSAGE_WORDS[DTYPES[kind]]
+            of_channels = words[HEADER_WORDS:][: channels * size]
+            rows[DTYPES[kind]][i] = of_channels.view(channels, size)
+    for dtype, own in rows.items():
+        values = _values_of_sums(torch.cat([*own.values()]), dtype)
+        for i, part in zip(own, values.split([len(each) for each in own.values()])):
+            hashes[i] = hashlib.blake2b(bytes_of(part), digest_size=8).hexdigest()
+    return hashes
+
+
+def _values_of_sums(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the sums of channels are, whatever the number of ranks. The same sum has other digits on
+    another number, as carries are left to the end. The digits' sum is the same modulo 2^52 - 1. Of
+    counts of threads and ranks only whether they are 0."""
+    *digits, flags = words.split_with_sizes(
         [_FIRST[dtype], MESSAGE_WORDS[dtype] - _FIRST[dtype] - 1, 1], 1
     )
-    parts = [((d & _LARGEST).sum(1) + (d >> 52).sum(1)) % _LARGEST for d in digits]
-    if flags.any():  # counts of threads and ranks
-        parts += [(flags >> shift & 0x7FFF).sign().flatten() for shift in (0, 15, 30, 45)]
-    return hashlib.blake2b(bytes_of(torch.cat(parts)), digest_size=8).hexdigest()
+    first, second = (((d & _LARGEST).sum(1) + (d >> 52).sum(1)) % _LARGEST for d in digits)
+    counts = flags.squeeze(1).contiguous()
+    for i in range(4):
+        first |= (counts >> 15 * i & 0x7FFF).sign() << 52 + i
+    return torch.stack([first, second], 1)
 
 
 def _sum_of_bits(gradient: Any) -> Tensor:
     """Returns the sum of a gradient's bytes, taken as int64; zeros complete the last one."""
-    flat = gradient.detach().contiguous().view(-1).view(torch.uint8)
-    if flat.numel() % 8:
-        flat = nn.functional.pad(flat, (0, -flat.numel() % 8))
+    flat = gradient.contiguous().view(-1)
+    bytes_left = -flat.nbytes % 8
+    if bytes_left or flat.storage_offset() * flat.itemsize % 8:  # it may lie anywhere in a bucket
+        flat = nn.functional.pad(flat.view(torch.uint8), (0, bytes_left)).clone()
     return flat.view(torch.int64).sum()
 
 

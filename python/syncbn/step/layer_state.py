@@ -36,6 +36,8 @@ WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoin
 _TAG = zlib.crc32(b"syncbn paths") & 0xFFFFF
 #: A rank's words of that message, at most.
 _WORDS = 64
+#: For syncbn.record: is told a direction, ranks, channels, a merged message and what follows it.
+Note = Callable[[str, int, int, Tensor, Tensor | None], None]
 #: Layers of one path that are remembered, at most.
 _MOST = 1000
 
@@ -88,8 +90,7 @@ class LayerState:
         self.numbers: dict[str, int] = {}  # by group
         self.group = ""  # to which number belongs
         self.times: Times | None = None  # while syncbn.timing notes them
-        #: While syncbn.record runs: is told each direction, ranks, channels and merged message.
-        self.record: Callable[[str, int, int, Tensor, Tensor | None], None] | None = None
+        self.record: Note | None = None  # while syncbn.record runs
         self.made = next(_ids)
         self.handle = _number(self.made)
         _states[self.made] = self

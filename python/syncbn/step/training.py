@@ -24,7 +24,16 @@ from ..exchange.call import (
 )
 from ..exchange.host import engine_of, transport_of
 from ..exchange.transport import Transport
-from ..operators import IN_PLACE, MESSAGE, OWN, activation_mask_of, info_of, ops, without_modes
+from ..operators import (
+    IN_PLACE,
+    MESSAGE,
+    NOTED,
+    OWN,
+    activation_mask_of,
+    info_of,
+    ops,
+    without_modes,
+)
 from . import layer_state
 from .layer_state import LayerState
 from .options import Form, Options, check_plain, check_strided, values_per_channel
@@ -193,13 +202,15 @@ def forward(
         # An input of another dtype has no samples, and its outputs are replaced below.
         alike = [_as(own, x.dtype) for own in passes] if several else passes
         note = None if mode else state.record
-        way = IN_PLACE if in_place else MESSAGE if mode or several or note else None
+        way = _way(note, peers, mode or several)
+        if in_place:
+            way = IN_PLACE
         outputs, exchanged = transport.begin(
             _forward_begin, alike, lead, way, call, mode > 0, checked
         )
-        if note is not None and exchanged is not None:
-            note("forward", 1 if peers is None else peers.ranks, x.size(1), *exchanged[1:])
-        count, shared, number = outputs[0][3:]
+        if note is not None:
+            _tell(note, "forward", peers, x, outputs[lead], exchanged)
+        count, shared, number = outputs[0][3:6]
         merged = None if exchanged is None else exchanged[1]
         if merged is not None or count == 1:
             if merged is None and not checked:
@@ -236,6 +247,27 @@ def forward(
         ys.append(y)
         tensors += (y if in_place else z, saved, bits, mask)
     return step, ys, tensors
+
+
+def _way(note: layer_state.Note | None, peers: Peers | None, stops: bool | int) -> int | None:
+    """Tells how far a direction with an exchange goes by itself. stops: at the message."""
+    if stops:
+        return MESSAGE
+    return NOTED if note is not None and peers is None else None
+
+
+def _tell(
+    note: layer_state.Note,
+    direction: str,
+    peers: Peers | None,
+    x: Tensor,
+    given: Sequence,
+    exchanged: tuple | None,
+) -> None:
+    """Tells syncbn.record the sum over the group, if there is one. given: by begin()."""
+    merged, more = (given[-2], None) if exchanged is None else exchanged[1:]
+    if merged is not None:
+        note(direction, 1 if peers is None else peers.ranks, x.size(1), merged, more)
 
 
 def _with_fitting_residual(arguments: tuple, transport: Transport, call: Call, checked: bool):
@@ -306,13 +338,11 @@ def _backward(step: Step, transport: Transport, dys, weight, bias, *saved) -> tu
             after = [*_beside(z, weight, bias)]
         passes.append((dy, z, kept, *after, bits, mask, kind, slope, *rest))
     note = None if mode or not exchanges else state.record
-    way = MESSAGE if len(dys) > 1 or note else None
-    if not exchanges:
-        way = OWN
+    way = _way(note, peers, len(dys) > 1) if exchanges else OWN
     alike = passes if len(dys) == 1 else [_shared(own, x.dtype, own[1] is x) for own in passes]
     begun, exchanged = transport.begin(_backward_begin, alike, lead, way, call)
-    if note is not None and exchanged is not None:
-        note("backward", step.ranks, x.size(1), *exchanged[1:])
+    if note is not None:
+        _tell(note, "backward", peers, x, begun[lead], exchanged)
     dxs, (_, dweight, dbias, *_) = [own[0] for own in begun], begun[lead]
     gradients = [own[0] for own in passes]
     if keep:  # what comes back is there already

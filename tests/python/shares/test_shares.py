@@ -288,3 +288,15 @@ def test_records_change_no_bit_and_do_not_nest(tmp_path):
     with syncbn.record(model, tmp_path / "a"), pytest.raises(RuntimeError, match="record: got 1, "):
         syncbn.record(model, tmp_path / "b").__enter__()
     assert model[1].state.record is None
+
+
+def test_gradients_in_a_bucket_are_noted(tmp_path):
+    """As DistributedDataParallel's, with gradient_as_bucket_view, which begin at any element."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    for name, start in (("a", 0), ("b", 1)):
+        for p in model.parameters():
+            p.grad = torch.arange(10.0)[start:][: p.numel()].view_as(p).sub_(start)
+        with syncbn.record(model, tmp_path / name):
+            optimizer.step()
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
