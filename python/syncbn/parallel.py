@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .devices import Request, ThreadState, give_up, inside, run_in_turns, train_step
 from .errors import DivergenceError
 from .exchange import callers, groups, host
 from .exchange.call import Call, Peers
+from .exchange.tree import Tree
 from .nn import SyncBatchNorm
 from .step.options import check_module
 from .step.surroundings import Streams, refuse_tracing
 
-__all__ = ["AllReduce", "SelfDataParallel", "all_reduce"]
+__all__ = ["AllReduce", "SelfDataParallel", "all_reduce", "fixed_order_hook"]
 
 
 class AllReduce(torch.autograd.Function):
@@ -87,6 +89,28 @@ def all_reduce(
         raise
     sums = AllReduce.apply(peers, *xs)
     return sums[0] if isinstance(x, Tensor) else list(sums)
+
+
+def fixed_order_hook(
+    process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """Averages gradients over the ranks in one fixed order, as a communication hook of
+    DistributedDataParallel: model.register_comm_hook(None, syncbn.parallel.fixed_order_hook).
+
+    Each element is added in one binary tree over the ranks. The bits depend neither on buckets nor
+    on the algorithm that NCCL or Gloo would choose.
+
+    Args:
+        process_group: that of the model; None is the default group.
+        bucket: some gradients.
+
+    Returns:
+        Their averages.
+    """
+    tree = Tree(None, process_group)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(tree.total([bucket.buffer()]).div_(tree.processes))
+    return future
 
 
 def _check_summands(xs: Sequence[Tensor]) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ..devices import give_up, run_in_turns
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..exchange import callers
+from ..exchange.tree import Tree
 from ..nn import SyncBatchNorm
 from ..parallel import _copy_of, _Meeting
 from . import checks, data
 from .step import Generators, Step
-from .tree import Tree
 
 __all__ = ["Shares"]
 

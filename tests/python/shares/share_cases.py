@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import syncbn
+from rank_runs import TIMEOUT
 from share_models import Pictures, random_network, train, trained
 from syncbn.models.recording import first_difference
 
@@ -60,6 +61,40 @@ def hash_of_accumulated_steps(rank, world, folder):
     training.backward([a + 2 * b for a, b in zip(losses(), losses())])
     mean = training.mean([x.detach() for x in losses()])
     return syncbn.fingerprint([p.grad for p in network.parameters()], network, mean)
+
+
+def _added_in_a_tree(gradients):
+    if len(gradients) == 1:
+        return gradients[0]
+    half = 1 << (len(gradients) - 1).bit_length() - 1
+    return _added_in_a_tree(gradients[:half]) + _added_in_a_tree(gradients[half:])
+
+
+def hash_of_ddp_in_a_fixed_order(rank, world, folder):
+    """Whatever the buckets, as of one process that adds what it computes for each rank."""
+
+    def network():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(7, 90), nn.GELU(), nn.Linear(90, 3))
+
+    def backward(model, of_rank, step):
+        x = torch.randn(5, 7, generator=torch.Generator().manual_seed(10 * of_rank + step))
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    group = dist.new_group(timeout=TIMEOUT) if world > 1 else None
+    for megabytes in (25, 1e-3) if world > 1 else ():
+        ddp = nn.parallel.DistributedDataParallel(
+            network(), process_group=group, bucket_cap_mb=megabytes
+        )
+        ddp.register_comm_hook(group, syncbn.parallel.fixed_order_hook)
+        for step in range(3):  # after the first one DDP makes other buckets
+            own = [backward(network(), r, step) for r in range(world)]
+            expected = [_added_in_a_tree(each).div(world) for each in zip(*own)]
+            for grad, mean in zip(backward(ddp, rank, step), expected):
+                assert torch.equal(grad, mean)
+    return "equal"
 
 
 def hash_of_the_data(rank, world, folder):

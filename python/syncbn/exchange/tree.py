@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..exchange import callers, groups, host
-from ..exchange.call import Call
+from . import callers, groups, host
+from .call import Call
 
 _WHO = "syncbn.Shares"
 
@@ -38,16 +38,17 @@ def _add_up(nodes: dict[tuple[int, int], Tensor], width: int) -> Tensor:
 
 
 class Tree:
-    """The shares of the processes of the default group: neighbours, as evenly as can be. Without
-    a group one process has all.
+    """The shares of the processes of a group: neighbours, as evenly as can be. Without the default
+    group one process has all.
 
-    mine: the numbers of this process's shares.
+    shares: their number; None: one for each process. mine: the numbers of this process's shares.
     """
 
-    def __init__(self, shares: int) -> None:
-        group = callers.initialized()
-        self.processes = dist.get_world_size() if group else 1
-        self.rank = dist.get_rank() if group else 0
+    def __init__(self, shares: int | None, group: dist.ProcessGroup | None = None) -> None:
+        there = callers.initialized()
+        self.processes = dist.get_world_size(group) if there else 1
+        self.rank = dist.get_rank(group) if there else 0
+        self._group, shares = group, shares or self.processes
         bounds = [shares * i // self.processes for i in range(self.processes + 1)]
         self._width = 1 << (shares - 1).bit_length()
         self._blocks = [list(_blocks(*pair, self._width)) for pair in zip(bounds, bounds[1:])]
@@ -90,7 +91,7 @@ class Tree:
         padding = (0, each * processes - count)
         padded = [nn.functional.pad(root, padding).view(processes, each) for root in roots]
         sent = torch.stack(padded, 1)  # (process, subtree, slice)
-        if sent.is_cuda and not callers.nccl_name(callers.resolve(None)):
+        if sent.is_cuda and not callers.nccl_name(self._group or callers.resolve(None)):
             sent = sent.cpu()  # Gloo takes no others
         counts = [len(blocks) for blocks in self._blocks]
         got = sent.new_empty((sum(counts), each))
@@ -100,9 +101,11 @@ class Tree:
             sent.view(torch.uint8).view(-1),
             [n * width for n in counts],
             [len(roots) * width] * processes,
+            group=self._group,
         )
         blocks = [block for some in self._blocks for block in some]
         own = _add_up(dict(zip(blocks, got)), self._width).contiguous()
         whole = own.new_empty(processes * each)
-        dist.all_gather_into_tensor(whole.view(torch.uint8), own.view(torch.uint8))
+        parts = whole.view(torch.uint8), own.view(torch.uint8)
+        dist.all_gather_into_tensor(*parts, group=self._group)
         return whole[:count].to(leaves[0].device)
