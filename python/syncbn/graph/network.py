@@ -53,8 +53,8 @@ class Memory:
         nodes = [node for node in nodes if node.op != "output"]
         #: nodes that write to one of their inputs, or raise if it is not as they assert
         self.writers = [node for node in nodes if self._writes(node)]
-        # Disjoint sets as trees: each node's parent, itself at the root.
-        self._parents = {node: node for node in nodes}
+        #: of each node, all that may share memory with it: one set for all of them
+        self._members = {node: {node} for node in nodes}
         attributes: dict[str, fx.Node] = {}
         for node in nodes:
             if node.op == "get_attr":
@@ -62,23 +62,18 @@ class Memory:
             elif not self._makes_new_memory(node):
                 for source in node.all_input_nodes:
                     self._join(node, source)
-        self._members: dict[fx.Node, set[fx.Node]] = {}
-        for node in nodes:
-            self._members.setdefault(self._root(node), set()).add(node)
 
     def seen_by(self, writer: fx.Node) -> set[fx.Node]:
         """Gives the nodes whose value may not be the same after a writer ran."""
-        members = self._members[self._root(writer)]
+        members = self._members[writer]
         # Modules read parameters and buffers without a node that says so.
-        return set(self._parents) if any(n.op == "get_attr" for n in members) else members
-
-    def _root(self, node: fx.Node) -> fx.Node:
-        while self._parents[node] is not node:
-            self._parents[node] = node = self._parents[self._parents[node]]
-        return node
+        return set(self._members) if any(n.op == "get_attr" for n in members) else members
 
     def _join(self, a: fx.Node, b: fx.Node) -> None:
-        self._parents[self._root(a)] = self._root(b)
+        fewer, more = sorted((self._members[a], self._members[b]), key=len)
+        if fewer is not more:
+            more |= fewer
+            self._members.update(dict.fromkeys(fewer, more))
 
     def _makes_new_memory(self, node: fx.Node) -> bool:
         if node.op == "call_module":

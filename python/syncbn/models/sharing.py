@@ -15,6 +15,7 @@ from ..exchange import agreement, callers, groups
 from ..exchange.agreement import Engine
 from ..exchange.call import Call, Peers
 from ..exchange.host import engine_of
+from ..fingerprints import bytes_of
 from ..nn import Model, SyncBatchNorm, device_of, layers_of
 from ..step.layer_state import WRAPPERS
 from ..step.options import check_module
@@ -166,7 +167,7 @@ def statistics_of(layer: SyncBatchNorm) -> list[Tensor]:
 
 def _numbers(layer: SyncBatchNorm) -> tuple[int, int, int]:
     """Gives its next call, its batches, and what stands for the bits of its statistics."""
-    words = b"".join(bytes(_words(x).view(torch.uint8).tolist()) for x in statistics_of(layer))
+    words = b"".join(map(bytes_of, statistics_of(layer)))
     digest = int.from_bytes(hashlib.sha256(words).digest()[:8], "little", signed=True)
     batches = layer.num_batches_tracked
     return int(layer.state.call.item()), -1 if batches is None else int(batches.item()), digest

@@ -195,19 +195,17 @@ def _cells(row: LayerTiming) -> tuple[object, ...]:
 def _gathered(noted: Sequence[tuple[str, SyncBatchNorm, Times]]) -> list[LayerTiming]:
     """Gives the layers' rows; groups one after the other, in the order of their first layers."""
     rows: dict[int, LayerTiming] = {}
-    by_group: dict[str, list[int]] = {}
-    found = {}
+    by_group: dict[str, tuple[Transport, list[int]]] = {}
     for number, (path, layer, _) in enumerate(noted):
         rows[number] = LayerTiming(path, 0, None, 0.0, None, 0, {}, {})
         outside = layer.state.sharing.name == callers.OUTSIDE
         peers = None if outside else layer.state.peers(layer.options())
         transport = transport_of(peers, device_of(layer))
         if peers is not None and transport.on_host:
-            by_group.setdefault(peers.group_name, []).append(number)
-            found[peers.group_name] = transport
-    for name, numbers in by_group.items():
+            by_group.setdefault(peers.group_name, (transport, []))[1].append(number)
+    for name, (transport, numbers) in by_group.items():
         members = callers.global_ranks(callers.resolve(name))
-        waits = _waits_of_all(found[name], [noted[n] for n in numbers])
+        waits = _waits_of_all(transport, [noted[n] for n in numbers])
         for number, of_layer in zip(numbers, waits, strict=True):
             rows[number] = _row(*noted[number], of_layer, members)
     return list(rows.values())

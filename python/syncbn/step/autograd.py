@@ -209,7 +209,7 @@ def _recorded_step(x, running, weight, bias, residual, mask, options, state) -> 
     except TypeError as error:
         # Of classes that do not take each other, before the step has begun.
         if str(error).startswith(f"no implementation found for '{__name__}.train_step'"):
-            live = layer_state.named(state) if isinstance(state, Identity) else state
+            live = layer_state.named(state)
             with torch._C.DisableTorchFunctionSubclass():
                 tell(error, live, x, weight, options)
         raise
@@ -267,7 +267,7 @@ def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Te
     traced = torch.compiler.is_compiling() or _is_fake(x, parameter)
     live: LayerState | None = None  # a graph finds the state when it runs
     if not traced:
-        state = live = layer_state.named(state) if isinstance(state, Identity) else state
+        state = live = layer_state.named(state)
     differentiable = (("input", x), ("weight", weight), ("bias", bias), ("residual", residual))
     check_transforms(state, differentiable)
     if tracer() is not None:
@@ -320,7 +320,7 @@ def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Te
 
 def _of_parts(x, running, weight, bias, residual, mask, options, state) -> Tensor:
     """Does what train_step() does, where some of the tensors are DTensors."""
-    live = layer_state.named(state) if isinstance(state, Identity) else state
+    live = layer_state.named(state)
     samples = {"input": x, "residual": residual, "mask": mask}
     shared = {"weight": weight, "bias": bias, **dict(zip(RUNNING, running))}
     try:

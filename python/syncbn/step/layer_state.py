@@ -170,8 +170,10 @@ _states: "weakref.WeakValueDictionary[int, LayerState]" = weakref.WeakValueDicti
 _by_identity: dict[Identity, LayerState] = {}
 
 
-def named(identity: Identity) -> LayerState:
+def named(identity: Identity | LayerState) -> LayerState:
     """Gives the state of that identity in this process, made when it is first asked for."""
+    if isinstance(identity, LayerState):
+        return identity
     state = _by_identity.get(identity)
     if state is None:
         state = _by_identity.setdefault(identity, LayerState(*identity, compares=False))

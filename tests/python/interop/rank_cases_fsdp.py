@@ -23,7 +23,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from torch.distributed.tensor import DTensor
 
 import syncbn
-from rank_cases import raises
 from rank_cases_parallel import (
     STEPS,
     assert_equal_on_ranks,
@@ -188,31 +187,3 @@ def case_fsdp1_bfloat16_exact(rank, world):
         assert seen.layer.running_mean.dtype == (kept if buffers else torch.float32)
         assert_equal_on_ranks(model, STEPS)
         assert model.eval()(samples(9, 1).float()).isfinite().all()
-
-
-def case_conversion_after_sharding_is_refused(rank, world):
-    """FSDP keeps the layers that it was given, so new ones would train with shards, or old ones
-    without an exchange. torch.nn.SyncBatchNorm's conversion makes layers that keep shards of FSDP2,
-    and ends in a TypeError about the weight with FSDP1."""
-    for make in (
-        lambda net: sharded(net, world),
-        lambda net: sharded(net, world, each=False),
-        fsdp1,
-    ):
-        model = make(network())
-        before = [type(m) for m in model.modules()]
-        raises(
-            ValueError,
-            r"^module: got .* sharded by FSDP.*, expected .* before",
-            lambda model=model: syncbn.convert_sync_batchnorm(model),
-        )
-        assert [type(m) for m in model.modules()] == before
-        model = make(syncbn.convert_sync_batchnorm(network()))
-        raises(
-            ValueError,
-            r"^module: got .* sharded by FSDP",
-            lambda model=model: syncbn.revert_sync_batchnorm(model),
-        )
-    # What is not inside may change.
-    model = nn.Sequential(nn.BatchNorm2d(3), sharded(nn.Sequential(nn.Conv2d(3, 3, 1)), world))
-    assert isinstance(syncbn.convert_sync_batchnorm(model)[0], syncbn.SyncBatchNorm)

@@ -24,11 +24,3 @@ def test_the_first_is_the_model(bad):
     with pytest.raises(ValueError, match="models: got .* first, expected the model"):
         with syncbn.join(*bad):
             raise AssertionError("entered")
-
-
-def test_a_torch_layer_is_refused():
-    """Which torch's Join takes, and then waits for."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
-    with pytest.raises(ValueError, match=r"torch.nn.SyncBatchNorm \(at 1\)"):
-        with syncbn.join(model):
-            raise AssertionError("entered")

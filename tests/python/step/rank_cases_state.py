@@ -37,20 +37,6 @@ def case_evaluation_of_one_rank_alone_under_ddp(rank, world):
     model(share(rank)).sum().backward()
 
 
-def case_ddp_broadcasts_no_call_numbers(rank, world):
-    """They are each rank's own: one that differs is an error, and not rank 0's from then on."""
-    model = DistributedDataParallel(net())
-    model(share(rank)).sum().backward()
-    layer = model.module[1]
-    layer.state.call += int(rank == 1)
-    raises(
-        syncbn.DivergenceError, "same call: call: 1 on .*, 2 on rank 1", lambda: model(share(rank))
-    )
-    layer.state.call.fill_(1)
-    model(share(rank)).sum().backward()
-    assert layer.state.call == 2
-
-
 def case_two_evaluations_under_ddp_then_a_backward_of_the_first_exact(rank, world):
     """DDP writes to the buffers between them. torch.nn.SyncBatchNorm saves buffers for backward,
     which is an error then."""
@@ -63,22 +49,6 @@ def case_two_evaluations_under_ddp_then_a_backward_of_the_first_exact(rank, worl
     first.square().sum().backward()
     model.module(b).square().sum().backward()
     assert torch.equal(a.grad, b.grad)
-
-
-def case_materialized_models_train_exact(rank, world):
-    """Built on meta, or with the tensors of a checkpoint in the place of their own."""
-    reference = net()
-    with torch.device("meta"):
-        models = [net() for _ in range(2)]
-    models[0].to_empty(device="cpu").load_state_dict(reference.state_dict())
-    models[1].load_state_dict(copy.deepcopy(reference.state_dict()), assign=True)
-    for model in (*models, reference):
-        model = DistributedDataParallel(model)
-        for seed in range(2):
-            model(share(rank, seed)).square().sum().backward()
-    for model in models:
-        assert_same_layers(model, reference)
-        assert model[1].state.call == 2
 
 
 def case_equal_blocks_compile_once_exact(rank, world):
