@@ -110,6 +110,15 @@ model:  ## the protocols in shared memory (with spin) and of the CUDA kernels, i
 	$(or $(PYTHON),python3) tests/model/check_ptx.py
 	$(or $(PYTHON),python3) tests/model/check.py
 
+weekly:  ## what takes too long for each change; .github/workflows/weekly.yml runs it side by side
+	$(MAKE) asan tsan
+	$(MAKE) soak MINUTES=60
+	$(MAKE) fuzz SECONDS=900
+	$(MAKE) lint-tests
+	$(MAKE) test-python ARGS="-m weekly"
+	$(MAKE) interop
+	$(MAKE) wheel SYNCBN_CUDA=ON SYNCBN_WERROR=ON  # kernels of all architectures, without spills
+
 lint: build $(VENV)/.stamp-lint  ## check format and style
 	@scripts/lint.sh all
 
@@ -187,5 +196,5 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo demo-clipart bench bench-count bench-cpp \
-  gpu-check googletest aarch64 macos asan tsan release cuda ptx sanitize soak fuzz interop curves model lint lint-tests \
-  format docs wheel wheel-old wheel-aarch64 sdist clean
+  gpu-check googletest aarch64 macos asan tsan release cuda ptx sanitize soak fuzz interop curves model weekly lint \
+  lint-tests format docs wheel wheel-old wheel-aarch64 sdist clean
