@@ -48,11 +48,15 @@ check "ruff check" "$tools/ruff" check --quiet .
 check "ruff format" "$tools/ruff" format --check --quiet .
 check "clang-format" clang_format
 if [[ $mode == all ]]; then
-  check "mypy" "$tools/mypy" --no-error-summary
-  # A user's program with the package as it is installed, without this project's configuration.
-  check "mypy of a user's program" "$tools/mypy" --no-error-summary --config-file= \
-    --python-version 3.10 --strict tests/typing
+  (  # beside clang-tidy: each has times in which it uses one core
+    check "mypy" "$tools/mypy" --no-error-summary
+    # A user's program with the package as it is installed, without this project's configuration.
+    check "mypy of a user's program" "$tools/mypy" --no-error-summary --config-file= \
+      --python-version 3.10 --strict tests/typing
+    exit "$failed"
+  ) &
   check "clang-tidy" clang_tidy others
+  wait "$!" || failed=1
 fi
 if ((failed)); then
   echo "lint: failed; 'make format' repairs formatting" >&2
