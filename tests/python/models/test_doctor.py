@@ -118,7 +118,7 @@ def test_a_time_limit_that_is_none_is_refused(capsys, seconds):
 
 
 def test_without_an_installed_cmake_package_cmake_dir_says_so(monkeypatch, tmp_path, capsys):
-    """tests/rules/test_package.py builds against the installed one."""
+    """test_libtorch.py builds against the installed one."""
     monkeypatch.setattr(__main__, "__file__", str(tmp_path / "__main__.py"))
     assert __main__.main(["--cmake-dir"]) == 1
     printed = capsys.readouterr()
