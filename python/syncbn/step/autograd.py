@@ -65,7 +65,7 @@ class _BatchNormTraining(torch.autograd.Function):
         saved, step, k = ctx.saved_tensors, ctx.step, len(dys)  # once: as checkpointing gives
         if k > 1:
             ctx.streams.enter((*dys, *saved))
-        if step.options.writes_over_input:
+        if step.form.in_place:
             saved = _recovered(step, *saved)
         if not torch.is_grad_enabled():
             results = backward(step, dys, *saved)
@@ -79,7 +79,7 @@ class _BatchNormTraining(torch.autograd.Function):
 def _again(step: Step, dys, *saved) -> tuple:
     """Gives the gradients, where they will be differentiated themselves."""
     name = step.state.name
-    if len(dys) == 1 and not step.options.writes_over_input:
+    if len(dys) == 1 and not step.form.in_place:
         return second_derivatives.differentiable(step, backward, dys[0], *saved)
     with torch.no_grad():
         results = backward(step, dys, *saved)
@@ -177,12 +177,9 @@ def train_step(
     """
     running = (running_mean, running_var, num_batches_tracked)
     given = (x, running, weight, bias, residual, mask, options, state)
-    if _is_usual(x, state) and not has_torch_function_variadic(
-        *running, weight, bias, residual, mask
-    ):
-        y = _usual(*given)
-        if y is not None:
-            return y
+    y = _usual(*given)
+    if y is not None:
+        return y
     if torch._C._is_torch_function_enabled():
         return _recorded_step(*given)
     # Inside that of a tensor's class, whose range of a profile is there already.
@@ -219,26 +216,25 @@ _takes_functions, _modes = torch._C._is_torch_function_enabled, torch._C._len_to
 _tracing = torch._C._get_tracing_state
 
 
-def _is_usual(x: object, state: object) -> bool:
-    """Tells whether it is a batch in plain eager mode, in no checkpointed segment."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) is Tensor
-        and type(state) is LayerState
-        and (x.is_cpu or x.is_cuda)
-        and recomputation.around() is None
-        and not profiler._is_profiler_enabled
-        and _takes_functions()
-        and _modes() == 0
-        and _tracing() is None
-        and not in_transform()
-        and forward_ad._current_level < 0
-    )
-
-
 def _usual(x, running: tuple, weight, bias, residual, mask, options, state) -> Tensor | None:
-    """Makes the usual step in eager mode, whose arguments the operators alone check. None, and
-    nothing has happened, where they refuse: the checks of _step() have the words."""
+    """Makes the usual step: of a batch in plain eager mode, in no checkpointed segment, whose
+    arguments the operators alone check. None, and nothing has happened, where it is another one, or
+    they refuse: the checks of _step() have the words."""
+    if (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or type(state) is not LayerState
+        or not (x.is_cpu or x.is_cuda)
+        or recomputation.around() is not None
+        or profiler._is_profiler_enabled
+        or not _takes_functions()
+        or _modes() > 0
+        or _tracing() is not None
+        or in_transform()
+        or forward_ad._current_level >= 0
+        or has_torch_function_variadic(*running, weight, bias, residual, mask)
+    ):
+        return None
     try:
         in_place = form_of(*options).in_place
         if residual is not None:
