@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import callers, groups, host
-from .call import Call
+from .call import Call, Peers
 
 _WHO = "syncbn.Shares"
 
@@ -61,16 +61,20 @@ class Tree:
         Raises DivergenceError, ExchangeTimeout or PeerLost.
         """
         if self.processes > 1:
-            peers = groups.peers(callers.sharing(None, None), _WHO)
+            peers = self._peers()
             tag = zlib.crc32(repr((what, said)).encode()) & 0xFFFFF
             way = host.transport_of(peers, device)
             way.sum(torch.zeros(1, device=device), tag, Call(f"{_WHO}.{what}"))
 
+    def _peers(self) -> Peers:
+        peers = groups.peers(callers.sharing(self._group, None), _WHO)
+        assert peers is not None  # there are several processes
+        return peers
+
     def refuse(self, what: str, error: Exception) -> None:
         """Tells the others in meet() that this process does not come."""
         if self.processes > 1:
-            peers = groups.peers(callers.sharing(None, None), _WHO)
-            host.reject(peers, Call(f"{_WHO}.{what}"), error)
+            host.reject(self._peers(), Call(f"{_WHO}.{what}"), error)
 
     def total(self, leaves: list[Tensor]) -> Tensor:
         """The sum over all shares; leaves: this process's, of shape (n,). Every process calls it.
@@ -88,9 +92,12 @@ class Tree:
             return _add_up(dict(zip(self._blocks[0], roots)), self._width)
         count, processes = roots[0].numel(), self.processes
         each = -(-count // processes)
-        padding = (0, each * processes - count)
-        padded = [nn.functional.pad(root, padding).view(processes, each) for root in roots]
-        sent = torch.stack(padded, 1)  # (process, subtree, slice)
+        if padding := each * processes - count:
+            roots = [nn.functional.pad(root, (0, padding)) for root in roots]
+        if len(roots) > 1:
+            sent = torch.stack([root.view(processes, each) for root in roots], 1)
+        else:
+            sent = roots[0].view(processes, 1, each)  # (process, subtree, slice)
         if sent.is_cuda and not callers.nccl_name(self._group or callers.resolve(None)):
             sent = sent.cpu()  # Gloo takes no others
         counts = [len(blocks) for blocks in self._blocks]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notes of a training that two runs can be compared by, on any two numbers of processes."""
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -27,63 +28,38 @@ _LARGEST = 2**52 - 1
 _MOST_KEPT = 1024
 
 
-class Recording:
-    """Notes while its block runs; see record()."""
+class _Notes:
+    """Writes notes. file: None on all ranks but one, which write none."""
 
-    def __init__(self, module: nn.Module, path: str | os.PathLike[str]) -> None:
-        self._layers, self._path = layers_of(module), path
+    def __init__(self, module: nn.Module, file: TextIO | None) -> None:
         self._names = {id(p): unwrapped(name) for name, p in module.named_parameters()}
         self._steps: Counter[tuple[str, str]] = Counter()
         self._kept: list[tuple] = []
-        self._file: TextIO | None = None
-
-    def __enter__(self) -> "Recording":
-        for name, layer in self._layers:
-            if layer.state.record is not None:
-                raise RuntimeError(
-                    f"record: got {name or 'a layer'}, which is being recorded already, expected "
-                    "one block at a time"
-                )
-        if not callers.initialized() or dist.get_rank() == 0:
-            self._file = open(self._path, "w", encoding="utf-8")
-        for name, layer in self._layers:
-            layer.state.record = functools.partial(self._note_sums, unwrapped(name))
-        self._hook = register_optimizer_step_pre_hook(self._note_gradients)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hook.remove()
-        for _, layer in self._layers:
-            layer.state.record = None
-        if self._file is not None:
-            self._note_kept()
-            self._file.close()
-            self._file = None
+        self._file = file
 
     def _note(self, name: str, what: str, value: str) -> None:
         """One line of the file: step, layer or parameter, what is noted of it, and the value."""
-        assert self._file is not None
         self._steps[name, what] += 1
         print(json.dumps([self._steps[name, what] - 1, name, what, value]), file=self._file)
 
-    def _note_sums(
+    def keep_sums(
         self, name: str, direction: str, ranks: int, channels: int, merged: Tensor, more: Any
     ) -> None:
         if self._file is not None:
             self._kept.append((name, direction, ranks, channels, merged, more))
             if len(self._kept) == _MOST_KEPT:
-                self._note_kept()
+                self.note_kept()
 
-    def _note_kept(self) -> None:
+    def note_kept(self) -> None:
         for (name, direction, *_), value in zip(self._kept, _hashes_of_sums(self._kept)):
             self._note(name, direction, value)
         self._kept = []
 
     @torch.no_grad()
-    def _note_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def note_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._file is None:
             return
-        self._note_kept()
+        self.note_kept()
         given = [p for group in optimizer.param_groups for p in group["params"]]
         named = [p for p in given if id(p) in self._names and p.grad is not None]
         sums = [_sum_of_bits(p.grad) for p in named]
@@ -92,7 +68,8 @@ class Recording:
             self._note(self._names[id(p)], "gradient", f"{value % 2**64:016x}")
 
 
-def record(module: nn.Module, path: str | os.PathLike[str]) -> Recording:
+@contextlib.contextmanager
+def record(module: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
     """Notes in a file, while a with block runs, what two trainings can be compared by.
 
         with syncbn.record(model, "run_a"):
@@ -114,11 +91,30 @@ def record(module: nn.Module, path: str | os.PathLike[str]) -> Recording:
         RuntimeError: a layer is in another such block.
         ValueError: `module` is not a module.
     """
-    return Recording(module, path)
+    layers = layers_of(module)
+    for name, layer in layers:
+        if layer.state.record is not None:
+            raise RuntimeError(
+                f"record: got {name or 'a layer'}, which is being recorded already, expected one "
+                "block at a time"
+            )
+    writes = not callers.initialized() or dist.get_rank() == 0
+    with open(path, "w", encoding="utf-8") if writes else contextlib.nullcontext() as file:
+        notes = _Notes(module, file)
+        for name, layer in layers:
+            layer.state.record = functools.partial(notes.keep_sums, unwrapped(name))
+        hook = register_optimizer_step_pre_hook(notes.note_gradients)
+        try:
+            yield
+        finally:
+            hook.remove()
+            for _, layer in layers:
+                layer.state.record = None
+            notes.note_kept()
 
 
 def _hashes_of_sums(kept: list[tuple]) -> list[str]:
-    """Of what _note_sums() was told, all in one go: one by one they would take longer."""
+    """Of what keep_sums() was told, all in one go: one by one they would take longer."""
     hashes = ["no samples"] * len(kept)
     rows: dict[torch.dtype, dict[int, Tensor]] = defaultdict(dict)
     for i, (_, _, ranks, channels, merged, more) in enumerate(kept):

@@ -20,7 +20,8 @@ from ..exchange import callers
 from ..exchange.tree import Tree
 from ..nn import SyncBatchNorm
 from ..parallel import _copy_of, _Meeting
-from . import checks, data
+from . import checks
+from .data import Batches, Samples
 from .step import Generators, Step
 
 __all__ = ["Shares"]
@@ -67,8 +68,8 @@ class Shares(nn.Module):
             (name, tuple(p.shape), p.dtype, p.requires_grad)
             for name, p in module.named_parameters()
         ]
-        said = {"shares": shares, "seed": seed, "parameters": hex(checks.number_of(shapes))}
-        checks.agree("", said | checks.environment_of(self._device), processes)
+        said = {"parameters": hex(checks.number_of(shapes)), **self._alike()}
+        checks.agree("", said, processes)
         self._layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm)]
         for layer in self._layers:
             layer.affine_grad = "global"
@@ -174,8 +175,10 @@ class Shares(nn.Module):
         Raises:
             ValueError: an argument is refused.
         """
-        own = (self.seed, self.shares, self.mine)
-        return data.loader(dataset, batch_size, shuffle, *own, options)
+        batches = Batches(dataset, batch_size, shuffle, self.seed, self.shares, self.mine)
+        options = {"generator": torch.Generator()} | options  # the program's own is left alone
+        samples = Samples(dataset, self.seed)
+        return torch.utils.data.DataLoader(samples, batch_sampler=batches, **options)
 
     def backward(self, losses: Sequence[Tensor] | Tensor) -> None:
         """Adds the mean of all shares' gradients to the parameters' .grad.
@@ -219,7 +222,7 @@ class Shares(nn.Module):
             # Autograd adds those of synchronized layers: they are exact sums over all shares.
             for p, exact in zip(self._trained, self._apart(step.backward)):
                 if exact is not None:
-                    _add_to(p, exact.div_(self.shares))
+                    self._add_mean(p, exact)
             for kept, aliases in zip(self._kept, step.aliases):
                 _gather(kept, [alias.grad for alias in aliases])
 
@@ -241,22 +244,20 @@ class Shares(nn.Module):
         self._tree.meet("mean", (tuple(values[0].shape), values[0].dtype), values[0].device)
         return self._tree.total(flat).div_(self.shares).view(values[0].shape)
 
+    def _alike(self) -> dict[str, Any]:
+        """What all processes, and those that go on with a checkpoint, must have alike."""
+        environment = checks.environment_of(self._device)
+        return {"shares": self.shares, "seed": self.seed, **environment}
+
     def get_extra_state(self) -> dict[str, Any]:
-        return {
-            "shares": self.shares,
-            "seed": self.seed,
-            "steps": self.steps,
-            "environment": checks.environment_of(self._device),
-        }
+        return {"steps": self.steps, **self._alike()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        own = {"shares": self.shares, "seed": self.seed, **checks.environment_of(self._device)}
-        given = {"shares": state["shares"], "seed": state["seed"], **state["environment"]}
-        for name in own:
-            if own[name] != given.get(name):
+        for name, own in self._alike().items():
+            if state.get(name) != own:
                 raise ValueError(
-                    f"state_dict: got one of a training with {name} {given.get(name)}, expected "
-                    f"{own[name]}: it would go on with other bits"
+                    f"state_dict: got one of a training with {name} {state.get(name)}, expected "
+                    f"{own}: it would go on with other bits"
                 )
         self.steps = state["steps"]
 
@@ -332,6 +333,8 @@ class Shares(nn.Module):
         """Exchanges the shares' gradients, and adds the means to the parameters' .grad."""
         for bucket in _buckets(self._trained):
             parameters = [self._trained[i] for i in bucket]
+            sizes = [p.numel() for p in parameters]
+            rest = -(sum(sizes) + len(sizes)) % self._tree.processes  # equal slices: no copy there
             flat = []
             for own in kept:
                 gradients = [own[i] for i in bucket]
@@ -339,17 +342,24 @@ class Shares(nn.Module):
                     torch.zeros_like(p).flatten() if g is None else g.flatten()
                     for p, g in zip(parameters, gradients)
                 ]
-                there = [float(g is not None) for g in gradients]
+                there = [float(g is not None) for g in gradients] + [0.0] * rest
                 flat.append(torch.cat([*parts, parts[0].new_tensor(there)]))
                 for i in bucket:
                     own[i] = None
             total = self._tree.total(flat)
             del flat
-            sizes = [p.numel() for p in parameters]
-            *means, there = total.split([*sizes, len(bucket)])
-            for p, mean, any_share in zip(parameters, means, there.tolist()):
+            *sums, there = total.split([*sizes, len(bucket) + rest])
+            for p, all_shares, any_share in zip(parameters, sums, there.tolist()):
                 if any_share:  # else no share used it
-                    _add_to(p, mean.view(p.shape).div_(self.shares))
+                    self._add_mean(p, all_shares.view(p.shape))
+
+    def _add_mean(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Adds the mean over shares to the gradient, which is of the parameter's layout."""
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            torch.div(total, self.shares, out=parameter.grad)
+        else:
+            parameter.grad.add_(total.div_(self.shares))
 
     def _broadcast(self, tensor: Tensor) -> None:
         if self._tree.processes > 1 and tensor.numel() > 0:
@@ -365,14 +375,6 @@ def _gather(kept: list[Tensor | None], gradients: Sequence[Tensor | None]) -> No
         if gradient is not None:
             own = kept[i]
             kept[i] = gradient if own is None else own + gradient
-
-
-def _add_to(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Adds to the gradient, which is of the parameter's layout."""
-    if parameter.grad is None:
-        parameter.grad = torch.empty_like(parameter).copy_(gradient)
-    else:
-        parameter.grad.add_(gradient)
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[int]]:

@@ -2,14 +2,13 @@
 """The samples of shares: which ones a step has, and with what random numbers they are made, does
 not depend on the processes or on a DataLoader's workers."""
 
-import contextlib
 import random
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from .checks import number_of
 
@@ -25,9 +24,20 @@ class Batches(Sampler[list[Place]]):
     """
 
     def __init__(
-        self, length: int, batch_size: int, shuffle: bool, seed: int, shares: int, mine: range
+        self, dataset: Any, batch_size: int, shuffle: bool, seed: int, shares: int, mine: range
     ) -> None:
-        self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"dataset: got {type(dataset).__name__}, whose order is its own, expected one with "
+                "indices and a length"
+            )
+        if not isinstance(batch_size, int) or batch_size < 1 or batch_size % shares:
+            raise ValueError(
+                f"batch_size: got {batch_size!r}, expected a multiple of the {shares} shares, "
+                "which have equal parts of the batch"
+            )
+        self.length, self.shuffle, self.seed = len(dataset), shuffle, seed
+        self.batch_size = batch_size
         self._of_share, self._mine = batch_size // shares, mine
         self.epoch = self.start = 0
 
@@ -60,47 +70,17 @@ class Samples(Dataset):
 
     def __getitem__(self, place: Place) -> Any:
         epoch, index = place
-        with _random_numbers(number_of(self.seed, "sample", epoch, index)):
-            return self.dataset[index]
-
-
-@contextlib.contextmanager
-def _random_numbers(seed: int) -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    before = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy:
-        numpy.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        if numpy:
-            numpy.random.set_state(before[2])
-
-
-def loader(
-    dataset: Any,
-    batch_size: int,
-    shuffle: bool,
-    seed: int,
-    shares: int,
-    mine: range,
-    options: dict[str, Any],
-) -> DataLoader:
-    """What Shares.loader() says."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"dataset: got {type(dataset).__name__}, whose order is its own, expected one with "
-            "indices and a length"
-        )
-    if not isinstance(batch_size, int) or batch_size < 1 or batch_size % shares:
-        raise ValueError(
-            f"batch_size: got {batch_size!r}, expected a multiple of the {shares} shares, which "
-            "have equal parts of the batch"
-        )
-    batches = Batches(len(dataset), batch_size, shuffle, seed, shares, mine)
-    options = {"generator": torch.Generator()} | options  # the program's own is left alone
-    return DataLoader(Samples(dataset, seed), batch_sampler=batches, **options)
+        seed = number_of(self.seed, "sample", epoch, index)
+        numpy = sys.modules.get("numpy")
+        before = random.getstate(), numpy and numpy.random.get_state()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            if numpy:
+                numpy.random.seed(seed % 2**32)
+            try:
+                return self.dataset[index]
+            finally:
+                random.setstate(before[0])
+                if numpy:
+                    numpy.random.set_state(before[1])

@@ -69,10 +69,10 @@ def test_example(tmp_path, name):
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("options", ((), ("--steps", "500", "--changes", "3", "--processes", "2")))
+@pytest.mark.parametrize("options", ("", "--steps 500 --processes 1 3 --networks residual"))
 def test_networks_by_shares_exact(tmp_path, options):
     """On 1 to 4 processes, and while their number changes ten times; and longer."""
-    assert all(run(tmp_path, "examples/21_shares.py", *options)), "it says nothing"
+    assert all(run(tmp_path, "examples/21_shares.py", *options.split())), "it says nothing"
 
 
 @pytest.mark.parametrize(
