@@ -9,7 +9,6 @@ import gc
 import os
 import re
 import sys
-import warnings
 import weakref
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -304,16 +303,6 @@ _SIZES = (
     "SLURM_STEP_NUM_TASKS",
 )
 
-#: Whether nothing is left to be said of training alone.
-looked = False
-_had_others = False
-
-
-def found_others() -> None:
-    """Notes that this process has a group of several ranks."""
-    global looked, _had_others
-    looked, _had_others = False, True
-
 
 def others_beside() -> str:
     """Says what tells that there are other processes; "" if nothing does."""
@@ -339,13 +328,3 @@ def alone_text(why: str) -> str:
         f"statistics of this process alone, though {why}; expected a process group of all of them "
         "before training (torch.distributed.init_process_group), or sync=False"
     )
-
-
-def look(who: str) -> None:
-    """Warns if the training call of that layer sees nobody by accident."""
-    global looked
-    looked = True
-    gone = _had_others and not initialized()
-    why = "the process group with others was destroyed" if gone else others_beside()
-    if why:
-        warnings.warn(f"{who}: {alone_text(why)}", stacklevel=2)

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import socket
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -36,6 +37,10 @@ _unmade: dict[Key, float] = {}
 _absent: frozenset[int] = frozenset()
 _without_absent: list[Key] = []
 
+#: Whether nothing is left to be said of training alone; and whether this process had a group of
+#: several ranks.
+looked = _had_others = False
+
 
 def node_identity() -> str:
     """Gives what ranks that may share memory have in common."""
@@ -50,12 +55,13 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
 
     Raises ExchangeTimeout, PeerLost or DivergenceError on every rank if it cannot be made.
     """
+    global looked, _had_others
     callers.check_fork()
     known = _own_groups.get(key)
     if known is not None:
         if callers.exists(known.group_name):
             return known
-        _drop(_own_groups.pop(key))  # it went with destroy_process_group
+        _forget(key)  # it went with destroy_process_group
     ranks, timeout, engine, label, cuda = key
     patience = max(timeout, patience)
     share = engine != "process_group" and len(ranks) > 1
@@ -101,10 +107,10 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
     if own.note and rank == 0:
         _log.warning("exchanging over Gloo, not through shared memory: %s", own.note)
     for old in [old for old in _own_groups if callers.outlived(old[3])]:
-        _drop(_own_groups.pop(old))
+        _forget(old)
     _own_groups[key] = own
     if len(ranks) > 1:
-        callers.found_others()
+        looked, _had_others = False, True
     failing.watch(own, formed.store, place)
     return own
 
@@ -163,11 +169,8 @@ def asked_of(sharing: Sharing) -> tuple[Key, float] | None:
 
 def size(sharing: Sharing) -> int:
     """Counts the ranks that peers() would be, without making their group."""
-    if not initialized():
-        if sharing.name is not None:
-            resolve(sharing.name)
-        return 1
-    return len(set(callers.global_ranks(resolve(sharing.name))) - _absent)
+    asked = asked_of(sharing)
+    return 1 if asked is None else len(asked[0][0])
 
 
 def _sees_nobody(sharing: Sharing) -> bool:
@@ -183,9 +186,15 @@ def beside(sharing: Sharing) -> str:
 
 def training_peers(sharing: Sharing, who: str | Callable[[], str]) -> Peers | None:
     """Finds the peers() of a call that trains; warns once of others that it does not see."""
+    global looked
     found = peers(sharing, who)
-    if found is None and not callers.looked and _sees_nobody(sharing):
-        callers.look(who() if callable(who) else who)
+    if found is None and not looked and _sees_nobody(sharing):
+        looked = True
+        gone = _had_others and not initialized()
+        why = "the process group with others was destroyed" if gone else callers.others_beside()
+        if why:
+            who = who() if callable(who) else who
+            warnings.warn(f"{who}: {callers.alone_text(why)}", stacklevel=2)
     return found
 
 
@@ -203,13 +212,15 @@ def leave_out(ranks: Iterable[int]) -> None:
     callers.check_fork()
     _absent = frozenset(ranks)
     while _without_absent:
-        key = _without_absent.pop()
-        _unmade.pop(key, None)
-        if key in _own_groups:
-            _drop(_own_groups.pop(key))
+        _forget(_without_absent.pop())
 
 
-def _drop(own: Peers) -> None:
+def _forget(key: Key) -> None:
+    """Drops the group, if it was made."""
+    _unmade.pop(key, None)
+    own = _own_groups.pop(key, None)
+    if own is None:
+        return
     failing.forget(own.group_name)
     if own.shared is not None:
         ops.shm_close(own.shared)
@@ -233,15 +244,13 @@ def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
     all ranks if not all ranks of a group have such a layer."""
     callers.check_fork()
     for key in [key for key, own in _own_groups.items() if not callers.exists(own.group_name)]:
-        _drop(_own_groups.pop(key))  # it went with destroy_process_group
+        _forget(key)  # it went with destroy_process_group
     if not initialized():
         _unmade.clear()
         return
     world, who = dist.get_world_size(), "syncbn.reset_groups"
     for key in [key for key in {*_own_groups, *_unmade} if callers.outlived(key[3])]:
-        _unmade.pop(key, None)
-        if key in _own_groups:
-            _drop(_own_groups.pop(key))
+        _forget(key)
     keys = _by_digest(key for key in {*_own_groups, *_unmade} if max(key[0]) < world)
     found = ((asked_of(sharing), name) for sharing, name in (sharings or {}).items())
     names = {asked[0]: name for asked, name in found if asked is not None}
@@ -268,18 +277,17 @@ def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
             f"{who}, rank {dist.get_rank()} of {world}: the ranks ask for different exchanges: "
             f"{text}; not all ranks of the group have such a layer"
         )
-    old = {key: _own_groups.pop(key) for key in list(_own_groups)}
-    _unmade.update((key, own.patience) for key, own in old.items())
     common = [k for d, k in keys.items() if sum(d in own for own, _ in told) == len(k[0])]
-    for key in _unmade.keys() - common:
-        del _unmade[key]
-        if key in old:
-            _drop(old[key])
+    for key in {*_own_groups, *_unmade}.difference(common):
+        _forget(key)
         _log.warning("%s: forgets a group that not all of its ranks have: %s", who, key)
+    old = _own_groups.copy()
+    patience = _unmade | {key: own.patience for key, own in old.items()}
     for key in common:
-        if key in old:
-            _drop(old[key])
-        new = own_group(key, _unmade[key], who)
+        _forget(key)
+    _unmade.update(patience)
+    for key in common:
+        new = own_group(key, patience[key], who)
         if key in old:
             callers.renamed[old[key].group_name] = new.group_name
 

@@ -36,9 +36,8 @@ def place(nodes: str, rank: int) -> None:
 
 
 def forget_groups() -> None:
-    for own in groups._own_groups.values():
-        groups._drop(own)
-    groups._own_groups.clear()
+    for key in list(groups._own_groups):
+        groups._forget(key)
 
 
 class LogLines(logging.Handler):

@@ -18,7 +18,7 @@ from torch import nn
 
 import syncbn
 from rank_runs import free_port, quick_context, run_ranks
-from syncbn.exchange import callers
+from syncbn.exchange import groups
 from syncbn.parallel import SelfDataParallel
 
 
@@ -129,7 +129,7 @@ def case_a_size_of_one_and_an_allocation():
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         del os.environ[name]
     os.environ.update(SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_NPROCS="4", PMI_SIZE="")
-    callers.looked = False
+    groups.looked = False
     is_quiet()
 
 
@@ -138,7 +138,7 @@ def case_other_launchers():
     os.environ["WORLD_SIZE"] = "many"
     launchers = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
     for name in launchers:
-        callers.looked = False
+        groups.looked = False
         os.environ[name] = "3"
         warns_once(f"the environment has {name}=3")
         del os.environ[name]
@@ -147,7 +147,7 @@ def case_other_launchers():
 def case_torchft_without_a_group():
     torchft(living=False)
     is_quiet()
-    callers.looked = False
+    groups.looked = False
     manager = torchft(living=True)
     warns_once("torchft's Manager is there for other replicas")
     assert manager
