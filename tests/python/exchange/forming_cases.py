@@ -152,15 +152,17 @@ def scenario_late_by_node(run):
 
 def scenario_others_try_again(run):
     """Ranks that have failed and one that has not meet, under one name."""
+    store = dist.distributed_c10d._get_default_store()
     if run.odd:
-        time.sleep(LIMIT + 1)
-        run.form()
+        store.wait([f"again {rank}" for rank in range(run.rank)])
+        time.sleep(0.5)
     else:
         try:
             run.form()
             raise AssertionError("no error")
         except syncbn.ExchangeTimeout:
-            run.form()
+            store.set(f"again {run.rank}", "")
+    run.form()
     run.go_on()
 
 

@@ -6,7 +6,6 @@ A case is a function case_*(rank, world), as in rank_cases.py; it runs once per 
 
 import contextlib
 import itertools
-import logging
 import re
 
 import numpy as np
@@ -20,7 +19,7 @@ import rank_cases_join
 import rank_cases_modes
 import rank_cases_refused
 import syncbn
-from rank_cases import check_layer, raises, unchanged
+from rank_cases import LogLines, check_layer, raises, unchanged
 from support import rough_samples
 from syncbn.exchange import connections, groups
 
@@ -38,24 +37,6 @@ def place(nodes: str, rank: int) -> None:
 def forget_groups() -> None:
     for key in list(groups._own_groups):
         groups._forget(key)
-
-
-class LogLines(logging.Handler):
-    """What the package logs meanwhile, on all ranks."""
-
-    def __enter__(self):
-        self.lines = []
-        logging.getLogger("syncbn").addHandler(self)
-        return self
-
-    def __exit__(self, *_):
-        logging.getLogger("syncbn").removeHandler(self)
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, self.lines)
-        self.of_all_ranks = [line for lines in gathered for line in lines]
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
 
 
 def engine_and_note() -> tuple[str, str]:

@@ -6,6 +6,7 @@ if something is wrong on this rank. Many cases share one start of the processes 
 """
 
 import copy
+import logging
 import pickle
 import re
 from unittest import mock
@@ -48,6 +49,24 @@ def raises(error: type, text: str, function) -> None:
 def unchanged(layer: nn.Module, before: dict) -> None:
     for name, value in layer.state_dict().items():
         assert torch.equal(value, before[name]), f"{name} changed"
+
+
+class LogLines(logging.Handler):
+    """What the package logs meanwhile, on all ranks."""
+
+    def __enter__(self):
+        self.lines = []
+        logging.getLogger("syncbn").addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        logging.getLogger("syncbn").removeHandler(self)
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, self.lines)
+        self.of_all_ranks = [line for lines in gathered for line in lines]
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
 
 
 def refused(rank, layer, text, bad, good=None, error=ValueError) -> None:

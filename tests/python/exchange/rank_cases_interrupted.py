@@ -295,30 +295,22 @@ def case_lengths_that_differ_twice_have_a_name(rank, world):
     if not _is_shared(layer):
         return  # over Gloo all first messages have one length
 
-    def bring(*sizes):
-        engine = host.engine_of(layer.state.peers(layer.options()))
+    def bring(*sizes, first=False):
         for size in sizes:
-            engine.sum_words(
-                torch.zeros(size, dtype=torch.int64), layer.state.call_of(x, layer.options())
-            )
-
-    def first(size):
-        engine = host.engine_of(layer.state.peers(layer.options()))
-        call = layer.state.call_of(x, layer.options())
-        engine.sum_first(torch.zeros(size, dtype=torch.int64), call)
-
-    def go(layer):
-        layer(x)
+            engine = host.engine_of(layer.state.peers(layer.options()))
+            call = layer.state.call_of(x, layer.options())
+            words = torch.zeros(size, dtype=torch.int64)
+            (engine.sum_first if first else engine.sum_words)(words, call)
 
     for ours, theirs in (
-        (lambda _: bring(16), lambda _: bring(24)),
-        (lambda _: first(32), lambda _: bring(24, 16)),
-        (go, lambda _: bring(24, 16)),
-        (go, lambda _: (first(24), first(16))),
+        (lambda: bring(16), lambda: bring(24)),
+        (lambda: bring(32, first=True), lambda: bring(24, 16)),
+        (lambda: layer(x), lambda: bring(24, 16)),
+        (lambda: layer(x), lambda: bring(24, 16, first=True)),
     ):
         begin = time.monotonic()
         try:
-            (ours if rank == 0 else theirs)(layer)
+            (ours if rank == 0 else theirs)()
         except (syncbn.DivergenceError, syncbn.PeerLost) as error:
             assert str(error).startswith("SyncBatchNorm, call "), error
         else:

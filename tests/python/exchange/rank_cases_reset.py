@@ -6,7 +6,6 @@ rank_cases.py is."""
 import copy
 import datetime
 import functools
-import logging
 import time
 from unittest import mock
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
-from rank_cases import raises
+from rank_cases import LogLines, raises
 from syncbn.exchange import failing, groups
 from syncbn.exchange.failing import Attempt
 
@@ -86,19 +85,6 @@ def case_reset_compares_layers(rank, world):
     assert int(model["stem"].state.call) == 0  # of a copy
 
 
-class Lines(logging.Handler):
-    def __enter__(self):
-        self.lines = []
-        logging.getLogger("syncbn").addHandler(self)
-        return self.lines
-
-    def __exit__(self, *_):
-        logging.getLogger("syncbn").removeHandler(self)
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def interrupted(layer, rank):
     """Ctrl-C on rank 0 when its part is under way: the exchange ends well on the others."""
 
@@ -153,12 +139,12 @@ def case_statistics_after_an_interrupt_are_those_of_one_rank_exact(rank, world):
         raises(syncbn.DivergenceError, text, reset)
         assert everywhere(model) == before
 
-        with Lines() as lines:
+        with LogLines() as log:
             syncbn.reset_groups(model)
             syncbn.reset_groups(model, strict=True)
-        assert len(lines) == (rank == 0)
-        if rank == 0:
-            assert f"all took {taken}" in lines[0]
+        assert len(log.lines) == (rank == 0)
+        (line,) = log.of_all_ranks
+        assert f"all took {taken}" in line
         for name, value in one.state_dict().items():
             assert torch.equal(model["head"].state_dict()[name], value), name
         assert model["frozen"].running_var.tolist() == [1, 2, 1, 1]

@@ -73,10 +73,10 @@ def free_port() -> int:
 
 
 def quick_context():
-    """Of processes that start fast: forked from one that has imported the package. (It does not
-    look for modules beside the tests.)"""
+    """Of processes that start fast: forked from one that has imported the package, and pytest. (It
+    does not look for modules beside the tests.)"""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["syncbn"])
+    context.set_forkserver_preload(["syncbn", "pytest"])
     return context
 
 
