@@ -9,20 +9,41 @@
 
 namespace {
 
-void run(const syncbn::bench::ExchangeOptions& options) {
-  syncbn::MpiCommunicator group(MPI_COMM_WORLD);
-  syncbn::bench::ExchangeRows rows;
-  if (group.rank() == 0) {
-    rows.print_heading(std::thread::hardware_concurrency());
-  }
+/// Exchanges of ranks that share memory with those of their node; ranks of one node follow one
+/// another.
+void measure(const char* engine, int nodes, const syncbn::bench::ExchangeOptions& options,
+             syncbn::bench::ExchangeRows& rows) {
+  int rank = 0;
+  int size = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  MPI_Comm node = MPI_COMM_NULL;
+  MPI_Comm_split(MPI_COMM_WORLD, rank * nodes / size, rank, &node);
+  syncbn::MpiCommunicator group(MPI_COMM_WORLD, syncbn::MpiCommunicator::kDefaultTimeout, node);
+  MPI_Comm_free(&node);
   for (const std::int64_t channels : syncbn::bench::kExchangeChannels) {
     const auto times = syncbn::bench::measure_exchange(
         group, syncbn::bench::exchange_words(channels), options.rounds);
-    if (group.rank() == 0) {
-      rows.add("MPI", group.size(), channels, times);
+    if (rank == 0) {
+      rows.add(engine, size, channels, times);
     }
   }
-  if (group.rank() == 0) {
+}
+
+void run(const syncbn::bench::ExchangeOptions& options) {
+  int rank = 0;
+  int size = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  syncbn::bench::ExchangeRows rows;
+  if (rank == 0) {
+    rows.print_heading(std::thread::hardware_concurrency());
+  }
+  measure("MPI", size, options, rows);
+  if (size > 2) {
+    measure("MPI, 2 nodes", 2, options, rows);
+  }
+  if (rank == 0) {
     rows.write(options.json);
   }
 }
@@ -32,6 +53,6 @@ void run(const syncbn::bench::ExchangeOptions& options) {
 int main(int count, char** arguments) {
   const syncbn::bench::ExchangeOptions options(count, arguments);
   MPI_Init(&count, &arguments);
-  run(options);  // the group ends before MPI does
+  run(options);  // the groups end before MPI does
   MPI_Finalize();
 }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -23,13 +24,16 @@ struct MpiHandle {
 
 /// One rank's end of a group whose ranks are those of an MPI communicator.
 ///
-/// Before each exchange every rank tells rank 0 what it brings, and rank 0 answers; only when all
-/// are there with the same call does MPI's collective begin. So lengths may differ (DivergenceError
-/// on every rank; the group can be used further), a rank may leave, and a rank that does not come
-/// has a name. A rank that refuses an argument is a PeerLost on the others, after which the group
-/// can be used further. After ExchangeTimeout and any other PeerLost it is broken until reset:
-/// later calls throw PeerLost. A failed call of MPI throws Error with its text and breaks the
-/// group.
+/// Ranks of one node exchange in shared memory, as in a SharedMemoryGroup. Between nodes the first
+/// rank of each exchanges over MPI: it tells rank 0 what its node brings, and rank 0 answers; only
+/// when all are there with the same call does MPI's collective begin. If the ranks of a node cannot
+/// share memory, every rank exchanges over MPI in this way.
+///
+/// So lengths may differ (DivergenceError on every rank; the group can be used further), a rank may
+/// leave, and a rank that does not come has a name. A rank that refuses an argument is a PeerLost
+/// on the others, after which the group can be used further. After ExchangeTimeout and any other
+/// PeerLost it is broken until reset: later calls throw PeerLost. A failed call of MPI throws Error
+/// with its text and breaks the group.
 ///
 /// MPI must be initialized, with MPI_THREAD_SERIALIZED if calls come from another thread than the
 /// one that initialized it, and MPI_THREAD_MULTIPLE if other threads use MPI meanwhile; exchanges
@@ -38,17 +42,24 @@ class SYNCBN_API MpiCommunicator final : public Communicator {
  public:
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
 
-  /// communicator: it is duplicated, so all its ranks (1 to 2048) make this call at the same time;
-  /// there MPI waits without a limit. timeout: at least 1 ms; rank 0 waits that long for the others
-  /// in an exchange before ExchangeTimeout on every rank, which names those that did not come (they
-  /// get it when they come), and the others twice as long for rank 0. Other values, an
-  /// intercommunicator, or MPI that is not initialized or finalized already: InvalidArgument.
+  /// communicator: all its ranks (1 to 2048) make this call at the same time; there MPI waits
+  /// without a limit. timeout: at least 1 ms; a rank waits that long for the others of its node,
+  /// and rank 0 for those of other nodes twice as long, before ExchangeTimeout on every rank, which
+  /// names those that did not come. When they come, they get it too, over MPI, or PeerLost. Ranks
+  /// wait twice as long for rank 0 over MPI as rank 0 for them. node: those ranks of `communicator`
+  /// that share memory with this one, itself among them; by default MPI's MPI_COMM_TYPE_SHARED, and
+  /// MPI_COMM_SELF on all ranks for no shared memory. Other values, an intercommunicator, or MPI
+  /// that is not initialized or finalized already: InvalidArgument.
   explicit MpiCommunicator(MpiHandle communicator,
-                           std::chrono::milliseconds timeout = kDefaultTimeout);
+                           std::chrono::milliseconds timeout = kDefaultTimeout,
+                           std::optional<MpiHandle> node = std::nullopt);
 #if defined(MPI_VERSION)  // of <mpi.h>
   explicit MpiCommunicator(MPI_Comm communicator,
                            std::chrono::milliseconds timeout = kDefaultTimeout)
       : MpiCommunicator(MpiHandle{MPI_Comm_c2f(communicator)}, timeout) {}
+  MpiCommunicator(MPI_Comm communicator, std::chrono::milliseconds timeout, MPI_Comm node)
+      : MpiCommunicator(MpiHandle{MPI_Comm_c2f(communicator)}, timeout,
+                        MpiHandle{MPI_Comm_c2f(node)}) {}
 #endif
 
   /// Of all ranks and before MPI_Finalize (MPI_Comm_free). The duplicate of a broken group is left
@@ -58,11 +69,13 @@ class SYNCBN_API MpiCommunicator final : public Communicator {
   int rank() const override;
   int size() const override;
   void all_reduce_sum(std::span<std::int64_t> words) override;
+  /// In parts where all ranks are on one node.
+  SumInParts* parts() override;
   void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
   void abandon(const std::string& reason) override;
   void refuse(const std::string& reason) override;
 
-  /// Makes a broken group a new one, from the communicator that it was made of, which is still
+  /// Makes a broken group a new one, from the communicators that it was made of, which are still
   /// there. All its ranks call this; MPI waits for them without a limit. The layers of the group
   /// begin at call 0.
   void reset();

@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "syncbn/communicator.hpp"
 #include "syncbn/export.hpp"
@@ -90,6 +91,10 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
   /// Makes a broken group a new one, as create does: every rank that it is to have calls this. The
   /// layers of the group begin at call 0. Error, and the group stays broken, where create has none.
   void reset(const Gather& gather);
+
+  /// What errors call the ranks, where they are some of `size` ranks of a larger group: numbers[r]
+  /// for rank r. InvalidArgument unless there are size() numbers, of 0 to size - 1.
+  void call_ranks(std::vector<int> numbers, int size);
 
   /// The timeout of this rank from now on, also in an exchange that is under way.
   void set_timeout(std::chrono::milliseconds timeout);

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <thread>
+#include <utility>
 
 #include "comm/futex.hpp"
 #include "comm/rank_texts.hpp"
@@ -79,6 +81,8 @@ SharedBarrier::SharedBarrier(std::byte* memory, std::vector<Peer> peers, int ran
       peers_(std::move(peers)),
       rank_(static_cast<std::size_t>(rank)),
       size_(static_cast<std::size_t>(size)),
+      numbers_(size_),
+      of_(size_),
       timeout_(timeout),
       slots_(Control::bytes_with_areas(size_)),
       slot_(slot_bytes(size_)),
@@ -86,7 +90,15 @@ SharedBarrier::SharedBarrier(std::byte* memory, std::vector<Peer> peers, int ran
   for (const Peer& peer : peers_) {
     alive_.push_back({peer.alive.get(), POLLIN, 0});
   }
+  std::iota(numbers_.begin(), numbers_.end(), 0);
 }
+
+void SharedBarrier::call_ranks(std::vector<int> numbers, std::size_t of) {
+  numbers_ = std::move(numbers);
+  of_ = of;
+}
+
+std::string SharedBarrier::who() const { return rank_of(number(rank_), of_); }
 
 SharedBarrier::Control& SharedBarrier::control() const {
   return *reinterpret_cast<Control*>(memory_);
@@ -100,7 +112,7 @@ bool SharedBarrier::in_own_process() const { return process_ == 0 || getpid() ==
 
 void SharedBarrier::check_process() const {
   if (!in_own_process()) {
-    throw Error(rank_of(static_cast<int>(rank_), size_) + "process " + std::to_string(getpid()) +
+    throw Error(who() + "process " + std::to_string(getpid()) +
                 " was forked from the rank's process and has no part in its group");
   }
 }
@@ -224,7 +236,7 @@ void SharedBarrier::look_at_peers() {
     const auto r = static_cast<std::size_t>(peer.rank);
     if (alive_[i].revents != 0 && area(r).arrived.load() < number_) {
       break_at(number_ - 1, Cause::kDied,
-               "rank " + std::to_string(peer.rank) + " is gone: its process " +
+               "rank " + std::to_string(number(r)) + " is gone: its process " +
                    std::to_string(peer.process) + " ended",
                {peer.rank});
       return;
@@ -237,13 +249,15 @@ void SharedBarrier::look_at_clock(milliseconds waited) {
     return;
   }
   std::vector<int> missing;
+  std::vector<int> numbers;
   for (std::size_t r = 0; r < size_; ++r) {
     if (area(r).arrived.load() < number_) {
       missing.push_back(static_cast<int>(r));
+      numbers.push_back(number(r));
     }
   }
   if (!missing.empty()) {
-    break_at(number_ - 1, Cause::kTimeout, missing_text(missing, timeout_), missing);
+    break_at(number_ - 1, Cause::kTimeout, missing_text(numbers, timeout_), missing);
   }
 }
 
@@ -286,18 +300,22 @@ void SharedBarrier::abandon(const std::string& reason) {
 /// waiting: this rank waits while the group breaks; otherwise it comes to a broken group.
 void SharedBarrier::throw_broken(std::uint64_t state, bool waiting) const {
   const int breaker = breaker_of(state);
-  const std::string place = rank_of(static_cast<int>(rank_), size_);
+  const std::string place = who();
   // What other processes write can be anything.
   if (static_cast<std::size_t>(breaker) >= size_) {
     throw PeerLost(place + "the memory of the group was overwritten");
   }
   const RankArea& its = area(static_cast<std::size_t>(breaker));
   const std::string reason(its.reason, strnlen(its.reason, sizeof(its.reason)));
-  if (its.cause == Cause::kTimeout && waiting) {
-    throw ExchangeTimeout(place + reason, its.about.list());
+  std::vector<int> about = its.about.list();
+  for (int& rank : about) {
+    rank = number(std::min(static_cast<std::size_t>(rank), size_ - 1));
   }
-  throw PeerLost(place + (its.cause == Cause::kDied ? reason : left_text(breaker, reason)),
-                 its.about.list());
+  if (its.cause == Cause::kTimeout && waiting) {
+    throw ExchangeTimeout(place + reason, about);
+  }
+  const int from = number(static_cast<std::size_t>(breaker));
+  throw PeerLost(place + (its.cause == Cause::kDied ? reason : left_text(from, reason)), about);
 }
 
 }  // namespace syncbn

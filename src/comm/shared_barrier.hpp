@@ -65,6 +65,14 @@ class SharedBarrier {
     return memory_ + slots_ + (2 * rank + barrier % 2) * slot_;
   }
 
+  /// What errors call the ranks, which are some of `of` ranks.
+  void call_ranks(std::vector<int> numbers, std::size_t of);
+  int number(std::size_t rank) const { return numbers_[rank]; }
+  const std::vector<int>& numbers() const { return numbers_; }
+  std::size_t numbers_of() const { return of_; }
+  /// "rank R of N: ".
+  std::string who() const;
+
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
@@ -107,6 +115,8 @@ class SharedBarrier {
   std::vector<pollfd> alive_;  ///< of peers_
   std::size_t rank_;
   std::size_t size_;
+  std::vector<int> numbers_;
+  std::size_t of_;
   std::chrono::milliseconds timeout_;
   std::size_t slots_;  ///< where they begin
   std::size_t slot_;   ///< bytes of one

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <string>
@@ -147,6 +148,17 @@ void SharedMemoryGroup::all_gather(std::span<const std::byte> in, std::span<std:
   state_->memory_file.reset();
 }
 
+void SharedMemoryGroup::call_ranks(std::vector<int> numbers, int size) {
+  const bool fit = std::all_of(numbers.begin(), numbers.end(),
+                               [&](int number) { return number >= 0 && number < size; });
+  if (numbers.size() != state_->barrier().size() || !fit) {
+    throw InvalidArgument("numbers: got " + std::to_string(numbers.size()) + ", expected " +
+                          std::to_string(state_->barrier().size()) + " of 0 to " +
+                          std::to_string(size - 1));
+  }
+  state_->barrier().call_ranks(std::move(numbers), static_cast<std::size_t>(size));
+}
+
 void SharedMemoryGroup::set_timeout(milliseconds timeout) {
   check_timeout(timeout);
   state_->barrier().set_timeout(timeout);
@@ -161,6 +173,8 @@ void SharedMemoryGroup::reset(const Gather& gather) {
   if (opened.group == nullptr) {
     throw Error(opened.why);
   }
+  const SharedBarrier& named = state_->barrier();
+  opened.group->call_ranks(named.numbers(), static_cast<int>(named.numbers_of()));
   state_.swap(opened.group->state_);
   begin_again();
 }

@@ -45,8 +45,7 @@ void SlotExchange::open(std::span<const std::int64_t> in, std::span<std::int64_t
 void SlotExchange::begin(ExchangeKind kind, const void* in, void* out, std::size_t bytes) {
   barrier_.check_usable();
   if (under_way_) {
-    throw Error(rank_of(static_cast<int>(barrier_.rank()), barrier_.size()) +
-                "an exchange is under way already");
+    throw Error(barrier_.who() + "an exchange is under way already");
   }
   kind_ = kind;
   in_ = static_cast<const std::byte*>(in);
@@ -227,7 +226,7 @@ std::size_t SlotExchange::common_end() {
   if (end < brought_) {  // what other processes write can be anything
     const std::string reason = "the memory of the group was overwritten";
     barrier_.abandon(reason);
-    throw PeerLost(rank_of(static_cast<int>(barrier_.rank()), barrier_.size()) + reason);
+    throw PeerLost(barrier_.who() + reason);
   }
   return end;
 }
@@ -240,22 +239,23 @@ void SlotExchange::throw_mismatch(std::size_t other) const {
   std::string refusals;
   for (std::size_t r = 0; r < barrier_.size(); ++r) {
     if (brought(r).kind == ExchangeKind::kRefused) {
-      odd.push_back(static_cast<int>(r));
+      odd.push_back(barrier_.number(r));
       refusals += (refusals.empty() ? "" : "; ") + left_text(odd.back(), refusal_of(r));
     }
   }
   if (!odd.empty()) {
-    throw PeerLost(rank_of(static_cast<int>(barrier_.rank()), barrier_.size()) + refusals, odd);
+    throw PeerLost(barrier_.who() + refusals, odd);
   }
   for (std::size_t r = 1; r < barrier_.size(); ++r) {
     if (brought(r).bytes != brought(0).bytes || brought(r).kind != brought(0).kind) {
-      odd.push_back(static_cast<int>(r));
+      odd.push_back(barrier_.number(r));
     }
   }
   const auto& its = brought(other);
-  throw DivergenceError(divergence_text(static_cast<int>(barrier_.rank()), barrier_.size(), bytes_,
-                                        static_cast<int>(other), its.bytes, its.kind != kind_),
-                        odd);
+  throw DivergenceError(
+      divergence_text(barrier_.number(barrier_.rank()), barrier_.numbers_of(), bytes_,
+                      barrier_.number(other), its.bytes, its.kind != kind_),
+      odd);
 }
 
 void SlotExchange::add_piece(std::size_t length) const {

@@ -104,6 +104,23 @@ TEST_P(SharedMemoryProcesses, DisagreementsAreErrorsOnEveryRankAndLeaveTheGroupU
   ranks.expect_success();
 }
 
+TEST(SharedMemory, ErrorsCallRanksByTheNumbersThatTheyHaveInALargerGroup) {
+  SharedMemoryRanks ranks(2, milliseconds(50));
+  EXPECT_EQ(thrown_text<InvalidArgument>([&] { ranks.rank(0).call_ranks({4}, 8); }),
+            "numbers: got 1, expected 2 of 0 to 7");
+  EXPECT_EQ(thrown_text<InvalidArgument>([&] { ranks.rank(0).call_ranks({4, 8}, 8); }),
+            "numbers: got 2, expected 2 of 0 to 7");
+  ranks.rank(0).call_ranks({4, 6}, 8);
+  std::vector<std::int64_t> words = {1};
+  try {
+    ranks.rank(0).all_reduce_sum(words);
+    ADD_FAILURE();
+  } catch (const ExchangeTimeout& error) {
+    EXPECT_STREQ(error.what(), "rank 4 of 8: rank 6 did not come to the exchange within 50 ms");
+    EXPECT_EQ(error.ranks(), std::vector<int>{6});
+  }
+}
+
 std::size_t entries(const char* folder) {
   const std::filesystem::directory_iterator files(folder);
   return static_cast<std::size_t>(std::distance(begin(files), end(files)));

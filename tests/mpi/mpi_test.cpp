@@ -2,6 +2,7 @@
 // Groups over MPI; every rank of mpiexec runs these tests in the same order.
 #include <cstdio>
 #include <limits>
+#include <string_view>
 
 #include "mpi_test.hpp"
 #include "syncbn/batch_norm.hpp"
@@ -12,13 +13,13 @@ namespace syncbn {
 namespace {
 
 TEST(Mpi, KnowsItself) {
-  const MpiCommunicator group(world());
+  const MpiCommunicator group = group_of_all();
   EXPECT_EQ(group.rank(), world_rank());
   EXPECT_EQ(group.size(), world_size());
 }
 
 TEST(Mpi, SumsWrapAroundExact) {
-  MpiCommunicator group(world());
+  MpiCommunicator group = group_of_all();
   for (const std::size_t length : {0u, 1u, 19u, 1000u, 100'000u}) {
     const auto word = [](std::size_t i, int r) {
       return i == 0 ? static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())
@@ -40,7 +41,7 @@ TEST(Mpi, SumsWrapAroundExact) {
 }
 
 TEST(Mpi, GathersInRankOrderExact) {
-  MpiCommunicator group(world());
+  MpiCommunicator group = group_of_all();
   for (const std::size_t length : {0u, 1u, 7u, 100'000u}) {
     const std::vector<std::byte> mine(length, static_cast<std::byte>(group.rank() + 1));
     std::vector<std::byte> all(length * static_cast<std::size_t>(group.size()));
@@ -112,7 +113,7 @@ struct Step {
 };
 
 TEST(Mpi, LayerHasTheBitsOfOneRankExact) {
-  MpiCommunicator group(world());
+  MpiCommunicator group = group_of_all();
   const Step step(group, Statistics::kReproducible);
   Communicator& self = self_communicator();
   const Step whole(self, Statistics::kReproducible);
@@ -132,7 +133,7 @@ TEST(Mpi, LayerHasTheBitsOfOneRankExact) {
 }
 
 TEST(Mpi, WelfordIsTheSameOnEveryRankExact) {
-  MpiCommunicator group(world());
+  MpiCommunicator group = group_of_all();
   const Step step(group, Statistics::kWelford);
   std::vector<double> of_rank_0 = step.mean;
   MPI_Bcast(of_rank_0.data(), static_cast<int>(of_rank_0.size()), MPI_DOUBLE, 0, MPI_COMM_WORLD);
@@ -191,6 +192,11 @@ int main(int argc, char** argv) {
   }
   if (!refused) {
     return 1;
+  }
+  if (argc > 1 && std::string_view(argv[1]) == "mpi") {
+    syncbn::way = syncbn::Way::kMpi;
+  } else if (argc > 1 && std::string_view(argv[1]) == "nodes") {
+    syncbn::way = syncbn::Way::kNodes;
   }
   int provided = 0;
   MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided);

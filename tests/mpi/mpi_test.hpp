@@ -12,6 +12,7 @@
 
 #include "syncbn/communicator.hpp"
 #include "syncbn/error.hpp"
+#include "syncbn/mpi.hpp"
 
 // What the tests of groups over MPI share.
 namespace syncbn {
@@ -33,6 +34,28 @@ inline int world_size() {
   int size = 0;
   MPI_Comm_size(MPI_COMM_WORLD, &size);
   return size;
+}
+
+/// What the ranks exchange over: a run of the tests has one.
+enum class Way {
+  kMemory,  ///< as a group is made by default, on one machine
+  kMpi,     ///< no ranks share memory
+  kNodes,   ///< the even and the odd ranks are taken for two nodes
+};
+inline Way way = Way::kMemory;
+
+/// A group of all ranks that goes this way.
+inline MpiCommunicator group_of_all(milliseconds timeout = MpiCommunicator::kDefaultTimeout) {
+  if (way == Way::kMemory) {
+    return MpiCommunicator(world(), timeout);
+  }
+  static MPI_Comm node = MPI_COMM_NULL;
+  if (node == MPI_COMM_NULL) {
+    // Backwards, because ranks of a node need not be in the group's order.
+    MPI_Comm_split(world(), way == Way::kMpi ? world_rank() : world_rank() % 2, -world_rank(),
+                   &node);
+  }
+  return MpiCommunicator(world(), timeout, node);
 }
 
 /// The text of the exception of type E that body throws; "" and a failure without one.

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "comm/mpi_exchange.hpp"
+#include "syncbn/communicator.hpp"
+#include "syncbn/shared_memory.hpp"
+
+namespace syncbn {
+
+/// Exchanges of ranks on several nodes: in the memory of each node, over MPI between the nodes'
+/// first ranks, and in memory again, where the first rank brings the result or what went wrong. So
+/// an error has one type on all ranks.
+class MpiNodes final : public Communicator {
+ public:
+  /// node: of this rank's node. between: of the first ranks of the nodes; null on other ranks.
+  /// ranks: of each node, in the order of `between`, and in each the order of `node`.
+  MpiNodes(std::unique_ptr<SharedMemoryGroup> node, std::unique_ptr<MpiExchange> between,
+           std::vector<std::vector<int>> ranks, int rank, int size,
+           std::chrono::milliseconds timeout);
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  void all_reduce_sum(std::span<std::int64_t> words) override;
+  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
+  void abandon(const std::string& reason) override;
+  void refuse(const std::string& reason) override;
+
+ private:
+  template <class Within, class Across>
+  void exchange(std::span<std::byte> result, const Within& within, const Across& across);
+
+  std::unique_ptr<SharedMemoryGroup> node_;
+  std::unique_ptr<MpiExchange> between_;
+  std::vector<std::vector<int>> ranks_;
+  int rank_;
+  int size_;
+  int first_ = 0;  ///< of the ranks of this node
+  std::chrono::milliseconds timeout_;
+  std::vector<std::int64_t> shared_;  ///< what went wrong, and the result
+};
+
+}  // namespace syncbn
