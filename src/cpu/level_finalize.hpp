@@ -31,17 +31,6 @@ SYNCBN_INLINE BitsOf<V> all_bits(std::uint64_t v) {
   return BitsOf<V>() + v;
 }
 
-template <class T, class E>
-SYNCBN_INLINE T load_any(const E* from) {
-  T to;
-  __builtin_memcpy(&to, from, sizeof(T));
-  return to;
-}
-template <class V>
-SYNCBN_INLINE void store_any(double* to, V v) {
-  __builtin_memcpy(to, &v, sizeof(V));
-}
-
 /// high + low, off by at most about `error`.
 template <class V>
 struct Expansion {
@@ -236,33 +225,34 @@ SYNCBN_INLINE void round_sums(const SumsAt& at, std::int64_t c, double* first, d
   store_certain<V>(certain, done + c);
 }
 
-/// Wide vectors of channels, then small ones; up to three channels are left.
-template <class Wide, class Least>
-SYNCBN_INLINE void in_vectors(std::int64_t channels, const Wide& wide, const Least& least) {
+/// Calls body(vector, c) for wide vectors of channels, then small ones; up to three channels are
+/// left.
+template <class Body>
+SYNCBN_INLINE void in_vectors(std::int64_t channels, const Body& body) {
   constexpr std::int64_t kWide = sizeof(WidestV) / sizeof(double);
   constexpr std::int64_t kLeast = sizeof(LeastV) / sizeof(double);
   std::int64_t c = 0;
   for (; c + kWide <= channels; c += kWide) {
-    wide(c);
+    body(WidestV(), c);
   }
   for (; c + kLeast <= channels; c += kLeast) {
-    least(c);
+    body(LeastV(), c);
   }
 }
 
 void round_moments(const SumsAt& at, std::int64_t channels, double count, double eps, double* mean,
                    double* var, double* rstd, bool* done) {
   const MomentArrays to{mean, var, rstd, done};
-  in_vectors(
-      channels, [&](std::int64_t c) { round_moments<WidestV>(at, c, count, eps, to); },
-      [&](std::int64_t c) { round_moments<LeastV>(at, c, count, eps, to); });
+  in_vectors(channels, [&](auto vector, std::int64_t c) __attribute__((always_inline)) {
+    round_moments<decltype(vector)>(at, c, count, eps, to);
+  });
 }
 
 void round_sums(const SumsAt& at, std::int64_t channels, double* first, double* second,
                 bool* done) {
-  in_vectors(
-      channels, [&](std::int64_t c) { round_sums<WidestV>(at, c, first, second, done); },
-      [&](std::int64_t c) { round_sums<LeastV>(at, c, first, second, done); });
+  in_vectors(channels, [&](auto vector, std::int64_t c) __attribute__((always_inline)) {
+    round_sums<decltype(vector)>(at, c, first, second, done);
+  });
 }
 
 // The formulas of statistics/finalize.hpp in loops that compilers turn into vectors.

@@ -3,10 +3,6 @@
 // inside a level file's unnamed namespace, before level_sums.hpp; the rules of level_elements.hpp
 // hold here too.
 
-// Where a call per four partials costs as much as the work: the compiler's own limits depend on how
-// much else there is in the file.
-#define SYNCBN_INLINE __attribute__((always_inline)) inline
-
 /// Partials split into the two limbs of windows, and which of them fit.
 struct Split {
   DoubleV high;

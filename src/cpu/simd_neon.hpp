@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The vector type of level_passes.hpp on aarch64: two registers each, because passes take eight
 // floats and four doubles at least. Included by one level file only, inside its unnamed namespace.
+#include "cpu/simd_any.hpp"
 
 constexpr int kFloatLanes = 8;
 constexpr int kDoubleLanes = 4;
@@ -50,8 +51,7 @@ inline uint16x4_t narrow(float32x4_t v, Half) { return vreinterpret_u16_f16(vcvt
 // turns quiet.
 inline uint32x4_t rounded_bits(float32x4_t v) {
   const uint32x4_t b = vreinterpretq_u32_f32(v);
-  const uint32x4_t odd = vandq_u32(vshrq_n_u32(b, 16), vdupq_n_u32(1));
-  const uint32x4_t rounded = vaddq_u32(b, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+  const uint32x4_t rounded = b + ((b >> 16 & 1) + 0x7fff);
   return vbslq_u32(vceqq_f32(v, v), rounded, vorrq_u32(b, vdupq_n_u32(0x400000)));
 }
 constexpr bool kBFloat16Pairs = true;
@@ -93,22 +93,10 @@ inline FloatV rounded(FloatV a, T type) {
   return {widen(narrow(a.low, type), type), widen(narrow(a.high, type), type)};
 }
 
-// Always inline: GCC drops calls of a function that does nothing else.
-__attribute__((always_inline)) inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-__attribute__((always_inline)) inline void prefetch_second(const void* p) {
-  __builtin_prefetch(p, 0, 2);
-}
-
 inline FloatV broadcast(float v) { return {vdupq_n_f32(v), vdupq_n_f32(v)}; }
-inline FloatV operator+(FloatV a, FloatV b) {
-  return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)};
-}
-inline FloatV operator-(FloatV a, FloatV b) {
-  return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)};
-}
-inline FloatV operator*(FloatV a, FloatV b) {
-  return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)};
-}
+inline FloatV operator+(FloatV a, FloatV b) { return {a.low + b.low, a.high + b.high}; }
+inline FloatV operator-(FloatV a, FloatV b) { return {a.low - b.low, a.high - b.high}; }
+inline FloatV operator*(FloatV a, FloatV b) { return {a.low * b.low, a.high * b.high}; }
 inline FloatV fused(FloatV a, FloatV b, FloatV c) {
   return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
 }
@@ -130,10 +118,6 @@ inline MaskV is_positive(FloatV a) { return {vcgtzq_f32(a.low), vcgtzq_f32(a.hig
 inline MaskV is_nan(FloatV a) {
   return {vmvnq_u32(vceqq_f32(a.low, a.low)), vmvnq_u32(vceqq_f32(a.high, a.high))};
 }
-inline MaskV mask_of(bool all) {
-  const uint32x4_t v = vdupq_n_u32(all ? ~0u : 0u);
-  return {v, v};
-}
 inline MaskV mask_from_bits(unsigned bits) {
   const MaskV lane = bits_of_lanes(1);
   const uint32x4_t all = vdupq_n_u32(bits);
@@ -151,12 +135,8 @@ inline unsigned bits_of(MaskV a) {
   const MaskV lane = bits_of_lanes(1);
   return vaddvq_u32(vorrq_u32(vandq_u32(a.low, lane.low), vandq_u32(a.high, lane.high)));
 }
-inline MaskV operator|(MaskV a, MaskV b) {
-  return {vorrq_u32(a.low, b.low), vorrq_u32(a.high, b.high)};
-}
-inline MaskV operator&(MaskV a, MaskV b) {
-  return {vandq_u32(a.low, b.low), vandq_u32(a.high, b.high)};
-}
+inline MaskV operator|(MaskV a, MaskV b) { return {a.low | b.low, a.high | b.high}; }
+inline MaskV operator&(MaskV a, MaskV b) { return {a.low & b.low, a.high & b.high}; }
 inline FloatV select(MaskV m, FloatV yes, FloatV no) {
   return {vbslq_f32(m.low, yes.low, no.low), vbslq_f32(m.high, yes.high, no.high)};
 }
@@ -181,15 +161,9 @@ inline void store_double(double* p, DoubleV a) {
   vst1q_f64(p, a.low);
   vst1q_f64(p + 2, a.high);
 }
-inline DoubleV operator+(DoubleV a, DoubleV b) {
-  return {vaddq_f64(a.low, b.low), vaddq_f64(a.high, b.high)};
-}
-inline DoubleV operator-(DoubleV a, DoubleV b) {
-  return {vsubq_f64(a.low, b.low), vsubq_f64(a.high, b.high)};
-}
-inline DoubleV operator*(DoubleV a, DoubleV b) {
-  return {vmulq_f64(a.low, b.low), vmulq_f64(a.high, b.high)};
-}
+inline DoubleV operator+(DoubleV a, DoubleV b) { return {a.low + b.low, a.high + b.high}; }
+inline DoubleV operator-(DoubleV a, DoubleV b) { return {a.low - b.low, a.high - b.high}; }
+inline DoubleV operator*(DoubleV a, DoubleV b) { return {a.low * b.low, a.high * b.high}; }
 inline DoubleV fused(DoubleV a, DoubleV b, DoubleV c) {
   return {vfmaq_f64(c.low, a.low, b.low), vfmaq_f64(c.high, a.high, b.high)};
 }
@@ -218,16 +192,10 @@ inline void store_bits_of(std::uint32_t* p, BitsV a) {
   vst1q_u32(p + 4, a.high);
 }
 inline BitsV magnitude_bits(FloatV a) {
-  const uint32x4_t mask = vdupq_n_u32(0x7fffffff);
-  return {vandq_u32(vreinterpretq_u32_f32(a.low), mask),
-          vandq_u32(vreinterpretq_u32_f32(a.high), mask)};
+  return {(uint32x4_t)a.low & 0x7fffffff, (uint32x4_t)a.high & 0x7fffffff};
 }
-inline BitsV minus_one(BitsV a) {
-  return {vsubq_u32(a.low, vdupq_n_u32(1)), vsubq_u32(a.high, vdupq_n_u32(1))};
-}
-inline BitsV plus_one(BitsV a) {
-  return {vaddq_u32(a.low, vdupq_n_u32(1)), vaddq_u32(a.high, vdupq_n_u32(1))};
-}
+inline BitsV minus_one(BitsV a) { return {a.low - 1, a.high - 1}; }
+inline BitsV plus_one(BitsV a) { return {a.low + 1, a.high + 1}; }
 inline BitsV larger(BitsV a, BitsV b) {
   return {vmaxq_u32(a.low, b.low), vmaxq_u32(a.high, b.high)};
 }
@@ -240,10 +208,7 @@ inline DoubleV load_double_of_bits(const std::uint32_t* p) {
 }
 
 inline DoubleV with_bits(DoubleV a, std::uint64_t mask) {
-  const auto keep = [mask](float64x2_t v) {
-    return vreinterpretq_f64_u64(vandq_u64(vreinterpretq_u64_f64(v), vdupq_n_u64(mask)));
-  };
-  return {keep(a.low), keep(a.high)};
+  return {(float64x2_t)((uint64x2_t)a.low & mask), (float64x2_t)((uint64x2_t)a.high & mask)};
 }
 inline DoubleV magnitude(DoubleV a) { return {vabsq_f64(a.low), vabsq_f64(a.high)}; }
 /// Truth values of four lanes as bits, lane 0 lowest.
@@ -266,12 +231,8 @@ inline unsigned less_and_equal(DoubleV a, DoubleV b, DoubleV c, DoubleV d) {
 }
 /// to[i] += bits of a - bits of b, as integers.
 inline void add_difference(std::int64_t* to, DoubleV a, DoubleV b) {
-  const auto add = [](std::int64_t* at, float64x2_t x, float64x2_t y) {
-    vst1q_s64(at, vaddq_s64(vld1q_s64(at),
-                            vsubq_s64(vreinterpretq_s64_f64(x), vreinterpretq_s64_f64(y))));
-  };
-  add(to, a.low, b.low);
-  add(to + 2, a.high, b.high);
+  store_any(to, load_any<int64x2_t>(to) + ((int64x2_t)a.low - (int64x2_t)b.low));
+  store_any(to + 2, load_any<int64x2_t>(to + 2) + ((int64x2_t)a.high - (int64x2_t)b.high));
 }
 
 /// 2 * kDoubleLanes elements, here in their order.
