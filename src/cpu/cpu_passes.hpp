@@ -103,7 +103,6 @@ void recover_input(const SampleView& y, const SampleView& x, std::uint8_t* activ
 
 /// The plain loops: every type and layout, the same bits as the vector kernels.
 namespace reference {
-void moment_sums(const SampleView& x, std::int64_t* words, Executor& executor);
 void normalize(const SampleView& x, const SampleView* residual, const SampleView& y,
                std::uint8_t* activation_mask, const NormalizeConstants& constants,
                const Activation& activation, Executor& executor);

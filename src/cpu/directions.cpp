@@ -37,7 +37,7 @@ struct Forward {
     map.constants().set_affine(constants, begin, end);
   }
   void sum_by_loops(std::int64_t* words, Executor& executor) const {
-    reference::moment_sums(x, words, executor);
+    reference::gradient_sums(x, x, nullptr, words, {}, executor);
   }
   void map_by_loops(Executor& executor) const {
     reference::normalize(x, residual, y, activation_mask, constants, activation, executor);
@@ -164,15 +164,11 @@ template <class One>
 bool in_group(One one, std::int64_t* words, GroupSums& group, Executor& executor) {
   const std::int64_t channels = one.x.channels;
   const std::int64_t block = group.streams() ? block_of(one, executor) : 0;
-  WordsSink sink(one.x.dtype, words);
   if (block == 0) {
-    if (one.sums.possible()) {
-      one.sums.run(sink, executor);
-    } else {
-      one.sum_by_loops(words, executor);
-    }
+    sum_words(one.sums, one.x.dtype, words, executor, [&] { one.sum_by_loops(words, executor); });
     group.publish(channels);
   } else {
+    WordsSink sink(one.x.dtype, words);
     const auto set_constants = [&](std::int64_t begin, std::int64_t end) {
       group.finalize(begin, end);
       one.set_constants(begin, end);
@@ -194,7 +190,8 @@ bool in_group(One one, std::int64_t* words, GroupSums& group, Executor& executor
 
 void moments_of_one_rank(const SampleView& x, const Moments& to, Executor& executor) {
   statistics_alone(
-      VectorSums(x), x, [&](std::int64_t* words) { reference::moment_sums(x, words, executor); },
+      VectorSums(x), x,
+      [&](std::int64_t* words) { reference::gradient_sums(x, x, nullptr, words, {}, executor); },
       to, executor);
 }
 

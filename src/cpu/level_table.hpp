@@ -36,52 +36,36 @@ void sum_rows_any(DType dtype, const SumsTask& task, Windows& windows, const Win
 
 using MapTask = void (*)(const ElementsTask&);
 
-template <class T>
-MapTask map_planes_for(ElementPass pass) {
+/// What kernel() gives for the pass of that name.
+template <class Kernel>
+MapTask with_pass(ElementPass pass, const Kernel& kernel) {
   switch (pass) {
     case ElementPass::kNormalize:
-      return map_planes_of<T, Normalize>;
+      return kernel(Normalize());
     case ElementPass::kNormalizeActivated:
-      return map_planes_of<T, NormalizeActivated<false>>;
+      return kernel(NormalizeActivated<false>());
     case ElementPass::kNormalizeResidual:
-      return map_planes_of<T, NormalizeActivated<true>>;
+      return kernel(NormalizeActivated<true>());
     case ElementPass::kGradient:
-      return map_planes_of<T, InputGradient>;
+      return kernel(InputGradient());
     case ElementPass::kGradientActivated:
-      return map_planes_of<T, InputGradientActivated>;
+      return kernel(InputGradientActivated());
     case ElementPass::kGradientActivationMask:
-      return map_planes_of<T, InputGradientActivationMask>;
+      return kernel(InputGradientActivationMask());
     case ElementPass::kRecover:
       break;
   }
-  return map_planes_of<T, Recover>;
+  return kernel(Recover());
 }
-template <class T>
-MapTask map_rows_for(ElementPass pass) {
-  switch (pass) {
-    case ElementPass::kNormalize:
-      return map_rows_of<T, Normalize>;
-    case ElementPass::kNormalizeActivated:
-      return map_rows_of<T, NormalizeActivated<false>>;
-    case ElementPass::kNormalizeResidual:
-      return map_rows_of<T, NormalizeActivated<true>>;
-    case ElementPass::kGradient:
-      return map_rows_of<T, InputGradient>;
-    case ElementPass::kGradientActivated:
-      return map_rows_of<T, InputGradientActivated>;
-    case ElementPass::kGradientActivationMask:
-      return map_rows_of<T, InputGradientActivationMask>;
-    case ElementPass::kRecover:
-      break;
-  }
-  return map_rows_of<T, Recover>;
-}
-
 void map_planes_any(DType dtype, ElementPass pass, const ElementsTask& task) {
-  dispatch_vectorized(dtype, [&](auto type) { map_planes_for<decltype(type)>(pass)(task); });
+  dispatch_vectorized(dtype, [&](auto type) {
+    with_pass(pass, [](auto of) { return map_planes_of<decltype(type), decltype(of)>; })(task);
+  });
 }
 void map_rows_any(DType dtype, ElementPass pass, const ElementsTask& task) {
-  dispatch_vectorized(dtype, [&](auto type) { map_rows_for<decltype(type)>(pass)(task); });
+  dispatch_vectorized(dtype, [&](auto type) {
+    with_pass(pass, [](auto of) { return map_rows_of<decltype(type), decltype(of)>; })(task);
+  });
 }
 
 constexpr Kernels kernels_named(const char* name) {

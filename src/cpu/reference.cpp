@@ -170,10 +170,6 @@ void gradient_plane(const SampleView& dy, const SampleView& x, const SampleView&
 
 }  // namespace
 
-void moment_sums(const SampleView& x, std::int64_t* words, Executor& executor) {
-  gradient_sums(x, x, nullptr, words, {}, executor);
-}
-
 void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* u,
                    std::int64_t* words, const Pullback& pullback, Executor& executor) {
   const Format& format = format_of(x.dtype);

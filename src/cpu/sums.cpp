@@ -155,24 +155,14 @@ VectorSums::VectorSums(const SampleView& dy, const SampleView& x, const SampleVi
 }
 
 void moment_sums(const SampleView& x, std::int64_t* words, Executor& executor) {
-  const VectorSums sums(x);
-  if (!sums.possible()) {
-    reference::moment_sums(x, words, executor);
-    return;
-  }
-  WordsSink sink(x.dtype, words);
-  sums.run(sink, executor);
+  sum_words(VectorSums(x), x.dtype, words, executor,
+            [&] { reference::gradient_sums(x, x, nullptr, words, {}, executor); });
 }
 
 void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* u,
                    std::int64_t* words, const Pullback& pullback, Executor& executor) {
-  const VectorSums sums(dy, x, u, pullback);
-  if (!sums.possible()) {
-    reference::gradient_sums(dy, x, u, words, pullback, executor);
-    return;
-  }
-  WordsSink sink(x.dtype, words);
-  sums.run(sink, executor);
+  sum_words(VectorSums(dy, x, u, pullback), x.dtype, words, executor,
+            [&] { reference::gradient_sums(dy, x, u, words, pullback, executor); });
 }
 
 }  // namespace syncbn::cpu

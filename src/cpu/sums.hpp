@@ -70,4 +70,16 @@ class VectorSums {
   std::optional<PackedConstants> packed_;
 };
 
+/// Words of all channels by the vector kernels, or by loops() where they cannot.
+template <class Loops>
+void sum_words(const VectorSums& sums, DType dtype, std::int64_t* words, Executor& executor,
+               const Loops& loops) {
+  if (!sums.possible()) {
+    loops();
+    return;
+  }
+  WordsSink sink(dtype, words);
+  sums.run(sink, executor);
+}
+
 }  // namespace syncbn::cpu
