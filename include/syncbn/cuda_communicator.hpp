@@ -14,8 +14,7 @@
 namespace syncbn::cuda {
 
 struct Stream {
-  void* handle = nullptr;   ///< a cudaStream_t
-  int multiprocessors = 0;  ///< to size grids for; 0 asks the device. Never changes a bit
+  void* handle = nullptr;  ///< a cudaStream_t
 };
 
 /// One rank's end of a group, as syncbn::Communicator, for messages in memory of the rank's device.

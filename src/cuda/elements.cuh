@@ -12,6 +12,21 @@
 // Which of the element-wise kernels runs, and on how many threads.
 namespace syncbn::cuda {
 
+/// A pass from x to out, and the mask that it writes, or null.
+inline ElementArguments element_arguments(const char* name, const SampleView& x,
+                                          const char* out_name, const SampleView& out,
+                                          const std::uint8_t* written) {
+  ElementArguments a;
+  a.x = operand(name, x);
+  a.out = operand(out_name, out);
+  a.written = mask_bits(written, x);
+  a.counts = x.mask;
+  a.samples = x.samples;
+  a.channels = x.channels;
+  a.plane = x.plane;
+  return a;
+}
+
 /// Makes one sample of all, where their rows follow each other at even steps.
 inline void merge_samples(ElementArguments& a) {
   const auto even = [&](const Operand& operand) {
@@ -34,13 +49,12 @@ void start_map_rows(const char* name, ElementArguments& a, const Stream& stream)
   const std::int64_t rounds = divide_up(a.samples * a.plane, kSteps * (kElementThreads / a.group));
   const std::int64_t rows = a.samples * a.plane;
   const std::int64_t chunks =
-      std::clamp<std::int64_t>(divide_up(16 * multiprocessors(stream), blocks), 1, rounds);
+      std::clamp<std::int64_t>(divide_up(16 * multiprocessors(), blocks), 1, rounds);
   a.rows_of_job = divide_up(rows, chunks);
   a.chunks = Divisor(divide_up(rows, a.rows_of_job));
   a.per_sample = Divisor(a.plane);
   a.jobs = blocks * a.chunks.value();
-  start(name, &map_rows<Pass, T, kVector>, grid_for(a.jobs, 1, stream), kElementThreads, 0, stream,
-        a);
+  start(name, &map_rows<Pass, T, kVector>, grid_for(a.jobs, 1), kElementThreads, 0, stream, a);
 }
 
 template <class Pass, class T, int kVector>
@@ -49,7 +63,7 @@ void start_map_planes(const char* name, ElementArguments& a, const Stream& strea
   a.chunks = Divisor(divide_up(a.plane, a.group * kVector * kSteps));
   a.per_sample = Divisor(a.channels);
   a.jobs = a.samples * a.channels * a.chunks.value();
-  start(name, &map_planes<Pass, T, kVector>, grid_for(a.jobs, kElementThreads / a.group, stream),
+  start(name, &map_planes<Pass, T, kVector>, grid_for(a.jobs, kElementThreads / a.group),
         kElementThreads, 0, stream, a);
 }
 
@@ -82,10 +96,10 @@ void start_dense_planes(const char* name, ElementArguments& a, const Stream& str
   const std::int64_t total = a.samples * a.channels * a.plane;
   // The constants of several blocks should fit a multiprocessor's shared memory.
   constexpr std::int64_t kMostPlanes = 256;
-  const std::int64_t rounds = std::clamp<std::int64_t>(
-      std::min(divide_up(total, kRound * kDenseBlocks * multiprocessors(stream)),
-               kMostPlanes * a.plane / kRound),
-      1, 16);
+  const std::int64_t rounds =
+      std::clamp<std::int64_t>(std::min(divide_up(total, kRound * kDenseBlocks * multiprocessors()),
+                                        kMostPlanes * a.plane / kRound),
+                               1, 16);
   const DensePlanes dense{
       a, total, static_cast<int>(rounds * kRound),
       SmallDivisor(static_cast<std::uint32_t>(a.plane)),
@@ -117,7 +131,7 @@ void start_dense_rows(const char* name, ElementArguments& a, const Stream& strea
   const std::int64_t at_once = kElementThreads / a.group;
   const std::int64_t rounds = divide_up(a.plane, kSteps * at_once);
   const std::int64_t chunks =
-      std::clamp<std::int64_t>(kDenseBlocks * multiprocessors(stream) / blocks,
+      std::clamp<std::int64_t>(kDenseBlocks * multiprocessors() / blocks,
                                divide_up(rounds, kDenseLimit / (kSteps * at_once)), rounds);
   a.rows_of_job = divide_up(rounds, chunks) * kSteps * at_once;
   a.chunks = Divisor(divide_up(a.plane, a.rows_of_job));
@@ -191,8 +205,8 @@ void start_elements(const char* name, DType dtype, const Plan& plan, ElementArgu
       a.chunks = Divisor(divide_up(by_rows ? a.channels : a.plane, 8));
       a.per_sample = Divisor(by_rows ? a.plane : a.channels);
       a.jobs = a.samples * a.per_sample.value() * a.chunks.value();
-      start(name, &map_strided<General, T>, grid_for(a.jobs, kElementThreads, stream),
-            kElementThreads, 0, stream, a);
+      start(name, &map_strided<General, T>, grid_for(a.jobs, kElementThreads), kElementThreads, 0,
+            stream, a);
     } else if (plan.layout == Layout::kRows) {
       plan.wide ? start_map_rows<General, T, kMapRowVector<General, T>>(name, a, stream)
                 : start_map_rows<General, T, 1>(name, a, stream);

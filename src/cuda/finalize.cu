@@ -190,13 +190,6 @@ void load_finalize(DType dtype) {
 
 void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean, double* var,
                       double* rstd, std::int64_t* info, std::int64_t channels, double eps,
-                      const Stream& stream) {
-  finalize_moments(merged, dtype, ranks, mean, var, rstd, info, channels, eps, {.momentum = 0.0},
-                   stream);
-}
-
-void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean, double* var,
-                      double* rstd, std::int64_t* info, std::int64_t channels, double eps,
                       const Running& running, const Stream& stream) {
   check_eps(eps);
   check_ranks(ranks);
@@ -207,9 +200,9 @@ void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename ElementTraits<decltype(type)>::SameFormat;
     start("finalize_moments", &moments_kernel<T>,
-          grid_for(channels, kThreads / kChannelThreads<T>, stream, 32), kThreads, 0, stream,
-          merged, ranks, mean, var, rstd, info, channels, eps,
-          at_once ? running_arrays(running) : RunningArrays{}, running.momentum.value_or(0.0));
+          grid_for(channels, kThreads / kChannelThreads<T>, 32), kThreads, 0, stream, merged, ranks,
+          mean, var, rstd, info, channels, eps, at_once ? running_arrays(running) : RunningArrays{},
+          running.momentum.value_or(0.0));
   });
   if (!at_once) {
     update_running_statistics(running, mean, var, info, channels, stream);
@@ -224,8 +217,8 @@ void finalize_gradients(const std::int64_t* merged, DType dtype, int ranks, cons
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename ElementTraits<decltype(type)>::SameFormat;
     start("finalize_gradients", &gradients_kernel<T>,
-          grid_for(p.channels, kThreads / kChannelThreads<T>, stream, 32), kThreads, 0, stream,
-          merged, ranks, own, info, p.mean, p.rstd, channel_array(p.weight, 1.0), p.coefficients,
+          grid_for(p.channels, kThreads / kChannelThreads<T>, 32), kThreads, 0, stream, merged,
+          ranks, own, info, p.mean, p.rstd, channel_array(p.weight, 1.0), p.coefficients,
           channel_array(p.dweight, 0.0), channel_array(p.dbias, 0.0), p.channels);
   });
 }
@@ -249,8 +242,8 @@ void evaluation_statistics(const TensorView& running_mean, const TensorView& run
   const std::int64_t channels = running_mean.sizes[0];
   check_per_channel("running_mean", running_mean, channels, Device::kCuda);
   check_per_channel("running_var", running_var, channels, Device::kCuda);
-  start("evaluation_statistics", &evaluation_kernel, grid_for(channels, kThreads, stream), kThreads,
-        0, stream, channel_array(running_mean, 0.0), channel_array(running_var, 0.0), mean, rstd,
+  start("evaluation_statistics", &evaluation_kernel, grid_for(channels, kThreads), kThreads, 0,
+        stream, channel_array(running_mean, 0.0), channel_array(running_var, 0.0), mean, rstd,
         channels, eps);
 }
 

@@ -47,49 +47,43 @@ struct InputGradientPass {
   }
 };
 
+/// coefficients: null for constant statistics.
 static void start_gradient(const TensorView& dy, const TensorView& x, const MaskView& mask,
-                           const char* out_name, const MutableTensorView& out, ElementArguments& a,
-                           const std::uint8_t* activation_mask, const Stream& stream) {
+                           const MutableTensorView& dx, const PullbackArrays& pullback,
+                           const double* coefficients, const Stream& stream) {
   const SampleView samples(x, mask);
   if (samples.empty() || samples.channels == 0) {
     return;
   }
   const SampleView gradient(dy);
-  const SampleView to(out);
-  a.x = operand("x", samples);
+  const SampleView to(dx);
+  ElementArguments a = element_arguments("x", samples, "dx", to, nullptr);
   a.other = operand("dy", gradient);
-  a.out = operand(out_name, to);
-  a.written = mask_bits(nullptr, samples);
-  a.counts = samples.mask;
-  a.samples = samples.samples;
-  a.channels = samples.channels;
-  a.plane = samples.plane;
-  start_elements<InputGradientPass>("input_gradient", x.dtype,
-                                    Plan({&samples, &gradient, &to}, activation_mask), a, stream);
+  a.pullback = pullback;
+  a.coefficients = coefficients;
+  start_elements<InputGradientPass>(
+      "input_gradient", x.dtype, Plan({&samples, &gradient, &to}, pullback.mask.data), a, stream);
 }
 
 void load_input_gradient(DType dtype) { load_elements<InputGradientPass>(dtype); }
 
 void input_gradient(const InputGradient& p, const Stream& stream) {
   check_pass(p);
-  ElementArguments a;
-  a.pullback = pullback_arrays(p.through, p.mean, p.rstd, SampleView(p.x));
-  a.coefficients = p.coefficients;
-  start_gradient(p.dy, p.x, p.mask, "dx", p.dx, a, p.through.activation_mask, stream);
+  start_gradient(p.dy, p.x, p.mask, p.dx,
+                 pullback_arrays(p.through, p.mean, p.rstd, SampleView(p.x)), p.coefficients,
+                 stream);
 }
 
 void evaluation_input_gradient(const TensorView& u, const MaskView& mask, const double* rstd,
                                const TensorView& weight, const MutableTensorView& dx,
                                const Stream& stream) {
-  check_samples("u", u);
-  check_device("u", u);
-  check_mask(mask, u);
+  check_input(u, mask, "u");
   check_like("dx", dx, u);
   check_per_channel("weight", weight, u.sizes[1], u.device);
-  ElementArguments a;
-  a.pullback.affine.rstd = rstd;
-  a.pullback.affine.weight = channel_array(weight, 1.0);
-  start_gradient(u, u, mask, "dx", dx, a, nullptr, stream);
+  PullbackArrays scale;
+  scale.affine.rstd = rstd;
+  scale.affine.weight = channel_array(weight, 1.0);
+  start_gradient(u, u, mask, dx, scale, nullptr, stream);
 }
 
 }  // namespace syncbn::cuda

@@ -11,6 +11,7 @@
 #include "cuda/device/primitives.cuh"
 #include "cuda/passes.hpp"
 #include "cuda/views.cuh"
+#include "cuda/window.cuh"
 #include "sample_view.hpp"
 #include "syncbn/error.hpp"
 
@@ -70,11 +71,20 @@ inline void check_pullback(const ActivationGradient& through, const TensorView& 
   check_per_channel("bias", through.bias, x.sizes[1], x.device);
 }
 
+inline MessageHeader header_of(const ForwardCall& call) {
+  MessageHeader header;
+  header.layer = call.layer;
+  header.call = call.call;
+  header.eps = call.eps;
+  header.backward = call.backward;
+  return header;
+}
+
 // What is to be said about a pass's arguments.
 
-inline void check_input(const TensorView& x, const MaskView& mask) {
-  check_samples("x", x);
-  check_device("x", x);
+inline void check_input(const TensorView& x, const MaskView& mask, const char* name = "x") {
+  check_samples(name, x);
+  check_device(name, x);
   check_mask(mask, x);
 }
 inline void check_pass(const Normalization& p) {
@@ -150,10 +160,7 @@ inline void require(const std::string& what, const device::Failure& failure) {
   }
 }
 
-inline int multiprocessors(const Stream& stream) {
-  if (stream.multiprocessors > 0) {
-    return stream.multiprocessors;
-  }
+inline int multiprocessors() {
   int count = 0;
   require("finding the device", device::multiprocessors(&count));
   return count;
@@ -161,9 +168,9 @@ inline int multiprocessors(const Stream& stream) {
 
 /// Blocks for `items` of work, `per_block` at a time, no more than the device runs at once, which
 /// is `of_multiprocessor` on each of its multiprocessors.
-inline unsigned grid_for(std::int64_t items, std::int64_t per_block, const Stream& stream,
+inline unsigned grid_for(std::int64_t items, std::int64_t per_block,
                          std::int64_t of_multiprocessor = 8) {
-  const std::int64_t most = of_multiprocessor * multiprocessors(stream);
+  const std::int64_t most = of_multiprocessor * multiprocessors();
   return static_cast<unsigned>(std::clamp<std::int64_t>(divide_up(items, per_block), 1, most));
 }
 

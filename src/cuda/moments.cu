@@ -12,12 +12,7 @@ void local_moments(const TensorView& x, const MaskView& mask, const ForwardCall&
   SumsArguments a;
   a.u = operand("x", samples);
   a.v = a.u;
-  MessageHeader header;
-  header.layer = call.layer;
-  header.call = call.call;
-  header.eps = call.eps;
-  header.backward = call.backward;
-  if (prepare_sums(a, samples, header, message, workspace, stream)) {
+  if (prepare_sums(a, samples, header_of(call), message, workspace, stream)) {
     start_sums<false>(x.dtype, Plan({&samples}, nullptr), a, stream);
   }
 }

@@ -39,19 +39,12 @@ void normalize(const Normalization& p, const Stream& stream) {
   }
   const SampleView to(p.y);
   const SampleView added(p.residual.absent() ? p.x : p.residual);
-  ElementArguments a;
-  a.x = operand("x", from);
+  ElementArguments a = element_arguments("x", from, "y", to, p.activation_mask);
   if (!p.residual.absent()) {
     a.other = operand("residual", added);
   }
-  a.out = operand("y", to);
-  a.written = mask_bits(p.activation_mask, from);
   a.pullback.activation = p.activation;
   a.pullback.affine = {p.mean, p.rstd, channel_array(p.weight, 1.0), channel_array(p.bias, 0.0)};
-  a.counts = from.mask;
-  a.samples = from.samples;
-  a.channels = from.channels;
-  a.plane = from.plane;
   start_elements<NormalizePass>("normalize", p.x.dtype,
                                 Plan({&from, &added, &to}, p.activation_mask), a, stream);
 }

@@ -7,8 +7,7 @@
 #include "syncbn/cuda_communicator.hpp"
 #include "syncbn/tensor.hpp"
 
-// The passes of step/passes.hpp on CUDA, with the same bits: step.hpp says how they behave. Without
-// a Stream's multiprocessors the device is asked.
+// The passes of step/passes.hpp on CUDA, with the same bits: step.hpp says how they behave.
 namespace syncbn::cuda {
 
 std::int64_t workspace_words(DType dtype, std::int64_t channels);
@@ -28,11 +27,8 @@ void local_moments(const TensorView& x, const MaskView& mask, const ForwardCall&
                    std::int64_t* message, std::int64_t* workspace, const Stream& stream);
 
 /// mean, var and rstd (C entries each) and info (kInfoWords) from a message summed over `ranks`
-/// ranks. dtype: of the group's messages.
-void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean, double* var,
-                      double* rstd, std::int64_t* info, std::int64_t channels, double eps,
-                      const Stream& stream);
-/// The same and update_running_statistics, in one kernel where a momentum is given.
+/// ranks, and update_running_statistics, in one kernel where a momentum is given. dtype: of the
+/// group's messages.
 void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean, double* var,
                       double* rstd, std::int64_t* info, std::int64_t channels, double eps,
                       const Running& running, const Stream& stream);

@@ -41,15 +41,9 @@ void recover_input(const InputRecovery& p, const Stream& stream) {
   if (from.empty() || from.channels == 0) {
     return;
   }
-  ElementArguments a;
-  a.x = operand("y", from);
-  a.out = operand("x", to);
-  a.written = mask_bits(p.activation_mask, from);
+  ElementArguments a = element_arguments("y", from, "x", to, p.activation_mask);
   a.pullback.activation.slope = p.negative_slope;
   a.pullback.affine = {p.mean, p.rstd, channel_array(p.weight, 1.0), channel_array(p.bias, 0.0)};
-  a.samples = from.samples;
-  a.channels = from.channels;
-  a.plane = from.plane;
   start_elements<RecoverPass>("recover_input", p.y.dtype, Plan({&from, &to}, p.activation_mask), a,
                               stream);
 }

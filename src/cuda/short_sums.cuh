@@ -121,9 +121,8 @@ sum_short_planes(const SumsArguments a) {
   T* const us = device::shared<T>();
   T* const vs = kGradient ? us + device::kWarp * plane : us;
   for (std::int64_t job = device::block_index(); job < a.jobs; job += device::grid_size()) {
-    const std::int64_t c0 = a.jobs_per_channel.quotient(job) * device::kWarp;
-    const std::int64_t begin = a.jobs_per_channel.remainder(job) * a.units_per_job;
-    const std::int64_t end = begin + a.units_per_job < a.units ? begin + a.units_per_job : a.units;
+    const SumsJob my(a, job);
+    const std::int64_t c0 = my.channel * device::kWarp;
     const std::int64_t left = a.channels - c0;
     const unsigned planes = left < device::kWarp ? static_cast<unsigned>(left) : device::kWarp;
     const bool mine = lane < planes;
@@ -134,7 +133,7 @@ sum_short_planes(const SumsArguments a) {
     if (mine && activated) {
       pullback = ChannelPullback<T>(a.pullback, c0 + lane);
     }
-    for (std::int64_t n = begin; n < end; ++n) {
+    for (std::int64_t n = my.begin; n < my.end; ++n) {
       stage(a.u.at<T>(n, c0), planes * plane, us);
       if constexpr (kGradient) {
         stage(a.v.at<T>(n, c0), planes * plane, vs);

@@ -36,10 +36,10 @@ static SYNCBN_KERNEL(kSumThreads)
 /// Cuts the units of a channel into jobs, each a multiple of `at_once`: as many as fit the device
 /// at a time, where a multiprocessor takes `resident` of them. A few more would take a second turn.
 inline void deal(SumsArguments& a, std::int64_t channel_blocks, std::int64_t at_once,
-                 std::int64_t resident, const Stream& stream) {
+                 std::int64_t resident) {
   const std::int64_t rounds = divide_up(a.units, at_once);
   const std::int64_t jobs =
-      std::clamp<std::int64_t>(resident * multiprocessors(stream) / channel_blocks, 1, rounds);
+      std::clamp<std::int64_t>(resident * multiprocessors() / channel_blocks, 1, rounds);
   a.units_per_job = divide_up(rounds, jobs) * at_once;
   a.jobs_per_channel = Divisor(divide_up(a.units, a.units_per_job));
   a.jobs = a.jobs_per_channel.value() * channel_blocks;
@@ -49,10 +49,9 @@ template <class T, bool kGradient, int kVector, bool kStrided, class Options = A
 void start_planes(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWarps = kPlaneSumThreads / device::kWarp;
   constexpr std::int64_t kGroups = device::kWarp * kVector / kLanes;
-  deal(a, a.channels, kGroups, 16, stream);
+  deal(a, a.channels, kGroups, 16);
   start("the sums of planes", &sum_planes<T, kVector, kGradient, kStrided, Options>,
-        grid_for(a.jobs, kWarps, stream, 32), kPlaneSumThreads, packing_bytes<T>(kWarps), stream,
-        a);
+        grid_for(a.jobs, kWarps, 32), kPlaneSumThreads, packing_bytes<T>(kWarps), stream, a);
 }
 
 template <class T, bool kGradient, int kVector, class Options = AnyOptions>
@@ -60,8 +59,8 @@ void start_rows(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWidth = kRowColumns<kVector> * kVector;
   constexpr unsigned kThreads = kLanes * kRowColumns<kVector>;
   constexpr std::size_t kFold = kLanes * kWidth * sizeof(Lane<T>);
-  deal(a, divide_up(a.channels, kWidth), 1, kGradient ? 3 : 4, stream);
-  start("the sums of rows", &sum_rows<T, kVector, kGradient, Options>, grid_for(a.jobs, 1, stream),
+  deal(a, divide_up(a.channels, kWidth), 1, kGradient ? 3 : 4);
+  start("the sums of rows", &sum_rows<T, kVector, kGradient, Options>, grid_for(a.jobs, 1),
         kThreads, std::max(kFold, packing_bytes<T>(kThreads / device::kWarp)), stream, a);
 }
 
@@ -69,8 +68,8 @@ template <class T, bool kGradient, class Options = AnyOptions>
 void start_columns(SumsArguments& a, const Stream& stream) {
   constexpr std::int64_t kWarps = kSumThreads / device::kWarp;
   deal(a, divide_up(a.channels, device::kWarp), RowSums<T>::kAtOnce * kWarps,
-       kColumnBlocks<T, kGradient>, stream);
-  start("the sums of 2-D input", &sum_columns<T, kGradient, Options>, grid_for(a.jobs, 1, stream),
+       kColumnBlocks<T, kGradient>);
+  start("the sums of 2-D input", &sum_columns<T, kGradient, Options>, grid_for(a.jobs, 1),
         kSumThreads, packing_bytes<T>(kWarps), stream, a);
 }
 
@@ -91,11 +90,11 @@ bool is_short(const SumsArguments& a) {
 
 template <class T, bool kGradient>
 void start_short_planes(SumsArguments& a, const Stream& stream) {
-  deal(a, divide_up(a.channels, device::kWarp), 1, kGradient ? 8 : 12, stream);
+  deal(a, divide_up(a.channels, device::kWarp), 1, kGradient ? 8 : 12);
   const auto plane = static_cast<std::uint32_t>(a.plane);
-  start("the sums of short planes", &sum_short_planes<T, kGradient>,
-        grid_for(a.jobs, 1, stream, 32), device::kWarp,
-        std::max(short_plane_bytes<T, kGradient>(plane), packing_bytes<T>(1)), stream, a);
+  start("the sums of short planes", &sum_short_planes<T, kGradient>, grid_for(a.jobs, 1, 32),
+        device::kWarp, std::max(short_plane_bytes<T, kGradient>(plane), packing_bytes<T>(1)),
+        stream, a);
 }
 
 template <bool kGradient>
@@ -186,8 +185,8 @@ inline bool prepare_sums(SumsArguments& a, const SampleView& x, const MessageHea
   a.plane = x.plane;
   if (x.empty() || x.channels == 0) {
     const std::int64_t words = message_words(x.dtype, x.channels);
-    start("an empty message", &write_empty_message, grid_for(words, kSumThreads, stream),
-          kSumThreads, 0, stream, a.header, message, a.copy, words);
+    start("an empty message", &write_empty_message, grid_for(words, kSumThreads), kSumThreads, 0,
+          stream, a.header, message, a.copy, words);
     return false;
   }
   a.segments = Divisor(divide_up(x.plane, kSegment));

@@ -121,7 +121,7 @@ merge_kernel(const std::int64_t* messages, std::int64_t stride, int ranks, bool 
 template <class T, unsigned kColumns>
 void start_welford(WelfordArguments& a, const Stream& stream) {
   a.jobs = std::max<std::int64_t>(1, divide_up(a.channels, kColumns));
-  start("local_welford", &welford_kernel<T, kColumns>, grid_for(a.jobs, 1, stream), kThreads,
+  start("local_welford", &welford_kernel<T, kColumns>, grid_for(a.jobs, 1), kThreads,
         kThreads / device::kWarp * kColumns * sizeof(WelfordMoments<Wide<T>>), stream, a);
 }
 
@@ -136,21 +136,16 @@ void load_welford(DType dtype) {
 
 void local_welford(const TensorView& x, const MaskView& mask, const ForwardCall& call,
                    std::int64_t* message, const Stream& stream) {
-  check_samples("x", x);
-  check_device("x", x);
-  check_mask(mask, x);
+  check_input(x, mask);
   check_eps(call.eps);
   load_kernels(x.dtype);
   const SampleView samples(x, mask);
   WelfordArguments a;
   a.x = operand("x", samples);
   a.counts = samples.mask;
+  a.header = header_of(call);
   a.header.dtype = x.dtype;
-  a.header.layer = call.layer;
-  a.header.call = call.call;
   a.header.channels = samples.channels;
-  a.header.eps = call.eps;
-  a.header.backward = call.backward;
   a.message = message;
   a.channels = samples.channels;
   a.elements = samples.samples * samples.plane;
@@ -170,9 +165,9 @@ void merge_welford(const std::int64_t* messages, DType dtype, int ranks, double*
                    const Stream& stream) {
   check_eps(eps);
   check_ranks(ranks);
-  start("merge_welford", &merge_kernel, grid_for(channels, kThreads, stream), kThreads, 0, stream,
-        messages, kHeaderWords + welford_words(dtype, channels), ranks, record_words(dtype) == 2,
-        mean, var, rstd, info, channels, eps);
+  start("merge_welford", &merge_kernel, grid_for(channels, kThreads), kThreads, 0, stream, messages,
+        kHeaderWords + welford_words(dtype, channels), ranks, record_words(dtype) == 2, mean, var,
+        rstd, info, channels, eps);
 }
 
 }  // namespace syncbn::cuda

@@ -21,19 +21,9 @@
 namespace syncbn {
 namespace {
 
-using testing::Memory;
-using testing::Random;
-using testing::rough_values;
-using testing::same_bits;
-using testing::Tensor;
-using Words = std::vector<std::int64_t>;
-using Doubles = std::vector<double>;
-
 constexpr DType kType = DType::kFloat16;
 constexpr std::int64_t k31 = (std::int64_t{1} << 31) + 64;
 constexpr std::int64_t k32 = (std::int64_t{1} << 32) + 64;
-
-std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 /// How a tensor lies in memory, and which part of it is looked at: samples and elements of planes
 /// from these on, all channels.

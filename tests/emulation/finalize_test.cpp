@@ -6,6 +6,7 @@
 
 #include "cuda/passes.hpp"
 #include "emulator.hpp"
+#include "on_cuda.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/header.hpp"
 #include "step/passes.hpp"
@@ -17,16 +18,8 @@
 namespace syncbn {
 namespace {
 
-using testing::Random;
-using testing::same_bits;
-using testing::Tensor;
-using Words = std::vector<std::int64_t>;
-using Doubles = std::vector<double>;
-
 constexpr std::int64_t kChannels = 37;
 constexpr std::int64_t kRadix = std::int64_t{1} << 52;
-
-std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 /// What the last digit of a sum can be, of 2^36 elements as large as its type has them.
 std::int64_t most_of_last(DType dtype, bool first) {
@@ -90,7 +83,7 @@ TEST(CudaFinalize, MergedMessagesOfAnyDigitsExact) {
     emulation::settings() = {.seed = random.bits(), .multiprocessors = 1};
     Words words(kInfoWords);
     cuda::finalize_moments(message.data(), dtype, ranks, mean.data(), var.data(), rstd.data(),
-                           words.data(), kChannels, 1e-5, {});
+                           words.data(), kChannels, 1e-5, {}, {});
     EXPECT_EQ(words[0], info.count);
     EXPECT_TRUE(same_bits(mean, expected_mean)) << "mean";
     EXPECT_TRUE(same_bits(var, expected_var)) << "var";
@@ -109,10 +102,6 @@ TEST(CudaFinalize, MergedMessagesOfAnyDigitsExact) {
                         expected_dbias.view(),
                         kChannels},
                        info.count, serial_executor());
-    const auto on_cuda = [](MutableTensorView view) {
-      view.device = Device::kCuda;
-      return view;
-    };
     cuda::finalize_gradients(message.data(), dtype, ranks, nullptr, words.data(),
                              {expected_mean.data(),
                               expected_rstd.data(),

@@ -24,19 +24,7 @@
 namespace syncbn {
 namespace {
 
-using testing::contains;
-using testing::kDtypes;
-using testing::Random;
-using testing::rough_values;
-using testing::same_bits;
-using testing::Tensor;
-using testing::thrown_text;
-using Words = std::vector<std::int64_t>;
-using Doubles = std::vector<double>;
-
 constexpr double kEps = 1e-3;
-
-constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 Words cuda_moments(const Tensor& x, std::uint64_t layer, std::int64_t channels) {
   const DType dtype = x.view().dtype;
@@ -51,10 +39,11 @@ struct Moments {
   Doubles mean, var, rstd;
   Words info = Words(kInfoWords, -9);
 
-  Moments(const Words& merged, DType dtype, int ranks, std::int64_t channels)
+  Moments(const Words& merged, DType dtype, int ranks, std::int64_t channels,
+          const Running& running = {})
       : mean(size(channels)), var(mean), rstd(mean) {
     cuda::finalize_moments(merged.data(), dtype, ranks, mean.data(), var.data(), rstd.data(),
-                           info.data(), channels, kEps, {});
+                           info.data(), channels, kEps, running, {});
   }
 };
 
@@ -130,96 +119,20 @@ TEST(CudaPasses, DisagreementGivesNaNAndUpdatesNothing) {
   EXPECT_TRUE(same_bits(coefficients, Doubles(9, nan)));
 }
 
-/// Each dtype, layout and width of accesses has a kernel of its own.
-TEST(CudaPasses, InputIsRecoveredByEachKernelExact) {
-  using testing::Memory;
-  Random random(26);
-  for (const DType dtype : kDtypes) {
-    for (const Memory memory : {Memory::kPlanes, Memory::kRows, Memory::kOdd}) {
-      for (const std::int64_t extent : {16, 7}) {
-        Tensor expected(dtype, {2, extent, extent}, memory);
-        expected.fill(rough_values(random, dtype, 2, extent * extent));
-        Tensor x = expected;
-        const Doubles mean(size(extent), 0.25);
-        const Doubles rstd(size(extent), 1.5);
-        std::vector<std::uint8_t> expected_mask(size(activation_mask_bytes(x.view())));
-        std::vector<std::uint8_t> mask(expected_mask);
-        recover_input({expected.view(),
-                       mean.data(),
-                       rstd.data(),
-                       {},
-                       {},
-                       expected.view(),
-                       expected_mask.data(),
-                       0.125},
-                      serial_executor());
-        cuda::recover_input({on_cuda(TensorView(x.view())),
-                             mean.data(),
-                             rstd.data(),
-                             {},
-                             {},
-                             on_cuda(x.view()),
-                             mask.data(),
-                             0.125},
-                            {});
-        EXPECT_EQ(mask, expected_mask);
-        EXPECT_TRUE(same_bits(x.values(), expected.values())) << name(dtype) << " " << extent;
-      }
-    }
-  }
-}
-
+/// By the finalizing kernel, which then takes one launch, and by the kernel for itself.
 TEST(CudaPasses, RunningStatisticsExact) {
-  Random random(22);
-  for (int round = 0; round < 12; ++round) {
-    const DType dtype = kDtypes[round % 4];
-    const std::int64_t channels = random.between(1, 150);
-    Doubles mean(size(channels));
-    Doubles var(mean);
-    Doubles start(mean);
-    for (std::size_t c = 0; c < mean.size(); ++c) {
-      mean[c] = random.signed_unit();
-      var[c] = std::abs(random.signed_unit());
-      start[c] = random.signed_unit();
-    }
-    Tensor running[4] = {{dtype, {channels}, start},
-                         {dtype, {channels}, start},
-                         {dtype, {channels}, start},
-                         {dtype, {channels}, start}};
-    const std::int64_t count = random.between(1, 9);
-    const std::optional<double> momentum =
-        random.one_in(2) ? std::optional<double>(0.1) : std::nullopt;
-    std::int64_t tracked = random.between(0, 6);
-    const double factor = momentum.value_or(1.0 / static_cast<double>(tracked + 1));
-    const std::int64_t before = tracked;
-    const Words info = {count, 0};
-    update_running_statistics(running[0].view(), running[1].view(), mean.data(), var.data(),
-                              channels, count, factor);
-    cuda::update_running_statistics({on_cuda(running[2].view()), on_cuda(running[3].view()),
-                                     &tracked, nullptr, nullptr, momentum},
-                                    mean.data(), var.data(), info.data(), channels, {});
-    EXPECT_TRUE(same_bits(running[2].values(), running[0].values()));
-    EXPECT_TRUE(same_bits(running[3].values(), running[1].values()));
-    EXPECT_EQ(tracked, before + 1);
-    Doubles rstd(size(channels));
-    cuda::evaluation_statistics(on_cuda(running[2].view()), on_cuda(running[3].view()), mean.data(),
-                                rstd.data(), kEps, {});
-    EXPECT_TRUE(same_bits(mean, running[0].values()));
-    for (std::size_t c = 0; c < rstd.size(); ++c) {
-      EXPECT_TRUE(same_bits(rstd[c], 1.0 / std::sqrt(running[1].values()[c] + kEps)));
-    }
-  }
-}
-
-/// The finalizing kernel's updates are those of the kernel alone, which the CPU decides above.
-TEST(CudaPasses, FinalizeUpdatesRunningStatistics) {
   Random random(27);
   const std::int64_t channels = 70;
   const std::int64_t last = std::numeric_limits<std::int64_t>::max();
+  struct Buffers {
+    Tensor mean, var;
+    std::int64_t tracked, call = 8, count = 9;
+    Running view(std::optional<double> momentum) {
+      return {on_cuda(mean.view()), on_cuda(var.view()), &tracked, &call, &count, momentum};
+    }
+  };
   for (int round = 0; round < 24; ++round) {
     const DType dtype = kDtypes[round % 4];
-    const DType of_mean = kDtypes[random.between(0, 3)];
-    const DType of_var = kDtypes[random.between(0, 3)];
     const std::int64_t samples = random.between(0, 2);
     const bool agree = !random.one_in(4);
     const std::optional<double> momentum =
@@ -228,40 +141,44 @@ TEST(CudaPasses, FinalizeUpdatesRunningStatistics) {
     x.fill(rough_values(random, dtype, samples, channels));
     Words merged = cuda_moments(x, 1, channels);
     merged[1] += agree ? 0 : 1;
-    Moments apart(merged, dtype, agree ? 1 : 2, channels);
-    Moments at_once = apart;
-    struct Buffers {
-      Tensor mean, var;
-      std::int64_t tracked, call, count;
-      Running view(std::optional<double> momentum) {
-        return {on_cuda(mean.view()), on_cuda(var.view()), &tracked, &call, &count, momentum};
-      }
-    };
-    const Doubles values = rough_values(random, DType::kFloat32, 1, channels);
     const std::int64_t before = random.pick<std::int64_t>({0, 5, last});
-    Buffers expected{{of_mean, {channels}}, {of_var, {channels}}, before, 8, 9};
-    expected.mean.fill(values);
-    expected.var.fill(values);
-    Buffers got = expected;
-    cuda::update_running_statistics(expected.view(momentum), apart.mean.data(), apart.var.data(),
-                                    apart.info.data(), channels, {});
+    Buffers expected{{kDtypes[random.between(0, 3)], {channels}},
+                     {kDtypes[random.between(0, 3)], {channels}},
+                     before};
+    for (Tensor* start : {&expected.mean, &expected.var}) {
+      start->fill(rough_values(random, DType::kFloat32, 1, channels));
+    }
+    Buffers at_once = expected;
+    Buffers apart = expected;
     const std::uint64_t launches = emulation::counts().launches;
-    cuda::finalize_moments(merged.data(), dtype, agree ? 1 : 2, at_once.mean.data(),
-                           at_once.var.data(), at_once.rstd.data(), at_once.info.data(), channels,
-                           kEps, got.view(momentum), {});
+    const Moments of_batch(merged, dtype, agree ? 1 : 2, channels, at_once.view(momentum));
     EXPECT_EQ(emulation::counts().launches - launches, momentum.has_value() ? 1u : 2u);
-    EXPECT_TRUE(same_bits(at_once.mean, apart.mean) && same_bits(at_once.var, apart.var));
-    EXPECT_TRUE(same_bits(got.mean.values(), expected.mean.values()));
-    EXPECT_TRUE(same_bits(got.var.values(), expected.var.values()));
-    EXPECT_EQ(got.tracked, expected.tracked);
-    EXPECT_EQ(got.tracked, before + (agree && samples > 0 && before != last ? 1 : 0));
-    EXPECT_EQ(got.call, 9);
-    EXPECT_EQ(got.count, agree ? samples : -1);
-    EXPECT_EQ(expected.count, got.count);
-    EXPECT_EQ(expected.call, got.call);
+    cuda::update_running_statistics(apart.view(momentum), of_batch.mean.data(), of_batch.var.data(),
+                                    of_batch.info.data(), channels, {});
+    const bool counts = agree && samples > 0;
+    expected.tracked += counts && before != last ? 1 : 0;
+    if (counts) {
+      update_running_statistics(expected.mean.view(), expected.var.view(), of_batch.mean.data(),
+                                of_batch.var.data(), channels, samples,
+                                momentum.value_or(1.0 / static_cast<double>(expected.tracked)));
+    }
+    for (const Buffers* got : {&at_once, &apart}) {
+      EXPECT_TRUE(same_bits(got->mean.values(), expected.mean.values()));
+      EXPECT_TRUE(same_bits(got->var.values(), expected.var.values()));
+      EXPECT_EQ(got->tracked, expected.tracked);
+      EXPECT_EQ(got->call, 9);
+      EXPECT_EQ(got->count, agree ? samples : -1);
+    }
+    Doubles mean(size(channels)), rstd(mean);
+    cuda::evaluation_statistics(on_cuda(apart.mean.view()), on_cuda(apart.var.view()), mean.data(),
+                                rstd.data(), kEps, {});
+    EXPECT_TRUE(same_bits(mean, expected.mean.values()));
+    for (std::size_t c = 0; c < rstd.size(); ++c) {
+      EXPECT_TRUE(same_bits(rstd[c], 1.0 / std::sqrt(expected.var.values()[c] + kEps)));
+    }
   }
-  Doubles values(3);
   Words words(kInfoWords, -9);
+  Doubles values(3);
   const Words message(size(message_words(DType::kFloat32, 3)));
   const auto refused = [&](Running running, std::optional<double> momentum) {
     running.momentum = momentum;
@@ -341,7 +258,7 @@ TEST(CudaPasses, WrongArgumentsChangeNothing) {
                        "dy: got float64, expected the dtype of x, float32"));
   EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
                          cuda::finalize_moments(message.data(), DType::kFloat32, 0, nullptr,
-                                                nullptr, nullptr, nullptr, 3, kEps, {});
+                                                nullptr, nullptr, nullptr, 3, kEps, {}, {});
                        }),
                        "ranks: got 0"));
   EXPECT_EQ(x.values(), Doubles(6, 1.0));

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "activation_mask.hpp"
+#include "on_cuda.hpp"
 #include "properties.hpp"
 #include "sample_view.hpp"
 #include "statistics/dtype.hpp"
@@ -15,18 +16,6 @@
 #include "support.hpp"
 
 namespace syncbn {
-
-using testing::kDtypes;
-using testing::kMemories;
-using testing::Memory;
-using testing::Random;
-using testing::rough_values;
-using testing::same_bits;
-using testing::Tensor;
-using Words = std::vector<std::int64_t>;
-using Doubles = std::vector<double>;
-
-inline std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 /// What one forward and backward take, and the random choice of it.
 struct Case {

@@ -138,7 +138,7 @@ inline void run_on_cuda(const Case& c, Results& r) {
   cuda::local_moments(x, counts, {kLayer, &call, kEps}, r.message.data(), workspace.data(), stream);
   EXPECT_EQ(workspace, clean) << "left behind by the moments";
   cuda::finalize_moments(r.message.data(), c.dtype, 1, r.mean.data(), r.var.data(), r.rstd.data(),
-                         info.data(), c.channels(), kEps, stream);
+                         info.data(), c.channels(), kEps, {}, stream);
   r.count = info[0];
   std::uint8_t* mask = r.mask.empty() ? nullptr : r.mask.data();
   cuda::normalize({x, counts, r.mean.data(), r.rstd.data(), weight, bias, on_cuda(residual_of(c)),

@@ -22,17 +22,14 @@
 namespace syncbn {
 namespace {
 
-using testing::Tensor;
-using Words = std::vector<std::int64_t>;
-
 void expect_same_words(DType dtype, std::int64_t samples, std::int64_t channels,
-                       const std::vector<double>& x_values, const std::vector<double>& dy_values,
+                       const Doubles& x_values, const Doubles& dy_values,
                        const std::vector<std::uint8_t>& counts) {
   const Tensor x(dtype, {samples, channels}, x_values);
   const Tensor dy(dtype, {samples, channels}, dy_values);
   const MaskView mask = counts.empty() ? MaskView{} : MaskView{counts.data(), {samples}};
-  const std::vector<double> zeros(static_cast<std::size_t>(channels));
-  Words moments(static_cast<std::size_t>(message_words(dtype, channels)), -1);
+  const Doubles zeros(size(channels));
+  Words moments(size(message_words(dtype, channels)), -1);
   Words gradients(moments);
   {
     const testing::LevelScope scope("reference");
@@ -41,7 +38,7 @@ void expect_same_words(DType dtype, std::int64_t samples, std::int64_t channels,
     local_gradients({dy.view(), x.view(), mask, zeros.data(), zeros.data()}, gradients.data(), 0,
                     serial_executor());
   }
-  Words workspace(static_cast<std::size_t>(cuda::workspace_words(dtype, channels)), 0);
+  Words workspace(size(cuda::workspace_words(dtype, channels)), 0);
   Words of_cuda(moments.size(), -1);
   cuda::local_moments(on_cuda(x.view()), on_cuda(mask), {.layer = 1}, of_cuda.data(),
                       workspace.data(), {});
@@ -78,8 +75,8 @@ TEST_F(CudaSingleRows, LastBitsInFullAccumulatorsExact) {
   const double infinity = std::numeric_limits<double>::infinity();
   for (const double sign : {1.0, -1.0}) {
     for (const auto& [least_x, least_dy] : {std::pair{-19, -19}, {-20, -19}, {-21, -19}}) {
-      std::vector<double> x;
-      std::vector<double> dy;
+      Doubles x;
+      Doubles dy;
       for (std::int64_t n = 0; n < 8 * kRowsOfJob; ++n) {
         const std::int64_t turn = n % kRowsOfJob / 32;
         const bool least = turn == 15 || turn == 30;

@@ -10,6 +10,7 @@
 
 #include "cuda/passes.hpp"
 #include "emulator.hpp"
+#include "on_cuda.hpp"
 #include "statistics/header.hpp"
 #include "support.hpp"
 #include "syncbn/error.hpp"
@@ -20,23 +21,11 @@
 namespace syncbn {
 namespace {
 
-using testing::kDtypes;
-using testing::kMemories;
-using testing::Memory;
-using testing::Random;
-using testing::same_bits;
-using testing::Tensor;
-using Words = std::vector<std::int64_t>;
-using Doubles = std::vector<double>;
-
 constexpr double kEps = 1e-5;
-
-std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 Words message_of(const Tensor& x, const std::vector<std::uint8_t>& counts, std::uint64_t seed,
                  int multiprocessors) {
-  TensorView view = x.view();
-  view.device = Device::kCuda;
+  const TensorView view = on_cuda(x.view());
   MaskView mask;
   if (!counts.empty()) {
     mask = {counts.data(), {view.sizes[0], view.sizes[2]}, Device::kCuda};
