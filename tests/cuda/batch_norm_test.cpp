@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <optional>
 #include <string>
 
@@ -94,25 +93,6 @@ TEST(CudaBatchNorm, WelfordOfSingleElementsExact) {
     c.spatial.clear();
     const std::vector<std::int64_t> samples =
         i % 3 == 0 ? std::vector<std::int64_t>{1} : std::vector<std::int64_t>{1, i % 2, 1};
-    SCOPED_TRACE(text(c, samples.size()));
-    compare_layers(c, samples, random);
-  }
-}
-
-/// Any samples: what follows from the records of the ranks, uneven and empty ones among them, has
-/// the CPU's bits. torch.nn.SyncBatchNorm gathers such records as well, and merges them in
-/// binary32.
-TEST(CudaBatchNorm, WelfordFromRecordsExact) {
-  SYNCBN_NEEDS_DEVICE();
-  const std::vector<std::vector<std::int64_t>> ranks = {{6}, {5, 0, 2}, {0, 1, 7}, {0}, {0, 0, 0}};
-  for (int i = 0; i < 15 && !::testing::Test::HasFailure(); ++i) {
-    Random random(static_cast<std::uint64_t>(6000 + i));
-    LayerCase c = random_case(random, i);
-    c.options.statistics = Statistics::kWelford;
-    c.records_of_cuda = true;
-    c.steps = 1;
-    c.channels = std::min<std::int64_t>(c.channels, 16);
-    const std::vector<std::int64_t>& samples = ranks[static_cast<std::size_t>(i) % ranks.size()];
     SCOPED_TRACE(text(c, samples.size()));
     compare_layers(c, samples, random);
   }

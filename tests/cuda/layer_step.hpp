@@ -23,9 +23,6 @@ struct LayerCase {
   bool running = true;
   AffineGradients which = AffineGradients::kShare;
   int steps = 1;  ///< of one layer, on the same tensors
-  /// Welford mode: the CPU's layer merges the ranks' records as CUDA has them, whose order within a
-  /// rank is another.
-  bool records_of_cuda = false;
 };
 
 /// Makes a step with `samples` of each rank, on CPU and on CUDA, from the same random values and
