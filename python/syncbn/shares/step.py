@@ -14,27 +14,23 @@ class Generators:
     hold the state of the share that runs, and the program's own state again afterwards."""
 
     def __init__(self, seeds: Iterable[int], device: torch.device) -> None:
-        self._devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
+        self._defaults = [torch.default_generator]
+        if device.type == "cuda":
+            self._defaults.append(torch.cuda.default_generators[device.index])
         self._states = [
-            [torch.Generator(d).manual_seed(seed).get_state() for d in self._devices]
+            [torch.Generator(g.device).manual_seed(seed).get_state() for g in self._defaults]
             for seed in seeds
         ]
         self._states.append(self._current())
         self._at = len(self._states) - 1
 
     def _current(self) -> list[Tensor]:
-        return [
-            torch.cuda.get_rng_state(d) if d.type == "cuda" else torch.get_rng_state()
-            for d in self._devices
-        ]
+        return [g.get_state() for g in self._defaults]
 
     def switch(self, k: int) -> None:
         self._states[self._at], self._at = self._current(), k
-        for device, state in zip(self._devices, self._states[k]):
-            if device.type == "cuda":
-                torch.cuda.set_rng_state(state, device)
-            else:
-                torch.set_rng_state(state)
+        for generator, state in zip(self._defaults, self._states[k]):
+            generator.set_state(state)
 
     def leave(self) -> None:
         self.switch(len(self._states) - 1)
