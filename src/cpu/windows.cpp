@@ -27,9 +27,9 @@ void limbs_to_digits(__int128 limbs, int position, std::int64_t* digits, int cou
   }
   const int first = position / kDigitBits;
   const int shift = position % kDigitBits;
-  // Limbs reach four digits; all above repeat the sign.
-  std::fill_n(digits, std::min(first, count), 0);
-  std::fill(digits + std::min(first + 4, count), digits + count, limbs < 0 ? kDigitMask : 0);
+  for (int i = 0; i < first && i < count; ++i) {
+    digits[i] = 0;
+  }
   if (first >= count - 1) {
     if (first < count) {
       digits[count - 1] = static_cast<std::int64_t>(limbs << shift);
@@ -39,11 +39,39 @@ void limbs_to_digits(__int128 limbs, int position, std::int64_t* digits, int cou
   digits[first] =
       static_cast<std::int64_t>(static_cast<std::uint64_t>(limbs) << shift) & kDigitMask;
   limbs >>= kDigitBits - shift;
-  for (int i = first + 1; i < std::min(first + 4, count - 1); ++i) {
+  for (int i = first + 1; i < count - 1; ++i) {
     digits[i] = static_cast<std::int64_t>(limbs) & kDigitMask;
     limbs >>= kDigitBits;
   }
   digits[count - 1] = static_cast<std::int64_t>(limbs);
+}
+
+/// The same where all digits but four, which limbs may reach, are 0 or repeat the sign.
+template <int kCount>
+void limbs_to_digits(__int128 limbs, int position, std::int64_t* digits) {
+  const int first = position / kDigitBits;
+  if (position < 0 || first + 4 > kCount - 1) {
+    limbs_to_digits(limbs, position, digits, kCount);
+    return;
+  }
+  const int shift = position % kDigitBits;
+  const std::int64_t sign = limbs < 0 ? -1 : 0;
+  for (int i = 0; i < kCount - 1; ++i) {
+    digits[i] = sign & kDigitMask;
+  }
+  digits[kCount - 1] = sign;
+  for (int i = 0; i < first; ++i) {
+    digits[i] = 0;
+  }
+  digits[first] =
+      static_cast<std::int64_t>(static_cast<std::uint64_t>(limbs) << shift) & kDigitMask;
+  const __int128 rest = limbs >> (kDigitBits - shift);
+  const auto low = static_cast<std::uint64_t>(rest);
+  const auto high = static_cast<std::uint64_t>(rest >> 64);
+  digits[first + 1] = static_cast<std::int64_t>(low) & kDigitMask;
+  digits[first + 2] =
+      static_cast<std::int64_t>(low >> kDigitBits | high << (64 - kDigitBits)) & kDigitMask;
+  digits[first + 3] = static_cast<std::int64_t>(rest >> (2 * kDigitBits)) & kDigitMask;
 }
 
 }  // namespace
@@ -187,13 +215,19 @@ void Windows::write_words(std::int64_t channel, std::int64_t* words) {
   const int first_digits = format_.first.digits;
   const int second_digits = format_.second.digits;
   if (!has_slots(channel)) {
-    const auto write = [&](int k, const SumFormat& format, std::int64_t* to) {
-      const __int128 limbs =
-          (static_cast<__int128>(arrays_.high[k][channel]) << kLowBits) + arrays_.low[k][channel];
-      limbs_to_digits(limbs, unit(channel, k) - kLowBits + format.unit, to, format.digits);
+    const auto limbs = [&](int k) {
+      return (static_cast<__int128>(arrays_.high[k][channel]) << kLowBits) +
+             arrays_.low[k][channel];
     };
-    write(0, format_.first, words);
-    write(1, format_.second, words + first_digits);
+    const int first_position = unit(channel, 0) - kLowBits + format_.first.unit;
+    const int second_position = unit(channel, 1) - kLowBits + format_.second.unit;
+    if (first_digits == kSingleFormat.first.digits) {
+      limbs_to_digits<kSingleFormat.first.digits>(limbs(0), first_position, words);
+      limbs_to_digits<kSingleFormat.second.digits>(limbs(1), second_position, words + first_digits);
+    } else {
+      limbs_to_digits(limbs(0), first_position, words, first_digits);
+      limbs_to_digits(limbs(1), second_position, words + first_digits, second_digits);
+    }
     words[first_digits + second_digits] = 0;
     return;
   }
