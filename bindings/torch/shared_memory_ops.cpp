@@ -160,9 +160,9 @@ std::string shm_open(std::int64_t handle, const Tensor& offers, double timeout) 
   }
   check_bytes("offers", offers, offers.numel());
   const auto* bytes = static_cast<const std::byte*>(offers.const_data_ptr());
+  const auto limit = milliseconds_of(timeout);  // refused before the offer is used
   SharedMemoryGroup::Opened result = SharedMemoryGroup::open(
-      std::move(*entry->offer), {bytes, static_cast<std::size_t>(offers.numel())},
-      milliseconds_of(timeout));
+      std::move(*entry->offer), {bytes, static_cast<std::size_t>(offers.numel())}, limit);
   entry->offer.reset();
   entry->group = std::move(result.group);
   return result.why;
