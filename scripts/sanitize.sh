@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Usage: scripts/sanitize.sh VENV
 # What CI runs of the sanitizers: C++ tests that come by most of the code with all three, PyTorch's
-# operators with those of addresses and undefined behaviour. `make asan tsan` run all C++ tests.
+# operators with those of addresses and undefined behaviour, in the fuzzers' build, with clang. `make
+# asan tsan` run all C++ tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,22 +11,22 @@ venv=$1
 export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
 export SYNCBN_CASES=100  # of the property tests
 
-"$venv/bin/cmake" --preset asan -D SYNCBN_TORCH=ON >/dev/null
-"$venv/bin/cmake" --build --preset asan --target syncbn_short_tests syncbn_torch_cpu
+"$venv/bin/cmake" --preset fuzz -D SYNCBN_TORCH=ON >/dev/null
+"$venv/bin/cmake" --build --preset fuzz --target syncbn_short_tests syncbn_torch_cpu
 few='-*ManyExchanges*'  # without those that only repeat
-build/asan/tests/cpp/syncbn_short_tests --gtest_brief=1 --gtest_filter="$few"
+build/fuzz/tests/cpp/syncbn_short_tests --gtest_brief=1 --gtest_filter="$few"
 
 # The package with these operators. The sanitizer comes before all other libraries, and looks for
 # C++'s in those that came with it; Python leaks.
-package=build/asan/package/syncbn
+package=build/fuzz/package/syncbn
 rm -rf "$package"
 mkdir -p "$package/lib"
 cp -r python/syncbn/. "$package"
-ln -sf "$PWD/build/asan/bindings/torch/libsyncbn_torch_cpu.so" "$package/lib/"
-cp build/asan/bindings/torch/_build.py "$package"
-cxx=${CXX:-c++}
-preloaded="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libstdc++.so)"
-LD_PRELOAD=$preloaded ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$PWD/build/asan/package \
+ln -sf "$PWD/build/fuzz/bindings/torch/libsyncbn_torch_cpu.so" "$package/lib/"
+cp build/fuzz/bindings/torch/_build.py "$package"
+machine=$(uname -m)
+preloaded="$(clang++ -print-file-name="libclang_rt.asan-$machine.so") $(clang++ -print-file-name=libstdc++.so)"
+LD_PRELOAD=$preloaded ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$PWD/build/fuzz/package \
   SYNCBN_EXAMPLES=60 OMP_NUM_THREADS=2 "$venv/bin/python" -m pytest -p no:cacheprovider \
   --hypothesis-seed=1 tests/python/bits/test_properties.py tests/python/step/test_in_place.py \
   tests/python/graph/test_{batch_norm_op,odd_tensors}.py \
