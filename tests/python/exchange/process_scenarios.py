@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of their own for test_processes_and_threads.py: `python process_scenarios.py NAME`.
-What a scenario asserts is in it."""
+"""Processes of their own for test_processes_and_threads.py; those about the interpreter's end are
+`python process_scenarios.py NAME`. What a scenario asserts is in it."""
 
 import atexit
 import os
