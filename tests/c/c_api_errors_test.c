@@ -336,22 +336,12 @@ static void bad_arguments(void) {
   EXPECT_REFUSED(forward(WITH(v.x.dtype = 4), saved, &options, self), "x: got 4");
   EXPECT_REFUSED(forward(WITH(v.x.device = -1), saved, &options, self), "x: got -1");
   EXPECT_REFUSED(forward(WITH(v.x.ndim = -1), saved, &options, self), "x: got -1 axes");
-  EXPECT_REFUSED(forward(WITH(v.x.ndim = 1000), saved, &options, self), "x: got 1000 axes");
   EXPECT_REFUSED(forward(WITH(v.x.ndim = 13), saved, &options, self),
                  "x: got 13 axes, expected 0 to 12");
-  EXPECT_REFUSED(forward(WITH(v.x.ndim = 1), saved, &options, self), "x: got 1 axes");
   EXPECT_REFUSED(forward(WITH(v.x.sizes = NULL), saved, &options, self), "x.sizes: got NULL");
-  EXPECT_REFUSED(forward(WITH(v.x.data = NULL), saved, &options, self), "x: got a null pointer");
-  const int64_t huge[3] = {INT64_MAX, CHANNELS, INT64_MAX};
-  EXPECT_REFUSED(forward(WITH(v.x.sizes = huge), saved, &options, self), "x: got shape");
-  EXPECT_REFUSED(forward(WITH(v.y.dtype = SYNCBN_FLOAT64), saved, &options, self),
-                 "y: got float64, expected the dtype of x, float32");
-  EXPECT_REFUSED(forward(WITH(v.mask.ndim = 1), saved, &options, self), "mask: got shape");
   options.channels = 4;
   EXPECT_REFUSED(forward(&good, saved, &options, self),
                  "x: got 3 channels, expected those of the layer, 4");
-  options.channels = -1;
-  EXPECT_REFUSED(forward(&good, saved, &options, self), "channels: got -1");
   options = options_of_reference();
   options.activation.kind = 9;
   EXPECT_REFUSED(forward(&good, saved, &options, self), "activation: got 9");
@@ -359,8 +349,6 @@ static void bad_arguments(void) {
   options.statistics = 2;
   EXPECT_REFUSED(forward(&good, saved, &options, self), "statistics: got 2");
   options = options_of_reference();
-  options.momentum = 2;
-  EXPECT_REFUSED(forward(&good, saved, &options, self), "momentum: got 2");
   options.cumulative_average = 1; /* asks for num_batches_tracked, which is absent here */
   EXPECT_REFUSED(forward(&good, saved, &options, self), "num_batches_tracked: got null");
   options = options_of_reference();

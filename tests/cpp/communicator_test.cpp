@@ -322,16 +322,6 @@ TEST(ThreadGroup, SizesOutsideTheLimitsAreRefused) {
   EXPECT_EQ(ThreadGroup(1).size(), 1);
 }
 
-TEST(ThreadGroup, RanksOutsideTheGroupAreRefused) {
-  ThreadGroup group(3);
-  for (const int rank : {-1, 3}) {
-    const std::string text = thrown_text<InvalidArgument>([&] { group.rank(rank); });
-    EXPECT_TRUE(contains(text, "rank"));
-    EXPECT_TRUE(contains(text, std::to_string(rank)));
-    EXPECT_TRUE(contains(text, "0 to 2"));
-  }
-}
-
 TEST_P(GroupKinds, WrongGatherSizeIsRefusedAndToldToTheOthers) {
   const auto group = make_group(GetParam(), 2);
   const auto begin = steady_clock::now();

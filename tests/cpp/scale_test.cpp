@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <numeric>
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "groups.hpp"
+#include "properties.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 
-// A whole layer on as many ranks as a training job has, each a thread: the bits of one rank.
+// A whole layer on as many ranks as a training job has, each a thread, and one of large tensors:
+// the bits of one rank.
 namespace syncbn {
 namespace {
 
@@ -30,14 +33,24 @@ using testing::run_ranks;
 using testing::same_bits;
 using testing::Tensor;
 
-constexpr std::int64_t kChannels = 33;
-constexpr std::int64_t kPlane = 21;
-constexpr std::int64_t kPerSample = kChannels * kPlane;
-
 struct Batch {
   DType dtype;
+  std::vector<std::int64_t> sizes;
   std::vector<double> x, dy, weight, bias;
-  std::int64_t samples() const { return static_cast<std::int64_t>(x.size()) / kPerSample; }
+
+  Batch(Random& random, DType type, std::vector<std::int64_t> shape)
+      : dtype(type), sizes(std::move(shape)) {
+    x = rough_values(random, dtype, samples(), per_sample());
+    dy = rough_values(random, dtype, samples(), per_sample());
+    for (std::int64_t c = 0; c < channels(); ++c) {
+      weight.push_back(round_to(DType::kFloat32, random.signed_unit()));
+      bias.push_back(round_to(DType::kFloat32, random.signed_unit()));
+    }
+  }
+  std::int64_t samples() const { return sizes[0]; }
+  std::int64_t channels() const { return sizes[1]; }
+  std::int64_t per_sample() const { return TensorView(nullptr, dtype, sizes).numel() / sizes[0]; }
+  std::int64_t plane() const { return per_sample() / channels(); }
 };
 
 /// The sample numbers of each rank.
@@ -55,28 +68,23 @@ struct Step {
 
 Tensor gather(const Batch& batch, const std::vector<double>& from,
               const std::vector<std::int64_t>& samples, Memory memory) {
-  std::vector<double> mine;
-  for (const std::int64_t n : samples) {
-    mine.insert(mine.end(), from.begin() + n * kPerSample, from.begin() + (n + 1) * kPerSample);
-  }
-  const auto count = static_cast<std::int64_t>(samples.size());
-  Tensor part(batch.dtype, {count, kChannels, 3, 7}, memory);
-  part.fill(mine);
+  std::vector<std::int64_t> sizes = batch.sizes;
+  sizes[0] = static_cast<std::int64_t>(samples.size());
+  Tensor part(batch.dtype, sizes, memory);
+  part.fill(testing::parts_of(from, samples, batch.per_sample()));
   return part;
 }
 
-void scatter(const Tensor& part, const std::vector<std::int64_t>& samples,
-             std::vector<double>& to) {
-  const std::vector<double> mine = part.values();
-  auto from = mine.begin();
-  for (const std::int64_t n : samples) {
-    std::copy(from, from + kPerSample, to.begin() + n * kPerSample);
-    from += kPerSample;
-  }
-}
+/// How a rank holds x and dy, and its threads.
+struct Placement {
+  Memory x = Memory::kPlanes;
+  Memory dy = Memory::kPlanes;
+  Executor* executor = &serial_executor();
+};
 
-/// Forward and backward with one thread per part of the split; every second rank is channels-last.
-Step train(const Batch& batch, const Split& split) {
+/// Forward and backward with one thread per part of the split; the placements are taken by turns.
+Step train(const Batch& batch, const Split& split, const std::vector<Placement>& placements,
+           AffineGradients affine = AffineGradients::kGlobal) {
   const auto ranks = static_cast<int>(split.size());
   ThreadGroup group(ranks);
   Step step;
@@ -86,25 +94,26 @@ Step train(const Batch& batch, const Split& split) {
   const auto errors = run_ranks(ranks, [&](int r) {
     const auto& samples = split[static_cast<std::size_t>(r)];
     Rank& mine = step.ranks[static_cast<std::size_t>(r)];
-    const Memory memory = r % 2 == 0 ? Memory::kPlanes : Memory::kRows;
-    const Tensor x = gather(batch, batch.x, samples, memory);
-    const Tensor dy = gather(batch, batch.dy, samples, memory);
+    const Placement& place = placements[static_cast<std::size_t>(r) % placements.size()];
+    const Tensor x = gather(batch, batch.x, samples, place.x);
+    const Tensor dy = gather(batch, batch.dy, samples, place.dy);
+    const std::int64_t channels = batch.channels();
     Tensor y = x;
     Tensor dx = x;
-    const Tensor weight(DType::kFloat32, {kChannels}, batch.weight);
-    const Tensor bias(DType::kFloat32, {kChannels}, batch.bias);
-    Tensor running_mean(DType::kFloat32, {kChannels}, batch.bias);
-    Tensor running_var(DType::kFloat32, {kChannels}, batch.weight);
-    Tensor dweight(DType::kFloat64, {kChannels});
-    Tensor dbias(DType::kFloat64, {kChannels});
-    BatchNorm layer({.channels = kChannels, .name = "layer"}, group.rank(r));
+    const Tensor weight(DType::kFloat32, {channels}, batch.weight);
+    const Tensor bias(DType::kFloat32, {channels}, batch.bias);
+    Tensor running_mean(DType::kFloat32, {channels}, batch.bias);
+    Tensor running_var(DType::kFloat32, {channels}, batch.weight);
+    Tensor dweight(DType::kFloat64, {channels});
+    Tensor dbias(DType::kFloat64, {channels});
+    BatchNorm layer({.channels = channels, .name = "layer"}, group.rank(r));
     layer.forward({.x = x.view(),
                    .weight = weight.view(),
                    .bias = bias.view(),
                    .y = y.view(),
                    .running_mean = running_mean.view(),
                    .running_var = running_var.view()},
-                  mine.saved);
+                  mine.saved, *place.executor);
     layer.backward({.dy = dy.view(),
                     .x = x.view(),
                     .weight = weight.view(),
@@ -112,10 +121,10 @@ Step train(const Batch& batch, const Split& split) {
                     .dx = dx.view(),
                     .dweight = dweight.view(),
                     .dbias = dbias.view(),
-                    .affine = AffineGradients::kGlobal},
-                   mine.saved);
-    scatter(y, samples, step.y);
-    scatter(dx, samples, step.dx);
+                    .affine = affine},
+                   mine.saved, *place.executor);
+    testing::put_back(y.values(), samples, step.y);
+    testing::put_back(dx.values(), samples, step.dx);
     mine.running_mean = running_mean.values();
     mine.running_var = running_var.values();
     mine.dweight = dweight.values();
@@ -143,38 +152,16 @@ Split uneven_split(Random& random, std::int64_t samples, int ranks) {
   return split;
 }
 
-class Scale : public ::testing::TestWithParam<std::tuple<DType, int>> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, Scale,
-                         ::testing::Combine(::testing::ValuesIn(kDtypes),
-                                            ::testing::Values(64, 128)),
-                         [](const auto& param) {
-                           return std::string(name(std::get<0>(param.param))) + "_" +
-                                  std::to_string(std::get<1>(param.param));
-                         });
+Split whole(const Batch& batch) {
+  Split split(1, std::vector<std::int64_t>(static_cast<std::size_t>(batch.samples())));
+  std::iota(split[0].begin(), split[0].end(), 0);
+  return split;
+}
 
-TEST_P(Scale, LayerHasTheBitsOfOneRankExact) {
-  const auto [dtype, ranks] = GetParam();
-  Random random(static_cast<std::uint64_t>(ranks));
-  Batch batch{dtype, {}, {}, {}, {}};
-  batch.x = rough_values(random, dtype, 3 * ranks / 2, kPerSample);
-  batch.dy = rough_values(random, dtype, 3 * ranks / 2, kPerSample);
-  for (std::int64_t c = 0; c < kChannels; ++c) {
-    batch.weight.push_back(round_to(DType::kFloat32, random.signed_unit()));
-    batch.bias.push_back(round_to(DType::kFloat32, random.signed_unit()));
-  }
-  Split whole(1);
-  for (std::int64_t n = 0; n < batch.samples(); ++n) {
-    whole[0].push_back(n);
-  }
-  const Step expected = train(batch, whole);
-  const Split split = uneven_split(random, batch.samples(), ranks);
-  ASSERT_TRUE(split.front().empty() && split.back().empty());
-  const Step actual = train(batch, split);
-
+void expect_same(const Step& actual, const Step& expected) {
   EXPECT_TRUE(same_bits(actual.y, expected.y)) << "y";
   EXPECT_TRUE(same_bits(actual.dx, expected.dx)) << "dx";
   const Rank& one = expected.ranks[0];
-  EXPECT_EQ(one.saved.count(), batch.samples() * kPlane);
   for (const Rank& rank : actual.ranks) {
     EXPECT_EQ(rank.saved.count(), one.saved.count());
     EXPECT_TRUE(same_bits(rank.saved.mean(), one.saved.mean())) << "mean";
@@ -184,16 +171,37 @@ TEST_P(Scale, LayerHasTheBitsOfOneRankExact) {
     EXPECT_TRUE(same_bits(rank.dweight, one.dweight)) << "dweight";
     EXPECT_TRUE(same_bits(rank.dbias, one.dbias)) << "dbias";
   }
+}
+
+class Ranks : public ::testing::TestWithParam<std::tuple<DType, int>> {};
+INSTANTIATE_TEST_SUITE_P(Scale, Ranks,
+                         ::testing::Combine(::testing::ValuesIn(kDtypes),
+                                            ::testing::Values(64, 128)),
+                         [](const auto& param) {
+                           return std::string(name(std::get<0>(param.param))) + "_" +
+                                  std::to_string(std::get<1>(param.param));
+                         });
+
+TEST_P(Ranks, HaveTheBitsOfOneRankExact) {
+  const auto [dtype, ranks] = GetParam();
+  Random random(static_cast<std::uint64_t>(ranks));
+  const Batch batch(random, dtype, {3 * ranks / 2, 33, 3, 7});
+  const Step expected = train(batch, whole(batch), {{}});
+  const Split split = uneven_split(random, batch.samples(), ranks);
+  ASSERT_TRUE(split.front().empty() && split.back().empty());
+  EXPECT_EQ(expected.ranks[0].saved.count(), batch.samples() * batch.plane());
+  expect_same(train(batch, split, {{}, {Memory::kRows, Memory::kRows}}), expected);
 
   // The data has teeth: binary64 sums of the ranks' binary64 sums of squares, as an ordinary
   // implementation adds them, differ from those of one rank in some channel.
   std::int64_t other = 0;
-  for (std::int64_t c = 0; c < kChannels; ++c) {
+  for (std::int64_t c = 0; c < batch.channels(); ++c) {
     const auto squares = [&](const std::vector<std::int64_t>& samples) {
       double sum = 0;
       for (const std::int64_t n : samples) {
-        for (std::int64_t i = 0; i < kPlane; ++i) {
-          const double v = batch.x[static_cast<std::size_t>(n * kPerSample + c * kPlane + i)];
+        for (std::int64_t i = 0; i < batch.plane(); ++i) {
+          const double v =
+              batch.x[static_cast<std::size_t>(n * batch.per_sample() + c * batch.plane() + i)];
           sum += v * v;
         }
       }
@@ -203,9 +211,70 @@ TEST_P(Scale, LayerHasTheBitsOfOneRankExact) {
     for (const auto& samples : split) {
       merged += squares(samples);
     }
-    other += merged != squares(whole[0]) ? 1 : 0;
+    other += merged != squares(whole(batch)[0]) ? 1 : 0;
   }
-  EXPECT_GE(other, kChannels / 2);
+  EXPECT_GE(other, batch.channels() / 2);
+}
+
+// Large enough for blocks of channels on some ranks, while others go through one pass after the
+// other, or have nothing.
+TEST(Scale, LargeTensorsHaveTheBitsOfOneRankExact) {
+  ThreadPool two(2);
+  ThreadPool three(3);
+  Random random(74);
+  const Batch batch(random, DType::kFloat32, {8, 140, 3137});
+  const Step expected = [&] {
+    const testing::LevelScope scope("reference");
+    return train(batch, whole(batch), {{}});
+  }();
+  for (const Split& split : {Split{{6, 0, 3, 1, 7, 5, 2, 4}}, Split{{6, 0, 3, 1, 7}, {5, 2, 4}},
+                             Split{{4}, {6, 0, 3, 1, 7}, {}, {5, 2}}}) {
+    SCOPED_TRACE(std::to_string(split.size()) + " ranks");
+    expect_same(train(batch, split,
+                      {{Memory::kPlanes, Memory::kPlanes, &two},
+                       {},
+                       {Memory::kPlanes, Memory::kRows, &three}}),
+                expected);
+  }
+}
+
+// A rank's share is RN(rstd * RN(B_r - mean * A_r)) with A_r, B_r rounded once from exact integers
+// that add up to the global A, B. With T = |mean| sum|dy| + sum|dy x| and u = 2^-53 each share and
+// the global sum are within 3 u rstd T_r (T_r summing to T) of the exact values, to first order,
+// and adding P shares in binary64 costs at most (P - 1) u rstd T more: (P + 5) u rstd T, and one
+// more unit for the terms of second order and T's own rounding. dbias: (P + 1) u sum|dy|, likewise.
+TEST(Shares, AddUpToTheGlobalGradients) {
+  constexpr double kUnit = 0x1p-53;
+  Random random(73);
+  for (const DType dtype : kDtypes) {
+    for (const int ranks : {4, 8}) {
+      const Batch batch(random, dtype, {24, 5, 30});
+      const Split split = uneven_split(random, batch.samples(), ranks);
+      const Step shares = train(batch, split, {{}}, AffineGradients::kShare);
+      const Step global = train(batch, split, {{}});
+      const Rank& one = global.ranks[0];
+      for (std::size_t c = 0; c < 5; ++c) {
+        double dweight = 0;
+        double dbias = 0;
+        for (const Rank& rank : shares.ranks) {
+          dweight += rank.dweight[c];
+          dbias += rank.dbias[c];
+        }
+        double total = 0;
+        double total_products = 0;
+        for (std::size_t i = 0; i < batch.x.size(); ++i) {
+          if (i / 30 % 5 == c) {
+            total += std::fabs(batch.dy[i]);
+            total_products += std::fabs(batch.dy[i] * batch.x[i]);
+          }
+        }
+        const double t = std::fabs(one.saved.mean()[c]) * total + total_products;
+        EXPECT_LE(std::fabs(dweight - one.dweight[c]),
+                  (ranks + 6) * kUnit * one.saved.rstd()[c] * t);
+        EXPECT_LE(std::fabs(dbias - one.dbias[c]), (ranks + 2) * kUnit * total);
+      }
+    }
+  }
 }
 
 /// Exchanges whose ranks come in any order: now and then one sleeps, or lets the others run first.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <cstdint>
 #include <exception>
 #include <stdexcept>
@@ -36,6 +38,11 @@ struct SmallStep {
   }
   Tensor x, y, dx, dresidual;
 };
+
+inline void expect_empty(const Saved& saved) {
+  EXPECT_TRUE(saved.mean().empty() && saved.var().empty() && saved.rstd().empty());
+  EXPECT_EQ(saved.count(), 0);
+}
 
 /// A copy of what was thrown; anything else goes on.
 template <class Expected>
