@@ -166,31 +166,15 @@ void SavedState::keep(const BatchNorm::Forward& f) {
   filled = true;
 }
 
-Saved::Saved(const Allocator& allocator) : state_(std::make_unique<SavedState>(allocator)) {
+Saved::Saved(const Allocator& allocator) : state_(std::make_shared<SavedState>(allocator)) {
   check_allocator(allocator);
 }
-Saved::Saved(Saved&&) noexcept = default;
-Saved& Saved::operator=(Saved&&) noexcept = default;
-Saved::~Saved() = default;
-
-namespace {
-
-std::span<const double> entries(const SavedState* saved, double* SavedState::* values) noexcept {
-  return saved != nullptr && saved->filled
-             ? std::span<const double>(saved->*values, static_cast<std::size_t>(saved->channels))
-             : std::span<const double>();
-}
-
-}  // namespace
-
-std::span<const double> Saved::mean() const noexcept {
-  return entries(state_.get(), &SavedState::mean);
-}
-std::span<const double> Saved::var() const noexcept {
-  return entries(state_.get(), &SavedState::var);
-}
-std::span<const double> Saved::rstd() const noexcept {
-  return entries(state_.get(), &SavedState::rstd);
+std::span<const double> Saved::values(std::size_t which) const noexcept {
+  if (state_ == nullptr || !state_->filled) {
+    return {};
+  }
+  const auto channels = static_cast<std::size_t>(state_->channels);
+  return {state_->mean + which * channels, channels};
 }
 std::int64_t Saved::count() const {
   if (state_ == nullptr || !state_->filled) {
@@ -207,7 +191,7 @@ BatchNorm::BatchNorm(const Options& options, std::size_t size, Communicator* com
     check_size("options", size, sizeof(options));
     check_allocator(allocator);
     check_layer(options, ranks);
-    state_ = std::make_unique<LayerState>(options, allocator);
+    state_ = std::make_shared<LayerState>(options, allocator);
     state_->number = number_of(state_->name);
     if (communicator != nullptr) {
       state_->on_cpu = communicator;
@@ -245,8 +229,7 @@ BatchNorm::BatchNorm(const Options& options, std::size_t size, Communicator* com
     state_->on_cpu = &self_communicator();
   }
 }
-BatchNorm::BatchNorm(BatchNorm&&) noexcept = default;
-BatchNorm& BatchNorm::operator=(BatchNorm&&) noexcept = default;
+
 BatchNorm::~BatchNorm() = default;
 
 LayerState& BatchNorm::state() const {
@@ -365,7 +348,6 @@ void BatchNorm::abandon_forward(const std::string& reason) {
 }
 
 const std::string& BatchNorm::name() const { return state().name; }
-std::int64_t BatchNorm::channels() const { return state().options.channels; }
 const BatchNorm::Options& BatchNorm::options() const { return state().options; }
 Communicator* BatchNorm::group() const {
   const LayerState& layer = state();

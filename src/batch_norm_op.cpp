@@ -171,13 +171,13 @@ struct Updates {
 
 void map(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
          BatchNormOpStatistics& statistics, const Execution& execution) {
-  forward_map({.x = inputs.x,
-               .weight = inputs.scale,
-               .bias = inputs.bias,
-               .y = outputs.y,
-               .mean = statistics.mean.data(),
-               .rstd = statistics.rstd.data()},
-              execution);
+  forward_finish({.pass = {.x = inputs.x,
+                           .weight = inputs.scale,
+                           .bias = inputs.bias,
+                           .y = outputs.y,
+                           .mean = statistics.mean.data(),
+                           .rstd = statistics.rstd.data()}},
+                 {}, execution);
 }
 
 /// Whether a backward does; estimates are constants.
@@ -290,15 +290,9 @@ void batch_norm_op_backward(const BatchNormOpGradients& g, const BatchNormOpStat
                           coefficients.data()};
   std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(g.x.dtype, channels)));
   backward_begin(step, message.data(), nullptr, execution);
-  if (exchanges(g, attributes)) {
-    const std::vector<std::int64_t> own = message;
-    backward_finish(step, own.data(), exchanged(exchange, message), execution);
-    return;
-  }
-  if (!g.dx.absent()) {
-    evaluation_input_gradient(g.dy, {}, step.pass.rstd, g.scale, g.dx, execution);
-  }
-  backward_shares(step, message.data(), execution);
+  const std::vector<std::int64_t> own = message;
+  const Merged merged = exchanges(g, attributes) ? exchanged(exchange, message) : Merged();
+  backward_finish(step, own.data(), merged, execution);
 }
 
 void batch_norm_op_backward(const BatchNormOpGradients& gradients,

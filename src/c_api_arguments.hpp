@@ -45,10 +45,6 @@ syncbn_status guarded(const Body& body) noexcept {
   }
 }
 
-[[noreturn]] inline void refuse(const char* name, const std::string& given, const char* expected) {
-  throw InvalidArgument(std::string(name) + ": got " + given + ", expected " + expected);
-}
-
 template <class T>
 T& required(const char* name, T* pointer) {
   if (pointer == nullptr) {
@@ -97,7 +93,7 @@ Enum named_enum_of(const char* name, std::int32_t value, int count, const Name& 
       }
       return text;
     });
-    refuse(name, std::to_string(value), names.c_str());
+    refuse(name, std::to_string(value), names);
   }
   return static_cast<Enum>(value);
 }

@@ -39,13 +39,13 @@ class Callbacks final : public Communicator {
  public:
   explicit Callbacks(const syncbn_communicator& given) : given_(given) {
     if (given_.size < 1 || given_.size > kMaxRanks) {
-      c_api::refuse("communicator.size", std::to_string(given_.size), "1 to 2048");
+      syncbn::refuse("communicator.size", std::to_string(given_.size), "1 to 2048");
     }
     if (given_.rank < 0 || given_.rank >= given_.size) {
-      c_api::refuse("communicator.rank", std::to_string(given_.rank), "0 to size - 1");
+      syncbn::refuse("communicator.rank", std::to_string(given_.rank), "0 to size - 1");
     }
     if (given_.all_reduce_sum == nullptr) {
-      c_api::refuse("communicator.all_reduce_sum", "NULL", "a function");
+      syncbn::refuse("communicator.all_reduce_sum", "NULL", "a function");
     }
   }
   int rank() const override { return given_.rank; }

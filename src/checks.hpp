@@ -6,12 +6,20 @@
 #include <string>
 
 #include "statistics/header.hpp"
+#include "syncbn/error.hpp"
 #include "syncbn/options.hpp"
 #include "syncbn/tensor.hpp"
 
 // Argument checks. Each throws InvalidArgument with the argument's name, what was given and what is
 // allowed; none changes anything.
 namespace syncbn {
+
+struct Running;
+
+[[noreturn]] inline void refuse(const char* name, const std::string& given,
+                                const std::string& allowed) {
+  throw InvalidArgument(std::string(name) + ": got " + given + ", expected " + allowed);
+}
 
 void check_dtype(const char* name, DType dtype);
 
@@ -81,6 +89,7 @@ void check_count(std::int64_t backward, std::int64_t forward);
 void check_eps(double eps, const char* name = "eps");
 void check_activation(const Activation& activation);
 void check_ranks(int ranks);
+void check_rank(int rank, int ranks);
 
 /// Without a number of its own a layer would meet any other of its shape.
 void check_layer(const char* name, std::uint64_t layer, int ranks);
@@ -88,5 +97,8 @@ void check_layer(const char* name, std::uint64_t layer, int ranks);
 /// Of a group: 1 ms to kMaxTimeout.
 void check_timeout(std::chrono::milliseconds timeout);
 void check_momentum(double momentum);
+
+/// What counts batches; on CUDA, whose memory is not read, whether it is there.
+void check_counter(const Running& running, Device device);
 
 }  // namespace syncbn

@@ -14,9 +14,6 @@
 #include "syncbn/error.hpp"
 
 namespace syncbn {
-
-Executor::~Executor() = default;
-
 namespace {
 
 class SerialExecutor final : public Executor {

@@ -9,10 +9,6 @@
 #include "syncbn/message.hpp"
 
 namespace syncbn {
-const char* name(DType dtype) {
-  return dispatch_dtype(dtype, [](auto type) { return ElementTraits<decltype(type)>::kName; });
-}
-
 int words_per_channel(DType dtype) {
   check_dtype("dtype", dtype);
   return format_of(dtype).words();
@@ -43,11 +39,6 @@ void check_header(const MessageInfo& info) {
     throw InvalidArgument("x: got " + std::to_string(info.count) +
                           " elements per channel over all ranks, expected at most 2^36");
   }
-}
-
-void rejection_header(std::uint32_t fingerprint, std::int64_t* message) {
-  check_array("message", message, kHeaderWords);
-  write_header(message, 0, fingerprint, kRejected);
 }
 
 }  // namespace syncbn

@@ -194,7 +194,6 @@ void forward_on_cpu(LayerState& layer, const LayerCall& call, const BatchNorm::F
     forward.residual = !f.residual.absent();
     step = step_of(layer, f, saved, nullptr);
     step.call = &number;
-    step.running.check();
     if (step.statistics == Statistics::kWelford) {
       gathered.emplace(step, communicator.size(), execution);
     } else if (communicator.size() > 1) {
@@ -305,7 +304,7 @@ void evaluate(LayerState& layer, const BatchNorm::Evaluate& e, const Execution& 
   } else {
     evaluation_statistics(e.running_mean, e.running_var, w.mean, nullptr, w.rstd, step.pass.eps,
                           execution);
-    forward_map(step.pass, execution);
+    forward_finish(step, {}, execution);
   }
 }
 
@@ -320,26 +319,16 @@ void evaluate_backward(LayerState& layer, const BatchNorm::EvaluateBackward& e,
     auto* const bits = static_cast<std::uint8_t*>(layer.activation_mask.reserve(
         size(activation_mask_bytes(e.x)), e.x.device, execution.stream));
     through.activation_mask = bits;  // dx is written again below
-    forward_map(pass_of(layer, e, e.dx, bits, w.mean, w.var, w.rstd), execution);
+    forward_finish({pass_of(layer, e, e.dx, bits, w.mean, w.var, w.rstd)}, {}, execution);
   }
   const bool keep = activated(layer) || !e.dresidual.absent();
   const MutableTensorView& u = e.dresidual.absent() ? e.dx : e.dresidual;
-  BackwardStep step{{e.dy,
-                     e.x,
-                     e.mask,
-                     w.mean,
-                     w.rstd,
-                     through,
-                     e.weight,
-                     keep ? u : MutableTensorView(),
-                     {},
-                     e.dweight,
-                     e.dbias}};
+  BackwardStep step{{e.dy, e.x, e.mask, w.mean, w.rstd, through, e.weight,
+                     keep ? u : MutableTensorView(), e.dx, e.dweight, e.dbias}};
   step.coefficients = w.coefficients;
   step.workspace = w.sums;
   backward_begin(step, w.message.data(), nullptr, execution);
-  evaluation_input_gradient(keep ? TensorView(u) : e.dy, e.mask, w.rstd, e.weight, e.dx, execution);
-  backward_shares(step, w.message.data(), execution);
+  backward_finish(step, w.message.data(), {}, execution);
 }
 
 void check_last_call(LayerState& layer, const Execution& execution) {

@@ -131,8 +131,12 @@ DType dtype_of_messages(const char* name, std::int64_t length, const Tensor& x,
 /// welford mode's records.
 class MergedTensors {
  public:
-  MergedTensors(const Tensor& first, const std::optional<Tensor>& rest, const Tensor& x,
-                Statistics statistics, std::int64_t ranks) {
+  MergedTensors(const std::optional<Tensor>& merged, const std::optional<Tensor>& rest,
+                const Tensor& x, Statistics statistics, std::int64_t ranks) {
+    if (!merged.has_value()) {  // the statistics are there
+      return;
+    }
+    const Tensor& first = *merged;
     const std::int64_t channels = channels_of(x);
     const Device device = device_of("x", x);
     merged_.ranks = ranks_of(ranks);

@@ -13,7 +13,7 @@
 #include <tuple>
 #include <utility>
 
-#include "bindings/torch/cpu_ops.hpp"
+#include "bindings/torch/exchange.hpp"
 #include "bindings/torch/resolved.hpp"
 #include "bindings/torch/tensors.hpp"
 #include "syncbn/shared_memory.hpp"
@@ -168,22 +168,32 @@ std::string shm_open(std::int64_t handle, const Tensor& offers, double timeout) 
   return result.why;
 }
 
-void shm_close(std::int64_t handle) { registry().remove(handle); }
-
-void shm_abandon(std::int64_t handle, std::string reason) {
+/// For good, or with a reason that the others get, after which shm_wait still tells it.
+void shm_leave(std::int64_t handle, std::optional<std::string> reason) {
+  if (!reason.has_value()) {
+    registry().remove(handle);
+    return;
+  }
   const auto entry = registry().get(handle);
   if (entry->group != nullptr) {
-    entry->group->abandon(reason);
+    entry->group->abandon(*reason);
     if (entry->pending.has_value()) {
       entry->pending.reset();
       entry->left = true;
-      entry->error = reason;
+      entry->error = *reason;
     }
   }
 }
 
-void shm_limit(std::int64_t handle, double timeout) {
-  opened(*registry().get(handle)).set_timeout(milliseconds_of(timeout));
+/// How long that group waits from now on, and whether exchanges of the process note their times.
+void shm_set(std::optional<std::int64_t> handle, std::optional<double> timeout,
+             std::optional<bool> notes_times) {
+  if (handle.has_value() && timeout.has_value()) {
+    opened(*registry().get(*handle)).set_timeout(milliseconds_of(*timeout));
+  }
+  if (notes_times.has_value()) {
+    timed() = *notes_times;
+  }
 }
 
 void begin_exchange(Group& entry, const Tensor& words, const Tensor& out) {
@@ -220,12 +230,15 @@ std::tuple<Tensor, std::int64_t> shm_sum(const Tensor& words, std::int64_t handl
   return {out, status};
 }
 
-std::int64_t shm_finish(std::int64_t handle, std::int64_t slice) {
+/// Waits for the exchange under way, if there is one: its status, the text of the last error, and
+/// the seconds of summing and of waiting in the last exchange.
+std::tuple<std::int64_t, std::string, double, double> shm_wait(std::int64_t handle,
+                                                               std::int64_t slice) {
   const auto entry = registry().get(handle);
-  if (entry->left) {
-    return kLost;
-  }
-  return guarded(*entry, [&] { return wait_for_all(*entry, slice); });
+  const std::int64_t status =
+      entry->left ? kLost : guarded(*entry, [&] { return wait_for_all(*entry, slice); });
+  using Seconds = std::chrono::duration<double>;
+  return {status, entry->error, Seconds(entry->summed).count(), Seconds(entry->waited).count()};
 }
 
 /// Notes how far a sum of the group has come.
@@ -263,17 +276,6 @@ class Watched final : public SumInParts {
   std::optional<Clock::time_point> begin_;
 };
 
-std::string shm_error(std::int64_t handle) { return registry().get(handle)->error; }
-
-void shm_time(bool on) { timed() = on; }
-
-/// Seconds of summing and of waiting in the last exchange.
-std::tuple<double, double> shm_times(std::int64_t handle) {
-  const auto entry = registry().get(handle);
-  using Seconds = std::chrono::duration<double>;
-  return {Seconds(entry->summed).count(), Seconds(entry->waited).count()};
-}
-
 }  // namespace
 
 std::int64_t run_in_group(std::int64_t handle, const Tensor& message, const Tensor& merged,
@@ -310,32 +312,24 @@ int ranks_of_group(std::int64_t handle) { return opened(*registry().get(handle))
 STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def("shm_offer(Tensor(a!) out, int rank, int size) -> int");
   m.def("shm_open(int handle, Tensor offers, float timeout) -> str");
-  m.def("shm_close(int handle) -> ()");
-  m.def("shm_limit(int handle, float timeout) -> ()");
-  m.def("shm_abandon(int handle, str reason) -> ()");
+  m.def("shm_leave(int handle, str? reason=None) -> ()");
+  m.def("shm_set(int? handle, float? timeout, bool? notes_times=None) -> ()");
   m.def("shm_sum(Tensor words, int handle, int slice) -> (Tensor, int)");
-  m.def("shm_finish(int handle, int slice) -> int");
-  m.def("shm_error(int handle) -> str");
-  m.def("shm_time(bool on) -> ()");
-  m.def("shm_times(int handle) -> (float summed, float waited)");
+  m.def("shm_wait(int handle, int slice) -> (int status, str error, float summed, float waited)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
   using namespace syncbn::torch_layer;
   m.impl("shm_offer", TORCH_BOX(&shm_offer));
-  m.impl("shm_open", TORCH_BOX(&shm_open));
+  m.impl("shm_open", TORCH_BOX(&syncbn::torch_layer::shm_open));
   m.impl("shm_sum", TORCH_BOX(&shm_sum));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CompositeExplicitAutograd, m) {
   using namespace syncbn::torch_layer;
-  m.impl("shm_close", TORCH_BOX(&shm_close));
-  m.impl("shm_limit", TORCH_BOX(&shm_limit));
-  m.impl("shm_abandon", TORCH_BOX(&shm_abandon));
-  m.impl("shm_finish", TORCH_BOX(&shm_finish));
-  m.impl("shm_error", TORCH_BOX(&shm_error));
-  m.impl("shm_time", TORCH_BOX(&shm_time));
-  m.impl("shm_times", TORCH_BOX(&shm_times));
+  m.impl("shm_leave", TORCH_BOX(&shm_leave));
+  m.impl("shm_set", TORCH_BOX(&shm_set));
+  m.impl("shm_wait", TORCH_BOX(&shm_wait));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, Negative, m) {

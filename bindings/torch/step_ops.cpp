@@ -60,7 +60,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def(
       "backward_finish(Tensor dy, Tensor x, Tensor saved, Tensor? weight, Tensor? bias, "
       "Tensor? activation_mask, Tensor? mask, int activation, float negative_slope, "
-      "Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!)? dbias, Tensor(d!) coefficients, "
+      "Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!)? dbias, Tensor(d!)? coefficients, "
       "Tensor? own, Tensor? merged, Tensor? rest, int ranks) -> ()");
   m.def(
       "update_running_statistics(Tensor(a!)? running_mean, Tensor(b!)? running_var, "
@@ -71,7 +71,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def(
       "evaluate(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps) -> "
       "(Tensor y, Tensor saved)");
-  m.def("evaluation_input_gradient(Tensor dy, Tensor saved, Tensor? weight) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {

@@ -46,15 +46,14 @@ class SYNCBN_API Saved {
  public:
   Saved() : Saved(Allocator()) {}
   explicit Saved(const Allocator& allocator);
-  Saved(Saved&& other) noexcept;
-  Saved& operator=(Saved&& other) noexcept;
-  ~Saved();
+  Saved(Saved&& other) noexcept = default;
+  Saved& operator=(Saved&& other) noexcept = default;
 
   /// Statistics of the whole batch, C entries each, the same bits on every rank; in memory of x's
   /// device. Empty before the first forward.
-  [[nodiscard]] std::span<const double> mean() const noexcept;
-  [[nodiscard]] std::span<const double> var() const noexcept;  ///< biased
-  [[nodiscard]] std::span<const double> rstd() const noexcept;
+  [[nodiscard]] std::span<const double> mean() const noexcept { return values(0); }
+  [[nodiscard]] std::span<const double> var() const noexcept { return values(1); }  ///< biased
+  [[nodiscard]] std::span<const double> rstd() const noexcept { return values(2); }
 
   /// Elements per channel over all ranks; 0 before the first forward. On CUDA this waits for the
   /// forward's stream, and throws DivergenceError if the ranks did not make the same call.
@@ -62,7 +61,8 @@ class SYNCBN_API Saved {
 
  private:
   friend class BatchNorm;
-  std::unique_ptr<SavedState> state_;
+  std::span<const double> values(std::size_t which) const noexcept;
+  std::shared_ptr<SavedState> state_;
 };
 
 /// One layer of one rank, for tensors on the CPU or on CUDA: C++'s torch.nn.SyncBatchNorm, with the
@@ -174,9 +174,9 @@ class SYNCBN_API BatchNorm {
             const Allocator& allocator = {})
       : BatchNorm(options, sizeof(options), nullptr, &communicator, allocator) {}
   /// All calls of one that was moved from throw InvalidArgument.
-  BatchNorm(BatchNorm&& other) noexcept;
-  BatchNorm& operator=(BatchNorm&& other) noexcept;
-  ~BatchNorm();
+  BatchNorm(BatchNorm&& other) noexcept = default;
+  BatchNorm& operator=(BatchNorm&& other) noexcept = default;
+  ~BatchNorm();  // not inline: GCC 12 warns of it in std::optional
 
   /// Training: y = activation((x - mean) / sqrt(var + eps) * weight + bias + residual) with mean
   /// and var over N, the spatial axes and all ranks. Makes one exchange: an all_reduce_sum, or an
@@ -207,7 +207,7 @@ class SYNCBN_API BatchNorm {
   void abandon_forward(const std::string& reason);
 
   [[nodiscard]] const std::string& name() const;
-  [[nodiscard]] std::int64_t channels() const;
+  [[nodiscard]] std::int64_t channels() const { return options().channels; }
   /// As they are now; their name is good while the layer lives.
   [[nodiscard]] const Options& options() const;
   /// The group of a layer for the CPU; null where it is gone, and for a layer on CUDA.
@@ -233,9 +233,9 @@ class SYNCBN_API BatchNorm {
   void sized_evaluate_backward(const EvaluateBackward& arguments, std::size_t size,
                                const Execution& execution);
 
-  LayerState& state() const;
+  SYNCBN_LOCAL LayerState& state() const;
 
-  std::unique_ptr<LayerState> state_;
+  std::shared_ptr<LayerState> state_;
 };
 
 /// The checks of BatchNorm::forward's arguments, for those who own the exchange themselves: what

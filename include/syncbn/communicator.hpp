@@ -19,7 +19,7 @@ namespace syncbn {
 /// same parts. Nothing is allocated.
 class SYNCBN_API SumInParts {
  public:
-  virtual ~SumInParts();
+  virtual ~SumInParts() = default;
 
   /// Begins a sum; waits for nobody. in.size() == out.size(); both stay valid until all words of
   /// out are there, a call throws, or the group was abandoned. out may be in. Throws Error when one
@@ -42,7 +42,7 @@ class GroupLink;
 /// By it those that refer to a group see that it is gone, or was reset. No copy shares it.
 class SYNCBN_API GroupLife {
  public:
-  GroupLife();
+  GroupLife() = default;
   GroupLife(const GroupLife&) : GroupLife() {}
   // NOLINTNEXTLINE(bugprone-unhandled-self-assignment): nothing is taken over
   GroupLife& operator=(const GroupLife&) { return *this; }
@@ -51,7 +51,7 @@ class SYNCBN_API GroupLife {
  private:
   template <class Group>
   friend class GroupLink;
-  std::shared_ptr<std::uint64_t> beginnings_;
+  std::shared_ptr<std::uint64_t> beginnings_ = std::make_shared<std::uint64_t>(0);
 };
 }  // namespace detail
 
@@ -60,7 +60,7 @@ class SYNCBN_API GroupLife {
 /// layer asks a group of one rank for no sum.
 class SYNCBN_API Communicator {
  public:
-  virtual ~Communicator();
+  virtual ~Communicator() = default;
 
   [[nodiscard]] virtual int rank() const = 0;
   [[nodiscard]] virtual int size() const = 0;
@@ -85,11 +85,11 @@ class SYNCBN_API Communicator {
   /// refused: there they get PeerLost with the reason, and then the group goes on. Waits for
   /// nobody, but for those who have not come yet to the one that it refused before. Where a group
   /// has no such word, this rank abandons it.
-  virtual void refuse(const std::string& reason);
+  virtual void refuse(const std::string& reason) { abandon(reason); }
 
  protected:
   /// After a reset: layers count their calls from 0.
-  void begin_again() noexcept;
+  void begin_again() noexcept { life_.begin_again(); }
 
  private:
   friend class detail::GroupLink<Communicator>;
@@ -108,11 +108,10 @@ class SYNCBN_API ThreadGroup {
   /// exchange before ExchangeTimeout, which names the ranks that did not come. Other values:
   /// InvalidArgument.
   explicit ThreadGroup(int size, std::chrono::milliseconds timeout = kDefaultTimeout);
-  ~ThreadGroup();
   ThreadGroup(const ThreadGroup&) = delete;
   ThreadGroup& operator=(const ThreadGroup&) = delete;
 
-  [[nodiscard]] int size() const noexcept;
+  [[nodiscard]] int size() const noexcept { return size_; }
 
   /// Rank `rank`'s end, to be used by one thread; valid while the group lives.
   Communicator& rank(int rank);
@@ -123,7 +122,8 @@ class SYNCBN_API ThreadGroup {
 
  private:
   struct State;
-  std::unique_ptr<State> state_;
+  int size_;
+  std::shared_ptr<State> state_;
 };
 
 /// Runs body(end) for every rank's end of the group, each on a thread of its own, and waits for

@@ -21,7 +21,7 @@ struct Stream {
 /// Exchanges take their turn on a stream of that device, which is the calling thread's current one.
 class SYNCBN_API Communicator {
  public:
-  virtual ~Communicator();
+  virtual ~Communicator() = default;
 
   [[nodiscard]] virtual int rank() const = 0;
   [[nodiscard]] virtual int size() const = 0;

@@ -21,18 +21,19 @@ class SYNCBN_API Executor {
     template <class Function>
       requires(!std::is_same_v<Function, Body> && std::is_object_v<Function> &&
                std::is_invocable_v<const Function&, std::int64_t, std::int64_t>)
-    Body(const Function& function)
-        : function_(&function), call_([](const void* what, std::int64_t begin, std::int64_t end) {
-            (*static_cast<const Function*>(what))(begin, end);
-          }) {}
+    Body(const Function& function) : function_(&function), call_(call<Function>) {}
     void operator()(std::int64_t begin, std::int64_t end) const { call_(function_, begin, end); }
 
    private:
+    template <class Function>
+    static void call(const void* function, std::int64_t begin, std::int64_t end) {
+      (*static_cast<const Function*>(function))(begin, end);
+    }
     const void* function_;
     void (*call_)(const void* function, std::int64_t begin, std::int64_t end);
   };
 
-  virtual ~Executor();
+  virtual ~Executor() = default;
 
   /// Calls body on disjoint ranges that cover [begin, end), possibly at the same time, and returns
   /// when all are done. Ranges have at least `grain` items where possible. An exception of body

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "syncbn/export.hpp"
@@ -13,6 +14,9 @@ namespace syncbn {
 /// Words in front of the channels' words: count, fingerprint, its square, flags, who takes part in
 /// backward, and three that are 0.
 inline constexpr int kHeaderWords = 8;
+/// Where a message says that ranks refused their input.
+inline constexpr int kHeaderFlags = 3;
+inline constexpr std::int64_t kRejected = 1;
 /// Where a forward's message says who takes part in backward, for the caller: the core writes what
 /// it is given and reads nothing.
 inline constexpr int kHeaderBackward = 4;
@@ -38,6 +42,9 @@ SYNCBN_API void check_header(const MessageInfo& info);
 
 /// A header that says that this rank's input was refused, so that the other ranks learn of it at
 /// once. message: kHeaderWords words.
-SYNCBN_API void rejection_header(std::uint32_t fingerprint, std::int64_t* message);
+inline void rejection_header(std::int64_t* message) {
+  std::fill_n(message, kHeaderWords, 0);
+  message[kHeaderFlags] = kRejected;
+}
 
 }  // namespace syncbn

@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "syncbn/communicator.hpp"
@@ -25,8 +26,7 @@ class SYNCBN_API SharedMemoryOffer {
   /// size: 1 to 2048 ranks, rank: 0 to size - 1, otherwise InvalidArgument. What the system refuses
   /// is not thrown: the bytes carry it, so that SharedMemoryGroup::open fails alike on every rank.
   SharedMemoryOffer(int rank, int size);
-  ~SharedMemoryOffer();
-  SharedMemoryOffer(SharedMemoryOffer&&) noexcept;
+  SharedMemoryOffer(SharedMemoryOffer&&) noexcept = default;
   SharedMemoryOffer& operator=(SharedMemoryOffer&&) = delete;
 
   /// To be gathered from all ranks, by any means: pipes, a key-value store, MPI.
@@ -36,7 +36,7 @@ class SYNCBN_API SharedMemoryOffer {
   friend class SharedMemoryGroup;
   struct Resources;
   std::array<std::byte, kBytes> bytes_{};
-  std::unique_ptr<Resources> resources_;
+  std::shared_ptr<Resources> resources_;
 };
 
 /// One rank's end of a group whose ranks are processes (or threads) of one node and exchange
@@ -101,8 +101,8 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
 
  private:
   struct State;
-  explicit SharedMemoryGroup(std::unique_ptr<State> state);
-  std::unique_ptr<State> state_;
+  explicit SharedMemoryGroup(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  std::shared_ptr<State> state_;
 };
 
 /// A group, or the reason why there is none.

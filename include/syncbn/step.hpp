@@ -99,9 +99,6 @@ struct Running {
   std::int64_t* call = nullptr;         ///< one more
   std::int64_t* count = nullptr;        ///< elements per channel over all ranks
   std::optional<double> momentum = {};  ///< empty: cumulative averaging by `batches`
-
-  /// Throws InvalidArgument where the counter of batches cannot be used. CPU.
-  SYNCBN_API void check() const;
 };
 
 /// The factor of cumulative averaging when `batches` came before this one.
@@ -129,12 +126,10 @@ SYNCBN_API std::int64_t forward_words(Statistics statistics, DType dtype, std::i
 SYNCBN_API void forward_begin(const ForwardStep& step, std::int64_t* message,
                               const Execution& execution);
 
-/// The rest: statistics, what is updated, and y, unless it is absent.
+/// The rest: statistics, what is updated, and y, unless it is absent. Without a merged header the
+/// statistics are there: y alone.
 SYNCBN_API void forward_finish(const ForwardStep& step, const Merged& merged,
                                const Execution& execution);
-
-/// y, of statistics that are there.
-SYNCBN_API void forward_map(const ForwardPass& pass, const Execution& execution);
 
 /// What is updated, of statistics and info that are there. Of the pass x says the device and the
 /// channels.
@@ -172,19 +167,11 @@ SYNCBN_API void backward_begin(const BackwardStep& step, std::int64_t* message, 
                                const Execution& execution);
 
 /// Gradients of weight and bias, and dx. From u, where it is there. own: the message that this rank
-/// sent, where pass.share.
+/// sent, where pass.share. Without a merged header the statistics are constants: dx = weight * rstd
+/// * u, unless it is absent, and where own is there gradients of weight and bias of this rank's
+/// samples; where u is absent dy has come back through the activation already.
 SYNCBN_API void backward_finish(const BackwardStep& step, const std::int64_t* own,
                                 const Merged& merged, const Execution& execution);
-
-/// Gradients of weight and bias alone, of this rank's samples.
-SYNCBN_API void backward_shares(const BackwardStep& step, const std::int64_t* own,
-                                const Execution& execution);
-
-/// The gradient of forward_map with constant statistics: dx = weight * rstd * u, u being dy come
-/// back through the activation already.
-SYNCBN_API void evaluation_input_gradient(const TensorView& u, const MaskView& mask,
-                                          const double* rstd, const TensorView& weight,
-                                          const MutableTensorView& dx, const Execution& execution);
 
 /// The exchange of a direction that is made in one call.
 struct GroupSum {

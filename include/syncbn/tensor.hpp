@@ -25,11 +25,23 @@ inline constexpr int kDtypeCount = 4;  ///< how many there are
 
 enum class Device : std::uint8_t { kCpu, kCuda };
 
-/// "float16", "bfloat16", "float32" or "float64"; throws InvalidArgument for another number.
-[[nodiscard]] SYNCBN_API const char* name(DType dtype);
-
 /// Throws InvalidArgument about a number that is no DType's.
 [[noreturn]] SYNCBN_API void refuse_dtype(DType dtype);
+
+/// "float16", "bfloat16", "float32" or "float64"; throws InvalidArgument for another number.
+[[nodiscard]] constexpr const char* name(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat64:
+      return "float64";
+  }
+  refuse_dtype(dtype);
+}
 
 /// Bytes per element; throws InvalidArgument for another number.
 [[nodiscard]] constexpr std::size_t size_of(DType dtype) {

@@ -35,8 +35,8 @@ def facts() -> dict[str, str]:
     """Lists versions, instruction sets, and whether the CUDA library is active, as lines to
     print."""
     active = ops.cpu_instruction_set()
-    levels = [n for n in ("reference", *_build.simd_levels) if ops.force_cpu_instruction_set(n)]
-    ops.force_cpu_instruction_set(active)
+    levels = [n for n in ("reference", *_build.simd_levels) if ops.cpu_instruction_set(n) == n]
+    ops.cpu_instruction_set(active)
     cuda = f"not active: {why_not_cuda()}"
     if why_not_cuda() is None:
         cuda = f"active: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"

@@ -6,7 +6,8 @@ the ranks have to add up. forward_finish makes the rest of the sum. backward_beg
 backward_finish do the same of the gradient. In all of them x is (N, C, *spatial) and a message has
 8 words and, for each channel, 6 words for float16, 19 for bfloat16 and float32, 83 for float64.
 mask is None or contiguous, bool or uint8, (N, *spatial): where it is 0 an element is left out of
-sums and count, and y, u and dx are 0. bindings/torch/step_ops.hpp has what they give.
+sums and count, and y, u and dx are 0. bindings/torch/forward_ops.hpp and
+backward_ops.hpp have what they give.
 """
 
 import contextlib
@@ -32,8 +33,10 @@ ALONE, MESSAGE, IN_PLACE, OWN, NOTED = range(-1, -6, -1)
 #: Statuses of an operator of a group in shared memory.
 DONE, PENDING, TIMEOUT, LOST, DIVERGED, UNCHECKED, NO_MEMORY = range(7)
 HEADER_WORDS = 8
-#: Where a forward's message says who takes part in backward.
-HEADER_BACKWARD = 4
+#: Where a message says, as REJECTED, that a rank refused its input, and a forward's who takes part
+#: in backward.
+HEADER_FLAGS, HEADER_BACKWARD = 3, 4
+REJECTED = 1
 #: Words per channel, in the order of the core's DType.
 MESSAGE_WORDS = {torch.float16: 6, torch.bfloat16: 19, torch.float32: 19, torch.float64: 83}
 DTYPES = tuple(MESSAGE_WORDS)

@@ -11,9 +11,6 @@
 // Groups for messages on a device that need nothing but its memory: of one rank, and through the
 // host.
 namespace syncbn::cuda {
-
-Communicator::~Communicator() = default;
-
 namespace {
 
 void check_sizes(std::size_t in, std::size_t out, std::size_t ranks) {

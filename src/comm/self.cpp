@@ -5,13 +5,6 @@
 #include "syncbn/error.hpp"
 
 namespace syncbn {
-
-detail::GroupLife::GroupLife() : beginnings_(std::make_shared<std::uint64_t>(0)) {}
-Communicator::~Communicator() = default;
-void Communicator::refuse(const std::string& reason) { abandon(reason); }
-void Communicator::begin_again() noexcept { life_.begin_again(); }
-SumInParts::~SumInParts() = default;
-
 namespace {
 
 class SelfCommunicator final : public Communicator {

@@ -46,17 +46,11 @@ struct __attribute__((visibility("hidden"))) SharedMemoryGroup::State final : Sl
 
 SharedMemoryOffer::SharedMemoryOffer(int rank, int size) {
   check_ranks(size);
-  if (rank < 0 || rank >= size) {
-    throw InvalidArgument("rank: got " + std::to_string(rank) + ", expected 0 to " +
-                          std::to_string(size - 1));
-  }
-  resources_ = std::make_unique<Resources>();
+  check_rank(rank, size);
+  resources_ = std::make_shared<Resources>();
   make_offer(rank, size, SharedBarrier::memory_bytes(size), *resources_);
   std::memcpy(bytes_.data(), &resources_->content, sizeof(OfferContent));
 }
-
-SharedMemoryOffer::~SharedMemoryOffer() = default;
-SharedMemoryOffer::SharedMemoryOffer(SharedMemoryOffer&&) noexcept = default;
 
 SharedMemoryGroup::Opened SharedMemoryGroup::create(int rank, int size, const Gather& gather,
                                                     milliseconds timeout) {
@@ -90,23 +84,22 @@ SharedMemoryGroup::Opened SharedMemoryGroup::open(SharedMemoryOffer offer,
                                                   milliseconds timeout) {
   constexpr std::size_t kEach = SharedMemoryOffer::kBytes;
   if (offer.resources_ == nullptr) {
-    throw InvalidArgument("offer: got one that was used, expected a fresh one");
+    syncbn::refuse("offer", "one that was used", "a fresh one");
   }
   LocalOffer& mine = *offer.resources_;
   const auto size = static_cast<std::size_t>(mine.content.size);
   const auto rank = static_cast<std::size_t>(mine.content.rank);
   if (mine.content.process != getpid()) {
-    throw InvalidArgument("offer: got that of process " + std::to_string(mine.content.process) +
-                          ", expected this process's, " + std::to_string(getpid()));
+    syncbn::refuse("offer", "that of process " + std::to_string(mine.content.process),
+                   "this process's, " + std::to_string(getpid()));
   }
   check_timeout(timeout);
   if (offers.size() != size * kEach) {
-    throw InvalidArgument("offers: got " + std::to_string(offers.size()) + " bytes, expected " +
-                          std::to_string(size * kEach));
+    syncbn::refuse("offers", std::to_string(offers.size()) + " bytes",
+                   std::to_string(size * kEach));
   }
   if (std::memcmp(offers.data() + rank * kEach, offer.bytes_.data(), kEach) != 0) {
-    throw InvalidArgument("offers: got other bytes at place " + std::to_string(rank) +
-                          ", expected this rank's offer");
+    syncbn::refuse("offers", "other bytes at place " + std::to_string(rank), "this rank's offer");
   }
   std::vector<OfferContent> contents(size);
   for (std::size_t r = 0; r < size; ++r) {
@@ -117,24 +110,21 @@ SharedMemoryGroup::Opened SharedMemoryGroup::open(SharedMemoryOffer offer,
     return {nullptr, std::move(segment.why)};
   }
   std::byte* const memory = segment.memory.data();
-  std::unique_ptr<State> state(
-      new State(std::move(segment.memory), std::move(mine.memory_file),
-                SharedBarrier(memory, std::move(segment.peers), mine.content.rank,
-                              mine.content.size, timeout, getpid())));
+  auto state =
+      std::make_shared<State>(std::move(segment.memory), std::move(mine.memory_file),
+                              SharedBarrier(memory, std::move(segment.peers), mine.content.rank,
+                                            mine.content.size, timeout, getpid()));
   return {std::unique_ptr<SharedMemoryGroup>(new SharedMemoryGroup(std::move(state))), ""};
 }
 
-SharedMemoryGroup::SharedMemoryGroup(std::unique_ptr<State> state) : state_(std::move(state)) {}
-
 SharedMemoryGroup::~SharedMemoryGroup() {
-  const SharedBarrier& barrier = state_->barrier();
-  if (barrier.in_own_process()) {
+  if (state_->barrier().in_own_process()) {
     state_->abandon("its end of the group was destroyed");
   }
 }
 
-int SharedMemoryGroup::rank() const { return static_cast<int>(state_->barrier().rank()); }
-int SharedMemoryGroup::size() const { return static_cast<int>(state_->barrier().size()); }
+int SharedMemoryGroup::rank() const { return state_->rank(); }
+int SharedMemoryGroup::size() const { return state_->size(); }
 
 SumInParts* SharedMemoryGroup::parts() { return state_.get(); }
 

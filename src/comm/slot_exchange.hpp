@@ -17,7 +17,7 @@ namespace syncbn {
 /// it has published and the others have not all had, and all go on from where the one ends that
 /// brought least: so ranks need not have the same parts ready. No rank waits for another after the
 /// last barrier, so that an exchange succeeds, like a barrier, for all ranks or for none.
-class SlotExchange : public SumInParts {
+class SlotExchange : public Communicator, public SumInParts {
  public:
   using milliseconds = std::chrono::milliseconds;
 
@@ -27,13 +27,20 @@ class SlotExchange : public SumInParts {
   void publish(std::size_t words) override;
   bool wait(std::size_t words, milliseconds slice) override;
 
-  void all_reduce_sum(std::span<std::int64_t> words);
-  /// out.size() == size * in.size(); otherwise the exchange is refused, and InvalidArgument.
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out);
-  void abandon(const std::string& reason);
+  int rank() const override { return static_cast<int>(barrier_.rank()); }
+  int size() const override { return static_cast<int>(barrier_.size()); }
+  SumInParts* parts() override { return this; }
+  void all_reduce_sum(std::span<std::int64_t> words) override;
+  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
+  void abandon(const std::string& reason) override;
   /// Comes to the next barrier with the reason in place of a message, and does not wait there: that
   /// is made up for by the next exchange. In the middle of an exchange this is abandon.
-  void refuse(const std::string& reason);
+  void refuse(const std::string& reason) override;
+
+  void reset(SharedBarrier barrier) {
+    *this = SlotExchange(std::move(barrier));
+    begin_again();
+  }
 
   SharedBarrier& barrier() { return barrier_; }
   const SharedBarrier& barrier() const { return barrier_; }

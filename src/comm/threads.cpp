@@ -18,27 +18,6 @@
 namespace syncbn {
 namespace {
 
-class Rank final : public Communicator {
- public:
-  explicit Rank(SharedBarrier barrier) : exchange_(std::move(barrier)) {}
-  int rank() const override { return static_cast<int>(exchange_.barrier().rank()); }
-  int size() const override { return static_cast<int>(exchange_.barrier().size()); }
-  void all_reduce_sum(std::span<std::int64_t> words) override { exchange_.all_reduce_sum(words); }
-  SumInParts* parts() override { return &exchange_; }
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override {
-    exchange_.all_gather(in, out);
-  }
-  void abandon(const std::string& reason) override { exchange_.abandon(reason); }
-  void refuse(const std::string& reason) override { exchange_.refuse(reason); }
-  void reset(SharedBarrier barrier) {
-    exchange_ = SlotExchange(std::move(barrier));
-    begin_again();
-  }
-
- private:
-  SlotExchange exchange_;
-};
-
 struct Free {
   void operator()(std::byte* memory) const { ::operator delete(memory, kPage); }
   static constexpr std::align_val_t kPage{4096};
@@ -49,8 +28,17 @@ struct Free {
 struct __attribute__((visibility("hidden"))) ThreadGroup::State {
   std::unique_ptr<std::byte, Free> memory;
   std::chrono::milliseconds timeout;
-  std::deque<Rank> ranks;  // none moves
+  std::deque<SlotExchange> ranks;  // none moves
 
+  State(int size, std::chrono::milliseconds limit)
+      : memory(static_cast<std::byte*>(
+            ::operator new(SharedBarrier::memory_bytes(size), Free::kPage))),
+        timeout(limit) {
+    clear(size);
+    for (int r = 0; r < size; ++r) {
+      ranks.emplace_back(barrier(r, size));
+    }
+  }
   void clear(int size) {  // slots cost nothing until used
     std::memset(memory.get(), 0, SharedBarrier::control_bytes(size));
   }
@@ -59,20 +47,11 @@ struct __attribute__((visibility("hidden"))) ThreadGroup::State {
   }
 };
 
-ThreadGroup::ThreadGroup(int size, std::chrono::milliseconds timeout) {
+ThreadGroup::ThreadGroup(int size, std::chrono::milliseconds timeout) : size_(size) {
   check_ranks(size);
   check_timeout(timeout);
-  const std::size_t bytes = SharedBarrier::memory_bytes(size);
-  std::unique_ptr<std::byte, Free> memory(
-      static_cast<std::byte*>(::operator new(bytes, Free::kPage)));
-  state_.reset(new State{std::move(memory), timeout, {}});
-  state_->clear(size);
-  for (int r = 0; r < size; ++r) {
-    state_->ranks.emplace_back(state_->barrier(r, size));
-  }
+  state_ = std::make_shared<State>(size, timeout);
 }
-
-ThreadGroup::~ThreadGroup() = default;
 
 void ThreadGroup::reset() {
   state_->clear(size());
@@ -115,13 +94,8 @@ void run(ThreadGroup& group, const std::function<void(Communicator& end)>& body)
   }
 }
 
-int ThreadGroup::size() const noexcept { return static_cast<int>(state_->ranks.size()); }
-
 Communicator& ThreadGroup::rank(int rank) {
-  if (rank < 0 || rank >= size()) {
-    throw InvalidArgument("rank: got " + std::to_string(rank) + ", expected 0 to " +
-                          std::to_string(size() - 1));
-  }
+  check_rank(rank, size());
   return state_->ranks[static_cast<std::size_t>(rank)];
 }
 

@@ -45,11 +45,6 @@ struct Pullback {
 void gradient_sums(const SampleView& dy, const SampleView& x, const SampleView* u,
                    std::int64_t* words, const Pullback& pullback, Executor& executor);
 
-/// The statistics of one rank, without words. An element counts at least.
-void moments_of_one_rank(const SampleView& x, const Moments& to, Executor& executor);
-void gradients_of_one_rank(const SampleView& dy, const SampleView& x, const SampleView* u,
-                           const Pullback& pullback, const Gradients& to, Executor& executor);
-
 /// Those and the element-wise pass that follows, from u if it is not null. weight and bias as
 /// binary64; to.coefficients: room.
 void forward_of_one_rank(const SampleView& x, const SampleView* residual, const SampleView& y,

@@ -188,21 +188,6 @@ bool in_group(One one, std::int64_t* words, GroupSums& group, Executor& executor
 
 }  // namespace
 
-void moments_of_one_rank(const SampleView& x, const Moments& to, Executor& executor) {
-  statistics_alone(
-      VectorSums(x), x,
-      [&](std::int64_t* words) { reference::gradient_sums(x, x, nullptr, words, {}, executor); },
-      to, executor);
-}
-
-void gradients_of_one_rank(const SampleView& dy, const SampleView& x, const SampleView* u,
-                           const Pullback& pullback, const Gradients& to, Executor& executor) {
-  statistics_alone(
-      VectorSums(dy, x, u, pullback), x,
-      [&](std::int64_t* words) { reference::gradient_sums(dy, x, u, words, pullback, executor); },
-      to, executor);
-}
-
 void forward_of_one_rank(const SampleView& x, const SampleView* residual, const SampleView& y,
                          std::uint8_t* activation_mask, const double* weight, const double* bias,
                          const Activation& activation, const Moments& to, Executor& executor) {

@@ -17,7 +17,6 @@ struct ElementTraits;
 
 template <>
 struct ElementTraits<Half> {
-  static constexpr const char* kName = "float16";
   static constexpr const Format& kFormat = kHalfFormat;
   using SameFormat = Half;                   ///< stands for all that have this format
   static constexpr int kFraction = 10;       ///< bits of the significand after the leading one
@@ -25,7 +24,6 @@ struct ElementTraits<Half> {
 };
 template <>
 struct ElementTraits<BFloat16> {
-  static constexpr const char* kName = "bfloat16";
   static constexpr const Format& kFormat = kSingleFormat;
   using SameFormat = float;
   static constexpr int kFraction = 7;
@@ -33,7 +31,6 @@ struct ElementTraits<BFloat16> {
 };
 template <>
 struct ElementTraits<float> {
-  static constexpr const char* kName = "float32";
   static constexpr const Format& kFormat = kSingleFormat;
   using SameFormat = float;
   static constexpr int kFraction = 23;
@@ -41,7 +38,6 @@ struct ElementTraits<float> {
 };
 template <>
 struct ElementTraits<double> {
-  static constexpr const char* kName = "float64";
   static constexpr const Format& kFormat = kDoubleFormat;
   using SameFormat = double;
   static constexpr int kFraction = 52;

@@ -14,14 +14,12 @@ namespace syncbn {
 inline constexpr int kHeaderCount = 0;
 inline constexpr int kHeaderFingerprint = 1;
 inline constexpr int kHeaderSquare = 2;
-inline constexpr int kHeaderFlags = 3;
 
 // The flags word holds five 12-bit counters of ranks: at bit 0 those that refused their input, then
 // those with samples of each dtype. A rank without samples counts in none, so that its dtype, which
 // autocast may have left different, does not matter. This is why the fingerprint leaves dtype out.
 inline constexpr int kCounterBits = 12;
 inline constexpr std::int64_t kCounterMask = (std::int64_t{1} << kCounterBits) - 1;
-inline constexpr std::int64_t kRejected = 1;
 static_assert((1 + kDtypeCount) * kCounterBits < 64, "a counter for each dtype");
 
 SYNCBN_HD constexpr std::int64_t dtype_flag(DType dtype) {

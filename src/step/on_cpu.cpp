@@ -40,6 +40,7 @@ void sums(const ForwardStep& step, std::int64_t* message, const Execution& execu
 
 void update(const ForwardStep& step, const Execution&) {
   const Running& r = step.running;
+  check_counter(r, Device::kCpu);
   const std::int64_t elements = step.info[0];
   const std::int64_t before = r.batches == nullptr ? 0 : *r.batches;
   const double factor =

@@ -70,7 +70,7 @@ struct ParameterGradients {
   double* coefficients = nullptr;  ///< 3 * channels, c1 of all channels first
   MutableTensorView dweight = {};  ///< C entries of any dtype, or absent
   MutableTensorView dbias = {};
-  std::int64_t channels = 0;  ///< gradients_of_one_rank has those of x
+  std::int64_t channels = 0;
 };
 /// From a summed message, with global gradients of weight and bias. Coefficients are NaN when the
 /// header disagrees or its count is not `count`.
@@ -102,19 +102,8 @@ void evaluation_input_gradient_on_cpu(const TensorView& u, const MaskView& mask,
                                       const TensorView& weight, const MutableTensorView& dx,
                                       const Execution& execution);
 
-// A group of one rank sends nothing, so its statistics need no message. Bits are those of the
-// functions above; more than kMaxCount elements per channel are an InvalidArgument. CPU tensors.
-
-/// local_moments, read_header and finalize_moments in one.
-MessageInfo moments_of_one_rank(const TensorView& x, const MaskView& mask, double* mean,
-                                double* var, double* rstd, double eps, const Execution& execution);
-
-/// local_gradients, read_header and finalize_gradients in one. On one rank the global gradients of
-/// weight and bias are its own share, too.
-MessageInfo gradients_of_one_rank(const GradientSums& pass, const ParameterGradients& to,
-                                  std::int64_t count, const Execution& execution);
-
-/// Whole directions. pass.count: the forward's.
+/// Whole directions of one rank, which need no message: with the bits of the functions above. More
+/// than kMaxCount elements per channel are an InvalidArgument. pass.count: the forward's. CPU.
 MessageInfo forward_of_one_rank(const ForwardPass& pass, const Execution& execution);
 MessageInfo backward_of_one_rank(const BackwardPass& pass, const Execution& execution);
 

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "syncbn/step.hpp"
 
-#include <limits>
-#include <string>
-
 #include "checks.hpp"
 #include "step/device.hpp"
 
@@ -28,26 +25,6 @@ ParameterGradients parameters(const BackwardStep& step) {
 
 }  // namespace
 
-void Running::check() const {
-  constexpr std::int64_t kMost = std::int64_t{1} << 53;  // what a quotient is made of
-  if (batches == nullptr) {
-    if (!momentum.has_value() && !(mean.absent() && var.absent())) {
-      throw InvalidArgument(
-          "num_batches_tracked: got null, expected a counter (momentum is empty, which asks for "
-          "cumulative averaging)");
-    }
-    return;
-  }
-  if (!momentum.has_value() && (*batches < 0 || *batches > kMost)) {
-    throw InvalidArgument("num_batches_tracked: got " + std::to_string(*batches) +
-                          ", expected 0 to 2^53");
-  }
-  if (*batches == std::numeric_limits<std::int64_t>::max()) {
-    throw InvalidArgument(
-        "num_batches_tracked: got 9223372036854775807, expected room for one more");
-  }
-}
-
 std::int64_t forward_words(Statistics statistics, DType dtype, std::int64_t channels) {
   return statistics == Statistics::kWelford ? kHeaderWords + welford_words(dtype, channels)
                                             : message_words(dtype, channels);
@@ -59,18 +36,18 @@ void forward_begin(const ForwardStep& step, std::int64_t* message, const Executi
 }
 
 void forward_finish(const ForwardStep& step, const Merged& merged, const Execution& execution) {
-  check_samples("x", step.pass.x);
+  const ForwardPass& p = step.pass;
+  const DevicePasses& passes = passes_for(p.x);
+  check_samples("x", p.x);
   // What is updated comes first: the other ranks do the same, whatever becomes of y here.
-  passes_for(step.pass.x).forward_statistics(step, merged, execution);
-  if (!step.pass.y.absent()) {
-    forward_map(step.pass, execution);
+  if (merged.header != nullptr) {
+    passes.forward_statistics(step, merged, execution);
   }
-}
-
-void forward_map(const ForwardPass& p, const Execution& execution) {
-  passes_for(p.x).normalize({p.x, p.mask, p.mean, p.rstd, p.weight, p.bias, p.residual, p.y,
-                             p.activation_mask, p.activation},
-                            execution);
+  if (merged.header == nullptr || !p.y.absent()) {
+    passes.normalize({p.x, p.mask, p.mean, p.rstd, p.weight, p.bias, p.residual, p.y,
+                      p.activation_mask, p.activation},
+                     execution);
+  }
 }
 
 void forward_update(const ForwardStep& step, const Execution& execution) {
@@ -97,22 +74,20 @@ void backward_begin(const BackwardStep& step, std::int64_t* message, std::int64_
 
 void backward_finish(const BackwardStep& step, const std::int64_t* own, const Merged& merged,
                      const Execution& execution) {
-  const DevicePasses& passes = passes_for(step.pass.x);
-  check_samples("x", step.pass.x);
-  passes.gradients(step, parameters(step), step.pass.share ? own : nullptr, merged, execution);
-  passes.input_gradient(gradient(step), execution);
-}
-
-void backward_shares(const BackwardStep& step, const std::int64_t* own,
-                     const Execution& execution) {
-  check_samples("x", step.pass.x);
-  passes_for(step.pass.x).shares(parameters(step), own, step.pass.x.dtype, execution);
-}
-
-void evaluation_input_gradient(const TensorView& u, const MaskView& mask, const double* rstd,
-                               const TensorView& weight, const MutableTensorView& dx,
-                               const Execution& execution) {
-  passes_for(u).evaluation_input_gradient(u, mask, rstd, weight, dx, execution);
+  const BackwardPass& p = step.pass;
+  const DevicePasses& passes = passes_for(p.x);
+  check_samples("x", p.x);
+  if (merged.header != nullptr) {
+    passes.gradients(step, parameters(step), p.share ? own : nullptr, merged, execution);
+    passes.input_gradient(gradient(step), execution);
+    return;
+  }
+  if (!p.dx.absent()) {
+    passes.evaluation_input_gradient(gradient(step).dy, p.mask, p.rstd, p.weight, p.dx, execution);
+  }
+  if (own != nullptr) {
+    passes.shares(parameters(step), own, p.x.dtype, execution);
+  }
 }
 
 Reached forward_at_once(const ForwardStep& step, GroupSum& group, const Execution& execution) {

@@ -26,7 +26,7 @@ constexpr auto kMadeUpDtype = static_cast<DType>(kDtypeCount);
 constexpr auto kMadeUpActivation = static_cast<ActivationKind>(kActivationCount);
 
 template <class T>
-concept HasTraits = requires { ElementTraits<T>::kName; };
+concept HasTraits = requires { ElementTraits<T>::kFraction; };
 static_assert(HasTraits<Half> && HasTraits<double> && !HasTraits<int>);
 
 void expect_refused(const char* what, const std::function<void()>& body) {

@@ -107,15 +107,18 @@ struct OneRank {
     }
   }
 
-  /// Statistics by messages.
-  void moments(Executor& executor) {
+  /// By messages.
+  void forward(Executor& executor) {
     std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(dtype, channels())));
     local_moments(x_view(), mask_view(), message.data(), 1, executor);
     forward_info = read_header(message.data(), 1);
     finalize_moments(forward_info, message.data() + kHeaderWords, mean.data(), var.data(),
                      rstd.data(), channels(), kEps, executor);
+    normalize({x_view(), mask_view(), mean.data(), rstd.data(), std::as_const(weight).view(),
+               std::as_const(bias).view(), residual_view(), y.view(), bits_data(), activation},
+              executor);
   }
-  void gradients(Executor& executor) {
+  void backward(Executor& executor) {
     std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(dtype, channels())));
     local_gradients({std::as_const(dy).view(), x_view(), mask_view(), mean.data(), rstd.data(),
                      through(), u_view()},
@@ -125,25 +128,12 @@ struct OneRank {
                        {mean.data(), rstd.data(), std::as_const(weight).view(), coefficients.data(),
                         dweight.view(), dbias.view(), channels()},
                        forward_info.count, executor);
-  }
-  void forward(Executor& executor) {
-    moments(executor);
-    normalize({x_view(), mask_view(), mean.data(), rstd.data(), std::as_const(weight).view(),
-               std::as_const(bias).view(), residual_view(), y.view(), bits_data(), activation},
-              executor);
-  }
-  void backward(Executor& executor) {
-    gradients(executor);
     input_gradient({keep ? std::as_const(u).view() : std::as_const(dy).view(), x_view(),
                     mask_view(), mean.data(), rstd.data(), coefficients.data(),
                     keep ? ActivationGradient() : through(), dx.view()},
                    executor);
   }
   /// The same without messages.
-  void moments_alone(Executor& executor) {
-    forward_info = moments_of_one_rank(x_view(), mask_view(), mean.data(), var.data(), rstd.data(),
-                                       kEps, executor);
-  }
   void forward_alone(Executor& executor) {
     forward_info =
         forward_of_one_rank({x_view(), mask_view(), std::as_const(weight).view(),
@@ -166,13 +156,6 @@ struct OneRank {
                                           .count = forward_info.count},
                                          executor);
   }
-  void gradients_alone(Executor& executor) {
-    backward_info = gradients_of_one_rank({std::as_const(dy).view(), x_view(), mask_view(),
-                                           mean.data(), rstd.data(), through(), u_view()},
-                                          {mean.data(), rstd.data(), std::as_const(weight).view(),
-                                           coefficients.data(), dweight.view(), dbias.view()},
-                                          forward_info.count, executor);
-  }
 };
 
 inline void expect_same_info(const MessageInfo& actual, const MessageInfo& expected) {
@@ -183,16 +166,12 @@ inline void expect_same_info(const MessageInfo& actual, const MessageInfo& expec
   EXPECT_EQ(actual.dtype, expected.dtype);
 }
 
-inline void expect_same_statistics(const OneRank& actual, const OneRank& expected) {
+/// All that whole directions write.
+inline void expect_same_layer(const OneRank& actual, const OneRank& expected) {
   EXPECT_TRUE(same_bits(actual.mean, expected.mean)) << "mean";
   EXPECT_TRUE(same_bits(actual.var, expected.var)) << "var";
   EXPECT_TRUE(same_bits(actual.rstd, expected.rstd)) << "rstd";
   expect_same_info(actual.forward_info, expected.forward_info);
-}
-
-/// All that whole directions write.
-inline void expect_same_layer(const OneRank& actual, const OneRank& expected) {
-  expect_same_statistics(actual, expected);
   expect_same_info(actual.backward_info, expected.backward_info);
   const std::pair<const char*, Tensor OneRank::*> all[] = {{"y", &OneRank::y},
                                                            {"dx", &OneRank::dx},
@@ -203,14 +182,6 @@ inline void expect_same_layer(const OneRank& actual, const OneRank& expected) {
     EXPECT_TRUE(same_bits((actual.*member).values(), (expected.*member).values())) << name;
     EXPECT_TRUE((actual.*member).gaps_untouched()) << name;
   }
-}
-
-inline void expect_same_gradients(const OneRank& actual, const OneRank& expected) {
-  EXPECT_TRUE(same_bits(actual.coefficients, expected.coefficients)) << "coefficients";
-  EXPECT_TRUE(same_bits(actual.dweight.values(), expected.dweight.values())) << "dweight";
-  EXPECT_TRUE(same_bits(actual.dbias.values(), expected.dbias.values())) << "dbias";
-  EXPECT_TRUE(same_bits(actual.u.values(), expected.u.values())) << "u";
-  expect_same_info(actual.backward_info, expected.backward_info);
 }
 
 }  // namespace syncbn::testing

@@ -20,26 +20,24 @@ namespace {
 
 using namespace testing;  // most of it
 
-class OneRankStatistics : public ::testing::Test {
+class OneRankDirections : public ::testing::Test {
  protected:
   /// Compares on every level and some thread counts with messages and plain loops.
   void compare(const OneRank& layer) {
     OneRank expected = layer;
     {
       const LevelScope scope("reference");
-      expected.moments(serial_executor());
-      expected.gradients(serial_executor());
+      expected.forward(serial_executor());
+      expected.backward(serial_executor());
     }
     for (const std::string& level : levels_) {
       const LevelScope scope(level);
       SCOPED_TRACE(level);
       for (Executor* executor : {&serial_executor(), static_cast<Executor*>(&three_)}) {
         OneRank actual = layer;
-        actual.moments_alone(*executor);
-        expect_same_statistics(actual, expected);
-        actual.gradients_alone(*executor);
-        expect_same_gradients(actual, expected);
-        EXPECT_TRUE(actual.u.gaps_untouched());
+        actual.forward_alone(*executor);
+        actual.backward_alone(*executor);
+        expect_same_layer(actual, expected);
       }
     }
   }
@@ -47,7 +45,7 @@ class OneRankStatistics : public ::testing::Test {
   ThreadPool three_{3};
 };
 
-TEST_F(OneRankStatistics, HaveTheBitsOfMessagesExact) {
+TEST_F(OneRankDirections, HaveTheBitsOfMessagesExact) {
   Random random(1);
   const std::vector<std::vector<std::int64_t>> shapes = {
       {1, 1},      {3, 5},          {70, 130},   {4, 600},    {300, 3},      {2, 16, 49},
@@ -74,7 +72,7 @@ TEST_F(OneRankStatistics, HaveTheBitsOfMessagesExact) {
 
 // One kind of data for each: windows that hold all of it, and vectors that are certain of their
 // rounding. Limbs of constants grow with the number of partials, beyond 2^53.
-TEST_F(OneRankStatistics, OfPlainDataHaveTheBitsOfMessagesExact) {
+TEST_F(OneRankDirections, OfPlainDataHaveTheBitsOfMessagesExact) {
   Random random(2);
   const std::function<double()> kinds[] = {
       [&] { return random.signed_unit(); },
@@ -110,7 +108,7 @@ std::int64_t any_limb(Random& random) {
   return random.one_in(4) ? 0 : random.one_in(2) ? limb : -limb;
 }
 
-TEST_F(OneRankStatistics, OfAnyLimbsHaveTheBitsOfWordsExact) {
+TEST_F(OneRankDirections, OfAnyLimbsHaveTheBitsOfWordsExact) {
   Random random(6);
   const std::int64_t channels = 64;
   const auto c = static_cast<std::size_t>(channels);
@@ -168,7 +166,7 @@ TEST_F(OneRankStatistics, OfAnyLimbsHaveTheBitsOfWordsExact) {
   }
 }
 
-TEST_F(OneRankStatistics, OfNothingAreZerosExact) {
+TEST_F(OneRankDirections, OfNothingAreZerosExact) {
   Random random(3);
   for (const auto& sizes : {std::vector<std::int64_t>{0, 5}, {4, 5, 0}, {3, 0, 7}}) {
     OneRank layer(random, DType::kFloat32, sizes, Memory::kPlanes, 0);
@@ -181,52 +179,12 @@ TEST_F(OneRankStatistics, OfNothingAreZerosExact) {
   compare(masked);
 }
 
-TEST_F(OneRankStatistics, AreNaNWhereForwardHadAnotherCountExact) {
+TEST_F(OneRankDirections, OfAnotherCountThanForwardAreRefused) {
   Random random(4);
   OneRank layer(random, DType::kFloat32, {4, 5, 6}, Memory::kPlanes, 0);
-  layer.moments(serial_executor());
+  layer.forward_alone(serial_executor());
   layer.forward_info.count = 23;
-  OneRank expected = layer;
-  expected.gradients(serial_executor());
-  layer.gradients_alone(serial_executor());
-  expect_same_gradients(layer, expected);
-  EXPECT_TRUE(std::isnan(layer.coefficients[0]));
-}
-
-TEST_F(OneRankStatistics, RefuseBadArgumentsBeforeTheyWrite) {
-  Random random(5);
-  OneRank layer(random, DType::kFloat32, {4, 5, 6}, Memory::kPlanes, 0);
-  const auto moments = [&](double* mean, double eps) {
-    return thrown_text<InvalidArgument>([&] {
-      moments_of_one_rank(layer.x_view(), {}, mean, layer.var.data(), layer.rstd.data(), eps,
-                          serial_executor());
-    });
-  };
-  EXPECT_TRUE(contains(moments(nullptr, 0), "mean"));
-  EXPECT_TRUE(contains(moments(layer.mean.data(), -1), "eps"));
-  const TensorView endless{layer.x_view().data, DType::kFloat32, {kMaxCount + 1, 5}, {0, 1}};
-  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
-                         moments_of_one_rank(endless, {}, layer.mean.data(), layer.var.data(),
-                                             layer.rstd.data(), 0, serial_executor());
-                       }),
-                       "2^36"));
-  EXPECT_EQ(layer.mean, std::vector<double>(5, -1));
-  const auto gradients = [&](const TensorView& dy, double* coefficients) {
-    return thrown_text<InvalidArgument>([&] {
-      gradients_of_one_rank({.dy = dy, .x = layer.x_view()},
-                            {layer.mean.data(),
-                             layer.rstd.data(),
-                             {},
-                             coefficients,
-                             layer.dweight.view(),
-                             layer.dbias.view()},
-                            24, serial_executor());
-    });
-  };
-  EXPECT_TRUE(contains(gradients(layer.weight.view(), layer.coefficients.data()), "dy"));
-  EXPECT_TRUE(contains(gradients(layer.dy.view(), nullptr), "coefficients"));
-  EXPECT_EQ(layer.var, std::vector<double>(5, -1));
-  EXPECT_EQ(layer.coefficients, std::vector<double>(15, -1));
+  EXPECT_THROW(layer.backward_alone(serial_executor()), DivergenceError);
 }
 
 }  // namespace

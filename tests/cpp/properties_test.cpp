@@ -158,10 +158,6 @@ Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Plac
   }
   finalize_moments(info, merged.data() + kHeaderWords, s.mean.data(), s.var.data(), s.rstd.data(),
                    channels, step.options.eps, executor);
-  if (ranks == 1) {  // the same without a message
-    moments_of_one_rank(all[0].x_view(), all[0].mask_view(), s.mean.data(), s.var.data(),
-                        s.rstd.data(), step.options.eps, executor);
-  }
   const double factor = step.options.momentum.value_or(1.0 / static_cast<double>(step.tracked + 1));
   const bool bits = !step.residual.empty() && step.options.activation.kind != ActivationKind::kNone;
   Words merged_gradients(message.size());
@@ -202,11 +198,6 @@ Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Plac
                                 rank.dbias.view(),
                                 channels};
     finalize_gradients(back, merged_gradients.data() + kHeaderWords, to, s.count, executor);
-    if (ranks == 1 && !rank.placement.residual_in_place) {
-      gradients_of_one_rank({rank.dy_view, std::as_const(inputs[r]).view(), rank.mask_view(),
-                             s.mean.data(), s.rstd.data(), through(r), rank.u_view()},
-                            to, s.count, executor);
-    }
     input_gradient(
         {step.keep ? TensorView(rank.u_view()) : rank.dy_view, std::as_const(inputs[r]).view(),
          rank.mask_view(), s.mean.data(), s.rstd.data(), coefficients.data(),

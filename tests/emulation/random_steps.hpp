@@ -119,8 +119,8 @@ inline void run_on_cpu(const Case& c, Results& r) {
   input_gradient({c.dy.view(), c.x.view(), counts, r.mean.data(), r.rstd.data(),
                   r.coefficients.data(), through(c, r), r.dx.view()},
                  executor);
-  evaluation_input_gradient(c.dy.view(), counts, r.rstd.data(), c.weight_view(), r.evaluated.view(),
-                            executor);
+  evaluation_input_gradient_on_cpu(c.dy.view(), counts, r.rstd.data(), c.weight_view(),
+                                   r.evaluated.view(), executor);
 }
 
 inline void run_on_cuda(const Case& c, Results& r) {

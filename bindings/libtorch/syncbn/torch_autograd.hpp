@@ -271,7 +271,7 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
                              .dweight = view("dweight", dweight),
                              .dbias = view("dbias", dbias)}};
     backward_begin(step, message.data(), nullptr, executor);
-    backward_shares(step, message.data(), executor);
+    backward_finish(step, message.data(), {}, executor);
   }
 
   /// Gradients whose own differentiation is an error: what made them is no graph.

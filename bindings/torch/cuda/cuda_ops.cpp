@@ -6,8 +6,8 @@
 #include "bindings/torch/step_ops.hpp"
 
 // The operators on CUDA: on PyTorch's current stream, with memory of PyTorch's allocator. The host
-// reads nothing, so `header` and `remaining_words` do not exist here: messages have no frame, and
-// merged ones lie in one piece of exactly the group's length.
+// reads nothing, so `header` does not exist here: messages have no frame, and merged ones lie in
+// one piece of exactly the group's length.
 namespace syncbn::torch_layer {
 namespace {
 

@@ -36,7 +36,7 @@ class Connections(NamedTuple):
 
     def close(self) -> None:
         if self.shared is not None:
-            ops.shm_close(self.shared)
+            ops.shm_leave(self.shared)
 
 
 def _check_descriptors(number: int) -> None:
@@ -148,12 +148,12 @@ def make(
             why = f"on its node, whose ranks count from 0: {why}"
         for r, text in enumerate(_gather_texts(why, whole)):  # all nodes share memory, or none
             if text:
-                ops.shm_close(handle)
+                ops.shm_leave(handle)
                 return Connections(groups, connection, nodes=len(parts), note=f"rank {r}: {text}")
         if several and rank == mine[0]:
             leaders = f"{name}/nodes"
             add("/nodes", [ranks[0] for ranks in parts.values()])
     except BaseException:
-        ops.shm_close(handle)
+        ops.shm_leave(handle)
         raise
     return Connections(groups, connection, handle, len(parts), leaders)

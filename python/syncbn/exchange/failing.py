@@ -314,7 +314,7 @@ class Attempt:
                 "same group, expected one thread for each group (process_group=)"
             )
         if shared is not None and member.limit != self.limit:
-            ops.shm_limit(shared, self.limit)
+            ops.shm_set(shared, self.limit)
             member.limit = self.limit
         self.begun = time.monotonic()
         member.does = self.call, True, self.begun
@@ -334,7 +334,7 @@ class Attempt:
         if call.times is not None:
             summed, waited = 0.0, seconds
             if peers.shared is not None and peers.nodes == 1:
-                summed, waited = ops.shm_times(peers.shared)
+                *_, summed, waited = ops.shm_wait(peers.shared, 0)
             call.times.add(summed, waited, seconds - summed - waited)
         if call.direction in _STEP:
             member.exchanged.add((call.layer, call.direction))
@@ -390,7 +390,7 @@ def _leave(peers: Peers, why: str) -> None:
     """Tells the other ranks, who may wait for this one, that it does not come. Over Gloo they look
     at the store: its works cannot be stopped."""
     if peers.shared is not None:
-        ops.shm_abandon(peers.shared, why[:400])
+        ops.shm_leave(peers.shared, why[:400])
     if peers.shared is None or peers.nodes > 1:
         _tell(peers, why)
         _keep(peers)

@@ -223,7 +223,7 @@ def _forget(key: Key) -> None:
         return
     failing.forget(own.group_name)
     if own.shared is not None:
-        ops.shm_close(own.shared)
+        ops.shm_leave(own.shared)
     inside = f"{own.group_name}/"  # a node's, and that between nodes
     alive = failing.kept("groups")
     alive[:] = [group for group in alive if not f"{group.group_name}/".startswith(inside)]

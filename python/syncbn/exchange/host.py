@@ -12,10 +12,12 @@ from ..operators import (
     DONE,
     DTYPES,
     HEADER_BACKWARD,
+    HEADER_FLAGS,
     HEADER_WORDS,
     MESSAGE_WORDS,
     NO_MEMORY,
     PENDING,
+    REJECTED,
     TIMEOUT,
     UNCHECKED,
     ops,
@@ -39,6 +41,13 @@ def engine_of(peers: Peers) -> "OnHost":
     return SharedMemory(peers) if peers.nodes == 1 else SharedMemoryAndGloo(peers)
 
 
+def _beyond(first: torch.Tensor, message: torch.Tensor, words: int) -> torch.Tensor:
+    """Gives so many words of a message beyond what went first. A rank without samples, of another
+    dtype than the group, brings zeros."""
+    rest = message[first.numel() :][:words]
+    return F.pad(rest, (0, words - rest.numel()))
+
+
 class OnHost(Engine, Transport):
     """The way of messages on the host, and the engine that sums their words."""
 
@@ -52,10 +61,11 @@ class OnHost(Engine, Transport):
         """Gives what exchange() returns, when the first part of the sum is there."""
         # A mode of the caller's that raised here would leave the others alone with the sum.
         with without_modes():
-            agreement.check_header(first, self, call)
-            rest = ops.remaining_words(message, first, self.peers.ranks, channels, -1)
-        if rest.numel() == 0:
-            return first, None
+            dtype = agreement.check_header(first, self, call)
+            words = 0 if dtype is None else HEADER_WORDS + channels * MESSAGE_WORDS[dtype]
+            if words <= first.numel():
+                return first, None
+            rest = _beyond(first, message, words - first.numel())
         return first, self.sum_words(rest, call)
 
     def gather(self, message, channels, call):
@@ -72,7 +82,7 @@ class OnHost(Engine, Transport):
             if fits and first.numel() == words:
                 return first, first[HEADER_WORDS : HEADER_WORDS + ranks * size]
             whole = torch.cat([frame[: first.numel()], message[HEADER_WORDS:]])
-            record = ops.remaining_words(whole, first, ranks, channels, size)
+            record = _beyond(first, whole, size)
         return first, self.gather_words(record, call)
 
     def _placed(self, message, channels):
@@ -111,8 +121,10 @@ class OnHost(Engine, Transport):
 
         def tell() -> None:
             with without_modes():
-                like = torch.empty(0, device="cpu")
-                self.sum_first(ops.rejection(like, self.frame_words), call)
+                words = max(self.frame_words, HEADER_WORDS)
+                refusal = torch.zeros(words, dtype=torch.int64, device="cpu")
+                refusal[HEADER_FLAGS] = REJECTED
+                self.sum_first(refusal, call)
                 agreement.exchange_texts(text, self, call)
 
         Refusal(self.peers, text, tell)
@@ -156,7 +168,7 @@ class _InMemory(OnHost):
         ranks are in different exchanges."""
         total, status = self._all_reduce(words)
         if status == DIVERGED:
-            reason = ops.shm_error(self._handle).removeprefix(f"{self.peers}: ")
+            reason = _error(self._handle).removeprefix(f"{self.peers}: ")
             raise DivergenceError(f"{attempt.call}, {self.peers}: {reason}")
         self._fail_unless_done(status, attempt)
         return total
@@ -164,7 +176,7 @@ class _InMemory(OnHost):
     def _fail_unless_done(self, status: int, attempt: Attempt) -> None:
         if status != DONE:
             kind = ExchangeTimeout if status == TIMEOUT else PeerLost
-            attempt.fail(kind, ops.shm_error(self._handle))
+            attempt.fail(kind, _error(self._handle))
 
     def gather_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
         places = words.new_zeros(self.peers.ranks, words.numel())
@@ -172,11 +184,16 @@ class _InMemory(OnHost):
         return self.sum_words(places.flatten(), call)
 
 
+def _error(handle: int) -> str:
+    """Gives the text of the group's last one."""
+    return ops.shm_wait(handle, 0)[1]
+
+
 def _finish(handle: int, status: int) -> int:
     """Gives the status at the end of an exchange that has begun. Python is in between 20 times a
     second, so that Ctrl-C works."""
     while status == PENDING:
-        status = ops.shm_finish(handle, _SLICE)
+        status, *_ = ops.shm_wait(handle, _SLICE)
     return status
 
 
@@ -219,7 +236,7 @@ class SharedMemory(_InMemory):
                     return [given], None
                 status = _finish(handle, status)
                 if status == NO_MEMORY:
-                    raise MemoryError(ops.shm_error(handle))
+                    raise MemoryError(_error(handle))
                 if status not in (DIVERGED, UNCHECKED):
                     self._fail_unless_done(status, attempt)
         except Refused as refused:
@@ -246,7 +263,7 @@ class SharedMemoryAndGloo(_InMemory):
                 try:
                     total = _sum_over_gloo(total, self.peers.leaders, attempt)
                 except BaseException as error:
-                    ops.shm_abandon(self._handle, f"between nodes: {error}"[:200])
+                    ops.shm_leave(self._handle, f"between nodes: {error}"[:200])
                     raise
             return self._sum_on_node(total, attempt)
 

@@ -45,7 +45,7 @@ SHAPES = (
 def _restore_level():
     before = ops.cpu_instruction_set()
     yield
-    ops.force_cpu_instruction_set(before)
+    ops.cpu_instruction_set(before)
 
 
 def check(x, dy, dtype, weight, bias, layouts, residual=None, mask=None, **fused):
@@ -61,7 +61,7 @@ def check(x, dy, dtype, weight, bias, layouts, residual=None, mask=None, **fused
     ]
     kept = None if mask is None else torch.tensor(mask)
     for level, layout in itertools.product(available_levels(), layouts):
-        assert ops.force_cpu_instruction_set(level)
+        assert ops.cpu_instruction_set(level) == level
         tensors = [t[layout] for t in given]
         got = run_layer(*tensors[:2], *parameters, residual=tensors[2], mask=kept, **fused)
         what = f"{level}, {layout}, "
@@ -185,6 +185,6 @@ def test_evaluation_exact(dtype):
     expected = oracle.normalize(x, mean, rstd, dtype, weight, bias)
     tensors = [to_tensor(t, "float32") for t in (mean, var, weight, bias)]
     for level in available_levels():
-        assert ops.force_cpu_instruction_set(level)
+        assert ops.cpu_instruction_set(level) == level
         y, _ = ops.evaluate(to_tensor(x, dtype), *tensors, 1e-3)
         assert_same_bits(y, expected, level)

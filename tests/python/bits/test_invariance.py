@@ -86,7 +86,7 @@ def test_any_sharding_exact(shape, dtype, activation):
     before, threads = ops.cpu_instruction_set(), torch.get_num_threads()
     try:
         for level in available_levels():
-            ops.force_cpu_instruction_set(level)
+            ops.cpu_instruction_set(level)
             for ranks in (1, 2, 3, 8):
                 for layout in ("contiguous", "channels-last"):
                     torch.set_num_threads(1 + ranks % 2)
@@ -97,7 +97,7 @@ def test_any_sharding_exact(shape, dtype, activation):
                             got[name], values, f"{level}, {ranks} ranks, {layout}, {name}"
                         )
     finally:
-        ops.force_cpu_instruction_set(before)
+        ops.cpu_instruction_set(before)
         torch.set_num_threads(threads)
 
 

@@ -45,7 +45,7 @@ LAYOUTS = ("contiguous", "channels-last", "permuted", "slice", "gaps")
 def _restore():
     level, threads = ops.cpu_instruction_set(), torch.get_num_threads()
     yield
-    ops.force_cpu_instruction_set(level)
+    ops.cpu_instruction_set(level)
     torch.set_num_threads(threads)
 
 
@@ -200,7 +200,7 @@ def operators_on_ranks(step):
     """Ranks are played by adding their messages. Dtypes of parameters are mixed at will."""
     data = Data(step)
     forward, backward = oracle_step(step, data)
-    assert ops.force_cpu_instruction_set(step.level)
+    assert ops.cpu_instruction_set(step.level) == step.level
     torch.set_num_threads(step.threads)
     rng = np.random.default_rng(data.seed)
     kind, count = ACTIVATIONS.index(step.activation), len(step.ranks)
@@ -247,7 +247,7 @@ def layer_on_devices(step, momentum, affine, track, affine_grad):
     step.weight = step.bias = parameters if affine else None
     data = Data(step)
     forward, backward = oracle_step(step, data, parameters)
-    assert ops.force_cpu_instruction_set(step.level)
+    assert ops.cpu_instruction_set(step.level) == step.level
     torch.set_num_threads(step.threads)
     rng = np.random.default_rng(data.seed)
     layer = syncbn.SyncBatchNorm(

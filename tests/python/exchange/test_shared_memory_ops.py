@@ -57,11 +57,11 @@ def test_a_pending_result_that_is_dropped_is_not_written_after_its_end(words):
     others = [torch.zeros(words, dtype=torch.int64) for _ in range(20)]
     second, statuses = ops.shm_sum(message, one, 0)[0], [PENDING]
     while PENDING in statuses:  # a long message goes in pieces
-        statuses = [ops.shm_finish(zero, 10), ops.shm_finish(one, 10)]
+        statuses = [ops.shm_wait(zero, 10)[0], ops.shm_wait(one, 10)[0]]
     assert statuses == [DONE, DONE] and torch.equal(second, 2 * message)
     assert not any(other.any() for other in others)
     for handle in (zero, one):
-        ops.shm_close(handle)
+        ops.shm_leave(handle)
 
 
 def test_a_second_exchange_waits_for_the_end_of_the_first():
@@ -73,5 +73,5 @@ def test_a_second_exchange_waits_for_the_end_of_the_first():
     with pytest.raises(RuntimeError, match=text):
         ops.shm_sum(message, zero, 0)
     second, status = ops.shm_sum(message, one, 0)
-    assert status == DONE and ops.shm_finish(zero, 10) == DONE
+    assert status == DONE and ops.shm_wait(zero, 10)[0] == DONE
     assert torch.equal(first, 2 * message) and torch.equal(second, first)

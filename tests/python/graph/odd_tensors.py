@@ -128,9 +128,7 @@ def calls(handle: int) -> dict:
     offer = torch.zeros(256, dtype=torch.uint8)
     opening = ops.shm_offer(offer, 0, 1)
     return {
-        "rejection": (x, 8),
         "header": (message, 1),
-        "remaining_words": (message, message[:9].clone(), 1, C, -1),
         "forward_begin alone": (*begin, ALONE, 0),
         "forward_begin message": (*begin, MESSAGE, 8),
         "forward_begin in place": (*begin, IN_PLACE, 8),
@@ -146,10 +144,10 @@ def calls(handle: int) -> dict:
         "backward_begin own": (*back, OWN, 8),
         "backward_begin group": (*back, handle, 1),
         "backward_finish": (*rank.backward, *rank.outputs, sums, None, 1),
+        "backward_finish constants": (*rank.backward, *rank.outputs, None, None, 1),
         "recover_input": (y, saved, weight, bias, 0.5),
         "update_running_statistics": (*running, call, saved, 0.1),
         "evaluate": (x, *running[:2], weight, bias, EPS),
-        "evaluation_input_gradient": (y, saved, weight),
         "batch_norm": (*forked, False, False, EPS, 0.9, "odd", None),
         "batch_norm_backward": (
             *(y, x, weight, forked_saved, False, True, *dtypes, EPS, 0.9, "odd", None),
@@ -167,9 +165,7 @@ def calls(handle: int) -> dict:
 
 #: Without a tensor.
 OTHERS = {
-    *("shm_close", "shm_abandon", "shm_finish", "shm_error", "cpu_instruction_set"),
-    *("force_cpu_instruction_set", "shm_limit", "shm_time", "shm_times"),
-    "cumulative_factor",
+    *("shm_leave", "shm_set", "shm_wait", "cpu_instruction_set", "cumulative_factor"),
 }
 
 

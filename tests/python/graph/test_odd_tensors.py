@@ -73,12 +73,8 @@ def test_a_layer_takes_inputs_with_the_negative_bit_exact():
 @pytest.mark.parametrize("frame", (2**31 - 1, 2**20 + 1, -1))
 def test_frames_are_bounded(frame):
     """2^31 - 1 words were 17 GB of zeros."""
-    for call in (
-        lambda: ops.rejection(X, frame),
-        lambda: Rank(X).begin(frame),
-    ):
-        with pytest.raises(RuntimeError, match=rf"^frame: got {frame}, expected 0 to 2\^20 words"):
-            call()
+    with pytest.raises(RuntimeError, match=rf"^frame: got {frame}, expected 0 to 2\^20 words"):
+        Rank(X).begin(frame)
 
 
 def test_eps_has_one_zero():

@@ -65,7 +65,5 @@ def test_operators_pass_opcheck():
                     rank.finish_backward(sums)
         ops.update_running_statistics(*running, call, rank.saved, 0.1)
         ops.header(message, 1)
-        ops.rejection(x, 20)
-        ops.remaining_words(message, message[:40].clone(), 1, 5, 59)
         rank.begin_backward(dy, share=True, way=OWN)
         rank.finish_backward(None)

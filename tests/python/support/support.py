@@ -30,8 +30,8 @@ LEVELS = ("reference", "avx2", "avx512", "avx512_bf16", "neon")
 def available_levels() -> list[str]:
     """The vector codes that this processor can run."""
     before = ops.cpu_instruction_set()
-    levels = [level for level in LEVELS if ops.force_cpu_instruction_set(level)]
-    assert ops.force_cpu_instruction_set(before)
+    levels = [level for level in LEVELS if ops.cpu_instruction_set(level) == level]
+    assert ops.cpu_instruction_set(before) == before
     return levels
 
 
