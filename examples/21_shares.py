@@ -4,7 +4,8 @@
 
 Trains each network by four shares on each number of processes, then once more while that number
 changes: each time a process is killed with SIGKILL, and others go on from the last checkpoint.
-Exits with 1 if the hashes of parameters, buffers, averages and optimizer states differ.
+Exits with 1 if the hashes of parameters, buffers, averages and optimizer states differ. With 500
+steps it takes 18 minutes of a processor.
 """
 
 import argparse
