@@ -16,9 +16,10 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-# The page of C++, and its links to headers, whose text the site shows below.
+# The page of C++, and its links to headers, whose text the site has on a page of its own.
+CPP = "cpp.md"
 CPP_REFERENCE = "cpp_reference.md"
-HEADER = r"\[`(syncbn/\w+\.hpp)`\]\(\.\./([^)]+)\)"
+HEADER = r"\[`(syncbn/\w+\.hpp)`\]\((\.\./[^)]+)\)"
 
 
 def relink(text: str, page: Path) -> str:
@@ -50,25 +51,21 @@ def on_files(files, config):
     for source, page in PAGES.items():
         content = relink((ROOT / source).read_text(encoding="utf-8"), ROOT / source)
         files.append(File.generated(config, page, content=content))
+    headers = re.findall(HEADER, (ROOT / "docs" / CPP).read_text(encoding="utf-8"))
+    content = "# C++ reference\n" + "".join(
+        f"\n## {name}\n\n```cpp\n{(ROOT / 'docs' / path).read_text(encoding='utf-8')}```\n"
+        for name, path in headers
+    )
+    files.append(File.generated(config, CPP_REFERENCE, content=content))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
     if page.file.generated_by is not None:
         return markdown
-    place = ROOT / "docs" / page.file.src_uri
-    if page.file.src_uri != CPP_REFERENCE:
-        return relink(markdown, place)
-    headers = re.findall(HEADER, markdown)
-    links = re.sub(HEADER, lambda match: f"[`{match[1]}`](#{slug(match[1])})", markdown)
-    return (
-        relink(links, place)
-        + "\n## The text of the headers\n"
-        + "".join(
-            f"\n### {name}\n\n```cpp\n{(ROOT / path).read_text(encoding='utf-8')}```\n"
-            for name, path in headers
-        )
-    )
+    if page.file.src_uri == CPP:
+        markdown = re.sub(HEADER, lambda m: f"[`{m[1]}`]({CPP_REFERENCE}#{slug(m[1])})", markdown)
+    return relink(markdown, ROOT / "docs" / page.file.src_uri)
 
 
 def slug(title: str) -> str:

@@ -78,8 +78,8 @@ PUBLIC = {
 HEADERS = [*PROJECT.glob("include/syncbn/*.hpp"), *PROJECT.glob("bindings/libtorch/syncbn/*.hpp")]
 
 
-def test_cpp_reference_has_all_headers():
-    page = read("docs/cpp_reference.md")
+def test_cpp_page_has_all_headers():
+    page = read("docs/cpp.md")
     listed = re.findall(r"^\| \[`syncbn/(\w+\.hpp)`\]\(\.\./(\S+)\) \|", page, re.M)
     assert sorted(listed) == sorted((h.name, str(h.relative_to(PROJECT))) for h in HEADERS)
 
@@ -134,10 +134,38 @@ def test_lists_and_tables_begin_after_an_empty_line(page):
 def test_every_page_is_in_the_navigation():
     navigation = read("mkdocs.yml").partition("\nnav:\n")[2]
     listed = re.findall(r": (\w+\.md)$", navigation, re.M)
-    made = {"index.md", "contributing.md", "changelog.md", "security.md"}
+    made = {"index.md", "contributing.md", "changelog.md", "security.md", "cpp_reference.md"}
     assert sorted(listed) == sorted(made | {page.name for page in DOCS})
     linked = re.findall(r"\]\((\w+\.md)", read("docs/start.md"))
     assert {*linked, "start.md"} == {page.name for page in DOCS}
+
+
+#: Facts that would like to be told on several pages, and the page that tells them.
+FACTS = {
+    r"no gpu has run": "shares.md",
+    r"700 random cases": "cuda.md",
+    r"2,048 (ranks|devices)": "guarantees.md",
+    r"2\^36 elements": "guarantees.md",
+    r"about a million": "guarantees.md",
+    r"512 channels": "guarantees.md",
+    r"152 bytes": "performance.md",
+    r"linux 5\.3": "start.md",
+    r"nvcc 12\.8": "start.md",
+    r"libsyncbn\.so\.\d": "cpp.md",
+    r"several gpus[^.]* not been tried": "cuda.md",
+    r"24 bytes": "training.md",
+    r"g\+\+ 12": "start.md",
+}
+# The contract, the texts of errors, and the page for contributors, who need not look them up.
+REPEATING = ("numerics.md", "troubleshooting.md", "design.md")
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_a_fact_stands_on_one_page(fact):
+    """Besides the README, which is the first that people read."""
+    pages = [page for page in DOCS if page.name not in REPEATING]
+    telling = [p.name for p in pages if re.search(fact, p.read_text(encoding="utf-8"), re.I)]
+    assert telling == [FACTS[fact]]
 
 
 def test_pytorchs_layer_without_a_process_group_is_plain_batch_norm():
