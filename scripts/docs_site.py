@@ -16,10 +16,9 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-# The page of C++, and its links to headers, whose text the site has on a page of its own.
-CPP = "cpp.md"
+# The page that the site makes of the C++ and C headers.
 CPP_REFERENCE = "cpp_reference.md"
-HEADER = r"\[`(syncbn/\w+\.hpp)`\]\((\.\./[^)]+)\)"
+HEADERS = ("include/syncbn/*.hpp", "bindings/libtorch/syncbn/*.hpp", "include/syncbn/*.h")
 
 
 def relink(text: str, page: Path) -> str:
@@ -51,10 +50,10 @@ def on_files(files, config):
     for source, page in PAGES.items():
         content = relink((ROOT / source).read_text(encoding="utf-8"), ROOT / source)
         files.append(File.generated(config, page, content=content))
-    headers = re.findall(HEADER, (ROOT / "docs" / CPP).read_text(encoding="utf-8"))
+    headers = [path for pattern in HEADERS for path in sorted(ROOT.glob(pattern))]
     content = "# C++ reference\n" + "".join(
-        f"\n## {name}\n\n```cpp\n{(ROOT / 'docs' / path).read_text(encoding='utf-8')}```\n"
-        for name, path in headers
+        f"\n## syncbn/{path.name}\n\n```cpp\n{path.read_text(encoding='utf-8')}```\n"
+        for path in headers
     )
     files.append(File.generated(config, CPP_REFERENCE, content=content))
     return files
@@ -63,11 +62,4 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     if page.file.generated_by is not None:
         return markdown
-    if page.file.src_uri == CPP:
-        markdown = re.sub(HEADER, lambda m: f"[`{m[1]}`]({CPP_REFERENCE}#{slug(m[1])})", markdown)
     return relink(markdown, ROOT / "docs" / page.file.src_uri)
-
-
-def slug(title: str) -> str:
-    """The anchor that the site gives to a title."""
-    return re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-")

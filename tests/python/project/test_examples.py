@@ -177,10 +177,6 @@ def _options(names):
 
 def _conversion(names):
     assert [type(m) for m in names["model"]][1::2] == [names["torch"].nn.BatchNorm2d] * 2
-    assert names["layer"].momentum == pytest.approx(0.01)
-    # (1 - 1) / sqrt(4 + eps) * 2 + 0, and (1 - 0) / sqrt(1 + eps) * 1 + 1 within 2 roundings
-    assert (names["y"][0, 0] == 0).all()
-    assert ((names["y"][0, 1] - (1 + 1.00001**-0.5)).abs() <= 2**-22).all()
 
 
 def _diagnosis(names):
