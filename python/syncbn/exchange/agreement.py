@@ -176,7 +176,8 @@ def backward_of(word: int, own: int, engine: Engine, call: Call) -> Backward:
     wants = (bool(word & _COUNTER), bool(word // WANTS_SUMS & _COUNTER))
     if not any(wants) or word // COMES == engine.peers.ranks:
         return Backward(*wants)
-    comes = numbers_of_ranks(own // COMES, _BACKWARD_TAG, engine, call)
+    with without_modes():
+        comes = numbers_of_ranks(own // COMES, _BACKWARD_TAG, engine, call)
     return Backward(*wants, tuple(rank for rank, number in enumerate(comes) if not number))
 
 

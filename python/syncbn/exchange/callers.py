@@ -155,8 +155,8 @@ def _check_exchanges(group: dist.ProcessGroup) -> None:
 
 def resolve(name: str | None) -> dist.ProcessGroup:
     """Finds the process group of that name in this process; None is the world."""
-    if name is None:
-        return dist.group.WORLD  # type: ignore[return-value]  # where there is one
+    if name is None:  # without the search of dist.group.WORLD
+        return dist.distributed_c10d._world.default_pg  # type: ignore  # where there is one
     if name == OUTSIDE:
         raise RuntimeError(
             "process_group: got a group that this rank is not a member of, expected one "

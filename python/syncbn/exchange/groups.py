@@ -8,8 +8,9 @@ import logging
 import os
 import socket
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,19 @@ _log = logging.getLogger("syncbn")
 Key = tuple[tuple[int, ...], float, str, str, str]
 
 _own_groups: dict[Key, Peers] = {}
+
+
+class _Usual(NamedTuple):
+    """Whom training calls found, while the caller's group is the same object, of as many ranks."""
+
+    group: "weakref.ref[dist.ProcessGroup]"
+    size: int
+    own: Peers
+
+
+_usual: dict[Sharing, _Usual] = {}
+os.register_at_fork(after_in_child=_usual.clear)  # which has no part in them
+
 # The last number in a name that begins like this: a name must never come twice.
 _made: dict[str, int] = {}
 # Groups that could not be made, as in _own_groups, with the patience of each.
@@ -187,7 +201,13 @@ def beside(sharing: Sharing) -> str:
 def training_peers(sharing: Sharing, who: str | Callable[[], str]) -> Peers | None:
     """Finds the peers() of a call that trains; warns once of others that it does not see."""
     global looked
+    if (usual := _usual.get(sharing)) is not None:
+        known = usual.group()
+        if known is not None and known is resolve(sharing.name) and known.size() == usual.size:
+            return usual.own
     found = peers(sharing, who)
+    if found is not None and not callers.changes(group := resolve(sharing.name)):
+        _usual[sharing] = _Usual(weakref.ref(group), group.size(), found)
     if found is None and not looked and _sees_nobody(sharing):
         looked = True
         gone = _had_others and not initialized()
@@ -210,6 +230,7 @@ def leave_out(ranks: Iterable[int]) -> None:
     other ranks between the same two exchanges; drops the groups made since the call before."""
     global _absent
     callers.check_fork()
+    _usual.clear()
     _absent = frozenset(ranks)
     while _without_absent:
         _forget(_without_absent.pop())
@@ -217,6 +238,7 @@ def leave_out(ranks: Iterable[int]) -> None:
 
 def _forget(key: Key) -> None:
     """Drops the group, if it was made."""
+    _usual.clear()
     _unmade.pop(key, None)
     own = _own_groups.pop(key, None)
     if own is None:

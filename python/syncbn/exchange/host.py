@@ -2,6 +2,8 @@
 """Messages that are summed on the host: a class for each way from rank to rank; and which way the
 messages of a step take, by where they lie and to whom they go."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -110,10 +112,10 @@ class OnHost(Engine, Transport):
             return _sum_over_gloo(x.clone(), self.peers.group_name, attempt)
 
     def backward_of(self, word, merged, own, call):
-        with without_modes():
-            if merged is not None:
+        if merged is not None:
+            with without_modes():
                 word = int(merged[HEADER_BACKWARD].item())
-            return agreement.backward_of(word, own, self, call)
+        return agreement.backward_of(word, own, self, call)
 
     def reject(self, call, error, x=None, parameter=None):
         reason = str(error).removeprefix(f"{call}, {self.peers}: ")
@@ -153,10 +155,10 @@ class Gloo(OnHost):
 class _InMemory(OnHost):
     """Messages in memory that the processes of a node share."""
 
-    @property
-    def _handle(self) -> int:
-        assert self.peers.shared is not None
-        return self.peers.shared
+    def __init__(self, peers: Peers) -> None:
+        super().__init__(peers)
+        assert peers.shared is not None
+        self._handle = peers.shared
 
     def _all_reduce(self, words: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Gives the sum over the node, and a status."""
@@ -203,9 +205,9 @@ class SharedMemory(_InMemory):
     name = "shared memory"
     frame_words = 0
 
-    @property
-    def way(self) -> int:  # type: ignore[override]
-        return self._handle
+    def __init__(self, peers: Peers) -> None:
+        super().__init__(peers)
+        self.way = self._handle
 
     def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
         with Attempt(self.peers, call) as attempt:
@@ -317,6 +319,7 @@ class ThroughHost(Transport):
         self.engine.reject(call, error)
 
 
+@functools.lru_cache(maxsize=1024)
 def transport_of(peers: Peers | None, device: torch.device) -> Transport:
     """Gives the way of messages on that device to these peers."""
     if peers is None:

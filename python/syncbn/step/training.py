@@ -40,10 +40,11 @@ from .options import Form, Options, check_plain, check_strided, values_per_chann
 from .recomputation import Segment
 from .surroundings import check_not_batched, in_transform, recorded
 
-_forward_begin = ops.forward_begin.default
-_forward_finish = ops.forward_finish.default
-_backward_begin = ops.backward_begin.default
-_backward_finish = ops.backward_finish.default
+# Without OpOverload.__call__, which hands all arguments on.
+_forward_begin = ops.forward_begin.default._op
+_forward_finish = ops.forward_finish.default._op
+_backward_begin = ops.backward_begin.default._op
+_backward_finish = ops.backward_finish.default._op
 
 
 class Step(NamedTuple):
@@ -304,7 +305,7 @@ def _check_count(merged: Tensor | None, xs: Sequence[Tensor], masks) -> None:
 def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
     """Gradients of K x, weight, bias and K residuals. saved: what forward() gave for it."""
     try:
-        return _backward(step, step.transport(saved[2]), dys, *saved)
+        return _backward(step, dys, *saved)
     except BaseException as error:
         call = step.call("backward")
         step.transport(saved[2]).leave(error, call)
@@ -313,10 +314,11 @@ def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
         raise
 
 
-def _backward(step: Step, transport: Transport, dys, weight, bias, *saved) -> tuple:
+def _backward(step: Step, dys, weight, bias, *saved) -> tuple:
     state, options, (kind, mode, _, shares), peers, _, awaited, bias_dtype, needs, lead = step
     (needs_x, needs_weight, needs_bias, needs_residual), slope = needs, options.negative_slope
     xs, x, exchanges = saved[::4], saved[4 * lead], step.exchanges
+    transport = transport_of(peers if exchanges else None, xs[0].device)
     # Of one rank it is named where an error needs it.
     alone = peers is None and state.times is None
     call: Any = None if alone else step.call("backward")
@@ -418,5 +420,9 @@ def needs_of(
     residuals: Sequence[Tensor | None],
 ) -> tuple[bool, ...]:
     """Tells whether the gradients of any x, of weight, of bias and of any residual are wanted."""
-    each = (xs, (weight,), (bias,), residuals)
-    return tuple(any(t is not None and t.requires_grad for t in some) for some in each)
+    needs = [False, False, False, False]
+    for k, tensors in enumerate((xs, (weight,), (bias,), residuals)):
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                needs[k] = True
+    return tuple(needs)
