@@ -10,18 +10,20 @@ import pytest
 import torch
 
 import oracle
+from played import check_played
+from rank import Rank
 from support import (
     TORCH_DTYPES,
     assert_same_bits,
     available_levels,
     layouts_of,
     rough_samples,
-    run_layer,
     to_tensor,
 )
 from syncbn.operators import ops
 
 DTYPES = tuple(TORCH_DTYPES)
+NAMES = ("none", "relu", "leaky_relu")
 ACTIVATIONS = (("none", 0.01), ("relu", 0.01), ("leaky_relu", 0.01), ("leaky_relu", -1.5))
 MASKS = ("elements", "ends", "samples", "nothing")
 
@@ -54,27 +56,20 @@ def check(x, dy, dtype, weight, bias, layouts, residual=None, mask=None, **fused
     options = fused | {"residuals": None if residual is None else [residual], "masks": [mask]}
     forward = oracle.forward([x], dtype, weight, bias, **options)
     backward = oracle.backward([dy], [x], dtype, forward, weight, bias, **options)
-    parameters = [torch.from_numpy(p).float() for p in (weight, bias)]
     given = [
         dict.fromkeys(layouts) if t is None else layouts_of(to_tensor(t, dtype))
         for t in (x, dy, residual)
     ]
+    affine = [torch.from_numpy(p).float() for p in (weight, bias)]
     kept = None if mask is None else torch.tensor(mask)
+    kind, slope = NAMES.index(fused.get("activation", "none")), fused.get("slope", 0.01)
     for level, layout in itertools.product(available_levels(), layouts):
         assert ops.cpu_instruction_set(level) == level
-        tensors = [t[layout] for t in given]
-        got = run_layer(*tensors[:2], *parameters, residual=tensors[2], mask=kept, **fused)
+        x, dy, residual = (t[layout] for t in given)
+        rank = Rank(x, *affine, residual, kept, kind=kind, slope=slope)
+        wanted = residual is not None
         what = f"{level}, {layout}, "
-        for name, words in (("words", forward.words[0]), ("gradient_words", backward.words[0])):
-            np.testing.assert_array_equal(got[name].numpy(), words, what + name)
-        for name in ("mean", "var", "rstd"):
-            assert_same_bits(got[name], getattr(forward, name), what + name)
-        assert_same_bits(got["y"], forward.ys[0], what + "y")
-        assert_same_bits(got["dx"], backward.dxs[0], what + "dx")
-        for name in ("dweight", "dbias"):
-            assert_same_bits(got[name], getattr(backward, name), what + name)
-        if residual is not None:
-            assert_same_bits(got["dresidual"], backward.dresiduals[0], what + "dresidual")
+        check_played([rank], [dy], forward, backward, (torch.float32,) * 2, wanted, what)
 
 
 def parameters(rng, channels):

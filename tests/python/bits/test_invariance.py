@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same bits for any sharding: ranks, splits, sample order, layouts, threads, vector codes.
+Real processes are in test_distributed.py."""
 
-Ranks are played by adding messages, which is what the exchange does; real processes are in
-test_distributed.py.
-"""
+import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 import oracle
+from played import check_played
 from rank import Rank
 from support import assert_same_bits, available_levels, rough_samples, to_tensor
 from syncbn.operators import HEADER_WORDS, ops
@@ -28,27 +29,6 @@ def data(shape, dtype):
     return x, dy, weight
 
 
-def run_shards(x, dy, weight, shards, layout, activation=0):
-    """Layer of K ranks, one after the other. shards: lists of sample indices. Returns y and dx in
-    the order of the samples, and what all ranks share."""
-    arrange = (lambda t: t) if layout == "contiguous" else channels_last
-    ranks = [Rank(arrange(x[s]), weight, kind=activation, slope=0.1) for s in shards]
-    merged = torch.stack([rank.begin() for rank in ranks]).sum(0)
-    y, dx = torch.empty_like(x), torch.empty_like(x)
-    for rank, s in zip(ranks, shards, strict=True):
-        y[s] = rank.finish(merged, len(ranks))
-    dtypes = (torch.float32,) * 2
-    gradients = [
-        rank.begin_backward(arrange(dy[s]), dtypes=dtypes)
-        for rank, s in zip(ranks, shards, strict=True)
-    ]
-    merged = torch.stack(gradients).sum(0)
-    for rank, s in zip(ranks, shards, strict=True):
-        dx[s], dweight, dbias = rank.finish_backward(merged, len(ranks))
-    mean, var = ranks[0].mean, ranks[0].var
-    return {"y": y, "dx": dx, "mean": mean, "var": var, "dweight": dweight, "dbias": dbias}
-
-
 def channels_last(t):
     return t.movedim(1, -1).contiguous().movedim(-1, 1)
 
@@ -58,9 +38,9 @@ def random_shards(rng, samples, ranks):
     order = rng.permutation(samples)
     filled = ranks - 1 if ranks > 2 else ranks
     cuts = np.sort(rng.integers(0, samples + 1, filled - 1))
-    shards = [torch.from_numpy(np.ascontiguousarray(s)) for s in np.split(order, cuts)]
+    shards = np.split(order, cuts)
     if filled < ranks:
-        shards.insert(1, torch.empty(0, dtype=torch.int64))
+        shards.insert(1, np.empty(0, dtype=np.int64))
     return shards
 
 
@@ -71,31 +51,26 @@ def test_any_sharding_exact(shape, dtype, activation):
     x, dy, weight = data(shape, dtype)
     fused = {"weight": weight, "activation": activation, "slope": 0.1}
     kind = ("none", "relu", "leaky_relu").index(activation)
-    forward = oracle.forward([x], dtype, **fused)
-    backward = oracle.backward([dy], [x], dtype, forward, **fused)
-    expected = {
-        "y": forward.ys[0],
-        "dx": backward.dxs[0],
-        "mean": forward.mean,
-        "var": forward.var,
-        "dweight": backward.dweight,
-        "dbias": backward.dbias,
-    }
-    tensors = (to_tensor(x, dtype), to_tensor(dy, dtype), torch.from_numpy(weight).float())
+    whole = oracle.forward([x], dtype, **fused)
+    gradients = oracle.backward([dy], [x], dtype, whole, **fused)
+    tensors = (to_tensor(x, dtype), to_tensor(dy, dtype))
+    weight = torch.from_numpy(weight).float()
     rng = np.random.default_rng(11)
     before, threads = ops.cpu_instruction_set(), torch.get_num_threads()
     try:
-        for level in available_levels():
+        for level, ranks, arrange in itertools.product(
+            available_levels(), (1, 2, 3, 8), (torch.Tensor.contiguous, channels_last)
+        ):
             ops.cpu_instruction_set(level)
-            for ranks in (1, 2, 3, 8):
-                for layout in ("contiguous", "channels-last"):
-                    torch.set_num_threads(1 + ranks % 2)
-                    shards = random_shards(rng, shape[0], ranks)
-                    got = run_shards(*tensors, shards, layout, kind)
-                    for name, values in expected.items():
-                        assert_same_bits(
-                            got[name], values, f"{level}, {ranks} ranks, {layout}, {name}"
-                        )
+            torch.set_num_threads(1 + ranks % 2)
+            shards = random_shards(rng, shape[0], ranks)
+            forward = replace(whole, words=[], ys=[whole.ys[0][s] for s in shards])
+            dxs = [gradients.dxs[0][s] for s in shards]
+            backward = replace(gradients, words=[], dxs=dxs, dweight_shares=[])
+            played = [Rank(arrange(tensors[0][s]), weight, kind=kind, slope=0.1) for s in shards]
+            dys = [arrange(tensors[1][s]) for s in shards]
+            what = f"{level}, {ranks} ranks, {arrange.__name__}, "
+            check_played(played, dys, forward, backward, (torch.float32,) * 2, what=what)
     finally:
         ops.cpu_instruction_set(before)
         torch.set_num_threads(threads)

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 import oracle
 import syncbn
+from played import check_played, expect
 from rank import Rank
 from support import TORCH_DTYPES, assert_same_bits, available_levels, rough_samples, to_tensor
-from syncbn.operators import HEADER_WORDS, ops
+from syncbn.operators import ops
 
 EXAMPLES = int(os.environ.get("SYNCBN_EXAMPLES", "0"))
 
@@ -174,11 +175,6 @@ def placed(values, dtype, layout, rng, expanded=()):
     return tensor.permute(np.argsort(axes).tolist())
 
 
-def expect(got, expected, what):
-    for rank, (a, b) in enumerate(zip(got, expected, strict=True)):
-        assert_same_bits(a, b, f"{what} of rank {rank}")
-
-
 def oracle_step(step, data, parameter_dtype="float64"):
     fused = {
         "weight": data.weight,
@@ -197,7 +193,7 @@ def oracle_step(step, data, parameter_dtype="float64"):
 
 
 def operators_on_ranks(step):
-    """Ranks are played by adding their messages. Dtypes of parameters are mixed at will."""
+    """Dtypes of parameters are mixed at will."""
     data = Data(step)
     forward, backward = oracle_step(step, data)
     assert ops.cpu_instruction_set(step.level) == step.level
@@ -217,26 +213,7 @@ def operators_on_ranks(step):
 
     options = {"eps": step.eps, "kind": kind, "slope": step.slope}
     ranks = [Rank(x, weight, bias, z, m, **options) for x, z, m in zip(xs, zs, masks)]
-    messages = [rank.begin() for rank in ranks]
-    for message, words in zip(messages, forward.words, strict=True):
-        np.testing.assert_array_equal(message[HEADER_WORDS:].reshape(words.shape), words)
-    merged = torch.stack(messages).sum(0)
-    expect([rank.finish(merged, count) for rank in ranks], forward.ys, "y")
-    for name in ("mean", "var", "rstd"):
-        expect([getattr(r, name) for r in ranks], [getattr(forward, name)] * count, name)
-    for share in (False, True):
-        sums = [rank.begin_backward(dy, step.keep, share=share) for rank, dy in zip(ranks, dys)]
-        if step.keep:
-            expect([r.u for r in ranks], backward.dresiduals, "the residual's gradient")
-        merged = torch.stack(sums).sum(0)
-        dxs, dweights, dbiases = zip(*(rank.finish_backward(merged, count) for rank in ranks))
-        expect(dxs, backward.dxs, "dx")
-        if not share:
-            expect(dweights, [backward.dweight] * count, "dweight")
-            expect(dbiases, [backward.dbias] * count, "dbias")
-        elif forward.count:  # otherwise rstd, too, is 0
-            expect(dweights, backward.dweight_shares, "dweight's share")
-            expect(dbiases, backward.dbias_shares, "dbias's share")
+    check_played(ranks, dys, forward, backward, (torch.float64,) * 2, step.keep)
 
 
 def layer_on_devices(step, momentum, affine, track, affine_grad):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import syncbn
 from fault_rounds import LIMIT, Round
-from rank_runs import exchange_over
+from rank_runs import join_group
 from syncbn.exchange import failing
 
 CHANNELS = 4
@@ -252,13 +252,8 @@ class Rank:
 
 def main(drawn: Round, rank: int, port: int, pipe) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    exchange_over(drawn.engine)
     failing.INTERVAL = 0.3
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)
-    # The test's process holds the store: a rank that ends takes nobody's store with it.
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=drawn.world, timeout=limit)
+    join_group(rank, drawn.world, port, engine=drawn.engine)
     own = Rank(drawn, rank, dist.new_group(timeout=datetime.timedelta(seconds=LIMIT)), pipe)
     pipe.send(("ready", True))
     pipe.recv()

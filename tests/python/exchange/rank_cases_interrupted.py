@@ -114,7 +114,7 @@ def case_interrupts_at_lines(rank, world):
     layer = _layer()
     _step(layer)
     weekly = "SYNCBN_WORLDS" in os.environ
-    stride = (1 if weekly and world == 2 else 5) if _is_shared(layer) else 29
+    stride = (1 if weekly and world == 2 else 11) if _is_shared(layer) else 29
     with _quick_looks():
         for line in range(0, 400, stride):
 

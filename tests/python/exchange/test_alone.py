@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
-from rank_runs import free_port, quick_context, run_ranks
+from rank_runs import functions_of, join_group, new_store, quick_context, run_ranks
 from syncbn.exchange import groups
 from syncbn.parallel import SelfDataParallel
 
@@ -69,8 +69,7 @@ def is_quiet(layer=None) -> None:
 
 
 def world_of_one() -> None:
-    init = f"tcp://127.0.0.1:{free_port()}"
-    dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def torchft(*, living: bool, derived: bool = False) -> object:
@@ -93,16 +92,12 @@ def case_plain():
     assert strict_error(model()).endswith("no process group")
 
 
-def case_torchrun_without_a_group():
+def case_torchrun_without_a_group_and_with_one_of_one():
     os.environ.update(RANK="0", WORLD_SIZE="2")
     warns_once("the environment has WORLD_SIZE=2")
-
-
-def case_a_group_of_one_beside_others():
-    os.environ.update(RANK="0", WORLD_SIZE="2")
+    groups.looked = False
     world_of_one()
     warns_once("WORLD_SIZE=2")
-    assert strict_error(model()) != ""
 
 
 def case_chosen():
@@ -144,21 +139,17 @@ def case_other_launchers():
         del os.environ[name]
 
 
-def case_torchft_without_a_group():
+def case_torchft_without_a_group_and_with_one_of_one():
     torchft(living=False)
     is_quiet()
-    groups.looked = False
-    manager = torchft(living=True)
-    warns_once("torchft's Manager is there for other replicas")
-    assert manager
-
-
-def case_torchft_with_a_group_of_one():
-    os.environ.update(RANK="0", WORLD_SIZE="1")
-    world_of_one()
-    manager = torchft(living=True, derived=True)
-    warns_once("torchft's Manager is there for other replicas")
-    assert manager
+    for derived in (False, True):
+        groups.looked = False
+        manager = torchft(living=True, derived=derived)
+        warns_once("torchft's Manager is there for other replicas")
+        del manager
+        if not derived:
+            os.environ.update(RANK="0", WORLD_SIZE="1")
+            world_of_one()
 
 
 def case_named_layer():
@@ -168,41 +159,28 @@ def case_named_layer():
     warns_once("WORLD_SIZE=2", layer, "1.0")
 
 
-def case_several_devices():
-    os.environ["WORLD_SIZE"] = "2"
-    layer = SelfDataParallel(model(), ["cpu"] * 2)
-    assert "WORLD_SIZE=2" in strict_error(layer)
-    assert len(said(lambda: layer(torch.randn(4, 2)))) == 1
-
-
-def case_compiled():
-    os.environ["WORLD_SIZE"] = "2"
-    step = torch.compile(model(), backend="aot_eager", fullgraph=True)
-    (warning,) = said(lambda: train(step), lambda: train(step))
-    assert warning.startswith("1: ")
-
-
-def case_function():
+def case_other_callers():
+    """Each says so once, as the first of a process."""
     os.environ["WORLD_SIZE"] = "2"
     x, mean, var = torch.randn(4, 2), torch.zeros(2), torch.ones(2)
-    (warning,) = said(*[lambda: syncbn.functional.sync_batch_norm(x, mean, var, training=True)] * 2)
-    assert warning.startswith("sync_batch_norm: ")
+    devices = SelfDataParallel(model(), ["cpu"] * 2)
+    assert "WORLD_SIZE=2" in strict_error(devices)
+    operator = functools.partial(syncbn.ops.batch_norm, x, mean, var, var, mean, torch.tensor([0]))
+    assert said(lambda: operator(is_infer=True)) == []
+    function = functools.partial(syncbn.functional.sync_batch_norm, x, mean, var, training=True)
+    compiled = torch.compile(model(), backend="aot_eager", fullgraph=True)
+    for name, call in (
+        ("1", functools.partial(devices, x)),
+        ("1", functools.partial(compiled, x)),
+        ("sync_batch_norm", function),
+        ("syncbn.ops.batch_norm", operator),
+    ):
+        groups.looked = False
+        (warning,) = said(call, call)
+        assert warning.startswith(f"{name}: ")
 
 
-def case_operator():
-    os.environ["WORLD_SIZE"] = "2"
-    arguments = (torch.randn(4, 2), *torch.ones(4, 2), torch.tensor([0]))
-    assert said(lambda: syncbn.ops.batch_norm(*arguments, is_infer=True)) == []
-    (warning,) = said(*[lambda: syncbn.ops.batch_norm(*arguments)] * 2)
-    assert warning.startswith("syncbn.ops.batch_norm: ")
-
-
-ALONE = {name: case for name, case in vars().items() if name.startswith("case_")}
-
-
-def _init(rank: int, port: int) -> None:
-    init = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
+ALONE = functions_of(sys.modules[__name__], "case_")
 
 
 def gone(layer) -> None:
@@ -215,7 +193,7 @@ def pair_destroyed(rank, ports):
     """Layers that were synchronized, and a second time."""
     layer = None
     for port in ports[:2]:
-        _init(rank, port)
+        join_group(rank, 2, port)
         layer = model() if layer is None else layer
         assert said(functools.partial(train, layer)) == []
         dist.barrier()
@@ -226,7 +204,7 @@ def pair_destroyed(rank, ports):
 
 def pair_destroyed_before_training(rank, ports):
     """With layers that are copied afterwards."""
-    _init(rank, ports[0])
+    join_group(rank, 2, ports[0])
     layer = model()
     dist.barrier()
     dist.destroy_process_group()
@@ -235,7 +213,7 @@ def pair_destroyed_before_training(rank, ports):
 
 def pair_destroyed_and_a_group_of_one(rank, ports):
     """As after a job that has shrunk; and with sync=False."""
-    _init(rank, ports[0])
+    join_group(rank, 2, ports[0])
     layer = model()
     train(layer)
     dist.barrier()
@@ -248,7 +226,7 @@ def pair_destroyed_and_a_group_of_one(rank, ports):
 def pair_others_are_left_out(rank, ports):
     """Of syncbn.join: one rank goes on, in a group of two."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
-    _init(rank, ports[0])
+    join_group(rank, 2, ports[0])
     layer = model()
 
     def epoch():
@@ -261,7 +239,7 @@ def pair_others_are_left_out(rank, ports):
     dist.destroy_process_group()
 
 
-PAIRS = {name: case for name, case in vars().items() if name.startswith("pair_")}
+PAIRS = functions_of(sys.modules[__name__], "pair_")
 
 
 def _main(rank: int, name: str, ports: list[int], folder: str) -> None:
@@ -277,6 +255,7 @@ def _main(rank: int, name: str, ports: list[int], folder: str) -> None:
 @pytest.mark.parametrize("name", (*ALONE, *PAIRS))
 def test_case(name, tmp_path):
     world = 1 if name in ALONE else 2
-    ports = [free_port() for _ in range(2)]
+    stores = [new_store() for _ in range(world)]
+    ports = [store.port for store in stores]
     run_ranks(quick_context(), _main, world, (name, ports, str(tmp_path)), 100)
     assert [Path(tmp_path, str(r)).read_text() for r in range(world)] == ["passed"] * world

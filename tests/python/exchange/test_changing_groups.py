@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from changing_rank import draw, main
-from rank_runs import quick_context
+from rank_runs import new_store, quick_context
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist.ProcessGroup, "reconfigure"), reason="PyTorch 2.14 brought reconfigure"
@@ -26,7 +26,7 @@ SEED = int(os.environ.get("SYNCBN_SEED", "1"))
 
 @pytest.mark.parametrize("slots", (2, 3))
 def test_processes_join_leave_and_are_killed(slots):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = new_store()
     rounds = draw(SEED, ROUNDS, slots)
     context = quick_context()
     processes = {}

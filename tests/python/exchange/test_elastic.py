@@ -3,14 +3,11 @@
 whatever the launcher's agents count and its store still holds, and nothing of the first attempt is
 left on the node."""
 
-import datetime
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import syncbn
-from rank_runs import quick_context, run_ranks, written
+from rank_runs import join_group, new_store, run_all, run_ranks, run_written
 from syncbn.exchange import failing, groups
 
 JOB = Path(__file__).with_name("elastic_job.py")
@@ -93,13 +90,10 @@ def _attempt_before(rank: int, world: int, port: int, left: str) -> None:
     os._exit(0)
 
 
-def _attempt(rank: int, world: int, port: int, counts: list[int], folder: str) -> None:
+def _attempt(rank: int, world: int, port: int, counts: tuple[int, ...], folder: str) -> None:
     """Layers of the default group and of a smaller one, made in their first steps."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(counts[rank])
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    limit = datetime.timedelta(seconds=20)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    join_group(rank, world, port, 20)
     pair = dist.new_group([0, world - 1])
     began = time.monotonic()
     time.sleep(0.3 * rank)  # those that left something come first, or last
@@ -116,30 +110,24 @@ def _attempt(rank: int, world: int, port: int, counts: list[int], folder: str) -
 
 
 CASES = [
-    *(("nothing", [1, 1, 0]), ("waiting", [0, 0, 0]), ("waiting", [0, 2, 1])),
-    *(("given up", [0, 0, 0]), ("made", [0, 0, 0]), ("made", [1, 0, 0])),
+    *(("nothing", (1, 1, 0)), ("waiting", (0, 0, 0)), ("waiting", (0, 2, 1))),
+    *(("given up", (0, 0, 0)), ("made", (0, 0, 0)), ("made", (1, 0, 0))),
 ]
 
 
-def _run(left: str, counts: list[int]) -> dict:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = quick_context()
-    world = len(counts)
-    with tempfile.TemporaryDirectory() as folder:
-        if left != "nothing":
-            run_ranks(context, _attempt_before, world, (world, store.port, left), 60)
-        run_ranks(context, _attempt, world, (world, store.port, counts, folder), 60)
-        return written(folder, world)
+def _run(context, left: str, counts: tuple[int, ...]) -> dict:
+    store, world = new_store(), len(counts)
+    if left != "nothing":
+        run_ranks(context, _attempt_before, world, (world, store.port, left), 60)
+    return run_written(context, _attempt, world, world, store.port, counts)
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """All runs at a time: they mostly wait."""
-    with ThreadPoolExecutor(len(CASES)) as pool:
-        return list(pool.map(lambda case: _run(*case), CASES))
+    return run_all(_run, CASES)
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{a}, {b}" for a, b in CASES])
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_agents_agree_without_their_counters(outcomes, case):
     """Of restarts: a replaced node's begins at 0. The store is that of the attempt before."""
     results = outcomes[case]

@@ -24,11 +24,10 @@ from multiprocessing import connection
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from fault_rank import main
 from fault_rounds import FAULTS, IN_TIME, LIMIT, OURS, SIGNALS, Round, draw, faults_of
-from rank_runs import quick_context
+from rank_runs import new_store, quick_context
 
 pytestmark = pytest.mark.weekly
 ASKED = int(os.environ.get("SYNCBN_FAULT_ROUNDS", "0"))
@@ -52,7 +51,7 @@ class Play:
 
     def __init__(self, context, drawn: Round) -> None:
         self.drawn, self.stopped_at = drawn, None
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = new_store()
         self.processes, self.pipes = [], {}
         for rank in range(drawn.world):
             pipe, theirs = context.Pipe()

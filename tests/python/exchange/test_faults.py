@@ -3,44 +3,28 @@
 call and ranks. Real processes, over shared memory and over Gloo; fault_cases.py has the scenarios.
 """
 
-import datetime
 import json
 import os
 import re
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import fault_cases
-from rank_runs import exchange_over, outcome_of, quick_context, run_ranks, written
+from rank_runs import ENGINES, functions_of, join_group, new_store, outcome_of, run_all, run_written
 from syncbn.exchange import failing
 
-SCENARIOS = {
-    name.removeprefix("scenario_"): function
-    for name, function in vars(fault_cases).items()
-    if name.startswith("scenario_")
-}
+SCENARIOS = functions_of(fault_cases, "scenario_")
 #: From the first rank that fails to the last one's error: the limit, the question where the others
 #: are, and what two busy cores need.
 IN_TIME = fault_cases.TIMEOUT + 12
 
 
-def _rank_main(rank: int, world: int, engine: str, folder: str, name: str) -> None:
-    exchange_over(engine)
+def _rank_main(rank: int, world: int, engine: str, name: str, port: int, folder: str) -> None:
     failing.INTERVAL = 0.3
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=60),
-    )
+    join_group(rank, world, port, engine=engine)
     run = fault_cases.Run(rank, world)
     dist.barrier()
     result = outcome_of(lambda: SCENARIOS[name](run))
@@ -57,23 +41,18 @@ CALL = (
 )
 
 #: Every scenario over both engines, on 2 and 3 ranks by turns, and three of them on 4.
-ENGINES = ("shared memory", "gloo")
 RUNS = [(n, 2 + (i + j) % 2, e) for i, n in enumerate(SCENARIOS) for j, e in enumerate(ENGINES)]
 RUNS += [(n, 4, "shared memory") for n in ("other_order", "killed_in_forward", "eval_mode")]
 
 
 def _run(context, name: str, world: int, engine: str) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(context, _rank_main, world, (world, engine, folder, name), 60)
-        return written(folder, world)
+    store = new_store()
+    return run_written(context, _rank_main, world, world, engine, name, store.port)
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """All runs, eight at a time: they mostly wait."""
-    context = quick_context()
-    with ThreadPoolExecutor(8) as pool:
-        return dict(zip(RUNS, pool.map(lambda run: _run(context, *run), RUNS), strict=True))
+    return run_all(_run, RUNS)
 
 
 @pytest.mark.parametrize(("name", "world", "engine"), RUNS)

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 
 import syncbn
 from forking import held
-from rank_runs import exchange_over, run_ranks
+from rank_runs import join_group, new_store, run_ranks
 
 STEPS, FIRST = 10_000, 1_000
 PAGE, M_TOP_PAD = 4096, 128 * 1024
@@ -42,10 +42,8 @@ def train(layer: syncbn.SyncBatchNorm) -> list:
 
 def _rank_main(rank: int, world: int, engine: str, folder: str, port: int) -> None:
     torch.set_num_threads(1)
-    exchange_over(engine)
     if world > 1:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        join_group(rank, world, port, engine=engine)
     layer = syncbn.SyncBatchNorm(4, timeout=60)
     if world > 1:
         assert syncbn.report(layer)[0].engine == engine
@@ -67,7 +65,7 @@ def test_memory_is_flat(world, engine):
     """The allocator takes memory in pieces of 132 KiB (M_TOP_PAD and a page), for each thread in a
     heap of its own; the bound is one piece of each, 15 bytes a step and thread. Malloc's smallest
     block has 32."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = new_store()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world, engine, folder, store.port)
         codes = run_ranks(mp.get_context("spawn"), _rank_main, world, arguments, 250)

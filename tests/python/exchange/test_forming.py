@@ -7,24 +7,25 @@ import datetime
 import json
 import os
 import re
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import forming_cases
 from forming_cases import LIMIT
-from rank_runs import exchange_over, free_port, outcome_of, quick_context, run_ranks, written
+from rank_runs import (
+    free_port,
+    functions_of,
+    join_group,
+    new_store,
+    outcome_of,
+    run_all,
+    run_written,
+)
 
-SCENARIOS = {
-    name.removeprefix("scenario_"): function
-    for name, function in vars(forming_cases).items()
-    if name.startswith("scenario_")
-}
+SCENARIOS = functions_of(forming_cases, "scenario_")
 #: From a rank's call to its error: the limit, connecting, the store's answer, and what two busy
 #: cores need.
 IN_TIME = LIMIT + 5 + 3 + 5
@@ -32,16 +33,9 @@ IN_TIME = LIMIT + 5 + 3 + 5
 AT_ONCE = 4.0
 
 
-def _rank_main(rank: int, world: int, engine: str, direct: bool, port: int, folder: str, name: str):
-    exchange_over(engine)
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)
-    # The ranks' store is this process's first: a rank that ends takes nobody's store with it.
+def _rank_main(rank: int, world: int, engine: str, direct: bool, name: str, port: int, folder: str):
     owner = name == "store_dies" and rank == 0
-    store = dist.TCPStore("127.0.0.1", port, is_master=owner, wait_for_workers=False, timeout=limit)
-    if name == "late_by_node":
-        limit = datetime.timedelta(seconds=LIMIT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    join_group(rank, world, port, LIMIT if name == "late_by_node" else 60, engine, owner)
     group = dist.new_group(timeout=datetime.timedelta(seconds=LIMIT))
     dist.barrier()
     run = forming_cases.Run(rank, world, group, direct)
@@ -76,23 +70,14 @@ RUNS = [
 
 
 def _run(context, name: str, world: int, direct: bool, engine: str) -> dict:
-    store = None
-    if name == "store_dies":
-        port = free_port()
-    else:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = store.port
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(context, _rank_main, world, (world, engine, direct, port, folder, name), 60)
-        return written(folder, world)
+    store = None if name == "store_dies" else new_store()
+    port = free_port() if store is None else store.port
+    return run_written(context, _rank_main, world, world, engine, direct, name, port)
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """All runs, eight at a time: they mostly wait."""
-    context = quick_context()
-    with ThreadPoolExecutor(8) as pool:
-        return dict(zip(RUNS, pool.map(lambda run: _run(context, *run), RUNS), strict=True))
+    return run_all(_run, RUNS)
 
 
 @pytest.mark.parametrize(("name", "world", "direct", "engine"), RUNS)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import syncbn
-from rank_runs import quick_context, run_ranks
+from rank_runs import join_group, new_store, quick_context, run_ranks
 
 WORLD, STEPS, CHANNELS = 16, 1000, 8
 
@@ -22,9 +22,7 @@ def _samples(rank: int):
 
 
 def _rank_main(rank: int, folder: str, port: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    join_group(rank, WORLD, port)
     layer = syncbn.SyncBatchNorm(CHANNELS, timeout=60)
     assert syncbn.report(layer)[0].engine == "shared memory"
     began = time.process_time()
@@ -38,7 +36,7 @@ def _rank_main(rank: int, folder: str, port: int) -> None:
 
 @pytest.fixture(scope="module")
 def results():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = new_store()
     with tempfile.TemporaryDirectory() as folder:
         codes = run_ranks(quick_context(), _rank_main, WORLD, (folder, store.port), 300)
         assert codes == [0] * WORLD

@@ -3,8 +3,8 @@
 on exchange through shared memory inside a node and over Gloo between them. node_cases.py has what
 they run."""
 
-import datetime
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import node_cases
 import syncbn
-from rank_runs import outcome_of, quick_context, run_ranks, written
+from rank_runs import join_group, new_store, outcome_of, quick_context, run_ranks, run_written
 from syncbn.exchange import failing
 
 WORLD = 4
@@ -32,19 +32,10 @@ WEEKLY = [run for run in RUNS if run[0] != "uneven" and not run[1].startswith(PL
 TIMEOUT = 3.0
 
 
-def _start(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=30),
-    )
-
-
-def _case_main(rank: int, folder: str, runs: list) -> None:
-    _start(rank, folder)
+def _case_main(rank: int, port: int, folder: str, runs: list) -> None:
+    join_group(rank, WORLD, port, 30)
+    gc.collect()
+    gc.freeze()  # as in rank_runs.py
     placed = None
     with open(f"{folder}/hangs.{rank}.txt", "w") as traces:
         for layout, case in runs:
@@ -63,11 +54,11 @@ def _case_main(rank: int, folder: str, runs: list) -> None:
     dist.destroy_process_group()
 
 
-def _lost_main(rank: int, folder: str, layout: str, lost: int) -> None:
+def _lost_main(rank: int, port: int, layout: str, lost: int, folder: str) -> None:
     """A step, and one in which rank `lost` is killed between forward and backward."""
     failing.INTERVAL = 0.3
     node_cases.place(node_cases.LAYOUTS[layout], rank)
-    _start(rank, folder)
+    join_group(rank, WORLD, port, 30)
     layer = syncbn.SyncBatchNorm(4, timeout=TIMEOUT)
     layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
     assert syncbn.report(layer)[0].engine == node_cases.BETWEEN_NODES
@@ -93,8 +84,9 @@ def results(context, request):
     processes."""
     ours = [i.callspec.params for i in request.session.items if i.path == request.path]
     runs = [(found["layout"], found["case"]) for found in ours if "case" in found]
+    store = new_store()
     with tempfile.TemporaryDirectory() as folder:
-        codes = run_ranks(context, _case_main, WORLD, (folder, runs), 480)
+        codes = run_ranks(context, _case_main, WORLD, (store.port, folder, runs), 480)
         found = {path.stem: path.read_text() for path in Path(folder).glob("*.txt")}
     return found | {"exit codes": codes}
 
@@ -119,9 +111,8 @@ def test_two_nodes(results, layout, case):
 )
 def test_a_killed_rank_ends_all_others_in_time(context, layout, lost):
     """Ranks 0 and, alone on its node in the uneven layout, 3 speak for their nodes."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(context, _lost_main, WORLD, (folder, layout, lost), 60)
-        results = written(folder, WORLD)
+    store = new_store()
+    results = run_written(context, _lost_main, WORLD, store.port, layout, lost)
     assert results.pop(lost) is None
     for rank, result in results.items():
         assert result is not None, f"rank {rank} hangs or died"

@@ -16,15 +16,11 @@ from torch.utils.data import DataLoader
 import process_scenarios
 import syncbn
 from rank_cases_processes import Normalized
-from rank_runs import quick_context, run_ranks
+from rank_runs import functions_of, quick_context, run_ranks
 from syncbn import _build
 
 LIBRARIES = Path(_build.__file__).parent / "lib"
-SCENARIOS = [
-    name.removeprefix("scenario_")
-    for name in vars(process_scenarios)
-    if name.startswith("scenario_")
-]
+SCENARIOS = functions_of(process_scenarios, "scenario_")
 
 
 def _scenario(rank: int, name: str, said: Path) -> None:
@@ -32,7 +28,7 @@ def _scenario(rank: int, name: str, said: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    getattr(process_scenarios, f"scenario_{name}")()
+    SCENARIOS[name]()
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -49,6 +49,18 @@ def names_of(net, parameters) -> list[str]:
     return sorted(names[id(p)] for p in parameters)
 
 
+def decays_of(groups):
+    return [(group["weight_decay"], group["params"]) for group in groups]
+
+
+def same_groups(groups_of, make=network) -> list[tuple]:
+    """groups_of(net): something and the parameters for which it holds."""
+    made = make(), syncbn.convert_sync_batchnorm(make())
+    plain, ours = ([(key, names_of(net, group)) for key, group in groups_of(net)] for net in made)
+    assert ours == plain
+    return ours
+
+
 def evaluated(net) -> torch.Tensor:
     torch.manual_seed(5)
     with torch.no_grad():
@@ -115,9 +127,7 @@ def test_torch_func_removes_running_statistics():
 def test_torchvision_weight_decay():
     """Its training reference takes these groups."""
     split = library("torchvision.ops._utils").split_normalization_params
-    plain, net = network(), syncbn.convert_sync_batchnorm(network())
-    for a, b in zip(split(net), split(plain), strict=True):
-        assert names_of(net, a) == names_of(plain, b)
+    same_groups(lambda net: enumerate(split(net)))
 
 
 # timm
@@ -135,11 +145,7 @@ def timm_model(name="test_efficientnet"):
 def test_timm_weight_decay():
     factory = library("timm.optim")
     for make in (network, timm_model):
-        plain, net = make(), syncbn.convert_sync_batchnorm(make())
-        groups = [factory.param_groups_weight_decay(m, 0.1) for m in (net, plain)]
-        for a, b in zip(*groups, strict=True):
-            assert a["weight_decay"] == b["weight_decay"]
-            assert names_of(net, a["params"]) == names_of(plain, b["params"])
+        same_groups(lambda net: decays_of(factory.param_groups_weight_decay(net, 0.1)), make)
 
 
 @pytest.mark.parametrize("name", ("test_resnet", "test_efficientnet", "darknet17"))
@@ -188,16 +194,6 @@ def converted_copy(net):
     return syncbn.convert_sync_batchnorm(copy.deepcopy(net))
 
 
-def test_timm_converts_again():
-    """Its converter makes PyTorch's layers of these: report() shows it, a conversion mends it."""
-    layers = library("timm.layers")
-    net = layers.convert_sync_batchnorm(syncbn.convert_sync_batchnorm(network()))
-    assert not norms_of(net) and len(norms_of(net, THEIRS)) == 2
-    with pytest.raises(RuntimeError, match="not synchronized by syncbn"):
-        syncbn.report(net, strict=True)
-    assert len(norms_of(syncbn.convert_sync_batchnorm(net))) == 2
-
-
 # Lightning
 
 
@@ -219,10 +215,29 @@ def test_lightning_freeze():
         assert not any(map(torch.equal, before, statistics(net)))
 
 
-def test_lightning_reverts():
-    sync = library("lightning.pytorch.plugins.layer_sync").TorchSyncBatchNorm()
+# Converters and their inverses
+
+
+@pytest.mark.parametrize("path", ("timm.layers", "mmengine.model"))
+def test_their_converters_make_pytorchs_layers(path):
+    """report() shows it, a conversion mends it."""
+    net = library(path).convert_sync_batchnorm(syncbn.convert_sync_batchnorm(network()))
+    assert not norms_of(net) and len(norms_of(net, THEIRS)) == 2
+    with pytest.raises(RuntimeError, match="not synchronized by syncbn"):
+        syncbn.report(net, strict=True)
+    assert len(norms_of(syncbn.convert_sync_batchnorm(net))) == 2
+
+
+@pytest.mark.parametrize("path", ("lightning.pytorch.plugins.layer_sync", "mmengine.model"))
+def test_their_reverts_give_plain_layers_without_an_activation(path):
+    """They know torch.nn.SyncBatchNorm's attributes only. This package's revert keeps it."""
+    module = library(path)
+    revert = getattr(module, "revert_sync_batchnorm", None) or module.TorchSyncBatchNorm().revert
     net = syncbn.convert_sync_batchnorm(network())
     expected = evaluated(net)
-    reverted = sync.revert(net)
-    assert not norms_of(reverted, THEIRS)
-    assert torch.equal(evaluated(reverted), expected)
+    reverted = revert(net)
+    assert not norms_of(reverted, THEIRS) and torch.equal(evaluated(reverted), expected)
+    layer = syncbn.SyncBatchNorm(3, activation="relu")
+    (reverted,) = revert(nn.Sequential(layer))
+    x = torch.randn(4, 3, 2, 2)
+    assert torch.equal(layer.eval()(x), reverted.eval()(x).relu()) and (reverted(x) < 0).any()

@@ -16,10 +16,10 @@ from test_class_checks import (
     THEIRS,
     both,
     converted_copy,
-    evaluated,
-    names_of,
+    decays_of,
     network,
     norms_of,
+    same_groups,
 )
 
 # transformers
@@ -113,23 +113,19 @@ def yolo():
     return DetectionModel("yolov8n.yaml", ch=3, nc=2, verbose=False)
 
 
-def groups_of(net, name):
-    from ultralytics.engine.trainer import BaseTrainer
-
-    optimizer = BaseTrainer.build_optimizer(None, net, name=name, lr=0.01, decay=0.1)
-    groups = [(g["weight_decay"], names_of(net, g["params"])) for g in optimizer.param_groups]
-    return [group for group in groups if group[1]]
-
-
 @pytest.mark.parametrize("name", ("SGD", "AdamW", "MuSGD"))
 def test_ultralytics_weight_decay(ultralytics, name):
     """57 weights of norms without decay, whose biases are in a group with the others."""
-    plain, net = yolo(), syncbn.convert_sync_batchnorm(yolo())
-    assert groups_of(net, name) == groups_of(plain, name)
+    from ultralytics.engine.trainer import BaseTrainer
+
+    def groups_of(net):
+        optimizer = BaseTrainer.build_optimizer(None, net, name=name, lr=0.01, decay=0.1)
+        return decays_of(optimizer.param_groups)
+
+    found, net = same_groups(groups_of, yolo), syncbn.convert_sync_batchnorm(yolo())
     assert len(norms_of(net)) == 57
     norms = {f"{n}.weight" for n, m in net.named_modules() if isinstance(m, syncbn.SyncBatchNorm)}
-    without = {n for decay, names in groups_of(net, name) if decay == 0 for n in names}
-    assert norms <= without
+    assert norms <= {n for decay, names in found if decay == 0 for n in names}
 
 
 def test_ultralytics_fuse(ultralytics):
@@ -182,46 +178,14 @@ def test_ultralytics_freeze(ultralytics):
 
 def test_mmengine_weight_decay():
     constructor = library("mmengine.optim").DefaultOptimWrapperConstructor
-    decays = []
-    for net in (network(), syncbn.convert_sync_batchnorm(network())):
-        build = constructor(
-            dict(type="OptimWrapper", optimizer=dict(type="SGD", lr=0.1, weight_decay=0.1)),
-            dict(norm_decay_mult=0.0),
-        )
-        groups = build(net).optimizer.param_groups
-        decays.append([(g["weight_decay"], names_of(net, g["params"])) for g in groups])
-    assert decays[0] == decays[1]
-    assert (0.0, ["1.weight"]) in decays[0] and (0.1, ["0.weight"]) in decays[0]
+    optimizer = dict(type="SGD", lr=0.1, weight_decay=0.1)
 
+    def groups_of(net):
+        options = dict(type="OptimWrapper", optimizer=optimizer), dict(norm_decay_mult=0.0)
+        return decays_of(constructor(*options)(net).optimizer.param_groups)
 
-def test_mmengine_reverts():
-    """Its runner calls this where training is not distributed."""
-    model = library("mmengine.model")
-    net = syncbn.convert_sync_batchnorm(network())
-    expected = evaluated(net)
-    reverted = model.revert_sync_batchnorm(net)
-    assert not norms_of(reverted, THEIRS)
-    assert torch.equal(evaluated(reverted), expected)
-
-
-def test_mmengine_converts_again():
-    model = library("mmengine.model")
-    net = model.convert_sync_batchnorm(syncbn.convert_sync_batchnorm(network()))
-    assert not norms_of(net) and len(norms_of(net, THEIRS)) == 2
-    with pytest.raises(RuntimeError, match="not synchronized by syncbn"):
-        syncbn.report(net, strict=True)
-
-
-@pytest.mark.parametrize("path", ("lightning.pytorch.plugins.layer_sync", "mmengine.model"))
-def test_their_reverts_lose_an_activation(path):
-    """They know torch.nn.SyncBatchNorm's attributes only. This package's revert keeps it."""
-    module = library(path)
-    make = getattr(module, "revert_sync_batchnorm", None) or module.TorchSyncBatchNorm().revert
-    layer = syncbn.SyncBatchNorm(3, activation="relu")
-    (reverted,) = make(nn.Sequential(layer))
-    x = torch.randn(4, 3, 2, 2)
-    assert torch.equal(layer.eval()(x), reverted.eval()(x).relu())
-    assert (reverted(x) < 0).any()
+    decays = same_groups(groups_of)
+    assert (0.0, ["1.weight"]) in decays and (0.1, ["0.weight"]) in decays
 
 
 # Tools that ask for the exact class

@@ -9,8 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from snippets import blocks
-from support import PROJECT
 from syncbn import recognition
 
 
@@ -101,50 +99,6 @@ def test_a_pytorch_without_the_names_is_left_as_it_is(monkeypatch):
     recognition.install(syncbn.SyncBatchNorm)
     assert not hasattr(DistributedDataParallel, "_passing_sync_batchnorm_handle")
     assert "convert_sync_batchnorm" not in vars(nn.SyncBatchNorm)
-
-
-# Fusing, freezing, reverting.
-
-
-@pytest.mark.parametrize("way", ("plugin", "sync_batchnorm"))
-def test_lightning_trains_the_layers(way):
-    """The page's plugin gives classes back; sync_batchnorm=True makes plain layers of converted
-    ones when training ends, as the page says."""
-    lightning = pytest.importorskip("lightning")
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def training_step(self, batch, number):
-            assert isinstance(net[1], syncbn.SyncBatchNorm)
-            return net(batch[0]).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    options = {"sync_batchnorm": True}
-    if way == "plugin":
-        page, names = blocks(PROJECT / "docs" / "engines.md"), {}
-        exec(next(block.text for block in page if block.kind == "python lightning"), names)
-        options = {"plugins": names["plugins"]}
-    else:
-        syncbn.convert_sync_batchnorm(net)
-    switches = ("logger", "checkpointing", "progress_bar", "model_summary")
-    options |= {s if s == "logger" else f"enable_{s}": False for s in switches}
-    trainer = lightning.Trainer(
-        accelerator="cpu", strategy="ddp", devices=1, max_epochs=1, **options
-    )
-    data = torch.utils.data.TensorDataset(torch.randn(8, 4))
-    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=4))
-    torch.distributed.destroy_process_group()
-    assert net[1].num_batches_tracked == 2
-    if way == "plugin":
-        assert type(net[1]) is nn.BatchNorm1d
-    else:
-        assert not isinstance(net[1], nn.SyncBatchNorm)
 
 
 # Arguments and attributes of PyTorch's layer.

@@ -35,7 +35,7 @@ def is_covered(page: Path, block: Block) -> bool:
         "sh": True,
         "python": name in test_examples.PAGES or name in test_examples.ELSEWHERE,
         "python ultralytics": name == "docs/engines.md",  # training_loops.py
-        "python lightning": name == "docs/engines.md",  # test_drop_in.py
+        "python lightning": name == "docs/engines.md",  # training_loops.py
         "cpp": block.source is not None or name in test_docs.CPP_PAGES,
         "c++": name == "docs/libtorch.md",  # test_libtorch.py
         "c": block.source is not None,

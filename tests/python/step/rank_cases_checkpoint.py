@@ -40,8 +40,6 @@ def assert_same_step(model, reference, x, count=CountCollectives):
     expected, gradient, *_ = step(reference, x)
     assert torch.equal(y, expected) and torch.equal(dx, gradient)
     assert_same_layers(model, reference)
-    for (name, a), b in zip(model.named_buffers(), reference.buffers(), strict=True):
-        assert torch.equal(a, b), name
     return counts
 
 

@@ -44,11 +44,6 @@ def assert_equal_step(model, reference, x):
         y.square().sum().backward()
 
 
-def assert_equal_buffers(model, reference):
-    for (name, p), q in zip(model.named_buffers(), reference.buffers(), strict=True):
-        assert torch.equal(p, q), name
-
-
 def case_compiled_dynamic_batches_exact(rank, world):
     """Uneven, changing and empty batches: one graph for all sizes of 2 and more, one for none."""
     if world != 2:
@@ -64,7 +59,6 @@ def case_compiled_dynamic_batches_exact(rank, world):
         assert_equal_step(step, reference, batch(4 if rank == 0 else 0, seed + rank))
     assert counters["stats"]["unique_graphs"] == (1 if rank == 0 else 2)
     assert_same_layers(traced, reference)
-    assert_equal_buffers(traced, reference)
     assert traced[1].state.call == 7
 
 
@@ -102,7 +96,6 @@ def case_inductor_exact(rank, world):
             layer(x).square().sum().backward()
         assert torch.equal(*(x.grad for x in xs))
     assert_same_layers(*layers)
-    assert_equal_buffers(*layers)
 
 
 def case_compiled_with_ddp_exact(rank, world):
@@ -120,7 +113,6 @@ def case_compiled_with_ddp_exact(rank, world):
             for step in steps:
                 step(x).square().sum().backward()
         assert_same_layers(*models)
-        assert_equal_buffers(*models)
 
 
 def case_compiled_steps_that_differ_are_an_error_on_every_rank(rank, world):

@@ -244,6 +244,7 @@ def case_averaged_copies_have_names_of_their_own(rank, world):
     for layer in layers:
         layer(share(rank))
     assert [layer.state.name for layer in layers] == shown and len(kept) == 3 * rank
+    pickle.loads(pickle.dumps(models))
     # On one rank another one than on the others.
     for one in range(3):
         for other in {0, 1, 2} - {one}:

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 
 import syncbn
 from rank import Checked, Rank
+from support import new_layer
 from syncbn.operators import ALONE, IN_PLACE, MESSAGE, OWN
+from syncbn.step.options import ACTIVATIONS
 
 
 def test_a_group_of_one_rank_exact(one_rank):
@@ -24,13 +26,18 @@ def test_a_group_of_one_rank_exact(one_rank):
     assert all(map(torch.equal, *results))
 
 
-def test_evaluation_is_pytorchs_operator_exact():
-    layer = syncbn.SyncBatchNorm(3).train()
+@pytest.mark.parametrize("residual", (False, True))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_evaluation_is_pytorchs_operators_exact(activation, residual):
+    layer = new_layer(3, activation=activation, negative_slope=0.2)
     layer(torch.randn(4, 3, 6, 6))
     layer.eval()
-    x = torch.randn(2, 3, 6, 6)
+    x, z = torch.randn(2, 2, 3, 6, 6)
     expected = F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias)
-    assert torch.equal(layer(x), expected)
+    expected = expected + z if residual else expected
+    if activation != "none":
+        expected = F.relu(expected) if activation == "relu" else F.leaky_relu(expected, 0.2)
+    assert torch.equal(layer(x, z) if residual else layer(x), expected)
 
 
 @pytest.mark.parametrize("shape", ((0, 3, 4, 4), (2, 3, 0, 4), (0, 3)), ids=str)
@@ -67,3 +74,55 @@ def test_operators_pass_opcheck():
         ops.header(message, 1)
         rank.begin_backward(dy, share=True, way=OWN)
         rank.finish_backward(None)
+
+
+@pytest.mark.parametrize("frozen", ["x", "residual", "parameters"])
+def test_what_needs_no_gradient(frozen):
+    torch.manual_seed(0)
+    layer = syncbn.SyncBatchNorm(4, activation="relu")
+    x, z, dy = (torch.randn(3, 4, 5) for _ in range(3))
+    expected = {}
+    for skip in (None, frozen):
+        leaves = {"x": x.clone(), "residual": z.clone()}
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name != skip)
+        layer.requires_grad_(skip != "parameters")
+        layer.zero_grad()
+        layer(leaves["x"], leaves["residual"]).backward(dy)
+        got = {name: leaf.grad for name, leaf in leaves.items()}
+        got |= {name: parameter.grad for name, parameter in layer.named_parameters()}
+        if skip is None:
+            expected = got
+            continue
+        for name, gradient in got.items():
+            if name == skip or (skip == "parameters" and name in ("weight", "bias")):
+                assert gradient is None
+            else:
+                assert torch.equal(gradient, expected[name])
+
+
+# Two of them were equal in steps of 2^-40 modulo a prime, two but for the sign.
+SLOPES = (0.01, 128.01, 0.0, -0.01, 0.0100076, 5e-324, 3e38)
+
+
+def test_slopes_that_differ_give_different_calls():
+    """All bits of the slope count, and so does every other option."""
+    x = torch.ones(2, 3)
+
+    def fingerprint(kind, slope, mode=0, residual=None):
+        rank = Rank(x, residual=residual, kind=kind, slope=slope, statistics=mode, layer=5)
+        return int(rank.begin()[1])
+
+    numbers = [
+        fingerprint(kind, slope, mode, residual)
+        for kind, slopes in ((0, [0.01]), (1, [0.01]), (2, SLOPES))
+        for slope in slopes
+        for mode in (0, 1)
+        for residual in (None, x)
+    ]
+    assert len(set(numbers)) == len(numbers)
+    assert fingerprint(2, 0.0) == fingerprint(2, -0.0)
+
+
+def test_numbers_are_those_of_the_core():
+    assert [a.number for a in ACTIVATIONS.values()] == list(range(len(ACTIVATIONS)))

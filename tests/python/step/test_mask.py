@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks against what is removed; test_bits.py has every bit of them.
+"""Masks: gradients, evaluation and forms; test_bits.py has every bit of them.
 
 torch.nn.SyncBatchNorm has no mask: padded positions enter mean and variance, and get gradients.
 """
@@ -19,17 +19,6 @@ def step(layer, x, dy, *rest, **options):
     y = layer(*leaves, **options)
     y.backward(dy)
     return y.detach(), *(t.grad for t in leaves)
-
-
-def test_padding_at_the_end_of_one_axis_is_its_removal_exact():
-    """(N, C, L): a masked tail of all samples moves no lane, so it equals the shorter input."""
-    x, dy = torch.randn(2, 4, 3, 700)
-    mask = torch.zeros(4, 700, dtype=torch.uint8)
-    mask[:, :530] = 200  # any number but 0 counts
-    y, dx = step(new_layer(3), x, dy, mask=mask)
-    short_y, short_dx = step(new_layer(3), x[..., :530].contiguous(), dy[..., :530].contiguous())
-    assert torch.equal(y[..., :530], short_y) and torch.equal(dx[..., :530], short_dx)
-    assert not y[..., 530:].any() and not dx[..., 530:].any()
 
 
 @pytest.mark.parametrize("activation", ("none", "leaky_relu"))
@@ -132,8 +121,10 @@ def test_operators_follow_their_schemas():
             Rank(torch.randn(5, 4, 6), mask=mask).begin()
 
 
-def test_a_mask_with_the_negative_bit():
+def test_masks_of_numbers():
+    """Any but 0 counts, also with the negative bit."""
     x = torch.linspace(-1, 1, 60).view(5, 4, 3)
-    mask = (x[:, 0] > 0).to(torch.uint8)
-    y = syncbn.SyncBatchNorm(4)(x, None, torch._neg_view(-mask))
-    assert torch.equal(y, syncbn.SyncBatchNorm(4)(x, None, mask))
+    mask = x[:, 0] > 0
+    expected = syncbn.SyncBatchNorm(4)(x, None, mask)
+    for numbers in (200 * mask.to(torch.uint8), torch._neg_view(-mask.to(torch.uint8))):
+        assert torch.equal(syncbn.SyncBatchNorm(4)(x, None, numbers), expected)

@@ -6,9 +6,7 @@ import gc
 import pickle
 
 import pytest
-import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 import syncbn
 from syncbn.exchange.call import Peers
@@ -71,21 +69,6 @@ def test_names_that_are_found_are_not_copied_or_exported():
         assert again[0].state.path == "SyncBatchNorm"
     syncbn.set_group(model, timeout=7)
     assert model[0].state.name == "SyncBatchNorm"
-
-
-@pytest.mark.parametrize("average", (AveragedModel, copy.deepcopy), ids=("average", "deepcopy"))
-@pytest.mark.parametrize("converted", (False, True))
-def test_a_copy_of_a_model_has_other_names_in_errors(average, converted):
-    model = nn.Sequential(nn.BatchNorm1d(3) if converted else new_layer())
-    syncbn.convert_sync_batchnorm(model) if converted else model[0].state.find_path()
-    averaged = average(model)
-    copied = next(m for m in averaged.modules() if isinstance(m, syncbn.SyncBatchNorm))
-    for layer, name in ((model[0], "0"), (copied, r"0 \(copy\)")):
-        layer.state.find_path()
-        with pytest.raises(RuntimeError, match=f"^{name}: torch.jit.script cannot compile"):
-            torch.jit.script(layer)
-    assert layer_state._path(copied.state) == "0" and copied.state.sharing is not None
-    assert pickle.loads(pickle.dumps(averaged)) is not None
 
 
 def test_conversion_names_layers_that_were_made_directly():

@@ -66,19 +66,6 @@ def test_gradgradcheck_with_a_mask(activation, statistics):
     assert torch.autograd.gradgradcheck(gradients, (x, z, weight, bias))
 
 
-def test_third_derivatives():
-    """Of a loss whose dy depends on x."""
-    x, dy, weight, bias = leaves(4, 2)
-
-    def gradients(x, dy, weight):
-        y = syncbn.functional.sync_batch_norm(
-            x, None, None, weight, bias, training=True, activation="leaky_relu"
-        )
-        return torch.autograd.grad((y.pow(3) * dy).sum(), (x, weight, bias), create_graph=True)
-
-    assert torch.autograd.gradgradcheck(gradients, (x, dy, weight))
-
-
 def test_the_graph_is_freed_without_the_garbage_collector():
     x = torch.randn(4, 3, requires_grad=True)
     gc.disable()

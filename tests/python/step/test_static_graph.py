@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import syncbn
+from support import assert_same_layers
 
 
 class Net(nn.Module):
@@ -57,15 +58,7 @@ def assert_same_training(model, reference, **options):
     expected = train(reference, list(reference.parameters()), **options)
     got = train(model, list(model.parameters()), **options)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
-    assert ours.keys() == theirs.keys()
-    for name, parameter in ours.items():
-        assert torch.equal(parameter, theirs[name]), name
-        assert torch.equal(parameter.grad, theirs[name].grad), f"gradient of {name}"
-    ours, theirs = model.state_dict(), reference.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), name
+    assert_same_layers(model, reference)
 
 
 class Graphs:

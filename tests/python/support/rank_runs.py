@@ -4,12 +4,15 @@ one after the other, as a start costs seconds for importing PyTorch."""
 
 import datetime
 import faulthandler
+import gc
 import json
 import os
 import socket
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,7 @@ from syncbn.exchange import connections
 #: Of the group, and of the layers' exchanges.
 TIMEOUT = datetime.timedelta(seconds=30)
 Cases = dict[str, Callable[[int, int], None]]
+ENGINES = ("shared memory", "gloo")
 
 
 def exchange_over(engine: str) -> None:
@@ -50,7 +54,10 @@ def _rank_main(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=TIMEOUT)
     traces = open(results / f"hangs.{rank}", "w")
-    for name, case in load().items():
+    cases = load()
+    gc.collect()
+    gc.freeze()  # or each new layer, which looks for its path, goes by all that was imported
+    for name, case in cases.items():
         faulthandler.dump_traceback_later(seconds, exit=True, file=traces)
         try:
             case(rank, world)
@@ -70,6 +77,30 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def new_store() -> dist.TCPStore:
+    """Held by this process: a rank that ends takes nobody's store with it."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def join_group(
+    rank: int, world: int, port: int, seconds: float = 60, engine: str = ENGINES[0], owner=False
+) -> None:
+    """Makes this process a rank of one thread, in a group over the store at that port.
+    seconds: the group's limit; owner: of the store."""
+    exchange_over(engine)
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, is_master=owner, wait_for_workers=False, timeout=limit)
+    limit = datetime.timedelta(seconds=seconds)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+
+
+def functions_of(module, prefix: str) -> dict[str, Callable]:
+    """Those whose names begin so, by the rest of the name."""
+    found = vars(module).items()
+    return {name.removeprefix(prefix): f for name, f in found if name.startswith(prefix)}
 
 
 def quick_context():
@@ -104,6 +135,20 @@ def written(folder: str, world: int) -> dict:
     """What each rank wrote into RANK.json, None if it wrote nothing."""
     files = [Path(folder, f"{rank}.json") for rank in range(world)]
     return {r: json.loads(f.read_text()) if f.exists() else None for r, f in enumerate(files)}
+
+
+def run_written(context, target: Callable, world: int, *arguments) -> dict:
+    """What target(rank, *arguments, folder) wrote into the folder on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(context, target, world, (*arguments, folder), 60)
+        return written(folder, world)
+
+
+def run_all(run: Callable, runs: Sequence[tuple]) -> dict[tuple, dict]:
+    """What run(context, *one) gives of each, eight at a time: they mostly wait."""
+    context = quick_context()
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(runs, pool.map(lambda one: run(context, *one), runs), strict=True))
 
 
 def run_cases(

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import syncbn
-from rank import Rank
 from snippets import blocks
-from syncbn.operators import HEADER_WORDS, ops
+from syncbn.operators import ops
 
 PROJECT = Path(__file__).resolve().parents[3]
 TORCH_DTYPES = {
@@ -91,47 +90,6 @@ def layouts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         "gaps": gaps,
         "slice": slice_of,
         "channels-last slice": wide_rows,
-    }
-
-
-def run_layer(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float = 1e-5,
-    residual: torch.Tensor | None = None,
-    activation: str = "none",
-    slope: float = 0.01,
-    keep: bool = True,
-    mask: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor]:
-    """Forward and backward of one rank through the operators. keep: the residual's gradient is
-    wanted."""
-    kind = ("none", "relu", "leaky_relu").index(activation)
-    rank = Rank(x, weight, bias, residual, mask, eps=eps, kind=kind, slope=slope)
-    message = rank.begin()
-    y = rank.finish(message)
-    keep = keep and residual is not None
-    dtypes = [torch.float64 if p is None else p.dtype for p in (weight, bias)]
-    gradients = rank.begin_backward(dy, keep, dtypes)
-    dx, dweight, dbias = rank.finish_backward(gradients)
-    u = rank.u
-    shares = rank.finish_backward(rank.begin_backward(dy, keep, dtypes, share=True))[1:]
-    # One rank's share is everything.
-    for share, whole in zip(shares, (dweight, dbias), strict=True):
-        assert torch.equal(share.nan_to_num(), whole.nan_to_num())
-    return {
-        "words": message[HEADER_WORDS:].reshape(x.shape[1], -1),
-        "gradient_words": gradients[HEADER_WORDS:].reshape(x.shape[1], -1),
-        "mean": rank.mean,
-        "var": rank.var,
-        "rstd": rank.rstd,
-        "y": y,
-        "dx": dx,
-        "dweight": dweight,
-        "dbias": dbias,
-        "dresidual": u,
     }
 
 
