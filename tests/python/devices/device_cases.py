@@ -14,21 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 import syncbn
 from rank_cases import DTYPES, raises, shards, unchanged
-from support import new_layer, rough_samples, to_tensor
+from rank_cases_parallel import network, own, samples, train
+from support import assert_near, new_layer, rough_samples, to_tensor
 from syncbn.parallel import SelfDataParallel, all_reduce
+from test_list_form import step as device_step
 
 
 def alone(rank):
     """A group in which this rank is alone, for what it computes without the others."""
     return dist.new_group([rank], use_local_synchronization=True)
-
-
-def device_step(layer, xs, dys):
-    """ys and dxs of one step of the list form."""
-    xs = [x.clone().requires_grad_() for x in xs]
-    ys = layer(xs)
-    torch.autograd.backward(ys, dys)
-    return ys, [x.grad for x in xs]
 
 
 def rough_batch(dtype, shape, seed=30):
@@ -231,25 +225,10 @@ def case_all_reduce_disagreement_is_an_error_on_every_rank(rank, world):
 
 def case_ddp_of_devices_equals_one_process(rank, world):
     """With the bound of rank_cases_parallel.py: the same sums in float64 in other orders."""
-    torch.manual_seed(5)
-    model = nn.Sequential(
-        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
-    ).double()
-    plain = copy.deepcopy(model)
-    model = SelfDataParallel(syncbn.convert_sync_batchnorm(model), ["cpu"] * 2)
-    ddp = DistributedDataParallel(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ddp, plain)]
-    for step in range(2):
-        x = torch.randn(3 * world, 3, 8, 8, generator=torch.Generator().manual_seed(step)).double()
-        losses = (
-            torch.cat(ddp(x[3 * rank : 3 * rank + 3])).square().mean(),
-            plain(x).square().mean(),
-        )
-        for optimizer, loss in zip(optimizers, losses, strict=True):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    for (name, p), q in zip(
-        model.module.state_dict().items(), plain.state_dict().values(), strict=True
-    ):
-        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=name)
+    plain, model = (
+        network(),
+        SelfDataParallel(syncbn.convert_sync_batchnorm(network()), ["cpu"] * 2),
+    )
+    train(plain, lambda step: samples(step, world))
+    train(DistributedDataParallel(model), own(rank, world), joined=torch.cat)
+    assert_near(model.module, plain)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import syncbn
-from support import new_layer
+from support import assert_near, new_layer
 from syncbn.parallel import SelfDataParallel
 
 
@@ -82,8 +82,7 @@ def test_whole_model_agrees_with_one_device(sizes, replicate):
             loss.backward()
             optimizer.step()
     assert one.bn1.num_batches_tracked == many.bn1.num_batches_tracked == 3
-    for (name, p), q in zip(one.state_dict().items(), many.state_dict().values(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=name)
+    assert_near(many, one)
 
 
 @pytest.mark.parametrize("compiled", (False, True))

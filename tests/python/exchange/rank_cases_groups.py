@@ -89,21 +89,6 @@ def case_set_group_and_report(rank, world):
         raises(ValueError, "timeout: got", lambda bad=bad: syncbn.set_group(model, timeout=bad))
 
 
-def case_overlapping_groups(rank, world):
-    """A layer over all ranks and one over the first two, with groups made in any order."""
-    pair = dist.new_group([0, 1])
-    both = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2))
-    both[0] = syncbn.convert_sync_batchnorm(both[0])
-    if rank < 2:
-        both[1] = syncbn.convert_sync_batchnorm(both[1], pair)
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
-    for _ in range(3):
-        both[0](x)
-        if rank < 2:
-            both[1](x)
-    dist.barrier()
-
-
 def case_interrupted_within_a_second(rank, world):
     """Ctrl-C while the others do not come."""
     layer = syncbn.SyncBatchNorm(4, timeout=60)

@@ -204,15 +204,7 @@ def case_no_memory_for_the_message(rank, world):
         x = torch.zeros(1, dtype=dtype).expand(2, channels)
         layer.statistics = statistics
         run = functools.partial(layer, x)
-        if rank == 0:
-            text = (
-                r"SyncBatchNorm, call 0, forward, .* rank 0 of .*: memory: got none for a tensor of"
-            )
-            raises(MemoryError, text, lambda run=run, layer=layer: _without_memory(layer, run))
-        else:
-            text = "a rank refused its input: rank 0: .*MemoryError: memory: got none"
-            raises(syncbn.DivergenceError, text, run)
-        assert layer.num_batches_tracked == 0 and layer.state.call == 0
+        _refused_for_memory(rank, layer, run, "forward")
         _step(small)
 
 

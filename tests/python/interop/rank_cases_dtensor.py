@@ -17,7 +17,7 @@ from torch.distributed.tensor import (
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from rank_cases import raises
+from rank_cases import raises, refused
 from syncbn.functional import sync_batch_norm
 
 X = torch.linspace(-2, 3, 7 * 3 * 5 * 4).sin().view(7, 3, 5, 4).double()
@@ -142,11 +142,7 @@ def case_other_placements_are_refused(rank, world):
         ("running_mean", lambda: sharded["running_mean"](split), lambda: layer(own)),
         ("inputs.0., of device 0: input", lambda: layer([split, own]), lambda: layer([own, own])),
     ):
-        if rank == 0:
-            raises(ValueError, f"^{name}: got a DTensor", call)
-        else:
-            text = f"rank 0: .*ValueError: {name}: got a DTensor"
-            raises(syncbn.DivergenceError, text, plainly)
+        refused(rank, layer, f"{name}: got a DTensor", call, plainly)
     for x in (copied, *others):  # on all ranks
         text = r"^input: got a DTensor .*expected Shard.*to_local\(\)"
         raises(ValueError, text, lambda x=x: layer(x))

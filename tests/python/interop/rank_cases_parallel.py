@@ -22,7 +22,7 @@ from torch.optim import swa_utils
 
 import syncbn
 from rank_cases import raises
-from support import run_snippets
+from support import assert_near, run_snippets
 
 STEPS = 3
 
@@ -40,23 +40,18 @@ def samples(step: int, world: int) -> torch.Tensor:
     return torch.randn(2 * world, 3, 8, 8, generator=generator, dtype=torch.float64)
 
 
-def train(model: nn.Module, share, steps=STEPS) -> None:
-    """SGD steps on the samples that share(step) gives."""
+def train(model: nn.Module, share, steps=STEPS, joined=lambda y: y) -> None:
+    """SGD steps on the samples that share(step) gives. joined(y): the output as one tensor."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
-        model(share(step)).square().mean().backward()
+        joined(model(share(step))).square().mean().backward()
         optimizer.step()
 
 
 def own(rank: int, world: int):
     """share(step) of this rank."""
     return lambda step: samples(step, world)[2 * rank : 2 * rank + 2]
-
-
-def assert_near(model: nn.Module, plain: nn.Module) -> None:
-    for (name, p), q in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
-        torch.testing.assert_close(q, p, rtol=1e-10, atol=1e-10, msg=name)
 
 
 def on_all_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:

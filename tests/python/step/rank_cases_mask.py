@@ -7,11 +7,8 @@ torch.nn.SyncBatchNorm has no mask; a rank's padding counts there as samples do.
 import numpy as np
 import torch
 
-import oracle
-import syncbn
-from rank_cases import raises, shards, unchanged
-from rank_cases_modes import parameters
-from support import assert_same_bits, new_layer, rough_samples, to_tensor
+from rank_cases import check_layer, raises, shards, unchanged
+from support import new_layer, rough_samples
 
 
 def masks_of(rng, parts, spatial, first):
@@ -25,38 +22,13 @@ def masks_of(rng, parts, spatial, first):
 
 
 def case_masks_exact(rank, world):
-    """Statistics, y, gradients and shares are the oracle's; NaN where nothing counts."""
     for dtype in ("float16", "float32", "float64"):
         rng = np.random.default_rng(50)
         x, z, dy = (rough_samples(rng, (11, 5, 30, 20), dtype) for _ in range(3))
         for activation, residual in (("none", False), ("leaky_relu", True)):
-            parts = shards(x.shape[0], world, "uneven")
-            masks = masks_of(rng, parts, (30, 20), first=residual)
-            xs, zs, dys = ([t[p] for p in parts] for t in (x, z, dy))
-            if masks[rank] is not None:
-                xs[rank] = np.where(masks[rank][:, None], xs[rank], np.nan)
-            layer = syncbn.SyncBatchNorm(5, momentum=1.0, activation=activation, negative_slope=0.3)
-            weight, bias = parameters(layer, 51)
-            options = {"activation": activation, "slope": 0.3, "masks": masks}
-            options["residuals"] = zs if residual else None
-            forward = oracle.forward(xs, dtype, weight, bias, **options)
-            backward = oracle.backward(dys, xs, dtype, forward, weight, bias, **options)
-            mine = to_tensor(xs[rank], dtype).requires_grad_()
-            added = to_tensor(zs[rank], dtype).requires_grad_()
-            mask = None if masks[rank] is None else torch.from_numpy(masks[rank])
-            y = layer(mine, added if residual else None, mask)
-            y.backward(to_tensor(dys[rank], dtype))
-            mean, var, _ = oracle.update_running(
-                np.zeros(5), np.ones(5), 0, forward, 1.0, "float32"
-            )
-            assert_same_bits(layer.running_mean, mean, "running_mean")
-            assert_same_bits(layer.running_var, var, "running_var")
-            assert_same_bits(y, forward.ys[rank], "y")
-            assert_same_bits(mine.grad, backward.dxs[rank], "dx")
-            assert_same_bits(layer.weight.grad, backward.dweight_shares[rank], "dweight")
-            assert_same_bits(layer.bias.grad, backward.dbias_shares[rank], "dbias")
-            if residual:
-                assert_same_bits(added.grad, backward.dresiduals[rank], "dresidual")
+            masks = masks_of(rng, shards(11, world, "uneven"), (30, 20), first=residual)
+            given = (rank, world, x, dy, dtype, "uneven")
+            check_layer(*given, z=z if residual else None, masks=masks, activation=activation)
 
 
 def case_masked_rows_are_removed_rows_exact(rank, world):

@@ -10,18 +10,8 @@ import torch.distributed as dist
 
 import oracle
 import syncbn
-from rank_cases import CountCollectives, raises, shards, unchanged
-from support import assert_same_bits, rough_samples, to_tensor
-
-
-def parameters(layer, seed):
-    """Sets weight and bias, the same on every rank; float64 arrays."""
-    rng = np.random.default_rng(seed)
-    values = [rng.uniform(0.5, 1.5, layer.num_features).astype(np.float32) for _ in range(2)]
-    with torch.no_grad():
-        layer.weight.copy_(torch.from_numpy(values[0]))
-        layer.bias.copy_(torch.from_numpy(values[1]))
-    return [v.astype(np.float64) for v in values]
+from rank_cases import CountCollectives, check_layer, raises, shards, unchanged
+from support import rough_samples, to_tensor
 
 
 def case_activation_and_residual_exact(rank, world):
@@ -29,25 +19,9 @@ def case_activation_and_residual_exact(rank, world):
     for dtype in ("bfloat16", "float32", "float64"):
         x, z, dy = (rough_samples(rng, (11, 5, 6, 3), dtype) for _ in range(3))
         for activation, residual, kind in itertools.product(
-            ("relu", "leaky_relu"), (False, True), ("uneven", "empty first")
+            ("relu", "leaky_relu"), (None, z), ("uneven", "empty first")
         ):
-            parts = shards(x.shape[0], world, kind)
-            xs, zs, dys = ([t[s] for s in parts] for t in (x, z, dy))
-            layer = syncbn.SyncBatchNorm(5, activation=activation, negative_slope=0.3)
-            weight, bias = parameters(layer, 31)
-            options = {"activation": activation, "slope": 0.3}
-            options["residuals"] = zs if residual else None
-            forward = oracle.forward(xs, dtype, weight, bias, **options)
-            backward = oracle.backward(dys, xs, dtype, forward, weight, bias, **options)
-            mine = to_tensor(xs[rank], dtype).requires_grad_()
-            added = to_tensor(zs[rank], dtype).requires_grad_()
-            y = layer(mine, added) if residual else layer(mine)
-            y.backward(to_tensor(dys[rank], dtype))
-            assert_same_bits(y, forward.ys[rank], "y")
-            assert_same_bits(mine.grad, backward.dxs[rank], "dx")
-            assert_same_bits(layer.weight.grad, backward.dweight_shares[rank], "dweight")
-            if residual:
-                assert_same_bits(added.grad, backward.dresiduals[rank], "dresidual")
+            check_layer(rank, world, x, dy, dtype, kind, z=residual, activation=activation)
 
 
 def case_in_place_forward_exact(rank, world):
@@ -56,7 +30,9 @@ def case_in_place_forward_exact(rank, world):
     options = {"activation": "leaky_relu", "negative_slope": 0.1}
     layers = [syncbn.SyncBatchNorm(6, inplace=i, **options) for i in (True, False)]
     for layer in layers:
-        parameters(layer, 32)
+        with torch.no_grad():
+            layer.weight.copy_(torch.linspace(0.5, 1.5, 6))
+            layer.bias.copy_(torch.linspace(1.5, 0.5, 6))
     leaves = [x.clone().requires_grad_() for _ in layers]
     ys = [layer(leaf * 1) for layer, leaf in zip(layers, leaves, strict=True)]
     assert torch.equal(*ys)

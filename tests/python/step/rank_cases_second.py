@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import syncbn
 from rank_cases import CountCollectives, raises, shards
 from second_reference import check_second
+from support import assert_near
 
 
 def case_second_derivatives(rank, world):
@@ -138,10 +139,7 @@ def case_gradient_penalty_under_ddp(rank, world):
             penalty = (dx.flatten(1).norm(dim=1) - 1).square().mean()
             (score.mean() + 10 * penalty).backward()
             optimizer.step()
-    for (name, p), q in zip(
-        ddp.module.state_dict().items(), plain.state_dict().values(), strict=True
-    ):
-        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=name)
+    assert_near(ddp.module, plain)
 
 
 def _first_gradient(layer):

@@ -110,6 +110,12 @@ def assert_same_layers(a: torch.nn.Module, b: torch.nn.Module) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
+def assert_near(model: torch.nn.Module, plain: torch.nn.Module) -> None:
+    """Of float64; rank_cases_parallel.py derives the bound."""
+    for (name, p), q in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-10, atol=1e-10, msg=name)
+
+
 def join(processes: list, seconds: float) -> None:
     """Waits for all of them, at most so long together, and ends those that are still there."""
     until = time.monotonic() + seconds
