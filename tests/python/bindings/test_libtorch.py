@@ -19,7 +19,7 @@ import torch
 
 import syncbn
 from rank import Rank
-from support import PROJECT, layouts_of, rough_samples, to_tensor
+from support import PROJECT, bits, layouts_of, rough_samples, to_tensor
 from syncbn.operators import OWN
 
 SAMPLES = 7
@@ -103,11 +103,6 @@ def cases() -> dict[str, dict]:
     made["wide"] = case(axes=2, channels=600)  # beyond the first message
     made["wide float64"] = case("float64", axes=2, channels=130)
     return made
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().contiguous().view(integers[tensor.element_size()])
 
 
 def expected(given: dict, split: tuple[int, ...]) -> dict[str, list[torch.Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from support import TORCH_DTYPES
+from support import TORCH_DTYPES, bits
 from syncbn.step.options import STATISTICS
 
 #: fesetround's numbers on x86-64: down, up, toward zero.
@@ -113,11 +113,6 @@ def step(layer, mode, rank: int, options: dict, dtype: str, layout: str, how: di
             y = layer(given, z, mask=mask)
         gradients = torch.autograd.grad(y, wanted, dy)
     return [y.detach(), *gradients, *layer.buffers()]
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(kinds[tensor.element_size()])
 
 
 def differing(expected: list, layer, case: tuple, mode, rank: int) -> list[str]:

@@ -10,7 +10,6 @@ import torch
 import syncbn
 from rank_cases_float_modes import (
     MODES,
-    bits,
     differing,
     float_mode,
     layer_of,
@@ -18,7 +17,7 @@ from rank_cases_float_modes import (
     step,
     step_cases,
 )
-from support import TORCH_DTYPES
+from support import TORCH_DTYPES, bits
 
 
 @pytest.fixture(scope="module")

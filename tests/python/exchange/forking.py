@@ -3,6 +3,7 @@
 
 import os
 import signal
+import threading
 import time
 import traceback
 
@@ -28,6 +29,15 @@ def passes_in_child(function, seconds: int = 20) -> None:
         said = pipe.read()
     _, status = os.waitpid(child, 0)
     assert said == "passed" and status == 0, f"status {status}: {said}"
+
+
+def in_threads(function, number: int) -> None:
+    """Runs function(i) in so many threads at once."""
+    threads = [threading.Thread(target=function, args=(i,)) for i in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def train(layer: torch.nn.Module, steps: int = 3, seed: int = 0, samples: int = 5) -> list:

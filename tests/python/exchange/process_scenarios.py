@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import syncbn
-from forking import equal, passes_in_child, train
+from forking import equal, in_threads, passes_in_child, train
 
 
 def new_layer() -> syncbn.SyncBatchNorm:
@@ -76,11 +76,7 @@ def scenario_threads_call_different_layers():
     def run(i):
         results[i] = train(layers[i], 50, seed=i, samples=1 + i)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run, 8)
     for i in range(8):
         assert equal(results[i], train(new_layer(), 50, seed=i, samples=1 + i))
 
@@ -95,11 +91,7 @@ def scenario_threads_call_one_layer():
     def run(i):
         wrong.extend(i for _ in range(50) if not equal(_step(layer, xs[i]), expected[i]))
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run, 8)
     assert not wrong
 
 
@@ -117,11 +109,7 @@ def scenario_backward_in_another_thread():
     y = layer(x)
     found = []
     wanted = (x, layer.weight, layer.bias)
-    thread = threading.Thread(
-        target=lambda: found.extend(torch.autograd.grad(y.square().sum(), wanted))
-    )
-    thread.start()
-    thread.join()
+    in_threads(lambda i: found.extend(torch.autograd.grad(y.square().sum(), wanted)), 1)
     assert equal(found, expected[1:])
 
 

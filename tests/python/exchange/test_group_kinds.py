@@ -166,9 +166,6 @@ def simulated():
 
 
 def uses_of_the_world() -> tuple:
-    def train():
-        syncbn.SyncBatchNorm(2)(torch.randn(4, 2))
-
     def layer():
         return nn.Sequential(syncbn.SyncBatchNorm(2))
 
@@ -177,13 +174,10 @@ def uses_of_the_world() -> tuple:
             pass
 
     return (
-        lambda: syncbn.convert_sync_batchnorm(nn.BatchNorm1d(2)),
+        *uses_of(None),
         lambda: syncbn.convert_sync_batchnorm(nn.BatchNorm1d(2), group_size=2),
         lambda: syncbn.set_group(layer(), group="node"),
         lambda: syncbn.set_group(layer(), dist.new_group([0, 1])),
-        lambda: syncbn.prepare(layer()),
-        lambda: syncbn.report(layer(), strict=True),
-        train,
         join,
     )
 

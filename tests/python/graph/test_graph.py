@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
+from support import Operators
 from syncbn.graph import BatchNorm, Network, batch_norm_layer
 
 
@@ -39,24 +39,12 @@ def images(seed=0, n=4):
     return torch.randn(n, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
 
 
-class Calls(TorchDispatchMode):
-    """Names of the operators that run; for batch_norm, with is_infer."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._opname
-        self.names.append(f"{name} is_infer={args[6]}" if func.namespace == "syncbn" else name)
-        return func(*args, **(kwargs or {}))
-
-
 def counted(function) -> dict[str, int]:
-    with Calls() as calls:
+    with Operators() as operators:
         function()
+    names = [f"{n} is_infer={a[6]}" if n == "batch_norm" else n for n, a in operators.calls]
     interesting = ("convolution", "addmm", "bernoulli_", "batch_norm", "nll_loss_forward")
-    return {n: calls.names.count(n) for n in sorted(set(calls.names)) if n.startswith(interesting)}
+    return {n: names.count(n) for n in sorted(set(names)) if n.startswith(interesting)}
 
 
 def test_runs_only_what_the_target_depends_on():

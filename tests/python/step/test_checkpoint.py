@@ -14,7 +14,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -24,26 +23,16 @@ from torch.utils.checkpoint import (
 
 import syncbn
 from checkpoint_support import FORMS, Net, assert_same_steps, plain, recomputing, reentrant
-from support import assert_same_layers
+from support import Operators, assert_same_layers
 from syncbn.step import recomputation
-
-
-class CountPasses(TorchDispatchMode):
-    """How often the statistics of a batch were computed."""
-
-    passes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.passes += func._opname == "forward_begin"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_exact(form):
     """Every nesting of both forms, around and inside of each other; a layer is used twice."""
-    with CountPasses() as counted:
+    with Operators() as operators:
         assert_same_steps(Net(*FORMS[form]), Net(), steps=2)
-    assert counted.passes == 16  # four calls a step, of two networks
+    assert operators.count("forward_begin") == 16  # four calls a step, of two networks
 
 
 @pytest.mark.parametrize(

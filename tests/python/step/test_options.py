@@ -15,7 +15,7 @@ from torch import nn
 
 import oracle
 import syncbn
-from support import TORCH_DTYPES, layouts_of, new_layer, to_tensor
+from support import TORCH_DTYPES, bits, layouts_of, new_layer, to_tensor
 
 # Types of input, parameters and buffers. PyTorch refuses the last three ("expected scalar type
 # BFloat16 but found Float"); FSDP2 with bfloat16 mixed precision gives the second of them.
@@ -43,13 +43,9 @@ def per_channel(channels: int, begin: float, end: float, dtype: str) -> np.ndarr
     return oracle.round_to(np.linspace(begin, end, channels), dtype)
 
 
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Also the type, and the signs of zeros."""
-    bits = BITS[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.detach().view(bits), b.detach().view(bits))
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
 class Expected:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
 from snippets import blocks
@@ -32,6 +33,27 @@ def available_levels() -> list[str]:
     levels = [level for level in LEVELS if ops.cpu_instruction_set(level) == level]
     assert ops.cpu_instruction_set(before) == before
     return levels
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers, which tell -0.0 from 0.0 and have equal NaNs."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(kinds[tensor.element_size()])
+
+
+class Operators(TorchDispatchMode):
+    """The operators that run meanwhile, and their arguments."""
+
+    def __enter__(self):
+        self.calls = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func._opname, args))
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name: str) -> int:
+        return sum(called == name for called, _ in self.calls)
 
 
 def to_array(tensor: torch.Tensor) -> np.ndarray:
