@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from rank_cases import raises, shards, unchanged
+from rank_cases import diverges, raises, shards, unchanged
 from support import TORCH_DTYPES, assert_same_layers, new_layer, rough_samples, to_tensor
 
 
@@ -117,11 +117,9 @@ def case_calls_that_differ(rank, world):
         y = layer(x)
         y.sum().backward()
         assert y.isnan().all() and x.grad.isnan().all()
-        raises(
-            syncbn.DivergenceError, r"\(call 0, 4 channels, eps=0.[12]", lambda: syncbn.check(layer)
-        )
+        diverges(r"\(call 0, 4 channels, eps=0.[12]", syncbn.check, layer)
     else:
-        raises(syncbn.DivergenceError, "did not make the same call", lambda: layer(x))
+        diverges("did not make the same call", layer, x)
     unchanged(layer, before)
     good = new_layer(4).cuda()
     assert good(x).isfinite().all()
@@ -132,7 +130,7 @@ def case_refused_input(rank, world):
     layer = new_layer(4).cuda()
     x = torch.randn(3, 4 + (rank == 0), 5, device="cuda")
     error = ValueError if rank == 0 else syncbn.DivergenceError
-    raises(error, "running_mean: got shape", lambda: layer(x))
+    raises(error, "running_mean: got shape", layer, x)
 
 
 def case_input_refused_later(rank, world):
@@ -141,18 +139,18 @@ def case_input_refused_later(rank, world):
     layer(torch.randn(3, 4, 5, device="cuda"))
     x = torch.randn(3, 4 + (rank == 0), 5, device="cuda")
     if rank == 0:
-        raises(ValueError, "running_mean: got shape", lambda: layer(x))
+        raises(ValueError, "running_mean: got shape", layer, x)
     elif nccl():
         assert layer(x).isnan().all()
-        raises(syncbn.DivergenceError, "one refused its input", lambda: syncbn.check(layer))
+        diverges("one refused its input", syncbn.check, layer)
     else:
-        raises(syncbn.DivergenceError, "running_mean: got shape", lambda: layer(x))
+        diverges("running_mean: got shape", layer, x)
 
 
 def case_one_value_over_all_ranks_is_refused(rank, world):
     layer = new_layer(4).cuda()
     x = torch.randn(1 if rank == 0 else 0, 4, device="cuda")
-    raises(ValueError, "more than 1 value per channel", lambda: layer(x))
+    raises(ValueError, "more than 1 value per channel", layer, x)
 
 
 def case_welford_is_the_same_on_all_ranks(rank, world):

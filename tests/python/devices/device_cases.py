@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from rank_cases import DTYPES, raises, shards, unchanged
+from rank_cases import DTYPES, diverges, raises, shards, unchanged
 from rank_cases_parallel import network, own, samples, train
 from support import assert_near, new_layer, rough_samples, to_tensor
 from syncbn.parallel import SelfDataParallel, all_reduce
@@ -164,17 +164,17 @@ def case_devices_that_disagree_are_an_error_on_every_process(rank, world):
     good, bad = torch.ones(2, 4), -torch.ones(2, 4)
     if rank == 0:
         text = "device 0 at layer 'first'.*device 1 at layer 'second'"
-        raises(syncbn.DivergenceError, text, lambda: model([good, bad]))
+        diverges(text, model, [good, bad])
     else:
         text = "a rank refused its input"
-        raises(syncbn.DivergenceError, text, lambda: model([good, good]))
+        diverges(text, model, [good, good])
     unchanged(model.module, before)
     # A device that raises, and one whose input is refused.
     for error, second in ((AttributeError, None), (ValueError, torch.ones(2, 5))):
         if rank == 0:
-            raises(error, "", lambda second=second: model([good, (second,)]))
+            raises(error, "", model, [good, (second,)])
         else:
-            raises(syncbn.DivergenceError, text, lambda: model([good, good]))
+            diverges(text, model, [good, good])
         unchanged(model.module, before)
     model([good, torch.zeros(1, 4)])
     assert model.module.first.num_batches_tracked == 1
@@ -204,22 +204,14 @@ def case_all_reduce_disagreement_is_an_error_on_every_rank(rank, world):
         torch.zeros(4 if last else 3),
         torch.zeros(3, dtype=torch.float64 if last else torch.float32),
     ):
-        raises(
-            syncbn.DivergenceError,
-            "did not make the same call",
-            lambda mine=mine: all_reduce(mine),
-        )
+        diverges("did not make the same call", all_reduce, mine)
     # One rank is at a layer.
     call = (lambda: syncbn.SyncBatchNorm(3)(torch.ones(2, 3))) if last else None
-    raises(
-        syncbn.DivergenceError,
-        "did not make the same call",
-        call or (lambda: all_reduce(torch.ones(3))),
-    )
+    diverges("did not make the same call", call or (lambda: all_reduce(torch.ones(3))))
     if last:
-        raises(ValueError, r"x\[1\]: got", lambda: all_reduce([torch.ones(3), torch.ones(4)]))
+        raises(ValueError, r"x\[1\]: got", all_reduce, [torch.ones(3), torch.ones(4)])
     else:
-        raises(syncbn.DivergenceError, "refused", lambda: all_reduce([torch.ones(3)] * 2))
+        diverges("refused", all_reduce, [torch.ones(3)] * 2)
     assert all_reduce(torch.ones(1)).item() == world
 
 

@@ -19,7 +19,7 @@ import rank_cases_join
 import rank_cases_modes
 import rank_cases_refused
 import syncbn
-from rank_cases import LogLines, check_layer, raises, unchanged
+from rank_cases import LogLines, check_layer, diverges, unchanged
 from support import rough_samples
 from syncbn.exchange import connections, groups
 
@@ -124,11 +124,7 @@ def case_disagreement_of_any_rank_is_an_error_on_every_rank(rank, world):
     before = {k: v.clone() for k, v in layer.state_dict().items()}
     for odd in range(world):
         layer.eps = 1e-3 if rank == odd else 1e-5
-        raises(
-            syncbn.DivergenceError,
-            f"same call: eps: .*0.001 on rank {odd}",
-            lambda: layer(torch.eye(4)),
-        )
+        diverges(f"same call: eps: .*0.001 on rank {odd}", layer, torch.eye(4))
         unchanged(layer, before)
     layer.eps = 1e-5
     layer(torch.eye(4))

@@ -37,13 +37,18 @@ def shards(samples: int, world: int, kind: str) -> list[slice]:
     return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def raises(error: type, text: str, function) -> None:
+def raises(error: type | tuple, text: str, function, *args, **options) -> None:
+    """The call function(*args, **options) does."""
     try:
-        function()
+        function(*args, **options)
     except error as e:
         assert re.search(text, str(e)), f"{text!r} not in {e}"
         return
-    raise AssertionError(f"no {error.__name__}")
+    raise AssertionError(f"no {error}")
+
+
+def diverges(text: str, function, *args, **options) -> None:
+    raises(syncbn.DivergenceError, text, function, *args, **options)
 
 
 def unchanged(layer: nn.Module, before: dict) -> None:
@@ -77,7 +82,7 @@ def refused(rank, layer, text, bad, good=None, error=ValueError) -> None:
         raises(error, f"^{text}", bad)
     else:
         quoted = f"a rank refused its input: rank 0: .*{error.__name__}: {text}"
-        raises(syncbn.DivergenceError, quoted, good or bad)
+        diverges(quoted, good or bad)
     unchanged(layer, before)
 
 
@@ -174,7 +179,7 @@ def case_global_count_of_one(rank, world):
     layer = syncbn.SyncBatchNorm(4)
     before = copy.deepcopy(layer.state_dict())
     x = torch.randn(1 if rank == 0 else 0, 4, 1)
-    raises(ValueError, "more than 1 value per channel", lambda: layer(x))
+    raises(ValueError, "more than 1 value per channel", layer, x)
     unchanged(layer, before)
     # One value on each rank is enough.
     layer(torch.randn(1, 4))
@@ -183,46 +188,31 @@ def case_global_count_of_one(rank, world):
 
 def case_disagreement_is_an_error_on_every_rank(rank, world):
     last = rank == world - 1
-    x = torch.randn(3, 4, 5)
-    welford = {"statistics": "welford"} if last else {}
-    disagreeing = {
-        "dtype: float32 on .*, float64 on": lambda: syncbn.SyncBatchNorm(4)(
-            x.double() if last else x
-        ),
-        "channels: 4 on .*, 3 on": lambda: syncbn.SyncBatchNorm(3 if last else 4)(
-            x[:, :3] if last else x
-        ),
-        "channels: 4 on .*, 900 on": lambda: syncbn.SyncBatchNorm(900 if last else 4)(
-            torch.randn(2, 900) if last else x
-        ),
-        "eps: 1e-05 on .*, 0.001 on": lambda: syncbn.SyncBatchNorm(4, eps=1e-3 if last else 1e-5)(
-            x
-        ),
-        "statistics: reproducible on .*, welford on": lambda: syncbn.SyncBatchNorm(4, **welford)(x),
-    }
-    for said, function in disagreeing.items():
+    x, wide = torch.randn(3, 4, 5), torch.randn(2, 900)
+
+    def call(x=x, **options):
+        syncbn.SyncBatchNorm(x.shape[1], **options)(x)
+
+    for said, odd in {
+        "dtype: float32 on .*, float64 on": {"x": x.double()},
+        "channels: 4 on .*, 3 on": {"x": x[:, :3]},
+        "channels: 4 on .*, 900 on": {"x": wide},
+        "eps: 1e-05 on .*, 0.001 on": {"eps": 1e-3},
+        "statistics: reproducible on .*, welford on": {"statistics": "welford"},
+    }.items():
         text = f"the ranks did not make the same call: {said} rank {world - 1}$"
-        raises(syncbn.DivergenceError, text, function)
+        diverges(text, call, **(odd if last else {}))
     # Two layers in another order.
-    names = ("first", "second")
-    model = nn.ModuleDict({n: nn.BatchNorm1d(4) for n in names})
+    model = nn.ModuleDict({n: nn.BatchNorm1d(4) for n in ("first", "second")})
     model = syncbn.convert_sync_batchnorm(model)
-    before = copy.deepcopy(model.state_dict())
-    raises(
-        syncbn.DivergenceError,
-        rf"^{'second' if last else 'first'}, call 0, .*, rank {rank} of {world}: ",
-        lambda: model["second" if last else "first"](x),
-    )
+    before, mine = copy.deepcopy(model.state_dict()), "second" if last else "first"
+    diverges(rf"^{mine}, call 0, .*, rank {rank} of {world}: ", model[mine], x)
     unchanged(model, before)
     # One rank has made a call more than the others.
     layer = syncbn.SyncBatchNorm(4)
     layer(x)
     layer.state.call += int(last)
-    raises(
-        syncbn.DivergenceError,
-        f"same call: call: 1 on .*, 2 on rank {world - 1}$",
-        lambda: layer(x),
-    )
+    diverges(f"same call: call: 1 on .*, 2 on rank {world - 1}$", layer, x)
     # The groups are still good.
     syncbn.SyncBatchNorm(4)(x)
     dist.barrier()
@@ -352,7 +342,7 @@ def case_subgroups(rank, world):
         assert torch.equal(y, expected)
         assert torch.equal(layer.running_var, whole.running_var)
     else:
-        raises(RuntimeError, "not a member", lambda: layer(x))
+        raises(RuntimeError, "not a member", layer, x)
     for _ in range(3):
         both(x)
         if rank < 2:

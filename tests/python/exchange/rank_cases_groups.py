@@ -2,6 +2,7 @@
 """Groups of ranks: by size, by machine, changed later; reports; Ctrl-C. Run by test_distributed.py
 as rank_cases.py is."""
 
+import functools
 import os
 import signal
 import socket
@@ -43,17 +44,10 @@ def case_group_size(rank, world):
         model = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)), group_size=size)
         block = range(rank - rank % size, rank - rank % size + size)
         assert close(mean_of(model, x), expected_mean(x, block))
+    convert = functools.partial(syncbn.convert_sync_batchnorm, nn.BatchNorm1d(4))
     for bad in (0, world + 1, 1.5):
-        raises(
-            ValueError,
-            "group_size: got",
-            lambda bad=bad: syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), group_size=bad),
-        )
-    raises(
-        ValueError,
-        "expected only one of them",
-        lambda: syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), group_size=1, group="node"),
-    )
+        raises(ValueError, "group_size: got", convert, group_size=bad)
+    raises(ValueError, "expected only one of them", convert, group_size=1, group="node")
 
 
 def case_group_by_node(rank, world):
@@ -67,7 +61,7 @@ def case_group_by_node(rank, world):
     # The real machine is one.
     syncbn.set_group(model, group="node")
     assert close(mean_of(model, x), expected_mean(x, range(world)))
-    raises(ValueError, "group: got 'rack'", lambda: syncbn.set_group(model, group="rack"))
+    raises(ValueError, "group: got 'rack'", syncbn.set_group, model, group="rack")
 
 
 def case_set_group_and_report(rank, world):
@@ -86,7 +80,7 @@ def case_set_group_and_report(rank, world):
     syncbn.set_group(model, timeout=7)
     assert model[0].state.sharing.timeout == 7
     for bad in (0, -1, float("nan"), "soon"):
-        raises(ValueError, "timeout: got", lambda bad=bad: syncbn.set_group(model, timeout=bad))
+        raises(ValueError, "timeout: got", syncbn.set_group, model, timeout=bad)
 
 
 def case_interrupted_within_a_second(rank, world):
@@ -122,7 +116,7 @@ def _seconds_until_interrupted(step) -> float:
         raise AssertionError("not interrupted")
     except KeyboardInterrupt:
         seconds = time.monotonic() - pressed[0]
-    raises(syncbn.PeerLost, "interrupted", lambda: step(torch.randn(3, 4)))
+    raises(syncbn.PeerLost, "interrupted", step, torch.randn(3, 4))
     return seconds
 
 

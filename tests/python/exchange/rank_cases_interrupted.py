@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from rank_cases import raises, unchanged
+from rank_cases import diverges, raises, unchanged
 from syncbn.exchange import agreement, connections, failing, host, transport
 from syncbn.step import autograd, training
 
@@ -95,11 +95,11 @@ def _one_leaves(rank, layer, run, kind=KeyboardInterrupt) -> str:
         return ""
     if rank != 0:
         if text == "whole":  # the exchange was over already; the next one fails
-            raises(syncbn.PeerLost, "rank 0 left the group", lambda: _step(layer))
-        raises(syncbn.PeerLost, "broken since", lambda: _step(layer))
+            raises(syncbn.PeerLost, "rank 0 left the group", _step, layer)
+        raises(syncbn.PeerLost, "broken since", _step, layer)
     assert time.monotonic() - began < SOON
     if rank == 0:
-        raises(syncbn.PeerLost, "broken since", lambda: _step(layer))
+        raises(syncbn.PeerLost, "broken since", _step, layer)
     syncbn.reset_groups(layer)
     return text or "lost"
 
@@ -220,9 +220,9 @@ def case_a_refusal_needs_no_new_thread(rank, world):
     for _ in range(3):  # the thread that told it serves the next refusal, too
         if rank == 0:
             with mock.patch.object(threading.Thread, "start", start):
-                raises(ValueError, "expected", lambda: layer(x[0, 0, 0]))
+                raises(ValueError, "expected", layer, x[0, 0, 0])
         else:
-            raises(syncbn.DivergenceError, "rank 0: .*ValueError", lambda: layer(x))
+            diverges("rank 0: .*ValueError", layer, x)
         layer(x)
 
 
@@ -320,10 +320,10 @@ def _refused_for_memory(rank, layer, run, direction):
         text = (
             f"SyncBatchNorm, call .*, {direction}, .* rank 0 of .*: memory: got none for a tensor"
         )
-        raises(MemoryError, text, lambda: _without_memory(layer, run))
+        raises(MemoryError, text, _without_memory, layer, run)
     else:
         text = "a rank refused its input: rank 0: .*MemoryError: memory: got none for a tensor of"
-        raises(syncbn.DivergenceError, text, run)
+        diverges(text, run)
     unchanged(layer, before)
     assert int(layer.state.call) == calls
 

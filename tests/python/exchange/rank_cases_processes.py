@@ -52,15 +52,15 @@ def case_a_forked_child_has_no_part_exact(rank, world):
         syncbn.ops.batch_norm(x, mean, var, scale, bias, batches, is_infer=is_infer)
 
     def child():
-        raises(RuntimeError, FORKED, lambda: layer(own_samples(rank)))
-        raises(RuntimeError, FORKED, lambda: y.sum().backward())
-        raises(RuntimeError, FORKED, lambda: layer(torch.zeros(3, dtype=torch.int64)))
-        raises(RuntimeError, FORKED, lambda: syncbn.reset_groups(layer))
-        raises(RuntimeError, FORKED, lambda: syncbn.parallel.all_reduce(torch.ones(2)))
+        raises(RuntimeError, FORKED, layer, own_samples(rank))
+        raises(RuntimeError, FORKED, y.sum().backward)
+        raises(RuntimeError, FORKED, layer, torch.zeros(3, dtype=torch.int64))
+        raises(RuntimeError, FORKED, syncbn.reset_groups, layer)
+        raises(RuntimeError, FORKED, syncbn.parallel.all_reduce, torch.ones(2))
         plain = nn.Sequential(nn.BatchNorm1d(3))
-        raises(RuntimeError, FORKED, lambda: syncbn.convert_sync_batchnorm(plain))
-        passes_in_child(lambda: raises(RuntimeError, FORKED, lambda: layer(own_samples(rank))))
-        raises(RuntimeError, FORKED, lambda: operator(is_infer=False))
+        raises(RuntimeError, FORKED, syncbn.convert_sync_batchnorm, plain)
+        passes_in_child(lambda: raises(RuntimeError, FORKED, layer, own_samples(rank)))
+        raises(RuntimeError, FORKED, operator, is_infer=False)
         operator(is_infer=True)
         assert equal(train(alone()), expected)
         layer.eval()
@@ -136,7 +136,7 @@ def case_workers_of_a_loader_beside_training_exact(rank, world):
                 check_step(layer, rank, world)
         del loader
     loader = DataLoader(Normalized(layer), num_workers=1, multiprocessing_context="fork")
-    raises(RuntimeError, FORKED, lambda: list(loader))
+    raises(RuntimeError, FORKED, list, loader)
     check_step(layer, rank, world)
 
 
@@ -153,7 +153,7 @@ def case_second_thread_in_a_group_is_an_error(rank, world):
         while not failing.members[group].does[1]:
             time.sleep(0.001)
         text = "another thread exchanges in the same group"
-        raises(RuntimeError, text, lambda: layers[1](own_samples(rank)))
+        raises(RuntimeError, text, layers[1], own_samples(rank))
         assert all(map(torch.equal, before.values(), layers[1].state_dict().values()))
         dist.barrier()
         worker.join()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
-from rank_cases import LogLines, raises
+from rank_cases import LogLines, diverges, raises
 from syncbn.exchange import failing, groups
 from syncbn.exchange.failing import Attempt
 
@@ -50,11 +50,11 @@ def case_one_reset_after_a_mistaken_layer(rank, world):
             model["mistake"] = syncbn.SyncBatchNorm(4, **options)
             raises(syncbn.ExchangeTimeout, "mistake", lambda m=model: m["mistake"](batch(rank)))
         else:
-            raises((syncbn.ExchangeTimeout, syncbn.PeerLost), "", lambda: layer(batch(rank)))
+            raises((syncbn.ExchangeTimeout, syncbn.PeerLost), "", layer, batch(rank))
         dist.barrier()
         began = time.monotonic()
         text = "ask for different exchanges: rank 1: mistake, timeout="
-        raises(syncbn.DivergenceError, text, lambda m=model: syncbn.reset_groups(m))
+        diverges(text, lambda m=model: syncbn.reset_groups(m))
         del model
         syncbn.reset_groups(layer)
         layer(batch(rank)).sum()
@@ -79,7 +79,7 @@ def case_reset_compares_layers(rank, world):
                 model["head"] = syncbn.SyncBatchNorm(3, track_running_stats=False)
             else:
                 model["stem"].sync = False
-        raises(syncbn.DivergenceError, said, functools.partial(syncbn.reset_groups, model))
+        diverges(said, functools.partial(syncbn.reset_groups, model))
         model = copy.deepcopy(whole)
     syncbn.reset_groups(model)
     assert int(model["stem"].state.call) == 0  # of a copy
@@ -96,7 +96,7 @@ def interrupted(layer, rank):
         return
     # The others do not look meanwhile.
     with mock.patch.object(Attempt, "wait", interrupt), mock.patch.object(failing, "_tell"):
-        raises(KeyboardInterrupt, "", lambda: layer(batch(rank, 1)))
+        raises(KeyboardInterrupt, "", layer, batch(rank, 1))
 
 
 def everywhere(model):
@@ -136,7 +136,7 @@ def case_statistics_after_an_interrupt_are_those_of_one_rank_exact(rank, world):
         taken = "those of rank 0 for frozen; those of rank 1 for head"
         text = f"statistics differ between ranks.* {taken}"
         reset = functools.partial(syncbn.reset_groups, model, strict=True)
-        raises(syncbn.DivergenceError, text, reset)
+        diverges(text, reset)
         assert everywhere(model) == before
 
         with LogLines() as log:

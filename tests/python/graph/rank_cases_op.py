@@ -10,7 +10,7 @@ from torch import nn
 
 import oracle
 import syncbn
-from rank_cases import DTYPES, raises, shards
+from rank_cases import DTYPES, diverges, shards
 from support import rough_samples, to_tensor
 from syncbn.functional import sync_batch_norm
 from syncbn.ops import batch_norm, batch_norm_
@@ -90,11 +90,8 @@ def case_operator_disagreement_is_an_error_on_every_rank(rank, world):
         arguments = {"x": x, **dict(zip(names, variables(4), strict=True))}
         arguments.update(options if last else {})
         before = {name: arguments[name].clone() for name in names}
-        raises(
-            syncbn.DivergenceError,
-            rf"(another|batch_norm), .*, rank {rank} of {world}: .* did not make the same call: \w",
-            lambda a=arguments: batch_norm_(**a),
-        )
+        text = rf"(another|batch_norm), .*, rank {rank} of {world}: .* the same call: \w"
+        diverges(text, batch_norm_, **arguments)
         for name in names:
             assert torch.equal(arguments[name], before[name]), name
     batch_norm_(x, *variables(4))
@@ -106,11 +103,7 @@ def case_operator_backward_disagreement(rank, world):
     x = torch.randn(3, 4, requires_grad=True)
     first = batch_norm(x, *variables(4)).y
     second = batch_norm(x, *variables(4), layer_name="second").y
-    raises(
-        syncbn.DivergenceError,
-        "did not make the same call",
-        lambda: (first if last else second).sum().backward(),
-    )
+    diverges("did not make the same call", (first if last else second).sum().backward)
 
 
 def case_inference_of_the_operator_exchanges_nothing(rank, world):

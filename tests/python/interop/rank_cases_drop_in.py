@@ -110,7 +110,7 @@ def case_a_group_without_this_rank_is_an_error_of_an_exchange_alone(rank, world)
         assert row.note == "this rank is not a member of the process group"
         before = {name: value.clone() for name, value in layer.state_dict().items()}
         text = "^process_group: got a group that this rank is not a member of, expected one with"
-        raises(RuntimeError, text, lambda layer=layer: layer(own(rank)))
+        raises(RuntimeError, text, layer, own(rank))
         assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
         assert torch.isfinite(layer.eval()(own(rank))).all()
         syncbn.prepare(layer)
@@ -160,11 +160,7 @@ def case_an_error_of_converting_again_changes_nothing(rank, world):
     net[0].activation = "leaky_relu"
     before, sharing = net[0].options(), net[0].state.sharing
     text = "^inplace: got True with statistics='welford'"
-    raises(
-        ValueError,
-        text,
-        lambda: syncbn.convert_sync_batchnorm(net, statistics="welford", timeout=5),
-    )
+    raises(ValueError, text, syncbn.convert_sync_batchnorm, net, statistics="welford", timeout=5)
     assert net[0].options() == before and net[0].state.sharing == sharing
     assert type(net[1]) is nn.BatchNorm1d
 
@@ -189,9 +185,9 @@ def case_a_device_mesh_of_one_axis_is_a_group(rank, world):
     text = (
         r"^process_group: got a DeviceMesh of 2 axes, expected one of one axis, as mesh\['name'\]"
     )
-    raises(ValueError, text, lambda: syncbn.SyncBatchNorm(4, process_group=mesh))
+    raises(ValueError, text, syncbn.SyncBatchNorm, 4, process_group=mesh)
     first = syncbn.SyncBatchNorm(4, process_group=DeviceMesh("cpu", [0]))
     if rank > 0:
-        raises(RuntimeError, "not a member of", lambda: first(x))
+        raises(RuntimeError, "not a member of", first, x)
     else:
         assert count_of(first, rank) == 2

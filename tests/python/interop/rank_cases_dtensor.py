@@ -145,6 +145,6 @@ def case_other_placements_are_refused(rank, world):
         refused(rank, layer, f"{name}: got a DTensor", call, plainly)
     for x in (copied, *others):  # on all ranks
         text = r"^input: got a DTensor .*expected Shard.*to_local\(\)"
-        raises(ValueError, text, lambda x=x: layer(x))
+        raises(ValueError, text, layer, x)
     layer(own)
     assert layer.num_batches_tracked == 1

@@ -21,7 +21,7 @@ def case_an_error_of_one_rank_s_conversion_is_raised_on_all(rank, world):
     if rank == 1:
         net[1] = nn.LazyBatchNorm1d()
     own, other = "^module: got 1, a LazyBatchNorm1d", "^rank 1: .*module: got 1, a Lazy"
-    raises(ValueError, own if rank == 1 else other, lambda: syncbn.convert_sync_batchnorm(net))
+    raises(ValueError, own if rank == 1 else other, syncbn.convert_sync_batchnorm, net)
     assert type(net[0]) is nn.BatchNorm1d and "state" not in vars(net[0])
     net[1] = nn.Identity()
     assert type(syncbn.convert_sync_batchnorm(net)[0]) is syncbn.SyncBatchNorm
@@ -31,11 +31,8 @@ def case_a_wrong_option_of_one_rank_is_raised_on_all(rank, world):
     statistics = "median" if rank == 1 else "reproducible"
     own, other = "^statistics: got 'median'", "^rank 1: .*statistics: got 'median'"
     net = nn.Sequential(nn.BatchNorm1d(4))
-    raises(
-        ValueError,
-        own if rank == 1 else other,
-        lambda: syncbn.convert_sync_batchnorm(net, statistics=statistics, timeout=5),
-    )
+    text, options = own if rank == 1 else other, {"statistics": statistics, "timeout": 5}
+    raises(ValueError, text, syncbn.convert_sync_batchnorm, net, **options)
     assert type(net[0]) is nn.BatchNorm1d
 
 
@@ -63,31 +60,20 @@ def case_report_shows_the_group_and_the_last_count(rank, world):
 def case_strict_report_is_the_same_error_on_every_rank(rank, world):
     net = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)))
     assert len(syncbn.report(net, strict=True)) == 1
+    begin = r"^synchronization cannot happen.*to leave\):"
     net.add_module("own", OwnBatchNorm(4))
     line = "\n  own: rank_cases_convert.OwnBatchNorm: not synchronized by syncbn$"
-    raises(
-        RuntimeError,
-        r"^synchronization cannot happen.*to leave\):" + line,
-        lambda: syncbn.report(net, True),
-    )
+    raises(RuntimeError, begin + line, syncbn.report, net, strict=True)
     if rank != 1:
         del net.own
     line = "\n  on rank 1:\n  own: rank_cases_convert.OwnBatchNorm: not synchronized by syncbn$"
-    raises(
-        RuntimeError,
-        r"^synchronization cannot happen.*to leave\):" + line,
-        lambda: syncbn.report(net, True),
-    )
+    raises(RuntimeError, begin + line, syncbn.report, net, strict=True)
     # On the last rank alone another converter has been at work.
     theirs = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)))
     if rank == world - 1:
         theirs[0] = nn.SyncBatchNorm(4)
     line = f"\n  on rank {world - 1}:\n  0: torch.SyncBatchNorm: not synchronized by syncbn: .*$"
-    raises(
-        RuntimeError,
-        r"^synchronization cannot happen.*to leave\):" + line,
-        lambda: syncbn.report(theirs, True),
-    )
+    raises(RuntimeError, begin + line, syncbn.report, theirs, strict=True)
 
 
 def case_parity_exchanges_with_nobody(rank, world):
@@ -100,7 +86,7 @@ def case_parity_exchanges_with_nobody(rank, world):
     ddp = nn.parallel.DistributedDataParallel(net)
     text = "^model: got a model, wrapped by DistributedDataParallel, expected"
     if rank == 0:
-        raises(ValueError, text, lambda: syncbn.testing.parity(ddp, torch.randn(6, 4), ranks=2))
+        raises(ValueError, text, syncbn.testing.parity, ddp, torch.randn(6, 4), ranks=2)
     dist.barrier()
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from rank_cases import CountCollectives, raises
+from rank_cases import CountCollectives, diverges, raises
 from rank_cases_join import Network, batch, run_steps
 from support import assert_same_layers, new_layer
 from syncbn.exchange import groups
@@ -56,7 +56,7 @@ def case_join_tells_an_error_to_all_ranks(rank, world):
     if rank == 0:
         raises(KeyError, "sample 7", loop)
     else:
-        raises(syncbn.DivergenceError, "rank 0: syncbn.join, call 2.*KeyError: 'sample 7'", loop)
+        diverges("rank 0: syncbn.join, call 2.*KeyError: 'sample 7'", loop)
     # The group is usable.
     layer = new_layer(4, timeout=20)
     layer(batch(rank, 0))
@@ -79,7 +79,7 @@ def case_join_tells_an_error_inside_an_iteration(rank, world):
     if rank == 0:
         raises(KeyError, "sample 7", loop)
     elif rank == world - 1:
-        raises(syncbn.DivergenceError, "rank 0: syncbn.join, call 3.*KeyError: 'sample 7'", loop)
+        diverges("rank 0: syncbn.join, call 3.*KeyError: 'sample 7'", loop)
     else:
         raises(syncbn.PeerLost, "call 2, forward", loop)
     new_layer(4, timeout=20)(batch(rank, 0))
@@ -97,7 +97,7 @@ def case_join_of_a_backward_pass_of_the_iteration_before(rank, world):
                 kept.sum().backward()
 
     # The rank alone is in the agreement, the others are in a layer's exchange.
-    raises(syncbn.DivergenceError, "no more inputs.*backward|backward.*no more inputs", loop)
+    diverges("no more inputs.*backward|backward.*no more inputs", loop)
 
 
 def case_join_throws_on_early_termination(rank, world):
@@ -123,7 +123,7 @@ def case_join_of_models_that_differ(rank, world):
         with syncbn.join(model):
             model(batch(rank, 0))
 
-    raises(syncbn.DivergenceError, "same call: channels: (4 on .*8|8 on .*4) on ", loop)
+    diverges("same call: channels: (4 on .*8|8 on .*4) on ", loop)
 
 
 def case_join_refuses(rank, world):
@@ -134,24 +134,21 @@ def case_join_refuses(rank, world):
             raise AssertionError("entered")
 
     raises(ValueError, "models: got nothing first", enter)
-    raises(ValueError, "models: got int, expected", lambda: enter(model, 3))
-    raises(ValueError, "with a DistributedDataParallel inside", lambda: enter(nn.Sequential(model)))
-    raises(
-        ValueError,
-        r"torch.nn.SyncBatchNorm \(at 0\)",
-        lambda: enter(nn.Sequential(nn.SyncBatchNorm(4))),
-    )
+    raises(ValueError, "models: got int, expected", enter, model, 3)
+    raises(ValueError, "with a DistributedDataParallel inside", enter, nn.Sequential(model))
+    theirs = nn.Sequential(nn.SyncBatchNorm(4))
+    raises(ValueError, r"torch.nn.SyncBatchNorm \(at 0\)", enter, theirs)
     apart = DistributedDataParallel(nn.Linear(2, 2), process_group=dist.new_group())
-    raises(ValueError, "several process groups", lambda: enter(model, apart))
+    raises(ValueError, "several process groups", enter, model, apart)
     sharded = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (world,)))
-    raises(ValueError, "which has no join hook", lambda: enter(sharded))
+    raises(ValueError, "which has no join hook", enter, sharded)
     pair = dist.new_group([0, 1])
     if world > 2:
         if rank < 2:
             small = DistributedDataParallel(Network(), process_group=pair)
-            raises(ValueError, r"ranks \[2\], expected only ranks \[0, 1\]", lambda: enter(small))
+            raises(ValueError, r"ranks \[2\], expected only ranks \[0, 1\]", enter, small)
     with syncbn.join(model):
-        raises(RuntimeError, "inside another one", lambda: enter(model))
+        raises(RuntimeError, "inside another one", enter, model)
         with contextlib.suppress(RuntimeError), torch.no_grad():
             model(batch(rank, 0))
             raise AssertionError("a forward pass without a backward one")

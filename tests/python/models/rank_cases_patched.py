@@ -305,7 +305,7 @@ def case_pytorch_s_forward_on_a_synchronized_layer_says_so_once(rank, world):
         kept(x_of(rank))
     quietly(kept, x_of(rank))
     line = "\n  0: syncbn.SyncBatchNorm: a training call of PyTorch's forward$"
-    raises(RuntimeError, line, lambda: syncbn.report(net, strict=True))
+    raises(RuntimeError, line, syncbn.report, net, strict=True)
     net.eval()
     quietly(kept, x_of(rank))
     syncbn.revert_sync_batchnorm(net)

@@ -17,7 +17,7 @@ from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from rank_cases import CountCollectives, raises, unchanged
+from rank_cases import CountCollectives, diverges, raises, unchanged
 from rank_cases_groups import check_interrupted
 from support import assert_same_layers
 from syncbn.operators import ops
@@ -125,7 +125,7 @@ def case_compiled_steps_that_differ_are_an_error_on_every_rank(rank, world):
     step = torch.compile(model, backend="aot_eager", fullgraph=True)
     call = "4, call 0, forward, 4 channels, float32"
     expected = f"^{call}, rank {rank} of {world}: .*: eps: 1e-05 on .*, 0.001 on rank {world - 1}$"
-    raises(syncbn.DivergenceError, expected, lambda: step(batch(3, rank)))
+    diverges(expected, step, batch(3, rank))
     # Not even the layer before is updated: a graph writes its buffers at the end.
     unchanged(model, before)
     assert model[1].state.call == 1 and model[4].state.call == 0
@@ -137,7 +137,7 @@ def case_compiled_single_value_is_an_error_on_every_rank(rank, world):
     layer = syncbn.SyncBatchNorm(4)
     step = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = torch.randn(1 if rank == 0 else 0, 4)
-    raises(ValueError, "more than 1 value per channel", lambda: step(x))
+    raises(ValueError, "more than 1 value per channel", step, x)
     assert torch.equal(layer.running_var, torch.ones(4)) and layer.num_batches_tracked == 0
 
 
@@ -206,7 +206,7 @@ def case_compiled_step_times_out_by_name(rank, world):
         expected = (
             f"^1, call 1, forward, 8 channels, float32, rank 0 of {world}: .*rank 1: in no exchange"
         )
-        raises(syncbn.ExchangeTimeout, expected, lambda: step(batch(3, rank)))
+        raises(syncbn.ExchangeTimeout, expected, step, batch(3, rank))
     dist.barrier()
     time.sleep(0.1)
 
@@ -235,7 +235,7 @@ def case_exported_steps_that_differ_are_an_error_on_every_rank(rank, world):
     layer = syncbn.SyncBatchNorm(4, eps=1e-5 if rank else 1e-3)
     step = torch.export.export(layer, (torch.randn(3, 4),)).module()
     expected = f"^SyncBatchNorm, .*rank {rank} of {world}: .*: eps: 0.001 on rank 0, 1e-05 on "
-    raises(syncbn.DivergenceError, expected, lambda: step(torch.randn(3, 4)))
+    diverges(expected, step, torch.randn(3, 4))
     assert step.get_buffer("num_batches_tracked") == 0
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import oracle
 import syncbn
-from rank_cases import CountCollectives, check_layer, raises, shards, unchanged
+from rank_cases import CountCollectives, check_layer, diverges, raises, shards, unchanged
 from support import rough_samples, to_tensor
 
 
@@ -48,15 +48,15 @@ def case_small_weights_in_place_are_an_error_on_every_rank(rank, world):
     with torch.no_grad():
         layer.weight.zero_()
     before = {k: v.clone() for k, v in layer.state_dict().items()}
-    raises(ValueError, "weight: got entries so small", lambda: layer(torch.randn(4, 3)))
+    raises(ValueError, "weight: got entries so small", layer, torch.randn(4, 3))
     unchanged(layer, before)
     # Where one rank alone refuses, the others learn of it.
     with torch.no_grad():
         layer.weight.fill_(1 if rank else 0)
     if rank:
-        raises(syncbn.DivergenceError, "refused", lambda: layer(torch.randn(4, 3)))
+        diverges("refused", layer, torch.randn(4, 3))
     else:
-        raises(ValueError, "weight: got entries so small", lambda: layer(torch.randn(4, 3)))
+        raises(ValueError, "weight: got entries so small", layer, torch.randn(4, 3))
 
 
 def case_sync_false_exchanges_nothing_exact(rank, world):
@@ -83,11 +83,11 @@ def case_options_that_differ_are_an_error_on_every_rank(rank, world):
     ):
         layer = syncbn.SyncBatchNorm(4, **(base | odd if rank == 0 else base))
         before = {k: v.clone() for k, v in layer.state_dict().items()}
-        raises(syncbn.DivergenceError, "same call", lambda layer=layer: layer(torch.randn(3, 4)))
+        diverges("same call", layer, torch.randn(3, 4))
         unchanged(layer, before)
     layer = syncbn.SyncBatchNorm(4)
     residual = torch.randn(3, 4) if rank == 0 else None
-    raises(syncbn.DivergenceError, "same call", lambda: layer(torch.randn(3, 4), residual))
+    diverges("same call", layer, torch.randn(3, 4), residual)
 
 
 def welford_layer(channels, **options):
@@ -164,13 +164,10 @@ def case_welford_disagreement_and_empty_ranks(rank, world):
     for channels in (4, 5000):
         layer = welford_layer(channels, eps=1e-5 if rank else 1e-3)
         x = torch.randn(3, channels)
-        raises(syncbn.DivergenceError, "same call", lambda layer=layer, x=x: layer(x))
+        diverges("same call", layer, x)
     layer = welford_layer(5000)
-    raises(
-        (ValueError, syncbn.DivergenceError),
-        "refused|shape",
-        lambda: layer(torch.randn(3, 5000 if rank else 4)),
-    )
+    either = (ValueError, syncbn.DivergenceError)
+    raises(either, "refused|shape", layer, torch.randn(3, 5000 if rank else 4))
     layer = welford_layer(4)
     y = layer(torch.empty(0, 4))
     assert y.shape == (0, 4) and layer.num_batches_tracked == 0

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import syncbn
-from rank_cases import CountCollectives, raises, unchanged
+from rank_cases import CountCollectives, diverges, raises, unchanged
 from support import assert_same_layers
 from syncbn.exchange import agreement, groups
 from syncbn.exchange.call import Call
@@ -53,7 +53,7 @@ def share(rank: int, seed: int = 0) -> torch.Tensor:
 
 def swapped(rank: int, model: nn.Module, text: str) -> None:
     """The error of a call in another order on rank 0."""
-    raises(syncbn.DivergenceError, text, lambda: model(share(rank), order_of(rank)))
+    diverges(text, model, share(rank), order_of(rank))
 
 
 def different(rank: int, world: int, own: str, at_0: str, at_1: str, call: str = "call 0") -> str:
@@ -93,11 +93,11 @@ def case_converted_layers_swapped_from_the_first_step(rank, world):
         mine = layers[own if rank == 0 else 1 - own]
         both = ("block.bn; rank 1: bn", "bn; rank 1: block.bn")[own]
         text = f"the ranks call different layers: rank 0: {both}"
-        raises(syncbn.DivergenceError, text, lambda mine=mine: mine(share(rank)))
+        diverges(text, mine, share(rank))
     for layer in layers:
         layer(share(rank))
     mine = layers[int(rank == 0)]
-    raises(syncbn.DivergenceError, "the ranks did not", lambda: mine(share(rank)))
+    diverges("the ranks did not", mine, share(rank))
 
 
 def case_layers_swapped_later(rank, world):
@@ -152,14 +152,14 @@ def case_models_of_equal_paths(rank, world):
     for model in (two, one, two, one):
         model(share(rank))
     mine = one if rank == 0 else two
-    raises(syncbn.DivergenceError, "did not make the same call", lambda: mine(share(rank)))
+    diverges("did not make the same call", mine, share(rank))
     one, two = Twins(), Twins()
     mine, other = (one, two) if rank == 0 else (two, one)
     mine(share(rank), ["first"])
     text = (
         "rank 0: first, made after ([0-9]+) of \\1 others of that path; rank 1: first, made after"
     )
-    raises(syncbn.DivergenceError, text, lambda: other(share(rank)))
+    diverges(text, other, share(rank))
     del extra
 
 
@@ -172,14 +172,14 @@ def case_layers_that_nobody_holds(rank, world):
     for layer in (*layers, *layers):
         layer(share(rank))
     expected = f"^SyncBatchNorm, call 2, .*, rank {rank} of {world}: the ranks did not make"
-    raises(syncbn.DivergenceError, expected, lambda: layers[int(rank == 0)](share(rank)))
+    diverges(expected, layers[int(rank == 0)], share(rank))
 
 
 def case_a_layer_that_nobody_holds_is_none_of_a_model(rank, world):
     model, layer = nn.Sequential(syncbn.SyncBatchNorm(3)), syncbn.SyncBatchNorm(3)
     mine = model if rank == 0 else layer
     text = "rank 0: 0; rank 1: a layer that no module holds"
-    raises(syncbn.DivergenceError, text, lambda: mine(share(rank)))
+    diverges(text, mine, share(rank))
     model(share(rank))
     layer(share(rank))
 
@@ -250,7 +250,7 @@ def case_averaged_copies_have_names_of_their_own(rank, world):
         for other in {0, 1, 2} - {one}:
             chosen = layers[one if rank == 0 else other]
             texts = rf"layer: {re.escape(shown[one])} on rank 0, {re.escape(shown[other])} on rank"
-            raises(syncbn.DivergenceError, texts, lambda chosen=chosen: chosen(share(rank)))
+            diverges(texts, chosen, share(rank))
             for layer in layers:
                 layer(share(rank))
 
@@ -268,7 +268,7 @@ def case_a_rank_at_another_call_than_one_that_compares(rank, world):
     for other in others:
         model = Twins()
         mine = other if rank == 0 else lambda model=model: model(share(rank))
-        raises(syncbn.DivergenceError, "the ranks did not make the same call", mine)
+        diverges("the ranks did not make the same call", mine)
         model(share(rank))
         known(share(rank))
 
@@ -276,11 +276,11 @@ def case_a_rank_at_another_call_than_one_that_compares(rank, world):
 def case_input_refused_in_the_first_exchange(rank, world):
     model = Twins()
     if rank == 0:
-        raises(ValueError, "^input: got torch.int64", lambda: model(share(rank).long()))
+        raises(ValueError, "^input: got torch.int64", model, share(rank).long())
         assert model.first.state.name == "first"
     else:
         expected = f"^first, call 0, .*, rank {rank} of {world}: a rank refused its input: .*first"
-        raises(syncbn.DivergenceError, expected, lambda: model(share(rank)))
+        diverges(expected, model, share(rank))
     model(share(rank))
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.masked import masked_tensor
 
 import syncbn
-from rank_cases import raises, refused, unchanged
+from rank_cases import diverges, raises, refused, unchanged
 from syncbn.ops import batch_norm_
 from syncbn.parallel import all_reduce
 
@@ -121,7 +121,7 @@ def case_refused_arguments_of_the_operator_are_an_error_on_every_rank(rank, worl
         )
         assert all(map(torch.equal, (given[n] for n in names), before)), name
         one = {**given, "x": X[:1, :, 0] if rank == 0 else X[:0]}
-        raises(ValueError, "1 value per channel", lambda one=one: batch_norm_(**one))
+        raises(ValueError, "1 value per channel", batch_norm_, **one)
         assert all(map(torch.equal, (given[n] for n in names), before)), name
         batch_norm_(**given)
         assert given["batches"].item() == 3
@@ -137,7 +137,7 @@ def case_a_destroyed_group_changes_nothing_and_can_be_replaced(rank, world):
     dist.destroy_process_group(group)
     for _ in range(2):
         text = f"^process_group: no process group named '{name}' in this process; was it destroyed"
-        raises(RuntimeError, text, lambda: layer(X))
+        raises(RuntimeError, text, layer, X)
         unchanged(layer, before)
     syncbn.set_group(layer)
     layer(X)
@@ -220,10 +220,10 @@ def case_who_waits_for_a_rank_that_refused_hears_why(rank, world):
     layer, x = syncbn.SyncBatchNorm(4, timeout=1.625), torch.randn(3, 4)
     layer(x)
     if rank == 0:
-        raises(NotImplementedError, "", lambda: torch.jit.trace(layer, x))
+        raises(NotImplementedError, "", torch.jit.trace, layer, x)
     else:
         text = r"rank 0: in no exchange.*refused .* NotImplementedError: .*got torch.jit.trace"
-        raises((syncbn.ExchangeTimeout, syncbn.PeerLost), text, lambda: layer(x))
+        raises((syncbn.ExchangeTimeout, syncbn.PeerLost), text, layer, x)
     dist.barrier()
 
 
@@ -236,23 +236,23 @@ def case_a_refused_argument_waits_for_nobody_and_is_told(rank, world):
     for bad in ([x.int()], [x, x[:, :3]], [x, None, x]):
         before = copy.deepcopy(layer.state_dict())
         if rank == 0:
-            raises(ValueError, "^(input|residual|mask): got", lambda bad=bad: layer(*bad))
+            raises(ValueError, "^(input|residual|mask): got", layer, *bad)
         dist.barrier()  # the others come to their call after this
         if rank != 0:
             text = "a rank refused its input: rank 0: .*ValueError: .*: got"
-            raises(syncbn.DivergenceError, text, lambda: layer(x))
+            diverges(text, layer, x)
         unchanged(layer, before)
         if rank == 0:  # two in a row, and the next exchange
             for _ in range(2):
-                raises(ValueError, "^input: got", lambda: layer(x.double()[0]))
+                raises(ValueError, "^input: got", layer, x.double()[0])
         else:
             for _ in range(2):
-                raises(syncbn.DivergenceError, "rank 0: .*ValueError: input", lambda: layer(x))
+                diverges("rank 0: .*ValueError: input", layer, x)
         assert torch.equal(layer(x), reference(x))
         unchanged(layer, reference.state_dict())
         if rank == 0:
-            raises(ValueError, r"^x\[0\]: got int", lambda: all_reduce([1]))
+            raises(ValueError, r"^x\[0\]: got int", all_reduce, [1])
         dist.barrier()
         if rank != 0:
-            raises(syncbn.DivergenceError, r"rank 0: .*x\[0\]: got int", lambda: all_reduce(x))
+            diverges(r"rank 0: .*x\[0\]: got int", all_reduce, x)
         all_reduce(x)

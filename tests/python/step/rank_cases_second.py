@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from rank_cases import CountCollectives, raises, shards
+from rank_cases import CountCollectives, diverges, raises, shards
 from second_reference import check_second
 from support import assert_near
 
@@ -154,11 +154,8 @@ def case_second_backwards_that_differ_are_an_error_on_every_rank(rank, world):
         layer.state.name = f"layer{k}"
     gradients = [_first_gradient(layer) for layer in layers]
     mine = 0 if rank == 0 else 1
-    raises(
-        syncbn.DivergenceError,
-        r"call 0, second backward \(.*same call: layer: layer0 on rank 0, layer1 on ",
-        lambda: gradients[mine].sum().backward(),
-    )
+    text = r"call 0, second backward \(.*same call: layer: layer0 on rank 0, layer1 on "
+    diverges(text, gradients[mine].sum().backward)
 
 
 def case_second_backward_without_a_rank_is_an_error(rank, world):
@@ -168,11 +165,8 @@ def case_second_backward_without_a_rank_is_an_error(rank, world):
     dx = _first_gradient(layer)
     dist.barrier()
     if rank == 0:
-        raises(
-            (syncbn.ExchangeTimeout, syncbn.PeerLost),
-            "critic.norm, call 0, second backward",
-            lambda: dx.sum().backward(),
-        )
+        lost = (syncbn.ExchangeTimeout, syncbn.PeerLost)
+        raises(lost, "critic.norm, call 0, second backward", dx.sum().backward)
     dist.barrier()
 
 
