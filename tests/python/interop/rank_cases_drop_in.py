@@ -2,6 +2,8 @@
 """The layer as torch.nn.SyncBatchNorm, over the ranks of a process group; run by
 test_distributed.py as rank_cases.py is."""
 
+import copy
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,9 +35,12 @@ def group_of_one(rank: int, world: int) -> dist.ProcessGroup:
 def case_a_process_group_that_is_set_shares_statistics(rank, world):
     """As with torch.nn.SyncBatchNorm, whose forward reads the attribute."""
     alone = group_of_one(rank, world)
-    layer = syncbn.SyncBatchNorm(4)
+    layer = syncbn.SyncBatchNorm(4, timeout=27, engine="process_group")
     assert count_of(layer, rank) == of_all(world)
     layer.process_group = alone
+    assert layer.process_group is alone and copy.deepcopy(layer).process_group is alone
+    kept = syncbn.SyncBatchNorm(4, process_group=alone, timeout=27, engine="process_group")
+    assert layer.state.sharing == kept.state.sharing
     assert count_of(layer, rank) == 2 + rank
     layer.process_group = None
     assert count_of(layer, rank) == of_all(world)

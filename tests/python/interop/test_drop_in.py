@@ -32,18 +32,6 @@ def test_setting_a_process_group_checks_it_as_the_constructor_does(group):
     assert layer.process_group is None
 
 
-def test_a_process_group_that_is_set_is_used_and_kept(one_rank):
-    group = torch.distributed.new_group([0])
-    layer = syncbn.SyncBatchNorm(4, timeout=7, engine="process_group")
-    layer.process_group = group
-    assert layer.process_group is group and copy.deepcopy(layer).process_group is group
-    expected = syncbn.SyncBatchNorm(4, process_group=group, timeout=7, engine="process_group")
-    assert layer.state.sharing == expected.state.sharing
-    layer(torch.randn(3, 4))
-    layer.process_group = None
-    assert layer.process_group is None
-
-
 # PyTorch's conversion and DistributedDataParallel. If a PyTorch has not the two names any more,
 # these tests say so; the consequence is that PyTorch's conversion replaces the layers, and that
 # DistributedDataParallel refuses them on the CPU.

@@ -76,6 +76,16 @@ def _loader(world: int) -> DataLoader:
     return DataLoader(data, BATCH // world, sampler=sampler)
 
 
+def _steps(wrapped, optimizer, world: int, after, loss_of=_cross_entropy) -> None:
+    """after(step): what follows a step; loss_of(outputs, labels)."""
+    for step, (x, labels) in enumerate(_loader(world)):
+        loss = loss_of(wrapped.train()(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        after(step)
+
+
 def _state(*models: nn.Module) -> dict[str, torch.Tensor]:
     return {f"{i}.{k}": v for i, m in enumerate(models) for k, v in m.state_dict().items()}
 
@@ -94,16 +104,14 @@ def loop_torchvision(convert, rank, world):
     average = torch.optim.swa_utils.AveragedModel(
         model, avg_fn=lambda old, new, count: 0.5 * old + 0.5 * new, use_buffers=True
     )
-    for step, (x, labels) in enumerate(_loader(world)):
-        wrapped.train()
-        loss = _cross_entropy(wrapped(x), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+
+    def after(step):
         average.update_parameters(model)
         if step == 1:
             model.load_state_dict(model.state_dict())
             average.load_state_dict(average.state_dict())
+
+    _steps(wrapped, optimizer, world, after)
     with torch.no_grad():
         outputs = average.eval()(Pictures().x[:2])
     return _state(model, average) | {"outputs": outputs}
@@ -120,14 +128,13 @@ def loop_segmentation(convert, rank, world):
     optimizer = torch.optim.SGD(groups, lr=0.02, momentum=0.9, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, STEPS, power=0.9)
     wrapped = DistributedDataParallel(model)
-    for x, labels in _loader(world):
+
+    def loss_of(y, labels):
         pixels = labels[:, None, None].expand(-1, 32, 32).clone()
         pixels[:, 0] = 255  # void
-        loss = _cross_entropy(wrapped.train()(x)["out"], pixels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+        return _cross_entropy(y["out"], pixels)
+
+    _steps(wrapped, optimizer, world, lambda step: schedule.step(), loss_of)
     return _state(model)
 
 
@@ -141,13 +148,7 @@ def loop_timm(convert, rank, world):
     )
     average = utils.ModelEmaV3(model, decay=0.5)
     wrapped = DistributedDataParallel(model)
-    for x, labels in _loader(world):
-        wrapped.train()
-        loss = _cross_entropy(wrapped(x), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        average.update(model)
+    _steps(wrapped, optimizer, world, lambda step: average.update(model))
     before = _state(model)
     for reduce in (True, False):
         utils.distribute_bn(model, world, reduce)

@@ -190,6 +190,20 @@ OPERATOR = (
 MASKED = torch.masked.MaskedTensor._from_values(X, X > 0)  # without its warning
 OPERATORS = "got a MaskedTensor, which does not take this package's operators, expected a plain"
 
+NO_COUNTER = r"^momentum: got None without num_batches_tracked, expected a number in \[0, 1\]"
+NEGATIVE = "^running_mean: got a tensor with the negative bit, expected the result of resolve_neg"
+FUNCTION = (
+    ({"x": MASKED}, f"^input: {OPERATORS}"),
+    ({"running_mean": torch._neg_view(torch.zeros(4))}, NEGATIVE),
+    ({"momentum": None}, NO_COUNTER),
+    ({"momentum": None, "running_mean": None}, NO_COUNTER),
+    ({"activation": "gelu"}, "^activation: got 'gelu', expected one"),
+    ({"activation": "leaky_relu", "negative_slope": NAN}, f"^negative_slope: got nan, {SLOPE}"),
+    ({"eps": INF}, f"^eps: got inf, {EPS}"),
+    ({"process_group": 3}, "^process_group: got 3, expected a process group"),
+    ({"weight": torch.ones(3)}, r"^weight: got shape \(3,\), expected"),
+)
+
 OTHERS = {
     "axes": (
         lambda layer: layer(X.view(5, C, 3, *(1,) * 10)),
@@ -201,40 +215,16 @@ OTHERS = {
     ),
     "masked": (lambda layer: layer(MASKED), f"^input: {OPERATORS}"),
     "masked residual": (lambda layer: layer(X, MASKED), f"^residual: {OPERATORS}"),
-    "masked function": (_function(x=MASKED), f"^input: {OPERATORS}"),
     "counter negative": (_cumulative(-5), r"^num_batches_tracked: got -5, expected 0 to 2\^53"),
     "counter overflows": (_cumulative(2**63 - 1), r"^num_batches_tracked: got 9.*0 to 2\^53"),
     "counter at its end": (
         lambda layer: layer.num_batches_tracked.fill_(2**63 - 1) and layer(X),
         r"^num_batches_tracked: got 2\^63 - 1, expected room for one batch more",
     ),
-    "function negative mean": (
-        _function(running_mean=torch._neg_view(torch.zeros(4))),
-        r"^running_mean: got a tensor with the negative bit, expected the result of resolve_neg",
-    ),
-    "function momentum none": (
-        _function(momentum=None),
-        r"^momentum: got None without num_batches_tracked, expected a number in \[0, 1\]",
-    ),
-    "function momentum none, var alone": (
-        _function(momentum=None, running_mean=None),
-        r"^momentum: got None without num_batches_tracked, expected a number in \[0, 1\]",
-    ),
-    "function activation": (_function(activation="gelu"), "^activation: got 'gelu', expected one"),
-    "function slope": (
-        _function(activation="leaky_relu", negative_slope=NAN),
-        f"^negative_slope: got nan, {SLOPE}",
-    ),
     "relu in place": (
         lambda layer: layer.__dict__.update(activation="relu", inplace=True) or layer(X),
         "^inplace: got True with relu",
     ),
-    "function eps": (_function(eps=INF), f"^eps: got inf, {EPS}"),
-    "function process_group": (
-        _function(process_group=3),
-        "^process_group: got 3, expected a process group",
-    ),
-    "function weight": (_function(weight=torch.ones(3)), r"^weight: got shape \(3,\), expected"),
     "list residual": (
         lambda layer: layer([X, X], X),
         "^residual: got Tensor, expected a list of 2, one per input",
@@ -321,6 +311,7 @@ CASES = [
     *((f"new {n} {v}", _option(n, v), text) for n, v, text in OPTIONS),
     *((f"changed {n} {v}", _changed(n, v), text) for n, v, text in OPTIONS if n in LATER),
     *((f"{n} {k}", _state(n, v), text) for k, (n, v, text) in enumerate(STATE)),
+    *((f"function {k}", _function(**v), text) for k, (v, text) in enumerate(FUNCTION)),
     *((f"operator {k}", _operator(batch_norm_, **v), t) for k, (v, t) in enumerate(OPERATOR)),
     *((n, call, text) for n, (call, text) in OTHERS.items()),
 ]

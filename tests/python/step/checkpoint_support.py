@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A network with a segment in a segment, and its comparison with one without."""
 
+import contextlib
 import functools
 
 import torch
@@ -54,20 +55,30 @@ class Net(nn.Module):
         return self.bn[2](self.linear[2](x))
 
 
-def assert_same_steps(model, reference, steps=1, call=lambda model, x: model(x)):
-    """Outputs, gradients and buffers have the same bits after each step."""
+def step(model, x, count=contextlib.nullcontext):
+    """Output, input gradient, and what counted the collectives of both directions."""
+    # The reentrant form adds to a gradient part by part: what is there would round between.
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    with count() as forward:
+        y = model(x)
+    with count() as backward:
+        y.float().square().sum().backward()
+    return y, x.grad, forward, backward
+
+
+def assert_same_step(model, reference, x, count=contextlib.nullcontext):
+    """One step of both; what counted the collectives of the first one."""
+    y, dx, *counts = step(model, x, count)
+    expected, gradient, *_ = step(reference, x)
+    assert torch.equal(y, expected) and torch.equal(dx, gradient)
+    assert_same_layers(model, reference)
+    return counts
+
+
+def assert_same_steps(model, reference):
+    """Of two steps."""
     reference.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        x = torch.randn(6, 5, generator=generator)
-        results = []
-        for net, run in ((model, call), (reference, lambda net, x: net(x))):
-            # The reentrant form adds to a gradient part by part: what is there would round between.
-            net.zero_grad()
-            mine = x.clone().requires_grad_()
-            y = run(net, mine)
-            y.float().square().sum().backward()
-            results.append((y, mine.grad))
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)
-        assert_same_layers(model, reference)
+    for _ in range(2):
+        assert_same_step(model, reference, torch.randn(6, 5, generator=generator))

@@ -3,16 +3,13 @@
 torch.nn.SyncBatchNorm updates its running statistics in both runs of a segment and exchanges in
 both, where it runs at all: it refuses the CPU."""
 
-import contextlib
-
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from checkpoint_support import FORMS, Net, recomputing, reentrant
+from checkpoint_support import FORMS, Net, assert_same_step, recomputing, reentrant
 from rank_cases import CountCollectives, raises
-from support import assert_same_layers
 from test_static_graph import Graphs
 
 
@@ -23,30 +20,11 @@ def share(rank, world, step=0, features=5, empty=None):
     return torch.randn(samples, features, generator=generator)
 
 
-def step(model, x, count=CountCollectives):
-    """Output, input gradient, and what counted the collectives of both directions."""
-    model.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    with count() as forward:
-        y = model(x)
-    with count() as backward:
-        y.float().square().sum().backward()
-    return y, x.grad, forward, backward
-
-
-def assert_same_step(model, reference, x, count=CountCollectives):
-    """One step of both; what counted the collectives of the first one."""
-    y, dx, *counts = step(model, x, count)
-    expected, gradient, *_ = step(reference, x)
-    assert torch.equal(y, expected) and torch.equal(dx, gradient)
-    assert_same_layers(model, reference)
-    return counts
-
-
 def case_checkpoint_exchanges_once_exact(rank, world):
     Net()(share(rank, world))  # makes the group
     for form, (outer, inner) in FORMS.items():
-        forward, backward = assert_same_step(Net(outer, inner), Net(), share(rank, world))
+        models, x = (Net(outer, inner), Net()), share(rank, world)
+        forward, backward = assert_same_step(*models, x, CountCollectives)
         # Six of them compare three layers with those of equal paths before.
         assert forward.names == ["all_reduce"] * 10, (form, forward.names)
         assert backward.names == ["all_reduce"] * 4, (form, backward.names)
@@ -112,6 +90,5 @@ def case_compiled_checkpoint_exact(rank, world):
     model = Net(recomputing, recomputing)
     model.compile(backend=graphs.backend, fullgraph=True)
     for number in range(2):
-        # A mode that counts would keep the compiler away.
-        assert_same_step(model, reference, share(rank, world, number), contextlib.nullcontext)
+        assert_same_step(model, reference, share(rank, world, number))
     assert graphs.forward == graphs.backward == [4], (graphs.forward, graphs.backward)
