@@ -12,10 +12,9 @@ import torch
 import oracle
 from played import check_played
 from rank import Rank
-from support import assert_same_bits, available_levels, rough_samples, to_tensor
+from support import TORCH_DTYPES, assert_same_bits, available_levels, rough_samples, to_tensor
 from syncbn.operators import HEADER_WORDS, ops
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 SHAPES = ((24, 17), (24, 3, 5, 5), (24, 17, 14, 14), (24, 2, 40, 30))
 
 
@@ -44,7 +43,7 @@ def random_shards(rng, samples, ranks):
     return shards
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("activation", ("none", "leaky_relu"))
 def test_any_sharding_exact(shape, dtype, activation):

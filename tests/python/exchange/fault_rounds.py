@@ -61,7 +61,6 @@ FAULTS = {
     "evaluation mode of a layer": ((DIVERGED,), (DIVERGED,)),
     "no gradients": ((*GONE, PASSED), (DIVERGED,)),
 }
-CONTROLS = list(FAULTS)[:3]
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "interrupted": signal.SIGINT}
 #: By index: what comes at any time is drawn twice as often.
 ORDER = (*FAULTS, *SIGNALS)

@@ -20,7 +20,7 @@ import rank_cases_modes
 import rank_cases_refused
 import syncbn
 from rank_cases import LogLines, check_layer, diverges, unchanged
-from support import rough_samples
+from support import assert_same_step, rough_samples
 from syncbn.exchange import connections, groups
 
 #: The node of each of four ranks.
@@ -100,12 +100,7 @@ def case_compiled_wide_step_is_equal_exact(rank, world):
     eager, traced = syncbn.SyncBatchNorm(600), syncbn.SyncBatchNorm(600)
     step = torch.compile(traced, backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 600, generator=torch.Generator().manual_seed(rank))
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    ya, yb = eager(a), step(b)
-    ya.square().sum().backward()
-    yb.square().sum().backward()
-    assert torch.equal(ya, yb) and torch.equal(a.grad, b.grad)
-    assert torch.equal(eager.running_var, traced.running_var)
+    assert_same_step(step, eager, x)
 
 
 def case_compiled_step_goes_on_after_reset_exact(rank, world):

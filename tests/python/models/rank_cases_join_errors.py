@@ -134,6 +134,7 @@ def case_join_refuses(rank, world):
             raise AssertionError("entered")
 
     raises(ValueError, "models: got nothing first", enter)
+    raises(ValueError, "models: got int first", enter, 3)
     raises(ValueError, "models: got int, expected", enter, model, 3)
     raises(ValueError, "with a DistributedDataParallel inside", enter, nn.Sequential(model))
     theirs = nn.Sequential(nn.SyncBatchNorm(4))

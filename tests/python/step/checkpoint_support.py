@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A network with a segment in a segment, and its comparison with one without."""
 
-import contextlib
 import functools
 
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from support import assert_same_layers
+from support import assert_same_step
 
 recomputing = functools.partial(checkpoint, use_reentrant=False)
 reentrant = functools.partial(checkpoint, use_reentrant=True)
@@ -53,27 +52,6 @@ class Net(nn.Module):
     def forward(self, x):
         x = self.outer(self._segment, self.linear[0](x))
         return self.bn[2](self.linear[2](x))
-
-
-def step(model, x, count=contextlib.nullcontext):
-    """Output, input gradient, and what counted the collectives of both directions."""
-    # The reentrant form adds to a gradient part by part: what is there would round between.
-    model.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    with count() as forward:
-        y = model(x)
-    with count() as backward:
-        y.float().square().sum().backward()
-    return y, x.grad, forward, backward
-
-
-def assert_same_step(model, reference, x, count=contextlib.nullcontext):
-    """One step of both; what counted the collectives of the first one."""
-    y, dx, *counts = step(model, x, count)
-    expected, gradient, *_ = step(reference, x)
-    assert torch.equal(y, expected) and torch.equal(dx, gradient)
-    assert_same_layers(model, reference)
-    return counts
 
 
 def assert_same_steps(model, reference):

@@ -8,16 +8,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from checkpoint_support import FORMS, Net, assert_same_step, recomputing, reentrant
+from checkpoint_support import FORMS, Net, recomputing, reentrant
 from rank_cases import CountCollectives, raises
+from support import assert_same_step
 from test_static_graph import Graphs
 
 
-def share(rank, world, step=0, features=5, empty=None):
+def share(rank, world, step=0, empty=None):
     """Uneven shares."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     samples = 0 if rank == empty else 3 + rank
-    return torch.randn(samples, features, generator=generator)
+    return torch.randn(samples, 5, generator=generator)
 
 
 def case_checkpoint_exchanges_once_exact(rank, world):

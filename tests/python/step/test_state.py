@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncbn
-from support import new_layer
+from support import assert_same_step, new_layer
 
 OPTIONS = (
     {},
@@ -44,11 +44,7 @@ def batch(seed: int = 0) -> torch.Tensor:
 
 def assert_trains_as(model: nn.Module, reference: nn.Module, calls: int = 2) -> None:
     for seed in range(calls):
-        a, b = model(batch(seed)), reference(batch(seed))
-        assert torch.equal(a, b)
-        a.sum().backward()
-    state = reference.state_dict()
-    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+        assert_same_step(model, reference, batch(seed))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -2,6 +2,7 @@
 """Between PyTorch tensors and the oracle's arrays; data that breaks ordinary sums; what several
 tests compare or run."""
 
+import contextlib
 import importlib
 import os
 import time
@@ -130,6 +131,27 @@ def assert_same_layers(a: torch.nn.Module, b: torch.nn.Module) -> None:
         torch.testing.assert_close(p, q, rtol=0, atol=0, equal_nan=True, msg=name)
     for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def train_step(model, x, count=contextlib.nullcontext):
+    """Output, input gradient, and what counted the collectives of both directions."""
+    # The reentrant form adds to a gradient part by part: what is there would round between.
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    with count() as forward:
+        y = model(x)
+    with count() as backward:
+        y.float().pow(3).sum().backward()
+    return y, x.grad, forward, backward
+
+
+def assert_same_step(model, reference, x, count=contextlib.nullcontext):
+    """One step of both has the same bits; returns what counted the collectives of the first."""
+    y, dx, *counts = train_step(model, x, count)
+    expected, gradient, *_ = train_step(reference, x)
+    assert torch.equal(y, expected) and torch.equal(dx, gradient)
+    assert_same_layers(model, reference)
+    return counts
 
 
 def assert_near(model: torch.nn.Module, plain: torch.nn.Module) -> None:

@@ -7,47 +7,11 @@ element counts. Written from the contract alone; nothing here knows the C++ core
 """
 
 from .elementwise import normalize
-from .exact import fma, fma32, rn_ratio
-from .finalize import (
-    Gradients,
-    Moments,
-    gradients,
-    inverse_deviation,
-    moments,
-    r53,
-    update_running,
-)
-from .formats import FORMATS, Format, format_of, round_to
-from .layer import (
-    Backward,
-    Forward,
-    backward,
-    forward,
-)
-from .sums import integers_of, local_words, merge, words_of
+from .exact import fma, fma32
+from .finalize import inverse_deviation, r53, update_running
+from .formats import format_of, round_to
+from .layer import backward, forward
+from .sums import integers_of, local_words
 
-__all__ = [
-    "FORMATS",
-    "Backward",
-    "Format",
-    "Forward",
-    "Gradients",
-    "Moments",
-    "backward",
-    "fma",
-    "fma32",
-    "format_of",
-    "forward",
-    "gradients",
-    "integers_of",
-    "inverse_deviation",
-    "local_words",
-    "merge",
-    "moments",
-    "normalize",
-    "r53",
-    "rn_ratio",
-    "round_to",
-    "update_running",
-    "words_of",
-]
+__all__ = ["backward", "fma", "fma32", "format_of", "forward", "integers_of", "inverse_deviation"]
+__all__ += ["local_words", "normalize", "r53", "round_to", "update_running"]
