@@ -21,6 +21,9 @@ constexpr std::int64_t kElementsPerThread = 16384;
 constexpr std::int64_t kStreamBytes = std::int64_t{2} << 20;
 constexpr std::int64_t kStreamFreshBytes = std::int64_t{8} << 20;
 
+/// Tensors of so many bytes lie beyond the caches, beside others.
+constexpr std::int64_t kBeyondCaches = std::int64_t{16} << 20;
+
 /// Whether the system has not given memory for these addresses yet, by a page in their middle. At
 /// the first store it clears a page, in the caches, where plain stores find it.
 bool is_fresh([[maybe_unused]] const void* data, [[maybe_unused]] std::int64_t bytes) {
@@ -49,10 +52,14 @@ std::int64_t planes_without_gaps(const SampleView& view) {
   return whole ? view.samples * view.channels : view.channels;
 }
 
+std::int64_t bytes_of(const SampleView& view) {
+  return view.samples * view.channels * view.plane * static_cast<std::int64_t>(size_of(view.dtype));
+}
+
 /// Whether stores that go past the caches pay.
 bool pays_to_stream(const ElementsTask& task, bool by_rows, const SampleView& out) {
   const auto size = static_cast<std::int64_t>(size_of(out.dtype));
-  const std::int64_t bytes = out.samples * out.channels * out.plane * size;
+  const std::int64_t bytes = bytes_of(out);
   return (by_rows || task.run * out.plane * size >= kStreamRun) && bytes >= kStreamBytes &&
          (bytes >= kStreamFreshBytes || !is_fresh(out.data, bytes));
 }
@@ -141,6 +148,7 @@ VectorMap::VectorMap(ElementPass pass, const SampleView& x, const SampleView* ot
     task_.activation = activation;
     task_.activation_mask = activation_mask_operand(x, activation_mask);
     task_.stream = pays_to_stream(task_, rows_, out);
+    task_.beyond_caches = bytes_of(out) >= kBeyondCaches;
   }
 }
 

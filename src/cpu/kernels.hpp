@@ -102,7 +102,8 @@ struct ElementsTask {
   /// Planes, from the first on in the order (n, c), that follow each other without gaps in all
   /// operands: 1, all of a sample, or all.
   std::int64_t run = 1;
-  bool stream = false;  ///< use non-temporal stores
+  bool stream = false;         ///< use non-temporal stores
+  bool beyond_caches = false;  ///< of rows: whether the whole tensor is
   /// Planes: items are elements of one run, counted from a plane that has the first of them.
   /// Stores are not fenced.
   bool piecemeal = false;

@@ -4,7 +4,7 @@
 constexpr std::int64_t kElementsAhead = 1024;  // bytes
 constexpr std::int64_t kMapPiece = std::int64_t{64} << 10;
 constexpr std::int64_t kRowsPiece = std::int64_t{256} << 10;
-constexpr int kMapRows = 4;  // at a time
+constexpr int kMostRows = 4;  // at a time
 
 template <class T, class Pass>
 using ConstantsOf = typename Pass::template Constants<T>;
@@ -116,7 +116,7 @@ struct Rows {
   }
 };
 
-/// kRows rows at a time take the channels' constants from memory once. Several ask for what lies
+/// kRows rows at a time take the channels' constants from memory once, and ask for what lies
 /// `ahead` bytes further.
 template <class T, class Pass, bool kStream, int kRows>
 inline void map_some_rows(const Rows<T>& rows, std::int64_t channels, std::int64_t ahead,
@@ -128,11 +128,9 @@ inline void map_some_rows(const Rows<T>& rows, std::int64_t channels, std::int64
     Rows<T> row = rows;
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r, row.advance(1)) {
-      if (kRows > 1) {
-        prefetch(reinterpret_cast<const char*>(row.x + c) + ahead);
-        if (Pass::kOther) {
-          prefetch(reinterpret_cast<const char*>(row.other + c) + ahead);
-        }
+      prefetch(reinterpret_cast<const char*>(row.x + c) + ahead);
+      if (Pass::kOther) {
+        prefetch(reinterpret_cast<const char*>(row.other + c) + ahead);
       }
       const Companions with{row.activation_mask};
       if (n == kLanesOf<T>) {
@@ -330,26 +328,43 @@ void map_planes(const ElementsTask& task) {
   }
 }
 
-/// Rows [begin, end), four together in the order of memory.
+/// How many rows go together, and how many bytes ahead they ask; as measured. Rows that are a page
+/// apart share a set of the cache. Beyond the caches long rows are read best in one stream.
+struct RowsPace {
+  std::int64_t together;
+  std::int64_t ahead;
+};
+inline RowsPace pace_of(std::int64_t row_bytes, bool beyond_caches) {
+  constexpr std::int64_t kPage = 4096;
+  constexpr std::int64_t kLong = 1024;
+  return row_bytes > kPage                     ? RowsPace{kMostRows, 2048}
+         : row_bytes == kPage                  ? RowsPace{2, 1024}
+         : beyond_caches && row_bytes >= kLong ? RowsPace{1, 1024}
+                                               : RowsPace{2, 4096};
+}
+
+/// Rows [begin, end) in the order of memory.
 template <class T, class Pass, bool kStream>
 void map_row_piece(const ElementsTask& task, Rows<T> rows, const std::uint8_t* mask,
-                   std::int64_t begin, std::int64_t end, const ActivationV<T>& activation) {
-  constexpr std::int64_t kAhead = 8192;  // bytes, of all rows together
-  const bool short_rows = kMapRows * task.channels * static_cast<std::int64_t>(sizeof(T)) <= kAhead;
-  const std::int64_t ahead = short_rows ? kAhead : kAhead / kMapRows;
+                   std::int64_t begin, std::int64_t end, const RowsPace& pace,
+                   const ActivationV<T>& activation) {
   rows.advance(begin);
   for (std::int64_t row = begin; row < end;) {
-    const bool several = mask == nullptr && end - row >= kMapRows;
+    const std::int64_t some = mask == nullptr && end - row >= pace.together ? pace.together : 1;
     if (mask != nullptr && mask[row] == 0) {
       clear(rows.out, task.channels);
-    } else if (several) {
-      map_some_rows<T, Pass, kStream, kMapRows>(rows, task.channels, ahead, task.constants,
-                                                activation);
+    } else if (some == kMostRows) {
+      map_some_rows<T, Pass, kStream, kMostRows>(rows, task.channels, pace.ahead, task.constants,
+                                                 activation);
+    } else if (some == 2) {
+      map_some_rows<T, Pass, kStream, 2>(rows, task.channels, pace.ahead, task.constants,
+                                         activation);
     } else {
-      map_some_rows<T, Pass, kStream, 1>(rows, task.channels, ahead, task.constants, activation);
+      map_some_rows<T, Pass, kStream, 1>(rows, task.channels, pace.ahead, task.constants,
+                                         activation);
     }
-    rows.advance(several ? kMapRows : 1);
-    row += several ? kMapRows : 1;
+    rows.advance(some);
+    row += some;
   }
 }
 
@@ -373,7 +388,8 @@ void map_rows(const ElementsTask& task) {
   const bool joined = joins(task.x) && joins(task.out) && (!Pass::kOther || joins(task.other));
   const std::int64_t plane = joined ? task.end : task.plane;
   const std::int64_t row_bytes = task.channels * static_cast<std::int64_t>(sizeof(T));
-  const std::int64_t piece = maximum(1, kRowsPiece / row_bytes / kMapRows) * kMapRows;
+  const std::int64_t piece = maximum(1, kRowsPiece / row_bytes / kMostRows) * kMostRows;
+  const RowsPace pace = pace_of(row_bytes, task.beyond_caches);
   for (std::int64_t end = task.end; end > task.begin;) {
     const std::int64_t sample = (end - 1) / plane;
     const std::int64_t origin = sample * plane;
@@ -388,7 +404,7 @@ void map_rows(const ElementsTask& task) {
     rows.out_step = step_of(task.out);
     rows.activation_mask_step = task.activation_mask.run_bytes;
     map_row_piece<T, Pass, kStream>(task, rows, task.mask == nullptr ? nullptr : task.mask + origin,
-                                    begin - origin, end - origin, activation);
+                                    begin - origin, end - origin, pace, activation);
     end = begin;
   }
   if (kStream) {
