@@ -46,6 +46,9 @@ def x(what, channels=3):
     return torch.full((2, channels), float(what))
 
 
+DIVERGED = syncbn.DivergenceError
+
+
 def unchanged(model, before):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert model.first.state.call == model.second.state.call == 0
@@ -55,15 +58,11 @@ def unchanged(model, before):
 @pytest.mark.parametrize(
     "inputs, error, text",
     (
-        (
-            [x(0), x(5), x(0)],
-            syncbn.DivergenceError,
-            "devices 0, 2 at.*'first'.*device 1.*'second'",
-        ),
-        ([x(0), x(0), x(1)], syncbn.DivergenceError, "devices 0, 1 at.*'first'.*device 2 finished"),
-        ([x(1), x(0), x(0)], syncbn.DivergenceError, "device 0 finished; devices 1, 2 at.*'first'"),
-        ([x(0), x(3), x(0)], syncbn.DivergenceError, "grad mode True.*device 1.*grad mode False"),
-        ([x(0), x(6), x(0)], syncbn.DivergenceError, "autocast off.*device 1.*cpu torch.bfloat16"),
+        ([x(0), x(5), x(0)], DIVERGED, "devices 0, 2 at.*'first'.*device 1.*'second'"),
+        ([x(0), x(0), x(1)], DIVERGED, "devices 0, 1 at.*'first'.*device 2 finished"),
+        ([x(1), x(0), x(0)], DIVERGED, "device 0 finished; devices 1, 2 at.*'first'"),
+        ([x(0), x(3), x(0)], DIVERGED, "grad mode True.*device 1.*grad mode False"),
+        ([x(0), x(6), x(0)], DIVERGED, "autocast off.*device 1.*cpu torch.bfloat16"),
         ([x(0), x(2), x(0)], KeyError, "device's own"),
         ([x(2), x(0), x(0)], KeyError, "device's own"),
         ([x(4), x(4), x(2)], KeyError, "device's own"),

@@ -132,27 +132,27 @@ def compiled() -> nn.Module:
     return nn.Sequential(part)
 
 
+MODELS = (
+    (nn.BatchNorm1d(3), "BatchNorm1d at ''.*convert_sync_batchnorm"),
+    (nn.DataParallel(nn.Linear(2, 2)), "DataParallel at '', expected the model"),
+    (compiled(), "compiled ReLU at '0', expected the model itself"),
+    (torch.compile(nn.ReLU()), "compiled OptimizedModule at '', expected"),
+    (nn.Embedding(3, 2, sparse=True), "sparse gradients of ''"),
+    (syncbn.SyncBatchNorm(3, process_group="mine"), "a process group at ''"),
+    (
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
+        r"tensors on \['cpu', 'meta'\], expected one device",
+    ),
+    ("model", "str, expected a torch.nn.Module"),
+)
+
+
 @pytest.mark.parametrize(
     "module, options, text",
     [
-        (nn.BatchNorm1d(3), {}, "module: got BatchNorm1d at ''.*convert_sync_batchnorm"),
-        (
-            nn.DataParallel(nn.Linear(2, 2)),
-            {},
-            "module: got DataParallel at '', expected the model",
-        ),
-        (compiled(), {}, "module: got compiled ReLU at '0', expected the model itself"),
-        (torch.compile(nn.ReLU()), {}, "module: got compiled OptimizedModule at '', expected"),
-        (nn.Embedding(3, 2, sparse=True), {}, "module: got sparse gradients of ''"),
-        (syncbn.SyncBatchNorm(3, process_group="mine"), {}, "module: got a process group at ''"),
+        *((module, {}, f"module: got {text}") for module, text in MODELS),
         (nn.Linear(2, 2), {"shares": 0}, "shares: got 0, expected an integer of at least 1"),
         (nn.Linear(2, 2), {"seed": 1.5}, "seed: got 1.5, expected an integer of at least 0"),
-        (
-            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
-            {},
-            r"module: got tensors on \['cpu', 'meta'\], expected one device",
-        ),
-        ("model", {}, "module: got str, expected a torch.nn.Module"),
     ],
 )
 def test_refused_models(module, options, text):

@@ -6,6 +6,7 @@ leaky_relu, raises a ValueError in whose text the pattern is found: argument, gi
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -165,6 +166,7 @@ OPERATOR = (
     ({"x": X.to_sparse()}, f"^x: got a tensor of layout .* {STRIDES}"),
     ({"scale": [1]}, f"^scale: got list, {STRIDES}"),
     ({"estimated_mean": None}, f"^estimated_mean: got NoneType, {STRIDES}"),
+    ({"estimated_var": torch.ones(1).expand(4)}, rf"^estimated_var: got strides \(0,\) .*{PLACE}"),
     ({"batches": 1}, f"^batches: got int, {STRIDES}"),
     ({"x": X[0, 0]}, "^x: got 1D input, expected at least 2D"),
     ({"x": X.long()}, f"^x: got torch.int64, {FLOATS}"),
@@ -225,55 +227,33 @@ OTHERS = {
         lambda layer: layer.__dict__.update(activation="relu", inplace=True) or layer(X),
         "^inplace: got True with relu",
     ),
-    "list residual": (
-        lambda layer: layer([X, X], X),
-        "^residual: got Tensor, expected a list of 2, one per input",
-    ),
-    "list residuals": (
-        lambda layer: layer([X, X], [X]),
-        "^residual: got .*, expected a list of 2, one per input",
-    ),
-    "list residual shape": (lambda layer: layer([X, X], [X[:1]] * 2), f"residual: got .*{LIKE}"),
-    "list mask": (lambda layer: layer([X, X], None, 5), "^mask: got int, expected a list of 2"),
     "list welford": (
         lambda layer: setattr(layer, "statistics", "welford") or layer([X, X]),
         "^statistics: got 'welford' for a list of inputs, expected 'reproducible'",
     ),
-    "parallel module": (
-        lambda _: SelfDataParallel(None, ["cpu"]),
-        "^module: got NoneType, expected a torch.nn.Module",
-    ),
-    "parallel devices": (
-        lambda layer: SelfDataParallel(layer, "cpu"),
-        "^devices: got 'cpu', expected a list of devices, or None",
-    ),
-    "parallel device": (
-        lambda layer: SelfDataParallel(layer, [None]),
-        '^devices: got None, expected "cpu", or "cuda:0" and so on',
-    ),
-    "all_reduce string": (lambda _: all_reduce("ab"), "^x: got 'ab', expected a tensor or a list"),
-    "all_reduce shapes": (
-        lambda _: all_reduce([X, X[:2]]),
-        r"^x\[1\]: got shape \(2, 4, 3\) .*, expected \(5, 4, 3\)",
-    ),
-    "estimate in one place": (
-        _operator(batch_norm_, estimated_var=torch.ones(1).expand(4)),
-        rf"^estimated_var: got strides \(0,\) .*{PLACE}",
-    ),
-    "convert nothing": (
-        lambda _: syncbn.convert_sync_batchnorm(nn.BatchNorm1d),
-        "^module: got type, expected a torch.nn.Module",
-    ),
-    "convert group": (
-        lambda _: syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), 7),
-        "^process_group: got 7, expected a process group, its name, a DeviceMesh",
-    ),
-    "convert statistics": (
-        lambda _: syncbn.convert_sync_batchnorm(nn.BatchNorm1d(4), statistics="x"),
-        "^statistics: got 'x', expected one of",
-    ),
-    "check nothing": (lambda _: syncbn.check(5), "^module: got int, expected a torch.nn.Module"),
 }
+
+PAIR, TWO = [X, X], "expected a list of 2"
+#: Of a call of the layer with lists.
+LISTS = (
+    ((PAIR, X), f"^residual: got Tensor, {TWO}, one per input"),
+    ((PAIR, [X]), f"^residual: got .*, {TWO}, one per input"),
+    ((PAIR, [X[:1]] * 2), f"residual: got .*{LIKE}"),
+    ((PAIR, None, 5), f"^mask: got int, {TWO}"),
+)
+CONVERT, MODULE = syncbn.convert_sync_batchnorm, "expected a torch.nn.Module"
+#: A function, its arguments, and the text.
+FUNCTIONS = (
+    (SelfDataParallel, (None, ["cpu"]), f"^module: got NoneType, {MODULE}"),
+    (SelfDataParallel, (nn.ReLU(), "cpu"), "^devices: got 'cpu', expected a list of devices, or"),
+    (SelfDataParallel, (nn.ReLU(), [None]), '^devices: got None, expected "cpu", or "cuda:0" and'),
+    (all_reduce, ("ab",), "^x: got 'ab', expected a tensor or a list"),
+    (all_reduce, ([X, X[:2]],), r"^x\[1\]: got shape \(2, 4, 3\) .*, expected \(5, 4, 3\)"),
+    (CONVERT, (nn.BatchNorm1d,), f"^module: got type, {MODULE}"),
+    (CONVERT, (nn.BatchNorm1d(4), 7), "^process_group: got 7, expected a process group, its name"),
+    (partial(CONVERT, statistics="x"), (nn.ReLU(),), "^statistics: got 'x', expected one of"),
+    (syncbn.check, (5,), f"^module: got int, {MODULE}"),
+)
 
 
 def _option(name, value):
@@ -313,5 +293,7 @@ CASES = [
     *((f"{n} {k}", _state(n, v), text) for k, (n, v, text) in enumerate(STATE)),
     *((f"function {k}", _function(**v), text) for k, (v, text) in enumerate(FUNCTION)),
     *((f"operator {k}", _operator(batch_norm_, **v), t) for k, (v, t) in enumerate(OPERATOR)),
+    *((f"list {k}", lambda layer, v=v: layer(*v), text) for k, (v, text) in enumerate(LISTS)),
+    *((f"call {k}", lambda _, f=f, v=v: f(*v), text) for k, (f, v, text) in enumerate(FUNCTIONS)),
     *((n, call, text) for n, (call, text) in OTHERS.items()),
 ]

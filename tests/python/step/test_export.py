@@ -67,19 +67,20 @@ def test_exported_nodes_have_the_arguments_of_plain_batch_norm(momentum, affine,
             assert whole_nodes(program) == whole_nodes(plain)
 
 
+def onnx_of(net, x, dynamo, **options):
+    """options: of the exporter that is not dynamo's."""
+    if dynamo:
+        return torch.onnx.export(net, (x,), dynamo=True, verbose=False).model_proto
+    file = io.BytesIO()
+    torch.onnx.export(net, (x,), file, dynamo=False, **options)
+    return pytest.importorskip("onnx").load_from_string(file.getvalue())
+
+
 @pytest.mark.parametrize("dynamo", (True, False), ids=("dynamo", "TorchScript"))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_onnx_nodes_and_values(dynamo):
-    onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
     from onnx.reference import ReferenceEvaluator
-
-    def exported(net):
-        file = io.BytesIO()
-        if dynamo:
-            return torch.onnx.export(net, (x,), dynamo=True, verbose=False).model_proto
-        torch.onnx.export(net, (x,), file, dynamo=False)
-        return onnx.load_from_string(file.getvalue())
 
     # Nothing before the layer that exporters would merge it with, and nothing else that rounds.
     x = samples()
@@ -88,7 +89,7 @@ def test_onnx_nodes_and_values(dynamo):
     # Which torch.export has for dynamo, see above.
     for momentum in (0.03,) if dynamo else (0.03, None, 1.0):
         ours[1].momentum = plain[1].momentum = momentum
-        model, other = exported(ours), exported(plain)
+        model, other = (onnx_of(net, x, dynamo) for net in (ours, plain))
         for graph in (model.graph, other.graph):
             assert [n.op_type for n in graph.node] == ["Relu", "BatchNormalization"]
         assert list(model.graph.node[1].attribute) == list(other.graph.node[1].attribute)
@@ -160,16 +161,10 @@ def test_jit_trace_of_training_on_one_rank_is_plain_batch_norm_exact(options):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("dynamo", (True, False), ids=("dynamo", "TorchScript"))
 def test_onnx_of_training_on_one_rank_is_that_of_plain_batch_norm(dynamo):
-    onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
 
     def nodes(net):
-        if dynamo:
-            model = torch.onnx.export(net, (samples(),), dynamo=True, verbose=False).model_proto
-        else:
-            file, mode = io.BytesIO(), torch.onnx.TrainingMode.TRAINING
-            torch.onnx.export(net, (samples(),), file, dynamo=False, training=mode)
-            model = onnx.load_from_string(file.getvalue())
+        model = onnx_of(net, samples(), dynamo, training=torch.onnx.TrainingMode.TRAINING)
         return [(n.op_type, list(n.attribute)) for n in model.graph.node]
 
     ours, plain = nets()

@@ -87,17 +87,10 @@ class LeafTracer(fx.Tracer):
         )
 
 
-def traced_by_subclass(model):
-    return fx.GraphModule(model, LeafTracer().trace(model))
-
-
-TRACERS = (fx.symbolic_trace, traced_by_subclass)
-
-
-@pytest.mark.parametrize("trace", TRACERS)
-def test_traced_model_trains_exact(trace):
+@pytest.mark.parametrize("tracer", (fx.Tracer, LeafTracer))
+def test_traced_model_trains_exact(tracer):
     model, reference = new_net(), new_net()
-    traced = trace(model)
+    traced = fx.GraphModule(model, tracer().trace(model))
     calls = [node.target for node in traced.graph.nodes if node.op == "call_module"]
     assert [target for target in calls if target in LAYERS] == list(LAYERS)
     assert_same_training(traced, reference)
