@@ -242,24 +242,21 @@ def test_forks_before_the_batch_norm_where_modes_differ_exact(module):
     assert all(m.training for m in model.modules())
 
 
+def refused(text, function, *args, **options):
+    with pytest.raises(ValueError, match=text):
+        function(*args, **options)
+
+
 def test_refused_runs():
-    model = Model()
+    model, x = Model(), images()
     net = Network(model)
-    x = images()
-    for function, text in (
-        (lambda: net.train(), "data: got none, expected a source of batches"),
-        (lambda: Network(Model(), data=[]).train(), "data: got no batch, expected at least one"),
-        (
-            lambda: net.run("bn3", x),
-            "target: got 'bn3', expected 'train', 'infer' or a node's name",
-        ),
-        (lambda: net.infer(), r"inputs of 'infer': got 0 by position and \[\] by name, expected"),
-        (lambda: net.infer(x, x), r"got 2 by position and \[\] by name, expected \['x'\]"),
-        (lambda: net.infer(x, x=x), r"got 1 by position and \['x'\] by name, expected \['x'\]"),
-        (lambda: net.infer(y=x), r"got 0 by position and \['y'\] by name, expected \['x'\]"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            function()
+    refused("data: got none, expected a source of batches", net.train)
+    refused("data: got no batch, expected at least one", Network(Model(), data=[]).train)
+    refused("target: got 'bn3', expected 'train', 'infer' or a node's name", net.run, "bn3", x)
+    refused(r"inputs of 'infer': got 0 by position and \[\] by name, expected", net.infer)
+    refused(r"got 2 by position and \[\] by name, expected \['x'\]", net.infer, x, x)
+    refused(r"got 1 by position and \['x'\] by name, expected \['x'\]", net.infer, x, x=x)
+    refused(r"got 0 by position and \['y'\] by name, expected \['x'\]", net.infer, y=x)
     assert model.bn1.batches.item() == 0
 
 
@@ -271,39 +268,26 @@ def test_refused_models():
     no_average = nn.Sequential(nn.BatchNorm1d(2, momentum=None))
     summed = nn.Sequential(syncbn.SyncBatchNorm(2, affine_grad="global"))
     untracked = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False))
-    for function, text in (
-        (
-            lambda: Network(plain_model()),
-            "model: got BatchNorm2d at '1', expected syncbn.graph.BatchNorm, or convert=True",
-        ),
-        (lambda: Network(no_average, convert=True), "momentum of 0: got None, expected a number"),
-        (lambda: Network(untracked, convert=True), "track_running_stats of 0: got False, expected"),
-        (lambda: Network(summed, convert=True), "affine_grad of 0: got 'global', expected 'share'"),
-        (lambda: Network(Named(), loss=F.mse_loss), "loss: got one for a network with an input"),
-        (lambda: BatchNorm(3, momentum=2.0), r"momentum: got 2.0, expected a number in \[0, 1\]"),
-        (lambda: BatchNorm(3, epsilon=-1.0), "epsilon: got -1.0, expected a finite number"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            function()
+    text = "model: got BatchNorm2d at '1', expected syncbn.graph.BatchNorm, or convert=True"
+    refused(text, Network, plain_model())
+    refused("momentum of 0: got None, expected a number", Network, no_average, convert=True)
+    refused("track_running_stats of 0: got False, expected", Network, untracked, convert=True)
+    refused("affine_grad of 0: got 'global', expected 'share'", Network, summed, convert=True)
+    refused("loss: got one for a network with an input", Network, Named(), loss=F.mse_loss)
+    refused(r"momentum: got 2.0, expected a number in \[0, 1\]", BatchNorm, 3, momentum=2.0)
+    refused("epsilon: got -1.0, expected a finite number", BatchNorm, 3, epsilon=-1.0)
 
 
 def test_refused_building():
     net = Network()
-    x = net.input()
-    one = nn.Parameter(torch.ones(3))
-    for function, text in (
-        (lambda: net.input(), "name: got 'x', expected one that is not taken"),
-        (lambda: batch_norm_layer(net, x, torch.ones(3), one), "scale: got .*Tensor.*, expected"),
-        (
-            lambda: batch_norm_layer(net, x, one, nn.Parameter(torch.ones(2))),
-            r"bias: got shape \(2,\), expected a parameter",
-        ),
-    ):
-        with pytest.raises(ValueError, match=text):
-            function()
+    x, one = net.input(), nn.Parameter(torch.ones(3))
+    refused("name: got 'x', expected one that is not taken", net.input)
+    refused("scale: got .*Tensor.*, expected", batch_norm_layer, net, x, torch.ones(3), one)
+    text = r"bias: got shape \(2,\), expected a parameter"
+    refused(text, batch_norm_layer, net, x, one, nn.Parameter(torch.ones(2)))
     net.append(nn.ReLU(), x, name="relu")
-    with pytest.raises(ValueError, match="name: got 'relu', expected one that is not taken"):
-        net.append(nn.ReLU(), x, name="relu")
+    text = "name: got 'relu', expected one that is not taken"
+    refused(text, net.append, nn.ReLU(), x, name="relu")
     with pytest.raises(RuntimeError, match="the network has no output yet"):
         net.infer(torch.ones(1))
     net.output(x)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import syncbn
 from bad_input_table import CASES, INPUTS, MASKED, MASKS, RESIDUALS, C, X
-from support import bits, layouts_of, new_layer
+from support import TORCH_DTYPES, bits, layouts_of, new_layer
 
 
 def state_of(layer):
@@ -134,7 +134,6 @@ POISONS = {
     "denormal": (5e-324, -5e-324, False),
     "zeros": (-0.0, 0.0, False),
 }
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def put(x, channel, poison):
@@ -161,7 +160,7 @@ def channels_of(layer, x, dy, residual):
     return [*parts, *(t.detach()[:, None].to(x.dtype) for t in own)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=str)
 @pytest.mark.parametrize("statistics", ("reproducible", "welford"))
 @pytest.mark.parametrize("activation", ("none", "leaky_relu"))
 def test_what_is_no_number_stays_in_its_channel_exact(dtype, statistics, activation):

@@ -16,9 +16,7 @@ from torch import nn
 import syncbn
 from checkpoint_support import plain, recomputing
 from second_reference import check_second
-from support import new_layer
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from support import TORCH_DTYPES, new_layer
 
 
 @pytest.mark.parametrize(
@@ -26,7 +24,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     (("none", False, "global"), ("relu", True, "share"), ("leaky_relu", False, "share")),
 )
 def test_second_derivatives(activation, residual, affine_grad):
-    for dtype in DTYPES:
+    for dtype in TORCH_DTYPES.values():
         check_second(0, [slice(0, 11)], dtype, activation, residual, affine_grad)
 
 
