@@ -14,24 +14,23 @@ from . import layer_state, training
 from .layer_state import Identity, LayerState
 from .options import Options, form_of
 
-# handle: of a layer's state, in compiled graphs; else None, and the next five tell which. Then the
-# options: momentum and inplace are not the operators' concern.
+#: The options that a graph holds: momentum and inplace are not the operators' concern.
+_OPTIONS = [name for name in Options._fields if name not in ("momentum", "inplace")]
+_ACTIVATION = _OPTIONS.index("activation") - len(_OPTIONS)
+# handle: of a layer's state, in compiled graphs; else None, and the next five tell which.
 _LAYER = (
-    "Tensor? handle, str name, str? group, float? limit, str engine, bool counted, bool sync, "
-    "float eps, str affine_grad, str activation, float negative_slope, str statistics"
+    "Tensor? handle, str name, str? group, float? limit, str engine, bool counted, "
+    + ", ".join(f"{type(Options._field_defaults[name]).__name__} {name}" for name in _OPTIONS)
 )
 
 
 def _constants(identity: Identity, options: Options) -> tuple:
-    sync, eps, _, affine_grad, activation, slope, statistics, _ = options
     name, sharing, counted = identity
-    return name, *sharing, counted, sync, eps, affine_grad, activation, slope, statistics
+    return name, *sharing, counted, *[getattr(options, name) for name in _OPTIONS]
 
 
-def _layer(
-    handle, name, group, limit, engine, counted, sync, eps, affine_grad, activation, slope, mode
-) -> tuple[LayerState, Options]:
-    options = Options(sync, eps, None, affine_grad, activation, slope, mode)
+def _layer(handle, name, group, limit, engine, counted, *constants) -> tuple[LayerState, Options]:
+    options = Options(**dict(zip(_OPTIONS, constants)), momentum=None)
     if handle is not None:
         return layer_state.of_handle(handle), options
     return layer_state.named(Identity(name, Sharing(group, limit, engine), counted)), options
@@ -78,7 +77,7 @@ def _training_step(x, weight, bias, residual, mask, takes_part, *layer):
 def _(x, weight, bias, residual, mask, takes_part, *layer):
     """Gives y like x; saved as of operators.saved_of(); activation mask, empty unless there is a
     residual and an activation; backward int64 [2] on the CPU: who takes part in it."""
-    kept = residual is not None and layer[-3] != "none"
+    kept = residual is not None and layer[_ACTIVATION] != "none"
     bits = activation_mask_of(x) if kept else x.new_empty((0,), dtype=torch.uint8)
     words = torch.empty(2, dtype=torch.int64, device="cpu")
     return torch.empty_like(x), saved_of(x), bits, words
@@ -143,7 +142,7 @@ def _keep(ctx, inputs, output):
     _, saved, activation_mask, backward = output
     ctx.bias_dtype = None if bias is None else bias.dtype
     # Without an activation mask, the activation's sign is computed again, which takes the bias.
-    again = ctx.layer[-3] != "none" and residual is None
+    again = ctx.layer[_ACTIVATION] != "none" and residual is None
     bias = bias if again else None
     ctx.save_for_backward(x, weight, bias, saved, activation_mask, mask, backward, handle)
 
