@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import fault_cases
-from rank_runs import ENGINES, functions_of, join_group, new_store, outcome_of, run_all, run_written
+from rank_runs import ENGINES, functions_of, join_group, outcome_of, run_all, run_written
 from syncbn.exchange import failing
 
 SCENARIOS = functions_of(fault_cases, "scenario_")
@@ -22,9 +22,9 @@ SCENARIOS = functions_of(fault_cases, "scenario_")
 IN_TIME = fault_cases.TIMEOUT + 12
 
 
-def _rank_main(rank: int, world: int, engine: str, name: str, port: int, folder: str) -> None:
+def _rank_main(rank: int, world: int, engine: str, name: str, folder: str) -> None:
     failing.INTERVAL = 0.3
-    join_group(rank, world, port, engine=engine)
+    join_group(rank, world, f"{folder}/store", engine=engine)
     run = fault_cases.Run(rank, world)
     dist.barrier()
     result = outcome_of(lambda: SCENARIOS[name](run))
@@ -46,8 +46,7 @@ RUNS += [(n, 4, "shared memory") for n in ("other_order", "killed_in_forward", "
 
 
 def _run(context, name: str, world: int, engine: str) -> dict:
-    store = new_store()
-    return run_written(context, _rank_main, world, world, engine, name, store.port)
+    return run_written(context, _rank_main, world, world, engine, name)
 
 
 @pytest.fixture(scope="module")

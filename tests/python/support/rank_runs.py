@@ -85,14 +85,17 @@ def new_store() -> dist.TCPStore:
 
 
 def join_group(
-    rank: int, world: int, port: int, seconds: float = 60, engine: str = ENGINES[0], owner=False
+    rank: int, world: int, place: int | str, seconds: float = 60, engine=ENGINES[0], owner=False
 ) -> None:
-    """Makes this process a rank of one thread, in a group over the store at that port.
-    seconds: the group's limit; owner: of the store."""
+    """Makes this process a rank of one thread, in a group over the store at that port, or in that
+    file, to which nobody has to connect. seconds: the group's limit; owner: of the store."""
     exchange_over(engine)
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)
-    store = dist.TCPStore("127.0.0.1", port, is_master=owner, wait_for_workers=False, timeout=limit)
+    if isinstance(place, str):
+        store = dist.FileStore(place, world)
+    else:
+        store = dist.TCPStore("127.0.0.1", place, None, owner, limit, wait_for_workers=False)
     limit = datetime.timedelta(seconds=seconds)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
 
