@@ -48,7 +48,7 @@ def ways(monkeypatch):
     monkeypatch.setattr(LayerState, "move", lambda self, device: None)
     call_of = lambda self, x, options: Call(self.name, options=options)  # noqa: E731
     monkeypatch.setattr(LayerState, "call_of", call_of)
-    monkeypatch.setattr(groups, "peers", lambda *_: PEERS)
+    monkeypatch.setattr(groups, "training_peers", lambda *_: PEERS)
     with FakeTensorMode():
         yield taken
 
