@@ -2,6 +2,7 @@
 #include "comm/mpi_exchange.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <memory>
 
@@ -29,6 +30,12 @@ MpiExchange::MpiExchange(MPI_Comm comm, std::vector<int> numbers, int group_size
   SYNCBN_MPI_CHECK("", MPI_Comm_rank(comm_, &rank_));
   SYNCBN_MPI_CHECK("", MPI_Comm_size(comm_, &size_));
   SYNCBN_MPI_CHECK("", MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN));
+  static std::atomic<int> made = 0;
+  int agreed = ++made;
+  SYNCBN_MPI_CHECK("", MPI_Allreduce(MPI_IN_PLACE, &agreed, 1, MPI_INT, MPI_MAX, comm_));
+  made = agreed;
+  constexpr int kLargestTag = 32766;  // MPI promises 32767
+  arrival_tag_ = 2 * agreed % kLargestTag;
 }
 
 MpiExchange::~MpiExchange() {
@@ -133,7 +140,7 @@ void MpiExchange::meet(Kind kind, std::size_t bytes) {
   if (rank_ == 0) {
     decide();
   } else {
-    send(arrival_, 0, kArrivalTag);
+    send(arrival_, 0, arrival_tag_);
     await_answer(arrival_);
   }
   heed();
@@ -184,7 +191,7 @@ bool MpiExchange::collect(std::vector<Arrival>& arrivals) {
   const auto start = Clock::now();
   while (missing > 0) {
     Arrival other;
-    if (const auto from = receive(MPI_ANY_SOURCE, kArrivalTag, other); from.has_value()) {
+    if (const auto from = receive(MPI_ANY_SOURCE, arrival_tag_, other); from.has_value()) {
       Arrival& its = arrivals[static_cast<std::size_t>(*from)];
       if (other.kind == Kind::kLeft) {
         answer(other.failure.answer, other.failure.text.data(), other.failure.about.list());
@@ -236,11 +243,11 @@ bool MpiExchange::answer_refusals(const std::vector<Arrival>& arrivals) {
 void MpiExchange::await_answer(const Arrival& mine) {
   auto start = Clock::now();
   for (;;) {
-    if (receive(0, kVerdictTag, verdict_).has_value()) {
+    if (receive(0, arrival_tag_ + 1, verdict_).has_value()) {
       if (verdict_.answer != Answer::kAsk) {
         return;
       }
-      send(mine, 0, kArrivalTag);
+      send(mine, 0, arrival_tag_);
       start = Clock::now();
     } else if (Clock::now() - start > 2 * timeout_) {
       const std::string text = missing_text({number(0)}, timeout_);
@@ -291,7 +298,7 @@ void MpiExchange::send_refusal(Answer type, const std::string& text,
     } else {
       refusal_.kind = Kind::kRefused;
       refusal_.failure.set(type, text, about);
-      send(refusal_, 0, kArrivalTag);
+      send(refusal_, 0, arrival_tag_);
     }
     refused_ = true;
   } catch (const Error& error) {
@@ -336,7 +343,7 @@ void MpiExchange::leave(Answer type, const std::string& text, const std::vector<
       } else {
         farewell.failure.set(type, text, about);
       }
-      send(farewell, 0, kArrivalTag);
+      send(farewell, 0, arrival_tag_);
     }
   } catch (const Error& error) {  // of MPI; the others come to their time limit
     broken_ = *broken_ + "; the other ranks were not told: " + error.what();
@@ -350,7 +357,7 @@ void MpiExchange::answer(Answer what, const std::string& text, const std::vector
 
 void MpiExchange::tell(const Verdict& what) {
   for (int r = 1; r < size_; ++r) {
-    send(what, r, kVerdictTag);
+    send(what, r, arrival_tag_ + 1);
   }
 }
 

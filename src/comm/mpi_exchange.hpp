@@ -104,6 +104,9 @@ class MpiExchange final : public Communicator {
   std::chrono::milliseconds timeout_;
   int rank_ = 0;
   int size_ = 0;
+  /// And the next one for verdicts. MPICH gives the messages that nobody received from a group to
+  /// the next one in its place, so each group has tags of its own.
+  int arrival_tag_ = 0;
   Clock::time_point decided_ = Clock::now();  ///< when rank 0 last let the ranks go
   std::optional<std::string> broken_;         ///< why there are no further exchanges
   bool refused_ = false;  ///< the last exchange, whose other half is still to come

@@ -43,7 +43,4 @@ struct Arrival {
 /// What rank 0 answers.
 using Verdict = Failure<1024>;
 
-constexpr int kArrivalTag = 1;
-constexpr int kVerdictTag = 2;
-
 }  // namespace syncbn
