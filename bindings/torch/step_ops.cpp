@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/torch/step_ops.hpp"
 
+#include "bindings/libtorch/syncbn/torch_executor.hpp"
 #include "bindings/torch/resolved.hpp"
 
 namespace syncbn::torch_layer {
@@ -22,7 +23,7 @@ class OnHost {
   static NoWorkspace workspace(const Tensor&, DType) { return {}; }
 
  private:
-  TorchExecutor executor_;
+  detail::TorchExecutor executor_;
 };
 
 /// Those that write to arguments, on every device.

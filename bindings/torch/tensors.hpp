@@ -4,11 +4,9 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -17,7 +15,6 @@
 #include "bindings/torch/device.hpp"
 #include "bindings/torch/no_memory.hpp"
 #include "syncbn/error.hpp"
-#include "syncbn/executor.hpp"
 #include "syncbn/options.hpp"
 #include "syncbn/tensor.hpp"
 
@@ -179,28 +176,5 @@ inline int ranks_of(std::int64_t ranks) {
 inline double* double_data(Tensor& tensor) {
   return static_cast<double*>(tensor.mutable_data_ptr());
 }
-
-/// Whether this process was forked from one that ran passes on several threads, which it then has
-/// not: OpenMP would wait for them without end.
-inline bool threads_stayed_behind() {
-  static std::atomic<pid_t> first_user{0};
-  const pid_t self = getpid();
-  pid_t user = 0;
-  return !first_user.compare_exchange_strong(user, self) && user != self;
-}
-
-/// PyTorch's own threads: a second pool beside them would cost milliseconds.
-class TorchExecutor final : public Executor {
- public:
-  void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
-                    const Body& body) override {
-    if (end - begin > grain && concurrency() > 1 && threads_stayed_behind()) {
-      body(begin, end);
-      return;
-    }
-    torch::stable::parallel_for(begin, end, grain, body);
-  }
-  int concurrency() const override { return static_cast<int>(torch::stable::get_num_threads()); }
-};
 
 }  // namespace syncbn::torch_layer

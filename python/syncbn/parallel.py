@@ -3,7 +3,6 @@
 
 import contextlib
 import functools
-import zlib
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from .devices import Request, ThreadState, give_up, inside, run_in_turns, train_step
 from .errors import DivergenceError
 from .exchange import callers, groups, host
-from .exchange.call import Call, Peers
+from .exchange.call import Call, Peers, tag_of
 from .exchange.tree import Tree
 from .nn import SyncBatchNorm
 from .step.options import check_module
@@ -37,8 +36,7 @@ class AllReduce(torch.autograd.Function):
         total = xs[0].clone()
         for x in xs[1:]:  # in device order
             total += x.to(total.device)
-        # What ranks must agree on, in 20 bits.
-        tag = zlib.crc32(repr(("all_reduce", tuple(total.shape), total.dtype)).encode()) & 0xFFFFF
+        tag = tag_of("all_reduce", tuple(total.shape), total.dtype)
         transport = host.transport_of(group, total.device)
         total = transport.sum(total, tag, Call("all_reduce"))
         return total, *(total.to(x.device, copy=True) for x in xs[1:])

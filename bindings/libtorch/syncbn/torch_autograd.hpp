@@ -4,7 +4,6 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
-#include <torch/csrc/stable/c/shim.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -18,27 +17,13 @@
 
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/step.hpp"
+#include "syncbn/torch_executor.hpp"
 #include "syncbn/torch_process_group.hpp"
 
 // The autograd function behind syncbn/torch.hpp, and what it makes of tensors.
 namespace syncbn::torch {
 
 namespace detail {
-
-/// PyTorch's own threads. Not at::parallel_for, which is a plain loop in a program without OpenMP.
-class TorchExecutor final : public Executor {
- public:
-  void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
-                    const Body& body) override {
-    const auto run = [](std::int64_t first, std::int64_t last, void* what) {
-      (*static_cast<const Body*>(what))(first, last);
-    };
-    if (torch_parallel_for(begin, end, grain, run, const_cast<Body*>(&body)) != 0) {
-      throw Error("parallel_for of PyTorch failed");
-    }
-  }
-  int concurrency() const override { return at::get_num_threads(); }
-};
 
 [[noreturn]] inline void refuse(const char* name, const std::string& got, const char* expected) {
   throw InvalidArgument(std::string(name) + ": got " + got + ", expected " + expected);
@@ -205,7 +190,7 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
       arguments.running_var = view("running_var", call->running_var);
       arguments.num_batches_tracked = call->num_batches_tracked;
     });
-    TorchExecutor executor;
+    syncbn::detail::TorchExecutor executor;
     layer.batch_norm.forward(arguments, call->saved, executor);
     ctx->save_for_backward({x, weight});
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
@@ -239,7 +224,7 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
     }
     if (needs_x) {
       dx = at::empty_like(x);
-      TorchExecutor executor;
+      syncbn::detail::TorchExecutor executor;
       Layer& layer = *call->layer;
       layer.exchange.begin(layer.text(call->number, "backward", x), false);
       layer.batch_norm.backward({.dy = view("dy", dy),
@@ -263,7 +248,7 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
     const TensorView x_view = view("x", x);
     std::vector<std::int64_t> message(
         static_cast<std::size_t>(message_words(x_view.dtype, x.size(1))));
-    TorchExecutor executor;
+    syncbn::detail::TorchExecutor executor;
     const BackwardStep step{{.dy = view("dy", dy),
                              .x = x_view,
                              .mean = call.saved.mean().data(),

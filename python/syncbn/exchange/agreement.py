@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks must have in common, and what they say when they do not."""
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TypeVar
@@ -10,7 +9,7 @@ import torch
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import DTYPES, HEADER_WORDS, ops, without_modes
-from .call import COMES, FRAME_WORDS, WANTS_SUMS, Backward, Call, Peers
+from .call import COMES, FRAME_WORDS, WANTS_SUMS, Backward, Call, Peers, tag_of
 
 _Engine = TypeVar("_Engine", bound="Engine")
 
@@ -182,7 +181,7 @@ def backward_of(word: int, own: int, engine: Engine, call: Call) -> Backward:
 
 
 #: Tells this exchange from others of the same kind.
-_BACKWARD_TAG = zlib.crc32(b"who comes to backward") & 0xFFFFF
+_BACKWARD_TAG = tag_of("who comes to backward")
 
 
 def check_present(backward: Backward, peers: Peers | None, call: Call) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums over V shares in one binary tree, on any number of processes."""
 
-import zlib
 from collections.abc import Iterator
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import callers, groups, host
-from .call import Call, Peers
+from .call import Call, Peers, tag_of
 
 _WHO = "syncbn.Shares"
 
@@ -62,9 +61,8 @@ class Tree:
         """
         if self.processes > 1:
             peers = self._peers()
-            tag = zlib.crc32(repr((what, said)).encode()) & 0xFFFFF
             way = host.transport_of(peers, device)
-            way.sum(torch.zeros(1, device=device), tag, Call(f"{_WHO}.{what}"))
+            way.sum(torch.zeros(1, device=device), tag_of(what, said), Call(f"{_WHO}.{what}"))
 
     def _peers(self) -> Peers:
         peers = groups.peers(callers.sharing(self._group, None), _WHO)

@@ -2,7 +2,6 @@
 """Uneven numbers of batches: ranks that have none left go out of the exchanges."""
 
 import sys
-import zlib
 from types import FrameType
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import DivergenceError
 from ..exchange import agreement, callers, groups
-from ..exchange.call import Call
+from ..exchange.call import Call, tag_of
 from ..exchange.host import engine_of
 from ..nn import SyncBatchNorm
 from .classes import wrapper
@@ -56,7 +55,7 @@ class _Inputs:
         self.engine = None if peers is None else engine_of(peers)
         # What ranks must have in common for the exchange that ends the context.
         same = [(m.state.identity.name, m.num_features, m.track_running_stats) for m in self.layers]
-        self.tag = zlib.crc32(repr(same).encode()) & 0xFFFFF
+        self.tag = tag_of(same)
         self.call = Call(_NAME, 0, channels=sum(m.num_features for m in self.layers))
         #: iterations of each rank so far
         self.iterations = dict.fromkeys(self.ranks, 0)

@@ -5,7 +5,6 @@ data."""
 import datetime
 import hashlib
 import logging
-import zlib
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import DivergenceError
 from ..exchange import agreement, callers, groups
 from ..exchange.agreement import Engine
-from ..exchange.call import Call, Peers
+from ..exchange.call import Call, Peers, tag_of
 from ..exchange.host import engine_of
 from ..fingerprints import bytes_of
 from ..nn import Model, SyncBatchNorm, device_of, layers_of
@@ -130,8 +129,7 @@ def _level(layers: list[tuple[str, SyncBatchNorm]], engine: Engine, strict: bool
     for path, layer in layers:
         texts = [f"{x.numel()} of {x.dtype}".replace("torch.", "") for x in statistics_of(layer)]
         call.layers[path] = ", ".join(texts) or "no statistics"
-    tag = zlib.crc32(repr(call.layers).encode()) & 0xFFFFF
-    agreement.numbers_of_ranks(0, tag, engine, call)
+    agreement.numbers_of_ranks(0, tag_of(call.layers), engine, call)
     own = torch.tensor([_numbers(layer) for _, layer in layers], dtype=torch.int64, device="cpu")
     ranks = engine.gather_words(own.flatten(), call).view(peers.ranks, len(layers), 3)
     sources: dict[int, list[tuple[str, SyncBatchNorm]]] = {}

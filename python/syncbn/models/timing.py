@@ -2,7 +2,6 @@
 """How long each layer summed, waited for other ranks and normalized, and for which rank."""
 
 import html
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from ..exchange import callers
-from ..exchange.call import Call, Times
+from ..exchange.call import Call, Times, tag_of
 from ..exchange.host import transport_of
 from ..exchange.transport import Transport
 from ..nn import SyncBatchNorm, device_of, layers_of
@@ -225,8 +224,7 @@ def _waits_of_all(
         own[1 : 1 + n] = torch.tensor(list(reversed(times.waits)))
     paths = [path for path, *_ in noted]
     what = f"syncbn.timing of {len(paths)} layers from {paths[0]!r}"
-    tag = zlib.crc32("\n".join(paths).encode()) & 0xFFFFF
-    parts = transport.sum(parts, tag, Call(what, direction="gathering"))
+    parts = transport.sum(parts, tag_of(paths), Call(what, direction="gathering"))
     return [of[:, 1 : 1 + int(of[:, 0].min())] for of in parts.unbind(1)]
 
 

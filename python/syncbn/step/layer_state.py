@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..errors import DivergenceError
 from ..exchange import agreement, callers, groups
 from ..exchange.agreement import Engine
-from ..exchange.call import FRAME_WORDS, Call, Peers, Times
+from ..exchange.call import FRAME_WORDS, Call, Peers, Times, tag_of
 from ..exchange.callers import Sharing
 from ..operators import HEADER_WORDS, without_modes
 from .options import Options, is_strided
@@ -33,7 +33,7 @@ UNNAMED = "SyncBatchNorm"
 #: What wrappers (DDP, torch.compile, FSDP, checkpoint_wrapper) put into paths.
 WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 #: In the header of a comparison, in the place of a call's fingerprint.
-_TAG = zlib.crc32(b"syncbn paths") & 0xFFFFF
+_TAG = tag_of("syncbn paths")
 #: A rank's words of that message, at most.
 _WORDS = 64
 #: For syncbn.record: is told a direction, ranks, channels, a merged message and what follows it.

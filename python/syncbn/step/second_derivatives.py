@@ -2,14 +2,13 @@
 """The gradient of a training step as a function that can itself be differentiated, any number of
 times: the formula of docs/training.md in PyTorch's own operators and float64."""
 
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..exchange.call import Call, Peers
+from ..exchange.call import Call, Peers, tag_of
 from ..exchange.host import transport_of
 from ..operators import OWN, info_of, ops
 from .options import activation_of
@@ -28,10 +27,9 @@ class _Exchange(NamedTuple):
     what: str
 
     def tag(self, x: Tensor) -> int:
-        """Gives 20 bits of what ranks must agree on. Not the input's dtype: an empty rank may have
-        another one, and sums are float64 everywhere."""
-        parts = (self.number, self.call.number, self.what, tuple(x.shape))
-        return zlib.crc32(repr(parts).encode()) & 0xFFFFF
+        """Gives the tag of a sum of x. Not of the input's dtype: an empty rank may have another
+        one, and sums are float64 everywhere."""
+        return tag_of(self.number, self.call.number, self.what, tuple(x.shape))
 
     def sum(self, x: Tensor) -> Tensor:
         return x if self.peers is None else _SumOfRanks.apply(x, self)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real processes, started once, run the cases of the modules rank_cases*.py and device_cases.py:
-here 2 ranks over shared memory, in test_distributed_gloo.py 3 ranks over Gloo alone. Cases that any
-engine serves alike run over one of them, over the other in the weekly run. SYNCBN_WORLDS, for
-example "2 3", takes other numbers of ranks for both."""
+here and in test_distributed_above.py 2 ranks over shared memory, in test_distributed_gloo.py 3
+ranks over Gloo alone. Files run side by side. Cases that any engine serves alike run over one of
+them, over the other in the weekly run. SYNCBN_WORLDS, for example "2 3", takes other numbers."""
 
 import functools
 import importlib
 import os
+from collections.abc import Callable
 
 import pytest
 
@@ -36,12 +37,13 @@ ALIKE = {
 SLOW = ("case_inductor_exact",)
 
 
-def cases_over(engine: str) -> list:
-    """Parameters: those that the other engine runs are weekly."""
+def cases_over(engine: str, chosen: Callable[[str], bool] = lambda module: True) -> list:
+    """Parameters, of the chosen modules: those that the other engine runs are weekly."""
     others = {module for name, modules in ALIKE.items() if name != engine for module in modules}
     return [
         pytest.param(name, marks=pytest.mark.weekly if module in others or name in SLOW else ())
         for name, (module, _) in CASES.items()
+        if chosen(module)
     ]
 
 
@@ -63,9 +65,13 @@ def results_over(engine: str, world: int):
     return results
 
 
+def is_above(module: str) -> bool:
+    return module in ALIKE["shared memory"]
+
+
 results = results_over("shared memory", 2)
 
 
-@pytest.mark.parametrize("case", cases_over("shared memory"))
+@pytest.mark.parametrize("case", cases_over("shared memory", lambda module: not is_above(module)))
 def test_ranks(results, case):
     check_case(results, case)
