@@ -38,9 +38,10 @@ struct Companions {
 
 /// n lanes from index i on. kWhole: n == kLanesOf<T>, and the companions are those of all lanes.
 template <class T, class Pass, bool kStream, bool kWhole>
-inline void map_lanes(const T* x, const T* other, T* out, const Companions& with, std::int64_t i,
-                      std::int64_t n, const ConstantsOf<T, Pass>& k,
-                      const ActivationV<T>& activation) {
+__attribute__((always_inline)) inline void map_lanes(const T* x, const T* other, T* out,
+                                                     const Companions& with, std::int64_t i,
+                                                     std::int64_t n, const ConstantsOf<T, Pass>& k,
+                                                     const ActivationV<T>& activation) {
   const bool whole_bytes = kWhole && i % 8 == 0;
   unsigned bits = 0;
   if (Pass::kActivationMask == ActivationMaskUse::kRead) {
@@ -117,7 +118,7 @@ struct Rows {
 };
 
 /// kRows rows at a time take the channels' constants from memory once, and ask for what lies
-/// `ahead` bytes further.
+/// `ahead` bytes further, if that is not 0.
 template <class T, class Pass, bool kStream, int kRows>
 inline void map_some_rows(const Rows<T>& rows, std::int64_t channels, std::int64_t ahead,
                           const ElementConstants& constants, const ActivationV<T>& activation) {
@@ -128,9 +129,11 @@ inline void map_some_rows(const Rows<T>& rows, std::int64_t channels, std::int64
     Rows<T> row = rows;
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r, row.advance(1)) {
-      prefetch(reinterpret_cast<const char*>(row.x + c) + ahead);
-      if (Pass::kOther) {
-        prefetch(reinterpret_cast<const char*>(row.other + c) + ahead);
+      if (ahead > 0) {
+        prefetch(reinterpret_cast<const char*>(row.x + c) + ahead);
+        if (Pass::kOther) {
+          prefetch(reinterpret_cast<const char*>(row.other + c) + ahead);
+        }
       }
       const Companions with{row.activation_mask};
       if (n == kLanesOf<T>) {
@@ -329,18 +332,19 @@ void map_planes(const ElementsTask& task) {
 }
 
 /// How many rows go together, and how many bytes ahead they ask; as measured. Rows that are a page
-/// apart share a set of the cache. Beyond the caches long rows are read best in one stream.
+/// apart share a set of the cache. Long rows from beyond the caches are read best in one stream.
 struct RowsPace {
   std::int64_t together;
   std::int64_t ahead;
 };
-inline RowsPace pace_of(std::int64_t row_bytes, bool beyond_caches) {
+inline RowsPace pace_of(std::int64_t row_bytes, bool streams, bool beyond_caches) {
   constexpr std::int64_t kPage = 4096;
   constexpr std::int64_t kLong = 1024;
-  return row_bytes > kPage                     ? RowsPace{kMostRows, 2048}
-         : row_bytes == kPage                  ? RowsPace{2, 1024}
+  return row_bytes == kPage                    ? RowsPace{2, 1024}
+         : row_bytes > kPage || !streams       ? RowsPace{kMostRows, 2048}
          : beyond_caches && row_bytes >= kLong ? RowsPace{1, 1024}
-                                               : RowsPace{2, 4096};
+         : kFloatLanes == 16                   ? RowsPace{2, 4096}
+                                               : RowsPace{kMostRows, 2048};
 }
 
 /// Rows [begin, end) in the order of memory.
@@ -389,7 +393,7 @@ void map_rows(const ElementsTask& task) {
   const std::int64_t plane = joined ? task.end : task.plane;
   const std::int64_t row_bytes = task.channels * static_cast<std::int64_t>(sizeof(T));
   const std::int64_t piece = maximum(1, kRowsPiece / row_bytes / kMostRows) * kMostRows;
-  const RowsPace pace = pace_of(row_bytes, task.beyond_caches);
+  const RowsPace pace = pace_of(row_bytes, kStream, task.beyond_caches);
   for (std::int64_t end = task.end; end > task.begin;) {
     const std::int64_t sample = (end - 1) / plane;
     const std::int64_t origin = sample * plane;
