@@ -6,6 +6,7 @@
 #include "cpu/level_mask.hpp"
 #include "cpu/level_elements.hpp"
 #include "cpu/level_map.hpp"
+#include "cpu/level_map_rows.hpp"
 #include "cpu/level_pullback.hpp"
 #include "cpu/level_windows.hpp"
 #include "cpu/level_merge.hpp"
