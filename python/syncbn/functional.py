@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import devices
+from . import baton
 from .exchange.callers import Group, sharing
 from .step import masks
 from .step.autograd import train_step
@@ -80,7 +80,7 @@ def sync_batch_norm(
             **{"residual": residual, "mask": mask, "timeout": state.sharing.limit, **others},
         )
     if training:
-        if devices.running and devices.inside():
+        if baton.running and baton.inside():
             raise RuntimeError(
                 "sync_batch_norm: got a call inside syncbn.parallel.SelfDataParallel, where "
                 "devices meet at modules; expected a syncbn.SyncBatchNorm"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from . import devices, recognition
+from . import baton, devices, recognition
 from .exchange import callers
 from .recognition import leaf
 from .step import masks
@@ -240,8 +240,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if isinstance(input, (list, tuple)):
             return devices.forward(self, input, residual, mask)
         if self.training:
-            if devices.running and devices.inside():
-                return devices.wait(self, input, residual, mask)
+            if baton.running and baton.inside():
+                return baton.wait(self, input, residual, mask)
             if not torch.compiler.is_compiling():
                 if self.state.had_list or "_is_replica" in self.__dict__:
                     devices.check_alone(self)

@@ -33,6 +33,10 @@ ALONE, MESSAGE, IN_PLACE, OWN, NOTED = range(-1, -6, -1)
 #: Statuses of an operator of a group in shared memory.
 DONE, PENDING, TIMEOUT, LOST, DIVERGED, UNCHECKED, NO_MEMORY = range(7)
 HEADER_WORDS = 8
+#: Words of the first message of an exchange over Gloo, the same for every call of the group: Gloo
+#: ends the process when ranks bring different lengths, so lengths may differ only after the first
+#: message has shown that the calls agree. 512 channels of float32 fit.
+FRAME_WORDS = HEADER_WORDS + 512 * 19
 #: Where a message says, as REJECTED, that a rank refused its input, and a forward's who takes part
 #: in backward.
 HEADER_FLAGS, HEADER_BACKWARD = 3, 4

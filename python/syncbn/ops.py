@@ -29,7 +29,7 @@ from .step.options import (
     form_of,
     is_number,
 )
-from .step.surroundings import refuse_tracing
+from .step.surroundings import like, refuse_tracing
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
 _OPTIONS = ("is_infer", "use_global_est", "epsilon", "momentum", "group", "layer_name")
@@ -218,7 +218,7 @@ class _BatchNorm(torch.autograd.Function):
         x, scale, saved = ctx.saved_tensors
         needs_x, _, _, needs_scale, needs_bias, *_ = ctx.needs_input_grad
         if dy.stride() != x.stride():
-            dy = training.like(dy, x)
+            dy = like(dy, x)
         dx, dscale, dbias = ops.batch_norm_backward(
             *(dy, x, scale, saved, ctx.constant, needs_x),
             scale.dtype if needs_scale else None,

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .devices import Request, ThreadState, give_up, inside, run_in_turns, train_step
+from .baton import Request, ThreadState, inside, run_in_turns
+from .devices import give_up, train_step
 from .errors import DivergenceError
 from .exchange import callers, groups, host
 from .exchange.call import Call, Peers, tag_of

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from ..operators import DTYPES, HEADER_WORDS, ops, without_modes
-from .call import COMES, FRAME_WORDS, WANTS_SUMS, Backward, Call, Peers, tag_of
+from ..operators import DTYPES, FRAME_WORDS, HEADER_WORDS, ops, without_modes
+from .call import COMES, WANTS_SUMS, Backward, Call, Peers, tag_of
 
 _Engine = TypeVar("_Engine", bound="Engine")
 

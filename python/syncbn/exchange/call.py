@@ -11,13 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..operators import HEADER_WORDS
-
-#: Words of the first message of an exchange over Gloo, the same for every call of the group: Gloo
-#: ends the process when ranks bring different lengths, so lengths may differ only after the first
-#: message has shown that the calls agree. 512 channels of float32 fit.
-FRAME_WORDS = HEADER_WORDS + 512 * 19
-
 
 class Times:
     """Counts the seconds of one layer on this rank. waits: of each of the last exchanges."""

@@ -12,12 +12,11 @@ import contextlib
 import ctypes
 import datetime
 import os
-import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from ..errors import ExchangeTimeout, PeerLost
 from ..operators import ops, without_modes
 from . import callers
+from .apart import begin, is_done
 from .call import Call, Peers, Refused, lacks_memory, reason_of
 
 #: Seconds between two looks at the store.
@@ -36,40 +36,6 @@ _SPINS = 100
 _STEP = ("forward", "backward", "conversion")
 #: Ways out of an exchange that the other ranks take as well, or that are no part of it.
 _KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, Refused)
-
-# Calls that wait for a thread, and how many threads wait for a call.
-_calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-_idle = threading.Semaphore(0)
-
-
-def begin(function: Callable[[], Any]) -> Future:
-    """Begins a call that may never return, such as a request to a store whose host is gone, in a
-    thread: nothing on the way of an error waits without a bound. The future has what it gives or
-    raises, when it does."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    if not _idle.acquire(blocking=False):
-        threading.Thread(target=_serve, name="syncbn-apart", daemon=True).start()
-    _calls.put(run)
-    return future
-
-
-def _serve() -> None:
-    while True:
-        _calls.get()()
-        _idle.release()
-
-
-def is_done(future: Future, seconds: float | None) -> bool:
-    """Tells whether it has ended, after so many seconds at most (None: however long). Ctrl-C ends
-    the wait."""
-    return bool(wait([future], seconds and max(seconds, 0)).done)
 
 
 class Member:
@@ -273,8 +239,7 @@ def _end() -> None:
 def _forget_parent() -> None:
     """Begins anew in a forked child. Threads, and who may have held locks, stayed behind;
     connections to the store are the parent's, and are not closed either, which it would see."""
-    global _calls, _idle, _inherited, _stop, _thread, _lock
-    _calls, _idle = queue.SimpleQueue(), threading.Semaphore(0)
+    global _inherited, _stop, _thread, _lock
     _inherited = [dict(members), *map(list, dist.distributed_c10d._world.tags_to_pg.values())]
     _stop, _thread, _lock = threading.Event(), None, threading.Lock()
     members.clear()

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from . import failing
+from . import apart
 
 #: Seconds that connecting has at least, once all ranks have come.
 CONNECTING = 5.0
@@ -167,7 +167,7 @@ class _Attempt:
         if make is None:
             return [offer.value for offer in offers]
         self.until = max(self.until, time.monotonic() + CONNECTING)
-        making = failing.begin(lambda: make(offers, f"{self.topic}/{self.round}"))
+        making = apart.begin(lambda: make(offers, f"{self.topic}/{self.round}"))
         self._wait_until_made(making)
         return making.result()
 
@@ -347,8 +347,8 @@ def meet(
                 "one thread for each group (process_group=)"
             )
         attempt.before, _rounds[attempt.topic] = _rounds.get(attempt.topic, []), attempt.rounds
-        result = failing.begin(lambda: attempt.run(make))
-        while not failing.is_done(result, attempt.until + _GRACE - time.monotonic()):
+        result = apart.begin(lambda: attempt.run(make))
+        while not apart.is_done(result, attempt.until + _GRACE - time.monotonic()):
             if time.monotonic() > attempt.until + _GRACE:
                 raise ExchangeTimeout(
                     f"{place}: not all ranks came within {limit:g} s, and the store of "

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..devices import give_up, run_in_turns
+from ..baton import run_in_turns
+from ..devices import give_up
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..exchange import callers
 from ..exchange.tree import Tree

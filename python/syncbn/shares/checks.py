@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..exchange import failing, groups
+from ..exchange import apart, groups
 from ..nn import SyncBatchNorm
 from ..step.options import check_module
 
@@ -83,13 +83,13 @@ def agree(refused: str, said: dict[str, Any], processes: int) -> None:
     if processes == 1:
         return
     if _told is not None:
-        failing.is_done(_told, None)
+        apart.is_done(_told, None)
     text = json.dumps([refused, said])
-    _told = failing.begin(lambda: groups.gather_text(text, "Shares"))
+    _told = apart.begin(lambda: groups.gather_text(text, "Shares"))
     if refused:
-        failing.is_done(_told, 1.0)
+        apart.is_done(_told, 1.0)
         return
-    failing.is_done(_told, None)
+    apart.is_done(_told, None)
     all_said = [json.loads(each) for each in _told.result()]
     for rank, (error, _) in enumerate(all_said):
         if error:

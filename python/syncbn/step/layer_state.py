@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from ..errors import DivergenceError
 from ..exchange import agreement, callers, groups
 from ..exchange.agreement import Engine
-from ..exchange.call import FRAME_WORDS, Call, Peers, Times, tag_of
+from ..exchange.call import Call, Peers, Times, tag_of
 from ..exchange.callers import Sharing
-from ..operators import HEADER_WORDS, without_modes
+from ..operators import FRAME_WORDS, HEADER_WORDS, without_modes
 from .options import Options, is_strided
 
 _WORLD = Sharing()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .options import Options, check_strided, finish
+from .options import Options, activation_of, check_like_input, check_strided
 
 
 def check_mask(mask: Tensor, x: Tensor) -> None:
@@ -30,6 +30,15 @@ def counting(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.to(torch.bool).unsqueeze(1), x, 0)
 
 
+def _finish(y: Tensor, residual: Tensor | None, options: Options) -> Tensor:
+    """Gives what follows PyTorch's batch norm: its own addition and activation."""
+    if residual is not None:
+        check_like_input("residual", residual, y)
+        y = y + residual
+    activation = activation_of(options.activation)
+    return activation.function(y, *[options.negative_slope] if activation.slope is None else [])
+
+
 def plain(
     x: Tensor,
     running_mean: Tensor | None,
@@ -50,7 +59,7 @@ def plain(
         return F.batch_norm(x, *parameters, local_batch, momentum, options.eps)
 
     if mask is None:
-        return finish(normalize(x), residual, options)
+        return _finish(normalize(x), residual, options)
     check_mask(mask, x)
     if local_batch:
         rows, counts = x.movedim(1, -1), mask.to(torch.bool)
@@ -61,4 +70,4 @@ def plain(
         y = torch.zeros_like(rows).index_put((counts,), packed).movedim(-1, 1)
     else:  # Zeros go in too: a NaN that does not count would reach the weight's gradient.
         y = counting(normalize(counting(x, mask)), mask)
-    return counting(finish(y, residual, options), mask)
+    return counting(_finish(y, residual, options), mask)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..exchange.call import tag_of
 from ..operators import DTYPES, load_cuda, ops
 
 AffineGrad = Literal["share", "global"]
@@ -139,7 +140,7 @@ def check_like_input(name: str, tensor: Tensor, x: Tensor) -> None:
         )
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)
 
 
@@ -193,12 +194,14 @@ def check_options(options: Options) -> None:
 
 class Form(NamedTuple):
     """What a step takes of its options. kind, mode: the core's numbers of the activation and of the
-    statistics. in_place: y lies over x. shares: gradients of parameters are this rank's shares."""
+    statistics. in_place: y lies over x. shares: gradients of parameters are this rank's shares.
+    tag: of what ranks must have in common."""
 
     kind: int
     mode: int
     in_place: bool
     shares: bool
+    tag: int
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
@@ -207,7 +210,11 @@ def form_of(*options: Any) -> Form:
     own = Options(*options)
     check_options(own)
     mode, shares = STATISTICS.index(own.statistics), own.affine_grad == "share"
-    return Form(activation_of(own.activation).number, mode, own.writes_over_input, shares)
+    # 0, 0.0 and -0.0 are one number, of whatever type.
+    common = ((k, float(v) + 0.0 if is_number(v) else v) for k, v in own.shared().items())
+    return Form(
+        activation_of(own.activation).number, mode, own.writes_over_input, shares, tag_of(*common)
+    )
 
 
 #: Largest error of a recovered input, in standard deviations, at one deviation from the mean.
@@ -388,12 +395,3 @@ def check_arguments(
                 check_written(name, tensor)
     if residual is not None:
         check_like_input("residual", residual, x)
-
-
-def finish(y: Tensor, residual: Tensor | None, options: Options) -> Tensor:
-    """Gives what follows PyTorch's batch norm: its own addition and activation."""
-    if residual is not None:
-        check_like_input("residual", residual, y)
-        y = y + residual
-    activation = activation_of(options.activation)
-    return activation.function(y, *[options.negative_slope] if activation.slope is None else [])

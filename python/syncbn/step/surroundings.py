@@ -22,6 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..exchange import callers, failing, groups
 from ..exchange.call import Call, Peers
 from ..exchange.callers import Sharing
+from .options import check_plain, check_strided
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -100,6 +101,37 @@ def check_not_batched(call: Call, gradient: Tensor) -> None:
         f"{call}: got a backward inside vmap (is_grads_batched=True, vectorize=True, ...), "
         "expected one gradient at a time"
     )
+
+
+def fits(dy: Tensor | None, x: Tensor) -> bool:
+    """Tells whether it is a plain gradient in x's layout; mostly, and quickly."""
+    return (
+        type(dy) is Tensor
+        and dy.layout is torch.strided
+        and dy.stride() == x.stride()
+        and dy.dtype is x.dtype
+        and not is_legacy_batchedtensor(dy)
+        and not in_transform()
+    )
+
+
+def fitting(dy: Tensor, x: Tensor, alone: bool) -> Tensor:
+    """Gives a gradient in x's layout. alone: there is one rank."""
+    check_plain(alone, gradient=dy)
+    return like(dy, x)
+
+
+def like(tensor: Tensor, x: Tensor) -> Tensor:
+    """Gives the tensor in x's layout."""
+    check_strided("gradient", tensor)
+    if tensor.stride() == x.stride() and tensor.dtype == x.dtype:
+        return tensor
+    if tensor.shape != x.shape or tensor.dtype != x.dtype:  # x.data is another since forward
+        raise ValueError(
+            f"input: got {x.dtype} of shape {tuple(x.shape)}, expected {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)} still"
+        )
+    return torch.empty_like(x).copy_(tensor)
 
 
 def recorded(name_of: Callable[..., str], suffix: str = "") -> Callable[[_Function], _Function]:

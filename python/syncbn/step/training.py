@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 
 from ..exchange import agreement
 from ..exchange.call import (
@@ -36,9 +35,9 @@ from ..operators import (
 )
 from . import layer_state
 from .layer_state import LayerState
-from .options import Form, Options, check_plain, check_strided, values_per_channel
+from .options import Form, Options, values_per_channel
 from .recomputation import Segment
-from .surroundings import check_not_batched, in_transform, recorded
+from .surroundings import check_not_batched, fits, fitting, like, recorded
 
 # Without OpOverload.__call__, which hands all arguments on.
 _forward_begin = ops.forward_begin.default._op
@@ -123,19 +122,6 @@ def _placed(xs: Sequence[Tensor], *tensors: Tensor | None) -> Iterable[Sequence[
     return (tensors,) if len(xs) == 1 else (_beside(x, *tensors) for x in xs)
 
 
-def like(tensor: Tensor, x: Tensor) -> Tensor:
-    """Gives the tensor in x's layout."""
-    check_strided("gradient", tensor)
-    if tensor.stride() == x.stride() and tensor.dtype == x.dtype:
-        return tensor
-    if tensor.shape != x.shape or tensor.dtype != x.dtype:  # x.data is another since forward
-        raise ValueError(
-            f"input: got {x.dtype} of shape {tuple(x.shape)}, expected {tensor.dtype} of shape "
-            f"{tuple(tensor.shape)} still"
-        )
-    return torch.empty_like(x).copy_(tensor)
-
-
 def leave(
     error: BaseException,
     state: LayerState,
@@ -166,7 +152,7 @@ def forward(
     and the layer's counters are updated. needs: as Step has it. After an error the caller calls
     leave()."""
     (mean, var, tracked), options, form, state, peers, word, segment, checked = given
-    kind, mode, in_place, _ = form
+    kind, mode, in_place, _, tag = form
     kept = None if segment is None else segment.kept
     transport = transport_in(segment, peers, xs[0])
     several, has_residual = len(xs) > 1, residuals[0] is not None
@@ -186,7 +172,7 @@ def forward(
         momentum = ops.cumulative_factor(averaged.item()) if momentum is None else momentum
     numbers = (options.eps, momentum, kind, options.negative_slope, mode)
     own = (xs[0], weight, bias, residuals[0], masks[0], mean, var, tracked, state.call, state.count)
-    passes = [(*own, state.number, *numbers, word)]
+    passes = [(*own, state.number ^ tag, *numbers, word)]
     if several:
         for z, residual, mask in zip(xs[1:], residuals[1:], masks[1:]):
             w, b, counter = _beside(z, weight, bias, state.call)
@@ -315,7 +301,7 @@ def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
 
 
 def _backward(step: Step, dys, weight, bias, *saved) -> tuple:
-    state, options, (kind, mode, _, shares), peers, _, awaited, bias_dtype, needs, lead = step
+    state, options, (kind, mode, _, shares, _), peers, _, awaited, bias_dtype, needs, lead = step
     (needs_x, needs_weight, needs_bias, needs_residual), slope = needs, options.negative_slope
     xs, x, exchanges = saved[::4], saved[4 * lead], step.exchanges
     transport = transport_of(peers if exchanges else None, xs[0].device)
@@ -331,11 +317,11 @@ def _backward(step: Step, dys, weight, bias, *saved) -> tuple:
     passes, after = [], [weight, bias]
     for k, dy in enumerate(dys):
         z, kept, bits, mask = saved[4 * k : 4 * k + 4]
-        if not _fits(dy, z):
+        if not fits(dy, z):
             dy = torch.zeros_like(z) if dy is None else dy
             named = step.call("backward")
             check_not_batched(named, dy)
-            dy = transport.refusing(_fitting, (dy, z, peers is None), z, named)
+            dy = transport.refusing(fitting, (dy, z, peers is None), z, named)
         if len(dys) > 1:
             after = [*_beside(z, weight, bias)]
         passes.append((dy, z, kept, *after, bits, mask, kind, slope, *rest))
@@ -378,29 +364,12 @@ def _backward(step: Step, dys, weight, bias, *saved) -> tuple:
     )
 
 
-def _fits(dy: Tensor | None, x: Tensor) -> bool:
-    """Tells whether it is a plain gradient in x's layout; mostly, and quickly."""
-    return (
-        type(dy) is Tensor
-        and dy.layout is torch.strided
-        and dy.stride() == x.stride()
-        and dy.dtype is x.dtype
-        and not is_legacy_batchedtensor(dy)
-        and not in_transform()
-    )
-
-
 def _shared(arguments: tuple, dtype: torch.dtype, leads: bool) -> tuple:
     """Gives the arguments of one of several inputs, in the dtype of that which leads, and which
     alone brings gradients of weight and bias."""
     dy, z, *others, keep, dweight, dbias, share = arguments
     dtypes = (dweight, dbias) if leads else (None, None)
     return dy.to(dtype), z.to(dtype), *others, keep, *dtypes, share
-
-
-def _fitting(dy: Tensor, x: Tensor, alone: bool) -> Tensor:
-    check_plain(alone, gradient=dy)
-    return like(dy, x)
 
 
 def takes_part(needs: Sequence[bool], options: Options, segment: Segment | None = None) -> int:

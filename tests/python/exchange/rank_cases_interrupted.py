@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import syncbn
 from rank_cases import diverges, raises, unchanged
 from syncbn.exchange import agreement, connections, failing, host, transport
-from syncbn.step import autograd, training
+from syncbn.step import node, training
 
 LIMIT = 100.0
 #: Seconds in which the others have the error. Over Gloo they look at the store meanwhile, and ask
@@ -29,7 +29,7 @@ LIMIT = 100.0
 SOON = 30.0
 _MODULES = agreement, failing, connections, host, transport
 _FILES = {module.__file__ for module in _MODULES}
-_STEPS = autograd._BatchNormTraining.forward, training.forward, training._backward
+_STEPS = node._BatchNormTraining.forward, training.forward, training._backward
 _CODES = {function.__code__ for function in _STEPS}
 
 

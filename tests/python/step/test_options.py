@@ -16,6 +16,7 @@ from torch import nn
 import oracle
 import syncbn
 from support import TORCH_DTYPES, bits, layouts_of, new_layer, to_tensor
+from syncbn.step.options import Options, form_of
 
 # Types of input, parameters and buffers. PyTorch refuses the last three ("expected scalar type
 # BFloat16 but found Float"); FSDP2 with bfloat16 mixed precision gives the second of them.
@@ -213,3 +214,18 @@ def test_evaluation_with_parameters_and_buffers_of_different_types():
         assert torch.equal(a.grad, b.grad.to(dtype))  # rounded once
     with pytest.raises(RuntimeError, match="share same datatype"):
         same(leaves[0].double())
+
+
+def test_what_ranks_share_of_the_options_has_a_tag_by_value():
+    """The call's fingerprint holds it, so that an option is compared as soon as shared() lists
+    it."""
+
+    def tag(**options):
+        return form_of(*Options(**options)).tag
+
+    assert tag() == tag(eps=np.float64(1e-5), momentum=None, inplace=True)
+    assert tag(eps=0) == tag(eps=0.0) == tag(eps=-0.0) != tag()
+    assert tag(activation="relu") != tag() != tag(statistics="welford")
+    leaky = {"activation": "leaky_relu"}
+    assert tag(**leaky, negative_slope=0.2) != tag(**leaky)
+    assert tag(activation="relu", negative_slope=0.2) == tag(activation="relu")
