@@ -26,8 +26,9 @@ struct MpiHandle {
 ///
 /// Ranks of one node exchange in shared memory, as in a SharedMemoryGroup. Between nodes the first
 /// rank of each exchanges over MPI: it tells rank 0 what its node brings, and rank 0 answers; only
-/// when all are there with the same call does MPI's collective begin. If the ranks of a node cannot
-/// share memory, every rank exchanges over MPI in this way.
+/// when all are there with the same call does MPI's collective begin. More than 17 such ranks do so
+/// as a tree, in which no rank hears of more than 16 others. If the ranks of a node cannot share
+/// memory, every rank exchanges over MPI in this way.
 ///
 /// So lengths may differ (DivergenceError on every rank; the group can be used further), a rank may
 /// leave, and a rank that does not come has a name. A rank that refuses an argument is a PeerLost
@@ -46,10 +47,11 @@ class SYNCBN_API MpiCommunicator final : public Communicator {
   /// without a limit. timeout: at least 1 ms; a rank waits that long for the others of its node,
   /// and rank 0 for those of other nodes twice as long, before ExchangeTimeout on every rank, which
   /// names those that did not come. When they come, they get it too, over MPI, or PeerLost. Ranks
-  /// wait twice as long for rank 0 over MPI as rank 0 for them. node: those ranks of `communicator`
-  /// that share memory with this one, itself among them; by default MPI's MPI_COMM_TYPE_SHARED, and
-  /// MPI_COMM_SELF on all ranks for no shared memory. Other values, an intercommunicator, or MPI
-  /// that is not initialized or finalized already: InvalidArgument.
+  /// wait twice as long for rank 0 over MPI as rank 0 for them. A tree with L levels below rank 0
+  /// makes waits over MPI L times as long. node: those ranks of `communicator` that share memory
+  /// with this one, itself among them; by default MPI's MPI_COMM_TYPE_SHARED, and MPI_COMM_SELF on
+  /// all ranks for no shared memory. Other values, an intercommunicator, or MPI that is not
+  /// initialized or finalized already: InvalidArgument.
   explicit MpiCommunicator(MpiHandle communicator,
                            std::chrono::milliseconds timeout = kDefaultTimeout,
                            std::optional<MpiHandle> node = std::nullopt);

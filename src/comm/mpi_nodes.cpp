@@ -13,11 +13,8 @@ namespace {
 
 /// What the first rank of a node tells the others after an exchange between nodes: kGo, or the
 /// type of an error.
-using Outcome = Failure<1024>;
+using Outcome = Failure;
 constexpr std::size_t kOutcomeWords = sizeof(Outcome) / sizeof(std::int64_t);
-
-/// The first rank waits between nodes for four time limits at most.
-constexpr int kLimitsBetween = 5;
 
 Outcome outcome_of(const Error& error) {
   Answer type = Answer::kLost;
@@ -92,7 +89,8 @@ void MpiNodes::exchange(std::span<std::byte> result, const Within& within, const
     std::memcpy(shared_.data(), &outcome, sizeof(outcome));
     std::copy(result.begin(), result.end(), reinterpret_cast<std::byte*>(words));
   }
-  node_->set_timeout(kLimitsBetween * timeout_);
+  // The first rank waits between nodes, with twice the time limit.
+  node_->set_timeout((2 * MpiMeeting::limits(static_cast<int>(ranks_.size())) + 1) * timeout_);
   node_->all_reduce_sum(shared_);  // the others bring zeros
   std::memcpy(&outcome, shared_.data(), sizeof(outcome));
   if (outcome.answer != Answer::kGo) {

@@ -20,6 +20,16 @@ struct RankSet {
     }
     return set;
   }
+  void add(const RankSet& others) {
+    for (std::size_t i = 0; i < bits.size(); ++i) {
+      bits[i] |= others.bits[i];
+    }
+  }
+  void remove(const RankSet& others) {
+    for (std::size_t i = 0; i < bits.size(); ++i) {
+      bits[i] &= ~others.bits[i];
+    }
+  }
   std::vector<int> list() const {
     std::vector<int> ranks;
     for (int rank = 0; rank < kMaxRanks; ++rank) {

@@ -42,6 +42,36 @@ TEST(Mpi, OtherLengthsAreAnErrorOnEveryRankAndTheGroupGoesOn) {
   expect_usable(group);
 }
 
+TEST(Mpi, ThoseThatDifferFromRank0AreNamed) {
+  MpiCommunicator group = group_of_all();
+  for (int a = 0; a < group.size(); ++a) {
+    for (int b = a; b < group.size(); ++b) {
+      const auto differs = [&](int r) { return r == a || r == b; };
+      std::vector<int> expected;
+      for (int r = 0; r < group.size(); ++r) {
+        if (differs(r) != differs(0)) {
+          expected.push_back(r);
+        }
+      }
+      if (expected.empty()) {  // two ranks, which both differ
+        continue;
+      }
+      std::vector<std::int64_t> words(differs(group.rank()) ? 3 : 2);
+      try {
+        group.all_reduce_sum(words);
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const DivergenceError& error) {
+        if (way == Way::kNodes) {  // a node says first where its own ranks differ from each other
+          EXPECT_FALSE(error.ranks().empty()) << error.what();
+        } else {
+          EXPECT_EQ(error.ranks(), expected) << error.what();
+        }
+      }
+    }
+  }
+  expect_usable(group);
+}
+
 /// A forward whose y is right or not on this rank.
 void forward(Communicator& group, const char* name, bool good) {
   const float x[] = {1, 2};
@@ -65,7 +95,7 @@ TEST(Mpi, OtherLayersAreAnErrorOnEveryRank) {
 TEST(Mpi, ARefusedArgumentReachesEveryRankAndTheGroupGoesOn) {
   MpiCommunicator group = group_of_all();
   for (const std::vector<int>& refusing :
-       std::vector<std::vector<int>>{{0}, {1}, {1}, {0}, {0, 1}, {1}}) {
+       std::vector<std::vector<int>>{{0}, {1}, {1}, {0}, {0, 1}, {1}, {group.size() - 1}}) {
     const bool refuses = std::count(refusing.begin(), refusing.end(), group.rank()) > 0;
     for (int twice = 0; twice < 2; ++twice) {
       if (refuses) {
@@ -158,7 +188,7 @@ TEST(Mpi, ALateRank0IsNamed) {
   MpiCommunicator group = group_of_all(kShort);
   std::vector<std::int64_t> words = {1};
   if (group.rank() == 0) {
-    std::this_thread::sleep_for(3 * kShort);
+    std::this_thread::sleep_for((way == Way::kMpi ? 5 : 3) * kShort);
     const std::string text = thrown<PeerLost>([&] { group.all_reduce_sum(words); });
     EXPECT_TRUE(contains(text, "left the group: rank 0 did not come")) << text;
   } else if (way == Way::kNodes && group.rank() % 2 == 1) {  // hears of it from rank 0
