@@ -19,7 +19,7 @@ from .step import masks
 from .step.autograd import train_step
 from .step.layer_state import UNNAMED, LayerState
 from .step.options import (
-    OWN,
+    ADDED_OPTIONS,
     ActivationName,
     AffineGrad,
     Options,
@@ -121,7 +121,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self.register_parameter("bias", None)
         sharing = callers.sharing(process_group, timeout, engine)
         options = affine_grad, activation, negative_slope, sync, statistics, inplace
-        self._init_sync(UNNAMED, sharing, **dict(zip(OWN, options)))
+        self._init_sync(UNNAMED, sharing, **dict(zip(ADDED_OPTIONS, options)))
         check_options(self.options())
 
     affine_grad: AffineGrad
@@ -136,7 +136,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         cls = parametrize.type_before_parametrizations(self)
         recognition.register(cls, whole=cls is SyncBatchNorm)
         self.state = LayerState(name, sharing)
-        for option, value in (OWN | options).items():
+        for option, value in (ADDED_OPTIONS | options).items():
             setattr(self, option, value)
 
     def share(self, sharing: callers.Sharing) -> None:
@@ -308,7 +308,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             text += ", bias=False"  # PyTorch from 2.15 on says so itself
         if self.state.sharing.name is not None:
             text += f", process_group={self.state.sharing.name!r}"
-        for name, default in OWN.items():
+        for name, default in ADDED_OPTIONS.items():
             value = getattr(self, name)
             if value != default and name != "negative_slope":
                 text += f", {name}={value!r}"

@@ -18,7 +18,7 @@ from ..exchange.host import engine_of
 from ..nn import Model, SyncBatchNorm
 from ..step.layer_state import UNNAMED
 from ..step.options import (
-    OWN,
+    ADDED_OPTIONS,
     ActivationName,
     AffineGrad,
     Options,
@@ -30,7 +30,13 @@ from . import classes
 from .sharing import prepare
 
 # Attributes that SyncBatchNorm has and a plain layer has not.
-_OWN_ATTRIBUTES = ("state", *OWN, "_original_class", "_original_activation", "_replaced_class")
+_OWN_ATTRIBUTES = (
+    "state",
+    *ADDED_OPTIONS,
+    "_original_class",
+    "_original_activation",
+    "_replaced_class",
+)
 
 
 def _replace(
@@ -235,9 +241,9 @@ def convert_sync_batchnorm(
             shared = sharing._replace(name=callers.group_name(theirs))
         layer._init_sync(path or UNNAMED, shared)
         for name, value in (options | own).items():
-            if name not in OWN:
+            if name not in ADDED_OPTIONS:
                 raise ValueError(
-                    f"{name}: got an option of that name, expected one of {tuple(OWN)}"
+                    f"{name}: got an option of that name, expected one of {tuple(ADDED_OPTIONS)}"
                 )
             setattr(layer, name, value)
         check_options(layer.options())

@@ -85,7 +85,7 @@ class Options(NamedTuple):
 
 
 #: What a plain layer has not, in the order of texts; with its defaults.
-OWN: dict[str, Any] = {
+ADDED_OPTIONS: dict[str, Any] = {
     name: Options._field_defaults[name]
     for name in ("affine_grad", "activation", "negative_slope", "sync", "statistics", "inplace")
 }
