@@ -32,7 +32,6 @@ def sync_batch_norm(
     negative_slope: float = 0.01,
     statistics: Statistics = "reproducible",
     inplace: bool = False,
-    label: str = "",
     timeout: "float | datetime.timedelta | None" = None,
 ) -> Tensor:
     """Batch normalization with the statistics of all ranks of a process group.
@@ -52,7 +51,6 @@ def sync_batch_norm(
         mask: (N, *spatial), bool or uint8; as for SyncBatchNorm.forward.
         activation, negative_slope, inplace, timeout: as for SyncBatchNorm.
         statistics: "reproducible", or "welford" (docs/options.md).
-        label: a text that ranks must have in common.
 
     Returns:
         y, of x's shape, dtype and layout. The gradients of weight and bias are this rank's own
@@ -69,7 +67,6 @@ def sync_batch_norm(
         "negative_slope": negative_slope,
         "statistics": statistics,
         "inplace": inplace,
-        "label": label,
     }
     options = Options(eps=eps, momentum=momentum, **others)
     check_options(options)
