@@ -2,6 +2,7 @@
 #include "syncbn/batch_norm_op.hpp"
 
 #include <array>
+#include <functional>
 #include <limits>
 #include <string>
 
@@ -16,17 +17,20 @@
 namespace syncbn {
 namespace {
 
+/// Sums a message over the ranks, in place.
+using Exchange = std::function<Merged(std::vector<std::int64_t>& message)>;
+
 /// Calls body(exchange) with the communicator's exchange. A rank that fails before it tells the
 /// others, which would otherwise wait.
 template <class Body>
 auto with_communicator(Communicator& communicator, const Body& body) {
   bool exchanged = false;
-  const Exchange exchange = [&](std::vector<std::int64_t>& message) {
+  const Exchange exchange = [&](std::vector<std::int64_t>& message) -> Merged {
     exchanged = true;
     communicator.all_reduce_sum(message);
     const MessageInfo info = read_header(message.data(), communicator.size());
     check_header(info);
-    return info;
+    return {message.data(), message.data() + kHeaderWords, info.dtype, communicator.size()};
   };
   try {
     check_ranks(communicator.size());
@@ -92,16 +96,6 @@ void check_forward(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& ou
 std::uint64_t identity(const BatchNormOpAttributes& attributes, std::int64_t channels) {
   return fingerprint(attributes.layer, attributes.use_global_est ? 2 : 1, Direction::kForward,
                      channels, attributes.momentum);
-}
-
-/// The caller's exchange of a message, for the step: as if one rank had all that `info` says.
-Merged exchanged(const Exchange& exchange, std::vector<std::int64_t>& message) {
-  const std::int64_t tag = message[kHeaderFingerprint];
-  const MessageInfo info = exchange(message);
-  check_header(info);
-  write_header(message.data(), info.count, static_cast<std::uint32_t>(tag),
-               info.any_data ? dtype_flag(info.dtype) : 0);
-  return {message.data(), message.data() + kHeaderWords, info.dtype, 1};
 }
 
 void store(const MutableTensorView& tensor, const std::vector<double>& values) {
@@ -202,16 +196,9 @@ BatchNormOpStatistics infer(const BatchNormOpInputs& inputs, const BatchNormOpOu
   return statistics;
 }
 
-}  // namespace
-
-BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
-                                    const BatchNormOpOutputs& outputs,
-                                    const BatchNormOpAttributes& attributes,
-                                    const Exchange& exchange, const Execution& execution) {
-  check_forward(inputs, outputs, attributes);
-  if (attributes.is_infer) {
-    return infer(inputs, outputs, attributes, execution);
-  }
+BatchNormOpStatistics train(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& outputs,
+                            const BatchNormOpAttributes& attributes, const Exchange& exchange,
+                            const Execution& execution) {
   const std::int64_t channels = inputs.x.sizes[1];
   const auto size = static_cast<std::size_t>(channels);
   BatchNormOpStatistics statistics;
@@ -231,7 +218,7 @@ BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
   std::vector<std::int64_t> message(
       static_cast<std::size_t>(message_words(inputs.x.dtype, channels)));
   forward_begin(step, message.data(), execution);
-  forward_finish(step, exchanged(exchange, message), execution);
+  forward_finish(step, exchange(message), execution);
   statistics.count = info[0];
   statistics.fingerprint = static_cast<std::uint32_t>(info[1]);
   const Updates saved(inputs, outputs, attributes, statistics);
@@ -243,22 +230,10 @@ BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
   return statistics;
 }
 
-BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
-                                    const BatchNormOpOutputs& outputs,
-                                    const BatchNormOpAttributes& attributes,
-                                    Communicator& communicator, const Execution& execution) {
-  if (attributes.is_infer) {  // nobody waits for this rank
-    return batch_norm_op(inputs, outputs, attributes, Exchange(), execution);
-  }
-  return with_communicator(communicator, [&](const Exchange& exchange) {
-    check_layer("attributes.layer", attributes.layer, communicator.size());
-    return batch_norm_op(inputs, outputs, attributes, exchange, execution);
-  });
-}
-
-void batch_norm_op_backward(const BatchNormOpGradients& g, const BatchNormOpStatistics& statistics,
-                            const BatchNormOpAttributes& attributes, const Exchange& exchange,
-                            const Execution& execution) {
+/// exchange: empty where there is none.
+void backward(const BatchNormOpGradients& g, const BatchNormOpStatistics& statistics,
+              const BatchNormOpAttributes& attributes, const Exchange& exchange,
+              const Execution& execution) {
   check_samples("x", g.x);
   check_like("dy", g.dy, g.x);
   const std::int64_t channels = g.x.sizes[1];
@@ -291,8 +266,24 @@ void batch_norm_op_backward(const BatchNormOpGradients& g, const BatchNormOpStat
   std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(g.x.dtype, channels)));
   backward_begin(step, message.data(), nullptr, execution);
   const std::vector<std::int64_t> own = message;
-  const Merged merged = exchanges(g, attributes) ? exchanged(exchange, message) : Merged();
-  backward_finish(step, own.data(), merged, execution);
+  backward_finish(step, own.data(), exchange ? exchange(message) : Merged(), execution);
+}
+
+}  // namespace
+
+BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
+                                    const BatchNormOpOutputs& outputs,
+                                    const BatchNormOpAttributes& attributes,
+                                    Communicator& communicator, const Execution& execution) {
+  if (attributes.is_infer) {  // nobody waits for this rank
+    check_forward(inputs, outputs, attributes);
+    return infer(inputs, outputs, attributes, execution);
+  }
+  return with_communicator(communicator, [&](const Exchange& exchange) {
+    check_layer("attributes.layer", attributes.layer, communicator.size());
+    check_forward(inputs, outputs, attributes);
+    return train(inputs, outputs, attributes, exchange, execution);
+  });
 }
 
 void batch_norm_op_backward(const BatchNormOpGradients& gradients,
@@ -300,11 +291,11 @@ void batch_norm_op_backward(const BatchNormOpGradients& gradients,
                             const BatchNormOpAttributes& attributes, Communicator& communicator,
                             const Execution& execution) {
   if (!exchanges(gradients, attributes)) {  // nobody waits
-    batch_norm_op_backward(gradients, statistics, attributes, Exchange(), execution);
+    backward(gradients, statistics, attributes, {}, execution);
     return;
   }
   with_communicator(communicator, [&](const Exchange& exchange) {
-    batch_norm_op_backward(gradients, statistics, attributes, exchange, execution);
+    backward(gradients, statistics, attributes, exchange, execution);
   });
 }
 

@@ -2,13 +2,11 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "syncbn/communicator.hpp"
 #include "syncbn/executor.hpp"
 #include "syncbn/export.hpp"
-#include "syncbn/message.hpp"
 #include "syncbn/tensor.hpp"
 
 /// Batch normalization as one operator for graph engines: inputs, outputs and attributes that do
@@ -58,10 +56,6 @@ struct BatchNormOpStatistics {
   std::uint32_t fingerprint = 0;
 };
 
-/// Sums a message over the ranks in place, checks its header (check_header) and returns it. The
-/// message may come back in another length: that of the group's dtype, where this rank is empty.
-using Exchange = std::function<MessageInfo(std::vector<std::int64_t>& message)>;
-
 /// Training: estimate <- momentum * estimate + (1 - momentum) * batch value, or the batch value if
 /// inputs.batches is 0; a batch without elements changes nothing. y = (x - mean) / sqrt(var +
 /// epsilon) * scale + bias with mean and var of the batch over all ranks, or with the updated
@@ -73,14 +67,6 @@ SYNCBN_API BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
                                                const BatchNormOpOutputs& outputs,
                                                const BatchNormOpAttributes& attributes,
                                                Communicator& communicator,
-                                               const Execution& execution);
-
-/// The same for those who own the exchange; telling the other ranks of an exception that comes
-/// before it is then up to them, and so is a number of the layer among several ranks.
-SYNCBN_API BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
-                                               const BatchNormOpOutputs& outputs,
-                                               const BatchNormOpAttributes& attributes,
-                                               const Exchange& exchange,
                                                const Execution& execution);
 
 /// dx, like x or absent; dscale and dbias, C entries or absent, of this rank's samples. x, scale:
@@ -100,11 +86,5 @@ SYNCBN_API void batch_norm_op_backward(const BatchNormOpGradients& gradients,
                                        const BatchNormOpStatistics& statistics,
                                        const BatchNormOpAttributes& attributes,
                                        Communicator& communicator, const Execution& execution);
-
-/// The same for those who own the exchange.
-SYNCBN_API void batch_norm_op_backward(const BatchNormOpGradients& gradients,
-                                       const BatchNormOpStatistics& statistics,
-                                       const BatchNormOpAttributes& attributes,
-                                       const Exchange& exchange, const Execution& execution);
 
 }  // namespace syncbn
