@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of a training step as a function that can itself be differentiated, any number of
-times: the formula of docs/training.md in PyTorch's own operators and float64."""
+times, in PyTorch's own operators and float64. u is the gradient that comes back through the
+activation, S the sum over the samples of all ranks, N their number, and xc = x - mean:
+
+    dx = weight * rstd * (u - S(u) / N - xc * rstd**2 * S(u * xc) / N)
+
+dweight = rstd * sum(u * xc) and dbias = sum(u), over this rank's samples or all ranks'."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
