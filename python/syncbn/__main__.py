@@ -212,7 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.cmake_dir:
         return _cmake_dir()
     if given.command == "diff":
-        difference = first_difference(given.a, given.b)
+        try:
+            difference = first_difference(given.a, given.b)
+        except (OSError, ValueError) as error:
+            parser.error(f"diff: expected two files of syncbn.record: {error}")
         print(difference or "no difference")
         return 0 if difference is None else 1
     if given.command is None:

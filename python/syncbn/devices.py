@@ -161,20 +161,19 @@ def forward(
 
 def check_alone(module) -> None:
     """Refuses a training call for one device's samples where the statistics are meant for all."""
+    if module.state.had_list and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"{module.state.name}: got one device's samples during a backward pass, expected those "
+            "of all devices; activation checkpointing around a synchronized layer does not work "
+            "where a process has several devices or shares"
+        )
     if vars(module).get("_is_replica"):
         raise RuntimeError(
             f"{module.state.name}: got a call of one replica alone, as torch.nn.DataParallel "
             "makes, whose replicas cannot exchange statistics; expected "
             "syncbn.parallel.SelfDataParallel"
         )
-    if module.state.had_list:
-        if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                f"{module.state.name}: got one device's samples during a backward pass, expected "
-                "those of all devices; activation checkpointing around a synchronized layer does "
-                "not work inside syncbn.parallel.SelfDataParallel"
-            )
-        module.state.had_list = False
+    module.state.had_list = False
 
 
 def _tell(module, error: BaseException, x: object) -> None:

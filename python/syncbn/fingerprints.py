@@ -32,7 +32,7 @@ def fingerprint(*objects: Any) -> str:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """Copies a tensor's elements, in the order of a contiguous one."""
-    plain = tensor.detach().cpu().contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return ctypes.string_at(plain.data_ptr(), plain.nbytes)
 
 

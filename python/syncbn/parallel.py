@@ -149,24 +149,16 @@ class _Replicate(torch.autograd.Function):
         return None, *totals
 
 
-def _copy_of(
-    module: nn.Module,
-    device: torch.device,
-    tensors: dict[int, Tensor],
-    shared: Sequence[nn.Module] = (),
-) -> nn.Module:
-    """Makes a copy of the module tree. tensors: copies by id; others are made here and added.
-    shared: parts that the copy has, too."""
+def _copy_of(module: nn.Module, device: torch.device, tensors: dict[int, Tensor]) -> nn.Module:
+    """Makes a copy of the module tree. tensors: copies by id; others are made here and added."""
 
     def copied(t: Tensor | None) -> Tensor | None:
         if t is not None and id(t) not in tensors:
             tensors[id(t)] = t.detach().to(device, copy=True)
         return None if t is None else tensors[id(t)]
 
-    copies: dict[int, Any] = {id(m): m for m in shared}
-    new = [m for m in module.modules() if id(m) not in copies]
-    copies |= {id(m): m._replicate_for_data_parallel() for m in new}
-    for m in new:
+    copies: dict[int, Any] = {id(m): m._replicate_for_data_parallel() for m in module.modules()}
+    for m in module.modules():
         copy = copies[id(m)]
         copy._compiled_call_impl = None  # it calls the original
         for name, child in m._modules.items():

@@ -66,10 +66,10 @@ class Shares(nn.Module):
         tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
         self._device = tensors[0].device if tensors else torch.device("cpu")
         shapes = [
-            (name, tuple(p.shape), p.dtype, p.requires_grad)
-            for name, p in module.named_parameters()
+            (name, tuple(t.shape), t.dtype, t.requires_grad)
+            for name, t in (*module.named_parameters(), *module.named_buffers())
         ]
-        said = {"parameters": hex(checks.number_of(shapes)), **self._alike()}
+        said = {"parameters and buffers": hex(checks.number_of(shapes)), **self._alike()}
         checks.agree("", said, processes)
         self._layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm)]
         for layer in self._layers:
@@ -80,6 +80,7 @@ class Shares(nn.Module):
         self._steps: list[Step] = []
         self._kept = self._nothing()
         self._syncs = True
+        self._at: SyncBatchNorm | None = None
 
     @property
     def mine(self) -> range:
@@ -99,7 +100,8 @@ class Shares(nn.Module):
             The list of the shares' outputs.
 
         Raises:
-            ValueError: an argument is refused. Processes at a layer get a DivergenceError.
+            ValueError: an argument is refused. Processes at a layer get a DivergenceError, as they
+                do where the model raises an error.
         """
         training = self.training or any(layer.training for layer in self._layers)
         try:
@@ -118,8 +120,8 @@ class Shares(nn.Module):
                     )
             self._look_for_trained()
         except ValueError as error:
-            if training and self._layers and self._tree.processes > 1:
-                give_up([(self._layers[0], torch.empty(0, device=self._device))], error)
+            if training:
+                self._give_up([], error)
             raise
         if not training:
             return [self.module(*given, **options) for given, options in arguments]
@@ -138,18 +140,23 @@ class Shares(nn.Module):
         generators = Generators(seeds, self._device)
         if len(calls) == 1:
             generators.switch(0)
+            self._at = None
             try:
                 outputs = [calls[0]()]
+            except Exception as error:
+                if self._at is None:  # else the layer has told them
+                    self._give_up([], error)
+                raise
             finally:
                 generators.leave()
         else:
-            meeting = _Meeting(self.module, modules)
-            outputs = run_in_turns(calls, meeting.meet, meeting.give_up, generators)
+            meet = _Meeting(self.module, modules).meet
+            outputs = run_in_turns(calls, meet, self._give_up, generators)
         self.steps += 1
         for buffer in self._buffers_of_shares():
             self._broadcast(buffer)
         outputs = [step.cut(output) for output in outputs]
-        if step.outputs:
+        if torch.is_grad_enabled():
             self._steps.append(step)
         return outputs
 
@@ -189,18 +196,20 @@ class Shares(nn.Module):
                 tensor, where there is one share. Every process calls it.
 
         Raises:
-            ValueError: the losses are not of that form. The other processes get a DivergenceError.
+            ValueError: the losses are not of that form, or not of outputs alone. The other
+                processes get a DivergenceError.
             DivergenceError: processes brought gradients of other parameters, or of another step.
             ExchangeTimeout, PeerLost: a process did not come, or has ended.
         """
+        steps, self._steps = self._steps, []
         try:
-            self._gather_gradients([losses] if isinstance(losses, Tensor) else list(losses))
+            self._gather_gradients(steps, [losses] if isinstance(losses, Tensor) else list(losses))
         except Exception as error:
-            if not self._steps:  # they are not whole
-                self._kept = self._nothing()
-            of_a_layer = isinstance(error, (DivergenceError, ExchangeTimeout, PeerLost))
-            if self._syncs and not of_a_layer:  # of which the others get one, too
-                self._tree.refuse("backward", error)
+            for step in steps:
+                step.end()
+            self._kept = self._nothing()  # they are not whole
+            if not isinstance(error, (DivergenceError, ExchangeTimeout, PeerLost)):
+                self._tree.refuse("backward", error)  # else the others got one, too
             raise
         if self._syncs:
             whole, self._kept = self._kept, self._nothing()
@@ -208,22 +217,18 @@ class Shares(nn.Module):
             self._tree.meet("backward", (self.steps, shapes), self._device)
             self._reduce(whole)
 
-    def _gather_gradients(self, losses: list[Tensor]) -> None:
-        """Adds those of the losses to what is kept of each share."""
-        if len(losses) != len(self.mine) or any(x.numel() != 1 for x in losses):
-            got = [tuple(x.shape) for x in losses]
-            raise ValueError(
-                f"losses: got shapes {got}, expected one number for each of the {len(self.mine)} "
-                "shares of this process"
-            )
-        steps, self._steps = self._steps, []
-        for kept, loss in zip(self._kept, losses):
+    def _gather_gradients(self, steps: list[Step], losses: list[Tensor]) -> None:
+        """Adds those of the losses to what is kept."""
+        self._check("losses", losses, "numbers")
+        for k, (kept, loss) in enumerate(zip(self._kept, losses)):
             _gather(kept, self._apart(loss.backward))  # penalties on parameters, and the leaves'
+            if any(step.reached(k) for step in steps):
+                raise ValueError(
+                    "losses: got one that reaches parameters past the outputs, expected outputs "
+                    "that are tensors, or tuples, lists and dictionaries of them"
+                )
         for step in steps:
-            # Autograd adds those of synchronized layers: they are exact sums over all shares.
-            for p, exact in zip(self._trained, self._apart(step.backward)):
-                if exact is not None:
-                    self._add_mean(p, exact)
+            _gather(self._kept[-1], self._apart(step.backward))
             for kept, aliases in zip(self._kept, step.aliases):
                 _gather(kept, [alias.grad for alias in aliases])
 
@@ -241,9 +246,33 @@ class Shares(nn.Module):
         """The mean over all shares of tensors of one shape and a floating dtype, one per share of
         this process, with the same bits for any number of processes. Every process calls it."""
         values = [values] if isinstance(values, Tensor) else list(values)
+        try:
+            self._check("values", values, "tensors of one shape and dtype")
+        except ValueError as error:
+            self._tree.refuse("mean", error)
+            raise
         flat = [value.detach().flatten() for value in values]
         self._tree.meet("mean", (tuple(values[0].shape), values[0].dtype), values[0].device)
         return self._tree.total(flat).div_(self.shares).view(values[0].shape)
+
+    def _check(self, name: str, values: list, kinds: str) -> None:
+        tensors = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
+        right = len(tensors) == len(values) == len(self.mine)
+        if kinds == "numbers":
+            right = right and all(x.numel() == 1 for x in tensors)
+        else:
+            right = right and len({(x.shape, x.dtype) for x in tensors}) == 1
+        if not right:
+            got = [tuple(x.shape) if isinstance(x, Tensor) else x for x in values]
+            raise ValueError(
+                f"{name}: got {got}, expected floating-point {kinds}, one for each of the "
+                f"{len(self.mine)} shares of this process"
+            )
+
+    def _give_up(self, waiting: list, error: BaseException) -> None:
+        """Tells the other processes, which are at a layer or come there."""
+        if self._layers and self._tree.processes > 1:
+            give_up([(self._layers[0], torch.empty(0, device=self._device))], error)
 
     def _alike(self) -> dict[str, Any]:
         """What all processes, and those that go on with a checkpoint, must have alike."""
@@ -266,6 +295,12 @@ class Shares(nn.Module):
         return f"shares={self.shares}, seed={self.seed}, processes={self._tree.processes}"
 
     def _look_for_trained(self) -> None:
+        for name, p in self.module.named_parameters():
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"module: got a hook of the parameter {name!r}, expected none: gradients are "
+                    "whole after backward() alone"
+                )
         trained = [p for p in self.module.parameters() if p.requires_grad]
         if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
             return
@@ -278,7 +313,9 @@ class Shares(nn.Module):
         self._kept = self._nothing()
 
     def _nothing(self) -> list[list[Tensor | None]]:
-        return [[None] * len(self._trained) for _ in self.mine]
+        """Gradients of each share of this process, and those of synchronized layers, which are
+        exact sums over all shares."""
+        return [[None] * len(self._trained) for _ in range(len(self.mine) + 1)]
 
     def _apart(self, run: Callable[[], None]) -> list[Tensor | None]:
         """What run() adds to the parameters' .grad, which stay as they were."""
@@ -321,23 +358,33 @@ class Shares(nn.Module):
         own: list[Tensor] = [p for p in self.module.parameters() if not p.requires_grad]
         own += [b for layer in self._layers for b in layer.buffers(recurse=False)]
         copies = []
-        shared = self._layers if len(self.mine) == 1 else ()  # else they meet at the model's
         for share, aliases in zip(self.mine, step.aliases):
             tensors = {id(p): alias for p, alias in zip(self._trained, aliases)}
             tensors |= {id(t): t for t in own}
             if share == 0:
                 tensors |= {id(b): b for b in self._buffers_of_shares()}
-            copies.append(_copy_of(self.module, self._device, tensors, shared))
+            copies.append(_copy_of(self.module, self._device, tensors))
+        if len(copies) == 1:  # else they meet at the model's layers
+            for layer, copy in zip(self.module.modules(), copies[0].modules()):
+                if isinstance(layer, SyncBatchNorm):
+                    copy.forward = functools.partial(self._forward_of, layer)
         return copies
+
+    def _forward_of(self, layer: SyncBatchNorm, *inputs: Any, **named: Any) -> Any:
+        self._at = layer
+        output = layer.forward(*inputs, **named)
+        self._at = None
+        return output
 
     def _reduce(self, kept: list[list[Tensor | None]]) -> None:
         """Exchanges the shares' gradients, and adds the means to the parameters' .grad."""
+        *of_shares, exact = kept
         for bucket in _buckets(self._trained):
             parameters = [self._trained[i] for i in bucket]
             sizes = [p.numel() for p in parameters]
             rest = -(sum(sizes) + len(sizes)) % self._tree.processes  # equal slices: no copy there
             flat = []
-            for own in kept:
+            for own in of_shares:
                 gradients = [own[i] for i in bucket]
                 parts = [
                     torch.zeros_like(p).flatten() if g is None else g.flatten()
@@ -353,6 +400,9 @@ class Shares(nn.Module):
             for p, all_shares, any_share in zip(parameters, sums, there.tolist()):
                 if any_share:  # else no share used it
                     self._add_mean(p, all_shares.view(p.shape))
+        for p, of_layers in zip(self._trained, exact):
+            if of_layers is not None:
+                self._add_mean(p, of_layers)
 
     def _add_mean(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Adds the mean over shares to the gradient, which is of the parameter's layout."""

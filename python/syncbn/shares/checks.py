@@ -27,13 +27,16 @@ def environment_of(device: torch.device) -> dict[str, str]:
     found = {
         "PyTorch": str(torch.__version__),
         "threads": str(torch.get_num_threads()),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
     }
+    backend: Any = torch.backends.mkldnn
+    matmul = backend.matmul
     if device.type == "cuda":
         found["processor"] = torch.cuda.get_device_name(device)
-        found["TF32 in cuDNN"] = str(torch.backends.cudnn.allow_tf32)
+        backend, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    chosen = [each.fp32_precision for each in (matmul, backend.conv, backend.rnn)]
+    found["float32 precision"] = " ".join(chosen).replace("none", "ieee")
     return found
 
 
@@ -59,8 +62,16 @@ def check(module: Any, shares: Any, seed: Any, processes: int) -> None:
             )
         if getattr(part, "sparse", False) is True:
             raise ValueError(f"module: got sparse gradients of {name!r}, expected sparse=False")
-        if isinstance(part, SyncBatchNorm) and part.state.sharing.name is not None:
-            raise ValueError(f"module: got a process group at {name!r}, expected the default one")
+        if isinstance(part, SyncBatchNorm):
+            if part.state.sharing.name is not None:
+                raise ValueError(
+                    f"module: got a process group at {name!r}, expected the default one"
+                )
+            for option, needed in (("statistics", "reproducible"), ("inplace", False)):
+                if (got := getattr(part, option)) != needed:
+                    raise ValueError(
+                        f"module: got {option}={got!r} at {name!r}, expected {needed!r}"
+                    )
     devices = {t.device for t in (*module.parameters(), *module.buffers())}
     if len(devices) > 1:
         raise ValueError(f"module: got tensors on {sorted(map(str, devices))}, expected one device")

@@ -36,6 +36,13 @@ class Generators:
         self.switch(len(self._states) - 1)
 
 
+def _refuse_another(gradient: Tensor) -> None:
+    raise ValueError(
+        "losses: got one of a forward that had its backward, expected all losses of a forward in "
+        "one call"
+    )
+
+
 class Step:
     """One forward of this process's shares.
 
@@ -58,9 +65,19 @@ class Step:
                 self.outputs.append((part, parts[i]))
         return tree_unflatten(parts, spec)
 
+    def reached(self, share: int) -> bool:
+        """Tells whether a backward came to the parameters, of which the leaves keep it."""
+        return any(alias.grad is not None for alias in self.aliases[share])
+
+    def end(self) -> None:
+        """No other backward comes here."""
+        for _, leaf in self.outputs:
+            leaf.register_hook(_refuse_another)
+        self.outputs = []
+
     def backward(self) -> None:
         """From the leaves on."""
         roots = [(part, leaf.grad) for part, leaf in self.outputs if leaf.grad is not None]
-        self.outputs = []
+        self.end()
         if roots:
             torch.autograd.backward([part for part, _ in roots], [grad for _, grad in roots])

@@ -64,6 +64,27 @@ def hash_of_accumulated_steps(rank, world, folder):
     return syncbn.fingerprint([p.grad for p in network.parameters()], network, mean)
 
 
+class Narrow(nn.Module):
+    """Forward reads the weight of a synchronized layer, which also keeps it small."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = syncbn.SyncBatchNorm(7), nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(x)), self.norm.weight.abs().sum()
+
+
+def hash_of_a_network_that_reads_a_layers_weight(rank, world, folder):
+    torch.manual_seed(0)
+    network = Narrow()
+    training = syncbn.Shares(network, 3)
+    x = torch.randn(12, 7, generator=torch.Generator().manual_seed(1)).chunk(3)
+    outputs = training([x[share] for share in training.mine])
+    training.backward([y.square().sum() + penalty for y, penalty in outputs])
+    return syncbn.fingerprint([p.grad for p in network.parameters()])
+
+
 def _added_in_a_tree(gradients):
     if len(gradients) == 1:
         return gradients[0]
@@ -178,7 +199,9 @@ def text_of_losses_that_one_rank_refuses(rank, world, folder):
     y = training(torch.ones(1, 2))[0]
     losses = [y.sum()] * 2 if rank == 1 else [y.sum()]
     text = caught(ValueError, syncbn.DivergenceError)(lambda: training.backward(losses))
-    training.backward([y.sum()])  # and they go on together
+    assert "forward that had its backward" in refused(lambda: training.backward([y.sum()]))
+    training.backward(training(torch.ones(1, 2))[0].sum())  # and they go on together
+    assert torch.equal(training.module.weight.grad, torch.ones(2, 2))
     return text.partition("losses: ")[2]
 
 
@@ -189,6 +212,37 @@ def text_of_a_frozen_parameter_on_one_rank(rank, world, folder):
     y = training(torch.ones(1, 2))[0]
     loss = y.sum() if rank != 1 else torch.ones(1, requires_grad=True).sum()
     return caught(syncbn.DivergenceError)(lambda: training.backward(loss)).partition(",")[0]
+
+
+def text_of_values_that_one_rank_refuses(rank, world, folder):
+    training = syncbn.Shares(nn.Linear(2, 2), world)
+    values = [torch.ones(2)] * (2 if rank == 1 else 1)
+    text = caught(ValueError, syncbn.DivergenceError)(lambda: training.mean(values))
+    assert torch.equal(training.mean(values[0]), values[0])  # and they go on together
+    return text.partition("values: ")[2]
+
+
+def text_of_a_buffer_of_another_shape(rank, world, folder):
+    network = nn.Linear(2, 2)
+    network.register_buffer("more", torch.zeros(2 if rank == 1 else 3))
+    return refused(lambda: syncbn.Shares(network, world)).partition(": got")[0]
+
+
+def text_of_a_model_that_fails_on_one_rank(rank, world, folder):
+    """Before the first layer and after it, with one share of each process and with two."""
+
+    def told(shares, at):
+        network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.BatchNorm1d(3))
+        training = syncbn.Shares(syncbn.convert_sync_batchnorm(network), shares)
+        x = torch.randn(2 * len(training.mine), 2)
+        handle = network[at].register_forward_pre_hook(lambda *_: 1 / 0 if rank == 1 else None)
+        text = caught(ZeroDivisionError, syncbn.DivergenceError)(lambda: training(x))
+        handle.remove()
+        training(x)  # and they go on together
+        return text.rpartition("ZeroDivisionError: ")[2]
+
+    texts = {told(shares, at) for shares in (world, 2 * world) for at in (0, 2)}
+    return " or ".join(texts)
 
 
 def text_of_a_batch_that_one_rank_refuses(rank, world, folder):

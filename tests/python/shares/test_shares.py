@@ -80,8 +80,12 @@ def test_refusals_reach_every_rank(results, name):
         "processes, expected one for each",
         "text_of_other_seeds": "ValueError: Shares: seed: got {ranks}, expected the same on all",
         "text_of_an_argument_that_one_rank_refuses": "got -1, expected an integer of at least 0",
-        "text_of_losses_that_one_rank_refuses": "got shapes [(), ()], expected one number for each "
-        "of the 1 shares of this process",
+        "text_of_losses_that_one_rank_refuses": "got [(), ()], expected floating-point numbers, "
+        "one for each of the 1 shares of this process",
+        "text_of_values_that_one_rank_refuses": "got [(2,), (2,)], expected floating-point tensors "
+        "of one shape and dtype, one for each of the 1 shares of this process",
+        "text_of_a_buffer_of_another_shape": "ValueError: Shares: parameters and buffers",
+        "text_of_a_model_that_fails_on_one_rank": "division by zero",
         "text_of_a_frozen_parameter_on_one_rank": "DivergenceError: syncbn.Shares.backward",
         "text_of_a_batch_that_one_rank_refuses": "got shape (5, 2), expected equal parts for the 2 "
         "shares of this process along the first axis",
@@ -139,6 +143,8 @@ MODELS = (
     (torch.compile(nn.ReLU()), "compiled OptimizedModule at '', expected"),
     (nn.Embedding(3, 2, sparse=True), "sparse gradients of ''"),
     (syncbn.SyncBatchNorm(3, process_group="mine"), "a process group at ''"),
+    (syncbn.SyncBatchNorm(3, statistics="welford"), "statistics='welford' at '', expected 'repro"),
+    (syncbn.SyncBatchNorm(3, inplace=True), "inplace=True at '', expected False"),
     (
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
         r"tensors on \['cpu', 'meta'\], expected one device",
@@ -176,7 +182,14 @@ def test_refused_calls_change_nothing():
         (lambda: training(torch.ones(3, 2)), r"inputs\[0\]: got shape \(3, 2\), expected equal"),
         (lambda: training([torch.ones(2, 2)]), r"inputs\[0\]: got a list of 1, expected 2"),
         (lambda: training.split(torch.ones(())), r"x: got shape \(\), expected equal parts"),
-        (lambda: training.backward(torch.ones(2)), r"losses: got shapes \[\(2,\)\], expected one"),
+        (lambda: training.backward(torch.ones(2)), r"losses: got \[\(2,\)\], expected floating"),
+        (lambda: training.backward([1.0, 2.0]), r"losses: got \[1.0, 2.0\], expected floating"),
+        (lambda: training.mean([]), r"values: got \[\], expected floating-point tensors"),
+        (
+            lambda: training.mean([torch.ones(2), torch.ones(3)]),
+            r"got \[\(2,\), \(3,\)\], expected",
+        ),
+        (lambda: training.mean([torch.tensor(1)] * 2), r"got \[\(\), \(\)\], expected floating"),
         (lambda: training.loader(range(9), 3), "batch_size: got 3, expected a multiple of the 2"),
         (lambda: training.loader(iter([1]), 4), "dataset: got list_iterator, whose order"),
         (lambda: training.loader(Stream(), 4), "dataset: got Stream, whose order is its own"),
@@ -204,6 +217,58 @@ def test_parameters_may_be_frozen_between_steps_alone():
     model[0].weight.requires_grad_(True)
     training.backward([y.sum() for y in training(input=x)])
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("register", ("register_hook", "register_post_accumulate_grad_hook"))
+def test_hooks_of_parameters_are_refused(register):
+    """They would be called for synchronized layers alone."""
+    training = syncbn.Shares(small(), 2)
+    handle = getattr(training.module[0].weight, register)(lambda p: None)
+    with pytest.raises(
+        ValueError, match="module: got a hook of the parameter '0.weight', expected"
+    ):
+        training(torch.ones(4, 2))
+    handle.remove()
+    training(torch.ones(4, 2))
+
+
+class Hidden(nn.Linear):
+    """Its output is nothing that Shares looks into."""
+
+    def forward(self, x):
+        return torch.distributions.Normal(super().forward(x), 1.0)
+
+
+def test_losses_of_what_is_hidden_in_outputs_are_refused():
+    training = syncbn.Shares(Hidden(2, 2), 2)
+    with pytest.raises(
+        ValueError, match="losses: got one that reaches parameters past the outputs"
+    ):
+        training.backward([y.mean.square().sum() for y in training(torch.ones(4, 2))])
+    assert all(p.grad is None for p in training.parameters())
+
+
+def test_a_forward_has_one_backward():
+    training = syncbn.Shares(small(), 2)
+    outputs = training(torch.ones(4, 2))
+    training.backward([y.sum() for y in outputs])
+    with pytest.raises(ValueError, match="losses: got one of a forward that had its backward"):
+        training.backward([y.sum() for y in outputs])
+
+
+def test_precision_of_float32_is_part_of_the_environment(monkeypatch):
+    """However it is chosen."""
+    states = [syncbn.Shares(small(), 2).state_dict()]
+    for operation in ("matmul", "conv", "rnn"):
+        backend = getattr(torch.backends.mkldnn, operation)
+        before = backend.fp32_precision
+        try:
+            backend.fp32_precision = "bf16"
+            with pytest.raises(ValueError, match="a training with float32 precision"):
+                syncbn.Shares(small(), 2).load_state_dict(states[0])
+        finally:
+            backend.fp32_precision = before
+    syncbn.Shares(small(), 2).load_state_dict(states[0])
 
 
 def test_a_backward_that_fails_leaves_no_gradients_exact():
@@ -270,6 +335,10 @@ def test_fingerprints():
     assert syncbn.fingerprint(model) != whole
     assert syncbn.fingerprint(torch.tensor(-0.0)) != syncbn.fingerprint(torch.tensor(0.0))
     assert syncbn.fingerprint([1], [2]) != syncbn.fingerprint([1, 2])
+    x = torch.tensor([1 + 2j])
+    assert syncbn.fingerprint(x.conj(), x.conj().imag) == syncbn.fingerprint(
+        torch.tensor([1 - 2j]), torch.tensor([-2.0])
+    )
     with pytest.raises(ValueError, match="objects: got object, expected modules"):
         syncbn.fingerprint(object())
 
@@ -290,6 +359,11 @@ def test_first_difference_of_two_records(tmp_path, capsys):
     ):
         assert main(["diff", *files]) == code
         assert capsys.readouterr().out == f"{text}\n"
+    (tmp_path / "text").write_text("no record\n")
+    for name in ("text", "nowhere"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["diff", a, str(tmp_path / name)])
+        assert "expected two files of syncbn.record" in capsys.readouterr().err
 
 
 def test_records_change_no_bit_and_do_not_nest(tmp_path):
