@@ -211,6 +211,7 @@ class Shares(nn.Module):
             if not isinstance(error, (DivergenceError, ExchangeTimeout, PeerLost)):
                 self._tree.refuse("backward", error)  # else the others got one, too
             raise
+        del steps  # and the gradients that they hold
         if self._syncs:
             whole, self._kept = self._kept, self._nothing()
             shapes = [tuple(p.shape) for p in self._trained]
