@@ -2,6 +2,7 @@
 """Sums over V shares in one binary tree, on any number of processes."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,15 @@ def _add_up(nodes: dict[tuple[int, int], Tensor], width: int) -> Tensor:
     return nodes[0, width]
 
 
+class _Said(NamedTuple):
+    """What processes say in meet(), in the place of a layer's options."""
+
+    fields: dict[str, object]
+
+    def shared(self) -> dict[str, object]:
+        return self.fields
+
+
 class Tree:
     """The shares of the processes of a group: neighbours, as evenly as can be. Without the default
     group one process has all.
@@ -53,26 +63,28 @@ class Tree:
         self._blocks = [list(_blocks(*pair, self._width)) for pair in zip(bounds, bounds[1:])]
         self.mine = range(bounds[self.rank], bounds[self.rank + 1])
 
-    def meet(self, what: str, said: object, device: torch.device) -> None:
-        """Every process comes, and says the same, before PyTorch's collectives wait for each other
-        without names. On CUDA over NCCL, the host reads nothing.
+    def meet(self, what: str, said: dict[str, object], device: torch.device) -> None:
+        """Every process comes, and says the same by name, before PyTorch's collectives wait for
+        each other without names. On CUDA over NCCL, the host reads nothing.
 
         Raises DivergenceError, ExchangeTimeout or PeerLost.
         """
         if self.processes > 1:
             peers = self._peers()
             way = host.transport_of(peers, device)
-            way.sum(torch.zeros(1, device=device), tag_of(what, said), Call(f"{_WHO}.{what}"))
+            call = Call(f"{_WHO}.{what}", options=_Said(said))
+            way.sum(torch.zeros(1, device=device), tag_of(what, said), call)
 
     def _peers(self) -> Peers:
         peers = groups.peers(callers.sharing(self._group, None), _WHO)
         assert peers is not None  # there are several processes
         return peers
 
-    def refuse(self, what: str, error: Exception) -> None:
+    def refuse(self, what: str, error: Exception, device: torch.device) -> None:
         """Tells the others in meet() that this process does not come."""
         if self.processes > 1:
-            host.reject(self._peers(), Call(f"{_WHO}.{what}"), error)
+            x = torch.empty(0, device=device)
+            host.reject(self._peers(), Call(f"{_WHO}.{what}"), error, x=x)
 
     def total(self, leaves: list[Tensor]) -> Tensor:
         """The sum over all shares; leaves: this process's, of shape (n,). Every process calls it.

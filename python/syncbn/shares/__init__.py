@@ -209,13 +209,15 @@ class Shares(nn.Module):
                 step.end()
             self._kept = self._nothing()  # they are not whole
             if not isinstance(error, (DivergenceError, ExchangeTimeout, PeerLost)):
-                self._tree.refuse("backward", error)  # else the others got one, too
+                self._tree.refuse("backward", error, self._device)  # else the others got one, too
             raise
         del steps  # and the gradients that they hold
         if self._syncs:
             whole, self._kept = self._kept, self._nothing()
-            shapes = [tuple(p.shape) for p in self._trained]
-            self._tree.meet("backward", (self.steps, shapes), self._device)
+            named = self.module.named_parameters()
+            frozen = ", ".join(name for name, p in named if not p.requires_grad)
+            said = {"step": self.steps, "frozen parameters": frozen or "none"}
+            self._tree.meet("backward", said, self._device)
             self._reduce(whole)
 
     def _gather_gradients(self, steps: list[Step], losses: list[Tensor]) -> None:
@@ -250,10 +252,11 @@ class Shares(nn.Module):
         try:
             self._check("values", values, "tensors of one shape and dtype")
         except ValueError as error:
-            self._tree.refuse("mean", error)
+            self._tree.refuse("mean", error, self._device)
             raise
         flat = [value.detach().flatten() for value in values]
-        self._tree.meet("mean", (tuple(values[0].shape), values[0].dtype), values[0].device)
+        said = {"shape": tuple(values[0].shape), "dtype": values[0].dtype}
+        self._tree.meet("mean", said, values[0].device)
         return self._tree.total(flat).div_(self.shares).view(values[0].shape)
 
     def _check(self, name: str, values: list, kinds: str) -> None:
