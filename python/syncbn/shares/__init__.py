@@ -23,12 +23,10 @@ from ..nn import SyncBatchNorm
 from ..parallel import _copy_of, _Meeting
 from . import checks
 from .data import Batches, Samples
+from .gradients import gather, reduce
 from .step import Generators, Step
 
 __all__ = ["Shares"]
-
-#: Bytes of gradients of one share that travel together.
-_BUCKET = 25 << 20
 
 
 class Shares(nn.Module):
@@ -218,22 +216,22 @@ class Shares(nn.Module):
             frozen = ", ".join(name for name, p in named if not p.requires_grad)
             said = {"step": self.steps, "frozen parameters": frozen or "none"}
             self._tree.meet("backward", said, self._device)
-            self._reduce(whole)
+            reduce(whole, self._trained, self._tree, self.shares)
 
     def _gather_gradients(self, steps: list[Step], losses: list[Tensor]) -> None:
         """Adds those of the losses to what is kept."""
         self._check("losses", losses, "numbers")
         for k, (kept, loss) in enumerate(zip(self._kept, losses)):
-            _gather(kept, self._apart(loss.backward))  # penalties on parameters, and the leaves'
+            gather(kept, self._apart(loss.backward))  # penalties on parameters, and the leaves'
             if any(step.reached(k) for step in steps):
                 raise ValueError(
                     "losses: got one that reaches parameters past the outputs, expected outputs "
                     "that are tensors, or tuples, lists and dictionaries of them"
                 )
         for step in steps:
-            _gather(self._kept[-1], self._apart(step.backward))
+            gather(self._kept[-1], self._apart(step.backward))
             for kept, aliases in zip(self._kept, step.aliases):
-                _gather(kept, [alias.grad for alias in aliases])
+                gather(kept, [alias.grad for alias in aliases])
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -380,67 +378,9 @@ class Shares(nn.Module):
         self._at = None
         return output
 
-    def _reduce(self, kept: list[list[Tensor | None]]) -> None:
-        """Exchanges the shares' gradients, and adds the means to the parameters' .grad."""
-        *of_shares, exact = kept
-        for bucket in _buckets(self._trained):
-            parameters = [self._trained[i] for i in bucket]
-            sizes = [p.numel() for p in parameters]
-            rest = -(sum(sizes) + len(sizes)) % self._tree.processes  # equal slices: no copy there
-            flat = []
-            for own in of_shares:
-                gradients = [own[i] for i in bucket]
-                parts = [
-                    torch.zeros_like(p).flatten() if g is None else g.flatten()
-                    for p, g in zip(parameters, gradients)
-                ]
-                there = [float(g is not None) for g in gradients] + [0.0] * rest
-                flat.append(torch.cat([*parts, parts[0].new_tensor(there)]))
-                for i in bucket:
-                    own[i] = None
-            total = self._tree.total(flat)
-            del flat
-            *sums, there = total.split([*sizes, len(bucket) + rest])
-            for p, all_shares, any_share in zip(parameters, sums, there.tolist()):
-                if any_share:  # else no share used it
-                    self._add_mean(p, all_shares.view(p.shape))
-        for p, of_layers in zip(self._trained, exact):
-            if of_layers is not None:
-                self._add_mean(p, of_layers)
-
-    def _add_mean(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Adds the mean over shares to the gradient, which is of the parameter's layout."""
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            torch.div(total, self.shares, out=parameter.grad)
-        else:
-            parameter.grad.add_(total.div_(self.shares))
-
     def _broadcast(self, tensor: Tensor) -> None:
         if self._tree.processes > 1 and tensor.numel() > 0:
             with torch.no_grad():
                 whole = tensor.detach().contiguous()
                 dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # groups know few dtypes
                 tensor.copy_(whole)
-
-
-def _gather(kept: list[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
-    """Adds gradients to those of a share, in the order of the calls."""
-    for i, gradient in enumerate(gradients):
-        if gradient is not None:
-            own = kept[i]
-            kept[i] = gradient if own is None else own + gradient
-
-
-def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Positions of parameters whose gradients travel together: neighbours of one dtype."""
-    bucket: list[int] = []
-    room = _BUCKET
-    for i, p in enumerate(parameters):
-        if bucket and (room < p.nbytes or p.dtype != parameters[bucket[0]].dtype):
-            yield bucket
-            bucket, room = [], _BUCKET
-        bucket.append(i)
-        room -= p.nbytes
-    if bucket:
-        yield bucket
