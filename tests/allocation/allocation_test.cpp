@@ -16,12 +16,8 @@
 // Every allocation of a step fails once: running statistics are updated whole or not at all, the
 // other ranks are told or have finished, and the next step has the bits of one without the failure.
 
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::kStepKinds;
-using testing::run_ranks;
-using testing::StepTensors;
 
 /// Runs body with its `at`-th allocation failing, on a new thread: one that has made a call keeps
 /// memory for the next. Whether there was such an allocation.
@@ -29,14 +25,14 @@ bool fails_at(std::int64_t at, const std::function<void()>& body) {
   bool failed = false;
   bool reached = false;
   const auto errors = run_ranks(1, [&](int) {
-    testing::until_failure = at;
+    until_failure = at;
     try {
       body();
     } catch (const std::bad_alloc&) {
       failed = true;
     }
-    reached = at >= 0 && testing::until_failure < 0;
-    testing::until_failure = -1;
+    reached = at >= 0 && until_failure < 0;
+    until_failure = -1;
   });
   if (errors[0] != nullptr) {
     std::rethrow_exception(errors[0]);
@@ -113,4 +109,4 @@ TEST(Allocation, FailsAndTheOtherRankIsTold) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

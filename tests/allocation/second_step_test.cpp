@@ -16,14 +16,8 @@
 
 // The second step of a shape allocates nothing, on no thread: threads have kept what the first one
 // took, and the caller what backward needs.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::make_group;
-using testing::Memory;
-using testing::Random;
-using testing::run_ranks;
-using testing::Tensor;
 
 struct Case {
   std::string name;
@@ -76,8 +70,8 @@ struct Layer {
         mask_bytes(static_cast<std::size_t>(x.numel() / c.sizes[1]), 1),
         affine(c.affine) {
     Random random(7);
-    x.fill(testing::rough_values(random, c.dtype, c.sizes[0],
-                                 x.numel() / std::max<std::int64_t>(1, c.sizes[0])));
+    x.fill(rough_values(random, c.dtype, c.sizes[0],
+                        x.numel() / std::max<std::int64_t>(1, c.sizes[0])));
     weight.fill(std::vector<double>(static_cast<std::size_t>(c.sizes[1]), 1.5));
     dy = y = dx = x;
     mean = var = dweight = dbias = weight;
@@ -132,7 +126,7 @@ struct Layer {
 };
 
 /// Allocations of all ranks' second step. threads: 0 is the serial executor.
-std::int64_t allocations_of_second_step(const Case& c, testing::Group& group, int threads) {
+std::int64_t allocations_of_second_step(const Case& c, Group& group, int threads) {
   const int ranks = group.size();
   std::int64_t before = 0;
   std::int64_t after = 0;
@@ -145,33 +139,32 @@ std::int64_t allocations_of_second_step(const Case& c, testing::Group& group, in
     layer.step(executor);
     together.arrive_and_wait();
     if (r == 0) {
-      before = testing::allocations;
+      before = allocations;
     }
     together.arrive_and_wait();
     layer.step(executor);
     together.arrive_and_wait();
     if (r == 0) {
-      after = testing::allocations;
+      after = allocations;
     }
     together.arrive_and_wait();
   });
-  testing::expect_no_errors(errors);
+  expect_no_errors(errors);
   return after - before;
 }
 
 TEST(SecondStep, AllocatesNothing) {
   for (const Case& c : cases()) {
-    for (const std::string& level : testing::available_levels()) {
+    for (const std::string& level : available_levels()) {
       if (c.sizes == kLarge && level == "reference") {
         continue;  // slow, and nothing that small tensors do not have
       }
-      const testing::LevelScope scope(level);
+      const LevelScope scope(level);
       for (const int threads : {0, 3}) {
         for (const int ranks : {1, 2}) {
-          for (const auto kind :
-               {testing::GroupKind::kThreads, testing::GroupKind::kSharedMemory}) {
+          for (const auto kind : {GroupKind::kThreads, GroupKind::kSharedMemory}) {
             SCOPED_TRACE(c.name + ", " + level + ", " + std::to_string(threads) + " threads, " +
-                         std::to_string(ranks) + " ranks, " + testing::name(kind));
+                         std::to_string(ranks) + " ranks, " + name(kind));
             const auto group = make_group(kind, ranks);
             EXPECT_EQ(allocations_of_second_step(c, *group, threads), 0);
           }
@@ -182,4 +175,4 @@ TEST(SecondStep, AllocatesNothing) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -13,14 +13,8 @@
 
 // Fused activation and residual besides a step's bits, which properties_test.cpp has and, against
 // the oracle, tests/python.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::kDtypes;
-using testing::Memory;
-using testing::Random;
-using testing::same_bits;
-using testing::Tensor;
 
 // In evaluation u = dy through the activation, dx = weight * rstd * u; running statistics 0 and 1.
 TEST(Activation, EvaluationByHandExact) {
@@ -77,19 +71,19 @@ TEST(Activation, RecoveredInputWithinBound) {
                         : dtype == DType::kFloat32  ? 0x1p-24
                                                     : 0x1p-53;
     const double k = 11 * (dtype == DType::kFloat64 ? 0x1p-53 : 0x1p-24) + unit;
-    for (const Memory memory : testing::kMemories) {
+    for (const Memory memory : kMemories) {
       Tensor x(dtype, {6, 19, 7, 3}, memory);
       std::vector<double> values(static_cast<std::size_t>(x.numel()));
       for (double& value : values) {
-        value = testing::round_to(dtype, 3 + 2 * random.signed_unit());
+        value = round_to(dtype, 3 + 2 * random.signed_unit());
       }
       x.fill(values);
       std::vector<double> w(19);
       std::vector<double> b(19);
       for (std::size_t c = 0; c < 19; ++c) {
-        w[c] = testing::round_to(
-            DType::kFloat32, (1 + std::abs(random.signed_unit())) * (random.one_in(2) ? 1 : -1));
-        b[c] = testing::round_to(DType::kFloat32, random.signed_unit());
+        w[c] = round_to(DType::kFloat32,
+                        (1 + std::abs(random.signed_unit())) * (random.one_in(2) ? 1 : -1));
+        b[c] = round_to(DType::kFloat32, random.signed_unit());
       }
       const Tensor weight(DType::kFloat32, {19}, w);
       const Tensor bias(DType::kFloat32, {19}, b);
@@ -136,4 +130,4 @@ TEST(Activation, RecoveredInputWithinBound) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -14,17 +14,8 @@
 #include "syncbn/batch_norm.hpp"
 
 // Memory of the caller's, and what a layer does that is refused when it is made.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::contains;
-using testing::error_of;
-using testing::expect_empty;
-using testing::run_ranks;
-using testing::same_bits;
-using testing::SmallStep;
-using testing::text_of;
-using testing::thrown_text;
 
 /// Memory that knows what is out.
 struct Ledger {
@@ -176,4 +167,4 @@ TEST(Layer, ThatIsRefusedIsToldToTheOtherRanks) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

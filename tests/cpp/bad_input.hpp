@@ -59,6 +59,7 @@ struct Arena {
   std::vector<std::uint8_t> mask_memory = std::vector<std::uint8_t>(8, 1);
   std::vector<std::uint8_t> bits = std::vector<std::uint8_t>(64, 1);
   std::int64_t tracked = 7;
+  std::int64_t* counter = &tracked;
   std::vector<double> mean{1, 2, 3}, var{1, 1, 1}, rstd{1, 1, 1};
   std::vector<double> coefficients = std::vector<double>(9, 1);
   std::vector<std::int64_t> message = std::vector<std::int64_t>(4 + 19 * 3, 0);
@@ -91,7 +92,7 @@ struct Arena {
                    .y = y,
                    .running_mean = running_mean,
                    .running_var = running_var,
-                   .num_batches_tracked = &tracked},
+                   .num_batches_tracked = counter},
                   saved);
   }
   void backward() {
@@ -159,6 +160,7 @@ struct Arena {
     x = std::as_const(x_memory).view(), dy = std::as_const(dy_memory).view();
     residual = {}, dresidual = {};
     mask = {mask_memory.data(), {2, 4}};
+    weight = bias = std::as_const(weight_memory).view();
     y = y_memory.view(), dx = dx_memory.view();
     dweight = dweight_memory.view(), dbias = dbias_memory.view();
     batch_mean = batch_mean_memory.view();
@@ -166,7 +168,7 @@ struct Arena {
     options = fresh.options, attributes = {}, affine = fresh.affine;
     saved = trained();
     statistics = fresh.statistics, info = fresh.info;
-    saved_batches = &tracked, batches = fresh.batches, tracked = fresh.tracked;
+    saved_batches = counter = &tracked, batches = fresh.batches, tracked = fresh.tracked;
   }
   std::vector<std::vector<double>> values() const {
     std::vector<std::vector<double>> all{mean, var, rstd, coefficients};
@@ -200,6 +202,7 @@ inline void good_step(A a) {
   a.forward();
   a.backward();
   a.evaluate();
+  a.evaluate_backward();
   a.op();
 }
 

@@ -11,16 +11,8 @@
 
 // What a caller of the layer and of the operator can get wrong, besides what arguments_test.cpp
 // has.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::A;
-using testing::Arena;
-using testing::Case;
-using testing::flatten;
-using testing::kWrapping;
-using testing::Sized;
-using testing::thrown_text;
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInf = std::numeric_limits<double>::infinity();
@@ -131,6 +123,9 @@ const std::vector<Case> kCases = {
     {"operator without estimates",
      [](A a) { a.running_mean = {}, a.op(); },
      {"estimated_mean: got none", "expected one entry per channel of x"}},
+    {"operator's scale of other channels",
+     [](A a) { a.weight.sizes = {4}, a.op(); },
+     {"scale: got shape (4)", "expected (3), one entry per channel of x"}},
     {"operator with a negative counter",
      [](A a) { a.batches = -1, a.op(); },
      {"batches: got -1", "expected a number of at least 0"}},
@@ -163,7 +158,7 @@ const std::vector<Case> kCases = {
      {"statistics: got 2 channels", "expected those of x, 3"}},
 };
 
-TEST(BadInput, OfTheLayerIsRefusedExact) { testing::expect_refused(kCases); }
+TEST(BadInput, OfTheLayerIsRefusedExact) { expect_refused(kCases); }
 
 /// A rank that refuses says so to the others.
 TEST(BadInput, TheGroupIsTold) {
@@ -178,10 +173,10 @@ TEST(BadInput, AnyByteButZeroCountsExact) {
   Arena ones, others;
   others.mask_memory.assign(8, 0x80);
   ones.mask_memory[3] = others.mask_memory[3] = 0;
-  testing::good_step(ones);
-  testing::good_step(others);
+  good_step(ones);
+  good_step(others);
   EXPECT_TRUE(ones.values() == others.values());
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -13,15 +13,10 @@
 #include "syncbn/shared_memory.hpp"
 
 // What a caller of the passes can get wrong, and who makes groups and executors.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::A;
-using testing::Case;
-using testing::flatten;
-using testing::kUnknown;
-using testing::kWrapping;
 
 const std::vector<Case> kPassCases = {
     {"no message",
@@ -201,9 +196,9 @@ const std::vector<Case> kGroupCases = {
     {"a pool without threads", [](A) { ThreadPool(0); }, {"threads: got 0", "at least 1"}},
 };
 
-TEST(BadInput, OfAPassIsRefusedExact) { testing::expect_refused(kPassCases); }
+TEST(BadInput, OfAPassIsRefusedExact) { expect_refused(kPassCases); }
 
-TEST(BadInput, OfAGroupIsRefusedExact) { testing::expect_refused(kGroupCases); }
+TEST(BadInput, OfAGroupIsRefusedExact) { expect_refused(kGroupCases); }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -13,18 +13,8 @@
 #include "syncbn/batch_norm.hpp"
 
 // The operator by the formulas of its header, and its bits against the layer's.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::contains;
-using testing::kDtypes;
-using testing::Random;
-using testing::rough_values;
-using testing::run_ranks;
-using testing::same_bits;
-using testing::Tensor;
-using testing::text_of;
-using testing::thrown_text;
 
 constexpr std::int64_t kChannels = 3;
 
@@ -253,35 +243,5 @@ TEST(BatchNormOp, NobodyWaitsForInferenceAndConstants) {
   EXPECT_THROW(backward(dx.view()), ExchangeTimeout);
 }
 
-TEST(BatchNormOp, RefusedArguments) {
-  const Tensor x = samples(DType::kFloat32, 0, 2);
-  const auto refused = [&](const auto& spoil) {
-    Variables op(x);
-    BatchNormOpInputs inputs{x.view(),        op.mean.view(), op.var.view(),
-                             op.scale.view(), op.bias.view(), 0};
-    BatchNormOpOutputs outputs{op.y.view(),    op.batch_mean.view(), op.batch_var.view(),
-                               op.mean.view(), op.var.view(),        &op.batches};
-    BatchNormOpAttributes attributes;
-    spoil(inputs, outputs, attributes);
-    Communicator& self = self_communicator();
-    std::string text = thrown_text<InvalidArgument>(
-        [&] { batch_norm_op(inputs, outputs, attributes, self, serial_executor()); });
-    EXPECT_EQ(op.mean.values(), std::vector<double>(kChannels, 7));
-    EXPECT_EQ(op.batches, 0);
-    return text;
-  };
-  EXPECT_EQ(refused([](auto& in, auto&, auto&) { in.estimated_mean = {}; }),
-            "estimated_mean: got none, expected one entry per channel of x");
-  EXPECT_EQ(refused([](auto& in, auto&, auto&) { in.batches = -1; }),
-            "batches: got -1, expected a number of at least 0");
-  EXPECT_EQ(refused([](auto&, auto& out, auto&) { out.saved_batches = nullptr; }),
-            "saved_batches: got null, expected a counter");
-  EXPECT_EQ(refused([](auto&, auto&, auto& a) { a.momentum = 1.5; }),
-            "momentum: got 1.5, expected a number in [0, 1]");
-  const Tensor four(DType::kFloat32, {4}, std::vector<double>{1, 1, 1, 1});
-  EXPECT_EQ(refused([&](auto& in, auto&, auto&) { in.scale = four.view(); }),
-            "scale: got shape (4), expected (3), one entry per channel of x");
-}
-
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

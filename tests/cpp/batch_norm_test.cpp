@@ -8,35 +8,14 @@
 #include <optional>
 #include <vector>
 
+#include "placed_rank.hpp"
+#include "properties.hpp"
 #include "step/passes.hpp"
 #include "support.hpp"
 
 // Steps of the layer at its edges: threads, nothing at all, other dtypes, odd sizes.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::kDtypes;
-using testing::Random;
-using testing::round_to;
-using testing::run_ranks;
-using testing::same_bits;
-using testing::Tensor;
-
-/// One rank's forward pass; `rest` is what it takes besides x and y.
-Saved forward(BatchNorm& layer, const Tensor& x, Tensor& y, BatchNorm::Forward rest = {}) {
-  rest.x = x.view();
-  rest.y = y.view();
-  Saved saved;
-  layer.forward(rest, saved);
-  return saved;
-}
-
-Saved forward(const Tensor& x, Tensor& y, const BatchNorm::Forward& rest = {},
-              BatchNorm::Options options = {}) {
-  options.channels = x.view().sizes[1];
-  BatchNorm layer(options);
-  return forward(layer, x, y, rest);
-}
 
 // Each with its layer, by turns on one pool and each on a pool of its own.
 TEST(BatchNorm, ThreadsWithLayersOfTheirOwnExact) {
@@ -50,8 +29,9 @@ TEST(BatchNorm, ThreadsWithLayersOfTheirOwnExact) {
       value = round_to(DType::kFloat32, random.signed_unit());
     }
     xs.emplace_back(DType::kFloat32, std::vector<std::int64_t>{4, 16, 20 + i}, values);
-    Tensor y(DType::kFloat32, {4, 16, 20 + i});
-    forward(xs.back(), y);
+    Tensor y = xs.back();
+    Saved saved;
+    BatchNorm({.channels = 16}).forward({.x = xs.back().view(), .y = y.view()}, saved);
     ys.push_back(y.values());
   }
   ThreadPool shared(3);
@@ -71,75 +51,26 @@ TEST(BatchNorm, ThreadsWithLayersOfTheirOwnExact) {
 
 TEST(BatchNorm, AllRanksEmptyChangesNothingExact) {
   for (const auto& sizes :
-       {std::vector<std::int64_t>{0, 3}, std::vector<std::int64_t>{0, 3, 4, 4},
-        std::vector<std::int64_t>{2, 3, 0}, std::vector<std::int64_t>{2, 3, 4, 0}}) {
+       std::vector<std::vector<std::int64_t>>{{0, 3}, {0, 3, 4, 4}, {2, 3, 0}, {2, 3, 4, 0}}) {
     for (const DType dtype : kDtypes) {
-      ThreadGroup group(3);
-      const auto errors = run_ranks(3, [&](int rank) {
-        const Tensor x(dtype, sizes);
-        Tensor y(dtype, sizes);
-        const std::vector<double> before = {0.1, -7, 1e30};
-        Tensor mean(DType::kFloat64, {3}, before);
-        Tensor var(DType::kFloat64, {3}, before);
-        Tensor dweight(DType::kFloat32, {3}, before);
-        Tensor dbias(DType::kFloat32, {3}, before);
-        std::int64_t tracked = 5;
-        BatchNorm layer({.channels = 3, .name = "layer", .momentum = std::nullopt},
-                        group.rank(rank));
-        Saved s;
-        layer.forward({.x = x.view(),
-                       .y = y.view(),
-                       .running_mean = mean.view(),
-                       .running_var = var.view(),
-                       .num_batches_tracked = &tracked},
-                      s);
-        EXPECT_EQ(s.count(), 0);
-        for (const auto values : {s.mean(), s.var(), s.rstd()}) {
-          EXPECT_TRUE(same_bits(values, {0, 0, 0}));
+      for (const auto affine : {AffineGradients::kGlobal, AffineGradients::kShare}) {
+        Random random(3);
+        Step step(random, dtype, sizes);
+        step.affine = affine;
+        step.options.momentum.reset();
+        const Split split = {whole(sizes[0])[0], {}, {}};
+        for (const auto& rank : run_in_group(step, split, std::vector<Placement>(3)).ranks) {
+          EXPECT_EQ(rank.count, 0);
+          for (const auto& values : {rank.mean, rank.var, rank.rstd, rank.dweight, rank.dbias}) {
+            EXPECT_TRUE(same_bits(values, {0, 0, 0}));
+          }
+          EXPECT_TRUE(same_bits(rank.running_mean, step.running_mean.values));
+          EXPECT_TRUE(same_bits(rank.running_var, step.running_var.values));
+          EXPECT_EQ(rank.tracked, step.tracked);
         }
-        EXPECT_TRUE(same_bits(mean.values(), before));
-        EXPECT_TRUE(same_bits(var.values(), before));
-        EXPECT_EQ(tracked, 5);
-        layer.backward({.dy = x.view(),
-                        .x = x.view(),
-                        .dx = y.view(),
-                        .dweight = dweight.view(),
-                        .dbias = dbias.view(),
-                        .affine = rank == 0 ? AffineGradients::kGlobal : AffineGradients::kShare},
-                       s);
-        EXPECT_TRUE(same_bits(dweight.values(), {0, 0, 0}));
-        EXPECT_TRUE(same_bits(dbias.values(), {0, 0, 0}));
-      });
-      for (const auto& error : errors) {
-        EXPECT_EQ(error, nullptr);
       }
     }
   }
-}
-
-TEST(BatchNorm, AnEmptyRankMayHaveAnotherDtypeOfTheSameFormat) {
-  // float32 and bfloat16 share the message format; which one an empty rank has does not matter.
-  ThreadGroup group(2);
-  std::vector<Saved> saved(2);
-  const auto errors = run_ranks(2, [&](int rank) {
-    const DType dtype = rank == 0 ? DType::kBFloat16 : DType::kFloat32;
-    const Tensor x(dtype, {rank == 0 ? 2 : 0, 1}, std::vector<double>{1, 3});
-    Tensor y = x;
-    BatchNorm({.channels = 1, .name = "layer"}, group.rank(rank))
-        .forward({.x = x.view(), .y = y.view()}, saved[static_cast<std::size_t>(rank)]);
-  });
-  for (std::size_t r = 0; r < 2; ++r) {
-    EXPECT_EQ(errors[r], nullptr);
-    EXPECT_TRUE(same_bits(saved[r].mean(), {2}));
-    EXPECT_EQ(saved[r].count(), 2);
-  }
-}
-
-TEST(BatchNorm, NoChannels) {
-  const Tensor x(DType::kFloat32, {4, 0, 3});
-  Tensor y(DType::kFloat32, {4, 0, 3});
-  const Saved s = forward(x, y);
-  EXPECT_TRUE(s.mean().empty());
 }
 
 TEST(BatchNorm, SizesAndStridesOfNoElementsMayBeAny) {
@@ -167,4 +98,4 @@ TEST(BatchNorm, SizesAndStridesOfNoElementsMayBeAny) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -16,11 +16,10 @@
 #include "one_rank.hpp"
 #include "statistics/header.hpp"
 
-// Directions, whole or in blocks of channels: the bits of one pass after the other.
-namespace syncbn {
+// Directions in blocks of channels: the bits of one pass after the other.
+namespace syncbn::testing {
 namespace {
 
-using namespace testing;  // most of it
 using cpu::SumsSink;
 using cpu::VectorMap;
 using cpu::VectorSums;
@@ -151,40 +150,11 @@ void backward_in_blocks(OneRank& layer, const Way& way, Executor& executor) {
   layer.backward_info = layer.forward_info;
 }
 
-class OneRankLayer : public ::testing::Test {
- protected:
-  Executor& executor(Random& random) {
-    return random.one_in(2)   ? serial_executor()
-           : random.one_in(2) ? static_cast<Executor&>(two_)
-                              : three_;
-  }
-  /// A layer with all that a direction may have.
-  static OneRank layer(Random& random, DType dtype, std::vector<std::int64_t> sizes,
-                       Memory memory) {
-    OneRank out(random, dtype, std::move(sizes), memory, random.between(0, 15),
-                random.one_in(3) ? 3000 : 0);
-    out.activation = {static_cast<ActivationKind>(random.between(0, 2)), 0.01};
-    out.with_residual = random.one_in(3);
-    out.keep = random.one_in(3);
-    if (random.one_in(4)) {
-      out.choose_mask(random);
-    }
-    return out;
-  }
-  static OneRank expected_of(const OneRank& layer) {
-    OneRank expected = layer;
-    const LevelScope scope("reference");
-    expected.forward(serial_executor());
-    expected.backward(serial_executor());
-    return expected;
-  }
-  const std::vector<std::string> levels_ = available_levels();
-  ThreadPool two_{2};
-  ThreadPool three_{3};
-};
-
-TEST_F(OneRankLayer, InBlocksHasTheBitsOfPassesExact) {
+TEST(OneRankLayer, InBlocksHasTheBitsOfPassesExact) {
   Random random(11);
+  const std::vector<std::string> levels = available_levels();
+  ThreadPool two(2), three(3);
+  const std::vector<Executor*> executors = {&serial_executor(), &two, &three};
   const std::vector<std::int64_t> planes = {1, 7, 15, 16, 17, 49, 196, 511, 512, 513, 1000, 3136};
   int compared = 0;
   for (int round = 0; round < 100; ++round) {
@@ -192,19 +162,19 @@ TEST_F(OneRankLayer, InBlocksHasTheBitsOfPassesExact) {
     const std::int64_t channels = random.between(1, random.one_in(4) ? 600 : 40);
     const std::int64_t most = std::max<std::int64_t>(1, 20000 / (plane * channels));
     const OneRank given =
-        layer(random, kDtypes[random.between(0, 2)],
-              {random.between(1, std::min<std::int64_t>(most, 5)), channels, plane},
-              random.one_in(3) ? Memory::kPlanesSlice : Memory::kPlanes);
+        any_layer(random, kDtypes[random.between(0, 2)],
+                  {random.between(1, std::min<std::int64_t>(most, 5)), channels, plane},
+                  random.one_in(3) ? Memory::kPlanesSlice : Memory::kPlanes);
     const OneRank expected = expected_of(given);
     const std::int64_t step = plane % 8 == 0 ? 1 : 8;
     const Way way{step * random.between(1, 32 / step), random.one_in(2),
                   random.one_in(3) ? static_cast<int>(random.between(1, 5)) : kNeverLate};
-    for (const std::string& level : levels_) {
+    for (const std::string& level : levels) {
       const LevelScope scope(level);
       SCOPED_TRACE(level + ", round " + std::to_string(round) + " plane " + std::to_string(plane) +
                    " channels " + std::to_string(channels));
       OneRank actual = given;
-      Executor& threads = executor(random);
+      Executor& threads = *random.pick(executors);
       if (forward_in_blocks(actual, way, threads)) {
         backward_in_blocks(actual, way, threads);
         expect_same_layer(actual, expected);
@@ -215,109 +185,8 @@ TEST_F(OneRankLayer, InBlocksHasTheBitsOfPassesExact) {
       return;
     }
   }
-  EXPECT_TRUE(compared > 60 || levels_.size() == 1);
-}
-
-TEST_F(OneRankLayer, HasTheBitsOfPassesExact) {
-  Random random(12);
-  const std::vector<std::vector<std::int64_t>> shapes = {
-      {70, 130}, {3, 5}, {2, 16, 49}, {3, 7, 513}, {9, 4, 196}, {2, 600, 3}, {2, 33, 1000}};
-  for (const DType dtype : kDtypes) {
-    for (const auto& sizes : shapes) {
-      for (const Memory memory : kMemories) {
-        const OneRank given = layer(random, dtype, sizes, memory);
-        const OneRank expected = expected_of(given);
-        for (const std::string& level : levels_) {
-          const LevelScope scope(level);
-          OneRank actual = given;
-          Executor& threads = executor(random);
-          actual.forward_alone(threads);
-          actual.backward_alone(threads);
-          expect_same_layer(actual, expected);
-        }
-      }
-    }
-  }
-}
-
-// Large enough for blocks and stores that go past the caches.
-TEST_F(OneRankLayer, OfLargeTensorsHasTheBitsOfPassesExact) {
-  Random random(13);
-  const std::pair<DType, std::vector<std::int64_t>> shapes[] = {
-      {DType::kFloat32, {2, 100, 3137}},
-      {DType::kFloat32, {1, 132, 16391}},
-      {DType::kFloat32, {3, 260, 2800}},
-      {DType::kBFloat16, {2, 130, 16390}},
-  };
-  for (const auto& [dtype, sizes] : shapes) {
-    const Memory memory = sizes[1] % 4 == 0 ? Memory::kPlanes : Memory::kPlanesSlice;
-    const OneRank given = layer(random, dtype, sizes, memory);
-    const OneRank expected = expected_of(given);
-    for (const std::string& level : levels_) {
-      const LevelScope scope(level);
-      SCOPED_TRACE(level + " channels " + std::to_string(sizes[1]));
-      OneRank actual = given;
-      Executor& threads = executor(random);
-      actual.forward_alone(threads);
-      actual.backward_alone(threads);
-      expect_same_layer(actual, expected);
-    }
-  }
-}
-
-TEST_F(OneRankLayer, InPlaceHasTheBitsOfPassesExact) {
-  Random random(14);
-  for (const auto& sizes : {std::vector<std::int64_t>{3, 9, 50}, {2, 100, 3137}}) {
-    const OneRank given(random, DType::kFloat32, sizes, Memory::kPlanes, 1);
-    const OneRank expected = expected_of(given);
-    for (const std::string& level : levels_) {
-      const LevelScope scope(level);
-      OneRank actual = given;
-      const MutableTensorView over_x = actual.x.view();
-      const Tensor x = actual.x;
-      actual.forward_info = forward_of_one_rank({actual.x_view(),
-                                                 {},
-                                                 std::as_const(actual.weight).view(),
-                                                 std::as_const(actual.bias).view(),
-                                                 {},
-                                                 over_x,
-                                                 nullptr,
-                                                 actual.mean.data(),
-                                                 actual.var.data(),
-                                                 actual.rstd.data(),
-                                                 OneRank::kEps},
-                                                two_);
-      EXPECT_TRUE(same_bits(actual.x.values(), expected.y.values()));
-      backward_of_one_rank({.dy = std::as_const(actual.dy).view(),
-                            .x = x.view(),
-                            .mean = actual.mean.data(),
-                            .rstd = actual.rstd.data(),
-                            .weight = std::as_const(actual.weight).view(),
-                            .dx = actual.dy.view(),
-                            .dweight = actual.dweight.view(),
-                            .dbias = actual.dbias.view(),
-                            .count = actual.forward_info.count},
-                           two_);
-      EXPECT_TRUE(same_bits(actual.dy.values(), expected.dx.values()));
-    }
-  }
-}
-
-TEST_F(OneRankLayer, OfNothingHasTheBitsOfPassesExact) {
-  Random random(15);
-  for (const auto& sizes : {std::vector<std::int64_t>{0, 5}, {4, 5, 0}, {3, 0, 7}, {4, 5, 6}}) {
-    OneRank given(random, DType::kFloat32, sizes, Memory::kPlanes, 0);
-    if (sizes.back() == 6) {
-      given.choose_mask(random);
-      std::fill(given.mask.begin(), given.mask.end(), 0);
-    }
-    const OneRank expected = expected_of(given);
-    OneRank actual = given;
-    actual.forward_alone(two_);
-    actual.backward_alone(two_);
-    expect_same_layer(actual, expected);
-  }
+  EXPECT_TRUE(compared > 60 || levels.size() == 1);
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

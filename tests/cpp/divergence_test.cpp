@@ -15,13 +15,8 @@
 #include "syncbn/batch_norm.hpp"
 
 // What two ranks get when one cannot take part, or when they do not make the same call.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::contains;
-using testing::run_ranks;
-using testing::Tensor;
-using testing::text_of;
 
 /// How long a rank would wait for one that does not come; prompt is far below.
 constexpr auto kTimeout = std::chrono::seconds(10);
@@ -233,19 +228,6 @@ TEST(Divergence, WhatMayDiffer) {
   }
 }
 
-TEST(Divergence, LayersOfOneShapeInAnotherOrder) {
-  ThreadGroup group(2, kTimeout);
-  for (const auto& error : run_ranks(2, [&](int r) {
-         Step step = forward_step();
-         for (const char* name : {r == 0 ? "stem" : "head", r == 0 ? "head" : "stem"}) {
-           step.options.name = name;
-           step.run(group.rank(r));
-         }
-       })) {
-    EXPECT_TRUE(contains(text_of<DivergenceError>(error), "layer: stem on rank 0, head on rank 1"));
-  }
-}
-
 /// Rank `odd` throws an Expected, the other PeerLost with the rank and, if given, the reason.
 template <class Expected>
 void expect_peer_lost(const Step& step, const Change& change, const std::string& reason) {
@@ -311,4 +293,4 @@ TEST(Refusal, MoreElementsThanTheLimitOverAllRanksIsAnErrorOnEveryRank) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -12,19 +12,8 @@
 
 // Evaluation: section 4 of docs/numerics.md with the running statistics, and the last line of
 // section 6. Everything is local.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::available_levels;
-using testing::kDtypes;
-using testing::kMemories;
-using testing::LevelScope;
-using testing::Memory;
-using testing::Random;
-using testing::rough_values;
-using testing::round_to;
-using testing::same_bits;
-using testing::Tensor;
 
 const std::vector<std::int64_t> kSizes = {4, 5, 3, 7};
 constexpr std::int64_t kChannels = 5;
@@ -224,4 +213,4 @@ TEST(Evaluation, EmptyAndNotFinite) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

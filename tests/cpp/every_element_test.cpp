@@ -15,17 +15,8 @@
 // that is hard to round: ties, subnormal numbers, those next to infinity, zeros of both signs. What
 // is expected is written here from the contract, but for the sums, which have the reference's
 // words.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::available_levels;
-using testing::LevelScope;
-using testing::Memory;
-using testing::Random;
-using testing::read_element;
-using testing::round_to;
-using testing::same_bits;
-using testing::Tensor;
 
 constexpr DType kTypes[] = {DType::kFloat16, DType::kBFloat16};
 constexpr std::uint64_t kPatterns = 1U << 16;
@@ -291,4 +282,4 @@ TEST(EveryElement, SummedExact) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -16,13 +16,8 @@
 // A communicator or an executor of the caller's that throws: running statistics are updated whole
 // or not at all, the exception reaches the caller, and the next step has the bits of one without
 // it.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::kStepKinds;
-using testing::run_ranks;
-using testing::StepTensors;
-using testing::text_of;
 
 /// A rank of two that do the same. Throws at the n-th exchange, counted from 0, before or after it.
 class Failing final : public Communicator {
@@ -166,11 +161,11 @@ TEST(Exceptions, OfAnExecutorReachTheOtherRanks) {
       steps[r].forward(group.rank(r), executor);
     });
     EXPECT_THROW(std::rethrow_exception(errors[0]), int);
-    EXPECT_TRUE(testing::contains(text_of<PeerLost>(errors[1]), "unknown type"));
+    EXPECT_TRUE(contains(text_of<PeerLost>(errors[1]), "unknown type"));
     EXPECT_TRUE(steps[0].state() == before);
     EXPECT_TRUE(steps[1].state() == before);
   }
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

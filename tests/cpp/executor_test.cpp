@@ -19,11 +19,8 @@
 #include "support.hpp"
 #include "syncbn/error.hpp"
 
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::run_ranks;
-using testing::thrown_text;
 
 using Range = std::pair<std::int64_t, std::int64_t>;
 
@@ -239,4 +236,4 @@ TEST(SerialExecutor, RunsOnTheCallingThread) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

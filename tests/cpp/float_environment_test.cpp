@@ -18,18 +18,8 @@
 
 // A process that flushes subnormals to zero or rounds in another direction gets the same bits, and
 // its mode back.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::available_levels;
-using testing::kDtypes;
-using testing::LevelScope;
-using testing::Memory;
-using testing::Random;
-using testing::round_to;
-using testing::same_bits;
-using testing::Tensor;
-using testing::values;
 
 constexpr unsigned int kDefault = 0x1f80;
 constexpr unsigned int kFlush = 0x8040;  ///< FTZ and DAZ
@@ -214,6 +204,6 @@ TEST(FloatEnvironment, IsRestoredAfterAnException) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing
 
 #endif

@@ -2,29 +2,21 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <functional>
 #include <limits>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "placed_rank.hpp"
+#include "properties.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 
 // A channel that holds NaN, infinities, the largest numbers, denormal ones or zeros of any sign
 // changes no bit of another channel: blocks of channels share vector registers.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::available_levels;
-using testing::kDtypes;
-using testing::kMemories;
-using testing::LevelScope;
-using testing::Memory;
-using testing::Random;
-using testing::round_to;
-using testing::same_bits;
-using testing::Tensor;
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInf = std::numeric_limits<double>::infinity();
@@ -61,115 +53,43 @@ const std::vector<Poison> kPoisons = {
     {"zeros", [](DType) { return -0.0; }, [](DType) { return 0.0; }, true},
 };
 
-struct Shape {
-  std::int64_t samples, channels, plane;
-  std::int64_t elements() const { return samples * channels * plane; }
-};
-
-struct Options {
-  Activation activation;
-  bool residual = false;
-  bool mask = false;
-  Statistics statistics = Statistics::kReproducible;
-};
-
-/// Everything that a step gives, as (channels, values of a channel) after one reordering.
-struct Outcome {
-  std::vector<std::vector<double>> of_channel;
-  std::vector<double> mean, var, running_mean, running_var, dweight;
-};
-
-Outcome step(const Shape& s, DType dtype, Memory memory, const std::vector<double>& xs,
-             const std::vector<double>& dys, const Options& options) {
-  const std::vector<std::int64_t> sizes = {s.samples, s.channels, s.plane};
-  Tensor x(dtype, sizes, memory), dy(dtype, sizes, memory), z(dtype, sizes, memory);
-  Tensor y(dtype, sizes, memory), dx(dtype, sizes, memory), dz(dtype, sizes, memory);
-  x.fill(xs);
-  dy.fill(dys);
-  std::vector<double> zs(xs.size());
-  for (std::size_t i = 0; i < zs.size(); ++i) {
-    zs[i] = 0.25 * static_cast<double>(i % 5) - 0.5;
-  }
-  z.fill(zs);
-  std::vector<double> ones(static_cast<std::size_t>(s.channels), 1.0), weights = ones;
-  for (std::size_t c = 0; c < weights.size(); ++c) {
-    weights[c] = 0.5 + 0.125 * static_cast<double>(c);
-  }
-  Tensor weight(DType::kFloat32, {s.channels}, weights), bias(DType::kFloat32, {s.channels}, ones);
-  Tensor running_mean = bias, running_var = weight, dweight = weight, dbias = bias;
-  std::vector<std::uint8_t> bytes(static_cast<std::size_t>(s.samples * s.plane), 1);
-  bytes.back() = 0;
-  const MaskView mask = options.mask ? MaskView{bytes.data(), {s.samples, s.plane}} : MaskView{};
-  const TensorView residual = options.residual ? std::as_const(z).view() : TensorView{};
-  BatchNorm layer(
-      {.channels = s.channels, .activation = options.activation, .statistics = options.statistics});
-  Saved saved;
-  layer.forward({.x = x.view(),
-                 .mask = mask,
-                 .weight = weight.view(),
-                 .bias = bias.view(),
-                 .residual = residual,
-                 .y = y.view(),
-                 .running_mean = running_mean.view(),
-                 .running_var = running_var.view()},
-                saved);
-  const bool keeps = options.residual;
-  if (keeps) {
-    dz.fill(dys);
-  }
-  layer.backward({.dy = dy.view(),
-                  .x = x.view(),
-                  .mask = mask,
-                  .weight = weight.view(),
-                  .bias = bias.view(),
-                  .dx = dx.view(),
-                  .dweight = dweight.view(),
-                  .dbias = dbias.view(),
-                  .dresidual = keeps ? dz.view() : MutableTensorView{}},
-                 saved);
-  Outcome out{std::vector<std::vector<double>>(static_cast<std::size_t>(s.channels)),
-              testing::values(saved.mean()),
-              testing::values(saved.var()),
-              running_mean.values(),
-              running_var.values(),
-              dweight.values()};
-  for (const auto& values :
-       {y.values(), dx.values(), keeps ? dz.values() : std::vector<double>{}}) {
+/// What a step gives: of all whole batches and channels, the entries of channel c.
+std::vector<std::vector<double>> by_channel(const Step& step, const Outcome& out) {
+  std::vector<std::vector<double>> all(static_cast<std::size_t>(step.channels()));
+  for (const auto& values : {out.y, out.dx, out.u}) {
     for (std::size_t i = 0; i < values.size(); ++i) {
-      const auto c = i / static_cast<std::size_t>(s.plane) % out.of_channel.size();
-      out.of_channel[c].push_back(values[i]);
+      all[i / static_cast<std::size_t>(step.plane()) % all.size()].push_back(values[i]);
     }
   }
-  for (const auto& values : {out.mean, out.var, testing::values(saved.rstd()), out.running_mean,
-                             out.running_var, out.dweight, dbias.values()}) {
-    for (std::size_t c = 0; c < values.size(); ++c) {
-      out.of_channel[c].push_back(values[c]);
+  const Outcome::Known& known = out.ranks[0];
+  for (const auto& values : {known.mean, known.var, known.rstd, known.running_mean,
+                             known.running_var, known.dweight, known.dbias}) {
+    for (std::size_t c = 0; c < all.size(); ++c) {
+      all[c].push_back(values[c]);
     }
   }
-  return out;
+  return all;
 }
 
-/// The values with the poison in channel c.
-std::vector<double> poisoned(std::vector<double> values, const Shape& s, std::int64_t c,
-                             const Poison& poison, DType dtype) {
+/// Puts the poison into channel c.
+void spoil(std::vector<double>& values, const Step& step, std::int64_t c, const Poison& poison) {
   bool second = false;
-  for (std::int64_t i = 0; i < s.elements(); ++i) {
-    if (i / s.plane % s.channels != c) {
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (static_cast<std::int64_t>(i) / step.plane() % step.channels() != c) {
       continue;
     }
     double (*of)(DType) = second && poison.second != nullptr ? poison.second : poison.first;
-    values[static_cast<std::size_t>(i)] = of(dtype);
+    values[i] = of(step.dtype);
     if (!poison.whole && (second || poison.second == nullptr)) {
-      break;
+      return;
     }
     second = !second;
   }
-  return values;
 }
 
 /// docs/numerics.md, section 3: NaN or both infinities give NaN, one infinity gives itself, and
 /// the variance is NaN; section 5 hands them on to the running statistics.
-void expect_contract(const Outcome& out, std::size_t c, const std::string& poison) {
+void expect_contract(const Outcome::Known& out, std::size_t c, const std::string& poison) {
   if (poison == "NaN" || poison == "+inf" || poison == "-inf" || poison == "both") {
     const double mean = poison == "+inf" ? kInf : poison == "-inf" ? -kInf : kNan;
     EXPECT_TRUE(same_bits(out.mean[c], mean));
@@ -183,36 +103,46 @@ void expect_contract(const Outcome& out, std::size_t c, const std::string& poiso
   }
 }
 
-void expect_isolated(const Shape& s, DType dtype, Memory memory, const Options& options) {
+void expect_isolated(
+    const std::vector<std::int64_t>& sizes, DType dtype, Memory memory,
+    const std::function<void(Step&)>& options = [](Step&) {}) {
   Random random(41);
-  std::vector<double> xs(static_cast<std::size_t>(s.elements())), dys = xs;
-  for (std::size_t i = 0; i < xs.size(); ++i) {
-    xs[i] = round_to(dtype, 2 * random.signed_unit());
-    dys[i] = round_to(dtype, random.signed_unit());
+  Step step(random, dtype, sizes);
+  for (std::size_t i = 0; i < step.x.size(); ++i) {
+    step.x[i] = round_to(dtype, 2 * random.signed_unit());
+    step.dy[i] = round_to(dtype, random.signed_unit());
   }
-  const Outcome clean = step(s, dtype, memory, xs, dys, options);
+  options(step);
+  Placement placement;
+  placement.x = placement.dy = placement.residual = placement.out = memory;
+  const auto run = [&](const Step& of) {
+    return run_in_group(of, whole(of.sizes[0]), {placement});
+  };
+  const Outcome clean = run(step);
+  const auto clean_channels = by_channel(step, clean);
   for (const Poison& poison : kPoisons) {
     for (const bool in_x : {true, false}) {
-      const std::int64_t c = random.between(0, s.channels - 1);
+      const std::int64_t c = random.between(0, step.channels() - 1);
       SCOPED_TRACE(std::string(poison.name) + (in_x ? " in x" : " in dy") + ", channel " +
                    std::to_string(c));
-      const auto bad = poisoned(in_x ? xs : dys, s, c, poison, dtype);
-      const Outcome out = step(s, dtype, memory, in_x ? bad : xs, in_x ? dys : bad, options);
-      for (std::size_t other = 0; other < out.of_channel.size(); ++other) {
-        if (other != static_cast<std::size_t>(c)) {
-          EXPECT_TRUE(same_bits(out.of_channel[other], clean.of_channel[other])) << other;
+      Step bad = step;
+      spoil(in_x ? bad.x : bad.dy, step, c, poison);
+      const Outcome out = run(bad);
+      const auto channels = by_channel(step, out);
+      for (std::int64_t i = 0; i < step.channels(); ++i) {
+        const auto at = static_cast<std::size_t>(i);
+        if (i != c) {
+          EXPECT_TRUE(same_bits(channels[at], clean_channels[at])) << i;
+        } else if (in_x || step.options.activation.kind != ActivationKind::kRelu) {
+          EXPECT_FALSE(same_bits(channels[at], clean_channels[at]));  // relu may stop a dy
         }
       }
-      if (in_x || options.activation.kind != ActivationKind::kRelu) {  // relu may stop a dy
-        EXPECT_FALSE(same_bits(out.of_channel[static_cast<std::size_t>(c)],
-                               clean.of_channel[static_cast<std::size_t>(c)]));
-      }
-      const bool exact = options.statistics == Statistics::kReproducible;
+      const bool exact = step.options.statistics == Statistics::kReproducible;
       if (in_x && exact) {
-        expect_contract(out, static_cast<std::size_t>(c), poison.name);
+        expect_contract(out.ranks[0], static_cast<std::size_t>(c), poison.name);
       } else if (!in_x) {  // backward changes no statistic
-        EXPECT_TRUE(same_bits(out.running_mean, clean.running_mean));
-        EXPECT_TRUE(same_bits(out.running_var, clean.running_var));
+        EXPECT_TRUE(same_bits(out.ranks[0].running_mean, clean.ranks[0].running_mean));
+        EXPECT_TRUE(same_bits(out.ranks[0].running_var, clean.ranks[0].running_var));
       }
     }
   }
@@ -221,33 +151,47 @@ void expect_isolated(const Shape& s, DType dtype, Memory memory, const Options& 
 class Isolation : public ::testing::TestWithParam<DType> {};
 
 TEST_P(Isolation, NoChannelReachesAnotherExact) {
-  // A row of vectors with a rest, single rows, planes longer than a segment.
-  const std::vector<Shape> shapes = {{5, 19, 1}, {2, 37, 1}, {3, 19, 7}, {2, 5, 530}};
   for (const std::string& level : available_levels()) {
     const LevelScope scope(level);
     for (const Memory memory : kMemories) {
-      for (const Shape& shape : shapes) {
-        SCOPED_TRACE(level + ", memory " + std::to_string(static_cast<int>(memory)) + ", plane " +
-                     std::to_string(shape.plane));
-        expect_isolated(shape, GetParam(), memory, {});
+      // A row of vectors with a rest, single rows, planes longer than a segment.
+      for (const auto& sizes :
+           std::vector<std::vector<std::int64_t>>{{5, 19}, {2, 37}, {3, 19, 7}, {2, 5, 530}}) {
+        SCOPED_TRACE(level + ", memory " + std::to_string(static_cast<int>(memory)) +
+                     ", channels " + std::to_string(sizes[1]));
+        expect_isolated(sizes, GetParam(), memory);
       }
     }
   }
 }
 
 TEST_P(Isolation, NorWithOptionsExact) {
-  const Activation relu{ActivationKind::kRelu}, leaky{ActivationKind::kLeakyRelu, 0.125};
+  const auto relu = [](Step& s) { s.options.activation.kind = ActivationKind::kRelu; };
+  const auto leaky = [](Step& s) { s.options.activation = {ActivationKind::kLeakyRelu, 0.125}; };
+  const auto masked = [](Step& s) {
+    s.mask.assign(static_cast<std::size_t>(s.sizes[0] * s.plane()), 1);
+    s.mask.back() = 0;
+  };
+  const auto residual = [](Step& s) {
+    s.keep = true;
+    for (std::size_t i = 0; i < s.x.size(); ++i) {
+      s.residual.push_back(0.25 * static_cast<double>(i % 5) - 0.5);
+    }
+  };
+  const std::vector<std::function<void(Step&)>> all = {
+      relu,
+      [&](Step& s) { leaky(s), residual(s); },
+      [&](Step& s) { relu(s), residual(s), masked(s); },
+      [&](Step& s) { residual(s), masked(s); },
+      masked,
+      [](Step& s) { s.options.statistics = Statistics::kWelford; }};
   for (const std::string& level : available_levels()) {
     const LevelScope scope(level);
     for (const Memory memory : {Memory::kPlanes, Memory::kRows}) {
-      for (const Options& options :
-           {Options{relu}, Options{leaky, true}, Options{relu, true, true}, Options{{}, true, true},
-            Options{{}, false, true}, Options{{}, false, false, Statistics::kWelford}}) {
-        SCOPED_TRACE(level + ", activation " +
-                     std::to_string(static_cast<int>(options.activation.kind)) + ", mask " +
-                     std::to_string(options.mask));
-        expect_isolated({3, 19, 7}, GetParam(), memory, options);
-        expect_isolated({6, 19, 1}, GetParam(), memory, options);
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        SCOPED_TRACE(level + ", options " + std::to_string(i));
+        expect_isolated({3, 19, 7}, GetParam(), memory, all[i]);
+        expect_isolated({6, 19}, GetParam(), memory, all[i]);
       }
     }
   }
@@ -257,4 +201,4 @@ INSTANTIATE_TEST_SUITE_P(Types, Isolation, ::testing::ValuesIn(kDtypes),
                          [](const auto& test) { return std::string(name(test.param)); });
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "channel_values.hpp"
@@ -19,7 +20,7 @@
 
 // A dtype and an activation that nobody knows: each place that depends on them refuses them, and
 // takes them for no other one. What happens to an enumeration that grows: tests/rules.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
 
 constexpr auto kMadeUpDtype = static_cast<DType>(kDtypeCount);
@@ -30,7 +31,7 @@ concept HasTraits = requires { ElementTraits<T>::kFraction; };
 static_assert(HasTraits<Half> && HasTraits<double> && !HasTraits<int>);
 
 void expect_refused(const char* what, const std::function<void()>& body) {
-  EXPECT_TRUE(testing::contains(testing::thrown_text<InvalidArgument>(body), what));
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>(body), what));
 }
 
 /// A view of a dtype that no check has seen.
@@ -108,5 +109,18 @@ TEST(Kinds, EveryPlaceRefusesAMadeUpActivation) {
   }
 }
 
+TEST(Levels, NamesAndChoice) {
+  const std::string before = cpu_instruction_set();
+  EXPECT_FALSE(force_cpu_instruction_set("sse9"));
+  EXPECT_EQ(cpu_instruction_set(), before);
+  EXPECT_EQ(available_levels().front(), "reference");
+  EXPECT_EQ(available_levels().back(), before) << "the best one is the default";
+  for (const std::string& level : available_levels()) {
+    const LevelScope scope(level);
+    EXPECT_EQ(cpu_instruction_set(), level);
+  }
+  EXPECT_EQ(cpu_instruction_set(), before);
+}
+
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -13,15 +13,8 @@
 #include "syncbn/batch_norm.hpp"
 
 // What syncbn/error.hpp promises of the errors of a layer.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::contains;
-using testing::error_of;
-using testing::error_of_call;
-using testing::run_ranks;
-using testing::SmallStep;
-using testing::thrown_text;
 
 TEST(LayerErrors, NameTheLayerAndTheCall) {
   std::string name = "stem.bn1";
@@ -176,4 +169,4 @@ TEST(LayerErrors, OfADivergenceNameTheLayers) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

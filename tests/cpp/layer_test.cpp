@@ -18,18 +18,8 @@
 #include "syncbn/batch_norm.hpp"
 
 // What syncbn/batch_norm.hpp promises of a layer, what it saves and its memory, besides numbers.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::contains;
-using testing::error_of_call;
-using testing::expect_empty;
-using testing::run_ranks;
-using testing::same_bits;
-using testing::SmallStep;
-using testing::Tensor;
-using testing::text_of;
-using testing::thrown_text;
 
 template <class Function>
 bool thrown_by(const Function& function) {
@@ -67,19 +57,6 @@ TEST(Saved, ServesOtherShapesAndLayersExact) {
       EXPECT_TRUE(same_bits(step.dresidual.values(), expected.dresidual.values()));
     }
   }
-}
-
-TEST(Saved, OfAnotherLayerIsRefused) {
-  SmallStep step({2, 3, 4});
-  Communicator& self = self_communicator();
-  BatchNorm one({.channels = 3, .name = "one"}, self), two({.channels = 3, .name = "two"}, self);
-  Saved saved;
-  step.forward(one, saved);
-  EXPECT_TRUE(
-      contains(thrown_text<InvalidArgument>([&] { step.backward(two, saved); }),
-               "saved: got that of another layer, expected one that this layer's forward filled"));
-  EXPECT_TRUE(same_bits(step.dx.values(), step.x.values()));
-  EXPECT_NO_THROW(step.backward(one, saved));
 }
 
 TEST(Saved, IsWithoutContentAfterAForwardThatFails) {
@@ -213,29 +190,10 @@ TEST(Layer, CallThatFailsCountsOnEveryRank) {
   }
 }
 
-/// As where nobody thought of it.
-TEST(Layer, WithoutANameIsRefusedOnEveryRankOfSeveral) {
-  ThreadGroup group(2, std::chrono::seconds(20)), alone(1);
-  for (const auto& error :
-       run_ranks(2, [&](int r) { BatchNorm({.channels = 3}, group.rank(r)); })) {
-    EXPECT_TRUE(contains(text_of<InvalidArgument>(error), "options.name: got none"));
-  }
-  EXPECT_NO_THROW(BatchNorm({.channels = 3}, alone.rank(0)));
-}
-
-TEST(Layer, OfOneRankKeepsNoGroupAlive) {
-  BatchNorm layer({.channels = 3, .name = "layer"}, self_communicator());
-  SmallStep step({2, 3, 4});
-  Saved saved;
-  step.forward(layer, saved);
-  step.backward(layer, saved);
-  EXPECT_EQ(saved.count(), 8);
-}
-
 TEST(Layer, WhoseGroupIsGoneSaysSo) {
-  for (const auto kind : {testing::GroupKind::kThreads, testing::GroupKind::kSharedMemory}) {
+  for (const auto kind : {GroupKind::kThreads, GroupKind::kSharedMemory}) {
     for (const int ranks : {1, 2}) {
-      auto group = testing::make_group(kind, ranks);
+      auto group = make_group(kind, ranks);
       const BatchNorm::Options options{.channels = 3, .name = "layer"};
       BatchNorm layer(options, group->rank(0));
       SmallStep step({2, 3, 4});
@@ -255,7 +213,7 @@ TEST(Layer, WhoseGroupIsGoneSaysSo) {
       EXPECT_NO_THROW(layer.evaluate({.x = step.x.view(), .y = step.y.view()}));
       EXPECT_NO_THROW(layer.check());
       // Perhaps at the address of the one before; its layer's name is no matter.
-      group = testing::make_group(kind, ranks);
+      group = make_group(kind, ranks);
       EXPECT_NO_THROW(BatchNorm(options, group->rank(0)));
       std::optional<BatchNorm> next(std::in_place, options, group->rank(0));
       {
@@ -342,4 +300,4 @@ TEST(Layer, FingerprintsAreOfTheNameAndTheCall) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -8,13 +8,8 @@
 #include "support.hpp"
 
 // Any number of partials in a channel, in every vector code.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::available_levels;
-using testing::LevelScope;
-using testing::round_to;
-using testing::Tensor;
 
 /// mean and var of `samples` samples v, or v and -v in turn.
 void expect_exact_moments(DType dtype, double v, std::int64_t samples, bool alternate,
@@ -83,4 +78,4 @@ TEST(ManyPartials, OfStrideZeroExact) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

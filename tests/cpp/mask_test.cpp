@@ -5,207 +5,107 @@
 #include <cstdint>
 #include <limits>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "placed_rank.hpp"
+#include "properties.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 
 // Masked samples do not exist: whatever they hold, the rest has the bits of a batch without them.
-// Masks inside of planes: levels_test.cpp, and the oracle's tests in test_mask.py.
-namespace syncbn {
+// Masks inside of planes: properties_test.cpp, and the oracle's tests in test_mask.py.
+namespace syncbn::testing {
 namespace {
 
-using testing::available_levels;
-using testing::kDtypes;
-using testing::LevelScope;
-using testing::Memory;
-using testing::Random;
-using testing::rough_values;
-using testing::run_ranks;
-using testing::same_bits;
-using testing::Tensor;
-
 constexpr std::int64_t kSamples = 12;
-constexpr std::int64_t kChannels = 5;
 
-/// Samples with masks, and the same without those that do not count.
-struct Batch {
-  DType dtype = DType::kFloat32;
-  std::vector<std::int64_t> sizes;
-  std::vector<double> x, dy, residual;
-  std::vector<std::uint8_t> counts;  ///< of samples
-  BatchNorm::Options options{.channels = kChannels, .name = "layer"};
-
-  std::int64_t per_sample() const { return static_cast<std::int64_t>(x.size()) / sizes[0]; }
-
-  /// Samples [begin, end), or those of them that count.
-  Batch part(std::int64_t begin, std::int64_t end, bool counting) const {
-    Batch out;
-    out.dtype = dtype;
-    out.options = options;
-    for (std::int64_t n = begin; n < end; ++n) {
-      if (counting && counts[static_cast<std::size_t>(n)] == 0) {
-        continue;
-      }
-      out.counts.push_back(counts[static_cast<std::size_t>(n)]);
-      const std::pair<std::vector<double>*, const std::vector<double>*> both[] = {
-          {&out.x, &x}, {&out.dy, &dy}, {&out.residual, &residual}};
-      for (const auto& [to, from] : both) {
-        to->insert(to->end(), from->begin() + n * per_sample(),
-                   from->begin() + (n + 1) * per_sample());
-      }
-    }
-    out.sizes = sizes;
-    out.sizes[0] = static_cast<std::int64_t>(out.counts.size());
-    return out;
-  }
-};
-
-Batch random_batch(Random& random, DType dtype, std::vector<std::int64_t> spatial) {
-  Batch batch;
-  batch.dtype = dtype;
-  batch.sizes = {kSamples, kChannels};
-  batch.sizes.insert(batch.sizes.end(), spatial.begin(), spatial.end());
-  const std::int64_t per_sample = TensorView(nullptr, dtype, batch.sizes).numel() / kSamples;
-  batch.x = rough_values(random, dtype, kSamples, per_sample);
-  batch.dy = rough_values(random, dtype, kSamples, per_sample);
-  batch.residual = rough_values(random, dtype, kSamples, per_sample);
-  const double rubbish[] = {std::numeric_limits<double>::quiet_NaN(),
-                            std::numeric_limits<double>::infinity(), 1.0};
+/// Samples with a mask; those that do not count hold rubbish.
+Step masked_step(Random& random, DType dtype, const std::vector<std::int64_t>& spatial) {
+  std::vector<std::int64_t> sizes = {kSamples, 5};
+  sizes.insert(sizes.end(), spatial.begin(), spatial.end());
+  Step step(random, dtype, sizes);
+  step.residual = rough_values(random, dtype, kSamples, step.per_sample());
+  step.keep = true;
+  step.options.activation = {static_cast<ActivationKind>(random.between(0, 2)), 0.3};
+  const std::vector<double> rubbish = {std::numeric_limits<double>::quiet_NaN(),
+                                       std::numeric_limits<double>::infinity(), 1.0};
   for (std::int64_t n = 0; n < kSamples; ++n) {
     // The first four, a rank of their own, do not count.
-    batch.counts.push_back(n >= 4 && (n == 4 || random.one_in(2)));
-    for (std::int64_t i = n * per_sample; batch.counts.back() == 0 && i < (n + 1) * per_sample;
-         ++i) {
-      const double value = rubbish[random.between(0, 2)];
+    const bool counts = n >= 4 && (n == 4 || random.one_in(2));
+    step.mask.insert(step.mask.end(), static_cast<std::size_t>(step.plane()), counts);
+    for (std::int64_t i = n * step.per_sample(); !counts && i < (n + 1) * step.per_sample(); ++i) {
       const auto at = static_cast<std::size_t>(i);
-      batch.x[at] = batch.dy[at] = batch.residual[at] = value;
+      step.x[at] = step.dy[at] = step.residual[at] = random.pick(rubbish);
     }
   }
-  return batch;
+  return step;
 }
 
-struct Result {
-  std::vector<double> y, dx, dresidual, dweight, dbias;
-  Saved saved = {};
-};
+bool counts(const Step& step, std::int64_t sample) {
+  return step.mask[static_cast<std::size_t>(sample * step.plane())] != 0;
+}
 
-/// What a function of the layer takes besides the batch.
-struct Arguments {
-  Arguments(const Batch& batch, Memory memory)
-      : x(batch.dtype, batch.sizes, memory),
-        dy(x),
-        residual(x),
-        y(x),
-        dx(x),
-        dresidual(x),
-        mask_bytes(),
-        weight(DType::kFloat64, {kChannels}, {1, -2, 0.5, 3, -1}),
-        bias(DType::kFloat64, {kChannels}, {0.1, 0.2, 0, -1, 2}),
-        dweight(weight),
-        dbias(weight) {
-    x.fill(batch.x);
-    dy.fill(batch.dy);
-    residual.fill(batch.residual);
-    std::vector<std::int64_t> sizes = batch.sizes;
-    sizes.erase(sizes.begin() + 1);
-    mask.sizes = sizes;
-    const std::int64_t plane = batch.x.empty() ? 0 : batch.per_sample() / kChannels;
-    for (const std::uint8_t counts : batch.counts) {
-      mask_bytes.insert(mask_bytes.end(), static_cast<std::size_t>(plane), counts);
+/// The step without the samples that do not count, and without a mask. Its split is that of
+/// `split`, of samples in ascending order.
+Step removed(const Step& step, Split& split) {
+  Step out = step;
+  std::vector<std::int64_t> left;
+  for (auto& samples : split) {
+    std::vector<std::int64_t> mine;
+    for (const std::int64_t n : samples) {
+      if (counts(step, n)) {
+        mine.push_back(static_cast<std::int64_t>(left.size()));
+        left.push_back(n);
+      }
     }
-    mask.data = mask_bytes.data();
+    samples = mine;
   }
-  Tensor x, dy, residual, y, dx, dresidual;
-  std::vector<std::uint8_t> mask_bytes;
-  MaskView mask;
-  Tensor weight, bias, dweight, dbias;
-};
-
-Result step(const Batch& batch, Memory memory, bool masked, Communicator& communicator) {
-  Arguments a(batch, memory);
-  const MaskView mask = masked ? a.mask : MaskView();
-  Result out;
-  BatchNorm layer(batch.options, communicator);
-  layer.forward({.x = a.x.view(),
-                 .mask = mask,
-                 .weight = a.weight.view(),
-                 .bias = a.bias.view(),
-                 .residual = a.residual.view(),
-                 .y = a.y.view()},
-                out.saved);
-  layer.backward({.dy = a.dy.view(),
-                  .x = a.x.view(),
-                  .mask = mask,
-                  .weight = a.weight.view(),
-                  .bias = a.bias.view(),
-                  .dx = a.dx.view(),
-                  .dweight = a.dweight.view(),
-                  .dbias = a.dbias.view(),
-                  .dresidual = a.dresidual.view(),
-                  .affine = AffineGradients::kGlobal},
-                 out.saved);
-  out.y = a.y.values();
-  out.dx = a.dx.values();
-  out.dresidual = a.dresidual.values();
-  out.dweight = a.dweight.values();
-  out.dbias = a.dbias.values();
+  for (auto* values : {&out.x, &out.dy, &out.residual}) {
+    if (!values->empty()) {
+      *values = parts_of(*values, left, step.per_sample());
+    }
+  }
+  out.mask.clear();
+  out.sizes[0] = static_cast<std::int64_t>(left.size());
   return out;
 }
 
-/// values of `batch` that count, and whether the others are +0.
-std::vector<double> counting(const Batch& batch, const std::vector<double>& values) {
-  std::vector<double> out;
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    if (batch.counts[i / static_cast<std::size_t>(batch.per_sample())] != 0) {
-      out.push_back(values[i]);
-    } else {
-      EXPECT_TRUE(values[i] == 0 && !std::signbit(values[i]));
+/// What counts has the bits of a batch without the rest, which is +0.
+void expect_removed(const Step& step, Outcome with, const Outcome& without) {
+  for (auto* values : {&with.y, &with.dx, &with.u}) {
+    std::vector<double> counting;
+    for (std::size_t i = 0; i < values->size(); ++i) {
+      const double value = (*values)[i];
+      if (counts(step, static_cast<std::int64_t>(i) / step.per_sample())) {
+        counting.push_back(value);
+      } else {
+        EXPECT_TRUE(value == 0 && !std::signbit(value));
+      }
     }
+    *values = counting;
   }
-  return out;
+  expect_same(with, without);
 }
 
 TEST(Mask, SamplesAreAsRemovedExact) {
   Random random(120);
-  const std::vector<std::int64_t> bounds = {0, 4, 5, kSamples};
+  const Split split = {{0, 1, 2, 3}, {4}, {5, 6, 7, 8, 9, 10, 11}};
   for (const DType dtype : kDtypes) {
     for (const Memory memory : {Memory::kPlanes, Memory::kRows, Memory::kOdd}) {
-      for (const std::vector<std::int64_t>& spatial :
-           std::vector<std::vector<std::int64_t>>{{}, {7, 3}, {600}}) {
+      for (const auto& spatial : std::vector<std::vector<std::int64_t>>{{}, {7, 3}, {600}}) {
         for (const Statistics mode : {Statistics::kReproducible, Statistics::kWelford}) {
-          Batch batch = random_batch(random, dtype, spatial);
-          batch.options.statistics = mode;
-          batch.options.activation = {static_cast<ActivationKind>(random.between(0, 2)), 0.3};
+          Step step = masked_step(random, dtype, spatial);
+          step.options.statistics = mode;
+          Split rest = split;
+          const Step without = removed(step, rest);
+          Placement placement;
+          placement.x = placement.dy = placement.residual = placement.out = memory;
+          const std::vector<Placement> placements(3, placement);
           for (const std::string& level : available_levels()) {
             const LevelScope scope(level);
-            Result results[2][3];
-            for (const bool masked : {false, true}) {
-              ThreadGroup group(3);
-              const auto errors = run_ranks(3, [&](int rank) {
-                const auto r = static_cast<std::size_t>(rank);
-                results[masked][r] = step(batch.part(bounds[r], bounds[r + 1], !masked), memory,
-                                          masked, group.rank(rank));
-              });
-              for (const auto& error : errors) {
-                ASSERT_EQ(error, nullptr);
-              }
-            }
             SCOPED_TRACE(level + ", " + name(dtype));
-            for (std::size_t r = 0; r < 3; ++r) {
-              const Batch part = batch.part(bounds[r], bounds[r + 1], false);
-              const Result& with = results[true][r];
-              const Result& without = results[false][r];
-              EXPECT_EQ(with.saved.count(), without.saved.count());
-              EXPECT_TRUE(same_bits(with.saved.mean(), without.saved.mean()));
-              EXPECT_TRUE(same_bits(with.saved.var(), without.saved.var()));
-              EXPECT_TRUE(same_bits(counting(part, with.y), without.y)) << "y";
-              EXPECT_TRUE(same_bits(counting(part, with.dx), without.dx)) << "dx";
-              EXPECT_TRUE(same_bits(counting(part, with.dresidual), without.dresidual));
-              EXPECT_TRUE(same_bits(with.dweight, without.dweight));
-              EXPECT_TRUE(same_bits(with.dbias, without.dbias));
-            }
+            expect_removed(step, run_in_group(step, split, placements),
+                           run_in_group(without, rest, placements));
             if (HasFailure()) {
               return;
             }
@@ -216,54 +116,24 @@ TEST(Mask, SamplesAreAsRemovedExact) {
   }
 }
 
-Result evaluate(const Batch& batch, Memory memory, bool masked, bool residual) {
-  Arguments a(batch, memory);
-  const MaskView mask = masked ? a.mask : MaskView();
-  const TensorView added = residual ? a.residual.view() : TensorView();
-  const Tensor var(DType::kFloat64, {kChannels}, {1, 2, 3, 4, 5});
-  BatchNorm layer(batch.options);
-  layer.evaluate({.x = a.x.view(),
-                  .mask = mask,
-                  .weight = a.weight.view(),
-                  .bias = a.bias.view(),
-                  .residual = added,
-                  .running_mean = a.bias.view(),
-                  .running_var = var.view(),
-                  .y = a.y.view()});
-  layer.evaluate_backward({.dy = a.dy.view(),
-                           .x = a.x.view(),
-                           .mask = mask,
-                           .weight = a.weight.view(),
-                           .bias = a.bias.view(),
-                           .residual = added,
-                           .running_mean = a.bias.view(),
-                           .running_var = var.view(),
-                           .dx = a.dx.view(),
-                           .dweight = a.dweight.view(),
-                           .dbias = a.dbias.view(),
-                           .dresidual = residual ? a.dresidual.view() : MutableTensorView()});
-  return {a.y.values(), a.dx.values(), residual ? a.dresidual.values() : std::vector<double>(),
-          a.dweight.values(), a.dbias.values()};
-}
-
 TEST(Mask, EvaluationExact) {
   Random random(121);
   for (const DType dtype : kDtypes) {
     for (const Memory memory : {Memory::kPlanes, Memory::kRows}) {
       for (const bool residual : {false, true}) {
-        Batch batch = random_batch(random, dtype, {7, 3});
-        batch.options.activation = {static_cast<ActivationKind>(random.between(0, 2)), 0.3};
-        const Result with = evaluate(batch, memory, true, residual);
-        const Result without = evaluate(batch.part(0, kSamples, true), memory, false, residual);
-        EXPECT_TRUE(same_bits(counting(batch, with.y), without.y));
-        EXPECT_TRUE(same_bits(counting(batch, with.dx), without.dx));
-        EXPECT_TRUE(same_bits(counting(batch, with.dresidual), without.dresidual));
-        EXPECT_TRUE(same_bits(with.dweight, without.dweight));
-        EXPECT_TRUE(same_bits(with.dbias, without.dbias));
+        Step step = masked_step(random, dtype, {7, 3});
+        if (!residual) {
+          step.residual.clear();
+          step.keep = false;
+        }
+        Split all = whole(kSamples);
+        Placement placement;
+        placement.x = placement.dy = placement.out = memory;
+        expect_removed(step, evaluate(step, placement), evaluate(removed(step, all), placement));
       }
     }
   }
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

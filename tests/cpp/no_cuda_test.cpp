@@ -13,11 +13,8 @@
 
 // A build without CUDA says so, and how to get one. (torch.nn.SyncBatchNorm on CPU: "expected input
 // tensor to be on cuda or ...".)
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::contains;
-using testing::thrown_text;
 
 TEST(NoCuda, FunctionsSayHowToBuildThem) {
   const std::vector<float> data(6);
@@ -51,4 +48,4 @@ TEST(NoCuda, FunctionsSayHowToBuildThem) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

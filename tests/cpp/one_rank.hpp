@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A layer's tensors with data that breaks ordinary sums, and its directions through messages, for
-// tests that compare a group of one rank with them.
+// A layer's tensors with data that breaks ordinary sums, and its directions with messages and
+// without, on every level.
+
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdint>
@@ -16,24 +18,33 @@
 
 namespace syncbn::testing {
 
-/// Kinds change every 97 elements: 120 binades, cancelling neighbours, constants, subnormals, and
-/// plain numbers. one_in `special` is an infinity or NaN (0: none).
+/// 120 binades, cancelling neighbours, constants, subnormals, and plain numbers, mixed or each for
+/// 97 elements; or all around 1, so that every window fits. One_in `special` is an infinity or NaN
+/// (0: none). Many have a prime period: fresh ones would take longer than the test.
 inline std::vector<double> nasty_values(Random& random, DType dtype, std::int64_t count,
                                         std::int64_t special = 0) {
   const double infinity = std::numeric_limits<double>::infinity();
   const double nan = std::numeric_limits<double>::quiet_NaN();
+  const std::int64_t range = dtype == DType::kFloat16 ? 15 : 60;
+  const std::int64_t order = random.between(0, 3);
   std::vector<double> values;
   for (std::int64_t i = 0; i < count; ++i) {
-    const std::int64_t kind = i / 97 % 5;
+    if (i >= 100003) {
+      values.push_back(values[static_cast<std::size_t>(i % 100003)]);
+      continue;
+    }
+    const std::int64_t kind = order == 0 ? random.between(0, 4) : order == 1 ? 5 : i / 97 % 5;
     double value = random.signed_unit();
     if (kind == 0) {
-      value = std::ldexp(value, static_cast<int>(random.between(-60, 60)));
+      value = std::ldexp(value, static_cast<int>(random.between(-range, range)));
     } else if (kind == 1 && i % 2 == 1) {
       value = -values.back();
     } else if (kind == 2) {
       value = 3.25;
     } else if (kind == 3) {
-      value = std::ldexp(value, -130);
+      value = std::ldexp(value, dtype == DType::kFloat16 ? -15 : -130);
+    } else if (kind == 5) {
+      value += 1;
     }
     if (special != 0 && random.one_in(special)) {
       value = random.pick(std::vector<double>{infinity, -infinity, nan, -0.0});
@@ -55,6 +66,7 @@ struct OneRank {
   bool keep = false;  ///< u is wanted
   std::vector<std::uint8_t> bits;
   std::vector<double> mean, var, rstd, coefficients;
+  std::vector<std::int64_t> moments, gradients;  ///< messages
   MessageInfo forward_info, backward_info;
   static constexpr double kEps = 1e-5;
 
@@ -81,7 +93,7 @@ struct OneRank {
     x = tensor();
     dy = tensor();
     residual = tensor();
-    y = dx = u = Tensor(dtype, sizes, memory, offset);
+    y = dx = u = Tensor(dtype, sizes, memory, offset + 1);
     const auto parameter = [&] {
       std::vector<double> values;
       for (std::int64_t c = 0; c < channels(); ++c) {
@@ -109,22 +121,22 @@ struct OneRank {
 
   /// By messages.
   void forward(Executor& executor) {
-    std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(dtype, channels())));
-    local_moments(x_view(), mask_view(), message.data(), 1, executor);
-    forward_info = read_header(message.data(), 1);
-    finalize_moments(forward_info, message.data() + kHeaderWords, mean.data(), var.data(),
+    moments.assign(static_cast<std::size_t>(message_words(dtype, channels())), -1);
+    local_moments(x_view(), mask_view(), moments.data(), 1, executor);
+    forward_info = read_header(moments.data(), 1);
+    finalize_moments(forward_info, moments.data() + kHeaderWords, mean.data(), var.data(),
                      rstd.data(), channels(), kEps, executor);
     normalize({x_view(), mask_view(), mean.data(), rstd.data(), std::as_const(weight).view(),
                std::as_const(bias).view(), residual_view(), y.view(), bits_data(), activation},
               executor);
   }
   void backward(Executor& executor) {
-    std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(dtype, channels())));
+    gradients.assign(moments.size(), -1);
     local_gradients({std::as_const(dy).view(), x_view(), mask_view(), mean.data(), rstd.data(),
                      through(), u_view()},
-                    message.data(), 1, executor);
-    backward_info = read_header(message.data(), 1);
-    finalize_gradients(backward_info, message.data() + kHeaderWords,
+                    gradients.data(), 1, executor);
+    backward_info = read_header(gradients.data(), 1);
+    finalize_gradients(backward_info, gradients.data() + kHeaderWords,
                        {mean.data(), rstd.data(), std::as_const(weight).view(), coefficients.data(),
                         dweight.view(), dbias.view(), channels()},
                        forward_info.count, executor);
@@ -179,9 +191,64 @@ inline void expect_same_layer(const OneRank& actual, const OneRank& expected) {
                                                            {"dweight", &OneRank::dweight},
                                                            {"dbias", &OneRank::dbias}};
   for (const auto& [name, member] : all) {
-    EXPECT_TRUE(same_bits((actual.*member).values(), (expected.*member).values())) << name;
-    EXPECT_TRUE((actual.*member).gaps_untouched()) << name;
+    if ((actual.*member).storage() != (expected.*member).storage()) {  // NaNs may differ
+      EXPECT_TRUE(same_bits((actual.*member).values(), (expected.*member).values())) << name;
+      EXPECT_TRUE((actual.*member).gaps_untouched()) << name;
+    }
   }
 }
+
+/// A layer with all that a direction may have.
+inline OneRank any_layer(Random& random, DType dtype, std::vector<std::int64_t> sizes,
+                         Memory memory) {
+  OneRank out(random, dtype, std::move(sizes), memory, random.between(0, 15),
+              random.one_in(3) ? 3000 : 0);
+  out.activation = {static_cast<ActivationKind>(random.between(0, 2)), 0.01};
+  out.with_residual = random.one_in(3);
+  out.keep = random.one_in(3);
+  if (random.one_in(4)) {
+    out.choose_mask(random);
+  }
+  return out;
+}
+
+/// By messages and plain loops.
+inline OneRank expected_of(OneRank layer) {
+  const LevelScope scope("reference");
+  layer.forward(serial_executor());
+  layer.backward(serial_executor());
+  for (const Tensor* tensor : {&layer.y, &layer.dx, &layer.u}) {
+    EXPECT_TRUE(tensor->gaps_untouched());
+  }
+  return layer;
+}
+
+class OneRankDirections : public ::testing::Test {
+ protected:
+  /// Compares on every level, by messages and without, with messages and plain loops.
+  void compare(const OneRank& layer, bool serial = true) {
+    const OneRank expected = expected_of(layer);
+    for (const std::string& level : levels_) {
+      const LevelScope scope(level);
+      SCOPED_TRACE(level);
+      OneRank by_messages = layer;
+      by_messages.forward(three_);
+      by_messages.backward(three_);
+      expect_same_layer(by_messages, expected);
+      EXPECT_EQ(by_messages.moments, expected.moments);
+      EXPECT_EQ(by_messages.gradients, expected.gradients);
+      for (Executor* executor : {static_cast<Executor*>(&three_), &serial_executor()}) {
+        if (serial || executor == &three_) {
+          OneRank alone = layer;
+          alone.forward_alone(*executor);
+          alone.backward_alone(*executor);
+          expect_same_layer(alone, expected);
+        }
+      }
+    }
+  }
+  const std::vector<std::string> levels_ = available_levels();
+  ThreadPool three_{3};
+};
 
 }  // namespace syncbn::testing

@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// One rank's share of a random step, in layouts of its own.
+// One rank's share of a random step, in layouts of its own, and a step of a whole group.
+
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <utility>
 #include <vector>
 
+#include "groups.hpp"
 #include "properties.hpp"
 #include "support.hpp"
+#include "syncbn/batch_norm.hpp"
 #include "syncbn/tensor.hpp"
 
 namespace syncbn::testing {
@@ -23,6 +28,7 @@ struct Placement {
   std::int64_t offset = 0;
   bool in_place = false;           ///< y over x, dx over dy
   bool residual_in_place = false;  ///< the residual's gradient over dy
+  Executor* executor = nullptr;    ///< or that of all ranks
 
   Placement() = default;
   explicit Placement(Random& random)
@@ -101,5 +107,153 @@ struct Rank {
     return which.present ? of.view() : MutableTensorView();
   }
 };
+
+/// The samples of each rank, in the order in which it holds them.
+using Split = std::vector<std::vector<std::int64_t>>;
+
+inline Split whole(std::int64_t samples) {
+  Split split(1, std::vector<std::int64_t>(static_cast<std::size_t>(samples)));
+  std::iota(split[0].begin(), split[0].end(), 0);
+  return split;
+}
+
+/// What a step gives: whole batches, and what every rank knows.
+struct Outcome {
+  std::vector<double> y, dx, u;
+  struct Known {
+    std::vector<double> mean, var, rstd;
+    std::int64_t count = 0;
+    std::vector<double> running_mean = {}, running_var = {}, dweight = {}, dbias = {};
+    std::int64_t tracked = 0;
+  };
+  std::vector<Known> ranks;
+
+  Outcome(const Step& step, std::size_t size)
+      : y(step.x.size()), dx(y), u(step.keep ? y.size() : 0), ranks(size) {}
+
+  void take(Rank& rank, std::size_t r, const std::vector<std::int64_t>& samples,
+            const Known& statistics) {
+    put_back(rank.dx_out().values(), samples, dx);
+    if (rank.step.keep) {
+      put_back(rank.u_out().values(), samples, u);
+    }
+    EXPECT_TRUE(rank.y_out().gaps_untouched() && rank.dx_out().gaps_untouched() &&
+                rank.u_out().gaps_untouched());
+    ranks[r] = {statistics.mean,
+                statistics.var,
+                statistics.rstd,
+                statistics.count,
+                rank.running_mean.values(),
+                rank.running_var.values(),
+                rank.dweight.values(),
+                rank.dbias.values(),
+                rank.tracked};
+  }
+};
+
+/// Each rank a thread of a group, through the layer's class.
+inline Outcome run_in_group(const Step& step, const Split& split,
+                            const std::vector<Placement>& placements,
+                            GroupKind kind = GroupKind::kThreads,
+                            Executor& of_all = serial_executor()) {
+  const auto ranks = static_cast<int>(split.size());
+  const auto group = make_group(kind, ranks);
+  Outcome out(step, split.size());
+  expect_no_errors(run_ranks(ranks, [&](int number) {
+    const auto r = static_cast<std::size_t>(number);
+    Rank rank(step, split[r], placements[r]);
+    Executor& executor = placements[r].executor != nullptr ? *placements[r].executor : of_all;
+    const Tensor x = rank.x;
+    BatchNorm layer(step.options, group->rank(number));
+    Saved saved;
+    layer.forward({.x = rank.x_view(),
+                   .mask = rank.mask_view(),
+                   .weight = rank.weight_view(),
+                   .bias = rank.bias_view(),
+                   .residual = rank.residual_view(),
+                   .y = rank.y_out().view(),
+                   .running_mean = rank.mean_view(),
+                   .running_var = rank.var_view(),
+                   .num_batches_tracked = &rank.tracked},
+                  saved, executor);
+    put_back(rank.y_out().values(), split[r], out.y);
+    Tensor again = rank.y;  // y may be x's memory, which a backward needs
+    layer.forward({.x = x.view(),
+                   .mask = rank.mask_view(),
+                   .weight = rank.weight_view(),
+                   .bias = rank.bias_view(),
+                   .residual = rank.residual_view(),
+                   .y = again.view()},
+                  saved, executor);
+    layer.backward({.dy = rank.dy_view,
+                    .x = x.view(),
+                    .mask = rank.mask_view(),
+                    .weight = rank.weight_view(),
+                    .bias = rank.bias_view(),
+                    .dx = rank.dx_out().view(),
+                    .dweight = rank.dweight.view(),
+                    .dbias = rank.dbias.view(),
+                    .dresidual = rank.u_view(),
+                    .affine = step.affine},
+                   saved, executor);
+    out.take(rank, r, split[r],
+             {values(saved.mean()), values(saved.var()), values(saved.rstd()), saved.count()});
+  }));
+  return out;
+}
+
+/// Evaluation by one rank; backward too, if there are running statistics.
+inline Outcome evaluate(const Step& step, const Placement& placement = {},
+                        Executor& executor = serial_executor()) {
+  Outcome out(step, 1);
+  const std::vector<std::int64_t> samples = whole(step.sizes[0])[0];
+  Rank rank(step, samples, placement);
+  BatchNorm layer(step.options);
+  layer.evaluate({.x = rank.x_view(),
+                  .mask = rank.mask_view(),
+                  .weight = rank.weight_view(),
+                  .bias = rank.bias_view(),
+                  .residual = rank.residual_view(),
+                  .running_mean = rank.mean_view(),
+                  .running_var = rank.var_view(),
+                  .y = rank.y.view()},
+                 executor);
+  put_back(rank.y.values(), samples, out.y);
+  if (step.running_mean.present) {
+    layer.evaluate_backward({.dy = rank.dy_view,
+                             .x = rank.x_view(),
+                             .mask = rank.mask_view(),
+                             .weight = rank.weight_view(),
+                             .bias = rank.bias_view(),
+                             .residual = rank.residual_view(),
+                             .running_mean = rank.mean_view(),
+                             .running_var = rank.var_view(),
+                             .dx = rank.dx.view(),
+                             .dweight = rank.dweight.view(),
+                             .dbias = rank.dbias.view(),
+                             .dresidual = rank.u_view()},
+                            executor);
+  }
+  out.take(rank, 0, samples, {});
+  return out;
+}
+
+inline void expect_same(const Outcome& actual, const Outcome& expected) {
+  const Outcome::Known& one = expected.ranks[0];
+  for (const Outcome::Known& rank : actual.ranks) {
+    EXPECT_TRUE(same_bits(rank.mean, one.mean)) << "mean";
+    EXPECT_TRUE(same_bits(rank.var, one.var)) << "var";
+    EXPECT_TRUE(same_bits(rank.rstd, one.rstd)) << "rstd";
+    EXPECT_TRUE(same_bits(rank.running_mean, one.running_mean)) << "running mean";
+    EXPECT_TRUE(same_bits(rank.running_var, one.running_var)) << "running var";
+    EXPECT_TRUE(same_bits(rank.dweight, one.dweight)) << "dweight";
+    EXPECT_TRUE(same_bits(rank.dbias, one.dbias)) << "dbias";
+    EXPECT_EQ(rank.count, one.count);
+    EXPECT_EQ(rank.tracked, one.tracked);
+  }
+  EXPECT_TRUE(same_bits(actual.y, expected.y)) << "y";
+  EXPECT_TRUE(same_bits(actual.dx, expected.dx)) << "dx";
+  EXPECT_TRUE(same_bits(actual.u, expected.u)) << "the residual's gradient";
+}
 
 }  // namespace syncbn::testing

@@ -215,7 +215,7 @@ inline std::vector<std::int64_t> message(std::int64_t length, int rank, std::int
 }
 
 /// An exchange whose every word is checked.
-inline void sum(SharedMemoryGroup& group, std::int64_t length, std::int64_t exchange) {
+inline void sum(Communicator& group, std::int64_t length, std::int64_t exchange) {
   std::vector<std::int64_t> words = message(length, group.rank(), exchange);
   std::vector<std::uint64_t> expected(words.size());
   for (int r = 0; r < group.size(); ++r) {
@@ -231,7 +231,7 @@ inline void sum(SharedMemoryGroup& group, std::int64_t length, std::int64_t exch
   }
 }
 
-inline void gather(SharedMemoryGroup& group, std::int64_t length, std::int64_t exchange) {
+inline void gather(Communicator& group, std::int64_t length, std::int64_t exchange) {
   const auto mine = message(length, group.rank(), exchange);
   std::vector<std::int64_t> all(mine.size() * static_cast<std::size_t>(group.size()));
   group.all_gather(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));
@@ -239,6 +239,50 @@ inline void gather(SharedMemoryGroup& group, std::int64_t length, std::int64_t e
     const auto theirs = message(length, r, exchange);
     require(std::equal(theirs.begin(), theirs.end(), all.begin() + r * length),
             "part " + std::to_string(r) + " of " + std::to_string(length));
+  }
+}
+
+/// A rank's part in many exchanges of every kind, to which it comes now and then late.
+inline void exchange_with_delays(Communicator& group, int exchanges) {
+  Random mine(static_cast<std::uint64_t>(group.rank()));
+  Random common(52);
+  for (int i = 0; i < exchanges; ++i) {
+    if (mine.one_in(100)) {
+      std::this_thread::sleep_for(std::chrono::microseconds(mine.between(1, 300)));
+    } else if (mine.one_in(5)) {
+      std::this_thread::yield();
+    }
+    const std::int64_t length = common.between(0, 50);
+    common.one_in(4) ? gather(group, length, i) : sum(group, length, i);
+  }
+}
+
+/// What one rank brings differs in length or kind: an error on every rank, and the group goes on.
+inline void disagree(Communicator& group, const std::vector<std::int64_t>& lengths) {
+  const auto expect_error = [](const auto& call, const std::vector<std::string>& parts) {
+    try {
+      call();
+    } catch (const DivergenceError& e) {
+      for (const std::string& part : parts) {
+        require(std::string(e.what()).find(part) != std::string::npos, e.what());
+      }
+      return;
+    }
+    require(false, "ranks that disagree exchange");
+  };
+  for (const int which : {0, 1, group.size() - 1}) {
+    const bool odd = group.rank() == which;
+    for (const std::int64_t length : lengths) {
+      for (const std::int64_t other : {length + 1, length + 40000}) {
+        expect_error(
+            [&] { sum(group, odd ? other : length, 1); },
+            {"brought " + std::to_string(8 * length), "brought " + std::to_string(8 * other)});
+        sum(group, 7, 2);
+      }
+      expect_error([&] { odd ? gather(group, length, 3) : sum(group, length, 3); },
+                   {"another kind"});
+      gather(group, 7, 4);
+    }
   }
 }
 

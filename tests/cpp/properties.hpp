@@ -88,8 +88,21 @@ struct Step {
   Parameter weight, bias, running_mean, running_var;
   std::int64_t tracked;  ///< batches before this one
   BatchNorm::Options options{.name = "layer"};
-  bool keep;      ///< the residual's gradient is wanted
-  bool expanded;  ///< dy is one number, its strides are 0
+  AffineGradients affine = AffineGradients::kGlobal;
+  bool keep = false;      ///< the residual's gradient is wanted
+  bool expanded = false;  ///< dy is one number, its strides are 0
+
+  /// A plain one.
+  Step(Random& random, DType type, std::vector<std::int64_t> shape)
+      : dtype(type), sizes(std::move(shape)), tracked(3) {
+    x = rough_values(random, dtype, sizes[0], per_sample());
+    dy = rough_values(random, dtype, sizes[0], per_sample());
+    for (Parameter* one : {&weight, &bias, &running_mean, &running_var}) {
+      *one = Parameter(random, DType::kFloat64, channels(), one == &running_var ? 1 : 0);
+      one->present = true;
+    }
+    options.channels = channels();
+  }
 
   explicit Step(Random& random) {
     dtype = random.one_in(6) ? DType::kFloat64 : kDtypes[random.between(0, 2)];

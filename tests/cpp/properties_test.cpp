@@ -20,19 +20,8 @@
 
 // Random steps of a layer, thousands of them: any split over ranks, layout, thread count and vector
 // code gives the bits of one rank with plain loops. CONTRIBUTING.md says how to repeat a case.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using namespace testing;  // most of it
-
-/// The samples of each rank, in the order in which it holds them.
-using Split = std::vector<std::vector<std::int64_t>>;
-
-Split whole(std::int64_t samples) {
-  Split split(1, std::vector<std::int64_t>(static_cast<std::size_t>(samples)));
-  std::iota(split[0].begin(), split[0].end(), 0);
-  return split;
-}
 
 /// Shuffled samples in random parts; ranks without samples are likely.
 Split random_split(Random& random, std::int64_t samples) {
@@ -45,88 +34,6 @@ Split random_split(Random& random, std::int64_t samples) {
     split[static_cast<std::size_t>(one_has_all ? last : random.between(0, last))].push_back(n);
   }
   return split;
-}
-
-/// What a step gives: whole batches, and what every rank knows.
-struct Outcome {
-  std::vector<double> y, dx, u;
-  struct Known {
-    std::vector<double> mean, var, rstd;
-    std::int64_t count = 0;
-    std::vector<double> running_mean = {}, running_var = {}, dweight = {}, dbias = {};
-    std::int64_t tracked = 0;
-  };
-  std::vector<Known> ranks;
-
-  Outcome(const Step& step, std::size_t size)
-      : y(step.x.size()), dx(y), u(step.keep ? y.size() : 0), ranks(size) {}
-
-  void take(Rank& rank, std::size_t r, const std::vector<std::int64_t>& samples,
-            const Known& statistics) {
-    put_back(rank.dx_out().values(), samples, dx);
-    if (rank.step.keep) {
-      put_back(rank.u_out().values(), samples, u);
-    }
-    EXPECT_TRUE(rank.y_out().gaps_untouched() && rank.dx_out().gaps_untouched() &&
-                rank.u_out().gaps_untouched());
-    ranks[r] = {statistics.mean,
-                statistics.var,
-                statistics.rstd,
-                statistics.count,
-                rank.running_mean.values(),
-                rank.running_var.values(),
-                rank.dweight.values(),
-                rank.dbias.values(),
-                rank.tracked};
-  }
-};
-
-/// Each rank a thread of a group, through the layer's class.
-Outcome run_in_group(const Step& step, const Split& split, const std::vector<Placement>& placements,
-                     GroupKind kind, Executor& executor) {
-  const auto ranks = static_cast<int>(split.size());
-  const auto group = make_group(kind, ranks);
-  Outcome out(step, split.size());
-  expect_no_errors(run_ranks(ranks, [&](int number) {
-    const auto r = static_cast<std::size_t>(number);
-    Rank rank(step, split[r], placements[r]);
-    const Tensor x = rank.x;
-    BatchNorm layer(step.options, group->rank(number));
-    Saved saved;
-    layer.forward({.x = rank.x_view(),
-                   .mask = rank.mask_view(),
-                   .weight = rank.weight_view(),
-                   .bias = rank.bias_view(),
-                   .residual = rank.residual_view(),
-                   .y = rank.y_out().view(),
-                   .running_mean = rank.mean_view(),
-                   .running_var = rank.var_view(),
-                   .num_batches_tracked = &rank.tracked},
-                  saved, executor);
-    put_back(rank.y_out().values(), split[r], out.y);
-    Tensor again = rank.y;  // y may be x's memory, which a backward needs
-    layer.forward({.x = x.view(),
-                   .mask = rank.mask_view(),
-                   .weight = rank.weight_view(),
-                   .bias = rank.bias_view(),
-                   .residual = rank.residual_view(),
-                   .y = again.view()},
-                  saved, executor);
-    layer.backward({.dy = rank.dy_view,
-                    .x = x.view(),
-                    .mask = rank.mask_view(),
-                    .weight = rank.weight_view(),
-                    .bias = rank.bias_view(),
-                    .dx = rank.dx_out().view(),
-                    .dweight = rank.dweight.view(),
-                    .dbias = rank.dbias.view(),
-                    .dresidual = rank.u_view(),
-                    .affine = AffineGradients::kGlobal},
-                   saved, executor);
-    out.take(rank, r, split[r],
-             {values(saved.mean()), values(saved.var()), values(saved.rstd()), saved.count()});
-  }));
-  return out;
 }
 
 using Words = std::vector<std::int64_t>;
@@ -208,24 +115,6 @@ Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Plac
   return out;
 }
 
-void expect_same(const Outcome& actual, const Outcome& expected) {
-  const Outcome::Known& one = expected.ranks[0];
-  for (const Outcome::Known& rank : actual.ranks) {
-    EXPECT_TRUE(same_bits(rank.mean, one.mean)) << "mean";
-    EXPECT_TRUE(same_bits(rank.var, one.var)) << "var";
-    EXPECT_TRUE(same_bits(rank.rstd, one.rstd)) << "rstd";
-    EXPECT_TRUE(same_bits(rank.running_mean, one.running_mean)) << "running mean";
-    EXPECT_TRUE(same_bits(rank.running_var, one.running_var)) << "running var";
-    EXPECT_TRUE(same_bits(rank.dweight, one.dweight)) << "dweight";
-    EXPECT_TRUE(same_bits(rank.dbias, one.dbias)) << "dbias";
-    EXPECT_EQ(rank.count, one.count);
-    EXPECT_EQ(rank.tracked, one.tracked);
-  }
-  EXPECT_TRUE(same_bits(actual.y, expected.y)) << "y";
-  EXPECT_TRUE(same_bits(actual.dx, expected.dx)) << "dx";
-  EXPECT_TRUE(same_bits(actual.u, expected.u)) << "the residual's gradient";
-}
-
 class Properties : public ::testing::Test {
  protected:
   Executor& executor(Random& random) {
@@ -294,55 +183,17 @@ TEST_F(Properties, EvaluationHasTheBitsOfPlainLoopsExact) {
       [&](Random& random) {
         const Step step(random);
         SCOPED_TRACE(step.text());
-        const bool running = step.running_mean.present && step.running_var.present;
-        const auto run = [&](const Placement& placement, Executor& threads) {
-          const std::vector<std::int64_t> samples = whole(step.sizes[0])[0];
-          Rank rank(step, samples, placement);
-          const TensorView mean = running ? rank.mean_view() : MutableTensorView();
-          const TensorView var = running ? rank.var_view() : MutableTensorView();
-          BatchNorm layer(step.options);
-          layer.evaluate({.x = rank.x_view(),
-                          .mask = rank.mask_view(),
-                          .weight = rank.weight_view(),
-                          .bias = rank.bias_view(),
-                          .residual = rank.residual_view(),
-                          .running_mean = mean,
-                          .running_var = var,
-                          .y = rank.y.view()},
-                         threads);
-          std::vector<double> all = rank.y.values();
-          if (running) {
-            layer.evaluate_backward({.dy = rank.dy_view,
-                                     .x = rank.x_view(),
-                                     .mask = rank.mask_view(),
-                                     .weight = rank.weight_view(),
-                                     .bias = rank.bias_view(),
-                                     .residual = rank.residual_view(),
-                                     .running_mean = mean,
-                                     .running_var = var,
-                                     .dx = rank.dx.view(),
-                                     .dweight = rank.dweight.view(),
-                                     .dbias = rank.dbias.view(),
-                                     .dresidual = rank.u_view()},
-                                    threads);
-            for (const Tensor* tensor : {&rank.dx, &rank.u_out(), &rank.dweight, &rank.dbias}) {
-              const std::vector<double> values = tensor->values();
-              all.insert(all.end(), values.begin(), values.end());
-            }
-          }
-          return all;
-        };
-        const std::vector<double> expected = [&] {
+        const Outcome expected = [&] {
           const LevelScope scope("reference");
-          return run({}, serial_executor());
+          return evaluate(step);
         }();
         const LevelScope scope(random.pick(levels_));
         Placement placement(random);
         placement.in_place = placement.residual_in_place = false;
-        EXPECT_TRUE(same_bits(run(placement, executor(random)), expected));
+        expect_same(evaluate(step, placement, executor(random)), expected);
       },
       2);
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

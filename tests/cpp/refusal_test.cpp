@@ -20,19 +20,8 @@
 #include "syncbn/batch_norm.hpp"
 
 // A group goes on after an argument that a rank refused, and begins again after it broke.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::contains;
-using testing::error_of;
-using testing::error_of_call;
-using testing::expect_no_errors;
-using testing::GroupKind;
-using testing::make_group;
-using testing::run_ranks;
-using testing::same_bits;
-using testing::SmallStep;
-using testing::text_of;
 
 constexpr std::chrono::seconds kLong(20);
 constexpr int kRanks = 3;
@@ -118,7 +107,7 @@ TEST_P(Refusals, OfSumsAndGatheringsLeaveTheGroupUsable) {
     std::vector<std::byte> all(r == 0 ? 1 : 6);
     const auto gather = [&] { end.all_gather(std::vector<std::byte>(3), all); };
     if (r == 0) {
-      EXPECT_THROW(gather(), InvalidArgument);
+      EXPECT_TRUE(contains(thrown_text<InvalidArgument>(gather), "out: got 1 bytes, expected 6"));
     } else {
       EXPECT_THROW(gather(), PeerLost);
     }
@@ -158,7 +147,7 @@ TEST_P(Refusals, DoNotHideWhoIsMissing) {
 
 INSTANTIATE_TEST_SUITE_P(, Refusals,
                          ::testing::Values(GroupKind::kThreads, GroupKind::kSharedMemory),
-                         [](const auto& info) { return testing::name(info.param); });
+                         [](const auto& info) { return name(info.param); });
 
 TEST(Reset, OfThreadsBeginsAgainWithTheirLayersExact) {
   ThreadGroup group(2, std::chrono::milliseconds(200));
@@ -195,7 +184,7 @@ TEST(Reset, OfThreadsBeginsAgainWithTheirLayersExact) {
 }
 
 TEST(Reset, OfSharedMemoryBeginsAgainWithItsLayersExact) {
-  testing::SharedMemoryRanks group(2, std::chrono::milliseconds(200));
+  SharedMemoryRanks group(2, std::chrono::milliseconds(200));
   ThreadGroup other(2, kLong);  // gathers
   expect_no_errors(run_ranks(2, [&](int r) {
     BatchNorm layer({.channels = 3, .name = "layer"}, group.rank(r));
@@ -258,4 +247,4 @@ TEST(Run, ThrowsWhatARankThrewAndLetsNobodyWait) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -15,15 +15,8 @@
 #include "wide_integer.hpp"
 
 // Rounding merged sums in vectors gives the bits of the integers, whatever the sums.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::available_levels;
-using testing::ElementOf;
-using testing::LevelScope;
-using testing::Random;
-using testing::same_bits;
-using testing::Wide;
 
 /// Up to `length` bits in runs of zeros and ones, where carries and ties live, from `position` on.
 Wide random_bits(Random& random, std::int64_t length, std::int64_t position) {
@@ -258,4 +251,4 @@ TEST(Rounding, VectorsServeOrdinarySums) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -14,13 +14,8 @@
 #include "syncbn/batch_norm.hpp"
 
 // A backward that does not fit its forward is refused, not answered with other numbers.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::contains;
-using testing::run_ranks;
-using testing::text_of;
-using testing::thrown_text;
 
 constexpr std::int64_t kChannels = 3;
 const Extents kSizes = {2, kChannels, 4};
@@ -251,4 +246,4 @@ TEST(SavedStep, WithoutSamplesNeedsNoMemoryOfX) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -15,11 +15,10 @@
 #include "syncbn/error.hpp"
 
 // The word that says whether a barrier is met, when another process writes to it.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::run_ranks;
 
 constexpr int kRanks = 3;
 constexpr milliseconds kLimit(400);
@@ -74,4 +73,4 @@ TEST(SharedBarrier, EachWrongBitOfItsStateEndsTheWait) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

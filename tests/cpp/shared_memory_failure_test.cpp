@@ -14,19 +14,11 @@
 #include "support.hpp"
 #include "syncbn/error.hpp"
 
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
-using testing::contains;
-using testing::kLong;
-using testing::Processes;
-using testing::Random;
-using testing::require_broken;
-using testing::SharedMemoryRanks;
-using testing::sum;
-using testing::thrown_text;
 
 // The exchanges that a survivor completed must be those that the other survivor completed.
 TEST(SharedMemory, AKilledRankIsNamedByEverySurvivorWithinASecond) {
@@ -157,4 +149,4 @@ TEST(SharedMemory, AbandonReachesOtherProcessesAndCutsLongReasons) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

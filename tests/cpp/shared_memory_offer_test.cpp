@@ -25,13 +25,10 @@
 #include "syncbn/error.hpp"
 #include "syncbn/shared_memory.hpp"
 
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::contains;
-using testing::Random;
-using testing::thrown_text;
 
 std::vector<std::byte> gathered(const std::vector<const SharedMemoryOffer*>& offers) {
   std::vector<std::byte> all;
@@ -302,7 +299,7 @@ TEST(SharedMemoryOffer, AForkedChildCannotUseItsParentsOffer) {
 std::vector<std::string> created(const std::function<void(std::span<std::byte>)>& spoil) {
   ThreadGroup threads(2);
   std::vector<std::string> why(2);
-  const auto errors = testing::run_ranks(2, [&](int rank) {
+  const auto errors = run_ranks(2, [&](int rank) {
     int calls = 0;
     const auto opened = SharedMemoryGroup::create(
         rank, 2, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
@@ -357,4 +354,4 @@ TEST(SharedMemoryCreate, RefusesArgumentsBeforeItGathers) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

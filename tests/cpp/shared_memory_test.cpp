@@ -21,20 +21,11 @@
 #include "support.hpp"
 #include "syncbn/error.hpp"
 
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
-using testing::contains;
-using testing::gather;
-using testing::kLong;
-using testing::Processes;
-using testing::Random;
-using testing::require;
-using testing::SharedMemoryRanks;
-using testing::sum;
-using testing::thrown_text;
 
 /// Lengths with one piece and several, above and below the one from which ranks sum stripes.
 const std::vector<std::int64_t> kLengths = {0, 1, 4, 4095, 4096, 9732, 16384, 16385, 100003};
@@ -54,21 +45,8 @@ TEST_P(SharedMemoryProcesses, SumAndGatherAllLengthsExact) {
 
 TEST_P(SharedMemoryProcesses, ManyExchangesWithDelaysExact) {
   const int exchanges = GetParam() > 3 ? 1000 : 10000;  // more ranks than cores take turns
-  Processes ranks(GetParam(), kLong, [&](Processes::Rank rank) {
-    Random mine(static_cast<std::uint64_t>(rank.group.rank()));
-    Random common(52);
-    for (int i = 0; i < exchanges; ++i) {
-      if (mine.one_in(100)) {
-        std::this_thread::sleep_for(std::chrono::microseconds(mine.between(1, 300)));
-      }
-      const std::int64_t length = common.between(0, 50);
-      if (common.one_in(4)) {
-        gather(rank.group, length, i);
-      } else {
-        sum(rank.group, length, i);
-      }
-    }
-  });
+  Processes ranks(GetParam(), kLong,
+                  [&](Processes::Rank rank) { exchange_with_delays(rank.group, exchanges); });
   ranks.expect_success();
 }
 
@@ -76,31 +54,7 @@ TEST_P(SharedMemoryProcesses, DisagreementsAreErrorsOnEveryRankAndLeaveTheGroupU
   if (GetParam() == 1) {
     return;
   }
-  Processes ranks(GetParam(), kLong, [](Processes::Rank rank) {
-    const bool odd = rank.group.rank() == rank.group.size() - 1;
-    for (const std::int64_t length : kLengths) {
-      for (const std::int64_t other : {length + 1, length + 40000}) {
-        try {
-          sum(rank.group, odd ? other : length, 1);
-          require(false, "different lengths are summed");
-        } catch (const DivergenceError& e) {
-          const std::string text = e.what();
-          for (const std::int64_t words : {length, other}) {
-            const std::string part = "brought " + std::to_string(8 * words);
-            require(text.find(part) != std::string::npos, text);
-          }
-        }
-        sum(rank.group, 7, 2);
-      }
-      try {
-        odd ? gather(rank.group, length, 3) : sum(rank.group, length, 3);
-        require(false, "a sum meets a gather");
-      } catch (const DivergenceError& e) {
-        require(std::string(e.what()).find("another kind") != std::string::npos, e.what());
-      }
-      gather(rank.group, 7, 4);
-    }
-  });
+  Processes ranks(GetParam(), kLong, [](Processes::Rank rank) { disagree(rank.group, kLengths); });
   ranks.expect_success();
 }
 
@@ -191,8 +145,8 @@ TEST(SharedMemory, NothingIsLeftBehind) {
   {
     SharedMemoryRanks group(3, kLong);
     EXPECT_EQ(mappings_of_groups(), 3u);
-    const auto errors = testing::run_ranks(3, [&](int r) { sum(group.rank(r), 100, 0); });
-    testing::expect_no_errors(errors);
+    const auto errors = run_ranks(3, [&](int r) { sum(group.rank(r), 100, 0); });
+    expect_no_errors(errors);
     group.rank(1).abandon("enough");
   }
   {
@@ -232,4 +186,4 @@ TEST(SharedMemory, AProcessHoldsOneMappingAndTheOthersEnds) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

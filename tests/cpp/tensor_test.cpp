@@ -15,12 +15,8 @@
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::contains;
-using testing::Tensor;
-using testing::thrown_text;
 
 std::vector<std::int64_t> values_of(const Extents& extents) {
   return {extents.begin(), extents.end()};
@@ -136,4 +132,4 @@ TEST(TensorView, IsMadeOfAnMdspan) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

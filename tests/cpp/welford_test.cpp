@@ -3,27 +3,20 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
+#include "placed_rank.hpp"
+#include "properties.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 
 // The welford mode: mean and M2 of each rank, gathered and merged (docs/options.md). Sums in long
 // double (64 bits of precision) are the reference.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::kDtypes;
-using testing::kMemories;
-using testing::Memory;
-using testing::Random;
-using testing::round_to;
-using testing::run_ranks;
-using testing::same_bits;
-using testing::Tensor;
 
 struct Moments {
   double mean = 0;
@@ -58,35 +51,24 @@ void expect_close(const Moments& got, const Moments& expected, std::int64_t in_a
   EXPECT_LE(std::abs(got.var - expected.var), 4 * n * kappa * u * expected.var);
 }
 
-/// Statistics of a batch whose samples lie on ranks [bounds[r], bounds[r + 1]).
-std::vector<Saved> run(DType dtype, const std::vector<std::int64_t>& sizes,
-                       const std::vector<double>& values, const std::vector<std::int64_t>& bounds,
-                       Memory memory, Executor& executor, std::vector<double>* y = nullptr) {
-  const auto ranks = static_cast<int>(bounds.size()) - 1;
-  const std::int64_t per_sample =
-      TensorView(nullptr, dtype, sizes).numel() / std::max<std::int64_t>(1, sizes[0]);
-  ThreadGroup group(ranks);
-  std::vector<Saved> out(static_cast<std::size_t>(ranks));
-  const auto errors = run_ranks(ranks, [&](int rank) {
-    const auto r = static_cast<std::size_t>(rank);
-    std::vector<std::int64_t> mine = sizes;
-    mine[0] = bounds[r + 1] - bounds[r];
-    Tensor x(dtype, mine, memory);
-    x.fill(std::vector<double>(values.begin() + bounds[r] * per_sample,
-                               values.begin() + bounds[r + 1] * per_sample));
-    Tensor result = x;
-    BatchNorm({.channels = sizes[1], .name = "layer", .statistics = Statistics::kWelford},
-              group.rank(rank))
-        .forward({.x = x.view(), .y = result.view()}, out[r], executor);
-    if (y != nullptr) {
-      const std::vector<double> part = result.values();
-      std::copy(part.begin(), part.end(), y->begin() + bounds[r] * per_sample);
-    }
-  });
-  for (const auto& error : errors) {
-    EXPECT_EQ(error, nullptr);
+/// A step whose samples lie on ranks [bounds[r], bounds[r + 1]).
+Outcome run(DType dtype, const std::vector<std::int64_t>& sizes, const std::vector<double>& values,
+            const std::vector<std::int64_t>& bounds, Memory memory = Memory::kPlanes,
+            Executor& executor = serial_executor()) {
+  Random random(94);
+  Step step(random, dtype, sizes);
+  step.x = values;
+  step.options.statistics = Statistics::kWelford;
+  step.weight.present = step.bias.present = false;
+  Split split(bounds.size() - 1);
+  Placement placement;
+  placement.x = placement.dy = placement.out = memory;
+  for (std::size_t r = 0; r < split.size(); ++r) {
+    split[r].resize(static_cast<std::size_t>(bounds[r + 1] - bounds[r]));
+    std::iota(split[r].begin(), split[r].end(), bounds[r]);
   }
-  return out;
+  return run_in_group(step, split, std::vector<Placement>(split.size(), placement),
+                      GroupKind::kThreads, executor);
 }
 
 TEST(Welford, UnevenRanksWithinBound) {
@@ -107,34 +89,21 @@ TEST(Welford, UnevenRanksWithinBound) {
       for (const Memory memory : kMemories) {
         SCOPED_TRACE(std::string(name(dtype)) + ", layout " +
                      std::to_string(static_cast<int>(memory)));
-        std::vector<double> y(values.size());
-        const auto ranks = run(dtype, sizes, values, bounds, memory, pool, &y);
-        for (const Saved& one : ranks) {
-          EXPECT_EQ(one.count(), 40 * 35);
-          EXPECT_TRUE(same_bits(one.mean(), ranks[0].mean()))
-              << "all ranks have the same statistics";
-          EXPECT_TRUE(same_bits(one.rstd(), ranks[0].rstd()));
-        }
+        const Outcome out = run(dtype, sizes, values, bounds, memory, pool);
+        const Outcome::Known& one = out.ranks[0];
+        EXPECT_EQ(one.count, 40 * 35);
+        expect_same(out, out);  // all ranks have the same statistics
         for (std::size_t c = 0; c < 70; ++c) {
           // At most all rows of a rank, or a lane's share of them and 16 merges; then the ranks.
-          expect_close({ranks[0].mean()[c], ranks[0].var()[c]}, exact(channels[c]),
-                       40 * 35 + 16 + 4, dtype);
-          EXPECT_EQ(ranks[0].rstd()[c], 1 / std::sqrt(ranks[0].var()[c] + 1e-5));
+          expect_close({one.mean[c], one.var[c]}, exact(channels[c]), 40 * 35 + 16 + 4, dtype);
+          EXPECT_EQ(one.rstd[c], 1 / std::sqrt(one.var[c] + 1e-5));
         }
         // y follows from the statistics by section 4 of docs/numerics.md.
-        Tensor x(dtype, sizes, Memory::kPlanes);
-        x.fill(values);
+        const Tensor x(dtype, sizes, values);
         Tensor expected = x;
-        normalize({x.view(),
-                   {},
-                   ranks[0].mean().data(),
-                   ranks[0].rstd().data(),
-                   {},
-                   {},
-                   {},
-                   expected.view()},
+        normalize({x.view(), {}, one.mean.data(), one.rstd.data(), {}, {}, {}, expected.view()},
                   pool);
-        EXPECT_TRUE(same_bits(y, expected.values()));
+        EXPECT_TRUE(same_bits(out.y, expected.values()));
       }
     }
   }
@@ -148,43 +117,21 @@ TEST(Welford, LargeMeanWithinBound) {
   for (double& v : values) {
     v = round_to(DType::kFloat32, 0x1p20 + 2 * random.signed_unit());
   }
-  const auto ranks = run(DType::kFloat32, {4096, 1, 1}, values, {0, 1000, 4096}, Memory::kPlanes,
-                         serial_executor());
-  expect_close({ranks[0].mean()[0], ranks[0].var()[0]}, exact(values), 4096 / 16 + 18,
-               DType::kFloat32);
-}
-
-TEST(Welford, ThreadsAndRunsDoNotMatterExact) {
-  Random random(97);
-  ThreadPool two(2);
-  ThreadPool three(3);
-  const std::vector<double> values = testing::rough_values(random, DType::kFloat32, 6, 200 * 50);
-  for (const Memory memory : kMemories) {
-    const auto one =
-        run(DType::kFloat32, {6, 200, 50}, values, {0, 2, 6}, memory, serial_executor());
-    for (Executor* executor : {static_cast<Executor*>(&two), static_cast<Executor*>(&three)}) {
-      const auto other = run(DType::kFloat32, {6, 200, 50}, values, {0, 2, 6}, memory, *executor);
-      EXPECT_TRUE(same_bits(other[0].mean(), one[0].mean()));
-      EXPECT_TRUE(same_bits(other[0].var(), one[0].var()));
-    }
-  }
+  const auto one = run(DType::kFloat32, {4096, 1, 1}, values, {0, 1000, 4096}).ranks[0];
+  expect_close({one.mean[0], one.var[0]}, exact(values), 4096 / 16 + 18, DType::kFloat32);
 }
 
 TEST(Welford, EmptyRanksAndSpecialValues) {
-  const std::vector<std::int64_t> none = {0, 2, 3};
-  for (const auto& one :
-       run(DType::kFloat32, none, {}, {0, 0}, Memory::kPlanes, serial_executor())) {
-    EXPECT_EQ(one.count(), 0);
-    EXPECT_TRUE(same_bits(one.mean(), {0, 0}));
-    EXPECT_TRUE(same_bits(one.rstd(), {0, 0}));
-  }
-  const double inf = INFINITY;
-  const auto ranks = run(DType::kFloat32, {2, 3}, {1, inf, NAN, 3, 1, 2}, {0, 1, 1, 2},
-                         Memory::kPlanes, serial_executor());
-  EXPECT_EQ(ranks[1].mean()[0], 2);
-  EXPECT_EQ(ranks[1].var()[0], 1);
-  EXPECT_FALSE(std::isfinite(ranks[1].var()[1]));
-  EXPECT_TRUE(std::isnan(ranks[1].mean()[2]));
+  const auto none = run(DType::kFloat32, {0, 2, 3}, {}, {0, 0}).ranks[0];
+  EXPECT_EQ(none.count, 0);
+  EXPECT_TRUE(same_bits(none.mean, {0, 0}));
+  EXPECT_TRUE(same_bits(none.rstd, {0, 0}));
+  const auto second =
+      run(DType::kFloat32, {2, 3}, {1, INFINITY, NAN, 3, 1, 2}, {0, 1, 1, 2}).ranks[1];
+  EXPECT_EQ(second.mean[0], 2);
+  EXPECT_EQ(second.var[0], 1);
+  EXPECT_FALSE(std::isfinite(second.var[1]));
+  EXPECT_TRUE(std::isnan(second.mean[2]));
 }
 
 TEST(Welford, RecordsAreEightBytesAChannel) {
@@ -194,4 +141,4 @@ TEST(Welford, RecordsAreEightBytesAChannel) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

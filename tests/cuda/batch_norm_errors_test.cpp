@@ -11,20 +11,9 @@
 #include "syncbn/error.hpp"
 
 // What a layer on CUDA makes of arguments that it refuses, and of ranks that disagree.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
 
-using testing::contains;
-using testing::device_communicator;
-using testing::DeviceTensor;
-using testing::DeviceTurn;
-using testing::expect_no_errors;
-using testing::Random;
-using testing::run_ranks;
-using testing::same_bits;
-using testing::Tensor;
-using testing::text_of;
-using testing::thrown_text;
 using Doubles = std::vector<double>;
 
 /// Tensors of a rank on the device.
@@ -135,9 +124,9 @@ TEST(CudaBatchNorm, TypesInTurnExact) {
   BatchNorm layer({.channels = 5});
   Saved saved;
   for (const int at : {3, 0, 2, 1, 3, 2, 0}) {
-    const DType dtype = testing::kDtypes[at];
+    const DType dtype = kDtypes[at];
     SCOPED_TRACE(name(dtype));
-    Tensor x(dtype, {4, 5, 9}, testing::rough_values(random, dtype, 4, 45)), y = x, dx = x;
+    Tensor x(dtype, {4, 5, 9}, rough_values(random, dtype, 4, 45)), y = x, dx = x;
     DeviceTensor there(x), y_there(y), dx_there(dx);
     BatchNorm fresh({.channels = 5});
     Saved expected;
@@ -174,4 +163,4 @@ TEST(CudaBatchNorm, DisagreementGivesNaNAndKeepsRunningStatistics) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -10,13 +10,8 @@
 
 // A layer on CUDA against the same layer on CPU, rank for rank and bit for bit: every pass, type,
 // memory layout and option. torch.nn.SyncBatchNorm has no CPU form to compare with.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
-
-using testing::compare_layers;
-using testing::kDtypes;
-using testing::LayerCase;
-using testing::Random;
 
 std::string text(const LayerCase& c, std::size_t ranks) {
   return std::string(name(c.dtype)) + ", " + std::to_string(c.channels) + " channels, " +
@@ -56,7 +51,7 @@ void random_steps(int first, int last) {
 
 TEST(CudaBatchNorm, RandomStepsExact) {
   SYNCBN_NEEDS_DEVICE();
-  random_steps(0, testing::device_cases());
+  random_steps(0, device_cases());
 }
 
 /// What compute-sanitizer runs, at a hundredth of the speed.
@@ -68,7 +63,7 @@ TEST(CudaBatchNorm, FewRandomStepsExact) {
 /// Enough of everything that many blocks share a channel and many channels a block.
 TEST(CudaBatchNorm, LargeShapesExact) {
   SYNCBN_NEEDS_DEVICE();
-  const bool gpu = testing::device_cases() > 100;
+  const bool gpu = device_cases() > 100;
   Random random(31);
   for (const DType dtype : kDtypes) {
     for (const auto& spatial : std::vector<std::vector<std::int64_t>>{{}, {14, 14}, {57, 57}}) {
@@ -99,4 +94,4 @@ TEST(CudaBatchNorm, WelfordOfSingleElementsExact) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

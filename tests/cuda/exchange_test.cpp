@@ -12,16 +12,9 @@
 #include "syncbn/error.hpp"
 
 // Exchanges of messages on a device that need no NCCL.
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
 
-using testing::contains;
-using testing::DeviceArray;
-using testing::expect_no_errors;
-using testing::GroupKind;
-using testing::make_group;
-using testing::run_ranks;
-using testing::thrown_text;
 using Words = std::vector<std::int64_t>;
 
 TEST(CudaExchange, OneRankExact) {
@@ -98,4 +91,4 @@ TEST(CudaExchange, FailedCallsNameCallFileAndLine) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing

@@ -89,12 +89,10 @@ cudaError_t cudaStreamQuery(cudaStream_t) { return played.stream; }
 const char* cudaGetErrorString(cudaError_t) { return "a CUDA error"; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 
-namespace syncbn {
+namespace syncbn::testing {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::contains;
-using testing::thrown_text;
 using Words = std::vector<std::int64_t>;
 
 class NcclErrors : public ::testing::Test {
@@ -232,4 +230,4 @@ TEST_F(NcclErrors, WrongArgumentsAreNamed) {
 }
 
 }  // namespace
-}  // namespace syncbn
+}  // namespace syncbn::testing
