@@ -15,14 +15,14 @@ def expect(got, expected, what):
 
 
 def _same_words(messages, words, what):
-    for message, own in zip(messages, words, strict=bool(words)):
+    for message, own in zip(messages, words, strict=True):
         np.testing.assert_array_equal(message[HEADER_WORDS:].reshape(own.shape), own, what)
     return torch.stack(messages).sum(0)
 
 
 def check_played(ranks, dys, forward, backward, dtypes, keep=False, what=""):
     """ranks: Rank of each; dtypes: of the gradients of weight and bias; keep: the residual's
-    gradient is wanted. What the oracle has of the whole alone, words and shares, may be empty."""
+    gradient is wanted."""
     count = len(ranks)
     merged = _same_words([rank.begin() for rank in ranks], forward.words, f"{what}words")
     expect([rank.finish(merged, count) for rank in ranks], forward.ys, f"{what}y")
@@ -38,6 +38,6 @@ def check_played(ranks, dys, forward, backward, dtypes, keep=False, what=""):
         if not share:
             expect(dweights, [backward.dweight] * count, f"{what}dweight")
             expect(dbiases, [backward.dbias] * count, f"{what}dbias")
-        elif forward.count and backward.words:  # without elements rstd, too, is 0
+        elif forward.count:  # without elements rstd, too, is 0
             expect(dweights, backward.dweight_shares, f"{what}dweight's share")
             expect(dbiases, backward.dbias_shares, f"{what}dbias's share")
