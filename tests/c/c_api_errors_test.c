@@ -8,8 +8,11 @@
 #include "group.h"
 #include "step.h"
 
+typedef void change_call(views*, syncbn_batch_norm_options*, int rank);
+
 typedef struct outcome {
   group* group;
+  change_call* change;
   step_memory ranks[RANKS];
   int64_t count[RANKS];
   double mean[RANKS][CHANNELS];
@@ -25,14 +28,14 @@ static int32_t only_rank(void) {
 }
 
 /* A forward of the rank's samples, which `change` may spoil. */
-static void forward_of_rank(outcome* o, int rank,
-                            void (*change)(views*, syncbn_batch_norm_options*, int rank)) {
+static void forward_of_rank(void* context, int rank) {
+  outcome* o = context;
   const syncbn_communicator communicator = group_rank(o->group, rank);
   syncbn_batch_norm_options options = options_of_reference();
   fill(&o->ranks[rank]);
   views v;
   view(&v, &o->ranks[rank], 0, SAMPLES);
-  change(&v, &options, rank);
+  o->change(&v, &options, rank);
   syncbn_saved* saved = NULL;
   EXPECT_OK(syncbn_saved_create(&saved));
   o->status[rank] = forward(&v, saved, &options, &communicator);
@@ -78,13 +81,6 @@ static void to_float64(views* v, syncbn_batch_norm_options* options, int rank) {
   }
 }
 
-static void welford_body(void* o, int rank) { forward_of_rank(o, rank, to_welford); }
-static void names_body(void* o, int rank) { forward_of_rank(o, rank, to_names); }
-static void bad_y_body(void* o, int rank) { forward_of_rank(o, rank, to_bad_y); }
-static void unnamed_body(void* o, int rank) { forward_of_rank(o, rank, to_unnamed); }
-static void small_options_body(void* o, int rank) { forward_of_rank(o, rank, to_small_options); }
-static void float64_body(void* o, int rank) { forward_of_rank(o, rank, to_float64); }
-
 /* A forward without arguments. */
 static void no_arguments_body(void* context, int rank) {
   outcome* o = context;
@@ -105,8 +101,9 @@ static void no_arguments_body(void* context, int rank) {
   syncbn_batch_norm_destroy(layer);
 }
 
-static outcome* run_outcome(void (*body)(void*, int)) {
+static outcome* run_outcome(void (*body)(void*, int), change_call* change) {
   outcome* o = calloc(1, sizeof(outcome));
+  o->change = change;
   o->group = group_create();
   run_ranks(body, o);
   group_destroy(o->group);
@@ -114,7 +111,7 @@ static outcome* run_outcome(void (*body)(void*, int)) {
 }
 
 static void welford_gathers(void) {
-  outcome* o = run_outcome(welford_body);
+  outcome* o = run_outcome(forward_of_rank, to_welford);
   for (int r = 0; r < RANKS; ++r) {
     EXPECT(o->status[r] == SYNCBN_OK);
     EXPECT(memcmp(o->mean[r], o->mean[0], sizeof(o->mean[0])) == 0);
@@ -131,7 +128,7 @@ static void welford_gathers(void) {
 static void different_calls_are_an_error_on_every_rank(void) {
   step_memory untouched;
   fill(&untouched);
-  outcome* o = run_outcome(names_body);
+  outcome* o = run_outcome(forward_of_rank, to_names);
   for (int r = 0; r < RANKS; ++r) {
     EXPECT(o->status[r] == SYNCBN_DIVERGENCE);
     EXPECT(strstr(o->text[r], "layer: stem on rank 0, head on rank 1") != NULL);
@@ -140,7 +137,8 @@ static void different_calls_are_an_error_on_every_rank(void) {
     EXPECT_SAME(&o->ranks[r], &untouched);
   }
   free(o);
-  o = run_outcome(float64_body); /* messages that do not fit: the callback has a code, no text */
+  o = run_outcome(forward_of_rank,
+                  to_float64); /* messages that do not fit: the callback has a code, no text */
   for (int r = 0; r < RANKS; ++r) {
     EXPECT(o->status[r] == SYNCBN_DIVERGENCE);
     EXPECT(strstr(o->text[r], "dtype: float32 on rank 0, float64 on rank 1") != NULL);
@@ -151,11 +149,11 @@ static void different_calls_are_an_error_on_every_rank(void) {
 }
 
 /* What rank 1 refuses, and what rank 0 gets to know of it. */
-static void expect_refused_on_rank_1(void (*body)(void*, int), const char* text,
-                                     const char* of_other) {
+static void expect_refused_on_rank_1(void (*body)(void*, int), change_call* change,
+                                     const char* text, const char* of_other) {
   step_memory untouched;
   fill(&untouched);
-  outcome* o = run_outcome(body);
+  outcome* o = run_outcome(body, change);
   EXPECT(o->status[1] == SYNCBN_INVALID_ARGUMENT);
   EXPECT(strncmp(o->text[1], text, strlen(text)) == 0);
   EXPECT(o->status[0] == SYNCBN_PEER_LOST);
@@ -170,14 +168,16 @@ static void expect_refused_on_rank_1(void (*body)(void*, int), const char* text,
 /* torch.nn.SyncBatchNorm: the other ranks wait until the process group's timeout. */
 static void a_refused_argument_reaches_the_other_rank(void) {
 #define LOST "layer, call 0, forward, 3 channels, float32: rank 1 left: "
-  expect_refused_on_rank_1(bad_y_body, "layer, call 0, forward: y: got 77, expected SYNCBN_FLOAT16",
+  expect_refused_on_rank_1(forward_of_rank, to_bad_y,
+                           "layer, call 0, forward: y: got 77, expected SYNCBN_FLOAT16",
                            LOST "layer, call 0, forward: y: got 77");
-  expect_refused_on_rank_1(no_arguments_body, "layer, call 0, forward: arguments: got NULL",
+  expect_refused_on_rank_1(no_arguments_body, NULL, "layer, call 0, forward: arguments: got NULL",
                            LOST "layer, call 0, forward: arguments: got NULL");
   /* Where a layer is made. */
-  expect_refused_on_rank_1(unnamed_body, "options.name: got none, expected this layer's own name",
+  expect_refused_on_rank_1(forward_of_rank, to_unnamed,
+                           "options.name: got none, expected this layer's own name",
                            LOST "options.name: got none");
-  expect_refused_on_rank_1(small_options_body, "options.struct_size: got ",
+  expect_refused_on_rank_1(forward_of_rank, to_small_options, "options.struct_size: got ",
                            LOST "options.struct_size: got ");
 }
 

@@ -51,6 +51,7 @@ TEST_F(OneRankDirections, OfLargeTensorsHaveTheBitsOfMessagesExact) {
                {DType::kFloat32, {3, 16, 150, 150}, Memory::kRows, 15},
                {DType::kFloat32, {1, 600, 2000}, Memory::kRows, 0},
                {DType::kFloat32, {2200, 481}, Memory::kRows, 2},
+               {DType::kFloat32, {2200, 484}, Memory::kRows, 15},
                {DType::kFloat16, {4200, 32, 17}, Memory::kPlanes, 4},
                {DType::kFloat32, {9, 301, 14, 14}, Memory::kPlanes, 5},
                {DType::kBFloat16, {30, 703, 7, 7}, Memory::kPlanes, 31, true, true},

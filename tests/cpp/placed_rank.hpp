@@ -102,6 +102,33 @@ struct Rank {
   Tensor& u_out() { return placement.residual_in_place ? dy : u; }
   MutableTensorView u_view() { return step.keep ? u_out().view() : MutableTensorView(); }
 
+  void forward(BatchNorm& layer, Saved& saved, Executor& executor) {
+    layer.forward({.x = x_view(),
+                   .mask = mask_view(),
+                   .weight = weight_view(),
+                   .bias = bias_view(),
+                   .residual = residual_view(),
+                   .y = y_out().view(),
+                   .running_mean = mean_view(),
+                   .running_var = var_view(),
+                   .num_batches_tracked = &tracked},
+                  saved, executor);
+  }
+  /// given: the x of the forward, where y may have taken its memory.
+  void backward(BatchNorm& layer, const Saved& saved, const TensorView& given, Executor& executor) {
+    layer.backward({.dy = dy_view,
+                    .x = given,
+                    .mask = mask_view(),
+                    .weight = weight_view(),
+                    .bias = bias_view(),
+                    .dx = dx_out().view(),
+                    .dweight = dweight.view(),
+                    .dbias = dbias.view(),
+                    .dresidual = u_view(),
+                    .affine = step.affine},
+                   saved, executor);
+  }
+
  private:
   static MutableTensorView view(const Parameter& which, Tensor& of) {
     return which.present ? of.view() : MutableTensorView();
@@ -114,6 +141,19 @@ using Split = std::vector<std::vector<std::int64_t>>;
 inline Split whole(std::int64_t samples) {
   Split split(1, std::vector<std::int64_t>(static_cast<std::size_t>(samples)));
   std::iota(split[0].begin(), split[0].end(), 0);
+  return split;
+}
+
+/// Shuffled samples in random parts; ranks without samples are likely.
+inline Split random_split(Random& random, std::int64_t samples, std::int64_t most = 5) {
+  Split split(static_cast<std::size_t>(random.between(1, most)));
+  std::vector<std::int64_t> order = whole(samples)[0];
+  random.shuffle(order);
+  const bool one_has_all = random.one_in(6);
+  for (const std::int64_t n : order) {
+    const auto last = static_cast<std::int64_t>(split.size()) - 1;
+    split[static_cast<std::size_t>(one_has_all ? last : random.between(0, last))].push_back(n);
+  }
   return split;
 }
 
@@ -166,16 +206,7 @@ inline Outcome run_in_group(const Step& step, const Split& split,
     const Tensor x = rank.x;
     BatchNorm layer(step.options, group->rank(number));
     Saved saved;
-    layer.forward({.x = rank.x_view(),
-                   .mask = rank.mask_view(),
-                   .weight = rank.weight_view(),
-                   .bias = rank.bias_view(),
-                   .residual = rank.residual_view(),
-                   .y = rank.y_out().view(),
-                   .running_mean = rank.mean_view(),
-                   .running_var = rank.var_view(),
-                   .num_batches_tracked = &rank.tracked},
-                  saved, executor);
+    rank.forward(layer, saved, executor);
     put_back(rank.y_out().values(), split[r], out.y);
     Tensor again = rank.y;  // y may be x's memory, which a backward needs
     layer.forward({.x = x.view(),
@@ -185,17 +216,7 @@ inline Outcome run_in_group(const Step& step, const Split& split,
                    .residual = rank.residual_view(),
                    .y = again.view()},
                   saved, executor);
-    layer.backward({.dy = rank.dy_view,
-                    .x = x.view(),
-                    .mask = rank.mask_view(),
-                    .weight = rank.weight_view(),
-                    .bias = rank.bias_view(),
-                    .dx = rank.dx_out().view(),
-                    .dweight = rank.dweight.view(),
-                    .dbias = rank.dbias.view(),
-                    .dresidual = rank.u_view(),
-                    .affine = step.affine},
-                   saved, executor);
+    rank.backward(layer, saved, x.view(), executor);
     out.take(rank, r, split[r],
              {values(saved.mean()), values(saved.var()), values(saved.rstd()), saved.count()});
   }));

@@ -23,19 +23,6 @@
 namespace syncbn::testing {
 namespace {
 
-/// Shuffled samples in random parts; ranks without samples are likely.
-Split random_split(Random& random, std::int64_t samples) {
-  Split split(static_cast<std::size_t>(random.between(1, 5)));
-  std::vector<std::int64_t> order = whole(samples)[0];
-  random.shuffle(order);
-  const bool one_has_all = random.one_in(6);
-  for (const std::int64_t n : order) {
-    const auto last = static_cast<std::int64_t>(split.size()) - 1;
-    split[static_cast<std::size_t>(one_has_all ? last : random.between(0, last))].push_back(n);
-  }
-  return split;
-}
-
 using Words = std::vector<std::int64_t>;
 
 void add(Words& sum, const Words& message) {
