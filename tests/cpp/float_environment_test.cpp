@@ -6,13 +6,15 @@
 
 #include <xmmintrin.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "cpu/float_environment.hpp"
+#include "placed_rank.hpp"
+#include "properties.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 
@@ -45,133 +47,89 @@ void on_each_thread(ThreadPool& pool, const Body& body) {
   pool.parallel_for(0, pool.concurrency(), 1, [&](std::int64_t, std::int64_t) { body(); });
 }
 
-/// All that the passes take, with subnormals everywhere.
-struct Data {
-  DType dtype;
-  std::vector<std::int64_t> sizes;
-  Memory memory;
-  Tensor x, dy, weight, bias, running_mean, running_var;
-
-  Data(DType type, std::vector<std::int64_t> shape, Memory where)
-      : dtype(type), sizes(std::move(shape)), memory(where) {
-    Random random(90);
-    x = dy = Tensor(dtype, sizes, memory);
-    const std::int64_t channels = sizes[1];
-    const std::int64_t plane = x.numel() / sizes[0] / channels;
-    // Channel 0 is all subnormal, channel 1 constant, others mixed.
-    const double tiny = dtype == DType::kFloat16   ? 0x1p-15
-                        : dtype == DType::kFloat64 ? 0x1p-1030
-                                                   : 0x1p-130;
-    for (std::int64_t i = 0; i < x.numel(); ++i) {
-      const std::int64_t c = i / plane % channels;
-      const bool small = c == 0 || random.one_in(3);
-      x.set(i, c == 1 ? 3.0 : small ? tiny * random.signed_unit() : random.signed_unit());
-      dy.set(i, small ? tiny * random.signed_unit() : random.signed_unit());
-    }
-    weight = bias = running_mean = Tensor(DType::kFloat32, {channels});
-    running_var = Tensor(DType::kFloat64, {channels});
-    for (std::int64_t c = 0; c < channels; ++c) {
-      weight.set(c, c % 2 == 0 ? 0x1p-130 * random.signed_unit() : random.signed_unit());
-      bias.set(c, c < 2 || c % 3 == 0 ? 0x1p-130 * random.signed_unit() : random.signed_unit());
-      running_mean.set(c, c % 2 == 0 ? 0x1p-130 * random.signed_unit() : 1.0);
-      running_var.set(c, c % 2 == 0 ? 0x1p-130 : 0x1p-100);
-    }
+/// Subnormals everywhere.
+Step subnormal_step(DType dtype, const std::vector<std::int64_t>& sizes) {
+  Random random(90);
+  Step step(random, dtype, sizes);
+  // Channel 0 is all subnormal, channel 1 constant, others mixed.
+  const double tiny = dtype == DType::kFloat16   ? 0x1p-15
+                      : dtype == DType::kFloat64 ? 0x1p-1030
+                                                 : 0x1p-130;
+  for (std::size_t i = 0; i < step.x.size(); ++i) {
+    const std::int64_t c = static_cast<std::int64_t>(i) / step.plane() % step.channels();
+    const bool small = c == 0 || random.one_in(3);
+    const double x = small ? tiny * random.signed_unit() : random.signed_unit();
+    step.x[i] = c == 1 ? 3.0 : round_to(dtype, x);
+    step.dy[i] = round_to(dtype, small ? tiny * random.signed_unit() : random.signed_unit());
   }
-};
-
-/// Every result of every function, as binary64.
-std::vector<std::vector<double>> run(const Data& data, Executor& executor, double eps) {
-  const std::int64_t channels = data.sizes[1];
-  Tensor y(data.dtype, data.sizes, data.memory);
-  Tensor dx = y;
-  Tensor y_evaluated = y;
-  Tensor dx_evaluated = y;
-  Tensor running_mean = data.running_mean;
-  Tensor running_var = data.running_var;
-  std::vector<Tensor> parameters(4, Tensor(DType::kFloat64, {channels}));
-  std::int64_t tracked = 4;  // the factor 1 / 5 is not what rounding down makes of it
-  BatchNorm layer({.channels = channels, .eps = eps, .momentum = std::nullopt});
-  Saved saved;
-  const TensorView x = data.x.view(), dy = data.dy.view(), weight = data.weight.view(),
-                   bias = data.bias.view();
-  layer.forward({.x = x,
-                 .weight = weight,
-                 .bias = bias,
-                 .y = y.view(),
-                 .running_mean = running_mean.view(),
-                 .running_var = running_var.view(),
-                 .num_batches_tracked = &tracked},
-                saved, executor);
-  layer.backward({.dy = dy,
-                  .x = x,
-                  .weight = weight,
-                  .bias = bias,
-                  .dx = dx.view(),
-                  .dweight = parameters[0].view(),
-                  .dbias = parameters[1].view(),
-                  .affine = AffineGradients::kGlobal},
-                 saved, executor);
-  layer.evaluate({.x = x,
-                  .weight = weight,
-                  .bias = bias,
-                  .running_mean = data.running_mean.view(),
-                  .running_var = data.running_var.view(),
-                  .y = y_evaluated.view()},
-                 executor);
-  layer.evaluate_backward({.dy = dy,
-                           .x = x,
-                           .weight = weight,
-                           .running_mean = data.running_mean.view(),
-                           .running_var = data.running_var.view(),
-                           .dx = dx_evaluated.view(),
-                           .dweight = parameters[2].view(),
-                           .dbias = parameters[3].view()},
-                          executor);
-  // Reading back must not flush either.
-  const cpu::FloatEnvironment environment;
-  return {values(saved.mean()),
-          values(saved.var()),
-          values(saved.rstd()),
-          y.values(),
-          dx.values(),
-          running_mean.values(),
-          running_var.values(),
-          parameters[0].values(),
-          parameters[1].values(),
-          y_evaluated.values(),
-          dx_evaluated.values(),
-          parameters[2].values(),
-          parameters[3].values()};
+  for (Parameter* one : {&step.weight, &step.bias, &step.running_mean}) {
+    one->dtype = DType::kFloat32;
+  }
+  for (std::size_t c = 0; c < step.weight.values.size(); ++c) {
+    const auto small = [&] { return round_to(DType::kFloat32, 0x1p-130 * random.signed_unit()); };
+    const auto usual = [&] { return round_to(DType::kFloat32, random.signed_unit()); };
+    step.weight.values[c] = c % 2 == 0 ? small() : usual();
+    step.bias.values[c] = c < 2 || c % 3 == 0 ? small() : usual();
+    step.running_mean.values[c] = c % 2 == 0 ? small() : 1.0;
+    step.running_var.values[c] = c % 2 == 0 ? 0x1p-130 : 0x1p-100;
+  }
+  step.tracked = 4;  // the factor 1 / 5 is not what rounding down makes of it
+  step.options.momentum.reset();
+  step.options.name = {};
+  // Keeps float64's tiny variances from being lost in it.
+  step.options.eps = 0x1p-200;
+  return step;
 }
 
-constexpr const char* kResults[] = {
-    "mean",           "var",     "rstd",  "y",           "dx",           "running mean",
-    "running var",    "dweight", "dbias", "y evaluated", "dx evaluated", "dweight evaluated",
-    "dbias evaluated"};
+/// Training and evaluation in the mode of this thread; reading and writing numbers is not.
+std::array<Outcome, 2> run(const Step& step, Memory memory, Executor& executor) {
+  std::array<Outcome, 2> out{Outcome(step, 1), Outcome(step, 1)};
+  Placement placement;
+  placement.x = placement.dy = placement.out = memory;
+  const std::vector<std::int64_t> samples = whole(step.sizes[0])[0];
+  std::vector<Rank> ranks;
+  ranks.reserve(2);
+  {
+    const cpu::FloatEnvironment environment;
+    ranks.emplace_back(step, samples, placement);
+    ranks.emplace_back(step, samples, placement);
+  }
+  Rank &trained = ranks[0], &evaluated = ranks[1];
+  BatchNorm layer(step.options);
+  Saved saved;
+  trained.forward(layer, saved, executor);
+  trained.backward(layer, saved, trained.x_view(), executor);
+  evaluated.evaluate(layer, executor);
+  const cpu::FloatEnvironment environment;
+  out[0].y = trained.y.values();
+  out[1].y = evaluated.y.values();
+  out[0].take(trained, 0, samples,
+              {values(saved.mean()), values(saved.var()), values(saved.rstd()), saved.count()});
+  out[1].take(evaluated, 0, samples, {});
+  return out;
+}
 
 TEST(FloatEnvironment, FlushingAndRoundingModesChangeNothingExact) {
   for (const DType dtype : kDtypes) {
     for (const auto& sizes :
          {std::vector<std::int64_t>{5, 19, 7}, std::vector<std::int64_t>{40, 20, 60}}) {
       for (const Memory memory : {Memory::kPlanes, Memory::kRows, Memory::kOdd}) {
-        const Data data(dtype, sizes, memory);
+        const Step step = subnormal_step(dtype, sizes);
         for (const std::string& level : available_levels()) {
           const LevelScope level_scope(level);
           ThreadPool pool(2);
-          // eps = 2^-200 keeps float64's tiny variances from being lost in it.
-          const auto expected = run(data, pool, 0x1p-200);
+          const auto expected = run(step, memory, pool);
           for (const unsigned int mode : kModes) {
             SCOPED_TRACE(level + ", " + name(dtype) + ", mode " + std::to_string(mode));
             const ModeScope scope(mode);
             on_each_thread(pool, [&] { _mm_setcsr(mode); });
-            const auto actual = run(data, pool, 0x1p-200);
+            const auto actual = run(step, memory, pool);
             EXPECT_EQ(_mm_getcsr() & kControl, mode & kControl);
             on_each_thread(pool, [&] { EXPECT_EQ(_mm_getcsr() & kControl, mode & kControl); });
             on_each_thread(pool, [] { _mm_setcsr(kDefault); });
             const cpu::FloatEnvironment environment;  // to compare and print
-            for (std::size_t i = 0; i < expected.size(); ++i) {
-              EXPECT_TRUE(same_bits(actual[i], expected[i])) << kResults[i];
-            }
+            expect_same(actual[0], expected[0]);
+            expect_same(actual[1], expected[1]);
             if (HasFailure()) {
               return;
             }
@@ -184,13 +142,14 @@ TEST(FloatEnvironment, FlushingAndRoundingModesChangeNothingExact) {
 
 TEST(FloatEnvironment, TheDataHasTeeth) {
   // Flushed inputs would change the sums of channel 0, which is all subnormal.
-  const Data data(DType::kFloat32, {5, 19, 7}, Memory::kPlanes);
-  const auto results = run(data, serial_executor(), 0x1p-200);
-  EXPECT_NE(results[0][0], 0.0);
-  EXPECT_LT(std::fabs(results[0][0]), 0x1p-126);
-  EXPECT_EQ(results[1][1], 0.0);  // constant: y is the bias, a subnormal one
-  EXPECT_EQ(results[3][7], data.bias.get(1));
-  EXPECT_NE(data.bias.get(1), 0.0);
+  const Step step = subnormal_step(DType::kFloat32, {5, 19, 7});
+  const Outcome trained = run(step, Memory::kPlanes, serial_executor())[0];
+  const Outcome::Known& known = trained.ranks[0];
+  EXPECT_NE(known.mean[0], 0.0);
+  EXPECT_LT(std::fabs(known.mean[0]), 0x1p-126);
+  EXPECT_EQ(known.var[1], 0.0);  // constant: y is the bias, a subnormal one
+  EXPECT_EQ(trained.y[7], step.bias.values[1]);
+  EXPECT_NE(step.bias.values[1], 0.0);
 }
 
 TEST(FloatEnvironment, IsRestoredAfterAnException) {

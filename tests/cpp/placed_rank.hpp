@@ -129,6 +129,34 @@ struct Rank {
                    saved, executor);
   }
 
+  /// Backward too, if there are running statistics.
+  void evaluate(BatchNorm& layer, Executor& executor) {
+    layer.evaluate({.x = x_view(),
+                    .mask = mask_view(),
+                    .weight = weight_view(),
+                    .bias = bias_view(),
+                    .residual = residual_view(),
+                    .running_mean = mean_view(),
+                    .running_var = var_view(),
+                    .y = y.view()},
+                   executor);
+    if (step.running_mean.present) {
+      layer.evaluate_backward({.dy = dy_view,
+                               .x = x_view(),
+                               .mask = mask_view(),
+                               .weight = weight_view(),
+                               .bias = bias_view(),
+                               .residual = residual_view(),
+                               .running_mean = mean_view(),
+                               .running_var = var_view(),
+                               .dx = dx.view(),
+                               .dweight = dweight.view(),
+                               .dbias = dbias.view(),
+                               .dresidual = u_view()},
+                              executor);
+    }
+  }
+
  private:
   static MutableTensorView view(const Parameter& which, Tensor& of) {
     return which.present ? of.view() : MutableTensorView();
@@ -223,38 +251,15 @@ inline Outcome run_in_group(const Step& step, const Split& split,
   return out;
 }
 
-/// Evaluation by one rank; backward too, if there are running statistics.
+/// Evaluation by one rank.
 inline Outcome evaluate(const Step& step, const Placement& placement = {},
                         Executor& executor = serial_executor()) {
   Outcome out(step, 1);
   const std::vector<std::int64_t> samples = whole(step.sizes[0])[0];
   Rank rank(step, samples, placement);
   BatchNorm layer(step.options);
-  layer.evaluate({.x = rank.x_view(),
-                  .mask = rank.mask_view(),
-                  .weight = rank.weight_view(),
-                  .bias = rank.bias_view(),
-                  .residual = rank.residual_view(),
-                  .running_mean = rank.mean_view(),
-                  .running_var = rank.var_view(),
-                  .y = rank.y.view()},
-                 executor);
+  rank.evaluate(layer, executor);
   put_back(rank.y.values(), samples, out.y);
-  if (step.running_mean.present) {
-    layer.evaluate_backward({.dy = rank.dy_view,
-                             .x = rank.x_view(),
-                             .mask = rank.mask_view(),
-                             .weight = rank.weight_view(),
-                             .bias = rank.bias_view(),
-                             .residual = rank.residual_view(),
-                             .running_mean = rank.mean_view(),
-                             .running_var = rank.var_view(),
-                             .dx = rank.dx.view(),
-                             .dweight = rank.dweight.view(),
-                             .dbias = rank.dbias.view(),
-                             .dresidual = rank.u_view()},
-                            executor);
-  }
   out.take(rank, 0, samples, {});
   return out;
 }
