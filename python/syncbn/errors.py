@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions of the exchange. None of them changes running statistics."""
+"""Exceptions of the exchange. None of them changes running statistics.
+
+A function that raises one holds it in no variable: the error holds the function's frame, and they
+would keep the step's tensors until the garbage collector comes.
+"""
 
 
 class DivergenceError(RuntimeError):
@@ -8,8 +12,10 @@ class DivergenceError(RuntimeError):
     Every rank of the group raises it. The group stays usable.
     """
 
-    #: the name of the process group; None where the devices of one process differ
-    group_name: str | None = None
+    def __init__(self, text: str = "", group_name: str | None = None) -> None:
+        super().__init__(text)
+        #: of the process group; None where the devices of one process differ
+        self.group_name = group_name
 
 
 class ExchangeTimeout(RuntimeError):

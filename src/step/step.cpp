@@ -78,6 +78,10 @@ void backward_finish(const BackwardStep& step, const std::int64_t* own, const Me
   const DevicePasses& passes = passes_for(p.x);
   check_samples("x", p.x);
   if (merged.header != nullptr) {
+    if (p.share && own == nullptr && !(p.dweight.absent() && p.dbias.absent())) {
+      throw InvalidArgument(
+          "own: got null, expected the message that this rank sent, or pass.share false");
+    }
     passes.gradients(step, parameters(step), p.share ? own : nullptr, merged, execution);
     passes.input_gradient(gradient(step), execution);
     return;

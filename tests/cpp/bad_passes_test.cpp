@@ -11,6 +11,7 @@
 #include "statistics/header.hpp"
 #include "step/passes.hpp"
 #include "syncbn/shared_memory.hpp"
+#include "syncbn/step.hpp"
 
 // What a caller of the passes can get wrong, and who makes groups and executors.
 namespace syncbn::testing {
@@ -109,6 +110,13 @@ const std::vector<Case> kPassCases = {
                               a.executor);
      },
      {"words: got a null pointer", "expected 57 entries"}},
+    {"shares without the message that was sent",
+     [](A a) {
+       backward_finish(
+           {.pass = {.dy = a.dy, .x = a.x, .mean = a.mean.data(), .dweight = a.dweight}}, nullptr,
+           {a.message.data(), a.message.data() + kHeaderWords, DType::kFloat32, 1}, a.executor);
+     },
+     {"own: got null", "expected the message that this rank sent, or pass.share false"}},
     {"input's gradient without coefficients",
      [](A a) {
        input_gradient({a.dy, a.x, a.mask, a.mean.data(), a.rstd.data(), nullptr, {}, a.dx},

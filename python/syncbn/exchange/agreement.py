@@ -50,9 +50,7 @@ def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtyp
         reason = "a rank refused its input" if rejected else "the ranks did not make the same call"
         fields = [f"{name}={value}" for name, value in call.fields().items()]
         difference = _difference(exchange_texts(_SEPARATOR.join(fields), engine, call))
-        error = DivergenceError(f"{call}, {peers}: {reason}: {difference}")
-        error.group_name = peers.group_name
-        raise error
+        raise DivergenceError(f"{call}, {peers}: {reason}: {difference}", peers.group_name)
     return None if dtype < 0 else DTYPES[dtype]
 
 
@@ -130,7 +128,10 @@ def raise_together(error: Exception | None, engine: Engine | None, call: Call) -
         own = "" if error is None else f"{call}: {error}"
         texts = exchange_texts(own, engine, call)
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            error = None
     if any(failed):
         raise ValueError("; ".join(f"rank {r}: {text}" for r, text in texts.items() if text))
 

@@ -31,9 +31,8 @@ in_transform = torch._C._are_functorch_transforms_active
 
 def refuse(text: str) -> NoReturn:
     """Raises it on this rank; who waits for this rank in vain will quote it."""
-    error = NotImplementedError(text)
-    failing.refuse(error)
-    raise error
+    failing.refuse(NotImplementedError(text))
+    raise NotImplementedError(text)
 
 
 def _name(who: Any) -> str:

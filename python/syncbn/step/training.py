@@ -295,9 +295,9 @@ def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
     except BaseException as error:
         call = step.call("backward")
         step.transport(saved[2]).leave(error, call)
-        if step.peers is None and (own := explained(error, call, None)) is not error:
-            raise own from None
-        raise
+        if step.peers is not None or explained(error, call, None) is error:
+            raise
+        raise explained(error, call, None) from None
 
 
 def _backward(step: Step, dys, weight, bias, *saved) -> tuple:

@@ -4,11 +4,14 @@
 torch.nn.SyncBatchNorm raises on this rank, before or after its exchange; the others wait or go on.
 """
 
+import contextlib
 import copy
+import gc
 import importlib.util
 import io
 import math
 import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.masked import masked_tensor
+from torch.utils.checkpoint import checkpoint
 
 import syncbn
 from rank_cases import diverges, raises, refused, unchanged
@@ -256,3 +260,46 @@ def case_a_refused_argument_waits_for_nobody_and_is_told(rank, world):
         if rank != 0:
             diverges(r"rank 0: .*x\[0\]: got int", all_reduce, x)
         all_reduce(x)
+
+
+def case_an_error_keeps_nothing_of_its_step(rank, world):
+    """The step's tensors go with the error, without the garbage collector. So what surrounds a
+    step ends with it, too: a checkpoint that is given up leaves hooks for saved tensors until then.
+    """
+    stem, block = syncbn.SyncBatchNorm(4), syncbn.SyncBatchNorm(4)
+    alone = syncbn.SyncBatchNorm(4, sync=False)
+    single = torch.randn(3, 4, requires_grad=True)
+
+    def backward_of_too_many(x):
+        y = alone(single * x.mean())
+        y.grad_fn.register_prehook(lambda dys: (dys[0].new_empty(3, 5),))
+        y.sum().backward()
+
+    steps = {
+        "other layers": lambda x: (stem if rank == 0 else block)(x),
+        "refused": lambda x: stem(x if rank != 0 else x.int()),
+        "checkpointed": lambda x: checkpoint(
+            stem, x if rank != 0 else x[:, :3], use_reentrant=False
+        ),
+        "traced": lambda x: torch.jit.trace(stem, x) if rank == 0 else None,
+        "alone": backward_of_too_many,
+    }
+
+    def fails(step):
+        x = torch.randn(3, 4)
+        gone = weakref.ref(x)
+        with contextlib.suppress(Exception):
+            step(x)
+        return gone
+
+    stem(torch.randn(3, 4))
+    block(torch.randn(3, 4))
+    gc.collect()
+    gc.disable()
+    try:
+        kept = [what for what, step in steps.items() if fails(step)() is not None]
+    finally:
+        gc.enable()
+    assert not kept, kept
+    dist.barrier()
+    checkpoint(stem, torch.randn(3, 4, requires_grad=True), use_reentrant=False).sum().backward()
