@@ -3,7 +3,7 @@
 // message over its ranks. The ranks are parts of one array here, and a loop adds up their messages.
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
+#include <functional>
 #include <syncbn/batch_norm.hpp>
 #include <syncbn/step.hpp>
 #include <vector>
@@ -14,10 +14,13 @@ constexpr std::int64_t kChannels = 4;
 
 /// One rank's layer: the framework owns all that outlives a call.
 struct Rank {
-  std::vector<float> x, y;
+  std::vector<float> x, y, dy, dx;
+  std::vector<float> dweight = std::vector<float>(kChannels), dbias = dweight;
   std::vector<double> mean = std::vector<double>(kChannels), var = mean, rstd = mean;
-  std::int64_t info[2] = {};  // what the backward of this call reads
-  std::int64_t call = 0;      // how often the layer was called, the same on all ranks
+  std::vector<double> coefficients = std::vector<double>(3 * kChannels);
+  std::vector<std::int64_t> own;  // this rank's message of the backward
+  std::int64_t info[2] = {};      // what the backward of this call reads
+  std::int64_t call = 0;          // how often the layer was called, the same on all ranks
 
   syncbn::ForwardStep step() {
     const syncbn::Extents shape = {std::ssize(x) / kChannels, kChannels};
@@ -33,39 +36,83 @@ struct Rank {
     step.info = info;
     return step;
   }
+
+  syncbn::BackwardStep back() {
+    const syncbn::Extents shape = {std::ssize(x) / kChannels, kChannels};
+    syncbn::BackwardStep step;
+    step.pass.dy = {dy, shape};
+    step.pass.x = {x, shape};
+    step.pass.mean = mean.data();
+    step.pass.rstd = rstd.data();
+    step.pass.dx = {dx, shape};
+    step.pass.dweight = {dweight, {kChannels}};
+    step.pass.dbias = {dbias, {kChannels}};
+    step.info = info;
+    step.coefficients = coefficients.data();
+    return step;
+  }
 };
+
+/// A SUM all-reduce, one rank after the other.
+void add(std::vector<std::int64_t>& sum, const std::vector<std::int64_t>& message) {
+  std::transform(sum.begin(), sum.end(), message.begin(), sum.begin(), std::plus<>());
+}
+
+syncbn::Merged merged(const std::vector<std::int64_t>& sum) {
+  return {.header = sum.data(), .words = sum.data() + syncbn::kHeaderWords, .ranks = 2};
+}
+
+std::vector<float> joined(std::vector<float> first, const std::vector<float>& second) {
+  first.insert(first.end(), second.begin(), second.end());
+  return first;
+}
 
 }  // namespace
 
 int main() {
-  std::vector<float> x(100 * kChannels), y_of_one(x.size());
+  std::vector<float> x(100 * kChannels), dy(x.size()), y_of_one(x.size()), dx_of_one(x.size());
   for (std::size_t i = 0; i < x.size(); ++i) {
     x[i] = static_cast<float>(i * i % 97) * 0.37f;
+    dy[i] = static_cast<float>(i * i % 89) * 0.11f;
   }
   Rank ranks[2];
-  ranks[0].x.assign(x.begin(), x.begin() + 30 * kChannels);
-  ranks[1].x.assign(x.begin() + 30 * kChannels, x.end());
+  const auto first = 30 * kChannels;  // values of rank 0
+  ranks[0].x.assign(x.begin(), x.begin() + first);
+  ranks[0].dy.assign(dy.begin(), dy.begin() + first);
+  ranks[1].x.assign(x.begin() + first, x.end());
+  ranks[1].dy.assign(dy.begin() + first, dy.end());
 
-  const auto words = static_cast<std::size_t>(
-      syncbn::forward_words(syncbn::Statistics::kReproducible, syncbn::DType::kFloat32, kChannels));
-  std::vector<std::int64_t> message(words), sum(words);
+  std::vector<std::int64_t> message(static_cast<std::size_t>(syncbn::forward_words(
+      syncbn::Statistics::kReproducible, syncbn::DType::kFloat32, kChannels)));
+  std::vector<std::int64_t> sum(message.size());
   for (Rank& rank : ranks) {
     rank.y.resize(rank.x.size());
     syncbn::forward_begin(rank.step(), message.data(), syncbn::Execution());
-    std::transform(sum.begin(), sum.end(), message.begin(), sum.begin(), std::plus<>());
+    add(sum, message);
   }
-  const syncbn::Merged merged = {
-      .header = sum.data(), .words = sum.data() + syncbn::kHeaderWords, .ranks = 2};
   for (Rank& rank : ranks) {
-    syncbn::forward_finish(rank.step(), merged, syncbn::Execution());
+    syncbn::forward_finish(rank.step(), merged(sum), syncbn::Execution());
+  }
+
+  std::vector<std::int64_t> sum_back(
+      static_cast<std::size_t>(syncbn::message_words(syncbn::DType::kFloat32, kChannels)));
+  for (Rank& rank : ranks) {
+    rank.dx.resize(rank.x.size());
+    rank.own.resize(sum_back.size());
+    syncbn::backward_begin(rank.back(), rank.own.data(), nullptr, syncbn::Execution());
+    add(sum_back, rank.own);
+  }
+  for (Rank& rank : ranks) {
+    syncbn::backward_finish(rank.back(), rank.own.data(), merged(sum_back), syncbn::Execution());
   }
 
   syncbn::BatchNorm layer({.channels = kChannels});
   syncbn::Saved saved;
-  layer.forward({.x = {x, {100, kChannels}}, .y = {y_of_one, {100, kChannels}}}, saved);
-  std::vector<float> y = ranks[0].y;
-  y.insert(y.end(), ranks[1].y.begin(), ranks[1].y.end());
-  const bool same = std::memcmp(y.data(), y_of_one.data(), y.size() * sizeof(float)) == 0;
+  const syncbn::Extents shape = {100, kChannels};
+  layer.forward({.x = {x, shape}, .y = {y_of_one, shape}}, saved);
+  layer.backward({.dy = {dy, shape}, .x = {x, shape}, .dx = {dx_of_one, shape}}, saved);
+  const bool same =
+      joined(ranks[0].y, ranks[1].y) == y_of_one && joined(ranks[0].dx, ranks[1].dx) == dx_of_one;
   std::printf("2 ranks and 1 rank: %s, call %lld\n", same ? "the same bits" : "different bits",
               static_cast<long long>(ranks[0].call));
   return same && ranks[0].call == 1 ? 0 : 1;
