@@ -160,6 +160,14 @@ def test_a_fact_stands_on_one_page(fact):
     assert telling == [FACTS[fact]]
 
 
+def test_guarantees_name_tests_that_are_there():
+    rows = re.findall(r"^\|.*\| (.*?) \|$", read("docs/guarantees.md"), re.M)
+    named = set(re.findall(r"`([\w/]+\.\w+)`", " ".join(rows)))
+    assert len(named) > 100
+    tests = [path.as_posix() for d in ("tests", "examples") for path in (PROJECT / d).rglob("*.*")]
+    assert [name for name in named if not any(f.endswith(f"/{name}") for f in tests)] == []
+
+
 def test_pytorchs_layer_without_a_process_group_is_plain_batch_norm():
     """A fact that docs/conversion.md states."""
     x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(9))
