@@ -135,7 +135,6 @@ def test_every_page_is_in_the_navigation():
 #: Facts that would like to be told on several pages, and the page that tells them.
 FACTS = {
     r"no gpu has\s+run": "shares.md",
-    r"700 random cases": "cuda.md",
     r"2,048 (ranks|devices)": "guarantees.md",
     r"2\^36 elements": "guarantees.md",
     r"about a million": "guarantees.md",
