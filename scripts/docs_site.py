@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of mkdocs.yml: the site's pages that are files of the repository's root, which are written
-once, for readers of the repository, links to files that the site does not have, and the C++
-headers."""
+once, for readers of the repository, links to files that the site does not have, the docstrings of
+the names in docs/api.md, and the C++ headers."""
 
 import re
 from pathlib import Path
@@ -19,6 +19,23 @@ PAGES = {
 # The page that the site makes of the C++ and C headers.
 CPP_REFERENCE = "cpp_reference.md"
 HEADERS = ("include/syncbn/*.hpp", "bindings/libtorch/syncbn/*.hpp", "include/syncbn/*.h")
+# Whose members the site shows, besides what they are called with.
+MEMBERS = {
+    "syncbn.SyncBatchNorm": "forward convert_sync_batchnorm process_group reset_running_stats",
+    "syncbn.testing.Parity": "exact gradient_drift losses ranks",
+    "syncbn.parallel.SelfDataParallel": "forward",
+    "syncbn.Shares": "forward backward split loader mean no_sync mine",
+    "syncbn.graph.Network": "input append output train infer run module parameters graph",
+    "syncbn.graph.BatchNorm": "forward",
+}
+
+
+def docstrings(names: list[str]) -> str:
+    """What mkdocstrings makes the reference of."""
+    return "".join(
+        f"\n::: {name}\n    options:\n      members: [{', '.join(MEMBERS.get(name, '').split())}]\n"
+        for name in names
+    )
 
 
 def relink(text: str, page: Path) -> str:
@@ -62,4 +79,6 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     if page.file.generated_by is not None:
         return markdown
+    if page.file.src_uri == "api.md":
+        markdown += docstrings(re.findall(r"^\| `(syncbn\.\S+)` ", markdown, re.M))
     return relink(markdown, ROOT / "docs" / page.file.src_uri)
