@@ -185,7 +185,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("shift", (0.0, 1e4))
 def test_mean_and_variance_are_within_the_derived_bounds(shift):
-    """docs/numerics.md, "How large errors are", against rational numbers. PyTorch's own layers
+    """docs/numerics.md, "Why these bits", against rational numbers. PyTorch's own layers
     state no bound."""
     x = torch.randn(3, 1, 25, 41, generator=torch.Generator().manual_seed(7)) + shift
     rank = Rank(x)
@@ -207,7 +207,7 @@ def test_mean_and_variance_are_within_the_derived_bounds(shift):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_digits_and_slots_hold_the_largest_sums_exact(name):
-    """docs/numerics.md, "The digits suffice": 2^36 elements on 2,048 ranks, two partials each for
+    """docs/numerics.md, "Why these bits": 2^36 elements on 2,048 ranks, two partials each for
     double."""
     row = next(r for r in read("docs/numerics.md").splitlines() if re.match(rf"\| {name} +\|", r))
     partials = 2**37 if name == "double" else 2**36
