@@ -304,8 +304,9 @@ def _agreed(state: LayerState, engine: Engine, x: torch.Tensor, options: Options
             others = f"of {len(made)} others of that path"
             texts = [f"{text}, made after {place} {others}" for text, place in zip(texts, places)]
         lines = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-        text = f"{call}, {peers}: the ranks call different layers: {lines}"
-        raise DivergenceError(text, peers.group_name)
+        raise DivergenceError(
+            f"{call}, {peers}: the ranks call different layers: {lines}", peers.group_name
+        )
     group.count += 1
     if state.apart and places[0] > 1:  # after the model and a copy at least
         state.tell_apart(f" (copy {places[0]})")

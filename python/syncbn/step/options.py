@@ -195,7 +195,7 @@ def check_options(options: Options) -> None:
 class Form(NamedTuple):
     """What a step takes of its options. kind, mode: the core's numbers of the activation and of the
     statistics. in_place: y lies over x. shares: gradients of parameters are this rank's shares.
-    tag: of what ranks must have in common."""
+    tag: of what ranks must have in common besides numbers."""
 
     kind: int
     mode: int
@@ -210,8 +210,8 @@ def form_of(*options: Any) -> Form:
     own = Options(*options)
     check_options(own)
     mode, shares = STATISTICS.index(own.statistics), own.affine_grad == "share"
-    # 0, 0.0 and -0.0 are one number, of whatever type.
-    common = ((k, float(v) + 0.0 if is_number(v) else v) for k, v in own.shared().items())
+    # Without numbers: the core compares their bits, which modes of the process change here.
+    common = [(k, v) for k, v in own.shared().items() if not is_number(v)]
     return Form(
         activation_of(own.activation).number, mode, own.writes_over_input, shares, tag_of(*common)
     )
