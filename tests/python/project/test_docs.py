@@ -143,7 +143,7 @@ FACTS = {
     r"linux 5\.3": "start.md",
     r"nvcc 12\.8": "start.md",
     r"libsyncbn\.so\.\d": "cpp.md",
-    r"several gpus[^.]* not been\s+tried": "cuda.md",
+    r"several gpus[^.]*\snot\s+been\s+tried": "cuda.md",
     r"24 bytes": "training.md",
     r"g\+\+ 12": "start.md",
 }
