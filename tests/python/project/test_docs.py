@@ -77,7 +77,7 @@ PUBLIC = {
 }
 
 # Those with snippets of their own; others quote programs.
-CPP_PAGES = ["README.md", "docs/cpp.md", "docs/frameworks.md"]
+CPP_PAGES = ["README.md", "docs/frameworks.md"]
 
 
 @pytest.mark.parametrize("page", CPP_PAGES)
