@@ -291,8 +291,8 @@ def case_page_of_the_docs(rank, world):
     torch.manual_seed(52 + rank)
     names = run_snippets("docs/training.md")
     assert names["prediction"].dtype == torch.bfloat16
-    # Two steps, the longest loop, and five batches for precise statistics.
-    assert int(names["ddp"].module[1].state.call) == 7 + world
+    # One step, the longest loop, and five batches for precise statistics.
+    assert int(names["ddp"].module[1].state.call) == 6 + world
     conv, layer = names["model"][:2]
     # Precise statistics are averages with equal weights: five updates of a float32 buffer, and
     # means of 144 numbers of size below 4 on each rank.
