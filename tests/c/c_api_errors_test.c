@@ -85,20 +85,14 @@ static void to_float64(views* v, syncbn_batch_norm_options* options, int rank) {
 static void no_arguments_body(void* context, int rank) {
   outcome* o = context;
   const syncbn_communicator communicator = group_rank(o->group, rank);
-  const syncbn_batch_norm_options options = options_of_reference();
-  fill(&o->ranks[rank]);
-  views v;
-  view(&v, &o->ranks[rank], 0, SAMPLES);
-  const syncbn_forward_arguments arguments = forward_arguments(&v);
-  syncbn_batch_norm* layer = NULL;
-  syncbn_saved* saved = NULL;
-  EXPECT_OK(syncbn_batch_norm_create(&options, &communicator, &layer));
-  EXPECT_OK(syncbn_saved_create(&saved));
-  o->status[rank] = syncbn_batch_norm_forward(layer, rank == 1 ? NULL : &arguments, saved, NULL);
+  fixture x;
+  make_fixture(&x);
+  make_layer(&x, &communicator);
+  o->status[rank] = syncbn_batch_norm_forward(x.layer, rank == 1 ? NULL : &x.f, x.saved, NULL);
   snprintf(o->text[rank], sizeof(o->text[rank]), "%s", syncbn_last_error());
   o->odd[rank] = only_rank();
-  syncbn_saved_destroy(saved);
-  syncbn_batch_norm_destroy(layer);
+  o->ranks[rank] = x.m;
+  destroy_fixture(&x);
 }
 
 static outcome* run_outcome(void (*body)(void*, int), change_call* change) {
@@ -181,12 +175,6 @@ static void a_refused_argument_reaches_the_other_rank(void) {
                            LOST "options.struct_size: got ");
 }
 
-static int32_t fails_oddly(void* user_data, int64_t* words, int64_t count) {
-  (void)user_data, (void)words, (void)count;
-  syncbn_set_last_error("the network is down", NULL, 1);
-  return -5;
-}
-
 #define EXPECT_REFUSED(call, part) EXPECT_ERROR(call, SYNCBN_INVALID_ARGUMENT, part)
 
 /* A struct of another size than the library's. */
@@ -197,184 +185,221 @@ static void expect_size_refused(syncbn_status status, const char* name, size_t g
 }
 
 static void sizes_of_structs(void) {
-  step_memory m;
-  fill(&m);
-  views v;
-  view(&v, &m, 0, SAMPLES);
-  syncbn_batch_norm_options options = options_of_reference();
+  fixture x;
+  make_fixture(&x);
   syncbn_communicator communicator = *syncbn_self_communicator();
   syncbn_executor_functions functions = {.struct_size = sizeof(functions)};
-  syncbn_forward_arguments f = forward_arguments(&v);
-  syncbn_backward_arguments b = backward_arguments(&v);
-  syncbn_evaluate_arguments e = evaluate_arguments(&v);
   syncbn_evaluate_backward_arguments eb = {.struct_size = sizeof(eb)};
-  syncbn_batch_norm* layer = NULL;
-  syncbn_saved* saved = NULL;
   syncbn_executor* executor = NULL;
   EXPECT(communicator.struct_size == sizeof(communicator));
-  options.struct_size += 8;
-  expect_size_refused(syncbn_batch_norm_create(&options, &communicator, &layer), "options",
-                      options.struct_size);
-  options.struct_size -= 8;
+  x.options.struct_size += 8;
+  expect_size_refused(syncbn_batch_norm_create(&x.options, &communicator, &x.layer), "options",
+                      x.options.struct_size);
+  x.options.struct_size -= 8;
   communicator.struct_size += 8;
-  expect_size_refused(syncbn_batch_norm_create(&options, &communicator, &layer), "communicator",
+  expect_size_refused(syncbn_batch_norm_create(&x.options, &communicator, &x.layer), "communicator",
                       communicator.struct_size);
-  communicator.struct_size -= 8;
   functions.struct_size += 8;
   expect_size_refused(syncbn_executor_create(&functions, &executor), "functions",
                       functions.struct_size);
-  EXPECT(layer == NULL && executor == NULL);
-  EXPECT_OK(syncbn_batch_norm_create(&options, &communicator, &layer));
-  EXPECT_OK(syncbn_saved_create(&saved));
-  f.struct_size += 8;
-  expect_size_refused(syncbn_batch_norm_forward(layer, &f, saved, NULL), "arguments",
-                      f.struct_size);
-  b.struct_size += 8;
-  expect_size_refused(syncbn_batch_norm_backward(layer, &b, saved, NULL), "arguments",
-                      b.struct_size);
-  e.struct_size += 8;
-  expect_size_refused(syncbn_batch_norm_evaluate(layer, &e, NULL), "arguments", e.struct_size);
+  EXPECT(x.layer == NULL && executor == NULL);
+  make_layer(&x, syncbn_self_communicator());
+  x.f.struct_size += 8;
+  expect_size_refused(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL), "arguments",
+                      x.f.struct_size);
+  x.b.struct_size += 8;
+  expect_size_refused(syncbn_batch_norm_backward(x.layer, &x.b, x.saved, NULL), "arguments",
+                      x.b.struct_size);
+  x.e.struct_size += 8;
+  expect_size_refused(syncbn_batch_norm_evaluate(x.layer, &x.e, NULL), "arguments",
+                      x.e.struct_size);
   eb.struct_size += 8;
-  expect_size_refused(syncbn_batch_norm_evaluate_backward(layer, &eb, NULL), "arguments",
+  expect_size_refused(syncbn_batch_norm_evaluate_backward(x.layer, &eb, NULL), "arguments",
                       eb.struct_size);
-  syncbn_saved_destroy(saved);
-  syncbn_batch_norm_destroy(layer);
+  destroy_fixture(&x);
 }
 
 /* A refused forward counts as a call, and empties what it was to fill. */
 static void refused_calls_of_a_layer(void) {
-  step_memory m;
-  fill(&m);
-  views v;
-  view(&v, &m, 0, SAMPLES);
-  const syncbn_batch_norm_options options = options_of_reference();
-  syncbn_forward_arguments f = forward_arguments(&v);
-  syncbn_backward_arguments b = backward_arguments(&v);
-  syncbn_evaluate_arguments e = evaluate_arguments(&v);
-  syncbn_batch_norm* layer = NULL;
-  syncbn_saved* saved = NULL;
-  EXPECT_OK(syncbn_batch_norm_create(&options, syncbn_self_communicator(), &layer));
-  EXPECT_OK(syncbn_saved_create(&saved));
-  EXPECT_OK(syncbn_batch_norm_forward(layer, &f, saved, NULL));
-  EXPECT(syncbn_saved_count(saved) > 0);
-  EXPECT_REFUSED(syncbn_batch_norm_forward(NULL, &f, saved, NULL), "layer: got NULL");
+  fixture x;
+  make_fixture(&x);
+  make_layer(&x, syncbn_self_communicator());
+  EXPECT_OK(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL));
+  EXPECT(syncbn_saved_count(x.saved) > 0);
+  EXPECT_REFUSED(syncbn_batch_norm_forward(NULL, &x.f, x.saved, NULL), "layer: got NULL");
   EXPECT(strcmp(syncbn_last_error_layer(), "") == 0);
-  EXPECT_REFUSED(syncbn_batch_norm_forward(layer, &f, NULL, NULL),
+  EXPECT_REFUSED(syncbn_batch_norm_forward(x.layer, &x.f, NULL, NULL),
                  "layer, call 1, forward: saved: got NULL");
   EXPECT(strcmp(syncbn_last_error_layer(), "layer") == 0);
-  EXPECT_OK(syncbn_batch_norm_backward(layer, &b, saved, NULL));
-  f.y = NULL;
-  EXPECT_REFUSED(syncbn_batch_norm_forward(layer, &f, saved, NULL),
+  EXPECT_OK(syncbn_batch_norm_backward(x.layer, &x.b, x.saved, NULL));
+  x.f.y = NULL;
+  EXPECT_REFUSED(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL),
                  "layer, call 2, forward: y: got NULL");
-  EXPECT(syncbn_saved_count(saved) == 0 && syncbn_saved_channels(saved) == 0);
-  EXPECT_REFUSED(syncbn_batch_norm_backward(layer, &b, saved, NULL),
+  EXPECT(syncbn_saved_count(x.saved) == 0 && syncbn_saved_channels(x.saved) == 0);
+  EXPECT_REFUSED(syncbn_batch_norm_backward(x.layer, &x.b, x.saved, NULL),
                  "saved: got one without content, expected one that a forward filled");
-  EXPECT_REFUSED(syncbn_batch_norm_backward(layer, &b, NULL, NULL),
+  EXPECT_REFUSED(syncbn_batch_norm_backward(x.layer, &x.b, NULL, NULL),
                  "layer, backward: saved: got NULL");
-  f = forward_arguments(&v);
-  v.weight.sizes = v.sizes;
-  EXPECT_REFUSED(syncbn_batch_norm_forward(layer, &f, saved, NULL),
+  x.f = forward_arguments(&x.v);
+  x.v.weight.sizes = x.v.sizes;
+  EXPECT_REFUSED(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL),
                  "layer, call 3, forward, 3 channels, float32: weight: got shape (7)");
-  e.y = NULL;
-  EXPECT_REFUSED(syncbn_batch_norm_evaluate(layer, &e, NULL), "layer, evaluation: y: got NULL");
-  e = evaluate_arguments(&v);
-  v.x.device = SYNCBN_CUDA; /* SYNCBN_UNAVAILABLE in a build without CUDA */
-  EXPECT(syncbn_batch_norm_evaluate(layer, &e, NULL) != SYNCBN_OK);
+  x.e.y = NULL;
+  EXPECT_REFUSED(syncbn_batch_norm_evaluate(x.layer, &x.e, NULL), "layer, evaluation: y: got NULL");
+  EXPECT_REFUSED(syncbn_batch_norm_evaluate(x.layer, NULL, NULL),
+                 "layer, evaluation: arguments: got NULL");
+  x.e = evaluate_arguments(&x.v);
+  x.v.x.device = SYNCBN_CUDA; /* SYNCBN_UNAVAILABLE in a build without CUDA */
+  EXPECT(syncbn_batch_norm_evaluate(x.layer, &x.e, NULL) != SYNCBN_OK);
   EXPECT(strstr(syncbn_last_error(), "CUDA") != NULL);
-  EXPECT_REFUSED(syncbn_batch_norm_create(&options, syncbn_self_communicator(), NULL),
+  EXPECT_REFUSED(syncbn_batch_norm_create(&x.options, syncbn_self_communicator(), NULL),
                  "layer: got NULL");
   EXPECT_REFUSED(syncbn_saved_create(NULL), "saved: got NULL");
-  syncbn_saved_destroy(saved);
-  syncbn_batch_norm_destroy(layer);
+  destroy_fixture(&x);
 }
 
 /* C programs are to destroy the layer first; the other order is an error with words. */
 static void group_gone_before_its_layer(void) {
-  step_memory m;
-  fill(&m);
-  views v;
-  view(&v, &m, 0, SAMPLES);
-  const syncbn_batch_norm_options options = options_of_reference();
-  syncbn_forward_arguments f = forward_arguments(&v);
-  syncbn_backward_arguments b = backward_arguments(&v);
+  fixture x;
+  make_fixture(&x);
   syncbn_group* group = NULL;
-  syncbn_batch_norm* layer = NULL;
-  syncbn_saved* saved = NULL;
-  EXPECT_OK(syncbn_saved_create(&saved));
   EXPECT_OK(syncbn_thread_group_create(1, 1000, &group));
-  EXPECT_OK(syncbn_batch_norm_create(&options, syncbn_group_rank(group, 0), &layer));
-  EXPECT_OK(syncbn_batch_norm_forward(layer, &f, saved, NULL));
+  make_layer(&x, syncbn_group_rank(group, 0));
+  EXPECT_OK(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL));
   syncbn_group_destroy(group);
-  EXPECT_REFUSED(syncbn_batch_norm_backward(layer, &b, saved, NULL),
+  EXPECT_REFUSED(syncbn_batch_norm_backward(x.layer, &x.b, x.saved, NULL),
                  "communicator: got one that is gone");
-  EXPECT_REFUSED(syncbn_batch_norm_forward(layer, &f, saved, NULL),
+  EXPECT_REFUSED(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL),
                  "communicator: got one that is gone");
-  f.y = NULL;
-  b.dy = NULL;
-  EXPECT_REFUSED(syncbn_batch_norm_forward(layer, &f, saved, NULL),
+  x.f.y = NULL;
+  x.b.dy = NULL;
+  EXPECT_REFUSED(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL),
                  "communicator: got one that is gone");
-  EXPECT_REFUSED(syncbn_batch_norm_backward(layer, &b, saved, NULL), "dy: got NULL");
-  syncbn_batch_norm_destroy(layer);
-  syncbn_saved_destroy(saved);
+  EXPECT_REFUSED(syncbn_batch_norm_backward(x.layer, &x.b, x.saved, NULL), "dy: got NULL");
+  destroy_fixture(&x);
 }
 
-static void bad_arguments(void) {
-  step_memory m, untouched;
-  fill(&m);
-  fill(&untouched);
-  views good, v;
-  view(&good, &m, 0, SAMPLES);
+/* The functions of a group. */
+static int32_t fails_oddly(void* user_data, int64_t* words, int64_t count) {
+  (void)user_data, (void)words, (void)count;
+  syncbn_set_last_error("the network is down", NULL, 1);
+  return -5;
+}
+static int32_t lost(void* user_data, int64_t* words, int64_t count) {
+  (void)user_data, (void)words, (void)count;
+  const int32_t gone = 1;
+  syncbn_set_last_error("rank 1 is gone", &gone, -1);
+  return SYNCBN_PEER_LOST;
+}
+static int32_t late(void* user_data, int64_t* words, int64_t count) {
+  (void)user_data, (void)words, (void)count;
+  return SYNCBN_TIMEOUT;
+}
+static int32_t no_memory(void* user_data, const void* in, int64_t bytes, void* out) {
+  (void)user_data, (void)in, (void)bytes, (void)out;
+  return SYNCBN_OUT_OF_MEMORY;
+}
+
+static syncbn_status backward(const fixture* x, const views* v, int32_t affine) {
+  syncbn_backward_arguments arguments = backward_arguments(v);
+  arguments.affine = affine;
+  return syncbn_batch_norm_backward(x->layer, &arguments, x->saved, NULL);
+}
+
+static void bad_arguments(fixture* x) {
+  const step_memory untouched = x->m;
+  const views good = x->v;
+  views v;
   const syncbn_communicator* self = syncbn_self_communicator();
-  syncbn_batch_norm_options options = options_of_reference();
+  syncbn_batch_norm_options options = x->options;
   syncbn_saved* saved = NULL;
   syncbn_executor* executor = NULL;
   EXPECT_OK(syncbn_saved_create(&saved));
 
 #define WITH(change) (v = good, (change), &v)
-  EXPECT_REFUSED(forward(&good, saved, &options, NULL), "communicator: got NULL");
-  EXPECT_REFUSED(forward(&good, saved, NULL, self), "options: got NULL");
-  EXPECT_REFUSED(forward(WITH(v.x.dtype = 4), saved, &options, self), "x: got 4");
-  EXPECT_REFUSED(forward(WITH(v.x.device = -1), saved, &options, self), "x: got -1");
-  EXPECT_REFUSED(forward(WITH(v.x.ndim = -1), saved, &options, self), "x: got -1 axes");
-  EXPECT_REFUSED(forward(WITH(v.x.ndim = 13), saved, &options, self),
-                 "x: got 13 axes, expected 0 to 12");
-  EXPECT_REFUSED(forward(WITH(v.x.sizes = NULL), saved, &options, self), "x.sizes: got NULL");
+#define FORWARD_FAILS(views, options, group, code, part)                      \
+  (EXPECT_ERROR(forward((views), saved, (options), (group)), (code), (part)), \
+   EXPECT(syncbn_saved_count(saved) == 0))
+#define FORWARD_REFUSED(views, options, group, part) \
+  FORWARD_FAILS(views, options, group, SYNCBN_INVALID_ARGUMENT, part)
+  FORWARD_REFUSED(&good, &options, NULL, "communicator: got NULL");
+  FORWARD_REFUSED(&good, NULL, self, "options: got NULL");
+  FORWARD_REFUSED(WITH(v.x.dtype = 4), &options, self, "x: got 4");
+  FORWARD_REFUSED(WITH(v.x.device = -1), &options, self, "x: got -1");
+  FORWARD_REFUSED(WITH(v.x.ndim = -1), &options, self, "x: got -1 axes");
+  FORWARD_REFUSED(WITH(v.x.ndim = 13), &options, self, "x: got 13 axes, expected 0 to 12");
+  FORWARD_REFUSED(WITH(v.x.sizes = NULL), &options, self, "x.sizes: got NULL");
+  static const int64_t no_stride[3] = {0, PLANE, 1}, one_entry[1] = {1};
+  FORWARD_REFUSED(WITH(v.y.strides = no_stride), &options, self, "y: got stride 0 of axis 0");
+  FORWARD_REFUSED(WITH(v.weight.device = SYNCBN_CUDA), &options, self,
+                  "weight: got a tensor on CUDA, expected the device of x, CPU");
+  FORWARD_REFUSED(WITH(v.mask.device = 2), &options, self,
+                  "mask: got 2, expected SYNCBN_CPU or SYNCBN_CUDA");
   options.channels = 4;
-  EXPECT_REFUSED(forward(&good, saved, &options, self),
-                 "x: got 3 channels, expected those of the layer, 4");
-  options = options_of_reference();
+  FORWARD_REFUSED(&good, &options, self, "x: got 3 channels, expected those of the layer, 4");
+  options = x->options;
   options.activation.kind = 9;
-  EXPECT_REFUSED(forward(&good, saved, &options, self), "activation: got 9");
-  options = options_of_reference();
+  FORWARD_REFUSED(&good, &options, self, "activation: got 9");
+  options = x->options;
+  options.eps = -1e-5;
+  FORWARD_REFUSED(&good, &options, self, "eps: got -1e-05, expected a finite number");
+  options = x->options;
   options.statistics = 2;
-  EXPECT_REFUSED(forward(&good, saved, &options, self), "statistics: got 2");
-  options = options_of_reference();
+  FORWARD_REFUSED(&good, &options, self, "statistics: got 2");
+  options = x->options;
   options.cumulative_average = 1; /* asks for num_batches_tracked, which is absent here */
-  EXPECT_REFUSED(forward(&good, saved, &options, self), "num_batches_tracked: got null");
-  options = options_of_reference();
+  FORWARD_REFUSED(&good, &options, self, "num_batches_tracked: got null");
+  int64_t tracked = -1;
+  FORWARD_REFUSED(WITH(v.num_batches_tracked = &tracked), &options, self,
+                  "num_batches_tracked: got -1, expected 0 to 2^53");
+  EXPECT(tracked == -1);
+  options = x->options;
+
+  EXPECT_REFUSED(backward(x, WITH(v.mask.data = NULL), SYNCBN_SHARE),
+                 "mask: got a null pointer for shape (7, 10)");
+  EXPECT_REFUSED(backward(x, &good, 7), "affine: got 7, expected SYNCBN_SHARE or SYNCBN_GLOBAL");
+  EXPECT_REFUSED(backward(x, WITH(v.x.data = x->m.dy), SYNCBN_SHARE),
+                 "x: got other memory than the forward did, expected the same x");
+  EXPECT_REFUSED(backward(x, WITH(v.dx.strides = no_stride), SYNCBN_GLOBAL),
+                 "dx: got stride 0 of axis 0");
+  EXPECT_REFUSED(backward(x, WITH(v.dweight.sizes = one_entry), SYNCBN_GLOBAL),
+                 "dweight: got shape (1), expected (3)");
+  syncbn_backward_arguments unmasked = x->b;
+  unmasked.mask = NULL;
+  EXPECT_REFUSED(syncbn_batch_norm_backward(x->layer, &unmasked, x->saved, NULL),
+                 "mask: got none, expected that of the forward");
 
   syncbn_communicator odd = *self;
   odd.size = 0;
-  EXPECT_REFUSED(forward(&good, saved, &options, &odd), "communicator.size: got 0");
+  FORWARD_REFUSED(&good, &options, &odd, "communicator.size: got 0");
   odd.size = 2049;
-  EXPECT_REFUSED(forward(&good, saved, &options, &odd), "communicator.size: got 2049");
+  FORWARD_REFUSED(&good, &options, &odd, "communicator.size: got 2049");
   odd = *self;
   odd.rank = 1;
-  EXPECT_REFUSED(forward(&good, saved, &options, &odd), "communicator.rank: got 1");
+  FORWARD_REFUSED(&good, &options, &odd, "communicator.rank: got 1");
   odd = *self;
   odd.all_reduce_sum = NULL;
-  EXPECT_REFUSED(forward(&good, saved, &options, &odd), "communicator.all_reduce_sum");
+  FORWARD_REFUSED(&good, &options, &odd, "communicator.all_reduce_sum");
   odd = *self;
   odd.all_gather = NULL;
   options.statistics = SYNCBN_WELFORD;
-  EXPECT_REFUSED(forward(&good, saved, &options, &odd), "communicator.all_gather: got NULL");
-  options = options_of_reference();
+  FORWARD_REFUSED(&good, &options, &odd, "communicator.all_gather: got NULL");
+  odd.all_gather = no_memory;
+  FORWARD_FAILS(&good, &options, &odd, SYNCBN_OUT_OF_MEMORY, "out of memory");
+  options = x->options;
   odd = *self;
   odd.size = 2;
   odd.all_reduce_sum = fails_oddly;
-  EXPECT_ERROR(forward(&good, saved, &options, &odd), SYNCBN_ERROR, "the network is down");
+  FORWARD_FAILS(&good, &options, &odd, SYNCBN_ERROR, "the network is down");
   EXPECT(syncbn_last_error_ranks(NULL) == 0);
-  EXPECT(syncbn_saved_count(saved) == 0);
+  odd.all_reduce_sum = lost;
+  FORWARD_FAILS(&good, &options, &odd, SYNCBN_PEER_LOST, "rank 1 is gone");
+  odd.all_reduce_sum = late;
+  syncbn_batch_norm* of_two = NULL;
+  EXPECT_OK(syncbn_batch_norm_create(&options, &odd, &of_two));
+  EXPECT_ERROR(syncbn_batch_norm_backward(of_two, &x->b, x->saved, NULL), SYNCBN_TIMEOUT,
+               "communicator.all_reduce_sum: got status 4, expected SYNCBN_OK");
+  syncbn_batch_norm_destroy(of_two);
   syncbn_saved_destroy(saved);
 
   EXPECT_REFUSED(syncbn_thread_pool_create(0, &executor), "threads: got 0");
@@ -384,9 +409,41 @@ static void bad_arguments(void) {
   EXPECT_REFUSED(syncbn_executor_create(NULL, &executor), "functions: got NULL");
   EXPECT_REFUSED(syncbn_executor_create(&no_function, &executor), "functions.parallel_for");
   EXPECT_REFUSED(syncbn_executor_create(&no_thread, &executor), "functions.concurrency: got 0");
-
   EXPECT(executor == NULL);
-  EXPECT_SAME(&m, &untouched);
+  EXPECT_SAME(&x->m, &untouched);
+}
+
+/* Nothing is changed, and the next step has the bits of one that never saw them. */
+static void bad_arguments_change_nothing_exact(void) {
+  fixture steps[2];
+  int64_t tracked[2] = {7, 7};
+  for (int i = 0; i < 2; ++i) {
+    fixture* x = &steps[i];
+    make_fixture(x);
+    make_layer(x, syncbn_self_communicator());
+    for (int forwards = 0; forwards < 2; ++forwards) {
+      EXPECT_OK(syncbn_batch_norm_forward(x->layer, &x->f, x->saved, NULL));
+      if (i == 1 && forwards == 0) {
+        bad_arguments(x);
+      }
+      x->f.num_batches_tracked = &tracked[i];
+    }
+    EXPECT_OK(backward(x, &x->v, SYNCBN_SHARE));
+    EXPECT_OK(syncbn_batch_norm_evaluate(x->layer, &x->e, NULL));
+    destroy_fixture(x);
+    EXPECT(tracked[i] == 8);
+  }
+  EXPECT_SAME(&steps[1].m, &steps[0].m);
+}
+
+static void what_has_nothing_to_return_takes_null(void) {
+  syncbn_saved_destroy(NULL);
+  syncbn_batch_norm_destroy(NULL);
+  syncbn_executor_destroy(NULL);
+  syncbn_set_last_error(NULL, NULL, 0);
+  EXPECT(syncbn_saved_count(NULL) == 0 && syncbn_saved_channels(NULL) == 0);
+  EXPECT(syncbn_saved_mean(NULL) == NULL && syncbn_saved_var(NULL) == NULL);
+  EXPECT(syncbn_saved_rstd(NULL) == NULL);
 }
 
 void test_errors(void) {
@@ -396,5 +453,6 @@ void test_errors(void) {
   sizes_of_structs();
   refused_calls_of_a_layer();
   group_gone_before_its_layer();
-  bad_arguments();
+  bad_arguments_change_nothing_exact();
+  what_has_nothing_to_return_takes_null();
 }

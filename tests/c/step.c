@@ -133,3 +133,24 @@ syncbn_status forward(const views* v, syncbn_saved* saved, const syncbn_batch_no
   syncbn_batch_norm_destroy(layer);
   return status;
 }
+
+void make_fixture(fixture* x) {
+  fill(&x->m);
+  view(&x->v, &x->m, 0, SAMPLES);
+  x->options = options_of_reference();
+  x->f = forward_arguments(&x->v);
+  x->b = backward_arguments(&x->v);
+  x->e = evaluate_arguments(&x->v);
+  x->layer = NULL;
+  x->saved = NULL;
+}
+
+void make_layer(fixture* x, const syncbn_communicator* communicator) {
+  EXPECT_OK(syncbn_batch_norm_create(&x->options, communicator, &x->layer));
+  EXPECT_OK(syncbn_saved_create(&x->saved));
+}
+
+void destroy_fixture(fixture* x) {
+  syncbn_batch_norm_destroy(x->layer);
+  syncbn_saved_destroy(x->saved);
+}

@@ -55,8 +55,23 @@ syncbn_evaluate_arguments evaluate_arguments(const views* v);
 syncbn_status forward(const views* v, syncbn_saved* saved, const syncbn_batch_norm_options* options,
                       const syncbn_communicator* communicator);
 
-/* In c_api_errors_test.c and bad_input_test.c. */
+/* A batch, all arguments over it, and a layer that is made last. */
+typedef struct fixture {
+  step_memory m;
+  views v;
+  syncbn_batch_norm_options options;
+  syncbn_forward_arguments f;
+  syncbn_backward_arguments b;
+  syncbn_evaluate_arguments e;
+  syncbn_batch_norm* layer;
+  syncbn_saved* saved;
+} fixture;
+
+void make_fixture(fixture* x);
+void make_layer(fixture* x, const syncbn_communicator* communicator);
+void destroy_fixture(fixture* x);
+
+/* In c_api_errors_test.c. */
 void test_errors(void);
-void test_bad_input(void);
 
 #endif /* SYNCBN_TESTS_C_STEP_H */
