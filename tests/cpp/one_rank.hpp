@@ -68,6 +68,7 @@ struct OneRank {
   std::vector<double> mean, var, rstd, coefficients;
   std::vector<std::int64_t> moments, gradients;  ///< messages
   MessageInfo forward_info, backward_info;
+  std::uint32_t forward_tag = 1, backward_tag = 1;
   static constexpr double kEps = 1e-5;
 
   std::int64_t channels() const { return sizes[1]; }
@@ -122,7 +123,7 @@ struct OneRank {
   /// By messages.
   void forward(Executor& executor) {
     moments.assign(static_cast<std::size_t>(message_words(dtype, channels())), -1);
-    local_moments(x_view(), mask_view(), moments.data(), 1, executor);
+    local_moments(x_view(), mask_view(), moments.data(), forward_tag, executor);
     forward_info = read_header(moments.data(), 1);
     finalize_moments(forward_info, moments.data() + kHeaderWords, mean.data(), var.data(),
                      rstd.data(), channels(), kEps, executor);
@@ -134,7 +135,7 @@ struct OneRank {
     gradients.assign(moments.size(), -1);
     local_gradients({std::as_const(dy).view(), x_view(), mask_view(), mean.data(), rstd.data(),
                      through(), u_view()},
-                    gradients.data(), 1, executor);
+                    gradients.data(), backward_tag, executor);
     backward_info = read_header(gradients.data(), 1);
     finalize_gradients(backward_info, gradients.data() + kHeaderWords,
                        {mean.data(), rstd.data(), std::as_const(weight).view(), coefficients.data(),

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "random_steps.hpp"
@@ -60,12 +61,13 @@ TEST(CudaBits, PlainStepsOnDenseMemoryExact) {
   for (int round = 0; round < 52 && !HasFailure(); ++round) {
     const bool rows = round % 12 < 4;  // dtypes take turns
     const Words planes = round % 24 < 12 ? Words{15, 17, 31, 49, 530} : Words{16, 64, 196};
-    Case c = round >= 48 ? Case(random, round, {50001}, 2)
-             : rows      ? Case(random, round, planes, 9, 8)
-                         : Case(random, round, planes, 70);
-    c.make_plain(random, rows ? Memory::kRows : Memory::kPlanes,
-                 round / 4 % 2 == 0 ? ActivationKind::kNone : ActivationKind::kRelu);
-    expect_same(random, c);
+    const bool large = round >= 48;
+    expect_same(random, Case(random, round, large ? Words{50001} : planes,
+                             large  ? 2
+                             : rows ? 9
+                                    : 70,
+                             rows ? 8 : 1, rows ? Memory::kRows : Memory::kPlanes,
+                             round / 4 % 2 == 0 ? ActivationKind::kNone : ActivationKind::kRelu));
   }
 }
 
@@ -73,20 +75,20 @@ TEST(CudaBits, PlainStepsOnDenseMemoryExact) {
 TEST(CudaBits, OptionsOnDenseMemoryExact) {
   Random random(7);
   for (int round = 0; round < 64 && !HasFailure(); ++round) {
-    Case c(random, round, {16, 64, 528}, 3, 8);
-    c.make_dense(random, round % 8 < 4 ? Memory::kRows : Memory::kPlanes);  // dtypes take turns
-    expect_same(random, c);
+    const Memory memory = round % 8 < 4 ? Memory::kRows : Memory::kPlanes;  // dtypes take turns
+    expect_same(random, Case(random, round, {16, 64, 528}, 3, 8, memory));
   }
 }
 
 TEST(CudaBits, RecoveredInputExact) {
   Random random(4);
   for (int round = 0; round < 40; ++round) {
-    Case c = round < 24 ? Case(random, round, {1, 5, 16, 64, 130}, 20)
-                        : Case(random, round, {1, 7}, 3, 8);
-    if (round >= 32) {  // each width of accesses has a kernel of its own
-      c.make_dense(random, round < 36 ? Memory::kRows : Memory::kPlanes);
+    std::optional<Memory> dense;  // each width of accesses has a kernel of its own
+    if (round >= 32) {
+      dense = round < 36 ? Memory::kRows : Memory::kPlanes;
     }
+    const Case c = round < 24 ? Case(random, round, {1, 5, 16, 64, 130}, 20)
+                              : Case(random, round, {1, 7}, 3, 8, dense);
     SCOPED_TRACE(c.text());
     Doubles mean(size(c.channels()));
     Doubles rstd(mean);
@@ -97,15 +99,15 @@ TEST(CudaBits, RecoveredInputExact) {
     std::vector<std::uint8_t> expected_mask(size(activation_mask_bytes(c.x.view())), 0);
     std::vector<std::uint8_t> mask(expected_mask);
     Tensor expected = c.x;
-    recover_input({c.x.view(), mean.data(), rstd.data(), c.weight_view(), c.bias_view(),
+    recover_input({c.x.view(), mean.data(), rstd.data(), c.weight.view(), c.bias.view(),
                    expected.view(), expected_mask.data(), 0.125},
                   serial_executor());
     for (const Configuration& configuration : two_configurations(random)) {
       const ConfigurationScope scope(configuration);
       Tensor x = c.x;  // in place
       cuda::recover_input(
-          {on_cuda(TensorView(x.view())), mean.data(), rstd.data(), on_cuda(c.weight_view()),
-           on_cuda(c.bias_view()), on_cuda(x.view()), mask.data(), 0.125},
+          {on_cuda(TensorView(x.view())), mean.data(), rstd.data(), on_cuda(c.weight.view()),
+           on_cuda(c.bias.view()), on_cuda(x.view()), mask.data(), 0.125},
           {});
       EXPECT_TRUE(same_bits(x.values(), expected.values()));
       EXPECT_EQ(mask, expected_mask);

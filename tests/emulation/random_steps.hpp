@@ -3,16 +3,20 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "activation_mask.hpp"
 #include "cuda/passes.hpp"
 #include "emulator.hpp"
 #include "on_cuda.hpp"
+#include "one_rank.hpp"
 #include "properties.hpp"
-#include "random_case.hpp"
+#include "sample_view.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/header.hpp"
 #include "step/passes.hpp"
@@ -50,163 +54,177 @@ inline std::vector<Configuration> two_configurations(Random& random) {
   return {{random.bits(), 1, 1}, {random.bits(), static_cast<int>(random.between(2, 5)), 3, true}};
 }
 
-/// What the passes give.
-struct Results {
-  Words message, gradient_message;
-  Doubles mean, var, rstd, coefficients;
-  std::vector<std::uint8_t> mask;
-  Tensor y, u, dx, dweight, dbias, share_weight, share_bias, evaluated;
-  std::int64_t count = 0;
-
-  explicit Results(const Case& c)
-      : message(size(message_words(c.dtype, c.channels())), -1),
-        gradient_message(message),
-        mean(size(c.channels())),
-        var(mean),
-        rstd(mean),
-        coefficients(size(3 * c.channels())),
-        mask(c.masked() ? size(activation_mask_bytes(c.x.view())) : 0),
-        y(c.dtype, c.sizes, c.y_memory),
-        u(c.dtype, c.sizes, c.dx_memory),
-        dx(c.dtype, c.sizes, c.dx_memory),
-        dweight(DType::kFloat32, {c.channels()}),
-        dbias(DType::kBFloat16, {c.channels()}),
-        share_weight(DType::kFloat64, {c.channels()}),
-        share_bias(DType::kFloat16, {c.channels()}),
-        evaluated(c.dtype, c.sizes, c.dx_memory) {}
-};
-
-constexpr double kEps = 1e-5;
 constexpr std::uint64_t kLayer = 77;
 constexpr std::int64_t kCall = 3;
 
-inline ActivationGradient through(const Case& c, const Results& r) {
-  return {c.activation, c.weight_view(), c.bias_view(), c.masked() ? r.mask.data() : nullptr};
-}
+/// Random tensors and options, and what only single passes give.
+struct Case : testing::OneRank {
+  Tensor share_weight, share_bias, evaluated;
 
-inline TensorView residual_of(const Case& c) {
-  return c.with_residual ? c.residual.view() : TensorView();
-}
-
-inline void run_on_cpu(const Case& c, Results& r) {
-  Executor& executor = serial_executor();
-  const MaskView counts = c.mask(Device::kCpu);
-  const std::uint32_t tag = fingerprint(kLayer, kCall, Direction::kForward, c.channels(), kEps);
-  local_moments(c.x.view(), counts, r.message.data(), tag, executor);
-  const MessageInfo info = read_header(r.message.data(), 1);
-  r.count = info.count;
-  finalize_moments(info, r.message.data() + kHeaderWords, r.mean.data(), r.var.data(),
-                   r.rstd.data(), c.channels(), kEps, executor);
-  std::uint8_t* mask = r.mask.empty() ? nullptr : r.mask.data();
-  normalize({c.x.view(), counts, r.mean.data(), r.rstd.data(), c.weight_view(), c.bias_view(),
-             residual_of(c), r.y.view(), mask, c.activation},
-            executor);
-  local_gradients({c.dy.view(), c.x.view(), counts, r.mean.data(), r.rstd.data(), through(c, r),
-                   c.kept ? r.u.view() : MutableTensorView()},
-                  r.gradient_message.data(), backward_fingerprint(tag), executor);
-  finalize_gradients(read_header(r.gradient_message.data(), 1),
-                     r.gradient_message.data() + kHeaderWords,
-                     {r.mean.data(), r.rstd.data(), c.weight_view(), r.coefficients.data(),
-                      r.dweight.view(), r.dbias.view(), c.channels()},
-                     r.count, executor);
-  affine_gradient_shares(r.gradient_message.data() + kHeaderWords, c.dtype,
-                         {.mean = r.mean.data(),
-                          .rstd = r.rstd.data(),
-                          .dweight = r.share_weight.view(),
-                          .dbias = r.share_bias.view(),
-                          .channels = c.channels()},
-                         executor);
-  input_gradient({c.dy.view(), c.x.view(), counts, r.mean.data(), r.rstd.data(),
-                  r.coefficients.data(), through(c, r), r.dx.view()},
-                 executor);
-  evaluation_input_gradient_on_cpu(c.dy.view(), counts, r.rstd.data(), c.weight_view(),
-                                   r.evaluated.view(), executor);
-}
-
-inline void run_on_cuda(const Case& c, Results& r) {
-  const cuda::Stream stream;
-  Words workspace(size(cuda::workspace_words(c.dtype, c.channels())), 0);
-  const Words clean = workspace;
-  Words info(kInfoWords, -7);
-  const TensorView x = on_cuda(c.x.view());
-  const TensorView dy = on_cuda(c.dy.view());
-  const TensorView weight = on_cuda(c.weight_view());
-  const TensorView bias = on_cuda(c.bias_view());
-  const std::int64_t call = kCall;
-  const MaskView counts = c.mask(Device::kCuda);
-  const std::uint64_t before = emulation::counts().launches;
-  cuda::local_moments(x, counts, {kLayer, &call, kEps}, r.message.data(), workspace.data(), stream);
-  EXPECT_EQ(workspace, clean) << "left behind by the moments";
-  cuda::finalize_moments(r.message.data(), c.dtype, 1, r.mean.data(), r.var.data(), r.rstd.data(),
-                         info.data(), c.channels(), kEps, {}, stream);
-  r.count = info[0];
-  std::uint8_t* mask = r.mask.empty() ? nullptr : r.mask.data();
-  cuda::normalize({x, counts, r.mean.data(), r.rstd.data(), weight, bias, on_cuda(residual_of(c)),
-                   on_cuda(r.y.view()), mask, c.activation},
-                  stream);
-  EXPECT_EQ(emulation::counts().launches - before, 3u) << "kernels in forward";
-  ActivationGradient back = through(c, r);
-  back.weight = weight;
-  back.bias = bias;
-  Words copy(r.gradient_message);
-  cuda::local_gradients({dy, x, counts, r.mean.data(), r.rstd.data(), back,
-                         c.kept ? on_cuda(r.u.view()) : MutableTensorView()},
-                        info.data(), r.gradient_message.data(), workspace.data(), stream,
-                        copy.data());
-  EXPECT_EQ(workspace, clean) << "left behind by the gradients' sums";
-  EXPECT_EQ(copy, r.gradient_message);
-  cuda::finalize_gradients(r.gradient_message.data(), c.dtype, 1, nullptr, info.data(),
-                           {r.mean.data(), r.rstd.data(), weight, r.coefficients.data(),
-                            on_cuda(r.dweight.view()), on_cuda(r.dbias.view()), c.channels()},
-                           stream);
-  cuda::input_gradient({dy, x, counts, r.mean.data(), r.rstd.data(), r.coefficients.data(), back,
-                        on_cuda(r.dx.view())},
-                       stream);
-  EXPECT_EQ(emulation::counts().launches - before, 6u) << "and three in backward";
-  cuda::finalize_gradients(
-      r.gradient_message.data(), c.dtype, 1, r.gradient_message.data(), info.data(),
-      {r.mean.data(), r.rstd.data(), weight, r.coefficients.data(), on_cuda(r.share_weight.view()),
-       on_cuda(r.share_bias.view()), c.channels()},
-      stream);
-  cuda::evaluation_input_gradient(dy, counts, r.rstd.data(), weight, on_cuda(r.evaluated.view()),
-                                  stream);
-}
-
-inline void expect_equal(const Results& actual, const Results& expected, const Case& c) {
-  EXPECT_EQ(actual.message, expected.message);
-  EXPECT_EQ(actual.count, expected.count);
-  EXPECT_TRUE(same_bits(actual.mean, expected.mean)) << "mean";
-  EXPECT_TRUE(same_bits(actual.var, expected.var)) << "var";
-  EXPECT_TRUE(same_bits(actual.rstd, expected.rstd)) << "rstd";
-  EXPECT_TRUE(same_bits(actual.y.values(), expected.y.values())) << "y";
-  EXPECT_TRUE(actual.y.gaps_untouched());
-  EXPECT_EQ(c.meaningful(actual.mask), c.meaningful(expected.mask));
-  EXPECT_EQ(actual.gradient_message, expected.gradient_message);
-  if (c.kept) {
-    EXPECT_TRUE(same_bits(actual.u.values(), expected.u.values())) << "u";
-    EXPECT_TRUE(actual.u.gaps_untouched());
+  /// channels: up to `most_channels` times `channels_by`. dense: how all tensors lie, without gaps.
+  /// plain: a step with no more than this activation.
+  Case(Random& random, int round, const Words& planes, std::int64_t most_channels,
+       std::int64_t channels_by = 1, std::optional<Memory> dense = {},
+       std::optional<ActivationKind> plain = {})
+      : OneRank(random, kDtypes[round % 4],
+                random_sizes(random, planes, most_channels, channels_by), Memory::kPlanes, 0,
+                dense || !random.one_in(3) ? 0 : 1000),
+        share_weight(DType::kFloat64, {channels()}),
+        share_bias(DType::kFloat16, {channels()}) {
+    activation.kind = plain.value_or(static_cast<ActivationKind>(random.between(0, 2)));
+    with_residual = keep = !plain && random.one_in(2);
+    if (!plain && random.one_in(3)) {  // and often NaN where the mask hides the values
+      choose_mask(random);
+      const std::int64_t plane = x.numel() / sizes[0] / channels();
+      const bool hide = random.one_in(2);
+      for (std::int64_t i = 0; hide && i < x.numel(); ++i) {
+        if (mask[size(i / channels() / plane * plane + i % plane)] == 0) {
+          x.set(i, std::numeric_limits<double>::quiet_NaN());
+        }
+      }
+      std::replace(mask.begin(), mask.end(), std::uint8_t{1}, std::uint8_t{255});
+    }
+    // Most often all tensors lie alike, as in a network.
+    const Memory memory = dense.value_or(random.pick(kMemories));
+    const auto lay = [&](Tensor& tensor, bool input) {
+      const Memory own = !dense && random.one_in(4) ? random.pick(kMemories) : memory;
+      Tensor out(dtype, sizes, own, !dense && input && random.one_in(4) ? random.between(1, 3) : 0);
+      if (input) {
+        out.fill(tensor.values());
+      }
+      tensor = out;
+    };
+    lay(x, true);
+    bits.assign(size(activation_mask_bytes(x_view())), 0);
+    lay(dy, true);
+    lay(residual, true);
+    lay(y, false);
+    lay(dx, false);
+    evaluated = u = dx;
+    const bool affine = !random.one_in(5);
+    for (Tensor* parameter : {&weight, &bias}) {
+      const DType type = random.one_in(2) ? dtype : DType::kFloat32;
+      *parameter = affine ? Tensor(type, {channels()}, parameter->values()) : Tensor();
+    }
+    dbias = Tensor(DType::kBFloat16, {channels()});
+    forward_tag = fingerprint(kLayer, kCall, Direction::kForward, channels(), kEps);
+    backward_tag = backward_fingerprint(forward_tag);
   }
-  EXPECT_TRUE(same_bits(actual.coefficients, expected.coefficients)) << "coefficients";
-  EXPECT_TRUE(same_bits(actual.dweight.values(), expected.dweight.values())) << "dweight";
-  EXPECT_TRUE(same_bits(actual.dbias.values(), expected.dbias.values())) << "dbias";
-  EXPECT_TRUE(same_bits(actual.share_weight.values(), expected.share_weight.values()));
-  EXPECT_TRUE(same_bits(actual.share_bias.values(), expected.share_bias.values()));
-  EXPECT_TRUE(same_bits(actual.dx.values(), expected.dx.values())) << "dx";
-  EXPECT_TRUE(actual.dx.gaps_untouched());
-  EXPECT_TRUE(same_bits(actual.evaluated.values(), expected.evaluated.values())) << "evaluated";
-}
+  static Words random_sizes(Random& random, const Words& planes, std::int64_t most_channels,
+                            std::int64_t channels_by) {
+    Words out = {random.between(1, 5), channels_by * random.between(1, most_channels)};
+    const std::int64_t plane = random.pick(planes);
+    if (plane > 1 || random.one_in(2)) {
+      out.push_back(plane % 4 == 0 && random.one_in(2) ? plane / 4 : plane);
+      if (out.back() != plane) {
+        out.push_back(4);
+      }
+    }
+    return out;
+  }
+  /// Bits of elements that do not count mean nothing: makes them 0.
+  std::vector<std::uint8_t> meaningful_bits() const {
+    std::vector<std::uint8_t> out = bits;
+    const SampleView view(x.view(), mask_view());
+    const ActivationMaskLayout layout(view);
+    for (std::int64_t i = 0; i < x.numel(); ++i) {
+      const std::int64_t e = i % view.plane;
+      const std::int64_t n = i / view.plane / view.channels;
+      if (!view.counts(n, e)) {
+        const std::int64_t bit = layout.bit(n, i / view.plane % view.channels, e);
+        out[size(bit / 8)] &= static_cast<std::uint8_t>(~(1u << bit % 8));
+      }
+    }
+    return out;
+  }
+  std::string text() const {
+    std::string out = std::string(name(dtype)) + " (";
+    for (const std::int64_t s : sizes) {
+      out += std::to_string(s) + " ";
+    }
+    return out + ") activation " + std::to_string(static_cast<int>(activation.kind)) +
+           (with_residual ? " residual" : "") + (mask.empty() ? "" : " mask");
+  }
+
+  void run_on_cpu() {
+    Executor& executor = serial_executor();
+    forward(executor);
+    backward(executor);
+    affine_gradient_shares(gradients.data() + kHeaderWords, dtype,
+                           {.mean = mean.data(),
+                            .rstd = rstd.data(),
+                            .dweight = share_weight.view(),
+                            .dbias = share_bias.view(),
+                            .channels = channels()},
+                           executor);
+    evaluation_input_gradient_on_cpu(std::as_const(dy).view(), mask_view(), rstd.data(),
+                                     std::as_const(weight).view(), evaluated.view(), executor);
+  }
+  void run_on_cuda() {
+    const cuda::Stream stream;
+    Words workspace(size(cuda::workspace_words(dtype, channels())), 0);
+    const Words clean = workspace;
+    Words info(kInfoWords, -7);
+    const auto there = [](const Tensor& tensor) { return on_cuda(tensor.view()); };
+    const MaskView counts = on_cuda(mask_view());
+    const std::int64_t call = kCall;
+    const std::uint64_t before = emulation::counts().launches;
+    moments.assign(size(message_words(dtype, channels())), -1);
+    cuda::local_moments(there(x), counts, {kLayer, &call, kEps}, moments.data(), workspace.data(),
+                        stream);
+    EXPECT_EQ(workspace, clean) << "left behind by the moments";
+    cuda::finalize_moments(moments.data(), dtype, 1, mean.data(), var.data(), rstd.data(),
+                           info.data(), channels(), kEps, {}, stream);
+    forward_info = read_header(moments.data(), 1);
+    EXPECT_EQ(info[0], forward_info.count);
+    cuda::normalize({there(x), counts, mean.data(), rstd.data(), there(weight), there(bias),
+                     on_cuda(residual_view()), on_cuda(y.view()), bits_data(), activation},
+                    stream);
+    EXPECT_EQ(emulation::counts().launches - before, 3u) << "kernels in forward";
+    const ActivationGradient back = {activation, there(weight), there(bias), bits_data()};
+    gradients.assign(moments.size(), -1);
+    Words copy(gradients);
+    cuda::local_gradients(
+        {there(dy), there(x), counts, mean.data(), rstd.data(), back, on_cuda(u_view())},
+        info.data(), gradients.data(), workspace.data(), stream, copy.data());
+    EXPECT_EQ(workspace, clean) << "left behind by the gradients' sums";
+    EXPECT_EQ(copy, gradients);
+    backward_info = read_header(gradients.data(), 1);
+    cuda::finalize_gradients(gradients.data(), dtype, 1, nullptr, info.data(),
+                             {mean.data(), rstd.data(), there(weight), coefficients.data(),
+                              on_cuda(dweight.view()), on_cuda(dbias.view()), channels()},
+                             stream);
+    cuda::input_gradient({there(dy), there(x), counts, mean.data(), rstd.data(),
+                          coefficients.data(), back, on_cuda(dx.view())},
+                         stream);
+    EXPECT_EQ(emulation::counts().launches - before, 6u) << "and three in backward";
+    cuda::finalize_gradients(gradients.data(), dtype, 1, gradients.data(), info.data(),
+                             {mean.data(), rstd.data(), there(weight), coefficients.data(),
+                              on_cuda(share_weight.view()), on_cuda(share_bias.view()), channels()},
+                             stream);
+    cuda::evaluation_input_gradient(there(dy), counts, rstd.data(), there(weight),
+                                    on_cuda(evaluated.view()), stream);
+  }
+};
 
 inline void expect_same(const Case& c, const std::vector<Configuration>& configurations) {
   SCOPED_TRACE(c.text());
   const LevelScope level("reference");
-  Results expected(c);
-  run_on_cpu(c, expected);
+  Case expected = c;
+  expected.run_on_cpu();
   for (const Configuration& configuration : configurations) {
     SCOPED_TRACE("threads in the order of seed " + std::to_string(configuration.seed));
     const ConfigurationScope scope(configuration);
-    Results actual(c);
-    EXPECT_NO_THROW(run_on_cuda(c, actual));
-    expect_equal(actual, expected, c);
+    Case actual = c;
+    EXPECT_NO_THROW(actual.run_on_cuda());
+    expect_same_layer(actual, expected);
+    EXPECT_EQ(actual.moments, expected.moments);
+    EXPECT_EQ(actual.gradients, expected.gradients);
+    EXPECT_EQ(actual.meaningful_bits(), expected.meaningful_bits());
+    EXPECT_TRUE(same_bits(actual.coefficients, expected.coefficients)) << "coefficients";
+    EXPECT_TRUE(same_bits(actual.share_weight.values(), expected.share_weight.values()));
+    EXPECT_TRUE(same_bits(actual.share_bias.values(), expected.share_bias.values()));
+    EXPECT_TRUE(same_bits(actual.evaluated.values(), expected.evaluated.values())) << "evaluated";
   }
 }
 
