@@ -126,7 +126,7 @@ def case_disagreement_of_any_rank_is_an_error_on_every_rank(rank, world):
 
 
 case_disagreement = rank_cases.case_disagreement_is_an_error_on_every_rank
-case_refused_input = rank_cases_refused.case_refused_input_is_an_error_on_every_rank
+case_bad_input = rank_cases_refused.case_bad_input_is_an_error_on_every_rank
 case_empty_rank_of_another_dtype = rank_cases.case_empty_rank_of_another_dtype
 case_compiled_step = rank_cases.case_compiled_step_is_equal_exact
 case_interrupted = rank_cases_groups.case_interrupted_within_a_second

@@ -57,6 +57,7 @@ RESIDUALS = {
     "residual dtype": (X.double(), f"^residual: got torch.float64 of .* {LIKE}"),
     "residual meta": (X.to("meta"), f"^residual: got .* on meta, {LIKE}"),
     "residual number": (1.0, f"^residual: got float, {STRIDES}"),
+    "residual array": (X.numpy(), f"^residual: got ndarray, {STRIDES}"),
     "residual list": ([X], f"^residual: got list, {STRIDES}"),
     "residual sparse": (X.to_sparse(), f"^residual: got a tensor of layout .* {STRIDES}"),
 }
@@ -69,6 +70,7 @@ MASKS = {
     "mask long": (ONES.long(), f"^mask: got torch.int64 of .* {MASK}"),
     "mask meta": (ONES.bool().to("meta"), f"^mask: got .* on meta, {MASK}"),
     "mask list": ([True], f"^mask: got list, {STRIDES}"),
+    "mask sparse": (ONES.bool().to_sparse(), f"^mask: got a tensor of layout .* {STRIDES}"),
     "mask true": (True, f"^mask: got bool, {STRIDES}"),
 }
 
@@ -116,6 +118,10 @@ STATE = [
     *((n, torch.ones(4, 1), rf"^{n}: got shape \(4, 1\), expected \(4,\)") for n in PARAMETERS),
     *((n, torch.ones(4).int(), rf"^{n}: got torch.int32, {FLOATS}") for n in PARAMETERS),
     *((n, torch.ones(4).to("meta"), rf"^{n}: got .* on meta, expected cpu") for n in PARAMETERS),
+    *(
+        (n, torch.ones(4).to_sparse(), f"^{n}: got a tensor of layout.*{STRIDES}")
+        for n in PARAMETERS
+    ),
     *((n, np.ones(4), rf"^{n}: got ndarray, {STRIDES}") for n in PARAMETERS),
     *((n, torch.ones(1).expand(4), rf"^{n}: got strides \(0,\).*{PLACE}") for n in PARAMETERS[2:]),
     *(
@@ -152,11 +158,13 @@ def _function(**given):
     return call
 
 
-def _operator(function, **given):
+def operator(**given):
+    """The same of batch_norm_."""
+
     def call(layer):
         own = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
         names = ("estimated_mean", "estimated_var", "scale", "bias")
-        function(**{"x": X, **dict(zip(names, own)), "batches": torch.tensor([2]), **given})
+        batch_norm_(**{"x": X, **dict(zip(names, own)), "batches": torch.tensor([2]), **given})
 
     return call
 
@@ -238,8 +246,9 @@ PAIR, TWO = [X, X], "expected a list of 2"
 LISTS = (
     ((PAIR, X), f"^residual: got Tensor, {TWO}, one per input"),
     ((PAIR, [X]), f"^residual: got .*, {TWO}, one per input"),
-    ((PAIR, [X[:1]] * 2), f"residual: got .*{LIKE}"),
+    ((PAIR, [X[:1]] * 2), rf"^inputs\[0\].*residual: got .*{LIKE}"),
     ((PAIR, None, 5), f"^mask: got int, {TWO}"),
+    ((PAIR, None, [X > 0]), f"^mask: got .*, {TWO}"),
 )
 CONVERT, MODULE = syncbn.convert_sync_batchnorm, "expected a torch.nn.Module"
 #: A function, its arguments, and the text.
@@ -292,7 +301,7 @@ CASES = [
     *((f"changed {n} {v}", _changed(n, v), text) for n, v, text in OPTIONS if n in LATER),
     *((f"{n} {k}", _state(n, v), text) for k, (n, v, text) in enumerate(STATE)),
     *((f"function {k}", _function(**v), text) for k, (v, text) in enumerate(FUNCTION)),
-    *((f"operator {k}", _operator(batch_norm_, **v), t) for k, (v, t) in enumerate(OPERATOR)),
+    *((f"operator {k}", operator(**v), t) for k, (v, t) in enumerate(OPERATOR)),
     *((f"list {k}", lambda layer, v=v: layer(*v), text) for k, (v, text) in enumerate(LISTS)),
     *((f"call {k}", lambda _, f=f, v=v: f(*v), text) for k, (f, v, text) in enumerate(FUNCTIONS)),
     *((n, call, text) for n, (call, text) in OTHERS.items()),

@@ -9,9 +9,10 @@ import copy
 import gc
 import importlib.util
 import io
-import math
+import re
 import warnings
 import weakref
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,15 +20,14 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.masked import masked_tensor
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
+from bad_input_table import CASES, MASKED, C, X, operator
 from rank_cases import diverges, raises, refused, unchanged
+from support import new_layer
 from syncbn.ops import batch_norm_
 from syncbn.parallel import all_reduce
-
-X = torch.linspace(-2, 3, 60).sin().view(5, 4, 3)
 
 
 def _step(layer):
@@ -37,98 +37,38 @@ def _step(layer):
     return y.detach(), x.grad, *(b.clone() for b in layer.buffers())
 
 
-def case_refused_input_is_an_error_on_every_rank(rank, world):
-    """Named as the error names it; also what has no strided memory, or is no tensor at all."""
-    layer = syncbn.SyncBatchNorm(4)
-    x = torch.randn(3, 4)
-    sparse = x.to_sparse()
-    for name, *bad in (
-        ("running_mean", torch.randn(3, 5)),
-        ("input", torch.ones(3, 4, dtype=torch.int64)),
-        ("input", torch.randn(4)),
-        ("input", sparse),
-        ("input", torch.nested.nested_tensor([torch.randn(4), torch.randn(2)])),
-        ("input", None),
-        ("input", x.numpy()),
-        ("input", x.to("meta")),
-        ("residual", x, sparse),
-        ("residual", x, x.numpy()),
-        ("mask", x, None, torch.ones(3, dtype=torch.bool).to_sparse()),
-        ("mask", x, None, torch.ones(4, dtype=torch.bool)),
-    ):
-        refused(
-            rank, layer, f"{name}: got .*, expected", lambda bad=bad: layer(*bad), lambda: layer(x)
-        )
-    for name, *bad in (("mask", None, 5), ("residual", X, None), ("mask", None, [X > 0])):
-        text = f"{name}: got .*, expected a list of 2"
-        refused(rank, layer, text, lambda bad=bad: layer([X, X], *bad), lambda: layer([X, X]))
-    layer(x)
-    layer([X, X])
+#: Of the table: what raises before the layer has a group, what changes the layer itself, and what
+#: only the batches of all ranks decide.
+APART = r"new |call |counter|masked|.*one value|running_mean 22|function [04-7]|operator (9|2[34])"
 
 
-def case_refused_parameters_buffers_and_options_are_an_error_on_every_rank(rank, world):
-    expected = _step(syncbn.SyncBatchNorm(4))
-    tensors = ("weight", "bias", "running_mean", "running_var")
-    for name, bad in (
-        *((n, torch.ones(4, dtype=torch.int32)) for n in tensors),
-        *((n, torch.ones(4).to_sparse()) for n in tensors),
-        *((n, torch.zeros(1).expand(4)) for n in tensors[2:]),
-        ("num_batches_tracked", torch.tensor(1, dtype=torch.int32)),
-        ("num_batches_tracked", torch.zeros(0, dtype=torch.int64)),
-        ("eps", math.inf),
-        ("eps", "1e-5"),
-        ("momentum", "0.1"),
-        ("negative_slope", None),
-        ("activation", ["relu"]),
-    ):
-        layer = syncbn.SyncBatchNorm(4)
-        good = getattr(layer, name)
-
-        def call(layer=layer, name=name, bad=bad, good=good):
-            setattr(layer, name, nn.Parameter(bad, False) if name in layer._parameters else bad)
-            try:
-                layer(X)
-            finally:
-                setattr(layer, name, good)
-
-        refused(rank, layer, f"{name}: got .*, expected", call, lambda layer=layer: layer(X))
+def case_bad_input_is_an_error_on_every_rank(rank, world):
+    """Rank 0 makes the calls of the table of test_bad_input.py, the others good ones."""
+    scale = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (world,)))
+    own = (
+        ("operator", operator(x=MASKED), "^x: got "),
+        ("operator", operator(scale=scale), "scale"),
+    )
+    good = {"list": lambda layer: layer([X, X]), "operator": operator()}
+    expected = _step(new_layer(C, activation="leaky_relu"))
+    for name, call, text in (*CASES, *own):
+        if re.match(APART, name):
+            continue
+        layer = new_layer(C, activation="leaky_relu")
+        options, make = dict(layer.__dict__), good.get(name.split()[0], lambda layer: layer(X))
+        refused(rank, layer, text.removeprefix("^"), partial(call, layer), partial(make, layer))
+        layer.__dict__.update(options)
         assert all(map(torch.equal, _step(layer), expected)), name
 
 
-def case_refused_arguments_of_the_operator_are_an_error_on_every_rank(rank, world):
-    names = ("estimated_mean", "estimated_var", "batches")
-    for name, bad in (
-        ("x", None),
-        ("x", X[0, 0]),
-        ("x", X.to_sparse()),
-        ("x", X.to("meta")),
-        ("x", masked_tensor(X, torch.ones_like(X, dtype=torch.bool))),
-        ("scale", DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (world,)))),
-        ("scale", torch.ones(3)),
-        ("estimated_mean", None),
-        ("estimated_var", torch.ones(1).expand(4)),
-        ("batches", 1),
-        ("batches", torch.tensor([-1])),
-        ("epsilon", "1"),
-        ("momentum", None),
-        ("is_infer", "no"),
-    ):
-        given = {"x": X, "scale": torch.ones(4), "bias": torch.zeros(4)}
-        given |= {n: torch.tensor([2]) if n == "batches" else torch.ones(4) for n in names}
-        before = [given[n].clone() for n in names]
-        refused(
-            rank,
-            nn.Identity(),
-            f"{name}: got .*, expected",
-            lambda given=given, name=name, bad=bad: batch_norm_(**{**given, name: bad}),
-            lambda given=given: batch_norm_(**given),
-        )
-        assert all(map(torch.equal, (given[n] for n in names), before)), name
-        one = {**given, "x": X[:1, :, 0] if rank == 0 else X[:0]}
-        raises(ValueError, "1 value per channel", batch_norm_, **one)
-        assert all(map(torch.equal, (given[n] for n in names), before)), name
-        batch_norm_(**given)
-        assert given["batches"].item() == 3
+def case_the_operator_counts_no_refused_batch(rank, world):
+    layer, counter = new_layer(C), torch.tensor([2])
+    one = operator(x=X[:1, :, 0] if rank == 0 else X[:0], batches=counter)
+    raises(ValueError, "1 value per channel", one, layer)
+    unchanged(layer, new_layer(C).state_dict())
+    assert counter.item() == 2
+    operator(batches=counter)(layer)
+    assert counter.item() == 3
 
 
 def case_a_destroyed_group_changes_nothing_and_can_be_replaced(rank, world):
