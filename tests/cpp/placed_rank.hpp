@@ -7,7 +7,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <numeric>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -44,13 +46,17 @@ struct Placement {
 /// What a rank has, in its own layouts.
 struct Rank {
   Tensor x, dy, residual, y, dx, u;
-  TensorView dy_view;
+  Extents dy_strides;
   std::vector<std::uint8_t> mask;
   std::vector<std::int64_t> mask_sizes;
   Tensor weight, bias, running_mean, running_var, dweight, dbias;
   std::int64_t tracked;
   Placement placement;
   const Step& step;
+  /// What the layer gets: these tensors, or copies of them elsewhere.
+  std::function<MutableTensorView(Tensor&)> at = [](Tensor& tensor) { return tensor.view(); };
+  std::optional<MaskView> mask_there;
+  std::int64_t* tracked_there = nullptr;
 
   Rank(const Step& s, const std::vector<std::int64_t>& samples, const Placement& how)
       : weight(s.weight.tensor(s.channels())),
@@ -77,9 +83,9 @@ struct Rank {
     if (!step.residual.empty()) {
       residual = part(step.residual, how.residual);
     }
-    dy_view = std::as_const(dy).view();
+    dy_strides = dy.view().strides;
     if (step.expanded && dy.numel() > 0) {  // one element stands for all
-      std::fill(dy_view.strides.begin(), dy_view.strides.end(), 0);
+      std::fill(dy_strides.begin(), dy_strides.end(), 0);
       placement.in_place = placement.residual_in_place = false;
     }
     if (!step.mask.empty()) {
@@ -88,19 +94,22 @@ struct Rank {
       mask_sizes = std::move(sizes);
     }
   }
-  MaskView mask_view() const { return {mask.data(), mask_sizes}; }
-  TensorView x_view() const { return x.view(); }
-  TensorView residual_view() const {
-    return step.residual.empty() ? TensorView() : residual.view();
+  MaskView mask_view() const { return mask_there.value_or(MaskView{mask.data(), mask_sizes}); }
+  TensorView dy_view() {
+    TensorView view = at(dy);
+    view.strides = dy_strides;
+    return view;
   }
-  TensorView weight_view() const { return step.weight.present ? weight.view() : TensorView(); }
-  TensorView bias_view() const { return step.bias.present ? bias.view() : TensorView(); }
-  MutableTensorView mean_view() { return view(step.running_mean, running_mean); }
-  MutableTensorView var_view() { return view(step.running_var, running_var); }
+  TensorView x_view() { return at(x); }
+  TensorView residual_view() { return view(!step.residual.empty(), residual); }
+  TensorView weight_view() { return view(step.weight.present, weight); }
+  TensorView bias_view() { return view(step.bias.present, bias); }
+  MutableTensorView mean_view() { return view(step.running_mean.present, running_mean); }
+  MutableTensorView var_view() { return view(step.running_var.present, running_var); }
   Tensor& y_out() { return placement.in_place ? x : y; }
   Tensor& dx_out() { return placement.in_place ? dy : dx; }
   Tensor& u_out() { return placement.residual_in_place ? dy : u; }
-  MutableTensorView u_view() { return step.keep ? u_out().view() : MutableTensorView(); }
+  MutableTensorView u_view() { return view(step.keep, u_out()); }
 
   void forward(BatchNorm& layer, Saved& saved, Executor& executor) {
     layer.forward({.x = x_view(),
@@ -108,22 +117,22 @@ struct Rank {
                    .weight = weight_view(),
                    .bias = bias_view(),
                    .residual = residual_view(),
-                   .y = y_out().view(),
+                   .y = at(y_out()),
                    .running_mean = mean_view(),
                    .running_var = var_view(),
-                   .num_batches_tracked = &tracked},
+                   .num_batches_tracked = tracked_there != nullptr ? tracked_there : &tracked},
                   saved, executor);
   }
   /// given: the x of the forward, where y may have taken its memory.
   void backward(BatchNorm& layer, const Saved& saved, const TensorView& given, Executor& executor) {
-    layer.backward({.dy = dy_view,
+    layer.backward({.dy = dy_view(),
                     .x = given,
                     .mask = mask_view(),
                     .weight = weight_view(),
                     .bias = bias_view(),
-                    .dx = dx_out().view(),
-                    .dweight = dweight.view(),
-                    .dbias = dbias.view(),
+                    .dx = at(dx_out()),
+                    .dweight = at(dweight),
+                    .dbias = at(dbias),
                     .dresidual = u_view(),
                     .affine = step.affine},
                    saved, executor);
@@ -138,10 +147,10 @@ struct Rank {
                     .residual = residual_view(),
                     .running_mean = mean_view(),
                     .running_var = var_view(),
-                    .y = y.view()},
+                    .y = at(y)},
                    executor);
     if (step.running_mean.present) {
-      layer.evaluate_backward({.dy = dy_view,
+      layer.evaluate_backward({.dy = dy_view(),
                                .x = x_view(),
                                .mask = mask_view(),
                                .weight = weight_view(),
@@ -149,18 +158,16 @@ struct Rank {
                                .residual = residual_view(),
                                .running_mean = mean_view(),
                                .running_var = var_view(),
-                               .dx = dx.view(),
-                               .dweight = dweight.view(),
-                               .dbias = dbias.view(),
+                               .dx = at(dx),
+                               .dweight = at(dweight),
+                               .dbias = at(dbias),
                                .dresidual = u_view()},
                               executor);
     }
   }
 
  private:
-  static MutableTensorView view(const Parameter& which, Tensor& of) {
-    return which.present ? of.view() : MutableTensorView();
-  }
+  MutableTensorView view(bool given, Tensor& of) { return given ? at(of) : MutableTensorView(); }
 };
 
 /// The samples of each rank, in the order in which it holds them.

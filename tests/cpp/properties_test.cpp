@@ -74,7 +74,7 @@ Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Plac
     update_running_statistics(rank.mean_view(), rank.var_view(), s.mean.data(), s.var.data(),
                               channels, s.count, factor);
     rank.tracked += s.count > 0 ? 1 : 0;
-    local_gradients({rank.dy_view, x, rank.mask_view(), s.mean.data(), s.rstd.data(), through(r),
+    local_gradients({rank.dy_view(), x, rank.mask_view(), s.mean.data(), s.rstd.data(), through(r),
                      rank.u_view()},
                     message.data(), 6, executor);
     add(merged_gradients, message);
@@ -93,7 +93,7 @@ Outcome run_by_hand(const Step& step, const Split& split, const std::vector<Plac
                                 channels};
     finalize_gradients(back, merged_gradients.data() + kHeaderWords, to, s.count, executor);
     input_gradient(
-        {step.keep ? TensorView(rank.u_view()) : rank.dy_view, std::as_const(inputs[r]).view(),
+        {step.keep ? TensorView(rank.u_view()) : rank.dy_view(), std::as_const(inputs[r]).view(),
          rank.mask_view(), s.mean.data(), s.rstd.data(), coefficients.data(),
          step.keep ? ActivationGradient() : through(r), rank.dx_out().view()},
         executor);

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <span>
 #include <string>
@@ -55,77 +56,28 @@ struct Ends {
 template <class Communicator>
 void run(Ends& ends, int steps, Communicator& communicator, bool on_device) {
   Rank& rank = ends.trained;
-  const Step& step = rank.step;
   Place at(on_device);
-  const DeviceArray<std::uint8_t> mask_there(on_device ? rank.mask : std::vector<std::uint8_t>(1));
-  const DeviceArray<std::int64_t> tracked_there(1, rank.tracked);
-  MaskView mask = rank.mask_view();
-  if (on_device && !step.mask.empty()) {
-    mask = {mask_there.data(), mask.sizes, Device::kCuda};
+  const DeviceArray<std::uint8_t> mask(on_device ? rank.mask : std::vector<std::uint8_t>(1));
+  const DeviceArray<std::int64_t> tracked(1, rank.tracked);
+  for (Rank* one : {&rank, &ends.evaluated}) {
+    one->at = std::ref(at);
+    if (on_device) {
+      one->tracked_there = tracked.data();
+      one->mask_there =
+          rank.mask.empty() ? MaskView() : MaskView{mask.data(), rank.mask_sizes, Device::kCuda};
+    }
   }
-  const auto given = [&](bool there, Tensor& tensor) {
-    return there ? at(tensor) : MutableTensorView();
-  };
-  const auto dy_of = [&](Rank& of) {
-    TensorView dy = at(of.dy);
-    dy.strides = of.dy_view.strides;
-    return dy;
-  };
-  const bool running = step.running_mean.present, residual = !step.residual.empty();
-  BatchNorm layer(step.options, communicator);
+  BatchNorm layer(rank.step.options, communicator);
   Saved saved;
   for (int i = 0; i < steps; ++i) {
-    layer.forward({.x = at(rank.x),
-                   .mask = mask,
-                   .weight = given(step.weight.present, rank.weight),
-                   .bias = given(step.bias.present, rank.bias),
-                   .residual = given(residual, rank.residual),
-                   .y = at(rank.y),
-                   .running_mean = given(running, rank.running_mean),
-                   .running_var = given(running, rank.running_var),
-                   .num_batches_tracked = !running    ? nullptr
-                                          : on_device ? tracked_there.data()
-                                                      : &rank.tracked},
-                  saved);
-    layer.backward({.dy = dy_of(rank),
-                    .x = at(rank.x),
-                    .mask = mask,
-                    .weight = given(step.weight.present, rank.weight),
-                    .bias = given(step.bias.present, rank.bias),
-                    .dx = at(rank.dx),
-                    .dweight = at(rank.dweight),
-                    .dbias = at(rank.dbias),
-                    .dresidual = given(step.keep, rank.u),
-                    .affine = step.affine},
-                   saved);
+    rank.forward(layer, saved, serial_executor());
+    rank.backward(layer, saved, rank.x_view(), serial_executor());
   }
-  Rank& other = ends.evaluated;
-  layer.evaluate({.x = at(other.x),
-                  .mask = mask,
-                  .weight = given(step.weight.present, other.weight),
-                  .bias = given(step.bias.present, other.bias),
-                  .residual = given(residual, other.residual),
-                  .running_mean = given(running, other.running_mean),
-                  .running_var = given(running, other.running_var),
-                  .y = at(other.y)});
-  if (running) {
-    layer.evaluate_backward({.dy = dy_of(other),
-                             .x = at(other.x),
-                             .mask = mask,
-                             .weight = given(step.weight.present, other.weight),
-                             .bias = given(step.bias.present, other.bias),
-                             .residual = given(residual, other.residual),
-                             .running_mean = given(running, other.running_mean),
-                             .running_var = given(running, other.running_var),
-                             .dx = at(other.dx),
-                             .dweight = at(other.dweight),
-                             .dbias = at(other.dbias),
-                             .dresidual = given(step.keep, other.u)});
-  }
+  ends.evaluated.evaluate(layer, serial_executor());
   layer.check();
   ends.known = {at.fetch(saved.mean()), at.fetch(saved.var()), at.fetch(saved.rstd()),
                 saved.count()};
-  rank.tracked = on_device && running ? tracked_there.values()[0] : rank.tracked;
+  rank.tracked = on_device ? tracked.values()[0] : rank.tracked;
   at.fetch();
 }
 
