@@ -50,11 +50,11 @@ def _restore_level():
     ops.cpu_instruction_set(before)
 
 
-def check(x, dy, dtype, weight, bias, layouts, residual=None, mask=None, **fused):
+def check(x, dy, dtype, weight, bias, layouts, residual=None, mask=None, eps=1e-5, **fused):
     """x, dy, residual: float64 arrays of values of dtype; weight, bias: of float32. fused: the
     activation and its slope."""
     options = fused | {"residuals": None if residual is None else [residual], "masks": [mask]}
-    forward = oracle.forward([x], dtype, weight, bias, **options)
+    forward = oracle.forward([x], dtype, weight, bias, eps, **options)
     backward = oracle.backward([dy], [x], dtype, forward, weight, bias, **options)
     given = [
         dict.fromkeys(layouts) if t is None else layouts_of(to_tensor(t, dtype))
@@ -66,7 +66,7 @@ def check(x, dy, dtype, weight, bias, layouts, residual=None, mask=None, **fused
     for level, layout in itertools.product(available_levels(), layouts):
         assert ops.cpu_instruction_set(level) == level
         x, dy, residual = (t[layout] for t in given)
-        rank = Rank(x, *affine, residual, kept, kind=kind, slope=slope)
+        rank = Rank(x, *affine, residual, kept, eps=eps, kind=kind, slope=slope)
         wanted = residual is not None
         what = f"{level}, {layout}, "
         check_played([rank], [dy], forward, backward, (torch.float32,) * 2, wanted, what)
@@ -153,6 +153,18 @@ def test_special_values_of_activations_exact(dtype, activation):
     for residual in (None, z):
         layouts = ("contiguous", "channels-last")
         check(x, dy, dtype, *affine, layouts, residual, activation=activation, slope=0.01)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("std, weight, up", ((127, 10, -12), (126, 0, 0), (-130, -10, -10)))
+def test_extreme_deviations_exact(dtype, std, weight, up):
+    """rstd beyond the range of e, and values of c2 and t that binary32 holds as subnormals."""
+    rng = np.random.default_rng(12)
+    x = np.ldexp(rng.choice([-1.0, 1.0, 0.5, -0.25], (4, 1, 30)), std)
+    x = oracle.round_to(x * rng.uniform(0.9, 1.0, x.shape), dtype)
+    dy = oracle.round_to(rng.standard_normal(x.shape) * 2.0**up, dtype)
+    affine = oracle.round_to([1.3 * 2.0**weight], "float32"), np.zeros(1)
+    check(x, dy, dtype, *affine, ("contiguous", "gaps"), eps=0.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
