@@ -5,9 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "groups.hpp"
 #include "small_step.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
@@ -109,62 +111,41 @@ TEST(LayerErrors, KeepTheFirstLayerAndTheRanks) {
   EXPECT_EQ(before.layer(), "");
 }
 
-/// What `ranks` ranks throw whose layers have these options.
-std::vector<DivergenceError> diverge(const std::vector<BatchNorm::Options>& options) {
-  const auto ranks = static_cast<int>(options.size());
-  ThreadGroup group(ranks, std::chrono::seconds(20));
-  std::vector<DivergenceError> out;
-  for (const auto& error : run_ranks(ranks, [&](int r) {
-         BatchNorm layer(options[static_cast<std::size_t>(r)], group.rank(r));
-         Saved saved;
-         SmallStep({2, 3, 4}).forward(layer, saved);
-       })) {
-    out.push_back(error_of<DivergenceError>(error));
-  }
-  return out;
-}
-
-TEST(LayerErrors, OfADivergenceNameTheRanksThatDiffer) {
-  const BatchNorm::Options usual{.channels = 3, .name = "stem.bn1"};
-  BatchNorm::Options odd = usual;
-  odd.eps = 1e-6;
+TEST(LayerErrors, OfADivergenceNameTheLayersAndTheRanksThatDiffer) {
+  const auto named = [](std::string_view name, double eps = 1e-5) {
+    return BatchNorm::Options{.channels = 3, .name = name, .eps = eps};
+  };
+  const BatchNorm::Options usual = named("stem.bn1"), odd = named("stem.bn1", 1e-6);
+  const std::string end(126, 'a');  // of a long name the exchange carries the end
+  const std::string first = "begin" + end + ".1", second = "begin" + end + ".2";
   const struct {
     std::vector<BatchNorm::Options> options;
     std::vector<int> ranks;
-    const char* text;
+    std::string text;
   } cases[] = {
       {{usual, usual, odd}, {2}, "eps: 1e-05 on ranks 0, 1, 1e-06 on rank 2"},
       {{usual, odd, usual}, {1}, "eps: 1e-05 on ranks 0, 2, 1e-06 on rank 1"},
       {{odd, usual, usual}, {1, 2}, "eps: 1e-06 on rank 0, 1e-05 on ranks 1, 2"},
+      {{usual, named("stem.bn2")}, {1}, "layer: stem.bn1 on rank 0, stem.bn2 on rank 1"},
+      {{named(first), named(second)},
+       {1},
+       "layer: " + end + ".1 on rank 0, " + end + ".2 on rank 1"},
   };
   for (const auto& one : cases) {
-    int rank = 0;
-    for (const DivergenceError& error : diverge(one.options)) {
+    const auto ranks = static_cast<int>(one.options.size());
+    ThreadGroup group(ranks, std::chrono::seconds(20));
+    expect_no_errors(run_ranks(ranks, [&](int r) {
+      BatchNorm layer(one.options[static_cast<std::size_t>(r)], group.rank(r));
+      Saved saved;
+      const auto error =
+          error_of_call<DivergenceError>([&] { SmallStep({2, 3, 4}).forward(layer, saved); });
       EXPECT_EQ(error.ranks(), one.ranks);
-      EXPECT_EQ(error.layer(), "stem.bn1");
-      EXPECT_EQ(error.what(), "stem.bn1, call 0, forward, 3 channels, float32: rank " +
-                                  std::to_string(rank++) +
-                                  " of 3: the ranks did not make the same call: " + one.text);
-    }
-  }
-}
-
-TEST(LayerErrors, OfADivergenceNameTheLayers) {
-  const auto errors =
-      diverge({{.channels = 3, .name = "stem.bn1"}, {.channels = 3, .name = "stem.bn2"}});
-  EXPECT_EQ(errors[0].layer(), "stem.bn1");
-  EXPECT_EQ(errors[1].layer(), "stem.bn2");
-  // Of a long name the exchange carries the end.
-  const std::string end(126, 'a');
-  const std::string one = "begin" + end + ".1", two = "begin" + end + ".2";
-  const auto long_errors = diverge({{.channels = 3, .name = one}, {.channels = 3, .name = two}});
-  EXPECT_EQ(long_errors[1].layer(), two);
-  const std::string text = "layer: " + end + ".1 on rank 0, " + end + ".2 on rank 1";
-  for (const std::size_t r : {0U, 1U}) {
-    EXPECT_EQ(errors[r].ranks(), std::vector<int>{1});
-    EXPECT_EQ(long_errors[r].ranks(), std::vector<int>{1});
-    EXPECT_TRUE(contains(errors[r].what(), "layer: stem.bn1 on rank 0, stem.bn2 on rank 1"));
-    EXPECT_TRUE(contains(long_errors[r].what(), text));
+      EXPECT_EQ(error.layer(), layer.name());
+      EXPECT_EQ(error.what(), std::string(layer.name()) +
+                                  ", call 0, forward, 3 channels, float32: rank " +
+                                  std::to_string(r) + " of " + std::to_string(ranks) +
+                                  ": the ranks did not make the same call: " + one.text);
+    }));
   }
 }
 

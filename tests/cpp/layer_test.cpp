@@ -137,37 +137,35 @@ TEST(Layer, ThatWasMovedFromSaysSo) {
 
 TEST(Saved, ThatWasMovedFromIsRefusedOnEveryRank) {
   ThreadGroup group(2, std::chrono::seconds(20));
-  for (const auto& error : run_ranks(2, [&](int r) {
-         BatchNorm layer({.channels = 3, .name = "layer"}, group.rank(r));
-         SmallStep step({2, 3, 4});
-         Saved saved;
-         step.forward(layer, saved);
-         Saved other;
-         if (r == 1) {
-           other = std::move(saved);
-           expect_empty(saved);  // NOLINT(bugprone-use-after-move): what is tried
-         }
-         for (const auto& call : {std::function<void()>([&] { step.backward(layer, saved); }),
-                                  {[&] { step.forward(layer, saved); }}}) {
-           if (r == 1) {
-             EXPECT_TRUE(contains(thrown_text<InvalidArgument>(call),
-                                  "saved: got one that was moved from, expected another"));
-           } else {
-             EXPECT_TRUE(contains(thrown_text<PeerLost>(call), "saved: got one that was moved"));
-           }
-         }
-         saved = Saved();
-         step.forward(layer, saved);
-         step.backward(layer, saved);
-         EXPECT_EQ(saved.count(), 16);
-       })) {
-    EXPECT_EQ(error, nullptr);
-  }
+  expect_no_errors(run_ranks(2, [&](int r) {
+    BatchNorm layer({.channels = 3, .name = "layer"}, group.rank(r));
+    SmallStep step({2, 3, 4});
+    Saved saved;
+    step.forward(layer, saved);
+    Saved other;
+    if (r == 1) {
+      other = std::move(saved);
+      expect_empty(saved);  // NOLINT(bugprone-use-after-move): what is tried
+    }
+    for (const auto& call : {std::function<void()>([&] { step.backward(layer, saved); }),
+                             {[&] { step.forward(layer, saved); }}}) {
+      if (r == 1) {
+        EXPECT_TRUE(contains(thrown_text<InvalidArgument>(call),
+                             "saved: got one that was moved from, expected another"));
+      } else {
+        EXPECT_TRUE(contains(thrown_text<PeerLost>(call), "saved: got one that was moved"));
+      }
+    }
+    saved = Saved();
+    step.forward(layer, saved);
+    step.backward(layer, saved);
+    EXPECT_EQ(saved.count(), 16);
+  }));
 }
 
 TEST(Layer, CallThatFailsCountsOnEveryRank) {
   ThreadGroup group(3, std::chrono::seconds(20));
-  const auto errors = run_ranks(3, [&](int r) {
+  expect_no_errors(run_ranks(3, [&](int r) {
     BatchNorm layer({.channels = 3, .name = "layer"}, group.rank(r));
     Saved saved;
     SmallStep step({2, 3, 4}), other({2, 3, 4}, DType::kBFloat16);
@@ -184,10 +182,7 @@ TEST(Layer, CallThatFailsCountsOnEveryRank) {
                            (r == 2 ? other : step).forward(layer, saved);
                          }).what(),
                          "layer, call 3, forward"));
-  });
-  for (const auto& error : errors) {
-    EXPECT_EQ(error, nullptr);
-  }
+  }));
 }
 
 TEST(Layer, WhoseGroupIsGoneSaysSo) {

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "comm/shared_segment.hpp"
+#include "groups.hpp"
 #include "support.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/shared_memory.hpp"
@@ -38,18 +39,31 @@ std::vector<std::byte> gathered(const std::vector<const SharedMemoryOffer*>& off
   return all;
 }
 
-/// Why rank 1 of 2 does not form a group with a rank 0 whose offer was changed on the way.
-std::string refusal(const std::function<void(OfferContent&)>& change) {
-  SharedMemoryOffer zero(0, 2);
-  SharedMemoryOffer one(1, 2);
-  std::vector<std::byte> all = gathered({&zero, &one});
+/// What the first of these offers says.
+OfferContent content_of(std::span<const std::byte> offers) {
   OfferContent content;
-  std::memcpy(&content, all.data(), sizeof(content));
-  change(content);
-  std::memcpy(all.data(), &content, sizeof(content));
+  std::memcpy(&content, offers.data(), sizeof(content));
+  return content;
+}
+
+/// Why rank 1 of 2 does not form a group with a rank 0 of that offer.
+std::string refusal_of(std::span<const std::byte> zero) {
+  SharedMemoryOffer one(1, 2);
+  std::vector<std::byte> all(zero.begin(), zero.end());
+  all.insert(all.end(), one.bytes().begin(), one.bytes().end());
   const auto opened = SharedMemoryGroup::open(std::move(one), all);
-  EXPECT_EQ(opened.group, nullptr);
+  EXPECT_EQ(opened.group == nullptr, !opened.why.empty());
   return opened.why;
+}
+
+/// The same where the offer was changed on the way.
+std::string refusal(const std::function<void(OfferContent&)>& change) {
+  const SharedMemoryOffer zero(0, 2);
+  OfferContent content = content_of(zero.bytes());
+  change(content);
+  std::array<std::byte, SharedMemoryOffer::kBytes> bytes{};
+  std::memcpy(bytes.data(), &content, sizeof(content));
+  return refusal_of(bytes);
 }
 
 /// A process that has ended, and its offer as rank 0 of 2.
@@ -72,15 +86,6 @@ std::array<std::byte, SharedMemoryOffer::kBytes> offer_of_the_dead(
   close(ends[0]);
   close(ends[1]);
   return bytes;
-}
-
-std::string refusal_of(const std::array<std::byte, SharedMemoryOffer::kBytes>& zero) {
-  SharedMemoryOffer one(1, 2);
-  std::vector<std::byte> all(zero.begin(), zero.end());
-  all.insert(all.end(), one.bytes().begin(), one.bytes().end());
-  const auto opened = SharedMemoryGroup::open(std::move(one), all);
-  EXPECT_EQ(opened.group, nullptr);
-  return opened.why;
 }
 
 TEST(SharedMemoryOffer, OtherNodesContainersAndVersionsAreRefused) {
@@ -117,26 +122,20 @@ TEST(SharedMemoryOffer, MemoryThatIsNotTheOfferedOneIsRefused) {
 
 /// As refusal(), for a file of that size and with those seals, which begins as rank 0's memory.
 std::string refusal_of_file(std::size_t bytes, int seals) {
-  SharedMemoryOffer zero(0, 2);
-  OfferContent content;
-  std::memcpy(&content, zero.bytes().data(), sizeof(content));
   const Descriptor file(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  EXPECT_EQ(ftruncate(file.get(), static_cast<off_t>(bytes)), 0);
-  EXPECT_EQ(pwrite(file.get(), content.nonce.data(), content.nonce.size(), 0),
-            static_cast<ssize_t>(content.nonce.size()));
-  EXPECT_EQ(fcntl(file.get(), F_ADD_SEALS, seals), 0);
-  content.descriptor = file.get();
-  SharedMemoryOffer one(1, 2);
-  std::vector<std::byte> all = gathered({&zero, &one});
-  std::memcpy(all.data(), &content, sizeof(content));
-  return SharedMemoryGroup::open(std::move(one), all).why;
+  return refusal([&](OfferContent& zero) {
+    EXPECT_EQ(ftruncate(file.get(), static_cast<off_t>(bytes)), 0);
+    EXPECT_EQ(pwrite(file.get(), zero.nonce.data(), zero.nonce.size(), 0),
+              static_cast<ssize_t>(zero.nonce.size()));
+    EXPECT_EQ(fcntl(file.get(), F_ADD_SEALS, seals), 0);
+    zero.descriptor = file.get();
+  });
 }
 
 // Reading behind the end of a mapped file is SIGBUS.
 TEST(SharedMemoryOffer, AFileThatIsSmallerThanItsLayoutIsRefused) {
   SharedMemoryOffer zero(0, 2);
-  OfferContent content;
-  std::memcpy(&content, zero.bytes().data(), sizeof(content));
+  const OfferContent content = content_of(zero.bytes());
   constexpr int kSealed = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
   EXPECT_EQ(refusal_of_file(content.memory_bytes, kSealed), "");
   EXPECT_TRUE(contains(refusal_of_file(content.memory_bytes - 4096, kSealed), "is not its memory"));
@@ -147,8 +146,7 @@ TEST(SharedMemoryOffer, AFileThatIsSmallerThanItsLayoutIsRefused) {
 
 TEST(SharedMemoryOffer, TheMemoryCannotBeResized) {
   SharedMemoryOffer zero(0, 2);
-  OfferContent content;
-  std::memcpy(&content, zero.bytes().data(), sizeof(content));
+  const OfferContent content = content_of(zero.bytes());
   const auto bytes = static_cast<off_t>(content.memory_bytes);
   for (const off_t size : {off_t{0}, bytes - 1, bytes + 1}) {
     EXPECT_EQ(ftruncate(static_cast<int>(content.descriptor), size), -1);
@@ -201,9 +199,7 @@ TEST(SharedMemoryOffer, GarbageInTheMemoryIsNoCrash) {
     SharedMemoryOffer zero(0, 2);
     SharedMemoryOffer one(1, 2);
     const std::vector<std::byte> all = gathered({&zero, &one});
-    OfferContent content;
-    std::memcpy(&content, all.data(), sizeof(content));
-    const Descriptor file(dup(static_cast<int>(content.descriptor)));
+    const Descriptor file(dup(static_cast<int>(content_of(all).descriptor)));
     const auto group = SharedMemoryGroup::open(std::move(one), all, milliseconds(2)).group;
     ASSERT_NE(group, nullptr);
     std::vector<std::byte> garbage(static_cast<std::size_t>(random.between(1, 4096)));
@@ -233,9 +229,8 @@ TEST(SharedMemoryOffer, GarbageInTheMemoryIsNoCrash) {
 
 TEST(SharedMemoryOffer, AProcessThatHasEndedIsRefused) {
   const auto dead = offer_of_the_dead([] {});
-  OfferContent content;
-  std::memcpy(&content, dead.data(), sizeof(content));
-  EXPECT_TRUE(contains(refusal_of(dead), "rank 0: process " + std::to_string(content.process) +
+  EXPECT_TRUE(contains(refusal_of(dead), "rank 0: process " +
+                                             std::to_string(content_of(dead).process) +
                                              " cannot be watched: No such process"));
 }
 
@@ -299,7 +294,7 @@ TEST(SharedMemoryOffer, AForkedChildCannotUseItsParentsOffer) {
 std::vector<std::string> created(const std::function<void(std::span<std::byte>)>& spoil) {
   ThreadGroup threads(2);
   std::vector<std::string> why(2);
-  const auto errors = run_ranks(2, [&](int rank) {
+  expect_no_errors(run_ranks(2, [&](int rank) {
     int calls = 0;
     const auto opened = SharedMemoryGroup::create(
         rank, 2, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
@@ -317,8 +312,7 @@ std::vector<std::string> created(const std::function<void(std::span<std::byte>)>
       EXPECT_EQ(opened.group->rank(), rank);
       threads.rank(rank).all_reduce_sum(words);  // neither leaves while the other comes
     }
-  });
-  EXPECT_TRUE(errors[0] == nullptr && errors[1] == nullptr);
+  }));
   return why;
 }
 
@@ -328,8 +322,7 @@ TEST(SharedMemoryCreate, GivesEveryRankAGroup) {
 
 TEST(SharedMemoryCreate, TellsEveryRankWhyOneHasNone) {
   const auto other_nonce = [](std::span<std::byte> all) {
-    OfferContent content;
-    std::memcpy(&content, all.data(), sizeof(content));
+    OfferContent content = content_of(all);
     content.nonce[0] ^= std::byte{1};
     std::memcpy(all.data(), &content, sizeof(content));
   };
