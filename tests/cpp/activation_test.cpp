@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "placed_rank.hpp"
+#include "properties.hpp"
 #include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
@@ -18,45 +20,26 @@ namespace {
 
 // In evaluation u = dy through the activation, dx = weight * rstd * u; running statistics 0 and 1.
 TEST(Activation, EvaluationByHandExact) {
+  using Doubles = std::vector<double>;
+  Random random(90);
   for (const DType dtype : kDtypes) {
     for (const bool with_residual : {false, true}) {
-      const Tensor x(dtype, {1, 2, 2}, std::vector<double>{-1, 1, -2, 4});
-      const Tensor residual(dtype, {1, 2, 2}, std::vector<double>{4, -4, 0, 0});
-      const Tensor weight(DType::kFloat32, {2}, std::vector<double>{2, 0.5});
-      const Tensor zeros(DType::kFloat32, {2}, std::vector<double>{0, 0});
-      const Tensor ones(DType::kFloat32, {2}, std::vector<double>{1, 1});
-      const Tensor dy(dtype, {1, 2, 2}, std::vector<double>{1, 2, 4, 8});
-      const TensorView z = with_residual ? residual.view() : TensorView();
-      BatchNorm layer({.channels = 2, .eps = 0, .activation = {ActivationKind::kRelu}});
-      Tensor y(dtype, {1, 2, 2});
-      layer.evaluate({.x = x.view(),
-                      .weight = weight.view(),
-                      .residual = z,
-                      .running_mean = zeros.view(),
-                      .running_var = ones.view(),
-                      .y = y.view()});
-      EXPECT_EQ(y.values(), with_residual ? (std::vector<double>{2, 0, 0, 2})
-                                          : (std::vector<double>{0, 2, 0, 2}));
-      Tensor dx(dtype, {1, 2, 2});
-      Tensor dresidual(dtype, {1, 2, 2});
-      Tensor dweight(DType::kFloat32, {2});
-      layer.evaluate_backward(
-          {.dy = dy.view(),
-           .x = x.view(),
-           .weight = weight.view(),
-           .residual = z,
-           .running_mean = zeros.view(),
-           .running_var = ones.view(),
-           .dx = dx.view(),
-           .dweight = dweight.view(),
-           .dresidual = with_residual ? dresidual.view() : MutableTensorView()});
-      EXPECT_EQ(dx.values(), with_residual ? (std::vector<double>{2, 0, 0, 4})
-                                           : (std::vector<double>{0, 4, 0, 4}));
-      EXPECT_EQ(dweight.values(),
-                with_residual ? (std::vector<double>{-1, 32}) : (std::vector<double>{2, 32}));
-      if (with_residual) {
-        EXPECT_EQ(dresidual.values(), (std::vector<double>{1, 0, 0, 8}));
-      }
+      Step step(random, dtype, {1, 2, 2});
+      step.x = {-1, 1, -2, 4};
+      step.dy = {1, 2, 4, 8};
+      step.residual = with_residual ? Doubles{4, -4, 0, 0} : Doubles();
+      step.keep = with_residual;
+      step.weight.values = {2, 0.5};
+      step.bias.present = false;
+      step.running_mean.values = {0, 0};
+      step.running_var.values = {1, 1};
+      step.options.eps = 0;
+      step.options.activation = {ActivationKind::kRelu};
+      const Outcome out = evaluate(step);
+      EXPECT_EQ(out.y, with_residual ? (Doubles{2, 0, 0, 2}) : (Doubles{0, 2, 0, 2}));
+      EXPECT_EQ(out.dx, with_residual ? (Doubles{2, 0, 0, 4}) : (Doubles{0, 4, 0, 4}));
+      EXPECT_EQ(out.ranks[0].dweight, with_residual ? (Doubles{-1, 32}) : (Doubles{2, 32}));
+      EXPECT_EQ(out.u, with_residual ? (Doubles{1, 0, 0, 8}) : Doubles());
     }
   }
 }

@@ -33,28 +33,18 @@ const std::vector<std::int64_t> kLengths = {0, 1, 4, 4095, 4096, 9732, 16384, 16
 class SharedMemoryProcesses : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(, SharedMemoryProcesses, ::testing::Values(1, 2, 3, 8));
 
-TEST_P(SharedMemoryProcesses, SumAndGatherAllLengthsExact) {
-  Processes ranks(GetParam(), kLong, [](Processes::Rank rank) {
+TEST_P(SharedMemoryProcesses, SumGatherAndDisagreeOfAllLengthsExact) {
+  const int size = GetParam();
+  Processes ranks(size, kLong, [&](Processes::Rank rank) {
     for (const std::int64_t length : kLengths) {
       sum(rank.group, length, length);
       gather(rank.group, length, length + 1);
     }
+    exchange_with_delays(rank.group, size > 3 ? 1000 : 10000);  // more than cores take turns
+    if (size > 1) {
+      disagree(rank.group, kLengths);  // an error on every rank, which leaves the group usable
+    }
   });
-  ranks.expect_success();
-}
-
-TEST_P(SharedMemoryProcesses, ManyExchangesWithDelaysExact) {
-  const int exchanges = GetParam() > 3 ? 1000 : 10000;  // more ranks than cores take turns
-  Processes ranks(GetParam(), kLong,
-                  [&](Processes::Rank rank) { exchange_with_delays(rank.group, exchanges); });
-  ranks.expect_success();
-}
-
-TEST_P(SharedMemoryProcesses, DisagreementsAreErrorsOnEveryRankAndLeaveTheGroupUsable) {
-  if (GetParam() == 1) {
-    return;
-  }
-  Processes ranks(GetParam(), kLong, [](Processes::Rank rank) { disagree(rank.group, kLengths); });
   ranks.expect_success();
 }
 

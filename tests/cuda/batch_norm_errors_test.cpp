@@ -33,47 +33,33 @@ struct OnDevice {
 
 const BatchNorm::Options kOptions{.channels = 3, .name = "layer"};
 
-TEST(CudaBatchNorm, RefusedArgumentsReachEveryRankAndChangeNothing) {
+TEST(CudaBatchNorm, RefusalsReachEveryRankAndChangeNothing) {
   SYNCBN_NEEDS_DEVICE();
-  ThreadGroup group(2);
-  const auto errors = run_ranks(2, [&](int r) {
-    const DeviceTurn turn;
-    OnDevice t;
-    const auto communicator = device_communicator(group.rank(r));
-    BatchNorm layer(kOptions, *communicator);
-    Saved saved;
-    BatchNorm::Forward forward = t.forward();
-    if (r == 1) {
-      forward.y = t.running.view();
-    }
-    try {
-      layer.forward(forward, saved);
-    } catch (...) {
-      EXPECT_EQ(t.y.fetch().values(), Doubles(6, 5.0));
-      EXPECT_EQ(t.running.fetch().values(), Doubles(3, 2.0));
-      EXPECT_TRUE(saved.mean().empty());
-      throw;
-    }
-  });
-  const std::string text = "layer, call 0, forward, 3 channels, float32: y: got";
-  EXPECT_TRUE(contains(text_of<InvalidArgument>(errors[1]), text));
-  EXPECT_TRUE(contains(text_of<PeerLost>(errors[0]), "rank 1 left the group: " + text));
-}
-
-TEST(CudaBatchNorm, RefusedOptionsReachEveryRank) {
-  SYNCBN_NEEDS_DEVICE();
-  ThreadGroup group(2);
-  const auto errors = run_ranks(2, [&](int r) {
-    const DeviceTurn turn;
-    OnDevice t;
-    const auto communicator = device_communicator(group.rank(r));
-    BatchNorm layer(r == 1 ? BatchNorm::Options{.channels = 3} : kOptions, *communicator);
-    Saved saved;
-    layer.forward(t.forward(), saved);
-  });
-  const std::string text = "options.name: got none, expected this layer's own name";
-  EXPECT_TRUE(contains(text_of<InvalidArgument>(errors[1]), text));
-  EXPECT_TRUE(contains(text_of<PeerLost>(errors[0]), "rank 1 left the group: " + text));
+  for (const bool argument : {true, false}) {  // or an option
+    ThreadGroup group(2);
+    const auto errors = run_ranks(2, [&](int r) {
+      const DeviceTurn turn;
+      OnDevice t;
+      const auto communicator = device_communicator(group.rank(r));
+      Saved saved;
+      try {
+        BatchNorm layer(r == 1 && !argument ? BatchNorm::Options{.channels = 3} : kOptions,
+                        *communicator);
+        BatchNorm::Forward forward = t.forward();
+        forward.y = r == 1 ? t.running.view() : forward.y;
+        layer.forward(forward, saved);
+      } catch (...) {
+        EXPECT_EQ(t.y.fetch().values(), Doubles(6, 5.0));
+        EXPECT_EQ(t.running.fetch().values(), Doubles(3, 2.0));
+        EXPECT_TRUE(saved.mean().empty());
+        throw;
+      }
+    });
+    const std::string text = argument ? "layer, call 0, forward, 3 channels, float32: y: got"
+                                      : "options.name: got none, expected this layer's own name";
+    EXPECT_TRUE(contains(text_of<InvalidArgument>(errors[1]), text));
+    EXPECT_TRUE(contains(text_of<PeerLost>(errors[0]), "rank 1 left the group: " + text));
+  }
 }
 
 TEST(CudaBatchNorm, TensorsOfTheOtherDeviceAreNamed) {

@@ -83,6 +83,12 @@ struct Step {
     cuda::recover_input(
         {on_cuda(y.view()), mean.data(), rstd.data(), {}, {}, on_cuda(y.view()), nullptr, 0.5}, {});
   }
+  void train() {
+    moments();
+    after_forward();
+    gradients();
+    after_backward();
+  }
   void after_backward() {
     cuda::finalize_gradients(message.data(), dtype, 1, nullptr, info.data(),
                              {mean.data(), rstd.data(), {}, coefficients.data(), {}, {}, channels},
@@ -145,10 +151,7 @@ TEST(CudaLaunch, FirstPassLoadsAllKernels) {
       for (const std::int64_t channels : {3, 16}) {
         for (const std::int64_t plane : {0, 1, 3, 16}) {
           Step step(dtype, {1, channels, plane, 1}, memory);
-          step.moments();
-          step.after_forward();
-          step.gradients();
-          step.after_backward();
+          step.train();
           step.evaluation();
           step.welford();
           step.merge();
@@ -239,10 +242,7 @@ TEST(CudaLaunch, BlocksFitTheDevice) {
     for (const Memory memory : {Memory::kPlanes, Memory::kRows}) {
       for (const std::int64_t plane : {16, 17, 181}) {
         Step step(dtype, {plane == 16 ? 8 : 1, 2048, plane}, memory);
-        EXPECT_NO_THROW(step.moments()) << name(dtype) << plane;
-        EXPECT_NO_THROW(step.after_forward()) << name(dtype) << plane;
-        EXPECT_NO_THROW(step.gradients()) << name(dtype) << plane;
-        EXPECT_NO_THROW(step.after_backward()) << name(dtype) << plane;
+        EXPECT_NO_THROW(step.train()) << name(dtype) << plane;
       }
     }
   }

@@ -11,6 +11,7 @@
 
 #include "cuda/launch.cuh"
 #include "emulator.hpp"
+#include "on_cuda.hpp"
 #include "random.hpp"
 #include "statistics/slots.hpp"
 #include "step/passes.hpp"
@@ -18,10 +19,6 @@
 // What a warp does to add partials up and to cut slots into digits, against the plain loops.
 namespace syncbn::cuda {
 namespace {
-
-using Words = std::vector<std::int64_t>;
-
-std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 template <class T>
 void pack(const SumsArguments a) {

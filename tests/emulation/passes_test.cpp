@@ -26,11 +26,12 @@ namespace {
 
 constexpr double kEps = 1e-3;
 
-Words cuda_moments(const Tensor& x, std::uint64_t layer, std::int64_t channels) {
+Words cuda_moments(const Tensor& x, std::uint64_t layer, std::int64_t channels,
+                   const MaskView& mask = {}) {
   const DType dtype = x.view().dtype;
   Words workspace(size(cuda::workspace_words(dtype, channels)), 0);
   Words message(size(message_words(dtype, channels)), -1);
-  cuda::local_moments(on_cuda(x.view()), {}, {layer, nullptr, kEps}, message.data(),
+  cuda::local_moments(on_cuda(x.view()), mask, {layer, nullptr, kEps}, message.data(),
                       workspace.data(), {});
   return message;
 }
@@ -88,6 +89,11 @@ TEST(CudaPasses, NothingAnywhereGivesZeros) {
     EXPECT_TRUE(same_bits(moments.rstd, Doubles(3, 0.0)));
     EXPECT_EQ(moments.info[0], 0);
   }
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const Tensor hidden(DType::kFloat32, {2, 3, 4}, Doubles(24, nan));
+  const std::vector<std::uint8_t> none(8, 0);
+  EXPECT_EQ(cuda_moments(hidden, 4, 3, {none.data(), {2, 4}, Device::kCuda}),
+            cuda_moments(Tensor(DType::kFloat32, {0, 3, 4}), 4, 3));
 }
 
 TEST(CudaPasses, DisagreementGivesNaNAndUpdatesNothing) {
@@ -207,17 +213,6 @@ TEST(CudaPasses, ManyPartialsExact) {
       EXPECT_EQ(cuda_moments(x, 1, 2), expected);
     }
   }
-}
-
-TEST(CudaPasses, AllMaskedOutIsAsNothing) {
-  const Tensor x(DType::kFloat32, {2, 3, 4}, Doubles(24, std::numeric_limits<double>::quiet_NaN()));
-  const std::vector<std::uint8_t> none(8, 0);
-  Words workspace(size(cuda::workspace_words(DType::kFloat32, 3)), 0);
-  Words message(size(message_words(DType::kFloat32, 3)), -1);
-  cuda::local_moments(on_cuda(x.view()), {none.data(), {2, 4}, Device::kCuda}, {4, nullptr, kEps},
-                      message.data(), workspace.data(), {});
-  const Tensor nothing(DType::kFloat32, {0, 3, 4});
-  EXPECT_EQ(message, cuda_moments(nothing, 4, 3));
 }
 
 TEST(CudaPasses, WrongArgumentsChangeNothing) {
