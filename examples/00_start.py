@@ -12,13 +12,13 @@ import syncbn
 
 dist.init_process_group("gloo")  # torchrun says which rank this is
 rank = dist.get_rank()
-torch.manual_seed(0)
+torch.manual_seed(rank)  # pictures of its own; DDP gives all ranks the weights of rank 0
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.BatchNorm2d(64), torch.nn.ReLU())
 model = syncbn.convert_sync_batchnorm(model)  # BatchNorm*d become synchronized
 ddp = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
-x = torch.randn(1 + rank, 3, 32, 32)  # one picture on rank 0, two on rank 1
+x = torch.randn(2, 3, 32, 32)  # two pictures on each rank
 loss = ddp(x).square().mean()
 loss.backward()
 optimizer.step()
