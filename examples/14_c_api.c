@@ -32,7 +32,7 @@ static void* train(void* given) {
   options.channels = CHANNELS;
   options.name = "bn"; /* the same on all ranks */
   syncbn_batch_norm* layer = NULL;
-  syncbn_saved* saved = NULL;
+  syncbn_saved* saved = NULL; /* for the backward */
   check(syncbn_batch_norm_create(&options, p->communicator, &layer));
   check(syncbn_saved_create(&saved));
   const syncbn_forward_arguments forward = {.struct_size = sizeof(forward), .x = &in, .y = &out};
@@ -54,7 +54,7 @@ int main(void) {
   syncbn_batch_norm_options options = SYNCBN_BATCH_NORM_OPTIONS_INIT;
   options.channels = CHANNELS;
   syncbn_batch_norm* layer = NULL;
-  syncbn_saved* saved = NULL; /* for the backward */
+  syncbn_saved* saved = NULL;
   check(syncbn_batch_norm_create(&options, syncbn_self_communicator(), &layer));
   check(syncbn_saved_create(&saved));
   const syncbn_forward_arguments forward = {
