@@ -80,5 +80,6 @@ def on_page_markdown(markdown, page, config, files):
     if page.file.generated_by is not None:
         return markdown
     if page.file.src_uri == "api.md":
-        markdown += docstrings(re.findall(r"^\| `(syncbn\.\S+)` ", markdown, re.M))
+        cells = re.findall(r"^\| (`syncbn\..*?`) \|", markdown, re.M)
+        markdown += docstrings(re.findall(r"`(.*?)`", "".join(cells)))
     return relink(markdown, ROOT / "docs" / page.file.src_uri)
