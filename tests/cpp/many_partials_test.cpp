@@ -11,6 +11,23 @@
 namespace syncbn::testing {
 namespace {
 
+struct Moments {
+  std::vector<double> mean, var, rstd;
+};
+
+Moments moments_of(const TensorView& x, double eps, Executor& executor) {
+  const std::int64_t channels = x.sizes[1];
+  const std::vector<double> none(static_cast<std::size_t>(channels), -1);
+  Moments out{none, none, none};
+  std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(x.dtype, channels)));
+  local_moments(x, {}, message.data(), 1, executor);
+  const MessageInfo info = read_header(message.data(), 1);
+  EXPECT_EQ(info.count, x.sizes[0]);
+  finalize_moments(info, message.data() + kHeaderWords, out.mean.data(), out.var.data(),
+                   out.rstd.data(), channels, eps, executor);
+  return out;
+}
+
 /// mean and var of `samples` samples v, or v and -v in turn.
 void expect_exact_moments(DType dtype, double v, std::int64_t samples, bool alternate,
                           Executor& executor) {
@@ -19,20 +36,13 @@ void expect_exact_moments(DType dtype, double v, std::int64_t samples, bool alte
     values[i] = -v;
   }
   const Tensor x(dtype, {samples, 1}, values);
-  std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(dtype, 1)));
-  local_moments(x.view(), {}, message.data(), 1, executor);
-  const MessageInfo info = read_header(message.data(), 1);
-  double mean = -1;
-  double var = -1;
-  double rstd = -1;
-  finalize_moments(info, message.data() + kHeaderWords, &mean, &var, &rstd, 1, 1.0, executor);
-  EXPECT_EQ(info.count, samples);
+  const Moments got = moments_of(x.view(), 1.0, executor);
   // D = (N v)^2 in units of 2^-34, v being a multiple of 2^-17 below 2^7.
   const auto n = static_cast<double>(samples);
   const auto nv = static_cast<unsigned __int128>(n * v * 0x1p17);
   const auto d = static_cast<double>(nv * nv);  // rounded to 53 bits, ties to even
-  EXPECT_EQ(mean, alternate ? 0.0 : v);
-  EXPECT_EQ(var, alternate ? d / n / n * 0x1p-34 : 0.0);
+  EXPECT_EQ(got.mean[0], alternate ? 0.0 : v);
+  EXPECT_EQ(got.var[0], alternate ? d / n / n * 0x1p-34 : 0.0);
 }
 
 // Local accumulators must take any number of partials (docs/numerics.md, "How it is tested"). The
@@ -64,16 +74,10 @@ TEST(ManyPartials, OfStrideZeroExact) {
   const TensorView view(x.view().data, DType::kFloat32, {kSamples, 3}, {0, 1});
   for (const std::string& level : available_levels()) {
     const LevelScope scope(level);
-    std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(DType::kFloat32, 3)));
-    local_moments(view, {}, message.data(), 1, pool);
-    std::vector<double> mean(3);
-    std::vector<double> var(3);
-    std::vector<double> rstd(3);
-    finalize_moments(read_header(message.data(), 1), message.data() + kHeaderWords, mean.data(),
-                     var.data(), rstd.data(), 3, 0.25, pool);
-    EXPECT_EQ(mean, values) << level;
-    EXPECT_EQ(var, std::vector<double>(3)) << level;
-    EXPECT_EQ(rstd, std::vector<double>(3, 2.0)) << level;
+    const Moments got = moments_of(view, 0.25, pool);
+    EXPECT_EQ(got.mean, values) << level;
+    EXPECT_EQ(got.var, std::vector<double>(3)) << level;
+    EXPECT_EQ(got.rstd, std::vector<double>(3, 2.0)) << level;
   }
 }
 

@@ -10,12 +10,14 @@
 #include <vector>
 
 #include "cuda/device/primitives.cuh"
+#include "support.hpp"
 
 // The emulator runs right programs as a GPU does, and refuses what is undefined on one.
 namespace syncbn::device {
 namespace {
 
 using emulation::KernelError;
+using testing::contains;
 
 class Emulator : public ::testing::TestWithParam<std::uint64_t> {
  protected:
@@ -32,10 +34,6 @@ std::string error_of(void (*kernel)(Parameters...), unsigned blocks, unsigned th
     return error.what();
   }
   return "";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 void reverse(const std::int64_t* in, std::int64_t* out, bool barrier) {

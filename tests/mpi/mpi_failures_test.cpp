@@ -21,7 +21,7 @@ TEST(Mpi, OtherLengthsAreAnErrorOnEveryRankAndTheGroupGoesOn) {
   const int last = group.size() - 1;
   std::vector<std::int64_t> words(group.rank() == last ? 3 : 2, 7);
   const auto before = words;
-  std::string text = thrown<DivergenceError>([&] { group.all_reduce_sum(words); });
+  std::string text = thrown_text<DivergenceError>([&] { group.all_reduce_sum(words); });
   const std::string odd = "rank " + std::to_string(last);
   EXPECT_TRUE(contains(text, odd + " brought 24") ||  // the odd rank itself, in memory
               contains(text, odd + " of " + std::to_string(group.size()) + " brought 24"))
@@ -29,7 +29,7 @@ TEST(Mpi, OtherLengthsAreAnErrorOnEveryRankAndTheGroupGoesOn) {
   EXPECT_EQ(words, before);
   expect_usable(group);
 
-  text = thrown<DivergenceError>([&] {
+  text = thrown_text<DivergenceError>([&] {
     if (group.rank() == last) {
       std::vector<std::byte> all(16 * static_cast<std::size_t>(group.size()));
       group.all_gather(std::vector<std::byte>(16), all);
@@ -88,7 +88,7 @@ void forward(Communicator& group, const char* name, bool good) {
 
 TEST(Mpi, OtherLayersAreAnErrorOnEveryRank) {
   MpiCommunicator group = group_of_all();
-  thrown<DivergenceError>([&] { forward(group, group.rank() == 0 ? "stem" : "head", true); });
+  thrown_text<DivergenceError>([&] { forward(group, group.rank() == 0 ? "stem" : "head", true); });
   expect_usable(group);
 }
 
@@ -99,9 +99,9 @@ TEST(Mpi, ARefusedArgumentReachesEveryRankAndTheGroupGoesOn) {
     const bool refuses = std::count(refusing.begin(), refusing.end(), group.rank()) > 0;
     for (int twice = 0; twice < 2; ++twice) {
       if (refuses) {
-        thrown<InvalidArgument>([&] { forward(group, "stem", false); });
+        thrown_text<InvalidArgument>([&] { forward(group, "stem", false); });
       } else {
-        const std::string text = thrown<PeerLost>([&] { forward(group, "stem", true); });
+        const std::string text = thrown_text<PeerLost>([&] { forward(group, "stem", true); });
         const bool named = std::any_of(refusing.begin(), refusing.end(), [&](int r) {
           return contains(text, "rank " + std::to_string(r) +
                                     " left the group: stem, call 0, forward, 1 channels, float32: "
@@ -121,7 +121,7 @@ TEST(Mpi, ARefusalIsNotHiddenByAnAbandon) {
       group.refuse("its argument");
       group.abandon("it ends");
     } else {
-      const std::string text = thrown<PeerLost>([&] { forward(group, "stem", true); });
+      const std::string text = thrown_text<PeerLost>([&] { forward(group, "stem", true); });
       EXPECT_TRUE(contains(text, "left the group: its argument")) << text;
     }
     expect_broken(group, "left the group");
@@ -137,7 +137,7 @@ TEST(Mpi, ARankThatUnwindsTellsTheOthers) {
       if (rank == unwinding) {
         throw std::runtime_error("no data");
       }
-      const std::string text = thrown<PeerLost>([&] { forward(group, "stem", true); });
+      const std::string text = thrown_text<PeerLost>([&] { forward(group, "stem", true); });
       EXPECT_TRUE(contains(text, "an exception ended the scope of its end of the group")) << text;
     } catch (const std::runtime_error& error) {
       EXPECT_STREQ(error.what(), "no data");
@@ -159,7 +159,7 @@ TEST(Mpi, ResetMakesABrokenGroupANewOne) {
     if (group.rank() == leaving) {
       group.abandon("enough");
     }
-    thrown<PeerLost>([&] { layer.forward(arguments, saved); });
+    thrown_text<PeerLost>([&] { layer.forward(arguments, saved); });
     group.reset();
   }
   expect_usable(group);
@@ -174,8 +174,8 @@ TEST(Mpi, ARankThatComesLateIsNamedOnEveryRank) {
   std::vector<std::int64_t> words = {1};
   const auto exchange = [&] { group.all_reduce_sum(words); };
   const std::string text = group.rank() == late && way != Way::kMpi
-                               ? thrown<PeerLost>(exchange)  // its node has given up
-                               : thrown<ExchangeTimeout>(exchange);
+                               ? thrown_text<PeerLost>(exchange)  // its node has given up
+                               : thrown_text<ExchangeTimeout>(exchange);
   EXPECT_TRUE(contains(
       text, "rank " + std::to_string(late) + " did not come to the exchange within 600 ms"))
       << text;
@@ -189,13 +189,13 @@ TEST(Mpi, ALateRank0IsNamed) {
   std::vector<std::int64_t> words = {1};
   if (group.rank() == 0) {
     std::this_thread::sleep_for((way == Way::kMpi ? 5 : 3) * kShort);
-    const std::string text = thrown<PeerLost>([&] { group.all_reduce_sum(words); });
+    const std::string text = thrown_text<PeerLost>([&] { group.all_reduce_sum(words); });
     EXPECT_TRUE(contains(text, "left the group: rank 0 did not come")) << text;
   } else if (way == Way::kNodes && group.rank() % 2 == 1) {  // hears of it from rank 0
-    const std::string text = thrown<PeerLost>([&] { group.all_reduce_sum(words); });
+    const std::string text = thrown_text<PeerLost>([&] { group.all_reduce_sum(words); });
     EXPECT_TRUE(contains(text, "rank 0 did not come to the exchange within 600 ms")) << text;
   } else {
-    const std::string text = thrown<ExchangeTimeout>([&] { group.all_reduce_sum(words); });
+    const std::string text = thrown_text<ExchangeTimeout>([&] { group.all_reduce_sum(words); });
     EXPECT_TRUE(contains(text, "rank 0 did not come to the exchange within 600 ms")) << text;
   }
   EXPECT_EQ(words[0], 1);
@@ -214,21 +214,22 @@ TEST(Mpi, AnotherThreadIsRefusedAtThisLevel) {
   std::string text;
   std::thread([&] {
     std::vector<std::int64_t> words = {1};
-    text = thrown<InvalidArgument>([&] { group.all_reduce_sum(words); });
+    text = thrown_text<InvalidArgument>([&] { group.all_reduce_sum(words); });
   }).join();
   EXPECT_TRUE(contains(text, "thread: got one that did not initialize MPI")) << text;
   expect_usable(group);
 }
 
 TEST(Mpi, BadArguments) {
-  EXPECT_TRUE(contains(thrown<InvalidArgument>([] { MpiCommunicator(world(), milliseconds(0)); }),
-                       "timeout: got 0 ms, expected at least 1 ms"));
-  EXPECT_TRUE(contains(thrown<InvalidArgument>([] { MpiCommunicator(MPI_COMM_NULL); }),
+  EXPECT_TRUE(
+      contains(thrown_text<InvalidArgument>([] { MpiCommunicator(world(), milliseconds(0)); }),
+               "timeout: got 0 ms, expected at least 1 ms"));
+  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([] { MpiCommunicator(MPI_COMM_NULL); }),
                        "communicator: got MPI_COMM_NULL"));
   MpiCommunicator group = group_of_all();
   std::vector<std::byte> small(1);
   const std::string text =
-      thrown<InvalidArgument>([&] { group.all_gather(std::vector<std::byte>(3), small); });
+      thrown_text<InvalidArgument>([&] { group.all_gather(std::vector<std::byte>(3), small); });
   EXPECT_TRUE(contains(text, "out: got 1 bytes, expected")) << text;
   expect_usable(group);
 }
@@ -245,10 +246,10 @@ TEST(Mpi, DISABLED_ADeadRankIsNamed) {
   std::vector<std::int64_t> words = {1};
   const std::string named = "rank " + std::to_string(dead);
   if (way == Way::kMpi) {
-    const std::string text = thrown<ExchangeTimeout>([&] { group.all_reduce_sum(words); });
+    const std::string text = thrown_text<ExchangeTimeout>([&] { group.all_reduce_sum(words); });
     EXPECT_TRUE(contains(text, named + " did not come to the exchange")) << text;
   } else {  // its node sees it at once
-    const std::string text = thrown<PeerLost>([&] { group.all_reduce_sum(words); });
+    const std::string text = thrown_text<PeerLost>([&] { group.all_reduce_sum(words); });
     EXPECT_TRUE(contains(text, named + " is gone: its process")) << text;
   }
   EXPECT_EQ(words[0], 1);

@@ -6,10 +6,10 @@
 
 #include <chrono>
 #include <cstdint>
-#include <exception>
 #include <string>
 #include <vector>
 
+#include "support.hpp"
 #include "syncbn/communicator.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/mpi.hpp"
@@ -18,6 +18,8 @@
 namespace syncbn {
 
 using std::chrono::milliseconds;
+using testing::contains;
+using testing::thrown_text;
 
 /// Far above what ranks that come at the same time need on a busy machine.
 constexpr milliseconds kShort(600);
@@ -58,25 +60,6 @@ inline MpiCommunicator group_of_all(milliseconds timeout = MpiCommunicator::kDef
   return MpiCommunicator(world(), timeout, node);
 }
 
-/// The text of the exception of type E that body throws; "" and a failure without one.
-template <class E, class Body>
-std::string thrown(const Body& body) {
-  try {
-    body();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "another type: " << error.what();
-    return "";
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
-
-inline bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 inline void expect_usable(Communicator& group) {
   std::vector<std::int64_t> words = {1, group.rank()};
   group.all_reduce_sum(words);
@@ -86,7 +69,7 @@ inline void expect_usable(Communicator& group) {
 
 inline void expect_broken(Communicator& group, const std::string& part) {
   std::vector<std::int64_t> words = {1};
-  const std::string text = thrown<PeerLost>([&] { group.all_reduce_sum(words); });
+  const std::string text = thrown_text<PeerLost>([&] { group.all_reduce_sum(words); });
   EXPECT_TRUE(contains(text, part)) << text;
   EXPECT_EQ(words[0], 1);
 }
