@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
+from support import unchanged
 
 TIMEOUT = 2.0
 
@@ -122,8 +123,7 @@ def scenario_goes_on_after_reset(run):
         raise AssertionError("a broken group was used")
     except syncbn.PeerLost as error:
         assert "reset_groups" in str(error)
-    for name, value in run.model.state_dict().items():
-        assert torch.equal(value, before[name])
+    unchanged(run.model, before)
     syncbn.reset_groups(run.model)
     run.step()
     values = [torch.empty_like(run.model["head"].running_mean) for _ in range(run.world)]

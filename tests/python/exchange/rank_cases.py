@@ -27,6 +27,7 @@ from support import (
     rough_samples,
     to_array,
     to_tensor,
+    unchanged,
 )
 from syncbn.exchange import failing
 
@@ -56,11 +57,6 @@ def raises(error: type | tuple, text: str, function, *args, **options) -> None:
 
 def diverges(text: str, function, *args, **options) -> None:
     raises(syncbn.DivergenceError, text, function, *args, **options)
-
-
-def unchanged(layer: nn.Module, before: dict) -> None:
-    for name, value in layer.state_dict().items():
-        assert torch.equal(value, before[name]), f"{name} changed"
 
 
 class LogLines(logging.Handler):
@@ -197,18 +193,27 @@ def case_disagreement_is_an_error_on_every_rank(rank, world):
     last = rank == world - 1
     x, wide = torch.randn(3, 4, 5), torch.randn(2, 900)
 
-    def call(x=x, **options):
-        syncbn.SyncBatchNorm(x.shape[1], **options)(x)
+    def call(x=x, residual=None, **options):
+        layer = syncbn.SyncBatchNorm(x.shape[1], **options)
+        before = copy.deepcopy(layer.state_dict())
+        try:
+            layer(x, residual)
+        finally:
+            unchanged(layer, before)
 
-    for said, odd in {
-        "dtype: float32 on .*, float64 on": {"x": x.double()},
-        "channels: 4 on .*, 3 on": {"x": x[:, :3]},
-        "channels: 4 on .*, 900 on": {"x": wide},
-        "eps: 1e-05 on .*, 0.001 on": {"eps": 1e-3},
-        "statistics: reproducible on .*, welford on": {"statistics": "welford"},
-    }.items():
+    leaky = {"activation": "leaky_relu", "negative_slope": 0.1}
+    for said, usual, odd in (
+        ("dtype: float32 on .*, float64 on", {}, {"x": x.double()}),
+        ("channels: 4 on .*, 3 on", {}, {"x": x[:, :3]}),
+        ("channels: 4 on .*, 900 on", {}, {"x": wide}),
+        ("eps: 1e-05 on .*, 0.001 on", {}, {"eps": 1e-3}),
+        ("statistics: reproducible on .*, welford on", {}, {"statistics": "welford"}),
+        ("activation: leaky_relu on .*, none on", leaky, leaky | {"activation": "none"}),
+        ("negative_slope: 0.1 on .*, 0.2 on", leaky, leaky | {"negative_slope": 0.2}),
+    ):
         text = f"the ranks did not make the same call: {said} rank {world - 1}$"
-        diverges(text, call, **(odd if last else {}))
+        diverges(text, call, **(odd if last else usual))
+    diverges("same call", call, residual=x if last else None)
     # Two layers in another order.
     model = nn.ModuleDict({n: nn.BatchNorm1d(4) for n in ("first", "second")})
     model = syncbn.convert_sync_batchnorm(model)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
-from rank_cases import LogLines, diverges, raises
+from rank_cases import LogLines, diverges, raises, unchanged
 from syncbn.exchange import failing, groups
 from syncbn.exchange.failing import Attempt
 
@@ -145,8 +145,7 @@ def case_statistics_after_an_interrupt_are_those_of_one_rank_exact(rank, world):
         assert len(log.lines) == (rank == 0)
         (line,) = log.of_all_ranks
         assert f"all took {taken}" in line
-        for name, value in one.state_dict().items():
-            assert torch.equal(model["head"].state_dict()[name], value), name
+        unchanged(one, model["head"].state_dict())
         assert model["frozen"].running_var.tolist() == [1, 2, 1, 1]
         after = everywhere(model)
         shared = [[x for x in own if not x[0].startswith("alone")] for own in after]

@@ -11,7 +11,7 @@ from torch import nn
 import oracle
 import syncbn
 from rank_cases import DTYPES, diverges, shards
-from support import rough_samples, to_tensor
+from support import rough_samples, to_tensor, unchanged
 from syncbn.functional import sync_batch_norm
 from syncbn.ops import batch_norm, batch_norm_
 
@@ -167,10 +167,8 @@ def case_network_trains_with_the_bits_of_one_rank_exact(rank, world):
         expected.square().sum().backward()
         assert torch.equal(y, expected[part])
         assert torch.equal(mine.grad, all_.grad[part])
-    for name, value in net.module.state_dict().items():
-        assert torch.equal(value, whole.module.state_dict()[name]), name
+    unchanged(net.module, whole.module.state_dict())
     if rank == 0:  # inference exchanges nothing
         before = copy.deepcopy(net.module.state_dict())
         assert torch.equal(net.infer(x), whole.infer(x))
-        for name, value in net.module.state_dict().items():
-            assert torch.equal(value, before[name]), name
+        unchanged(net.module, before)

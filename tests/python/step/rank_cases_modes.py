@@ -74,22 +74,6 @@ def case_sync_false_exchanges_nothing_exact(rank, world):
     torch.testing.assert_close(layer.running_var, plain.running_var)
 
 
-def case_options_that_differ_are_an_error_on_every_rank(rank, world):
-    base = {"activation": "leaky_relu", "negative_slope": 0.1}
-    for odd in (
-        {"activation": "none"},
-        {"negative_slope": 0.2},
-        {"statistics": "welford"},
-    ):
-        layer = syncbn.SyncBatchNorm(4, **(base | odd if rank == 0 else base))
-        before = {k: v.clone() for k, v in layer.state_dict().items()}
-        diverges("same call", layer, torch.randn(3, 4))
-        unchanged(layer, before)
-    layer = syncbn.SyncBatchNorm(4)
-    residual = torch.randn(3, 4) if rank == 0 else None
-    diverges("same call", layer, torch.randn(3, 4), residual)
-
-
 def welford_layer(channels, **options):
     return syncbn.SyncBatchNorm(channels, momentum=1.0, statistics="welford", **options)
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 import syncbn
 from checkpoint_support import FORMS, Net, assert_same_steps, plain, recomputing, reentrant
-from support import Operators, assert_same_layers
+from support import Operators, assert_same_layers, unchanged
 from syncbn.step import recomputation
 
 
@@ -141,8 +141,7 @@ def test_another_order_is_an_error(form):
             before = copy.deepcopy(model.state_dict())
             with pytest.raises(RuntimeError, match=text):
                 y.sum().backward()
-            for name, value in model.state_dict().items():
-                assert torch.equal(value, before[name]), name
+            unchanged(model, before)
 
 
 def test_gradients_switched_on_in_a_reentrant_segment_are_an_error():
@@ -162,8 +161,7 @@ def test_in_place_over_the_input_of_a_segment_is_refused():
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(ValueError, match="^input: got an input of a checkpointed segment"):
         reentrant(layer, x * 1)
-    for name, value in layer.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    unchanged(layer, before)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         recomputing(lambda x: layer(x).sin(), x * 1).sum().backward()
 

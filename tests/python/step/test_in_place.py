@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import syncbn
-from support import layouts_of
+from support import layouts_of, unchanged
 from syncbn.operators import ops
 from syncbn.step.options import RECOVERY_LIMIT, recovery_bound
 
@@ -48,8 +48,7 @@ def test_forward_bits_and_backward_within_bound(dtype, layout):
     assert y.data_ptr() == memory.data_ptr()
     expected = ordinary(b)
     assert torch.equal(y, expected)
-    for name, value in ordinary.state_dict().items():
-        assert torch.equal(inplace.state_dict()[name], value)
+    unchanged(ordinary, inplace.state_dict())
     y.backward(dy)
     expected.backward(dy)
 
@@ -93,8 +92,7 @@ def test_bound_is_refused_with_the_reason():
         layer(x)
     assert torch.equal(x, kept)
     layer.load_state_dict(before)
-    for name, value in layer.state_dict().items():
-        assert torch.equal(value, before[name])
+    unchanged(layer, before)
 
 
 @pytest.mark.parametrize(

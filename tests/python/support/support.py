@@ -133,6 +133,11 @@ def assert_same_layers(a: torch.nn.Module, b: torch.nn.Module) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
+def unchanged(module: torch.nn.Module, before: dict) -> None:
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), f"{name} changed"
+
+
 def train_step(model, x, count=contextlib.nullcontext):
     """Output, input gradient, and what counted the collectives of both directions."""
     # The reentrant form adds to a gradient part by part: what is there would round between.
