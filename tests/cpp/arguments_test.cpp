@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <string>
 #include <utility>
@@ -30,71 +29,63 @@ void expect_refused(std::vector<Case> cases, void (Arena::*run)()) {
   expect_refused(cases);
 }
 
+/// Another shape of the same memory.
+template <class View>
+void reshape(View& view, const Extents& sizes, const Extents& strides) {
+  view.sizes = sizes;
+  view.strides = strides;
+}
+
 /// What may be wrong with a tensor of samples.
-std::vector<Case> sample_cases(const std::string& name, const std::function<TensorView&(A)>& of) {
+std::vector<Case> sample_cases(const std::string& name, TensorView Arena::* of) {
   return {
-      {"one axis", [=](A a) { of(a).sizes = {6}, of(a).strides = {1}; }, {name, "(6)", "2 to 12"}},
-      {"absent", [=](A a) { of(a) = {}; }, {name, "0 axes", "2 to 12"}},
+      {"one axis", [=](A a) { reshape((a.*of), {6}, {1}); }, {name, "(6)", "2 to 12"}},
+      {"absent", [=](A a) { (a.*of) = {}; }, {name, "0 axes", "2 to 12"}},
       {"13 axes",
        [=](A a) {
-         of(a).sizes = std::vector<std::int64_t>(13, 1);
-         of(a).strides = of(a).sizes;
+         (a.*of).sizes = std::vector<std::int64_t>(13, 1);
+         (a.*of).strides = (a.*of).sizes;
        },
        {name, "13", "2 to 12"}},
-      {"no strides", [=](A a) { of(a).strides = {}; }, {name, "0 strides", "3"}},
-      {"a stride too many", [=](A a) { of(a).strides.push_back(1); }, {name, "4 strides", "3"}},
-      {"negative size", [=](A a) { of(a).sizes[2] = -4; }, {name, "(2, 3, -4)", "at least 0"}},
-      {"null", [=](A a) { of(a).data = nullptr; }, {name, "null", "(2, 3, 4)"}},
+      {"no strides", [=](A a) { (a.*of).strides = {}; }, {name, "0 strides", "3"}},
+      {"a stride too many", [=](A a) { (a.*of).strides.push_back(1); }, {name, "4 strides", "3"}},
+      {"negative size", [=](A a) { (a.*of).sizes[2] = -4; }, {name, "(2, 3, -4)", "at least 0"}},
+      {"null", [=](A a) { (a.*of).data = nullptr; }, {name, "null", "(2, 3, 4)"}},
       {"unknown dtype",
-       [=](A a) { of(a).dtype = kUnknown; },
+       [=](A a) { (a.*of).dtype = kUnknown; },
        {name, "9", "float16, bfloat16, float32 or float64"}},
   };
 }
 
 /// What may be wrong with a tensor of one entry per channel.
 template <class View>
-std::vector<Case> channel_cases(const std::string& name, const std::function<View&(A)>& of) {
+std::vector<Case> channel_cases(const std::string& name, View Arena::* of) {
   return {
-      {"four channels", [=](A a) { of(a).sizes = {4}; }, {name, "(4)", "(3)"}},
-      {"two axes",
-       [=](A a) {
-         of(a).sizes = {3, 1};
-         of(a).strides = {1, 1};
-       },
-       {name, "(3, 1)", "(3)"}},
-      {"a scalar",
-       [=](A a) {
-         of(a).sizes = {};
-         of(a).strides = {};
-       },
-       {name, "()", "(3)"}},
-      {"null", [=](A a) { of(a).data = nullptr; }, {name, "null", "(3)"}},
-      {"no strides", [=](A a) { of(a).strides = {}; }, {name, "0 strides", "1"}},
-      {"negative size", [=](A a) { of(a).sizes[0] = -3; }, {name, "(-3)"}},
-      {"unknown dtype", [=](A a) { of(a).dtype = kUnknown; }, {name, "9", "float64"}},
-      {"on a GPU", [=](A a) { of(a).device = Device::kCuda; }, {name, "device"}},
+      {"four channels", [=](A a) { (a.*of).sizes = {4}; }, {name, "(4)", "(3)"}},
+      {"two axes", [=](A a) { reshape((a.*of), {3, 1}, {1, 1}); }, {name, "(3, 1)", "(3)"}},
+      {"a scalar", [=](A a) { reshape((a.*of), {}, {}); }, {name, "()", "(3)"}},
+      {"null", [=](A a) { (a.*of).data = nullptr; }, {name, "null", "(3)"}},
+      {"no strides", [=](A a) { (a.*of).strides = {}; }, {name, "0 strides", "1"}},
+      {"negative size", [=](A a) { (a.*of).sizes[0] = -3; }, {name, "(-3)"}},
+      {"unknown dtype", [=](A a) { (a.*of).dtype = kUnknown; }, {name, "9", "float64"}},
+      {"on a GPU", [=](A a) { (a.*of).device = Device::kCuda; }, {name, "device"}},
   };
 }
 
 /// What may be wrong with a tensor that must be like x.
 template <class View>
-std::vector<Case> like_cases(const std::string& name, const std::function<View&(A)>& of) {
+std::vector<Case> like_cases(const std::string& name, View Arena::* of) {
   return {
-      {"another shape", [=](A a) { of(a).sizes = {2, 4, 3}; }, {name, "(2, 4, 3)", "(2, 3, 4)"}},
-      {"fewer axes",
-       [=](A a) {
-         of(a).sizes = {6, 4};
-         of(a).strides = {4, 1};
-       },
-       {name, "(6, 4)", "(2, 3, 4)"}},
+      {"another shape", [=](A a) { (a.*of).sizes = {2, 4, 3}; }, {name, "(2, 4, 3)", "(2, 3, 4)"}},
+      {"fewer axes", [=](A a) { reshape((a.*of), {6, 4}, {4, 1}); }, {name, "(6, 4)", "(2, 3, 4)"}},
       {"another dtype",
-       [=](A a) { of(a).dtype = DType::kBFloat16; },
+       [=](A a) { (a.*of).dtype = DType::kBFloat16; },
        {name, "bfloat16", "float32"}},
-      {"unknown dtype", [=](A a) { of(a).dtype = kUnknown; }, {name, "9", "float64"}},
-      {"null", [=](A a) { of(a).data = nullptr; }, {name, "null", "(2, 3, 4)"}},
-      {"no strides", [=](A a) { of(a).strides = {}; }, {name, "0 strides", "3"}},
-      {"on a GPU", [=](A a) { of(a).device = Device::kCuda; }, {name, "device of x"}},
-      {"absent", [=](A a) { of(a) = {}; }, {name, "()"}},
+      {"unknown dtype", [=](A a) { (a.*of).dtype = kUnknown; }, {name, "9", "float64"}},
+      {"null", [=](A a) { (a.*of).data = nullptr; }, {name, "null", "(2, 3, 4)"}},
+      {"no strides", [=](A a) { (a.*of).strides = {}; }, {name, "0 strides", "3"}},
+      {"on a GPU", [=](A a) { (a.*of).device = Device::kCuda; }, {name, "device of x"}},
+      {"absent", [=](A a) { (a.*of) = {}; }, {name, "()"}},
   };
 }
 
@@ -116,13 +107,6 @@ std::vector<Case> size_cases() {
     }
   }
   return cases;
-}
-
-std::function<TensorView&(A)> view(TensorView Arena::* member) {
-  return [=](A a) -> TensorView& { return a.*member; };
-}
-std::function<MutableTensorView&(A)> view(MutableTensorView Arena::* member) {
-  return [=](A a) -> MutableTensorView& { return a.*member; };
 }
 
 const std::vector<Case> kOtherChannels = {
@@ -150,16 +134,15 @@ TEST(Arguments, Options) {
 }
 
 TEST(Arguments, Forward) {
-  using M = MutableTensorView;
   const auto run = &Arena::forward;
-  expect_refused(sample_cases("x", view(&Arena::x)), run);
+  expect_refused(sample_cases("x", &Arena::x), run);
   expect_refused(size_cases(), run);
   expect_refused(kOtherChannels, run);
-  expect_refused(like_cases<M>("y", view(&Arena::y)), run);
-  expect_refused(channel_cases<TensorView>("weight", view(&Arena::weight)), run);
-  expect_refused(channel_cases<TensorView>("bias", view(&Arena::bias)), run);
-  expect_refused(channel_cases<M>("running_mean", view(&Arena::running_mean)), run);
-  expect_refused(channel_cases<M>("running_var", view(&Arena::running_var)), run);
+  expect_refused(like_cases("y", &Arena::y), run);
+  expect_refused(channel_cases("weight", &Arena::weight), run);
+  expect_refused(channel_cases("bias", &Arena::bias), run);
+  expect_refused(channel_cases("running_mean", &Arena::running_mean), run);
+  expect_refused(channel_cases("running_var", &Arena::running_var), run);
 }
 
 TEST(Arguments, CumulativeAveragingNeedsACounter) {
@@ -175,15 +158,14 @@ TEST(Arguments, CumulativeAveragingNeedsACounter) {
 }
 
 TEST(Arguments, Backward) {
-  using M = MutableTensorView;
   const auto run = &Arena::backward;
-  expect_refused(sample_cases("x", view(&Arena::x)), run);
-  expect_refused(like_cases<TensorView>("dy", view(&Arena::dy)), run);
-  expect_refused(like_cases<M>("dx", view(&Arena::dx)), run);
-  expect_refused(channel_cases<TensorView>("weight", view(&Arena::weight)), run);
-  expect_refused(channel_cases<TensorView>("bias", view(&Arena::bias)), run);
-  expect_refused(channel_cases<M>("dweight", view(&Arena::dweight)), run);
-  expect_refused(channel_cases<M>("dbias", view(&Arena::dbias)), run);
+  expect_refused(sample_cases("x", &Arena::x), run);
+  expect_refused(like_cases("dy", &Arena::dy), run);
+  expect_refused(like_cases("dx", &Arena::dx), run);
+  expect_refused(channel_cases("weight", &Arena::weight), run);
+  expect_refused(channel_cases("bias", &Arena::bias), run);
+  expect_refused(channel_cases("dweight", &Arena::dweight), run);
+  expect_refused(channel_cases("dbias", &Arena::dbias), run);
   expect_refused({{"statistics of other channels",
                    [](A a) {
                      Tensor y(DType::kFloat32, {2, 2, 4});
@@ -199,14 +181,13 @@ TEST(Arguments, Backward) {
 }
 
 TEST(Arguments, Evaluate) {
-  using M = MutableTensorView;
   const auto run = &Arena::evaluate;
-  expect_refused(sample_cases("x", view(&Arena::x)), run);
+  expect_refused(sample_cases("x", &Arena::x), run);
   expect_refused(kOtherChannels, run);
-  expect_refused(like_cases<M>("y", view(&Arena::y)), run);
-  expect_refused(channel_cases<TensorView>("weight", view(&Arena::weight)), run);
-  expect_refused(channel_cases<M>("running_mean", view(&Arena::running_mean)), run);
-  expect_refused(channel_cases<M>("running_var", view(&Arena::running_var)), run);
+  expect_refused(like_cases("y", &Arena::y), run);
+  expect_refused(channel_cases("weight", &Arena::weight), run);
+  expect_refused(channel_cases("running_mean", &Arena::running_mean), run);
+  expect_refused(channel_cases("running_var", &Arena::running_var), run);
   for (const auto member : {&Arena::running_mean, &Arena::running_var}) {
     expect_refused({{"only one of the running statistics",
                      [=](A a) { a.*member = {}; },
@@ -216,15 +197,14 @@ TEST(Arguments, Evaluate) {
 }
 
 TEST(Arguments, EvaluateBackward) {
-  using M = MutableTensorView;
   const auto run = &Arena::evaluate_backward;
-  expect_refused(sample_cases("x", view(&Arena::x)), run);
+  expect_refused(sample_cases("x", &Arena::x), run);
   expect_refused(kOtherChannels, run);
-  expect_refused(like_cases<TensorView>("dy", view(&Arena::dy)), run);
-  expect_refused(like_cases<M>("dx", view(&Arena::dx)), run);
-  expect_refused(channel_cases<TensorView>("weight", view(&Arena::weight)), run);
-  expect_refused(channel_cases<M>("dweight", view(&Arena::dweight)), run);
-  expect_refused(channel_cases<M>("dbias", view(&Arena::dbias)), run);
+  expect_refused(like_cases("dy", &Arena::dy), run);
+  expect_refused(like_cases("dx", &Arena::dx), run);
+  expect_refused(channel_cases("weight", &Arena::weight), run);
+  expect_refused(channel_cases("dweight", &Arena::dweight), run);
+  expect_refused(channel_cases("dbias", &Arena::dbias), run);
   expect_refused({{"no running statistics",
                    [](A a) { a.running_mean = {}, a.running_var = {}; },
                    {"running_mean", "running_var", "none", "both"}}},

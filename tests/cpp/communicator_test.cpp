@@ -217,11 +217,6 @@ TEST(SelfCommunicator, LeavesWordsAsTheyAreExact) {
   std::vector<std::int64_t> all(3);
   self.all_gather(bytes_of(words), std::as_writable_bytes(std::span(all)));
   EXPECT_EQ(all, before);
-  std::vector<std::byte> short_out(1);
-  const std::string text =
-      thrown_text<InvalidArgument>([&] { self.all_gather(bytes_of(words), short_out); });
-  EXPECT_TRUE(contains(text, "out"));
-  EXPECT_TRUE(contains(text, "24"));
   self.abandon("nobody listens");
   self.all_reduce_sum(words);
 }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "groups.hpp"
+#include "small_step.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 
@@ -50,11 +51,9 @@ struct Step {
   void run(Communicator& communicator) const {
     std::optional<BatchNorm> layer(std::in_place, before, communicator);
     std::array<Saved, 3> all;
-    const Tensor of_forwards(DType::kFloat32, {2, 3, 4}, std::vector<double>(24, 1.0));
-    for (std::size_t i = 0; i < 2; ++i) {
-      Tensor y = of_forwards;
-      layer->forward({.x = of_forwards.view(), .y = y.view()}, all[i]);
-    }
+    SmallStep of_forwards({2, 3, 4});
+    of_forwards.forward(*layer, all[0]);
+    of_forwards.forward(*layer, all[1]);
     const std::vector<double> ones(static_cast<std::size_t>(sizes[1]), 1.0);
     Tensor x(dtype, sizes);
     x.fill(std::vector<double>(static_cast<std::size_t>(x.numel()), 1.0));
@@ -64,7 +63,7 @@ struct Step {
     Tensor dweight = mean;
     Tensor dbias = mean;
     std::int64_t tracked = 7;
-    TensorView x_view = backward ? of_forwards.view() : std::as_const(x).view();
+    TensorView x_view = std::as_const(backward ? of_forwards.x : x).view();
     spoil(x_view);
     const auto like_x = [&](MutableTensorView view) {
       view.device = x_view.device;

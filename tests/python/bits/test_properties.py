@@ -175,6 +175,17 @@ def placed(values, dtype, layout, rng, expanded=()):
     return tensor.permute(np.argsort(axes).tolist())
 
 
+def tensors_of(step, data, rng):
+    """x, dy, residual and mask, each a list of the ranks' own or None."""
+    xs = [placed(x, step.dtype, step.layouts[0], rng, step.expanded) for x in parts(data.x, step)]
+    dys = [placed(dy, step.dtype, step.layouts[1], rng) for dy in parts(data.dy, step)]
+    zs = None
+    if step.residual:
+        zs = [placed(z, step.dtype, step.layouts[2], rng) for z in parts(data.residual, step)]
+    masks = None if data.mask is None else [torch.tensor(m) for m in parts(data.mask, step)]
+    return xs, dys, zs, masks
+
+
 def oracle_step(step, data, parameter_dtype="float64"):
     fused = {
         "weight": data.weight,
@@ -200,14 +211,8 @@ def operators_on_ranks(step):
     torch.set_num_threads(step.threads)
     rng = np.random.default_rng(data.seed)
     kind, count = ACTIVATIONS.index(step.activation), len(step.ranks)
-    xs = [placed(x, step.dtype, step.layouts[0], rng, step.expanded) for x in parts(data.x, step)]
-    dys = [placed(dy, step.dtype, step.layouts[1], rng) for dy in parts(data.dy, step)]
-    zs = [None] * count
-    if step.residual:
-        zs = [placed(z, step.dtype, step.layouts[2], rng) for z in parts(data.residual, step)]
-    masks = [None] * count
-    if data.mask is not None:
-        masks = [torch.tensor(m) for m in parts(data.mask, step)]
+    xs, dys, zs, masks = tensors_of(step, data, rng)
+    zs, masks = ([None] * count if t is None else t for t in (zs, masks))
     weight = None if step.weight is None else to_tensor(data.weight, step.weight)
     bias = None if step.bias is None else to_tensor(data.bias, step.bias)
 
@@ -244,16 +249,9 @@ def layer_on_devices(step, momentum, affine, track, affine_grad):
     running = np.zeros(step.shape[1]), np.ones(step.shape[1]), 0
     for _ in range(2):
         layer.zero_grad()
-        xs = [
-            placed(x, step.dtype, step.layouts[0], rng, step.expanded).detach().requires_grad_()
-            for x in parts(data.x, step)
-        ]
-        dys = [placed(dy, step.dtype, step.layouts[1], rng) for dy in parts(data.dy, step)]
-        zs = None
-        if step.residual:
-            zs = [placed(z, step.dtype, step.layouts[2], rng) for z in parts(data.residual, step)]
-            zs = [z.detach().requires_grad_(step.keep) for z in zs]
-        masks = None if data.mask is None else [torch.tensor(m) for m in parts(data.mask, step)]
+        xs, dys, zs, masks = tensors_of(step, data, rng)
+        xs = [x.detach().requires_grad_() for x in xs]
+        zs = zs and [z.detach().requires_grad_(step.keep) for z in zs]
         alone = len(xs) == 1
         arguments = [v if v is None or not alone else v[0] for v in (xs, zs, masks)]
         if forward.count == 1:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
+from support import raises
 from syncbn.exchange import meeting
 
 #: Seconds of the process group, and so of making a group.
@@ -157,11 +158,8 @@ def scenario_others_try_again(run):
         store.wait([f"again {rank}" for rank in range(run.rank)])
         time.sleep(0.5)
     else:
-        try:
-            run.form()
-            raise AssertionError("no error")
-        except syncbn.ExchangeTimeout:
-            store.set(f"again {run.rank}", "")
+        raises(syncbn.ExchangeTimeout, "", run.form)
+        store.set(f"again {run.rank}", "")
     run.form()
     run.go_on()
 
@@ -169,11 +167,7 @@ def scenario_others_try_again(run):
 def scenario_comes_first_after_reset(run):
     """A rank that had not come when the others gave up, as one that was interrupted before."""
     if not run.odd:
-        try:
-            run.form()
-            raise AssertionError("no error")
-        except syncbn.ExchangeTimeout:
-            pass
+        raises(syncbn.ExchangeTimeout, "", run.form)
     dist.barrier()
     time.sleep(0 if run.odd else 1)
     syncbn.reset_groups()

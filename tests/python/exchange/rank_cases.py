@@ -8,7 +8,6 @@ if something is wrong on this rank. Many cases share one start of the processes 
 import copy
 import logging
 import pickle
-import re
 from unittest import mock
 
 import numpy as np
@@ -24,6 +23,7 @@ from support import (
     assert_same_bits,
     assert_same_step,
     new_layer,
+    raises,
     rough_samples,
     to_array,
     to_tensor,
@@ -43,16 +43,6 @@ def shards(samples: int, world: int, kind: str) -> list[slice]:
     }[kind]
     bounds = [round(samples * f) for f in fractions]
     return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
-
-
-def raises(error: type | tuple, text: str, function, *args, **options) -> None:
-    """The call function(*args, **options) does."""
-    try:
-        function(*args, **options)
-    except error as e:
-        assert re.search(text, str(e)), f"{text!r} not in {e}"
-        return
-    raise AssertionError(f"no {error}")
 
 
 def diverges(text: str, function, *args, **options) -> None:

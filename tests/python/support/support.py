@@ -5,6 +5,7 @@ tests compare or run."""
 import contextlib
 import importlib
 import os
+import re
 import time
 import types
 from pathlib import Path
@@ -131,6 +132,16 @@ def assert_same_layers(a: torch.nn.Module, b: torch.nn.Module) -> None:
         torch.testing.assert_close(p, q, rtol=0, atol=0, equal_nan=True, msg=name)
     for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def raises(error: type | tuple, text: str, function, *args, **options) -> None:
+    """The call function(*args, **options) does."""
+    try:
+        function(*args, **options)
+    except error as e:
+        assert re.search(text, str(e)), f"{text!r} not in {e}"
+        return
+    raise AssertionError(f"no {error}")
 
 
 def unchanged(module: torch.nn.Module, before: dict) -> None:
