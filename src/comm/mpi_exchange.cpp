@@ -99,7 +99,7 @@ void MpiExchange::all_gather(std::span<const std::byte> in, std::span<std::byte>
 
 void MpiExchange::refuse(const std::string& reason) {
   const int own = meeting_->number();
-  meeting_->refuse(Answer::kRefused, left_text(own, reason), {own});
+  meeting_->refuse(Answer::kRefused, refused_text(own, reason), {own});
 }
 
 void MpiExchange::fail(const Error& error) {

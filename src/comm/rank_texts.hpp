@@ -32,6 +32,10 @@ inline std::string left_text(int rank, const std::string& reason) {
   return "rank " + std::to_string(rank) + " left the group: " + reason;
 }
 
+inline std::string refused_text(int rank, const std::string& reason) {
+  return "rank " + std::to_string(rank) + " refused its call: " + reason;
+}
+
 /// For a DivergenceError: rank `rank` and rank `other` brought different messages.
 inline std::string divergence_text(int rank, std::size_t size, std::size_t bytes, int other,
                                    std::size_t other_bytes, bool other_kind) {

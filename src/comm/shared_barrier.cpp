@@ -286,12 +286,12 @@ bool SharedBarrier::break_at(std::uint64_t last_met, Cause cause, const std::str
   return broken;
 }
 
-void SharedBarrier::abandon(const std::string& reason) {
+void SharedBarrier::abandon(const std::string& reason, Cause cause) {
   check_process();
   for (;;) {
     const std::uint64_t state = control().state.load();
     if (breaker_of(state) != kNobody ||
-        break_at(met_of(state), Cause::kLeft, reason, {static_cast<int>(rank_)})) {
+        break_at(met_of(state), cause, reason, {static_cast<int>(rank_)})) {
       return;
     }
   }
@@ -315,7 +315,10 @@ void SharedBarrier::throw_broken(std::uint64_t state, bool waiting) const {
     throw ExchangeTimeout(place + reason, about);
   }
   const int from = number(static_cast<std::size_t>(breaker));
-  throw PeerLost(place + (its.cause == Cause::kDied ? reason : left_text(from, reason)), about);
+  throw PeerLost(place + (its.cause == Cause::kDied      ? reason
+                          : its.cause == Cause::kRefused ? refused_text(from, reason)
+                                                         : left_text(from, reason)),
+                 about);
 }
 
 }  // namespace syncbn

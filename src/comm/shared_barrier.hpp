@@ -23,7 +23,7 @@ enum class ExchangeKind : std::uint64_t { kSum, kGather, kRefused };
 
 /// What a rank tells the others. A rank writes its own only.
 struct alignas(64) RankArea {
-  enum class Cause : std::uint32_t { kLeft, kTimeout, kDied };
+  enum class Cause : std::uint32_t { kLeft, kRefused, kTimeout, kDied };
 
   std::atomic<std::uint64_t> arrived;  ///< number of the barrier that it has reached
   struct {
@@ -94,7 +94,7 @@ class SharedBarrier {
   /// Waits for the others for about `slice`; whether all have come. Errors as of met(); the group
   /// breaks at the time limit and when a missing rank is dead.
   bool wait(std::chrono::milliseconds slice);
-  void abandon(const std::string& reason);
+  void abandon(const std::string& reason, RankArea::Cause cause = RankArea::Cause::kLeft);
 
  private:
   struct Control;

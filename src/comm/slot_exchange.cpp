@@ -137,7 +137,11 @@ void SlotExchange::abandon(const std::string& reason) {
   } catch (const Error&) {
     unheard = false;  // the group is broken already
   }
-  barrier_.abandon(unheard ? refusal_of(barrier_.rank()) : reason);
+  if (unheard) {
+    barrier_.abandon(refusal_of(barrier_.rank()), RankArea::Cause::kRefused);
+  } else {
+    barrier_.abandon(reason);
+  }
   under_way_ = false;
 }
 
@@ -240,7 +244,7 @@ void SlotExchange::throw_mismatch(std::size_t other) const {
   for (std::size_t r = 0; r < barrier_.size(); ++r) {
     if (brought(r).kind == ExchangeKind::kRefused) {
       odd.push_back(barrier_.number(r));
-      refusals += (refusals.empty() ? "" : "; ") + left_text(odd.back(), refusal_of(r));
+      refusals += (refusals.empty() ? "" : "; ") + refused_text(odd.back(), refusal_of(r));
     }
   }
   if (!odd.empty()) {

@@ -112,7 +112,7 @@ TEST(Allocator, ThatIsNotThereIsToldToTheOtherRanks) {
   });
   EXPECT_THROW(std::rethrow_exception(errors[1]), std::bad_alloc);
   EXPECT_TRUE(contains(text_of<PeerLost>(errors[0]),
-                       "rank 1 left the group: layer, call 0, forward, 3 channels, float32: "));
+                       "rank 1 refused its call: layer, call 0, forward, 3 channels, float32: "));
 }
 
 TEST(Allocator, NeedsBothFunctionsOrNone) {
@@ -159,7 +159,7 @@ TEST(Layer, ThatIsRefusedIsToldToTheOtherRanks) {
     EXPECT_TRUE(text_of<InvalidArgument>(errors[1]).starts_with(text));
     EXPECT_EQ(error_of<InvalidArgument>(errors[1]).layer(), named ? "layer" : "");
     for (const std::size_t r : {0U, 2U}) {
-      EXPECT_TRUE(contains(text_of<PeerLost>(errors[r]), "rank 1 left the group: " + text));
+      EXPECT_TRUE(contains(text_of<PeerLost>(errors[r]), "rank 1 refused its call: " + text));
       EXPECT_EQ(error_of<PeerLost>(errors[r]).ranks(), std::vector<int>{1});
       EXPECT_EQ(error_of<PeerLost>(errors[r]).layer(), "layer");
     }

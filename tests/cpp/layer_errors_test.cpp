@@ -80,7 +80,7 @@ TEST(LayerErrors, AVectorOfAnotherLengthReachesTheOtherRanks) {
   const std::string text =
       "bn, call 0, forward, 4 channels, float32: y: got 7 elements, expected those of shape (2, 4)";
   EXPECT_EQ(error_of<InvalidArgument>(errors[1]).what(), text);
-  EXPECT_TRUE(contains(error_of<PeerLost>(errors[0]).what(), "rank 1 left the group: " + text));
+  EXPECT_TRUE(contains(error_of<PeerLost>(errors[0]).what(), "rank 1 refused its call: " + text));
 }
 
 /// Calls of one would be taken for calls of the other.

@@ -39,7 +39,8 @@ void expect_refused(bool refuses, const Call& call, const std::vector<int>& refu
   EXPECT_EQ(error.ranks(), refusing);
   EXPECT_EQ(error.layer(), "layer");
   for (const int rank : refusing) {
-    EXPECT_TRUE(contains(error.what(), "rank " + std::to_string(rank) + " left the group: layer"));
+    EXPECT_TRUE(
+        contains(error.what(), "rank " + std::to_string(rank) + " refused its call: layer"));
   }
 }
 
@@ -131,7 +132,7 @@ TEST_P(Refusals, AreNotHiddenByAnAbandon) {
   std::vector<std::int64_t> words = {1};
   EXPECT_TRUE(
       contains(error_of_call<PeerLost>([&] { group->rank(0).all_reduce_sum(words); }).what(),
-               "rank 1 left the group: its argument"));
+               "rank 1 refused its call: its argument"));
   EXPECT_THROW(group->rank(0).all_reduce_sum(words), PeerLost);
 }
 

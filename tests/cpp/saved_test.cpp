@@ -160,7 +160,7 @@ TEST(SavedStep, ThatDoesNotFitOnOneRankIsToldToTheOthers) {
       if (in_place) {  // as the forward is the same on all ranks
         EXPECT_TRUE(contains(text_of<InvalidArgument>(errors[r]), one.text));
       } else {
-        EXPECT_TRUE(contains(text_of<PeerLost>(errors[r]), "rank 1 left the group"));
+        EXPECT_TRUE(contains(text_of<PeerLost>(errors[r]), "rank 1 refused its call"));
         EXPECT_TRUE(contains(text_of<PeerLost>(errors[r]), one.text));
       }
     }

@@ -30,6 +30,7 @@ class EmulatedCommunicator final : public cuda::Communicator {
     host_.all_gather(in, out);
   }
   void abandon(const std::string& reason) override { host_.abandon(reason); }
+  void refuse(const std::string& reason) override { host_.refuse(reason); }
 
  private:
   struct Away {

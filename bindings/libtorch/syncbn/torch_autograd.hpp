@@ -115,6 +115,11 @@ class LayerExchange final : public Communicator {
       group_->abandon(reason);
     }
   }
+  void refuse(const std::string& reason) override {
+    if (group_) {
+      group_->refuse(reason);
+    }
+  }
 
  private:
   std::shared_ptr<ProcessGroupCommunicator> group_;

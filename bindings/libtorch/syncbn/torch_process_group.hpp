@@ -101,19 +101,9 @@ class ProcessGroupCommunicator final : public Communicator {
     }
   }
 
-  /// Takes part in the others' exchange, with the word that this rank cannot: waits for them.
-  void abandon(const std::string& reason) override {
-    if (!broken_.empty()) {
-      return;
-    }
-    try {
-      at::Tensor frame = new_frame();
-      words_of(frame)[kLeavers] = 1;
-      reduce(frame);
-      texts(reason);
-    } catch (const Error&) {  // the caller has an error of its own to throw
-    }
-  }
+  /// Both take part in the others' exchange, with the word that this rank cannot: wait for them.
+  void abandon(const std::string& reason) override { say("left the group: " + reason); }
+  void refuse(const std::string& reason) override { say("refused its call: " + reason); }
 
  private:
   enum class Kind : std::uint8_t { kSum, kGather };
@@ -132,6 +122,19 @@ class ProcessGroupCommunicator final : public Communicator {
 
   std::string who() const {
     return "rank " + std::to_string(rank()) + " of " + std::to_string(size()) + ": ";
+  }
+
+  void say(const std::string& why) {
+    if (!broken_.empty()) {
+      return;
+    }
+    try {
+      at::Tensor frame = new_frame();
+      words_of(frame)[kLeavers] = 1;
+      reduce(frame);
+      texts(why);
+    } catch (const Error&) {  // the caller has an error of its own to throw
+    }
   }
 
   [[noreturn]] void diverge(const std::string& own) {
@@ -202,15 +205,14 @@ class ProcessGroupCommunicator final : public Communicator {
     return said;
   }
 
-  /// Of the ranks that abandoned this exchange: only they say something.
+  /// Of the ranks that cannot take part in this exchange: only they say something.
   [[noreturn]] void throw_left() {
     std::string text;
     std::vector<int> ranks;
     const auto said = texts("");
     for (std::size_t r = 0; r < said.size(); ++r) {
       if (!said[r].empty()) {
-        text += (text.empty() ? "rank " : "; rank ") + std::to_string(r) +
-                " left the group: " + said[r];
+        text += (text.empty() ? "rank " : "; rank ") + std::to_string(r) + " " + said[r];
         ranks.push_back(static_cast<int>(r));
       }
     }

@@ -227,7 +227,7 @@ def test_refused_input_is_an_error_on_every_rank_and_the_group_serves_on(errors)
     ]
     assert lines(errors, "refused", 1) == [*(f"InvalidArgument: {t}" for t in refused), "ok", "1"]
     told = [
-        f"PeerLost: {at(call=i)}: rank 0 of 2: rank 1 left the group: {text}"
+        f"PeerLost: {at(call=i)}: rank 0 of 2: rank 1 refused its call: {text}"
         for i, text in enumerate(refused)
     ]
     assert lines(errors, "refused", 0) == [*told, "ok", "1"]
@@ -265,7 +265,7 @@ def test_a_layer_without_a_name_is_refused_among_several_ranks(errors):
         "layer_name: got none, expected this layer's own name, the same on all ranks; "
         "syncbn::torch::name_layers(model) gives each layer its path"
     )
-    told = f"{at()}: rank 0 of 2: rank 1 left the group: {text}"
+    told = f"{at()}: rank 0 of 2: rank 1 refused its call: {text}"
     refused = f"InvalidArgument: {text}"
     for rank, first in enumerate((f"PeerLost: {told}", refused)):
         assert lines(errors, "unnamed", rank) == [first, refused, "0", "ok", "ok"]
