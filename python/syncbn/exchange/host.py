@@ -343,6 +343,7 @@ def reject(
     error now and not when their time is up. x: this rank's input. parameter: one that has the
     layer's number of channels. counter: a tensor of any shape that lies where the layer does."""
     if peers is not None:
+        parameter = parameter if isinstance(parameter, torch.Tensor) else None  # it may be refused
         device = _device_of_others(peers, x, parameter, counter)
         transport_of(peers, device).reject(call, error, x, parameter)
 

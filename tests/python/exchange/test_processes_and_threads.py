@@ -39,7 +39,9 @@ def test_scenario(name, tmp_path):
     if name.startswith("exit_"):
         with open(said, "w", encoding="utf-8") as file:
             command = [sys.executable, process_scenarios.__file__, name]
-            code = subprocess.run(command, stdout=file, stderr=file, timeout=200).returncode
+            paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+            code = subprocess.run(command, env=paths, stdout=file, stderr=file, timeout=200)
+            code = code.returncode
     else:
         (code,) = run_ranks(quick_context(), _scenario, 1, (name, said), 200)
     text = said.read_text(encoding="utf-8")
