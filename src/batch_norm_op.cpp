@@ -11,6 +11,7 @@
 #include "cpu/float_environment.hpp"
 #include "statistics/finalize.hpp"
 #include "statistics/header.hpp"
+#include "syncbn/batch_norm.hpp"
 #include "syncbn/step.hpp"
 
 // The operator around the step: its checks, its exchange and what it saves.
@@ -29,6 +30,12 @@ auto with_communicator(Communicator& communicator, const Body& body) {
     exchanged = true;
     communicator.all_reduce_sum(message);
     const MessageInfo info = read_header(message.data(), communicator.size());
+    if (!info.agree && !info.any_rejected) {
+      throw DivergenceError(
+          "the ranks did not make the same call (layer, batches, direction, channels, dtype, "
+          "epsilon, momentum, use_global_est, and whether there are scale and bias must be equal "
+          "on all of them)");
+    }
     check_header(info);
     return {message.data(), message.data() + kHeaderWords, info.dtype, communicator.size()};
   };
@@ -92,10 +99,13 @@ void check_forward(const BatchNormOpInputs& inputs, const BatchNormOpOutputs& ou
   check_on_cpu(x.device);
 }
 
-/// What ranks must agree on besides the number of batches, as the step's layer.
-std::uint64_t identity(const BatchNormOpAttributes& attributes, std::int64_t channels) {
-  return fingerprint(attributes.layer, attributes.use_global_est ? 2 : 1, Direction::kForward,
-                     channels, attributes.momentum);
+/// What ranks must agree on besides channels, epsilon and the number of batches, as the step's
+/// layer.
+std::uint64_t identity(const BatchNormOpInputs& inputs, const BatchNormOpAttributes& attributes) {
+  const std::uint64_t layer = layer_identity(attributes.layer, {}, Statistics::kReproducible, false,
+                                             !inputs.scale.absent(), !inputs.bias.absent());
+  return mix(mix(layer, option_bits(attributes.momentum)),
+             std::uint64_t{attributes.use_global_est});
 }
 
 void store(const MutableTensorView& tensor, const std::vector<double>& values) {
@@ -211,7 +221,7 @@ BatchNormOpStatistics train(const BatchNormOpInputs& inputs, const BatchNormOpOu
                                   .var = statistics.var.data(),
                                   .rstd = statistics.rstd.data(),
                                   .eps = attributes.epsilon},
-                         .layer = identity(attributes, channels),
+                         .layer = identity(inputs, attributes),
                          .call = &inputs.batches,
                          .running = {.momentum = attributes.momentum},
                          .info = info.data()};

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <charconv>
+#include <functional>
 #include <limits>
+#include <optional>
 #include <string>
 #include <type_traits>
 
@@ -30,6 +32,23 @@ std::string number(double value) {
   return std::string(text, end);
 }
 
+/// Of a view that was made of a range, whose sizes are not negative.
+void check_elements(const char* name, std::optional<std::size_t> elements, const Extents& sizes) {
+  if (!elements.has_value()) {
+    return;
+  }
+  std::size_t wanted = 1;
+  bool empty = false;
+  bool too_many = false;
+  for (const std::int64_t size : sizes) {
+    empty = empty || size == 0;
+    too_many = __builtin_mul_overflow(wanted, static_cast<std::size_t>(size), &wanted) || too_many;
+  }
+  if (empty ? *elements != 0 : too_many || *elements != wanted) {
+    refuse(name, std::to_string(*elements) + " elements", "those of shape " + shape(sizes));
+  }
+}
+
 void check_storage(const char* name, const TensorView& tensor) {
   check_dtype(name, tensor.dtype);
   if (tensor.strides.size() != tensor.sizes.size()) {
@@ -46,18 +65,7 @@ void check_storage(const char* name, const TensorView& tensor) {
   if (tensor.data == nullptr && !empty) {
     refuse(name, "a null pointer for shape " + shape(tensor), "data");
   }
-  if (tensor.elements.has_value()) {
-    std::size_t wanted = 1;
-    bool too_many = false;
-    for (const std::int64_t size : tensor.sizes) {
-      too_many =
-          __builtin_mul_overflow(wanted, static_cast<std::size_t>(size), &wanted) || too_many;
-    }
-    if (empty ? *tensor.elements != 0 : too_many || *tensor.elements != wanted) {
-      refuse(name, std::to_string(*tensor.elements) + " elements",
-             "those of shape " + shape(tensor));
-    }
-  }
+  check_elements(name, tensor.elements, tensor.sizes);
 }
 
 // The counts beside the enumerations are those of the kinds that have traits.
@@ -162,6 +170,57 @@ void check_like(const char* name, const TensorView& tensor, const TensorView& x)
   }
 }
 
+namespace {
+
+/// The bytes [begin, end) of a tensor without gaps; none of any other.
+struct Bytes {
+  explicit Bytes(const TensorView& tensor) {
+    if (tensor.data == nullptr || has_no_elements(tensor)) {
+      return;
+    }
+    std::int64_t first = 0;
+    std::int64_t last = 0;
+    for (std::size_t axis = 0; axis < tensor.sizes.size(); ++axis) {
+      const std::int64_t reach = (tensor.sizes[axis] - 1) * tensor.strides[axis];
+      (reach < 0 ? first : last) += reach;
+    }
+    if (last - first + 1 != tensor.numel()) {
+      return;
+    }
+    const auto size = static_cast<std::int64_t>(size_of(tensor.dtype));
+    begin = static_cast<const char*>(tensor.data) + first * size;
+    end = static_cast<const char*>(tensor.data) + (last + 1) * size;
+  }
+  const char* begin = nullptr;
+  const char* end = nullptr;
+};
+
+bool is_same(const TensorView& a, const TensorView& b) {
+  bool same = a.data == b.data && a.dtype == b.dtype && a.sizes == b.sizes;
+  for (std::size_t axis = 0; same && axis < a.sizes.size(); ++axis) {
+    same = a.sizes[axis] == 1 || a.strides[axis] == b.strides[axis];
+  }
+  return same;
+}
+
+}  // namespace
+
+void check_apart(const Named& output, std::initializer_list<Named> others, bool whole) {
+  const Bytes own(output.tensor);
+  const std::less<const char*> before;
+  for (const Named& other : others) {
+    const Bytes its(other.tensor);
+    const bool shared = before(own.begin, its.end) && before(its.begin, own.end);
+    if (shared && !whole) {
+      refuse(output.name, std::string("memory of ") + other.name, "memory of its own");
+    }
+    if (shared && !is_same(output.tensor, other.tensor)) {
+      refuse(output.name, std::string("memory of ") + other.name,
+             "exactly that tensor, or other memory");
+    }
+  }
+}
+
 void check_mask(const MaskView& mask, const TensorView& x) {
   if (mask.absent()) {
     return;
@@ -177,6 +236,7 @@ void check_mask(const MaskView& mask, const TensorView& x) {
   if (mask.data == nullptr && std::find(sizes.begin(), sizes.end(), 0) == sizes.end()) {
     refuse("mask", "a null pointer for shape " + shape(sizes), "data");
   }
+  check_elements("mask", mask.elements, sizes);
   if (mask.device != x.device) {
     refuse("mask", std::string("a tensor on ") + device_name(mask.device),
            std::string("the device of x, ") + device_name(x.device));

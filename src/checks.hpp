@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include "statistics/header.hpp"
@@ -44,6 +45,16 @@ void check_array(const char* name, const void* array, std::int64_t entries);
 
 /// Somewhere to write to: no two entries in one place (stride 0).
 void check_output(const char* name, const MutableTensorView& tensor);
+
+/// A checked tensor by its name.
+struct Named {
+  const char* name;
+  TensorView tensor;
+};
+
+/// Refuses an output that shares memory with another tensor, unless one of them is absent. whole:
+/// it may be exactly that tensor. Tensors with gaps may lie in each other's, and are not compared.
+void check_apart(const Named& output, std::initializer_list<Named> others, bool whole = false);
 
 /// A tensor of samples: 2 to 12 axes, strides for each, a known dtype, data unless it is empty, at
 /// most kMaxChannels channels and kMaxCount elements per channel.

@@ -102,6 +102,16 @@ void check_forward(const BatchNorm::Options& options, const BatchNorm::Forward& 
   check_parameters(f);
   check_entries("running_mean", f.running_mean, f.x);
   check_entries("running_var", f.running_var, f.x);
+  check_apart({"y", f.y}, {{"x", f.x}, {"residual", f.residual}}, true);
+  check_apart({"y", f.y}, {{"weight", f.weight}, {"bias", f.bias}});
+  const Named mean{"running_mean", f.running_mean};
+  const Named var{"running_var", f.running_var};
+  for (const Named& running : {mean, var}) {
+    check_apart(
+        running,
+        {{"x", f.x}, {"residual", f.residual}, {"y", f.y}, {"weight", f.weight}, {"bias", f.bias}});
+  }
+  check_apart(var, {mean});
   check_options(options);
   check_counter({.mean = f.running_mean,
                  .var = f.running_var,
@@ -124,6 +134,22 @@ void check_backward(const BatchNorm::Backward& b) {
   }
   check_per_channel("weight", b.weight, b.x.sizes[1], b.x.device);
   check_per_channel("bias", b.bias, b.x.sizes[1], b.x.device);
+  const Named dweight{"dweight", b.dweight};
+  const Named dbias{"dbias", b.dbias};
+  for (const Named& gradient : {dweight, dbias}) {
+    check_apart(gradient, {{"dy", b.dy},
+                           {"x", b.x},
+                           {"weight", b.weight},
+                           {"bias", b.bias},
+                           {"dx", b.dx},
+                           {"dresidual", b.dresidual}});
+  }
+  check_apart(dbias, {dweight});
+  check_apart({"dx", b.dx}, {{"dy", b.dy}, {"x", b.x}}, true);
+  check_apart({"dx", b.dx}, {{"weight", b.weight}, {"bias", b.bias}});
+  check_apart({"dresidual", b.dresidual}, {{"dy", b.dy}}, true);
+  check_apart({"dresidual", b.dresidual},
+              {{"dx", b.dx}, {"x", b.x}, {"weight", b.weight}, {"bias", b.bias}});
 }
 
 void check_saved(const SavedState& saved, const LayerState& layer, const BatchNorm::Backward& b) {

@@ -16,7 +16,7 @@
 namespace syncbn {
 
 struct BatchNormOpAttributes {
-  bool is_infer = false;        ///< normalize with the given estimates, exchange and update nothing
+  bool is_infer = false;        ///< normalize with the given estimates; no exchange, no update
   bool use_global_est = false;  ///< in training normalize with the updated estimates
   double epsilon = 1e-6;        ///< finite, not negative
   double momentum = 0.99;       ///< in [0, 1]
@@ -28,22 +28,23 @@ struct BatchNormOpAttributes {
 /// x: (N, C, spatial...). The estimates: C entries of any dtype. scale and bias: the same, or
 /// absent (1 and 0). batches: how many batches the estimates hold; at 0 the batch is assigned.
 struct BatchNormOpInputs {
-  TensorView x;
-  TensorView estimated_mean;
-  TensorView estimated_var;
-  TensorView scale;
-  TensorView bias;
+  TensorView x = {};
+  TensorView estimated_mean = {};
+  TensorView estimated_var = {};
+  TensorView scale = {};
+  TensorView bias = {};
   std::int64_t batches = 0;
 };
 
 /// y: like x. batch_mean and batch_var: C entries of any dtype, or absent. saved_mean, saved_var
-/// and saved_batches: the updated estimates and counter; they may be the memory of the estimates.
+/// and saved_batches: the updated estimates and counter, in inference the given ones. They are
+/// never absent, and may be the memory of the estimates.
 struct BatchNormOpOutputs {
-  MutableTensorView y;
-  MutableTensorView batch_mean;
-  MutableTensorView batch_var;
-  MutableTensorView saved_mean;
-  MutableTensorView saved_var;
+  MutableTensorView y = {};
+  MutableTensorView batch_mean = {};
+  MutableTensorView batch_var = {};
+  MutableTensorView saved_mean = {};
+  MutableTensorView saved_var = {};
   std::int64_t* saved_batches = nullptr;
 };
 
@@ -59,8 +60,8 @@ struct BatchNormOpStatistics {
 /// Training: estimate <- momentum * estimate + (1 - momentum) * batch value, or the batch value if
 /// inputs.batches is 0; a batch without elements changes nothing. y = (x - mean) / sqrt(var +
 /// epsilon) * scale + bias with mean and var of the batch over all ranks, or with the updated
-/// estimates. One exchange. Inference: the given estimates are mean and var, batch_* and saved_*;
-/// no exchange.
+/// estimates. One exchange. Inference: mean and var are the given estimates, and so are batch_* and
+/// saved_*. No exchange.
 /// Returns the statistics that y was normalized with, which backward takes.
 /// Throws as BatchNorm::forward does; nothing is changed then.
 SYNCBN_API BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
@@ -72,12 +73,12 @@ SYNCBN_API BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
 /// dx, like x or absent; dscale and dbias, C entries or absent, of this rank's samples. x, scale:
 /// of the forward.
 struct BatchNormOpGradients {
-  TensorView dy;
-  TensorView x;
-  TensorView scale;
-  MutableTensorView dx;
-  MutableTensorView dscale;
-  MutableTensorView dbias;
+  TensorView dy = {};
+  TensorView x = {};
+  TensorView scale = {};
+  MutableTensorView dx = {};
+  MutableTensorView dscale = {};
+  MutableTensorView dbias = {};
 };
 
 /// Statistics of the batch are functions of x: one exchange if dx is wanted. Estimates (is_infer,

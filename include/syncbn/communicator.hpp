@@ -114,7 +114,7 @@ class SYNCBN_API ThreadGroup {
   [[nodiscard]] int size() const noexcept { return size_; }
 
   /// Rank `rank`'s end, to be used by one thread; valid while the group lives.
-  Communicator& rank(int rank);
+  [[nodiscard]] Communicator& rank(int rank);
 
   /// Makes a broken group a new one, with the same ends; their layers begin at call 0. While no
   /// thread is in a call of the group.

@@ -95,10 +95,10 @@ struct Merged {
 struct Running {
   MutableTensorView mean = {};
   MutableTensorView var = {};
-  std::int64_t* batches = nullptr;      ///< one more, unless the batch is empty
-  std::int64_t* call = nullptr;         ///< one more
-  std::int64_t* count = nullptr;        ///< elements per channel over all ranks
-  std::optional<double> momentum = {};  ///< empty: cumulative averaging by `batches`
+  std::int64_t* batches = nullptr;       ///< one more, unless the batch is empty
+  std::int64_t* call = nullptr;          ///< one more
+  std::int64_t* count = nullptr;         ///< elements per channel over all ranks
+  std::optional<double> momentum = 0.1;  ///< empty: cumulative averaging by `batches`
 };
 
 /// The factor of cumulative averaging when `batches` came before this one.
@@ -162,7 +162,8 @@ struct BackwardStep {
 };
 
 /// Sums of the gradient into the message, and u, if it is there. copy: null, or on CUDA where the
-/// message goes a second time.
+/// message goes a second time. Nothing compares the pass with its forward: without the forward's
+/// mask, weight, activation or bias dx is another one, and no error says so.
 SYNCBN_API void backward_begin(const BackwardStep& step, std::int64_t* message, std::int64_t* copy,
                                const Execution& execution);
 

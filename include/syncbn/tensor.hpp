@@ -240,6 +240,23 @@ struct MaskView {
   const std::uint8_t* data = nullptr;
   Extents sizes;
   Device device = Device::kCpu;
+  std::optional<std::size_t> elements;  ///< as in a tensor's view
+
+  MaskView() = default;
+  MaskView(const std::uint8_t* mask_data, const Extents& mask_sizes,
+           Device mask_device = Device::kCpu)
+      : data(mask_data), sizes(mask_sizes), device(mask_device) {}
+
+  /// All elements of a span, a vector or an array of std::uint8_t or bool.
+  template <std::ranges::contiguous_range Range>
+    requires(std::ranges::borrowed_range<Range> &&
+             (std::same_as<std::ranges::range_value_t<Range>, std::uint8_t> ||
+              std::same_as<std::ranges::range_value_t<Range>, bool>))
+  MaskView(Range&& values, const Extents& mask_sizes)
+      : MaskView(reinterpret_cast<const std::uint8_t*>(std::ranges::data(values)), mask_sizes) {
+    static_assert(sizeof(bool) == 1);
+    elements = std::ranges::size(values);
+  }
 
   [[nodiscard]] bool absent() const noexcept { return data == nullptr && sizes.empty(); }
 };

@@ -82,8 +82,8 @@ class _Operator:
             "use_global_est": self.use_global_est,
         }
 
-    def call_of(self, x: Tensor, _: Any = None) -> Call:
-        return Call(self.name, None, "forward", x.shape[1], x.dtype, self)
+    def call_of(self, x: Tensor, _: Any = None, given: int | None = None) -> Call:
+        return Call(self.name, None, "forward", x.shape[1], x.dtype, self, given=given)
 
 
 #: Of a step with neither an activation nor a residual.

@@ -41,6 +41,7 @@ void forward_finish(const ForwardStep& step, const Merged& merged, const Executi
   check_samples("x", p.x);
   // What is updated comes first: the other ranks do the same, whatever becomes of y here.
   if (merged.header != nullptr) {
+    check_array("info", step.info, kInfoWords);
     passes.forward_statistics(step, merged, execution);
   }
   if (merged.header == nullptr || !p.y.absent()) {
@@ -51,6 +52,8 @@ void forward_finish(const ForwardStep& step, const Merged& merged, const Executi
 }
 
 void forward_update(const ForwardStep& step, const Execution& execution) {
+  check_samples("x", step.pass.x);
+  check_array("info", step.info, kInfoWords);
   passes_for(step.pass.x).update(step, execution);
 }
 
@@ -96,6 +99,7 @@ void backward_finish(const BackwardStep& step, const std::int64_t* own, const Me
 
 Reached forward_at_once(const ForwardStep& step, GroupSum& group, const Execution& execution) {
   check_samples("x", step.pass.x);
+  check_array("info", step.info, kInfoWords);
   return passes_for(step.pass.x).forward_at_once(step, group, execution);
 }
 

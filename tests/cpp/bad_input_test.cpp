@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,8 @@ namespace {
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
+float* next(const MutableTensorView& tensor) { return static_cast<float*>(tensor.data) + 1; }
+
 const std::vector<Case> kCases = {
     {"mask of another plane",
      [](A a) { a.mask.sizes = {2, 5}, a.forward(); },
@@ -24,6 +27,9 @@ const std::vector<Case> kCases = {
     {"mask with channels",
      [](A a) { a.mask.sizes = {2, 3, 4}, a.backward(); },
      {"mask: got shape (2, 3, 4)", "expected (2, 4)"}},
+    {"mask of another length",
+     [](A a) { a.mask = {std::span(a.mask_memory).first(2), {2, 4}}, a.forward(); },
+     {"mask: got 2 elements", "expected those of shape (2, 4)"}},
     {"mask without bytes",
      [](A a) { a.mask.data = nullptr, a.evaluate(); },
      {"mask: got a null pointer", "expected data"}},
@@ -57,6 +63,27 @@ const std::vector<Case> kCases = {
     {"y of evaluation in one place",
      [](A a) { flatten(a.y, 2), a.evaluate(); },
      {"y: got stride 0 of axis 2", "expected memory of its own for each entry"}},
+    {"y over a part of x",
+     [](A a) { a.x = a.y, a.y.data = next(a.y), a.forward(); },
+     {"y: got memory of x", "expected exactly that tensor, or other memory"}},
+    {"y over x in another order",
+     [](A a) { a.x = a.y, a.x.strides = {12, 1, 3}, a.forward(); },
+     {"y: got memory of x", "expected exactly that tensor, or other memory"}},
+    {"running statistics in one place",
+     [](A a) { a.running_var = a.running_mean, a.forward(); },
+     {"running_var: got memory of running_mean", "expected memory of its own"}},
+    {"running var that is the weight",
+     [](A a) { a.weight = a.running_var, a.forward(); },
+     {"running_var: got memory of weight", "expected memory of its own"}},
+    {"gradients of weight and bias in one place",
+     [](A a) { a.dbias = a.dweight, a.backward(); },
+     {"dbias: got memory of dweight", "expected memory of its own"}},
+    {"dx over a part of dy",
+     [](A a) { a.dy = a.dx, a.dx.data = next(a.dx), a.backward(); },
+     {"dx: got memory of dy", "expected exactly that tensor, or other memory"}},
+    {"gradient of the residual in dx",
+     [](A a) { a.dresidual = a.dx, a.backward(); },
+     {"dresidual: got memory of dx", "expected memory of its own"}},
     {"forward without a running var",
      [](A a) { a.running_var = {}, a.forward(); },
      {"running_mean, running_var: got only one of them", "expected both or neither"}},

@@ -117,6 +117,21 @@ const std::vector<Case> kPassCases = {
            {a.message.data(), a.message.data() + kHeaderWords, DType::kFloat32, 1}, a.executor);
      },
      {"own: got null", "expected the message that this rank sent, or pass.share false"}},
+    {"forward without info",
+     [](A a) {
+       const ForwardStep step{.pass = {.x = a.x, .mean = a.mean.data(), .rstd = a.rstd.data()}};
+       forward_finish(step, {a.message.data(), a.message.data() + kHeaderWords}, a.executor);
+     },
+     {"info: got a null pointer", "expected 2 entries"}},
+    {"update without info",
+     [](A a) { forward_update({.pass = {.x = a.x}}, a.executor); },
+     {"info: got a null pointer", "expected 2 entries"}},
+    {"forward at once without info",
+     [](A a) {
+       GroupSum alone;
+       forward_at_once({.pass = {.x = a.x, .y = a.y}}, alone, a.executor);
+     },
+     {"info: got a null pointer", "expected 2 entries"}},
     {"input's gradient without coefficients",
      [](A a) {
        input_gradient({a.dy, a.x, a.mask, a.mean.data(), a.rstd.data(), nullptr, {}, a.dx},
@@ -180,7 +195,7 @@ const std::vector<Case> kGroupCases = {
      [](A) { ThreadGroup(2, milliseconds::max()); },
      {"timeout: got 9223372036854775807 ms", "expected 1 ms to 2^40 ms"}},
     {"a rank beyond the group",
-     [](A) { ThreadGroup(2).rank(2); },
+     [](A) { static_cast<void>(ThreadGroup(2).rank(2)); },
      {"rank: got 2", "expected 0 to 1"}},
     {"an offer of a rank beyond the group",
      [](A) { SharedMemoryOffer(2, 2); },

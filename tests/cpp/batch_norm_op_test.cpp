@@ -31,7 +31,8 @@ struct Variables {
   BatchNormOpStatistics run(const Tensor& x, const BatchNormOpAttributes& attributes,
                             Communicator& communicator) {
     return batch_norm_op(
-        {x.view(), mean.view(), var.view(), scale.view(), bias.view(), batches},
+        {x.view(), mean.view(), var.view(), scaled ? TensorView(scale.view()) : TensorView(),
+         shifted ? TensorView(bias.view()) : TensorView(), batches},
         {y.view(), batch_mean.view(), batch_var.view(), mean.view(), var.view(), &batches},
         attributes, communicator, serial_executor());
   }
@@ -44,6 +45,8 @@ struct Variables {
   Tensor var;
   Tensor scale = Tensor(DType::kFloat32, {kChannels}, std::vector<double>{0.5, -2, 1});
   Tensor bias = Tensor(DType::kFloat32, {kChannels}, std::vector<double>{1, 0.25, -3});
+  bool scaled = true;
+  bool shifted = true;
   std::int64_t batches = 0;
   Tensor y;
   Tensor batch_mean;
@@ -178,7 +181,7 @@ TEST(BatchNormOp, RanksHaveTheBitsOfOneRankExact) {
 }
 
 TEST(BatchNormOp, DisagreementChangesNothingOnAnyRank) {
-  for (int option = 0; option < 4; ++option) {
+  for (int option = 0; option < 6; ++option) {
     SCOPED_TRACE(option);
     ThreadGroup group(2);
     expect_no_errors(run_ranks(2, [&](int rank) {
@@ -186,13 +189,17 @@ TEST(BatchNormOp, DisagreementChangesNothingOnAnyRank) {
       Variables op(x);
       BatchNormOpAttributes attributes{.layer = 1};
       if (rank == 1) {
-        attributes.momentum = option == 0 ? 0.5 : attributes.momentum;
+        attributes.momentum += option == 0 ? 1e-10 : 0;
         attributes.epsilon = option == 1 ? 1e-3 : attributes.epsilon;
         attributes.use_global_est = option == 2;
         op.batches = option == 3 ? 1 : 0;
+        op.scaled = option != 4;
+        op.shifted = option != 5;
       }
       const std::int64_t batches = op.batches;
-      EXPECT_THROW(op.run(x, attributes, group.rank(rank)), DivergenceError);
+      const std::string text =
+          thrown_text<DivergenceError>([&] { op.run(x, attributes, group.rank(rank)); });
+      EXPECT_TRUE(contains(text, "momentum, use_global_est, and whether there are scale and bias"));
       EXPECT_EQ(op.mean.values(), std::vector<double>(kChannels, 7));
       EXPECT_EQ(op.batch_mean.values(), std::vector<double>(kChannels, -1));
       EXPECT_EQ(op.batches, batches);

@@ -54,7 +54,7 @@ TEST(Extents, KnowOfMoreAxesThanTheyKeep) {
 }
 
 // Views go by value, a forward's seven of them.
-static_assert(sizeof(TensorView) <= 248 && sizeof(MaskView) <= 120);
+static_assert(sizeof(TensorView) <= 248 && sizeof(MaskView) <= 136);
 static_assert(sizeof(BatchNorm::Forward) <= 2000);
 
 // A growing vector of what has a view moves it then, and the data that it points to with it.
@@ -78,6 +78,52 @@ TEST(TensorView, IsMadeOfASpan) {
   EXPECT_EQ(
       thrown_text<InvalidArgument>([&] { activation_mask_bytes({std::span(constants), {2, 2}}); }),
       "x: got 2 elements, expected those of shape (2, 2)");
+}
+
+// A step of its own averages as a layer does.
+TEST(Step, HasTheDefaultsOfALayer) {
+  EXPECT_EQ(Running().momentum, BatchNorm::Options().momentum);
+  EXPECT_EQ(ForwardPass().eps, BatchNorm::Options().eps);
+}
+
+TEST(Step, ABackwardWithoutInfoComparesNothing) {
+  const Extents sizes = {4, 2};
+  const std::vector<float> x = {1, 2, 4, 3, 0, 5, 2, 7}, dy = {1, -1, 2, 0, 3, 1, 0, 2};
+  const std::vector<double> mean = {2, 3}, rstd = {1, 0.5};
+  const std::array<std::int64_t, kInfoWords> info = {4, 5};
+  std::vector<float> expected;
+  for (const std::int64_t* of : {info.data(), static_cast<const std::int64_t*>(nullptr)}) {
+    std::vector<float> dx(8);
+    std::vector<double> coefficients(6);
+    std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(kDtypeOf<float>, 2)));
+    const BackwardStep step{.pass = {.dy = {dy, sizes},
+                                     .x = {x, sizes},
+                                     .mean = mean.data(),
+                                     .rstd = rstd.data(),
+                                     .dx = {dx, sizes}},
+                            .info = of,
+                            .coefficients = coefficients.data()};
+    backward_begin(step, message.data(), nullptr, {});
+    backward_finish(step, nullptr, {message.data(), message.data() + kHeaderWords}, {});
+    EXPECT_TRUE(expected.empty() || dx == expected);
+    expected = dx;
+  }
+}
+
+TEST(MaskView, IsMadeOfBytesAndBools) {
+  const std::vector<std::uint8_t> bytes = {1, 0, 1, 1};
+  const std::array<bool, 4> bools = {true, false, true, true};
+  const std::vector<float> x = {1, 64, 3, 5};
+  const TensorView view(x, {4, 1});
+  for (const MaskView& mask : {MaskView(bytes, {4}), MaskView(bools, {4})}) {
+    BatchNorm layer({.channels = 1}, self_communicator());
+    Saved saved;
+    std::vector<float> y(4);
+    layer.forward({.x = view, .mask = mask, .y = {y, {4, 1}}}, saved);
+    EXPECT_EQ(saved.mean()[0], 3);
+  }
+  EXPECT_FALSE((std::is_constructible_v<MaskView, std::vector<int>&, Extents>));
+  EXPECT_FALSE((std::is_constructible_v<MaskView, std::vector<bool>&, Extents>));
 }
 
 /// Elements of a 16-bit type are those of the DType of its name.

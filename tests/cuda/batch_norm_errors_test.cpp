@@ -22,12 +22,13 @@ struct OnDevice {
   DeviceTensor y{Tensor(DType::kFloat32, {2, 3}, Doubles(6, 5.0))};
   DeviceTensor dx{Tensor(DType::kFloat32, {2, 3})};
   DeviceTensor running{Tensor(DType::kFloat32, {3}, Doubles(3, 2.0))};
+  DeviceTensor var{Tensor(DType::kFloat32, {3}, Doubles(3, 2.0))};
 
   BatchNorm::Forward forward() {
     return {.x = x.view(),
             .y = y.view(),
             .running_mean = running.view(),
-            .running_var = running.view()};
+            .running_var = var.view()};
   }
 };
 
@@ -58,7 +59,7 @@ TEST(CudaBatchNorm, RefusalsReachEveryRankAndChangeNothing) {
     const std::string text = argument ? "layer, call 0, forward, 3 channels, float32: y: got"
                                       : "options.name: got none, expected this layer's own name";
     EXPECT_TRUE(contains(text_of<InvalidArgument>(errors[1]), text));
-    EXPECT_TRUE(contains(text_of<PeerLost>(errors[0]), "rank 1 left the group: " + text));
+    EXPECT_TRUE(contains(text_of<PeerLost>(errors[0]), "rank 1 refused its call: " + text));
   }
 }
 

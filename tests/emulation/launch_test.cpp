@@ -211,7 +211,7 @@ TEST(CudaLaunch, ThreeKernelsForEachDirection) {
                          .statistics = welford ? Statistics::kWelford : Statistics::kReproducible});
         Saved saved;
         std::int64_t tracked = 0;
-        Tensor running(DType::kFloat32, {channels});
+        Tensor running(DType::kFloat32, {channels}), var = running;
         const MutableTensorView estimate = on_cuda(running.view());
         s.moments();  // loads the kernels
         auto launches = [before = emulation::counts().launches]() mutable {
@@ -220,7 +220,7 @@ TEST(CudaLaunch, ThreeKernelsForEachDirection) {
         layer.forward({.x = on_cuda(s.x.view()),
                        .y = on_cuda(s.y.view()),
                        .running_mean = estimate,
-                       .running_var = estimate,
+                       .running_var = on_cuda(var.view()),
                        .num_batches_tracked = &tracked},
                       saved);
         EXPECT_EQ(launches(), welford || !momentum.has_value() ? 4u : 3u) << name(dtype);

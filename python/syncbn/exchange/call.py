@@ -83,6 +83,7 @@ class Call(NamedTuple):
     dtype: torch.dtype | None = None
     options: Any = None  # its shared() is named only where ranks are compared
     times: Times | None = None  # where to note how long it takes, if anywhere
+    given: int | None = None  # bits: a residual, a weight, a bias; None where nobody compares them
 
     def __str__(self) -> str:
         parts = [self.layer]
@@ -105,6 +106,9 @@ class Call(NamedTuple):
             "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
         }
         own |= {} if self.options is None else self.options.shared()
+        if self.given is not None:
+            for bit, name in enumerate(("residual", "weight", "bias")):
+                own[name] = "given" if self.given >> bit & 1 else "absent"
         return {name: str(value) for name, value in own.items() if value is not None}
 
 

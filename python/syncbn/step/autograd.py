@@ -163,7 +163,7 @@ def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Te
     if surroundings.has_dtensor((x, weight, bias, residual, mask, *running)):
         return _of_parts(x, running, weight, bias, residual, mask, options, state)
     running_mean, running_var, tracked = running
-    parameter = next((t for t in (running_mean, weight, bias) if t is not None), None)
+    parameter = next((t for t in (running_mean, weight, bias) if isinstance(t, Tensor)), None)
     traced = torch.compiler.is_compiling() or _is_fake(x, parameter)
     live: LayerState | None = None  # a graph finds the state when it runs
     if not traced:

@@ -154,15 +154,15 @@ class LayerState:
                 "eager training step before the capture"
             )
 
-    def call_of(self, x: object, options: Options) -> Call:
-        """Gives the next call with that input, as errors name it."""
+    def call_of(self, x: object, options: Options, given: int | None = None) -> Call:
+        """Gives the next call with that input, as errors name it. given: as Call has it."""
         # A counter on a GPU is not read, that would wait for the device.
         known = self.call is not None and self.call.is_cpu
         number: Any = self.call.item() if known else None
         channels = dtype = None
         if is_strided(x):  # else it is refused
             channels, dtype = x.size(1) if x.dim() > 1 else None, x.dtype
-        return Call(self.name, number, "forward", channels, dtype, options, self.times)
+        return Call(self.name, number, "forward", channels, dtype, options, self.times, given)
 
 
 _ids = itertools.count(1)

@@ -164,7 +164,8 @@ def forward(
         layer_state.compare(state, engine_of(peers), x, options)
     # Of one rank, a call that is refused comes again, checked.
     named = checked or peers is not None or state.times is not None
-    call: Any = state.call_of(x, options) if named else None
+    parts = has_residual | (weight is not None) << 1 | (bias is not None) << 2
+    call: Any = state.call_of(x, options, parts) if named else None
     momentum = options.momentum
     averaged: Tensor | None = None  # a number of batches as averaged checkpoints have it
     if tracked is not None and tracked.dtype != torch.int64:

@@ -200,10 +200,12 @@ def case_disagreement_is_an_error_on_every_rank(rank, world):
         ("statistics: reproducible on .*, welford on", {}, {"statistics": "welford"}),
         ("activation: leaky_relu on .*, none on", leaky, leaky | {"activation": "none"}),
         ("negative_slope: 0.1 on .*, 0.2 on", leaky, leaky | {"negative_slope": 0.2}),
+        ("weight: given on .*; bias: given on .*, absent on", {}, {"affine": False}),
+        ("bias: given on .*, absent on", {}, {"bias": False}),
+        ("residual: absent on .*, given on", {}, {"residual": x}),
     ):
         text = f"the ranks did not make the same call: {said} rank {world - 1}$"
         diverges(text, call, **(odd if last else usual))
-    diverges("same call", call, residual=x if last else None)
     # Two layers in another order.
     model = nn.ModuleDict({n: nn.BatchNorm1d(4) for n in ("first", "second")})
     model = syncbn.convert_sync_batchnorm(model)
