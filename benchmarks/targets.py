@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 OVER = {
-    "PyTorch": "of PyTorch's time",
     "float32": "of float32's elements a second",
     "one thread": "of one thread's speed",
     "a copy on one thread": "of one thread's speed",
@@ -42,14 +41,12 @@ ONE = {"threads": 1, "memory": "reused"}
 NEAR = case(beyond=False, large=True, **ONE)
 TWO = case(beyond=True, threads=2, memory="reused", dtype="float32")
 TARGETS = [
-    target("every shape of 256 KiB and more", "PyTorch", 0.8, 0.8, case(large=True)),
     target("16-bit types inside the last cache", "float32", 1.0, 1.0, NEAR),
     target("two threads beyond it", "one thread", 1.7, 1.7, TWO),
     Target("a copy on two threads, to compare", "a copy on one thread", {"both": 1.7}, TWO),
     step("ResNet-20", 8, 1.10),
     step("ResNet-20", 32, 1.03),
     step("ResNet-50", 4, 1.0),
-    step("ResNet-50, channels-last", 4, 1.0),
 ]
 
 
