@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <functional>
 #include <limits>
 #include <optional>
 #include <string>
@@ -170,52 +169,44 @@ void check_like(const char* name, const TensorView& tensor, const TensorView& x)
   }
 }
 
-namespace {
-
-/// The bytes [begin, end) of a tensor without gaps; none of any other.
-struct Bytes {
-  explicit Bytes(const TensorView& tensor) {
-    if (tensor.data == nullptr || has_no_elements(tensor)) {
+Region::Region(const char* name, const void* data, DType dtype, const Extents& sizes,
+               const Extents& strides)
+    : name_(name), data_(data), dtype_(dtype), sizes_(&sizes), strides_(&strides) {
+  std::int64_t first = 0;
+  std::int64_t last = 0;
+  std::int64_t numel = data == nullptr ? 0 : 1;
+  for (std::size_t axis = 0; axis < sizes.size(); ++axis) {
+    std::int64_t reach = 0;
+    std::int64_t& end = strides[axis] < 0 ? first : last;
+    if (__builtin_mul_overflow(sizes[axis] - 1, strides[axis], &reach) ||
+        __builtin_add_overflow(end, reach, &end) ||
+        __builtin_mul_overflow(numel, sizes[axis], &numel)) {
       return;
     }
-    std::int64_t first = 0;
-    std::int64_t last = 0;
-    for (std::size_t axis = 0; axis < tensor.sizes.size(); ++axis) {
-      const std::int64_t reach = (tensor.sizes[axis] - 1) * tensor.strides[axis];
-      (reach < 0 ? first : last) += reach;
-    }
-    if (last - first + 1 != tensor.numel()) {
-      return;
-    }
-    const auto size = static_cast<std::int64_t>(size_of(tensor.dtype));
-    begin = static_cast<const char*>(tensor.data) + first * size;
-    end = static_cast<const char*>(tensor.data) + (last + 1) * size;
   }
-  const char* begin = nullptr;
-  const char* end = nullptr;
-};
+  if (numel > 0 && -numel < first && last < numel && last - first + 1 == numel) {
+    const auto size = static_cast<std::int64_t>(size_of(dtype));
+    begin_ = reinterpret_cast<std::uintptr_t>(data) + static_cast<std::uintptr_t>(first * size);
+    end_ = begin_ + static_cast<std::uintptr_t>(numel * size);
+  }
+}
 
-bool is_same(const TensorView& a, const TensorView& b) {
-  bool same = a.data == b.data && a.dtype == b.dtype && a.sizes == b.sizes;
-  for (std::size_t axis = 0; same && axis < a.sizes.size(); ++axis) {
-    same = a.sizes[axis] == 1 || a.strides[axis] == b.strides[axis];
+bool Region::is(const Region& other) const {
+  bool same = data_ == other.data_ && dtype_ == other.dtype_ && *sizes_ == *other.sizes_;
+  for (std::size_t axis = 0; same && axis < sizes_->size(); ++axis) {
+    same = (*sizes_)[axis] == 1 || (*strides_)[axis] == (*other.strides_)[axis];
   }
   return same;
 }
 
-}  // namespace
-
-void check_apart(const Named& output, std::initializer_list<Named> others, bool whole) {
-  const Bytes own(output.tensor);
-  const std::less<const char*> before;
-  for (const Named& other : others) {
-    const Bytes its(other.tensor);
-    const bool shared = before(own.begin, its.end) && before(its.begin, own.end);
+void Region::check_apart(std::initializer_list<const Region*> others, bool whole) const {
+  for (const Region* other : others) {
+    const bool shared = begin_ < other->end_ && other->begin_ < end_;
     if (shared && !whole) {
-      refuse(output.name, std::string("memory of ") + other.name, "memory of its own");
+      refuse(name_, std::string("memory of ") + other->name_, "memory of its own");
     }
-    if (shared && !is_same(output.tensor, other.tensor)) {
-      refuse(output.name, std::string("memory of ") + other.name,
+    if (shared && !is(*other)) {
+      refuse(name_, std::string("memory of ") + other->name_,
              "exactly that tensor, or other memory");
     }
   }

@@ -46,15 +46,30 @@ void check_array(const char* name, const void* array, std::int64_t entries);
 /// Somewhere to write to: no two entries in one place (stride 0).
 void check_output(const char* name, const MutableTensorView& tensor);
 
-/// A checked tensor by its name.
-struct Named {
-  const char* name;
-  TensorView tensor;
-};
+/// Where a checked tensor lies. One that is absent, empty or has gaps lies nowhere: tensors with
+/// gaps may lie in each other's.
+class Region {
+ public:
+  template <class Void>
+  Region(const char* name, const BasicTensorView<Void>& tensor)
+      : Region(name, tensor.data, tensor.dtype, tensor.sizes, tensor.strides) {}
 
-/// Refuses an output that shares memory with another tensor, unless one of them is absent. whole:
-/// it may be exactly that tensor. Tensors with gaps may lie in each other's, and are not compared.
-void check_apart(const Named& output, std::initializer_list<Named> others, bool whole = false);
+  /// Refuses an output that shares memory with another tensor. whole: it may be exactly that one.
+  void check_apart(std::initializer_list<const Region*> others, bool whole = false) const;
+
+ private:
+  Region(const char* name, const void* data, DType dtype, const Extents& sizes,
+         const Extents& strides);
+  bool is(const Region& other) const;
+
+  const char* name_;
+  const void* data_;
+  DType dtype_;
+  const Extents* sizes_;
+  const Extents* strides_;
+  std::uintptr_t begin_ = 0;
+  std::uintptr_t end_ = 0;
+};
 
 /// A tensor of samples: 2 to 12 axes, strides for each, a known dtype, data unless it is empty, at
 /// most kMaxChannels channels and kMaxCount elements per channel.

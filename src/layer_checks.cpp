@@ -102,16 +102,13 @@ void check_forward(const BatchNorm::Options& options, const BatchNorm::Forward& 
   check_parameters(f);
   check_entries("running_mean", f.running_mean, f.x);
   check_entries("running_var", f.running_var, f.x);
-  check_apart({"y", f.y}, {{"x", f.x}, {"residual", f.residual}}, true);
-  check_apart({"y", f.y}, {{"weight", f.weight}, {"bias", f.bias}});
-  const Named mean{"running_mean", f.running_mean};
-  const Named var{"running_var", f.running_var};
-  for (const Named& running : {mean, var}) {
-    check_apart(
-        running,
-        {{"x", f.x}, {"residual", f.residual}, {"y", f.y}, {"weight", f.weight}, {"bias", f.bias}});
-  }
-  check_apart(var, {mean});
+  const Region x("x", f.x), residual("residual", f.residual), y("y", f.y);
+  const Region weight("weight", f.weight), bias("bias", f.bias);
+  const Region mean("running_mean", f.running_mean), var("running_var", f.running_var);
+  y.check_apart({&x, &residual}, true);
+  y.check_apart({&weight, &bias});
+  mean.check_apart({&x, &residual, &y, &weight, &bias});
+  var.check_apart({&x, &residual, &y, &weight, &bias, &mean});
   check_options(options);
   check_counter({.mean = f.running_mean,
                  .var = f.running_var,
@@ -134,22 +131,15 @@ void check_backward(const BatchNorm::Backward& b) {
   }
   check_per_channel("weight", b.weight, b.x.sizes[1], b.x.device);
   check_per_channel("bias", b.bias, b.x.sizes[1], b.x.device);
-  const Named dweight{"dweight", b.dweight};
-  const Named dbias{"dbias", b.dbias};
-  for (const Named& gradient : {dweight, dbias}) {
-    check_apart(gradient, {{"dy", b.dy},
-                           {"x", b.x},
-                           {"weight", b.weight},
-                           {"bias", b.bias},
-                           {"dx", b.dx},
-                           {"dresidual", b.dresidual}});
-  }
-  check_apart(dbias, {dweight});
-  check_apart({"dx", b.dx}, {{"dy", b.dy}, {"x", b.x}}, true);
-  check_apart({"dx", b.dx}, {{"weight", b.weight}, {"bias", b.bias}});
-  check_apart({"dresidual", b.dresidual}, {{"dy", b.dy}}, true);
-  check_apart({"dresidual", b.dresidual},
-              {{"dx", b.dx}, {"x", b.x}, {"weight", b.weight}, {"bias", b.bias}});
+  const Region dy("dy", b.dy), x("x", b.x), weight("weight", b.weight), bias("bias", b.bias);
+  const Region dx("dx", b.dx), dresidual("dresidual", b.dresidual);
+  const Region dweight("dweight", b.dweight), dbias("dbias", b.dbias);
+  dx.check_apart({&dy, &x}, true);
+  dx.check_apart({&weight, &bias});
+  dresidual.check_apart({&dy}, true);
+  dresidual.check_apart({&dx, &x, &weight, &bias});
+  dweight.check_apart({&dy, &x, &weight, &bias, &dx, &dresidual});
+  dbias.check_apart({&dy, &x, &weight, &bias, &dx, &dresidual, &dweight});
 }
 
 void check_saved(const SavedState& saved, const LayerState& layer, const BatchNorm::Backward& b) {

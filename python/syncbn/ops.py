@@ -4,6 +4,7 @@ share their variables (docs/forked_graph.md). A training operator is a step of a
 of its own for what it saves."""
 
 import math
+import struct
 import zlib
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -71,9 +72,9 @@ class _Operator:
         self.eps, self.momentum, self.use_global_est = eps, momentum, use_global_est
         self.name, self.call, self.group = name, call, group or ""  # no paths are compared
         self.peers = None if group is None else groups.named(group)
-        # What ranks must have in common besides epsilon; momentum in steps of 2^-29.
-        number = zlib.crc32(name.encode())
-        self.number = number | use_global_est << 32 | int(momentum * 2**29) << 33
+        # What ranks must have in common besides epsilon; the momentum's bits, without arithmetic.
+        own = struct.pack("<d?", momentum, use_global_est)
+        self.number = zlib.crc32(own, zlib.crc32(name.encode()))
 
     def shared(self) -> dict[str, object]:
         return {
@@ -83,7 +84,8 @@ class _Operator:
         }
 
     def call_of(self, x: Tensor, _: Any = None, given: int | None = None) -> Call:
-        return Call(self.name, None, "forward", x.shape[1], x.dtype, self, given=given)
+        parts = ("residual", "scale", "bias")
+        return Call(self.name, None, "forward", x.shape[1], x.dtype, self, given=given, parts=parts)
 
 
 #: Of a step with neither an activation nor a residual.

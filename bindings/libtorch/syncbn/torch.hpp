@@ -125,7 +125,7 @@ class SyncBatchNormImpl
                        "syncbn::torch::name_layers(model) gives each layer its path");
       }
     } catch (const Error& error) {
-      group.abandon(error.what());
+      group.refuse(error.what());
       throw;
     }
   }

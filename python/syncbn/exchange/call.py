@@ -83,7 +83,8 @@ class Call(NamedTuple):
     dtype: torch.dtype | None = None
     options: Any = None  # its shared() is named only where ranks are compared
     times: Times | None = None  # where to note how long it takes, if anywhere
-    given: int | None = None  # bits: a residual, a weight, a bias; None where nobody compares them
+    given: int | None = None  # bits: which of the parts there are; None: nobody compares them
+    parts: tuple[str, str, str] = ("residual", "weight", "bias")
 
     def __str__(self) -> str:
         parts = [self.layer]
@@ -107,7 +108,7 @@ class Call(NamedTuple):
         }
         own |= {} if self.options is None else self.options.shared()
         if self.given is not None:
-            for bit, name in enumerate(("residual", "weight", "bias")):
+            for bit, name in enumerate(self.parts):
                 own[name] = "given" if self.given >> bit & 1 else "absent"
         return {name: str(value) for name, value in own.items() if value is not None}
 
