@@ -247,7 +247,7 @@ struct MaskView {
            Device mask_device = Device::kCpu)
       : data(mask_data), sizes(mask_sizes), device(mask_device) {}
 
-  /// All elements of a span, a vector or an array of std::uint8_t or bool.
+  /// All elements of a span, an array or a vector of std::uint8_t, or a span or an array of bool.
   template <std::ranges::contiguous_range Range>
     requires(std::ranges::borrowed_range<Range> &&
              (std::same_as<std::ranges::range_value_t<Range>, std::uint8_t> ||
