@@ -251,7 +251,8 @@ TEST(Refusal, TheOtherRankLearnsOfItAtOnce) {
   FailingExecutor failing;
   for (const Step& step : {forward_step(), backward_step()}) {
     for (const auto& [spoil, text] : spoiled) {
-      expect_peer_lost<InvalidArgument>(step, [&](Step& s) { s.spoil = spoil; }, text);
+      // clang 14 captures no name of a structured binding.
+      expect_peer_lost<InvalidArgument>(step, [&, by = spoil](Step& s) { s.spoil = by; }, text);
     }
     expect_peer_lost<std::runtime_error>(
         step, [&](Step& s) { s.executor = &failing; }, "no threads left");
