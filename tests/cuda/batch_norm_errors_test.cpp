@@ -25,10 +25,8 @@ struct OnDevice {
   DeviceTensor var{Tensor(DType::kFloat32, {3}, Doubles(3, 2.0))};
 
   BatchNorm::Forward forward() {
-    return {.x = x.view(),
-            .y = y.view(),
-            .running_mean = running.view(),
-            .running_var = var.view()};
+    return {
+        .x = x.view(), .y = y.view(), .running_mean = running.view(), .running_var = var.view()};
   }
 };
 
