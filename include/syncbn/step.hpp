@@ -163,7 +163,7 @@ struct BackwardStep {
 
 /// Sums of the gradient into the message, and u, if it is there. copy: null, or on CUDA where the
 /// message goes a second time. Nothing compares the pass with its forward: without the forward's
-/// mask, weight, activation or bias dx is another one, and no error says so.
+/// weight, activation or bias dx is another one, and no error says so.
 SYNCBN_API void backward_begin(const BackwardStep& step, std::int64_t* message, std::int64_t* copy,
                                const Execution& execution);
 
