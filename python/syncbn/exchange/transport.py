@@ -139,8 +139,8 @@ class Transport(ABC):
                 outputs = run(*arguments, *last)
             except Exception as error:
                 raise self._failed(error, passes[lead][0], call, checked) from None
-            given.append([*outputs])
-            *_, message, copy, status = outputs
+            given.append(outputs)
+            message, copy, status = outputs[-3:]
             if message is not None:
                 messages.append((message, message if copy is None else copy))
         if status == DONE or message is None:

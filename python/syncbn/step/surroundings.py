@@ -140,7 +140,7 @@ def recorded(name_of: Callable[..., str], suffix: str = "") -> Callable[[_Functi
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:
+            if not profiler._is_profiler_enabled or torch.compiler.is_compiling():
                 return function(*args, **kwargs)
             with profiler.record_function(f"syncbn::{name_of(*args)}{suffix}"):
                 return function(*args, **kwargs)

@@ -304,8 +304,8 @@ def backward(step: Step, dys: Sequence[Tensor | None], *saved) -> tuple:
 def _backward(step: Step, dys, weight, bias, *saved) -> tuple:
     state, options, (kind, mode, _, shares, _), peers, _, awaited, bias_dtype, needs, lead = step
     (needs_x, needs_weight, needs_bias, needs_residual), slope = needs, options.negative_slope
-    xs, x, exchanges = saved[::4], saved[4 * lead], step.exchanges
-    transport = transport_of(peers if exchanges else None, xs[0].device)
+    x, exchanges = saved[4 * lead], step.exchanges
+    transport = transport_of(peers if exchanges else None, saved[0].device)
     # Of one rank it is named where an error needs it.
     alone = peers is None and state.times is None
     call: Any = None if alone else step.call("backward")
@@ -332,7 +332,12 @@ def _backward(step: Step, dys, weight, bias, *saved) -> tuple:
     begun, exchanged = transport.begin(_backward_begin, alike, lead, way, call)
     if note is not None:
         _tell(note, "backward", peers, x, begun[lead], exchanged)
-    dxs, (_, dweight, dbias, *_) = [own[0] for own in begun], begun[lead]
+    if exchanged is None and len(dys) == 1:
+        dx, dweight, dbias, u, *_ = begun[0]
+        if needs_residual:  # without keep it is dy
+            u = u.to(x.dtype) if keep else passes[0][0]
+        return dx if needs_x else None, dweight, dbias, u
+    xs, dxs, (_, dweight, dbias, *_) = saved[::4], [own[0] for own in begun], begun[lead]
     gradients = [own[0] for own in passes]
     if keep:  # what comes back is there already
         gradients = [own[3].to(z.dtype) for own, z in zip(begun, xs)]
