@@ -11,10 +11,13 @@
 namespace {
 
 constexpr std::int64_t kChannels = 4;
+constexpr syncbn::Activation kRelu = {.kind = syncbn::ActivationKind::kRelu};
 
 /// One rank's layer: the framework owns all that outlives a call.
 struct Rank {
-  std::vector<float> x, y, dy, dx;
+  std::vector<float> x, residual, y, dy, dx, dresidual;
+  std::vector<float> weight = {1, 2, -1, 0.5f}, bias = {0, 1, 2, -1};
+  std::vector<std::uint8_t> signs;  // of the activation, after a residual alone
   std::vector<float> dweight = std::vector<float>(kChannels), dbias = dweight;
   std::vector<double> mean = std::vector<double>(kChannels), var = mean, rstd = mean;
   std::vector<double> coefficients = std::vector<double>(3 * kChannels);
@@ -22,15 +25,31 @@ struct Rank {
   std::int64_t info[2] = {};      // what the backward of this call reads
   std::int64_t call = 0;          // how often the layer was called, the same on all ranks
 
+  void take(const std::vector<float>& all_x, const std::vector<float>& all_residual,
+            const std::vector<float>& all_dy, std::int64_t begin, std::int64_t end) {
+    x.assign(all_x.begin() + begin, all_x.begin() + end);
+    residual.assign(all_residual.begin() + begin, all_residual.begin() + end);
+    dy.assign(all_dy.begin() + begin, all_dy.begin() + end);
+    y = dx = dresidual = std::vector<float>(x.size());
+    signs.resize(static_cast<std::size_t>(syncbn::activation_mask_bytes(
+        syncbn::TensorView(x, {std::ssize(x) / kChannels, kChannels}))));
+  }
+
   syncbn::ForwardStep step() {
     const syncbn::Extents shape = {std::ssize(x) / kChannels, kChannels};
     syncbn::ForwardStep step;
     step.pass.x = {x, shape};
+    step.pass.weight = {weight, {kChannels}};
+    step.pass.bias = {bias, {kChannels}};
+    step.pass.residual = {residual, shape};
+    step.pass.activation = kRelu;
+    step.pass.activation_mask = signs.data();
     step.pass.y = {y, shape};
     step.pass.mean = mean.data();
     step.pass.var = var.data();
     step.pass.rstd = rstd.data();
-    step.layer = syncbn::layer_identity(1, {}, syncbn::Statistics::kReproducible, false);
+    step.layer = syncbn::layer_identity(1, kRelu, syncbn::Statistics::kReproducible,
+                                        /*residual=*/true, /*weight=*/true, /*bias=*/true);
     step.call = &call;
     step.running.call = &call;  // finish raises it
     step.info = info;
@@ -42,6 +61,9 @@ struct Rank {
     syncbn::BackwardStep step;
     step.pass.dy = {dy, shape};
     step.pass.x = {x, shape};
+    step.pass.weight = {weight, {kChannels}};
+    step.pass.through = {kRelu, {weight, {kChannels}}, {bias, {kChannels}}, signs.data()};
+    step.pass.u = {dresidual, shape};
     step.pass.mean = mean.data();
     step.pass.rstd = rstd.data();
     step.pass.dx = {dx, shape};
@@ -70,23 +92,21 @@ std::vector<float> joined(std::vector<float> first, const std::vector<float>& se
 }  // namespace
 
 int main() {
-  std::vector<float> x(100 * kChannels), dy(x.size()), y_of_one(x.size()), dx_of_one(x.size());
+  std::vector<float> x(100 * kChannels), residual(x.size()), dy(x.size());
   for (std::size_t i = 0; i < x.size(); ++i) {
     x[i] = static_cast<float>(i * i % 97) * 0.37f;
+    residual[i] = static_cast<float>(i * i % 83) * 0.05f - 2;
     dy[i] = static_cast<float>(i * i % 89) * 0.11f;
   }
   Rank ranks[2];
   const auto first = 30 * kChannels;  // values of rank 0
-  ranks[0].x.assign(x.begin(), x.begin() + first);
-  ranks[0].dy.assign(dy.begin(), dy.begin() + first);
-  ranks[1].x.assign(x.begin() + first, x.end());
-  ranks[1].dy.assign(dy.begin() + first, dy.end());
+  ranks[0].take(x, residual, dy, 0, first);
+  ranks[1].take(x, residual, dy, first, std::ssize(x));
 
   std::vector<std::int64_t> message(static_cast<std::size_t>(syncbn::forward_words(
       syncbn::Statistics::kReproducible, syncbn::DType::kFloat32, kChannels)));
   std::vector<std::int64_t> sum(message.size());
   for (Rank& rank : ranks) {
-    rank.y.resize(rank.x.size());
     syncbn::forward_begin(rank.step(), message.data(), syncbn::Execution());
     add(sum, message);
   }
@@ -97,7 +117,6 @@ int main() {
   std::vector<std::int64_t> sum_back(
       static_cast<std::size_t>(syncbn::message_words(syncbn::DType::kFloat32, kChannels)));
   for (Rank& rank : ranks) {
-    rank.dx.resize(rank.x.size());
     rank.own.resize(sum_back.size());
     syncbn::backward_begin(rank.back(), rank.own.data(), nullptr, syncbn::Execution());
     add(sum_back, rank.own);
@@ -106,13 +125,28 @@ int main() {
     syncbn::backward_finish(rank.back(), rank.own.data(), merged(sum_back), syncbn::Execution());
   }
 
-  syncbn::BatchNorm layer({.channels = kChannels});
+  Rank one;
+  one.take(x, residual, dy, 0, std::ssize(x));
+  syncbn::BatchNorm layer({.channels = kChannels, .activation = kRelu});
   syncbn::Saved saved;
   const syncbn::Extents shape = {100, kChannels};
-  layer.forward({.x = {x, shape}, .y = {y_of_one, shape}}, saved);
-  layer.backward({.dy = {dy, shape}, .x = {x, shape}, .dx = {dx_of_one, shape}}, saved);
-  const bool same =
-      joined(ranks[0].y, ranks[1].y) == y_of_one && joined(ranks[0].dx, ranks[1].dx) == dx_of_one;
+  const syncbn::TensorView weight = {one.weight, {kChannels}}, bias = {one.bias, {kChannels}};
+  layer.forward({.x = {x, shape},
+                 .weight = weight,
+                 .bias = bias,
+                 .residual = {residual, shape},
+                 .y = {one.y, shape}},
+                saved);
+  layer.backward({.dy = {dy, shape},
+                  .x = {x, shape},
+                  .weight = weight,
+                  .bias = bias,
+                  .dx = {one.dx, shape},
+                  .dresidual = {one.dresidual, shape}},
+                 saved);
+  const bool same = joined(ranks[0].y, ranks[1].y) == one.y &&
+                    joined(ranks[0].dx, ranks[1].dx) == one.dx &&
+                    joined(ranks[0].dresidual, ranks[1].dresidual) == one.dresidual;
   std::printf("2 ranks and 1 rank: %s, call %lld\n", same ? "the same bits" : "different bits",
               static_cast<long long>(ranks[0].call));
   return same && ranks[0].call == 1 ? 0 : 1;

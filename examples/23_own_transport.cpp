@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+// A communicator over a framework's all-reduce. Before each message goes a frame, by which ranks
+// that bring another message, refused their call or left are an error on every rank. The framework
+// is three threads here.
+#include <algorithm>
+#include <barrier>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <span>
+#include <string>
+#include <syncbn/batch_norm.hpp>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int kRanks = 3;
+constexpr std::int64_t kChannels = 4;
+
+/// The framework's own: sums words over all ranks, which bring equally many.
+class AllReduce {
+ public:
+  void operator()(int rank, std::span<std::int64_t> words) {
+    given_[rank] = words;
+    everybody_.arrive_and_wait();
+    std::vector<std::int64_t> sum(words.size());
+    for (const auto& of_rank : given_) {
+      for (std::size_t i = 0; i < sum.size(); ++i) {
+        sum[i] += of_rank[i];
+      }
+    }
+    everybody_.arrive_and_wait();
+    std::copy(sum.begin(), sum.end(), words.begin());
+  }
+
+ private:
+  std::span<std::int64_t> given_[kRanks];
+  std::barrier<> everybody_{kRanks};
+};
+
+/// The ranks whose number is such a one.
+template <class Predicate>
+std::vector<int> ranks_where(const std::vector<std::int64_t>& numbers, Predicate is_such) {
+  std::vector<int> ranks;
+  for (int r = 0; r < kRanks; ++r) {
+    if (is_such(numbers[static_cast<std::size_t>(r)])) {
+      ranks.push_back(r);
+    }
+  }
+  return ranks;
+}
+
+/// One rank's end of the framework's group.
+class OwnGroup final : public syncbn::Communicator {
+ public:
+  OwnGroup(AllReduce& sum, int rank) : sum_(sum), rank_(rank) {}
+  int rank() const override { return rank_; }
+  int size() const override { return kRanks; }
+
+  /// As a sum, in which each rank has a place. Only Welford statistics call it.
+  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override {
+    std::vector<std::int64_t> words(out.size());
+    std::transform(in.begin(), in.end(), words.begin() + rank_ * std::ssize(in),
+                   [](std::byte b) { return std::to_integer<std::int64_t>(b); });
+    all_reduce_sum(words);
+    std::transform(words.begin(), words.end(), out.begin(),
+                   [](std::int64_t word) { return static_cast<std::byte>(word); });
+  }
+
+  void all_reduce_sum(std::span<std::int64_t> words) override {
+    const auto brought = frame(std::ssize(words));
+    const auto absent = ranks_where(brought, [](auto b) { return b < 0; });
+    if (broken_ || !absent.empty()) {
+      throw syncbn::PeerLost("a rank refused its call, or left the group", absent);
+    }
+    const auto other = ranks_where(brought, [&](auto b) { return b != brought[0]; });
+    if (!other.empty()) {
+      throw syncbn::DivergenceError("the ranks bring different lengths", other);
+    }
+    sum_(rank_, words);
+  }
+  void refuse(const std::string&) override { frame(kRefused); }  // the group goes on
+  void abandon(const std::string&) override { frame(kLeft); }    // the group is broken
+  void reset() {                                                 // on all ranks, outside of calls
+    broken_ = false;
+    begin_again();  // layers begin at call 0
+  }
+
+ private:
+  /// What the ranks bring to an exchange: that many words, kRefused or kLeft.
+  std::vector<std::int64_t> frame(std::int64_t own) {
+    std::vector<std::int64_t> brought(kRanks);
+    brought[static_cast<std::size_t>(rank_)] = own;
+    if (!broken_) {
+      sum_(rank_, brought);
+      broken_ = std::count(brought.begin(), brought.end(), kLeft) > 0;
+    }
+    return brought;
+  }
+
+  static constexpr std::int64_t kRefused = -1, kLeft = -2;
+  AllReduce& sum_;
+  int rank_;
+  bool broken_ = false;
+};
+
+constexpr std::int64_t kSamples[kRanks] = {10, 0, 90};  // of each rank
+
+/// A forward over the rank's samples of x, the first of which is `first`; the error's kind, or "".
+std::string forward(syncbn::BatchNorm& layer, std::vector<float>& x, std::int64_t first,
+                    std::int64_t samples, std::int64_t channels, std::vector<float>& y) {
+  const syncbn::Extents shape = {samples, channels};
+  syncbn::Saved saved;
+  try {
+    layer.forward({.x = {x.data() + first * kChannels, syncbn::DType::kFloat32, shape},
+                   .y = {y.data() + first * kChannels, syncbn::DType::kFloat32, shape}},
+                  saved);
+    return "";
+  } catch (const syncbn::InvalidArgument&) {
+    return "refused";
+  } catch (const syncbn::DivergenceError& error) {
+    return "differs " + std::to_string(error.ranks().empty() ? -1 : error.ranks()[0]);
+  } catch (const syncbn::PeerLost& error) {
+    return "lost " + std::to_string(error.ranks().empty() ? -1 : error.ranks()[0]);
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::vector<float> x(100 * kChannels), y(x.size()), y_of_one(x.size());
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    x[i] = static_cast<float>(i * i % 97) * 0.37f;
+  }
+  AllReduce sum;
+  std::vector<std::string> seen[kRanks];
+  std::vector<std::thread> threads;
+  for (int r = 0; r < kRanks; ++r) {
+    threads.emplace_back([&, r] {
+      OwnGroup group(sum, r);
+      syncbn::BatchNorm layer({.channels = kChannels, .name = "bn"}, group);
+      const std::int64_t first = r < 2 ? r * kSamples[0] : kSamples[0] + kSamples[1];
+      const auto call = [&](std::int64_t channels) {
+        seen[r].push_back(forward(layer, x, first, kSamples[r], channels, y));
+      };
+      call(r == 1 ? kChannels - 1 : kChannels);  // rank 1's argument is refused
+      call(kChannels);                           // and the group goes on
+      if (r == 2) {
+        std::vector<float> narrow(std::size(x));
+        syncbn::BatchNorm other({.channels = 1, .name = "other"}, group);
+        seen[r].push_back(forward(other, narrow, 0, 1, 1, narrow));
+      } else {
+        call(kChannels);  // rank 2 calls another layer
+      }
+      if (r == 2) {
+        group.abandon("its own error");
+      } else {
+        call(kChannels);
+      }
+      call(kChannels);  // the group is broken
+      group.reset();
+      call(kChannels);
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  syncbn::BatchNorm layer({.channels = kChannels});
+  const bool alone = forward(layer, x, 0, 100, kChannels, y_of_one).empty();
+  using Seen = std::vector<std::string>;
+  const bool right = alone && seen[0] == Seen{"lost 1", "", "differs 2", "lost 2", "lost -1", ""} &&
+                     seen[1] == Seen{"refused", "", "differs 2", "lost 2", "lost -1", ""} &&
+                     seen[2] == Seen{"lost 1", "", "differs 2", "lost -1", ""};
+  std::printf("3 ranks and 1 rank: %s, the errors that were expected: %s\n",
+              y == y_of_one ? "the same bits" : "different bits", right ? "yes" : "no");
+  return y == y_of_one && right ? 0 : 1;
+}
