@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks of MPI share statistics: the bits are those of one rank. mpiexec -n 2 example_15_mpi
+// Ranks of MPI share statistics: the bits are those of one rank. Then they train, and go on after
+// an error. mpiexec -n 2 example_15_mpi
 #include <mpi.h>
 
+#include <array>
 #include <cstdio>
 #include <cstring>
 #include <syncbn/batch_norm.hpp>
@@ -12,6 +14,7 @@ namespace {
 
 constexpr std::int64_t kSamples = 100;
 constexpr std::int64_t kChannels = 4;
+constexpr int kSteps = 5;
 
 std::vector<float> normalize(const std::vector<float>& x, std::int64_t first, std::int64_t last,
                              syncbn::Communicator& communicator) {
@@ -25,7 +28,53 @@ std::vector<float> normalize(const std::vector<float>& x, std::int64_t first, st
   return y;
 }
 
-/// 0 if this rank's part of y has the bits that one rank computes.
+/// All that a training changes; parameters and the optimizer's state belong here, too.
+struct State {
+  int step = 0;
+  std::array<float, kChannels> running_mean = {}, running_var = {1, 1, 1, 1};
+};
+
+/// A rank's samples, and whether its x has a channel too few once, in step 2.
+struct Part {
+  std::int64_t first, last;
+  bool fails = false;
+};
+
+void train_step(syncbn::BatchNorm& layer, Part& part, State& state) {
+  const bool now = part.fails && state.step == 2;
+  part.fails = part.fails && !now;
+  const syncbn::Extents shape = {part.last - part.first, now ? kChannels - 1 : kChannels};
+  std::vector<float> x(static_cast<std::size_t>(shape[0] * shape[1])), y(x.size());
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const auto number = static_cast<std::size_t>(part.first * kChannels + state.step) + i;
+    x[i] = static_cast<float>(number * number % 97) * 0.37f;
+  }
+  syncbn::Saved saved;
+  layer.forward({.x = {x, shape},
+                 .y = {y, shape},
+                 .running_mean = {state.running_mean, {kChannels}},
+                 .running_var = {state.running_var, {kChannels}}},
+                saved);
+  ++state.step;
+}
+
+State train_on(syncbn::MpiCommunicator& group, Part part) {
+  syncbn::BatchNorm layer({.channels = kChannels, .name = "head.bn"}, group);
+  State state;  // step, parameters, running statistics: the same on all ranks
+  while (state.step < kSteps) {
+    State next = state;
+    try {
+      train_step(layer, part, next);
+      state = next;
+    } catch (const syncbn::Error&) {
+      group.reset();  // on every rank; layers begin at call 0
+      MPI_Bcast(&state, sizeof(state), MPI_BYTE, 0, MPI_COMM_WORLD);  // all go on with rank 0's
+    }
+  }
+  return state;
+}
+
+/// 0 if the ranks have the bits that one rank computes.
 int run() {
   std::vector<float> x(kSamples * kChannels);
   for (std::size_t i = 0; i < x.size(); ++i) {
@@ -38,8 +87,17 @@ int run() {
   const std::int64_t first = kSamples * group.rank() / group.size();
   const std::int64_t last = kSamples * (group.rank() + 1) / group.size();
   const std::vector<float> y = normalize(x, first, last, group);
+  State state_of_one;
+  syncbn::BatchNorm layer({.channels = kChannels, .name = "head.bn"}, alone);
+  Part whole = {0, kSamples};
+  while (state_of_one.step < kSteps) {
+    train_step(layer, whole, state_of_one);
+  }
+  const State state = train_on(group, {first, last, group.rank() == group.size() - 1});
   const bool same =
-      std::memcmp(y.data(), expected.data() + first * kChannels, y.size() * sizeof(float)) == 0;
+      std::memcmp(y.data(), expected.data() + first * kChannels, y.size() * sizeof(float)) == 0 &&
+      state.running_mean == state_of_one.running_mean &&
+      state.running_var == state_of_one.running_var;
   std::printf("rank %d of %d and 1 rank: %s\n", group.rank(), group.size(),
               same ? "the same bits" : "different bits");
   return same ? 0 : 1;

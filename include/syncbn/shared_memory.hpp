@@ -44,7 +44,7 @@ class SYNCBN_API SharedMemoryOffer {
 ///
 /// After DivergenceError, and after PeerLost because a rank refused an argument, the group can be
 /// used further. After ExchangeTimeout and any other PeerLost it is broken until reset: every later
-/// call on every rank throws PeerLost at once. A process that dies is noticed within about 50 ms.
+/// call on every rank throws PeerLost at once. A process that dies is noticed within a second.
 /// Whether an exchange succeeds is the same for all surviving ranks. In a child that the rank's
 /// process forks, calls throw Error.
 class SYNCBN_API SharedMemoryGroup final : public Communicator {

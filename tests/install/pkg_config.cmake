@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Compiles a C program with what pkg-config says of the package that install.installed moved.
+# Compiles a C program with what pkg-config says of the package that install.installed moved, and a
+# program of MPI with the line of docs/cpp.md.
 file(GLOB_RECURSE files ${prefix}/*.pc)
 list(GET files 0 file)
 cmake_path(GET file PARENT_PATH folder)
@@ -29,3 +30,17 @@ foreach(module IN LISTS modules)
     COMMAND ${CMAKE_COMMAND} -E env LD_LIBRARY_PATH=${folder}/.. ${program}
     COMMAND_ERROR_IS_FATAL ANY)
 endforeach()
+
+find_program(mpicxx mpicxx)
+if(mpi AND mpicxx)
+  file(READ ${source_dir}/docs/cpp.md page)
+  string(REGEX MATCH "`(mpicxx [^`]*)`" line "${page}")
+  if(NOT line)
+    message(FATAL_ERROR "docs/cpp.md has no line of mpicxx")
+  endif()
+  file(COPY_FILE ${source_dir}/examples/15_mpi.cpp ${work_dir}/main.cpp)
+  set(ENV{OMPI_CXX} ${compiler})
+  set(ENV{MPICH_CXX} ${compiler})
+  execute_process(COMMAND sh -c "${CMAKE_MATCH_1}" WORKING_DIRECTORY ${work_dir}
+    COMMAND_ERROR_IS_FATAL ANY)
+endif()

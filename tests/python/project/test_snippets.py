@@ -8,7 +8,9 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -39,6 +41,7 @@ def is_covered(page: Path, block: Block) -> bool:
         "cpp": block.source is not None or name in test_docs.CPP_PAGES,
         "c++": name == "docs/libtorch.md",  # test_libtorch.py
         "c": block.source is not None,
+        "cmake": name == "docs/cpp.md",
     }.get(block.kind, False)
 
 
@@ -77,6 +80,22 @@ def test_every_compiled_example_is_quoted_and_every_example_listed():
     assert quoted >= {str(path.relative_to(PROJECT)) for path in COMPILED}
     listed = re.findall(r"^\| `(\d\d_.*?)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert listed == [path.name + "/" * path.is_dir() for path in EXAMPLES]
+
+
+def test_the_project_of_the_page_builds_the_program_of_the_readme(tmp_path):
+    (project,) = (b.text for b in blocks(PROJECT / "docs" / "cpp.md") if b.kind == "cmake")
+    (program,) = (b.text for b in blocks(PROJECT / "README.md") if b.kind == "cpp")
+    (tmp_path / "CMakeLists.txt").write_text(project, encoding="utf-8")
+    (tmp_path / "main.cpp").write_text(program, encoding="utf-8")
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    cmake = shutil.which("cmake", path=tools)
+    package = [sys.executable, "-m", "syncbn", "--cmake-dir"]
+    package = subprocess.run(package, capture_output=True, text=True, check=True).stdout.strip()
+    subprocess.run(
+        [cmake, "-S", ".", "-B", "build", f"-Dsyncbn_DIR={package}"], cwd=tmp_path, check=True
+    )
+    subprocess.run([cmake, "--build", "build"], cwd=tmp_path, check=True)
+    subprocess.run([tmp_path / "build" / "train"], check=True)
 
 
 def cuda_headers() -> Path | None:
