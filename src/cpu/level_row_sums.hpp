@@ -3,17 +3,30 @@
 // file's unnamed namespace, after level_single_rows.hpp and level_sums.hpp, whose rules hold here
 // too.
 //
-// A segment is summed in blocks of 64 rows and 64 channels, a block lane by lane: four rows of a
-// lane for each load of its accumulators, which stay in the first cache. Rows of a lane are 16
-// apart, which hardware prefetchers do not follow, so the next block is asked for meanwhile, row
-// after row. It is asked for into the second cache: rows often lie at multiples of 4 KiB, which
+// A segment is summed in blocks of 64 rows, a block lane by lane: four rows of a lane for each load
+// of its accumulators. Long segments have wide blocks: hardware prefetchers follow the four rows,
+// and of one tensor, which gives them too little time, the next block is asked for as well. Short
+// ones, and sums with a mask or an activation, have blocks of 64 channels, whose accumulators stay
+// in the first cache. There rows end too soon for prefetchers, so the next block is asked for row
+// after row. All is asked for into the second cache: rows often lie at multiples of 4 KiB, which
 // meet in few sets of the first.
 
 constexpr std::int64_t kLaneRows = 4;
 constexpr std::int64_t kBlockRows = kLaneRows * kLanes;
-constexpr std::int64_t kColumn = 16;  ///< channels at a time
+constexpr std::int64_t kColumn = 16;         ///< channels at a time
+constexpr std::int64_t kWideChannels = 512;  ///< of a wide block; its accumulators take 128 KiB
 
-/// Rows of one segment, for neighbouring channels.
+/// Whether blocks are wide: measured. In rows of less than 512 bytes prefetchers do not pay, and of
+/// more than two blocks narrow ones are better.
+template <class T>
+inline bool are_wide(const SumsTask& task) {
+  return task.plane >= 2 * kBlockRows && task.mask == nullptr &&
+         task.channels * static_cast<std::int64_t>(sizeof(T)) >= 512 &&
+         task.channels <= 2 * kWideChannels;
+}
+
+/// Rows of one segment, for at most kWidth neighbouring channels.
+template <std::int64_t kWidth>
 struct RowBlock {
   RowBlock(const SumsTask& task, std::int64_t of_unit, std::int64_t from_row,
            std::int64_t from_channel)
@@ -23,7 +36,7 @@ struct RowBlock {
     segment = unit % segments * kSegment;
     left = minimum(kSegment, task.plane - segment) - row;
     rows = minimum(kBlockRows, left);
-    channels = minimum(kBlockChannels, task.channels - channel);
+    channels = minimum(kWidth, task.channels - channel);
   }
   /// The one that is summed after this.
   RowBlock next(const SumsTask& task) const {
@@ -46,16 +59,33 @@ struct RowBlock {
   std::int64_t channels;
 };
 
+/// Asks for the rows of the next wide block where this one's are read.
+template <class T, bool kProduct>
+struct Below {
+  std::int64_t distance;  ///< in elements
+};
+
+template <int kRows, class T, bool kProduct>
+SYNCBN_INLINE void ask(Ahead<T, kProduct>& ahead, const T*, std::int64_t) {
+  ahead.ask();
+}
+template <int kRows, class T, bool kProduct>
+SYNCBN_INLINE void ask(Below<T, kProduct>& below, const T* u, std::int64_t step) {
+#pragma GCC unroll 4
+  for (int k = 0; k < (kProduct ? 0 : kRows); ++k) {
+    prefetch_second(u + k * step + below.distance);
+  }
+}
+
 /// Adds kRows rows of one lane, `u_step` and `v_step` elements apart, for `channels` channels.
-template <class T, bool kProduct, int kRows, bool kFresh>
+template <class T, bool kProduct, int kRows, bool kFresh, class Asked>
 inline void add_rows(const T* u, std::int64_t u_step, const T* v, std::int64_t v_step,
-                     std::int64_t channels, double* first, double* second,
-                     Ahead<T, kProduct>& ahead) {
+                     std::int64_t channels, double* first, double* second, Asked& ahead) {
   constexpr int kVectors = kColumn / kDoubleLanes;
-  Ahead<T, kProduct> asking = ahead;
+  Asked asking = ahead;
   std::int64_t c = 0;
   for (; c + kColumn <= channels; c += kColumn) {
-    asking.ask();
+    ask<kRows>(asking, u + c, u_step);
     DoubleV a[kVectors];
     DoubleV b[kVectors];
 #pragma GCC unroll 4
@@ -92,10 +122,10 @@ inline void add_rows(const T* u, std::int64_t u_step, const T* v, std::int64_t v
   ahead = asking;
 }
 
-template <class T, bool kProduct, bool kFresh>
+template <class T, bool kProduct, bool kFresh, class Asked>
 inline void add_some_rows(std::int64_t rows, const T* u, std::int64_t u_step, const T* v,
                           std::int64_t v_step, std::int64_t channels, double* first, double* second,
-                          Ahead<T, kProduct>& ahead) {
+                          Asked& ahead) {
   switch (rows) {
 #define SYNCBN_ROWS(K) \
   case K:              \
@@ -110,18 +140,19 @@ inline void add_some_rows(std::int64_t rows, const T* u, std::int64_t u_step, co
   }
 }
 
-/// As add_some_rows for those of `rows` rows that count, by every kLanes-th byte of mask.
-template <class T, bool kProduct>
+/// Adds those of `rows` rows one by one that count, by every kLanes-th byte of mask, if it is
+/// there.
+template <class T, bool kProduct, class Asked>
 __attribute__((noinline)) void add_counting_rows(const std::uint8_t* mask, std::int64_t rows,
                                                  bool fresh, const T* u, std::int64_t u_step,
                                                  const T* v, std::int64_t v_step,
                                                  std::int64_t channels, double* first,
-                                                 double* second, Ahead<T, kProduct>& ahead) {
+                                                 double* second, Asked& ahead) {
   if (fresh) {
     add_rows<T, kProduct, 0, true>(u, u_step, v, v_step, channels, first, second, ahead);
   }
   for (std::int64_t k = 0; k < rows; ++k) {
-    if (mask[k * kLanes] != 0) {
+    if (mask == nullptr || mask[k * kLanes] != 0) {
       add_rows<T, kProduct, 1, false>(u + k * u_step, u_step, v + k * v_step, v_step, channels,
                                       first, second, ahead);
     }
@@ -129,15 +160,29 @@ __attribute__((noinline)) void add_counting_rows(const std::uint8_t* mask, std::
 }
 
 /// Accumulators of a block; [lane][sum][channel], whole columns in load_pair's order.
+template <std::int64_t kWidth>
 struct LaneSums {
-  alignas(64) double sums[kLanes][2][kBlockChannels];
+  /// Of a wide block the rows of accumulators lie apart, or they would meet in few sets of a cache.
+  static constexpr bool kWide = kWidth > kBlockChannels;
+  static constexpr std::int64_t kApart = kWide ? kColumn : 0;
+
+  explicit LaneSums(std::int64_t channels)
+      : used((minimum(kWidth, channels) + kColumn - 1) / kColumn * kColumn + kApart) {}
+  std::int64_t at(std::int64_t lane, int sum) const {
+    return (2 * lane + sum) * (kWide ? used : kWidth);
+  }
+
+  std::int64_t used;
+  alignas(64) double sums[2 * kLanes * (kWidth + kApart)];
 };
 
 /// Folds the lanes of kDoubleLanes channels.
-inline DoubleV fold_lanes(const LaneSums& of, std::int64_t c, int sum) {
+template <std::int64_t kWidth>
+inline DoubleV fold_lanes(const LaneSums<kWidth>& of, std::int64_t c, int sum) {
   DoubleV lane[8];
   for (int l = 0; l < 8; ++l) {
-    lane[l] = load_double(of.sums[l][sum] + c) + load_double(of.sums[l + 8][sum] + c);
+    lane[l] =
+        load_double(of.sums + of.at(l, sum) + c) + load_double(of.sums + of.at(l + 8, sum) + c);
   }
   for (int h = 4; h >= 1; h /= 2) {
     for (int l = 0; l < h; ++l) {
@@ -148,8 +193,8 @@ inline DoubleV fold_lanes(const LaneSums& of, std::int64_t c, int sum) {
 }
 
 /// Merges the partials of a block's channels.
-template <class T>
-inline void merge_lanes(Windows& windows, const WindowArrays& w, const LaneSums& of,
+template <class T, std::int64_t kWidth>
+inline void merge_lanes(Windows& windows, const WindowArrays& w, const LaneSums<kWidth>& of,
                         std::int64_t channel, std::int64_t channels) {
   for (int sum = 0; sum < 2; ++sum) {
     std::int64_t c = 0;
@@ -166,39 +211,39 @@ inline void merge_lanes(Windows& windows, const WindowArrays& w, const LaneSums&
   }
 }
 
-template <class T, SumsOf kOf>
-void sum_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
-  if (task.plane == 1) {
-    sum_single_rows<T, kOf>(task, windows, w);
-    return;
-  }
+template <class T, SumsOf kOf, std::int64_t kWidth>
+void sum_blocks(const SumsTask& task, Windows& windows, const WindowArrays& w) {
   constexpr bool kProduct = kOf != SumsOf::kSquare;
+  constexpr bool kWide = kWidth > kBlockChannels;
   alignas(64) T buffer[kOf == SumsOf::kActivated ? kBlockRows * kBlockChannels : 1];
-  LaneSums lanes;
-  RowBlock next(task, task.unit_begin, 0, 0);
+  LaneSums<kWidth> lanes(task.channels);
+  RowBlock<kWidth> next(task, task.unit_begin, 0, 0);
   while (next.unit < task.unit_end) {
     const RowBlock block = next;
     next = block.next(task);
-    Ahead<T, kProduct> ahead;
-    if (next.unit < task.unit_end) {
-      ahead = {next.of<T>(task.u),
+    std::conditional_t<kWide, Below<T, kProduct>, Ahead<T, kProduct>> ahead;
+    if constexpr (kWide) {
+      ahead = {kBlockRows * task.u.element_stride};
+    } else if (next.unit < task.unit_end) {
+      ahead = {next.template of<T>(task.u),
                task.u.element_stride,
-               kProduct ? next.of<T>(task.v) : nullptr,
+               kProduct ? next.template of<T>(task.v) : nullptr,
                task.v.element_stride,
                next.rows,
                next.channels};
     }
     const std::uint8_t* mask =
-        task.mask == nullptr ? nullptr
-                             : task.mask + block.sample * task.plane + block.segment + block.row;
+        kWide || task.mask == nullptr
+            ? nullptr
+            : task.mask + block.sample * task.plane + block.segment + block.row;
     std::int64_t u_step = task.u.element_stride;
     const std::int64_t v_step = task.v.element_stride;
-    const T* u = block.of<T>(task.u);
-    const T* v = kProduct ? block.of<T>(task.v) : u;
+    const T* u = block.template of<T>(task.u);
+    const T* v = kProduct ? block.template of<T>(task.v) : u;
     if (kOf == SumsOf::kActivated) {
       const bool keep = task.out.data != nullptr;
       u_step = keep ? task.out.element_stride : block.channels;
-      T* target = keep ? const_cast<T*>(block.of<T>(task.out)) : buffer;
+      T* target = keep ? const_cast<T*>(block.template of<T>(task.out)) : buffer;
       for (std::int64_t k = 0; k < block.rows; ++k) {
         if (mask != nullptr && mask[k] == 0) {
           clear(target + k * u_step, block.channels);
@@ -214,22 +259,34 @@ void sum_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
       const std::int64_t rows = lane < block.rows ? (block.rows - lane + kLanes - 1) / kLanes : 0;
       const T* from = u + lane * u_step;
       const T* other = v + lane * v_step;
-      double* first = lanes.sums[lane][0];
-      double* second = lanes.sums[lane][1];
-      if (mask != nullptr) {
-        add_counting_rows<T, kProduct>(mask + lane, rows, fresh, from, kLanes * u_step, other,
+      double* first = lanes.sums + lanes.at(lane, 0);
+      double* second = lanes.sums + lanes.at(lane, 1);
+      const std::uint8_t* counting = mask == nullptr ? nullptr : mask + lane;
+      if (mask != nullptr || (kWide && rows < kLaneRows)) {  // rare, so not worth more code
+        add_counting_rows<T, kProduct>(counting, rows, fresh, from, kLanes * u_step, other,
                                        kLanes * v_step, block.channels, first, second, ahead);
       } else if (fresh) {
-        add_some_rows<T, kProduct, true>(rows, from, kLanes * u_step, other, kLanes * v_step,
-                                         block.channels, first, second, ahead);
+        add_some_rows<T, kProduct, true>(kWide ? kLaneRows : rows, from, kLanes * u_step, other,
+                                         kLanes * v_step, block.channels, first, second, ahead);
       } else {
-        add_some_rows<T, kProduct, false>(rows, from, kLanes * u_step, other, kLanes * v_step,
-                                          block.channels, first, second, ahead);
+        add_some_rows<T, kProduct, false>(kWide ? kLaneRows : rows, from, kLanes * u_step, other,
+                                          kLanes * v_step, block.channels, first, second, ahead);
       }
     }
     if (block.left > block.rows) {
       continue;
     }
     merge_lanes<T>(windows, w, lanes, block.channel, block.channels);
+  }
+}
+
+template <class T, SumsOf kOf>
+void sum_rows(const SumsTask& task, Windows& windows, const WindowArrays& w) {
+  if (task.plane == 1) {
+    sum_single_rows<T, kOf>(task, windows, w);
+  } else if (kOf == SumsOf::kActivated || !are_wide<T>(task)) {
+    sum_blocks<T, kOf, kBlockChannels>(task, windows, w);
+  } else if constexpr (kOf != SumsOf::kActivated) {
+    sum_blocks<T, kOf, kWideChannels>(task, windows, w);
   }
 }

@@ -50,6 +50,7 @@ TEST_F(OneRankDirections, OfLargeTensorsHaveTheBitsOfMessagesExact) {
   } cases[] = {{DType::kFloat32, {3, 16, 150, 150}, Memory::kPlanes, 15},
                {DType::kFloat32, {3, 16, 150, 150}, Memory::kRows, 15},
                {DType::kFloat32, {1, 600, 2000}, Memory::kRows, 0},
+               {DType::kBFloat16, {3, 1019, 700}, Memory::kRows, 31},
                {DType::kFloat32, {2200, 481}, Memory::kRows, 2},
                {DType::kFloat32, {2200, 484}, Memory::kRows, 15},
                {DType::kFloat16, {4200, 32, 17}, Memory::kPlanes, 4},
