@@ -25,32 +25,6 @@ void check_size(const char* name, std::size_t size, std::size_t expected) {
   }
 }
 
-/// FNV-1a, 64 bits, never 0; see "The FNV Non-Cryptographic Hash Algorithm" (RFC 9923). Layers
-/// without a name, which have one rank, get a number each.
-std::uint64_t number_of(const std::string& name) {
-  static std::atomic<std::uint64_t> unnamed{0};
-  if (name.empty()) {
-    return ++unnamed;
-  }
-  std::uint64_t hash = 0xcbf29ce484222325U;
-  for (const char c : name) {
-    hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
-  }
-  return hash == 0 ? 1 : hash;
-}
-
-void check_layer(const BatchNorm::Options& options, int ranks) {
-  check_ranks(ranks);
-  if (options.name.empty() && ranks > 1) {
-    throw InvalidArgument(
-        "options.name: got none, expected this layer's own name, the same on all ranks (there "
-        "are " +
-        std::to_string(ranks) + " ranks)");
-  }
-  check_channels(options.channels);
-  check_options(options);
-}
-
 /// Names of the layers of each communicator that has several ranks.
 class Names {
  public:
@@ -87,6 +61,31 @@ void need_cuda(LayerState& layer) {
 }
 
 }  // namespace
+
+// FNV-1a, 64 bits, never 0; see "The FNV Non-Cryptographic Hash Algorithm" (RFC 9923).
+std::uint64_t number_of(const std::string& name) {
+  static std::atomic<std::uint64_t> unnamed{0};
+  if (name.empty()) {
+    return ++unnamed;
+  }
+  std::uint64_t hash = 0xcbf29ce484222325U;
+  for (const char c : name) {
+    hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
+  }
+  return hash == 0 ? 1 : hash;
+}
+
+void check_layer(const BatchNorm::Options& options, int ranks) {
+  check_ranks(ranks);
+  if (options.name.empty() && ranks > 1) {
+    throw InvalidArgument(
+        "options.name: got none, expected this layer's own name, the same on all ranks (there "
+        "are " +
+        std::to_string(ranks) + " ranks)");
+  }
+  check_channels(options.channels);
+  check_options(options);
+}
 
 void LayerState::take_name() {
   const void* const group = on_cpu != nullptr ? cpu_link.identity() : cuda_link.identity();

@@ -8,6 +8,7 @@
 #include "checks.hpp"
 #include "sample_view.hpp"
 #include "statistics/activation.hpp"
+#include "syncbn/batch_norm.hpp"
 #include "syncbn/c_api.h"
 #include "syncbn/error.hpp"
 #include "syncbn/executor.hpp"
@@ -145,6 +146,31 @@ inline Activation activation_of(const syncbn_activation& given) {
   const auto name_of = [](ActivationKind kind) { return traits_of(kind).name; };
   return {named_enum_of<ActivationKind>("activation", given.kind, kActivationCount, name_of),
           given.negative_slope};
+}
+
+inline Statistics statistics_of(std::int32_t given) {
+  return enum_of("statistics", given, Statistics::kWelford,
+                 "SYNCBN_REPRODUCIBLE or SYNCBN_WELFORD");
+}
+
+BatchNorm::Options options_of(const syncbn_batch_norm_options* given);
+BatchNorm::Forward forward_of(const syncbn_forward_arguments* given);
+BatchNorm::Backward backward_of(const syncbn_backward_arguments* given);
+
+/// Runs what belongs to a call, with a number or -1; errors carry the layer, as those of the call
+/// itself.
+template <class Body>
+void in_call(const std::string& layer, std::int64_t number, const char* direction,
+             const Body& body) {
+  try {
+    body();
+  } catch (Error& error) {
+    if (!layer.empty()) {
+      const std::string call = number >= 0 ? "call " + std::to_string(number) + ", " : "";
+      error.set_layer(layer, layer + ", " + call + direction);
+    }
+    throw;
+  }
 }
 
 inline Execution execution_of(syncbn_executor* given) {

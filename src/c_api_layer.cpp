@@ -27,8 +27,9 @@ std::optional<double> momentum_of(double momentum, std::int32_t cumulative_avera
   return cumulative_average != 0 ? std::nullopt : std::optional<double>(momentum);
 }
 
-BatchNorm::Options options_of(const syncbn_batch_norm_options* given,
-                              const syncbn_communicator& communicator) {
+}  // namespace
+
+BatchNorm::Options options_of(const syncbn_batch_norm_options* given) {
   const syncbn_batch_norm_options& from = sized("options", given);
   BatchNorm::Options options;
   options.channels = from.channels;
@@ -36,11 +37,7 @@ BatchNorm::Options options_of(const syncbn_batch_norm_options* given,
   options.eps = from.eps;
   options.momentum = momentum_of(from.momentum, from.cumulative_average);
   options.activation = activation_of(from.activation);
-  options.statistics = enum_of("statistics", from.statistics, Statistics::kWelford,
-                               "SYNCBN_REPRODUCIBLE or SYNCBN_WELFORD");
-  if (options.statistics == Statistics::kWelford && communicator.all_gather == nullptr) {
-    refuse("communicator.all_gather", "NULL", "a function (statistics is SYNCBN_WELFORD)");
-  }
+  options.statistics = statistics_of(from.statistics);
   return options;
 }
 
@@ -71,6 +68,8 @@ BatchNorm::Backward backward_of(const syncbn_backward_arguments* given) {
           .affine = enum_of("affine", a.affine, AffineGradients::kGlobal,
                             "SYNCBN_SHARE or SYNCBN_GLOBAL")};
 }
+
+namespace {
 
 BatchNorm::Evaluate evaluate_of(const syncbn_evaluate_arguments* given) {
   const syncbn_evaluate_arguments& a = sized("arguments", given);
@@ -105,21 +104,6 @@ BatchNorm::EvaluateBackward evaluate_backward_of(const syncbn_evaluate_backward_
   return of_cpp;
 }
 
-/// Reads what C hands over for a call; errors carry the layer, as those of the call itself.
-template <class Read>
-void before_call(const syncbn_batch_norm& layer, std::optional<std::uint64_t> number,
-                 const char* direction, const Read& read) {
-  try {
-    read();
-  } catch (Error& error) {
-    if (!layer.name.empty()) {
-      const std::string call = number.has_value() ? "call " + std::to_string(*number) + ", " : "";
-      error.set_layer(layer.name, layer.name + ", " + call + direction);
-    }
-    throw;
-  }
-}
-
 }  // namespace
 }  // namespace syncbn::c_api
 
@@ -136,7 +120,10 @@ syncbn_status syncbn_batch_norm_create(const syncbn_batch_norm_options* options,
     std::unique_ptr<syncbn_batch_norm> made;
     try {
       required("layer", layer);
-      given = options_of(options, *communicator);
+      given = options_of(options);
+      if (given.statistics == Statistics::kWelford && communicator->all_gather == nullptr) {
+        refuse("communicator.all_gather", "NULL", "a function (statistics is SYNCBN_WELFORD)");
+      }
       made.reset(  // its layer follows, which tells the others itself
           new syncbn_batch_norm{std::string(given.name), group, BatchNorm(BatchNorm::Options())});
     } catch (const std::exception& error) {  // the others would wait for a layer that is not there
@@ -189,7 +176,7 @@ syncbn_status syncbn_batch_norm_forward(syncbn_batch_norm* layer,
     syncbn_batch_norm& of = required("layer", layer);
     BatchNorm::Forward forward;
     try {
-      before_call(of, of.of_cpp.calls(), "forward", [&] {
+      in_call(of.name, static_cast<std::int64_t>(of.of_cpp.calls()), "forward", [&] {
         required("saved", saved);
         forward = forward_of(arguments);
       });
@@ -211,7 +198,7 @@ syncbn_status syncbn_batch_norm_backward(syncbn_batch_norm* layer,
     syncbn_batch_norm& of = required("layer", layer);
     BatchNorm::Backward backward;
     try {
-      before_call(of, std::nullopt, "backward", [&] {
+      in_call(of.name, -1, "backward", [&] {
         required("saved", saved);
         backward = backward_of(arguments);
       });
@@ -231,7 +218,7 @@ syncbn_status syncbn_batch_norm_evaluate(syncbn_batch_norm* layer,
   return guarded([&] {
     syncbn_batch_norm& of = required("layer", layer);
     BatchNorm::Evaluate evaluate;
-    before_call(of, std::nullopt, "evaluation", [&] { evaluate = evaluate_of(arguments); });
+    in_call(of.name, -1, "evaluation", [&] { evaluate = evaluate_of(arguments); });
     of.of_cpp.evaluate(evaluate, execution_of(executor));
   });
 }
@@ -242,8 +229,8 @@ syncbn_status syncbn_batch_norm_evaluate_backward(
   return guarded([&] {
     syncbn_batch_norm& of = required("layer", layer);
     BatchNorm::EvaluateBackward backward;
-    before_call(of, std::nullopt, "backward of an evaluation",
-                [&] { backward = evaluate_backward_of(arguments); });
+    in_call(of.name, -1, "backward of an evaluation",
+            [&] { backward = evaluate_backward_of(arguments); });
     of.of_cpp.evaluate_backward(backward, execution_of(executor));
   });
 }

@@ -289,6 +289,65 @@ SYNCBN_API syncbn_status syncbn_batch_norm_evaluate_backward(
     syncbn_batch_norm* layer, const syncbn_evaluate_backward_arguments* arguments,
     syncbn_executor* executor);
 
+/* ---- A layer's calls in two halves, for those who own the exchange ---- */
+
+/* begin writes this rank's message. The caller adds up the messages of all ranks, word by word
+   modulo 2^64: any SUM all-reduce of int64, at any time, in any way. finish makes statistics of the
+   sum and writes the outputs. Both halves get the same step and arguments, whose memory is left
+   alone in between. They compute, check and refuse what the layer's call does, but for this: what
+   outlives a call is in the step, so nobody compares a backward with its forward. With another x,
+   mask, weight, bias or activation than the forward's, dx is wrong, and no error says so.
+
+   A begin that fails writes into `message`, unless it is NULL, that this rank refuses. Send it all
+   the same: finish is SYNCBN_DIVERGENCE on the others then, as it is on all ranks if they did not
+   make the same call. */
+typedef struct syncbn_step {
+  size_t struct_size;
+  const syncbn_batch_norm_options* options; /* the layer's; name is needed where ranks > 1 */
+  int32_t ranks;                            /* of the group: 1 to 2048 */
+  /* A forward: which call of the layer it is, the same on all ranks. finish adds 1, but not if it
+     is SYNCBN_INVALID_ARGUMENT or SYNCBN_DIVERGENCE. A backward does not look at it. */
+  int64_t* call;
+  /* A forward writes these for its backward; they have C entries. */
+  double* mean;
+  double* var; /* biased; a backward does not look at it */
+  double* rstd;
+  int64_t* info; /* 2 words: elements per channel over all ranks, and what marks the call */
+  /* Written, too; as large as syncbn_step_sizes says. Or NULL without a residual or without an
+     activation. */
+  uint8_t* activation_mask;
+} syncbn_step;
+
+/* How large for this x a message is, in words, and an activation mask, in bytes. Each of the three
+   may be NULL. statistics: enum syncbn_statistics. Ranks without samples bring an x of the others'
+   dtype. */
+SYNCBN_API syncbn_status syncbn_step_sizes(const syncbn_tensor* x, int32_t statistics,
+                                           int64_t* forward_words, int64_t* backward_words,
+                                           int64_t* activation_mask_bytes);
+
+SYNCBN_API syncbn_status syncbn_forward_begin(const syncbn_step* step,
+                                              const syncbn_forward_arguments* arguments,
+                                              int64_t* message, syncbn_executor* executor);
+
+/* merged: the sum of the messages. With SYNCBN_WELFORD that of their first 8 words, and after it
+   the other words of all ranks, in rank order. After SYNCBN_OUT_OF_MEMORY `call` and running
+   statistics may be updated, as on the other ranks. */
+SYNCBN_API syncbn_status syncbn_forward_finish(const syncbn_step* step,
+                                               const syncbn_forward_arguments* arguments,
+                                               const int64_t* merged, syncbn_executor* executor);
+
+/* Writes dresidual. */
+SYNCBN_API syncbn_status syncbn_backward_begin(const syncbn_step* step,
+                                               const syncbn_backward_arguments* arguments,
+                                               int64_t* message, syncbn_executor* executor);
+
+/* own: the message that this rank sent, of which its share of dweight and dbias is made; or NULL
+   with SYNCBN_GLOBAL or without both. */
+SYNCBN_API syncbn_status syncbn_backward_finish(const syncbn_step* step,
+                                                const syncbn_backward_arguments* arguments,
+                                                const int64_t* own, const int64_t* merged,
+                                                syncbn_executor* executor);
+
 #ifdef __cplusplus
 }
 #endif

@@ -74,4 +74,8 @@ void destroy_fixture(fixture* x);
 /* In c_api_errors_test.c. */
 void test_errors(void);
 
+/* In c_api_step_test.c and c_api_step_errors_test.c. */
+void test_step(void);
+void test_step_errors(void);
+
 #endif /* SYNCBN_TESTS_C_STEP_H */
