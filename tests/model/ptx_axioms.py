@@ -3,13 +3,12 @@
 
 The model is chapter 8 of the PTX ISA 9 ("Memory Consistency Model", its sections are named below),
 as Lustig, Sahasrabuddhe and Giroux formalized it ("A Formal Analysis of the NVIDIA PTX Memory
-Consistency Model", ASPLOS 2019). There is one proxy, and accesses overlap wholly or not at all.
+Consistency Model", ASPLOS 2019), without what no kernel here uses: fences, other devices, proxies,
+and accesses that overlap in part.
 
-A thread of a program begins with its place on a new line, which is a device and a block: "0A: ...".
+A thread of a program begins with its block on a new line: "A: ...".
 Instructions are PTX's, with locations and registers by name; ";" or a new line is between them:
-    r = ld.weak x | st.release.sys x 1 | r = atom.acq_rel.gpu.add x 1 | red.relaxed.gpu.add x 1
-    fence.sc.gpu | bar.sync | bar.warp.sync
-    kernel          a kernel ends and the next one begins: all threads of the device meet
+    r = ld.weak x | st.release.gpu x 1 | r = atom.acq_rel.gpu.add x 1 | bar.sync | bar.warp.sync
     @r==1 ...       executed if this holds. The register may be another thread's, as by a shuffle
     ... #name       a name of the instruction
 Locations are 0 at first. A register is written once."""
@@ -22,7 +21,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 COMPARISONS = {"==": operator.eq, "!=": operator.ne, ">=": operator.ge}
-BARRIERS = ("bar", "kernel")
 
 
 class Event(NamedTuple):
@@ -36,11 +34,11 @@ class Event(NamedTuple):
     register: str
     guard: str
 
-    reads = property(lambda self: self.op in ("ld", "atom", "red"))
-    writes = property(lambda self: self.op in ("st", "atom", "red"))
+    reads = property(lambda self: self.op in ("ld", "atom"))
+    writes = property(lambda self: self.op in ("st", "atom"))
     memory = property(lambda self: self.reads or self.writes)
-    acquires = property(lambda self: self.order in ("acquire", "acq_rel", "sc"))
-    releases = property(lambda self: self.order in ("release", "acq_rel", "sc"))
+    acquires = property(lambda self: self.order in ("acquire", "acq_rel"))
+    releases = property(lambda self: self.order in ("release", "acq_rel"))
 
 
 class Execution(NamedTuple):
@@ -52,8 +50,8 @@ class Execution(NamedTuple):
 
 def parse(thread: int, text: str) -> Event:
     found = re.fullmatch(
-        r"(?:@(\S+) )?(?:(\w+) = )?(ld|st|atom|red|fence|bar|kernel)"
-        r"(?:\.(weak|relaxed|acquire|release|acq_rel|sc|sync|warp\.sync))?(?:\.(cta|gpu|sys))?"
+        r"(?:@(\S+) )?(?:(\w+) = )?(ld|st|atom|bar)"
+        r"(?:\.(weak|relaxed|acquire|release|acq_rel|sync|warp\.sync))?(?:\.(cta|gpu))?"
         r"(?:\.add)?(?: ([\w>=!]+))?(?: (\w+))?",
         text,
     )
@@ -100,13 +98,13 @@ class Path:
         names = sorted({e.location for thread in threads for e in thread if e.memory})
         self.events = [Event(-1, "", "st", "weak", "", name, "0", "", "") for name in names]
         self.before = [0] * len(names)  # program order, by way of barriers, not closed yet
-        self.po = [0] * len(names)  # program order of memory operations and fences
+        self.po = [0] * len(names)  # program order of memory operations
         self.met: dict[tuple, list[int]] = {}  # a barrier's event, and the threads there
         for thread in threads:
             self.add_thread(thread, len(names))
         self.diverged = any(
-            met != [t for t, other in enumerate(places) if other.startswith(place)]
-            for (_, place, _), (_, *met) in self.met.items()
+            met != [t for t, other in enumerate(places) if other == place]
+            for (place, _), (_, *met) in self.met.items()
         )
         self.static = closure(self.before)
         every = range(len(self.events))
@@ -118,13 +116,12 @@ class Path:
             self.add_pattern(i, j)
 
     def add_thread(self, thread: list[Event], inits: int) -> None:
-        last, own, counts = range(inits), [], dict.fromkeys(BARRIERS, 0)
+        last, own, barriers = range(inits), [], 0
         for event in thread:
             at = len(self.events)
-            if event.op in BARRIERS:  # one event of all threads that meet
-                counts[event.op] += 1
-                place = self.places[event.thread][: 1 if event.op == "kernel" else None]
-                met = self.met.setdefault((event.op, place, counts[event.op]), [at])
+            if event.op == "bar":  # one event of all threads that meet
+                barriers += 1
+                met = self.met.setdefault((self.places[event.thread], barriers), [at])
                 met.append(event.thread)
                 at = met[0]
             if at == len(self.events):
@@ -134,15 +131,14 @@ class Path:
             for i in last:
                 self.before[i] |= 1 << at
             last = [at]
-            if event.op not in BARRIERS:
+            if event.op != "bar":
                 for i in own:
                     self.po[i] |= 1 << at
                 own.append(at)
 
     def includes(self, event: Event, thread: int) -> bool:  # 8.5
-        here, there = self.places[event.thread], self.places[thread]
-        same = {"": False, "cta": here == there, "gpu": here[0] == there[0], "sys": True}
-        return same[event.scope]
+        same = self.places[event.thread] == self.places[thread]
+        return event.scope == "gpu" or event.scope == "cta" and same
 
     def morally_strong(self, i: int, j: int) -> bool:  # 8.7
         a, b = self.events[i], self.events[j]
@@ -154,12 +150,10 @@ class Path:
 
     def add_pattern(self, i: int, j: int) -> None:  # 8.8
         access, other = self.events[i], self.events[j]
-        fits = other.op == "fence" or other.location == access.location
-        if access.memory and access.scope and fits:
+        if access.memory and access.scope and other.location == access.location:
             if access.writes and other.releases and (i == j or self.po[j] >> i & 1):
                 self.heads.setdefault(i, []).append(j)
-            # A red is part of no acquire pattern, 8.11.1.
-            if access.op in ("ld", "atom") and other.acquires and (i == j or self.po[i] >> j & 1):
+            if access.reads and other.acquires and (i == j or self.po[i] >> j & 1):
                 self.tails.setdefault(i, []).append(j)
 
     def value(self, at: int, written: bool, rf: dict[int, int], known: dict) -> int | None:
@@ -236,13 +230,6 @@ class Path:
 
         yield from extend({})
 
-    def fence_orders(self) -> set[frozenset[tuple[int, int]]]:  # 8.9.3
-        fences = [i for i, e in enumerate(self.events) if e.op == "fence" and e.order == "sc"]
-        return {
-            frozenset(p for p in itertools.combinations(order, 2) if self.strong[p[0]] >> p[1] & 1)
-            for order in itertools.permutations(fences)
-        }
-
     def executions(self) -> Iterator[Execution]:
         for rf, known in self.reads_from():
             observed = [0] * len(self.events)  # 8.9.2; what reads and writes is atomic
@@ -254,20 +241,15 @@ class Path:
                 for r in bits(observed[w]):
                     for head, tail in itertools.product(heads, self.tails.get(r, ())):
                         synchronized[head] |= self.strong[head] & 1 << tail
-            for fences in self.fence_orders():
-                base = synchronized[:]
-                for i, j in fences:
-                    base[i] |= 1 << j
-                base = closure(base)
-                # Fence-SC, 8.10.2; a cycle without these fences contradicts Causality. And
-                # Causality, 8.10.6: no read from a later write. (Only writes are observed.)
-                if cyclic(base) or any(base[r] >> w & 1 for r, w in rf.items()):
-                    continue
-                cause = base[:]  # 8.9.5
-                for i, row in enumerate(observed):
-                    for z in bits(row):
-                        cause[i] |= base[z]
-                yield from self.ends(rf, known, cause)
+            base = closure(synchronized)
+            # Causality, 8.10.6: no read from a later write. (Only writes are observed.)
+            if cyclic(base) or any(base[r] >> w & 1 for r, w in rf.items()):
+                continue
+            cause = base[:]  # 8.9.5
+            for i, row in enumerate(observed):
+                for z in bits(row):
+                    cause[i] |= base[z]
+            yield from self.ends(rf, known, cause)
 
     def coherence(self, location: str, rf: dict, cause: list[int]) -> Iterator[list[int]]:
         """The coherence orders of a location (8.9.6) that the axioms allow."""
@@ -340,7 +322,7 @@ class Path:
 
 def executions(program: str) -> Iterator[Execution]:
     places, threads = [], []
-    for number, thread in enumerate(re.split(r"\n(?=\d)", program.strip())):
+    for number, thread in enumerate(re.split(r"\n(?=[A-Z]:)", program.strip())):
         place, text = thread.split(":")
         code = [re.sub(r"#\w+", "", part).strip() for part in re.split("[;\n]", text)]
         events = [parse(number, part) for part in code if part]

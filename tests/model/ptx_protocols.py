@@ -58,12 +58,12 @@ def one_last(last: str, other: str) -> str:
 # float64's; others stay in registers); the count is there before, and what the block does next
 # writes there. The next kernel finds what x, y and done hold at the end.
 BLOCKS = """
-0$: atom.relaxed.gpu.add y 1 #add; bar.sync #added
+$: atom.relaxed.gpu.add y 1 #add; bar.sync #added
     d$ = atom.acq_rel.gpu.add done 1 #count; st.weak area$ d$; bar.sync #counted
     l$ = ld.weak area$; bar.sync #read
     @l$==1 x$ = ld.weak x; @l$==1 st.weak area$ x$; @l$==1 st.weak x 0; @l$==1 bar.warp.sync #staged
     @l$==1 bar.sync #free; st.weak area$ 9
-0$: atom.relaxed.gpu.add x 1 #add; bar.sync #added
+$: atom.relaxed.gpu.add x 1 #add; bar.sync #added
     bar.sync #counted
     m$ = ld.weak area$; bar.sync #read
     @m$==1 y$ = ld.weak y; @m$==1 st.weak y 0
@@ -74,11 +74,11 @@ BLOCKS = """
 COLUMNS = re.sub(r"@.\$==1 bar.sync #free", "bar.sync #next_added", BLOCKS)
 # sum_planes. The other lanes have the count by a shuffle, which orders no memory.
 WARPS = """
-0$: atom.relaxed.gpu.add y 1 #add; bar.warp.sync #added
+$: atom.relaxed.gpu.add y 1 #add; bar.warp.sync #added
     d$ = atom.acq_rel.gpu.add done 1 #count; bar.warp.sync #counted
     @d$==1 x$ = ld.weak x; @d$==1 st.weak area$ x$; @d$==1 st.weak x 0; @d$==1 bar.warp.sync #staged
     bar.warp.sync #next_added; st.weak area$ 9
-0$: atom.relaxed.gpu.add x 1 #add; bar.warp.sync #added
+$: atom.relaxed.gpu.add x 1 #add; bar.warp.sync #added
     bar.warp.sync #counted
     @d$==1 y$ = ld.weak y; @d$==1 st.weak y 0
     @d$==1 e$ = ld.weak done; @d$==1 st.weak done 0; @d$==1 bar.warp.sync #staged
@@ -86,7 +86,7 @@ WARPS = """
 """
 # Three blocks with a thread each: the last one knows of the first by way of the second.
 CHAIN = """
-0$: atom.relaxed.gpu.add x 1 #add; d$ = atom.acq_rel.gpu.add done 1 #count
+$: atom.relaxed.gpu.add x 1 #add; d$ = atom.acq_rel.gpu.add done 1 #count
     @d$==2 x$ = ld.weak x; @d$==2 st.weak x 0; @d$==2 e$ = ld.weak done; @d$==2 st.weak done 0
 """
 PACKED = "x$ == 2 and y$ == 2 and e$ == 2 and p$ == 2"
@@ -97,16 +97,16 @@ COUNTING = [*weaker("count", "acq_rel", "gpu", "cta"), Change("add", "gpu", "cta
 # barriers are the warp's), the moments of welford_kernel. The constants of map_dense_planes and
 # map_dense_rows go half a round.
 STAGING = """
-0A: st.weak x 1; bar.sync #staged; r = ld.weak y; bar.sync #read
+A: st.weak x 1; bar.sync #staged; r = ld.weak y; bar.sync #read
     st.weak x 2; bar.sync #staged; t = ld.weak y
-0A: st.weak y 1; bar.sync #staged; s = ld.weak x; bar.sync #read
+A: st.weak y 1; bar.sync #staged; s = ld.weak x; bar.sync #read
     st.weak y 2; bar.sync #staged; u = ld.weak x
 """
 # running_kernel: cumulative averages take the counter in all threads. (In moments_kernel only the
 # thread that raises it reads it.)
 COUNTER = """
-0A: r = ld.weak n; bar.sync #read; st.weak n 1
-0A: s = ld.weak n; bar.sync #read
+A: r = ld.weak n; bar.sync #read; st.weak n 1
+A: s = ld.weak n; bar.sync #read
 """
 
 PROTOCOLS = [
