@@ -95,7 +95,11 @@ def _difference(texts: dict[int, str]) -> str:
         return f"rank {rank}: {text.replace(_SEPARATOR, ', ')}; the others did not say"
     calls = {r: dict(f.partition("=")[::2] for f in t.split(_SEPARATOR)) for r, t in texts.items()}
     differing = []
+    # What only a forward has differs from nothing that a backward has.
+    turned = len({call.get("direction") for call in calls.values()}) > 1
     for name in dict.fromkeys(name for call in calls.values() for name in call):
+        if turned and not all(name in call for call in calls.values()):
+            continue
         by_value: dict[str, list[int]] = {}
         for rank, call in calls.items():
             by_value.setdefault(call.get(name, "none"), []).append(rank)

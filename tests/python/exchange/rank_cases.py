@@ -217,6 +217,11 @@ def case_disagreement_is_an_error_on_every_rank(rank, world):
     layer(x)
     layer.state.call += int(last)
     diverges(f"same call: call: 1 on .*, 2 on rank {world - 1}$", layer, x)
+    # A backward meets the others' next forward: the rest of their fields says nothing more.
+    layer = syncbn.SyncBatchNorm(4)
+    y = layer(x.clone().requires_grad_())
+    text = "same call: call: 1 on .*, 0 on {0}; direction: forward on .*, backward on {0}$"
+    diverges(text.format(f"rank {world - 1}"), *((y.sum().backward,) if last else (layer, x)))
     # The groups are still good.
     syncbn.SyncBatchNorm(4)(x)
     dist.barrier()
