@@ -8,21 +8,12 @@
 #include <string.h>
 
 #include "group.h"
-#include "reference.h"
 #include "step.h"
-
-static layer_step step_of(step_memory* m) {
-  const layer_step step = {m->x,           m->dy,        m->mask,    m->weight, m->bias,
-                           m->y,           m->dx,        m->dweight, m->dbias,  m->running_mean,
-                           m->running_var, m->evaluated, SAMPLES,    CHANNELS,  PLANE};
-  return step;
-}
 
 static step_memory expected_step(void) {
   step_memory m;
   fill(&m);
-  const layer_step step = step_of(&m);
-  reference_step(&step);
+  reference_step(&m);
   return m;
 }
 
@@ -253,6 +244,28 @@ static void groups_that_cannot_be_made(void) {
   syncbn_group_destroy(g);
 }
 
+/* C programs are to destroy the layer first; the other order is an error with words. */
+static void group_gone_before_its_layer(void) {
+  fixture x;
+  make_fixture(&x);
+  syncbn_group* group = NULL;
+  EXPECT_OK(syncbn_thread_group_create(1, 1000, &group));
+  make_layer(&x, syncbn_group_rank(group, 0));
+  EXPECT_OK(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL));
+  syncbn_group_destroy(group);
+  EXPECT_ERROR(syncbn_batch_norm_backward(x.layer, &x.b, x.saved, NULL), SYNCBN_INVALID_ARGUMENT,
+               "communicator: got one that is gone");
+  EXPECT_ERROR(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL), SYNCBN_INVALID_ARGUMENT,
+               "communicator: got one that is gone");
+  x.f.y = NULL;
+  x.b.dy = NULL;
+  EXPECT_ERROR(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL), SYNCBN_INVALID_ARGUMENT,
+               "communicator: got one that is gone");
+  EXPECT_ERROR(syncbn_batch_norm_backward(x.layer, &x.b, x.saved, NULL), SYNCBN_INVALID_ARGUMENT,
+               "dy: got NULL");
+  destroy_fixture(&x);
+}
+
 /* The backward of an evaluation. */
 static void evaluation_exact(void) {
   fixture x;
@@ -263,8 +276,7 @@ static void evaluation_exact(void) {
     x.m.running_var[c] = 0.5f + (float)c;
   }
   step_memory expected = x.m;
-  const layer_step step = step_of(&expected);
-  reference_evaluate_backward(&step);
+  reference_evaluate_backward(&expected);
   syncbn_evaluate_backward_arguments e = {.struct_size = sizeof(e),
                                           .dy = &x.v.dy,
                                           .x = &x.v.x,
@@ -326,6 +338,7 @@ int main(void) {
   thread_group_exact();
   shared_memory_group_exact();
   groups_that_cannot_be_made();
+  group_gone_before_its_layer();
   evaluation_exact();
   strides_exact();
   test_errors();

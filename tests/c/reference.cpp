@@ -1,27 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "reference.h"
-
 #include "syncbn/batch_norm.hpp"
+
+extern "C" {
+#include "step.h"
+}
 
 namespace {
 
 using namespace syncbn;
 
-/// Views of a step.
+/// Views of a batch.
 struct Views {
-  explicit Views(const layer_step* step) : s(*step), mask{s.mask, {s.samples, s.plane}} {}
-  const layer_step& s;
+  explicit Views(const step_memory* m) : mask{m->mask, {SAMPLES, PLANE}} {}
   const MaskView mask;
   TensorView input(const float* data) const {
-    return {data, DType::kFloat32, {s.samples, s.channels, s.plane}};
+    return {data, DType::kFloat32, {SAMPLES, CHANNELS, PLANE}};
   }
   MutableTensorView output(float* data) const {
-    return {data, DType::kFloat32, {s.samples, s.channels, s.plane}};
+    return {data, DType::kFloat32, {SAMPLES, CHANNELS, PLANE}};
   }
-  TensorView entries(const float* data) const { return {data, DType::kFloat32, {s.channels}}; }
-  MutableTensorView written(float* data) const { return {data, DType::kFloat32, {s.channels}}; }
+  TensorView entries(const float* data) const { return {data, DType::kFloat32, {CHANNELS}}; }
+  MutableTensorView written(float* data) const { return {data, DType::kFloat32, {CHANNELS}}; }
   BatchNorm layer() const {
-    return BatchNorm({.channels = s.channels,
+    return BatchNorm({.channels = CHANNELS,
                       .eps = 1e-3,
                       .momentum = 0.3,
                       .activation = {ActivationKind::kLeakyRelu, 0.2}});
@@ -30,47 +31,47 @@ struct Views {
 
 }  // namespace
 
-void reference_step(const layer_step* step) {
-  const Views v(step);
+void reference_step(step_memory* m) {
+  const Views v(m);
   BatchNorm layer = v.layer();
   Saved saved;
-  layer.forward({.x = v.input(step->x),
+  layer.forward({.x = v.input(m->x),
                  .mask = v.mask,
-                 .weight = v.entries(step->weight),
-                 .bias = v.entries(step->bias),
-                 .y = v.output(step->y),
-                 .running_mean = v.written(step->running_mean),
-                 .running_var = v.written(step->running_var)},
+                 .weight = v.entries(m->weight),
+                 .bias = v.entries(m->bias),
+                 .y = v.output(m->y),
+                 .running_mean = v.written(m->running_mean),
+                 .running_var = v.written(m->running_var)},
                 saved);
-  layer.backward({.dy = v.input(step->dy),
-                  .x = v.input(step->x),
+  layer.backward({.dy = v.input(m->dy),
+                  .x = v.input(m->x),
                   .mask = v.mask,
-                  .weight = v.entries(step->weight),
-                  .bias = v.entries(step->bias),
-                  .dx = v.output(step->dx),
-                  .dweight = v.written(step->dweight),
-                  .dbias = v.written(step->dbias),
+                  .weight = v.entries(m->weight),
+                  .bias = v.entries(m->bias),
+                  .dx = v.output(m->dx),
+                  .dweight = v.written(m->dweight),
+                  .dbias = v.written(m->dbias),
                   .affine = AffineGradients::kGlobal},
                  saved);
-  layer.evaluate({.x = v.input(step->x),
+  layer.evaluate({.x = v.input(m->x),
                   .mask = v.mask,
-                  .weight = v.entries(step->weight),
-                  .bias = v.entries(step->bias),
-                  .running_mean = v.entries(step->running_mean),
-                  .running_var = v.entries(step->running_var),
-                  .y = v.output(step->evaluated)});
+                  .weight = v.entries(m->weight),
+                  .bias = v.entries(m->bias),
+                  .running_mean = v.entries(m->running_mean),
+                  .running_var = v.entries(m->running_var),
+                  .y = v.output(m->evaluated)});
 }
 
-void reference_evaluate_backward(const layer_step* step) {
-  const Views v(step);
-  v.layer().evaluate_backward({.dy = v.input(step->dy),
-                               .x = v.input(step->x),
+void reference_evaluate_backward(step_memory* m) {
+  const Views v(m);
+  v.layer().evaluate_backward({.dy = v.input(m->dy),
+                               .x = v.input(m->x),
                                .mask = v.mask,
-                               .weight = v.entries(step->weight),
-                               .bias = v.entries(step->bias),
-                               .running_mean = v.entries(step->running_mean),
-                               .running_var = v.entries(step->running_var),
-                               .dx = v.output(step->dx),
-                               .dweight = v.written(step->dweight),
-                               .dbias = v.written(step->dbias)});
+                               .weight = v.entries(m->weight),
+                               .bias = v.entries(m->bias),
+                               .running_mean = v.entries(m->running_mean),
+                               .running_var = v.entries(m->running_var),
+                               .dx = v.output(m->dx),
+                               .dweight = v.written(m->dweight),
+                               .dbias = v.written(m->dbias)});
 }

@@ -71,6 +71,12 @@ void make_fixture(fixture* x);
 void make_layer(fixture* x, const syncbn_communicator* communicator);
 void destroy_fixture(fixture* x);
 
+/* A step by the C++ interface, with the options of reference. */
+void reference_step(step_memory* m);
+
+/* The backward of an evaluation with these running statistics: dx, dweight and dbias. */
+void reference_evaluate_backward(step_memory* m);
+
 /* In c_api_errors_test.c. */
 void test_errors(void);
 
