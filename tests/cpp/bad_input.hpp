@@ -34,8 +34,7 @@ class Sized final : public Communicator {
   void all_gather(std::span<const std::byte>, std::span<std::byte>) override {
     ADD_FAILURE() << "an exchange";
   }
-  void abandon(const std::string&) override { ++abandoned; }
-  int abandoned = 0;
+  void abandon(const std::string&) override {}
 
  private:
   int size_;
@@ -132,12 +131,11 @@ struct Arena {
                                           .dbias = dbias,
                                           .dresidual = dresidual});
   }
-  void op(Communicator& group) {
+  void op() {
     batch_norm_op({x, running_mean, running_var, weight, bias, batches},
-                  {y, batch_mean, {}, running_mean, running_var, saved_batches}, attributes, group,
-                  executor);
+                  {y, batch_mean, {}, running_mean, running_var, saved_batches}, attributes,
+                  self_communicator(), executor);
   }
-  void op() { op(self_communicator()); }
   void op_backward() {
     batch_norm_op_backward({dy, x, weight, dx, dweight, dbias}, statistics, attributes,
                            self_communicator(), executor);

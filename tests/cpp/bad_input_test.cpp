@@ -141,12 +141,6 @@ const std::vector<Case> kCases = {
        BatchNorm(a.options, many);
      },
      {"ranks: got 2049", "expected 1 to 2048"}},
-    {"a layer without a name among ranks",
-     [](A a) {
-       Sized three(3);
-       BatchNorm(a.options, three);
-     },
-     {"options.name: got none", "expected this layer's own name", "(there are 3 ranks)"}},
     {"operator without estimates",
      [](A a) { a.running_mean = {}, a.op(); },
      {"estimated_mean: got none", "expected one entry per channel of x"}},
@@ -159,12 +153,6 @@ const std::vector<Case> kCases = {
     {"operator without a counter",
      [](A a) { a.saved_batches = nullptr, a.op(); },
      {"saved_batches: got null", "expected a counter"}},
-    {"operator without a number among ranks",
-     [](A a) {
-       Sized three(3);
-       a.op(three);
-     },
-     {"attributes.layer: got 0", "expected this layer's own number", "(there are 3 ranks)"}},
     {"operator's epsilon",
      [](A a) { a.attributes.epsilon = kNan, a.op(); },
      {"epsilon: got nan", "expected a finite number of at least 0"}},
@@ -186,14 +174,6 @@ const std::vector<Case> kCases = {
 };
 
 TEST(BadInput, OfTheLayerIsRefusedExact) { expect_refused(kCases); }
-
-/// A rank that refuses says so to the others.
-TEST(BadInput, TheGroupIsTold) {
-  Arena arena;
-  Sized group(2049);
-  thrown_text<InvalidArgument>([&] { BatchNorm(arena.options, group); });
-  EXPECT_EQ(group.abandoned, 1);
-}
 
 /// Bytes of a mask are true or false, whatever their value.
 TEST(BadInput, AnyByteButZeroCountsExact) {

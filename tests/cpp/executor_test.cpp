@@ -126,23 +126,6 @@ TEST(ThreadPool, AllOtherRangesAreDoneWhenOneThrows) {
   }
 }
 
-TEST(ThreadPool, CallersTakeTurns) {
-  ThreadPool pool(3);
-  run_ranks(4, [&](int caller) {
-    for (int round = 0; round < 300; ++round) {
-      std::vector<std::int64_t> items(50);
-      pool.parallel_for(0, 50, 1, [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t i = begin; i < end; ++i) {
-          items[static_cast<std::size_t>(i)] += i + caller;
-        }
-      });
-      for (std::int64_t i = 0; i < 50; ++i) {
-        ASSERT_EQ(items[static_cast<std::size_t>(i)], i + caller);
-      }
-    }
-  });
-}
-
 TEST(ThreadPool, StartsAndStopsOften) {
   for (int round = 0; round < 200; ++round) {
     ThreadPool pool(1 + round % 4);

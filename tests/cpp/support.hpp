@@ -220,15 +220,6 @@ inline std::vector<double> rough_values(Random& random, DType dtype, std::int64_
   return values;
 }
 
-/// Samples with mean / standard deviation = 1e4.
-inline std::vector<double> offset_values(Random& random, DType dtype, std::int64_t count) {
-  std::vector<double> values(static_cast<std::size_t>(count));
-  for (double& value : values) {
-    value = round_to(dtype, 1e4 + std::sqrt(3.0) * random.signed_unit());
-  }
-  return values;
-}
-
 /// The vector codes that this build and processor have.
 inline std::vector<std::string> available_levels() {
   const std::string before = cpu_instruction_set();
