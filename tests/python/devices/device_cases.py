@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from rank_cases import DTYPES, diverges, raises, shards, unchanged
+from rank_cases import diverges, raises, shards, unchanged
 from rank_cases_parallel import network, own, samples, train
 from support import assert_near, new_layer, rough_samples, to_tensor
 from syncbn.parallel import SelfDataParallel, all_reduce
@@ -33,24 +33,6 @@ def rough_batch(dtype, shape, seed=30):
 def same(a, b, what):
     assert torch.equal(a.nan_to_num(), b.nan_to_num()), what
     assert torch.equal(a.isnan(), b.isnan()), what
-
-
-def case_virtual_devices_equal_processes_exact(rank, world):
-    group = alone(rank)
-    for dtype in DTYPES:
-        x, dy = rough_batch(dtype, (11, 5, 6, 7))
-        for kind in ("even", "uneven", "empty first"):
-            parts = shards(11, world, kind)
-            layer = new_layer(5, momentum=1.0)
-            virtual = new_layer(5, momentum=1.0, process_group=group)
-            mine = x[parts[rank]].clone().requires_grad_()
-            y = layer(mine)
-            y.backward(dy[parts[rank]])
-            ys, dxs = device_step(virtual, [x[p] for p in parts], [dy[p] for p in parts])
-            same(ys[rank], y, f"{dtype}, {kind}, y")
-            same(dxs[rank], mine.grad, f"{dtype}, {kind}, dx")
-            same(virtual.running_mean, layer.running_mean, "running_mean")
-            same(virtual.running_var, layer.running_var, "running_var")
 
 
 class _WithDropout(nn.Module):

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import oracle
 import rank_cases
 import rank_cases_groups
 import rank_cases_join
@@ -28,7 +27,7 @@ LAYOUTS = {"in blocks": "AABB", "interleaved": "ABAB", "uneven": "AAAB", "alone"
 BETWEEN_NODES = "shared memory, gloo between nodes"
 
 
-def place(nodes: str, rank: int) -> None:
+def place(nodes: str, rank: int, world: int) -> None:
     """From now on groups are made as if each rank ran on its own of these nodes."""
     groups.node_identity = lambda: f"node {nodes[rank]}"
     forget_groups()
@@ -73,27 +72,9 @@ def case_report_names_the_engine(rank, world):
         assert log.of_all_ranks == []
 
 
-def case_bits_equal_the_oracle_exact(rank, world):
-    for dtype in ("bfloat16", "float32", "float64"):
-        rng = np.random.default_rng(40)
-        x = rough_samples(rng, (11, 5, 6, 7), dtype)
-        dy = oracle.round_to(rng.standard_normal(x.shape), dtype)
-        for kind in ("even", "uneven", "empty first"):
-            check_layer(rank, world, x, dy, dtype, kind)
-    check_layer(rank, world, x, dy, dtype, "uneven", "global")
-
-
 def case_uneven_batches_exact(rank, world):
     """Groups of the ranks that remain, on nodes that lose theirs one by one."""
     rank_cases_join.check_uneven(rank, world, [2, 1, 4, 3], lambda network: network)
-
-
-def case_layers_wider_than_the_frame_exact(rank, world):
-    for channels, dtype in ((512, "float32"), (513, "float32"), (130, "float64")):
-        rng = np.random.default_rng(41)
-        x = rough_samples(rng, (6, channels), dtype)
-        dy = oracle.round_to(rng.standard_normal(x.shape), dtype)
-        check_layer(rank, world, x, dy, dtype, "uneven")
 
 
 def case_compiled_wide_step_is_equal_exact(rank, world):
@@ -125,10 +106,11 @@ def case_disagreement_of_any_rank_is_an_error_on_every_rank(rank, world):
     layer(torch.eye(4))
 
 
+case_bits_equal_the_oracle_exact = rank_cases.case_bits_equal_the_oracle_exact
+case_layers_wider_than_the_frame_exact = rank_cases.case_layers_wider_than_the_frame_exact
 case_disagreement = rank_cases.case_disagreement_is_an_error_on_every_rank
 case_bad_input = rank_cases_refused.case_bad_input_is_an_error_on_every_rank
 case_empty_rank_of_another_dtype = rank_cases.case_empty_rank_of_another_dtype
-case_compiled_step = rank_cases.case_compiled_step_is_equal_exact
 case_interrupted = rank_cases_groups.case_interrupted_within_a_second
 case_welford_within_bound = rank_cases_modes.case_welford_within_bound
 case_welford_gradients = rank_cases_modes.case_welford_gradients

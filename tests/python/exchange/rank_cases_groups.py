@@ -19,31 +19,21 @@ from rank_cases import raises
 from support import run_snippets
 
 
-def mean_of(model, x) -> torch.Tensor:
-    """The batch mean that the model's one layer normalizes with."""
+def check_group(model, rank, ranks) -> None:
+    """The model's one layer normalizes with the batch of these ranks."""
+    batches = {r: torch.randn(3, 4, generator=torch.Generator().manual_seed(r)) for r in ranks}
+    alone = syncbn.SyncBatchNorm(4, momentum=1.0, sync=False)
+    alone(torch.cat(list(batches.values())))
     layer = next(m for m in model.modules() if isinstance(m, syncbn.SyncBatchNorm))
     layer.momentum = 1.0
-    layer.train()(x)
-    return layer.running_mean.clone()
-
-
-def expected_mean(x, ranks) -> torch.Tensor:
-    world = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(world, x)
-    return torch.cat([world[r] for r in ranks]).mean(0)
-
-
-def close(a, b) -> bool:
-    # Sums of at most 12 numbers of order 1 in float32: 12 roundings.
-    return bool((a - b).abs().max() <= 12 * 2**-24 * 4)
+    layer(batches[rank])
+    assert torch.equal(layer.running_mean, alone.running_mean)
 
 
 def case_group_size(rank, world):
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
     for size in (1, world):
         model = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)), group_size=size)
-        block = range(rank - rank % size, rank - rank % size + size)
-        assert close(mean_of(model, x), expected_mean(x, block))
+        check_group(model, rank, range(rank - rank % size, rank - rank % size + size))
     convert = functools.partial(syncbn.convert_sync_batchnorm, nn.BatchNorm1d(4))
     for bad in (0, world + 1, 1.5):
         raises(ValueError, "group_size: got", convert, group_size=bad)
@@ -52,22 +42,19 @@ def case_group_size(rank, world):
 
 def case_group_by_node(rank, world):
     """Two machines, of which the first has one rank: names decide, not a launcher's variables."""
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
     name = "first" if rank == 0 else "second"
     with mock.patch.object(socket, "gethostname", lambda: name):
         model = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)), group="node")
-    ranks = [0] if rank == 0 else range(1, world)
-    assert close(mean_of(model, x), expected_mean(x, ranks))
+    check_group(model, rank, [0] if rank == 0 else range(1, world))
     # The real machine is one.
     syncbn.set_group(model, group="node")
-    assert close(mean_of(model, x), expected_mean(x, range(world)))
+    check_group(model, rank, range(world))
     raises(ValueError, "group: got 'rack'", syncbn.set_group, model, group="rack")
 
 
 def case_set_group_and_report(rank, world):
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
     model = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), nn.InstanceNorm1d(4)))
-    assert close(mean_of(model, x), expected_mean(x, range(world)))
+    check_group(model, rank, range(world))
     rows = syncbn.report(model)
     assert [(r.path, r.ranks, r.rank, r.engine) for r in rows] == [
         ("0", world, rank, rows[0].engine)
@@ -75,7 +62,7 @@ def case_set_group_and_report(rank, world):
     assert rows[0].engine != "none" and "syncbn.SyncBatchNorm" in str(rows)
     alone = dist.new_group([rank], use_local_synchronization=True)
     assert syncbn.set_group(model, alone) is model
-    assert close(mean_of(model, x), x.mean(0))
+    check_group(model, rank, [rank])
     assert syncbn.report(model)[0].note == "one rank"
     syncbn.set_group(model, timeout=7)
     assert model[0].state.sharing.timeout == 7

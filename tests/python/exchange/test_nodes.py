@@ -3,14 +3,11 @@
 on exchange through shared memory inside a node and over Gloo between them. node_cases.py has what
 they run."""
 
-import faulthandler
-import gc
+import functools
 import json
 import os
 import signal
-import tempfile
 import time
-import traceback
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,16 @@ import torch.distributed as dist
 
 import node_cases
 import syncbn
-from rank_runs import join_group, new_store, outcome_of, quick_context, run_ranks, run_written
+from rank_runs import (
+    Cases,
+    check_case,
+    join_group,
+    new_store,
+    outcome_of,
+    quick_context,
+    run_cases,
+    run_written,
+)
 from syncbn.exchange import failing
 
 WORLD = 4
@@ -32,32 +38,18 @@ WEEKLY = [run for run in RUNS if run[0] != "uneven" and not run[1].startswith(PL
 TIMEOUT = 3.0
 
 
-def _case_main(rank: int, port: int, folder: str, runs: list) -> None:
-    join_group(rank, WORLD, port, 30)
-    gc.collect()
-    gc.freeze()  # as in rank_runs.py
-    placed = None
-    with open(f"{folder}/hangs.{rank}.txt", "w") as traces:
-        for layout, case in runs:
-            faulthandler.dump_traceback_later(100, exit=True, file=traces)
-            if placed != layout:
-                node_cases.place(node_cases.LAYOUTS[layout], rank)
-                placed = layout
-            try:
-                CASES[case](rank, WORLD)
-                outcome = "passed"
-            except BaseException:
-                outcome = traceback.format_exc()
-            Path(folder, f"{layout}.{case}.{rank}.txt").write_text(outcome)
-            dist.barrier()
-        faulthandler.cancel_dump_traceback_later()
-    dist.destroy_process_group()
+def load(runs: list) -> Cases:
+    cases: Cases = {}
+    for layout, case in runs:
+        cases[f"{layout}.place"] = functools.partial(node_cases.place, node_cases.LAYOUTS[layout])
+        cases[f"{layout}.{case}"] = CASES[case]
+    return cases
 
 
 def _lost_main(rank: int, port: int, layout: str, lost: int, folder: str) -> None:
     """A step, and one in which rank `lost` is killed between forward and backward."""
     failing.INTERVAL = 0.3
-    node_cases.place(node_cases.LAYOUTS[layout], rank)
+    node_cases.place(node_cases.LAYOUTS[layout], rank, WORLD)
     join_group(rank, WORLD, port, 30)
     layer = syncbn.SyncBatchNorm(4, timeout=TIMEOUT)
     layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
@@ -79,16 +71,12 @@ def context():
 
 
 @pytest.fixture(scope="module")
-def results(context, request):
-    """{"layout.case.rank": "passed" or a traceback}; all chosen cases in one start of the
-    processes."""
+def results(request, tmp_path_factory):
+    """All chosen cases in one start of the processes."""
     ours = [i.callspec.params for i in request.session.items if i.path == request.path]
     runs = [(found["layout"], found["case"]) for found in ours if "case" in found]
-    store = new_store()
-    with tempfile.TemporaryDirectory() as folder:
-        codes = run_ranks(context, _case_main, WORLD, (store.port, folder, runs), 480)
-        found = {path.stem: path.read_text() for path in Path(folder).glob("*.txt")}
-    return found | {"exit codes": codes}
+    chosen = functools.partial(load, runs)
+    return run_cases(chosen, WORLD, "shared memory", tmp_path_factory.mktemp("nodes"), 100)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +84,7 @@ def results(context, request):
     [pytest.param(*run, marks=pytest.mark.weekly if run in WEEKLY else ()) for run in RUNS],
 )
 def test_two_nodes(results, layout, case):
-    for rank in range(WORLD):
-        outcome = results.get(f"{layout}.{case}.{rank}", "no result")
-        assert outcome == "passed", (
-            f"rank {rank}: {outcome}; exit codes {results['exit codes']}\n"
-            f"{results.get(f'hangs.{rank}', '')}"
-        )
+    check_case(results, f"{layout}.{case}")
 
 
 @pytest.mark.parametrize(
