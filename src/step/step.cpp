@@ -83,7 +83,7 @@ void backward_finish(const BackwardStep& step, const std::int64_t* own, const Me
   if (merged.header != nullptr) {
     if (p.share && own == nullptr && !(p.dweight.absent() && p.dbias.absent())) {
       throw InvalidArgument(
-          "own: got null, expected the message that this rank sent, or pass.share false");
+          "own: got null, expected the message that this rank sent, which has its share");
     }
     passes.gradients(step, parameters(step), p.share ? own : nullptr, merged, execution);
     passes.input_gradient(gradient(step), execution);

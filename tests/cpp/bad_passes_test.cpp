@@ -116,7 +116,7 @@ const std::vector<Case> kPassCases = {
            {.pass = {.dy = a.dy, .x = a.x, .mean = a.mean.data(), .dweight = a.dweight}}, nullptr,
            {a.message.data(), a.message.data() + kHeaderWords, DType::kFloat32, 1}, a.executor);
      },
-     {"own: got null", "expected the message that this rank sent, or pass.share false"}},
+     {"own: got null", "expected the message that this rank sent, which has its share"}},
     {"forward without info",
      [](A a) {
        const ForwardStep step{.pass = {.x = a.x, .mean = a.mean.data(), .rstd = a.rstd.data()}};
