@@ -4,8 +4,11 @@
 #include <mpi.h>
 
 #include <array>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <exception>
+#include <stdexcept>
 #include <syncbn/batch_norm.hpp>
 #include <syncbn/mpi.hpp>
 #include <vector>
@@ -34,16 +37,18 @@ struct State {
   std::array<float, kChannels> running_mean = {}, running_var = {1, 1, 1, 1};
 };
 
-/// A rank's samples, and whether its x has a channel too few once, in step 2.
+/// A rank's samples, and whether it cannot read them once, in step 2.
 struct Part {
   std::int64_t first, last;
   bool fails = false;
 };
 
 void train_step(syncbn::BatchNorm& layer, Part& part, State& state) {
-  const bool now = part.fails && state.step == 2;
-  part.fails = part.fails && !now;
-  const syncbn::Extents shape = {part.last - part.first, now ? kChannels - 1 : kChannels};
+  if (part.fails && state.step == 2) {
+    part.fails = false;
+    throw std::runtime_error("the samples cannot be read");
+  }
+  const syncbn::Extents shape = {part.last - part.first, kChannels};
   std::vector<float> x(static_cast<std::size_t>(shape[0] * shape[1])), y(x.size());
   for (std::size_t i = 0; i < x.size(); ++i) {
     const auto number = static_cast<std::size_t>(part.first * kChannels + state.step) + i;
@@ -63,13 +68,20 @@ State train_on(syncbn::MpiCommunicator& group, Part part) {
   State state;  // step, parameters, running statistics: the same on all ranks
   while (state.step < kSteps) {
     State next = state;
+    int good = 1, all_good = 0;
     try {
-      train_step(layer, part, next);
-      state = next;
-    } catch (const syncbn::Error&) {
+      train_step(layer, part, next);  // the layers' exchanges alone, no MPI call of your own
+    } catch (const std::exception& error) {
+      group.abandon(error.what());  // the others get PeerLost
+      good = 0;
+    }
+    MPI_Allreduce(&good, &all_good, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+    if (all_good == 0) {
       group.reset();  // on every rank; layers begin at call 0
       MPI_Bcast(&state, sizeof(state), MPI_BYTE, 0, MPI_COMM_WORLD);  // all go on with rank 0's
+      continue;
     }
+    state = next;  // a network sums its gradients first
   }
   return state;
 }
@@ -83,7 +95,7 @@ int run() {
   syncbn::Communicator& alone = syncbn::self_communicator();
   const std::vector<float> expected = normalize(x, 0, kSamples, alone);
 
-  syncbn::MpiCommunicator group(MPI_COMM_WORLD);
+  syncbn::MpiCommunicator group(MPI_COMM_WORLD, std::chrono::minutes(1));  // the time limit
   const std::int64_t first = kSamples * group.rank() / group.size();
   const std::int64_t last = kSamples * (group.rank() + 1) / group.size();
   const std::vector<float> y = normalize(x, first, last, group);

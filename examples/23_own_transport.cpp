@@ -27,7 +27,9 @@ class AllReduce {
     std::vector<std::int64_t> sum(words.size());
     for (const auto& of_rank : given_) {
       for (std::size_t i = 0; i < sum.size(); ++i) {
-        sum[i] += of_rank[i];
+        // As unsigned: sums are modulo 2^64, and signed overflow is undefined.
+        sum[i] = static_cast<std::int64_t>(static_cast<std::uint64_t>(sum[i]) +
+                                           static_cast<std::uint64_t>(of_rank[i]));
       }
     }
     everybody_.arrive_and_wait();

@@ -82,9 +82,9 @@ class SYNCBN_API Communicator {
   virtual void abandon(const std::string& reason) = 0;
 
   /// Tells them that it does not take part in the exchange that comes next, because its call was
-  /// refused: there they get PeerLost with the reason, and then the group goes on. Waits for
-  /// nobody, but for those who have not come yet to the one that it refused before. Where a group
-  /// has no such word, this rank abandons it.
+  /// refused: there they get PeerLost with the reason, and then the group goes on. It does not
+  /// wait for this exchange. If this rank also refused an earlier exchange, it waits until all
+  /// ranks have come to that one. Where a group has no such word, this rank abandons it.
   virtual void refuse(const std::string& reason) { abandon(reason); }
 
  protected:

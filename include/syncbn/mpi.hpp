@@ -44,11 +44,12 @@ class SYNCBN_API MpiCommunicator final : public Communicator {
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
 
   /// communicator: all its ranks (1 to 2048) make this call at the same time; there MPI waits
-  /// without a limit. timeout: at least 1 ms; a rank waits that long for the others of its node,
-  /// and rank 0 for those of other nodes twice as long, before ExchangeTimeout on every rank, which
-  /// names those that did not come. When they come, they get it too, over MPI, or PeerLost. Ranks
-  /// wait twice as long for rank 0 over MPI as rank 0 for them. A tree with L levels below rank 0
-  /// makes waits over MPI L times as long. node: those ranks of `communicator` that share memory
+  /// without a limit. timeout: at least 1 ms; how long a rank waits for the others of its node
+  /// before ExchangeTimeout on every rank, which names the ranks that did not come. When these
+  /// come, they get it too, over MPI, or PeerLost. Between nodes, rank 0 waits twice the time limit
+  /// for the other ranks, and they wait four times the limit for rank 0. If no ranks share memory,
+  /// both waits are half as long. If the ranks form a tree with L levels below rank 0, multiply
+  /// both by L. node: those ranks of `communicator` that share memory
   /// with this one, itself among them; by default MPI's MPI_COMM_TYPE_SHARED, and MPI_COMM_SELF on
   /// all ranks for no shared memory. Other values, an intercommunicator, or MPI that is not
   /// initialized or finalized already: InvalidArgument.
