@@ -56,10 +56,7 @@ TEST(Activation, RecoveredInputWithinBound) {
     const double k = 11 * (dtype == DType::kFloat64 ? 0x1p-53 : 0x1p-24) + unit;
     for (const Memory memory : kMemories) {
       Tensor x(dtype, {6, 19, 7, 3}, memory);
-      std::vector<double> values(static_cast<std::size_t>(x.numel()));
-      for (double& value : values) {
-        value = round_to(dtype, 3 + 2 * random.signed_unit());
-      }
+      const std::vector<double> values = unit_values(random, dtype, x.numel(), 3, 2);
       x.fill(values);
       std::vector<double> w(19);
       std::vector<double> b(19);

@@ -140,9 +140,8 @@ struct Arena {
     batch_norm_op_backward({dy, x, weight, dx, dweight, dbias}, statistics, attributes,
                            self_communicator(), executor);
   }
-  void finalize() {
-    finalize_moments(info, message.data() + 4, mean.data(), var.data(), rstd.data(), kChannels,
-                     1e-5, executor);
+  void finalize(const std::int64_t* words, double* variance, std::int64_t channels = kChannels) {
+    finalize_moments(info, words, mean.data(), variance, rstd.data(), channels, 1e-5, executor);
   }
   /// A forward of x, without another trace.
   Saved trained() {

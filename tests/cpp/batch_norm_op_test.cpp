@@ -37,8 +37,7 @@ struct Variables {
         attributes, communicator, serial_executor());
   }
   BatchNormOpStatistics run(const Tensor& x, const BatchNormOpAttributes& attributes = {}) {
-    Communicator& self = self_communicator();
-    return run(x, attributes, self);
+    return run(x, attributes, self_communicator());
   }
 
   Tensor mean;
@@ -62,14 +61,12 @@ Tensor samples(DType dtype, std::int64_t first, std::int64_t last, std::uint64_t
 }
 
 TEST(BatchNormOp, TrainingHasTheLayersBitsExact) {
-  Communicator& self = self_communicator();
   for (const DType dtype : kDtypes) {
     SCOPED_TRACE(name(dtype));
     const Tensor x = samples(dtype, 0, 9);
     const Tensor dy = samples(dtype, 0, 9, 2);
     Variables op(x);
-    BatchNormOpAttributes attributes;
-    attributes.epsilon = 1e-3;
+    const BatchNormOpAttributes attributes{.epsilon = 1e-3};
     const BatchNormOpStatistics used = op.run(x, attributes);
 
     Tensor y(dtype, {9, kChannels, 4});
@@ -87,7 +84,7 @@ TEST(BatchNormOp, TrainingHasTheLayersBitsExact) {
     Tensor dweight(DType::kFloat64, {kChannels}), dshift(DType::kFloat64, {kChannels});
     batch_norm_op_backward(
         {dy.view(), x.view(), op.scale.view(), dx.view(), dscale.view(), dbias.view()}, used,
-        attributes, self, serial_executor());
+        attributes, self_communicator(), serial_executor());
     layer.backward({.dy = dy.view(),
                     .x = x.view(),
                     .weight = op.scale.view(),
@@ -107,8 +104,7 @@ TEST(BatchNormOp, FirstBatchAssignsAndLaterOnesAverageExact) {
   const Tensor first(DType::kFloat32, {4, 3},
                      std::vector<double>{1, 1, 1, 3, 3, 3, 5, 5, 5, 7, 7, 7});
   const Tensor second(DType::kFloat32, {2, 3}, std::vector<double>{4, 4, 4, 12, 12, 12});
-  BatchNormOpAttributes attributes;
-  attributes.momentum = 0.75;
+  const BatchNormOpAttributes attributes{.momentum = 0.75};
   Variables op(first);
   op.run(first, attributes);
   EXPECT_EQ(op.mean.values(), (std::vector<double>{4, 4, 4}));
@@ -128,21 +124,17 @@ TEST(BatchNormOp, FirstBatchAssignsAndLaterOnesAverageExact) {
 }
 
 TEST(BatchNormOp, GlobalEstimatesNormalizeAndAreConstants) {
-  Communicator& self = self_communicator();
   for (const DType estimates : kDtypes) {
     const Tensor x = samples(DType::kFloat32, 0, 9);
     const Tensor dy = samples(DType::kFloat32, 0, 9, 2);
-    BatchNormOpAttributes attributes;
-    attributes.use_global_est = true;
+    const BatchNormOpAttributes attributes{.use_global_est = true};
     Variables op(x, estimates);
     op.batches = 5;
     const BatchNormOpStatistics used = op.run(x, attributes);
     EXPECT_EQ(op.batches, 6);
     // Inference with what was saved gives the same output, and changes nothing.
     Variables inference = op;
-    BatchNormOpAttributes infer;
-    infer.is_infer = true;
-    inference.run(x, infer);
+    inference.run(x, {.is_infer = true});
     EXPECT_TRUE(same_bits(inference.y.values(), op.y.values()));
     EXPECT_TRUE(same_bits(inference.mean.values(), op.mean.values()));
     EXPECT_TRUE(same_bits(inference.batch_var.values(), op.var.values()));
@@ -150,7 +142,7 @@ TEST(BatchNormOp, GlobalEstimatesNormalizeAndAreConstants) {
     // dx = scale * rstd * dy.
     Tensor dx(DType::kFloat32, {9, kChannels, 4});
     batch_norm_op_backward({dy.view(), x.view(), op.scale.view(), dx.view(), {}, {}}, used,
-                           attributes, self, serial_executor());
+                           attributes, self_communicator(), serial_executor());
     for (std::int64_t i = 0; i < dx.numel(); ++i) {
       const std::int64_t c = i / 4 % kChannels;
       const auto w = static_cast<float>(op.scale.get(c) / std::sqrt(op.var.get(c) + 1e-6));
@@ -229,8 +221,7 @@ TEST(BatchNormOp, NobodyWaitsForInferenceAndConstants) {
   ThreadGroup group(2, std::chrono::milliseconds(50));
   const Tensor x = samples(DType::kFloat32, 0, 2);
   Variables op(x);
-  BatchNormOpAttributes attributes;
-  attributes.is_infer = true;
+  BatchNormOpAttributes attributes{.is_infer = true};
   const BatchNormOpStatistics used = op.run(x, attributes, group.rank(0));
   Tensor dx(DType::kFloat32, {2, kChannels, 4}), dbias(DType::kFloat32, {kChannels});
   const auto backward = [&](const MutableTensorView& gradient) {

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <limits>
-#include <optional>
 #include <vector>
 
 #include "placed_rank.hpp"
@@ -24,11 +23,8 @@ TEST(BatchNorm, ThreadsWithLayersOfTheirOwnExact) {
   std::vector<std::vector<double>> ys;
   for (int i = 0; i < kThreads; ++i) {
     Random random(static_cast<std::uint64_t>(i));
-    std::vector<double> values(static_cast<std::size_t>(4 * 16 * (20 + i)));
-    for (double& value : values) {
-      value = round_to(DType::kFloat32, random.signed_unit());
-    }
-    xs.emplace_back(DType::kFloat32, std::vector<std::int64_t>{4, 16, 20 + i}, values);
+    xs.emplace_back(DType::kFloat32, std::vector<std::int64_t>{4, 16, 20 + i},
+                    unit_values(random, DType::kFloat32, 4 * 16 * (20 + i)));
     Tensor y = xs.back();
     Saved saved;
     BatchNorm({.channels = 16}).forward({.x = xs.back().view(), .y = y.view()}, saved);

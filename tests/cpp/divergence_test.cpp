@@ -38,7 +38,7 @@ struct Step {
 
   void run(Communicator& communicator) const {
     std::optional<BatchNorm> layer(std::in_place, before, communicator);
-    std::array<Saved, 3> all;
+    std::array<Saved, 2> all;
     SmallStep of_forwards({2, 3, 4});
     of_forwards.forward(*layer, all[0]);
     of_forwards.forward(*layer, all[1]);
@@ -47,9 +47,7 @@ struct Step {
     x.fill(std::vector<double>(static_cast<std::size_t>(x.numel()), 1.0));
     Tensor y = x;
     Tensor mean(DType::kFloat32, {sizes[1]}, ones);
-    Tensor var = mean;
-    Tensor dweight = mean;
-    Tensor dbias = mean;
+    Tensor var = mean, dweight = mean, dbias = mean;
     std::int64_t tracked = 7;
     const TensorView x_view = std::as_const(backward ? of_forwards.x : x).view();
     try {
@@ -78,10 +76,9 @@ struct Step {
       }
     } catch (...) {
       EXPECT_TRUE(y.storage() == x.storage());
-      EXPECT_EQ(mean.values(), ones);
-      EXPECT_EQ(var.values(), ones);
-      EXPECT_EQ(dweight.values(), ones);
-      EXPECT_EQ(dbias.values(), ones);
+      for (const Tensor* one : {&mean, &var, &dweight, &dbias}) {
+        EXPECT_EQ(one->values(), ones);
+      }
       EXPECT_EQ(tracked, 7);
       throw;
     }
@@ -101,16 +98,12 @@ std::vector<std::exception_ptr> run_two(ThreadGroup& group, Step step, int odd,
   return errors;
 }
 
-Step forward_step() { return {}; }
 Step backward_step(AffineGradients affine = AffineGradients::kShare) {
-  Step step;
-  step.backward = true;
-  step.affine = affine;
-  return step;
+  return {.affine = affine, .backward = true};
 }
 
 void expect_usable(ThreadGroup& group) {
-  for (const Step& step : {forward_step(), backward_step()}) {
+  for (const Step& step : {Step{}, backward_step()}) {
     expect_no_errors(run_two(group, step, 0, [](Step&) {}));
   }
 }
@@ -123,7 +116,7 @@ struct Case {
 };
 
 std::vector<Case> diverging_cases() {
-  const Step forward = forward_step();
+  const Step forward;
   Step welford = forward;
   welford.options.statistics = welford.before.statistics = Statistics::kWelford;
   Step leaky = forward;
@@ -194,7 +187,7 @@ TEST(Divergence, EveryRankThrowsAndNothingChanges) {
 
 TEST(Divergence, WhatMayDiffer) {
   ThreadGroup group(2, kTimeout);
-  const Step step = forward_step();
+  const Step step;
   const std::vector<Change> changes = {
       [](Step& s) { s.options.momentum = 0.5; }, [](Step& s) { s.sizes = {0, 3, 4}; },
       [](Step& s) { s.sizes = {5, 3, 7, 2}; },

@@ -67,8 +67,7 @@ TEST(Fingerprint, TwentyBitsThatDependOnEveryInput) {
 // have 10000^2 / 2 / 2^20 = 48 colliding pairs on average, and more than 120 would be over ten
 // standard deviations away.
 TEST(Fingerprint, SpreadsNeighbours) {
-  std::set<std::uint32_t> forward;
-  std::set<std::uint32_t> backward;
+  std::set<std::uint32_t> forward, backward;
   for (std::uint64_t layer = 0; layer < 100; ++layer) {
     for (std::uint64_t call = 0; call < 100; ++call) {
       forward.insert(fingerprint(layer, call, Direction::kForward, 64, 1e-5));
@@ -88,8 +87,7 @@ TEST(Header, RanksAgreeExactlyWhenAllFingerprintsAreEqual) {
       const auto h = static_cast<std::uint32_t>(round == 0   ? 0
                                                 : round == 1 ? kLargest
                                                              : random.between(0, kLargest));
-      Message equal;
-      Message one_differs;
+      Message equal, one_differs;
       // By the smallest difference there is, or any.
       const std::uint32_t other =
           random.one_in(2) ? h ^ 1u : h ^ static_cast<std::uint32_t>(random.between(1, kLargest));
@@ -111,8 +109,7 @@ TEST(Header, RanksAgreeExactlyWhenAllFingerprintsAreEqual) {
 }
 
 TEST(Header, AllDifferentOrHalfDifferent) {
-  Message all;
-  Message half;
+  Message all, half;
   for (std::uint32_t r = 0; r < 2048; ++r) {
     all.add(1, kLargest - r, dtype_flag(DType::kFloat16));
     half.add(1, r % 2 == 0 ? 0 : kLargest, dtype_flag(DType::kFloat16));
@@ -188,9 +185,7 @@ TEST(Header, WordsMayBeAny) {
   const MessageInfo info = {.count = -1, .agree = true, .any_data = true};
   std::vector<std::int64_t> sums(19, 1);
   sums.back() = 0;  // no flags
-  double mean = 0;
-  double var = 0;
-  double rstd = 0;
+  double mean = 0, var = 0, rstd = 0;
   finalize_moments(info, sums.data(), &mean, &var, &rstd, 1, 1e-5, serial_executor());
   EXPECT_TRUE(std::isnan(mean) && std::isnan(var) && std::isnan(rstd));
 }
@@ -222,10 +217,7 @@ TEST(Header, DisagreementGivesNan) {
   message.add(5, 78, dtype_flag(DType::kFloat16));
   const MessageInfo info = read_header(message.words, 2);
   const std::vector<std::int64_t> words(12);
-  double mean[2] = {};
-  double var[2] = {};
-  double rstd[2] = {};
-  double coefficients[6] = {};
+  double mean[2] = {}, var[2] = {}, rstd[2] = {}, coefficients[6] = {};
   float dweight[2] = {};
   const MutableTensorView gradient(dweight, DType::kFloat32, {2});
   finalize_moments(info, words.data(), mean, var, rstd, 2, 1e-5, serial_executor());

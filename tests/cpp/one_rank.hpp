@@ -96,11 +96,8 @@ struct OneRank {
     residual = tensor();
     y = dx = u = Tensor(dtype, sizes, memory, offset + 1);
     const auto parameter = [&] {
-      std::vector<double> values;
-      for (std::int64_t c = 0; c < channels(); ++c) {
-        values.push_back(round_to(DType::kFloat32, random.signed_unit()));
-      }
-      return Tensor(DType::kFloat32, {channels()}, values);
+      return Tensor(DType::kFloat32, {channels()},
+                    unit_values(random, DType::kFloat32, channels()));
     };
     weight = parameter();
     bias = parameter();

@@ -49,11 +49,9 @@ struct Parameter {
 
   Parameter() = default;
   Parameter(Random& random, DType type, std::int64_t channels, double middle)
-      : present(!random.one_in(5)), dtype(type) {
-    for (std::int64_t c = 0; c < channels; ++c) {
-      values.push_back(round_to(type, middle + random.signed_unit()));
-    }
-  }
+      : present(!random.one_in(5)),
+        dtype(type),
+        values(unit_values(random, type, channels, middle)) {}
   Tensor tensor(std::int64_t channels) const { return Tensor(dtype, {channels}, values); }
 };
 

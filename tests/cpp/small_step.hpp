@@ -18,11 +18,7 @@ struct SmallStep {
   explicit SmallStep(const std::vector<std::int64_t>& sizes, DType dtype = DType::kFloat32)
       : x(dtype, sizes) {
     Random random(7);
-    std::vector<double> values(static_cast<std::size_t>(x.numel()));
-    for (double& value : values) {
-      value = round_to(dtype, random.signed_unit());
-    }
-    x.fill(values);
+    x.fill(unit_values(random, dtype, x.numel()));
     y = dx = dresidual = x;
   }
   void forward(BatchNorm& layer, Saved& saved, bool residual = false) {

@@ -17,11 +17,7 @@ struct StepTensors {
   static constexpr std::int64_t kC = 5;
   static std::vector<double> random_values(int seed) {
     Random random(static_cast<std::uint64_t>(seed));
-    std::vector<double> all(4 * kC * 6);
-    for (double& value : all) {
-      value = round_to(DType::kFloat32, random.signed_unit());
-    }
-    return all;
+    return unit_values(random, DType::kFloat32, 4 * kC * 6);
   }
 
   explicit StepTensors(void (*change)(StepTensors&)) { change(*this); }

@@ -220,6 +220,16 @@ inline std::vector<double> rough_values(Random& random, DType dtype, std::int64_
   return values;
 }
 
+/// Numbers of (middle - width, middle + width).
+inline std::vector<double> unit_values(Random& random, DType dtype, std::int64_t count,
+                                       double middle = 0, double width = 1) {
+  std::vector<double> values(static_cast<std::size_t>(count));
+  for (double& value : values) {
+    value = round_to(dtype, middle + width * random.signed_unit());
+  }
+  return values;
+}
+
 /// The vector codes that this build and processor have.
 inline std::vector<std::string> available_levels() {
   const std::string before = cpu_instruction_set();

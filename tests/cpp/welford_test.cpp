@@ -81,10 +81,7 @@ TEST(Welford, UnevenRanksWithinBound) {
 // of squares in binary32 would leave nothing of the variance.
 TEST(Welford, LargeMeanWithinBound) {
   Random random(96);
-  std::vector<double> values(4096);
-  for (double& v : values) {
-    v = round_to(DType::kFloat32, 0x1p20 + 2 * random.signed_unit());
-  }
+  const std::vector<double> values = unit_values(random, DType::kFloat32, 4096, 0x1p20, 2);
   const auto one = run(DType::kFloat32, {4096, 1, 1}, values, {0, 1000, 4096}).ranks[0];
   expect_close({one.mean[0], one.var[0]}, exact(values), 4096 / 16 + 18, DType::kFloat32);
 }

@@ -5,8 +5,6 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "cuda/divisor.cuh"

@@ -54,10 +54,7 @@ TEST(CudaWelford, WithinBoundAndTheSameOnAnyGrid) {
       byte = random.one_in(3) ? 0 : 1;
     }
     Tensor x(dtype, {4, channels, plane}, memory);
-    Doubles values(size(4 * channels * plane));
-    for (double& value : values) {
-      value = testing::round_to(dtype, 3.0 + random.signed_unit());
-    }
+    const Doubles values = testing::unit_values(random, dtype, 4 * channels * plane, 3);
     x.fill(values);
     const Words message = message_of(x, counts, random.bits(), 1);
     EXPECT_EQ(message_of(x, counts, random.bits(), 4), message);

@@ -118,27 +118,6 @@ def test_operator_reads_nothing_of_the_device(fake_cuda, mode):
     assert out.y.requires_grad and not any(t.requires_grad for t in out[1:])
 
 
-def test_operator_refuses_by_name(fake_cuda):
-    x, channel = torch.empty(4, 3, 5, device="cuda"), torch.empty(3, device="cuda")
-    batches = torch.zeros(1, dtype=torch.int64, device="cuda")
-    good = (x, channel, channel, channel, channel, batches)
-    for at, bad, text in (
-        (0, channel, "x: got 1D input, expected at least 2D"),
-        (0, x.int(), "x: got torch.int32, expected float16"),
-        (0, x.to("cpu"), "estimated_mean: got a tensor on cuda:0, expected cpu"),
-        (1, None, "estimated_mean: got NoneType, expected a tensor"),
-        (2, channel[:2], r"estimated_var: got shape \(2,\), expected \(3,\)"),
-        (3, channel.long(), "scale: got torch.int64, expected float16"),
-        (4, channel.to("cpu"), "bias: got a tensor on cpu, expected cuda:0"),
-        (5, batches.int(), "batches: got 1 entries of torch.int32 on cuda:0, expected one int64"),
-    ):
-        with pytest.raises(ValueError, match=f"^{text}"):
-            batch_norm(*good[:at], bad, *good[at + 1 :])
-    for option, value in (("epsilon", -1.0), ("epsilon", float("inf")), ("momentum", 1.5)):
-        with pytest.raises(ValueError, match=f"^{option}: got {value}, expected a"):
-            batch_norm(*good, **{option: value})
-
-
 def test_check_names_the_layers_whose_ranks_disagreed():
     """By what such a call leaves on the device, a count of -1."""
     model = torch.nn.Sequential(*(syncbn.SyncBatchNorm(c, eps=0.001) for c in (3, 4, 5)))

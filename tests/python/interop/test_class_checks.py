@@ -8,6 +8,7 @@ of test_class_checks_frameworks.py.
 """
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -156,6 +157,10 @@ def test_timm_freeze(name):
     expected = evaluated(net)
     model.freeze(net)
     assert not norms_of(net, nn.modules.batchnorm._BatchNorm)
+    frozen = [m for m in net.modules() if type(m).__name__ == "FrozenBatchNormAct2d"]
+    with warnings.catch_warnings():  # constants need no synchronization
+        warnings.simplefilter("error")
+        assert all(syncbn.convert_sync_batchnorm(m) is m for m in frozen)
     assert not any(p.requires_grad for p in net.parameters())
     torch.testing.assert_close(evaluated(net), expected)
     before = statistics(net)

@@ -100,20 +100,6 @@ def timm_layers(act_layer=nn.ReLU, **options):
     return layers, layer
 
 
-@pytest.mark.parametrize("act_layer", (nn.ReLU, nn.SiLU))
-def test_timm_freezes_and_thaws_a_converted_layer_with_its_activation_exact(act_layer):
-    layers, layer = timm_layers(act_layer)
-    x = torch.randn(2, 4, 3, 3)
-    expected = layers.freeze_batch_norm_2d(copy.deepcopy(layer))(x)
-    converted = syncbn.convert_sync_batchnorm(layer)
-    assert isinstance(converted, layers.SyncBatchNormAct)
-    frozen = layers.freeze_batch_norm_2d(converted)
-    assert type(frozen) is layers.FrozenBatchNormAct2d and torch.equal(frozen(x), expected)
-    with warnings.catch_warnings():  # constants need no synchronization
-        warnings.simplefilter("error")
-        assert syncbn.convert_sync_batchnorm(frozen) is frozen
-
-
 def test_timm_s_synchronized_layer_is_converted_and_given_back_exact():
     layers, layer = timm_layers(nn.SiLU)
     x = torch.randn(2, 4, 3, 3)

@@ -92,8 +92,6 @@ def test_refusals_reach_every_rank(results, name):
     }
     for world in WORLDS[1:]:
         less = world - 1
-        if less == 0:
-            continue
         ranks = ", ".join(f"{rank} on rank {rank}" for rank in range(world))
         text = expected[name].format(world=world, less=less, ranks=ranks)
         assert [results[world][rank][name] for rank in range(world)] == [text] * world

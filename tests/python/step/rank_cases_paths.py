@@ -73,8 +73,7 @@ def case_layers_swapped_from_the_first_step_exact(rank, world):
     model, reference = Twins(), syncbn.convert_sync_batchnorm(Twins(lambda: nn.BatchNorm1d(3)))
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):
-        expected = different(rank, world, *names(rank))
-        swapped(rank, model, expected)
+        swapped(rank, model, different(rank, world, *names(rank)))
         unchanged(model, before)
     for seed in range(2):
         assert torch.equal(model(share(rank, seed)), reference(share(rank, seed)))
@@ -92,12 +91,10 @@ def case_converted_layers_swapped_from_the_first_step(rank, world):
     for own in range(2):
         mine = layers[own if rank == 0 else 1 - own]
         both = ("block.bn; rank 1: bn", "bn; rank 1: block.bn")[own]
-        text = f"the ranks call different layers: rank 0: {both}"
-        diverges(text, mine, share(rank))
+        diverges(f"the ranks call different layers: rank 0: {both}", mine, share(rank))
     for layer in layers:
         layer(share(rank))
-    mine = layers[int(rank == 0)]
-    diverges("the ranks did not", mine, share(rank))
+    diverges("the ranks did not", layers[int(rank == 0)], share(rank))
 
 
 def case_layers_swapped_later(rank, world):
@@ -137,8 +134,7 @@ def case_paths_in_wrappers(rank, world):
             swapped(rank, model, "did not make")
             model = Twins()
             wrapped = wrap(model) if rank == own else model
-            text = "different layers.*rank 0: .*second; rank 1: .*first"
-            swapped(rank, model, text)
+            swapped(rank, model, "different layers.*rank 0: .*second; rank 1: .*first")
             del wrapped
     wrapped = DistributedDataParallel(Twins())
     wrapped(share(rank)).sum().backward()
@@ -151,8 +147,7 @@ def case_models_of_equal_paths(rank, world):
     one, two = Twins(), Twins()
     for model in (two, one, two, one):
         model(share(rank))
-    mine = one if rank == 0 else two
-    diverges("did not make the same call", mine, share(rank))
+    diverges("did not make the same call", one if rank == 0 else two, share(rank))
     one, two = Twins(), Twins()
     mine, other = (one, two) if rank == 0 else (two, one)
     mine(share(rank), ["first"])
@@ -177,9 +172,8 @@ def case_layers_that_nobody_holds(rank, world):
 
 def case_a_layer_that_nobody_holds_is_none_of_a_model(rank, world):
     model, layer = nn.Sequential(syncbn.SyncBatchNorm(3)), syncbn.SyncBatchNorm(3)
-    mine = model if rank == 0 else layer
     text = "rank 0: 0; rank 1: a layer that no module holds"
-    diverges(text, mine, share(rank))
+    diverges(text, model if rank == 0 else layer, share(rank))
     model(share(rank))
     layer(share(rank))
 
@@ -192,8 +186,7 @@ def case_paths_of_compiled_layers(rank, world):
         if rank in compiled_on:
             for layer in (model.first, model.second):
                 layer.compile(fullgraph=True, backend="aot_eager")
-        expected = different(rank, world, *names(rank))
-        swapped(rank, model, expected)
+        swapped(rank, model, different(rank, world, *names(rank)))
         model(share(rank)).sum().backward()
         swapped(rank, model, "did not make")
         model(share(rank)).sum().backward()
@@ -271,17 +264,6 @@ def case_a_rank_at_another_call_than_one_that_compares(rank, world):
         diverges("the ranks did not make the same call", mine)
         model(share(rank))
         known(share(rank))
-
-
-def case_input_refused_in_the_first_exchange(rank, world):
-    model = Twins()
-    if rank == 0:
-        raises(ValueError, "^input: got torch.int64", model, share(rank).long())
-        assert model.first.state.name == "first"
-    else:
-        expected = f"^first, call 0, .*, rank {rank} of {world}: a rank refused its input: .*first"
-        diverges(expected, model, share(rank))
-    model(share(rank))
 
 
 def case_functions_compare_nothing(rank, world):

@@ -64,8 +64,7 @@ def case_third_derivatives(rank, world):
 def case_second_derivatives_that_one_rank_needs(rank, world):
     """All take part in the same exchanges: a rank with a penalty of 0, whose dy and weight need no
     gradient, has the others' second derivatives of its x; a step after that is in order."""
-    x = torch.randn(4 * world, 3, generator=torch.Generator().manual_seed(52)).double()
-    dy = torch.randn(4 * world, 3, generator=torch.Generator().manual_seed(53)).double()
+    x, dy = torch.randn(2, 4 * world, 3, generator=torch.Generator().manual_seed(52)).double()
     own = slice(4 * rank, 4 * rank + 4)
     layer = syncbn.SyncBatchNorm(3, dtype=torch.float64)
     layer.requires_grad_(rank == 0)

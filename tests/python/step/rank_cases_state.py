@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 from rank_cases import diverges
+from rank_cases_paths import share
 from support import assert_same_step
 
 
@@ -17,11 +18,6 @@ def net(**options) -> nn.Module:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, **options), nn.Linear(4, 2))
     return syncbn.convert_sync_batchnorm(plain)
-
-
-def share(rank: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * seed + rank)
-    return torch.randn(3 + rank, 3, generator=generator)
 
 
 def case_evaluation_of_one_rank_alone_under_ddp(rank, world):

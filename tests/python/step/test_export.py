@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import syncbn
-from support import assert_same_layers
+from support import assert_same_layers, assert_same_step
 from syncbn.operators import ops
 
 
@@ -186,18 +186,6 @@ def test_jit_script_is_refused_and_changes_nothing():
     assert torch.equal(script(samples()), plain.eval()(samples()))
 
 
-def assert_trains_alike(model, reference, count):
-    x = samples(count, seed=count)
-    a, b = model(x), reference(x)
-    assert torch.equal(a, b)
-    for y in (a, b):
-        y.square().sum().backward()
-    for name, p in reference.named_parameters():
-        assert torch.equal(model.get_parameter(name).grad, p.grad), name
-    for name, b in reference.named_buffers():
-        assert torch.equal(model.get_buffer(name), b), name
-
-
 @pytest.mark.parametrize("strict", (False, True), ids=("", "strict"))
 def test_exported_training_step_trains_exact(strict):
     """With its gradient: torch.export keeps of an autograd function its forward alone."""
@@ -211,14 +199,11 @@ def test_exported_training_step_trains_exact(strict):
     file.seek(0)
     trained = torch.export.load(file).module()
     for count in (4, 2, 7):
-        assert_trains_alike(trained, reference, count)
+        assert_same_step(trained, reference, samples(count, seed=count))
     if strict:
         return
     compiled = torch.compile(trained, backend="aot_eager", fullgraph=True)
-    compiled(samples(5)).sum().backward()
-    reference(samples(5)).sum().backward()
-    for name, p in reference.named_parameters():
-        assert torch.equal(trained.get_parameter(name).grad, p.grad), name
+    assert_same_step(compiled, reference, samples(5))
 
 
 def test_exported_operators_meet_their_contract():
