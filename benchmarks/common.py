@@ -117,7 +117,7 @@ def caches() -> dict[str, int]:
 
 def machine() -> dict:
     """Where and with what results are made. load: processes that wanted to run, over a minute."""
-    command = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty"]
+    command = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True)
         commit = found.stdout.strip()

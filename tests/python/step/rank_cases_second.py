@@ -41,8 +41,7 @@ def _third_derivatives(layer, x, weight, dy):
 
 
 def case_third_derivatives(rank, world):
-    """Against autograd through the definition: torch.nn.BatchNorm1d's third derivatives by its
-    input are wrong, as its second ones take the batch's mean and variance for constants."""
+    """They are those of autograd through the definition."""
     x, dy = torch.randn(2, 3 * world, 2, generator=torch.Generator().manual_seed(51)).double()
     own = slice(3 * rank, 3 * rank + 3)
     layer = syncbn.SyncBatchNorm(2, eps=0.1, dtype=torch.float64)
