@@ -174,20 +174,21 @@ Region::Region(const char* name, const void* data, DType dtype, const Extents& s
     : name_(name), data_(data), dtype_(dtype), sizes_(&sizes), strides_(&strides) {
   std::int64_t first = 0;
   std::int64_t last = 0;
-  std::int64_t numel = data == nullptr ? 0 : 1;
+  const auto size = static_cast<std::int64_t>(size_of(dtype));
+  std::int64_t bytes = data == nullptr ? 0 : size;
   for (std::size_t axis = 0; axis < sizes.size(); ++axis) {
     std::int64_t reach = 0;
     std::int64_t& end = strides[axis] < 0 ? first : last;
     if (__builtin_mul_overflow(sizes[axis] - 1, strides[axis], &reach) ||
         __builtin_add_overflow(end, reach, &end) ||
-        __builtin_mul_overflow(numel, sizes[axis], &numel)) {
+        __builtin_mul_overflow(bytes, sizes[axis], &bytes)) {
       return;
     }
   }
+  const std::int64_t numel = bytes / size;
   if (numel > 0 && -numel < first && last < numel && last - first + 1 == numel) {
-    const auto size = static_cast<std::int64_t>(size_of(dtype));
     begin_ = reinterpret_cast<std::uintptr_t>(data) + static_cast<std::uintptr_t>(first * size);
-    end_ = begin_ + static_cast<std::uintptr_t>(numel * size);
+    end_ = begin_ + static_cast<std::uintptr_t>(bytes);
   }
 }
 

@@ -174,6 +174,16 @@ TEST(Arguments, Backward) {
                                      a.saved);
                    },
                    {"saved: got 2 channels", "expected those of x, 3"}},
+                  {"more bytes than a pointer can reach",
+                   [](A a) {
+                     const Extents sizes{1 << 18, 1LL << 31, 1 << 13};
+                     const Extents strides{1LL << 44, 1 << 13, 1};
+                     reshape(a.x, sizes, strides), reshape(a.dy, sizes, strides);
+                     reshape(a.dx, sizes, strides);
+                     a.mask = {}, a.weight = a.bias = {};
+                     a.dweight = a.dbias = {};
+                   },
+                   {"saved: got 3 channels", "expected those of x, 2147483648"}},
                   {"no statistics",
                    [](A a) { a.saved = Saved(); },
                    {"saved: got one without content", "one that a forward filled"}}},
