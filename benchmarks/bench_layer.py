@@ -11,37 +11,29 @@ Both kinds of memory are forced on the C library's allocator, which otherwise mi
 outputs lie where earlier ones lay, "fresh" outputs in pages that the system has to hand out first.
 """
 
-import ctypes
 import itertools
+import multiprocessing
+import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import common
 import torch
 
 import syncbn
 
-#: glibc's mallopt: allocations from 64 KiB on are mapped and unmapped, or none is, nor given back.
-#: Small pieces that are kept apart (fast bins) would keep what aligning a large allocation cuts off
-#: from growing together again, and its place from being reused.
-TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX, MXFAST = -1, -3, -4, 1
-#: In this order: what the heap was given once would serve "fresh" allocations too.
+#: glibc's tunables, which a process takes when it starts: allocations from 64 KiB on are mapped and
+#: unmapped, or none is, nor given back. Small pieces that are kept apart (tcache, fast bins) would
+#: keep the pieces that aligning a large allocation cuts off from growing together again, and its
+#: place from being reused.
 MEMORY = {
-    "fresh": {MMAP_MAX: 2**16, MMAP_THRESHOLD: 2**16},
-    "reused": {MMAP_MAX: 0, TRIM_THRESHOLD: 2**31 - 1, MXFAST: 0},
+    "fresh": {"mmap_max": 2**16, "mmap_threshold": 2**16},
+    "reused": {"mmap_max": 0, "trim_threshold": 2**31 - 1, "mxfast": 0, "tcache_count": 0},
 }
 DTYPES = ("float32", "bfloat16", "float16")
 #: Where a call costs more than its elements.
 SMALL = (8, 16, 8, 8)
 SMALL_CALLS = 20
-
-
-def use_memory(kind: str) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        raise SystemExit("the C library has no mallopt: it must be glibc")
-    for option, value in MEMORY[kind].items():
-        if mallopt(option, value) != 1:
-            raise SystemExit(f"mallopt refused {option} = {value}")
 
 
 def measure_case(
@@ -109,15 +101,27 @@ def measure_case(
     return rows
 
 
+def measure_shapes(shapes: list[common.Shape], *limits: object) -> list[dict]:
+    rows = []
+    for shape in shapes:
+        for layout in common.layouts_of(shape):
+            place = {"shape": common.text_of(shape), "layout": layout}
+            rows += [place | row for row in measure_case(shape, layout, *limits)]
+            print(".", end="", flush=True)
+    return rows
+
+
 def measure_layers(
     shapes: list[common.Shape], threads: tuple[int, ...], seconds: float, least: int
 ) -> list[dict]:
-    """Sets the process's allocator and number of threads."""
+    """In a process for each kind of memory."""
     rows = []
-    for memory, shape in itertools.product(MEMORY, shapes):
-        use_memory(memory)
-        for layout in common.layouts_of(shape):
-            place = {"shape": common.text_of(shape), "layout": layout, "memory": memory}
-            rows += [place | r for r in measure_case(shape, layout, threads, seconds, least)]
-            print(".", end="", flush=True)
+    for memory, tunables in MEMORY.items():
+        os.environ["GLIBC_TUNABLES"] = ":".join(
+            f"glibc.malloc.{name}={value}" for name, value in tunables.items()
+        )
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            work = process.submit(measure_shapes, shapes, threads, seconds, least)
+            del os.environ["GLIBC_TUNABLES"]
+            rows += [{"memory": memory} | row for row in work.result()]
     return rows

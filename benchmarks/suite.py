@@ -123,7 +123,6 @@ def steps(form: Form, programs: Path) -> list[dict]:
     return processes.run(2, [(bench_step.measure_steps, {"batches": form.batches} | limits)])
 
 
-#: Layers first: before anything else has touched the allocator whose kinds of memory they choose.
 PARTS = {part.__name__: part for part in (layers, passes, exchange, threads, ranks, steps)}
 
 
