@@ -12,9 +12,8 @@
 namespace syncbn::cpu {
 namespace {
 
-/// Channels at which a second thread pays: of integers, and of vector code.
+/// Channels at which a second thread pays where integers finalize.
 constexpr std::int64_t kGrainOfLoops = 64;
-constexpr std::int64_t kGrain = 256;
 
 struct Forward {
   static constexpr Direction kDirection = Direction::kForward;
@@ -180,8 +179,8 @@ bool in_group(One one, std::int64_t* words, GroupSums& group, Executor& executor
   if (!group.wait(channels)) {
     return false;
   }
-  executor.parallel_for(0, channels, kGrain,
-                        [&](std::int64_t begin, std::int64_t end) { group.finalize(begin, end); });
+  for_each_channel(channels, executor,
+                   [&](std::int64_t begin, std::int64_t end) { group.finalize(begin, end); });
   map_all(one, executor);
   return true;
 }

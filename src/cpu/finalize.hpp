@@ -5,10 +5,18 @@
 
 #include "cpu/windows.hpp"
 #include "statistics/finalize.hpp"
+#include "syncbn/executor.hpp"
 #include "syncbn/tensor.hpp"
 
 // From exact sums, as words or in windows, to what the passes give. count >= 1.
 namespace syncbn::cpu {
+
+/// Runs body(begin, end) for channels whose words vector code finalizes.
+template <class Body>
+void for_each_channel(std::int64_t channels, Executor& executor, const Body& body) {
+  constexpr std::int64_t kGrain = 1024;  // 20 to 50 us, at which a second thread pays
+  executor.parallel_for(0, channels, kGrain, body);
+}
 
 /// Arrays of all channels.
 struct Moments {

@@ -107,13 +107,6 @@ inline std::optional<SampleView> optional_view(const TensorView& tensor) {
   return tensor.absent() ? std::nullopt : std::optional<SampleView>(tensor);
 }
 
-/// Runs body(begin, end) for channels.
-template <class Body>
-void for_each_channel(std::int64_t channels, cpu::ContractExecutor& executor, const Body& body) {
-  constexpr std::int64_t kGrain = 256;  // at which a second thread pays
-  executor.parallel_for(0, channels, kGrain, body);
-}
-
 /// What stands for statistics where there are none: zeros of no elements, or NaN of ranks that
 /// disagree.
 inline void fill_moments(bool agree, double* mean, double* var, double* rstd,

@@ -55,7 +55,7 @@ void finalize_moments(const MessageInfo& info, const std::int64_t* words, double
     fill_moments(usable(info), mean, var, rstd, channels);
     return;
   }
-  for_each_channel(channels, executor, [&](std::int64_t begin, std::int64_t end) {
+  cpu::for_each_channel(channels, executor, [&](std::int64_t begin, std::int64_t end) {
     cpu::finalize(info.dtype, words, begin, end, {info.count, eps, mean, var, rstd});
   });
 }
@@ -149,7 +149,7 @@ void finalize_gradients(const MessageInfo& info, const std::int64_t* words,
     fill_gradients(valid, to, 0, p.channels);
     return;
   }
-  for_each_channel(p.channels, executor, [&](std::int64_t begin, std::int64_t end) {
+  cpu::for_each_channel(p.channels, executor, [&](std::int64_t begin, std::int64_t end) {
     cpu::finalize(info.dtype, words, begin, end, to);
   });
 }
@@ -162,7 +162,7 @@ void affine_gradient_shares(const std::int64_t* words, DType dtype, const Parame
   check_normalizer(p.mean, p.rstd, p.channels);
   check_array("words", words, p.channels * words_per_channel(dtype));
   const cpu::Gradients to{1, p.mean, p.rstd, {}, nullptr, p.dweight, p.dbias, p.channels};
-  for_each_channel(p.channels, executor, [&](std::int64_t begin, std::int64_t end) {
+  cpu::for_each_channel(p.channels, executor, [&](std::int64_t begin, std::int64_t end) {
     cpu::finalize(dtype, words, begin, end, to);
   });
 }
