@@ -59,9 +59,10 @@ fi
 
 for group in "$@"; do
   echo "syncbn: installing requirements/$group.txt into $venv"
-  # A release of torchvision fits one of PyTorch: pip knows which.
+  # A release of torchvision fits one of PyTorch: pip knows which. Python compiles what it imports;
+  # all of PyTorch takes 20 s.
   sed "${TORCH:+s/^torch==.*/torch==$TORCH/; s/^torchvision==.*/torchvision\\ntorch==$TORCH/}" \
     "requirements/$group.txt" |
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r /dev/stdin ||
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -r /dev/stdin ||
     fail "pip could not install requirements/$group.txt (see above)"
 done
