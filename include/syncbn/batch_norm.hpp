@@ -25,23 +25,24 @@ class Communicator;
 struct SavedState;
 struct LayerState;
 
-/// Where memory that outlives a call comes from, for a caller with an allocator of its own. Without
-/// functions: operator new on the CPU, cudaMallocAsync and cudaFreeAsync on CUDA.
+/// The caller's allocator, for memory that outlives a call. Without functions the library uses
+/// operator new on the CPU, and cudaMallocAsync and cudaFreeAsync on CUDA.
 struct Allocator {
-  void* context = nullptr;  ///< handed to both functions
-  /// Memory of the device for what is enqueued on the stream (a cudaStream_t; null on the CPU)
-  /// from now on, at a multiple of 64 bytes. Null or an exception: there is none.
+  void* context = nullptr;  ///< the first argument of both functions
+  /// Returns memory of the device, at a multiple of 64 bytes, for work that is enqueued on the
+  /// stream from now on (a cudaStream_t; null on the CPU). If there is no memory, it returns null
+  /// or throws.
   void* (*allocate)(void* context, std::size_t bytes, Device device, void* stream) = nullptr;
-  /// Gets it back after what was enqueued on the stream. Throws nothing.
+  /// Takes the memory back once the work that is on the stream has ended. It must not throw.
   void (*release)(void* context, void* memory, std::size_t bytes, Device device,
                   void* stream) = nullptr;
 };
 
-/// What a training forward hands to its backward, and by what the backward is held to that forward.
-/// The caller holds one for each forward whose backward is to come, and uses it again for later
-/// forwards: from the second one of a shape on it allocates nothing. A forward that throws leaves
-/// it without content. One that was moved from has none, and a forward refuses it until another is
-/// assigned to it.
+/// The results of a training forward that its backward needs. The backward also checks its
+/// arguments against them. Keep one Saved for each forward whose backward is still to come, and
+/// use it again for later forwards: from the second forward of a shape on it allocates nothing. A
+/// forward that throws leaves its Saved empty. A Saved that was moved from is refused by every
+/// forward; assign another Saved to it first.
 class SYNCBN_API Saved {
  public:
   Saved() : Saved(Allocator()) {}
@@ -49,14 +50,15 @@ class SYNCBN_API Saved {
   Saved(Saved&& other) noexcept = default;
   Saved& operator=(Saved&& other) noexcept = default;
 
-  /// Statistics of the whole batch, C entries each, the same bits on every rank; in memory of x's
-  /// device. Empty before the first forward.
+  /// Statistics of the whole batch: C entries each, with the same bits on every rank, in memory of
+  /// x's device. They are empty before the first forward.
   [[nodiscard]] std::span<const double> mean() const noexcept { return values(0); }
   [[nodiscard]] std::span<const double> var() const noexcept { return values(1); }  ///< biased
   [[nodiscard]] std::span<const double> rstd() const noexcept { return values(2); }
 
-  /// Elements per channel over all ranks; 0 before the first forward. On CUDA this waits for the
-  /// forward's stream, and throws DivergenceError if the ranks did not make the same call.
+  /// Returns the number of elements per channel over all ranks; 0 before the first forward. On
+  /// CUDA it waits for the forward's stream, and throws DivergenceError if the ranks did not make
+  /// the same call.
   std::int64_t count() const;
 
  private:
@@ -65,59 +67,60 @@ class SYNCBN_API Saved {
   std::shared_ptr<SavedState> state_;
 };
 
-/// One layer of one rank, for tensors on the CPU or on CUDA: C++'s torch.nn.SyncBatchNorm, with the
-/// parameters and buffers in the caller's hands. Every rank of the communicator has one and makes
-/// the same calls of it.
+/// One layer of one rank, for tensors on the CPU or on CUDA. It does what torch.nn.SyncBatchNorm
+/// does, but the caller owns the parameters and buffers. Every rank of the communicator has such a
+/// layer and makes the same calls.
 ///
-/// One thread at a time calls a layer; different layers are independent, but share a communicator
-/// only in one thread. On the CPU a call returns when its outputs are written. On CUDA it enqueues
-/// on the execution's stream and waits for nothing, from the second call of a shape on; all calls
-/// of a layer are on one stream, or the caller orders them. That stream outlives the layer and its
-/// Saved, whose memory goes back on it.
+/// Only one thread at a time may call a layer. Layers that share a communicator belong to one
+/// thread. On the CPU a call returns when its outputs are written. On CUDA a call enqueues its work
+/// on the execution's stream and, from the second call of a shape on, waits for nothing. All calls
+/// of a layer use one stream, or the caller orders them. The stream must outlive the layer and its
+/// Saved, because they release their memory on it.
 ///
-/// Errors carry the layer's name and the ranks that they are about. Every rank gets one:
-/// InvalidArgument on the rank whose argument is refused and PeerLost on the others;
-/// DivergenceError when the ranks' calls do not match; ExchangeTimeout and PeerLost when a rank
-/// does not come. A failed call counts as a call on every rank. After it outputs hold anything, and
-/// running statistics what they held; after InvalidArgument and DivergenceError outputs are
-/// untouched, too. On CUDA nobody waits to see whether the ranks' calls match. If they do not, the
-/// statistics, y and dx are NaN, running statistics are left alone, and check() and Saved::count()
-/// throw.
+/// Errors have the layer's name and the numbers of the ranks that caused them. Every rank gets an
+/// error. If a rank's argument is refused, that rank gets InvalidArgument and the others PeerLost.
+/// If the ranks' calls do not match, all get DivergenceError. If a rank does not come, they get
+/// ExchangeTimeout or PeerLost. A failed call counts as a call on every rank. It leaves running
+/// statistics as they were. Outputs are undefined after ExchangeTimeout and PeerLost, and unchanged
+/// after InvalidArgument and DivergenceError. On CUDA no call waits to see whether the ranks' calls
+/// match. If they do not, the statistics, y and dx are NaN, running statistics stay as they were,
+/// and check() and Saved::count() throw.
 class SYNCBN_API BatchNorm {
  public:
   struct Options {
     std::int64_t channels = 0;  ///< C
-    /// The layer's own name, for example its path in the model, the same on all ranks: by it they
-    /// tell layers apart, and errors name it. Copied. No other layer of the communicator has it at
-    /// the same time. A group of one rank needs none.
+    /// The layer's own name, for example its path in the model. It is the same on all ranks, and
+    /// no other layer of the communicator has it at the same time: ranks tell layers apart by it.
+    /// Errors begin with it. The layer copies it. A group of one rank needs no name.
     std::string_view name = {};
     double eps = 1e-5;  ///< finite, not negative
-    /// In [0, 1]: running <- (1 - momentum) * running + momentum * batch value, for the variance
-    /// the unbiased one. Empty: cumulative averaging.
+    /// In [0, 1]: running <- (1 - momentum) * running + momentum * batch value, where the value of
+    /// the variance is the unbiased one. Without a momentum the layer averages cumulatively.
     std::optional<double> momentum = 0.1;
     Activation activation = {};
     Statistics statistics = Statistics::kReproducible;  ///< of a training forward
   };
 
-  /// x: (N, C, spatial...), any strides; N may be 0 and may differ between ranks. A rank without
-  /// samples passes an x of the group's dtype. All others may be absent, but for y.
+  /// x has shape (N, C, spatial...) and any strides. N may be 0 and may differ between ranks. A
+  /// rank without samples passes an x of the group's dtype. Only x and y are required.
   struct Forward {
     TensorView x = {};
-    MaskView mask = {};      ///< (N, spatial...): what it leaves out does not count and is +0 in y
-    TensorView weight = {};  ///< C entries of any dtype, as all that is per channel; absent: 1
-    TensorView bias = {};    ///< absent: 0
+    MaskView mask = {};        ///< (N, spatial...): elements left out do not count and are +0 in y
+    TensorView weight = {};    ///< C entries of any dtype, like all tensors per channel; absent: 1
+    TensorView bias = {};      ///< absent: 0
     TensorView residual = {};  ///< like x; added before the activation
-    /// Like x. May be residual, and x where no backward follows, which needs x.
+    /// Like x. It may be the memory of residual, or, if no backward follows, of x.
     MutableTensorView y = {};
-    MutableTensorView running_mean = {};  ///< updated unless nobody has a sample; both or neither
+    /// Updated unless no rank has a sample. Give both running statistics or neither.
+    MutableTensorView running_mean = {};
     MutableTensorView running_var = {};
-    /// On x's device; needed for cumulative averaging.
+    /// On x's device. Cumulative averaging needs it.
     std::int64_t* num_batches_tracked = nullptr;
   };
 
-  /// x, mask, weight, bias: those of the forward, and x in the same memory, unchanged. Another x,
-  /// or one of the others left out or added, is refused. A residual is not needed again: Saved has
-  /// what the activation made of it.
+  /// Pass the forward's x, mask, weight and bias, and x in the same memory, unchanged. Another x is
+  /// refused, and so is a mask, weight or bias that is missing or new. The residual is not needed
+  /// again, because Saved has the signs of the activation.
   struct Backward {
     TensorView dy = {};  ///< like x
     TensorView x = {};
@@ -131,7 +134,8 @@ class SYNCBN_API BatchNorm {
     AffineGradients affine = AffineGradients::kShare;
   };
 
-  /// Both running statistics, or neither: then those of the local batch.
+  /// Give both running statistics or neither. Without them the statistics of the local batch are
+  /// used.
   struct Evaluate {
     TensorView x = {};
     MaskView mask = {};
@@ -143,8 +147,8 @@ class SYNCBN_API BatchNorm {
     MutableTensorView y = {};
   };
 
-  /// Of an evaluation with running statistics. dweight and dbias are local sums. With a residual
-  /// and an activation dx must not be dy.
+  /// The backward of an evaluation with running statistics. dweight and dbias are local sums. With
+  /// a residual and an activation, dx must not be the memory of dy.
   struct EvaluateBackward {
     TensorView dy = {};
     TensorView x = {};
@@ -160,65 +164,70 @@ class SYNCBN_API BatchNorm {
     MutableTensorView dresidual = {};
   };
 
-  /// A layer of one rank alone, on either device. With a name it may evaluate but not train: a
-  /// group that was forgotten would be a layer without synchronization. self_communicator() says
-  /// that one rank is meant.
+  /// Makes a layer of one rank alone, on either device. If it has a name, it may evaluate but not
+  /// train, because a forgotten group would mean a layer without synchronization. Pass
+  /// self_communicator() to say that one rank is meant.
   explicit BatchNorm(const Options& options, const Allocator& allocator = {})
       : BatchNorm(options, sizeof(options), nullptr, nullptr, allocator) {}
-  /// For tensors on the CPU. The communicator outlives the layer, whose training calls are refused
-  /// once it is gone. Throws InvalidArgument.
+  /// Makes a layer for tensors on the CPU. The communicator must outlive the layer; without it the
+  /// layer refuses training calls. Throws InvalidArgument.
   BatchNorm(const Options& options, Communicator& communicator, const Allocator& allocator = {})
       : BatchNorm(options, sizeof(options), &communicator, nullptr, allocator) {}
-  /// The same for tensors on CUDA.
+  /// Makes a layer for tensors on CUDA.
   BatchNorm(const Options& options, cuda::Communicator& communicator,
             const Allocator& allocator = {})
       : BatchNorm(options, sizeof(options), nullptr, &communicator, allocator) {}
-  /// All calls of one that was moved from throw InvalidArgument.
+  /// All calls of a layer that was moved from throw InvalidArgument.
   BatchNorm(BatchNorm&& other) noexcept = default;
   BatchNorm& operator=(BatchNorm&& other) noexcept = default;
   ~BatchNorm();  // not inline: GCC 12 warns of it in std::optional
 
-  /// Training: y = activation((x - mean) / sqrt(var + eps) * weight + bias + residual) with mean
-  /// and var over N, the spatial axes and all ranks. Makes one exchange: an all_reduce_sum, or an
-  /// all_gather with Statistics::kWelford.
+  /// Computes y = activation((x - mean) / sqrt(var + eps) * weight + bias + residual) for training,
+  /// with mean and var over N, the spatial axes and all ranks. Makes one exchange: an
+  /// all_reduce_sum, or an all_gather with Statistics::kWelford.
   void forward(const Forward& arguments, Saved& saved, const Execution& execution = {}) {
     sized_forward(arguments, sizeof(arguments), saved, execution);
   }
 
-  /// The gradients of that forward; `saved` is its, and stays as it is. Makes one all_reduce_sum.
+  /// Computes the gradients of the forward that filled `saved`, and does not change `saved`. Makes
+  /// one all_reduce_sum.
   void backward(const Backward& arguments, const Saved& saved, const Execution& execution = {}) {
     sized_backward(arguments, sizeof(arguments), saved, execution);
   }
 
-  /// The same y with constant statistics. Exchanges nothing, and may be called on some ranks alone.
+  /// Computes the y of forward() with constant statistics. It exchanges nothing, so some ranks
+  /// alone may call it.
   void evaluate(const Evaluate& arguments, const Execution& execution = {}) {
     sized_evaluate(arguments, sizeof(arguments), execution);
   }
 
+  /// Computes the gradients of evaluate(). It exchanges nothing.
   void evaluate_backward(const EvaluateBackward& arguments, const Execution& execution = {}) {
     sized_evaluate_backward(arguments, sizeof(arguments), execution);
   }
 
-  /// Of the forwards that follow. The only option that may change, and that ranks need not share.
+  /// Sets the momentum of the forwards that follow. It is the only option that may change, and the
+  /// only one that may differ between ranks.
   void set_momentum(std::optional<double> momentum);
 
-  /// For those who wrap a layer and refuse a forward themselves: counts it as a call that failed,
-  /// and tells the other ranks.
+  /// Counts a failed call and tells the other ranks: for code around a layer that refuses a forward
+  /// itself.
   void abandon_forward(const std::string& reason);
 
   [[nodiscard]] const std::string& name() const;
   [[nodiscard]] std::int64_t channels() const { return options().channels; }
-  /// As they are now; their name is good while the layer lives.
+  /// Returns the options as they are now. Their name is valid while the layer lives.
   [[nodiscard]] const Options& options() const;
-  /// The group of a layer for the CPU; null where it is gone, and for a layer on CUDA.
+  /// Returns the group of a layer for the CPU. Null: the group is gone, or the layer is on CUDA.
   [[nodiscard]] Communicator* group() const;
 
-  /// How many training forwards were called, those that failed included, since the group's last
-  /// reset.
+  /// Returns how many training forwards were called since the group's last reset, failed calls
+  /// included.
   [[nodiscard]] std::uint64_t calls() const;
 
-  /// On CUDA waits for the stream, and throws DivergenceError if the ranks' last forwards did not
-  /// match, Error if CUDA reports a failure. Does nothing on the CPU, where calls throw themselves.
+  /// On CUDA it waits for the stream. It throws DivergenceError if the ranks' last forwards did not
+  /// match, and Error if CUDA reports a failure. On the CPU it does nothing, because the calls
+  /// themselves throw.
   void check(const Execution& execution = {});
 
  private:
@@ -238,17 +247,17 @@ class SYNCBN_API BatchNorm {
   std::shared_ptr<LayerState> state_;
 };
 
-/// The checks of BatchNorm::forward's arguments, for those who own the exchange themselves: what
-/// passes them is not refused later. Throws InvalidArgument.
+/// Checks arguments as BatchNorm::forward does, for callers with an exchange of their own. Throws
+/// InvalidArgument. Arguments that pass are not refused later.
 SYNCBN_API void check_forward(const BatchNorm::Options& options,
                               const BatchNorm::Forward& arguments);
 
-/// The same for BatchNorm::backward.
+/// Checks arguments as BatchNorm::backward does.
 SYNCBN_API void check_backward(const BatchNorm::Backward& arguments);
 
-/// What all ranks must have in common of a layer besides channels and eps, hashed field by field:
-/// ForwardStep::layer of syncbn/step.hpp. residual, weight, bias: whether there
-/// is one.
+/// Returns the hash that ForwardStep::layer of syncbn/step.hpp takes. It covers all that ranks must
+/// have in common besides channels and eps, field by field. residual, weight, bias: whether the
+/// layer has one.
 SYNCBN_API std::uint64_t layer_identity(std::uint64_t layer, const Activation& activation,
                                         Statistics statistics, bool residual, bool weight = false,
                                         bool bias = false);

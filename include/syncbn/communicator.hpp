@@ -14,24 +14,26 @@
 
 namespace syncbn {
 
-/// A sum over the ranks of a group whose words come and go in parts: a rank goes on computing while
-/// others exchange, and can look after other things while it waits. The ranks need not publish the
-/// same parts. Nothing is allocated.
+/// A sum over the ranks of a group whose words travel in parts. So a rank can compute while earlier
+/// parts travel, and can do other work while it waits. The ranks need not publish the same parts.
+/// Nothing is allocated.
 class SYNCBN_API SumInParts {
  public:
   virtual ~SumInParts() = default;
 
-  /// Begins a sum; waits for nobody. in.size() == out.size(); both stay valid until all words of
-  /// out are there, a call throws, or the group was abandoned. out may be in. Throws Error when one
-  /// is under way already. All calls throw InvalidArgument for lengths that do not fit, and
+  /// Begins a sum, without waiting. in.size() == out.size(); out may be in. Both must stay valid
+  /// until all words of out are complete, a call throws, or the group is abandoned. Throws Error if
+  /// another sum is under way. All calls throw InvalidArgument for lengths that do not fit, and
   /// otherwise the errors of all_reduce_sum.
   virtual void open(std::span<const std::int64_t> in, std::span<std::int64_t> out) = 0;
 
-  /// The first `words` of `in` change no more: all of them, in the end. Waits for nobody.
+  /// Says that the first `words` words of `in` will not change any more, without waiting. The last
+  /// call of a sum publishes all words.
   virtual void publish(std::size_t words) = 0;
 
-  /// Waits until the first `words` of `out` are there, which have to be published, for at most
-  /// about `slice` (0: only looks). Whether they are.
+  /// Waits for at most about `slice` until the first `words` words of `out` are complete, and
+  /// returns whether they are. With a slice of 0 it only looks. This rank must have published
+  /// these words.
   virtual bool wait(std::size_t words, std::chrono::milliseconds slice) = 0;
 };
 
@@ -39,7 +41,8 @@ namespace detail {
 template <class Group>
 class GroupLink;
 
-/// By it those that refer to a group see that it is gone, or was reset. No copy shares it.
+/// Tells the layers of a group whether the group still exists, and whether it was reset. A copy of
+/// a group has a life of its own.
 class SYNCBN_API GroupLife {
  public:
   GroupLife() = default;
@@ -56,8 +59,8 @@ class SYNCBN_API GroupLife {
 }  // namespace detail
 
 /// One rank's end of a group that exchanges statistics. Every rank of the group makes the same
-/// sequence of calls. Calls on one communicator come from one thread at a time. On the CPU a
-/// layer asks a group of one rank for no sum.
+/// sequence of calls. Only one thread at a time may call a communicator. On the CPU a layer does
+/// not call all_reduce_sum of a group of one rank.
 class SYNCBN_API Communicator {
  public:
   virtual ~Communicator() = default;
@@ -65,30 +68,31 @@ class SYNCBN_API Communicator {
   [[nodiscard]] virtual int rank() const = 0;
   [[nodiscard]] virtual int size() const = 0;
 
-  /// words[i] becomes the sum over ranks of words[i], modulo 2^64; afterwards words is the same on
-  /// every rank. Throws on every rank: DivergenceError when lengths differ, ExchangeTimeout when a
-  /// rank does not come in time, PeerLost when one has left.
+  /// Replaces words[i] by the sum of words[i] over all ranks, modulo 2^64. Afterwards `words` is
+  /// the same on every rank. On every rank it throws DivergenceError if lengths differ,
+  /// ExchangeTimeout if a rank does not come in time, and PeerLost if a rank has left.
   virtual void all_reduce_sum(std::span<std::int64_t> words) = 0;
 
-  /// all_reduce_sum in parts, or null where words travel only at once.
+  /// Returns all_reduce_sum in parts, or null if this group cannot send parts.
   [[nodiscard]] virtual SumInParts* parts() { return nullptr; }
 
-  /// Concatenates every rank's bytes in rank order; out.size() == size() * in.size(). Errors as for
-  /// all_reduce_sum.
+  /// Writes the bytes of all ranks to `out`, in rank order; out.size() == size() * in.size(). It
+  /// has the errors of all_reduce_sum.
   virtual void all_gather(std::span<const std::byte> in, std::span<std::byte> out) = 0;
 
-  /// Tells the other ranks that this one cannot take part any more; those that wait now or come
+  /// Tells the other ranks that this rank cannot take part any more. Ranks that wait now or come
   /// later get PeerLost with this rank's number and the reason.
   virtual void abandon(const std::string& reason) = 0;
 
-  /// Tells them that it does not take part in the exchange that comes next, because its call was
-  /// refused: there they get PeerLost with the reason, and then the group goes on. It does not
-  /// wait for this exchange. If this rank also refused an earlier exchange, it waits until all
-  /// ranks have come to that one. Where a group has no such word, this rank abandons it.
+  /// Tells the other ranks that this rank leaves out the next exchange, because its call was
+  /// refused. In that exchange the others get PeerLost with the reason, and then the group goes
+  /// on. This call does not wait for the exchange. But if this rank also refused an earlier
+  /// exchange, it waits until all ranks have come to that one. A class that does not override
+  /// this function abandons the group.
   virtual void refuse(const std::string& reason) { abandon(reason); }
 
  protected:
-  /// After a reset: layers count their calls from 0.
+  /// Makes the group's layers count their calls from 0. Call it after a reset.
   void begin_again() noexcept { life_.begin_again(); }
 
  private:
@@ -96,7 +100,8 @@ class SYNCBN_API Communicator {
   detail::GroupLife life_;
 };
 
-/// The group of one rank: an exchange does nothing. There is one for all, which is always there.
+/// Returns the group of one rank, in which an exchange does nothing. All callers share it, and it
+/// lasts as long as the process.
 [[nodiscard]] SYNCBN_API Communicator& self_communicator();
 
 /// A group whose ranks are threads of this process.
@@ -104,20 +109,20 @@ class SYNCBN_API ThreadGroup {
  public:
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
 
-  /// size: 1 to 2048 ranks. timeout: 1 ms to 2^40 ms (34 years); how long a rank waits in one
-  /// exchange before ExchangeTimeout, which names the ranks that did not come. Other values:
-  /// InvalidArgument.
+  /// size: 1 to 2048 ranks. timeout: 1 ms to 2^40 ms (34 years). A rank that has waited so long in
+  /// one exchange throws ExchangeTimeout, which names the ranks that did not come. Other values
+  /// throw InvalidArgument.
   explicit ThreadGroup(int size, std::chrono::milliseconds timeout = kDefaultTimeout);
   ThreadGroup(const ThreadGroup&) = delete;
   ThreadGroup& operator=(const ThreadGroup&) = delete;
 
   [[nodiscard]] int size() const noexcept { return size_; }
 
-  /// Rank `rank`'s end, to be used by one thread; valid while the group lives.
+  /// Returns the end of rank `rank`, for one thread. It is valid while the group lives.
   [[nodiscard]] Communicator& rank(int rank);
 
-  /// Makes a broken group a new one, with the same ends; their layers begin at call 0. While no
-  /// thread is in a call of the group.
+  /// Repairs a broken group. The ends stay the same, and their layers begin at call 0. Call it
+  /// while no thread is in a call of the group.
   void reset();
 
  private:
@@ -126,9 +131,9 @@ class SYNCBN_API ThreadGroup {
   std::shared_ptr<State> state_;
 };
 
-/// Runs body(end) for every rank's end of the group, each on a thread of its own, and waits for
-/// all. A rank whose body throws abandons the group, so that none waits for it. Throws what was
-/// thrown first.
+/// Runs body(end) for the end of every rank, each on a thread of its own, and waits for all
+/// threads. If a body throws, its rank abandons the group, so that no other rank waits for it.
+/// Afterwards `run` throws the exception that was thrown first.
 SYNCBN_API void run(ThreadGroup& group, const std::function<void(Communicator& end)>& body);
 
 }  // namespace syncbn

@@ -17,19 +17,20 @@
 
 namespace syncbn {
 
-/// What a rank tells the others so that they can form a SharedMemoryGroup. Rank 0's offer makes the
-/// group's memory, which has no name and ends with the last process that holds it.
+/// The bytes that a rank sends to the others to form a SharedMemoryGroup. Rank 0's offer makes the
+/// group's memory. The memory has no name, and ends with the last process that holds it.
 class SYNCBN_API SharedMemoryOffer {
  public:
   static constexpr std::size_t kBytes = 256;
 
-  /// size: 1 to 2048 ranks, rank: 0 to size - 1, otherwise InvalidArgument. What the system refuses
-  /// is not thrown: the bytes carry it, so that SharedMemoryGroup::open fails alike on every rank.
+  /// size: 1 to 2048 ranks. rank: 0 to size - 1. Other values throw InvalidArgument. If the system
+  /// refuses memory, this does not throw. The bytes say so, and SharedMemoryGroup::open fails in
+  /// the same way on every rank.
   SharedMemoryOffer(int rank, int size);
   SharedMemoryOffer(SharedMemoryOffer&&) noexcept = default;
   SharedMemoryOffer& operator=(SharedMemoryOffer&&) = delete;
 
-  /// To be gathered from all ranks, by any means: pipes, a key-value store, MPI.
+  /// Returns the bytes to gather from all ranks, by any means: pipes, a key-value store, MPI.
   [[nodiscard]] std::span<const std::byte, kBytes> bytes() const noexcept { return bytes_; }
 
  private:
@@ -42,41 +43,43 @@ class SYNCBN_API SharedMemoryOffer {
 /// One rank's end of a group whose ranks are processes (or threads) of one node and exchange
 /// through memory that they share.
 ///
-/// After DivergenceError, and after PeerLost because a rank refused an argument, the group can be
-/// used further. After ExchangeTimeout and any other PeerLost it is broken until reset: every later
-/// call on every rank throws PeerLost at once. A process that dies is noticed within a second.
-/// Whether an exchange succeeds is the same for all surviving ranks. In a child that the rank's
-/// process forks, calls throw Error.
+/// After DivergenceError, and after the PeerLost of a refused argument, the group goes on. After
+/// ExchangeTimeout and any other PeerLost it is broken until reset, and every later call on every
+/// rank throws PeerLost at once. The ranks notice the death of a process within a second. An
+/// exchange succeeds for all surviving ranks or for none. In a forked child of a rank's process
+/// calls throw Error.
 class SYNCBN_API SharedMemoryGroup final : public Communicator {
  public:
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
 
   struct Opened;
 
-  /// Puts every rank's bytes into `all`, in rank order, by any means: all.size() is the number of
-  /// ranks times mine.size(), which is the same on every rank.
+  /// A function that writes the bytes of all ranks to `all`, in rank order, by any means.
+  /// mine.size() is the same on every rank, and all.size() is the number of ranks times
+  /// mine.size().
   using Gather = std::function<void(std::span<const std::byte> mine, std::span<std::byte> all)>;
 
-  /// Makes the group, in calls of `gather` that every rank makes: of offers (see open), and of
-  /// whether each rank could use them. On every rank a group that may be used at once, or on every
-  /// rank the reason why there is none. rank, size, timeout: as for SharedMemoryOffer and open.
-  /// What `gather` throws comes out of here.
+  /// Makes the group. Every rank calls `gather` equally often: for the offers (see open), and to
+  /// learn whether each rank could use them. The result is a group on every rank, which may be used
+  /// at once, or on every rank the reason why there is none. rank, size and timeout are those of
+  /// SharedMemoryOffer and open. Exceptions of `gather` pass through.
   [[nodiscard]] static Opened create(int rank, int size, const Gather& gather,
                                      std::chrono::milliseconds timeout = kDefaultTimeout);
 
-  /// Opens the memory that the offers describe: for callers who gather in steps of their own.
+  /// Opens the memory that the offers describe, for callers who gather in steps of their own.
   ///
-  /// offer: this rank's. offers: size * SharedMemoryOffer::kBytes bytes, all ranks' offers in rank
-  /// order. timeout: 1 ms to 2^40 ms; how long a rank waits for the others before ExchangeTimeout,
-  /// which names the ranks that did not come. Other values: InvalidArgument.
+  /// offer: this rank's offer. offers: the offers of all ranks in rank order, size *
+  /// SharedMemoryOffer::kBytes bytes. timeout: 1 ms to 2^40 ms. A rank that has waited so long
+  /// throws ExchangeTimeout, which names the ranks that did not come. Other values throw
+  /// InvalidArgument.
   ///
-  /// Ranks that do not see each other's memory (other nodes or containers) are not an error: the
-  /// result then says why. The group may be used once all ranks have opened it, so the caller
-  /// gathers each rank's success first.
+  /// It is no error if ranks do not see each other's memory (other nodes or containers); the result
+  /// then says why. Use the group only after all ranks have opened it: gather each rank's success
+  /// first.
   [[nodiscard]] static Opened open(SharedMemoryOffer offer, std::span<const std::byte> offers,
                                    std::chrono::milliseconds timeout = kDefaultTimeout);
 
-  /// Ranks that wait now or come later get PeerLost.
+  /// The other ranks then get PeerLost, if they wait now or come later.
   ~SharedMemoryGroup() override;
 
   int rank() const override;
@@ -88,15 +91,16 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
 
   SumInParts* parts() override;
 
-  /// Makes a broken group a new one, as create does: every rank that it is to have calls this. The
-  /// layers of the group begin at call 0. Error, and the group stays broken, where create has none.
+  /// Repairs a broken group, as create makes one. All ranks call this. The layers of the group
+  /// begin at call 0. If the group cannot be made, this throws Error, and the group stays broken.
   void reset(const Gather& gather);
 
-  /// What errors call the ranks, where they are some of `size` ranks of a larger group: numbers[r]
-  /// for rank r. InvalidArgument unless there are size() numbers, of 0 to size - 1.
+  /// Sets the rank numbers in errors, for a group that is a part of a larger group of `size` ranks:
+  /// rank r is called numbers[r]. Throws InvalidArgument unless there are size() numbers, each from
+  /// 0 to size - 1.
   void call_ranks(std::vector<int> numbers, int size);
 
-  /// The timeout of this rank from now on, also in an exchange that is under way.
+  /// Sets the timeout of this rank, also for an exchange that is under way.
   void set_timeout(std::chrono::milliseconds timeout);
 
  private:
