@@ -9,24 +9,26 @@
 #include "syncbn/export.hpp"
 #include "syncbn/tensor.hpp"
 
-/// Batch normalization as one operator for graph engines: inputs, outputs and attributes that do
-/// not change. Training and inference are two operators that share their variables
-/// (docs/forked_graph.md). Differences from batch_norm.hpp: `momentum` is the share that the old
-/// estimate keeps, the first batch assigns, and the variance is biased everywhere.
+/// Batch normalization as one operator for graph engines. It has inputs, outputs, and attributes
+/// that do not change. Training and inference are two operators that share their variables
+/// (docs/forked_graph.md). There are three differences from batch_norm.hpp: `momentum` is the share
+/// that the old estimate keeps, the first batch replaces the estimates, and the variance is biased
+/// everywhere.
 namespace syncbn {
 
 struct BatchNormOpAttributes {
-  bool is_infer = false;        ///< normalize with the given estimates; no exchange, no update
-  bool use_global_est = false;  ///< in training normalize with the updated estimates
+  bool is_infer = false;        ///< use the given estimates; no exchange or update
+  bool use_global_est = false;  ///< in training, use the updated estimates
   double epsilon = 1e-6;        ///< finite, not negative
   double momentum = 0.99;       ///< in [0, 1]
-  /// The caller's number for this layer, the same on all ranks, by which they tell it from others
-  /// of its shape. Among several ranks from 1 on.
+  /// The caller's number for this layer, the same on all ranks. By this number the ranks tell the
+  /// layer from others of its shape. With several ranks it must not be 0.
   std::uint64_t layer = 0;
 };
 
-/// x: (N, C, spatial...). The estimates: C entries of any dtype. scale and bias: the same, or
-/// absent (1 and 0). batches: how many batches the estimates hold; at 0 the batch is assigned.
+/// x has shape (N, C, spatial...). The estimates have C entries of any dtype. scale and bias have
+/// the same, or are absent: 1 and 0. `batches` is the number of batches that the estimates hold.
+/// If it is 0, the batch replaces the estimates.
 struct BatchNormOpInputs {
   TensorView x = {};
   TensorView estimated_mean = {};
@@ -36,9 +38,9 @@ struct BatchNormOpInputs {
   std::int64_t batches = 0;
 };
 
-/// y: like x. batch_mean and batch_var: C entries of any dtype, or absent. saved_mean, saved_var
-/// and saved_batches: the updated estimates and counter, in inference the given ones. They are
-/// never absent, and may be the memory of the estimates.
+/// y is like x. batch_mean and batch_var have C entries of any dtype, or are absent. saved_mean,
+/// saved_var and saved_batches receive the updated estimates and counter; in inference they receive
+/// the given ones. These three are never absent, and may be the memory of the estimates.
 struct BatchNormOpOutputs {
   MutableTensorView y = {};
   MutableTensorView batch_mean = {};
@@ -48,30 +50,34 @@ struct BatchNormOpOutputs {
   std::int64_t* saved_batches = nullptr;
 };
 
-/// Statistics that y was normalized with.
+/// The statistics that y was normalized with.
 struct BatchNormOpStatistics {
   std::vector<double> mean;
   std::vector<double> var;  ///< biased
   std::vector<double> rstd;
-  std::int64_t count = 0;  ///< elements per channel over all ranks
-  std::uint32_t fingerprint = 0;
+  std::int64_t count = 0;         ///< elements per channel over all ranks
+  std::uint32_t fingerprint = 0;  ///< of the call, for the backward
 };
 
-/// Training: estimate <- momentum * estimate + (1 - momentum) * batch value, or the batch value if
-/// inputs.batches is 0; a batch without elements changes nothing. y = (x - mean) / sqrt(var +
-/// epsilon) * scale + bias with mean and var of the batch over all ranks, or with the updated
-/// estimates. One exchange. Inference: mean and var are the given estimates, and so are batch_* and
-/// saved_*. No exchange.
-/// Returns the statistics that y was normalized with, which backward takes.
-/// Throws as BatchNorm::forward does; nothing is changed then.
+/// Computes y = (x - mean) / sqrt(var + epsilon) * scale + bias.
+///
+/// In training mean and var come from the batch over all ranks, or are the updated estimates. Each
+/// estimate becomes momentum * estimate + (1 - momentum) * batch value, or the batch value if
+/// inputs.batches is 0. A batch without elements changes no estimate. There is one exchange.
+///
+/// In inference mean and var are the given estimates. They are also written to batch_* and saved_*.
+/// There is no exchange.
+///
+/// Returns the statistics that y was normalized with; batch_norm_op_backward takes them. Throws as
+/// BatchNorm::forward does, and then changes nothing.
 SYNCBN_API BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
                                                const BatchNormOpOutputs& outputs,
                                                const BatchNormOpAttributes& attributes,
                                                Communicator& communicator,
                                                const Execution& execution);
 
-/// dx, like x or absent; dscale and dbias, C entries or absent, of this rank's samples. x, scale:
-/// of the forward.
+/// x and scale are those of the forward. dx is like x, or absent. dscale and dbias have C entries,
+/// or are absent; they receive the sums over this rank's samples.
 struct BatchNormOpGradients {
   TensorView dy = {};
   TensorView x = {};
@@ -81,8 +87,9 @@ struct BatchNormOpGradients {
   MutableTensorView dbias = {};
 };
 
-/// Statistics of the batch are functions of x: one exchange if dx is wanted. Estimates (is_infer,
-/// use_global_est) are constants: dx = scale * rstd * dy, no exchange. Errors as for the forward.
+/// Computes the gradients. Statistics of the batch depend on x, so there is one exchange unless dx
+/// is absent. Estimates (is_infer, use_global_est) are constants: dx = scale * rstd * dy, without
+/// an exchange. Throws as the forward does.
 SYNCBN_API void batch_norm_op_backward(const BatchNormOpGradients& gradients,
                                        const BatchNormOpStatistics& statistics,
                                        const BatchNormOpAttributes& attributes,

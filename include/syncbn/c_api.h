@@ -2,19 +2,21 @@
 #ifndef SYNCBN_C_API_H
 #define SYNCBN_C_API_H
 
-/* The C interface of syncbn (C99), for other languages and frameworks: the layer of
-   syncbn/batch_norm.hpp for tensors on CPU, with the same bits. What a function computes is said
-   there; here is how C calls it.
+/* The C interface of syncbn (C99), for other languages and frameworks. It has the layer of
+   syncbn/batch_norm.hpp for tensors on the CPU, with the same bits. That header says what the
+   functions compute; this one says how C calls them.
 
-   Each function that returns a syncbn_status returns SYNCBN_OK or a code; then
-   syncbn_last_error() has a text, no output was written that a caller may rely on, and running
-   statistics are unchanged. No C++ exception leaves a function.
+   A function that returns a syncbn_status returns SYNCBN_OK, or the code of an error. After an
+   error syncbn_last_error() returns a text, the caller must not rely on any output, and running
+   statistics are unchanged. There is one exception: if syncbn_forward_finish returns
+   SYNCBN_OUT_OF_MEMORY, it may have updated the running statistics. No C++ exception leaves a
+   function.
 
-   Where a comment says "or NULL", NULL stands for absent; elsewhere it is SYNCBN_INVALID_ARGUMENT.
-   Per-channel arrays have C entries. A struct that begins with struct_size may grow at its end: set
-   that member to sizeof of the struct, and other pointers to NULL where you have nothing. A wrong
-   size is SYNCBN_INVALID_ARGUMENT. Before 1.0 every minor version may change the structs and
-   functions. */
+   Where a comment says "or NULL", NULL means "absent". Elsewhere a NULL gives
+   SYNCBN_INVALID_ARGUMENT. Per-channel arrays have C entries. A struct that begins with struct_size
+   may grow at its end. Set struct_size to sizeof of the struct; a wrong size gives
+   SYNCBN_INVALID_ARGUMENT. Set its pointers to NULL where you have nothing. Before 1.0 every minor
+   version may change the structs and functions. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -28,7 +30,7 @@ extern "C" {
 
 typedef enum syncbn_status {
   SYNCBN_OK = 0,
-  SYNCBN_ERROR = 1,            /* anything that has no code of its own */
+  SYNCBN_ERROR = 1,            /* an error without a code of its own */
   SYNCBN_INVALID_ARGUMENT = 2, /* the text ends with "argument: got ..., expected ..." */
   SYNCBN_DIVERGENCE = 3,       /* the ranks of an exchange did not make the same call */
   SYNCBN_TIMEOUT = 4,          /* a rank did not come to an exchange in time */
@@ -37,21 +39,22 @@ typedef enum syncbn_status {
   SYNCBN_OUT_OF_MEMORY = 7
 } syncbn_status;
 
-/* The text of this thread's last failed call, valid until the thread's next call of the library;
-   "" if none failed. */
+/* Returns the text of this thread's last failed call, or "" if none failed. The text is valid until
+   the thread's next call of the library. */
 SYNCBN_API const char* syncbn_last_error(void);
-/* The name of the layer that was called; "" outside layers. Valid as the text is. */
+/* Returns the name of the layer whose call failed, or "" if the call was not a layer's. The name is
+   valid as long as the text. */
 SYNCBN_API const char* syncbn_last_error_layer(void);
-/* How many ranks did not come, have left, or made another call than rank 0, as far as known; *ranks
-   becomes their array, valid as the text is. */
+/* Returns how many ranks did not come, have left, or made another call than rank 0, as far as this
+   is known. Sets *ranks to the array of their numbers, which is valid as long as the text. */
 SYNCBN_API int32_t syncbn_last_error_ranks(const int32_t** ranks);
 
-/* "MAJOR.MINOR.PATCH" of the library, which may be newer than this header. The header's own
-   version: SYNCBN_VERSION_MAJOR, SYNCBN_VERSION_MINOR, SYNCBN_VERSION_PATCH, SYNCBN_VERSION_STRING.
- */
+/* Returns the version of the library as "MAJOR.MINOR.PATCH". The library may be newer than this
+   header. The header's own version is in SYNCBN_VERSION_MAJOR, SYNCBN_VERSION_MINOR,
+   SYNCBN_VERSION_PATCH and SYNCBN_VERSION_STRING. */
 SYNCBN_API const char* syncbn_version(void);
 
-/* Enumerations are passed as int32_t, so that a wrong number is an error and not undefined. */
+/* Enumerations are passed as int32_t, so a wrong number is an error, not undefined behaviour. */
 enum syncbn_dtype {
   SYNCBN_FLOAT16 = 0,
   SYNCBN_BFLOAT16 = 1,
@@ -63,7 +66,7 @@ enum syncbn_activation_kind { SYNCBN_NONE = 0, SYNCBN_RELU = 1, SYNCBN_LEAKY_REL
 enum syncbn_statistics { SYNCBN_REPRODUCIBLE = 0, SYNCBN_WELFORD = 1 };
 enum syncbn_affine_gradients { SYNCBN_SHARE = 0, SYNCBN_GLOBAL = 1 };
 
-/* A tensor of the caller's. Functions write only to those that are outputs. */
+/* A tensor that the caller owns. A function writes only to its outputs. */
 typedef struct syncbn_tensor {
   void* data;             /* element (0, ..., 0) */
   int32_t dtype;          /* enum syncbn_dtype */
@@ -73,7 +76,8 @@ typedef struct syncbn_tensor {
   const int64_t* strides; /* ndim strides in elements, or NULL: row-major */
 } syncbn_tensor;
 
-/* Which elements of x count: contiguous bytes of shape (N, spatial...), 0 for one that does not. */
+/* Says which elements of x count. The mask has contiguous bytes of shape (N, spatial...). A byte is
+   0 if its element does not count. */
 typedef struct syncbn_mask {
   const uint8_t* data;
   int32_t device; /* enum syncbn_device */
@@ -86,134 +90,140 @@ typedef struct syncbn_activation {
   double negative_slope;
 } syncbn_activation;
 
-/* Threads that passes run on; everywhere NULL is the calling thread alone. Results do not depend
-   on it. */
+/* The threads that a call runs on. In every function a NULL executor means the calling thread
+   alone. Results do not depend on the executor. */
 typedef struct syncbn_executor syncbn_executor;
 
-/* A pool of `threads` threads, the calling one included: 1 or more. */
+/* Makes a pool of `threads` threads (1 or more), including the calling thread. */
 SYNCBN_API syncbn_status syncbn_thread_pool_create(int32_t threads, syncbn_executor** executor);
 
-/* Threads of the caller's. */
+/* The caller's own threads. */
 typedef struct syncbn_executor_functions {
   size_t struct_size;
-  void* user_data;     /* handed to the function */
-  int32_t concurrency; /* how many threads parallel_for uses at most: 1 or more */
-  /* Calls body(body_data, b, e) on disjoint ranges that cover begin to end - 1, possibly at the
-     same time and on any threads, and returns when all are done. Ranges have at least `grain` items
-     where possible. */
+  void* user_data;     /* the first argument of the function */
+  int32_t concurrency; /* the most threads that parallel_for uses: 1 or more */
+  /* Calls body(body_data, b, e) for disjoint ranges that together cover begin to end - 1. The calls
+     may run at the same time, on any threads. Returns when all of them have ended. Each range has
+     at least `grain` items where possible. */
   void (*parallel_for)(void* user_data, int64_t begin, int64_t end, int64_t grain,
                        void (*body)(void* body_data, int64_t begin, int64_t end), void* body_data);
 } syncbn_executor_functions;
 
-/* functions: copied. */
+/* Makes an executor from the caller's functions. The struct is copied. */
 SYNCBN_API syncbn_status syncbn_executor_create(const syncbn_executor_functions* functions,
                                                 syncbn_executor** executor);
 
-SYNCBN_API void syncbn_executor_destroy(syncbn_executor* executor); /* or NULL */
+SYNCBN_API void syncbn_executor_destroy(syncbn_executor* executor); /* an executor, or NULL */
 
-/* One rank's end of a group; the functions are the caller's. They return a syncbn_status; one that
-   fails may call syncbn_set_last_error first, and its text, ranks and code become those of the call
-   that is under way. Every rank of the group must then fail, or what the others do is up to the
-   functions. No function may throw or jump out. */
+/* One rank's end of a group, with functions of the caller. They return a syncbn_status. If a
+   function fails, its code becomes the code of the library's call that is under way. The function
+   may first call syncbn_set_last_error; the text and ranks then also become those of the call. The
+   exchange must then fail on every rank of the group, because the library does not tell the other
+   ranks of the failure. No function may throw an exception or use longjmp. */
 typedef struct syncbn_communicator {
   size_t struct_size;
-  void* user_data; /* handed to the functions */
+  void* user_data; /* the first argument of the functions */
   int32_t rank;    /* 0 to size - 1 */
   int32_t size;    /* 1 to 2048 */
-  /* words[i] becomes the sum over ranks of words[i], modulo 2^64. Ranks may bring different
-     numbers of words (another layer or dtype); better an error then than a hang. */
+  /* Replaces words[i] by the sum of words[i] over all ranks, modulo 2^64. Ranks may bring different
+     numbers of words, for example from different layers or dtypes. Return an error then; do not
+     hang. */
   int32_t (*all_reduce_sum)(void* user_data, int64_t* words, int64_t count);
-  /* out becomes every rank's `bytes` bytes in rank order: size * bytes. Used with SYNCBN_WELFORD
-     alone; NULL without it is fine. */
+  /* Writes the `bytes` bytes of every rank to `out`, in rank order: size * bytes in all. Only
+     layers with SYNCBN_WELFORD call this; without such layers it may be NULL. */
   int32_t (*all_gather)(void* user_data, const void* in, int64_t bytes, void* out);
-  /* Tells the other ranks that this one will not come (its arguments were refused), so that they
-     need not wait. Or NULL. */
+  /* Tells the other ranks that this rank will not come, because its arguments were refused. So the
+     others need not wait. The function may be NULL. */
   void (*abandon)(void* user_data, const char* reason);
 } syncbn_communicator;
 
-/* The group of one rank. */
+/* Returns the group of one rank. */
 SYNCBN_API const syncbn_communicator* syncbn_self_communicator(void);
 
-/* For functions of a communicator: the text of the error that they are about to return, and the
-   `count` ranks that it is about, which syncbn_last_error_ranks() then gives. Both are copied.
-   ranks: or NULL where nobody knows. */
+/* Sets the text and the ranks of an error, for a function of a communicator that is about to return
+   this error. syncbn_last_error_ranks() then gives the `count` ranks. Text and ranks are copied.
+   ranks: or NULL if they are not known. */
 SYNCBN_API void syncbn_set_last_error(const char* text, const int32_t* ranks, int32_t count);
 
-/* A group of the library's. timeout, everywhere: how many milliseconds a rank waits for the others
-   in an exchange, 1 to 2^40. Groups over MPI: syncbn/mpi_c_api.h. */
+/* A group whose exchanges the library makes. In all functions, `timeout` is how many milliseconds a
+   rank waits for the others in an exchange: 1 to 2^40. syncbn/mpi_c_api.h has groups over MPI. */
 typedef struct syncbn_group syncbn_group;
 
-/* All ranks, which are threads of this process. */
+/* Makes a group whose ranks are threads of this process. The group has the ends of all ranks. */
 SYNCBN_API syncbn_status syncbn_thread_group_create(int32_t size, int64_t timeout,
                                                     syncbn_group** group);
 
-/* Puts every rank's `bytes` bytes into out, in rank order, by any means. Returns a syncbn_status,
-   as the functions of a communicator do. */
+/* A function that writes the `bytes` bytes of every rank to `out`, in rank order, by any means. It
+   returns a syncbn_status, as the functions of a communicator do. */
 typedef int32_t (*syncbn_gather)(void* user_data, const void* in, int64_t bytes, void* out);
 
-/* This process's rank of a group whose ranks are processes of one node. Every rank makes this call,
-   and in it the same calls of `gather`. SYNCBN_UNAVAILABLE on every rank where they cannot share
-   memory; the text says why. */
+/* Makes this process's rank of a group whose ranks are processes of one node. Every rank makes this
+   call, and every rank calls `gather` equally often. If the ranks cannot share memory, every rank
+   returns SYNCBN_UNAVAILABLE, and the text says why. */
 SYNCBN_API syncbn_status syncbn_shared_memory_group_create(int32_t rank, int32_t size,
                                                            syncbn_gather gather, void* user_data,
                                                            int64_t timeout, syncbn_group** group);
 
-/* That rank's end, good until the group is destroyed, for one thread at a time; NULL for a rank
-   that this process does not have. */
+/* Returns the end of rank `rank`, for one thread at a time. It is valid until the group is
+   destroyed. Returns NULL if this process does not have that rank. */
 SYNCBN_API const syncbn_communicator* syncbn_group_rank(const syncbn_group* group, int32_t rank);
 
-/* Ranks of other processes that wait for this one get SYNCBN_PEER_LOST. */
-SYNCBN_API void syncbn_group_destroy(syncbn_group* group); /* or NULL */
+/* Destroys a group, or does nothing for NULL. Ranks of other processes that wait for this process
+   get SYNCBN_PEER_LOST. */
+SYNCBN_API void syncbn_group_destroy(syncbn_group* group);
 
 /* ---- The layer ---- */
 
 typedef struct syncbn_batch_norm_options {
   size_t struct_size;
   int64_t channels;           /* C */
-  const char* name;           /* the layer's own, the same on all ranks; NULL: a group of one */
+  const char* name;           /* the layer's own, the same on all ranks; or NULL with one rank */
   double eps;                 /* finite, not negative */
   double momentum;            /* in [0, 1] */
-  int32_t cumulative_average; /* 1: momentum is not looked at, num_batches_tracked decides */
+  int32_t cumulative_average; /* 1: ignore momentum, average over num_batches_tracked */
   int32_t statistics;         /* enum syncbn_statistics */
   syncbn_activation activation;
 } syncbn_batch_norm_options;
 
-/* What to begin with, as 0 is a value of eps and of momentum; channels is still 0. */
+/* Default options, because 0 is a valid eps and momentum. Set channels, which is still 0. */
 #define SYNCBN_BATCH_NORM_OPTIONS_INIT \
   {sizeof(syncbn_batch_norm_options), 0, NULL, 1e-5, 0.1, 0, 0, {0, 0.01}}
 
-/* One layer of one rank; all ranks make the same calls of it. One thread at a time calls it, and
-   one thread all layers that share a communicator. */
+/* One layer of one rank. All ranks make the same calls of the layer. Only one thread at a time may
+   call a layer. Layers that share a communicator belong to one thread. */
 typedef struct syncbn_batch_norm syncbn_batch_norm;
 
-/* options, communicator: copied. What the communicator's functions use, or the group that it is an
-   end of, outlives the layer. */
+/* Makes a layer. options and communicator are copied. The memory that the communicator's functions
+   use must outlive the layer, and so must the group that the communicator comes from. */
 SYNCBN_API syncbn_status syncbn_batch_norm_create(const syncbn_batch_norm_options* options,
                                                   const syncbn_communicator* communicator,
                                                   syncbn_batch_norm** layer);
 
-SYNCBN_API void syncbn_batch_norm_destroy(syncbn_batch_norm* layer); /* or NULL */
+SYNCBN_API void syncbn_batch_norm_destroy(syncbn_batch_norm* layer); /* a layer, or NULL */
 
-/* The options of these names, for the forwards that follow; one that is refused changes nothing.
-   Ranks need not agree on them. */
+/* Sets the options momentum and cumulative_average of the forwards that follow. The ranks may have
+   different values. A refused value changes nothing. */
 SYNCBN_API syncbn_status syncbn_batch_norm_set_momentum(syncbn_batch_norm* layer, double momentum,
                                                         int32_t cumulative_average);
 
-/* What a forward hands to its backward: one for each forward whose backward is to come, used again
-   for later forwards. A forward that fails leaves it without content. */
+/* The results of a forward that its backward needs. Keep one syncbn_saved for each forward whose
+   backward is still to come, and use it again for later forwards. A forward that fails leaves its
+   syncbn_saved empty. */
 typedef struct syncbn_saved syncbn_saved;
 
+/* Makes an empty syncbn_saved. */
 SYNCBN_API syncbn_status syncbn_saved_create(syncbn_saved** saved);
-SYNCBN_API void syncbn_saved_destroy(syncbn_saved* saved); /* or NULL */
+SYNCBN_API void syncbn_saved_destroy(syncbn_saved* saved); /* a syncbn_saved, or NULL */
 
-/* Statistics of the whole batch, the same bits on every rank; 0 and NULL without content. */
+/* These functions return statistics of the whole batch, with the same bits on every rank. They
+   return 0 and NULL if `saved` is empty. */
 SYNCBN_API int64_t syncbn_saved_channels(const syncbn_saved* saved);
 SYNCBN_API int64_t syncbn_saved_count(const syncbn_saved* saved); /* elements per channel */
 SYNCBN_API const double* syncbn_saved_mean(const syncbn_saved* saved);
 SYNCBN_API const double* syncbn_saved_var(const syncbn_saved* saved); /* biased */
 SYNCBN_API const double* syncbn_saved_rstd(const syncbn_saved* saved);
 
-/* x and y are needed; the others may be NULL. */
+/* x and y are required; the other members may be NULL. */
 typedef struct syncbn_forward_arguments {
   size_t struct_size;
   const syncbn_tensor* x;
@@ -221,17 +231,18 @@ typedef struct syncbn_forward_arguments {
   const syncbn_tensor* weight;
   const syncbn_tensor* bias;
   const syncbn_tensor* residual;
-  const syncbn_tensor* y; /* written, as the next three */
+  const syncbn_tensor* y; /* an output, like the next three */
   const syncbn_tensor* running_mean;
   const syncbn_tensor* running_var;
   int64_t* num_batches_tracked;
 } syncbn_forward_arguments;
 
+/* Computes y for training, as BatchNorm::forward of syncbn/batch_norm.hpp does. */
 SYNCBN_API syncbn_status syncbn_batch_norm_forward(syncbn_batch_norm* layer,
                                                    const syncbn_forward_arguments* arguments,
                                                    syncbn_saved* saved, syncbn_executor* executor);
 
-/* dy, x and dx are needed; the other tensors may be NULL. */
+/* dy, x and dx are required; the other tensors may be NULL. */
 typedef struct syncbn_backward_arguments {
   size_t struct_size;
   const syncbn_tensor* dy;
@@ -239,19 +250,20 @@ typedef struct syncbn_backward_arguments {
   const syncbn_mask* mask;
   const syncbn_tensor* weight;
   const syncbn_tensor* bias;
-  const syncbn_tensor* dx; /* written, as the next three */
+  const syncbn_tensor* dx; /* an output, like the next three */
   const syncbn_tensor* dweight;
   const syncbn_tensor* dbias;
   const syncbn_tensor* dresidual;
   int32_t affine; /* enum syncbn_affine_gradients */
 } syncbn_backward_arguments;
 
+/* Computes the gradients of the forward that filled `saved`, as BatchNorm::backward does. */
 SYNCBN_API syncbn_status syncbn_batch_norm_backward(syncbn_batch_norm* layer,
                                                     const syncbn_backward_arguments* arguments,
                                                     const syncbn_saved* saved,
                                                     syncbn_executor* executor);
 
-/* x and y are needed; the others may be NULL, running_* only together. */
+/* x and y are required; the other members may be NULL. Give both running statistics or neither. */
 typedef struct syncbn_evaluate_arguments {
   size_t struct_size;
   const syncbn_tensor* x;
@@ -261,14 +273,15 @@ typedef struct syncbn_evaluate_arguments {
   const syncbn_tensor* residual;
   const syncbn_tensor* running_mean;
   const syncbn_tensor* running_var;
-  const syncbn_tensor* y; /* written */
+  const syncbn_tensor* y; /* the output */
 } syncbn_evaluate_arguments;
 
+/* Computes y for evaluation, without an exchange, as BatchNorm::evaluate does. */
 SYNCBN_API syncbn_status syncbn_batch_norm_evaluate(syncbn_batch_norm* layer,
                                                     const syncbn_evaluate_arguments* arguments,
                                                     syncbn_executor* executor);
 
-/* dy, x, running_* and dx are needed; the others may be NULL. */
+/* dy, x, running_mean, running_var and dx are required; the other members may be NULL. */
 typedef struct syncbn_evaluate_backward_arguments {
   size_t struct_size;
   const syncbn_tensor* dy;
@@ -279,70 +292,75 @@ typedef struct syncbn_evaluate_backward_arguments {
   const syncbn_tensor* residual;
   const syncbn_tensor* running_mean;
   const syncbn_tensor* running_var;
-  const syncbn_tensor* dx; /* written, as the next three */
+  const syncbn_tensor* dx; /* an output, like the next three */
   const syncbn_tensor* dweight;
   const syncbn_tensor* dbias;
   const syncbn_tensor* dresidual;
 } syncbn_evaluate_backward_arguments;
 
+/* Computes the gradients of an evaluation, as BatchNorm::evaluate_backward does. */
 SYNCBN_API syncbn_status syncbn_batch_norm_evaluate_backward(
     syncbn_batch_norm* layer, const syncbn_evaluate_backward_arguments* arguments,
     syncbn_executor* executor);
 
-/* ---- A layer's calls in two halves, for those who own the exchange ---- */
+/* ---- A layer's calls in two halves, for callers with an exchange of their own ---- */
 
-/* begin writes this rank's message. The caller adds up the messages of all ranks, word by word
-   modulo 2^64: any SUM all-reduce of int64, at any time, in any way. finish makes statistics of the
-   sum and writes the outputs. Both halves get the same step and arguments, whose memory is left
-   alone in between. They compute, check and refuse what the layer's call does, but for this: what
-   outlives a call is in the step, so nobody compares a backward with its forward. With another x,
-   mask, weight, bias or activation than the forward's, dx is wrong, and no error says so.
+/* A `begin` function writes this rank's message. The caller sums the messages of all ranks word by
+   word, modulo 2^64. Any SUM all-reduce of int64 will do, at any time. A `finish` function computes
+   the statistics from the sum and writes the outputs. Pass the same step and arguments to both
+   halves, and do not change their memory in between. The halves compute, check and refuse the same
+   as the layer's call, with one difference: the library keeps nothing between calls, so a backward
+   cannot compare its arguments with the forward's. If x, mask, weight, bias or activation are not
+   those of the forward, dx is wrong. An error says so only if the number of elements differs.
 
-   A begin that fails writes into `message`, unless it is NULL, that this rank refuses. Send it all
-   the same: finish is SYNCBN_DIVERGENCE on the others then, as it is on all ranks if they did not
-   make the same call. */
+   If `begin` fails, it writes to `message`, unless that is NULL, that this rank refuses. Send this
+   message all the same. `finish` then returns SYNCBN_DIVERGENCE on the other ranks. If the ranks
+   did not make the same call, it returns SYNCBN_DIVERGENCE on all ranks. */
 typedef struct syncbn_step {
   size_t struct_size;
-  const syncbn_batch_norm_options* options; /* the layer's; name is needed where ranks > 1 */
-  int32_t ranks;                            /* of the group: 1 to 2048 */
-  /* A forward: which call of the layer it is, the same on all ranks. finish adds 1, but not if it
-     is SYNCBN_INVALID_ARGUMENT or SYNCBN_DIVERGENCE. A backward does not look at it. */
+  const syncbn_batch_norm_options* options; /* of the layer; name is required if ranks > 1 */
+  int32_t ranks;                            /* size of the group: 1 to 2048 */
+  /* In a forward: the number of this call of the layer, the same on all ranks. finish adds 1,
+     unless it returns SYNCBN_INVALID_ARGUMENT or SYNCBN_DIVERGENCE. A backward does not read it. */
   int64_t* call;
-  /* A forward writes these for its backward; they have C entries. */
+  /* A forward writes these arrays for its backward. mean, var and rstd have C entries. */
   double* mean;
-  double* var; /* biased; a backward does not look at it */
+  double* var; /* biased; a backward does not read it */
   double* rstd;
-  int64_t* info; /* 2 words: elements per channel over all ranks, and what marks the call */
-  /* Written, too; as large as syncbn_step_sizes says. Or NULL without a residual or without an
-     activation. */
+  int64_t* info; /* 2 words: elements per channel over all ranks, and the call's fingerprint */
+  /* A forward writes this, too. syncbn_step_sizes gives its size. It may be NULL without a residual
+     or without an activation. */
   uint8_t* activation_mask;
 } syncbn_step;
 
-/* How large for this x a message is, in words, and an activation mask, in bytes. Each of the three
-   may be NULL. statistics: enum syncbn_statistics. Ranks without samples bring an x of the others'
-   dtype. */
+/* Computes the sizes of the messages, in words, and of the activation mask, in bytes, for this x.
+   Each of the three pointers may be NULL. statistics: enum syncbn_statistics. A rank without
+   samples passes an x of the other ranks' dtype. */
 SYNCBN_API syncbn_status syncbn_step_sizes(const syncbn_tensor* x, int32_t statistics,
                                            int64_t* forward_words, int64_t* backward_words,
                                            int64_t* activation_mask_bytes);
 
+/* Writes the message of a forward. */
 SYNCBN_API syncbn_status syncbn_forward_begin(const syncbn_step* step,
                                               const syncbn_forward_arguments* arguments,
                                               int64_t* message, syncbn_executor* executor);
 
-/* merged: the sum of the messages. With SYNCBN_WELFORD that of their first 8 words, and after it
-   the other words of all ranks, in rank order. After SYNCBN_OUT_OF_MEMORY `call` and running
-   statistics may be updated, as on the other ranks. */
+/* Computes the statistics and y. merged: the sum of the messages. With SYNCBN_WELFORD it has the
+   sum of their first 8 words, and then the other words of each rank, in rank order. If this returns
+   SYNCBN_OUT_OF_MEMORY, `call` and the running statistics may already be updated, as they are on
+   the other ranks. */
 SYNCBN_API syncbn_status syncbn_forward_finish(const syncbn_step* step,
                                                const syncbn_forward_arguments* arguments,
                                                const int64_t* merged, syncbn_executor* executor);
 
-/* Writes dresidual. */
+/* Writes the message of a backward, and dresidual. */
 SYNCBN_API syncbn_status syncbn_backward_begin(const syncbn_step* step,
                                                const syncbn_backward_arguments* arguments,
                                                int64_t* message, syncbn_executor* executor);
 
-/* own: the message that this rank sent, of which its share of dweight and dbias is made; or NULL
-   with SYNCBN_GLOBAL or without both. */
+/* Writes dx, dweight and dbias. own: the message that this rank sent, from which its share of
+   dweight and dbias is computed. It may be NULL with SYNCBN_GLOBAL, or if both dweight and dbias
+   are NULL. */
 SYNCBN_API syncbn_status syncbn_backward_finish(const syncbn_step* step,
                                                 const syncbn_backward_arguments* arguments,
                                                 const int64_t* own, const int64_t* merged,

@@ -5,12 +5,12 @@
 
 namespace syncbn {
 
-/// The vector code in use on CPU: "avx512_bf16", "avx512", "avx2", "neon" or "reference". It never
-/// affects results.
+/// Returns the name of the vector code in use on the CPU: "avx512_bf16", "avx512", "avx2", "neon"
+/// or "reference". It never affects results.
 SYNCBN_API const char* cpu_instruction_set();
 
-/// Chooses the vector code, for tests and diagnosis: false, and no change, if this build or this
-/// processor does not have it. Not to be called while a pass runs.
+/// Chooses the vector code, for tests and diagnosis. Returns false and changes nothing if this
+/// build or this processor does not have it. Do not call this while a call of a layer runs.
 SYNCBN_API bool force_cpu_instruction_set(const char* name);
 
 }  // namespace syncbn

@@ -15,8 +15,8 @@
 
 namespace syncbn {
 
-/// Base of every exception that the library throws. After an exception no output was written that a
-/// caller may rely on, and running statistics are unchanged.
+/// The base of every exception that the library defines. After an exception the caller must not
+/// rely on any output, and running statistics are unchanged.
 class SYNCBN_API Error : public std::runtime_error {
  public:
   explicit Error(const std::string& text, std::vector<int> ranks = {})
@@ -27,14 +27,14 @@ class SYNCBN_API Error : public std::runtime_error {
 
   const char* what() const noexcept override { return details_->text.c_str(); }
 
-  /// The ranks that did not come, have left, or made another call than rank 0; empty where the
-  /// error is about this rank alone or nobody knows.
+  /// Returns the ranks that did not come, have left, or made another call than rank 0. The result
+  /// is empty if the error concerns only this rank, or if the ranks are not known.
   const std::vector<int>& ranks() const noexcept { return details_->ranks; }
 
-  /// The name of the layer that was called; empty outside layers.
+  /// Returns the name of the layer whose call failed. It is empty if the call was not a layer's.
   const std::string& layer() const noexcept { return details_->layer; }
 
-  /// Makes the text "call: text" and sets the layer, unless it is set.
+  /// Sets the layer and puts "call: " before the text. Does nothing if the layer is already set.
   void set_layer(const std::string& layer, const std::string& call) {
     if (details_->layer.empty()) {
       details_ = std::make_shared<const Details>(
@@ -51,8 +51,7 @@ class SYNCBN_API Error : public std::runtime_error {
   std::shared_ptr<const Details> details_;  // copies of an exception must not throw
 };
 
-/// An argument is outside what is allowed; the text names the argument, what was given and what is
-/// allowed.
+/// An argument is not allowed. The text names the argument, the given value and the allowed values.
 class SYNCBN_API InvalidArgument : public Error {
  public:
   using Error::Error;
@@ -70,7 +69,7 @@ class SYNCBN_API ExchangeTimeout : public Error {
   using Error::Error;
 };
 
-/// A rank left the group (it failed or was destroyed) while others wait for it.
+/// A rank left the group (it failed or was destroyed) while other ranks wait for it.
 class SYNCBN_API PeerLost : public Error {
  public:
   using Error::Error;

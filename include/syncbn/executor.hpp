@@ -10,12 +10,14 @@
 
 namespace syncbn {
 
-/// Where the passes take their threads from. The library starts no thread behind a caller's back:
-/// inside a framework, wrap the framework's own pool. Results never depend on the executor.
+/// The source of the threads that the library computes on. The library starts no threads that
+/// the caller did not ask for. Inside a framework, wrap the framework's own pool. Results never
+/// depend on the executor.
 class SYNCBN_API Executor {
  public:
-  /// Refers to a function object of type (begin, end) -> void, which several threads may call at
-  /// the same time. It copies and allocates nothing, so it is good for the time of a call.
+  /// A reference to a function object of type (begin, end) -> void. Several threads may call it at
+  /// the same time. A Body does not copy the object, so it is valid only during the call that takes
+  /// it. It allocates nothing.
   class Body {
    public:
     template <class Function>
@@ -35,21 +37,21 @@ class SYNCBN_API Executor {
 
   virtual ~Executor() = default;
 
-  /// Calls body on disjoint ranges that cover [begin, end), possibly at the same time, and returns
-  /// when all are done. Ranges have at least `grain` items where possible. An exception of body
-  /// reaches the caller.
+  /// Calls `body` for disjoint ranges that together cover [begin, end). The calls may run at the
+  /// same time. Returns when all of them have ended. Each range has at least `grain` items where
+  /// possible. If `body` throws, the caller gets the exception.
   virtual void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
                             const Body& body) = 0;
 
-  /// How many threads parallel_for uses at most, the caller's included.
+  /// Returns the largest number of threads that parallel_for uses, including the calling thread.
   [[nodiscard]] virtual int concurrency() const = 0;
 };
 
-/// Runs everything on the calling thread.
+/// Returns an executor that runs everything on the calling thread.
 [[nodiscard]] SYNCBN_API Executor& serial_executor();
 
-/// What runs a call: an executor for CPU tensors, a stream (cudaStream_t) for CUDA tensors. By
-/// default the calling thread alone, and the default stream.
+/// Says where a call runs: on an executor for CPU tensors, on a stream (cudaStream_t) for CUDA
+/// tensors. The defaults are the calling thread alone and the default stream.
 struct Execution {
   Execution() : executor(&serial_executor()) {}
   Execution(Executor& cpu_executor) : executor(&cpu_executor) {}
@@ -62,11 +64,12 @@ struct Execution {
   void* stream = nullptr;
 };
 
-/// A small pool. One parallel_for at a time; a second caller waits. In a child that its process
-/// forks, everything runs on the calling thread.
+/// A small pool of threads. It runs one parallel_for at a time; a second caller waits. In a forked
+/// child process, everything runs on the calling thread.
 class SYNCBN_API ThreadPool final : public Executor {
  public:
-  /// threads: 1 or more, the calling thread included; otherwise InvalidArgument.
+  /// Makes a pool of `threads` threads, including the calling thread. Throws InvalidArgument unless
+  /// `threads` is at least 1.
   explicit ThreadPool(int threads);
   ~ThreadPool() override;
   ThreadPool(const ThreadPool&) = delete;

@@ -2,7 +2,7 @@
 #ifndef SYNCBN_MPI_C_API_H
 #define SYNCBN_MPI_C_API_H
 
-/* Groups over MPI from C: in the library syncbn_mpi, target syncbn::mpi. See syncbn/mpi.hpp. */
+/* Groups over MPI for C, from the library syncbn_mpi (target syncbn::mpi). See syncbn/mpi.hpp. */
 
 #include "syncbn/c_api.h"
 
@@ -10,8 +10,9 @@
 extern "C" {
 #endif
 
-/* communicator: MPI_Comm_c2f(comm). All its ranks make this call at the same time, and destroy the
-   group before MPI_Finalize. syncbn_group_rank gives this process's end. */
+/* Makes a group from an MPI communicator; pass MPI_Comm_c2f(comm). All its ranks make this call
+   together, and all of them destroy the group before MPI_Finalize. syncbn_group_rank returns this
+   process's end. */
 SYNCBN_API syncbn_status syncbn_mpi_group_create(int32_t communicator, int64_t timeout,
                                                  syncbn_group** group);
 

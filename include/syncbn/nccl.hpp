@@ -12,43 +12,46 @@
 #include "syncbn/cuda_communicator.hpp"
 #include "syncbn/export.hpp"
 
-// As in nccl.h, which this header does not need.
+// The same declaration as in nccl.h, which this header does not need.
 typedef struct ncclComm* ncclComm_t;
 
-/// Groups over NCCL: a library of its own, syncbn::nccl.
+/// Groups over NCCL, from a library of their own, syncbn::nccl.
 namespace syncbn::cuda {
 
 using NcclUniqueId = std::array<std::byte, 128>;
 
-/// What all ranks of a new group must be given: made by one of them (ncclGetUniqueId).
+/// Makes the id of a new group (ncclGetUniqueId). One rank calls this, and gives the id to all
+/// ranks.
 SYNCBN_API NcclUniqueId nccl_unique_id();
 
-/// Exchanges are NCCL collectives on the caller's stream: the host does not wait for the device.
-/// NCCL defines nothing for ranks that bring different lengths or another order of calls: such an
-/// exchange usually does not end (see wait).
+/// One rank's end of a group over NCCL. Exchanges are NCCL collectives on the caller's stream; the
+/// host does not wait for the device. NCCL does not define what happens if ranks bring different
+/// lengths or make their calls in another order. Such an exchange usually does not end (see wait).
 ///
-/// A failed call of NCCL throws, with the call, its file and line: PeerLost for ncclRemoteError,
-/// InvalidArgument for ncclInvalidArgument and ncclInvalidUsage, else Error. Each exchange first
-/// asks for errors that came since the last one (ncclCommGetAsyncError).
+/// If a call of NCCL fails, the error's text names the call, its file and line. The error is
+/// PeerLost for ncclRemoteError, InvalidArgument for ncclInvalidArgument and ncclInvalidUsage, and
+/// otherwise Error. Each exchange first looks for errors since the last exchange
+/// (ncclCommGetAsyncError).
 class SYNCBN_API NcclCommunicator final : public Communicator {
  public:
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
 
-  /// Uses `communicator`, which stays the caller's and must outlive this object: neither aborted
-  /// nor destroyed here. Null: InvalidArgument. If it blocks its callers (NCCL's default),
-  /// exchanges after the first can be captured in a CUDA graph.
+  /// Uses a communicator of the caller, which must outlive this object. This object neither aborts
+  /// nor destroys it. Throws InvalidArgument if it is null. If the communicator blocks its callers
+  /// (NCCL's default), a CUDA graph can capture all exchanges after the first.
   explicit NcclCommunicator(ncclComm_t communicator,
                             std::chrono::milliseconds timeout = kDefaultTimeout);
 
-  /// Makes rank `rank` of a group of `size` ranks (1 to 2048) on the current device, with all other
-  /// ranks: ExchangeTimeout if one does not come in time. So that waiting can end, the group does
-  /// not block its callers (config.blocking = 0), for which NCCL starts a thread per exchange. NCCL
-  /// allows two ranks on one device only to processes with different NCCL_HOSTID.
+  /// Makes rank `rank` of a group of `size` ranks (1 to 2048) on the current device. All ranks make
+  /// this call together. Throws ExchangeTimeout if a rank does not come in time. The group does not
+  /// block its callers (config.blocking = 0), so that waiting can end. For this NCCL starts a
+  /// thread per exchange. NCCL allows two ranks on one device only if their processes have
+  /// different values of NCCL_HOSTID.
   NcclCommunicator(const NcclUniqueId& id, int rank, int size,
                    std::chrono::milliseconds timeout = kDefaultTimeout);
 
-  /// Of a group made here: waits for enqueued exchanges, at most `timeout`. While an exception ends
-  /// the scope it abandons the group instead.
+  /// If this object made the group, waits at most `timeout` for enqueued exchanges. If an exception
+  /// ends the scope, it abandons the group instead.
   ~NcclCommunicator() override;
 
   int rank() const override;
@@ -58,15 +61,15 @@ class SYNCBN_API NcclCommunicator final : public Communicator {
   void all_gather(std::span<const std::byte> in, std::span<std::byte> out,
                   const Stream& stream) override;
 
-  /// Aborts a group made here, of which this rank can then make no more use. The other ranks learn
-  /// of it through wait: PeerLost where NCCL notices (it does over a network), else
-  /// ExchangeTimeout. A communicator of the caller is left alone; only later calls here throw
-  /// PeerLost.
+  /// Aborts the group if this object made it. Later exchanges of this object throw PeerLost. On the
+  /// other ranks wait() throws PeerLost if NCCL notices the abort (it does over a network), and
+  /// otherwise ExchangeTimeout. A communicator of the caller is not aborted.
   void abandon(const std::string& reason) override;
 
-  /// Waits until the stream has done all its work, and looks for errors meanwhile. Throws
-  /// ExchangeTimeout if that takes longer than `timeout`, or what NCCL reports; both abort a group
-  /// made here, which ends what waits on the stream. cudaStreamSynchronize would wait for ever.
+  /// Waits until the stream has done all its work, and meanwhile looks for errors of NCCL. Throws
+  /// ExchangeTimeout if the wait takes longer than `timeout`, or the error that NCCL reports. Any
+  /// error aborts a group that this object made, and this ends the waiting work on the stream.
+  /// cudaStreamSynchronize would wait for ever.
   void wait(const Stream& stream);
 
  private:

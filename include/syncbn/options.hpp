@@ -3,33 +3,33 @@
 
 #include <cstdint>
 
-/// Limits, and what a layer may be told in all interfaces of the library.
+/// Limits, and options of a layer that all interfaces of the library have.
 namespace syncbn {
 
 /// Limits of the message format (docs/numerics.md, section 2).
 inline constexpr int kMaxRanks = 2048;
 inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 36;  ///< elements per channel
-/// Keeps the length of a message far from overflow.
+/// The largest number of channels. This limit keeps the length of a message far from overflow.
 inline constexpr std::int64_t kMaxChannels = std::int64_t{1} << 31;
 
 enum class ActivationKind : std::uint8_t { kNone, kRelu, kLeakyRelu };
-inline constexpr int kActivationCount = 3;  ///< how many there are
+inline constexpr int kActivationCount = 3;  ///< the number of kinds
 
-/// What is applied to the normalized value, after a residual has been added.
+/// The function that is applied to the normalized value, after a residual has been added.
 struct Activation {
   ActivationKind kind = ActivationKind::kNone;
-  double negative_slope = 0.01;  ///< kLeakyRelu: finite
+  double negative_slope = 0.01;  ///< for kLeakyRelu; finite
 };
 
 enum class Statistics : std::uint8_t {
   kReproducible,  ///< exact sums: the bits do not depend on the number of ranks
-  kWelford,       ///< per rank mean and M2, gathered and merged (docs/options.md)
+  kWelford,       ///< mean and M2 of each rank, gathered and merged (docs/options.md)
 };
 
-/// Which sum dweight and dbias hold.
+/// The samples whose sums dweight and dbias receive.
 enum class AffineGradients : std::uint8_t {
-  kShare,   ///< this rank's own samples; summed over ranks they are the whole gradient
-  kGlobal,  ///< all ranks' samples, the same on every rank
+  kShare,   ///< this rank's samples; the sum over all ranks is the whole gradient
+  kGlobal,  ///< the samples of all ranks; every rank gets the same sums
 };
 
 }  // namespace syncbn

@@ -19,16 +19,17 @@
 
 namespace syncbn {
 
-/// Element types. bfloat16 and float16 are passed as their 16-bit patterns.
+/// The types of elements. Elements of bfloat16 and float16 are passed as their 16-bit patterns.
 enum class DType : std::uint8_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
-inline constexpr int kDtypeCount = 4;  ///< how many there are
+inline constexpr int kDtypeCount = 4;  ///< the number of element types
 
 enum class Device : std::uint8_t { kCpu, kCuda };
 
-/// Throws InvalidArgument about a number that is no DType's.
+/// Throws InvalidArgument, which says that this number is no DType.
 [[noreturn]] SYNCBN_API void refuse_dtype(DType dtype);
 
-/// "float16", "bfloat16", "float32" or "float64"; throws InvalidArgument for another number.
+/// Returns "float16", "bfloat16", "float32" or "float64". Throws InvalidArgument for a
+/// number that is no DType.
 [[nodiscard]] constexpr const char* name(DType dtype) {
   switch (dtype) {
     case DType::kFloat16:
@@ -43,7 +44,7 @@ enum class Device : std::uint8_t { kCpu, kCuda };
   refuse_dtype(dtype);
 }
 
-/// Bytes per element; throws InvalidArgument for another number.
+/// Returns the bytes per element. Throws InvalidArgument for a number that is no DType.
 [[nodiscard]] constexpr std::size_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat16:
@@ -57,16 +58,16 @@ enum class Device : std::uint8_t { kCpu, kCuda };
   refuse_dtype(dtype);
 }
 
-inline constexpr int kMaxDims = 12;  ///< axes of a tensor
+inline constexpr int kMaxDims = 12;  ///< the largest number of axes of a tensor
 
-/// The sizes or the strides of a tensor, in place: nothing is allocated. Of more than kMaxDims axes
-/// it keeps the first ones and how many there are, so that the function that gets them can name the
-/// tensor when it refuses it.
+/// The sizes or the strides of a tensor. They are stored in the object, which allocates nothing. If
+/// there are more than kMaxDims axes, it keeps the first kMaxDims values and the number of axes. So
+/// a function that refuses the tensor can name it in its error.
 class Extents {
  public:
   Extents() {}  // not "= default": with it a constant view without an initializer is none
   Extents(std::initializer_list<std::int64_t> values) : Extents(values.begin(), values.end()) {}
-  /// A span, a vector, an array.
+  /// Copies the values of a span, a vector or an array.
   template <class Range>
     requires(!std::same_as<Range, Extents> &&
              std::convertible_to<const Range&, std::span<const std::int64_t>>)
@@ -86,7 +87,7 @@ class Extents {
     return *this;
   }
 
-  /// The number of axes.
+  /// Returns the number of axes, which may exceed kMaxDims.
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
   [[nodiscard]] bool empty() const noexcept { return size_ == 0; }
   std::int64_t& operator[](std::size_t axis) noexcept { return values_[axis]; }
@@ -122,7 +123,7 @@ template <>
 struct DtypeOf<double> {
   static constexpr DType kValue = DType::kFloat64;
 };
-// Where the compiler has them; std::float16_t and std::bfloat16_t are these types.
+// These types exist only in some compilers. std::float16_t and std::bfloat16_t are these types.
 #if defined(__FLT16_MANT_DIG__) && \
     (defined(__clang__) || __GNUC__ >= 13 || (__GNUC__ == 12 && defined(__x86_64__)))
 #define SYNCBN_HAS_FLOAT16 1
@@ -141,14 +142,14 @@ struct DtypeOf<__bf16> {
 #endif
 }  // namespace detail
 
-/// C++ types of elements: float, double and, where the compiler has them, _Float16 and __bf16,
-/// which C++23 calls std::float16_t and std::bfloat16_t.
+/// The C++ types of elements: float, double and, if the compiler has them, _Float16 and __bf16.
+/// C++23 calls the last two std::float16_t and std::bfloat16_t.
 template <class T>
 concept Element = requires { detail::DtypeOf<T>::kValue; };
 template <Element T>
 inline constexpr DType kDtypeOf = detail::DtypeOf<T>::kValue;
 
-/// std::mdspan of such elements with strides, or a class with its interface.
+/// A std::mdspan of such elements, with strides, or a class with the same interface.
 template <class T>
 concept ElementMdspan = Element<typename T::value_type> && requires(const T& span) {
   { T::rank() } -> std::convertible_to<std::size_t>;
@@ -157,8 +158,9 @@ concept ElementMdspan = Element<typename T::value_type> && requires(const T& spa
   { span.stride(0) } -> std::convertible_to<std::int64_t>;
 };
 
-/// A tensor that somebody else owns: a pointer to element (0, ..., 0), the sizes, and the strides
-/// in elements. A view with data == nullptr and no sizes stands for "absent" (no weight, no bias).
+/// A view of a tensor, whose memory it does not own: a pointer to element (0, ..., 0), the sizes,
+/// and the strides in elements. A view with data == nullptr and no sizes means "absent" (no weight,
+/// no bias).
 template <class Void>
 struct BasicTensorView {
   Void* data = nullptr;
@@ -166,13 +168,13 @@ struct BasicTensorView {
   Extents sizes;
   Extents strides;
   Device device = Device::kCpu;
-  /// How many elements there are, where the view was made of a range; a call that gets another
-  /// number than the sizes say refuses it.
+  /// The number of elements of the range, if the view was made from a range. A call refuses the
+  /// view if its sizes give another number.
   std::optional<std::size_t> elements;
 
   BasicTensorView() = default;
 
-  /// A contiguous (row-major) tensor.
+  /// Makes a view of a contiguous (row-major) tensor.
   BasicTensorView(Void* tensor_data, DType tensor_dtype, const Extents& tensor_sizes)
       : data(tensor_data), dtype(tensor_dtype), sizes(tensor_sizes), strides(tensor_sizes) {
     std::uint64_t step = 1;  // unsigned: sizes are not checked yet
@@ -191,7 +193,7 @@ struct BasicTensorView {
         strides(tensor_strides),
         device(tensor_device) {}
 
-  /// A contiguous tensor of all elements of a span, a vector or an array.
+  /// Makes a view of a contiguous tensor from all elements of a span, a vector or an array.
   template <std::ranges::contiguous_range Range>
     requires(std::ranges::borrowed_range<Range> && Element<std::ranges::range_value_t<Range>> &&
              std::convertible_to<decltype(std::ranges::data(std::declval<Range&>())), Void*>)
@@ -201,7 +203,7 @@ struct BasicTensorView {
     elements = std::ranges::size(values);
   }
 
-  /// What an mdspan sees.
+  /// Makes a view of the same elements as an mdspan.
   template <ElementMdspan Mdspan>
     requires(std::convertible_to<decltype(std::declval<const Mdspan&>().data_handle()), Void*>)
   BasicTensorView(const Mdspan& values)
@@ -212,7 +214,7 @@ struct BasicTensorView {
     }
   }
 
-  /// A writable view serves where a read-only one is wanted.
+  /// Converts a writable view to a read-only view.
   operator BasicTensorView<const void>() const {
     BasicTensorView<const void> view(data, dtype, sizes, strides, device);
     view.elements = elements;
@@ -233,21 +235,23 @@ struct BasicTensorView {
 using TensorView = BasicTensorView<const void>;
 using MutableTensorView = BasicTensorView<void>;
 
-/// Which elements of a tensor (N, C, spatial...) count: contiguous bytes of shape (N, spatial...),
-/// shared by all channels, 0 for an element that does not count. Not to be confused with an
-/// activation mask. A view with data == nullptr and no sizes stands for "absent": all count.
+/// Says which elements of a tensor (N, C, spatial...) count. The mask has contiguous bytes of shape
+/// (N, spatial...), which all channels share. A byte is 0 if its element does not count. A view
+/// with data == nullptr and no sizes means "absent": all elements count. An activation mask is
+/// something else.
 struct MaskView {
   const std::uint8_t* data = nullptr;
   Extents sizes;
   Device device = Device::kCpu;
-  std::optional<std::size_t> elements;  ///< as in a tensor's view
+  std::optional<std::size_t> elements;  ///< as in BasicTensorView
 
   MaskView() = default;
   MaskView(const std::uint8_t* mask_data, const Extents& mask_sizes,
            Device mask_device = Device::kCpu)
       : data(mask_data), sizes(mask_sizes), device(mask_device) {}
 
-  /// All elements of a span, an array or a vector of std::uint8_t, or a span or an array of bool.
+  /// Makes a mask from all elements of a span, an array or a vector of std::uint8_t, or of a span
+  /// or an array of bool.
   template <std::ranges::contiguous_range Range>
     requires(std::ranges::borrowed_range<Range> &&
              (std::same_as<std::ranges::range_value_t<Range>, std::uint8_t> ||

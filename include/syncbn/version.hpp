@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/* The only place that states the version: CMake and the Python package read it from here. C too. */
+/* The only place that states the version. CMake and the Python package read it here. C may include
+   this file. */
 #pragma once
 
 #define SYNCBN_VERSION_MAJOR 0

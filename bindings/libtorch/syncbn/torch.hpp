@@ -15,48 +15,50 @@
 
 #include "syncbn/torch_autograd.hpp"
 
-/// Synchronized batch normalization as a module of LibTorch: header-only, for programs that have
-/// LibTorch. Tensors on the CPU; docs/libtorch.md.
+/// Synchronized batch normalization as a module of LibTorch, for tensors on the CPU. It is
+/// header-only, for programs that have LibTorch. docs/libtorch.md describes it.
 namespace syncbn::torch {
 
 namespace detail {
 inline constexpr const char* kUnnamed = "SyncBatchNorm";
 }  // namespace detail
 
-/// As torch::nn::BatchNormOptions, and the ranks that share statistics.
+/// The options of torch::nn::BatchNormOptions, and the ranks that share statistics.
 struct SyncBatchNormOptions {
   /* implicit */ SyncBatchNormOptions(std::int64_t num_features) : num_features_(num_features) {}
 
-  /// C of an input (N, C, spatial...).
+  /// The number of channels C of an input (N, C, spatial...).
   TORCH_ARG(std::int64_t, num_features);
-  /// Added to the variance.
+  /// The number that is added to the variance.
   TORCH_ARG(double, eps) = 1e-5;
-  /// Share of the batch in the running statistics; nullopt: cumulative averaging.
+  /// The share of the batch in the running statistics. nullopt means cumulative averaging.
   TORCH_ARG(std::optional<double>, momentum) = 0.1;
-  /// Learn weight and bias, (C,) each.
+  /// Whether the layer learns weight and bias, of shape (C,) each.
   TORCH_ARG(bool, affine) = true;
-  /// Keep running statistics; without them evaluation normalizes with the local batch.
+  /// Whether the layer keeps running statistics. If not, evaluation normalizes with the local
+  /// batch.
   TORCH_ARG(bool, track_running_stats) = true;
-  /// The ranks that share statistics; without one this process alone.
+  /// The ranks that share statistics. Without a group, this process is alone.
   TORCH_ARG(c10::intrusive_ptr<c10d::ProcessGroup>, process_group) = {};
-  /// How long an exchange waits for the slowest rank.
+  /// The time that an exchange waits for the slowest rank.
   TORCH_ARG(std::chrono::milliseconds, timeout) = ProcessGroupCommunicator::kDefaultTimeout;
-  /// What errors call the layer, and by which ranks tell it from others of its shape: see
-  /// name_layers. With several ranks a layer without a name of its own is refused.
+  /// The layer's name (see name_layers). Errors contain it, and ranks use it to tell layers of the
+  /// same shape apart. With several ranks, a layer without a name of its own is refused.
   TORCH_ARG(std::string, layer_name) = detail::kUnnamed;
 };
 
-/// Batch normalization over the batches of all ranks of a process group, as torch::nn::BatchNorm*d
-/// with the same parameters and buffers. Input: (N, C, spatial...) of float16, bfloat16, float32 or
-/// float64 on the CPU, any strides; N may differ between ranks and may be 0 (of the others' dtype).
-/// For given inputs and output gradients the statistics, the output and the input's gradient have
-/// the same bits whatever the number of ranks, those of the Python package. Gradients of weight and
-/// bias are the rank's own share.
-/// One exchange in a training forward, one in the backward that gives the input's gradient. Throws
-/// on every rank: InvalidArgument on the rank whose input is refused and PeerLost on the others, or
-/// InvalidArgument on all for one value per channel; DivergenceError when the ranks did not make
-/// the same call; ExchangeTimeout and PeerLost. Nothing is updated then.
-/// Evaluation is torch's own operator.
+/// Batch normalization over the batches of all ranks of a process group. It works like
+/// torch::nn::BatchNorm*d, and has the same parameters and buffers. The input has shape
+/// (N, C, spatial...), dtype float16, bfloat16, float32 or float64, and any strides, and is on the
+/// CPU. N may differ between ranks and may be 0 (in the others' dtype). For given inputs and output
+/// gradients, the statistics, the output and the input's gradient have the bits of the Python
+/// package, for any number of ranks. Gradients of weight and bias are the rank's own share.
+///
+/// A training forward makes one exchange, and so does a backward that gives the input's gradient.
+/// If a call fails, every rank gets an error. If an input is refused, its rank gets InvalidArgument
+/// and the others PeerLost. One value per channel over all ranks is InvalidArgument on all. If the
+/// ranks did not make the same call, all get DivergenceError. If a rank does not come, they get
+/// ExchangeTimeout or PeerLost. A failed call updates nothing. Evaluation is torch's own operator.
 class SyncBatchNormImpl
     : public ::torch::nn::NormImplBase<0, SyncBatchNormImpl, SyncBatchNormOptions> {
  public:
@@ -68,7 +70,7 @@ class SyncBatchNormImpl
     return is_training() ? train_step(input) : evaluate(input);
   }
 
-  /// A clone, which resets itself, counts its calls on its own.
+  /// Forgets the layer and its calls. A clone is reset, so it counts its calls on its own.
   void reset() override {
     NormImplBase::reset();
     layer_.reset();
@@ -95,7 +97,8 @@ class SyncBatchNormImpl
   }
 
  private:
-  /// Made in the first training forward, and anew when options change that ranks must share.
+  /// Returns the layer. It is made in the first training forward, and made again if options change
+  /// that the ranks must share.
   detail::Layer& layer() {
     const bool changed = layer_ && (made_of_.eps() != options.eps() ||
                                     made_of_.layer_name() != options.layer_name() ||
@@ -141,17 +144,18 @@ class SyncBatchNormImpl
       used.batch_norm.set_momentum(options.momentum());
       detail::check_tensor("input", input);
     });
-    std::int64_t batches = 0;  // Module::to(dtype) may have made the buffer one of floats
+    std::int64_t batches = 0;  // Module::to(dtype) may have converted the buffer to floats
     if (num_batches_tracked.defined()) {
       batches = num_batches_tracked.item<std::int64_t>();
       call->num_batches_tracked = &batches;
     }
-    // As optional ones: apply() asks each plain tensor for its device.
+    // weight and bias are passed as optionals, because apply() asks each plain tensor for its
+    // device.
     at::Tensor y =
         detail::BatchNormTraining::apply(input, std::optional(weight), std::optional(bias), call);
     call->num_batches_tracked = nullptr;
     if (call->saved.count() > 0 && running_mean.defined()) {
-      running_mean.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+      running_mean.unsafeGetTensorImpl()->bump_version();  // autograd did not see the writes
       running_var.unsafeGetTensorImpl()->bump_version();
       num_batches_tracked.fill_(batches);
     }
@@ -166,20 +170,22 @@ class SyncBatchNormImpl
   }
 
   std::shared_ptr<detail::Layer> layer_;
-  SyncBatchNormOptions made_of_{0};  ///< the layer
+  SyncBatchNormOptions made_of_{0};  ///< the options that layer_ was made of
 };
 
-/// The module's holder, as TORCH_MODULE makes it; that macro finds no torch:: in this namespace.
+/// The module's holder. It is what TORCH_MODULE would make, but that macro does not find torch:: in
+/// this namespace.
 class SyncBatchNorm : public ::torch::nn::ModuleHolder<SyncBatchNormImpl> {
  public:
   using ::torch::nn::ModuleHolder<SyncBatchNormImpl>::ModuleHolder;
   using Impl [[maybe_unused]] = SyncBatchNormImpl;
 };
 
-/// Names each synchronized layer of a model by its path in it, as in "stem.bn1", so that errors say
-/// where they are and ranks at different layers are told. Call it once the model is whole. Several
-/// models need a prefix each, "critic" for example: layers of one name are taken for one layer. A
-/// layer that is the whole model has no path: give it a layer_name.
+/// Names each synchronized layer of a model by its path in the model, for example "stem.bn1". So
+/// errors name the layer, and ranks that are at different layers get an error. Call it when the
+/// model is complete. Several models need a prefix each, for example "critic", because layers with
+/// the same name are taken for one layer. A layer that is the whole model has no path: give it a
+/// layer_name.
 inline void name_layers(::torch::nn::Module& model, const std::string& prefix = {}) {
   for (const auto& item : model.named_modules(prefix, /*include_self=*/false)) {
     if (auto* layer = item.value()->as<SyncBatchNormImpl>()) {

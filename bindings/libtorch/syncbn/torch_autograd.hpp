@@ -20,7 +20,7 @@
 #include "syncbn/torch_executor.hpp"
 #include "syncbn/torch_process_group.hpp"
 
-// The autograd function behind syncbn/torch.hpp, and what it makes of tensors.
+// The autograd function behind syncbn/torch.hpp, and its checks and views of tensors.
 namespace syncbn::torch {
 
 namespace detail {
@@ -29,7 +29,7 @@ namespace detail {
   throw InvalidArgument(std::string(name) + ": got " + got + ", expected " + expected);
 }
 
-/// As Python names it: PyTorch 2.11 returns strings, 2.15 views.
+/// Returns the dtype's name in Python. PyTorch 2.11 returns it as a string, 2.15 as a view.
 inline std::string dtype_name(const at::Tensor& tensor) {
   return std::string(c10::getDtypeNames(tensor.scalar_type()).first);
 }
@@ -62,7 +62,7 @@ inline DType dtype_of(const char* name, const at::Tensor& tensor) {
   }
 }
 
-/// Absent for an undefined tensor.
+/// Returns a view of the tensor, which is absent if the tensor is undefined.
 inline MutableTensorView view(const char* name, const at::Tensor& tensor) {
   if (!tensor.defined()) {
     return {};
@@ -74,7 +74,8 @@ inline MutableTensorView view(const char* name, const at::Tensor& tensor) {
                            {strides.begin(), strides.end()});
 }
 
-/// Elements per channel over all ranks: on every rank the same error.
+/// Throws InvalidArgument if there is only 1 element per channel over all ranks. All ranks have the
+/// same count, so all get the same error.
 inline void check_count(std::int64_t count) {
   if (count == 1) {
     throw InvalidArgument(
@@ -82,14 +83,14 @@ inline void check_count(std::int64_t count) {
   }
 }
 
-/// The exchanges of a layer: over the process group if there is one.
+/// The exchanges of a layer. They go over the process group if there is one.
 class LayerExchange final : public Communicator {
  public:
   explicit LayerExchange(std::shared_ptr<ProcessGroupCommunicator> group)
       : group_(std::move(group)) {}
   int rank() const override { return group_ ? group_->rank() : 0; }
   int size() const override { return group_ ? group_->size() : 1; }
-  /// What the next exchange is for.
+  /// Says which call the next exchange belongs to.
   void begin(const std::string& call, bool forward) {
     forward_ = forward;
     if (group_) {
@@ -126,7 +127,7 @@ class LayerExchange final : public Communicator {
   bool forward_ = false;
 };
 
-/// What a module and the graphs of its calls share.
+/// The state that a module and the graphs of its calls share.
 struct Layer {
   LayerExchange exchange;
   BatchNorm batch_norm;
@@ -134,7 +135,7 @@ struct Layer {
   Layer(std::shared_ptr<ProcessGroupCommunicator> group, const BatchNorm::Options& options)
       : exchange(std::move(group)), batch_norm(options, exchange), name(options.name) {}
 
-  /// "bn1, call 7, backward, 64 channels, float32".
+  /// Returns a call's text in errors: "bn1, call 7, backward, 64 channels, float32".
   std::string text(std::uint64_t call, const char* direction, const at::Tensor& x) const {
     std::string text = name + ", call " + std::to_string(call) + ", " + direction;
     if (x.defined() && x.layout() == c10::kStrided && !x.is_nested() && x.dim() > 1) {
@@ -143,7 +144,7 @@ struct Layer {
     return text;
   }
 
-  /// Runs what comes before the layer's own forward; the other ranks learn of its errors.
+  /// Runs the work before the layer's own forward. If it throws, the other ranks get an error.
   template <class Body>
   void before_forward(const std::string& call, const Body& body) {
     exchange.begin(call, true);
@@ -160,7 +161,8 @@ struct Layer {
   }
 };
 
-/// One training call: what its forward is given, and its backward needs besides tensors.
+/// One training call: the arguments of its forward, and the data besides tensors that its backward
+/// needs.
 struct Call final : ::torch::CustomClassHolder {
   std::shared_ptr<Layer> layer;
   std::uint64_t number = 0;
@@ -199,7 +201,7 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
     layer.batch_norm.forward(arguments, call->saved, executor);
     ctx->save_for_backward({x, weight});
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
-    // Not as one of the variables: backward does not read it, so that it may change meanwhile.
+    // The bias is not a saved variable: the backward does not read its values, so they may change.
     ctx->saved_data["bias"] = bias.defined() ? c10::IValue(bias.detach()) : c10::IValue();
     return y;
   }
@@ -213,7 +215,7 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
     const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
     const c10::IValue& kept_bias = ctx->saved_data["bias"];
     const at::Tensor bias = kept_bias.isNone() ? at::Tensor() : kept_bias.toTensor();
-    // Edges are those of defined inputs.
+    // Only defined inputs have edges.
     const bool needs_x = ctx->needs_input_grad(0);
     std::size_t edge = 1;
     at::Tensor dx, dweight, dbias;
@@ -247,7 +249,7 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
   }
 
  private:
-  /// Without a gradient of x nothing is exchanged.
+  /// Computes this rank's dweight and dbias. Without a gradient of x nothing is exchanged.
   static void local_shares(const Call& call, const at::Tensor& dy, const at::Tensor& x,
                            const at::Tensor& dweight, const at::Tensor& dbias) {
     const TensorView x_view = view("x", x);
@@ -264,7 +266,7 @@ class BatchNormTraining : public ::torch::autograd::Function<BatchNormTraining> 
     backward_finish(step, message.data(), {}, executor);
   }
 
-  /// Gradients whose own differentiation is an error: what made them is no graph.
+  /// Makes a second differentiation an error, because no graph computed these gradients.
   static ::torch::autograd::variable_list once(::torch::autograd::variable_list gradients,
                                                const std::string& layer_name) {
     if (!at::GradMode::is_enabled()) {  // create_graph

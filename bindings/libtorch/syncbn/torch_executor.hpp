@@ -12,10 +12,10 @@
 
 namespace syncbn::detail {
 
-/// PyTorch's own threads: a second pool beside them would cost milliseconds. Not at::parallel_for,
-/// which is a plain loop in a program without OpenMP. In a child that its process forked after it
-/// had used several threads, everything runs on the calling thread: OpenMP would wait without end
-/// for threads that stayed behind.
+/// Runs on PyTorch's own threads, because a second pool beside them would cost milliseconds. It
+/// does not use at::parallel_for, which is a plain loop in a program without OpenMP. If a process
+/// used several threads and then forked, everything in the child runs on the calling thread. In the
+/// child OpenMP would wait for ever for the threads that stayed in the parent.
 class TorchExecutor final : public Executor {
  public:
   void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,

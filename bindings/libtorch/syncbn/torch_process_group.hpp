@@ -23,31 +23,33 @@
 #include "syncbn/error.hpp"
 #include "syncbn/message.hpp"
 
-/// Groups over a c10d process group of LibTorch: header-only, for programs that have LibTorch.
+/// Groups over a c10d process group of LibTorch. Header-only, for programs that have LibTorch.
 namespace syncbn::torch {
 
 /// One rank's end of a group whose ranks are those of a process group with a backend for CPU
 /// tensors, for example Gloo.
 ///
-/// Gloo ends the process when ranks bring different lengths, so the first all-reduce of an exchange
-/// has one length for all calls, and says what the rank brings; words that do not fit follow in a
-/// second one. Lengths may so differ (DivergenceError on every rank), and a rank may abandon; the
-/// group can be used further. After ExchangeTimeout and PeerLost for a rank that is gone it is
-/// broken for good, as the process group is: later calls throw PeerLost. A process group with a
-/// store lets them name the ranks that did not come.
+/// Gloo ends the process if ranks bring different lengths. So the first all-reduce of an exchange
+/// has the same length in all calls, and says how many words the rank brings. Words that do not fit
+/// follow in a second all-reduce. If lengths differ, every rank gets DivergenceError. If a rank
+/// abandons, the others get PeerLost. In both cases the group can be used further.
+/// After ExchangeTimeout, and after PeerLost for a rank that is gone, this group and the process
+/// group are broken for good, and later calls throw PeerLost. If the process group has a store,
+/// these errors name the ranks that did not come.
 ///
-/// When Gloo writes to a rank that is gone, the system sends this process SIGPIPE, which ends a C++
-/// program. So the constructor makes the process ignore SIGPIPE, as Python does, unless the program
-/// handles it.
+/// When Gloo writes to a rank that is gone, the system sends SIGPIPE to this process, which ends a
+/// C++ program. So the constructor makes the process ignore SIGPIPE, as Python does, unless the
+/// program handles it or there is only one rank.
 class ProcessGroupCommunicator final : public Communicator {
  public:
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
 
-  /// Words that fit the first all-reduce: a message of 512 channels of float32.
+  /// The words that fit the first all-reduce: a message of 512 channels of float32.
   static constexpr std::int64_t kFrameWords = kHeaderWords + 512 * 19;
 
-  /// timeout: at least 1 ms; how long an exchange waits for the slowest rank. Another value, no
-  /// group, one of more than 2048 ranks or without a backend for CPU tensors: InvalidArgument.
+  /// timeout: the time that an exchange waits for the slowest rank, at least 1 ms. Throws
+  /// InvalidArgument for another value, for no group, for a group of more than 2048 ranks, and for
+  /// a group without a backend for CPU tensors.
   explicit ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                     std::chrono::milliseconds timeout = kDefaultTimeout)
       : group_(std::move(group)), timeout_(timeout) {
@@ -79,7 +81,7 @@ class ProcessGroupCommunicator final : public Communicator {
   int rank() const override { return group_->getRank(); }
   int size() const override { return group_->getSize(); }
 
-  /// What this rank does, for the errors of the others: "bn1, call 7, forward".
+  /// Sets the text of this rank's call for the errors of all ranks: "bn1, call 7, forward".
   void set_call(std::string call) { call_ = std::move(call); }
 
   void all_reduce_sum(std::span<std::int64_t> words) override { exchange(Kind::kSum, words); }
@@ -101,15 +103,16 @@ class ProcessGroupCommunicator final : public Communicator {
     }
   }
 
-  /// Both take part in the others' exchange, with the word that this rank cannot: wait for them.
+  /// abandon and refuse take part in the others' exchange, and say there that this rank cannot make
+  /// it. So both wait for the other ranks.
   void abandon(const std::string& reason) override { say("left the group: " + reason); }
   void refuse(const std::string& reason) override { say("refused its call: " + reason); }
 
  private:
   enum class Kind : std::uint8_t { kSum, kGather };
 
-  // The frame's first words: numbers that must be equal on all ranks with their squares, and how
-  // many ranks cannot take part.
+  // The frame begins with numbers that must be equal on all ranks, each with its square. Then comes
+  // the number of ranks that cannot take part.
   static constexpr int kTags = 2;
   static constexpr int kLeavers = 2 * kTags;
   static constexpr int kPrefixWords = kLeavers + 1;
@@ -185,7 +188,7 @@ class ProcessGroupCommunicator final : public Communicator {
     }
   }
 
-  /// Every rank's text, cut to what fits the frame; empty if they do not come together.
+  /// Returns the texts of all ranks, each cut to fit the frame. Empty if the exchange fails.
   std::vector<std::string> texts(const std::string& own) {
     const std::int64_t each = kFrameWords / size();
     const std::size_t room = static_cast<std::size_t>(each) * kBytes;
@@ -205,7 +208,7 @@ class ProcessGroupCommunicator final : public Communicator {
     return said;
   }
 
-  /// Of the ranks that cannot take part in this exchange: only they say something.
+  /// Throws PeerLost with the texts of the ranks that cannot take part; other ranks send none.
   [[noreturn]] void throw_left() {
     std::string text;
     std::vector<int> ranks;
@@ -222,7 +225,7 @@ class ProcessGroupCommunicator final : public Communicator {
     throw PeerLost(who() + text, ranks);
   }
 
-  /// Sums over the ranks, in place. The tensor outlives this call where the backend still needs it.
+  /// Sums over the ranks, in place. The backend keeps the tensor alive as long as necessary.
   void reduce(const at::Tensor& words) {
     if (!broken_.empty()) {
       throw PeerLost(who() + "the group is broken: " + broken_);
@@ -237,7 +240,7 @@ class ProcessGroupCommunicator final : public Communicator {
     }
   }
 
-  /// reason: the backend's, of which the first line counts.
+  /// Throws ExchangeTimeout or PeerLost. reason: the backend's text; its first line is used.
   [[noreturn]] void fail(std::string reason) {
     reason.resize(std::min(reason.find('\n'), reason.size()));
     std::string lower = reason;
@@ -267,8 +270,8 @@ class ProcessGroupCommunicator final : public Communicator {
     throw PeerLost(who() + broken_ + "; the process group: " + reason, ranks);
   }
 
-  /// Ranks that do not answer through the store, and what the others do. When one rank fails, so do
-  /// all that wait, at about the same time: connections are closed.
+  /// Returns the ranks that do not answer through the store, and the calls of the others. When one
+  /// rank fails, all waiting ranks fail at about the same time, because connections are closed.
   std::pair<std::vector<int>, std::string> who_is_here() {
     std::vector<int> missing;
     std::string others;
@@ -291,7 +294,7 @@ class ProcessGroupCommunicator final : public Communicator {
           others += "; rank " + std::to_string(r) + ": " + store->get_to_str(key);
         }
       }
-    } catch (const std::exception&) {  // the store's own process may be the one that is gone
+    } catch (const std::exception&) {  // the lost process may be the store's own
       return {};
     }
     return {missing, others};
@@ -300,7 +303,7 @@ class ProcessGroupCommunicator final : public Communicator {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::chrono::milliseconds timeout_;
   std::string call_;
-  std::string broken_;  ///< why there are no further exchanges
+  std::string broken_;  ///< the reason why the group is broken, or empty
 };
 
 }  // namespace syncbn::torch
