@@ -3,7 +3,6 @@
 #include <cstdio>
 #include <cstring>
 #include <syncbn/batch_norm.hpp>
-#include <thread>
 #include <vector>
 
 namespace {
@@ -35,16 +34,13 @@ int main() {
   syncbn::ThreadGroup group(3);
   const std::int64_t bounds[] = {0, 10, 10, 100};  // rank 1 has no samples
   std::vector<std::vector<float>> parts(3);
-  std::vector<std::thread> ranks;
-  for (int r = 0; r < 3; ++r) {
-    ranks.emplace_back([&, r] {
-      parts[static_cast<std::size_t>(r)] = normalize(x, bounds[r], bounds[r + 1], group.rank(r));
-    });
-  }
+  syncbn::run(group, [&](syncbn::Communicator& end) {  // on a thread for each rank
+    const auto r = static_cast<std::size_t>(end.rank());
+    parts[r] = normalize(x, bounds[r], bounds[r + 1], end);  // its layer is {options, end}
+  });
   std::vector<float> y;
-  for (std::size_t r = 0; r < 3; ++r) {
-    ranks[r].join();
-    y.insert(y.end(), parts[r].begin(), parts[r].end());
+  for (const std::vector<float>& part : parts) {
+    y.insert(y.end(), part.begin(), part.end());
   }
   const bool same = std::memcmp(y.data(), expected.data(), y.size() * sizeof(float)) == 0;
   std::printf("3 ranks and 1 rank: %s\n", same ? "the same bits" : "different bits");

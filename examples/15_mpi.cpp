@@ -18,6 +18,7 @@ namespace {
 constexpr std::int64_t kSamples = 100;
 constexpr std::int64_t kChannels = 4;
 constexpr int kSteps = 5;
+constexpr int kMostErrors = 3;
 
 std::vector<float> normalize(const std::vector<float>& x, std::int64_t first, std::int64_t last,
                              syncbn::Communicator& communicator) {
@@ -31,9 +32,11 @@ std::vector<float> normalize(const std::vector<float>& x, std::int64_t first, st
   return y;
 }
 
-/// All that a training changes; parameters and the optimizer's state belong here, too.
+/// All that a training changes. The state of an optimizer belongs here, too. It has no pointers, so
+/// that MPI can send its bytes.
 struct State {
   int step = 0;
+  std::array<float, kChannels> weight = {1, 1, 1, 1}, bias = {};
   std::array<float, kChannels> running_mean = {}, running_var = {1, 1, 1, 1};
 };
 
@@ -43,45 +46,65 @@ struct Part {
   bool fails = false;
 };
 
+/// Trains weight and bias for the loss sum(y * y) / 2, whose gradient by y is y.
 void train_step(syncbn::BatchNorm& layer, Part& part, State& state) {
   if (part.fails && state.step == 2) {
     part.fails = false;
     throw std::runtime_error("the samples cannot be read");
   }
   const syncbn::Extents shape = {part.last - part.first, kChannels};
-  std::vector<float> x(static_cast<std::size_t>(shape[0] * shape[1])), y(x.size());
+  std::vector<float> x(static_cast<std::size_t>(shape[0] * shape[1])), y(x.size()), dx(x.size());
   for (std::size_t i = 0; i < x.size(); ++i) {
     const auto number = static_cast<std::size_t>(part.first * kChannels + state.step) + i;
     x[i] = static_cast<float>(number * number % 97) * 0.37f;
   }
   syncbn::Saved saved;
   layer.forward({.x = {x, shape},
+                 .weight = {state.weight, {kChannels}},
+                 .bias = {state.bias, {kChannels}},
                  .y = {y, shape},
                  .running_mean = {state.running_mean, {kChannels}},
                  .running_var = {state.running_var, {kChannels}}},
                 saved);
+  std::array<float, kChannels> dweight, dbias;
+  layer.backward({.dy = {y, shape},
+                  .x = {x, shape},
+                  .weight = {state.weight, {kChannels}},
+                  .bias = {state.bias, {kChannels}},
+                  .dx = {dx, shape},
+                  .dweight = {dweight, {kChannels}},
+                  .dbias = {dbias, {kChannels}},
+                  .affine = syncbn::AffineGradients::kGlobal},  // sums over all ranks
+                 saved);
+  for (std::size_t c = 0; c < kChannels; ++c) {
+    state.weight[c] -= 1e-3f * dweight[c];
+    state.bias[c] -= 1e-3f * dbias[c];
+  }
   ++state.step;
 }
 
 State train_on(syncbn::MpiCommunicator& group, Part part) {
   syncbn::BatchNorm layer({.channels = kChannels, .name = "head.bn"}, group);
-  State state;  // step, parameters, running statistics: the same on all ranks
-  while (state.step < kSteps) {
+  State state;  // the step, parameters and running statistics: the same on all ranks
+  for (int errors = 0; state.step < kSteps;) {
     State next = state;
     int good = 1, all_good = 0;
     try {
-      train_step(layer, part, next);  // the layers' exchanges alone, no MPI call of your own
+      train_step(layer, part, next);  // forward, backward, ++next.step; no MPI call of your own
     } catch (const std::exception& error) {
       group.abandon(error.what());  // the others get PeerLost
       good = 0;
     }
     MPI_Allreduce(&good, &all_good, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
     if (all_good == 0) {
+      if (++errors > kMostErrors) {
+        MPI_Abort(MPI_COMM_WORLD, 1);
+      }
       group.reset();  // on every rank; layers begin at call 0
       MPI_Bcast(&state, sizeof(state), MPI_BYTE, 0, MPI_COMM_WORLD);  // all go on with rank 0's
       continue;
     }
-    state = next;  // a network sums its gradients first
+    state = next;
   }
   return state;
 }

@@ -37,7 +37,7 @@ HEADER_WORDS = 8
 #: ends the process when ranks bring different lengths, so lengths may differ only after the first
 #: message has shown that the calls agree. 512 channels of float32 fit.
 FRAME_WORDS = HEADER_WORDS + 512 * 19
-#: Where a message says, as REJECTED, that a rank refused its input, and a forward's who takes part
+#: Where a message says, as REJECTED, that a rank raised an error, and a forward's who takes part
 #: in backward.
 HEADER_FLAGS, HEADER_BACKWARD = 3, 4
 REJECTED = 1

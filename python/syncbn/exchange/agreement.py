@@ -47,7 +47,7 @@ def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtyp
     peers = engine.peers
     _, agree, rejected, dtype = ops.header(merged, peers.ranks).tolist()
     if rejected or not agree:
-        reason = "a rank refused its input" if rejected else "the ranks did not make the same call"
+        reason = "a rank raised an error" if rejected else "the ranks did not make the same call"
         fields = [f"{name}={value}" for name, value in call.fields().items()]
         difference = _difference(exchange_texts(_SEPARATOR.join(fields), engine, call))
         raise DivergenceError(f"{call}, {peers}: {reason}: {difference}", peers.group_name)

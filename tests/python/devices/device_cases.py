@@ -148,7 +148,7 @@ def case_devices_that_disagree_are_an_error_on_every_process(rank, world):
         text = "device 0 at layer 'first'.*device 1 at layer 'second'"
         diverges(text, model, [good, bad])
     else:
-        text = "a rank refused its input"
+        text = "a rank raised an error"
         diverges(text, model, [good, good])
     unchanged(model.module, before)
     # A device that raises, and one whose input is refused.
@@ -193,7 +193,7 @@ def case_all_reduce_disagreement_is_an_error_on_every_rank(rank, world):
     if last:
         raises(ValueError, r"x\[1\]: got", all_reduce, [torch.ones(3), torch.ones(4)])
     else:
-        diverges("refused", all_reduce, [torch.ones(3)] * 2)
+        diverges("raised an error", all_reduce, [torch.ones(3)] * 2)
     assert all_reduce(torch.ones(1)).item() == world
 
 

@@ -73,7 +73,7 @@ def refused(rank, layer, text, bad, good=None, error=ValueError) -> None:
     if rank == 0:
         raises(error, f"^{text}", bad)
     else:
-        quoted = f"a rank refused its input: rank 0: .*{error.__name__}: {text}"
+        quoted = f"a rank raised an error: rank 0: .*{error.__name__}: {text}"
         diverges(quoted, good or bad)
     unchanged(layer, before)
 

@@ -318,7 +318,7 @@ def _refused_for_memory(rank, layer, run, direction):
         )
         raises(MemoryError, text, _without_memory, layer, run)
     else:
-        text = "a rank refused its input: rank 0: .*MemoryError: memory: got none for a tensor of"
+        text = "a rank raised an error: rank 0: .*MemoryError: memory: got none for a tensor of"
         diverges(text, run)
     unchanged(layer, before)
     assert int(layer.state.call) == calls

@@ -9,7 +9,7 @@ from support import PROJECT
 
 #: make's `package` runs the latter; the former differs in where pip finds the build's tools.
 PIP = {
-    "pip install torch",
+    "pip install torch numpy",
     "pip install .",
     "pip install --no-build-isolation --no-deps .",
 }
