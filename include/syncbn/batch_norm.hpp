@@ -73,9 +73,9 @@ class SYNCBN_API Saved {
 ///
 /// Only one thread at a time may call a layer. Layers that share a communicator belong to one
 /// thread. On the CPU a call returns when its outputs are written. On CUDA a call enqueues its work
-/// on the execution's stream and, from the second call of a shape on, waits for nothing. All calls
-/// of a layer use one stream, or the caller orders them. The stream must outlive the layer and its
-/// Saved, because they release their memory on it.
+/// on the execution's stream and, from the second call of a shape on, waits for nothing, except
+/// with a staged_communicator. All calls of a layer use one stream, or the caller orders them. The
+/// stream must outlive the layer and its Saved, because they release their memory on it.
 ///
 /// Errors have the layer's name and the numbers of the ranks that caused them. Every rank gets an
 /// error. If a rank's argument is refused, that rank gets InvalidArgument and the others PeerLost.
@@ -210,8 +210,8 @@ class SYNCBN_API BatchNorm {
   /// only one that may differ between ranks.
   void set_momentum(std::optional<double> momentum);
 
-  /// Counts a failed call and tells the other ranks: for code around a layer that refuses a forward
-  /// itself.
+  /// Counts a failed call and tells the other ranks. Use it in code around a layer that refuses a
+  /// forward before the layer is called.
   void abandon_forward(const std::string& reason);
 
   [[nodiscard]] const std::string& name() const;

@@ -34,7 +34,7 @@ typedef enum syncbn_status {
   SYNCBN_INVALID_ARGUMENT = 2, /* the text ends with "argument: got ..., expected ..." */
   SYNCBN_DIVERGENCE = 3,       /* the ranks of an exchange did not make the same call */
   SYNCBN_TIMEOUT = 4,          /* a rank did not come to an exchange in time */
-  SYNCBN_PEER_LOST = 5,        /* a rank left the group */
+  SYNCBN_PEER_LOST = 5,        /* a rank refused its call, or left the group */
   SYNCBN_UNAVAILABLE = 6,      /* not part of this build */
   SYNCBN_OUT_OF_MEMORY = 7
 } syncbn_status;

@@ -71,6 +71,7 @@ class SYNCBN_API Communicator {
   /// Replaces words[i] by the sum of words[i] over all ranks, modulo 2^64. Afterwards `words` is
   /// the same on every rank. On every rank it throws DivergenceError if lengths differ,
   /// ExchangeTimeout if a rank does not come in time, and PeerLost if a rank has left.
+  /// When the ranks' calls differ, a layer calls it once more, to learn how they differ.
   virtual void all_reduce_sum(std::span<std::int64_t> words) = 0;
 
   /// Returns all_reduce_sum in parts, or null if this group cannot send parts.

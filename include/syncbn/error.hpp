@@ -15,8 +15,9 @@
 
 namespace syncbn {
 
-/// The base of every exception that the library defines. After an exception the caller must not
-/// rely on any output, and running statistics are unchanged.
+/// The base of every exception that the library defines. After an exception running
+/// statistics are unchanged. Outputs are unchanged, too, after InvalidArgument and DivergenceError
+/// of a layer; otherwise the caller must not rely on any output.
 class SYNCBN_API Error : public std::runtime_error {
  public:
   explicit Error(const std::string& text, std::vector<int> ranks = {})
@@ -69,7 +70,7 @@ class SYNCBN_API ExchangeTimeout : public Error {
   using Error::Error;
 };
 
-/// A rank left the group (it failed or was destroyed) while other ranks wait for it.
+/// A rank refused its call, or left the group because it failed or was destroyed.
 class SYNCBN_API PeerLost : public Error {
  public:
   using Error::Error;

@@ -6,5 +6,5 @@
 #error "syncbn supports Linux and other ELF or Mach-O platforms only"
 #endif
 #define SYNCBN_API __attribute__((visibility("default")))
-/// Takes a member of an exported class out of that.
+/// Hides one member of an exported class.
 #define SYNCBN_LOCAL __attribute__((visibility("hidden")))

@@ -18,7 +18,8 @@
 namespace syncbn {
 
 /// A communicator's Fortran handle, for programs without <mpi.h>: MPI_Comm_c2f(comm) in C,
-/// comm.py2f() in mpi4py. An MPI_Comm has another type in each implementation; this number has one.
+/// comm.py2f() in mpi4py. The type of MPI_Comm differs between implementations; the handle is an
+/// int in all of them.
 struct MpiHandle {
   int fortran;
 };
@@ -33,8 +34,9 @@ struct MpiHandle {
 ///
 /// If lengths differ, every rank gets DivergenceError, and the group goes on. If a rank refuses an
 /// argument, the others get PeerLost, and the group goes on. If a rank does not come or has left,
-/// the error names it (ExchangeTimeout, PeerLost), and the group is broken until reset: later calls
-/// throw PeerLost. If a call of MPI fails, Error has its text, and the group is broken.
+/// the error names it (ExchangeTimeout, PeerLost), unless MPI's collective had begun. The group is
+/// then broken until reset: later calls throw PeerLost. If a call of MPI fails, Error has its text,
+/// and the group is broken.
 ///
 /// MPI must be initialized: with MPI_THREAD_SERIALIZED if calls come from another thread than
 /// MPI_Init, and with MPI_THREAD_MULTIPLE if other threads use MPI at the same time. Exchanges on a

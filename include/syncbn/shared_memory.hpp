@@ -79,7 +79,7 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
   [[nodiscard]] static Opened open(SharedMemoryOffer offer, std::span<const std::byte> offers,
                                    std::chrono::milliseconds timeout = kDefaultTimeout);
 
-  /// The other ranks then get PeerLost, if they wait now or come later.
+  /// Leaves the group. Ranks that wait now or come later get PeerLost.
   ~SharedMemoryGroup() override;
 
   int rank() const override;
@@ -91,8 +91,9 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
 
   SumInParts* parts() override;
 
-  /// Repairs a broken group, as create makes one. All ranks call this. The layers of the group
-  /// begin at call 0. If the group cannot be made, this throws Error, and the group stays broken.
+  /// Repairs a broken group. All ranks call this, and form it again with `gather` as in create. The
+  /// layers of the group begin at call 0. If the group cannot be made, this throws Error, and the
+  /// group stays broken.
   void reset(const Gather& gather);
 
   /// Sets the rank numbers in errors, for a group that is a part of a larger group of `size` ranks:

@@ -26,9 +26,9 @@
 ///
 /// On CUDA the functions enqueue kernels on the stream. They wait for nothing and allocate nothing,
 /// so a CUDA graph can capture them. Values that depend on other ranks stay on the device. The
-/// caller's current device must be the tensors' device. There tensors may have at most 8 spatial
-/// axes after axes are merged where strides allow. The first sums of a dtype on a device load the
-/// kernels for that dtype.
+/// caller's current device must be the tensors' device. On CUDA a tensor may have at most 8 spatial
+/// axes, counted after axes are merged where strides allow. The first sums of a dtype on a device
+/// load the kernels for that dtype.
 ///
 /// All functions throw InvalidArgument before they write anything. On CUDA they throw Unavailable
 /// without kernels or a driver, and Error if CUDA reports that earlier work on the device failed.
@@ -177,8 +177,8 @@ SYNCBN_API void backward_begin(const BackwardStep& step, std::int64_t* message, 
 /// Writes the gradients of weight and bias, and dx, from u, or from dy if u is absent. `own` is the
 /// message that this rank sent; it is needed with pass.share. Without a merged header the
 /// statistics are constants: dx = weight * rstd * u, unless dx is absent, and with `own` the
-/// gradients of weight and bias are those of this rank's samples. If u is absent then, dy must
-/// already have gone back through the activation.
+/// gradients of weight and bias are those of this rank's samples. If u is
+/// absent there, dy must already have gone back through the activation.
 SYNCBN_API void backward_finish(const BackwardStep& step, const std::int64_t* own,
                                 const Merged& merged, const Execution& execution);
 

@@ -65,7 +65,7 @@ inline constexpr int kMaxDims = 12;  ///< the largest number of axes of a tensor
 /// a function that refuses the tensor can name it in its error.
 class Extents {
  public:
-  Extents() {}  // not "= default": with it a constant view without an initializer is none
+  Extents() {}  // not "= default": otherwise a constant view would need an initializer
   Extents(std::initializer_list<std::int64_t> values) : Extents(values.begin(), values.end()) {}
   /// Copies the values of a span, a vector or an array.
   template <class Range>
