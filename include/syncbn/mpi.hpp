@@ -38,9 +38,10 @@ struct MpiHandle {
 /// then broken until reset: later calls throw PeerLost. If a call of MPI fails, Error has its text,
 /// and the group is broken.
 ///
-/// MPI must be initialized: with MPI_THREAD_SERIALIZED if calls come from another thread than
-/// MPI_Init, and with MPI_THREAD_MULTIPLE if other threads use MPI at the same time. Exchanges on a
-/// wrong thread throw InvalidArgument.
+/// MPI must be initialized: with MPI_THREAD_FUNNELED beside a ThreadPool, with
+/// MPI_THREAD_SERIALIZED if calls come from another thread than MPI_Init, and with
+/// MPI_THREAD_MULTIPLE if other threads use MPI at the same time. Exchanges on a wrong thread throw
+/// InvalidArgument.
 class SYNCBN_API MpiCommunicator final : public Communicator {
  public:
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);

@@ -32,10 +32,10 @@ namespace syncbn::torch {
 /// Gloo ends the process if ranks bring different lengths. So the first all-reduce of an exchange
 /// has the same length in all calls, and says how many words the rank brings. Words that do not fit
 /// follow in a second all-reduce. If lengths differ, every rank gets DivergenceError. If a rank
-/// abandons, the others get PeerLost. In both cases the group can be used further.
-/// After ExchangeTimeout, and after PeerLost for a rank that is gone, this group and the process
-/// group are broken for good, and later calls throw PeerLost. If the process group has a store,
-/// these errors name the ranks that did not come.
+/// abandons, the others get PeerLost in that exchange alone. In both cases the group goes on. After
+/// ExchangeTimeout, and after PeerLost for a rank that is gone, this group and the process group
+/// are broken for good, and later calls throw PeerLost. If the process group has a store, these
+/// errors name the ranks that did not come.
 ///
 /// When Gloo writes to a rank that is gone, the system sends SIGPIPE to this process, which ends a
 /// C++ program. So the constructor makes the process ignore SIGPIPE, as Python does, unless the
