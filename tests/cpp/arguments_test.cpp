@@ -146,6 +146,7 @@ TEST(Arguments, Forward) {
 }
 
 TEST(Arguments, CumulativeAveragingNeedsACounter) {
+  // A forward has no dx, so that nothing is absent in the first case.
   for (const auto absent : {&Arena::dx, &Arena::running_mean, &Arena::running_var}) {
     expect_refused({{"no counter",
                      [=](A a) { a.options.momentum.reset(), a.counter = nullptr, a.*absent = {}; },
