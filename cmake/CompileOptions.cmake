@@ -1,4 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+# A project around this one may have no build type, and nothing else that says how to optimize. Then the
+# targets of this one alone are compiled as for Release: kernels without optimization take 15 times as long.
+get_directory_property(given_options COMPILE_OPTIONS)
+set(syncbn_optimize OFF)
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES
+    AND NOT "${CMAKE_CXX_FLAGS} ${given_options}" MATCHES "(^|[ ;:>])-O")
+  set(syncbn_optimize ON)
+endif()
+
 # syncbn_compile_options(<target>...): what every target of this project is compiled with.
 function(syncbn_compile_options)
   foreach(target IN LISTS ARGN)
@@ -23,6 +32,9 @@ function(syncbn_compile_options)
       -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=
       -ffile-prefix-map=${PROJECT_BINARY_DIR}=.)
     target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${options}>")
+    if(syncbn_optimize)
+      target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX,CUDA>:-O3;-DNDEBUG>")
+    endif()
     if(SYNCBN_SANITIZE)
       target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:\
 -fsanitize=${SYNCBN_SANITIZE};-fno-sanitize-recover=all;-fno-omit-frame-pointer>")

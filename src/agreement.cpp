@@ -159,6 +159,7 @@ class Ranks {
 
 std::uint64_t layer_identity(std::uint64_t layer, const Activation& activation,
                              Statistics statistics, bool residual, bool weight, bool bias) {
+  check_statistics(statistics);
   std::uint64_t state = mix(layer, static_cast<std::uint64_t>(activation.kind));
   if (traits_of(activation.kind).scaled) {
     state = mix(state, option_bits(activation.negative_slope));
@@ -173,12 +174,13 @@ namespace {
 /// What all ranks do, exchanged; empty if nothing differs.
 std::optional<DivergenceError> disagreement(const AgreedCall& own, Communicator& communicator) {
   // Each rank's words in a place of their own: every communicator has a sum.
-  std::vector<std::int64_t> words(kWords * static_cast<std::size_t>(communicator.size()));
-  write_words(own, words.data() + kWords * static_cast<std::size_t>(communicator.rank()));
+  const auto ranks_of_group = static_cast<std::size_t>(own.place.ranks);
+  std::vector<std::int64_t> words(kWords * ranks_of_group);
+  write_words(own, words.data() + kWords * static_cast<std::size_t>(own.place.rank));
   communicator.all_reduce_sum(words);
   Ranks ranks(std::move(words));
-  std::string text = "rank " + std::to_string(communicator.rank()) + " of " +
-                     std::to_string(communicator.size()) + ": the ranks did not make the same call";
+  std::string text =
+      rank_of(own.place.rank, ranks_of_group) + "the ranks did not make the same call";
   const char* separator = ": ";
   for (std::size_t field = 0; field < kFields.size(); ++field) {
     if (field == kForwardField && !ranks.odd().empty()) {  // follows from the others

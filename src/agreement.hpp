@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "checks.hpp"
 #include "statistics/header.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/error.hpp"
@@ -14,6 +15,7 @@ namespace syncbn {
 /// One rank's call of a layer. forward: of a backward, the forward's fingerprint.
 struct AgreedCall {
   const BatchNorm::Options* options = nullptr;
+  Place place;
   Direction direction = Direction::kForward;
   std::string_view name;
   std::uint64_t layer = 0;  ///< its number, from the name

@@ -109,7 +109,19 @@ void LayerState::see_reset() noexcept {
   if (now != beginnings_) {
     beginnings_ = now;
     calls = 0;
+    placed_ = false;
   }
+}
+
+void LayerState::see_place(const Place& now) {
+  if (placed_ && now != place) {
+    const auto text = [](const Place& p) {
+      return "rank " + std::to_string(p.rank) + " of " + std::to_string(p.ranks);
+    };
+    refuse("communicator", text(now), text(place) + ", as in the calls before");
+  }
+  place = now;
+  placed_ = true;
 }
 
 LayerState::~LayerState() {
@@ -186,10 +198,10 @@ std::int64_t Saved::count() const {
 
 BatchNorm::BatchNorm(const Options& options, std::size_t size, Communicator* communicator,
                      cuda::Communicator* cuda_communicator, const Allocator& allocator) {
-  const auto make = [&](int ranks) {
+  const auto make = [&](const Place& place) {
     check_size("options", size, sizeof(options));
     check_allocator(allocator);
-    check_layer(options, ranks);
+    check_layer(options, place.ranks);
     state_ = std::make_shared<LayerState>(options, allocator);
     state_->number = number_of(state_->name);
     if (communicator != nullptr) {
@@ -200,13 +212,14 @@ BatchNorm::BatchNorm(const Options& options, std::size_t size, Communicator* com
       state_->on_cuda = cuda_communicator;
       state_->cuda_link = detail::GroupLink(*cuda_communicator);
     }
-    if (ranks > 1) {
+    state_->see_place(place);
+    if (place.ranks > 1) {
       state_->take_name();
     }
   };
   const auto of_group = [&](auto& group) {  // the others would wait for a layer that is not there
     try {
-      make(group.size());
+      make(place_of(group));
     } catch (Error& error) {
       if (!options.name.empty()) {
         error.set_layer(std::string(options.name), std::string(options.name));
@@ -223,7 +236,7 @@ BatchNorm::BatchNorm(const Options& options, std::size_t size, Communicator* com
   } else if (cuda_communicator != nullptr) {
     of_group(*cuda_communicator);
   } else {
-    make(1);
+    make({});
     state_->alone = true;
     state_->on_cpu = &self_communicator();
   }
@@ -240,17 +253,20 @@ LayerState& BatchNorm::state() const {
 
 namespace {
 
-/// The others learn of a Saved that was moved from.
-SavedState& content_of(const LayerCall& call, SavedState* saved) {
-  const auto check = [&] {
-    if (saved == nullptr) {
-      throw InvalidArgument("saved: got one that was moved from, expected another");
-    }
+/// The others learn of a Saved that was moved from, and of a place that is no longer this rank's.
+SavedState& content_of(LayerState& layer, const LayerCall& call, SavedState* saved) {
+  const auto check = [&](auto& group) {
+    before_exchange(group, call, [&] {
+      layer.see_place(place_of(group));
+      if (saved == nullptr) {
+        throw InvalidArgument("saved: got one that was moved from, expected another");
+      }
+    });
   };
-  if (call.layer.on_cpu != nullptr) {
-    before_exchange(*call.layer.on_cpu, call, check);
+  if (layer.on_cpu != nullptr) {
+    check(*layer.on_cpu);
   } else {
-    before_exchange(*call.layer.on_cuda, call, check);
+    check(*layer.on_cuda);
   }
   return *saved;
 }
@@ -273,7 +289,7 @@ void BatchNorm::sized_forward(const Forward& arguments, std::size_t size, Saved&
           "communicator: got none, expected the group of the layer's ranks, or "
           "self_communicator() for one rank alone");
     }
-    SavedState& kept = content_of(call, saved.state_.get());
+    SavedState& kept = content_of(layer, call, saved.state_.get());
     if (on_cuda(layer, arguments.x)) {
       need_cuda(layer);
       forward_on_cuda(layer, call, arguments, kept, execution);
@@ -294,7 +310,7 @@ void BatchNorm::sized_backward(const Backward& arguments, std::size_t size, cons
   in_call(call, [&] {
     check_size("arguments", size, sizeof(arguments));
     layer.need_group();
-    const SavedState& kept = content_of(call, saved.state_.get());
+    const SavedState& kept = content_of(layer, call, saved.state_.get());
     if (on_cuda(layer, arguments.x)) {
       need_cuda(layer);
       backward_on_cuda(layer, call, arguments, kept, execution);

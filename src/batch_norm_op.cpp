@@ -21,15 +21,16 @@ namespace {
 /// Sums a message over the ranks, in place.
 using Exchange = std::function<Merged(std::vector<std::int64_t>& message)>;
 
-/// Calls body(exchange) with the communicator's exchange. A rank that fails before it tells the
-/// others, which would otherwise wait.
+/// Calls body(exchange, ranks) with the communicator's exchange. A rank that fails before it tells
+/// the others, which would otherwise wait.
 template <class Body>
 auto with_communicator(Communicator& communicator, const Body& body) {
   bool exchanged = false;
+  Place place;
   const Exchange exchange = [&](std::vector<std::int64_t>& message) -> Merged {
     exchanged = true;
     communicator.all_reduce_sum(message);
-    const MessageInfo info = read_header(message.data(), communicator.size());
+    const MessageInfo info = read_header(message.data(), place.ranks);
     if (!info.agree && !info.any_rejected) {
       throw DivergenceError(
           "the ranks did not make the same call (layer, batches, direction, channels, dtype, "
@@ -37,11 +38,11 @@ auto with_communicator(Communicator& communicator, const Body& body) {
           "on all of them)");
     }
     check_header(info);
-    return {message.data(), message.data() + kHeaderWords, info.dtype, communicator.size()};
+    return {message.data(), message.data() + kHeaderWords, info.dtype, place.ranks};
   };
   try {
-    check_ranks(communicator.size());
-    return body(exchange);
+    place = place_of(communicator);
+    return body(exchange, place.ranks);
   } catch (const std::exception& error) {
     if (!exchanged) {
       communicator.refuse(error.what());
@@ -260,6 +261,7 @@ void backward(const BatchNormOpGradients& g, const BatchNormOpStatistics& statis
                             " channels, expected those of x, " + std::to_string(channels));
     }
   }
+  check_elements_over_ranks("statistics.count", statistics.count);
   check_on_cpu(g.x.device);
   const std::array<std::int64_t, kInfoWords> info{statistics.count, statistics.fingerprint};
   std::vector<double> coefficients(static_cast<std::size_t>(3 * channels));
@@ -289,8 +291,8 @@ BatchNormOpStatistics batch_norm_op(const BatchNormOpInputs& inputs,
     check_forward(inputs, outputs, attributes);
     return infer(inputs, outputs, attributes, execution);
   }
-  return with_communicator(communicator, [&](const Exchange& exchange) {
-    check_layer("attributes.layer", attributes.layer, communicator.size());
+  return with_communicator(communicator, [&](const Exchange& exchange, int ranks) {
+    check_layer("attributes.layer", attributes.layer, ranks);
     check_forward(inputs, outputs, attributes);
     return train(inputs, outputs, attributes, exchange, execution);
   });
@@ -304,7 +306,7 @@ void batch_norm_op_backward(const BatchNormOpGradients& gradients,
     backward(gradients, statistics, attributes, {}, execution);
     return;
   }
-  with_communicator(communicator, [&](const Exchange& exchange) {
+  with_communicator(communicator, [&](const Exchange& exchange, int) {
     backward(gradients, statistics, attributes, exchange, execution);
   });
 }

@@ -108,19 +108,22 @@ inline Device device_of(const char* name, std::int32_t device) {
   return enum_of(name, device, Device::kCuda, "SYNCBN_CPU or SYNCBN_CUDA");
 }
 
-inline Extents sizes_of(const char* name, std::int32_t ndim, const std::int64_t* sizes) {
+/// The sizes of so many axes are there only if the number can be right. axes: what is expected.
+inline Extents sizes_of(const char* name, std::int32_t ndim, const std::int64_t* sizes,
+                        const char* axes) {
   if (ndim < 0 || ndim > kMaxDims) {
-    refuse(name, std::to_string(ndim) + " axes", "0 to 12");
+    refuse(name, std::to_string(ndim) + " axes", axes);
   }
   require_array((std::string(name) + ".sizes").c_str(), sizes, ndim);
   return Extents(sizes, sizes + ndim);
 }
 
-inline MutableTensorView tensor(const char* name, const syncbn_tensor* given) {
+inline MutableTensorView tensor(const char* name, const syncbn_tensor* given,
+                                const char* axes = "1 axis (C)") {
   if (given == nullptr) {
     return {};
   }
-  const Extents sizes = sizes_of(name, given->ndim, given->sizes);
+  const Extents sizes = sizes_of(name, given->ndim, given->sizes, axes);
   MutableTensorView view(given->data, dtype_of(name, given->dtype), sizes);
   if (given->strides != nullptr) {
     view.strides = Extents(given->strides, given->strides + given->ndim);
@@ -130,14 +133,14 @@ inline MutableTensorView tensor(const char* name, const syncbn_tensor* given) {
 }
 
 inline MutableTensorView samples(const char* name, const syncbn_tensor* given) {
-  return tensor(name, &required(name, given));
+  return tensor(name, &required(name, given), kSampleAxes);
 }
 
 inline MaskView mask_of(const syncbn_mask* given) {
   if (given == nullptr) {
     return {};
   }
-  return {given->data, sizes_of("mask", given->ndim, given->sizes),
+  return {given->data, sizes_of("mask", given->ndim, given->sizes, "1 to 11 axes (N, spatial...)"),
           device_of("mask", given->device)};
 }
 

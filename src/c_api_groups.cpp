@@ -97,9 +97,27 @@ std::shared_ptr<Communicator> communicator_of(const syncbn_communicator* given) 
   const syncbn_communicator& functions = sized("communicator", given);
   if (functions.all_reduce_sum == sum && functions.all_gather == gather &&
       functions.abandon == leave) {
-    return {std::shared_ptr<void>(), &of(functions.user_data)};
+    Communicator& own = of(functions.user_data);
+    if (functions.rank != own.rank() || functions.size != own.size()) {
+      const auto text = [](int rank, int size) {
+        return "rank " + std::to_string(rank) + " of " + std::to_string(size);
+      };
+      const std::string reason = "communicator: got " + text(functions.rank, functions.size) +
+                                 ", expected " + text(own.rank(), own.size()) +
+                                 ", as syncbn_group_rank gives it";
+      own.refuse(reason);
+      throw InvalidArgument(reason);
+    }
+    return {std::shared_ptr<void>(), &own};
   }
-  return std::make_shared<Callbacks>(functions);
+  try {
+    return std::make_shared<Callbacks>(functions);
+  } catch (const InvalidArgument& error) {
+    if (functions.abandon != nullptr) {  // the others would wait for a layer that is not there
+      functions.abandon(functions.user_data, error.what());
+    }
+    throw;
+  }
 }
 
 syncbn_group* group_of(std::shared_ptr<Communicator> communicator) {

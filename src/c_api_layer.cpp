@@ -24,6 +24,9 @@ namespace syncbn::c_api {
 namespace {
 
 std::optional<double> momentum_of(double momentum, std::int32_t cumulative_average) {
+  if (cumulative_average != 0 && cumulative_average != 1) {
+    refuse("cumulative_average", std::to_string(cumulative_average), "0 or 1");
+  }
   return cumulative_average != 0 ? std::nullopt : std::optional<double>(momentum);
 }
 
@@ -47,7 +50,7 @@ BatchNorm::Forward forward_of(const syncbn_forward_arguments* given) {
           .mask = mask_of(a.mask),
           .weight = tensor("weight", a.weight),
           .bias = tensor("bias", a.bias),
-          .residual = tensor("residual", a.residual),
+          .residual = tensor("residual", a.residual, kSampleAxes),
           .y = samples("y", a.y),
           .running_mean = tensor("running_mean", a.running_mean),
           .running_var = tensor("running_var", a.running_var),
@@ -64,7 +67,7 @@ BatchNorm::Backward backward_of(const syncbn_backward_arguments* given) {
           .dx = samples("dx", a.dx),
           .dweight = tensor("dweight", a.dweight),
           .dbias = tensor("dbias", a.dbias),
-          .dresidual = tensor("dresidual", a.dresidual),
+          .dresidual = tensor("dresidual", a.dresidual, kSampleAxes),
           .affine = enum_of("affine", a.affine, AffineGradients::kGlobal,
                             "SYNCBN_SHARE or SYNCBN_GLOBAL")};
 }
@@ -77,7 +80,7 @@ BatchNorm::Evaluate evaluate_of(const syncbn_evaluate_arguments* given) {
                                       .mask = mask_of(a.mask),
                                       .weight = tensor("weight", a.weight),
                                       .bias = tensor("bias", a.bias),
-                                      .residual = tensor("residual", a.residual),
+                                      .residual = tensor("residual", a.residual, kSampleAxes),
                                       .running_mean = tensor("running_mean", a.running_mean),
                                       .running_var = tensor("running_var", a.running_var),
                                       .y = samples("y", a.y)};
@@ -93,13 +96,13 @@ BatchNorm::EvaluateBackward evaluate_backward_of(const syncbn_evaluate_backward_
       .mask = mask_of(a.mask),
       .weight = tensor("weight", a.weight),
       .bias = tensor("bias", a.bias),
-      .residual = tensor("residual", a.residual),
+      .residual = tensor("residual", a.residual, kSampleAxes),
       .running_mean = tensor("running_mean", a.running_mean),
       .running_var = tensor("running_var", a.running_var),
       .dx = samples("dx", a.dx),
       .dweight = tensor("dweight", a.dweight),
       .dbias = tensor("dbias", a.dbias),
-      .dresidual = tensor("dresidual", a.dresidual)};
+      .dresidual = tensor("dresidual", a.dresidual, kSampleAxes)};
   check_on_cpu(of_cpp.x.device);
   return of_cpp;
 }
@@ -125,7 +128,7 @@ syncbn_status syncbn_batch_norm_create(const syncbn_batch_norm_options* options,
         refuse("communicator.all_gather", "NULL", "a function (statistics is SYNCBN_WELFORD)");
       }
       made.reset(  // its layer follows, which tells the others itself
-          new syncbn_batch_norm{std::string(given.name), group, BatchNorm(BatchNorm::Options())});
+          new syncbn_batch_norm{std::string(given.name), group, BatchNorm({.channels = 0})});
     } catch (const std::exception& error) {  // the others would wait for a layer that is not there
       group->refuse(error.what());
       throw;

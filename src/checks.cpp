@@ -31,6 +31,12 @@ std::string number(double value) {
   return std::string(text, end);
 }
 
+void check_device(const char* name, Device device) {
+  if (device > Device::kCuda) {
+    refuse(name, "device number " + std::to_string(static_cast<int>(device)), "CPU or CUDA");
+  }
+}
+
 /// Of a view that was made of a range, whose sizes are not negative.
 void check_elements(const char* name, std::optional<std::size_t> elements, const Extents& sizes) {
   if (!elements.has_value()) {
@@ -50,6 +56,7 @@ void check_elements(const char* name, std::optional<std::size_t> elements, const
 
 void check_storage(const char* name, const TensorView& tensor) {
   check_dtype(name, tensor.dtype);
+  check_device(name, tensor.device);
   if (tensor.strides.size() != tensor.sizes.size()) {
     refuse(name, std::to_string(tensor.strides.size()) + " strides",
            std::to_string(tensor.sizes.size()) + " (one per axis)");
@@ -81,9 +88,6 @@ concept IsActivation = requires {
 };
 static_assert(IsActivation<kActivationCount - 1> && !IsActivation<kActivationCount>);
 
-/// What a number of milliseconds may be: added to a clock's nanoseconds it must not overflow.
-constexpr std::int64_t kMaxTimeout = std::int64_t{1} << 40;
-
 }  // namespace
 
 std::string shape_text(const Extents& sizes) {
@@ -107,6 +111,9 @@ void refuse_dtype(DType dtype) {
 }
 
 void check_channels(std::int64_t channels) {
+  if (channels == kNoChannels) {
+    refuse("channels", "none", "0 to 2^31");
+  }
   if (channels < 0 || channels > kMaxChannels) {
     refuse("channels", std::to_string(channels), "0 to 2^31");
   }
@@ -131,9 +138,12 @@ void check_output(const char* name, const MutableTensorView& tensor) {
 }
 
 void check_samples(const char* name, const TensorView& tensor) {
+  if (tensor.absent()) {
+    refuse(name, "none", std::string("a tensor of ") + kSampleAxes);
+  }
   if (tensor.sizes.size() < 2 || tensor.sizes.size() > kMaxDims) {
     refuse(name, std::to_string(tensor.sizes.size()) + " axes, shape " + shape(tensor),
-           "2 to " + std::to_string(kMaxDims) + " axes (N, C, spatial...)");
+           kSampleAxes);
   }
   check_storage(name, tensor);
   if (tensor.sizes[1] > kMaxChannels) {  // also where there are no elements: messages have words
@@ -155,6 +165,9 @@ void check_samples(const char* name, const TensorView& tensor) {
 }
 
 void check_like(const char* name, const TensorView& tensor, const TensorView& x) {
+  if (tensor.absent()) {
+    refuse(name, "none", "a tensor like x");
+  }
   check_storage(name, tensor);
   if (tensor.sizes != x.sizes) {
     refuse(name, "shape " + shape(tensor), "the shape of x, " + shape(x));
@@ -229,6 +242,7 @@ void check_mask(const MaskView& mask, const TensorView& x) {
     refuse("mask", "a null pointer for shape " + shape(sizes), "data");
   }
   check_elements("mask", mask.elements, sizes);
+  check_device("mask", mask.device);
   if (mask.device != x.device) {
     refuse("mask", std::string("a tensor on ") + device_name(mask.device),
            std::string("the device of x, ") + device_name(x.device));
@@ -286,6 +300,19 @@ void refuse_activation(ActivationKind kind) {
                 [](int i) { return traits_of(static_cast<ActivationKind>(i)).name; }));
 }
 
+void check_statistics(Statistics statistics) {
+  if (statistics > Statistics::kWelford) {
+    refuse("statistics", "number " + std::to_string(static_cast<int>(statistics)),
+           "reproducible or welford");
+  }
+}
+
+void check_elements_over_ranks(const char* name, std::int64_t count) {
+  if (count < 0 || count > kMaxCount) {
+    refuse(name, std::to_string(count), "0 to 2^36 elements per channel");
+  }
+}
+
 void check_ranks(int ranks) {
   if (ranks < 1 || ranks > kMaxRanks) {
     refuse("ranks", std::to_string(ranks), "1 to " + std::to_string(kMaxRanks));
@@ -303,12 +330,6 @@ void check_layer(const char* name, std::uint64_t layer, int ranks) {
     refuse(name, "0",
            "this layer's own number, from 1 on, the same on all ranks (there are " +
                std::to_string(ranks) + " ranks)");
-  }
-}
-
-void check_timeout(std::chrono::milliseconds timeout) {
-  if (timeout.count() < 1 || timeout.count() > kMaxTimeout) {
-    refuse("timeout", std::to_string(timeout.count()) + " ms", "1 ms to 2^40 ms");
   }
 }
 

@@ -71,6 +71,10 @@ class Region {
   std::uintptr_t end_ = 0;
 };
 
+/// What is expected of samples, in C and in C++.
+inline constexpr const char* kSampleAxes = "2 to 12 axes (N, C, spatial...)";
+static_assert(kMaxDims == 12);
+
 /// A tensor of samples: 2 to 12 axes, strides for each, a known dtype, data unless it is empty, at
 /// most kMaxChannels channels and kMaxCount elements per channel.
 void check_samples(const char* name, const TensorView& tensor);
@@ -114,14 +118,43 @@ void check_count(std::int64_t backward, std::int64_t forward);
 
 void check_eps(double eps, const char* name = "eps");
 void check_activation(const Activation& activation);
+void check_statistics(Statistics statistics);
 void check_ranks(int ranks);
 void check_rank(int rank, int ranks);
+
+/// Elements per channel over all ranks.
+void check_elements_over_ranks(const char* name, std::int64_t count);
+
+/// A rank's place in its group.
+struct Place {
+  int rank = 0;
+  int ranks = 1;
+  bool operator==(const Place&) const = default;
+};
+
+/// As the communicator says it, whose class may be the caller's: so it is asked once, and what
+/// follows takes this answer.
+template <class Group>
+Place place_of(const Group& group) {
+  const Place place{group.rank(), group.size()};
+  check_ranks(place.ranks);
+  check_rank(place.rank, place.ranks);
+  return place;
+}
 
 /// Without a number of its own a layer would meet any other of its shape.
 void check_layer(const char* name, std::uint64_t layer, int ranks);
 
-/// Of a group: 1 ms to kMaxTimeout.
-void check_timeout(std::chrono::milliseconds timeout);
+/// Of a group: 1 ms to 2^40 ms, which added to a clock's nanoseconds do not overflow. least: 0 for
+/// a wait that may only look. bits: fewer for a group that waits for several time limits. Inline,
+/// as libraries beside the core check theirs, too.
+inline void check_timeout(std::chrono::milliseconds timeout, const char* name = "timeout",
+                          std::int64_t least = 1, int bits = 40) {
+  if (timeout.count() < least || timeout.count() > std::int64_t{1} << bits) {
+    refuse(name, std::to_string(timeout.count()) + " ms",
+           std::to_string(least) + " ms to 2^" + std::to_string(bits) + " ms");
+  }
+}
 void check_momentum(double momentum);
 
 /// What counts batches; on CUDA, whose memory is not read, whether it is there.

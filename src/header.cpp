@@ -35,9 +35,9 @@ void check_header(const MessageInfo& info) {
         "channels, "
         "eps and dtype must be equal on all of them");
   }
-  if (info.count > kMaxCount) {
+  if (info.count < 0 || info.count > kMaxCount) {
     throw InvalidArgument("x: got " + std::to_string(info.count) +
-                          " elements per channel over all ranks, expected at most 2^36");
+                          " elements per channel over all ranks, expected 0 to 2^36");
   }
 }
 

@@ -84,14 +84,14 @@ struct Workspace {
 };
 
 /// The sum of all ranks' messages; alone, this rank's own.
-Merged summed(cuda::Communicator& communicator, const Workspace& w, DType dtype,
+Merged summed(cuda::Communicator& communicator, int ranks, const Workspace& w, DType dtype,
               const cuda::Stream& stream) {
   const std::int64_t* header = w.message.data();
-  if (communicator.size() > 1) {
+  if (ranks > 1) {
     communicator.all_reduce_sum(w.message, w.merged, stream);
     header = w.merged.data();
   }
-  return {header, header + kHeaderWords, dtype, communicator.size()};
+  return {header, header + kHeaderWords, dtype, ranks};
 }
 
 /// What a layer keeps on the device: how many calls it had, and the last one's info.
@@ -123,6 +123,7 @@ AgreedCall agreed(const LayerCall& call, Direction direction, const TensorView& 
                   const TensorView& bias) {
   AgreedCall agreed;
   agreed.options = &call.layer.options;
+  agreed.place = call.layer.place;
   agreed.direction = direction;
   agreed.name = call.layer.name;
   agreed.layer = call.layer.number;
@@ -195,9 +196,9 @@ void forward_on_cpu(LayerState& layer, const LayerCall& call, const BatchNorm::F
     step = step_of(layer, f, saved, nullptr);
     step.call = &number;
     if (step.statistics == Statistics::kWelford) {
-      gathered.emplace(step, communicator.size(), execution);
-    } else if (communicator.size() > 1) {
-      sum.emplace(f.x, communicator);
+      gathered.emplace(step, layer.place.ranks, execution);
+    } else if (layer.place.ranks > 1) {
+      sum.emplace(f.x, communicator, layer.place.ranks);
     }
   });
   if (gathered.has_value()) {
@@ -219,7 +220,7 @@ void forward_on_cuda(LayerState& layer, const LayerCall& call, const BatchNorm::
                      SavedState& saved, const Execution& execution) {
   const bool welford = layer.options.statistics == Statistics::kWelford;
   cuda::Communicator& communicator = *layer.on_cuda;
-  const int ranks = communicator.size();
+  const int ranks = layer.place.ranks;
   const cuda::Stream stream{execution.stream};
   std::optional<Workspace> made;
   const Workspace* w = nullptr;
@@ -239,7 +240,7 @@ void forward_on_cuda(LayerState& layer, const LayerCall& call, const BatchNorm::
     communicator.all_gather(std::as_bytes(w->record), std::as_writable_bytes(w->records), stream);
     forward_finish(step, {w->records.data(), w->records.data(), f.x.dtype, ranks}, execution);
   } else {
-    forward_finish(step, summed(communicator, *w, f.x.dtype, stream), execution);
+    forward_finish(step, summed(communicator, ranks, *w, f.x.dtype, stream), execution);
   }
 }
 
@@ -256,8 +257,8 @@ void backward_on_cpu(LayerState& layer, const LayerCall& call, const BatchNorm::
     step = step_of(layer, b, saved);
     backward = agreed(call, Direction::kBackward, b.weight, b.bias);
     backward.forward = static_cast<std::uint32_t>(saved.info[1]);
-    if (communicator.size() > 1) {
-      sum.emplace(b.x, communicator);
+    if (layer.place.ranks > 1) {
+      sum.emplace(b.x, communicator, layer.place.ranks);
     }
   });
   if (sum.has_value()) {
@@ -273,6 +274,7 @@ void backward_on_cpu(LayerState& layer, const LayerCall& call, const BatchNorm::
 void backward_on_cuda(LayerState& layer, const LayerCall& call, const BatchNorm::Backward& b,
                       const SavedState& saved, const Execution& execution) {
   cuda::Communicator& communicator = *layer.on_cuda;
+  const int ranks = layer.place.ranks;
   const cuda::Stream stream{execution.stream};
   std::optional<Workspace> made;
   const Workspace* w = nullptr;
@@ -283,12 +285,13 @@ void backward_on_cuda(LayerState& layer, const LayerCall& call, const BatchNorm:
     check_saved(saved, layer, b);
     w = &made.emplace(layer, b.x, stream.handle, 2);
     step = step_of(layer, b, saved);
-    step.pass.share = step.pass.share && communicator.size() > 1;
+    step.pass.share = step.pass.share && ranks > 1;
     step.coefficients = w->coefficients;
     step.workspace = w->sums;
     backward_begin(step, w->message.data(), nullptr, execution);
   });
-  backward_finish(step, w->message.data(), summed(communicator, *w, b.x.dtype, stream), execution);
+  backward_finish(step, w->message.data(), summed(communicator, ranks, *w, b.x.dtype, stream),
+                  execution);
 }
 
 void evaluate(LayerState& layer, const BatchNorm::Evaluate& e, const Execution& execution) {

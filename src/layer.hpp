@@ -8,6 +8,7 @@
 #include <string>
 
 #include "block.hpp"
+#include "checks.hpp"
 #include "group_link.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/cuda_communicator.hpp"
@@ -36,8 +37,11 @@ struct LayerState {
   /// Throws InvalidArgument if the group is gone.
   void need_group() const;
 
-  /// Forgets the calls before the group's last reset.
+  /// Forgets the calls before the group's last reset, and this rank's place.
   void see_reset() noexcept;
+
+  /// Throws InvalidArgument if the place is another than before, with no reset in between.
+  void see_place(const Place& now);
 
   std::string name;
   BatchNorm::Options options;
@@ -47,6 +51,7 @@ struct LayerState {
   Communicator* on_cpu = nullptr;
   cuda::Communicator* on_cuda = nullptr;
   bool alone = false;
+  Place place;  ///< in the group, as it was when the layer was made, or after a reset
   detail::GroupLink<Communicator> cpu_link;  ///< whether it is still there
   detail::GroupLink<cuda::Communicator> cuda_link;
 
@@ -58,6 +63,7 @@ struct LayerState {
 
  private:
   std::uint64_t beginnings_ = 0;  ///< of the group, as far as this layer knows
+  bool placed_ = false;
   const void* name_taken_for_ = nullptr;
 };
 

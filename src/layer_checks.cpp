@@ -87,10 +87,7 @@ void check_as_in_forward(const char* name, const View& view, bool in_forward) {
 void check_options(const BatchNorm::Options& options) {
   check_eps(options.eps);
   check_activation(options.activation);
-  if (options.statistics > Statistics::kWelford) {
-    refuse("statistics", "number " + std::to_string(static_cast<int>(options.statistics)),
-           "reproducible or welford");
-  }
+  check_statistics(options.statistics);
   if (options.momentum.has_value()) {
     check_momentum(*options.momentum);
   }

@@ -20,7 +20,7 @@ namespace syncbn {
 /// The one exchange of a direction.
 class LayerSum final : public SumInParts {
  public:
-  LayerSum(const TensorView& x, Communicator& communicator)
+  LayerSum(const TensorView& x, Communicator& communicator, int ranks)
       : communicator_(communicator),
         parts_(communicator.parts()),
         words_(2 * static_cast<std::size_t>(message_words(x.dtype, x.sizes[1]))),
@@ -28,7 +28,7 @@ class LayerSum final : public SumInParts {
         merged_(words_.data() + message_.size(), message_.size()) {
     group_.sum = this;
     group_.in_parts = parts_ != nullptr;
-    group_.ranks = communicator.size();
+    group_.ranks = ranks;
     group_.message = message_;
     group_.merged = merged_;
   }
@@ -116,7 +116,7 @@ class GatheredRecords {
     forward_begin(step, message_.data(), execution);
   }
   Merged gather(const AgreedCall& call, Communicator& communicator) {
-    const int ranks = communicator.size();
+    const int ranks = call.place.ranks;
     try {
       communicator.all_gather(std::as_bytes(std::span(message_)),
                               std::as_writable_bytes(std::span(all_)));

@@ -88,7 +88,7 @@ class SYNCBN_API Saved {
 class SYNCBN_API BatchNorm {
  public:
   struct Options {
-    std::int64_t channels = 0;  ///< C
+    std::int64_t channels = kNoChannels;  ///< C, 0 to 2^31; required
     /// The layer's own name, for example its path in the model. It is the same on all ranks, and
     /// no other layer of the communicator has it at the same time: ranks tell layers apart by it.
     /// Errors begin with it. The layer copies it. A group of one rank needs no name.

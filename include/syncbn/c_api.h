@@ -176,18 +176,19 @@ SYNCBN_API void syncbn_group_destroy(syncbn_group* group);
 
 typedef struct syncbn_batch_norm_options {
   size_t struct_size;
-  int64_t channels;           /* C */
+  int64_t channels;           /* C, 0 to 2^31 */
   const char* name;           /* the layer's own, the same on all ranks; or NULL with one rank */
   double eps;                 /* finite, not negative */
   double momentum;            /* in [0, 1] */
-  int32_t cumulative_average; /* 1: ignore momentum, average over num_batches_tracked */
+  int32_t cumulative_average; /* 0, or 1: ignore momentum, average over num_batches_tracked */
   int32_t statistics;         /* enum syncbn_statistics */
   syncbn_activation activation;
 } syncbn_batch_norm_options;
 
-/* Default options, because 0 is a valid eps and momentum. Set channels, which is still 0. */
+/* Default options, because 0 is a valid eps and momentum. Set channels: without it a layer is
+   refused. */
 #define SYNCBN_BATCH_NORM_OPTIONS_INIT \
-  {sizeof(syncbn_batch_norm_options), 0, NULL, 1e-5, 0.1, 0, 0, {0, 0.01}}
+  {sizeof(syncbn_batch_norm_options), INT64_MIN, NULL, 1e-5, 0.1, 0, 0, {0, 0.01}}
 
 /* One layer of one rank. All ranks make the same calls of the layer. Only one thread at a time may
    call a layer. Layers that share a communicator belong to one thread. */

@@ -32,8 +32,8 @@ class SYNCBN_API SumInParts {
   virtual void publish(std::size_t words) = 0;
 
   /// Waits for at most about `slice` until the first `words` words of `out` are complete, and
-  /// returns whether they are. With a slice of 0 it only looks. This rank must have published
-  /// these words.
+  /// returns whether they are. With a slice of 0 it only looks; 2^40 ms is the longest. This rank
+  /// must have published these words.
   virtual bool wait(std::size_t words, std::chrono::milliseconds slice) = 0;
 };
 
@@ -65,6 +65,8 @@ class SYNCBN_API Communicator {
  public:
   virtual ~Communicator() = default;
 
+  /// The place in the group: a rank from 0 to size() - 1, and 1 to 2048 ranks. They stay the same
+  /// until begin_again(). Layers refuse other values.
   [[nodiscard]] virtual int rank() const = 0;
   [[nodiscard]] virtual int size() const = 0;
 

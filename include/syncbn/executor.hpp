@@ -43,7 +43,8 @@ class SYNCBN_API Executor {
   virtual void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
                             const Body& body) = 0;
 
-  /// Returns the largest number of threads that parallel_for uses, including the calling thread.
+  /// Returns the largest number of threads that parallel_for uses, including the calling thread: 1
+  /// or more. Calls on another number throw InvalidArgument.
   [[nodiscard]] virtual int concurrency() const = 0;
 };
 

@@ -40,8 +40,8 @@ struct MpiHandle {
 ///
 /// MPI must be initialized: with MPI_THREAD_FUNNELED beside a ThreadPool, with
 /// MPI_THREAD_SERIALIZED if calls come from another thread than MPI_Init, and with
-/// MPI_THREAD_MULTIPLE if other threads use MPI at the same time. Exchanges on a wrong thread throw
-/// InvalidArgument.
+/// MPI_THREAD_MULTIPLE if other threads use MPI at the same time. Exchanges on a wrong thread, or
+/// after MPI_Finalize, throw InvalidArgument, also in memory of one node.
 class SYNCBN_API MpiCommunicator final : public Communicator {
  public:
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
@@ -49,28 +49,27 @@ class SYNCBN_API MpiCommunicator final : public Communicator {
   /// communicator: all its ranks (1 to 2048) make this call together. MPI waits for them without a
   /// limit.
   ///
-  /// timeout: at least 1 ms. If a rank does not come, every rank throws ExchangeTimeout, which
-  /// names the missing ranks. A missing rank that comes later gets ExchangeTimeout or PeerLost. A
-  /// rank waits for the ranks of its node for `timeout`. Between nodes rank 0 waits twice as long
-  /// for the other ranks, and they wait four times as long for rank 0. If no ranks share memory,
-  /// both waits are half as long. If the ranks form a tree with L levels below rank 0, both waits
-  /// are L times as long.
+  /// timeout: 1 ms to 2^36 ms (2 years). If a rank does not come, every rank throws
+  /// ExchangeTimeout, which names the missing ranks. A missing rank that comes later gets
+  /// ExchangeTimeout or PeerLost. A rank waits for the ranks of its node for `timeout`. Between
+  /// nodes rank 0 waits twice as long for the other ranks, and they wait four times as long for
+  /// rank 0. If no ranks share memory, both waits are half as long. If the ranks form a tree with L
+  /// levels below rank 0, both waits are L times as long.
   ///
   /// node: the ranks of `communicator` that share memory with this rank, including itself. The
   /// default is MPI's MPI_COMM_TYPE_SHARED. MPI_COMM_SELF on all ranks means no shared memory.
   ///
-  /// Throws InvalidArgument for other values, for an intercommunicator, and if MPI is not
-  /// initialized or already finalized.
+  /// Throws InvalidArgument for other values, for MPI_COMM_NULL, for an intercommunicator, on a
+  /// wrong thread, and if MPI is not initialized or already finalized.
   explicit MpiCommunicator(MpiHandle communicator,
                            std::chrono::milliseconds timeout = kDefaultTimeout,
                            std::optional<MpiHandle> node = std::nullopt);
 #if defined(MPI_VERSION)  // of <mpi.h>
   explicit MpiCommunicator(MPI_Comm communicator,
                            std::chrono::milliseconds timeout = kDefaultTimeout)
-      : MpiCommunicator(MpiHandle{MPI_Comm_c2f(communicator)}, timeout) {}
+      : MpiCommunicator(handle_of(communicator), timeout) {}
   MpiCommunicator(MPI_Comm communicator, std::chrono::milliseconds timeout, MPI_Comm node)
-      : MpiCommunicator(MpiHandle{MPI_Comm_c2f(communicator)}, timeout,
-                        MpiHandle{MPI_Comm_c2f(node)}) {}
+      : MpiCommunicator(handle_of(communicator), timeout, handle_of(node)) {}
 #endif
 
   /// All ranks destroy the group together, before MPI_Finalize, because this calls MPI_Comm_free.
@@ -93,6 +92,15 @@ class SYNCBN_API MpiCommunicator final : public Communicator {
   void reset();
 
  private:
+  /// Throws InvalidArgument unless this is between MPI_Init and MPI_Finalize.
+  static void require_running();
+#if defined(MPI_VERSION)
+  static MpiHandle handle_of(MPI_Comm communicator) {
+    require_running();  // MPI_Comm_c2f would end the job
+    return {MPI_Comm_c2f(communicator)};
+  }
+#endif
+
   struct State;
   std::unique_ptr<State> state_;
 };

@@ -37,16 +37,17 @@ class SYNCBN_API NcclCommunicator final : public Communicator {
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
 
   /// Uses a communicator of the caller, which must outlive this object. This object neither aborts
-  /// nor destroys it. Throws InvalidArgument if it is null. If the communicator blocks its callers
-  /// (NCCL's default), a CUDA graph can capture all exchanges after the first.
+  /// nor destroys it. Throws InvalidArgument if it is null, or if `timeout` is not 1 ms to 2^40 ms.
+  /// If the communicator blocks its callers (NCCL's default), a CUDA graph can capture all
+  /// exchanges after the first.
   explicit NcclCommunicator(ncclComm_t communicator,
                             std::chrono::milliseconds timeout = kDefaultTimeout);
 
-  /// Makes rank `rank` of a group of `size` ranks (1 to 2048) on the current device. All ranks make
-  /// this call together. Throws ExchangeTimeout if a rank does not come in time. The group does not
-  /// block its callers (config.blocking = 0), so that waiting can end. For this NCCL starts a
-  /// thread per exchange. NCCL allows two ranks on one device only if their processes have
-  /// different values of NCCL_HOSTID.
+  /// Makes rank `rank` of a group of `size` ranks (1 to 2048) on the current device. timeout: as
+  /// above. All ranks make this call together. Throws ExchangeTimeout if a rank does not come in
+  /// time. The group does not block its callers (config.blocking = 0), so that waiting can end. For
+  /// this NCCL starts a thread per exchange. NCCL allows two ranks on one device only if their
+  /// processes have different values of NCCL_HOSTID.
   NcclCommunicator(const NcclUniqueId& id, int rank, int size,
                    std::chrono::milliseconds timeout = kDefaultTimeout);
 

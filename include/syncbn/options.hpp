@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 /// Limits, and options of a layer that all interfaces of the library have.
 namespace syncbn {
@@ -11,6 +12,8 @@ inline constexpr int kMaxRanks = 2048;
 inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 36;  ///< elements per channel
 /// The largest number of channels. This limit keeps the length of a message far from overflow.
 inline constexpr std::int64_t kMaxChannels = std::int64_t{1} << 31;
+/// The number of channels of options in which it was forgotten, and which are refused.
+inline constexpr std::int64_t kNoChannels = std::numeric_limits<std::int64_t>::min();
 
 enum class ActivationKind : std::uint8_t { kNone, kRelu, kLeakyRelu };
 inline constexpr int kActivationCount = 3;  ///< the number of kinds

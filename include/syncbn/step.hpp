@@ -193,8 +193,9 @@ struct GroupSum {
   std::span<std::int64_t> merged = {};
   /// An optional further check of the merged header, on the CPU.
   std::function<bool(const MessageInfo& info)> accept = {};
-  std::chrono::milliseconds slice = std::chrono::hours(1);  ///< the longest wait of one call
-  MessageInfo info = {};                                    ///< a result, on the CPU
+  std::chrono::milliseconds slice =
+      std::chrono::hours(1);  ///< the longest wait of a call, to 2^40 ms
+  MessageInfo info = {};      ///< a result, on the CPU
 };
 
 enum class Reached : std::uint8_t {

@@ -13,7 +13,7 @@
   SYNCBN_STRINGIFY(SYNCBN_VERSION_MAJOR) \
   "." SYNCBN_STRINGIFY(SYNCBN_VERSION_MINOR) "." SYNCBN_STRINGIFY(SYNCBN_VERSION_PATCH)
 
-#ifdef __cplusplus
+#if defined(__cplusplus) && __cplusplus >= 201703L /* inline variables */
 namespace syncbn {
 
 inline constexpr const char* kVersion = SYNCBN_VERSION_STRING;

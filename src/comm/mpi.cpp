@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "checks.hpp"
 #include "comm/mpi_exchange.hpp"
 #include "comm/mpi_nodes.hpp"
 #include "comm/rank_texts.hpp"
@@ -18,16 +19,25 @@ namespace {
 
 using std::chrono::milliseconds;
 
-void require_running() {
-  int initialized = 0;
-  int finalized = 0;
-  MPI_Initialized(&initialized);
-  MPI_Finalized(&finalized);
-  if (initialized == 0 || finalized != 0) {
-    throw InvalidArgument(
-        "communicator: got one while MPI is not running, expected one between MPI_Init and "
-        "MPI_Finalize");
+constexpr const char* kNotRunning =
+    "communicator: got one while MPI is not running, expected one between MPI_Init and "
+    "MPI_Finalize";
+constexpr const char* kWrongThread =
+    "thread: got one that did not initialize MPI, expected the one that did, or "
+    "MPI_THREAD_SERIALIZED";
+
+/// Why this thread may not call MPI now, or null.
+const char* no_mpi() {
+  return !mpi_is_running() ? kNotRunning : !on_mpis_thread() ? kWrongThread : nullptr;
+}
+
+/// A communicator that MPI knows. MPI_Comm{} is what a program has that left it at zero.
+MPI_Comm known(const char* name, MpiHandle handle) {
+  const MPI_Comm comm = MPI_Comm_f2c(handle.fortran);
+  if (comm == MPI_COMM_NULL || comm == MPI_Comm{}) {
+    throw InvalidArgument(std::string(name) + ": got MPI_COMM_NULL, expected an intracommunicator");
   }
+  return comm;
 }
 
 /// A communicator of MPI that is freed at the end.
@@ -152,27 +162,41 @@ struct __attribute__((visibility("hidden"))) MpiCommunicator::State {
     way = syncbn::way(given, node.value_or(found.comm), timeout);
   }
 
+  /// Before every exchange, also in memory, so that what passes on one node passes on several.
   void check_thread() const {
-    if (!on_mpis_thread()) {
-      throw InvalidArgument(rank_of(way->rank(), static_cast<std::size_t>(way->size())) +
-                            "thread: got one that did not initialize MPI, expected the one that "
-                            "did, or MPI_THREAD_SERIALIZED");
+    if (const char* const why = no_mpi()) {
+      way->refuse(why);  // in memory it reaches the others
+      throw InvalidArgument(rank_of(way->rank(), static_cast<std::size_t>(way->size())) + why);
     }
   }
+
+  /// The way's sum in parts, with the same check.
+  class Parts final : public SumInParts {
+   public:
+    explicit Parts(State& state) : state_(state) {}
+    void open(std::span<const std::int64_t> in, std::span<std::int64_t> out) override {
+      state_.check_thread();
+      state_.way->parts()->open(in, out);
+    }
+    void publish(std::size_t words) override { state_.way->parts()->publish(words); }
+    bool wait(std::size_t words, milliseconds slice) override {
+      return state_.way->parts()->wait(words, slice);
+    }
+
+   private:
+    State& state_;
+  };
+  Parts parts{*this};
 };
 
 MpiCommunicator::MpiCommunicator(MpiHandle communicator, milliseconds timeout,
                                  std::optional<MpiHandle> node)
     : state_(std::make_unique<State>()) {
-  require_running();
-  if (timeout < milliseconds(1)) {
-    throw InvalidArgument("timeout: got " + std::to_string(timeout.count()) +
-                          " ms, expected at least 1 ms");
+  if (const char* const why = no_mpi()) {
+    throw InvalidArgument(why);
   }
-  const MPI_Comm given = MPI_Comm_f2c(communicator.fortran);
-  if (given == MPI_COMM_NULL) {
-    throw InvalidArgument("communicator: got MPI_COMM_NULL, expected an intracommunicator");
-  }
+  check_timeout(timeout, "timeout", 1, 36);  // up to 13 of them are waited for
+  const MPI_Comm given = known("communicator", communicator);
   int inter = 0;
   SYNCBN_MPI_CHECK("", MPI_Comm_test_inter(given, &inter));
   if (inter != 0) {
@@ -185,7 +209,7 @@ MpiCommunicator::MpiCommunicator(MpiHandle communicator, milliseconds timeout,
   state_->timeout = timeout;
   state_->given = given;
   if (node.has_value()) {
-    state_->node = MPI_Comm_f2c(node->fortran);
+    state_->node = known("node", *node);
   }
   state_->make();
 }
@@ -198,7 +222,15 @@ MpiCommunicator::~MpiCommunicator() {
 
 int MpiCommunicator::rank() const { return state_->way->rank(); }
 int MpiCommunicator::size() const { return state_->way->size(); }
-SumInParts* MpiCommunicator::parts() { return state_->way->parts(); }
+SumInParts* MpiCommunicator::parts() {
+  return state_->way->parts() == nullptr ? nullptr : &state_->parts;
+}
+
+void MpiCommunicator::require_running() {
+  if (!mpi_is_running()) {
+    throw InvalidArgument(kNotRunning);
+  }
+}
 
 void MpiCommunicator::all_reduce_sum(std::span<std::int64_t> words) {
   state_->check_thread();
@@ -214,6 +246,9 @@ void MpiCommunicator::abandon(const std::string& reason) { state_->way->abandon(
 void MpiCommunicator::refuse(const std::string& reason) { state_->way->refuse(reason); }
 
 void MpiCommunicator::reset() {
+  if (const char* const why = no_mpi()) {
+    throw InvalidArgument(why);
+  }
   abandon("it makes the group anew");
   state_->make();
   begin_again();

@@ -32,8 +32,20 @@ inline void check_mpi(int code, const std::string& who, const char* call, const 
 
 #define SYNCBN_MPI_CHECK(who, call) ::syncbn::check_mpi((call), (who), #call, __FILE__, __LINE__)
 
+/// Whether MPI may be called. These two functions may be called at any time.
+inline bool mpi_is_running() {
+  int initialized = 0;
+  int finalized = 0;
+  MPI_Initialized(&initialized);
+  MPI_Finalized(&finalized);
+  return initialized != 0 && finalized == 0;
+}
+
 /// Whether MPI allows this thread to call it.
 inline bool on_mpis_thread() {
+  if (!mpi_is_running()) {
+    return false;
+  }
   int level = MPI_THREAD_SINGLE;
   int is_main = 0;
   MPI_Query_thread(&level);

@@ -46,7 +46,7 @@ MpiExchange::~MpiExchange() {
 template <class Body>
 void MpiExchange::or_leave(const Body& body) {
   if (const auto& why = meeting_->broken(); why.has_value()) {
-    throw PeerLost(meeting_->who() + "the group is broken: " + *why);
+    throw PeerLost(meeting_->who() + broken_text(*why));
   }
   try {
     meeting_->settle();

@@ -225,7 +225,7 @@ bool MpiMeeting::await_answer(const Again& again) {
       const std::string text = missing_text({missing}, timeout_);
       verdict_.set(Answer::kTimeout, text, {missing});
       tell(verdict_);
-      abandon(text);
+      leave(Answer::kLost, text, {missing});
       throw ExchangeTimeout(who() + text, {missing});
     } else {
       pause(start);

@@ -9,6 +9,7 @@
 #include <exception>
 #include <optional>
 
+#include "checks.hpp"
 #include "comm/pause.hpp"
 #include "comm/rank_texts.hpp"
 #include "cuda/check.hpp"
@@ -135,6 +136,7 @@ NcclCommunicator::NcclCommunicator(ncclComm_t communicator, std::chrono::millise
   if (communicator == nullptr) {
     throw InvalidArgument("communicator: got null, expected an ncclComm_t");
   }
+  check_timeout(timeout);
   state_->handle = communicator;
   state_->timeout = timeout;
   SYNCBN_NCCL_CHECK("", ncclCommUserRank(communicator, &state_->rank));
@@ -152,6 +154,7 @@ NcclCommunicator::NcclCommunicator(const NcclUniqueId& id, int rank, int size,
     throw InvalidArgument("rank: got " + std::to_string(rank) + ", expected 0 to " +
                           std::to_string(size - 1));
   }
+  check_timeout(timeout);
   state_->owned = true;
   state_->rank = rank;
   state_->size = size;

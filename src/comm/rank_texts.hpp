@@ -32,6 +32,12 @@ inline std::string left_text(int rank, const std::string& reason) {
   return "rank " + std::to_string(rank) + " left the group: " + reason;
 }
 
+/// For all that comes after an error that broke the group.
+inline std::string broken_text(const std::string& what) {
+  return "the group is broken: " + what +
+         "; call reset on every rank, or make a new group if a rank has ended";
+}
+
 inline std::string refused_text(int rank, const std::string& reason) {
   return "rank " + std::to_string(rank) + " refused its call: " + reason;
 }

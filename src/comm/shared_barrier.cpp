@@ -288,6 +288,7 @@ bool SharedBarrier::break_at(std::uint64_t last_met, Cause cause, const std::str
 
 void SharedBarrier::abandon(const std::string& reason, Cause cause) {
   check_process();
+  told_ = true;
   for (;;) {
     const std::uint64_t state = control().state.load();
     if (breaker_of(state) != kNobody ||
@@ -297,7 +298,8 @@ void SharedBarrier::abandon(const std::string& reason, Cause cause) {
   }
 }
 
-/// waiting: this rank waits while the group breaks; otherwise it comes to a broken group.
+/// waiting: this rank waits while the group breaks; otherwise it comes to a broken group. The first
+/// error says what happened, the later ones that it was before.
 void SharedBarrier::throw_broken(std::uint64_t state, bool waiting) const {
   const int breaker = breaker_of(state);
   const std::string place = who();
@@ -311,14 +313,16 @@ void SharedBarrier::throw_broken(std::uint64_t state, bool waiting) const {
   for (int& rank : about) {
     rank = number(std::min(static_cast<std::size_t>(rank), size_ - 1));
   }
-  if (its.cause == Cause::kTimeout && waiting) {
+  const Cause cause = its.cause;
+  const bool told = std::exchange(told_, true);
+  if (cause == Cause::kTimeout && waiting) {
     throw ExchangeTimeout(place + reason, about);
   }
   const int from = number(static_cast<std::size_t>(breaker));
-  throw PeerLost(place + (its.cause == Cause::kDied      ? reason
-                          : its.cause == Cause::kRefused ? refused_text(from, reason)
-                                                         : left_text(from, reason)),
-                 about);
+  const std::string what = cause == Cause::kLeft      ? left_text(from, reason)
+                           : cause == Cause::kRefused ? refused_text(from, reason)
+                                                      : reason;
+  throw PeerLost(place + (told || cause == Cause::kTimeout ? broken_text(what) : what), about);
 }
 
 }  // namespace syncbn

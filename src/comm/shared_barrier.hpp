@@ -21,18 +21,25 @@ inline constexpr std::size_t kPieceBytes = std::size_t{128} << 10;
 
 enum class ExchangeKind : std::uint64_t { kSum, kGather, kRefused };
 
-/// What a rank tells the others. A rank writes its own only.
+/// What a rank tells the others. A rank writes its own only. Numbers are atomic, as another process
+/// may write anything at any time: a check and the use after it then cannot read two values.
 struct alignas(64) RankArea {
-  enum class Cause : std::uint32_t { kLeft, kRefused, kTimeout, kDied };
+  enum class Cause : std::uint32_t { kLeft, kRefused, kTimeout, kDied, kFault };
 
   std::atomic<std::uint64_t> arrived;  ///< number of the barrier that it has reached
   struct {
-    std::uint64_t bytes;
-    std::uint64_t end;  ///< of what its slot holds
-    ExchangeKind kind;
+    std::atomic<std::uint64_t> bytes;
+    std::atomic<std::uint64_t> end;  ///< of what its slot holds
+    std::atomic<ExchangeKind> kind;
+    /// Before `arrived`, which others look at first.
+    void set(std::uint64_t of_bytes, std::uint64_t to, ExchangeKind of_kind) {
+      bytes.store(of_bytes, std::memory_order_relaxed);
+      end.store(to, std::memory_order_relaxed);
+      kind.store(of_kind, std::memory_order_relaxed);
+    }
   } message[2];  ///< as slots
   /// Why it has broken the group; written once, before `state` says so.
-  alignas(64) Cause cause;
+  alignas(64) std::atomic<Cause> cause;
   char reason[508];
   RankSet about;  ///< the ranks that are to blame
 };
@@ -125,6 +132,7 @@ class SharedBarrier {
   std::chrono::steady_clock::time_point arrived_at_;
   std::chrono::milliseconds waited_{0};
   std::chrono::milliseconds waited_before_{0};  ///< this barrier
+  mutable bool told_ = false;                   ///< this rank knows that the group is broken
 };
 
 }  // namespace syncbn

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "checks.hpp"
 #include "comm/rank_texts.hpp"
 #include "syncbn/error.hpp"
 
@@ -81,6 +82,11 @@ void SlotExchange::publish(std::size_t words) {
 }
 
 bool SlotExchange::wait(std::size_t words, milliseconds slice) {
+  check_timeout(slice, "slice", 0);
+  if (words > bytes_ / kWord) {
+    throw InvalidArgument("wait: got " + std::to_string(words) + " words, expected 0 to " +
+                          std::to_string(bytes_ / kWord));
+  }
   return wait_for(words * kWord, slice);
 }
 
@@ -159,7 +165,7 @@ void SlotExchange::refuse(const std::string& reason) {
     const std::uint64_t next = barrier_.number() + 1;
     const std::size_t length = std::min(reason.size(), kReasonBytes);
     copy_bytes(barrier_.slot(barrier_.rank(), next), reason.data(), length);
-    barrier_.area(barrier_.rank()).message[next % 2] = {length, 0, ExchangeKind::kRefused};
+    barrier_.area(barrier_.rank()).message[next % 2].set(length, 0, ExchangeKind::kRefused);
     arrived_ = refused_ = true;
     barrier_.arrive();
   } catch (const Error&) {
@@ -189,7 +195,7 @@ void SlotExchange::come() {
   const std::uint64_t next = barrier_.number() + 1;
   const std::size_t length = std::min(published_ - brought_, kPieceBytes);
   copy_bytes(barrier_.slot(barrier_.rank(), next), in_ + brought_, length);
-  barrier_.area(barrier_.rank()).message[next % 2] = {bytes_, brought_ + length, kind_};
+  barrier_.area(barrier_.rank()).message[next % 2].set(bytes_, brought_ + length, kind_);
   arrived_ = true;
   barrier_.arrive();
 }
@@ -229,7 +235,7 @@ std::size_t SlotExchange::common_end() {
   }
   if (end < brought_) {  // what other processes write can be anything
     const std::string reason = "the memory of the group was overwritten";
-    barrier_.abandon(reason);
+    barrier_.abandon(reason, RankArea::Cause::kFault);
     throw PeerLost(barrier_.who() + reason);
   }
   return end;

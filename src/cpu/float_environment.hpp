@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
+#include "syncbn/error.hpp"
 #include "syncbn/executor.hpp"
 
 #if defined(__SSE__)
@@ -43,7 +45,14 @@ class FloatEnvironment {
 /// each thread that runs a part. Each pass begins with one, so that nothing is left out.
 class ContractExecutor final : public Executor {
  public:
-  explicit ContractExecutor(Executor& executor) : executor_(executor) {}
+  /// Throws InvalidArgument unless the executor, which may be the caller's, has a thread.
+  explicit ContractExecutor(Executor& executor)
+      : executor_(executor), concurrency_(executor.concurrency()) {
+    if (concurrency_ < 1) {
+      throw InvalidArgument("executor.concurrency: got " + std::to_string(concurrency_) +
+                            ", expected at least 1");
+    }
+  }
   void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
                     const Body& body) override {
     executor_.parallel_for(begin, end, grain, [&](std::int64_t first, std::int64_t last) {
@@ -51,10 +60,11 @@ class ContractExecutor final : public Executor {
       body(first, last);
     });
   }
-  int concurrency() const override { return executor_.concurrency(); }
+  int concurrency() const override { return concurrency_; }
 
  private:
   Executor& executor_;
+  int concurrency_;
   FloatEnvironment environment_;
 };
 

@@ -90,9 +90,7 @@ void update_running_statistics(const MutableTensorView& running_mean,
   check_output("running_mean", running_mean);
   check_output("running_var", running_var);
   check_momentum(factor);
-  if (count < 0 || count > kMaxCount) {
-    throw InvalidArgument("count: got " + std::to_string(count) + ", expected 0 to 2^36");
-  }
+  check_elements_over_ranks("count", count);
   if (count == 0) {
     return;
   }
@@ -108,6 +106,10 @@ void update_running_statistics(const MutableTensorView& running_mean,
 
 double cumulative_factor(double batches) {
   const cpu::FloatEnvironment environment;
+  if (!(batches >= 0)) {
+    throw InvalidArgument("batches: got " + std::to_string(batches) +
+                          ", expected a number of at least 0");
+  }
   // A compiler may move arithmetic alone past the change of the mode.
   const volatile double before = batches;
   const volatile double factor = 1.0 / (before + 1.0);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "syncbn/step.hpp"
 
+#include <string>
+
 #include "checks.hpp"
 #include "step/device.hpp"
 
@@ -8,7 +10,45 @@
 namespace syncbn {
 namespace {
 
+/// Of a checked tensor.
 const DevicePasses& passes_for(const TensorView& x) { return passes_of(x.device); }
+
+/// All numbers of a step, before any of them is used or tells the device.
+void check_step(const ForwardStep& step) {
+  const TensorView& x = step.pass.x;
+  const Running& running = step.running;
+  check_samples("x", x);
+  check_statistics(step.statistics);
+  check_eps(step.pass.eps);
+  check_activation(step.pass.activation);
+  check_entries("running_mean", running.mean, x);
+  check_entries("running_var", running.var, x);
+  if (running.momentum.has_value()) {
+    check_momentum(*running.momentum);
+  }
+  check_counter(running, x.device);
+}
+
+void check_step(const BackwardStep& step) {
+  check_samples("x", step.pass.x);
+  check_activation(step.pass.through.activation);
+  if (step.info != nullptr && step.pass.x.device == Device::kCpu) {
+    check_elements_over_ranks("info", step.info[0]);
+  }
+}
+
+void check_merged(const Merged& merged) {
+  check_ranks(merged.ranks);
+  check_dtype("merged.dtype", merged.dtype);
+}
+
+void check_sum(const GroupSum& group) {
+  check_ranks(group.ranks);
+  if (group.ranks > 1) {
+    check_array("sum", group.sum, 1);
+  }
+  check_timeout(group.slice, "slice", 0);
+}
 
 /// What comes back through the activation is in u, if that is there.
 InputGradient gradient(const BackwardStep& step) {
@@ -26,19 +66,21 @@ ParameterGradients parameters(const BackwardStep& step) {
 }  // namespace
 
 std::int64_t forward_words(Statistics statistics, DType dtype, std::int64_t channels) {
+  check_statistics(statistics);
   return statistics == Statistics::kWelford ? kHeaderWords + welford_words(dtype, channels)
                                             : message_words(dtype, channels);
 }
 
 void forward_begin(const ForwardStep& step, std::int64_t* message, const Execution& execution) {
-  check_samples("x", step.pass.x);
+  check_step(step);
   passes_for(step.pass.x).forward_sums(step, message, execution);
 }
 
 void forward_finish(const ForwardStep& step, const Merged& merged, const Execution& execution) {
+  check_step(step);
+  check_merged(merged);
   const ForwardPass& p = step.pass;
   const DevicePasses& passes = passes_for(p.x);
-  check_samples("x", p.x);
   // What is updated comes first: the other ranks do the same, whatever becomes of y here.
   if (merged.header != nullptr) {
     check_array("info", step.info, kInfoWords);
@@ -52,7 +94,7 @@ void forward_finish(const ForwardStep& step, const Merged& merged, const Executi
 }
 
 void forward_update(const ForwardStep& step, const Execution& execution) {
-  check_samples("x", step.pass.x);
+  check_step(step);
   check_array("info", step.info, kInfoWords);
   passes_for(step.pass.x).update(step, execution);
 }
@@ -60,16 +102,29 @@ void forward_update(const ForwardStep& step, const Execution& execution) {
 void evaluation_statistics(const TensorView& running_mean, const TensorView& running_var,
                            double* mean, double* var, double* rstd, double eps,
                            const Execution& execution) {
+  if (running_mean.sizes.size() != 1) {
+    refuse("running_mean", std::to_string(running_mean.sizes.size()) + " axes", "1");
+  }
+  const std::int64_t channels = running_mean.sizes[0];
+  check_channels(channels);
+  check_per_channel("running_mean", running_mean, channels, running_mean.device);
+  check_per_channel("running_var", running_var, channels, running_mean.device);
+  check_array("running_var", running_var.data, channels);
+  check_array("mean", mean, channels);
+  check_array("rstd", rstd, channels);
+  check_eps(eps);
   passes_for(running_mean)
       .evaluation_statistics(running_mean, running_var, mean, var, rstd, eps, execution);
 }
 
 void recover_input(const InputRecovery& pass, const Execution& execution) {
+  check_samples("y", pass.y);
   passes_for(pass.y).recover_input(pass, execution);
 }
 
 void backward_begin(const BackwardStep& step, std::int64_t* message, std::int64_t* copy,
                     const Execution& execution) {
+  check_step(step);
   const BackwardPass& p = step.pass;
   passes_for(p.x).gradient_sums(step, {p.dy, p.x, p.mask, p.mean, p.rstd, p.through, p.u}, message,
                                 copy, execution);
@@ -77,9 +132,10 @@ void backward_begin(const BackwardStep& step, std::int64_t* message, std::int64_
 
 void backward_finish(const BackwardStep& step, const std::int64_t* own, const Merged& merged,
                      const Execution& execution) {
+  check_step(step);
+  check_merged(merged);
   const BackwardPass& p = step.pass;
   const DevicePasses& passes = passes_for(p.x);
-  check_samples("x", p.x);
   if (merged.header != nullptr) {
     if (p.share && own == nullptr && !(p.dweight.absent() && p.dbias.absent())) {
       throw InvalidArgument(
@@ -98,16 +154,21 @@ void backward_finish(const BackwardStep& step, const std::int64_t* own, const Me
 }
 
 Reached forward_at_once(const ForwardStep& step, GroupSum& group, const Execution& execution) {
-  check_samples("x", step.pass.x);
+  check_step(step);
+  check_sum(group);
   check_array("info", step.info, kInfoWords);
   return passes_for(step.pass.x).forward_at_once(step, group, execution);
 }
 
 Reached backward_at_once(const BackwardStep& step, GroupSum& group, const Execution& execution) {
+  check_step(step);
+  check_sum(group);
   return passes_for(step.pass.x).backward_at_once(step, group, execution);
 }
 
 std::int64_t workspace_words(DType dtype, std::int64_t channels) {
+  check_dtype("dtype", dtype);
+  check_channels(channels);
   return cuda_passes().workspace_words(dtype, channels);
 }
 

@@ -259,6 +259,8 @@ static int32_t no_memory(void* user_data, const void* in, int64_t bytes, void* o
   return SYNCBN_OUT_OF_MEMORY;
 }
 
+static void keep_reason(void* user_data, const char* reason) { strncpy(user_data, reason, 199); }
+
 static syncbn_status backward(const fixture* x, const views* v, int32_t affine) {
   syncbn_backward_arguments arguments = backward_arguments(v);
   arguments.affine = affine;
@@ -286,7 +288,14 @@ static void bad_arguments(fixture* x) {
   FORWARD_REFUSED(WITH(v.x.dtype = 4), &options, self, "x: got 4");
   FORWARD_REFUSED(WITH(v.x.device = -1), &options, self, "x: got -1");
   FORWARD_REFUSED(WITH(v.x.ndim = -1), &options, self, "x: got -1 axes");
-  FORWARD_REFUSED(WITH(v.x.ndim = 13), &options, self, "x: got 13 axes, expected 0 to 12");
+  FORWARD_REFUSED(WITH(v.x.ndim = 13), &options, self,
+                  "x: got 13 axes, expected 2 to 12 axes (N, C, spatial...)");
+  FORWARD_REFUSED(WITH(v.y.ndim = -2147483647), &options, self,
+                  "y: got -2147483647 axes, expected 2 to 12 axes (N, C, spatial...)");
+  FORWARD_REFUSED(WITH(v.weight.ndim = 13), &options, self,
+                  "weight: got 13 axes, expected 1 axis (C)");
+  FORWARD_REFUSED(WITH(v.mask.ndim = 2147483647), &options, self,
+                  "mask: got 2147483647 axes, expected 1 to 11 axes (N, spatial...)");
   FORWARD_REFUSED(WITH(v.x.sizes = NULL), &options, self, "x.sizes: got NULL");
   FORWARD_REFUSED(WITH(v.mask.device = 2), &options, self,
                   "mask: got 2, expected SYNCBN_CPU or SYNCBN_CUDA");
@@ -298,6 +307,10 @@ static void bad_arguments(fixture* x) {
   options = x->options;
   options.cumulative_average = 1; /* asks for num_batches_tracked, which is absent here */
   FORWARD_REFUSED(&good, &options, self, "num_batches_tracked: got null");
+  options.cumulative_average = -7;
+  FORWARD_REFUSED(&good, &options, self, "cumulative_average: got -7, expected 0 or 1");
+  const syncbn_batch_norm_options fresh = SYNCBN_BATCH_NORM_OPTIONS_INIT;
+  FORWARD_REFUSED(&good, &fresh, self, "channels: got none, expected 0 to 2^31");
   options = x->options;
 
   EXPECT_REFUSED(backward(x, &good, 7), "affine: got 7, expected SYNCBN_SHARE or SYNCBN_GLOBAL");
@@ -316,6 +329,21 @@ static void bad_arguments(fixture* x) {
   odd = *self;
   odd.rank = 1;
   FORWARD_REFUSED(&good, &options, &odd, "communicator.rank: got 1");
+  syncbn_group* group = NULL;
+  EXPECT_OK(syncbn_thread_group_create(2, 1000, &group));
+  odd = *syncbn_group_rank(group, 1);
+  odd.rank = 2;
+  FORWARD_REFUSED(&good, &options, &odd,
+                  "communicator: got rank 2 of 2, expected rank 1 of 2, as syncbn_group_rank");
+  syncbn_group_destroy(group);
+  odd = *self;
+  char told[200] = "";
+  odd.rank = -2147483647 - 1;
+  odd.size = 2048;
+  odd.user_data = told;
+  odd.abandon = keep_reason; /* so that the other ranks can hear of it */
+  FORWARD_REFUSED(&good, &options, &odd, "communicator.rank: got -2147483648");
+  EXPECT(strstr(told, "communicator.rank: got -2147483648, expected 0 to size - 1") != NULL);
   odd = *self;
   odd.all_reduce_sum = NULL;
   FORWARD_REFUSED(&good, &options, &odd, "communicator.all_reduce_sum");

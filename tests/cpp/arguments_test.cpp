@@ -40,7 +40,7 @@ void reshape(View& view, const Extents& sizes, const Extents& strides) {
 std::vector<Case> sample_cases(const std::string& name, TensorView Arena::* of) {
   return {
       {"one axis", [=](A a) { reshape(a.*of, {6}, {1}); }, {name, "(6)", "2 to 12"}},
-      {"absent", [=](A a) { a.*of = {}; }, {name, "0 axes", "2 to 12"}},
+      {"absent", [=](A a) { a.*of = {}; }, {name + ": got none", "2 to 12 axes"}},
       {"13 axes",
        [=](A a) {
          (a.*of).sizes = std::vector<std::int64_t>(13, 1);
@@ -85,7 +85,7 @@ std::vector<Case> like_cases(const std::string& name, View Arena::* of) {
       {"null", [=](A a) { (a.*of).data = nullptr; }, {name, "null", "(2, 3, 4)"}},
       {"no strides", [=](A a) { (a.*of).strides = {}; }, {name, "0 strides", "3"}},
       {"on a GPU", [=](A a) { (a.*of).device = Device::kCuda; }, {name, "device of x"}},
-      {"absent", [=](A a) { a.*of = {}; }, {name, "()"}},
+      {"absent", [=](A a) { a.*of = {}; }, {name + ": got none, expected a tensor like x"}},
   };
 }
 

@@ -134,6 +134,12 @@ TEST_P(GroupKinds, TheFirstReasonStays) {
   const std::string text = thrown_text<PeerLost>([&] { group->rank(0).all_reduce_sum(words); });
   EXPECT_TRUE(contains(text, "rank 2"));
   EXPECT_TRUE(contains(text, "first"));
+  // Once more, and the one that left, which knows it already.
+  for (const int rank : {0, 2}) {
+    EXPECT_TRUE(
+        contains(thrown_text<PeerLost>([&] { group->rank(rank).all_reduce_sum(words); }),
+                 "the group is broken: rank 2 left the group: first; call reset on every rank"));
+  }
 }
 
 TEST_P(GroupKinds, WaitingRanksTimeOutAndNameTheMissingOne) {
@@ -152,8 +158,16 @@ TEST_P(GroupKinds, WaitingRanksTimeOutAndNameTheMissingOne) {
     EXPECT_TRUE(contains(text, "100 ms"));
   }
   std::vector<std::int64_t> words(4);
-  EXPECT_TRUE(contains(thrown_text<PeerLost>([&] { group->rank(3).all_reduce_sum(words); }),
-                       "rank 3 did not come"));
+  // Nobody has left. What broke the group is said to the one that did not come, and again to those
+  // that know it.
+  for (const int rank : {3, 0, 3}) {
+    const std::string text =
+        thrown_text<PeerLost>([&] { group->rank(rank).all_reduce_sum(words); });
+    EXPECT_EQ(text, "rank " + std::to_string(rank) +
+                        " of 4: the group is broken: rank 3 did not come to the exchange within "
+                        "100 ms; call reset on every rank, or make a new group if a rank has "
+                        "ended");
+  }
   const auto lonely = make_group(GetParam(), 4, milliseconds(20));
   const std::string text =
       thrown_text<ExchangeTimeout>([&] { lonely->rank(1).all_reduce_sum(words); });

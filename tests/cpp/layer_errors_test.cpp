@@ -39,7 +39,7 @@ TEST(LayerErrors, NameTheLayerAndTheCall) {
   expect("stem.bn1, call 1, backward, 64 channels, bfloat16: saved: got 3 channels",
          [&] { wide.backward(layer, saved); });
   expect("stem.bn1, call 2, forward" + channels, [&] { wide.forward(layer, saved); });
-  expect("stem.bn1, call 3, forward: x: got 0 axes", [&] { layer.forward({}, saved); });
+  expect("stem.bn1, call 3, forward: x: got none", [&] { layer.forward({}, saved); });
   expect("stem.bn1, evaluation" + channels, [&] { layer.evaluate({.x = x, .y = y}); });
   expect("stem.bn1, backward of an evaluation" + channels,
          [&] { layer.evaluate_backward({.dy = x, .x = x, .dx = y}); });

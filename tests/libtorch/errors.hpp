@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "processes.hpp"
@@ -234,8 +235,11 @@ inline Lines communicator(const Group& group) {
   lines.push_back(outcome([&] { ProcessGroupCommunicator nobody{Group()}; }));
   lines.push_back(
       outcome([&] { ProcessGroupCommunicator impatient(group, std::chrono::milliseconds(0)); }));
-  lines.push_back(outcome(
-      [&] { ProcessGroupCommunicator bare(c10::make_intrusive<c10d::ProcessGroup>(0, 1)); }));
+  for (const auto& [place, size] : {std::pair{0, 1}, {2, 2}, {-1, 2}, {0, 0}, {0, 2049}}) {
+    lines.push_back(outcome([&, place = place, size = size] {
+      ProcessGroupCommunicator bare(c10::make_intrusive<c10d::ProcessGroup>(place, size));
+    }));
+  }
   return lines;
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -181,7 +182,8 @@ TEST(Mpi, ARankThatComesLateIsNamedOnEveryRank) {
       text, "rank " + std::to_string(late) + " did not come to the exchange within 600 ms"))
       << text;
   EXPECT_EQ(words[0], 1);
-  expect_broken(group, "did not come");
+  expect_broken(group, "the group is broken: rank " + std::to_string(late) + " did not come");
+  expect_broken(group, "within 600 ms; call reset on every rank");
   MPI_Barrier(MPI_COMM_WORLD);  // the caller's communicator still works
 }
 
@@ -191,7 +193,8 @@ TEST(Mpi, ALateRank0IsNamed) {
   if (group.rank() == 0) {
     std::this_thread::sleep_for((way == Way::kMpi ? 5 : 3) * kShort);
     const std::string text = thrown_text<PeerLost>([&] { group.all_reduce_sum(words); });
-    EXPECT_TRUE(contains(text, "left the group: rank 0 did not come")) << text;
+    EXPECT_TRUE(contains(text, "rank 0 did not come")) << text;
+    EXPECT_FALSE(contains(text, "left the group")) << text;
   } else if (way == Way::kNodes && group.rank() % 2 == 1) {  // hears of it from rank 0
     const std::string text = thrown_text<PeerLost>([&] { group.all_reduce_sum(words); });
     EXPECT_TRUE(contains(text, "rank 0 did not come to the exchange within 600 ms")) << text;
@@ -221,12 +224,57 @@ TEST(Mpi, AnotherThreadIsRefusedAtThisLevel) {
   expect_usable(group);
 }
 
+/// Of one rank, in each kind of exchange. In memory the others hear of it at once.
+TEST(Mpi, AnotherThreadOfOneRankIsRefusedInMemoryToo) {
+  if (way != Way::kMemory) {
+    return;  // there they wait for the time limit, as that rank cannot tell them over MPI
+  }
+  MpiCommunicator group = group_of_all();
+  std::vector<std::int64_t> words = {1};
+  std::vector<std::byte> all(static_cast<std::size_t>(group.size()));
+  const std::vector<std::function<void()>> exchanges = {
+      [&] { group.all_reduce_sum(words); },
+      [&] { group.all_gather(std::vector<std::byte>(1), all); },
+      [&] {
+        group.parts()->open(words, words);
+        group.parts()->publish(1);
+        while (!group.parts()->wait(1, kShort)) {
+        }
+      },
+      [&] { forward(group, "stem", true); },
+  };
+  for (const auto& exchange : exchanges) {
+    const bool odd = group.rank() == 1;
+    std::string text;
+    if (odd) {
+      std::thread([&] { text = thrown_text<InvalidArgument>(exchange); }).join();
+    } else {
+      text = thrown_text<PeerLost>(exchange);
+    }
+    EXPECT_TRUE(contains(text, "thread: got one that did not initialize MPI")) << text;
+    EXPECT_TRUE(odd || contains(text, "rank 1 refused its call")) << text;
+    expect_usable(group);
+  }
+  std::thread([&] {
+    const auto made = [] { MpiCommunicator another(MPI_COMM_SELF); };
+    EXPECT_TRUE(contains(thrown_text<InvalidArgument>(made), "thread: got one that did not"));
+  }).join();
+}
+
 TEST(Mpi, BadArguments) {
   EXPECT_TRUE(
       contains(thrown_text<InvalidArgument>([] { MpiCommunicator(world(), milliseconds(0)); }),
-               "timeout: got 0 ms, expected at least 1 ms"));
-  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([] { MpiCommunicator(MPI_COMM_NULL); }),
-                       "communicator: got MPI_COMM_NULL"));
+               "timeout: got 0 ms, expected 1 ms to 2^36 ms"));
+  EXPECT_TRUE(
+      contains(thrown_text<InvalidArgument>([] { MpiCommunicator(world(), milliseconds::max()); }),
+               "timeout: got 9223372036854775807 ms, expected 1 ms to 2^36 ms"));
+  for (const MPI_Comm none : {MPI_COMM_NULL, MPI_Comm{}}) {
+    EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { MpiCommunicator group(none); }),
+                         "communicator: got MPI_COMM_NULL"));
+    EXPECT_TRUE(contains(
+        thrown_text<InvalidArgument>([&] { MpiCommunicator group(world(), kShort, none); }),
+        "node: got MPI_COMM_NULL"));
+  }
   MpiCommunicator group = group_of_all();
   std::vector<std::byte> small(1);
   const std::string text =

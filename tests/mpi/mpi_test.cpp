@@ -148,20 +148,46 @@ class FailuresOnly final : public ::testing::EmptyTestEventListener {
   }
 };
 
+/// Ends the program unless it is refused; a test's failure would be forgotten here.
+template <class Body>
+void expect_not_running(const Body& body) {
+  try {
+    body();
+  } catch (const InvalidArgument& error) {
+    if (contains(error.what(), "communicator: got one while MPI is not running, expected one")) {
+      return;
+    }
+  }
+  std::_Exit(1);
+}
+
+/// Before MPI_Init and after MPI_Finalize, where most calls of MPI end the job.
+void expect_no_group() {
+  expect_not_running([] { MpiCommunicator group(MpiHandle{0}); });
+  expect_not_running([] { MpiCommunicator group(MPI_COMM_WORLD); });
+  expect_not_running([] { MpiCommunicator group(MPI_COMM_WORLD, kShort, MPI_COMM_SELF); });
+  expect_not_running([] { MpiCommunicator group(MPI_COMM_NULL); });
+}
+
+void expect_no_exchange(MpiCommunicator& group) {
+  std::vector<std::int64_t> words = {1};
+  std::vector<std::byte> all(static_cast<std::size_t>(group.size()));
+  expect_not_running([&] { group.all_reduce_sum(words); });
+  expect_not_running([&] { group.all_gather(std::vector<std::byte>(1), all); });
+  expect_not_running([&] { group.reset(); });
+  if (SumInParts* const parts = group.parts()) {
+    expect_not_running([&] { parts->open(words, words); });
+  }
+  group.refuse("its argument");
+  group.abandon("it ends");
+}
+
 }  // namespace
 }  // namespace syncbn
 
 int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
-  bool refused = false;
-  try {
-    syncbn::MpiCommunicator early(syncbn::MpiHandle{0});
-  } catch (const syncbn::InvalidArgument&) {  // MPI is not initialized
-    refused = true;
-  }
-  if (!refused) {
-    return 1;
-  }
+  syncbn::expect_no_group();
   if (argc > 1 && std::string_view(argv[1]) == "mpi") {
     syncbn::way = syncbn::Way::kMpi;
   } else if (argc > 1 && std::string_view(argv[1]) == "nodes") {
@@ -175,6 +201,9 @@ int main(int argc, char** argv) {
     listeners.Append(new syncbn::FailuresOnly);
   }
   const int result = RUN_ALL_TESTS();
+  syncbn::MpiCommunicator group = syncbn::group_of_all();
   MPI_Finalize();
+  syncbn::expect_no_group();
+  syncbn::expect_no_exchange(group);
   return result;
 }

@@ -48,8 +48,8 @@ class ProcessGroupCommunicator final : public Communicator {
   static constexpr std::int64_t kFrameWords = kHeaderWords + 512 * 19;
 
   /// timeout: the time that an exchange waits for the slowest rank, at least 1 ms. Throws
-  /// InvalidArgument for another value, for no group, for a group of more than 2048 ranks, and for
-  /// a group without a backend for CPU tensors.
+  /// InvalidArgument for another value, for no group, for a group that this process is no member
+  /// of, for a group of more than 2048 ranks, and for one without a backend for CPU tensors.
   explicit ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                     std::chrono::milliseconds timeout = kDefaultTimeout)
       : group_(std::move(group)), timeout_(timeout) {
@@ -60,9 +60,13 @@ class ProcessGroupCommunicator final : public Communicator {
       throw InvalidArgument("timeout: got " + std::to_string(timeout_.count()) +
                             " ms, expected at least 1 ms");
     }
-    if (size() > kMaxRanks) {
+    if (size() < 1 || size() > kMaxRanks) {
       throw InvalidArgument("process_group: got " + std::to_string(size()) +
                             " ranks, expected 1 to " + std::to_string(kMaxRanks));
+    }
+    if (rank() < 0 || rank() >= size()) {  // -1: this process is no member
+      throw InvalidArgument("process_group: got rank " + std::to_string(rank()) +
+                            ", expected 0 to " + std::to_string(size() - 1));
     }
     const auto devices = group_->getDeviceTypes();
     if (std::none_of(devices.begin(), devices.end(), [](const auto& d) { return d.is_cpu(); })) {

@@ -338,6 +338,10 @@ def test_communicator_over_a_process_group(errors):
             "InvalidArgument: timeout: got 0 ms, expected at least 1 ms",
             "InvalidArgument: process_group: got one without a backend for CPU tensors, expected "
             "one with it, for example Gloo",
+            "InvalidArgument: process_group: got rank 2, expected 0 to 1",
+            "InvalidArgument: process_group: got rank -1, expected 0 to 1",
+            "InvalidArgument: process_group: got 0 ranks, expected 1 to 2048",
+            "InvalidArgument: process_group: got 2049 ranks, expected 1 to 2048",
         ]
 
 
