@@ -14,14 +14,11 @@
 namespace syncbn {
 namespace {
 
-/// Where backward finds it, too.
+/// The caller leaves it in step.info[1], where backward finds it, once nothing is refused any more.
 std::uint32_t tag_of(const ForwardStep& step) {
   check_array("info", step.info, kInfoWords);
   const std::uint64_t call = step.call == nullptr ? 0 : static_cast<std::uint64_t>(*step.call);
-  const std::uint32_t tag =
-      fingerprint(step.layer, call, Direction::kForward, step.pass.x.sizes[1], step.pass.eps);
-  step.info[1] = tag;
-  return tag;
+  return fingerprint(step.layer, call, Direction::kForward, step.pass.x.sizes[1], step.pass.eps);
 }
 std::uint32_t tag_of(const BackwardStep& step) {
   return step.info == nullptr ? 0 : backward_fingerprint(static_cast<std::uint32_t>(step.info[1]));
@@ -36,6 +33,7 @@ void sums(const ForwardStep& step, std::int64_t* message, const Execution& execu
     local_moments(p.x, p.mask, message, tag, execution);
   }
   message[kHeaderBackward] = step.backward;
+  step.info[1] = tag;
 }
 
 void update(const ForwardStep& step, const Execution&) {
@@ -118,6 +116,7 @@ Reached whole_forward(const ForwardStep& step, GroupSum& group, const Execution&
     group.info = forward_of_one_rank(step.pass, execution);
     reached = group.accept && !group.accept(group.info) ? Reached::kExchange : Reached::kOutput;
   }
+  step.info[1] = tag;
   if (reached == Reached::kOutput) {
     step.info[0] = group.info.count;
     update(step, execution);
