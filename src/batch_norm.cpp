@@ -60,9 +60,8 @@ void need_cuda(LayerState& layer) {
   }
 }
 
-}  // namespace
-
-// FNV-1a, 64 bits, never 0; see "The FNV Non-Cryptographic Hash Algorithm" (RFC 9923).
+/// A layer's number, from its name: FNV-1a, 64 bits, never 0; see "The FNV Non-Cryptographic Hash
+/// Algorithm" (RFC 9923). Layers without one, which have one rank, get a number each.
 std::uint64_t number_of(const std::string& name) {
   static std::atomic<std::uint64_t> unnamed{0};
   if (name.empty()) {
@@ -75,6 +74,7 @@ std::uint64_t number_of(const std::string& name) {
   return hash == 0 ? 1 : hash;
 }
 
+/// What does not depend on a call.
 void check_layer(const BatchNorm::Options& options, int ranks) {
   check_ranks(ranks);
   if (options.name.empty() && ranks > 1) {
@@ -86,6 +86,8 @@ void check_layer(const BatchNorm::Options& options, int ranks) {
   check_channels(options.channels);
   check_options(options);
 }
+
+}  // namespace
 
 void LayerState::take_name() {
   const void* const group = on_cpu != nullptr ? cpu_link.identity() : cuda_link.identity();

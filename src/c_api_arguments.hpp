@@ -156,10 +156,6 @@ inline Statistics statistics_of(std::int32_t given) {
                  "SYNCBN_REPRODUCIBLE or SYNCBN_WELFORD");
 }
 
-BatchNorm::Options options_of(const syncbn_batch_norm_options* given);
-BatchNorm::Forward forward_of(const syncbn_forward_arguments* given);
-BatchNorm::Backward backward_of(const syncbn_backward_arguments* given);
-
 /// Runs what belongs to a call, with a number or -1; errors carry the layer, as those of the call
 /// itself.
 template <class Body>

@@ -30,8 +30,6 @@ std::optional<double> momentum_of(double momentum, std::int32_t cumulative_avera
   return cumulative_average != 0 ? std::nullopt : std::optional<double>(momentum);
 }
 
-}  // namespace
-
 BatchNorm::Options options_of(const syncbn_batch_norm_options* given) {
   const syncbn_batch_norm_options& from = sized("options", given);
   BatchNorm::Options options;
@@ -71,8 +69,6 @@ BatchNorm::Backward backward_of(const syncbn_backward_arguments* given) {
           .affine = enum_of("affine", a.affine, AffineGradients::kGlobal,
                             "SYNCBN_SHARE or SYNCBN_GLOBAL")};
 }
-
-namespace {
 
 BatchNorm::Evaluate evaluate_of(const syncbn_evaluate_arguments* given) {
   const syncbn_evaluate_arguments& a = sized("arguments", given);

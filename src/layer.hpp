@@ -156,11 +156,6 @@ void evaluate_backward(LayerState& layer, const BatchNorm::EvaluateBackward& e,
 /// The last call's count on CUDA, when all that was enqueued before is done.
 void check_last_call(LayerState& layer, const Execution& execution);
 
-/// A layer's number, from its name. Layers without one, which have one rank, get a number each.
-std::uint64_t number_of(const std::string& name);
-
-/// What does not depend on a call: a layer of so many ranks, and its options alone.
-void check_layer(const BatchNorm::Options& options, int ranks);
 void check_options(const BatchNorm::Options& options);
 
 /// check_forward, and that the running statistics come together.

@@ -304,69 +304,6 @@ SYNCBN_API syncbn_status syncbn_batch_norm_evaluate_backward(
     syncbn_batch_norm* layer, const syncbn_evaluate_backward_arguments* arguments,
     syncbn_executor* executor);
 
-/* ---- A layer's calls in two halves, for callers with an exchange of their own ---- */
-
-/* A `begin` function writes this rank's message. The caller sums the messages of all ranks word by
-   word, modulo 2^64. Any SUM all-reduce of int64 will do, at any time. A `finish` function computes
-   the statistics from the sum and writes the outputs. Pass the same step and arguments to both
-   halves, and do not change their memory in between. The halves compute, check and refuse the same
-   as the layer's call, with one difference: the library keeps nothing between calls, so a backward
-   cannot compare its arguments with the forward's. If x, mask, weight, bias or activation are not
-   those of the forward, dx is wrong. An error says so only if the number of elements differs.
-
-   If `begin` fails, it writes to `message`, unless that is NULL, that this rank refuses. Send this
-   message all the same. `finish` then returns SYNCBN_DIVERGENCE on the other ranks. If the ranks
-   did not make the same call, it returns SYNCBN_DIVERGENCE on all ranks. */
-typedef struct syncbn_step {
-  size_t struct_size;
-  const syncbn_batch_norm_options* options; /* of the layer; name is required if ranks > 1 */
-  int32_t ranks;                            /* size of the group: 1 to 2048 */
-  /* In a forward: the number of this call of the layer, the same on all ranks. finish adds 1,
-     unless it returns SYNCBN_INVALID_ARGUMENT or SYNCBN_DIVERGENCE. A backward does not read it. */
-  int64_t* call;
-  /* A forward writes these arrays for its backward. mean, var and rstd have C entries. */
-  double* mean;
-  double* var; /* biased; a backward does not read it */
-  double* rstd;
-  int64_t* info; /* 2 words: elements per channel over all ranks, and the call's fingerprint */
-  /* A forward writes this, too. syncbn_step_sizes gives its size. It may be NULL without a residual
-     or without an activation. */
-  uint8_t* activation_mask;
-} syncbn_step;
-
-/* Computes the sizes of the messages, in words, and of the activation mask, in bytes, for this x.
-   Each of the three pointers may be NULL. statistics: enum syncbn_statistics. A rank without
-   samples passes an x of the other ranks' dtype. */
-SYNCBN_API syncbn_status syncbn_step_sizes(const syncbn_tensor* x, int32_t statistics,
-                                           int64_t* forward_words, int64_t* backward_words,
-                                           int64_t* activation_mask_bytes);
-
-/* Writes the message of a forward. */
-SYNCBN_API syncbn_status syncbn_forward_begin(const syncbn_step* step,
-                                              const syncbn_forward_arguments* arguments,
-                                              int64_t* message, syncbn_executor* executor);
-
-/* Computes the statistics and y. merged: the sum of the messages. With SYNCBN_WELFORD it has the
-   sum of their first 8 words, and then the other words of each rank, in rank order. If this returns
-   SYNCBN_OUT_OF_MEMORY, `call` and the running statistics may already be updated, as they are on
-   the other ranks. */
-SYNCBN_API syncbn_status syncbn_forward_finish(const syncbn_step* step,
-                                               const syncbn_forward_arguments* arguments,
-                                               const int64_t* merged, syncbn_executor* executor);
-
-/* Writes the message of a backward, and dresidual. */
-SYNCBN_API syncbn_status syncbn_backward_begin(const syncbn_step* step,
-                                               const syncbn_backward_arguments* arguments,
-                                               int64_t* message, syncbn_executor* executor);
-
-/* Writes dx, dweight and dbias. own: the message that this rank sent, from which its share of
-   dweight and dbias is computed. It may be NULL with SYNCBN_GLOBAL, or if both dweight and dbias
-   are NULL. */
-SYNCBN_API syncbn_status syncbn_backward_finish(const syncbn_step* step,
-                                                const syncbn_backward_arguments* arguments,
-                                                const int64_t* own, const int64_t* merged,
-                                                syncbn_executor* executor);
-
 #ifdef __cplusplus
 }
 #endif

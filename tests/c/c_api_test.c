@@ -340,8 +340,6 @@ int main(void) {
   evaluation_exact();
   strides_exact();
   test_errors();
-  test_step();
-  test_step_errors();
   if (failures == 0) {
     printf("all tests passed\n");
   }

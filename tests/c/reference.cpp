@@ -39,6 +39,7 @@ void reference_step(step_memory* m) {
                  .mask = v.mask,
                  .weight = v.entries(m->weight),
                  .bias = v.entries(m->bias),
+                 .residual = v.input(m->residual),
                  .y = v.output(m->y),
                  .running_mean = v.written(m->running_mean),
                  .running_var = v.written(m->running_var)},
@@ -51,12 +52,14 @@ void reference_step(step_memory* m) {
                   .dx = v.output(m->dx),
                   .dweight = v.written(m->dweight),
                   .dbias = v.written(m->dbias),
+                  .dresidual = v.output(m->dresidual),
                   .affine = AffineGradients::kGlobal},
                  saved);
   layer.evaluate({.x = v.input(m->x),
                   .mask = v.mask,
                   .weight = v.entries(m->weight),
                   .bias = v.entries(m->bias),
+                  .residual = v.input(m->residual),
                   .running_mean = v.entries(m->running_mean),
                   .running_var = v.entries(m->running_var),
                   .y = v.output(m->evaluated)});

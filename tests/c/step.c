@@ -29,6 +29,7 @@ void fill(step_memory* m) {
     m->x[i] = (float)(state >> 8) / 4194304.0f - 1.0f;
     state = state * 1664525u + 1013904223u;
     m->dy[i] = (float)(state >> 8) / 8388608.0f - 1.0f;
+    m->residual[i] = 0.01f * (float)(i * i % 131) - 0.6f;
   }
   for (int i = 0; i < SAMPLES * PLANE; ++i) {
     m->mask[i] = i % 4 != 1;
@@ -50,13 +51,15 @@ void view(views* v, step_memory* m, int first, int last) {
   v->sizes[2] = v->mask_sizes[1] = PLANE;
   const syncbn_tensor samples = {NULL, SYNCBN_FLOAT32, SYNCBN_CPU, 3, v->sizes, NULL};
   const syncbn_tensor entries = {NULL, SYNCBN_FLOAT32, SYNCBN_CPU, 1, &v->channels, NULL};
-  v->x = v->dy = v->y = v->dx = v->evaluated = samples;
+  v->x = v->dy = v->y = v->dx = v->evaluated = v->residual = v->dresidual = samples;
   const int at = first * CHANNELS * PLANE;
   v->x.data = m->x + at;
   v->dy.data = m->dy + at;
   v->y.data = m->y + at;
   v->dx.data = m->dx + at;
   v->evaluated.data = m->evaluated + at;
+  v->residual.data = m->residual + at;
+  v->dresidual.data = m->dresidual + at;
   v->weight = v->bias = v->dweight = v->dbias = v->running_mean = v->running_var = entries;
   v->weight.data = m->weight;
   v->bias.data = m->bias;
@@ -88,6 +91,7 @@ syncbn_forward_arguments forward_arguments(const views* v) {
                                               .mask = &v->mask,
                                               .weight = &v->weight,
                                               .bias = &v->bias,
+                                              .residual = &v->residual,
                                               .y = &v->y,
                                               .running_mean = &v->running_mean,
                                               .running_var = &v->running_var,
@@ -105,6 +109,7 @@ syncbn_backward_arguments backward_arguments(const views* v) {
                                                .dx = &v->dx,
                                                .dweight = &v->dweight,
                                                .dbias = &v->dbias,
+                                               .dresidual = &v->dresidual,
                                                .affine = SYNCBN_GLOBAL};
   return arguments;
 }
@@ -115,6 +120,7 @@ syncbn_evaluate_arguments evaluate_arguments(const views* v) {
                                                .mask = &v->mask,
                                                .weight = &v->weight,
                                                .bias = &v->bias,
+                                               .residual = &v->residual,
                                                .running_mean = &v->running_mean,
                                                .running_var = &v->running_var,
                                                .y = &v->evaluated};

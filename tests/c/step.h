@@ -22,6 +22,7 @@ void expect_error(syncbn_status status, syncbn_status wanted, const char* part, 
 /* A batch, and what a step makes of it. */
 typedef struct step_memory {
   float x[ELEMENTS], dy[ELEMENTS], y[ELEMENTS], dx[ELEMENTS], evaluated[ELEMENTS];
+  float residual[ELEMENTS], dresidual[ELEMENTS];
   uint8_t mask[SAMPLES * PLANE];
   float weight[CHANNELS], bias[CHANNELS], dweight[CHANNELS], dbias[CHANNELS];
   float running_mean[CHANNELS], running_var[CHANNELS];
@@ -36,7 +37,7 @@ typedef struct views {
   int64_t sizes[3];
   int64_t mask_sizes[2];
   int64_t channels;
-  syncbn_tensor x, dy, y, dx, evaluated;
+  syncbn_tensor x, dy, y, dx, evaluated, residual, dresidual;
   syncbn_tensor weight, bias, dweight, dbias, running_mean, running_var;
   syncbn_mask mask;
   int64_t* num_batches_tracked;
@@ -46,7 +47,7 @@ void view(views* v, step_memory* m, int first, int last);
 
 syncbn_batch_norm_options options_of_reference(void);
 
-/* With all that views have; the residual and its gradient are absent. */
+/* With all that views have. */
 syncbn_forward_arguments forward_arguments(const views* v);
 syncbn_backward_arguments backward_arguments(const views* v);
 syncbn_evaluate_arguments evaluate_arguments(const views* v);
@@ -79,9 +80,5 @@ void reference_evaluate_backward(step_memory* m);
 
 /* In c_api_errors_test.c. */
 void test_errors(void);
-
-/* In c_api_step_test.c and c_api_step_errors_test.c. */
-void test_step(void);
-void test_step_errors(void);
 
 #endif /* SYNCBN_TESTS_C_STEP_H */
