@@ -2,8 +2,12 @@
 // Trains a network on three ranks, which are threads with 20, 100 and 180 samples: linear, batch
 // norm with ReLU, linear, logistic loss. First each rank has statistics of its own samples, then
 // they are shared. All that ranks share goes through the group.
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <random>
 #include <span>
@@ -158,21 +162,19 @@ class Network {
 
   /// In rank order, so that every rank has the same bits and parameters stay equal.
   float sum_over_ranks(Parameters& gradients, float loss) {
-    struct Message {
-      Parameters gradients;
-      float loss;
-    };
-    const Message own{gradients, loss};
-    std::vector<Message> all(static_cast<std::size_t>(group_.size()));
-    group_.all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
-    gradients = {};
-    loss = 0;
-    for (const Message& one : all) {
-      for (std::size_t i = 0; i < gradients.all.size(); ++i) {
-        gradients.all[i] += one.gradients.all[i];
-      }
-      loss += one.loss;
+    std::vector<float> own(gradients.all.begin(), gradients.all.end());
+    own.push_back(loss);
+    // A group sums integers: each rank writes the bits of its numbers to a place of its own.
+    std::vector<std::int64_t> bits(own.size() * static_cast<std::size_t>(group_.size()));
+    std::transform(own.begin(), own.end(), bits.begin() + group_.rank() * std::ssize(own),
+                   [](float number) { return std::bit_cast<std::int32_t>(number); });
+    group_.all_reduce_sum(bits);
+    std::fill(own.begin(), own.end(), 0.0f);
+    for (std::size_t i = 0; i < bits.size(); ++i) {
+      own[i % own.size()] += std::bit_cast<float>(static_cast<std::int32_t>(bits[i]));
     }
+    std::copy(own.begin(), own.end() - 1, gradients.all.begin());
+    loss = own.back();
     return loss;
   }
 

@@ -4,7 +4,6 @@
 // is three threads here.
 #include <algorithm>
 #include <barrier>
-#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <span>
@@ -59,16 +58,6 @@ class OwnGroup final : public syncbn::Communicator {
   OwnGroup(AllReduce& sum, int rank) : sum_(sum), rank_(rank) {}
   int rank() const override { return rank_; }
   int size() const override { return kRanks; }
-
-  /// As a sum, in which each rank has a place. Only Welford statistics call it.
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override {
-    std::vector<std::int64_t> words(out.size());
-    std::transform(in.begin(), in.end(), words.begin() + rank_ * std::ssize(in),
-                   [](std::byte b) { return std::to_integer<std::int64_t>(b); });
-    all_reduce_sum(words);
-    std::transform(words.begin(), words.end(), out.begin(),
-                   [](std::int64_t word) { return static_cast<std::byte>(word); });
-  }
 
   void all_reduce_sum(std::span<std::int64_t> words) override {
     const auto brought = frame(std::ssize(words));

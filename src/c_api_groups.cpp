@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "c_api_groups.hpp"
 
-#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <memory>
@@ -19,15 +18,6 @@ Communicator& of(void* user_data) { return *static_cast<Communicator*>(user_data
 
 std::int32_t sum(void* user_data, std::int64_t* words, std::int64_t count) {
   return guarded([&] { of(user_data).all_reduce_sum({words, static_cast<std::size_t>(count)}); });
-}
-
-std::int32_t gather(void* user_data, const void* in, std::int64_t bytes, void* out) {
-  return guarded([&] {
-    const auto size = static_cast<std::size_t>(bytes);
-    const auto ranks = static_cast<std::size_t>(of(user_data).size());
-    of(user_data).all_gather({static_cast<const std::byte*>(in), size},
-                             {static_cast<std::byte*>(out), ranks * size});
-  });
 }
 
 void leave(void* user_data, const char* reason) {
@@ -57,12 +47,6 @@ class Callbacks final : public Communicator {
                                    static_cast<std::int64_t>(words.size()));
     });
   }
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override {
-    raise_unless_ok("communicator.all_gather", [&] {
-      return given_.all_gather(given_.user_data, in.data(), static_cast<std::int64_t>(in.size()),
-                               out.data());
-    });
-  }
   void abandon(const std::string& reason) override {
     if (given_.abandon != nullptr) {
       given_.abandon(given_.user_data, reason.c_str());
@@ -75,28 +59,16 @@ class Callbacks final : public Communicator {
 
 std::int32_t sum_of_one(void*, std::int64_t*, std::int64_t) { return SYNCBN_OK; }
 
-std::int32_t gather_of_one(void*, const void* in, std::int64_t bytes, void* out) {
-  const auto* from = static_cast<const std::byte*>(in);
-  std::copy(from, from + bytes, static_cast<std::byte*>(out));
-  return SYNCBN_OK;
-}
-
 syncbn_communicator functions_of(Communicator& communicator) {
-  return {sizeof(syncbn_communicator),
-          &communicator,
-          communicator.rank(),
-          communicator.size(),
-          sum,
-          gather,
-          leave};
+  return {sizeof(syncbn_communicator), &communicator, communicator.rank(),
+          communicator.size(),         sum,           leave};
 }
 
 }  // namespace
 
 std::shared_ptr<Communicator> communicator_of(const syncbn_communicator* given) {
   const syncbn_communicator& functions = sized("communicator", given);
-  if (functions.all_reduce_sum == sum && functions.all_gather == gather &&
-      functions.abandon == leave) {
+  if (functions.all_reduce_sum == sum && functions.abandon == leave) {
     Communicator& own = of(functions.user_data);
     if (functions.rank != own.rank() || functions.size != own.size()) {
       const auto text = [](int rank, int size) {
@@ -173,7 +145,7 @@ void syncbn_group_destroy(syncbn_group* group) { delete group; }
 
 const syncbn_communicator* syncbn_self_communicator(void) {
   static constexpr syncbn_communicator kSelf = {
-      sizeof(syncbn_communicator), nullptr, 0, 1, sum_of_one, gather_of_one, nullptr};
+      sizeof(syncbn_communicator), nullptr, 0, 1, sum_of_one, nullptr};
   return &kSelf;
 }
 

@@ -120,9 +120,6 @@ syncbn_status syncbn_batch_norm_create(const syncbn_batch_norm_options* options,
     try {
       required("layer", layer);
       given = options_of(options);
-      if (given.statistics == Statistics::kWelford && communicator->all_gather == nullptr) {
-        refuse("communicator.all_gather", "NULL", "a function (statistics is SYNCBN_WELFORD)");
-      }
       made.reset(  // its layer follows, which tells the others itself
           new syncbn_batch_norm{std::string(given.name), group, BatchNorm({.channels = 0})});
     } catch (const std::exception& error) {  // the others would wait for a layer that is not there

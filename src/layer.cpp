@@ -32,18 +32,15 @@ struct Workspace {
   std::int64_t* sums = nullptr;  ///< CUDA: of the passes, which leave it zero
   std::span<std::int64_t> message;
   std::span<std::int64_t> merged;
-  std::span<std::int64_t> record;  ///< welford: of this rank, and those of all ranks
-  std::span<std::int64_t> records;
 
   Workspace() = default;
-  /// messages: of message and merged, how many are needed. ranks: those whose records are gathered.
-  Workspace(LayerState& layer, const TensorView& x, void* stream, int messages, int ranks = 0) {
+  Workspace(LayerState& layer, const TensorView& x, void* stream, int messages)
+      : Workspace(layer, x, stream, messages, message_words(x.dtype, x.sizes[1])) {}
+  /// messages: of message and merged, how many are needed, of `length` words each.
+  Workspace(LayerState& layer, const TensorView& x, void* stream, int messages,
+            std::int64_t length) {
     const std::int64_t channels = x.sizes[1];
-    const std::int64_t length = message_words(x.dtype, channels);
-    const std::int64_t record_words =
-        ranks > 0 ? forward_words(Statistics::kWelford, x.dtype, channels) : 0;
-    const std::int64_t all =
-        messages * length + 6 * channels + kInfoWords + (1 + ranks) * record_words;
+    const std::int64_t all = messages * length + 6 * channels + kInfoWords;
     std::int64_t* words = nullptr;
     if (x.device == Device::kCuda) {
       const auto reserved = [&](Block& block, std::int64_t count) {
@@ -75,8 +72,6 @@ struct Workspace {
         *words_of = {take(length), size(length)};
       }
     }
-    record = {take(record_words), size(record_words)};
-    records = {take(ranks * record_words), size(ranks * record_words)};
   }
 
  private:
@@ -186,7 +181,7 @@ void forward_on_cpu(LayerState& layer, const LayerCall& call, const BatchNorm::F
   const auto number = static_cast<std::int64_t>(call.number.value_or(0));
   AgreedCall forward;
   ForwardStep step;
-  std::optional<GatheredRecords> gathered;
+  std::optional<SummedRecords> records;
   std::optional<LayerSum> sum;
   before_exchange(communicator, call, [&] {
     check_layer_forward(layer.options, f);
@@ -195,16 +190,18 @@ void forward_on_cpu(LayerState& layer, const LayerCall& call, const BatchNorm::F
     forward.residual = !f.residual.absent();
     step = step_of(layer, f, saved, nullptr);
     step.call = &number;
+    step.rank = layer.place.rank;
+    step.ranks = layer.place.ranks;
     if (step.statistics == Statistics::kWelford) {
-      gathered.emplace(step, layer.place.ranks, execution);
+      records.emplace(step, execution);
     } else if (layer.place.ranks > 1) {
       sum.emplace(f.x, communicator, layer.place.ranks);
     }
   });
-  if (gathered.has_value()) {
+  if (records.has_value()) {
     ForwardStep updating = step;
     step.running = {};
-    forward_finish(step, gathered->gather(forward, communicator), execution);
+    forward_finish(step, records->sum(forward, communicator), execution);
     // Last: a step that fails has updated nothing, and can be made again.
     forward_update(updating, execution);
   } else if (sum.has_value()) {
@@ -218,9 +215,7 @@ void forward_on_cpu(LayerState& layer, const LayerCall& call, const BatchNorm::F
 
 void forward_on_cuda(LayerState& layer, const LayerCall& call, const BatchNorm::Forward& f,
                      SavedState& saved, const Execution& execution) {
-  const bool welford = layer.options.statistics == Statistics::kWelford;
   cuda::Communicator& communicator = *layer.on_cuda;
-  const int ranks = layer.place.ranks;
   const cuda::Stream stream{execution.stream};
   std::optional<Workspace> made;
   const Workspace* w = nullptr;
@@ -232,16 +227,14 @@ void forward_on_cuda(LayerState& layer, const LayerCall& call, const BatchNorm::
     const Counters counters(layer, stream.handle);
     step.call = step.running.call = counters.call;
     step.running.count = counters.info;
-    w = &made.emplace(layer, f.x, stream.handle, 2, welford ? ranks : 0);
+    step.rank = layer.place.rank;
+    step.ranks = layer.place.ranks;
+    const std::int64_t length = forward_words(step.statistics, f.x.dtype, f.x.sizes[1], step.ranks);
+    w = &made.emplace(layer, f.x, stream.handle, 2, length);
     step.workspace = w->sums;
-    forward_begin(step, welford ? w->record.data() : w->message.data(), execution);
+    forward_begin(step, w->message.data(), execution);
   });
-  if (welford) {
-    communicator.all_gather(std::as_bytes(w->record), std::as_writable_bytes(w->records), stream);
-    forward_finish(step, {w->records.data(), w->records.data(), f.x.dtype, ranks}, execution);
-  } else {
-    forward_finish(step, summed(communicator, ranks, *w, f.x.dtype, stream), execution);
-  }
+  forward_finish(step, summed(communicator, layer.place.ranks, *w, f.x.dtype, stream), execution);
 }
 
 void backward_on_cpu(LayerState& layer, const LayerCall& call, const BatchNorm::Backward& b,

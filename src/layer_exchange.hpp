@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -106,38 +105,29 @@ class LayerSum final : public SumInParts {
   bool over_ = false;
 };
 
-/// The records of all ranks, one after another, and the sum of their headers.
-class GatheredRecords {
+/// The records of all ranks, behind the sum of their headers.
+class SummedRecords {
  public:
-  GatheredRecords(const ForwardStep& step, int ranks, const Execution& execution)
-      : message_(static_cast<std::size_t>(
-            forward_words(step.statistics, step.pass.x.dtype, step.pass.x.sizes[1]))),
-        all_(message_.size() * static_cast<std::size_t>(ranks)) {
-    forward_begin(step, message_.data(), execution);
+  SummedRecords(const ForwardStep& step, const Execution& execution)
+      : words_(static_cast<std::size_t>(
+            forward_words(step.statistics, step.pass.x.dtype, step.pass.x.sizes[1], step.ranks))) {
+    forward_begin(step, words_.data(), execution);
   }
-  Merged gather(const AgreedCall& call, Communicator& communicator) {
+  Merged sum(const AgreedCall& call, Communicator& communicator) {
     const int ranks = call.place.ranks;
-    try {
-      communicator.all_gather(std::as_bytes(std::span(message_)),
-                              std::as_writable_bytes(std::span(all_)));
-    } catch (const DivergenceError& error) {
-      explain_divergence(error, call, communicator);
-    }
-    std::int64_t* to = all_.data();
-    for (std::size_t i = 0; i < all_.size(); i += message_.size()) {
-      for (std::size_t w = 0; w < kHeaderWords; ++w) {
-        header_[w] += all_[i + w];
+    if (ranks > 1) {
+      try {
+        communicator.all_reduce_sum({words_.data(), words_.size()});
+      } catch (const DivergenceError& error) {
+        explain_divergence(error, call, communicator);
       }
-      to = std::copy_n(all_.data() + i + kHeaderWords, message_.size() - kHeaderWords, to);
     }
-    check_agreement(read_header(header_.data(), ranks), call, communicator);
-    return {header_.data(), all_.data(), call.dtype, ranks};
+    check_agreement(read_header(words_.data(), ranks), call, communicator);
+    return {words_.data(), words_.data() + kHeaderWords, call.dtype, ranks};
   }
 
  private:
-  cpu::ScratchArray<std::int64_t> message_;
-  cpu::ScratchArray<std::int64_t> all_;
-  std::array<std::int64_t, kHeaderWords> header_{};
+  cpu::ScratchArray<std::int64_t> words_;
 };
 
 }  // namespace syncbn

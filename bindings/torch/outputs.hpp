@@ -127,8 +127,7 @@ DType dtype_of_messages(const char* name, std::int64_t length, const Tensor& x,
                         " channels");
 }
 
-/// A message as the exchange left it: the first part, and the words beyond the frame, or the
-/// welford mode's records.
+/// A message as the exchange left it: the first part, and the words beyond the frame.
 class MergedTensors {
  public:
   MergedTensors(const std::optional<Tensor>& merged, const std::optional<Tensor>& rest,
@@ -148,17 +147,9 @@ class MergedTensors {
     }
     const MessageInfo info = read_header(merged_.header, merged_.ranks);
     check_header(info);
-    if (statistics == Statistics::kWelford) {
-      const DType dtype = info.any_data ? info.dtype : dtype_of("x", x);
-      if (!rest.has_value()) {
-        throw InvalidArgument("rest: got none, expected the records of all ranks");
-      }
-      merged_.words = int64_data(
-          "rest", *rest, ranks * (forward_words(statistics, dtype, channels) - kHeaderWords));
-      return;
-    }
     const std::int64_t needed =
-        info.any_data ? message_words(info.dtype, channels) : std::int64_t{kHeaderWords};
+        info.any_data ? forward_words(statistics, info.dtype, channels, merged_.ranks)
+                      : std::int64_t{kHeaderWords};
     if (!rest.has_value()) {
       (void)int64_data("merged", first, needed);
       return;
@@ -178,28 +169,14 @@ class MergedTensors {
   /// Merged messages lie in one piece of exactly the group's length.
   void on_cuda(const Tensor& first, const std::optional<Tensor>& rest, const Tensor& x,
                Statistics statistics) {
-    const auto words = [statistics](DType dtype, std::int64_t channels) {
-      return forward_words(statistics, dtype, channels);
-    };
-    if (statistics != Statistics::kWelford) {
-      if (rest.has_value()) {
-        throw InvalidArgument("rest: got " + std::to_string(rest->numel()) +
-                              " words, expected none on CUDA");
-      }
-      merged_.dtype = dtype_of_messages("merged", first.numel(), x, words);
-      return;
+    if (rest.has_value()) {
+      throw InvalidArgument("rest: got " + std::to_string(rest->numel()) +
+                            " words, expected none on CUDA");
     }
-    if (!rest.has_value()) {
-      throw InvalidArgument("rest: got none, expected the records of all ranks");
-    }
-    const std::int64_t size = rest->numel();
-    if (size % merged_.ranks != 0) {
-      throw InvalidArgument("rest: got " + std::to_string(size) +
-                            " words, expected a message of each of " +
-                            std::to_string(merged_.ranks) + " ranks");
-    }
-    merged_.dtype = dtype_of_messages("rest", size / merged_.ranks, x, words);
-    merged_.words = int64_data("rest", *rest, size, Device::kCuda);
+    merged_.dtype =
+        dtype_of_messages("merged", first.numel(), x, [&](DType dtype, std::int64_t channels) {
+          return forward_words(statistics, dtype, channels, merged_.ranks);
+        });
   }
 
   Merged merged_;

@@ -183,8 +183,7 @@ class SYNCBN_API BatchNorm {
   ~BatchNorm();  // not inline: GCC 12 warns of it in std::optional
 
   /// Computes y = activation((x - mean) / sqrt(var + eps) * weight + bias + residual) for training,
-  /// with mean and var over N, the spatial axes and all ranks. Makes one exchange: an
-  /// all_reduce_sum, or an all_gather with Statistics::kWelford.
+  /// with mean and var over N, the spatial axes and all ranks. Makes one all_reduce_sum.
   void forward(const Forward& arguments, Saved& saved, const Execution& execution = {}) {
     sized_forward(arguments, sizeof(arguments), saved, execution);
   }

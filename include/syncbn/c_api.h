@@ -129,9 +129,6 @@ typedef struct syncbn_communicator {
      numbers of words, for example from different layers or dtypes. Return an error then; do not
      hang. */
   int32_t (*all_reduce_sum)(void* user_data, int64_t* words, int64_t count);
-  /* Writes the `bytes` bytes of every rank to `out`, in rank order: size * bytes in all. Only
-     layers with SYNCBN_WELFORD call this; without such layers it may be NULL. */
-  int32_t (*all_gather)(void* user_data, const void* in, int64_t bytes, void* out);
   /* Tells the other ranks that this rank will not come, because its arguments were refused. So the
      others need not wait. The function may be NULL. */
   void (*abandon)(void* user_data, const char* reason);

@@ -79,10 +79,6 @@ class SYNCBN_API Communicator {
   /// Returns all_reduce_sum in parts, or null if this group cannot send parts.
   [[nodiscard]] virtual SumInParts* parts() { return nullptr; }
 
-  /// Writes the bytes of all ranks to `out`, in rank order; out.size() == size() * in.size(). It
-  /// has the errors of all_reduce_sum.
-  virtual void all_gather(std::span<const std::byte> in, std::span<std::byte> out) = 0;
-
   /// Tells the other ranks that this rank cannot take part any more. Ranks that wait now or come
   /// later get PeerLost with this rank's number and the reason.
   virtual void abandon(const std::string& reason) = 0;

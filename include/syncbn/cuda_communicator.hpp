@@ -33,10 +33,6 @@ class SYNCBN_API Communicator {
   virtual void all_reduce_sum(std::span<const std::int64_t> in, std::span<std::int64_t> out,
                               const Stream& stream) = 0;
 
-  /// Writes the bytes of all ranks to `out`, in rank order; out.size() == size() * in.size().
-  virtual void all_gather(std::span<const std::byte> in, std::span<std::byte> out,
-                          const Stream& stream) = 0;
-
   /// Tells the other ranks that this rank cannot take part any more, because its call failed.
   virtual void abandon(const std::string& reason) = 0;
 

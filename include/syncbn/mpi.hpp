@@ -82,7 +82,6 @@ class SYNCBN_API MpiCommunicator final : public Communicator {
   void all_reduce_sum(std::span<std::int64_t> words) override;
   /// Returns null unless all ranks are on one node.
   SumInParts* parts() override;
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
   void abandon(const std::string& reason) override;
   void refuse(const std::string& reason) override;
 

@@ -59,8 +59,6 @@ class SYNCBN_API NcclCommunicator final : public Communicator {
   int size() const override;
   void all_reduce_sum(std::span<const std::int64_t> in, std::span<std::int64_t> out,
                       const Stream& stream) override;
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out,
-                  const Stream& stream) override;
 
   /// Aborts the group if this object made it. Later exchanges of this object throw PeerLost. On the
   /// other ranks wait() throws PeerLost if NCCL notices the abort (it does over a network), and

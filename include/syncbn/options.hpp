@@ -26,7 +26,7 @@ struct Activation {
 
 enum class Statistics : std::uint8_t {
   kReproducible,  ///< exact sums: the bits do not depend on the number of ranks
-  kWelford,       ///< mean and M2 of each rank, gathered and merged (docs/options.md)
+  kWelford,       ///< mean and M2 of each rank, merged in rank order (docs/options.md)
 };
 
 /// The samples whose sums dweight and dbias receive.

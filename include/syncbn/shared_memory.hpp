@@ -85,7 +85,6 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
   int rank() const override;
   int size() const override;
   void all_reduce_sum(std::span<std::int64_t> words) override;
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
   void abandon(const std::string& reason) override;
   void refuse(const std::string& reason) override;
 

@@ -85,10 +85,9 @@ struct BackwardPass {
   std::int64_t count = 0;  ///< set by the step
 };
 
-/// The sum of the messages of all ranks. `words` points to the words after the header. On CUDA they
-/// follow the header in memory, and `dtype` says their format; on the CPU the header says it. In
-/// the welford mode `words` points to the ranks' records, one after another. On CUDA each record
-/// then follows its own header.
+/// The sum of the messages of all ranks. `words` points to the words after the header: in the
+/// welford mode the ranks' records, one after another. On CUDA they follow the header in memory,
+/// and `dtype` says their format; on the CPU the header says it.
 struct Merged {
   const std::int64_t* header = nullptr;
   const std::int64_t* words = nullptr;
@@ -122,12 +121,17 @@ struct ForwardStep {
   Running running = {};
   std::int64_t* info = nullptr;       ///< kInfoWords words
   std::int64_t* workspace = nullptr;  ///< CUDA: workspace_words() words
+  int rank = 0;                       ///< only the welford mode needs it, and the number of ranks
+  int ranks = 1;
 };
 
-/// Returns the number of words of a forward's message in that mode.
-SYNCBN_API std::int64_t forward_words(Statistics statistics, DType dtype, std::int64_t channels);
+/// Returns the number of words of a forward's message in that mode. With the number of ranks it
+/// has a place for the record of each, in the welford mode.
+SYNCBN_API std::int64_t forward_words(Statistics statistics, DType dtype, std::int64_t channels,
+                                      int ranks = 1);
 
-/// Writes the sums of x into the message. The outputs of the pass may be absent.
+/// Writes the sums of x into the message; in the welford mode this rank's record to its place, and
+/// zeros to the others'. The outputs of the pass may be absent.
 SYNCBN_API void forward_begin(const ForwardStep& step, std::int64_t* message,
                               const Execution& execution);
 

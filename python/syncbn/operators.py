@@ -57,9 +57,12 @@ def without_modes() -> contextlib.AbstractContextManager:
     return _disable_current_modes()
 
 
-def record_words(channels: int, dtype: torch.dtype) -> int:
-    """Tells how many words a rank's record of the welford mode has behind its header."""
-    return 1 + channels * (2 if dtype.itemsize == 8 else 1)
+def message_words(channels: int, dtype: torch.dtype, records: int = 0) -> int:
+    """Tells how many words a message has. records: of how many ranks it has room for in the welford
+    mode; 0: it is of the other mode."""
+    if records == 0:
+        return HEADER_WORDS + channels * MESSAGE_WORDS[dtype]
+    return HEADER_WORDS + records * (1 + channels * (2 if dtype.itemsize == 8 else 1))
 
 
 def saved_of(x: torch.Tensor) -> torch.Tensor:

@@ -237,11 +237,6 @@ void MpiCommunicator::all_reduce_sum(std::span<std::int64_t> words) {
   state_->way->all_reduce_sum(words);
 }
 
-void MpiCommunicator::all_gather(std::span<const std::byte> in, std::span<std::byte> out) {
-  state_->check_thread();
-  state_->way->all_gather(in, out);
-}
-
 void MpiCommunicator::abandon(const std::string& reason) { state_->way->abandon(reason); }
 void MpiCommunicator::refuse(const std::string& reason) { state_->way->refuse(reason); }
 

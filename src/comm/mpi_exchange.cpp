@@ -78,25 +78,6 @@ void MpiExchange::all_reduce_sum(std::span<std::int64_t> words) {
   });
 }
 
-void MpiExchange::all_gather(std::span<const std::byte> in, std::span<std::byte> out) {
-  or_leave([&] {
-    const int count = count_of(in.size(), "in");
-    const std::size_t expected = in.size() * static_cast<std::size_t>(size());
-    if (out.size() != expected) {
-      throw InvalidArgument(gather_size_text(out.size(), expected));
-    }
-    meeting_->meet(Kind::kGather, in.size());
-    memory_->mine.assign(in.begin(), in.end());
-    memory_->all.resize(out.size());
-    MPI_Request request = MPI_REQUEST_NULL;
-    SYNCBN_MPI_CHECK(meeting_->who(),
-                     MPI_Iallgather(memory_->mine.data(), count, MPI_BYTE, memory_->all.data(),
-                                    count, MPI_BYTE, comm_, &request));
-    finish(request);
-    std::copy(memory_->all.begin(), memory_->all.end(), out.begin());
-  });
-}
-
 void MpiExchange::refuse(const std::string& reason) {
   const int own = meeting_->number();
   meeting_->refuse(Answer::kRefused, refused_text(own, reason), {own});

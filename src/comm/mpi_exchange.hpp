@@ -27,7 +27,6 @@ class MpiExchange final : public Communicator {
   int rank() const override { return meeting_->rank(); }
   int size() const override { return meeting_->size(); }
   void all_reduce_sum(std::span<std::int64_t> words) override;
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
   void abandon(const std::string& reason) override { meeting_->abandon(reason); }
   void refuse(const std::string& reason) override;
 
@@ -46,8 +45,6 @@ class MpiExchange final : public Communicator {
   /// Memory that MPI may still read or write when an exchange has failed, and then stays allocated.
   struct Memory {
     std::vector<std::uint64_t> words;
-    std::vector<std::byte> mine;
-    std::vector<std::byte> all;
   };
   std::unique_ptr<Memory> memory_ = std::make_unique<Memory>();
 };

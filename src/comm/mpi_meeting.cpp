@@ -108,10 +108,9 @@ void MpiMeeting::decide(const Arrival& mine, bool late) {
   if (all->kind == Kind::kRefused) {
     verdict_ = all->failure;
   } else if (all->has_odd()) {
-    const std::string text =
-        divergence_text(number(0), static_cast<std::size_t>(group_size_),
-                        static_cast<std::size_t>(all->bytes), static_cast<int>(all->odd_rank),
-                        static_cast<std::size_t>(all->odd_bytes), all->odd_kind != all->kind);
+    const std::string text = divergence_text(
+        number(0), static_cast<std::size_t>(group_size_), static_cast<std::size_t>(all->bytes),
+        static_cast<int>(all->odd_rank), static_cast<std::size_t>(all->odd_bytes));
     verdict_.set(Answer::kDivergence, text, all->odd.list());
   } else {
     verdict_.set(Answer::kGo, "", {});

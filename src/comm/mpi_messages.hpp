@@ -14,7 +14,7 @@
 // What the ranks of a group over MPI tell each other around an exchange.
 namespace syncbn {
 
-enum class Kind : std::int64_t { kMissing, kSum, kGather, kRefused, kLeft };
+enum class Kind : std::int64_t { kMissing, kSum, kRefused, kLeft };
 enum class Answer : std::int64_t { kAsk, kGo, kDivergence, kRefused, kTimeout, kLost };
 
 /// Why an exchange failed, as bytes that ranks can hand to one another.

@@ -61,13 +61,12 @@ MpiNodes::MpiNodes(std::unique_ptr<SharedMemoryGroup> node, std::unique_ptr<MpiE
   }
 }
 
-/// within: sums or gathers in the node. across: likewise between the nodes' first ranks, into
-/// `result`, which all ranks of the node then get.
-template <class Within, class Across>
-void MpiNodes::exchange(std::span<std::byte> result, const Within& within, const Across& across) {
+/// In the node, between the nodes' first ranks, and from each of them to its node.
+void MpiNodes::all_reduce_sum(std::span<std::int64_t> words) {
+  std::vector<std::int64_t> sum(words.begin(), words.end());  // words stay as they are at an error
   node_->set_timeout(timeout_);
   try {
-    within();
+    node_->all_reduce_sum(sum);
   } catch (const Error& error) {
     if (between_ != nullptr) {
       between_->fail(error);
@@ -77,17 +76,17 @@ void MpiNodes::exchange(std::span<std::byte> result, const Within& within, const
   Outcome outcome{};
   if (between_ != nullptr) {
     try {
-      across();
+      between_->all_reduce_sum(sum);
       outcome.answer = Answer::kGo;
     } catch (const Error& error) {
       outcome = outcome_of(error);
     }
   }
-  shared_.assign(kOutcomeWords + (result.size() + 7) / 8, 0);
-  std::int64_t* const words = shared_.data() + kOutcomeWords;
+  shared_.assign(kOutcomeWords + sum.size(), 0);
+  const auto result = shared_.begin() + static_cast<std::ptrdiff_t>(kOutcomeWords);
   if (between_ != nullptr) {
     std::memcpy(shared_.data(), &outcome, sizeof(outcome));
-    std::copy(result.begin(), result.end(), reinterpret_cast<std::byte*>(words));
+    std::copy(sum.begin(), sum.end(), result);
   }
   // The first rank waits between nodes, with twice the time limit.
   node_->set_timeout((2 * MpiMeeting::limits(static_cast<int>(ranks_.size())) + 1) * timeout_);
@@ -97,47 +96,7 @@ void MpiNodes::exchange(std::span<std::byte> result, const Within& within, const
     const auto ranks = static_cast<std::size_t>(size_);
     raise(outcome, rank_of(first_, ranks), rank_of(rank_, ranks));
   }
-  const auto* from = reinterpret_cast<const std::byte*>(words);
-  std::copy(from, from + result.size(), result.begin());
-}
-
-void MpiNodes::all_reduce_sum(std::span<std::int64_t> words) {
-  std::vector<std::int64_t> sum(words.begin(), words.end());  // words stay as they are at an error
-  exchange(
-      std::as_writable_bytes(std::span(sum)), [&] { node_->all_reduce_sum(sum); },
-      [&] { between_->all_reduce_sum(sum); });
-  std::copy(sum.begin(), sum.end(), words.begin());
-}
-
-void MpiNodes::all_gather(std::span<const std::byte> in, std::span<std::byte> out) {
-  const std::size_t length = in.size();
-  if (out.size() != length * static_cast<std::size_t>(size_)) {
-    const std::string reason =
-        gather_size_text(out.size(), length * static_cast<std::size_t>(size_));
-    refuse(reason);
-    throw InvalidArgument(reason);
-  }
-  const auto of_node = static_cast<std::size_t>(node_->size());
-  std::size_t most = 0;  // ranks of a node
-  for (const std::vector<int>& on_node : ranks_) {
-    most = std::max(most, on_node.size());
-  }
-  std::vector<std::byte> mine(most * length);
-  std::vector<std::byte> all(out.size());
-  exchange(
-      all, [&] { node_->all_gather(in, std::span(mine).first(of_node * length)); },
-      [&] {
-        std::vector<std::byte> padded(ranks_.size() * mine.size());
-        between_->all_gather(mine, padded);
-        for (std::size_t n = 0; n < ranks_.size(); ++n) {
-          for (std::size_t i = 0; i < ranks_[n].size(); ++i) {
-            const std::byte* from = padded.data() + (n * most + i) * length;
-            std::copy(from, from + length,
-                      all.data() + static_cast<std::size_t>(ranks_[n][i]) * length);
-          }
-        }
-      });
-  std::copy(all.begin(), all.end(), out.begin());
+  std::copy(result, shared_.end(), words.begin());
 }
 
 void MpiNodes::abandon(const std::string& reason) {

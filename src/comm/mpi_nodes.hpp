@@ -29,14 +29,10 @@ class MpiNodes final : public Communicator {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   void all_reduce_sum(std::span<std::int64_t> words) override;
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
   void abandon(const std::string& reason) override;
   void refuse(const std::string& reason) override;
 
  private:
-  template <class Within, class Across>
-  void exchange(std::span<std::byte> result, const Within& within, const Across& across);
-
   std::unique_ptr<SharedMemoryGroup> node_;
   std::unique_ptr<MpiExchange> between_;
   std::vector<std::vector<int>> ranks_;

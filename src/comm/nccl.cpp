@@ -190,24 +190,11 @@ void NcclCommunicator::all_reduce_sum(std::span<const std::int64_t> in, std::spa
                                       const Stream& stream) {
   state_->or_leave([&] {
     if (out.size() != in.size()) {
-      throw InvalidArgument(gather_size_text(out.size_bytes(), in.size_bytes()));
+      throw InvalidArgument(size_text(out.size_bytes(), in.size_bytes()));
     }
     state_->look();
     SYNCBN_NCCL_SETTLE(ncclAllReduce(in.data(), out.data(), in.size(), ncclInt64, ncclSum,
                                      state_->handle, static_cast<cudaStream_t>(stream.handle)));
-  });
-}
-
-void NcclCommunicator::all_gather(std::span<const std::byte> in, std::span<std::byte> out,
-                                  const Stream& stream) {
-  state_->or_leave([&] {
-    const std::size_t expected = in.size() * static_cast<std::size_t>(state_->size);
-    if (out.size() != expected) {
-      throw InvalidArgument(gather_size_text(out.size(), expected));
-    }
-    state_->look();
-    SYNCBN_NCCL_SETTLE(ncclAllGather(in.data(), out.data(), in.size(), ncclUint8, state_->handle,
-                                     static_cast<cudaStream_t>(stream.handle)));
   });
 }
 

@@ -13,9 +13,9 @@
 namespace syncbn::cuda {
 namespace {
 
-void check_sizes(std::size_t in, std::size_t out, std::size_t ranks) {
-  if (out != in * ranks) {
-    throw InvalidArgument(gather_size_text(out, in * ranks));
+void check_sizes(std::span<const std::int64_t> in, std::span<std::int64_t> out) {
+  if (out.size() != in.size()) {
+    throw InvalidArgument(size_text(out.size_bytes(), in.size_bytes()));
   }
 }
 
@@ -25,13 +25,9 @@ class SelfCommunicator final : public Communicator {
   int size() const override { return 1; }
   void all_reduce_sum(std::span<const std::int64_t> in, std::span<std::int64_t> out,
                       const Stream& stream) override {
-    all_gather(std::as_bytes(in), std::as_writable_bytes(out), stream);
-  }
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out,
-                  const Stream& stream) override {
-    check_sizes(in.size(), out.size(), 1);
+    check_sizes(in, out);
     if (in.data() != out.data() && !in.empty()) {
-      cuda_passes().copy(stream.handle, out.data(), in.data(), in.size());
+      cuda_passes().copy(stream.handle, out.data(), in.data(), in.size_bytes());
     }
   }
   void abandon(const std::string&) override {}
@@ -46,24 +42,12 @@ class StagedCommunicator final : public Communicator {
   void all_reduce_sum(std::span<const std::int64_t> in, std::span<std::int64_t> out,
                       const Stream& stream) override {
     before_exchange([&] {
-      check_sizes(in.size_bytes(), out.size_bytes(), 1);
+      check_sizes(in, out);
       words_.resize(in.size());
       cuda_passes().fetch(stream.handle, words_.data(), in.data(), in.size_bytes());
     });
     host_.get().all_reduce_sum(words_);
     cuda_passes().bring(stream.handle, out.data(), words_.data(), out.size_bytes());
-  }
-
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out,
-                  const Stream& stream) override {
-    before_exchange([&] {
-      check_sizes(in.size(), out.size(), static_cast<std::size_t>(size()));
-      mine_.resize(in.size());
-      all_.resize(out.size());
-      cuda_passes().fetch(stream.handle, mine_.data(), in.data(), in.size());
-    });
-    host_.get().all_gather(mine_, all_);
-    cuda_passes().bring(stream.handle, out.data(), all_.data(), out.size());
   }
 
   void abandon(const std::string& reason) override {
@@ -90,8 +74,6 @@ class StagedCommunicator final : public Communicator {
   }
   syncbn::detail::GroupLink<syncbn::Communicator> host_;
   std::vector<std::int64_t> words_;
-  std::vector<std::byte> mine_;
-  std::vector<std::byte> all_;
 };
 
 }  // namespace

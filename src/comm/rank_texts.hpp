@@ -44,14 +44,13 @@ inline std::string refused_text(int rank, const std::string& reason) {
 
 /// For a DivergenceError: rank `rank` and rank `other` brought different messages.
 inline std::string divergence_text(int rank, std::size_t size, std::size_t bytes, int other,
-                                   std::size_t other_bytes, bool other_kind) {
+                                   std::size_t other_bytes) {
   return "rank " + std::to_string(rank) + " of " + std::to_string(size) + " brought " +
          std::to_string(bytes) + " bytes to the exchange, rank " + std::to_string(other) +
-         " brought " + std::to_string(other_bytes) +
-         (other_kind ? " to another kind of exchange" : "");
+         " brought " + std::to_string(other_bytes);
 }
 
-inline std::string gather_size_text(std::size_t got, std::size_t expected) {
+inline std::string size_text(std::size_t got, std::size_t expected) {
   return "out: got " + std::to_string(got) + " bytes, expected " + std::to_string(expected);
 }
 

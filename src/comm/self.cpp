@@ -12,13 +12,6 @@ class SelfCommunicator final : public Communicator {
   int rank() const override { return 0; }
   int size() const override { return 1; }
   void all_reduce_sum(std::span<std::int64_t>) override {}
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override {
-    if (out.size() != in.size()) {
-      throw InvalidArgument("out: got " + std::to_string(out.size()) + " bytes, expected " +
-                            std::to_string(in.size()));
-    }
-    std::copy(in.begin(), in.end(), out.begin());
-  }
   void abandon(const std::string&) override {}
 };
 

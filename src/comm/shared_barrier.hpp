@@ -19,8 +19,6 @@ namespace syncbn {
 /// What a rank brings to one barrier; longer messages go in pieces. The L2 cache holds a few.
 inline constexpr std::size_t kPieceBytes = std::size_t{128} << 10;
 
-enum class ExchangeKind : std::uint64_t { kSum, kGather, kRefused };
-
 /// What a rank tells the others. A rank writes its own only. Numbers are atomic, as another process
 /// may write anything at any time: a check and the use after it then cannot read two values.
 struct alignas(64) RankArea {
@@ -29,13 +27,13 @@ struct alignas(64) RankArea {
   std::atomic<std::uint64_t> arrived;  ///< number of the barrier that it has reached
   struct {
     std::atomic<std::uint64_t> bytes;
-    std::atomic<std::uint64_t> end;  ///< of what its slot holds
-    std::atomic<ExchangeKind> kind;
+    std::atomic<std::uint64_t> end;      ///< of what its slot holds
+    std::atomic<std::uint64_t> refused;  ///< 1: in place of a message the slot holds why there is none
     /// Before `arrived`, which others look at first.
-    void set(std::uint64_t of_bytes, std::uint64_t to, ExchangeKind of_kind) {
+    void set(std::uint64_t of_bytes, std::uint64_t to, std::uint64_t is_refused) {
       bytes.store(of_bytes, std::memory_order_relaxed);
       end.store(to, std::memory_order_relaxed);
-      kind.store(of_kind, std::memory_order_relaxed);
+      refused.store(is_refused, std::memory_order_relaxed);
     }
   } message[2];  ///< as slots
   /// Why it has broken the group; written once, before `state` says so.

@@ -133,11 +133,6 @@ void SharedMemoryGroup::all_reduce_sum(std::span<std::int64_t> words) {
   state_->memory_file.reset();
 }
 
-void SharedMemoryGroup::all_gather(std::span<const std::byte> in, std::span<std::byte> out) {
-  state_->all_gather(in, out);
-  state_->memory_file.reset();
-}
-
 void SharedMemoryGroup::call_ranks(std::vector<int> numbers, int size) {
   const bool fit = std::all_of(numbers.begin(), numbers.end(),
                                [&](int number) { return number >= 0 && number < size; });

@@ -40,18 +40,13 @@ void SlotExchange::open(std::span<const std::int64_t> in, std::span<std::int64_t
     throw InvalidArgument("out: got " + std::to_string(out.size()) + " words, expected " +
                           std::to_string(in.size()));
   }
-  begin(ExchangeKind::kSum, in.data(), out.data(), in.size_bytes());
-}
-
-void SlotExchange::begin(ExchangeKind kind, const void* in, void* out, std::size_t bytes) {
   barrier_.check_usable();
   if (under_way_) {
     throw Error(barrier_.who() + "an exchange is under way already");
   }
-  kind_ = kind;
-  in_ = static_cast<const std::byte*>(in);
-  out_ = static_cast<std::byte*>(out);
-  bytes_ = bytes;
+  in_ = reinterpret_cast<const std::byte*>(in.data());
+  out_ = reinterpret_cast<std::byte*>(out.data());
+  bytes_ = in.size_bytes();
   published_ = brought_ = stripes_ = 0;
   under_way_ = true;
   if (refused_) {
@@ -125,17 +120,6 @@ void SlotExchange::all_reduce_sum(std::span<std::int64_t> words) {
   finish();
 }
 
-void SlotExchange::all_gather(std::span<const std::byte> in, std::span<std::byte> out) {
-  const std::size_t expected = in.size() * barrier_.size();
-  if (out.size() != expected) {
-    const std::string reason = gather_size_text(out.size(), expected);
-    refuse(reason);
-    throw InvalidArgument(reason);
-  }
-  begin(ExchangeKind::kGather, in.data(), out.data(), in.size());
-  finish();
-}
-
 void SlotExchange::abandon(const std::string& reason) {
   bool unheard = false;  // some have not come to the exchange that this rank refused
   try {
@@ -165,7 +149,7 @@ void SlotExchange::refuse(const std::string& reason) {
     const std::uint64_t next = barrier_.number() + 1;
     const std::size_t length = std::min(reason.size(), kReasonBytes);
     copy_bytes(barrier_.slot(barrier_.rank(), next), reason.data(), length);
-    barrier_.area(barrier_.rank()).message[next % 2].set(length, 0, ExchangeKind::kRefused);
+    barrier_.area(barrier_.rank()).message[next % 2].set(length, 0, 1);
     arrived_ = refused_ = true;
     barrier_.arrive();
   } catch (const Error&) {
@@ -195,7 +179,7 @@ void SlotExchange::come() {
   const std::uint64_t next = barrier_.number() + 1;
   const std::size_t length = std::min(published_ - brought_, kPieceBytes);
   copy_bytes(barrier_.slot(barrier_.rank(), next), in_ + brought_, length);
-  barrier_.area(barrier_.rank()).message[next % 2].set(bytes_, brought_ + length, kind_);
+  barrier_.area(barrier_.rank()).message[next % 2].set(bytes_, brought_ + length, 0);
   arrived_ = true;
   barrier_.arrive();
 }
@@ -211,9 +195,7 @@ void SlotExchange::advance() {
     collect_stripes();
     stripes_ = 0;
   }
-  if (kind_ == ExchangeKind::kGather) {
-    copy_pieces(length);
-  } else if (barrier_.size() > 2 && length >= kStripedBytes) {
+  if (barrier_.size() > 2 && length >= kStripedBytes) {
     sum_stripe(length);
     stripes_ = length;
   } else {
@@ -228,7 +210,7 @@ std::size_t SlotExchange::common_end() {
   std::size_t end = brought_ + std::min(bytes_ - brought_, kPieceBytes);
   for (std::size_t r = 0; r < barrier_.size(); ++r) {
     const auto& other = barrier_.area(r).message[barrier_.number() % 2];
-    if (other.bytes != bytes_ || other.kind != kind_) {
+    if (other.bytes != bytes_ || other.refused != 0) {
       throw_mismatch(r);
     }
     end = std::min<std::size_t>(end, other.end);
@@ -248,7 +230,7 @@ void SlotExchange::throw_mismatch(std::size_t other) const {
   std::vector<int> odd;
   std::string refusals;
   for (std::size_t r = 0; r < barrier_.size(); ++r) {
-    if (brought(r).kind == ExchangeKind::kRefused) {
+    if (brought(r).refused != 0) {
       odd.push_back(barrier_.number(r));
       refusals += (refusals.empty() ? "" : "; ") + refused_text(odd.back(), refusal_of(r));
     }
@@ -257,15 +239,13 @@ void SlotExchange::throw_mismatch(std::size_t other) const {
     throw PeerLost(barrier_.who() + refusals, odd);
   }
   for (std::size_t r = 1; r < barrier_.size(); ++r) {
-    if (brought(r).bytes != brought(0).bytes || brought(r).kind != brought(0).kind) {
+    if (brought(r).bytes != brought(0).bytes) {
       odd.push_back(barrier_.number(r));
     }
   }
-  const auto& its = brought(other);
-  throw DivergenceError(
-      divergence_text(barrier_.number(barrier_.rank()), barrier_.numbers_of(), bytes_,
-                      barrier_.number(other), its.bytes, its.kind != kind_),
-      odd);
+  throw DivergenceError(divergence_text(barrier_.number(barrier_.rank()), barrier_.numbers_of(),
+                                        bytes_, barrier_.number(other), brought(other).bytes),
+                        odd);
 }
 
 void SlotExchange::add_piece(std::size_t length) const {
@@ -300,12 +280,6 @@ void SlotExchange::collect_stripes() const {
     const std::size_t begin = n * r / barrier_.size();
     const std::size_t end = n * (r + 1) / barrier_.size();
     copy_bytes(to + begin * kWord, stripe(r, barrier_.number()), (end - begin) * kWord);
-  }
-}
-
-void SlotExchange::copy_pieces(std::size_t length) const {
-  for (std::size_t r = 0; r < barrier_.size(); ++r) {
-    copy_bytes(out_ + r * bytes_ + brought_, words(r), length);
   }
 }
 

@@ -31,7 +31,6 @@ class SlotExchange : public Communicator, public SumInParts {
   int size() const override { return static_cast<int>(barrier_.size()); }
   SumInParts* parts() override { return this; }
   void all_reduce_sum(std::span<std::int64_t> words) override;
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override;
   void abandon(const std::string& reason) override;
   /// Comes to the next barrier with the reason in place of a message, and does not wait there: that
   /// is made up for by the next exchange. In the middle of an exchange this is abandon.
@@ -46,7 +45,6 @@ class SlotExchange : public Communicator, public SumInParts {
   const SharedBarrier& barrier() const { return barrier_; }
 
  private:
-  void begin(ExchangeKind kind, const void* in, void* out, std::size_t bytes);
   bool wait_for(std::size_t bytes, milliseconds slice);
   void finish();
   void come();
@@ -55,7 +53,6 @@ class SlotExchange : public Communicator, public SumInParts {
   void add_piece(std::size_t length) const;
   void sum_stripe(std::size_t length) const;
   void collect_stripes() const;
-  void copy_pieces(std::size_t length) const;
   std::uint64_t* words(std::size_t rank) const;
   std::uint64_t* stripe(std::size_t rank, std::uint64_t number) const;
   [[noreturn]] void throw_mismatch(std::size_t other) const;
@@ -66,7 +63,6 @@ class SlotExchange : public Communicator, public SumInParts {
   bool under_way_ = false;
   bool arrived_ = false;  ///< at a barrier that it has not seen met
   bool refused_ = false;  ///< and has no message there
-  ExchangeKind kind_ = ExchangeKind::kSum;
   const std::byte* in_ = nullptr;
   std::byte* out_ = nullptr;
   std::size_t bytes_ = 0;

@@ -10,8 +10,14 @@ cuda::Stream on(const Execution& execution) { return {execution.stream}; }
 
 void sums(const ForwardStep& step, std::int64_t* message, const Execution& execution) {
   const ForwardPass& p = step.pass;
-  const cuda::ForwardCall call{step.layer, step.call, p.eps, step.backward};
+  cuda::ForwardCall call{step.layer, step.call, p.eps, step.backward};
   if (step.statistics == Statistics::kWelford) {
+    const std::int64_t words = welford_words(p.x.dtype, p.x.sizes[1]);
+    call.place = step.rank * words;
+    if (step.ranks > 1) {
+      cuda::zero_on(execution.stream, message + kHeaderWords,
+                    static_cast<std::size_t>(step.ranks * words) * sizeof(std::int64_t));
+    }
     cuda::local_welford(p.x, p.mask, call, message, on(execution));
   } else {
     cuda::local_moments(p.x, p.mask, call, message, step.workspace, on(execution));
@@ -27,7 +33,7 @@ void statistics(const ForwardStep& step, const Merged& merged, const Execution& 
   const ForwardPass& p = step.pass;
   const std::int64_t channels = p.x.sizes[1];
   if (step.statistics == Statistics::kWelford) {
-    cuda::merge_welford(merged.words, merged.dtype, merged.ranks, p.mean, p.var, p.rstd, step.info,
+    cuda::merge_welford(merged.header, merged.dtype, merged.ranks, p.mean, p.var, p.rstd, step.info,
                         channels, p.eps, on(execution));
     update(step, execution);
   } else {

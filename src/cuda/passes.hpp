@@ -19,6 +19,7 @@ struct ForwardCall {
   const std::int64_t* call = nullptr;
   double eps = 0;
   std::int64_t backward = 0;
+  std::int64_t place = 0;  ///< of this rank's record, in words behind the header
 };
 
 /// Sums of x and x*x. message: message_words(x.dtype, C) words, written whole. The
@@ -33,13 +34,13 @@ void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double
                       double* rstd, std::int64_t* info, std::int64_t channels, double eps,
                       const Running& running, const Stream& stream);
 
-/// The welford mode's statistics. message: kHeaderWords +
-/// welford_words(x.dtype, C) words, written whole. The same bits on any grid.
+/// The welford mode's statistics: the message's header, and welford_words(x.dtype, C) words at the
+/// record's place. The same bits on any grid.
 void local_welford(const TensorView& x, const MaskView& mask, const ForwardCall& call,
                    std::int64_t* message, const Stream& stream);
 
-/// As finalize_moments, from the messages of all ranks, gathered one after another in rank order.
-void merge_welford(const std::int64_t* messages, DType dtype, int ranks, double* mean, double* var,
+/// As finalize_moments, from the records of all ranks, one after another in rank order.
+void merge_welford(const std::int64_t* merged, DType dtype, int ranks, double* mean, double* var,
                    double* rstd, std::int64_t* info, std::int64_t channels, double eps,
                    const Stream& stream);
 

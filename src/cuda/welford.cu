@@ -24,6 +24,7 @@ struct WelfordArguments {
   const std::uint8_t* counts = nullptr;
   MessageHeader header;
   std::int64_t* message = nullptr;
+  std::int64_t* record = nullptr;
   std::int64_t channels = 0;
   std::int64_t elements = 0;  ///< of a channel, whether they count or not
   Divisor plane;
@@ -70,43 +71,36 @@ welford_kernel(const WelfordArguments a) {
       for (unsigned w = 1; w < kThreads / device::kWarp; ++w) {
         mine.merge(staged[w * kColumns + column]);
       }
-      std::int64_t* const record = a.message + kHeaderWords;
       if (c == 0) {
         a.header.write(a.message, mine.count);
-        record[0] = mine.count;
+        a.record[0] = mine.count;
       }
       if (inside) {
-        write_record(mine, record + 1 + c * record_words<R>());
+        write_record(mine, a.record + 1 + c * record_words<R>());
       }
     }
     device::block_barrier();  // and read
   }
 }
 
-/// messages: of all ranks, one after another, `stride` words each.
+/// merged: the sum of all headers, and the ranks' records of `stride` words each.
 SYNCBN_KERNEL(kThreads)
-merge_kernel(const std::int64_t* messages, std::int64_t stride, int ranks, bool wide, double* mean,
+merge_kernel(const std::int64_t* merged, std::int64_t stride, int ranks, bool wide, double* mean,
              double* var, double* rstd, std::int64_t* info, std::int64_t channels, double eps) {
-  std::int64_t header[kHeaderWords] = {};
-  for (int r = 0; r < ranks; ++r) {
-    for (int i = 0; i < kHeaderWords; ++i) {
-      header[i] += messages[r * stride + i];
-    }
-  }
-  const MessageInfo sum = header_info(header, ranks);
+  const MessageInfo sum = header_info(merged, ranks);
   const bool valid = usable(sum);
   const std::int64_t first =
       std::int64_t{device::block_index()} * kThreads + device::thread_index();
   if (first == 0) {
     info[0] = valid ? sum.count : -1;
-    info[1] = valid ? messages[kHeaderFingerprint] : 0;
+    info[1] = valid ? merged[kHeaderFingerprint] / ranks : 0;
   }
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (std::int64_t c = first; c < channels; c += std::int64_t{device::grid_size()} * kThreads) {
     WelfordMoments<double> all;
     SYNCBN_NO_UNROLL
     for (int r = 0; r < ranks; ++r) {
-      const std::int64_t* const record = messages + r * stride + kHeaderWords;
+      const std::int64_t* const record = merged + kHeaderWords + r * stride;
       all.merge(read_record(record + 1 + c * (wide ? 2 : 1), record[0], wide));
     }
     const double variance = !valid           ? nan
@@ -147,6 +141,7 @@ void local_welford(const TensorView& x, const MaskView& mask, const ForwardCall&
   a.header.dtype = x.dtype;
   a.header.channels = samples.channels;
   a.message = message;
+  a.record = message + kHeaderWords + call.place;
   a.channels = samples.channels;
   a.elements = samples.samples * samples.plane;
   a.plane = Divisor(std::max<std::int64_t>(1, samples.plane));
@@ -160,14 +155,14 @@ void local_welford(const TensorView& x, const MaskView& mask, const ForwardCall&
   });
 }
 
-void merge_welford(const std::int64_t* messages, DType dtype, int ranks, double* mean, double* var,
+void merge_welford(const std::int64_t* merged, DType dtype, int ranks, double* mean, double* var,
                    double* rstd, std::int64_t* info, std::int64_t channels, double eps,
                    const Stream& stream) {
   check_eps(eps);
   check_ranks(ranks);
-  start("merge_welford", &merge_kernel, grid_for(channels, kThreads), kThreads, 0, stream, messages,
-        kHeaderWords + welford_words(dtype, channels), ranks, record_words(dtype) == 2, mean, var,
-        rstd, info, channels, eps);
+  start("merge_welford", &merge_kernel, grid_for(channels, kThreads), kThreads, 0, stream, merged,
+        welford_words(dtype, channels), ranks, record_words(dtype) == 2, mean, var, rstd, info,
+        channels, eps);
 }
 
 }  // namespace syncbn::cuda

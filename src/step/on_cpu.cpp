@@ -29,6 +29,12 @@ void sums(const ForwardStep& step, std::int64_t* message, const Execution& execu
   const std::uint32_t tag = tag_of(step);
   if (step.statistics == Statistics::kWelford) {
     local_welford(p.x, p.mask, message, tag, execution);
+    const std::int64_t words = welford_words(p.x.dtype, p.x.sizes[1]);
+    std::int64_t* const records = message + kHeaderWords;
+    std::fill(records + words, records + step.ranks * words, 0);
+    if (step.rank > 0) {
+      std::swap_ranges(records, records + words, records + step.rank * words);
+    }
   } else {
     local_moments(p.x, p.mask, message, tag, execution);
   }

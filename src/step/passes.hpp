@@ -114,8 +114,9 @@ Reached backward_in_group(const BackwardPass& pass, GroupSum& group, std::uint32
                           const Execution& execution);
 
 // The statistics of the "welford" mode (docs/options.md), in place of local_moments and
-// finalize_moments: 8 bytes a channel and rank (16 for float64), gathered and not summed. The same
-// on every rank and from run to run, but not independent of how samples lie on ranks.
+// finalize_moments: 8 bytes a channel and rank (16 for float64), of which a sum brings each to a
+// place of its own. The same on every rank and from run to run, but not independent of how samples
+// lie on ranks.
 
 /// Words of one rank's record: its count, then mean and M2 = sum of (x - mean)^2 per channel, as
 /// two binary32 numbers in one word (two binary64 numbers in two words for float64).

@@ -65,14 +65,17 @@ ParameterGradients parameters(const BackwardStep& step) {
 
 }  // namespace
 
-std::int64_t forward_words(Statistics statistics, DType dtype, std::int64_t channels) {
+std::int64_t forward_words(Statistics statistics, DType dtype, std::int64_t channels, int ranks) {
   check_statistics(statistics);
-  return statistics == Statistics::kWelford ? kHeaderWords + welford_words(dtype, channels)
+  check_ranks(ranks);
+  return statistics == Statistics::kWelford ? kHeaderWords + ranks * welford_words(dtype, channels)
                                             : message_words(dtype, channels);
 }
 
 void forward_begin(const ForwardStep& step, std::int64_t* message, const Execution& execution) {
   check_step(step);
+  check_ranks(step.ranks);
+  check_rank(step.rank, step.ranks);
   passes_for(step.pass.x).forward_sums(step, message, execution);
 }
 

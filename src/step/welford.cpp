@@ -52,7 +52,7 @@ void merge_welford(const MessageInfo& info, const std::int64_t* records, double*
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (std::int64_t c = 0; c < channels; ++c) {
     WelfordMoments<double> all;
-    for (int r = 0; r < ranks; ++r) {
+    for (int r = 0; r < ranks && info.count > 0; ++r) {  // else there may be no records
       const std::int64_t* record = records + r * stride;
       all.merge(read_record(record + 1 + c * of_channel, record[0], of_channel == 2));
     }

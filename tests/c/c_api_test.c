@@ -184,7 +184,7 @@ typedef struct ends_of_ranks {
 static void make_shared_memory_group(void* context, int rank) {
   ends_of_ranks* e = context;
   const syncbn_communicator c = group_rank(e->over, rank);
-  EXPECT_OK(syncbn_shared_memory_group_create(rank, RANKS, c.all_gather, c.user_data, 60000,
+  EXPECT_OK(syncbn_shared_memory_group_create(rank, RANKS, group_gather, c.user_data, 60000,
                                               &e->made[rank]));
 }
 

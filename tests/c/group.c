@@ -71,7 +71,7 @@ static int32_t group_open(const end* mine, const void* in, int64_t bytes) {
   return SYNCBN_OK;
 }
 
-static int32_t all_gather(void* user_data, const void* in, int64_t bytes, void* out) {
+int32_t group_gather(void* user_data, const void* in, int64_t bytes, void* out) {
   const end* mine = user_data;
   group* g = mine->g;
   const int32_t status = group_open(mine, in, bytes);
@@ -125,7 +125,6 @@ syncbn_communicator group_rank(group* g, int rank) {
                                             .rank = rank,
                                             .size = RANKS,
                                             .all_reduce_sum = all_reduce_sum,
-                                            .all_gather = all_gather,
                                             .abandon = leave};
   return communicator;
 }

@@ -31,9 +31,6 @@ class Sized final : public Communicator {
   int rank() const override { return 0; }
   int size() const override { return size_; }
   void all_reduce_sum(std::span<std::int64_t>) override { ADD_FAILURE() << "an exchange"; }
-  void all_gather(std::span<const std::byte>, std::span<std::byte>) override {
-    ADD_FAILURE() << "an exchange";
-  }
   void abandon(const std::string&) override {}
 
  private:

@@ -192,12 +192,6 @@ const std::vector<Case> kGroupCases = {
        (void)SharedMemoryGroup::open(std::move(offer), bytes, milliseconds::max());
      },
      {"timeout: got 9223372036854775807 ms", "expected 1 ms to 2^40 ms"}},
-    {"a gather to too little",
-     [](A a) {
-       const auto out = std::as_writable_bytes(std::span(a.message));
-       self_communicator().all_gather(std::as_bytes(std::span(a.mean)), out.first(8));
-     },
-     {"out: got 8 bytes", "expected 24"}},
     {"a pool without threads", [](A) { ThreadPool(0); }, {"threads: got 0", "at least 1"}},
 };
 

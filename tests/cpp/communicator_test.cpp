@@ -31,10 +31,6 @@ using std::chrono::steady_clock;
 /// Far below the default of five minutes, far above what a busy machine needs.
 constexpr auto kPrompt = std::chrono::seconds(30);
 
-std::span<const std::byte> bytes_of(const std::vector<std::int64_t>& words) {
-  return std::as_bytes(std::span<const std::int64_t>(words));
-}
-
 /// What every group of several ranks promises, whatever it exchanges through.
 class Groups : public ::testing::TestWithParam<std::tuple<GroupKind, int>> {
  protected:
@@ -64,13 +60,12 @@ TEST_P(Groups, KnowThemselves) {
   }
 }
 
-TEST_P(Groups, SumAndGatherExact) {
+TEST_P(Groups, SumExact) {
   const auto group = make_group(kind(), ranks());
   expect_no_errors(run_ranks(ranks(), [&](int r) {
     // Lengths that do not divide evenly among ranks, also shorter than their number.
     for (const std::int64_t length : {0, 1, 2, 19, 63, 1000}) {
       sum(group->rank(r), length, length);
-      gather(group->rank(r), length, length + 1);
     }
     exchange_with_delays(group->rank(r), ranks() > 8 ? 100 : 1000);
   }));
@@ -118,10 +113,9 @@ TEST_P(Groups, AbandonReachesAllOthersWithRankAndReason) {
       EXPECT_TRUE(contains(text, "its input was refused"));
     }
     // Those who come later, to any exchange.
-    std::vector<std::byte> all(static_cast<std::size_t>(ranks));
-    const std::vector<std::byte> mine(1);
+    std::vector<std::int64_t> words(1);
     const int later = leaving == 0 ? 1 : 0;
-    EXPECT_TRUE(contains(thrown_text<PeerLost>([&] { group->rank(later).all_gather(mine, all); }),
+    EXPECT_TRUE(contains(thrown_text<PeerLost>([&] { group->rank(later).all_reduce_sum(words); }),
                          "refused"));
   }
 }
@@ -228,9 +222,6 @@ TEST(SelfCommunicator, LeavesWordsAsTheyAreExact) {
   const auto before = words;
   self.all_reduce_sum(words);
   EXPECT_EQ(words, before);
-  std::vector<std::int64_t> all(3);
-  self.all_gather(bytes_of(words), std::as_writable_bytes(std::span(all)));
-  EXPECT_EQ(all, before);
   self.abandon("nobody listens");
   self.all_reduce_sum(words);
 }

@@ -32,12 +32,6 @@ class Failing final : public Communicator {
       }
     });
   }
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override {
-    exchange([&] {
-      std::copy(in.begin(), in.end(), out.begin());
-      std::copy(in.begin(), in.end(), out.begin() + static_cast<std::ptrdiff_t>(in.size()));
-    });
-  }
   void abandon(const std::string&) override {}
 
  private:

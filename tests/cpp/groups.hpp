@@ -7,8 +7,10 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -16,6 +18,19 @@
 #include "syncbn/shared_memory.hpp"
 
 namespace syncbn::testing {
+
+/// Brings the bytes of all ranks to each, in rank order.
+inline void gather(Communicator& group, std::span<const std::byte> mine, std::span<std::byte> all) {
+  std::vector<std::int64_t> words(all.size());
+  for (std::size_t i = 0; i < mine.size(); ++i) {
+    words[static_cast<std::size_t>(group.rank()) * mine.size() + i] =
+        std::to_integer<std::int64_t>(mine[i]);
+  }
+  group.all_reduce_sum(words);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    all[i] = static_cast<std::byte>(words[i]);
+  }
+}
 
 enum class GroupKind { kThreads, kSharedMemory };
 

@@ -253,7 +253,6 @@ class Twin final : public Communicator {
       word *= 2;
     }
   }
-  void all_gather(std::span<const std::byte>, std::span<std::byte>) override {}
   void abandon(const std::string&) override {}
   std::vector<std::uint32_t> fingerprints;
 };

@@ -231,18 +231,7 @@ inline void sum(Communicator& group, std::int64_t length, std::int64_t exchange)
   }
 }
 
-inline void gather(Communicator& group, std::int64_t length, std::int64_t exchange) {
-  const auto mine = message(length, group.rank(), exchange);
-  std::vector<std::int64_t> all(mine.size() * static_cast<std::size_t>(group.size()));
-  group.all_gather(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));
-  for (int r = 0; r < group.size(); ++r) {
-    const auto theirs = message(length, r, exchange);
-    require(std::equal(theirs.begin(), theirs.end(), all.begin() + r * length),
-            "part " + std::to_string(r) + " of " + std::to_string(length));
-  }
-}
-
-/// A rank's part in many exchanges of every kind, to which it comes now and then late.
+/// A rank's part in many exchanges, to which it comes now and then late.
 inline void exchange_with_delays(Communicator& group, int exchanges) {
   Random mine(static_cast<std::uint64_t>(group.rank()));
   Random common(52);
@@ -252,12 +241,11 @@ inline void exchange_with_delays(Communicator& group, int exchanges) {
     } else if (mine.one_in(5)) {
       std::this_thread::yield();
     }
-    const std::int64_t length = common.between(0, 50);
-    common.one_in(4) ? gather(group, length, i) : sum(group, length, i);
+    sum(group, common.between(0, 50), i);
   }
 }
 
-/// What one rank brings differs in length or kind: an error on every rank, and the group goes on.
+/// What one rank brings differs in length: an error on every rank, and the group goes on.
 inline void disagree(Communicator& group, const std::vector<std::int64_t>& lengths) {
   const auto expect_error = [](const auto& call, const std::vector<std::string>& parts) {
     try {
@@ -279,9 +267,6 @@ inline void disagree(Communicator& group, const std::vector<std::int64_t>& lengt
             {"brought " + std::to_string(8 * length), "brought " + std::to_string(8 * other)});
         sum(group, 7, 2);
       }
-      expect_error([&] { odd ? gather(group, length, 3) : sum(group, length, 3); },
-                   {"another kind"});
-      gather(group, 7, 4);
     }
   }
 }

@@ -296,7 +296,7 @@ std::vector<std::string> created(const std::function<void(std::span<std::byte>)>
     int calls = 0;
     const auto opened = SharedMemoryGroup::create(
         rank, 2, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
-          threads.rank(rank).all_gather(mine, all);
+          gather(threads.rank(rank), mine, all);
           if (rank == 1 && calls++ == 0) {
             spoil(all);
           }

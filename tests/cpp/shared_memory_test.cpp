@@ -33,12 +33,11 @@ const std::vector<std::int64_t> kLengths = {0, 1, 4, 4095, 4096, 9732, 16384, 16
 class SharedMemoryProcesses : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(, SharedMemoryProcesses, ::testing::Values(1, 2, 3, 8));
 
-TEST_P(SharedMemoryProcesses, SumGatherAndDisagreeOfAllLengthsExact) {
+TEST_P(SharedMemoryProcesses, SumAndDisagreeOfAllLengthsExact) {
   const int size = GetParam();
   Processes ranks(size, kLong, [&](Processes::Rank rank) {
     for (const std::int64_t length : kLengths) {
       sum(rank.group, length, length);
-      gather(rank.group, length, length + 1);
     }
     exchange_with_delays(rank.group, size > 3 ? 1000 : 10000);  // more than cores take turns
     if (size > 1) {
@@ -94,12 +93,7 @@ TEST(SharedMemory, AForkedChildHasNoPartAndDoesNoHarm) {
         }
       };
       std::vector<std::int64_t> words(4);
-      std::vector<std::int64_t> all(8);
       expect_error([&] { rank.group.all_reduce_sum(words); });
-      expect_error([&] {
-        rank.group.all_gather(std::as_bytes(std::span(words)),
-                              std::as_writable_bytes(std::span(all)));
-      });
       expect_error([&] { rank.group.parts()->publish(4); });
       expect_error([&] { rank.group.parts()->wait(4, milliseconds(0)); });
       expect_error([&] { rank.group.abandon("it is a child"); });

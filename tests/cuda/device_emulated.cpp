@@ -24,11 +24,6 @@ class EmulatedCommunicator final : public cuda::Communicator {
     const Away away;
     host_.all_reduce_sum(out);
   }
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out,
-                  const cuda::Stream&) override {
-    const Away away;
-    host_.all_gather(in, out);
-  }
   void abandon(const std::string& reason) override { host_.abandon(reason); }
   void refuse(const std::string& reason) override { host_.refuse(reason); }
 

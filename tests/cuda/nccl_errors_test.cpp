@@ -73,16 +73,6 @@ ncclResult_t ncclAllReduce(const void* in, void* out, size_t count, ncclDataType
                  [](std::int64_t word) { return word + 1; });
   return played.answer;
 }
-ncclResult_t ncclAllGather(const void* in, void* out, size_t count, ncclDataType_t type, ncclComm_t,
-                           cudaStream_t) {
-  if (type != ncclUint8) {
-    return ncclInvalidArgument;
-  }
-  const auto* from = static_cast<const std::byte*>(in);
-  auto* to = static_cast<std::byte*>(out);
-  std::fill(std::copy(from, from + count, to), to + 2 * count, std::byte{1});
-  return played.answer;
-}
 const char* ncclGetErrorString(ncclResult_t) { return "an error"; }
 const char* ncclGetLastError(ncclComm_t) { return "its reason"; }
 cudaError_t cudaStreamQuery(cudaStream_t) { return played.stream; }
@@ -114,11 +104,9 @@ TEST_F(NcclErrors, GroupThatTakesItsTimeIsUsable) {
     played.answer = ncclInProgress;  // connections are made in the first exchange
     played.in_progress = 3;
     const Words in = {5, -9};
-    Words out(2), all(4);
+    Words out(2);
     group.all_reduce_sum(in, out, {});
     EXPECT_EQ(out, (Words{6, -8}));
-    group.all_gather(std::as_bytes(std::span(in)), std::as_writable_bytes(std::span(all)), {});
-    EXPECT_EQ(all, (Words{5, -9, 0x0101010101010101, 0x0101010101010101}));
     group.wait({});
     played.in_progress = 3;
   }
@@ -215,11 +203,6 @@ TEST_F(NcclErrors, WrongArgumentsAreNamed) {
   EXPECT_TRUE(
       contains(text([&](cuda::NcclCommunicator& group) { group.all_reduce_sum(three, two, {}); }),
                "out: got 16 bytes, expected 24"));
-  EXPECT_TRUE(contains(text([&](cuda::NcclCommunicator& group) {
-                         group.all_gather(std::as_bytes(std::span(two)),
-                                          std::as_writable_bytes(std::span(three)), {});
-                       }),
-                       "out: got 24 bytes, expected 32"));
   EXPECT_TRUE(contains(thrown_text<InvalidArgument>(
                            [] { cuda::NcclCommunicator{static_cast<ncclComm_t>(nullptr)}; }),
                        "communicator: got null, expected an ncclComm_t"));

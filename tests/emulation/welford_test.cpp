@@ -87,8 +87,7 @@ TEST(CudaWelford, RanksAreMergedAsOnCpuExact) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat64}) {
     const std::int64_t channels = 9;
     const std::int64_t length = kHeaderWords + welford_words(dtype, channels);
-    Words gathered;
-    Words header(kHeaderWords, 0);
+    Words merged(kHeaderWords, 0);
     for (const std::int64_t samples : {3, 0, 5}) {
       Tensor x(dtype, {samples, channels, 6});
       Doubles values(size(samples * channels * 6));
@@ -103,25 +102,25 @@ TEST(CudaWelford, RanksAreMergedAsOnCpuExact) {
       EXPECT_EQ(Words(message.begin(), message.begin() + kHeaderWords + 1),
                 Words(cpu.begin(), cpu.begin() + kHeaderWords + 1))
           << "header and count";
-      gathered.insert(gathered.end(), message.begin(), message.end());
-      for (std::size_t i = 0; i < header.size(); ++i) {
-        header[i] += message[i];
+      merged.insert(merged.end(), message.begin() + kHeaderWords, message.end());
+      for (std::size_t i = 0; i < kHeaderWords; ++i) {
+        merged[i] += message[i];
       }
     }
     Moments got(channels);
     Moments expected(channels);
     Words info(kInfoWords);
-    cuda::merge_welford(gathered.data(), dtype, 3, got.mean.data(), got.var.data(), got.rstd.data(),
+    cuda::merge_welford(merged.data(), dtype, 3, got.mean.data(), got.var.data(), got.rstd.data(),
                         info.data(), channels, kEps, {});
-    merge_welford(read_header(header.data(), 3), gathered.data() + kHeaderWords,
-                  expected.mean.data(), expected.var.data(), expected.rstd.data(), channels, 3,
-                  length, kEps);
+    merge_welford(read_header(merged.data(), 3), merged.data() + kHeaderWords, expected.mean.data(),
+                  expected.var.data(), expected.rstd.data(), channels, 3, length - kHeaderWords,
+                  kEps);
     EXPECT_TRUE(same_bits(got.mean, expected.mean));
     EXPECT_TRUE(same_bits(got.var, expected.var));
     EXPECT_TRUE(same_bits(got.rstd, expected.rstd));
     EXPECT_EQ(info[0], 8 * 6);
-    gathered[1] += 1;  // another fingerprint
-    cuda::merge_welford(gathered.data(), dtype, 3, got.mean.data(), got.var.data(), got.rstd.data(),
+    merged[1] += 1;  // another fingerprint
+    cuda::merge_welford(merged.data(), dtype, 3, got.mean.data(), got.var.data(), got.rstd.data(),
                         info.data(), channels, kEps, {});
     EXPECT_EQ(info[0], -1);
     EXPECT_TRUE(same_bits(got.mean, Doubles(9, std::numeric_limits<double>::quiet_NaN())));

@@ -47,18 +47,6 @@ TEST(Mpi, SumsWrapAroundExact) {
   }
 }
 
-TEST(Mpi, GathersInRankOrderExact) {
-  MpiCommunicator group = group_of_all();
-  for (const std::size_t length : {0u, 1u, 7u, 100'000u}) {
-    const std::vector<std::byte> mine(length, static_cast<std::byte>(group.rank() + 1));
-    std::vector<std::byte> all(length * static_cast<std::size_t>(group.size()));
-    group.all_gather(mine, all);
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      ASSERT_EQ(all[i], static_cast<std::byte>(i / length + 1));
-    }
-  }
-}
-
 /// A step of this rank's part of a batch, which is always the same: the results, and whose they
 /// are.
 struct Part {

@@ -108,9 +108,6 @@ class LayerExchange final : public Communicator {
       }
     }
   }
-  void all_gather(std::span<const std::byte>, std::span<std::byte>) override {
-    throw Error("all_gather: got a call, expected all_reduce_sum alone");
-  }
   void abandon(const std::string& reason) override {
     if (group_) {
       group_->abandon(reason);

@@ -5,7 +5,6 @@ messages of a step take, by where they lie and to whom they go."""
 import functools
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
@@ -13,23 +12,18 @@ from ..operators import (
     DIVERGED,
     DONE,
     DTYPES,
-    HEADER_BACKWARD,
-    HEADER_FLAGS,
     HEADER_WORDS,
-    MESSAGE_WORDS,
     NO_MEMORY,
     PENDING,
-    REJECTED,
     TIMEOUT,
     UNCHECKED,
+    message_words,
     ops,
-    record_words,
-    without_modes,
 )
-from . import agreement, callers
-from .agreement import Engine
+from . import callers
+from .agreement import OnHost, sum_over_gloo
 from .call import Call, Peers, Refused
-from .failing import Attempt, Refusal
+from .failing import Attempt
 from .transport import ALONE_WAY, InStream, Transport
 
 #: Milliseconds that an operator waits in shared memory.
@@ -43,95 +37,6 @@ def engine_of(peers: Peers) -> "OnHost":
     return SharedMemory(peers) if peers.nodes == 1 else SharedMemoryAndGloo(peers)
 
 
-def _beyond(first: torch.Tensor, message: torch.Tensor, words: int) -> torch.Tensor:
-    """Gives so many words of a message beyond what went first. A rank without samples, of another
-    dtype than the group, brings zeros."""
-    rest = message[first.numel() :][:words]
-    return F.pad(rest, (0, words - rest.numel()))
-
-
-class OnHost(Engine, Transport):
-    """The way of messages on the host, and the engine that sums their words."""
-
-    peers: Peers
-    on_host = True
-
-    def exchange(self, message, channels, call):
-        return self._rest_after(self.sum_first(message, call), message, channels, call)
-
-    def _rest_after(self, first, message, channels, call):
-        """Gives what exchange() returns, when the first part of the sum is there."""
-        # A mode of the caller's that raised here would leave the others alone with the sum.
-        with without_modes():
-            dtype = agreement.check_header(first, self, call)
-            words = 0 if dtype is None else HEADER_WORDS + channels * MESSAGE_WORDS[dtype]
-            if words <= first.numel():
-                return first, None
-            rest = _beyond(first, message, words - first.numel())
-        return first, self.sum_words(rest, call)
-
-    def gather(self, message, channels, call):
-        """Records travel in the first message of all exchanges, each rank's in a place of its own
-        where the others add zeros; if they do not fit the frame, in an all-gather after it."""
-        frame, fits = self.refusing(self._placed, (message, channels), message, call)
-        words, size = frame.numel(), message.numel() - HEADER_WORDS
-        first = self.sum_first(frame, call)
-        with without_modes():
-            dtype = agreement.check_header(first, self, call)
-            if dtype is not None:
-                size = record_words(channels, dtype)
-            ranks = self.peers.ranks
-            if fits and first.numel() == words:
-                return first, first[HEADER_WORDS : HEADER_WORDS + ranks * size]
-            whole = torch.cat([frame[: first.numel()], message[HEADER_WORDS:]])
-            record = _beyond(first, whole, size)
-        return first, self.gather_words(record, call)
-
-    def _placed(self, message, channels):
-        """Makes the first message of gather(), and tells whether it has room for all records."""
-        record, ranks = message[HEADER_WORDS:], self.peers.ranks
-        size, room = record.numel(), self.frame_words
-        words = room or HEADER_WORDS + ranks * size
-        frame = torch.zeros(words, dtype=torch.int64, device=message.device)
-        frame[:HEADER_WORDS] = message[:HEADER_WORDS]
-        # By the largest record: a rank without samples may be of another dtype than the group.
-        fits = not room or HEADER_WORDS + ranks * (1 + 2 * channels) <= room
-        if fits:
-            begin = HEADER_WORDS + self.peers.rank * size
-            frame[begin : begin + size] = record
-        return frame, fits
-
-    def sum(self, x, tag, call):
-        """Sums x after the tags, which go first, in a message of the frame's length."""
-        agreement.agree(torch.empty(0, dtype=torch.int64, device="cpu"), tag, self, call)
-        return self._sum_numbers(x.cpu().contiguous(), call).to(x.device)
-
-    def _sum_numbers(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        """Sums tensors of any dtype, equal in shape on all ranks."""
-        with Attempt(self.peers, call) as attempt:
-            return _sum_over_gloo(x.clone(), self.peers.group_name, attempt)
-
-    def backward_of(self, word, merged, own, call):
-        if merged is not None:
-            with without_modes():
-                word = int(merged[HEADER_BACKWARD].item())
-        return agreement.backward_of(word, own, self, call)
-
-    def reject(self, call, error, x=None, parameter=None):
-        reason = str(error).removeprefix(f"{call}, {self.peers}: ")
-        text = f"{call}: {type(error).__name__}: {reason}"
-
-        def tell() -> None:
-            with without_modes():
-                words = max(self.frame_words, HEADER_WORDS)
-                refusal = torch.zeros(words, dtype=torch.int64, device="cpu")
-                refusal[HEADER_FLAGS] = REJECTED
-                self.sum_first(refusal, call)
-                agreement.exchange_texts(text, self, call)
-
-        Refusal(self.peers, text, tell)
-
-
 class Gloo(OnHost):
     """Messages over Gloo alone."""
 
@@ -141,15 +46,6 @@ class Gloo(OnHost):
 
     def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
         return self._sum_numbers(words, call)
-
-    def gather_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
-        out = words.new_empty(self.peers.ranks, words.numel())
-        with Attempt(self.peers, call) as attempt:
-            options = dist.distributed_c10d.AllgatherOptions()
-            options.timeout = attempt.timeout
-            group = callers.resolve(self.peers.group_name)
-            attempt.wait(group.allgather([list(out)], [words], options))
-        return out.flatten()
 
 
 class _InMemory(OnHost):
@@ -179,11 +75,6 @@ class _InMemory(OnHost):
         if status != DONE:
             kind = ExchangeTimeout if status == TIMEOUT else PeerLost
             attempt.fail(kind, _error(self._handle))
-
-    def gather_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
-        places = words.new_zeros(self.peers.ranks, words.numel())
-        places[self.peers.rank] = words
-        return self.sum_words(places.flatten(), call)
 
 
 def _error(handle: int) -> str:
@@ -263,19 +154,11 @@ class SharedMemoryAndGloo(_InMemory):
                 total.zero_()
             else:
                 try:
-                    total = _sum_over_gloo(total, self.peers.leaders, attempt)
+                    total = sum_over_gloo(total, self.peers.leaders, attempt)
                 except BaseException as error:
                     ops.shm_leave(self._handle, f"between nodes: {error}"[:200])
                     raise
             return self._sum_on_node(total, attempt)
-
-
-def _sum_over_gloo(total: torch.Tensor, group: str, attempt: Attempt) -> torch.Tensor:
-    """Sums over the group, and writes the sum over what it is made of."""
-    options = dist.AllreduceOptions()
-    options.timeout = attempt.timeout
-    attempt.wait(callers.resolve(group).allreduce([total], options))
-    return total
 
 
 class ThroughHost(Transport):
@@ -287,27 +170,17 @@ class ThroughHost(Transport):
         self.peers, self.engine = peers, engine_of(peers)
         self.name = f"{self.engine.name}, through the host"
 
-    def exchange(self, message, channels, call):
+    def exchange(self, message, channels, call, records=0):
         """Gives the merged message in one piece."""
         own = message.cpu()
         framed = F.pad(own, (0, max(0, self.engine.frame_words - own.numel())))
-        first, rest = self.engine.exchange(framed, channels, call)
+        first, rest = self.engine.exchange(framed, channels, call, records)
         merged = first if rest is None else torch.cat([first, rest])
         dtype = int(ops.header(first, self.engine.peers.ranks)[3])
         # A rank without samples may be of another dtype than the group, whose length then counts.
-        words = own.numel() if dtype < 0 else HEADER_WORDS + channels * MESSAGE_WORDS[DTYPES[dtype]]
+        words = own.numel() if dtype < 0 else message_words(channels, DTYPES[dtype], records)
         merged = F.pad(merged[:words], (0, max(0, words - merged.numel())))
         return merged.to(message.device), None
-
-    def gather(self, message, channels, call):
-        own, ranks = message.cpu(), self.engine.peers.ranks
-        merged, records = self.engine.gather(own, channels, call)
-        records = records.view(ranks, -1)
-        headers = own[:HEADER_WORDS].repeat(ranks, 1)  # the calls agree
-        headers[:, 0], headers[:, 3] = records[:, 0], 0
-        headers[0, 3] = merged[3]
-        messages = torch.cat([headers, records], 1).flatten()
-        return merged[:HEADER_WORDS].to(message.device), messages.to(message.device)
 
     def sum(self, x, tag, call):
         return self.engine.sum(x, tag, call)

@@ -17,7 +17,7 @@ from ..operators import (
     HEADER_WORDS,
     MESSAGE,
     MESSAGE_WORDS,
-    record_words,
+    message_words,
     without_modes,
 )
 from . import callers
@@ -55,22 +55,13 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(
-        self, message: torch.Tensor, channels: int, call: Call
+        self, message: torch.Tensor, channels: int, call: Call, records: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sums a message over the group; the sum may be written over it.
+        """Sums a message over the group; the sum may be written over it. records: as
+        message_words() takes it.
 
         Returns (first part, the words beyond it or None). Raises DivergenceError if the calls
         differ; in stream order, where nobody waits for the device, they give NaN.
-        """
-
-    @abstractmethod
-    def gather(
-        self, message: torch.Tensor, channels: int, call: Call
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Brings every rank's record of the welford mode to all ranks.
-
-        Returns (merged message, whose header counts; records, one after the other, on CUDA each
-        behind its header). Errors are those of exchange().
         """
 
     @abstractmethod
@@ -127,7 +118,7 @@ class Transport(ABC):
         caller names the errors.
 
         Returns (what the operator gives of each input; None, or where the direction has not come to
-        its end, this rank's message and what exchange() or gather() returns of it). In what it
+        its end, this rank's message and what exchange() returns of it). In what it
         gives, the last but one is the sum over the group of a direction that came to its end in
         shared memory, or by NOTED.
         """
@@ -149,9 +140,13 @@ class Transport(ABC):
         if len(messages) > 1:
             own = _total([own for own, _ in messages], lead)
             message = own if message is messages[0][0] else own.clone()
-        exchange = self.gather if gathers else self.exchange
+        x, records = passes[lead][0], 0
+        if gathers and self.peers is not None:
+            records = self.peers.ranks
+            placing = (message, self.peers, self.frame_words)
+            message = self.refusing(with_places, placing, x, call)
         # One rank's messages go nowhere.
-        return given, (own, *exchange(message, passes[lead][0].size(1), call))  # type: ignore
+        return given, (own, *self.exchange(message, x.size(1), call, records))  # type: ignore
 
     def refusing(
         self, run, arguments: tuple, x: torch.Tensor, call: Call | None, checked: bool = True
@@ -192,17 +187,25 @@ def _total(messages: Sequence[torch.Tensor], lead: int) -> torch.Tensor:
     return total
 
 
+def with_places(message: torch.Tensor, peers: Peers, frame_words: int) -> torch.Tensor:
+    """Makes a message with a place for the record of each rank, in which the others have zeros."""
+    record = message[HEADER_WORDS:]
+    size = record.numel()
+    words = max(frame_words, HEADER_WORDS + peers.ranks * size)
+    placed = message.new_zeros(words)
+    placed[:HEADER_WORDS] = message[:HEADER_WORDS]
+    placed[HEADER_WORDS + peers.rank * size :][:size] = record
+    return placed
+
+
 class Alone(Transport):
     """Keeps the messages of one rank, which sends nothing."""
 
     name = "none"
     way = ALONE
 
-    def exchange(self, message, channels, call):
+    def exchange(self, message, channels, call, records=0):
         return message, None
-
-    def gather(self, message, channels, call):
-        return message, message if message.is_cuda else message[HEADER_WORDS:]
 
     def sum(self, x, tag, call):
         return x
@@ -227,15 +230,9 @@ class InStream(Transport):
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self.peers, self.device = peers, device
 
-    def exchange(self, message, channels, call):
+    def exchange(self, message, channels, call, records=0):
         dist.all_reduce(message, group=callers.resolve(self.peers.cuda))
         return message, None
-
-    def gather(self, message, channels, call):
-        messages = message.new_empty(self.peers.ranks, message.numel())
-        group = callers.resolve(self.peers.cuda)
-        dist.all_gather_into_tensor(messages.view(-1), message, group=group)
-        return messages[:, :HEADER_WORDS].sum(0), messages.flatten()
 
     def sum(self, x, tag, call):
         """Sums x and the tags in one message."""
@@ -264,8 +261,8 @@ class InStream(Transport):
         if channels == 0:
             return
         options = call.options if call.direction == "forward" else None
-        gathers = options is not None and options.statistics == "welford"
-        size = record_words(channels, x.dtype) if gathers else channels * MESSAGE_WORDS[x.dtype]
-        message = torch.zeros(HEADER_WORDS + size, dtype=torch.int64, device=self.device)
+        welford = options is not None and options.statistics == "welford"
+        words = message_words(channels, x.dtype, self.peers.ranks if welford else 0)
+        message = torch.zeros(words, dtype=torch.int64, device=self.device)
         message[3:4].fill_(1)  # ranks that refuse
-        (self.gather if gathers else self.exchange)(message, channels, call)
+        self.exchange(message, channels, call)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import DivergenceError
 from ..exchange import agreement, callers, groups
-from ..exchange.agreement import Engine
+from ..exchange.agreement import OnHost
 from ..exchange.call import Call, Peers, tag_of
 from ..exchange.host import engine_of
 from ..fingerprints import bytes_of
@@ -122,7 +122,7 @@ class _Compared(Call):
         return self.layers
 
 
-def _level(layers: list[tuple[str, SyncBatchNorm]], engine: Engine, strict: bool) -> None:
+def _level(layers: list[tuple[str, SyncBatchNorm]], engine: OnHost, strict: bool) -> None:
     """Has the ranks of a group go on from the same calls and running statistics."""
     peers, call = engine.peers, _Compared("syncbn.reset_groups", direction="comparing layers")
     call.layers = {"layers": str(len(layers))}
@@ -131,7 +131,9 @@ def _level(layers: list[tuple[str, SyncBatchNorm]], engine: Engine, strict: bool
         call.layers[path] = ", ".join(texts) or "no statistics"
     agreement.numbers_of_ranks(0, tag_of(call.layers), engine, call)
     own = torch.tensor([_numbers(layer) for _, layer in layers], dtype=torch.int64, device="cpu")
-    ranks = engine.gather_words(own.flatten(), call).view(peers.ranks, len(layers), 3)
+    places = own.new_zeros(peers.ranks, *own.shape)
+    places[peers.rank] = own
+    ranks = engine.sum_words(places.flatten(), call).view(places.shape)
     sources: dict[int, list[tuple[str, SyncBatchNorm]]] = {}
     for named, (calls, batches, digests) in zip(layers, ranks.permute(1, 2, 0).tolist()):
         named[1].state.call.fill_(max(calls))
@@ -180,7 +182,7 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten().cpu().view(_BITS[tensor.element_size()]).long()
 
 
-def bring(tensors: list[Tensor], mine: bool, engine: Engine, call: Call) -> None:
+def bring(tensors: list[Tensor], mine: bool, engine: OnHost, call: Call) -> None:
     """Sets the tensors on all ranks to what they are on the one rank whose call has `mine`."""
     words = torch.cat([_words(tensor) for tensor in tensors])
     words = engine.sum_words(words if mine else torch.zeros_like(words), call)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import DivergenceError
 from ..exchange import agreement, callers, groups
-from ..exchange.agreement import Engine
+from ..exchange.agreement import OnHost
 from ..exchange.call import Call, Peers, Times, tag_of
 from ..exchange.callers import Sharing
 from ..operators import FRAME_WORDS, HEADER_WORDS, without_modes
@@ -257,7 +257,7 @@ class _Group:
 _compared: dict[str, _Group] = {}
 
 
-def compare(state: LayerState, engine: Engine, x: torch.Tensor, options: Options) -> None:
+def compare(state: LayerState, engine: OnHost, x: torch.Tensor, options: Options) -> None:
     """Sets, before an exchange of a layer in another group than its last one, state.number, and in
     the first exchange state.call, to what the ranks agree on in a message.
     Raises DivergenceError on every rank if they call different layers."""
@@ -279,7 +279,7 @@ def way(state: LayerState, peers: Peers | None) -> Peers | None:
     return peers._replace(cuda="")
 
 
-def _agreed(state: LayerState, engine: Engine, x: torch.Tensor, options: Options) -> int:
+def _agreed(state: LayerState, engine: OnHost, x: torch.Tensor, options: Options) -> int:
     peers = engine.peers
     state.find_path()
     state.refuse_capture(x.is_cuda, "exchange in a group")
@@ -347,7 +347,7 @@ def _end_of(path: str, peers: Peers) -> str:
     return path.encode()[-room:].decode(errors="ignore")
 
 
-def _exchanged(path: str, state: LayerState, engine: Engine, call: Call) -> list[str]:
+def _exchanged(path: str, state: LayerState, engine: OnHost, call: Call) -> list[str]:
     """Gives every rank's path. All go on from the largest call number: a rank may be new, or have
     been alone."""
     peers = engine.peers

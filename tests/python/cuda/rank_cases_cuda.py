@@ -15,7 +15,7 @@ from support import new_layer
 from syncbn.exchange import callers, groups
 from syncbn.exchange.call import Call
 from syncbn.exchange.host import ThroughHost, transport_of
-from syncbn.exchange.transport import InStream
+from syncbn.exchange.transport import InStream, with_places
 from syncbn.operators import DTYPES, HEADER_WORDS, ops
 from syncbn.step.options import Options
 
@@ -94,15 +94,14 @@ def case_messages_in_stream_order_exact(rank, world):
 
 
 def case_welford_messages_exact(rank, world):
-    """Every rank's record behind a header of its own; the headers add up to the group's."""
+    """The sum brings every rank's record to all, behind the sum of the headers."""
     whole = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
     own = message_of(whole[shards(9, world, "empty first")[rank]], 3, 1)
     for way in (in_stream_order(), through_host()):
-        merged, messages = way.gather(own, 4, Call("layer"))
-        rows = messages.view(world, -1)
-        assert torch.equal(rows[rank, HEADER_WORDS:], own[HEADER_WORDS:])
-        assert torch.equal(rows[:, :HEADER_WORDS].sum(0), merged) and rows[rank, 0] == own[0]
-        assert rows[0, 1] == own[1]
+        merged, rest = way.exchange(with_places(own, way.peers, 0), 4, Call("layer"), world)
+        rows = merged[HEADER_WORDS:].view(world, -1)
+        assert rest is None and torch.equal(rows[rank], own[HEADER_WORDS:])
+        assert rows[:, 0].sum() == merged[0] and merged[1] == world * own[1]
         assert ops.header(merged, world).tolist() == [9, 1, 0, DTYPES.index(torch.float32)]
 
 
@@ -123,7 +122,7 @@ def case_refusal_in_stream_order_reaches_the_header(rank, world):
 
 
 def case_refused_welford_call_in_stream_order_reaches_the_headers(rank, world):
-    """It gathers as the others do; its backward sums."""
+    """Its message is as long as the others', also that of its backward."""
     call = Call("layer", options=Options(statistics="welford"))
     for dtype in DTYPES:
         x = torch.randn(2, 4).to(dtype)
@@ -132,8 +131,9 @@ def case_refused_welford_call_in_stream_order_reaches_the_headers(rank, world):
             refuse(x, call._replace(direction="backward"))
             continue
         own = message_of(x, 3, 1)
-        merged, messages = in_stream_order().gather(own, 4, call)
-        assert ops.header(merged, world)[2] == 1 and messages.numel() == world * own.numel()
+        way = in_stream_order()
+        merged = way.exchange(with_places(own, way.peers, 0), 4, call, world)[0]
+        assert ops.header(merged, world)[2] == 1
         summed = in_stream_order().exchange(message_of(x), 4, call)[0]
         assert ops.header(summed, world)[2] == 1
 
