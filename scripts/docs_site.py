@@ -22,7 +22,6 @@ HEADERS = ("include/syncbn/*.hpp", "bindings/libtorch/syncbn/*.hpp", "include/sy
 # Whose members the site shows, besides what they are called with.
 MEMBERS = {
     "syncbn.SyncBatchNorm": "forward convert_sync_batchnorm process_group reset_running_stats",
-    "syncbn.testing.Parity": "exact gradient_drift losses ranks",
     "syncbn.parallel.SelfDataParallel": "forward",
     "syncbn.Shares": "forward backward split loader mean no_sync mine",
     "syncbn.graph.Network": "input append output train infer run module parameters graph",

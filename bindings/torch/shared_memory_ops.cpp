@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <torch/csrc/stable/library.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <map>
@@ -18,18 +17,10 @@
 #include "bindings/torch/tensors.hpp"
 #include "syncbn/shared_memory.hpp"
 
-// Groups of processes on one node, for python/syncbn/exchange/shared_memory.py. Python holds a
+// Groups of processes on one node, for python/syncbn/exchange/host.py. Python holds a
 // number for each, and comes back between slices of a wait, so that signals reach it.
 namespace syncbn::torch_layer {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-/// Whether exchanges note their times; for the process.
-std::atomic<bool>& timed() {
-  static std::atomic<bool> one = false;
-  return one;
-}
 
 struct Group {
   std::unique_ptr<SharedMemoryOffer> offer;
@@ -38,34 +29,6 @@ struct Group {
   std::unique_ptr<SharedMemoryGroup> group;
   bool left = false;  ///< by this rank, in the middle of an exchange
   std::string error;
-  /// Of the last exchange, if its times are noted: until the last part was published, without the
-  /// waits; and all waits.
-  Clock::duration summed{}, waited{};
-};
-
-/// If times are noted, its life is a wait of the group, and a range of a profile.
-class NotedWait {
- public:
-  explicit NotedWait(Group& entry) {
-    if (timed().load(std::memory_order_relaxed)) {
-      entry_ = &entry;
-      begin_ = Clock::now();
-      aoti_record_function_start("syncbn::wait", nullptr, nullptr, 0, &range_);
-    }
-  }
-  ~NotedWait() {
-    if (entry_ != nullptr) {
-      aoti_record_function_end(range_);
-      entry_->waited += Clock::now() - begin_;
-    }
-  }
-  NotedWait(const NotedWait&) = delete;
-  NotedWait& operator=(const NotedWait&) = delete;
-
- private:
-  Group* entry_ = nullptr;
-  Clock::time_point begin_;
-  AtenRecordFunctionHandle range_ = nullptr;
 };
 
 class Registry {
@@ -185,15 +148,9 @@ void shm_leave(std::int64_t handle, std::optional<std::string> reason) {
   }
 }
 
-/// How long that group waits from now on, and whether exchanges of the process note their times.
-void shm_set(std::optional<std::int64_t> handle, std::optional<double> timeout,
-             std::optional<bool> notes_times) {
-  if (handle.has_value() && timeout.has_value()) {
-    opened(*registry().get(*handle)).set_timeout(milliseconds_of(*timeout));
-  }
-  if (notes_times.has_value()) {
-    timed() = *notes_times;
-  }
+/// How long that group waits from now on.
+void shm_set(std::int64_t handle, double timeout) {
+  opened(*registry().get(handle)).set_timeout(milliseconds_of(timeout));
 }
 
 void begin_exchange(Group& entry, const Tensor& words, const Tensor& out) {
@@ -201,7 +158,6 @@ void begin_exchange(Group& entry, const Tensor& words, const Tensor& out) {
     throw InvalidArgument("handle: got a group in the middle of an exchange, expected its end");
   }
   entry.pending.emplace(words, out);
-  entry.summed = entry.waited = {};
 }
 
 /// Whether the exchange is over.
@@ -209,7 +165,6 @@ bool wait_for_all(Group& entry, std::int64_t slice) {
   if (!entry.pending.has_value()) {
     return true;
   }
-  const NotedWait wait(entry);
   const auto words = static_cast<std::size_t>(entry.pending->second.numel());
   return opened(entry).parts()->wait(words, std::chrono::milliseconds(slice));
 }
@@ -230,38 +185,25 @@ std::tuple<Tensor, std::int64_t> shm_sum(const Tensor& words, std::int64_t handl
   return {out, status};
 }
 
-/// Waits for the exchange under way, if there is one: its status, the text of the last error, and
-/// the seconds of summing and of waiting in the last exchange.
-std::tuple<std::int64_t, std::string, double, double> shm_wait(std::int64_t handle,
-                                                               std::int64_t slice) {
+/// Waits for the exchange under way, if there is one: its status, and the text of the last error.
+std::tuple<std::int64_t, std::string> shm_wait(std::int64_t handle, std::int64_t slice) {
   const auto entry = registry().get(handle);
   const std::int64_t status =
       entry->left ? kLost : guarded(*entry, [&] { return wait_for_all(*entry, slice); });
-  using Seconds = std::chrono::duration<double>;
-  return {status, entry->error, Seconds(entry->summed).count(), Seconds(entry->waited).count()};
+  return {status, entry->error};
 }
 
 /// Notes how far a sum of the group has come.
 class Watched final : public SumInParts {
  public:
-  Watched(Group& entry, SumInParts& sum) : entry_(entry), sum_(sum) {
-    if (timed().load(std::memory_order_relaxed)) {
-      begin_ = Clock::now();
-    }
-  }
+  explicit Watched(SumInParts& sum) : sum_(sum) {}
   void open(std::span<const std::int64_t> in, std::span<std::int64_t> out) override {
     sum_.open(in, out);
     opened = true;
     words_ = out.size();
   }
-  void publish(std::size_t words) override {
-    sum_.publish(words);
-    if (begin_.has_value()) {
-      entry_.summed = Clock::now() - *begin_ - entry_.waited;
-    }
-  }
+  void publish(std::size_t words) override { sum_.publish(words); }
   bool wait(std::size_t words, std::chrono::milliseconds slice) override {
-    const NotedWait wait(entry_);
     const bool there = sum_.wait(words, slice);
     complete = complete || (there && words == words_);
     return there;
@@ -270,10 +212,8 @@ class Watched final : public SumInParts {
   bool complete = false;
 
  private:
-  Group& entry_;
   SumInParts& sum_;
   std::size_t words_ = 0;
-  std::optional<Clock::time_point> begin_;
 };
 
 }  // namespace
@@ -282,7 +222,7 @@ std::int64_t run_in_group(std::int64_t handle, const Tensor& message, const Tens
                           const std::function<Reached(SumInParts&)>& direction) {
   const auto entry = registry().get(handle);
   SharedMemoryGroup& group = opened(*entry);
-  Watched sum(*entry, *group.parts());
+  Watched sum(*group.parts());
   begin_exchange(*entry, message, merged);
   Reached reached{};
   std::int64_t status = kUnchecked;
@@ -313,9 +253,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def("shm_offer(Tensor(a!) out, int rank, int size) -> int");
   m.def("shm_open(int handle, Tensor offers, float timeout) -> str");
   m.def("shm_leave(int handle, str? reason=None) -> ()");
-  m.def("shm_set(int? handle, float? timeout, bool? notes_times=None) -> ()");
+  m.def("shm_set(int handle, float timeout) -> ()");
   m.def("shm_sum(Tensor words, int handle, int slice) -> (Tensor, int)");
-  m.def("shm_wait(int handle, int slice) -> (int status, str error, float summed, float waited)");
+  m.def("shm_wait(int handle, int slice) -> (int status, str error)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch normalization whose statistics are shared by every device that trains."""
 
-from . import functional, graph, ops, parallel, testing
+from . import functional, graph, ops, parallel
 from ._build import __version__
 from .errors import DivergenceError, ExchangeTimeout, PeerLost
 from .fingerprints import fingerprint
@@ -11,7 +11,6 @@ from .models.join import join
 from .models.recording import record
 from .models.report import check, report
 from .models.sharing import prepare, reset_groups, set_group, skip
-from .models.timing import timing
 from .nn import SyncBatchNorm
 from .operators import ops as _ops
 from .shares import Shares
@@ -40,8 +39,6 @@ __all__ = [
     "revert_sync_batchnorm",
     "set_group",
     "skip",
-    "testing",
-    "timing",
 ]
 
 SyncBatchNorm._convert = staticmethod(convert_sync_batchnorm)

@@ -19,7 +19,6 @@ LAYERS = (
     ("models.classes",),
     ("graph", "parallel"),
     ("models", "shares"),
-    ("testing",),
     ("__main__", "__init__"),
 )
 

@@ -1,50 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one exchange is about: with whom, of which call of a layer, how long it takes, and how
-errors name it."""
+"""What one exchange is about: with whom, of which call of a layer, and how profiles and errors name
+it."""
 
 import re
-import time
 import zlib
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import profiler
 
 
-class Times:
-    """Counts the seconds of one layer on this rank. waits: of each of the last exchanges."""
-
-    #: Exchanges whose waits are kept.
-    MOST = 512
-
-    def __init__(self) -> None:
-        self.exchanges = 0
-        self.summed = self.waited = self.normalized = 0.0
-        self.waits: deque[float] = deque(maxlen=self.MOST)
-
-    def add(self, summed: float, waited: float, normalized: float) -> None:
-        """Adds an exchange, and what the operator computed that it was a part of."""
-        self.exchanges += 1
-        self.summed += summed
-        self.waited += waited
-        self.normalized += normalized
-        self.waits.append(waited)
-
-
-def timed(
-    function: Callable[..., Any], times: Times | None, what: Literal["summed", "normalized"]
-) -> Callable[..., Any]:
-    """Has the function, a pass over the tensor that it is given first, note how long it takes.
-    On CUDA it would note how long it takes to launch kernels."""
-    if times is None:
+def ranged(function: Callable[..., Any], call: "Call | None", part: str) -> Callable[..., Any]:
+    """Gives the function as a range of a profile, "syncbn::", the layer's name, the direction if it
+    is not forward, and the part of it. Where no profile is taken, it is the function itself."""
+    if call is None or not profiler._is_profiler_enabled:
         return function
+    name = call.layer if call.direction == "forward" else f"{call.layer} {call.direction}"
 
-    def run(x, *arguments):
-        begin = time.monotonic()
-        result = function(x, *arguments)
-        setattr(times, what, getattr(times, what) + time.monotonic() - begin)
-        return result
+    def run(*arguments):
+        with profiler.record_function(f"syncbn::{name} {part}"):
+            return function(*arguments)
 
     return run
 
@@ -82,7 +58,6 @@ class Call(NamedTuple):
     channels: int | None = None
     dtype: torch.dtype | None = None
     options: Any = None  # its shared() is named only where ranks are compared
-    times: Times | None = None  # where to note how long it takes, if anywhere
     given: int | None = None  # bits: which of the parts there are; None: nobody compares them
     parts: tuple[str, str, str] = ("residual", "weight", "bias")
 

@@ -281,8 +281,7 @@ class Attempt:
         if shared is not None and member.limit != self.limit:
             ops.shm_set(shared, self.limit)
             member.limit = self.limit
-        self.begun = time.monotonic()
-        member.does = self.call, True, self.begun
+        member.does = self.call, True, time.monotonic()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -290,18 +289,9 @@ class Attempt:
         # First: what comes now must not find the others waiting.
         if kind is not None and not issubclass(kind, _KNOWN_TO_ALL):
             abandon(peers, call, error)
-        now = time.monotonic()
-        seconds = now - self.begun
-        member.does = call, False, now
+        member.does = call, False, time.monotonic()
         member.lock.release()
-        if kind is not None:
-            return
-        if call.times is not None:
-            summed, waited = 0.0, seconds
-            if peers.shared is not None and peers.nodes == 1:
-                *_, summed, waited = ops.shm_wait(peers.shared, 0)
-            call.times.add(summed, waited, seconds - summed - waited)
-        if call.direction in _STEP:
+        if kind is None and call.direction in _STEP:
             member.exchanged.add((call.layer, call.direction))
 
     @property

@@ -6,6 +6,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import profiler
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import (
@@ -13,6 +14,7 @@ from ..operators import (
     DONE,
     DTYPES,
     HEADER_WORDS,
+    MESSAGE,
     NO_MEMORY,
     PENDING,
     TIMEOUT,
@@ -114,6 +116,8 @@ class SharedMemory(_InMemory):
         return self.sum_words(message[:HEADER_WORDS], call)
 
     def begin(self, run, passes, lead, way, call, gathers=False, checked=True):
+        if way is None and profiler._is_profiler_enabled:
+            way = MESSAGE  # whose parts are ranges
         if way is not None:
             return super().begin(run, passes, lead, way, call, gathers, checked)
         (arguments,) = passes

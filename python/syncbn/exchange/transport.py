@@ -15,6 +15,7 @@ from ..operators import (
     ALONE,
     DONE,
     HEADER_WORDS,
+    IN_PLACE,
     MESSAGE,
     MESSAGE_WORDS,
     message_words,
@@ -30,7 +31,7 @@ from .call import (
     Refused,
     explained,
     lacks_memory,
-    timed,
+    ranged,
 )
 from .failing import abandon
 
@@ -123,8 +124,10 @@ class Transport(ABC):
         shared memory, or by NOTED.
         """
         given, messages = [], []
-        last = (self.way if way is None else way, 0 if gathers else self.frame_words)
-        run = timed(run, call and call.times, "summed")
+        way = self.way if way is None else way
+        last = (way, 0 if gathers else self.frame_words)
+        if way in (MESSAGE, IN_PLACE):
+            run = ranged(run, call, "sums")
         for arguments in passes:
             try:
                 outputs = run(*arguments, *last)
@@ -145,8 +148,9 @@ class Transport(ABC):
             records = self.peers.ranks
             placing = (message, self.peers, self.frame_words)
             message = self.refusing(with_places, placing, x, call)
+        exchange = ranged(self.exchange, call, "exchange")
         # One rank's messages go nowhere.
-        return given, (own, *self.exchange(message, x.size(1), call, records))  # type: ignore
+        return given, (own, *exchange(message, x.size(1), call, records))  # type: ignore
 
     def refusing(
         self, run, arguments: tuple, x: torch.Tensor, call: Call | None, checked: bool = True
@@ -154,7 +158,7 @@ class Transport(ABC):
         """Calls run(*arguments), before an exchange. Its error is told to the others, or, where the
         arguments are not checked, an argument that it refuses is Refused. call: as in begin()."""
         try:
-            return timed(run, call and call.times, "summed")(*arguments)
+            return run(*arguments)
         except Exception as error:
             raise self._failed(error, x, call, checked) from None
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..errors import DivergenceError
 from ..exchange import agreement, callers, groups
 from ..exchange.agreement import OnHost
-from ..exchange.call import Call, Peers, Times, tag_of
+from ..exchange.call import Call, Peers, tag_of
 from ..exchange.callers import Sharing
 from ..operators import FRAME_WORDS, HEADER_WORDS, without_modes
 from .options import Options, is_strided
@@ -89,7 +89,6 @@ class LayerState:
         self.number = zlib.crc32(name.encode())
         self.numbers: dict[str, int] = {}  # by group
         self.group = ""  # to which number belongs
-        self.times: Times | None = None  # while syncbn.timing notes them
         self.record: Note | None = None  # while syncbn.record runs
         self.made = next(_ids)
         self.handle = _number(self.made)
@@ -162,7 +161,7 @@ class LayerState:
         channels = dtype = None
         if is_strided(x):  # else it is refused
             channels, dtype = x.size(1) if x.dim() > 1 else None, x.dtype
-        return Call(self.name, number, "forward", channels, dtype, options, self.times, given)
+        return Call(self.name, number, "forward", channels, dtype, options, given)
 
 
 _ids = itertools.count(1)

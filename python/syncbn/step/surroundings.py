@@ -133,6 +133,12 @@ def like(tensor: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x).copy_(tensor)
 
 
+@torch.compiler.assume_constant_result
+def _is_profiled() -> bool:
+    """Tells whether a profile is taken; what is compiled has no guard on it."""
+    return profiler._is_profiler_enabled
+
+
 def recorded(name_of: Callable[..., str], suffix: str = "") -> Callable[[_Function], _Function]:
     """The function is a range of a profile, "syncbn::", the layer's name and the suffix. name_of
     finds the layer's name among the function's arguments."""
@@ -140,7 +146,7 @@ def recorded(name_of: Callable[..., str], suffix: str = "") -> Callable[[_Functi
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not profiler._is_profiler_enabled or torch.compiler.is_compiling():
+            if not _is_profiled() or torch.compiler.is_compiling():
                 return function(*args, **kwargs)
             with profiler.record_function(f"syncbn::{name_of(*args)}{suffix}"):
                 return function(*args, **kwargs)

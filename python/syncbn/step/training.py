@@ -19,7 +19,7 @@ from ..exchange.call import (
     Peers,
     Refused,
     explained,
-    timed,
+    ranged,
 )
 from ..exchange.host import engine_of, transport_of
 from ..exchange.transport import Transport
@@ -80,7 +80,7 @@ class Step(NamedTuple):
     def call(self, direction: str) -> Call:
         """That direction of the call, as errors name it."""
         state, (number, channels, dtype) = self.state, self.made
-        return Call(state.name, number, direction, channels, dtype, self.options, state.times)
+        return Call(state.name, number, direction, channels, dtype, self.options)
 
 
 class Given(NamedTuple):
@@ -163,7 +163,7 @@ def forward(
     if kept is None and peers is not None and peers.group_name != state.group:
         layer_state.compare(state, engine_of(peers), x, options)
     # Of one rank, a call that is refused comes again, checked.
-    named = checked or peers is not None or state.times is not None
+    named = checked or peers is not None
     parts = has_residual | (weight is not None) << 1 | (bias is not None) << 2
     call: Any = state.call_of(x, options, parts) if named else None
     momentum = options.momentum
@@ -210,7 +210,7 @@ def forward(
         step = Step(state, options, form, peers, made, backward, bias_dtype, needs, lead)
     if exchanged is not None:
         _, merged, beyond = exchanged
-        finish = timed(_forward_finish, state.times, "normalized")
+        finish = ranged(_forward_finish, call, "map")
         for k, placed in enumerate(_placed(xs, merged, beyond)):
             y, saved, bits = outputs[k][:3]
             if kept is None and xs[k].dtype != x.dtype:
@@ -307,8 +307,7 @@ def _backward(step: Step, dys, weight, bias, *saved) -> tuple:
     x, exchanges = saved[4 * lead], step.exchanges
     transport = transport_of(peers if exchanges else None, saved[0].device)
     # Of one rank it is named where an error needs it.
-    alone = peers is None and state.times is None
-    call: Any = None if alone else step.call("backward")
+    call: Any = None if peers is None else step.call("backward")
     if awaited.absent:
         agreement.check_present(awaited, peers, call)
     keep = needs_residual and (kind != 0 or any(mask is not None for mask in saved[3::4]))
@@ -343,7 +342,7 @@ def _backward(step: Step, dys, weight, bias, *saved) -> tuple:
         gradients = [own[3].to(z.dtype) for own, z in zip(begun, xs)]
     if exchanged is not None:
         own, merged, more = exchanged
-        finish = timed(_backward_finish, state.times, "normalized")
+        finish = ranged(_backward_finish, call, "map")
         for k, placed in enumerate(_placed(xs, merged, more)):
             if not exchanges:
                 if k != lead or not share:

@@ -76,20 +76,6 @@ def case_strict_report_is_the_same_error_on_every_rank(rank, world):
     raises(RuntimeError, begin + line, syncbn.report, theirs, strict=True)
 
 
-def case_parity_exchanges_with_nobody(rank, world):
-    """It is a call of one process, also of a model whose layers have a group."""
-    net = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)))
-    if rank == 0:
-        assert syncbn.testing.parity(net, torch.randn(6, 4), ranks=2).exact
-        assert syncbn.testing.parity(nn.BatchNorm1d(4), torch.randn(6, 4), ranks=2).exact
-    # DistributedDataParallel would: a call on one rank alone would wait for the others.
-    ddp = nn.parallel.DistributedDataParallel(net)
-    text = "^model: got a model, wrapped by DistributedDataParallel, expected"
-    if rank == 0:
-        raises(ValueError, text, syncbn.testing.parity, ddp, torch.randn(6, 4), ranks=2)
-    dist.barrier()
-
-
 class OwnSync(nn.SyncBatchNorm):
     pass
 
