@@ -71,11 +71,10 @@ class _Undo:
             self._before.append((m, m.__class__, dict(vars(m)), contents))
 
     def rebind(self) -> None:
-        """Binds anew what modules hold of methods of layers that are of another class now."""
+        """Binds anew the methods on modules of layers that are of another class now."""
         classes.rebind([(m, cls) for m, cls, *_ in self._before])
 
     def __call__(self) -> None:
-        now = [(m, type(m)) for m, *_ in self._before]
         for module, cls, attributes, contents in self._before:
             module.__class__ = cls
             module.__dict__.clear()
@@ -83,7 +82,6 @@ class _Undo:
             for name, content in contents.items():
                 attributes[name].clear()
                 attributes[name].update(content)
-        classes.rebind(now)
 
 
 _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -306,7 +304,8 @@ def convert_sync_batchnorm(
         warnings.warn(
             f"{', '.join(evading)}: got a forward on the object that is not seen to call the "
             "layer's, so that statistics may stay those of one rank; expected none, or one that "
-            "calls a bound method, as in old = layer.forward; layer.forward = lambda x: old(x)",
+            "names an attribute of the layer, as in layer.old = layer.forward; "
+            "layer.forward = lambda x: layer.old(x)",
             stacklevel=2,
         )
     return result

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with a forward on the object: a patch that calls a bound method of the layer calls the
+"""Layers with a forward on the object: a patch that names a bound method on the layer calls the
 class that the layer has now. torch.nn.SyncBatchNorm's converter makes new layers, and drops it."""
 
 import copy
 import functools
 import pickle
 import types
-import typing
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -17,48 +15,6 @@ from torch import nn
 
 import syncbn
 from rank_cases import raises
-
-
-class Probe:
-    def __init__(self, bn):
-        self.old = bn.forward
-
-    def run(self, x):
-        return self.old(x)
-
-
-class Callable:
-    __slots__ = ("old",)
-
-    def __init__(self, old):
-        self.old = old
-
-    def __call__(self, x):
-        return self.old(x)
-
-
-class Adapter(nn.Module):
-    """As LoRA's: a module that takes the place of another one's forward."""
-
-    def __init__(self, bn):
-        super().__init__()
-        self.org_forward = bn.forward
-
-    def forward(self, x):
-        return self.org_forward(x)
-
-
-class Kept(typing.NamedTuple):
-    forward: typing.Callable
-    scale: float
-
-
-def nested(function):
-    @functools.wraps(function)
-    def inner(*args):
-        return (lambda *a: function(*a))(*args)
-
-    return inner
 
 
 def of_the_layer(function):
@@ -71,20 +27,9 @@ def of_the_layer(function):
     return make
 
 
-def by_a_global_object(bn):
-    global probe
-    probe = Probe(bn)
-    return lambda x: probe.run(x)
-
-
-def by_a_global_that_another_function_names(bn):
-    global taken
-    taken = bn.forward
-    return lambda x: called_by_name(x)
-
-
-def called_by_name(x):
-    return taken(x)
+def by_closure_and_name(bn):
+    bn.my_forward = bn.forward
+    return lambda x: (lambda value: bn.my_forward(value))(x)
 
 
 def by_hook_of_accelerate(bn):
@@ -97,48 +42,15 @@ def by_hook_of_accelerate(bn):
     return functools.update_wrapper(functools.partial(new_forward, bn), bn._old_forward)
 
 
-def by_call_impl(bn):
-    old = bn._call_impl
-    bn._call_impl = lambda *args: old(*args)
-
-
-def by_other_methods(bn):
-    """Beside forward: those that the classes differ in, and those that they share."""
-    for name in ("train", "extra_repr", "reset_parameters", "_check_input_dim"):
-        setattr(bn, name, functools.partial(getattr(bn, name)))
-
-
 #: What makes of a layer the forward that it gets; None: it has done so itself.
 MAKERS = {
-    "closure": lambda bn: (lambda old: lambda x: old(x))(bn.forward),
-    "default_argument": lambda bn: lambda x, old=bn.forward: old(x),
-    "keyword_default": lambda bn: lambda x, *, old=bn.forward: old(x),
-    "partial": lambda bn: functools.partial(bn.forward),
-    "partial_argument": lambda bn: functools.partial(lambda old, x, s=None: old(x), bn.forward),
-    "partial_keyword": lambda bn: functools.partial(lambda x, old: old(x), old=bn.forward),
-    "method": lambda bn: types.MethodType((lambda old: lambda _, x: old(x))(bn.forward), bn),
     "the_bound_method_itself": lambda bn: bn.forward,
     "the_function_bound_again": lambda bn: types.MethodType(type(bn).forward, bn),
     "attribute_of_the_layer": of_the_layer(lambda self, x: self.my_forward(x)),
     "named_attribute": of_the_layer(lambda self, x: getattr(self, "my_forward")(x)),  # noqa: B009
-    "disable": lambda bn: torch.compiler.disable(bn.forward),
-    "compile": lambda bn: torch.compile(bn.forward, backend="eager"),
-    "compiled_call": lambda bn: bn.compile(backend="eager"),
-    "decorators": lambda bn: torch.enable_grad()(torch.autocast("cpu", enabled=False)(bn.forward)),
-    "containers": lambda bn: (lambda k: lambda x: k["a"][0][0](x))({"a": [(bn.forward, 1.0)]}),
-    "named_tuple": lambda bn: (lambda kept: lambda x: kept.forward(x))(Kept(bn.forward, 1.0)),
-    "nested_functions": lambda bn: nested(nested(nested(nested(nested(bn.forward))))),
-    "wraps_and_a_closure": lambda bn: (lambda o: functools.wraps(o)(lambda x: o(x)))(bn.forward),
-    "object": lambda bn: Probe(bn).run,
-    "method_of_an_object": lambda bn: (lambda probe: lambda x: probe.run(x))(Probe(bn)),
-    "callable_with_slots": lambda bn: Callable(bn.forward),
-    "another_module": lambda bn: Adapter(bn).forward,
-    "the_module_itself": lambda bn: (lambda adapter: lambda x: adapter(x))(Adapter(bn)),
-    "global_object": by_a_global_object,
-    "a_global": by_a_global_that_another_function_names,
+    "closure_and_name": by_closure_and_name,
     "hook_of_accelerate": by_hook_of_accelerate,
-    "call_impl": by_call_impl,
-    "other_methods": by_other_methods,
+    "compiled_call": lambda bn: bn.compile(backend="eager"),
 }
 
 
@@ -211,14 +123,13 @@ for _name in MAKERS:
     globals()[f"case_a_patched_layer_is_synchronized_by_{_name}"] = _case(_name)
 
 
-def case_methods_that_others_hold(rank, world):
-    """Not on the layer: in the module around it, and in another layer."""
+def case_methods_on_other_modules(rank, world):
+    """Not on the layer: on the module around it, and on another layer."""
     net = nn.Sequential(nn.BatchNorm1d(1), nn.Identity())
     net.norm = net[0].forward
-    net.norms = [(net[0].forward,)]
     net[1].forward = net[0].forward
     quietly(syncbn.convert_sync_batchnorm, net)
-    for call in (net.norm, net.norms[0][0], net[1]):
+    for call in (net.norm, net[1]):
         net[0].reset_running_stats()
         call(x_of(rank))
         mean, _ = shared_statistics()
@@ -238,26 +149,19 @@ def beside_a_backup(bn):
 
 
 def of_a_copy(bn):
-    patch(other := copy.deepcopy(bn), "closure")
+    patch(other := copy.deepcopy(bn), "closure_and_name")
     bn.forward = other.forward
 
 
-def weak(bn):
-    """A weak method holds the function and the layer, each by itself."""
-    method = weakref.WeakMethod(bn.forward)
-    bn.forward = lambda x: method()(x)
+class Adapter(nn.Module):
+    """As LoRA's: a module that takes the place of another one's forward."""
 
+    def __init__(self, bn):
+        super().__init__()
+        self.org_forward = bn.forward
 
-def of_an_object_that_computes(bn):
-    class Owner:
-        def __init__(self):
-            self.before = bn.forward
-
-        def run(self, x):
-            return nn.BatchNorm1d.forward(bn, x)
-
-    owner = Owner()
-    bn.forward = lambda x: owner.run(x)
+    def forward(self, x):
+        return self.org_forward(x)
 
 
 def own_arithmetic(bn):
@@ -266,9 +170,13 @@ def own_arithmetic(bn):
     )
 
 
-#: No bound method of the layer is found there.
+#: They name no attribute that is a bound method of the layer.
 LOST = (
-    *(own_arithmetic, beside_a_backup, of_a_copy, weak, of_an_object_that_computes),
+    *(own_arithmetic, beside_a_backup, of_a_copy),
+    lambda bn: setattr(bn, "forward", (lambda old: lambda x: old(x))(bn.forward)),
+    lambda bn: setattr(bn, "forward", lambda x, old=bn.forward: old(x)),
+    lambda bn: setattr(bn, "forward", torch.compile(bn.forward, backend="eager")),
+    lambda bn: setattr(bn, "forward", Adapter(bn).forward),
     lambda bn: setattr(bn, "forward", plain(bn)),
     lambda bn: setattr(bn, "forward", functools.wraps(bn.forward)(plain(bn))),
     lambda bn: setattr(bn, "_call_impl", plain(bn)),
@@ -294,6 +202,23 @@ def case_what_cannot_be_rebound_is_warned_of_and_refused(rank, world):
         assert syncbn.report(net, strict=True)[0].note == "sync=False"
         syncbn.revert_sync_batchnorm(net)
         assert type(net[1][0]) is nn.BatchNorm1d
+
+
+def case_nothing_is_assigned_into_what_others_hold(rank, world):
+    net = nn.Sequential(nn.BatchNorm1d(1))
+    old, by_name = net[0].forward, {"old": net[0].forward}
+    held = [old]
+
+    def forward(x, default=old, *, keyword=old):
+        return old(x), held
+
+    net[0].forward, net[0].table = forward, by_name
+    with pytest.warns(UserWarning, match="^0: got a forward on the object"):
+        syncbn.convert_sync_batchnorm(net)
+    assert forward.__defaults__ == (old,) and forward.__kwdefaults__ == {"keyword": old}
+    assert {id(cell.cell_contents) for cell in forward.__closure__} == {id(old), id(held)}
+    assert held == [old] and by_name == {"old": old} and old.__func__ is nn.BatchNorm1d.forward
+    assert vars(net[0])["forward"] is forward and net[0].table is by_name
 
 
 def case_pytorch_s_forward_on_a_synchronized_layer_says_so_once(rank, world):
@@ -362,11 +287,3 @@ def case_a_hook_of_accelerate_itself(rank, world):
     check(net, rank, shared=False)
     hooks.remove_hook_from_module(net[0])
     check(net, rank, shared=False)
-
-
-def case_patches_that_call_this_class_by_name(rank, world):
-    net = syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1)))
-    layer = net[0]
-    layer.forward = lambda x: syncbn.SyncBatchNorm.forward(layer, x)
-    check(net, rank, shared=True)
-    assert syncbn.report(net, strict=True)[0].ranks == world
