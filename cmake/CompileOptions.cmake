@@ -45,12 +45,10 @@ endfunction()
 
 # syncbn_limit_exports(<library>): it exports only what exports.map lists, and leaves nothing open.
 function(syncbn_limit_exports target)
-  if(NOT APPLE)
-    set(map ${PROJECT_SOURCE_DIR}/cmake/exports.map)
-    target_link_options(${target} PRIVATE LINKER:--version-script=${map})
-    set_target_properties(${target} PROPERTIES LINK_DEPENDS ${map})
-    if(NOT SYNCBN_SANITIZE)  # the executable brings the sanitizer's symbols
-      target_link_options(${target} PRIVATE LINKER:--no-undefined)
-    endif()
+  set(map ${PROJECT_SOURCE_DIR}/cmake/exports.map)
+  target_link_options(${target} PRIVATE LINKER:--version-script=${map})
+  set_target_properties(${target} PROPERTIES LINK_DEPENDS ${map})
+  if(NOT SYNCBN_SANITIZE)  # the executable brings the sanitizer's symbols
+    target_link_options(${target} PRIVATE LINKER:--no-undefined)
   endif()
 endfunction()

@@ -5,7 +5,7 @@
 #include <chrono>
 #include <cstdint>
 
-// Futexes with a time limit, on Linux between processes; those of std::atomic::wait and
+// Futexes with a time limit, between processes; those of std::atomic::wait and
 // std::barrier are private to one process and never wake another.
 namespace syncbn {
 
