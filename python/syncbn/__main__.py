@@ -12,9 +12,8 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,25 +55,12 @@ def facts() -> dict[str, str]:
     return found
 
 
-class Result(NamedTuple):
-    """One line of the self-test."""
-
-    name: str
-    passed: bool
-    text: str
-
-
-def _step(layer: SyncBatchNorm, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+def _step(layer: SyncBatchNorm, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Any]:
     x = x.clone().requires_grad_()
     y = layer(x)
     y.backward(dy)
-    return {
-        "y": y.detach(),
-        "dx": x.grad,
-        "running_mean": layer.running_mean,
-        "running_var": layer.running_var,
-        "dweight": layer.weight.grad,
-    }
+    found = {"y": y, "dx": x.grad, "dweight": layer.weight.grad}
+    return found | {"running_mean": layer.running_mean, "running_var": layer.running_var}
 
 
 def _differences(rank: int, engine: callers.EngineName, timeout: float) -> list[str]:
@@ -87,75 +73,50 @@ def _differences(rank: int, engine: callers.EngineName, timeout: float) -> list[
     whole = _step(SyncBatchNorm(8, sync=False, **options), x, dy)
     share = slice(0, 2) if rank == 0 else slice(2, 5)
     own = _step(SyncBatchNorm(8, **options), x[share], dy[share])
-    for name in ("y", "dx"):
-        whole[name] = whole[name][share]
+    whole |= {name: whole[name][share] for name in ("y", "dx")}
     return [name for name in whole if not torch.equal(own[name], whole[name])]
 
 
 def _rank_main(rank: str, folder: str, timeout: str) -> None:
-    """Runs one process of the self-test; prints a list of Results as JSON."""
+    """Runs one process of the self-test; prints what it says of each engine, as JSON."""
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=float(timeout))
-    store = dist.FileStore(f"{folder}/store", 2)
+    seconds, store = float(timeout), dist.FileStore(f"{folder}/store", 2)
+    limit = datetime.timedelta(seconds=seconds)
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=2, timeout=limit)
-    results = []
+    said = {}
     for engine, name in _ENGINES.items():
-        peers = groups.peers(callers.sharing(None, float(timeout), engine))
+        peers = groups.peers(callers.sharing(None, seconds, engine))
         assert peers is not None  # there are two
-        differing = _differences(int(rank), engine, float(timeout))
-        text = f"differs from one process in {', '.join(differing)}"
-        text = text if differing else "the bits of one process"
+        differing = ", ".join(_differences(int(rank), engine, seconds))
+        said[name] = f"FAILED: differs from one process in {differing}"
+        said[name] = said[name] if differing else "passed: the bits of one process"
         if (used := engine_of(peers).name) != name:
-            text += f" (over {used}; no {name}: {peers.note})"
-        results.append(Result(name, not differing, text))
+            said[name] += f" (over {used}; no {name}: {peers.note})"
     dist.barrier()
     dist.destroy_process_group()
-    print(json.dumps(results))
+    print(json.dumps(said))
 
 
-def self_test(timeout: float = TIMEOUT) -> list[Result]:
-    """Trains one layer in two processes, over Gloo and through shared memory, and compares bits
-    with one process. Shared memory that is not to be had is said, and no failure."""
+def _run_rank(rank: int, folder: str, timeout: float) -> dict[str, str]:
     code = "import sys; from syncbn.__main__ import _rank_main; _rank_main(*sys.argv[1:])"
-    until = time.monotonic() + timeout
-    results: dict[str, list[tuple[bool, str]]] = {name: [] for name in _ENGINES.values()}
-    failures = []
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(rank), folder, str(timeout)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            for rank, process in enumerate(processes):
-                try:
-                    out, err = process.communicate(timeout=max(0.0, until - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    failures.append(f"rank {rank}: no result within {timeout:g} s")
-                    continue
-                if process.returncode != 0:
-                    last = (err.strip().splitlines() or ["no message"])[-1]
-                    failures.append(f"rank {rank}: exit code {process.returncode}: {last}")
-                    continue
-                for name, passed, text in json.loads(out.splitlines()[-1]):
-                    results[name].append((passed, f"rank {rank}: {text}"))
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    if failures:
-        return [Result("two processes", False, "; ".join(failures))]
-    lines = []
-    for name, ranks in results.items():
-        texts = [text.split(": ", 1)[1] for _, text in ranks]
-        same = len(set(texts)) == 1
-        text = texts[0] if same else "; ".join(text for _, text in ranks)
-        lines.append(Result(name, all(passed for passed, _ in ranks), text))
-    return lines
+    command = [sys.executable, "-c", code, str(rank), folder, str(timeout)]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {f"rank {rank}": f"FAILED: no result within {timeout:g} s"}
+    if ended.returncode != 0:
+        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+        return {f"rank {rank}": f"FAILED: exit code {ended.returncode}: {last}"}
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def self_test(timeout: float = TIMEOUT) -> dict[str, str]:
+    """Trains one layer in two processes, over Gloo and through shared memory, and compares bits
+    with one process. Gives what each engine, or a rank without a result, has to say, which begins
+    with "passed" or "FAILED". Shared memory that is not to be had is said, and no failure."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        zero, one = pool.map(_run_rank, (0, 1), (folder,) * 2, (timeout,) * 2)
+    return one | {k: v for k, v in zero.items() if k not in one or v.startswith("FAILED")}
 
 
 def doctor(timeout: float = TIMEOUT) -> int:
@@ -163,10 +124,10 @@ def doctor(timeout: float = TIMEOUT) -> int:
     for name, text in facts().items():
         print(f"{name:16}{text}")
     print(f"self-test of two processes, for up to {timeout:g} s:", flush=True)
-    results = self_test(timeout)
-    for result in results:
-        print(f"  {result.name:14}{'passed' if result.passed else 'FAILED'}: {result.text}")
-    return 0 if all(result.passed for result in results) else 1
+    said = self_test(timeout)
+    for name, text in said.items():
+        print(f"  {name:14}{text}")
+    return int(any(text.startswith("FAILED") for text in said.values()))
 
 
 def _seconds(text: str) -> float:
@@ -176,41 +137,26 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive number of seconds")
 
 
-def _cmake_dir() -> int:
-    folder = pathlib.Path(__file__).parent / "cmake"
-    if not folder.is_dir():
-        print(
-            f"--cmake-dir: got {folder.parent}, which has no CMake package, expected a syncbn that "
-            "pip installed",
-            file=sys.stderr,
-        )
-        return 1
-    print(folder)
-    return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m syncbn", description=__doc__)
-    parser.add_argument(
-        "--cmake-dir",
-        action="store_true",
-        help="print the folder of the CMake package, for cmake -D syncbn_DIR=...",
-    )
+    text = "print the folder of the CMake package, for cmake -D syncbn_DIR=..."
+    parser.add_argument("--cmake-dir", action="store_true", help=text)
     commands = parser.add_subparsers(dest="command")
     command = commands.add_parser("doctor", help="what is active, why, and a self-test")
-    command.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=TIMEOUT,
-        metavar="SECONDS",
-        help="limit of the self-test of two processes (%(default)g)",
-    )
+    text = f"limit of the self-test of two processes ({TIMEOUT:g})"
+    command.add_argument("--timeout", type=_seconds, default=TIMEOUT, metavar="SECONDS", help=text)
     command = commands.add_parser("diff", help="where two trainings differ first (syncbn.record)")
     command.add_argument("a", help="a file of syncbn.record")
     command.add_argument("b", help="another one")
     given = parser.parse_args(arguments)
     if given.cmake_dir:
-        return _cmake_dir()
+        folder = pathlib.Path(__file__).parent
+        if not (folder / "cmake").is_dir():
+            text = "which has no CMake package, expected a syncbn that pip installed"
+            print(f"--cmake-dir: got {folder}, {text}", file=sys.stderr)
+            return 1
+        print(folder / "cmake")
+        return 0
     if given.command == "diff":
         try:
             difference = first_difference(given.a, given.b)
