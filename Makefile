@@ -52,7 +52,7 @@ test-python: $(package) $(test_tools)  ## Python tests only, for example ARGS="-
 interop: $(package) $(test_tools) $(VENV)/.stamp-frameworks  ## other people's code, all of it
 	SYNCBN_INTEROP=all OMP_WAIT_POLICY=passive $(python) -m pytest --durations 15 $(ARGS) \
 	  $(addprefix tests/python/interop/test_,pytorchs_tests.py class_checks.py \
-	    class_checks_frameworks.py ray.py torchft.py training_loops.py)
+	    class_checks_frameworks.py ray.py training_loops.py)
 
 curves: $(package) $(test_tools) $(VENV)/.stamp-frameworks  ## learning curves of other people's training loops, into build/
 	@mkdir -p build
@@ -82,11 +82,6 @@ aarch64: $(VENV)/.stamp-build googletest  ## cross-compile, and run the C++ test
 	$(cmake) --build --preset $@
 	$(VENV)/bin/ctest --preset $@ -j 2
 
-macos: $(VENV)/.stamp-build $(VENV)/.stamp-macos  ## cross-compile the C++ library for macOS; nothing is run
-	$(cmake) -G Ninja -B build/macos --toolchain cmake/aarch64-macos.cmake -D SYNCBN_CUDA=OFF \
-	  -D SYNCBN_MPI=OFF -D SYNCBN_WERROR=ON
-	$(cmake) --build build/macos
-
 asan tsan release cuda: $(VENV)/.stamp-build  ## C++ tests with this preset
 	$(cmake) --workflow --preset $@
 
@@ -106,8 +101,7 @@ fuzz: $(VENV)/.stamp-build  ## fuzzers, with clang, SECONDS=60 SEED=
 	$(cmake) --build --preset fuzz
 	$(python) scripts/fuzz.py $(or $(SECONDS),60) $(SEED)
 
-model:  ## the protocols in shared memory (with spin) and of the CUDA kernels, in all their executions
-	$(or $(PYTHON),python3) tests/model/check_ptx.py
+model:  ## the protocol in shared memory in all its executions, with spin
 	$(or $(PYTHON),python3) tests/model/check.py
 
 weekly:  ## what takes too long for each change; .github/workflows/weekly.yml runs it side by side
@@ -182,7 +176,7 @@ $(VENV)/.stamp-%: requirements/%.txt scripts/bootstrap.sh
 	@scripts/bootstrap.sh $(VENV) $*
 	@touch $@
 $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-interop $(VENV)/.stamp-lint \
-  $(VENV)/.stamp-bench $(VENV)/.stamp-frameworks $(VENV)/.stamp-macos: \
+  $(VENV)/.stamp-bench $(VENV)/.stamp-frameworks: \
   $(VENV)/.stamp-build
 
 $(docs_tools): requirements/docs.txt scripts/bootstrap.sh
@@ -196,5 +190,5 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo demo-clipart bench bench-count bench-cpp \
-  gpu-check googletest aarch64 macos asan tsan release cuda ptx sanitize soak fuzz interop curves model weekly lint \
+  gpu-check googletest aarch64 asan tsan release cuda ptx sanitize soak fuzz interop curves model weekly lint \
   lint-tests format docs wheel wheel-old wheel-aarch64 sdist clean
