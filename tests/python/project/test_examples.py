@@ -19,7 +19,7 @@ from support import PROJECT, run_snippets, snippets
 TRAINERS = {"11_accelerate.py": "accelerate", "12_lightning.py": "lightning"}
 WEEKLY = ("06_static_graph.py", *TRAINERS)
 #: On four ranks; docs/tutorial.md quotes what they print.
-TUTORIAL = ("18_small_batches.py", "19_contrastive.py", "20_point_clouds.py")
+TUTORIAL = ("19_contrastive.py", "20_point_clouds.py")
 EXAMPLES = sorted(path.name for path in (PROJECT / "examples").glob("*.py"))
 EXAMPLES = [name for name in EXAMPLES if name not in (*TRAINERS, *TUTORIAL, "00_start.py")]
 #: Arguments of long ones; with none they run weekly.
