@@ -35,12 +35,6 @@ def network() -> nn.Sequential:
     return net
 
 
-def both() -> tuple[nn.Module, nn.Module]:
-    """The network with PyTorch's layers, and the same with this package's."""
-    theirs = THEIRS.convert_sync_batchnorm(network())
-    return theirs, syncbn.convert_sync_batchnorm(network())
-
-
 def norms_of(net, cls=syncbn.SyncBatchNorm):
     return [m for m in net.modules() if isinstance(m, cls)]
 
@@ -91,25 +85,6 @@ def test_torch_fuse_conv_bn_exact():
     net[1].activation = "relu"  # is lost
     again = nn.utils.fusion.fuse_conv_bn_eval(net[0], net[1])
     assert torch.equal(again.weight, expected.weight) and torch.equal(again.bias, expected.bias)
-
-
-def test_torch_fx_fusion_leaves_layers_unfused():
-    """It asks for exactly BatchNorm*d: results are right, not faster. Reverted ones it fuses."""
-    from torch.fx.experimental.optimization import fuse
-
-    net = syncbn.convert_sync_batchnorm(network()).eval()
-    fused = fuse(net)
-    assert torch.equal(evaluated(fused), evaluated(net)) and len(norms_of(fused)) == 2
-    reverted = fuse(syncbn.revert_sync_batchnorm(copy.deepcopy(net)))
-    assert not norms_of(reverted, nn.modules.batchnorm._BatchNorm)
-
-
-def test_torch_quantization_s_fusion_wants_plain_layers():
-    for net in both():
-        with pytest.raises(AssertionError, match="did not find fuser method"):
-            torch.ao.quantization.fuse_modules(net.eval(), [["0", "1", "2"]])
-    reverted = syncbn.revert_sync_batchnorm(net)
-    torch.ao.quantization.fuse_modules(reverted.eval(), [["0", "1", "2"]])
 
 
 def test_torch_func_removes_running_statistics():
@@ -171,32 +146,6 @@ def test_timm_freeze(name):
     syncbn.convert_sync_batchnorm(net)
     assert all(isinstance(m, syncbn.SyncBatchNorm) for m in norms_of(net, nn.BatchNorm2d))
     torch.testing.assert_close(evaluated(net), expected)
-
-
-def test_timm_freezes_a_part():
-    model = library("timm.utils.model")
-    net = syncbn.convert_sync_batchnorm(timm_model("test_resnet"))
-    count = len(norms_of(net))
-    inner = len(norms_of(net.layer1))
-    model.freeze(net, ["layer1", "bn1"])
-    assert len(norms_of(net)) == count - inner - 1 and not norms_of(net.layer1)
-
-
-def test_timm_fuses_plain_layers():
-    """A branch that is a batch norm must be BatchNorm2d."""
-    model = library("timm.utils.model")
-    torch.manual_seed(10)
-    net = library("timm").create_model("repghostnet_050", num_classes=3)
-    expected = evaluated(net)
-    for converted in (THEIRS.convert_sync_batchnorm(copy.deepcopy(net)), converted_copy(net)):
-        with pytest.raises(AssertionError):
-            model.reparameterize_model(converted.eval())
-    reverted = syncbn.revert_sync_batchnorm(converted_copy(net)).eval()
-    torch.testing.assert_close(evaluated(model.reparameterize_model(reverted)), expected)
-
-
-def converted_copy(net):
-    return syncbn.convert_sync_batchnorm(copy.deepcopy(net))
 
 
 # Lightning

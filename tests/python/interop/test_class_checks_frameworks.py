@@ -2,9 +2,7 @@
 """What test_class_checks.py says, for transformers, Ultralytics and mmengine, which `make interop`
 installs."""
 
-import copy
 import types
-import warnings
 
 import pytest
 import torch
@@ -14,10 +12,7 @@ import syncbn
 from support import library
 from test_class_checks import (
     THEIRS,
-    both,
-    converted_copy,
     decays_of,
-    network,
     norms_of,
     same_groups,
 )
@@ -42,26 +37,6 @@ def test_transformers_weight_decay():
     assert names[0] == names[1] and names[0]
 
 
-def test_transformers_loads_a_converted_model(tmp_path):
-    cls = library("transformers").ResNetForImageClassification
-
-    class Synchronized(cls):
-        def __init__(self, config):
-            super().__init__(config)
-            syncbn.convert_sync_batchnorm(self)
-
-    net = syncbn.convert_sync_batchnorm(resnet())
-    net.save_pretrained(tmp_path)
-    x = torch.randn(2, 3, 32, 32)
-    expected = net.eval()(pixel_values=x).logits
-    for kind in (cls, Synchronized):
-        loaded, info = kind.from_pretrained(tmp_path, output_loading_info=True)
-        assert not info["missing_keys"] and not info["unexpected_keys"]
-        assert torch.equal(loaded.eval()(pixel_values=x).logits, expected)
-    loaded.train()(pixel_values=x).logits.sum().backward()
-    assert all(int(m.num_batches_tracked) == 1 for m in norms_of(loaded))
-
-
 def test_transformers_gives_new_layers_their_values(tmp_path):
     """It initializes BatchNorm*d that a checkpoint lacks, and no SyncBatchNorm, PyTorch's neither:
     convert after from_pretrained."""
@@ -79,20 +54,6 @@ def test_transformers_gives_new_layers_their_values(tmp_path):
     net = syncbn.convert_sync_batchnorm(Head.from_pretrained(tmp_path))
     assert type(net.norm) is syncbn.SyncBatchNorm
     assert (net.norm.running_var == 1).all() and (net.norm.weight == 1).all()
-
-
-def test_transformers_frozen_backbones_leave_layers_alone():
-    """DETR freezes BatchNorm2d, and no SyncBatchNorm: convert after that."""
-    detr = library("transformers.models.detr.modeling_detr")
-    for net in both():
-        detr.replace_batch_norm(net)
-        assert len(norms_of(net, THEIRS)) == 2
-    net = network()
-    detr.replace_batch_norm(net)
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        syncbn.convert_sync_batchnorm(net)
-    assert not norms_of(net)
 
 
 # Ultralytics
@@ -135,26 +96,6 @@ def test_ultralytics_fuse(ultralytics):
     assert net.is_fused() and not norms_of(net)
     for (name, a), b in zip(net.state_dict().items(), plain.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-
-
-def test_ultralytics_fuses_plain_branches(ultralytics):
-    from ultralytics.nn.modules.conv import RepConv
-
-    net = RepConv(4, 4, bn=True).eval()
-    x = torch.randn(1, 4, 8, 8)
-    expected = net(x)
-    for converted in (THEIRS.convert_sync_batchnorm(copy.deepcopy(net)), converted_copy(net)):
-        with pytest.raises(UnboundLocalError):
-            converted.fuse_convs()
-    reverted = syncbn.revert_sync_batchnorm(converted_copy(net))
-    reverted.fuse_convs()
-    torch.testing.assert_close(reverted.forward_fuse(x), expected)
-
-
-def test_ultralytics_keeps_eps_and_momentum(ultralytics):
-    """It sets them in BatchNorm2d layers when it builds a model, so convert afterwards."""
-    net = syncbn.convert_sync_batchnorm(yolo())
-    assert {(m.eps, m.momentum) for m in norms_of(net)} == {(1e-3, 0.03)}
 
 
 def test_ultralytics_freeze(ultralytics):
