@@ -41,8 +41,6 @@ __all__ = [
     "skip",
 ]
 
-SyncBatchNorm._convert = staticmethod(convert_sync_batchnorm)
-
 
 def cpu_instruction_set() -> str:
     """Returns the vector code in use: "avx512_bf16", "avx512", "avx2", "neon" or "reference".

@@ -77,7 +77,7 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
 
 
 @recorded(lambda module, *_: module.state.name)
-def train_step(
+def train_on_devices(
     module,
     xs: Sequence[Tensor],
     residuals: Sequence[Tensor | None] | None = None,
@@ -156,7 +156,7 @@ def forward(
             f"{module.state.name}: got a list of inputs inside SelfDataParallel, expected the one "
             "tensor of this device"
         )
-    return train_step(module, xs, residuals, masks)
+    return train_on_devices(module, xs, residuals, masks)
 
 
 def check_alone(module) -> None:

@@ -3,8 +3,9 @@
 
 import datetime
 import functools
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
 import torch
@@ -152,9 +153,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    #: convert_sync_batchnorm, which is made of this class; the package puts it here.
-    _convert: Callable[..., Any]
-
     @classmethod
     def convert_sync_batchnorm(cls, module: Model, process_group: "callers.Group" = None) -> Model:
         """Calls syncbn.convert_sync_batchnorm(module, process_group).
@@ -162,7 +160,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         For code that is written for torch.nn.SyncBatchNorm. Called on a subclass, it makes layers
         of this class, as PyTorch's method does.
         """
-        return cls._convert(module, process_group)
+        # By the package's name: conversion is made of this class.
+        return sys.modules[__package__].convert_sync_batchnorm(module, process_group)
 
     @property
     def process_group(self) -> Any:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .baton import Request, ThreadState, inside, run_in_turns
-from .devices import give_up, train_step
+from .devices import give_up, train_on_devices
 from .errors import DivergenceError
 from .exchange import callers, groups, host
 from .exchange.call import Call, Peers, tag_of
@@ -339,7 +339,7 @@ class _Meeting:
         first = waiting[0]
         with first.state.entered():
             residuals = [r.residual for r in waiting if r.residual is not None]
-            ys = train_step(
+            ys = train_on_devices(
                 self._original(first.layer),
                 [r.x for r in waiting],
                 residuals or None,

@@ -357,8 +357,14 @@ def _tell(peers: Peers, why: str) -> None:
     member.to_tell = member.to_tell or f"rank {peers.rank} left the group: {why}"[:400]
 
 
+#: Groups that stay open until this process ends, by their ids: one for each that broke over Gloo.
+open_for_good: set[int] = set()
+
+
 def _keep(peers: Peers) -> None:
     """Keeps the groups for ever: their end would wait for works that nobody will finish."""
     for name in (peers.group_name, peers.leaders):
-        if name is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(callers.resolve(name)))
+        group = None if name is None else callers.resolve(name)
+        if group is not None and id(group) not in open_for_good:
+            open_for_good.add(id(group))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

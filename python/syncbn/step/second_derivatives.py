@@ -160,9 +160,8 @@ class _Differentiable(torch.autograd.Function):
             check_not_batched(call, cotangent)
         positive = None
         if step.options.activation != "none":
-            with torch.no_grad():  # relu's gradient of ones, by the very bits of forward
-                relu = activation_of("relu").number
-                through = (weight, bias, activation_mask, mask, relu, 0.0)
+            with torch.no_grad():  # the gradient of ones with slope 0, by the very bits of forward
+                through = (weight, bias, activation_mask, mask, step.form.kind, 0.0)
                 ones, none = torch.ones_like(x), (None, None, False)
                 kept = ops.backward_begin(ones, x, saved, *through, True, *none, OWN, 0)[3]
                 positive = kept != 0

@@ -4,6 +4,7 @@ simulated. torch.nn.SyncBatchNorm takes each of them for what it says."""
 
 import datetime
 import importlib
+import sys
 import time
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
-from syncbn.exchange import callers, groups, host
+from syncbn.exchange import callers, failing, groups, host
 from syncbn.exchange.call import Peers
 
 LISTED = "expected one that torch.distributed's init_process_group or new_group made"
@@ -251,3 +252,13 @@ def test_a_refusal_over_nccl_goes_by_the_device_that_the_group_is_bound_to(one_r
         assert host._device_of_others(peers, None, None, None) == torch.device("cuda", 3)
     finally:
         group.bound_device_id = bound
+
+
+def test_a_broken_group_is_kept_once_and_counted(monkeypatch):
+    group, before = object(), failing.open_for_good.copy()
+    monkeypatch.setattr(callers, "resolve", lambda name: group)
+    count = sys.getrefcount(group)
+    for _ in range(3):  # exchanges that it breaks in
+        failing._keep(Peers("broken", 2, 0, 1.0))
+    assert sys.getrefcount(group) == count + 1
+    assert failing.open_for_good - before == {id(group)}

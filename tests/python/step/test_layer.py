@@ -19,6 +19,22 @@ def test_a_group_of_one_rank_exact(one_rank):
     assert_same_step(*layers, torch.randn(5, 3, 4))
 
 
+def test_pytorchs_apply_does_nothing_else_than_the_step_takes_over():
+    """step/node.py calls what Function.apply calls where no transform of torch.func is active. If
+    this fails, PyTorch's apply has learned something, which the step may have to do, too."""
+    from torch.autograd import Function
+
+    from syncbn.step import node
+
+    assert node._apply.__self__ is node._BatchNormTraining
+    known = {"_is_setup_context_defined", "setup_context", "forward", "RuntimeError"}
+    known |= {"torch", "_C", "_are_functorch_transforms_active", "custom_function_call"}
+    known |= {"_functorch", "utils", "unwrap_dead_wrappers", "super", "apply"}
+    assert set(Function.apply.__func__.__code__.co_names) <= known
+    plain = Function.setup_context
+    assert node._BatchNormTraining.setup_context is plain  # else apply would bind defaults
+
+
 @pytest.mark.parametrize("residual", (False, True))
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_evaluation_is_pytorchs_operators_exact(activation, residual):
