@@ -150,7 +150,7 @@ class Transport(ABC):
             message = self.refusing(with_places, placing, x, call)
         exchange = ranged(self.exchange, call, "exchange")
         # One rank's messages go nowhere.
-        return given, (own, *exchange(message, x.size(1), call, records))  # type: ignore
+        return given, (own, *exchange(message, x.size(1), call, records))
 
     def refusing(
         self, run, arguments: tuple, x: torch.Tensor, call: Call | None, checked: bool = True

@@ -30,7 +30,8 @@ def test_pytorchs_apply_does_nothing_else_than_the_step_takes_over():
     known = {"_is_setup_context_defined", "setup_context", "forward", "RuntimeError"}
     known |= {"torch", "_C", "_are_functorch_transforms_active", "custom_function_call"}
     known |= {"_functorch", "utils", "unwrap_dead_wrappers", "super", "apply"}
-    assert set(Function.apply.__func__.__code__.co_names) <= known
+    if vars(Function)["apply"] is not vars(torch._C._FunctionBase)["apply"]:  # not so in 2.15
+        assert set(Function.apply.__func__.__code__.co_names) <= known
     plain = Function.setup_context
     assert node._BatchNormTraining.setup_context is plain  # else apply would bind defaults
 
